@@ -1,0 +1,1 @@
+"""specrl: RL post-training whose rollouts are speculated, lossless, and hidden behind training."""

@@ -1,0 +1,185 @@
+"""Every error that specrl raises on purpose, as one tree.
+
+    SpecrlError
+    ├── SpecInvalid          (ValueError)       a run file breaks rules; lists all of them
+    ├── DatasetInvalid       (ValueError)       a prompt source cannot be read
+    ├── CheckpointInvalid    (ValueError)       a model, drafter or trainer checkpoint is missing or does not fit
+    ├── RecordInvalid        (ValueError)       a rollout, group or batch breaks its own rules (poisoned)
+    ├── ChecksumMismatch     (ValueError)       weights that arrived are not the weights that were sent
+    ├── VersionConflict      (ValueError)       a call names a step, version or group that is not the current one
+    ├── PortTaken            (OSError)          another process listens there
+    ├── MemoryTooSmall       (MemoryError)      the machine cannot hold what the run asks for
+    ├── PeerUnavailable      (ConnectionError)  a peer is gone or not there yet
+    ├── CollectiveFailed     (ConnectionError)  a process group broke: one of its members is gone
+    ├── DeadlineExceeded     (TimeoutError)     a call or a collective took longer than it may
+    ├── EngineFailed         (RuntimeError)     vLLM stopped or refused
+    ├── TrainerFailed        (RuntimeError)     Megatron stopped or refused
+    ├── StoreFailed          (RuntimeError)     the run's state could not be read or written
+    ├── VerifierFailed       (RuntimeError)     a verifier crashed, hung or answered nonsense; never a zero reward
+    └── RunInvalid           (ValueError)       a run directory cannot be started or resumed
+
+Each class fixes its gRPC status and whether the same call may be tried again. Messages follow one form:
+`<what> must be <rule>, got <name>=<value>; <what to do>`. Instances pickle, since they cross process pools.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+GrpcStatus = Literal[
+    "INVALID_ARGUMENT",
+    "FAILED_PRECONDITION",
+    "NOT_FOUND",
+    "DATA_LOSS",
+    "ABORTED",
+    "UNAVAILABLE",
+    "DEADLINE_EXCEEDED",
+    "RESOURCE_EXHAUSTED",
+    "INTERNAL",
+]
+
+
+class SpecrlError(Exception):
+    """Root of the tree. `grpc_status` is what a server answers; `retryable`: the same call may be repeated."""
+
+    grpc_status: ClassVar[GrpcStatus] = "INTERNAL"
+    retryable: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One broken rule of a run file: where, what the rule is, what to do."""
+
+    path: str
+    rule: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.rule}; {self.remedy}"
+
+
+class SpecInvalid(SpecrlError, ValueError):
+    """A run file breaks one or more rules. Carries every problem found, not just the first."""
+
+    grpc_status = "INVALID_ARGUMENT"
+
+    def __init__(self, problems: tuple[Problem, ...]) -> None:
+        super().__init__(problems)
+        self.problems = problems
+
+    def __str__(self) -> str:
+        count = len(self.problems)
+        lines = "\n".join(f"  {problem}" for problem in self.problems)
+        return f"the run file has {count} problem{'s' if count != 1 else ''}:\n{lines}"
+
+
+class DatasetInvalid(SpecrlError, ValueError):
+    """A prompt source is missing, unreadable or has a malformed record; the message names file and line."""
+
+    grpc_status = "INVALID_ARGUMENT"
+
+
+class CheckpointInvalid(SpecrlError, ValueError):
+    """A model, drafter or trainer checkpoint is missing, incomplete or does not fit the run."""
+
+    grpc_status = "FAILED_PRECONDITION"
+
+
+class RecordInvalid(SpecrlError, ValueError):
+    """A record breaks its own rules: empty, over-long, NaN, log-probabilities missing, versions not covering it."""
+
+    grpc_status = "INVALID_ARGUMENT"
+
+
+class ChecksumMismatch(SpecrlError, ValueError):
+    """Weights that arrived differ from those that were sent. Nothing was loaded; the transfer may be repeated."""
+
+    grpc_status = "DATA_LOSS"
+    retryable = True
+
+
+class VersionConflict(SpecrlError, ValueError):
+    """A call names a step, policy version or weight group that the callee does not have."""
+
+    grpc_status = "FAILED_PRECONDITION"
+
+
+class PortTaken(SpecrlError, OSError):
+    """Another process listens on the address that this one was told to serve."""
+
+    grpc_status = "FAILED_PRECONDITION"
+
+
+class MemoryTooSmall(SpecrlError, MemoryError):
+    """The machine has less memory than the run needs."""
+
+    grpc_status = "RESOURCE_EXHAUSTED"
+
+
+class PeerUnavailable(SpecrlError, ConnectionError):
+    """A peer does not answer: not started yet, gone, or its stream broke."""
+
+    grpc_status = "UNAVAILABLE"
+    retryable = True
+
+
+class CollectiveFailed(SpecrlError, ConnectionError):
+    """A process group broke because a member is gone or hung up. The group must be formed again."""
+
+    grpc_status = "ABORTED"
+    retryable = True
+
+
+class DeadlineExceeded(SpecrlError, TimeoutError):
+    """A call or a collective did not finish in the time it was given."""
+
+    grpc_status = "DEADLINE_EXCEEDED"
+    retryable = True
+
+
+class EngineFailed(SpecrlError, RuntimeError):
+    """The generation engine stopped, or refused what it was asked."""
+
+
+class TrainerFailed(SpecrlError, RuntimeError):
+    """The trainer stopped, or refused what it was asked."""
+
+
+class StoreFailed(SpecrlError, RuntimeError):
+    """The run's state could not be read or written; nothing advances until it can."""
+
+    grpc_status = "UNAVAILABLE"
+    retryable = True
+
+
+class VerifierFailed(SpecrlError, RuntimeError):
+    """A verifier crashed, hung or answered nonsense. The rollout is ungraded, which is not the same as wrong."""
+
+
+class RunInvalid(SpecrlError, ValueError):
+    """A run directory cannot be started or resumed as asked."""
+
+    grpc_status = "FAILED_PRECONDITION"
+
+
+BY_NAME: dict[str, type[SpecrlError]] = {
+    cls.__name__: cls
+    for cls in (
+        DatasetInvalid,
+        CheckpointInvalid,
+        RecordInvalid,
+        ChecksumMismatch,
+        VersionConflict,
+        PortTaken,
+        MemoryTooSmall,
+        PeerUnavailable,
+        CollectiveFailed,
+        DeadlineExceeded,
+        EngineFailed,
+        TrainerFailed,
+        StoreFailed,
+        VerifierFailed,
+        RunInvalid,
+    )
+}

@@ -1,0 +1,134 @@
+"""RunSpec: everything that defines a run, in one model."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
+
+from specrl.spec.base import Section, Union
+from specrl.spec.data import NotNegative, Positive, Prompts, RewardPool, Rewards, Validation
+from specrl.spec.generation import Generation
+from specrl.spec.trainer import Trainer
+
+
+class Dtype(StrEnum):
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class Model(Section):
+    """The policy to start from."""
+
+    path: str
+    """Hugging Face folder with config, safetensors and tokenizer. Relative to the run file's folder."""
+    dtype: Dtype = Dtype.BFLOAT16
+    """Precision of weights and activations, in generation and training alike. Optimizer state is float32."""
+    max_length: Positive = 2048
+    """Longest prompt plus completion, in tokens."""
+
+
+class Order(StrEnum):
+    IN_ORDER = "InOrder"
+
+
+class Schedule(Section):
+    """How many steps, of what, and how far generation may run ahead."""
+
+    steps: NotNegative
+    """Optimizer steps. 0 initialises and exports only."""
+    prompts_per_step: Positive
+    """Prompts (groups) that one step trains on."""
+    group_size: Annotated[int, Field(ge=2)]
+    """Rollouts per prompt."""
+    max_policy_lag: NotNegative = 1
+    """Hard bound, in steps, on the age of the oldest token trained on. 0 is synchronous training."""
+    order: Order = Order.IN_ORDER
+    """Groups train in the order of the stream."""
+    seed: int = 0
+    """Seeds sampling and initialisation. With maxPolicyLag 0 the same seed gives the same checkpoint, bit for bit."""
+
+
+class Transport(StrEnum):
+    AUTO = "Auto"
+    GLOO = "Gloo"
+    NCCL = "Nccl"
+
+
+class KvCache(StrEnum):
+    KEEP = "Keep"
+    RECOMPUTE = "Recompute"
+
+
+class Weights(Section):
+    """How a new version of policy and drafter reaches the replicas."""
+
+    transport: Transport = Transport.AUTO
+    """Collective library. Auto: NCCL where trainer and replicas have GPUs, Gloo otherwise."""
+    bucket_mib: Positive = 64
+    """Tensors are sent in buckets of about this size, in MiB."""
+    timeout_s: Positive = 120
+    """Deadline of every collective and of every stage of an update, in seconds."""
+    attempts: Positive = 3
+    """How often one update is tried before the replica is ejected."""
+    kv_cache: KvCache = KvCache.KEEP
+    """What unfinished rollouts do with the KV cache of the version before: keep it, or recompute it."""
+
+
+class SqliteStore(Section):
+    """One file in the run's folder; for runs on one machine."""
+
+
+class Store(Union):
+    """Where the coordinator's state is kept; exactly one member."""
+
+    sqlite: SqliteStore | None = None
+    """A SQLite file in the run's folder."""
+
+
+class Checkpoint(Section):
+    """Trainer checkpoints: policy, drafter, optimizers, random state."""
+
+    every_steps: Positive = 10
+    """Steps between checkpoints; one is always written after the last step."""
+    keep: Positive = 2
+    """Newest checkpoints kept."""
+
+
+class LogLevel(StrEnum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+
+
+class Telemetry(Section):
+    """Logs and endpoints."""
+
+    log_level: LogLevel = LogLevel.INFO
+    """Least severe event that is logged."""
+    http_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port of the coordinator's status page and metrics. 0: any free one."""
+    grpc_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port of the coordinator's gRPC server. 0: any free one."""
+    heartbeat_s: Positive = 2
+    """Seconds between heartbeats. A peer that misses five is taken for dead."""
+
+
+class RunSpec(Section):
+    """A run: what is trained, on what, how rollouts are drawn, and how the parts are kept in step."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]{0,33}[a-z0-9])?$")]
+    """Name of the run: at most 35 lower-case letters, digits and dashes, beginning with a letter."""
+    model: Model
+    prompts: Prompts
+    rewards: Rewards
+    reward_pool: RewardPool = RewardPool()
+    generation: Generation
+    trainer: Trainer
+    schedule: Schedule
+    weights: Weights = Weights()
+    store: Store = Store(sqlite=SqliteStore())
+    checkpoint: Checkpoint = Checkpoint()
+    validation: Validation | None = None
+    telemetry: Telemetry = Telemetry()
