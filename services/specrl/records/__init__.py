@@ -1,0 +1,51 @@
+"""What flows through the loop. Frozen dataclasses that carry numpy, never torch; `wire` turns them into protobuf."""
+
+from specrl.records.peer import Peer, Registration, Role
+from specrl.records.rollout import (
+    Batch,
+    FinishReason,
+    GradedRollout,
+    Group,
+    Prompt,
+    Reward,
+    Rollout,
+    RolloutRequest,
+    Sampling,
+    TrainRollout,
+    VersionSpan,
+)
+from specrl.records.status import (
+    DrafterMetrics,
+    GenerationStatus,
+    SpeculationCounters,
+    TrainerStatus,
+    TrainMetrics,
+)
+from specrl.records.weights import TensorMeta, WeightChecksums, WeightGroup, WeightManifest, WeightOwner
+
+__all__ = [
+    "Batch",
+    "DrafterMetrics",
+    "FinishReason",
+    "GenerationStatus",
+    "GradedRollout",
+    "Group",
+    "Peer",
+    "Prompt",
+    "Registration",
+    "Reward",
+    "Role",
+    "Rollout",
+    "RolloutRequest",
+    "Sampling",
+    "SpeculationCounters",
+    "TensorMeta",
+    "TrainMetrics",
+    "TrainRollout",
+    "TrainerStatus",
+    "VersionSpan",
+    "WeightChecksums",
+    "WeightGroup",
+    "WeightManifest",
+    "WeightOwner",
+]

@@ -1,0 +1,321 @@
+"""Records to protobuf and back: the only place that knows both. A message that cannot be read raises RecordInvalid."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from specrl.api.v1 import coordinator_pb2, generation_pb2, rollout_pb2, trainer_pb2, weights_pb2
+from specrl.errors import RecordInvalid
+from specrl.records.peer import Peer, Role
+from specrl.records.rollout import (
+    Batch,
+    FinishReason,
+    GradedRollout,
+    Group,
+    Prompt,
+    Reward,
+    Rollout,
+    RolloutRequest,
+    Sampling,
+    TrainRollout,
+    VersionSpan,
+)
+from specrl.records.status import (
+    DrafterMetrics,
+    GenerationStatus,
+    SpeculationCounters,
+    TrainerStatus,
+    TrainMetrics,
+)
+from specrl.records.weights import TensorMeta, WeightChecksums, WeightGroup, WeightManifest, WeightOwner
+
+_FINISH = {
+    FinishReason.STOP: rollout_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: rollout_pb2.FINISH_REASON_LENGTH,
+}
+_FINISH_BACK = {number: reason for reason, number in _FINISH.items()}
+_OWNER = {
+    WeightOwner.POLICY: weights_pb2.WEIGHT_OWNER_POLICY,
+    WeightOwner.DRAFTER: weights_pb2.WEIGHT_OWNER_DRAFTER,
+}
+_OWNER_BACK = {number: owner for owner, number in _OWNER.items()}
+
+_ROLE = {Role.GENERATION: coordinator_pb2.ROLE_GENERATION, Role.TRAINER: coordinator_pb2.ROLE_TRAINER}
+_ROLE_BACK = {number: role for role, number in _ROLE.items()}
+
+
+def role_to_wire(record: Role) -> coordinator_pb2.Role.ValueType:
+    return _ROLE[record]
+
+
+def peer_from_wire(message: coordinator_pb2.RegisterRequest) -> Peer:
+    if message.role not in _ROLE_BACK:
+        raise RecordInvalid(f"peer {message.peer_id}: role must be known, got {message.role}; use the same version")
+    return Peer(message.peer_id, _ROLE_BACK[message.role], message.address, message.spec_digest, message.incarnation)
+
+
+def sampling_to_wire(record: Sampling) -> rollout_pb2.Sampling:
+    return rollout_pb2.Sampling(**asdict(record))
+
+
+def sampling_from_wire(message: rollout_pb2.Sampling) -> Sampling:
+    return Sampling(
+        max_tokens=message.max_tokens,
+        temperature=message.temperature,
+        top_p=message.top_p,
+        top_k=message.top_k,
+        seed=message.seed if message.HasField("seed") else None,
+        stop=tuple(message.stop),
+    )
+
+
+def prompt_to_wire(record: Prompt) -> rollout_pb2.Prompt:
+    return rollout_pb2.Prompt(**asdict(record))
+
+
+def prompt_from_wire(message: rollout_pb2.Prompt) -> Prompt:
+    return Prompt(message.prompt_id, message.position, tuple(message.token_ids), message.text, message.answer)
+
+
+def request_to_wire(record: RolloutRequest) -> generation_pb2.RolloutRequest:
+    return generation_pb2.RolloutRequest(
+        rollout_id=record.rollout_id,
+        group_id=record.group_id,
+        sample_index=record.sample_index,
+        prompt_token_ids=record.prompt_token_ids,
+        sampling=sampling_to_wire(record.sampling),
+    )
+
+
+def request_from_wire(message: generation_pb2.RolloutRequest) -> RolloutRequest:
+    return RolloutRequest(
+        message.rollout_id,
+        message.group_id,
+        message.sample_index,
+        tuple(message.prompt_token_ids),
+        sampling_from_wire(message.sampling),
+    )
+
+
+def rollout_to_wire(record: Rollout) -> rollout_pb2.Rollout:
+    return rollout_pb2.Rollout(
+        rollout_id=record.rollout_id,
+        group_id=record.group_id,
+        sample_index=record.sample_index,
+        token_ids=record.token_ids_T.tolist(),
+        sampler_logprobs=record.sampler_logprobs_T.tolist(),
+        versions=[rollout_pb2.VersionSpan(**asdict(span)) for span in record.versions],
+        finish_reason=_FINISH[record.finish_reason],
+        replica_id=record.replica_id,
+        text=record.text,
+        seconds=record.seconds,
+    )
+
+
+def rollout_from_wire(message: rollout_pb2.Rollout) -> Rollout:
+    if message.finish_reason not in _FINISH_BACK:
+        raise RecordInvalid(f"rollout {message.rollout_id}: finish_reason must be known, got {message.finish_reason}")
+    return Rollout(
+        rollout_id=message.rollout_id,
+        group_id=message.group_id,
+        sample_index=message.sample_index,
+        token_ids_T=np.asarray(message.token_ids, dtype=np.int32),
+        sampler_logprobs_T=np.asarray(message.sampler_logprobs, dtype=np.float32),
+        versions=tuple(VersionSpan(span.policy_version, span.first, span.end) for span in message.versions),
+        finish_reason=_FINISH_BACK[message.finish_reason],
+        replica_id=message.replica_id,
+        text=message.text,
+        seconds=message.seconds,
+    )
+
+
+def reward_to_wire(record: Reward) -> rollout_pb2.Reward:
+    return rollout_pb2.Reward(value=record.value, failure=record.failure)
+
+
+def reward_from_wire(message: rollout_pb2.Reward) -> Reward:
+    return Reward(message.value if message.HasField("value") else None, message.failure)
+
+
+def graded_to_bytes(record: GradedRollout) -> bytes:
+    """The stored form of a finished rollout."""
+    message = rollout_pb2.GradedRollout(rollout=rollout_to_wire(record.rollout), reward=reward_to_wire(record.reward))
+    return message.SerializeToString(deterministic=True)
+
+
+def graded_from_bytes(data: bytes) -> GradedRollout:
+    try:
+        message = rollout_pb2.GradedRollout.FromString(data)
+    except DecodeError as error:
+        raise RecordInvalid(f"a stored rollout must be a GradedRollout, got {len(data)} other bytes") from error
+    return GradedRollout(rollout_from_wire(message.rollout), reward_from_wire(message.reward))
+
+
+def group_to_wire(record: Group) -> rollout_pb2.Group:
+    return rollout_pb2.Group(
+        group_id=record.group_id,
+        prompt=prompt_to_wire(record.prompt),
+        target_step=record.target_step,
+        rollouts=[rollout_to_wire(rollout) for rollout in record.rollouts],
+        rewards=[reward_to_wire(reward) for reward in record.rewards],
+    )
+
+
+def group_from_wire(message: rollout_pb2.Group) -> Group:
+    return Group(
+        group_id=message.group_id,
+        prompt=prompt_from_wire(message.prompt),
+        target_step=message.target_step,
+        rollouts=tuple(rollout_from_wire(rollout) for rollout in message.rollouts),
+        rewards=tuple(reward_from_wire(reward) for reward in message.rewards),
+    )
+
+
+def group_to_bytes(record: Group) -> bytes:
+    """The stored form of a group."""
+    return group_to_wire(record).SerializeToString(deterministic=True)
+
+
+def group_from_bytes(data: bytes) -> Group:
+    try:
+        return group_from_wire(rollout_pb2.Group.FromString(data))
+    except DecodeError as error:
+        raise RecordInvalid(f"a stored group must be a protobuf Group, got {len(data)} other bytes") from error
+
+
+def train_rollout_to_wire(record: TrainRollout) -> rollout_pb2.TrainRollout:
+    return rollout_pb2.TrainRollout(
+        prompt_token_ids=record.prompt_token_ids,
+        rollout=rollout_to_wire(record.rollout),
+        advantage=record.advantage,
+    )
+
+
+def train_rollout_from_wire(message: rollout_pb2.TrainRollout) -> TrainRollout:
+    return TrainRollout(tuple(message.prompt_token_ids), rollout_from_wire(message.rollout), message.advantage)
+
+
+def batch_to_wire(record: Batch) -> rollout_pb2.Batch:
+    return rollout_pb2.Batch(step=record.step, rollouts=[train_rollout_to_wire(item) for item in record.rollouts])
+
+
+def batch_from_wire(message: rollout_pb2.Batch) -> Batch:
+    return Batch(message.step, tuple(train_rollout_from_wire(item) for item in message.rollouts))
+
+
+def batch_to_bytes(record: Batch) -> bytes:
+    """The stored form of a batch: what is replayed is what was sent."""
+    return batch_to_wire(record).SerializeToString(deterministic=True)
+
+
+def batch_from_bytes(data: bytes) -> Batch:
+    try:
+        return batch_from_wire(rollout_pb2.Batch.FromString(data))
+    except DecodeError as error:
+        raise RecordInvalid(f"a stored batch must be a protobuf Batch, got {len(data)} other bytes") from error
+
+
+def manifest_to_wire(record: WeightManifest) -> weights_pb2.WeightManifest:
+    return weights_pb2.WeightManifest(
+        tensors=[
+            weights_pb2.TensorMeta(name=t.name, owner=_OWNER[t.owner], dtype=t.dtype, shape=t.shape)
+            for t in record.tensors
+        ],
+        bucket_bytes=record.bucket_bytes,
+    )
+
+
+def manifest_from_wire(message: weights_pb2.WeightManifest) -> WeightManifest:
+    return WeightManifest(
+        tuple(TensorMeta(t.name, _OWNER_BACK[t.owner], t.dtype, tuple(t.shape)) for t in message.tensors),
+        message.bucket_bytes,
+    )
+
+
+def checksums_to_wire(record: WeightChecksums) -> weights_pb2.WeightChecksums:
+    return weights_pb2.WeightChecksums(policy_version=record.policy_version, checksums=record.checksums)
+
+
+def checksums_from_wire(message: weights_pb2.WeightChecksums) -> WeightChecksums:
+    return WeightChecksums(message.policy_version, tuple(message.checksums))
+
+
+def weight_group_to_wire(record: WeightGroup) -> weights_pb2.WeightGroup:
+    return weights_pb2.WeightGroup(**asdict(record))
+
+
+def weight_group_from_wire(message: weights_pb2.WeightGroup) -> WeightGroup:
+    return WeightGroup(
+        message.group_id,
+        message.address,
+        message.port,
+        message.rank,
+        message.world_size,
+        message.timeout_s,
+        message.transport,
+    )
+
+
+def counters_to_wire(record: SpeculationCounters) -> generation_pb2.SpeculationCounters:
+    return generation_pb2.SpeculationCounters(**asdict(record))
+
+
+def counters_from_wire(message: generation_pb2.SpeculationCounters) -> SpeculationCounters:
+    return SpeculationCounters(
+        message.drafts,
+        message.draft_tokens,
+        message.accepted_tokens,
+        tuple(message.accepted_per_position),
+        message.generated_tokens,
+    )
+
+
+def generation_status_to_wire(record: GenerationStatus) -> generation_pb2.GenerationStatus:
+    return generation_pb2.GenerationStatus(
+        replica_id=record.replica_id,
+        policy_version=record.policy_version,
+        is_paused=record.is_paused,
+        live_requests=record.live_requests,
+        speculation=counters_to_wire(record.speculation),
+    )
+
+
+def generation_status_from_wire(message: generation_pb2.GenerationStatus) -> GenerationStatus:
+    return GenerationStatus(
+        message.replica_id,
+        message.policy_version,
+        message.is_paused,
+        message.live_requests,
+        counters_from_wire(message.speculation),
+    )
+
+
+def drafter_metrics_to_wire(record: DrafterMetrics) -> trainer_pb2.DrafterMetrics:
+    return trainer_pb2.DrafterMetrics(**asdict(record))
+
+
+def drafter_metrics_from_wire(message: trainer_pb2.DrafterMetrics) -> DrafterMetrics:
+    return DrafterMetrics(message.loss, message.grad_norm, tuple(message.acceptance_per_position), message.seconds)
+
+
+def train_metrics_to_wire(record: TrainMetrics) -> trainer_pb2.TrainMetrics:
+    fields = {name: value for name, value in vars(record).items() if name != "drafter"}
+    drafter = drafter_metrics_to_wire(record.drafter) if record.drafter is not None else None
+    return trainer_pb2.TrainMetrics(**fields, drafter=drafter)
+
+
+def train_metrics_from_wire(message: trainer_pb2.TrainMetrics) -> TrainMetrics:
+    fields = {name: getattr(message, name) for name in TrainMetrics.__dataclass_fields__ if name != "drafter"}
+    drafter = drafter_metrics_from_wire(message.drafter) if message.HasField("drafter") else None
+    return TrainMetrics(**fields, drafter=drafter)
+
+
+def trainer_status_to_wire(record: TrainerStatus) -> trainer_pb2.TrainerStatus:
+    return trainer_pb2.TrainerStatus(**asdict(record))
+
+
+def trainer_status_from_wire(message: trainer_pb2.TrainerStatus) -> TrainerStatus:
+    return TrainerStatus(message.step, message.checkpoint_step, message.is_drafter_initialised, message.world_size)

@@ -1,0 +1,270 @@
+"""Typed clients: records in, records out, SpecrlErrors when a call fails. The only place that retries.
+
+Every call has a deadline. A call is repeated only where repeating is harmless (`_ask`): status questions, registration,
+idempotent steps of an update. A training step or a generation stream is repeated by the coordinator's own logic,
+which knows what has been lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar, cast
+
+import grpc
+import grpc.aio
+
+from specrl.api.v1 import (
+    coordinator_pb2,
+    coordinator_pb2_grpc,
+    generation_pb2,
+    generation_pb2_grpc,
+    trainer_pb2,
+    trainer_pb2_grpc,
+)
+from specrl.errors import BY_NAME, DeadlineExceeded, PeerUnavailable, SpecrlError
+from specrl.records import (
+    Batch,
+    DrafterMetrics,
+    GenerationStatus,
+    Peer,
+    Registration,
+    Rollout,
+    RolloutRequest,
+    TrainerStatus,
+    TrainMetrics,
+    TrainRollout,
+    WeightChecksums,
+    WeightGroup,
+    WeightManifest,
+    wire,
+)
+from specrl.rpc.server import ERROR_CLASS_KEY, OPTIONS
+
+T = TypeVar("T")
+
+STATUS_DEADLINE_S = 20.0
+ATTEMPTS = 3
+BACKOFF_S = 0.2
+
+
+def translate(error: grpc.aio.AioRpcError, peer: str) -> SpecrlError:
+    """The SpecrlError that the peer raised; PeerUnavailable or DeadlineExceeded when it could not say."""
+    trailing: dict[str, Any] = dict(cast(Any, error.trailing_metadata() or ()))
+    name = trailing.get(ERROR_CLASS_KEY, "")
+    details = error.details() or error.code().name
+    if name in BY_NAME:
+        return BY_NAME[name](details)
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineExceeded(f"a call to {peer} must answer within its deadline, got none; it is taken for lost")
+    if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+        return PeerUnavailable(f"{peer} must be reachable, got {details!r}; it is taken for lost until it registers")
+    return SpecrlError(f"a call to {peer} failed with {error.code().name}: {details}")
+
+
+@dataclass(frozen=True)
+class UpdateTiming:
+    """Seconds of a replica's commit."""
+
+    verify_s: float
+    load_s: float
+    resume_s: float
+
+
+class _Client:
+    """A channel to one peer, with deadline, translation and (where harmless) repetition."""
+
+    def __init__(self, address: str, peer: str | None = None) -> None:
+        self.address = address
+        self.peer = f"{peer or 'peer'} at {address}"
+        self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the channel; calls under way fail with PeerUnavailable."""
+        await self._channel.close(None)
+
+    async def _call(self, call: Callable[..., Awaitable[T]], request: Any, deadline_s: float) -> T:
+        try:
+            return await call(request, timeout=deadline_s)
+        except grpc.aio.AioRpcError as error:
+            raise translate(error, self.peer) from error
+
+    async def _ask(self, call: Callable[..., Awaitable[T]], request: Any, deadline_s: float = STATUS_DEADLINE_S) -> T:
+        """`_call`, repeated with doubling pauses while the error is retryable. Only for calls that may run twice."""
+        for attempt in range(1, ATTEMPTS):
+            try:
+                return await self._call(call, request, deadline_s)
+            except SpecrlError as error:
+                if not error.retryable:
+                    raise
+                await asyncio.sleep(BACKOFF_S * 2**attempt)
+        return await self._call(call, request, deadline_s)
+
+
+class GenerationClient(_Client):
+    """One replica."""
+
+    def __init__(self, address: str, replica_id: str = "replica") -> None:
+        super().__init__(address, replica_id)
+        self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
+
+    async def generate(
+        self, requests: Sequence[RolloutRequest], admit_together: bool, min_policy_version: int
+    ) -> AsyncGenerator[Rollout]:
+        """Yield rollouts as they finish. No deadline of its own: a dead replica breaks the stream or its heartbeat.
+
+        Raises PeerUnavailable when the stream breaks; closing the iterator aborts what is unfinished.
+        """
+        request = generation_pb2.GenerateRequest(
+            requests=[wire.request_to_wire(item) for item in requests],
+            admit_together=admit_together,
+            min_policy_version=min_policy_version,
+        )
+        call = self._stub.Generate(request)
+        try:
+            async for message in call:
+                yield wire.rollout_from_wire(message)
+        except grpc.aio.AioRpcError as error:
+            raise translate(error, self.peer) from error
+        finally:
+            call.cancel()
+
+    async def prepare_update(self, policy_version: int, deadline_s: float) -> float:
+        """Pause, keeping unfinished rollouts. Returns the seconds that it took."""
+        request = generation_pb2.PrepareUpdateRequest(policy_version=policy_version)
+        return (await self._ask(self._stub.PrepareUpdate, request, deadline_s)).pause_seconds
+
+    async def receive_weights(
+        self, policy_version: int, group: WeightGroup, manifest: WeightManifest
+    ) -> tuple[WeightChecksums, float]:
+        """Take part in one broadcast. Returns the checksums of what arrived, and the seconds that it took."""
+        request = generation_pb2.ReceiveWeightsRequest(
+            policy_version=policy_version,
+            group=wire.weight_group_to_wire(group),
+            manifest=wire.manifest_to_wire(manifest),
+        )
+        reply = await self._call(self._stub.ReceiveWeights, request, 2 * group.timeout_s + STATUS_DEADLINE_S)
+        return wire.checksums_from_wire(reply.received), reply.broadcast_seconds
+
+    async def commit_update(self, sent: WeightChecksums, deadline_s: float) -> UpdateTiming:
+        """Verify, load, resume. Raises ChecksumMismatch when what arrived is not what was sent."""
+        request = generation_pb2.CommitUpdateRequest(sent=wire.checksums_to_wire(sent))
+        reply = await self._call(self._stub.CommitUpdate, request, deadline_s)
+        return UpdateTiming(reply.verify_seconds, reply.load_seconds, reply.resume_seconds)
+
+    async def abort_update(self, policy_version: int, deadline_s: float) -> None:
+        """Drop what was staged and resume under the version before."""
+        request = generation_pb2.AbortUpdateRequest(policy_version=policy_version)
+        await self._ask(self._stub.AbortUpdate, request, deadline_s)
+
+    async def status(self) -> GenerationStatus:
+        """Versions and counters of the replica."""
+        reply = await self._ask(self._stub.GetGenerationStatus, generation_pb2.GetGenerationStatusRequest())
+        return wire.generation_status_from_wire(reply)
+
+
+class TrainerClient(_Client):
+    """The trainer's rank 0."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address, "trainer")
+        self._stub = trainer_pb2_grpc.TrainerServiceStub(self._channel)
+
+    async def train_step(self, batch: Batch, deadline_s: float) -> TrainMetrics:
+        """Train the batch's step, once: the trainer remembers the last step's answer."""
+        request = trainer_pb2.TrainStepRequest(batch=wire.batch_to_wire(batch))
+        reply = await self._call(self._stub.TrainStep, request, deadline_s)
+        return wire.train_metrics_from_wire(reply.metrics)
+
+    async def train_drafter(
+        self, rollouts: Sequence[TrainRollout], epochs: int, deadline_s: float
+    ) -> list[DrafterMetrics]:
+        """Initialise the drafter on rollouts of the present policy."""
+        request = trainer_pb2.TrainDrafterRequest(
+            rollouts=[wire.train_rollout_to_wire(item) for item in rollouts], epochs=epochs
+        )
+        reply = await self._call(self._stub.TrainDrafter, request, deadline_s)
+        return [wire.drafter_metrics_from_wire(item) for item in reply.epochs]
+
+    async def score(self, rollouts: Sequence[TrainRollout], deadline_s: float) -> list[list[float]]:
+        """Log-probabilities of the rollouts' tokens under the present policy."""
+        request = trainer_pb2.ScoreRequest(rollouts=[wire.train_rollout_to_wire(item) for item in rollouts])
+        reply = await self._call(self._stub.Score, request, deadline_s)
+        return [list(item.logprobs) for item in reply.rollouts]
+
+    async def describe_weights(self) -> WeightManifest:
+        """What a broadcast consists of."""
+        reply = await self._ask(self._stub.DescribeWeights, trainer_pb2.DescribeWeightsRequest(), 60.0)
+        return wire.manifest_from_wire(reply)
+
+    async def open_weight_group(self, group: WeightGroup) -> tuple[str, int]:
+        """Listen for a new weight group; returns (address, port)."""
+        request = trainer_pb2.OpenWeightGroupRequest(
+            group_id=group.group_id,
+            world_size=group.world_size,
+            timeout_s=group.timeout_s,
+            transport=group.transport,
+        )
+        reply = await self._ask(self._stub.OpenWeightGroup, request, group.timeout_s + STATUS_DEADLINE_S)
+        return reply.address, reply.port
+
+    async def broadcast_weights(self, group_id: str, deadline_s: float) -> tuple[WeightChecksums, int, float]:
+        """Send the present version. Returns (checksums, bytes, seconds)."""
+        request = trainer_pb2.BroadcastWeightsRequest(group_id=group_id)
+        reply = await self._call(self._stub.BroadcastWeights, request, deadline_s)
+        return wire.checksums_from_wire(reply.sent), reply.size_bytes, reply.seconds
+
+    async def save_checkpoint(self, step: int, deadline_s: float) -> tuple[str, float]:
+        """Write a checkpoint of `step`, which must be the present one. Returns (path, seconds)."""
+        request = trainer_pb2.SaveCheckpointRequest(step=step)
+        reply = await self._ask(self._stub.SaveCheckpoint, request, deadline_s)
+        return reply.path, reply.seconds
+
+    async def export_model(self, directory: str, deadline_s: float) -> tuple[str, str]:
+        """Write Hugging Face folders. Returns (policy path, drafter path or empty)."""
+        request = trainer_pb2.ExportModelRequest(directory=directory)
+        reply = await self._ask(self._stub.ExportModel, request, deadline_s)
+        return reply.policy_path, reply.drafter_path
+
+    async def status(self) -> TrainerStatus:
+        """Step, checkpoint, drafter state."""
+        reply = await self._ask(self._stub.GetTrainerStatus, trainer_pb2.GetTrainerStatusRequest())
+        return wire.trainer_status_from_wire(reply)
+
+
+class CoordinatorClient(_Client):
+    """The coordinator, as its peers see it."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address, "coordinator")
+        self._stub = coordinator_pb2_grpc.CoordinatorServiceStub(self._channel)
+
+    async def register(self, peer: Peer) -> Registration:
+        """Announce a peer. Raises RunInvalid when it runs another run file than the coordinator."""
+        request = coordinator_pb2.RegisterRequest(
+            role=wire.role_to_wire(peer.role),
+            peer_id=peer.peer_id,
+            incarnation=peer.incarnation,
+            address=peer.address,
+            spec_digest=peer.spec_digest,
+        )
+        reply = await self._call(self._stub.Register, request, STATUS_DEADLINE_S)
+        return Registration(reply.run, reply.heartbeat_interval_s)
+
+    async def heartbeat(self, peer_id: str, incarnation: str, generation: GenerationStatus | None) -> bool:
+        """Say that the peer lives. Returns whether the coordinator knows it; if not, register again."""
+        status = wire.generation_status_to_wire(generation) if generation is not None else None
+        request = coordinator_pb2.HeartbeatRequest(peer_id=peer_id, incarnation=incarnation, generation=status)
+        return (await self._call(self._stub.Heartbeat, request, STATUS_DEADLINE_S)).is_known
+
+    async def leave(self, peer_id: str, incarnation: str) -> None:
+        """Say goodbye."""
+        request = coordinator_pb2.LeaveRequest(peer_id=peer_id, incarnation=incarnation)
+        await self._call(self._stub.Leave, request, STATUS_DEADLINE_S)

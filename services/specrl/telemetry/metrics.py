@@ -1,0 +1,66 @@
+"""Every metric that specrl exports, on one page. Base units; labels from small fixed sets, never an id of a rollout.
+
+`rljob` is the run's name, `replica` one of at most a few hundred. vLLM's own metrics are exported beside these by the
+generation service, as they are.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge, Histogram
+
+SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500)
+
+STEP_SECONDS = Histogram(
+    "specrl_coordinator_step_seconds",
+    "Wall seconds of one step, by stage: data, prepare (weight sync), generation (exposed), logprob, train, and "
+    "validation and checkpoint in the steps that have them. The stages partition the step.",
+    ["rljob", "phase"],
+    buckets=SECONDS,
+)
+EXPOSED_GENERATION_SECONDS = Counter(
+    "specrl_coordinator_exposed_generation_seconds_total",
+    "Wall seconds in which the trainer could run but had no admissible batch, by cause.",
+    ["rljob", "cause"],
+)
+POLICY_LAG = Histogram(
+    "specrl_coordinator_policy_lag_steps",
+    "Policy lag of each trained rollout: step - 1 minus the oldest policy version among its tokens.",
+    ["rljob"],
+    buckets=(0, 1, 2, 3, 4, 6, 8, 12, 16),
+)
+ROLLOUTS = Counter(
+    "specrl_coordinator_rollouts_total",
+    "Rollouts by outcome: trained, requeued (their replica was lost), poisoned (failed record checks), ungraded.",
+    ["rljob", "outcome"],
+)
+REWARD_MEAN = Gauge("specrl_coordinator_reward_mean", "Mean reward of the last trained batch.", ["rljob"])
+VALIDATION_ACCURACY = Gauge("specrl_coordinator_validation_accuracy", "Last validation accuracy, 0 to 1.", ["rljob"])
+GROUPS_IN_FLIGHT = Gauge("specrl_coordinator_groups_in_flight", "Groups begun and not complete.", ["rljob"])
+GROUPS_BUFFERED = Gauge("specrl_coordinator_groups_buffered", "Complete groups that wait for their step.", ["rljob"])
+POLICY_VERSION = Gauge("specrl_coordinator_policy_version", "Newest policy version served by every replica.", ["rljob"])
+REPLICAS = Gauge("specrl_coordinator_replicas", "Generation replicas by state.", ["rljob", "state"])
+TRAINER_RECOVERIES = Counter(
+    "specrl_coordinator_trainer_recoveries_total", "Times the trainer came back and was brought up to date.", ["rljob"]
+)
+WEIGHT_SYNC_SECONDS = Histogram(
+    "specrl_weight_sync_seconds",
+    "Wall seconds of one weight update by stage: pause, broadcast, verify, resume (loading included).",
+    ["rljob", "stage"],
+    buckets=SECONDS,
+)
+WEIGHT_SYNC_BYTES = Counter("specrl_weight_sync_bytes_total", "Bytes broadcast, counted once per update.", ["rljob"])
+WEIGHT_SYNC_RETRIES = Counter(
+    "specrl_weight_sync_retries_total", "Weight transfers that were repeated, by reason.", ["rljob", "reason"]
+)
+SAMPLER_MISMATCH_KL = Gauge(
+    "specrl_sampler_mismatch_kl",
+    "KL (k3) between sampler and trainer over the last batch's tokens of the newest version, in nats.",
+    ["rljob"],
+)
+ACCEPTANCE_LENGTH = Gauge(
+    "specrl_generation_acceptance_length",
+    "Mean tokens emitted per verification over the last step, bonus token included.",
+    ["rljob"],
+)
+DRAFT_LENGTH = Gauge("specrl_generation_draft_length", "Tokens drafted per verification (k).", ["rljob", "replica"])
+DRAFTER_LOSS = Gauge("specrl_drafter_loss", "Drafter's loss at the last step.", ["rljob"])
