@@ -1,0 +1,269 @@
+"""What people see of a run: keeps the status, turns trained steps into reports, writes them down, counts metrics.
+
+The loop tells it what happened; the REST page, `metrics.jsonl`, `status.json` and Prometheus show it. Nothing reads it
+to decide anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from specrl.coordinator.registry import Registry, ReplicaState
+from specrl.coordinator.report import Phase, ReplicaReport, StageSeconds, Status, StepReport, Summary, ValidationReport
+from specrl.coordinator.store import Store
+from specrl.records import Batch, GradedRollout, Group, SpeculationCounters, TrainMetrics
+from specrl.spec import RunSpec
+from specrl.telemetry import metrics as exported
+
+if TYPE_CHECKING:
+    from specrl.coordinator.rollouts import RolloutStage
+    from specrl.coordinator.scheduler import Scheduler
+    from specrl.coordinator.sync import Transfer
+    from specrl.coordinator.trainer_link import TrainerLink
+
+TAIL_STEPS = 5
+"""The summary compares the mean of the first and of the last so many steps."""
+
+
+@dataclass(frozen=True)
+class TrainedStep:
+    """Everything known of a step when its version is served."""
+
+    batch: Batch
+    groups: Sequence[Group]
+    metrics: TrainMetrics
+    transfer: Transfer
+    stages: StageSeconds
+
+
+class Board:
+    """Status and reports of one run."""
+
+    def __init__(self, spec: RunSpec, directory: Path, registry: Registry, store: Store) -> None:
+        self._spec, self._directory, self._registry, self._store = spec, directory, registry, store
+        self._phase, self._detail, self._done, self._total = Phase.WAITING, "starting", 0, 0
+        self._served = -1
+        self._counted = SpeculationCounters()
+        self._withheld: StepReport | None = None
+        self._failed: dict[str, str] = store.fact("failedPrompts") or {}
+        self._error: str | None = None
+        self._summary: Summary | None = None
+        self._parts: tuple[Scheduler[GradedRollout], RolloutStage, TrainerLink] | None = None
+
+    def watch(self, scheduler: Scheduler[GradedRollout], stage: RolloutStage, link: TrainerLink) -> None:
+        """Show these parts of the run in the status."""
+        self._parts = scheduler, stage, link
+
+    # -- what the loop tells -------------------------------------------------------------------------------------
+
+    def say(self, phase: Phase, detail: str, done: int = 0, total: int = 0) -> None:
+        """What is going on, in words, with progress where it can be counted."""
+        moved = phase is not self._phase
+        self._phase, self._detail, self._done, self._total = phase, detail, done, total
+        if moved:
+            self._write_status()
+
+    def version_served(self, version: int) -> None:
+        """Every live replica serves `version`."""
+        self._served = version
+        exported.POLICY_VERSION.labels(self._spec.name).set(version)
+
+    def step_trained(self, step: TrainedStep, *, is_validating: bool) -> None:
+        """Report a step; while its version is being validated, the report waits for the accuracy."""
+        counters = self._registry.speculation()
+        since, self._counted = counters.minus(self._counted) if self._counted.generated_tokens else counters, counters
+        report = _report(step, since, self._accuracy(step.batch.step))
+        self._count(step, report)
+        if is_validating:
+            self._withheld = report
+        else:
+            self._publish(report)
+
+    def validated(self, report: ValidationReport | None) -> None:
+        """Keep a validation; None when it was lost with its replicas."""
+        if report is not None:
+            self._store.set_fact("validations", [*self._validations(), report.model_dump(by_alias=True)])
+            exported.VALIDATION_ACCURACY.labels(self._spec.name).set(report.accuracy)
+        if self._withheld is not None:
+            withheld, self._withheld = self._withheld, None
+            accuracy = self._accuracy(withheld.policy_version)
+            self._publish(withheld.model_copy(update={"validation_accuracy": accuracy}))
+
+    def is_validated(self, version: int) -> bool:
+        """Whether the accuracy of `version` is known already."""
+        return self._accuracy(version) is not None
+
+    def prompt_failed(self, group: str, reason: str) -> None:
+        """A prompt could not be trained: every sample of it was refused."""
+        self._failed[group] = reason
+        self._store.set_fact("failedPrompts", self._failed)
+
+    def finish(self, policy_path: str, drafter_path: str, checkpoint_path: str) -> None:
+        """The run is over; sum it up."""
+        reports = self.reports()
+        first, last = reports[:TAIL_STEPS], reports[-TAIL_STEPS:]
+        validations = self._validations()
+        total = sum(report.stages.total for report in reports)
+        self._summary = Summary(
+            steps=len(reports),
+            first_accuracy=validations[0]["accuracy"] if validations else None,
+            last_accuracy=validations[-1]["accuracy"] if validations else None,
+            first_reward=_mean([report.reward for report in first]),
+            last_reward=_mean([report.reward for report in last]),
+            first_acceptance_length=reports[0].acceptance_length if reports else None,
+            last_acceptance_length=_mean([r.acceptance_length for r in last if r.acceptance_length is not None]),
+            policy_lag_max=max((report.policy_lag_max for report in reports), default=0),
+            rollouts_trained=sum(report.rollouts for report in reports),
+            prompts_trained=sum(report.rollouts for report in reports) // self._spec.schedule.group_size,
+            discarded_for_age=0,
+            exposed_generation_share=sum(r.exposed_generation for r in reports) / total if total else 0.0,
+            policy_path=policy_path,
+            drafter_path=drafter_path,
+            checkpoint_path=checkpoint_path,
+        )
+        self.say(Phase.FINISHED, "finished")
+
+    def fail(self, error: str) -> None:
+        """The run cannot go on."""
+        self._error = error
+        self.say(Phase.FAILED, "failed")
+
+    # -- what people ask -----------------------------------------------------------------------------------------
+
+    def reports(self, after: int = 0) -> list[StepReport]:
+        """Reports of steps > `after` that are complete."""
+        return [StepReport.model_validate(report) for report in self._store.reports(after) if "stages" in report]
+
+    def validations(self) -> list[ValidationReport]:
+        """All validations so far."""
+        return [ValidationReport.model_validate(report) for report in self._validations()]
+
+    def status(self) -> Status:
+        """The run at this moment."""
+        replicas = [
+            ReplicaReport(
+                id=replica.replica_id,
+                state=replica.state.value,
+                policy_version=replica.policy_version,
+                live_rollouts=replica.inflight,
+            )
+            for _, replica in sorted(self._registry.replicas.items())
+        ]
+        status = Status(
+            run=self._spec.name,
+            phase=self._phase,
+            detail=self._detail,
+            done=self._done,
+            total=self._total,
+            step=self._store.trained(),
+            steps=self._spec.schedule.steps,
+            policy_version=self._served,
+            replicas=replicas,
+            error=self._error,
+            summary=self._summary,
+        )
+        if self._parts is None:
+            return status
+        scheduler, stage, link = self._parts
+        occupancy = scheduler.occupancy()
+        exported.GROUPS_IN_FLIGHT.labels(self._spec.name).set(occupancy.groups_in_flight)
+        exported.GROUPS_BUFFERED.labels(self._spec.name).set(occupancy.groups_buffered)
+        for state in ReplicaState:
+            count = sum(replica.state == state.value for replica in replicas)
+            exported.REPLICAS.labels(self._spec.name, state.value).set(count)
+        counters = {name: stage.counters[name] for name in ("requeued", "poisoned", "ungraded")}
+        counters |= {
+            "discardedForAge": 0,
+            "failedPrompts": len(self._failed),
+            "trainerRecoveries": link.recoveries,
+        }
+        return status.model_copy(
+            update={
+                "trainer": link.state,
+                "rollouts_collected": occupancy.done,
+                "rollouts_wanted": occupancy.wanted,
+                "counters": counters,
+            }
+        )
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _publish(self, report: StepReport) -> None:
+        self._store.set_report(report.step, report.model_dump(by_alias=True))
+        with (self._directory / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(report.model_dump_json(by_alias=True) + "\n")
+        self._write_status()
+
+    def _write_status(self) -> None:
+        target = self._directory / "status.json"
+        part = target.with_suffix(".json.part")
+        part.write_text(self.status().model_dump_json(by_alias=True, indent=1), encoding="utf-8")
+        part.replace(target)
+
+    def _validations(self) -> list[dict[str, float]]:
+        return self._store.fact("validations") or []
+
+    def _accuracy(self, version: int) -> float | None:
+        return next((v["accuracy"] for v in self._validations() if v["policyVersion"] == version), None)
+
+    def _count(self, step: TrainedStep, report: StepReport) -> None:
+        run = self._spec.name
+        for phase, seconds in report.stages.model_dump().items():
+            exported.STEP_SECONDS.labels(run, phase).observe(seconds)
+        exported.EXPOSED_GENERATION_SECONDS.labels(run, "buffer_wait").inc(report.stages.generation)
+        exported.EXPOSED_GENERATION_SECONDS.labels(run, "sync_drain").inc(report.stages.validation)
+        for lag in step.batch.policy_lags:
+            exported.POLICY_LAG.labels(run).observe(lag)
+        exported.ROLLOUTS.labels(run, "trained").inc(report.rollouts)
+        exported.REWARD_MEAN.labels(run).set(report.reward)
+        exported.SAMPLER_MISMATCH_KL.labels(run).set(report.mismatch_kl)
+        if report.acceptance_length is not None:
+            exported.ACCEPTANCE_LENGTH.labels(run).set(report.acceptance_length)
+        if report.drafter_loss is not None:
+            exported.DRAFTER_LOSS.labels(run).set(report.drafter_loss)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return float(np.mean(values)) if values else None
+
+
+def _report(step: TrainedStep, since: SpeculationCounters, accuracy: float | None) -> StepReport:
+    lags = step.batch.policy_lags
+    rewards = [float(value) for group in step.groups for value in group.rewards_G]
+    lengths = [item.rollout.length for item in step.batch.rollouts]
+    trained = step.metrics
+    return StepReport(
+        step=step.batch.step,
+        policy_version=step.batch.step,
+        stages=step.stages,
+        exposed_generation=step.stages.generation,
+        reward=_mean(rewards) or 0.0,
+        validation_accuracy=accuracy,
+        rollouts=len(lengths),
+        tokens=sum(lengths),
+        mean_length=_mean(lengths) or 0.0,
+        acceptance_length=since.acceptance_length,
+        accepted_per_position=[count / since.drafts for count in since.accepted_per_position] if since.drafts else [],
+        policy_lag_max=max(lags, default=0),
+        policy_lag_mean=_mean(lags) or 0.0,
+        loss=trained.loss,
+        grad_norm=trained.grad_norm,
+        learning_rate=trained.learning_rate,
+        entropy=trained.entropy,
+        clip_fraction=trained.clip_fraction,
+        importance_weight_mean=trained.importance_weight_mean,
+        effective_sample_size=trained.effective_sample_size,
+        mismatch_mean_abs=trained.mismatch_mean_abs,
+        mismatch_max_abs=trained.mismatch_max_abs,
+        mismatch_kl=trained.mismatch_kl,
+        mismatch_tokens=trained.mismatch_tokens,
+        drafter_loss=trained.drafter.loss if trained.drafter else None,
+        drafter_acceptance=list(trained.drafter.acceptance_per_position) if trained.drafter else [],
+        weight_sync=step.transfer.seconds,
+        checksum=step.transfer.digest,
+    )

@@ -1,0 +1,314 @@
+"""The story of a run. Read this first.
+
+    wait for trainer and replicas
+    publish version 0; initialise the drafter on the policy's own rollouts; publish again
+    for each step s:
+        generation   wait until the P groups of step s are complete          (rollouts.py fills them all the while)
+        data         assemble the batch, make it durable
+        logprob+train   one call to the trainer, idempotent by s
+        prepare      publish version s of policy and drafter to every replica
+        validation   now and then, under exactly one version
+        checkpoint   now and then
+    export, summarise
+
+Everything is durable before it is acted on: rollouts when graded, a batch before it is sent, a step before its version
+is published. So a coordinator that is killed anywhere starts this function again and goes on where the store ends.
+
+With maxPolicyLag 0 the gate is closed from the moment a step is collected until its version serves and validates;
+with more it never closes, and what bounds the lag is the scheduler's admission rule.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import structlog
+
+from specrl.batching import assemble
+from specrl.coordinator.board import TrainedStep
+from specrl.coordinator.parts import Parts
+from specrl.coordinator.report import Phase, ValidationReport
+from specrl.coordinator.rollouts import RolloutStage, sample_and_grade, seed_of, training_sampling
+from specrl.coordinator.scheduler import Scheduler, Shape, SlotId, group_id
+from specrl.coordinator.stages import Stopwatch
+from specrl.coordinator.sync import TrainerLost, Transfer, WeightSync
+from specrl.coordinator.trainer_link import TrainerLink
+from specrl.coordinator.validation import is_due, validate
+from specrl.errors import PeerUnavailable
+from specrl.records import Batch, GradedRollout, Group, Prompt, RolloutRequest, TrainRollout, wire
+
+GATHERING_PATIENCE_S = 300.0
+"""How long a run waits for all of its replicas before it starts with those that are there."""
+
+CHECKPOINT_DEADLINE_S = 900.0
+DRAFTER_DEADLINE_S = 3600.0
+
+log = structlog.get_logger(__name__)
+
+
+class Loop:
+    """One run, from its store to its end."""
+
+    def __init__(self, parts: Parts) -> None:
+        spec, schedule = parts.spec, parts.spec.schedule
+        shape = Shape(schedule.steps, schedule.prompts_per_step, schedule.group_size, schedule.max_policy_lag)
+        self._parts, self._spec = parts, spec
+        self._registry, self._store, self._board = parts.registry, parts.store, parts.board
+        self._scheduler: Scheduler[GradedRollout] = Scheduler(shape, parts.store.trained())
+        self._stage = RolloutStage(parts, self._scheduler)
+        self._link = TrainerLink(spec.name, parts.registry, parts.store)
+        self._sync = WeightSync(spec, parts.registry)
+        self._watch = Stopwatch(time.monotonic)
+        self._validation: asyncio.Task[ValidationReport] | None = None
+        parts.board.watch(self._scheduler, self._stage, self._link)
+
+    @property
+    def _is_synchronous(self) -> bool:
+        return self._spec.schedule.max_policy_lag == 0
+
+    async def run(self) -> None:
+        """Run to the end. Cancelling it at any await leaves a store that resumes. Raises what cannot be survived."""
+        self._restore()
+        await self._gather()
+        stage = asyncio.create_task(self._stage.run(), name="rollouts")
+        try:
+            await self._start_version()
+            self._watch.lap()
+            while self._scheduler.trained < self._spec.schedule.steps:
+                await self._step(self._scheduler.trained + 1)
+            await self._finish_validation()
+            await self._finish()
+        finally:
+            stage.cancel()
+            if self._validation is not None:
+                self._validation.cancel()
+            await asyncio.gather(stage, return_exceptions=True)
+
+    async def save(self) -> None:
+        """Checkpoint the present step if the trainer is at rest; for a clean stop."""
+        if self._link.state == "ready" and self._registry.trainer is not None:
+            step = self._scheduler.trained
+            await self._registry.trainer.client.save_checkpoint(step, CHECKPOINT_DEADLINE_S)
+            self._store.forget_batches(step)
+
+    # -- before the first step -----------------------------------------------------------------------------------
+
+    def _restore(self) -> None:
+        """Take up the finished rollouts of untrained steps from the store."""
+        for row in self._store.rollouts():
+            slot = SlotId(row.step, row.index, row.sample, row.attempt)
+            self._scheduler.restore(slot, wire.graded_from_bytes(row.data))
+
+    async def _gather(self) -> None:
+        """Wait for the trainer, and for every replica or long enough for at least one."""
+        wanted = self._spec.generation.replicas
+        deadline = time.monotonic() + GATHERING_PATIENCE_S
+        while True:
+            count = len(self._registry.replicas)
+            has_trainer = self._registry.trainer is not None
+            self._board.say(Phase.WAITING, "waiting for the trainer and the replicas", count + has_trainer, wanted + 1)
+            is_patient = time.monotonic() < deadline
+            if has_trainer and count >= (wanted if is_patient else 1):
+                return
+            self._registry.changed.clear()
+            try:
+                await asyncio.wait_for(self._registry.changed.wait(), 5.0)
+            except TimeoutError:
+                continue
+
+    async def _start_version(self) -> None:
+        """Every replica serves the trained step's version; the drafter is initialised if it never was; validate."""
+        status = await self._link.status()
+        needs_drafter = self._spec.generation.speculation.eagle3 is not None and not status.is_drafter_initialised
+        await self._publish(self._scheduler.trained)
+        if needs_drafter:
+            await self._initialise_drafter()
+            await self._publish(self._scheduler.trained)
+        self._board.say(Phase.TRAINING, "training")
+        version = self._scheduler.trained
+        if is_due(self._spec, version) and not self._board.is_validated(version):
+            self._begin_validation(version)
+            if self._is_synchronous:
+                await self._finish_validation()
+        self._stage.open_gate()
+
+    async def _initialise_drafter(self) -> None:
+        """Train the fresh drafter on the policy's own answers to the run's own prompts, then checkpoint it."""
+        plan = self._spec.trainer.drafter.initialisation
+        requests = [
+            (
+                RolloutRequest(
+                    rollout_id=f"drafter-{position:06d}-{sample}",
+                    group_id=f"drafter-{position:06d}",
+                    sample_index=sample,
+                    prompt_token_ids=prompt.token_ids,
+                    sampling=training_sampling(
+                        self._spec, seed_of(self._spec.schedule.seed, "drafter", position, sample)
+                    ),
+                ),
+                prompt,
+            )
+            for position in range(plan.prompts)
+            for prompt in [self._parts.prompts.prompt(position)]
+            for sample in range(plan.samples_per_prompt)
+        ]
+        self._board.say(Phase.INITIALISING, "drafter: the policy answers prompts", 0, 3)
+        answers = await self._answers(requests)
+        rollouts = [
+            TrainRollout(prompt.token_ids, answer.rollout, 0.0)
+            for answer, (_, prompt) in zip(answers, requests, strict=True)
+        ]
+        self._board.say(Phase.INITIALISING, "drafter: training on the answers", 1, 3)
+        epochs = await self._link.call(
+            lambda trainer: trainer.client.train_drafter(rollouts, plan.epochs, DRAFTER_DEADLINE_S), "training"
+        )
+        log.info(
+            "drafter_initialised",
+            rollouts=len(rollouts),
+            loss=[round(epoch.loss, 4) for epoch in epochs],
+            acceptance=[round(share, 3) for share in epochs[-1].acceptance_per_position],
+        )
+        self._board.say(Phase.INITIALISING, "drafter: checkpoint", 2, 3)
+        await self._checkpoint(self._scheduler.trained)
+
+    async def _answers(self, requests: Sequence[tuple[RolloutRequest, Prompt]]) -> list[GradedRollout]:
+        """Answers from whoever serves; when all replicas are lost, from those that join next."""
+        while True:
+            try:
+                return await sample_and_grade(self._registry, None, requests)
+            except PeerUnavailable:
+                await self._wait_for_joiner()
+                await self._catch_up()
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    async def _step(self, step: int) -> None:
+        batch, groups = await self._batch(step)
+        with self._watch.stage("train"):
+            metrics = await self._link.train(batch)
+        self._watch.split("train", {"logprob": metrics.logprob_seconds, "train": metrics.train_seconds})
+        with self._watch.stage("validation"):
+            await self._finish_validation()
+        self._store.finish_step(step, {"step": step})
+        self._scheduler.mark_trained(step)
+        with self._watch.stage("prepare"):
+            transfer = await self._publish(step)
+        if step % self._spec.checkpoint.every_steps == 0 and step < self._spec.schedule.steps:
+            with self._watch.stage("checkpoint"):
+                await self._checkpoint(step)
+        if is_due(self._spec, step):
+            self._begin_validation(step)
+            if self._is_synchronous:
+                with self._watch.stage("validation"):
+                    await self._finish_validation()
+        self._board.step_trained(
+            TrainedStep(batch, groups, metrics, transfer, self._watch.lap()),
+            is_validating=self._validation is not None,
+        )
+        self._stage.open_gate()
+
+    async def _batch(self, step: int) -> tuple[Batch, list[Group]]:
+        """Collect step `step` and fix what it trains on. A batch that was fixed before a restart is taken as it was."""
+        with self._watch.stage("generation"):
+            results = await self._collect(step)
+        if self._is_synchronous:
+            self._stage.close_gate()
+        first = (step - 1) * self._spec.schedule.prompts_per_step
+        groups = [
+            Group(
+                group_id=group_id(step, index),
+                prompt=self._parts.prompts.prompt(first + index),
+                target_step=step,
+                rollouts=tuple(item.rollout for item in items),
+                rewards=tuple(item.reward for item in items),
+            )
+            for index, items in results
+        ]
+        for index, reason in self._scheduler.failures(step):
+            self._board.prompt_failed(group_id(step, index), reason)
+        self._store.put_batch(step, wire.batch_to_bytes(assemble(step, groups, self._spec)))
+        stored = self._store.batch(step)
+        assert stored is not None, "it was put just before"
+        return wire.batch_from_bytes(stored), groups
+
+    async def _collect(self, step: int) -> list[tuple[int, list[GradedRollout]]]:
+        """Wait for the step's groups; meanwhile bring joining replicas up to date, since the trainer is idle."""
+        while True:
+            collecting = asyncio.ensure_future(self._stage.collect(step))
+            joined = asyncio.ensure_future(self._wait_for_joiner())
+            try:
+                await asyncio.wait({collecting, joined}, return_when=asyncio.FIRST_COMPLETED)
+                if collecting.done():
+                    return collecting.result()
+            finally:
+                collecting.cancel()
+                joined.cancel()
+            await self._catch_up()
+
+    async def _wait_for_joiner(self) -> None:
+        while not self._registry.joining():
+            self._registry.changed.clear()
+            await self._registry.changed.wait()
+            self._stage.wake()
+
+    async def _catch_up(self) -> None:
+        """Bring the replicas that have just joined to the present version; the others go on generating."""
+        try:
+            trainer = await self._link.ready()
+            await self._sync.publish(trainer, self._registry.joining(), self._scheduler.trained)
+        except TrainerLost as error:
+            self._registry.lose_trainer(str(error))
+        self._stage.wake()
+
+    async def _publish(self, version: int) -> Transfer:
+        """Bring every live replica to `version`, on another incarnation of the trainer if need be."""
+        while True:
+            trainer = await self._link.ready()
+            try:
+                transfer = await self._sync.publish(trainer, self._registry.to_update(), version)
+            except TrainerLost as error:
+                self._registry.lose_trainer(str(error))
+                continue
+            await self._registry.refresh()
+            self._board.version_served(version)
+            self._stage.wake()
+            return transfer
+
+    async def _checkpoint(self, step: int) -> None:
+        await self._link.call(lambda trainer: trainer.client.save_checkpoint(step, CHECKPOINT_DEADLINE_S))
+        self._store.forget_batches(step)
+
+    # -- validation ----------------------------------------------------------------------------------------------
+
+    def _begin_validation(self, version: int) -> None:
+        work = validate(self._parts, version)
+        self._validation = asyncio.create_task(work, name=f"validation-{version}")
+
+    async def _finish_validation(self) -> None:
+        """Wait for the validation under way. One that lost all of its replicas is reported as missing."""
+        task, self._validation = self._validation, None
+        if task is None:
+            return
+        try:
+            self._board.validated(await task)
+        except PeerUnavailable as error:
+            log.warning("validation_lost", reason=str(error))
+            self._board.validated(None)
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    async def _finish(self) -> None:
+        """Checkpoint, export as Hugging Face folders, summarise."""
+        step = self._scheduler.trained
+        self._board.say(Phase.TRAINING, "writing the last checkpoint and the Hugging Face export")
+        checkpoint, _ = await self._link.call(
+            lambda trainer: trainer.client.save_checkpoint(step, CHECKPOINT_DEADLINE_S)
+        )
+        self._store.forget_batches(step)
+        target = str(self._parts.directory / "export")
+        policy, drafter = await self._link.call(
+            lambda trainer: trainer.client.export_model(target, CHECKPOINT_DEADLINE_S)
+        )
+        self._board.finish(policy, drafter, checkpoint)

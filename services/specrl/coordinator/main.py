@@ -1,0 +1,150 @@
+"""The coordinator's process: gRPC for peers, HTTP for people, one loop. Console script `specrl-coordinator`.
+
+Exit codes: 0 stopped or finished and told to stop, 2 the run cannot go on and a restart would not help.
+SIGTERM and SIGINT stop it cleanly: the loop is cancelled, the trainer is asked for a checkpoint if it is at rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import structlog
+import uvicorn
+
+from specrl.api.v1 import coordinator_pb2_grpc
+from specrl.coordinator.board import Board
+from specrl.coordinator.loop import Loop
+from specrl.coordinator.parts import Parts
+from specrl.coordinator.registry import Registry
+from specrl.coordinator.report import Phase
+from specrl.coordinator.service import CoordinatorService
+from specrl.coordinator.store import SqliteStore
+from specrl.coordinator.web import make_app
+from specrl.errors import PortTaken, SpecrlError
+from specrl.prompts import load_prompts, load_validation
+from specrl.rewards import RewardPool
+from specrl.rpc.server import serve
+from specrl.spec import digest, load_spec
+from specrl.telemetry import logs
+
+log = structlog.get_logger(__name__)
+
+
+def main() -> None:
+    """Run the coordinator until the run ends and it is told to stop."""
+    parser = argparse.ArgumentParser(
+        prog="specrl-coordinator", description="Decides what is generated, trained, synced."
+    )
+    parser.add_argument("--run-directory", type=Path, required=True, help="folder with run.yaml; keeps the store")
+    parser.add_argument("--host", default="127.0.0.1", help="address to serve on (default: %(default)s)")
+    parser.add_argument("--port", type=int, help="gRPC port (default: telemetry.grpcPort of the run file)")
+    parser.add_argument("--http-port", type=int, help="HTTP port (default: telemetry.httpPort of the run file)")
+    arguments = parser.parse_args()
+    try:
+        asyncio.run(_serve(arguments))
+    except SpecrlError as error:
+        sys.exit(_report(error))
+
+
+def _report(error: SpecrlError) -> int:
+    sys.stderr.write(f"specrl-coordinator: {error}\n")
+    return 2
+
+
+async def _serve(arguments: argparse.Namespace) -> None:
+    directory: Path = arguments.run_directory
+    spec = load_spec(directory / "run.yaml")
+    logs.configure(spec.telemetry.log_level.value, "coordinator", spec.name)
+    stop = asyncio.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+    store = SqliteStore(directory / "store.db")
+    registry = Registry(digest(spec), spec.telemetry.heartbeat_s, time.monotonic)
+    board = Board(spec, directory, registry, store)
+    pool = RewardPool(spec)
+    parts = Parts(spec, directory, registry, store, board, load_prompts(spec), load_validation(spec), pool)
+    service = CoordinatorService(registry, spec.name, spec.telemetry.heartbeat_s)
+    grpc_port = spec.telemetry.grpc_port if arguments.port is None else arguments.port
+    http_port = spec.telemetry.http_port if arguments.http_port is None else arguments.http_port
+    server, bound = await serve(
+        lambda s: coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(service, s), arguments.host, grpc_port
+    )
+    listener = _listen(arguments.host, http_port)
+    web = uvicorn.Server(uvicorn.Config(make_app(board), log_config=None, access_log=False))
+    web.install_signal_handlers = lambda: None  # type: ignore[attr-defined]  # the signals are ours
+    tasks = [
+        asyncio.create_task(web.serve(sockets=[listener]), name="web"),
+        asyncio.create_task(_expire(registry, spec.telemetry.heartbeat_s), name="expire"),
+    ]
+    _write_endpoints(directory, f"{arguments.host}:{bound}", f"http://{arguments.host}:{listener.getsockname()[1]}")
+    try:
+        await _drive(parts, stop)
+    finally:
+        web.should_exit = True
+        tasks[1].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await server.stop(grace=1.0)
+        pool.close()
+        store.close()
+
+
+async def _drive(parts: Parts, stop: asyncio.Event) -> None:
+    """Run the loop until it ends or `stop` is set; after its end, serve the result until `stop` is set."""
+    loop, board, store = Loop(parts), parts.board, parts.store
+    running = asyncio.create_task(loop.run(), name="loop")
+    stopping = asyncio.create_task(stop.wait(), name="stop")
+    await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    if not running.done():
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        with contextlib.suppress(SpecrlError):
+            await loop.save()
+        board.say(Phase.STOPPED, "stopped; `specrl run --resume` goes on")
+        log.info("run_stopped", step=store.trained())
+        return
+    error = running.exception()
+    if error is not None:
+        board.fail(str(error))
+        log.error("run_failed", reason=str(error), exc_info=None if isinstance(error, SpecrlError) else error)
+        await stop.wait()
+        raise error
+    log.info("run_finished", step=store.trained())
+    await stop.wait()
+
+
+async def _expire(registry: Registry, heartbeat_s: float) -> None:
+    """Once a heartbeat, remove the peers that fell silent."""
+    while True:
+        await asyncio.sleep(heartbeat_s)
+        registry.expire()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        raise PortTaken(
+            f"the HTTP address must be free, got {host}:{port} taken by another process; choose another or use 0"
+        ) from error
+    return listener
+
+
+def _write_endpoints(directory: Path, grpc_address: str, http_address: str) -> None:
+    """Leave word where this run can be reached; for `specrl status`."""
+    part = directory / "endpoints.json.part"
+    part.write_text(json.dumps({"grpc": grpc_address, "http": http_address}), encoding="utf-8")
+    part.replace(directory / "endpoints.json")
+
+
+if __name__ == "__main__":
+    main()

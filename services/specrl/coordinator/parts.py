@@ -1,0 +1,42 @@
+"""What a run is made of: handed to the loop and its stages whole, so that tests can replace any part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from specrl.coordinator.board import Board
+from specrl.coordinator.registry import Registry
+from specrl.coordinator.store import Store
+from specrl.records import Prompt, Reward
+from specrl.spec import RunSpec
+
+
+class PromptStream(Protocol):
+    """What the loop needs of `specrl.prompts`."""
+
+    def prompt(self, position: int) -> Prompt:
+        """The prompt at this place of the shuffled stream, from 0, over all epochs."""
+
+
+class Grader(Protocol):
+    """What the loop needs of `specrl.rewards`."""
+
+    async def grade(self, prompt: Prompt, text: str) -> Reward:
+        """The verifier's verdict; ungraded, with the reason, when it fails."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """One run's parts. `directory` holds its run file, store, logs, checkpoints and export."""
+
+    spec: RunSpec
+    directory: Path
+    registry: Registry
+    store: Store
+    board: Board
+    prompts: PromptStream
+    validation_prompts: Sequence[Prompt]
+    grader: Grader

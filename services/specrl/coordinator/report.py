@@ -1,0 +1,153 @@
+"""What the coordinator tells people: one report a step, a status at any moment, a summary at the end.
+
+These are plain JSON on the REST side, in `metrics.jsonl` and in the store; keys are camelCase as in the run file.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from pydantic import BaseModel, ConfigDict
+from pydantic.alias_generators import to_camel
+
+
+class Report(BaseModel):
+    """Base: frozen, camelCase in JSON."""
+
+    model_config = ConfigDict(frozen=True, alias_generator=to_camel, validate_by_name=True, validate_by_alias=True)
+
+
+class Phase(StrEnum):
+    """WAITING -> INITIALISING -> TRAINING (validation included) -> FINISHED; FAILED or STOPPED from any."""
+
+    WAITING = "waiting"
+    INITIALISING = "initialising"
+    TRAINING = "training"
+    FINISHED = "finished"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+class StageSeconds(Report):
+    """Wall seconds of one step by stage. They partition the step: their sum is its wall time."""
+
+    data: float = 0.0
+    """Assembling the batch and carrying it to the trainer."""
+    prepare: float = 0.0
+    """Weight sync."""
+    generation: float = 0.0
+    """Exposed: the trainer waited for rollouts."""
+    logprob: float = 0.0
+    train: float = 0.0
+    validation: float = 0.0
+    """Only what the step waited for."""
+    checkpoint: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return float(sum(self.model_dump().values()))
+
+
+class StepReport(Report):
+    """One optimizer step."""
+
+    step: int
+    policy_version: int
+    stages: StageSeconds
+    exposed_generation: float
+    """Seconds; equals stages.generation."""
+    reward: float
+    """Mean over the batch's rollouts."""
+    validation_accuracy: float | None = None
+    """Accuracy of `policy_version`, when it was validated."""
+    rollouts: int
+    tokens: int
+    mean_length: float
+    acceptance_length: float | None
+    """Mean tokens per verification since the step before; null without speculation."""
+    accepted_per_position: list[float] = []
+    """Share of drafts whose token i was accepted."""
+    policy_lag_max: int
+    policy_lag_mean: float
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    entropy: float
+    clip_fraction: float
+    importance_weight_mean: float
+    effective_sample_size: float
+    mismatch_mean_abs: float
+    mismatch_max_abs: float
+    mismatch_kl: float
+    mismatch_tokens: int
+    drafter_loss: float | None = None
+    drafter_acceptance: list[float] = []
+    weight_sync: dict[str, float] = {}
+    """Seconds by stage: pause, broadcast, verify, resume."""
+    checksum: str = ""
+    """One digest over the checksums of every tensor of this version; equal at the trainer and at all replicas."""
+
+
+class ValidationReport(Report):
+    """One validation, all of it under one policy version."""
+
+    policy_version: int
+    accuracy: float
+    problems: int
+    seconds: float
+
+
+class ReplicaReport(Report):
+    id: str
+    state: str
+    policy_version: int
+    live_rollouts: int
+
+
+class Status(Report):
+    """The run at this moment."""
+
+    run: str
+    phase: Phase
+    detail: str = ""
+    """What is going on, in words."""
+    done: int = 0
+    """Progress within `detail`, of `total`; both 0 when it cannot be counted."""
+    total: int = 0
+    step: int = 0
+    """Last step trained."""
+    steps: int = 0
+    policy_version: int = 0
+    replicas: list[ReplicaReport] = []
+    trainer: str = "absent"
+    """absent | ready | training | recovering."""
+    rollouts_collected: int = 0
+    """Graded rollouts of the step that is being collected ..."""
+    rollouts_wanted: int = 0
+    """... of this many."""
+    counters: dict[str, int] = {}
+    """requeued, poisoned, ungraded, discardedForAge, failedPrompts, trainerRecoveries, transferRetries."""
+    error: str | None = None
+    summary: Summary | None = None
+
+
+class Summary(Report):
+    """What a finished run has achieved, measured."""
+
+    steps: int
+    first_accuracy: float | None
+    last_accuracy: float | None
+    first_reward: float | None
+    last_reward: float | None
+    """Mean over the first and the last five steps."""
+    first_acceptance_length: float | None
+    last_acceptance_length: float | None
+    """At the first step, and over the last five."""
+    policy_lag_max: int
+    rollouts_trained: int
+    prompts_trained: int
+    discarded_for_age: int
+    exposed_generation_share: float
+    policy_path: str
+    drafter_path: str
+    checkpoint_path: str

@@ -1,0 +1,31 @@
+"""The coordinator's gRPC face: peers register, heartbeat and leave. All it does is tell the registry."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specrl.api.v1 import coordinator_pb2, coordinator_pb2_grpc
+from specrl.coordinator.registry import Registry
+from specrl.records import wire
+
+
+class CoordinatorService(coordinator_pb2_grpc.CoordinatorServiceServicer):
+    """Servicer over a Registry; runs in the registry's event loop."""
+
+    def __init__(self, registry: Registry, run: str, heartbeat_s: float) -> None:
+        self._registry, self._run, self._heartbeat_s = registry, run, heartbeat_s
+
+    async def Register(self, request: coordinator_pb2.RegisterRequest, context: Any) -> coordinator_pb2.RegisterReply:
+        self._registry.register(wire.peer_from_wire(request))
+        return coordinator_pb2.RegisterReply(heartbeat_interval_s=self._heartbeat_s, run=self._run)
+
+    async def Heartbeat(
+        self, request: coordinator_pb2.HeartbeatRequest, context: Any
+    ) -> coordinator_pb2.HeartbeatReply:
+        status = wire.generation_status_from_wire(request.generation) if request.HasField("generation") else None
+        is_known = self._registry.heartbeat(request.peer_id, request.incarnation, status)
+        return coordinator_pb2.HeartbeatReply(is_known=is_known)
+
+    async def Leave(self, request: coordinator_pb2.LeaveRequest, context: Any) -> coordinator_pb2.LeaveReply:
+        self._registry.leave(request.peer_id, request.incarnation)
+        return coordinator_pb2.LeaveReply()

@@ -1,0 +1,72 @@
+"""Accuracy on held-out problems, all of it under one policy version.
+
+The version is pinned because the loop publishes no other while a validation is under way; that every token really came
+from it is checked, not assumed.
+"""
+
+from __future__ import annotations
+
+import time
+
+import structlog
+
+from specrl.coordinator.parts import Parts
+from specrl.coordinator.report import ValidationReport
+from specrl.coordinator.rollouts import sample_and_grade, seed_of
+from specrl.errors import VersionConflict
+from specrl.records import RolloutRequest, Sampling
+from specrl.spec import RunSpec
+
+log = structlog.get_logger(__name__)
+
+
+def is_due(spec: RunSpec, policy_version: int) -> bool:
+    """Before the first step, every so many steps, and after the last."""
+    if spec.validation is None:
+        return False
+    return policy_version % spec.validation.every_steps == 0 or policy_version == spec.schedule.steps
+
+
+async def validate(parts: Parts, policy_version: int) -> ValidationReport:
+    """Answer and grade every validation prompt under `policy_version`.
+
+    Raises VersionConflict when a token came from another version, PeerUnavailable when no replica is left.
+    """
+    spec, prompts = parts.spec, parts.validation_prompts
+    validation = spec.validation
+    assert validation is not None, "the loop asks is_due first"
+    began = time.monotonic()
+    requests = [
+        (
+            RolloutRequest(
+                rollout_id=f"validation-{policy_version}-{place:05d}-{sample}",
+                group_id=f"validation-{policy_version}-{place:05d}",
+                sample_index=sample,
+                prompt_token_ids=prompt.token_ids,
+                sampling=Sampling(
+                    max_tokens=spec.generation.sampling.max_tokens,
+                    temperature=float(validation.sampling.temperature),
+                    seed=seed_of(spec.schedule.seed, "validation", place, sample),
+                    stop=spec.generation.sampling.stop,
+                ),
+            ),
+            prompt,
+        )
+        for place, prompt in enumerate(prompts)
+        for sample in range(validation.sampling.samples_per_prompt)
+    ]
+    graded = await sample_and_grade(parts.registry, parts.grader, requests)
+    for item in graded:
+        if {span.policy_version for span in item.rollout.versions} != {policy_version}:
+            raise VersionConflict(
+                f"validation must run under one policy version, got {item.rollout.versions} for {policy_version}"
+            )
+    values = [item.reward.value for item in graded if item.reward.value is not None]
+    if len(values) < len(graded):
+        log.error("validation_ungraded", policy_version=policy_version, ungraded=len(graded) - len(values))
+    return ValidationReport(
+        policy_version=policy_version,
+        accuracy=sum(values) / max(len(values), 1),
+        problems=len(prompts),
+        seconds=time.monotonic() - began,
+    )
