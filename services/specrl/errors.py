@@ -45,6 +45,8 @@ class SpecrlError(Exception):
 
     grpc_status: ClassVar[GrpcStatus] = "INTERNAL"
     retryable: ClassVar[bool] = False
+    exit_code: ClassVar[int] = 1
+    """Of a process that ends with it: 1 may be started again, 2 needs its user first."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class SpecInvalid(SpecrlError, ValueError):
     """A run file breaks one or more rules. Carries every problem found, not just the first."""
 
     grpc_status = "INVALID_ARGUMENT"
+    exit_code = 2
 
     def __init__(self, problems: tuple[Problem, ...]) -> None:
         super().__init__(problems)
@@ -78,12 +81,14 @@ class DatasetInvalid(SpecrlError, ValueError):
     """A prompt source is missing, unreadable or has a malformed record; the message names file and line."""
 
     grpc_status = "INVALID_ARGUMENT"
+    exit_code = 2
 
 
 class CheckpointInvalid(SpecrlError, ValueError):
     """A model, drafter or trainer checkpoint is missing, incomplete or does not fit the run."""
 
     grpc_status = "FAILED_PRECONDITION"
+    exit_code = 2
 
 
 class RecordInvalid(SpecrlError, ValueError):
@@ -109,12 +114,14 @@ class PortTaken(SpecrlError, OSError):
     """Another process listens on the address that this one was told to serve."""
 
     grpc_status = "FAILED_PRECONDITION"
+    exit_code = 2
 
 
 class MemoryTooSmall(SpecrlError, MemoryError):
     """The machine has less memory than the run needs."""
 
     grpc_status = "RESOURCE_EXHAUSTED"
+    exit_code = 2
 
 
 class PeerUnavailable(SpecrlError, ConnectionError):
@@ -161,6 +168,7 @@ class RunInvalid(SpecrlError, ValueError):
     """A run directory cannot be started or resumed as asked."""
 
     grpc_status = "FAILED_PRECONDITION"
+    exit_code = 2
 
 
 BY_NAME: dict[str, type[SpecrlError]] = {

@@ -32,13 +32,11 @@ TAIL_STEPS = 5
 
 @dataclass(frozen=True)
 class TrainedStep:
-    """Everything known of a step when its version is served."""
+    """What a step trained on, and what the trainer says of it."""
 
     batch: Batch
     groups: Sequence[Group]
     metrics: TrainMetrics
-    transfer: Transfer
-    stages: StageSeconds
 
 
 class Board:
@@ -54,6 +52,8 @@ class Board:
         self._error: str | None = None
         self._summary: Summary | None = None
         self._parts: tuple[Scheduler[GradedRollout], RolloutStage, TrainerLink] | None = None
+        self._published = store.trained()
+        self._catch_up_file()
 
     def watch(self, scheduler: Scheduler[GradedRollout], stage: RolloutStage, link: TrainerLink) -> None:
         """Show these parts of the run in the status."""
@@ -73,12 +73,20 @@ class Board:
         self._served = version
         exported.POLICY_VERSION.labels(self._spec.name).set(version)
 
-    def step_trained(self, step: TrainedStep, *, is_validating: bool) -> None:
-        """Report a step; while its version is being validated, the report waits for the accuracy."""
+    def step_trained(self, step: TrainedStep, stages: StageSeconds) -> None:
+        """Record a step as trained, durably, with what is known of it; `step_served` completes the report."""
+        report = _report(step, stages, SpeculationCounters(), None)
+        self._store.finish_step(step.batch.step, report.model_dump(by_alias=True))
+
+    def step_served(self, step: TrainedStep, transfer: Transfer, stages: StageSeconds, *, is_validating: bool) -> None:
+        """Report a step whose version is served; while that is being validated, the report waits for the accuracy."""
         counters = self._registry.speculation()
         since, self._counted = counters.minus(self._counted) if self._counted.generated_tokens else counters, counters
-        report = _report(step, since, self._accuracy(step.batch.step))
+        report = _report(step, stages, since, self._accuracy(step.batch.step)).model_copy(
+            update={"weight_sync": transfer.seconds, "checksum": transfer.digest}
+        )
         self._count(step, report)
+        self._store.set_report(report.step, report.model_dump(by_alias=True))
         if is_validating:
             self._withheld = report
         else:
@@ -136,8 +144,9 @@ class Board:
     # -- what people ask -----------------------------------------------------------------------------------------
 
     def reports(self, after: int = 0) -> list[StepReport]:
-        """Reports of steps > `after` that are complete."""
-        return [StepReport.model_validate(report) for report in self._store.reports(after) if "stages" in report]
+        """Reports of steps > `after`, as far as they are complete."""
+        reports = [StepReport.model_validate(report) for report in self._store.reports(after)]
+        return [report for report in reports if report.step <= self._published]
 
     def validations(self) -> list[ValidationReport]:
         """All validations so far."""
@@ -195,9 +204,20 @@ class Board:
 
     def _publish(self, report: StepReport) -> None:
         self._store.set_report(report.step, report.model_dump(by_alias=True))
+        self._published = report.step
+        self._append(report)
+        self._write_status()
+
+    def _append(self, report: StepReport) -> None:
         with (self._directory / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(report.model_dump_json(by_alias=True) + "\n")
-        self._write_status()
+
+    def _catch_up_file(self) -> None:
+        """Append the reports that a coordinator that died had in the store and not yet in metrics.jsonl."""
+        file = self._directory / "metrics.jsonl"
+        written = len(file.read_text(encoding="utf-8").splitlines()) if file.exists() else 0
+        for report in self.reports(after=written):
+            self._append(report)
 
     def _write_status(self) -> None:
         target = self._directory / "status.json"
@@ -232,7 +252,7 @@ def _mean(values: Sequence[float]) -> float | None:
     return float(np.mean(values)) if values else None
 
 
-def _report(step: TrainedStep, since: SpeculationCounters, accuracy: float | None) -> StepReport:
+def _report(step: TrainedStep, stages: StageSeconds, since: SpeculationCounters, accuracy: float | None) -> StepReport:
     lags = step.batch.policy_lags
     rewards = [float(value) for group in step.groups for value in group.rewards_G]
     lengths = [item.rollout.length for item in step.batch.rollouts]
@@ -240,8 +260,8 @@ def _report(step: TrainedStep, since: SpeculationCounters, accuracy: float | Non
     return StepReport(
         step=step.batch.step,
         policy_version=step.batch.step,
-        stages=step.stages,
-        exposed_generation=step.stages.generation,
+        stages=stages,
+        exposed_generation=stages.generation,
         reward=_mean(rewards) or 0.0,
         validation_accuracy=accuracy,
         rollouts=len(lengths),
@@ -264,6 +284,4 @@ def _report(step: TrainedStep, since: SpeculationCounters, accuracy: float | Non
         mismatch_tokens=trained.mismatch_tokens,
         drafter_loss=trained.drafter.loss if trained.drafter else None,
         drafter_acceptance=list(trained.drafter.acceptance_per_position) if trained.drafter else [],
-        weight_sync=step.transfer.seconds,
-        checksum=step.transfer.digest,
     )

@@ -122,13 +122,15 @@ class Loop:
         """Every replica serves the trained step's version; the drafter is initialised if it never was; validate."""
         status = await self._link.status()
         needs_drafter = self._spec.generation.speculation.eagle3 is not None and not status.is_drafter_initialised
-        await self._publish(self._scheduler.trained)
+        transfer = await self._publish()
         if needs_drafter:
             await self._initialise_drafter()
-            await self._publish(self._scheduler.trained)
+            transfer = await self._publish()
         self._board.say(Phase.TRAINING, "training")
+        # A coordinator that died between a step and its record finds the trainer one step ahead; that step validates.
         version = self._scheduler.trained
-        if is_due(self._spec, version) and not self._board.is_validated(version):
+        is_current = transfer.policy_version == version
+        if is_current and is_due(self._spec, version) and not self._board.is_validated(version):
             self._begin_validation(version)
             if self._is_synchronous:
                 await self._finish_validation()
@@ -191,10 +193,11 @@ class Loop:
         self._watch.split("train", {"logprob": metrics.logprob_seconds, "train": metrics.train_seconds})
         with self._watch.stage("validation"):
             await self._finish_validation()
-        self._store.finish_step(step, {"step": step})
+        trained = TrainedStep(batch, groups, metrics)
+        self._board.step_trained(trained, self._watch.so_far())
         self._scheduler.mark_trained(step)
         with self._watch.stage("prepare"):
-            transfer = await self._publish(step)
+            transfer = await self._publish()
         if step % self._spec.checkpoint.every_steps == 0 and step < self._spec.schedule.steps:
             with self._watch.stage("checkpoint"):
                 await self._checkpoint(step)
@@ -203,10 +206,8 @@ class Loop:
             if self._is_synchronous:
                 with self._watch.stage("validation"):
                     await self._finish_validation()
-        self._board.step_trained(
-            TrainedStep(batch, groups, metrics, transfer, self._watch.lap()),
-            is_validating=self._validation is not None,
-        )
+        is_validating = self._validation is not None
+        self._board.step_served(trained, transfer, self._watch.lap(), is_validating=is_validating)
         self._stage.open_gate()
 
     async def _batch(self, step: int) -> tuple[Batch, list[Group]]:
@@ -226,9 +227,11 @@ class Loop:
             )
             for index, items in results
         ]
-        for index, reason in self._scheduler.failures(step):
+        failures = self._scheduler.failures(step)
+        for index, reason in failures:
             self._board.prompt_failed(group_id(step, index), reason)
-        self._store.put_batch(step, wire.batch_to_bytes(assemble(step, groups, self._spec)))
+        batch = assemble(step, groups, self._spec, failed_prompts=len(failures))
+        self._store.put_batch(step, wire.batch_to_bytes(batch))
         stored = self._store.batch(step)
         assert stored is not None, "it was put just before"
         return wire.batch_from_bytes(stored), groups
@@ -257,22 +260,22 @@ class Loop:
         """Bring the replicas that have just joined to the present version; the others go on generating."""
         try:
             trainer = await self._link.ready()
-            await self._sync.publish(trainer, self._registry.joining(), self._scheduler.trained)
+            await self._sync.publish(trainer, self._registry.joining())
         except TrainerLost as error:
             self._registry.lose_trainer(str(error))
         self._stage.wake()
 
-    async def _publish(self, version: int) -> Transfer:
-        """Bring every live replica to `version`, on another incarnation of the trainer if need be."""
+    async def _publish(self) -> Transfer:
+        """Bring every live replica to the trainer's version, on another incarnation of the trainer if need be."""
         while True:
             trainer = await self._link.ready()
             try:
-                transfer = await self._sync.publish(trainer, self._registry.to_update(), version)
+                transfer = await self._sync.publish(trainer, self._registry.to_update())
             except TrainerLost as error:
                 self._registry.lose_trainer(str(error))
                 continue
             await self._registry.refresh()
-            self._board.version_served(version)
+            self._board.version_served(transfer.policy_version)
             self._stage.wake()
             return transfer
 

@@ -1,6 +1,6 @@
 """The coordinator's process: gRPC for peers, HTTP for people, one loop. Console script `specrl-coordinator`.
 
-Exit codes: 0 stopped or finished and told to stop, 2 the run cannot go on and a restart would not help.
+Exit codes: 0 stopped or finished and told to stop, otherwise `SpecrlError.exit_code`.
 SIGTERM and SIGINT stop it cleanly: the loop is cancelled, the trainer is asked for a checkpoint if it is at rest.
 """
 
@@ -30,7 +30,7 @@ from specrl.coordinator.store import SqliteStore
 from specrl.coordinator.web import make_app
 from specrl.errors import PortTaken, SpecrlError
 from specrl.prompts import load_prompts, load_validation
-from specrl.rewards import RewardPool
+from specrl.rewards import VerifierPool, verifier_for
 from specrl.rpc.server import serve
 from specrl.spec import digest, load_spec
 from specrl.telemetry import logs
@@ -51,12 +51,8 @@ def main() -> None:
     try:
         asyncio.run(_serve(arguments))
     except SpecrlError as error:
-        sys.exit(_report(error))
-
-
-def _report(error: SpecrlError) -> int:
-    sys.stderr.write(f"specrl-coordinator: {error}\n")
-    return 2
+        sys.stderr.write(f"specrl-coordinator: {error}\n")
+        sys.exit(error.exit_code)
 
 
 async def _serve(arguments: argparse.Namespace) -> None:
@@ -69,8 +65,10 @@ async def _serve(arguments: argparse.Namespace) -> None:
     store = SqliteStore(directory / "store.db")
     registry = Registry(digest(spec), spec.telemetry.heartbeat_s, time.monotonic)
     board = Board(spec, directory, registry, store)
-    pool = RewardPool(spec)
-    parts = Parts(spec, directory, registry, store, board, load_prompts(spec), load_validation(spec), pool)
+    prompts, validation_prompts = load_prompts(spec), load_validation(spec)
+    pool = VerifierPool(verifier_for(spec.rewards), spec.reward_pool)
+    await pool.start()
+    parts = Parts(spec, directory, registry, store, board, prompts, validation_prompts, pool)
     service = CoordinatorService(registry, spec.name, spec.telemetry.heartbeat_s)
     grpc_port = spec.telemetry.grpc_port if arguments.port is None else arguments.port
     http_port = spec.telemetry.http_port if arguments.http_port is None else arguments.http_port
@@ -92,7 +90,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
         tasks[1].cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await server.stop(grace=1.0)
-        pool.close()
+        await pool.close()
         store.close()
 
 

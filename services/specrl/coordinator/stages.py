@@ -40,11 +40,16 @@ class Stopwatch:
             left -= taken
         self._seconds["data"] = self._seconds.get("data", 0.0) + left
 
+    def so_far(self) -> StageSeconds:
+        """Seconds since the last lap, by stage."""
+        self._charge("data")
+        return StageSeconds(**self._seconds)
+
     def lap(self) -> StageSeconds:
         """Seconds since the last lap, by stage; starts the next one."""
-        self._charge("data")
-        seconds, self._seconds = self._seconds, {}
-        return StageSeconds(**seconds)
+        seconds = self.so_far()
+        self._seconds = {}
+        return seconds
 
     def _charge(self, name: Stage) -> None:
         now = self._clock()

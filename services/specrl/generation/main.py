@@ -1,0 +1,157 @@
+"""The generation process: an engine, its gRPC service, its metrics, and a registration that is kept up.
+
+    specrl-generation --spec run.yaml --replica-id gen-0 --coordinator 127.0.0.1:7000
+
+It ends when it is told to (SIGTERM, SIGINT: exit code 0 after a goodbye), when the coordinator refuses it for good, or
+when its engine dies; the last two with one line on standard error and `SpecrlError.exit_code`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import prometheus_client
+import structlog
+
+from specrl.api.v1 import generation_pb2_grpc
+from specrl.errors import PortTaken, SpecrlError
+from specrl.generation.engine import Engine
+from specrl.generation.service import GenerationService
+from specrl.records import Peer, Role
+from specrl.rpc.clients import CoordinatorClient
+from specrl.rpc.membership import say_goodbye, stay_registered
+from specrl.rpc.server import serve
+from specrl.spec import RunSpec, digest, load_spec
+from specrl.telemetry import logs
+
+ENGINE_CHECK_S = 1.0  # how soon a dead engine is noticed when nobody asks it for anything
+GOODBYE_S = 5.0
+STOP_GRACE_S = 2.0  # for calls under way when the process is told to end
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line."""
+
+    spec: Path
+    replica_id: str
+    coordinator: str
+    host: str
+    port: int
+    metrics_port: int | None
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of `specrl-generation`."""
+    options = parse(arguments)
+    try:
+        spec = load_spec(options.spec)
+        logs.configure(spec.telemetry.log_level.value, options.replica_id, spec.name)
+        asyncio.run(run(spec, options))
+    except SpecrlError as error:
+        print(f"specrl-generation: {error}", file=sys.stderr)  # noqa: T201 - one message for whoever started it
+        sys.exit(error.exit_code)
+
+
+def parse(arguments: Sequence[str] | None) -> Options:
+    """Read the command line; argparse exits with 2 and a usage line when it is wrong."""
+    parser = argparse.ArgumentParser(prog="specrl-generation", description="One generation replica of a run.")
+    parser.add_argument("--spec", type=Path, required=True, help="the run file")
+    parser.add_argument("--replica-id", required=True, help="name of this replica, stable over restarts")
+    parser.add_argument("--coordinator", required=True, metavar="HOST:PORT", help="the coordinator's gRPC address")
+    parser.add_argument("--host", default="127.0.0.1", help="address to serve on, and to be reached at")
+    parser.add_argument("--port", type=int, default=0, help="gRPC port; 0 takes any free one")
+    parser.add_argument(
+        "--metrics-port", type=int, default=None, help="Prometheus port; 0 any free one; left out: none"
+    )
+    return Options(**vars(parser.parse_args(arguments)))
+
+
+async def run(spec: RunSpec, options: Options) -> None:
+    """Serve until told to stop. Raises SpecrlError when the engine cannot start or dies, or the run is another one."""
+    from specrl.generation.vllm_backend.engine import VllmEngine
+
+    engine = VllmEngine(spec, options.replica_id)
+    await engine.start()
+    try:
+        await run_engine(engine, spec, options)
+    finally:
+        await engine.close()
+
+
+async def run_engine(engine: Engine, spec: RunSpec, options: Options) -> None:
+    """Serve a started engine until a signal, a refusal or the engine's death."""
+    service = GenerationService(engine, spec.weights)
+    server, port = await serve(
+        lambda it: generation_pb2_grpc.add_GenerationServiceServicer_to_server(service, it), options.host, options.port
+    )
+    _serve_metrics(options)
+    address = f"{options.host}:{port}"
+    log.info("generation_served", replica=options.replica_id, address=address)
+    peer = Peer(options.replica_id, Role.GENERATION, address, digest(spec))
+    async with CoordinatorClient(options.coordinator) as coordinator:
+        try:
+            await _first_to_end(stay_registered(coordinator, peer, engine.status), _watch(engine), _told_to_stop())
+        finally:
+            service.close()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(say_goodbye(coordinator, peer), GOODBYE_S)
+            await server.stop(STOP_GRACE_S)
+
+
+def _serve_metrics(options: Options) -> None:
+    """Prometheus metrics: vLLM's own and ours, from one registry."""
+    if options.metrics_port is None:
+        return
+    try:
+        server, _ = prometheus_client.start_http_server(options.metrics_port, options.host)
+    except OSError as error:
+        raise PortTaken(
+            f"the metrics address must be free, got {options.host}:{options.metrics_port}: {error.strerror}; "
+            "choose another --metrics-port or use 0"
+        ) from error
+    log.info("metrics_served", address=f"{options.host}:{server.server_port}")
+
+
+async def _first_to_end(*coroutines: Coroutine[Any, Any, None]) -> None:
+    """Run all until one ends; cancel the others; raise what it raised. Of several, the last given counts.
+
+    So an interrupt that reaches the engine's processes too is an interrupt, not a dead engine.
+    """
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        next(task for task in reversed(tasks) if task in done).result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _watch(engine: Engine) -> None:
+    """Raise EngineFailed soon after the engine has died; never returns."""
+    while True:
+        await engine.status()
+        await asyncio.sleep(ENGINE_CHECK_S)
+
+
+async def _told_to_stop() -> None:
+    """Return when the process receives SIGTERM or SIGINT."""
+    told, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, told.set)
+    try:
+        await told.wait()
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)

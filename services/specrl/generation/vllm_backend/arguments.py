@@ -1,0 +1,127 @@
+"""From a RunSpec to vLLM's arguments and environment, and the rules that a request must satisfy. Pure.
+
+Choices that are not the run file's:
+- logprobs_mode `processed_logprobs`: log-probabilities of the distribution that was sampled from, temperature included.
+  The trainer computes at the same temperature, so importance ratios compare like with like. Greedy ones are at 1.
+- prefix caching on: the rollouts of a group share their prompt. The engine salts it by version.
+- one engine core; its workers get `worker.WorkerExtension`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from specrl.errors import RecordInvalid
+from specrl.records import RolloutRequest
+from specrl.spec import RunSpec
+from specrl.spec.run import LogLevel
+
+CPU_KV_CACHE_MIB = 256
+SMALLEST_TEMPERATURE = 0.01  # vLLM raises anything between this and 0 to it
+WORKER_EXTENSION = "specrl.generation.vllm_backend.worker.WorkerExtension"
+
+
+def environment(spec: RunSpec) -> dict[str, str]:
+    """Variables that vLLM reads while it is imported. No network, no statistics, no thread binding."""
+    return {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # replicas and trainer share a laptop's cores
+        "OMP_NUM_THREADS": str(spec.generation.threads),
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # gRPC's threads do not survive a fork
+        # Its dozen warnings at every start are about choices that are made on this page.
+        "VLLM_LOGGING_LEVEL": "DEBUG" if spec.telemetry.log_level is LogLevel.DEBUG else "ERROR",
+    }
+
+
+def is_eager(spec: RunSpec, is_cpu: bool) -> bool:
+    """Whether to compute without compilation and CUDA graphs: generation.eager, true on CPUs when it is null."""
+    return spec.generation.eager if spec.generation.eager is not None else is_cpu
+
+
+def eager_environment(spec: RunSpec, is_cpu: bool) -> dict[str, str]:
+    """Variables for the engine core. vLLM's sampler uses torch.compile even where vLLM is told not to compile; on a
+    CPU that takes a C++ compiler and some twenty seconds at the first tokens, and is slower afterwards.
+    """
+    return {"TORCH_COMPILE_DISABLE": "1"} if is_cpu and is_eager(spec, is_cpu) else {}
+
+
+def kv_cache_bytes(spec: RunSpec, is_cpu: bool) -> int | None:
+    """Size of the KV cache; None leaves it to vLLM, which measures a GPU."""
+    mib = spec.generation.kv_cache_mib
+    if mib is None and is_cpu:
+        mib = CPU_KV_CACHE_MIB
+    return None if mib is None else mib << 20
+
+
+def engine_arguments(spec: RunSpec, head: Path | None, is_cpu: bool) -> dict[str, Any]:
+    """Keyword arguments of vllm's AsyncEngineArgs. `head` is the folder of the EAGLE-3 head."""
+    generation = spec.generation
+    return {
+        "model": spec.model.path,
+        "dtype": spec.model.dtype.value,
+        "max_model_len": spec.model.max_length,
+        "max_num_seqs": generation.max_live_rollouts,
+        "tensor_parallel_size": generation.tensor_parallel,
+        "seed": spec.schedule.seed,
+        "enforce_eager": is_eager(spec, is_cpu),
+        "kv_cache_memory_bytes": kv_cache_bytes(spec, is_cpu),
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": True,
+        "use_tqdm_on_load": False,
+        "worker_extension_cls": WORKER_EXTENSION,
+        "speculative_config": speculative_config(spec, head),
+    }
+
+
+def speculative_config(spec: RunSpec, head: Path | None) -> dict[str, Any] | None:
+    """vLLM's `speculative_config` of the run's mechanism."""
+    speculation = spec.generation.speculation
+    if speculation.eagle3 is not None:
+        return {
+            "method": "eagle3",
+            "model": str(head),
+            "num_speculative_tokens": speculation.eagle3.num_draft_tokens,
+        }
+    if speculation.ngram is not None:
+        return {
+            "method": "ngram",
+            "num_speculative_tokens": speculation.ngram.num_draft_tokens,
+            "prompt_lookup_min": speculation.ngram.lookup_min,
+            "prompt_lookup_max": speculation.ngram.lookup_max,
+        }
+    return None
+
+
+def check_request(request: RolloutRequest, spec: RunSpec, vocab_size: int) -> None:
+    """Raise RecordInvalid unless vLLM can compute the request as asked, drafts past its end included."""
+    sampling, name = request.sampling, f"request {request.rollout_id}"
+    room = spec.model.max_length - (spec.generation.speculation.num_draft_tokens + 1)
+    length = len(request.prompt_token_ids) + sampling.max_tokens
+    if not request.prompt_token_ids:
+        raise RecordInvalid(f"{name}: the prompt must have at least one token, got none; drop the prompt")
+    outside = [token for token in request.prompt_token_ids if not 0 <= token < vocab_size]
+    if outside:
+        raise RecordInvalid(
+            f"{name}: prompt tokens must be >= 0 and < {vocab_size}, got {outside[0]}; use the policy's own tokenizer"
+        )
+    if sampling.max_tokens < 1:
+        raise RecordInvalid(f"{name}: max_tokens must be >= 1, got {sampling.max_tokens}; ask for at least one token")
+    if length > room:
+        raise RecordInvalid(
+            f"{name}: prompt and completion must fit {room} tokens (model.maxLength less draft tokens + 1), got "
+            f"{len(request.prompt_token_ids)} + {sampling.max_tokens}; shorten it or raise model.maxLength"
+        )
+    if sampling.temperature != 0 and not sampling.temperature >= SMALLEST_TEMPERATURE:
+        raise RecordInvalid(
+            f"{name}: temperature must be 0 or >= {SMALLEST_TEMPERATURE}, got {sampling.temperature}; use 0 for greedy"
+        )
+    if not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
+        raise RecordInvalid(
+            f"{name}: top_p must be > 0 and <= 1 and top_k >= 0, got {sampling.top_p} and {sampling.top_k}; use 1 and 0"
+        )
+    if sampling.seed is not None and not 0 <= sampling.seed < 1 << 63:
+        raise RecordInvalid(f"{name}: seed must be >= 0 and < 2**63, got {sampling.seed}; leave it out or mend it")

@@ -1,0 +1,413 @@
+"""VllmEngine: the Engine protocol on vLLM's AsyncLLM, with speculation and weights that change in flight.
+
+    LOADING -> SERVING <-> PAUSED -> CLOSED          FAILED: vLLM died, or weights loaded in part; every call says so
+    SERVING -> (held: requests are queued, nothing is computed) -> SERVING        generate(admit_together=True)
+
+`_lock` is held by whatever pauses, resumes or changes weights; admission takes it too. Waits under it: vLLM's pause
+(ends with the step under way), and a worker in a collective (bounded by the group's `timeout_s`). A rollout's own wait
+is for vLLM's next output and is not under the lock.
+
+KV cache over versions. vLLM cannot drop cached prefixes while unfinished requests hold blocks. So prompts are salted
+with the number of loads: a prefix computed under one version is never found by a request of another; and requests
+that have no token yet when weights change are begun again, so that none starts on an older version's prefix.
+With weights.kvCache Recompute every unfinished request is computed again instead.
+
+Determinism. With `admit_together` on an idle engine, the prefix cache is emptied and all requests are queued in order
+before the first is scheduled: batches, and with per-request seeds tokens and log-probabilities, repeat bit for bit.
+Stop strings are the exception: vLLM finds them in the front end, so the slot is freed at a time that varies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from specrl.errors import (
+    CheckpointInvalid,
+    ChecksumMismatch,
+    DeadlineExceeded,
+    EngineFailed,
+    RecordInvalid,
+    SpecrlError,
+    VersionConflict,
+)
+from specrl.generation.engine import LoadTiming
+from specrl.generation.vllm_backend import arguments, checkpoint, memory, worker
+from specrl.generation.vllm_backend.checkpoint import ModelFolder
+from specrl.records import GenerationStatus, Rollout, RolloutRequest, WeightChecksums, WeightGroup, WeightManifest
+from specrl.spec import RunSpec
+from specrl.spec.run import KvCache
+
+INITIAL_VERSION = -1
+CLOSE_GRACE_S = 20.0  # for the engine core to end by itself before it is killed
+COLLECTIVE_MARGIN_S = 10.0  # what a worker's answer may take beyond its collectives' own deadlines
+
+log = structlog.get_logger(__name__)
+
+
+class VllmEngine:
+    """One replica's vLLM. Built cheaply; `start` loads."""
+
+    def __init__(self, spec: RunSpec, replica_id: str) -> None:
+        self._spec = spec
+        self._replica_id = replica_id
+        self._lock = asyncio.Lock()
+        self._live: dict[int, Any] = {}  # id -> Completion
+        self._policy_version = INITIAL_VERSION
+        self._loads = 0
+        self._is_paused = False
+        self._staged: WeightChecksums | None = None
+        self._staged_names: list[str] = []
+        self._failure: SpecrlError | None = None
+        self._scratch: Path | None = None
+        self._llm: Any = None
+        self._counters: Any = None
+        self._policy: ModelFolder
+        self._head: ModelFolder | None = None
+
+    async def start(self) -> None:
+        """Check folders and memory, start vLLM, check what it made of them. Blocks the event loop meanwhile.
+
+        Raises CheckpointInvalid, MemoryTooSmall or EngineFailed; nothing is left running then.
+        """
+        began = time.monotonic()
+        self._policy = checkpoint.read_policy(Path(self._spec.model.path), self._spec.model.max_length)
+        os.environ.update(arguments.environment(self._spec))
+        try:
+            self._head = self._prepare_head()
+            self._start_vllm()
+            await self._inspect()
+            with _translated("take its first version"):
+                await self._llm.update_weight_version(str(INITIAL_VERSION))
+        except BaseException:
+            await self.close()
+            raise
+        log.info("engine_started", replica=self._replica_id, seconds=round(time.monotonic() - began, 1))
+
+    def _prepare_head(self) -> ModelFolder | None:
+        """The EAGLE-3 head's folder: the run's own, or an untrained one in a scratch folder."""
+        eagle3 = self._spec.generation.speculation.eagle3
+        if eagle3 is None:
+            return None
+        if eagle3.path is not None:
+            return checkpoint.read_head(Path(eagle3.path), self._policy)
+        from specrl.drafting.head import write_untrained
+
+        self._scratch = Path(tempfile.mkdtemp(prefix="specrl-head-"))
+        write_untrained(self._scratch, self._policy.path, eagle3, self._spec.schedule.seed)
+        return checkpoint.read_head(self._scratch, self._policy)
+
+    def _start_vllm(self) -> None:
+        from vllm import AsyncEngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from specrl.generation.vllm_backend.counters import CountingLogger
+
+        is_cpu = bool(current_platform.is_cpu())
+        os.environ.update(arguments.eager_environment(self._spec, is_cpu))
+        if is_cpu:
+            self._check_memory()
+        self._counters = CountingLogger()
+        keywords = arguments.engine_arguments(self._spec, self._head.path if self._head else None, is_cpu)
+        try:
+            config = AsyncEngineArgs(**keywords).create_engine_config()
+        except Exception as error:  # vLLM checks in many places and raises many types
+            raise CheckpointInvalid(
+                f"vLLM must accept {self._policy.path} as the run file asks, got {type(error).__name__}: {error}; "
+                "change the run file or the model"
+            ) from error
+        if is_cpu and self._spec.generation.tensor_parallel == 1:
+            # vLLM 0.32 starts a worker process on CPUs only to set its OpenMP threads; `environment` has set them
+            # already, and the process would cost 1 GB and ten seconds of imports.
+            config.parallel_config.distributed_executor_backend = "uni"
+        try:
+            self._llm = AsyncLLM.from_vllm_config(config, stat_loggers=[self._counters])
+        except Exception as error:  # the engine core is another process; its own words are in the log
+            raise EngineFailed(
+                f"vLLM must start with {self._policy.path}, got {type(error).__name__}: {error}; "
+                "see the log above for the engine core's own words"
+            ) from error
+
+    def _check_memory(self) -> None:
+        dtype = self._spec.model.dtype.value
+        weights = self._policy.weight_bytes(dtype) + (self._head.weight_bytes(dtype) if self._head else 0)
+        kv_cache = arguments.kv_cache_bytes(self._spec, is_cpu=True) or 0
+        memory.check(memory.needed_bytes(weights, kv_cache), memory.available_bytes())
+
+    async def _inspect(self) -> None:
+        """Raise unless vLLM samples right and shares with the drafter what must be shared, and nothing else."""
+        for found in await self._call_workers("specrl_inspect"):
+            if not found["is_sampling_right"]:
+                raise EngineFailed(
+                    "vLLM's CPU kernels must sample right with speculation, got vllm-project/vllm#55005 unrepaired; "
+                    "install specrl with its vllm.general_plugins entry point and leave VLLM_PLUGINS unset"
+                )
+            if found["shares_embedding"] is False:
+                raise CheckpointInvalid(
+                    f"the drafter must share the policy's embedding, got another embed_tokens in {self._head_path()}; "
+                    "remove it from the folder"
+                )
+            if found["shares_lm_head"]:
+                raise CheckpointInvalid(
+                    f"the drafter must own its lm_head, got the policy's in {self._head_path()}: vLLM would share one "
+                    "tensor, and an update of the drafter would overwrite the policy; train the head first"
+                )
+
+    def _head_path(self) -> Path | None:
+        return self._head.path if self._head is not None else None
+
+    async def generate(self, requests: Sequence[RolloutRequest], admit_together: bool) -> AsyncIterator[Rollout]:
+        """Yield each rollout when it finishes. Closing the iterator aborts the unfinished ones."""
+        self._check_alive()
+        for request in requests:
+            arguments.check_request(request, self._spec, self._policy.config["vocab_size"])
+        admitted = await self._admit(requests, admit_together)
+        tasks = [asyncio.create_task(self._follow(completion)) for completion in admitted]
+        try:
+            for finished in asyncio.as_completed(tasks):
+                yield await finished
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _admit(self, requests: Sequence[RolloutRequest], together: bool) -> list[Any]:
+        """Queue requests in vLLM, in order. Together: nothing is scheduled before all are queued."""
+        from specrl.generation.vllm_backend.completion import Completion
+
+        admitted: list[Completion] = []
+        async with self._lock:
+            holds = together and not self._is_paused
+            if holds:
+                await self._hold()
+            try:
+                for request in requests:
+                    admitted.append(Completion(request, await self._add(request)))  # noqa: PERF401 - kept on failure
+            except BaseException:
+                for completion in admitted:
+                    await self._drop(completion)
+                raise
+            finally:
+                if holds:
+                    await self._release()
+        self._live.update({id(completion): completion for completion in admitted})
+        return admitted
+
+    async def _add(self, request: RolloutRequest) -> Any:
+        """Send one request to vLLM; returns its queue of outputs. `AsyncLLM.generate` does the same, out of order."""
+        from vllm.inputs.engine import tokens_input
+
+        from specrl.generation.vllm_backend.completion import sampling_params
+
+        prompt = tokens_input(list(request.prompt_token_ids), cache_salt=f"load-{self._loads}")
+        with _translated(f"take request {request.rollout_id}"):
+            return await self._llm.add_request(request.rollout_id, prompt, sampling_params(request.sampling))
+
+    async def _follow(self, completion: Any) -> Rollout:
+        """Collect one request's outputs until it is finished; abort it when cancelled."""
+        is_finished = False
+        try:
+            while True:
+                with _translated(f"generate {completion.request.rollout_id}"):
+                    output = completion.collector.get_nowait() or await completion.collector.get()
+                if completion.must_restart and output.finished:
+                    completion.restart(await self._add(completion.request))
+                    continue
+                completion.add(output.outputs[0])
+                if output.finished:
+                    is_finished = True
+                    rollout: Rollout = completion.rollout(output.outputs[0], self._replica_id)
+                    return rollout
+        finally:
+            self._live.pop(id(completion), None)
+            if not is_finished:
+                await self._drop(completion)
+
+    async def _drop(self, completion: Any) -> None:
+        if not self._llm.errored:
+            await self._llm.abort(completion.collector.request_id, internal=True)
+
+    async def pause(self) -> float:
+        """Stop computing; keep every unfinished request and its KV cache. Returns seconds. Idempotent."""
+        self._check_alive()
+        began = time.monotonic()
+        async with self._lock:
+            if not self._is_paused:
+                with _translated("pause"):
+                    await self._llm.pause_generation(mode="keep", clear_cache=False)
+                self._is_paused = True
+        return time.monotonic() - began
+
+    async def resume(self) -> None:
+        """Go on computing. Idempotent."""
+        self._check_alive()
+        async with self._lock:
+            await self._resume()
+
+    async def _resume(self) -> None:
+        if self._is_paused:
+            await self._release()
+            self._is_paused = False
+
+    async def _hold(self) -> None:
+        """Keep vLLM from scheduling, and empty its prefix cache if nothing is under way."""
+        with _translated("hold requests"):
+            await self._llm.pause_generation(mode="keep", clear_cache=False)
+            if not self._live:
+                await self._llm.reset_prefix_cache()
+
+    async def _release(self) -> None:
+        with _translated("resume"):
+            await self._llm.resume_generation()
+
+    async def receive(self, group: WeightGroup, manifest: WeightManifest, policy_version: int) -> WeightChecksums:
+        """Take part in one broadcast into the workers' staging areas. Only while paused. Loads nothing."""
+        self._check_alive()
+        checkpoint.check_manifest(manifest, self._policy, self._head)
+        async with self._lock:
+            if not self._is_paused:
+                raise VersionConflict(
+                    f"weights of version {policy_version} must arrive at a paused replica, got one that is serving; "
+                    "prepare the update first"
+                )
+            self._staged = None
+            rows = worker.manifest_to_rows(manifest)
+            call = self._call_workers("specrl_receive", asdict(group), rows, manifest.bucket_bytes)
+            try:
+                received = await asyncio.wait_for(call, 2 * group.timeout_s + COLLECTIVE_MARGIN_S)
+            except TimeoutError as error:
+                if isinstance(error, SpecrlError):
+                    raise
+                raise DeadlineExceeded(
+                    f"weights of version {policy_version} must arrive within {2 * group.timeout_s:g} s, got none at "
+                    f"rank {group.rank}; the transfer is repeated"
+                ) from error
+            if any(checksums != received[0] for checksums in received):
+                raise ChecksumMismatch(
+                    f"all ranks of {self._replica_id} must receive the same weights of version {policy_version}, got "
+                    "different checksums; the transfer is repeated"
+                )
+            self._staged = WeightChecksums(policy_version, tuple(received[0]))
+            self._staged_names = [meta.name for meta in manifest.tensors]
+        return self._staged
+
+    async def load(self, sent: WeightChecksums) -> LoadTiming:
+        """Compare what is staged with `sent`, load policy and drafter, take the version, resume."""
+        self._check_alive()
+        async with self._lock:
+            staged = self._staged
+            if staged is None:
+                raise VersionConflict(
+                    f"weights of version {sent.policy_version} must have been received before they are loaded, got "
+                    "nothing staged; repeat the transfer"
+                )
+            try:
+                staged.check(sent, self._staged_names)
+            except ChecksumMismatch:
+                await self._discard()
+                raise
+            self._staged = None
+            began = time.monotonic()
+            try:
+                await self._load_staged(sent.policy_version)
+            except SpecrlError as error:
+                self._failure = error  # part of the model may be new: this engine must not sample again
+                raise
+            loaded = time.monotonic()
+            await self._resume()
+        return LoadTiming(loaded - began, time.monotonic() - loaded)
+
+    async def _load_staged(self, policy_version: int) -> None:
+        await self._call_workers("specrl_load")
+        with _translated("take a new version"):
+            await self._llm.update_weight_version(str(policy_version))
+            self._policy_version = policy_version
+            self._loads += 1
+            if self._spec.weights.kv_cache is KvCache.RECOMPUTE:
+                await self._llm.reset_prefix_cache(reset_running_requests=True)
+            elif not await self._llm.reset_prefix_cache():
+                await self._restart_unstarted()
+
+    async def _restart_unstarted(self) -> None:
+        """Abort requests that have no token yet; `_follow` sends them once more, under the new salt."""
+        for completion in list(self._live.values()):
+            if not completion.token_ids:
+                completion.must_restart = True
+                await self._llm.abort(completion.collector.request_id, internal=True)
+
+    async def discard(self) -> None:
+        """Drop the staging area. Idempotent."""
+        self._check_alive()
+        async with self._lock:
+            await self._discard()
+
+    async def _discard(self) -> None:
+        self._staged = None
+        await self._call_workers("specrl_discard")
+
+    async def status(self) -> GenerationStatus:
+        """Versions and counters. Raises EngineFailed once the engine is dead."""
+        self._check_alive()
+        return GenerationStatus(
+            replica_id=self._replica_id,
+            policy_version=self._policy_version,
+            is_paused=self._is_paused,
+            live_requests=len(self._live),
+            speculation=self._counters.total,
+        )
+
+    async def close(self) -> None:
+        """Stop vLLM and its processes, remove the scratch folder. Idempotent."""
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            if llm.output_handler is not None:
+                llm.output_handler.cancel()  # or it logs the core's end as a failure
+            await asyncio.to_thread(llm.shutdown, CLOSE_GRACE_S)
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._scratch = None
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise EngineFailed(f"{self._replica_id} must be started again: {self._failure}") from self._failure
+        if self._llm is None:
+            raise EngineFailed(f"the engine of {self._replica_id} must be running, got a closed one; start it first")
+        if self._llm.errored:
+            raise EngineFailed(f"the engine of {self._replica_id} must be running, got a dead one; start it again")
+
+    async def _call_workers(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of `WorkerExtension` at every rank; returns their values."""
+        with _translated(f"answer {method}"):
+            answers = await self._llm.collective_rpc(method, args=args)
+        return [worker.unwrap(answer) for answer in answers]
+
+
+@contextmanager
+def _translated(what: str) -> Iterator[None]:
+    """vLLM's errors as ours: a bad request is RecordInvalid, all else EngineFailed."""
+    from vllm.exceptions import VLLMClientError
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        yield
+    except SpecrlError:
+        raise
+    except EngineDeadError as error:
+        raise EngineFailed(f"the engine must {what}, got a dead one; the replica is started again") from error
+    except VLLMClientError as error:
+        raise RecordInvalid(f"the engine must be able to {what}, got: {error}; change the request") from error
+    except Exception as error:  # failures in the engine core arrive as bare Exceptions
+        raise EngineFailed(
+            f"the engine must {what}, got {type(error).__name__}: {error}; the replica is started again"
+        ) from error

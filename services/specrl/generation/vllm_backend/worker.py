@@ -1,0 +1,180 @@
+"""Methods that vLLM mixes into its workers (`worker_extension_cls`), called by the engine through `collective_rpc`.
+
+    EMPTY --receive--> STAGED --load--> EMPTY (the model is the new version)
+                       STAGED --discard / receive--> EMPTY
+
+The model changes in `load` only, which nobody calls before every rank's checksums have been compared, so a corrupt or
+broken transfer never reaches it. Policy and drafter are loaded in one call, while the scheduler is paused.
+Errors travel as data (`{"error": class, "message": text}`): vLLM would turn any exception into a bare `Exception`.
+
+Loading goes through vLLM's layerwise reload (0.32: `vllm.model_executor.model_loader.reload`), as its own weight
+transfer does: parameters are packed after loading, and `model.load_weights` alone fails on packed ones.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from specrl.errors import BY_NAME, EngineFailed, SpecrlError
+from specrl.generation.vllm_backend import cpu_repair
+from specrl.records import TensorMeta, WeightGroup, WeightManifest, WeightOwner
+from specrl.weights.group import BroadcastGroup
+from specrl.weights.stream import receive
+
+Answer = dict[str, Any]
+Staged = list[tuple[TensorMeta, torch.Tensor]]
+
+
+def unwrap(answer: Answer) -> Any:
+    """The value of a worker's answer. Raises the SpecrlError that the worker met."""
+    if "error" in answer:
+        raise BY_NAME.get(answer["error"], EngineFailed)(answer["message"])
+    return answer["value"]
+
+
+class WorkerExtension:
+    """Mixed into vLLM's Worker: `self` has its attributes (rank, model_runner, vllm_config). Every name is prefixed."""
+
+    specrl_group: BroadcastGroup | None = None
+    specrl_staged: Staged | None = None
+    rank: int
+    model_runner: Any
+    vllm_config: Any
+
+    def specrl_inspect(self) -> Answer:
+        """What the engine must know before it serves: is sampling right, who owns the drafter's ends."""
+        return _answer(self._specrl_inspect)
+
+    def specrl_receive(self, group: dict[str, Any], tensors: list[list[Any]], bucket_bytes: int) -> Answer:
+        """Join the group if needed and take part in one broadcast. Value: the checksums of what arrived."""
+        return _answer(lambda: self._specrl_receive(WeightGroup(**group), manifest_from_rows(tensors, bucket_bytes)))
+
+    def specrl_load(self) -> Answer:
+        """Load the staged policy and drafter. Value: seconds. After an error the model is in an unknown state."""
+        return _answer(self._specrl_load)
+
+    def specrl_discard(self) -> Answer:
+        """Drop what is staged. Value: None."""
+        self.specrl_staged = None
+        return _answer(lambda: None)
+
+    def _specrl_inspect(self) -> dict[str, Any]:
+        model, drafter = self.model_runner.get_model(), self._specrl_drafter()
+        found = {"is_sampling_right": _is_bound_kernel_right(), "shares_embedding": None, "shares_lm_head": None}
+        if drafter is not None:
+            found["shares_embedding"] = drafter.model.embed_tokens is model.model.embed_tokens
+            found["shares_lm_head"] = drafter.lm_head is model.lm_head
+        return found
+
+    def _specrl_drafter(self) -> Any:
+        """The drafter's module, or None. n-gram proposers have no model."""
+        return self.model_runner.get_draft_model()
+
+    def _specrl_receive(self, group: WeightGroup, manifest: WeightManifest) -> list[int]:
+        self.specrl_staged = None
+        joined = self._specrl_join(group)
+        try:
+            staged, checksums = receive(joined, manifest)
+        except SpecrlError:
+            self._specrl_leave()  # a collective that broke leaves the group unusable
+            raise
+        self.specrl_staged = staged
+        return list(checksums)
+
+    def _specrl_join(self, group: WeightGroup) -> BroadcastGroup | HostStaging:
+        """This worker's membership: the replica's first rank plus the worker's own."""
+        if self.specrl_group is None or self.specrl_group.group.group_id != group.group_id:
+            self._specrl_leave()
+            mine = WeightGroup(**{**vars(group), "rank": group.rank + self.rank})
+            self.specrl_group = BroadcastGroup(mine)
+        if self.specrl_group.device.type == "cpu":
+            return self.specrl_group
+        return HostStaging(self.specrl_group)
+
+    def _specrl_leave(self) -> None:
+        group, self.specrl_group = self.specrl_group, None
+        if group is not None:
+            group.close()
+
+    def _specrl_load(self) -> float:
+        began = time.monotonic()
+        staged, self.specrl_staged = self.specrl_staged, None
+        assert staged is not None, "load without a staged version; the engine checks this first"
+        config = self.vllm_config
+        self._specrl_load_into(self.model_runner.get_model(), config.model_config, _owned(staged, WeightOwner.POLICY))
+        drafter_tensors = _owned(staged, WeightOwner.DRAFTER)
+        if drafter_tensors:
+            draft_config = config.speculative_config.draft_model_config
+            self._specrl_load_into(self._specrl_drafter(), draft_config, drafter_tensors)
+        return time.monotonic() - began
+
+    def _specrl_load_into(self, model: Any, model_config: Any, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        try:
+            with set_current_vllm_config(self.vllm_config), torch.no_grad():
+                initialize_layerwise_reload(model)
+                model.load_weights(iter(tensors))
+                finalize_layerwise_reload(model, model_config)  # type: ignore[no-untyped-call]
+        except Exception as error:  # any loader of any model: the engine is stopped with what it said
+            raise EngineFailed(
+                f"new weights must load into {type(model).__name__}, got {type(error).__name__}: {error}; "
+                "the replica is started again"
+            ) from error
+
+
+class HostStaging:
+    """Receives through a device but stages on the host, so that an update needs one bucket of device memory."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, group: BroadcastGroup) -> None:
+        self._group = group
+
+    def broadcast(self, buffer: torch.Tensor) -> None:
+        """Fill a host buffer with rank 0's bytes."""
+        on_device = torch.empty_like(buffer, device=self._group.device)
+        self._group.broadcast(on_device)
+        buffer.copy_(on_device)
+
+
+def manifest_to_rows(manifest: WeightManifest) -> list[list[Any]]:
+    """A manifest's tensors in types that vLLM's message encoding carries."""
+    return [[meta.name, meta.owner.value, meta.dtype, list(meta.shape)] for meta in manifest.tensors]
+
+
+def manifest_from_rows(rows: list[list[Any]], bucket_bytes: int) -> WeightManifest:
+    """Inverse of `manifest_to_rows`."""
+    tensors = tuple(TensorMeta(name, WeightOwner(owner), dtype, tuple(shape)) for name, owner, dtype, shape in rows)
+    return WeightManifest(tensors, bucket_bytes)
+
+
+def _owned(staged: Staged, owner: WeightOwner) -> list[tuple[str, torch.Tensor]]:
+    return [(meta.name, tensor) for meta, tensor in staged if meta.owner is owner]
+
+
+def _answer(call: Callable[[], Any]) -> Answer:
+    try:
+        return {"value": call()}
+    except SpecrlError as error:
+        return {"error": type(error).__name__, "message": str(error)}
+
+
+def _is_bound_kernel_right() -> bool:
+    """Try the expand kernel through the rejection sampler's own function, as sampling calls it."""
+    from vllm.platforms import current_platform
+    from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
+
+    if not current_platform.is_cpu():
+        return True
+
+    def bound(output: torch.Tensor, *inputs: Any, **_: object) -> None:
+        values, ends, replace_from, replace_to = inputs
+        output.copy_(expand_batch_to_tokens(values, ends, len(output), replace_from, replace_to))
+
+    return not cpu_repair.is_wrong(bound)

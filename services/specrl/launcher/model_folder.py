@@ -1,0 +1,108 @@
+"""What a Hugging Face folder says of itself, read without loading it: JSON files and the headers of safetensors.
+
+A folder that passes is whole: every file is there, every weight file has all its bytes. Called by preflight alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specrl.errors import CheckpointInvalid
+
+_LARGEST_HEADER = 100_000_000  # bytes; the format's own limit
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A complete checkpoint. tokenizer_size: None where the folder has no tokenizer (a drafter uses the policy's)."""
+
+    path: Path
+    config: dict[str, Any]
+    parameters: int
+    tokenizer_size: int | None
+
+    def number(self, field: str) -> int | None:
+        """A whole number of the config, of its text part, or of the layer that a speculators head is made of."""
+        for part in (self.config, *(self.config.get(key) for key in ("text_config", "transformer_layer_config"))):
+            if isinstance(part, dict) and isinstance(part.get(field), int):
+                return int(part[field])
+        return None
+
+
+def read_model_folder(path: Path, field: str) -> ModelFolder:
+    """Check a folder and describe it; `field` is where the run file names it. Raises CheckpointInvalid."""
+    if not path.is_dir():
+        raise CheckpointInvalid(
+            f"{field} must be a Hugging Face folder, got {field}={path}; nothing is downloaded: fetch the model first"
+        )
+    config = _read_json(path / "config.json", field)
+    return ModelFolder(path, config, _count_parameters(path, field), _tokenizer_size(path, field))
+
+
+def _read_json(path: Path, field: str) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"not JSON ({error})"
+        raise CheckpointInvalid(
+            f"{field} must have a readable {path.name}, got {path}: {reason}; fetch the model again"
+        ) from error
+    if not isinstance(content, dict):
+        raise CheckpointInvalid(f"{field} must have an object in {path.name}, got {path}; fetch the model again")
+    return content
+
+
+def _count_parameters(path: Path, field: str) -> int:
+    """Numbers in all safetensors of the folder, each file checked against its own header."""
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        files = sorted({path / str(name) for name in _read_json(index, field).get("weight_map", {}).values()})
+    else:
+        files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise CheckpointInvalid(
+            f"{field} must have its weights as safetensors, got none in {path}; convert or fetch the model again"
+        )
+    return sum(count for file in files for count in _tensor_sizes(file, field))
+
+
+def _tensor_sizes(file: Path, field: str) -> Iterator[int]:
+    """Numbers of each tensor: an 8-byte length, a JSON header, the bytes (the safetensors format)."""
+    try:
+        with file.open("rb") as content:
+            length = int.from_bytes(content.read(8), "little")
+            header = json.loads(content.read(length) if length <= _LARGEST_HEADER else b"")
+        tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
+        end = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
+        missing = 8 + length + end - file.stat().st_size
+    except OSError as error:
+        raise CheckpointInvalid(
+            f"{field} must have all its weight files, got {file}: {error.strerror}; fetch the model again"
+        ) from error
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
+        raise CheckpointInvalid(
+            f"{field} must have safetensors files, got {file} without a safetensors header; "
+            "fetch the model again (a Git LFS pointer needs `git lfs pull`)"
+        ) from error
+    if missing > 0:
+        raise CheckpointInvalid(
+            f"{field} must have whole weight files, got {file} with {missing} bytes missing; fetch the model again"
+        )
+    for tensor in tensors.values():
+        yield math.prod(tensor["shape"])
+
+
+def _tokenizer_size(path: Path, field: str) -> int | None:
+    """1 + the greatest token id of tokenizer.json (a mapping, or a list of pieces); None without that file."""
+    if not (path / "tokenizer.json").exists():
+        return None
+    content = _read_json(path / "tokenizer.json", field)
+    vocabulary = content.get("model", {}).get("vocab", {})
+    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary)))
+    ids += [token["id"] for token in content.get("added_tokens", [])]
+    return 1 + max((number for number in ids if isinstance(number, int)), default=-1)

@@ -1,0 +1,150 @@
+"""Everything that can be known to go wrong before anything is written or started.
+
+Each check raises one SpecrlError whose message says what to do; the command line shows it and exits 2. The order is
+that of a user's reading: the run file (checked when it is loaded), model, drafter, parallelism, prompts, ports, memory.
+Processes check again what is theirs; these checks only make sure that a user learns of it in seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from specrl.errors import CheckpointInvalid, Problem, SpecInvalid
+from specrl.launcher.environment import visible_gpus
+from specrl.launcher.memory import check_memory, estimate_memory
+from specrl.launcher.model_folder import ModelFolder, read_model_folder
+from specrl.launcher.ports import choose_ports
+from specrl.spec import RunSpec
+
+ARCHITECTURES = ("Qwen3ForCausalLM",)
+
+
+@dataclass(frozen=True)
+class Readiness:
+    """What the checks chose on the way: the coordinator's ports."""
+
+    grpc_port: int
+    http_port: int
+
+
+def available_memory_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory that can be had without swapping, in a container no more than its limit leaves (cgroup v2)."""
+    available = int(psutil.virtual_memory().available)
+    try:
+        limit, used = ((cgroup / name).read_text().strip() for name in ("memory.max", "memory.current"))
+    except OSError:  # no container, or an older kernel
+        return available
+    return available if limit == "max" else min(available, int(limit) - int(used))
+
+
+def check(spec: RunSpec, available_bytes: Callable[[], int] = available_memory_bytes) -> Readiness:
+    """Raise the first SpecrlError that would end this run on this machine; else the ports to use."""
+    policy = check_policy(spec)
+    check_drafter(spec, policy)
+    check_parallelism(spec, policy)
+    check_prompts(spec)
+    grpc_port, http_port = choose_ports(spec)
+    if not visible_gpus():  # with GPUs the bulk is in their memory, which the engines check
+        check_memory(estimate_memory(spec, policy), available_bytes())
+    return Readiness(grpc_port, http_port)
+
+
+def check_policy(spec: RunSpec) -> ModelFolder:
+    """The model folder is whole, of a supported architecture, and long enough. Raises CheckpointInvalid."""
+    policy = read_model_folder(Path(spec.model.path), "model.path")
+    named = policy.config.get("architectures") or ["none"]
+    if named[0] not in ARCHITECTURES:
+        raise CheckpointInvalid(
+            f"model.path must hold one of {', '.join(ARCHITECTURES)}, got architecture={named[0]} in {policy.path}; "
+            "other architectures are not supported yet"
+        )
+    size, vocabulary = policy.tokenizer_size, policy.number("vocab_size") or 0
+    if size is None:
+        raise CheckpointInvalid(
+            f"model.path must have a tokenizer, got {policy.path} without tokenizer.json; "
+            "copy the model's tokenizer there"
+        )
+    if size > vocabulary:
+        raise CheckpointInvalid(
+            f"the tokenizer's token ids must be < the model's vocabulary, got {size} tokens for "
+            f"vocab_size={vocabulary} in {policy.path}; use the tokenizer that the model was trained with"
+        )
+    positions = policy.number("max_position_embeddings")
+    if positions is not None and spec.model.max_length > positions:
+        raise CheckpointInvalid(
+            f"model.maxLength must be <= {positions}, the model's max_position_embeddings, got "
+            f"maxLength={spec.model.max_length}; shorten prompts.maxTokens or generation.sampling.maxTokens, or use "
+            "another model"
+        )
+    return policy
+
+
+def check_drafter(spec: RunSpec, policy: ModelFolder) -> None:
+    """A drafter that is given speaks the policy's vocabulary and has its width. Raises CheckpointInvalid."""
+    eagle3 = spec.generation.speculation.eagle3
+    if eagle3 is None:
+        return
+    vocabulary = policy.number("vocab_size") or 0
+    if eagle3.draft_vocab_size is not None and eagle3.draft_vocab_size > vocabulary:
+        raise SpecInvalid(
+            (
+                Problem(
+                    "generation.speculation.eagle3.draftVocabSize",
+                    f"must be <= {vocabulary}, the policy's vocabulary, got {eagle3.draft_vocab_size}",
+                    "lower it, or leave it out to draft every token",
+                ),
+            )
+        )
+    if eagle3.path is None:
+        return
+    field = "generation.speculation.eagle3.path"
+    drafter = read_model_folder(Path(eagle3.path), field)
+    for name in ("vocab_size", "hidden_size"):
+        theirs = drafter.number("target_hidden_size") if name == "hidden_size" else None
+        theirs = theirs or drafter.number(name)
+        if theirs is not None and theirs != policy.number(name):
+            raise CheckpointInvalid(
+                f"{field} must be a drafter of this policy, got {name}={theirs} in {drafter.path} and "
+                f"{policy.number(name)} in {policy.path}; use its own drafter, or leave path out for a fresh one"
+            )
+    if drafter.tokenizer_size not in (None, policy.tokenizer_size):
+        raise CheckpointInvalid(
+            f"{field} must have the policy's tokenizer, got {drafter.tokenizer_size} tokens in {drafter.path} and "
+            f"{policy.tokenizer_size} in {policy.path}; use the policy's own drafter, or leave path out for a fresh one"
+        )
+
+
+def check_parallelism(spec: RunSpec, policy: ModelFolder) -> None:
+    """Tensor ranks share heads evenly. Raises SpecInvalid with every number that does not divide."""
+    wanted = {
+        "trainer.parallelism.tensor": spec.trainer.parallelism.tensor,
+        "generation.tensorParallel": spec.generation.tensor_parallel,
+    }
+    problems = [
+        Problem(path, f"must divide the model's {field}={heads}, got {ranks}", "use a divisor, or 1")
+        for path, ranks in wanted.items()
+        for field in ("num_attention_heads", "num_key_value_heads")
+        if (heads := policy.number(field)) is not None and heads % ranks
+    ]
+    if problems:
+        raise SpecInvalid(tuple(problems))
+
+
+def check_prompts(spec: RunSpec) -> None:
+    """Every problem can be read, fits, and has an answer to compare with. Raises DatasetInvalid with file and line.
+
+    Reads what the coordinator will read again: seconds at most for data sets of the usual size.
+    """
+    from specrl.prompts import load_prompts, load_validation
+    from specrl.rewards import check_references
+
+    source = load_prompts(spec).source
+    check_references(spec.rewards, ((source.place(i), source.problem(i).answer) for i in range(len(source))))
+    validation = load_validation(spec)
+    check_references(
+        spec.rewards, ((f"validation problem {prompt.position + 1}", prompt.answer) for prompt in validation)
+    )

@@ -1,0 +1,103 @@
+"""What a run says of itself: asked of its coordinator while it runs, read from its folder at any time.
+
+A coordinator that does not answer is an ordinary moment of a run's life (it starts, or restarts), so it is None, not
+an error. A last line of `metrics.jsonl` that a crash cut short is passed over.
+"""
+
+from __future__ import annotations
+
+import json
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from specrl.coordinator.report import Status, StepReport, ValidationReport
+from specrl.launcher.run_directory import RunDirectory
+
+TIMEOUT_S = 2.0
+
+R = TypeVar("R", bound=BaseModel)
+
+
+class CoordinatorReports:
+    """The REST side of a run's coordinator."""
+
+    def __init__(self, address: str, transport: httpx.BaseTransport | None = None) -> None:
+        """address: host:port, or a URL."""
+        self.url = address if "://" in address else f"http://{address}"
+        # trust_env: a proxy of the user's has no business between us and our own machine.
+        self._client = httpx.Client(base_url=self.url, timeout=TIMEOUT_S, transport=transport, trust_env=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._client.close()
+
+    def status(self) -> Status | None:
+        """The run at this moment; None when the coordinator does not answer."""
+        answer = self._get("/status")
+        return _parsed(Status, answer) if answer is not None else None
+
+    def steps(self, after: int) -> list[StepReport]:
+        """Reports of the steps after `after`."""
+        return _all_parsed(StepReport, self._get(f"/steps?after={after}"))
+
+    def validations(self) -> list[ValidationReport]:
+        """All validations so far."""
+        return _all_parsed(ValidationReport, self._get("/validations"))
+
+    def _get(self, path: str) -> Any:
+        try:
+            return self._client.get(path).raise_for_status().json()
+        except (httpx.HTTPError, ValueError):
+            return None
+
+
+def stored_status(directory: RunDirectory) -> Status | None:
+    """The last status that the coordinator wrote; None when it never came so far."""
+    try:
+        return _parsed(Status, json.loads(directory.status_file.read_text(encoding="utf-8")))
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def stored_steps(directory: RunDirectory) -> list[StepReport]:
+    """All steps in order; of a step that was recorded twice, the later record."""
+    if not directory.metrics_file.exists():
+        return []
+    lines = directory.metrics_file.read_text(encoding="utf-8", errors="replace").splitlines()
+    found = [_parsed(StepReport, _json(line)) for line in lines]
+    return [*{step.step: step for step in found if step is not None}.values()]
+
+
+def http_address(directory: RunDirectory) -> str | None:
+    """Where the coordinator of a running run serves its page; None when it has not started."""
+    try:
+        address = json.loads(directory.endpoints_file.read_text(encoding="utf-8")).get("http")
+    except (FileNotFoundError, ValueError):
+        return None
+    return str(address) if address else None
+
+
+def _json(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+def _parsed(kind: type[R], content: Any) -> R | None:
+    try:
+        return kind.model_validate(content)
+    except ValidationError:
+        return None
+
+
+def _all_parsed(kind: type[R], content: Any) -> list[R]:
+    found = [_parsed(kind, item) for item in content] if isinstance(content, list) else []
+    return [report for report in found if report is not None]

@@ -1,0 +1,133 @@
+"""Reports as rows of text: columns for a terminal, `name value` pairs for a log. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rich.text import Text
+
+from specrl.coordinator.report import Status, StepReport, ValidationReport
+
+_NOTHING = "-"
+
+
+@dataclass(frozen=True)
+class Column:
+    """priority: columns with the highest are left out first where a terminal is narrow."""
+
+    title: str
+    width: int
+    priority: int
+    value: Callable[[StepReport], str]
+
+
+def exposed_share(report: StepReport) -> float:
+    """Share of the step's wall time in which the trainer waited for rollouts."""
+    total = report.stages.total
+    return report.exposed_generation / total if total > 0 else 0.0
+
+
+def _number(value: float | None, digits: int) -> str:
+    return _NOTHING if value is None else f"{value:.{digits}f}"
+
+
+def _seconds(value: float) -> str:
+    """Two digits below ten seconds, then fewer: a column of five."""
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+COLUMNS = (
+    Column("step", 5, 0, lambda report: str(report.step)),
+    Column("reward", 6, 0, lambda report: _number(report.reward, 3)),
+    Column("valid", 5, 0, lambda report: _number(report.validation_accuracy, 3)),
+    Column("data", 5, 3, lambda report: _seconds(report.stages.data)),
+    Column("prep", 5, 3, lambda report: _seconds(report.stages.prepare)),
+    Column("gen", 5, 1, lambda report: _seconds(report.stages.generation)),
+    Column("logp", 5, 3, lambda report: _seconds(report.stages.logprob)),
+    Column("train", 5, 1, lambda report: _seconds(report.stages.train)),
+    Column("exposed", 7, 0, lambda report: f"{exposed_share(report):.0%}"),
+    Column("accept", 6, 0, lambda report: _number(report.acceptance_length, 2)),
+    Column("lag", 3, 1, lambda report: str(report.policy_lag_max)),
+    Column("version", 7, 4, lambda report: str(report.policy_version)),
+    Column("tokens", 7, 2, lambda report: str(report.tokens)),
+)
+
+
+class Columns:
+    """The table of steps in a terminal of this width."""
+
+    def __init__(self, width: int) -> None:
+        shown = list(COLUMNS)
+        while sum(column.width + 1 for column in shown) > width and any(column.priority for column in shown):
+            least = max(column.priority for column in shown)
+            shown = [column for column in shown if column.priority < least]
+        self._shown = shown
+
+    def header(self) -> Text:
+        return Text(" ".join(f"{column.title:>{column.width}}" for column in self._shown), style="bold")
+
+    def step(self, report: StepReport) -> Text:
+        return Text(" ".join(f"{column.value(report):>{column.width}}" for column in self._shown))
+
+    def validation(self, report: ValidationReport) -> Text:
+        return Text(f"      {plain_validation(report)}", style="cyan")
+
+
+def plain_step(report: StepReport) -> str:
+    """One line that says everything the table says, readable without a header."""
+    stages = report.stages
+    parts = [f"step {report.step}", f"reward {report.reward:.3f}"]
+    if report.validation_accuracy is not None:
+        parts.append(f"accuracy {report.validation_accuracy:.3f}")
+    names = ("data", "prepare", "generation", "logprob", "train")
+    parts += [f"{name} {_seconds(getattr(stages, name))}s" for name in names]
+    parts.append(f"exposed {exposed_share(report):.0%}")
+    if report.acceptance_length is not None:
+        parts.append(f"acceptance {report.acceptance_length:.2f}")
+    parts += [f"lag {report.policy_lag_max}", f"version {report.policy_version}", f"tokens {report.tokens}"]
+    return " ".join(parts)
+
+
+def plain_validation(report: ValidationReport) -> str:
+    accuracy, problems = f"{report.accuracy:.3f}", report.problems
+    return f"version {report.policy_version} validated: accuracy {accuracy} on {problems} problems"
+
+
+def summary_lines(status: Status) -> list[tuple[str, str]]:
+    """What a finished run has achieved, as (name, value); nothing where there is no summary."""
+    summary = status.summary
+    if summary is None:
+        return []
+    lines = [("steps", f"{summary.steps}, {summary.rollouts_trained} rollouts of {summary.prompts_trained} prompts")]
+    if summary.last_accuracy is not None:
+        lines.append(("validation accuracy", _change(summary.first_accuracy, summary.last_accuracy, 3)))
+    if summary.last_reward is not None:
+        lines.append(("reward", _change(summary.first_reward, summary.last_reward, 3)))
+    if summary.last_acceptance_length is not None:
+        tokens = _change(summary.first_acceptance_length, summary.last_acceptance_length, 2)
+        lines.append(("acceptance length", f"{tokens} tokens per verification"))
+    if summary.steps:
+        lines += [
+            ("exposed generation", f"{summary.exposed_generation_share:.0%} of wall time"),
+            ("greatest policy lag", f"{summary.policy_lag_max} steps"),
+            ("discarded for age", f"{summary.discarded_for_age} rollouts"),
+        ]
+    paths = [
+        ("policy", summary.policy_path),
+        ("drafter", summary.drafter_path),
+        ("checkpoint", summary.checkpoint_path),
+    ]
+    return lines + [(name, path) for name, path in paths if path]
+
+
+def printable(text: str) -> str:
+    """Text of others without control characters: a log line must not move the cursor."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
+def _change(first: float | None, last: float, digits: int) -> str:
+    """`0.120 -> 0.480 (+0.360)`."""
+    if first is None:
+        return _number(last, digits)
+    return f"{first:.{digits}f} -> {last:.{digits}f} ({last - first:+.{digits}f})"

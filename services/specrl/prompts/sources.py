@@ -1,0 +1,221 @@
+"""Where problems come from: JSONL, Parquet, or a generated family, behind one protocol.
+
+Stage 1 of the loop, read once when the coordinator starts (`stream.load_prompts`). Invariant: a source that opens is
+sound. Every record has a question and an answer, and a malformed one stops the run before it starts, named by file,
+line and field. Problems are held in memory: a million of GSM8K's size take about 1 GB.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from specrl.errors import DatasetInvalid
+from specrl.prompts import families
+from specrl.spec.data import FieldMapping, FileSource, GeneratedSource, PromptSource
+
+SHOWN = 5
+"""Faults spelled out in one message. More of them are mostly the same fault again; the rest are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A task's text and the verifier's reference."""
+
+    question: str
+    answer: str
+
+
+class ProblemSource(Protocol):
+    """A finite list of problems. Implementations: `FileProblems`, `GeneratedProblems`."""
+
+    def __len__(self) -> int:
+        """Problems in the source, at least 1."""
+
+    def problem(self, index: int) -> Problem:
+        """Problem number `index`, 0 <= index < len."""
+
+    def place(self, index: int) -> str:
+        """Where a person finds that problem: `train.jsonl:17`."""
+
+
+class FileProblems:
+    """Problems of a file. `rows[i]` is the line (JSONL) or row (Parquet) of problem i, from 1."""
+
+    def __init__(self, path: str, problems: list[Problem], rows: list[int]) -> None:
+        self._path = path
+        self._problems = problems
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._problems)
+
+    def problem(self, index: int) -> Problem:
+        return self._problems[index]
+
+    def place(self, index: int) -> str:
+        return f"{self._path}:{self._rows[index]}"
+
+
+class GeneratedProblems:
+    """Distinct problems of a family. `exclude` holds questions that must not be among them."""
+
+    def __init__(self, source: GeneratedSource, exclude: Collection[str] = ()) -> None:
+        self._name = f"{source.family}(seed={source.seed}, difficulty={source.difficulty})"
+        drawn = families.held_out_problems(source.family, source.seed, source.count, exclude, _difficulty(source))
+        self._problems = [Problem(problem.question, problem.answer) for problem in drawn]
+
+    def __len__(self) -> int:
+        return len(self._problems)
+
+    def problem(self, index: int) -> Problem:
+        return self._problems[index]
+
+    def place(self, index: int) -> str:
+        return f"{self._name}:{index + 1}"
+
+
+def open_source(source: PromptSource, exclude: Collection[str] = ()) -> ProblemSource:
+    """Read or generate every problem of `source`. Raises DatasetInvalid unless all of them are sound.
+
+    exclude: questions that are trained on, when `source` is for validation. A family draws others in their place;
+    a file that holds any of them is refused, since leaving them out would change what its accuracy means.
+    """
+    if source.jsonl is not None:
+        found: ProblemSource = _read(source.jsonl, _jsonl_rows)
+    elif source.parquet is not None:
+        found = _read(source.parquet, _parquet_rows)
+    elif source.generated is not None:
+        return GeneratedProblems(source.generated, exclude)
+    else:
+        raise DatasetInvalid("a prompt source must be one of jsonl, parquet, generated, got none; name one in the run")
+    known = [f"{found.place(i)}: is trained on" for i in range(len(found)) if found.problem(i).question in exclude]
+    if known:
+        raise DatasetInvalid(
+            summarise("validation problems must not be among the run's prompts", known, "take them out of either file")
+        )
+    return found
+
+
+def summarise(rule: str, faults: list[str], remedy: str) -> str:
+    """One message for many faults: the first few in full, the others as a count."""
+    lines = "".join(f"\n  {fault}" for fault in faults[:SHOWN])
+    more = f"\n  and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
+    return f"{rule}, got {len(faults)} that break this; {remedy}:{lines}{more}"
+
+
+def _difficulty(source: GeneratedSource) -> families.Difficulty:
+    """Level n makes the shortest and the longest problem n steps longer than the family's own default."""
+    usual = families.default_difficulty(source.family)
+    return replace(usual, shortest=usual.shortest + source.difficulty, longest=usual.longest + source.difficulty)
+
+
+_TYPE_NAMES: dict[type, str] = {
+    dict: "an object",
+    list: "a list",
+    str: "text",
+    int: "a number",
+    float: "a number",
+    bool: "true or false",
+    type(None): "null",
+}
+
+Row = tuple[int, Any]
+"""A line or row number from 1, and what stands there: a mapping if it is sound, a str naming the fault if not."""
+
+
+def _read(source: FileSource, rows: Callable[[FileSource], Iterator[Row]]) -> FileProblems:
+    path = Path(source.path)
+    if not path.is_file():
+        raise DatasetInvalid(f"{path}: must be a readable file, got {_kind_of(path)}; check the path in the run file")
+    problems: list[Problem] = []
+    numbers: list[int] = []
+    faults: list[str] = []
+    try:
+        for number, record in rows(source):
+            wrong = list(_faults(record, source.fields))
+            faults += [f"{path}:{number}: {fault}" for fault in wrong]
+            if not wrong:
+                problems.append(Problem(record[source.fields.question], record[source.fields.answer]))
+                numbers.append(number)
+    except OSError as error:
+        raise DatasetInvalid(
+            f"{path}: must be a readable file, got {error.strerror or error}; check its permissions"
+        ) from error
+    if faults:
+        raise DatasetInvalid(summarise(f"{path}: every record must be sound", faults, "correct the file"))
+    if not problems:
+        raise DatasetInvalid(f"{path}: must hold at least one problem, got an empty data set; check the path")
+    return FileProblems(str(path), problems, numbers)
+
+
+def _kind_of(path: Path) -> str:
+    return "a folder" if path.is_dir() else "something that is no file" if path.exists() else "no file there"
+
+
+def _faults(record: Any, fields: FieldMapping) -> Iterator[str]:
+    """What is wrong with one record, each with its field and remedy."""
+    if isinstance(record, str):
+        yield record
+        return
+    for purpose, name in (("question", fields.question), ("answer", fields.answer)):
+        if name not in record:
+            there = ", ".join(sorted(record)) or "none"
+            yield (
+                f"field {name!r} must be there, got fields {there}; "
+                f"name the column of the {purpose} with fields.{purpose}"
+            )
+        elif not isinstance(record[name], str):
+            got = _TYPE_NAMES.get(type(record[name]), type(record[name]).__name__)
+            yield f"field {name!r} must be text, got {got}; write it in quotes"
+        elif not record[name].strip():
+            yield f"field {name!r} must not be empty, got {record[name]!r}; give the {purpose} or drop the record"
+        elif any("\ud800" <= character <= "\udfff" for character in record[name]):
+            yield f"field {name!r} must be Unicode text, got half of a surrogate pair; correct its \\u escapes"
+
+
+def _jsonl_rows(source: FileSource) -> Iterator[Row]:
+    """Lines of a JSONL file; blank ones are skipped. Only a line feed ends a line: U+2028 may stand inside text."""
+    with Path(source.path).open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield number, _json_object(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
+
+
+def _json_object(line: bytes) -> Any:
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return f"must be UTF-8, got byte {line[error.start]:#04x} at column {error.start + 1}; convert the file"
+    except (json.JSONDecodeError, RecursionError) as error:
+        return f"must be a JSON object on one line, got {error}; correct the syntax"
+    if not isinstance(record, dict):
+        got = _TYPE_NAMES.get(type(record), type(record).__name__)
+        return f"must be a JSON object on one line, got {got}; write one object a line"
+    return record
+
+
+def _parquet_rows(source: FileSource) -> Iterator[Row]:
+    """Rows of a Parquet file. Only the two columns that are asked for are read."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(source.path) as file:
+            there = file.schema_arrow.names
+            wanted = list(dict.fromkeys((source.fields.question, source.fields.answer)))
+            if not set(wanted) <= set(there):
+                # One row stands for all: the same columns are missing in each of them.
+                yield 1, dict.fromkeys(there, "there")
+                return
+            number = 0
+            for batch in file.iter_batches(columns=wanted):
+                for record in batch.to_pylist():
+                    number += 1
+                    yield number, record
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise DatasetInvalid(f"{source.path}: must be a Parquet file, got {reason}; check the path") from error

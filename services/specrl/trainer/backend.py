@@ -1,0 +1,69 @@
+"""What the trainer service needs of a backend. `megatron_backend` implements it; tests/ has a stand-in.
+
+Every method is a collective: all ranks call the same method with the same arguments (see `ranks.py`), rank 0's answer
+is the one that is served. Methods block; the service runs them one after another on one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from specrl.records import (
+    Batch,
+    DrafterMetrics,
+    TrainerStatus,
+    TrainMetrics,
+    TrainRollout,
+    WeightChecksums,
+    WeightGroup,
+    WeightManifest,
+)
+
+
+class TrainerBackend(Protocol):
+    """Policy and drafter with their optimizers, sharded over the ranks."""
+
+    def load(self, checkpoint: Path | None) -> None:
+        """Load the initial model, or a checkpoint written by `save`. Raises CheckpointInvalid, MemoryTooSmall."""
+
+    def status(self) -> TrainerStatus:
+        """Step, checkpoint, drafter state."""
+
+    def train_step(self, batch: Batch) -> TrainMetrics:
+        """Train one optimizer step. batch.step must be status().step + 1, else VersionConflict.
+
+        Recomputes log-probabilities on the policy, corrects for lag, clips, steps; then the drafter, on the same
+        forward's hidden states, detached, with its own optimizer and clip.
+        """
+
+    def train_drafter(self, rollouts: Sequence[TrainRollout], epochs: int) -> list[DrafterMetrics]:
+        """Initialise the drafter on rollouts of the present policy, which does not move. One entry an epoch."""
+
+    def score(self, rollouts: Sequence[TrainRollout]) -> list[npt.NDArray[np.float32]]:
+        """Log-probabilities [T] of each rollout's tokens under the present policy at the sampling temperature."""
+
+    def describe_weights(self) -> WeightManifest:
+        """Policy tensors, then drafter tensors, by their Hugging Face names."""
+
+    def open_weight_group(self, group: WeightGroup) -> int:
+        """Listen for a new weight group (rank 0), closing the one before. Returns the port."""
+
+    def broadcast_weights(self, group_id: str) -> WeightChecksums:
+        """Join `group_id` if not yet joined and send the present version, bucket by bucket.
+
+        Raises VersionConflict for another group, DeadlineExceeded or CollectiveFailed when a member fails.
+        """
+
+    def save(self, directory: Path) -> None:
+        """Write a checkpoint of the present step into `directory`, which appears whole or not at all."""
+
+    def export(self, directory: Path) -> tuple[Path, Path | None]:
+        """Write policy and drafter as Hugging Face folders `policy/` and `drafter/` under `directory`."""
+
+    def close(self) -> None:
+        """Leave all process groups."""

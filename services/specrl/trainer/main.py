@@ -1,0 +1,135 @@
+"""The trainer process: one rank of the backend; rank 0 also serves gRPC and stays registered with the coordinator.
+
+    specrl-trainer --spec run.yaml --run-directory runs/demo --coordinator 127.0.0.1:7000
+    torchrun --nproc-per-node 4 --no-python specrl-trainer --spec ...       (RANK and WORLD_SIZE come from torchrun)
+
+It ends when it is told to (SIGTERM, SIGINT: exit code 0 after a goodbye), when the coordinator refuses it for good, or
+when a rank is lost; the last two with one line on standard error and exit code 1. Whoever started it starts all ranks
+again, and they go on from the newest complete checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from specrl.errors import SpecrlError
+from specrl.records import Peer, Role
+from specrl.rpc.clients import CoordinatorClient
+from specrl.rpc.membership import say_goodbye, stay_registered
+from specrl.rpc.server import serve
+from specrl.spec import RunSpec, digest, load_spec
+from specrl.telemetry import logs
+from specrl.trainer.ranks import ControlGroup, RankedBackend, follow
+from specrl.trainer.service import TrainerService
+
+GOODBYE_S = 5.0
+STOP_GRACE_S = 2.0  # for calls under way when the process is told to end
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line."""
+
+    spec: Path
+    run_directory: Path
+    coordinator: str
+    peer_id: str
+    host: str
+    port: int
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of `specrl-trainer`."""
+    options = parse(arguments)
+    code = 0
+    try:
+        spec = load_spec(options.spec)
+        rank = int(os.environ.get("RANK", "0"))
+        logs.configure(spec.telemetry.log_level.value, options.peer_id if rank == 0 else f"trainer-{rank}", spec.name)
+        run(spec, options)
+    except SpecrlError as error:
+        print(f"specrl-trainer: {error}", file=sys.stderr)  # noqa: T201 - one message for whoever started it
+        code = error.exit_code
+    # Not sys.exit: a worker thread may hang in a collective with a rank that is gone, and must not keep this one alive.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def parse(arguments: Sequence[str] | None) -> Options:
+    """Read the command line; argparse exits with 2 and a usage line when it is wrong."""
+    parser = argparse.ArgumentParser(prog="specrl-trainer", description="One rank of a run's trainer.")
+    parser.add_argument("--spec", type=Path, required=True, help="the run file")
+    parser.add_argument("--run-directory", type=Path, required=True, help="checkpoints are below it")
+    parser.add_argument("--coordinator", required=True, metavar="HOST:PORT", help="the coordinator's gRPC address")
+    parser.add_argument("--peer-id", default="trainer", help="name, stable over restarts")
+    parser.add_argument("--host", default="127.0.0.1", help="address to serve on, and to be reached at")
+    parser.add_argument("--port", type=int, default=0, help="gRPC port; 0 takes any free one")
+    return Options(**vars(parser.parse_args(arguments)))
+
+
+def run(spec: RunSpec, options: Options) -> None:
+    """Be one rank until the end. Raises SpecrlError."""
+    from specrl.trainer.megatron_backend import MegatronBackend
+
+    backend = MegatronBackend(spec)
+    control = ControlGroup()
+    if control.rank == 0:
+        asyncio.run(lead(RankedBackend(backend, control), spec, options))
+    else:
+        # Told to stop, other ranks wait for rank 0 to say so; it is told, too.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        follow(backend, control)
+
+
+async def lead(backend: RankedBackend, spec: RunSpec, options: Options) -> None:
+    """Rank 0: load, serve, stay registered, until a signal, a refusal or the loss of a rank."""
+    service = TrainerService(backend, spec, options.run_directory, options.host)
+    await service.load()
+    server, port = await serve(service.add_to, options.host, options.port)
+    address = f"{options.host}:{port}"
+    log.info("trainer_served", address=address, ranks=backend.status().world_size)
+    peer = Peer(options.peer_id, Role.TRAINER, address, digest(spec))
+    async with CoordinatorClient(options.coordinator) as coordinator:
+        try:
+            await _first_to_end(stay_registered(coordinator, peer), service.watch(), _told_to_stop())
+        finally:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(say_goodbye(coordinator, peer), GOODBYE_S)
+            await server.stop(STOP_GRACE_S)
+            await service.close()
+
+
+async def _first_to_end(*coroutines: Coroutine[Any, Any, None]) -> None:
+    """Run all until one ends; cancel the others; raise what it raised."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _told_to_stop() -> None:
+    """Return when the process receives SIGTERM or SIGINT."""
+    told, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, told.set)
+    await told.wait()

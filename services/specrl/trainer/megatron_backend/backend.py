@@ -1,0 +1,442 @@
+"""TrainerBackend on Megatron-Core: tensor and data parallel ranks, Gloo on CPUs, NCCL on CUDA.
+
+One step: `logprob` recomputes the proximal log-probabilities; `train` runs forward and backward again with gradient,
+and hands each micro-batch's hidden states to the drafter before the next one overwrites them; then both optimizers
+step. The same batches and seed give the same weights, bit for bit, on the same number of ranks and threads.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import megatron.core.dist_checkpointing.strategies.fully_parallel
+import megatron.core.dist_checkpointing.strategies.torch  # noqa: F401 - imported before the shim is installed
+import numpy as np
+import numpy.typing as npt
+import psutil
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from specrl.drafting.head import Eagle3Head, head_config, load_head, save_head
+from specrl.drafting.online import DrafterTrainer, HeadBatch, PolicyEnds
+from specrl.drafting.policy_config import PolicyConfig, read_policy_config
+from specrl.errors import CheckpointInvalid, MemoryTooSmall, RecordInvalid, SpecrlError, StoreFailed, VersionConflict
+from specrl.records import (
+    Batch,
+    DrafterMetrics,
+    TensorMeta,
+    TrainerStatus,
+    TrainMetrics,
+    TrainRollout,
+    WeightChecksums,
+    WeightGroup,
+    WeightManifest,
+    WeightOwner,
+)
+from specrl.spec import RunSpec
+from specrl.trainer import losses, micro_batches
+from specrl.trainer.megatron_backend import checkpoint, cpu_shim, export, groups, hf_weights
+from specrl.trainer.megatron_backend.groups import Groups
+from specrl.trainer.megatron_backend.model import check_layout
+from specrl.trainer.megatron_backend.policy import Policy
+from specrl.trainer.megatron_backend.tensors import MicroBatch, micro_batch
+from specrl.weights import group as weight_group
+from specrl.weights import stream
+
+cpu_shim.install()
+
+# Weights, gradients and both moments in float32; bf16 adds its own weights and saves half of the gradients' partner.
+BYTES_PER_PARAMETER = 18
+INITIALISATION_STEPS_PER_EPOCH = 32  # optimizer steps of one epoch of the drafter's initialisation
+INITIALISATION_END = 0.1  # its learning rate falls linearly to this share
+CACHED_STATES_BYTES = 2 << 30  # hidden states of the initialisation rollouts are kept up to this size, else recomputed
+
+
+class MegatronBackend:
+    """See `trainer/backend.py` for what each method promises. All are collectives."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        torch.set_num_threads(spec.trainer.threads)
+        self.spec = spec
+        self.config: PolicyConfig = read_policy_config(Path(spec.model.path))
+        check_layout(self.config, spec.trainer.parallelism)
+        self.dtype: torch.dtype = getattr(torch, spec.model.dtype.value)
+        self.temperature = float(spec.generation.sampling.temperature)
+        loss = spec.trainer.loss
+        self.loss = losses.LossSettings(float(loss.clip_low), float(loss.clip_high), float(loss.importance_cap))
+        self.groups: Groups = groups.join(spec.trainer.parallelism, spec.schedule.seed)
+        self._weight_store: TCPStore | None = None
+        self._weight_group: WeightGroup | None = None
+        self._joined: weight_group.BroadcastGroup | None = None
+        self._step, self._checkpoint_step, self._is_drafter_initialised = 0, 0, False
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def load(self, checkpoint_path: Path | None) -> None:
+        self._check_memory()
+        trainer = self.spec.trainer
+        self.policy = Policy(self.config, trainer.parallelism, self.dtype, self.groups, trainer.optimizer)
+        self.drafter: DrafterTrainer | None = None
+        # Also with a checkpoint to come: the optimizer's master copies are made of weights that exist.
+        self.policy.load_folder()
+        eagle3 = self.spec.generation.speculation.eagle3
+        if eagle3 is not None:
+            self._start_drafter()
+        if checkpoint_path is not None:
+            state = checkpoint.load(checkpoint_path, self.policy, self.drafter)
+            self._step = self._checkpoint_step = state.step
+            self._is_drafter_initialised = state.is_drafter_initialised
+
+    def _start_drafter(self) -> None:
+        eagle3 = self.spec.generation.speculation.eagle3
+        assert eagle3 is not None
+        if eagle3.path is not None:
+            head = load_head(Path(eagle3.path), self.config)
+        else:
+            head = Eagle3Head(head_config(self.config, eagle3))
+            head.initialise(self.spec.schedule.seed)
+            ends = self.policy.ends()
+            head.start_from_policy(ends.norm_H, ends.lm_head_VH)
+        self._is_drafter_initialised = eagle3.path is not None
+        settings = self.spec.trainer.drafter
+        self.drafter = DrafterTrainer(
+            head.to(self.groups.device), float(settings.learning_rate), float(settings.clip_norm), settings.passes
+        )
+        self.policy.capture(head.config.aux_layers)
+
+    def _check_memory(self) -> None:
+        """Raise MemoryTooSmall when weights, gradients and optimizer alone do not fit; activations come on top."""
+        needed = BYTES_PER_PARAMETER * self.config.num_parameters // self.groups.tensor.size
+        if self.groups.device.type == "cuda":
+            free, place = torch.cuda.mem_get_info()[0], "GPU"
+        else:
+            free, place = psutil.virtual_memory().available, "machine"
+        if needed > free:
+            raise MemoryTooSmall(
+                f"the trainer must hold {needed / 2**30:.1f} GiB of weights and optimizer state a rank, got "
+                f"{free / 2**30:.1f} GiB free on this {place}; use a smaller model or more trainer.parallelism.tensor"
+            )
+
+    def status(self) -> TrainerStatus:
+        return TrainerStatus(self._step, self._checkpoint_step, self._is_drafter_initialised, self.groups.world_size)
+
+    def save(self, directory: Path) -> None:
+        state = checkpoint.State(self._step, self._is_drafter_initialised, self.drafter is not None)
+        checkpoint.save(directory, self.policy, self.drafter, state, self.groups)
+        self._checkpoint_step = self._step
+
+    def close(self) -> None:
+        self._close_weight_group()
+        groups.leave()
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def train_step(self, batch: Batch) -> TrainMetrics:
+        if batch.step != self._step + 1:
+            raise VersionConflict(
+                f"the trained step must be {self._step + 1}, got step={batch.step}; ask the status and replay"
+            )
+        self._check(batch.rollouts)
+        started = time.perf_counter()
+        cuts = self._micro_batches(batch.rollouts)
+        proximal, entropy_sum = self._proximal(cuts)
+        logprob_s = time.perf_counter() - started
+
+        started = time.perf_counter()
+        tokens = sum(item.rollout.length for item in batch.rollouts)
+        drafter = self.drafter if self.spec.trainer.drafter.online else None
+        if drafter is not None:
+            drafter.begin(self.policy.ends(), [item.rollout.length for item in batch.rollouts])
+        sums = self._gradients(cuts, proximal, tokens, drafter)
+        norm = self.policy.step(batch.step)
+        drafter_metrics = drafter.finish(group=dist.group.WORLD) if drafter is not None else None
+        self._step = batch.step
+        train_s = time.perf_counter() - started
+
+        mismatch = [
+            losses.sampler_mismatch(p, cut.sampler_T, cut.is_current_T) for cut, p in zip(cuts, proximal, strict=True)
+        ]
+        sums += [
+            sum(float(item.abs_sum) for item in mismatch),
+            sum(float(item.kl_sum) for item in mismatch),
+            sum(float(item.tokens) for item in mismatch),
+            entropy_sum,
+        ]
+        loss, clipped, weight, square, difference, kl, compared, entropy = self._over_data(sums)
+        worst = self._over_data([max((float(item.abs_max) for item in mismatch), default=0.0)], dist.ReduceOp.MAX)[0]
+        return TrainMetrics(
+            loss=loss / tokens,
+            grad_norm=norm,
+            learning_rate=self.policy.learning_rate(batch.step),
+            tokens=tokens,
+            logprob_seconds=logprob_s,
+            train_seconds=train_s,
+            mismatch_mean_abs=difference / max(1, compared),
+            mismatch_max_abs=worst,
+            mismatch_kl=kl / max(1, compared),
+            mismatch_tokens=int(compared),
+            importance_weight_mean=weight / tokens,
+            clip_fraction=clipped / tokens,
+            entropy=entropy / tokens,
+            effective_sample_size=losses.effective_sample_size(weight, square, tokens),
+            drafter=drafter_metrics,
+        )
+
+    def _check(self, rollouts: Sequence[TrainRollout]) -> None:
+        """Refuse what the forward pass would fail on, at all ranks alike."""
+        if not rollouts:
+            raise RecordInvalid("a batch must hold rollouts, got none; send the groups of its step")
+        for item in rollouts:
+            ids = item.rollout.token_ids_T
+            length = len(item.prompt_token_ids) + len(ids)
+            if not item.prompt_token_ids or not len(ids) or length > self.config.max_length:
+                raise RecordInvalid(
+                    f"rollout {item.rollout.rollout_id} must have a prompt and at most "
+                    f"{self.config.max_length} tokens, got {len(item.prompt_token_ids)} + {len(ids)}; generate it again"
+                )
+            if max(*item.prompt_token_ids, int(ids.max())) >= self.config.vocab_size:
+                raise RecordInvalid(
+                    f"rollout {item.rollout.rollout_id} must hold token ids below {self.config.vocab_size}, got a "
+                    "larger one; sampler and trainer have different models"
+                )
+            item.rollout.check(len(ids))
+            if not np.isfinite(item.advantage):
+                raise RecordInvalid(
+                    f"rollout {item.rollout.rollout_id}: advantage must be finite, got {item.advantage}"
+                )
+
+    def _micro_batches(self, rollouts: Sequence[TrainRollout]) -> list[MicroBatch]:
+        """This rank's share of a batch, in forward passes."""
+        lengths = [len(item.prompt_token_ids) + item.rollout.length for item in rollouts]
+        share = micro_batches.deal(lengths, self.groups.data_size)[self.groups.data_rank]
+        cuts = micro_batches.cut(share, lengths, self.spec.trainer.micro_batch_tokens)
+        return [micro_batch(rollouts, indices, self._step, self.groups.device) for indices in cuts]
+
+    @torch.no_grad()
+    def _proximal(self, cuts: Sequence[MicroBatch]) -> tuple[list[torch.Tensor], float]:
+        """Log-probabilities [T] of every micro-batch under the present policy, and the sum of entropies."""
+        found, entropy = [], 0.0
+        for cut in cuts:
+            logits_TW = self.policy.logits(cut, self.temperature)
+            entropy += float(self.policy.entropies(logits_TW).double().sum())
+            found.append(self.policy.logprobs(logits_TW, cut.target_T))
+        return found, entropy
+
+    def _gradients(
+        self,
+        cuts: Sequence[MicroBatch],
+        proximal: Sequence[torch.Tensor],
+        tokens: int,
+        drafter: DrafterTrainer | None,
+    ) -> list[float]:
+        """Accumulate both models' gradients. Returns this rank's sums: loss, clipped, w, w squared."""
+        self.policy.zero_gradients()
+        sums_4 = torch.zeros(4, dtype=torch.float64, device=self.groups.device)
+        for cut, proximal_T in zip(cuts, proximal, strict=True):
+            if drafter is None:
+                logits_TW, states = self.policy.logits(cut, self.temperature), None
+            else:
+                logits_TW, states = self.policy.logits_and_states(cut, self.temperature)
+            policy_T = self.policy.logprobs(logits_TW, cut.target_T)
+            weight_T = losses.truncated_importance_weights(proximal_T, cut.sampler_T, self.loss.importance_cap)
+            terms = losses.clipped_policy_gradient(policy_T, proximal_T, cut.advantage_T, weight_T, self.loss)
+            torch.autograd.backward(terms.loss_sum / tokens)
+            sums_4 += torch.stack(
+                [terms.loss_sum.detach(), terms.clipped_tokens, weight_T.sum(), weight_T.square().sum()]
+            ).double()
+            if drafter is not None and states is not None:
+                self._teach(drafter, states)
+        return [float(value) for value in sums_4]
+
+    def _teach(self, drafter: DrafterTrainer, states: HeadBatch) -> None:
+        """The drafter's share of this rank: tensor parallel ranks see the same states, and split them by rows."""
+        mine = states.rows(self.groups.tensor.rank, self.groups.tensor.size)
+        if mine is not None:
+            drafter.accumulate(mine)
+
+    def _over_data(self, values: Sequence[float], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[float]:
+        """Reduce scalars over data parallel ranks; tensor parallel ranks hold equal ones."""
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.groups.device)
+        dist.all_reduce(tensor, op, group=self.groups.data)
+        found: list[float] = tensor.tolist()
+        return found
+
+    def train_drafter(self, rollouts: Sequence[TrainRollout], epochs: int) -> list[DrafterMetrics]:
+        self._check(rollouts)
+        if self.drafter is None:
+            raise CheckpointInvalid(
+                "generation.speculation must be eagle3 for a drafter to be trained, got another; change the run file"
+            )
+        ends = self.policy.ends()
+        if not self._is_drafter_initialised:
+            self._choose_draft_vocabulary(self.drafter.head, rollouts, ends)
+        steps = _initialisation_steps(rollouts)
+        cache = _StateCache(self, rollouts)
+        metrics: list[DrafterMetrics] = []
+        for epoch in range(epochs):
+            order = np.random.default_rng([self.spec.schedule.seed, epoch]).permutation(len(steps))
+            done = []
+            for place, chosen in enumerate(order):
+                progress = (epoch * len(steps) + place) / (epochs * len(steps))
+                self.drafter.begin(ends, [rollouts[i].rollout.length for i in steps[chosen]])
+                seconds = time.perf_counter()
+                for states in cache.states(int(chosen), steps[chosen]):
+                    self._teach(self.drafter, states)
+                rate = self.drafter.learning_rate * (1 - (1 - INITIALISATION_END) * progress)
+                done.append((self.drafter.finish(rate, dist.group.WORLD), time.perf_counter() - seconds))
+            metrics.append(_epoch(done))
+        self._is_drafter_initialised = True
+        return metrics
+
+    def _choose_draft_vocabulary(self, head: Eagle3Head, rollouts: Sequence[TrainRollout], ends: PolicyEnds) -> None:
+        """A reduced draft vocabulary is that of the most frequent generated tokens; ties go to the lower id."""
+        if not head.config.is_reduced:
+            return
+        generated = np.concatenate([item.rollout.token_ids_T for item in rollouts])
+        counts_V = np.bincount(generated, minlength=self.config.vocab_size)
+        chosen = np.argsort(-counts_V, kind="stable")[: head.config.draft_vocab_size]
+        head.set_draft_vocabulary(torch.from_numpy(chosen.astype(np.int64)))
+        head.start_from_policy(ends.norm_H, ends.lm_head_VH)
+
+    @torch.no_grad()
+    def hidden_states(self, rollouts: Sequence[TrainRollout]) -> list[HeadBatch]:
+        """This rank's share of the rollouts with the hidden states that the drafter learns from."""
+        return [self.policy.logits_and_states(cut, self.temperature)[1] for cut in self._micro_batches(rollouts)]
+
+    @torch.no_grad()
+    def score(self, rollouts: Sequence[TrainRollout]) -> list[npt.NDArray[np.float32]]:
+        self._check(rollouts)
+        ends = np.cumsum([0, *(item.rollout.length for item in rollouts)])
+        # Ranks fill in their own rollouts; the others' zeros make the sum exact.
+        whole = torch.zeros(int(ends[-1]), device=self.groups.device)
+        for cut in self._micro_batches(rollouts):
+            found_T = self.policy.logprobs(self.policy.logits(cut, self.temperature), cut.target_T)
+            first = 0
+            for index in cut.indices:
+                length = rollouts[index].rollout.length
+                whole[ends[index] : ends[index + 1]] = found_T[first : first + length]
+                first += length
+        dist.all_reduce(whole, group=self.groups.data)
+        return [part.cpu().numpy() for part in torch.split(whole, [item.rollout.length for item in rollouts])]
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    def describe_weights(self) -> WeightManifest:
+        def meta(name: str, owner: WeightOwner, dtype: torch.dtype, shape: Sequence[int]) -> TensorMeta:
+            return TensorMeta(name, owner, str(dtype).removeprefix("torch."), tuple(shape))
+
+        found = [
+            meta(name, WeightOwner.POLICY, self.dtype, shape)
+            for item in hf_weights.weight_map(self.policy.model)
+            for name, shape in zip(item.names, hf_weights.full_shapes(self.config, item), strict=True)
+        ]
+        for name, tensor in self._drafter_tensors():
+            found.append(meta(name, WeightOwner.DRAFTER, tensor.dtype, tensor.shape))
+        return WeightManifest(tuple(found), self.spec.weights.bucket_mib << 20)
+
+    def _drafter_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self.drafter is not None:
+            yield from self.drafter.head.tensors(self.dtype).items()
+
+    def open_weight_group(self, group: WeightGroup) -> int:
+        self._close_weight_group()
+        self._weight_group = group
+        if self.groups.rank != 0:
+            return 0
+        self._weight_store = weight_group.listen(group.world_size, group.timeout_s, group.address)
+        return self._weight_store.port
+
+    def broadcast_weights(self, group_id: str) -> WeightChecksums:
+        if self._weight_group is None or self._weight_group.group_id != group_id:
+            known = self._weight_group.group_id if self._weight_group else None
+            raise VersionConflict(f"the weight group must be the open one, {known}, got {group_id}; open it first")
+        checksums: tuple[int, ...] = ()
+        tensors = self._all_tensors()
+        try:
+            if self.groups.rank == 0:
+                if self._joined is None:
+                    self._joined = weight_group.BroadcastGroup(self._weight_group, self._weight_store)
+                checksums = stream.send(self._joined, self.describe_weights(), tensors)
+        except SpecrlError:
+            self._close_weight_group()
+            raise
+        finally:
+            self._exhaust(tensors)
+        return WeightChecksums(self._step, checksums)
+
+    def _all_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.policy.tensors()
+        yield from self._drafter_tensors()
+
+    def _close_weight_group(self) -> None:
+        if self._joined is not None:
+            self._joined.close()
+        self._joined = self._weight_store = self._weight_group = None
+
+    def export(self, directory: Path) -> tuple[Path, Path | None]:
+        policy, drafter = directory / "policy", directory / "drafter"
+        tensors = self.policy.tensors()
+        try:
+            if self.groups.rank == 0:
+                export.write_policy(policy, self.config.path, tensors)
+                if self.drafter is not None:
+                    shutil.rmtree(drafter, ignore_errors=True)
+                    save_head(drafter, self.drafter.head, self.dtype)
+        except OSError as error:
+            raise StoreFailed(
+                f"the export must be written to {directory}, got {error}; make room on the disk"
+            ) from error
+        finally:
+            self._exhaust(tensors)
+        return policy, drafter if self.drafter is not None else None
+
+    def _exhaust(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Ranks that share tensors with rank 0 gather to the end, whatever became of what rank 0 does with them."""
+        if self.groups.data_rank == 0:
+            for _ in tensors:
+                pass
+
+
+def _initialisation_steps(rollouts: Sequence[TrainRollout]) -> list[list[int]]:
+    """Rollout indices of each optimizer step of an epoch: similar lengths together, at most 32 steps."""
+    per_step = -(-len(rollouts) // INITIALISATION_STEPS_PER_EPOCH)
+    by_length = sorted(range(len(rollouts)), key=lambda i: (rollouts[i].rollout.length, i))
+    return [by_length[first : first + per_step] for first in range(0, len(by_length), per_step)]
+
+
+def _epoch(steps: Sequence[tuple[DrafterMetrics, float]]) -> DrafterMetrics:
+    """Means of an epoch's steps; seconds are summed, the policy's forward passes included."""
+    metrics = [item for item, _ in steps]
+    passes = range(len(metrics[0].acceptance_per_position))
+    return DrafterMetrics(
+        loss=float(np.mean([item.loss for item in metrics])),
+        grad_norm=float(np.mean([item.grad_norm for item in metrics])),
+        acceptance_per_position=tuple(
+            float(np.mean([item.acceptance_per_position[j] for item in metrics])) for j in passes
+        ),
+        seconds=sum(seconds for _, seconds in steps),
+    )
+
+
+class _StateCache:
+    """Hidden states of the initialisation rollouts: the policy does not move, so one forward pass serves all epochs."""
+
+    def __init__(self, backend: MegatronBackend, rollouts: Sequence[TrainRollout]) -> None:
+        self._backend, self._rollouts = backend, rollouts
+        self._kept: dict[int, list[HeadBatch]] = {}
+        self._room = CACHED_STATES_BYTES
+
+    def states(self, step: int, indices: Sequence[int]) -> list[HeadBatch]:
+        """States of one step's rollouts, from the cache while there is room."""
+        if step in self._kept:
+            return self._kept[step]
+        found = self._backend.hidden_states([self._rollouts[i] for i in indices])
+        size = sum(item.aux_BSA.nbytes + item.last_BSH.nbytes for item in found)
+        if size <= self._room:
+            self._room -= size
+            self._kept[step] = found
+        return found

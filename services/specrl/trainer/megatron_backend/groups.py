@@ -1,0 +1,89 @@
+"""Process groups of the trainer's ranks: torch.distributed's default group, and Megatron's on top of it.
+
+Ranks come from torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); without it there is one rank.
+NCCL where CUDA is available, Gloo otherwise. Tensor parallel ranks are neighbours; rank 0 is first in both directions.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from torch._C._distributed_c10d import HashStore  # torch.distributed re-exports it without a type
+
+from specrl.errors import TrainerFailed
+from specrl.spec.trainer import Parallelism
+from specrl.trainer.megatron_backend.hf_weights import TensorParallel
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # of one collective; a rank that died breaks it at once, a hanging one so
+
+
+@dataclass(frozen=True)
+class Groups:
+    """This rank's place. `data` is the group of ranks that hold the same shard."""
+
+    rank: int
+    world_size: int
+    tensor: TensorParallel
+    data_rank: int
+    data_size: int
+    data: dist.ProcessGroup
+    device: torch.device
+
+
+def join(parallelism: Parallelism, seed: int) -> Groups:
+    """Join the default group, if not yet in it, and Megatron's. Raises TrainerFailed for a wrong world size."""
+    _join_default()
+    world_size = dist.get_world_size()
+    if world_size != parallelism.world_size:
+        raise TrainerFailed(
+            f"the trainer must run as trainer.parallelism.tensor * data = {parallelism.world_size} ranks, "
+            f"got {world_size}; start it with torchrun --nproc-per-node={parallelism.world_size}"
+        )
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=parallelism.tensor)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    torch.manual_seed(seed)
+    is_cuda = torch.cuda.is_available()
+    return Groups(
+        rank=dist.get_rank(),
+        world_size=world_size,
+        tensor=TensorParallel(
+            parallel_state.get_tensor_model_parallel_rank(),
+            parallelism.tensor,
+            parallel_state.get_tensor_model_parallel_group(),
+        ),
+        data_rank=parallel_state.get_data_parallel_rank(),
+        data_size=parallelism.data,
+        data=parallel_state.get_data_parallel_group(),
+        device=torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu"),
+    )
+
+
+def _join_default() -> None:
+    if dist.is_initialized():
+        return
+    backend = "gloo"
+    if torch.cuda.is_available():
+        backend = "nccl"
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic with it
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        if "RANK" in os.environ:
+            dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+        else:
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT)
+    except (RuntimeError, ValueError, dist.DistError) as error:
+        raise TrainerFailed(
+            f"the trainer's ranks must find each other at MASTER_ADDR:MASTER_PORT, got {error}; check the addresses"
+        ) from error
+
+
+def leave() -> None:
+    """Leave Megatron's groups. The default group stays: it is the process's, and another backend may use it."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()

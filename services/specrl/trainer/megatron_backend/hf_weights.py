@@ -1,0 +1,188 @@
+"""Dense Qwen3 between Hugging Face folders and Megatron shards: one total name map, used in both directions.
+
+Megatron interleaves q, k and v by key/value group, fuses gate with up, pads the vocabulary, and shards by columns
+(output features), rows (input features) or vocabulary. `load` and `export` are inverse to each other, bit for bit.
+A parameter that is not in the map is an error, never skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+
+from specrl.drafting.policy_config import PolicyConfig
+from specrl.errors import CheckpointInvalid
+
+# Megatron name -> (Hugging Face names, layout). The layer_norm_weight rows are Transformer Engine's fused modules.
+_LAYER: dict[str, tuple[tuple[str, ...], str]] = {
+    "input_layernorm.weight": (("input_layernorm.weight",), "whole"),
+    "self_attention.linear_qkv.layer_norm_weight": (("input_layernorm.weight",), "whole"),
+    "self_attention.linear_qkv.weight": (
+        ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+        "qkv",
+    ),
+    "self_attention.q_layernorm.weight": (("self_attn.q_norm.weight",), "whole"),
+    "self_attention.k_layernorm.weight": (("self_attn.k_norm.weight",), "whole"),
+    "self_attention.linear_proj.weight": (("self_attn.o_proj.weight",), "rows"),
+    "pre_mlp_layernorm.weight": (("post_attention_layernorm.weight",), "whole"),
+    "mlp.linear_fc1.layer_norm_weight": (("post_attention_layernorm.weight",), "whole"),
+    "mlp.linear_fc1.weight": (("mlp.gate_proj.weight", "mlp.up_proj.weight"), "gate_up"),
+    "mlp.linear_fc2.weight": (("mlp.down_proj.weight",), "rows"),
+}
+_ENDS: dict[str, tuple[tuple[str, ...], str]] = {
+    "embedding.word_embeddings.weight": (("model.embed_tokens.weight",), "vocabulary"),
+    "decoder.final_layernorm.weight": (("model.norm.weight",), "whole"),
+    "output_layer.weight": (("lm_head.weight",), "vocabulary"),
+}
+_IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """One Megatron parameter and what it is made of."""
+
+    parameter: torch.Tensor
+    names: tuple[str, ...]
+    layout: str
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """Place of this rank among those that share a tensor."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup | None
+
+
+def weight_map(model: torch.nn.Module) -> list[Mapped]:
+    """Every parameter of a GPTModel (unwrapped) with its Hugging Face names, in order.
+
+    Raises CheckpointInvalid for a parameter without a name.
+    """
+    found = []
+    for name, parameter in model.named_parameters():
+        in_layer = _IN_LAYER.fullmatch(name)
+        entry = _LAYER.get(in_layer[2]) if in_layer else _ENDS.get(name)
+        if entry is None:
+            raise CheckpointInvalid(
+                f"every Megatron parameter must have a Hugging Face name, got {name}; extend the map"
+            )
+        prefix = f"model.layers.{in_layer[1]}." if in_layer else ""
+        found.append(Mapped(parameter, tuple(prefix + part for part in entry[0]), entry[1]))
+    return found
+
+
+def full_shapes(config: PolicyConfig, item: Mapped) -> list[tuple[int, ...]]:
+    """Shapes, without sharding and padding, of a parameter's Hugging Face tensors, in the order of its names."""
+    hidden, dim = config.hidden_size, config.head_dim
+    if item.layout == "qkv":
+        return [(n * dim, hidden) for n in (config.num_heads, config.num_groups, config.num_groups)]
+    if item.layout == "gate_up":
+        return [(config.intermediate_size, hidden)] * 2
+    if item.layout == "vocabulary":
+        return [(config.vocab_size, hidden)]
+    if item.layout == "rows":
+        wide = config.intermediate_size if "down_proj" in item.names[0] else config.num_heads * dim
+        return [(hidden, wide)]
+    return [tuple(item.parameter.shape)]
+
+
+def shard(config: PolicyConfig, item: Mapped, parts: list[torch.Tensor], parallel: TensorParallel) -> torch.Tensor:
+    """This rank's parameter out of full Hugging Face tensors."""
+    if item.layout == "whole":
+        return parts[0]
+    if item.layout == "rows":
+        return parts[0].chunk(parallel.size, 1)[parallel.rank]
+    if item.layout == "gate_up":
+        return torch.cat([part.chunk(parallel.size)[parallel.rank] for part in parts])
+    if item.layout == "vocabulary":
+        padded = item.parameter.shape[0] * parallel.size - config.vocab_size
+        whole = torch.cat([parts[0], parts[0].new_zeros(padded, config.hidden_size)])
+        return whole.chunk(parallel.size)[parallel.rank]
+    groups, dim, hidden = config.num_groups, config.head_dim, config.hidden_size
+    by_group = [part.view(groups, -1, dim, hidden) for part in parts]
+    return torch.cat(by_group, 1).reshape(-1, hidden).chunk(parallel.size)[parallel.rank]
+
+
+def unshard(config: PolicyConfig, item: Mapped, shards: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Full Hugging Face tensors out of the shards of all ranks. The inverse of `shard`."""
+    if item.layout == "whole":
+        return [shards[0]]
+    if item.layout == "rows":
+        return [torch.cat(shards, 1)]
+    if item.layout == "gate_up":
+        halves = [part.chunk(2) for part in shards]
+        return [torch.cat([half[0] for half in halves]), torch.cat([half[1] for half in halves])]
+    if item.layout == "vocabulary":
+        return [torch.cat(shards)[: config.vocab_size]]
+    repeats, dim, hidden = config.num_heads // config.num_groups, config.head_dim, config.hidden_size
+    by_group = torch.cat(shards).view(config.num_groups, repeats + 2, dim, hidden)
+    return [part.reshape(-1, hidden) for part in torch.split(by_group, [repeats, 1, 1], 1)]
+
+
+@torch.no_grad()
+def load(model: torch.nn.Module, config: PolicyConfig, parallel: TensorParallel) -> None:
+    """Fill the model from the folder `config.path`. Raises CheckpointInvalid when a tensor is missing or unfit."""
+    reader = FolderReader(config.path)
+    for item in weight_map(model):
+        parts = [reader.read(name) for name in item.names]
+        for name, part, shape in zip(item.names, parts, full_shapes(config, item), strict=True):
+            if tuple(part.shape) != shape:
+                raise CheckpointInvalid(
+                    f"{name} must be {shape}, got {tuple(part.shape)} in {config.path}; config.json disagrees"
+                )
+        item.parameter.copy_(shard(config, item, parts, parallel))
+
+
+@torch.no_grad()
+def export(
+    model: torch.nn.Module, config: PolicyConfig, parallel: TensorParallel, wanted: AbstractSet[str] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (Hugging Face name, full tensor) in map order, gathering one parameter at a time; `wanted` names alone.
+
+    A collective over the tensor parallel group: every rank must exhaust it.
+    """
+    for item in weight_map(model):
+        if wanted is not None and wanted.isdisjoint(item.names):
+            continue
+        mine = item.parameter.detach().contiguous()
+        shards = [mine]
+        if parallel.size > 1 and item.layout != "whole":
+            shards = [torch.empty_like(mine) for _ in range(parallel.size)]
+            dist.all_gather(shards, mine, group=parallel.group)
+        yield from zip(item.names, unshard(config, item, shards), strict=True)
+
+
+class FolderReader:
+    """Tensors of a Hugging Face folder by name, from one file or from an index of several."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._open: dict[str, Any] = {}
+        index = path / "model.safetensors.index.json"
+        self._files: dict[str, str] = {}
+        if index.exists():
+            self._files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor. Raises CheckpointInvalid."""
+        file = self._files.get(name, "model.safetensors")
+        try:
+            if file not in self._open:
+                self._open[file] = safe_open(self.path / file, framework="pt")
+            tensor: torch.Tensor = self._open[file].get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointInvalid(
+                f"model.path must hold {name} in safetensors, got {self.path / file}: {error}; complete the checkpoint"
+            ) from error
+        return tensor

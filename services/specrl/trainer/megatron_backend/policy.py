@@ -1,0 +1,192 @@
+"""The sharded policy with its optimizer: forward passes, and one AdamW step at a time. Called by `backend.py` alone.
+
+Shapes: B sequences, S tokens, T generated tokens, H hidden, W columns of the vocabulary on this tensor parallel rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+from specrl.drafting.online import HeadBatch, PolicyEnds
+from specrl.drafting.policy_config import PolicyConfig
+from specrl.errors import TrainerFailed
+from specrl.spec.trainer import Optimizer, Parallelism
+from specrl.trainer.megatron_backend import hf_weights
+from specrl.trainer.megatron_backend.groups import Groups
+from specrl.trainer.megatron_backend.model import build_model, mask_padding
+from specrl.trainer.megatron_backend.tensors import MicroBatch
+
+
+class Policy:
+    """Weights in Megatron's layout on this rank."""
+
+    def __init__(
+        self, config: PolicyConfig, parallelism: Parallelism, dtype: torch.dtype, groups: Groups, optimizer: Optimizer
+    ) -> None:
+        self.config, self.groups, self.settings, self.dtype = config, groups, optimizer, dtype
+        self.model = build_model(config, parallelism, dtype)
+        self._row_T: torch.Tensor | None = None
+        self._captured: dict[int | str, torch.Tensor] | None = None
+        self.model.output_layer.register_forward_pre_hook(self._keep_rows)
+        self.aux_layers: tuple[int, ...] = ()
+        self._is_wrapped = False
+
+    def load_folder(self) -> None:
+        """Weights from the Hugging Face folder; then the optimizer around them."""
+        hf_weights.load(self.model, self.config, self.groups.tensor)
+        self.wrap()
+
+    def wrap(self) -> None:
+        """Build gradient buffers and optimizer around the present weights (bf16 keeps float32 masters of them)."""
+        assert not self._is_wrapped
+        self._is_wrapped = True
+        is_bf16 = self.dtype == torch.bfloat16
+        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
+        self.wrapped = DistributedDataParallel(self.model.config, ddp, self.model)
+        settings = self.settings
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=float(settings.learning_rate),
+                weight_decay=float(settings.weight_decay),
+                adam_beta1=float(settings.beta1),
+                adam_beta2=float(settings.beta2),
+                adam_eps=float(settings.epsilon),
+                clip_grad=float(settings.clip_norm),
+                bf16=is_bf16,
+                params_dtype=self.dtype,
+            ),
+            [self.wrapped],
+        )
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def capture(self, aux_layers: tuple[int, ...]) -> None:
+        """Leave detached hidden states behind from now on: of these indices (0: embedding) and before the last norm."""
+        self.aux_layers = aux_layers
+
+        def keep(key: int | str, value: torch.Tensor) -> None:
+            if self._captured is not None:
+                self._captured[key] = value.detach()
+
+        def keep_output(key: int) -> object:
+            return lambda _module, _inputs, output: keep(key, output[0] if isinstance(output, tuple) else output)
+
+        if 0 in aux_layers:
+            self.model.embedding.register_forward_hook(keep_output(0))
+        for layer in self.model.decoder.layers:
+            if layer.layer_number in aux_layers:
+                layer.register_forward_hook(keep_output(layer.layer_number))
+        self.model.decoder.final_layernorm.register_forward_pre_hook(lambda _module, inputs: keep("last", inputs[0]))
+
+    def _keep_rows(self, _module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+        """Only positions that predict a generated token reach the output layer: [S, B, H] -> [T, 1, H]."""
+        if self._row_T is None:
+            return None
+        hidden_SBH, *rest = inputs
+        hidden_TH = hidden_SBH.transpose(0, 1).flatten(0, 1).index_select(0, self._row_T)
+        return (hidden_TH[:, None], *rest)
+
+    def logits(self, batch: MicroBatch, temperature: float) -> torch.Tensor:
+        """This rank's columns [T, W], float32, of the generated tokens' distributions, over temperature."""
+        self._row_T = batch.row_T
+        try:
+            logits_1TW = self.wrapped(batch.token_ids_BS, batch.position_BS, None)
+        finally:
+            self._row_T = None
+        return mask_padding(logits_1TW[0].float() / temperature, self.config.vocab_size)
+
+    def logits_and_states(self, batch: MicroBatch, temperature: float) -> tuple[torch.Tensor, HeadBatch]:
+        """`logits`, and what the drafter learns from, detached."""
+        self._captured = {}
+        try:
+            logits_TW = self.logits(batch, temperature)
+            states = self._captured
+        finally:
+            self._captured = None
+        aux_BSA = torch.cat([states[layer] for layer in self.aux_layers], -1).transpose(0, 1).contiguous()
+        last_BSH = states["last"].transpose(0, 1).contiguous()
+        head_batch = HeadBatch(batch.token_ids_BS, aux_BSA, last_BSH, batch.prompt_lengths_B, batch.lengths_B)
+        return logits_TW, head_batch
+
+    def logprobs(self, logits_TW: torch.Tensor, target_T: torch.Tensor) -> torch.Tensor:
+        """Log-probabilities [T] of the targets, differentiable. Overwrites logits_TW (Megatron works in place)."""
+        nll_T1: torch.Tensor = vocab_parallel_cross_entropy(logits_TW[:, None], target_T[:, None])
+        return -nll_T1[:, 0]
+
+    @torch.no_grad()
+    def entropies(self, logits_TW: torch.Tensor) -> torch.Tensor:
+        """Entropy [T], in nats, of each distribution: log Z - E[logit]."""
+        group, size = self.groups.tensor.group, self.groups.tensor.size
+        top_T = logits_TW.max(-1).values
+        if size > 1:
+            dist.all_reduce(top_T, dist.ReduceOp.MAX, group=group)
+        shifted_TW = logits_TW - top_T[:, None]
+        mass_TW = shifted_TW.exp()
+        # A masked column has mass 0 and logit -inf; its product is 0.
+        sums_2T = torch.stack(
+            [mass_TW.sum(-1), (mass_TW * shifted_TW.clamp(min=torch.finfo(torch.float32).min)).sum(-1)]
+        )
+        if size > 1:
+            dist.all_reduce(sums_2T, group=group)
+        return sums_2T[0].log() - sums_2T[1] / sums_2T[0]
+
+    # -- step ---------------------------------------------------------------------------------------------------------
+
+    def zero_gradients(self) -> None:
+        """Start a step."""
+        self.wrapped.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def learning_rate(self, step: int) -> float:
+        """Of optimizer step `step` (from 1): linear rise from 0 over the warm-up, then constant."""
+        warmup = self.settings.warmup_steps
+        return float(self.settings.learning_rate) * min(1.0, step / warmup if warmup else 1.0)
+
+    def step(self, step: int) -> float:
+        """Sum gradients over the ranks, clip, update. Returns the global gradient norm before the clip.
+
+        Raises TrainerFailed, at all ranks and with the weights untouched, when a gradient is not finite.
+        """
+        finalize_model_grads([self.wrapped])
+        if not self._gradients_are_finite():
+            raise TrainerFailed(
+                f"gradients of step {step} must be finite, got NaN or infinity; "
+                "lower trainer.optimizer.learningRate, or look for what the batch holds"
+            )
+        for settings in self.optimizer.param_groups:
+            settings["lr"] = self.learning_rate(step)
+            settings["weight_decay"] = float(self.settings.weight_decay) * settings.get("wd_mult", 1.0)
+        is_done, norm, _ = self.optimizer.step()
+        assert is_done
+        return float(norm)
+
+    def _gradients_are_finite(self) -> bool:
+        buffers = [*self.wrapped.buffers, *self.wrapped.expert_parallel_buffers]
+        total = sum(float(buffer.grad_data.double().abs().sum()) for buffer in buffers)
+        bad = torch.tensor(0.0 if math.isfinite(total) else 1.0, device=self.groups.device)
+        dist.all_reduce(bad, dist.ReduceOp.MAX)
+        return bad.item() == 0
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, full tensor), gathered one at a time. A collective of the tensor parallel ranks."""
+        return hf_weights.export(self.model, self.config, self.groups.tensor)
+
+    @torch.no_grad()
+    def ends(self) -> PolicyEnds:
+        """Full copies of embedding, final norm and output layer. A collective of the tensor parallel ranks."""
+        found: dict[str, torch.Tensor] = {}
+        wanted = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+        for name, tensor in hf_weights.export(self.model, self.config, self.groups.tensor, wanted):
+            found[name] = tensor.clone()
+        embedding = found["model.embed_tokens.weight"]
+        return PolicyEnds(embedding, found["model.norm.weight"], found.get("lm_head.weight", embedding))

@@ -1,0 +1,73 @@
+"""Rollouts as the tensors of one forward pass, right-padded.
+
+With causal attention nothing that counts can see the padding, and only the positions that predict a generated token
+reach the output layer; so padding changes neither loss nor gradients.
+
+Shapes: B rollouts, S tokens, T generated tokens of all B rollouts, one completion after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from specrl.records import TrainRollout
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward pass. row_T indexes [B * S]: the position whose output is the token's distribution."""
+
+    indices: tuple[int, ...]
+    token_ids_BS: torch.Tensor
+    position_BS: torch.Tensor
+    prompt_lengths_B: torch.Tensor
+    lengths_B: torch.Tensor
+    row_T: torch.Tensor
+    target_T: torch.Tensor
+    sampler_T: torch.Tensor
+    advantage_T: torch.Tensor
+    is_current_T: torch.Tensor
+
+
+def micro_batch(
+    rollouts: Sequence[TrainRollout], indices: Sequence[int], version: int, device: torch.device
+) -> MicroBatch:
+    """Tensors of the rollouts at `indices`. is_current_T marks tokens that were sampled under policy `version`."""
+    chosen = [rollouts[i] for i in indices]
+    prompts_B = np.array([len(item.prompt_token_ids) for item in chosen])
+    completions_B = np.array([item.rollout.length for item in chosen])
+    width = int((prompts_B + completions_B).max())
+    token_ids_BS = np.zeros((len(chosen), width), dtype=np.int64)
+    for row, item in enumerate(chosen):
+        whole = np.concatenate([np.asarray(item.prompt_token_ids, dtype=np.int64), item.rollout.token_ids_T])
+        token_ids_BS[row, : len(whole)] = whole
+    starts_B = np.arange(len(chosen)) * width + prompts_B - 1
+    rows_T = np.concatenate([start + np.arange(n) for start, n in zip(starts_B, completions_B, strict=True)])
+
+    def tensor(values: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(device)
+
+    return MicroBatch(
+        indices=tuple(indices),
+        token_ids_BS=tensor(token_ids_BS),
+        position_BS=torch.arange(width, device=device).expand(len(chosen), width),
+        prompt_lengths_B=tensor(prompts_B),
+        lengths_B=tensor(prompts_B + completions_B),
+        row_T=tensor(rows_T),
+        target_T=tensor(np.concatenate([item.rollout.token_ids_T for item in chosen]).astype(np.int64)),
+        sampler_T=tensor(np.concatenate([item.rollout.sampler_logprobs_T for item in chosen])),
+        advantage_T=tensor(np.repeat([item.advantage for item in chosen], completions_B).astype(np.float32)),
+        is_current_T=tensor(np.concatenate([_is_current(item, version) for item in chosen])),
+    )
+
+
+def _is_current(item: TrainRollout, version: int) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    """[T] bool of one rollout."""
+    found = np.zeros(item.rollout.length, dtype=np.bool_)
+    for span in item.rollout.versions:
+        found[span.first : span.end] = span.policy_version == version
+    return found

@@ -1,0 +1,200 @@
+"""TrainerService over any TrainerBackend. Protobuf stops here.
+
+Calls run one after another on one worker thread, which owns the backend; only the status is answered beside it, since
+it must answer while a step is being trained. A step is idempotent by its number: the last one's answer is kept, in
+memory and beside its checkpoint, and given again without training. While nobody calls, the worker checks its ranks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import grpc.aio
+import structlog
+from google.protobuf.message import DecodeError, Message
+
+from specrl.api.v1 import trainer_pb2, trainer_pb2_grpc, weights_pb2
+from specrl.errors import StoreFailed, TrainerFailed, VersionConflict
+from specrl.records import WeightGroup, wire
+from specrl.spec.run import RunSpec
+from specrl.trainer import checkpoints
+from specrl.trainer.backend import TrainerBackend
+from specrl.trainer.ranks import IDLE_CHECK_S, RankLost
+
+T = TypeVar("T")
+
+log = structlog.get_logger(__name__)
+
+
+class _Backend(TrainerBackend, Protocol):
+    def check_alive(self) -> None: ...
+
+
+class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
+    """The servicer. `lost` completes when the ranks no longer agree: the process must then end."""
+
+    def __init__(self, backend: _Backend, spec: RunSpec, run_directory: Path, host: str) -> None:
+        self._backend, self._spec, self._run, self._host = backend, spec, run_directory, host
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
+        self._last: trainer_pb2.TrainStepReply | None = None
+        self._last_used = time.monotonic()
+        self._busy = 0
+        self.lost: asyncio.Future[RankLost] = asyncio.get_running_loop().create_future()
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Serve the calls of this service."""
+        trainer_pb2_grpc.add_TrainerServiceServicer_to_server(self, server)
+
+    async def load(self) -> None:
+        """Load the newest complete checkpoint of the run, or the initial model; recall the answer to its step."""
+        newest = checkpoints.newest(self._run)
+        await self._do(lambda: self._backend.load(newest))
+        step = self._backend.status().step
+        file = checkpoints.metrics_file(self._run, step)
+        if file.is_file():
+            try:
+                self._last = trainer_pb2.TrainStepReply.FromString(file.read_bytes())
+            except DecodeError:
+                log.warning("metrics_unreadable", path=str(file))  # the step is then not answered again, only refused
+        log.info("trainer_loaded", step=step, checkpoint=str(newest) if newest else "initial model")
+
+    async def watch(self) -> None:
+        """Check the ranks while nobody calls. Raises RankLost, its own or that of a call."""
+        while not self.lost.done():
+            await asyncio.wait([self.lost], timeout=IDLE_CHECK_S)
+            if not self.lost.done() and not self._busy and time.monotonic() - self._last_used >= IDLE_CHECK_S:
+                await self._do(self._backend.check_alive)
+        raise self.lost.result()
+
+    async def close(self) -> None:
+        """Let the call under way end, then leave all groups."""
+        if not self.lost.done():
+            await self._do(self._backend.close)
+        self._worker.shutdown(wait=False)
+
+    async def _do(self, work: Callable[[], T]) -> T:
+        """Run on the worker thread; a lost rank is told to whoever waits on `lost`, too."""
+        self._busy += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._worker, work)
+        except RankLost as error:
+            if not self.lost.done():
+                self.lost.set_result(error)
+            raise TrainerFailed(str(error)) from error  # the class that callers know
+        finally:
+            self._busy -= 1
+            self._last_used = time.monotonic()
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+
+    async def TrainStep(self, request: trainer_pb2.TrainStepRequest, context: Any) -> trainer_pb2.TrainStepReply:
+        batch = wire.batch_from_wire(request.batch)
+
+        def train() -> trainer_pb2.TrainStepReply:
+            if self._last is not None and self._last.policy_version == batch.step == self._backend.status().step:
+                return self._last
+            metrics = self._backend.train_step(batch)
+            self._last = trainer_pb2.TrainStepReply(
+                policy_version=batch.step, metrics=wire.train_metrics_to_wire(metrics)
+            )
+            log.info("step_trained", step=batch.step, tokens=metrics.tokens, seconds=round(metrics.train_seconds, 3))
+            return self._last
+
+        return await self._do(train)
+
+    async def TrainDrafter(
+        self, request: trainer_pb2.TrainDrafterRequest, context: Any
+    ) -> trainer_pb2.TrainDrafterReply:
+        rollouts = [wire.train_rollout_from_wire(item) for item in request.rollouts]
+        metrics = await self._do(lambda: self._backend.train_drafter(rollouts, request.epochs))
+        if metrics:
+            log.info("drafter_trained", epochs=len(metrics), acceptance=metrics[-1].acceptance_per_position)
+        return trainer_pb2.TrainDrafterReply(epochs=[wire.drafter_metrics_to_wire(item) for item in metrics])
+
+    async def Score(self, request: trainer_pb2.ScoreRequest, context: Any) -> trainer_pb2.ScoreReply:
+        rollouts = [wire.train_rollout_from_wire(item) for item in request.rollouts]
+        scores = await self._do(lambda: self._backend.score(rollouts))
+        return trainer_pb2.ScoreReply(
+            rollouts=[trainer_pb2.TokenLogprobs(logprobs=logprobs_T.tolist()) for logprobs_T in scores]
+        )
+
+    async def DescribeWeights(
+        self, request: trainer_pb2.DescribeWeightsRequest, context: Any
+    ) -> weights_pb2.WeightManifest:
+        return wire.manifest_to_wire(await self._do(self._backend.describe_weights))
+
+    async def OpenWeightGroup(
+        self, request: trainer_pb2.OpenWeightGroupRequest, context: Any
+    ) -> trainer_pb2.OpenWeightGroupReply:
+        group = WeightGroup(
+            group_id=request.group_id,
+            address=self._host,
+            port=0,
+            rank=0,
+            world_size=request.world_size,
+            timeout_s=request.timeout_s,
+            transport=request.transport,
+        )
+        port = await self._do(lambda: self._backend.open_weight_group(group))
+        return trainer_pb2.OpenWeightGroupReply(address=self._host, port=port)
+
+    async def BroadcastWeights(
+        self, request: trainer_pb2.BroadcastWeightsRequest, context: Any
+    ) -> trainer_pb2.BroadcastWeightsReply:
+        def broadcast() -> trainer_pb2.BroadcastWeightsReply:
+            started = time.perf_counter()
+            sent = self._backend.broadcast_weights(request.group_id)
+            seconds = time.perf_counter() - started
+            size = self._backend.describe_weights().size_bytes
+            return trainer_pb2.BroadcastWeightsReply(
+                sent=wire.checksums_to_wire(sent), size_bytes=size, seconds=seconds
+            )
+
+        return await self._do(broadcast)
+
+    async def SaveCheckpoint(
+        self, request: trainer_pb2.SaveCheckpointRequest, context: Any
+    ) -> trainer_pb2.SaveCheckpointReply:
+        return await self._do(lambda: self._save(request.step))
+
+    def _save(self, step: int) -> trainer_pb2.SaveCheckpointReply:
+        status = self._backend.status()
+        if step != status.step:
+            raise VersionConflict(
+                f"the saved step must be the present one, {status.step}, got step={step}; ask the status"
+            )
+        target = checkpoints.directory(self._run, step)
+        started = time.perf_counter()
+        if (step, target) not in checkpoints.complete(self._run) or status.checkpoint_step != step:
+            if self._last is not None:
+                _write(checkpoints.metrics_file(self._run, step), self._last)
+            self._backend.save(target)
+            checkpoints.prune(self._run, self._spec.checkpoint.keep)
+        seconds = time.perf_counter() - started
+        log.info("checkpoint_saved", step=step, seconds=round(seconds, 3))
+        return trainer_pb2.SaveCheckpointReply(path=str(target), seconds=seconds)
+
+    async def ExportModel(self, request: trainer_pb2.ExportModelRequest, context: Any) -> trainer_pb2.ExportModelReply:
+        policy, drafter = await self._do(lambda: self._backend.export(Path(request.directory)))
+        return trainer_pb2.ExportModelReply(policy_path=str(policy), drafter_path=str(drafter or ""))
+
+    async def GetTrainerStatus(
+        self, request: trainer_pb2.GetTrainerStatusRequest, context: Any
+    ) -> trainer_pb2.TrainerStatus:
+        return wire.trainer_status_to_wire(self._backend.status())
+
+
+def _write(file: Path, message: Message) -> None:
+    """Replace a file in one rename. Raises StoreFailed."""
+    scratch = file.with_suffix(".tmp")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        scratch.write_bytes(message.SerializeToString())
+        scratch.replace(file)
+    except OSError as error:
+        raise StoreFailed(f"{file} must be writable, got {error.strerror}; make room on the disk") from error

@@ -1,0 +1,279 @@
+"""What every Engine does, asked of each implementation: the stand-in that other tests use, and vLLM with EAGLE-3."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+from tests.stand_ins.engine import TableEngine, TableShape, log_softmax, seeded_table
+from tests.weight_sender import Tensors, WeightSender, manifest_of, transfer, update
+
+from specrl.errors import (
+    ChecksumMismatch,
+    DeadlineExceeded,
+    EngineFailed,
+    PeerUnavailable,
+    RecordInvalid,
+    VersionConflict,
+)
+from specrl.generation.engine import Engine
+from specrl.records import RolloutRequest, Sampling, TensorMeta, WeightOwner
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session")]
+
+Judgement = Callable[[Sequence[int], Sequence[int]], np.ndarray]
+
+
+@dataclass
+class Case:
+    """An engine, the weights of two versions, and for each what log-probabilities [T, V] it should give."""
+
+    engine: Engine
+    weights: tuple[Tensors, Tensors]
+    judgements: tuple[Judgement, Judgement]
+    spoilt: str
+    current: int = 0
+
+    def requests(self, count: int, max_tokens: int = 24, temperature: float = 1.0) -> list[RolloutRequest]:
+        """Seeded requests with different prompts; no two start alike."""
+        return [
+            RolloutRequest(
+                f"rollout-{n}", f"group-{n}", 0, (5 + n, 9 + n, 7 + n), Sampling(max_tokens, temperature, seed=n)
+            )
+            for n in range(count)
+        ]
+
+    async def update(self, sender: WeightSender) -> int:
+        """Publish the other version under the next number; returns it."""
+        number = (await self.engine.status()).policy_version + 1
+        await update(self.engine, sender, self.weights[1 - self.current], number)
+        self.current = 1 - self.current
+        return number
+
+    def margins(self, version: int, prompt: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
+        """[T] how far below the best each token's log-probability lies under a version."""
+        logprobs_TV = self.judgements[version](prompt, tokens)
+        return np.asarray(logprobs_TV.max(-1) - logprobs_TV[np.arange(len(tokens)), list(tokens)])
+
+
+def _table_judgement(table_VV: np.ndarray) -> Judgement:
+    def judge(prompt: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
+        before = [prompt[-1], *tokens[:-1]]
+        return np.stack([log_softmax(table_VV[token]) for token in before])
+
+    return judge
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def stand_in_case() -> AsyncIterator[Case]:
+    engine = TableEngine(shape=TableShape(token_seconds=0.001))
+    await engine.start()
+    tables = (engine.table_VV, seeded_table(7, engine.shape.vocab))
+    weights = [
+        [(TensorMeta("table", WeightOwner.POLICY, "float32", table.shape), torch.from_numpy(table).float())]
+        for table in tables
+    ]
+    judgements = (_table_judgement(tables[0]), _table_judgement(tables[1]))
+    yield Case(engine, (weights[0], weights[1]), judgements, "table")
+    await engine.close()
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def vllm_case(models: Any, eagle3_engine: Any) -> Case:
+    from tests.vllm_cases import Judge
+
+    weights = (models.first.tensors(True), models.second.tensors(True))
+    judges = (Judge(models.first.policy).logprobs_TV, Judge(models.second.policy).logprobs_TV)
+    found = Case(eagle3_engine, weights, judges, "model.layers.2.mlp.up_proj.weight", current=1)
+    sender = WeightSender()
+    await found.update(sender)  # other tests may have left the second version
+    sender.close()
+    return found
+
+
+@pytest.fixture(params=["stand_in_case", "vllm_case"])
+def case(request: pytest.FixtureRequest) -> Case:
+    """Asked for by name, so that a run of the stand-in alone starts no vLLM."""
+    found: Case = request.getfixturevalue(request.param)
+    return found
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def sender() -> AsyncIterator[WeightSender]:
+    found = WeightSender()
+    yield found
+    found.close()
+
+
+async def _collect(case: Case, requests: Sequence[RolloutRequest], together: bool = True) -> list[Any]:
+    found = {rollout.rollout_id: rollout async for rollout in case.engine.generate(requests, together)}
+    return [found[request.rollout_id] for request in requests]
+
+
+async def test_rollouts_are_fit_to_train_on_and_carry_the_version_that_is_served(case: Case) -> None:
+    served = (await case.engine.status()).policy_version
+    requests = case.requests(6)
+    for request, rollout in zip(requests, await _collect(case, requests), strict=True):
+        rollout.check(request.sampling.max_tokens)
+        assert (rollout.group_id, rollout.sample_index) == (request.group_id, request.sample_index)
+        assert [span.policy_version for span in rollout.versions] == [served]
+        assert rollout.seconds > 0
+
+
+async def test_same_seeds_admitted_together_give_the_same_bits(case: Case) -> None:
+    first, second = await _collect(case, case.requests(12)), await _collect(case, case.requests(12))
+    for mine, other in zip(first, second, strict=True):
+        assert mine.token_ids_T.tobytes() == other.token_ids_T.tobytes()
+        assert mine.sampler_logprobs_T.tobytes() == other.sampler_logprobs_T.tobytes()
+
+
+async def test_greedy_rollouts_take_the_likeliest_token_and_say_how_likely_it_was(case: Case) -> None:
+    requests = case.requests(4, temperature=0)
+    for request, rollout in zip(requests, await _collect(case, requests, together=False), strict=True):
+        tokens = rollout.token_ids_T.tolist()
+        assert case.margins(case.current, request.prompt_token_ids, tokens).max() < 1e-3
+        expected_TV = case.judgements[case.current](request.prompt_token_ids, tokens)
+        assert np.abs(expected_TV[np.arange(len(tokens)), tokens] - rollout.sampler_logprobs_T).max() < 1e-2
+
+
+async def test_paused_engine_keeps_requests_and_finishes_them_after_resume(case: Case) -> None:
+    await case.engine.pause()
+    await case.engine.pause()
+    assert (await case.engine.status()).is_paused
+    waiting = asyncio.create_task(_collect(case, case.requests(3, max_tokens=8)))
+    await asyncio.sleep(0.3)
+    assert not waiting.done()
+    await case.engine.resume()
+    await case.engine.resume()
+    assert len(await waiting) == 3
+    assert not (await case.engine.status()).is_paused
+
+
+async def test_weights_that_change_in_flight_split_rollouts_by_version(case: Case, sender: WeightSender) -> None:
+    before, old = (await case.engine.status()).policy_version, case.current
+    requests = case.requests(4, max_tokens=200, temperature=0)
+    generated = (await case.engine.status()).speculation.generated_tokens
+    running = asyncio.create_task(_collect(case, requests))
+    while (await case.engine.status()).speculation.generated_tokens < generated + 40:  # noqa: ASYNC110 - a counter
+        await asyncio.sleep(0.002)
+    number = await case.update(sender)
+    assert number == before + 1
+    rollouts = await running
+    crossed = [rollout for rollout in rollouts if len(rollout.versions) == 2]
+    assert crossed, "every rollout ended before the update; lengthen them"
+    for request, rollout in zip(requests, rollouts, strict=True):
+        rollout.check(200)
+        assert [span.policy_version for span in rollout.versions] in ([before], [before, number])
+        prefix = rollout.token_ids_T[: rollout.versions[0].end].tolist()
+        assert case.margins(old, request.prompt_token_ids, prefix).max() < 1e-3
+    (fresh,) = await _collect(case, case.requests(1, temperature=0))
+    assert case.margins(case.current, case.requests(1)[0].prompt_token_ids, fresh.token_ids_T.tolist()).max() < 1e-3
+
+
+async def test_corrupt_transfer_is_refused_and_a_repeated_one_is_taken(case: Case, sender: WeightSender) -> None:
+    before, new = (await case.engine.status()).policy_version, case.weights[1 - case.current]
+    _, sent = await transfer(case.engine, sender, new, before + 1, corrupt=case.spoilt)
+    with pytest.raises(ChecksumMismatch, match=case.spoilt):
+        await case.engine.load(sent)
+    status = await case.engine.status()
+    assert (status.policy_version, status.is_paused) == (before, True)
+    with pytest.raises(VersionConflict):  # what was staged is gone
+        await case.engine.load(sent)
+    _, sent = await transfer(case.engine, sender, new, before + 1)
+    await case.engine.load(sent)
+    case.current = 1 - case.current
+    status = await case.engine.status()
+    assert (status.policy_version, status.is_paused) == (before + 1, False)
+    (fresh,) = await _collect(case, case.requests(1, temperature=0))
+    assert case.margins(case.current, case.requests(1)[0].prompt_token_ids, fresh.token_ids_T.tolist()).max() < 1e-3
+
+
+async def test_aborted_update_leaves_the_version_before(case: Case, sender: WeightSender) -> None:
+    before = (await case.engine.status()).policy_version
+    await transfer(case.engine, sender, case.weights[1 - case.current], before + 1)
+    await case.engine.discard()
+    await case.engine.discard()
+    await case.engine.resume()
+    (rollout,) = await _collect(case, case.requests(1, temperature=0))
+    assert rollout.versions[0].policy_version == before
+    assert case.margins(case.current, case.requests(1)[0].prompt_token_ids, rollout.token_ids_T.tolist()).max() < 1e-3
+
+
+async def test_weights_arrive_at_a_paused_engine_only(case: Case, sender: WeightSender) -> None:
+    with pytest.raises(VersionConflict, match="paused"):
+        await case.engine.receive(sender.group(), manifest_of(case.weights[0]), 99)
+    _, sent = await transfer(case.engine, sender, case.weights[case.current], 5)
+    with pytest.raises(ChecksumMismatch, match="version"):
+        await case.engine.load(replace(sent, policy_version=6))
+    await case.engine.resume()
+
+
+async def test_trainer_that_never_comes_costs_the_deadline_and_nothing_else(case: Case) -> None:
+    absent = WeightSender(timeout_s=1.0)
+    await case.engine.pause()
+    with pytest.raises((DeadlineExceeded, PeerUnavailable)):
+        await case.engine.receive(absent.group(), manifest_of(case.weights[0]), 99)
+    absent.close()
+    with pytest.raises(VersionConflict):
+        await case.engine.load(await _claim(case))
+    await case.engine.resume()
+    assert len(await _collect(case, case.requests(2))) == 2
+
+
+async def _claim(case: Case) -> Any:
+    from specrl.records import WeightChecksums
+
+    return WeightChecksums(99, (0,) * len(case.weights[0]))
+
+
+async def test_closing_the_iterator_aborts_what_is_unfinished(case: Case) -> None:
+    rollouts = case.engine.generate([*case.requests(1, max_tokens=1), *_long(case)], False)
+    await anext(rollouts)
+    assert (await case.engine.status()).live_requests == 3
+    await rollouts.aclose()  # type: ignore[attr-defined]
+    assert (await case.engine.status()).live_requests == 0
+
+
+def _long(case: Case) -> list[RolloutRequest]:
+    return [replace(request, rollout_id=f"long-{request.rollout_id}") for request in case.requests(3, max_tokens=240)]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling"),
+    [
+        ((), Sampling(4)),
+        ((3,), Sampling(0)),
+        ((3,), Sampling(100_000)),
+        ((-1,), Sampling(4)),
+        ((1 << 20,), Sampling(4)),
+        ((3,), Sampling(4, temperature=-1.0)),
+    ],
+    ids=["empty", "no-tokens", "too-long", "negative", "unknown-token", "negative-temperature"],
+)
+async def test_request_that_does_not_fit_is_refused(case: Case, prompt: tuple[int, ...], sampling: Sampling) -> None:
+    bad = RolloutRequest("bad", "group", 0, prompt, sampling)
+    with pytest.raises(RecordInvalid, match="bad"):
+        await _collect(case, [*case.requests(1), bad])
+    assert (await case.engine.status()).live_requests == 0
+
+
+async def test_counters_never_fall(case: Case) -> None:
+    before = (await case.engine.status()).speculation
+    rollouts = await _collect(case, case.requests(2))
+    since = (await case.engine.status()).speculation.minus(before)
+    assert since.generated_tokens == sum(rollout.length for rollout in rollouts)
+    assert min(since.drafts, since.draft_tokens, since.accepted_tokens, *since.accepted_per_position, 0) == 0
+
+
+async def test_closed_engine_says_so() -> None:
+    engine = TableEngine()
+    await engine.start()
+    await engine.close()
+    with pytest.raises(EngineFailed):
+        await engine.status()

@@ -1,0 +1,237 @@
+"""What every TrainerBackend promises. One suite, run on Megatron and on its stand-in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from specrl.errors import CheckpointInvalid, RecordInvalid, SpecrlError, VersionConflict
+from specrl.records import Batch, TrainMetrics, TrainRollout, WeightGroup, WeightOwner
+from specrl.trainer import checkpoints
+from specrl.trainer.backend import TrainerBackend
+from specrl.weights.group import BroadcastGroup
+from specrl.weights.stream import receive
+from tests.integration.trainer.runs import a_rollout, a_spec
+from tests.stand_ins.trainer_backend import StandInBackend
+from tests.tiny_models import Shape, make_policy
+
+# Megatron and torch's checkpoints warn about themselves when they are used in a process with warnings as errors.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+VOCAB = 264
+GROUP = WeightGroup("epoch-1", "127.0.0.1", 0, 0, 2, 20.0, "gloo")
+
+Make = Callable[..., TrainerBackend]
+
+
+@pytest.fixture(scope="session")
+def tiny_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_policy(tmp_path_factory.mktemp("tiny"), shape=Shape(layers=2, vocab=VOCAB), sharpness=4.0)
+
+
+@pytest.fixture(params=["stand_in", "megatron"])
+def make(request: pytest.FixtureRequest, tiny_policy: Path) -> Iterator[Make]:
+    """Makes backends, loaded or not; one at a time, as in a trainer process."""
+    made: list[TrainerBackend] = []
+
+    def one(*, has_drafter: bool = True) -> TrainerBackend:
+        while made:
+            made.pop().close()
+        if request.param == "stand_in":
+            made.append(StandInBackend(VOCAB, has_drafter=has_drafter))
+        else:
+            from specrl.trainer.megatron_backend import MegatronBackend
+
+            speculation = {"eagle3": {}} if has_drafter else {"none": {}}
+            made.append(MegatronBackend(a_spec(tiny_policy, speculation=speculation)))
+        return made[-1]
+
+    yield one
+    while made:
+        made.pop().close()
+
+
+@pytest.fixture
+def backend(make: Make) -> TrainerBackend:
+    """With the initial model and a fresh drafter."""
+    one = make()
+    one.load(None)
+    return one
+
+
+def rollouts(step: int = 1, count: int = 6) -> tuple[TrainRollout, ...]:
+    generator = np.random.default_rng([3, step])
+    return tuple(a_rollout(generator, index, VOCAB, step - 1) for index in range(count))
+
+
+def scores(backend: TrainerBackend) -> np.ndarray:
+    return np.concatenate(backend.score(rollouts()))
+
+
+def without_seconds(metrics: TrainMetrics) -> TrainMetrics:
+    drafter = replace(metrics.drafter, seconds=0.0) if metrics.drafter else None
+    return replace(metrics, logprob_seconds=0.0, train_seconds=0.0, drafter=drafter)
+
+
+def test_fresh_backend_stands_at_step_0(backend: TrainerBackend) -> None:
+    status = backend.status()
+    assert (status.step, status.checkpoint_step, status.is_drafter_initialised) == (0, 0, False)
+    assert status.world_size == 1
+
+
+def test_step_trains_and_becomes_the_version(backend: TrainerBackend) -> None:
+    before = scores(backend)
+    metrics = backend.train_step(Batch(1, rollouts()))
+    assert backend.status().step == 1
+    assert metrics.tokens == sum(item.rollout.length for item in rollouts())
+    assert metrics.grad_norm > 0
+    assert metrics.drafter is not None
+    assert not np.array_equal(scores(backend), before)
+
+
+def test_training_raises_what_was_rewarded(backend: TrainerBackend) -> None:
+    liked = tuple(replace(item, advantage=1.0) for item in rollouts())
+    before = scores(backend).mean()
+    for step in (1, 2, 3):
+        backend.train_step(Batch(step, liked))
+    assert scores(backend).mean() > before
+
+
+@pytest.mark.parametrize("step", [0, 2, 5])
+def test_step_out_of_order_is_refused_and_changes_nothing(backend: TrainerBackend, step: int) -> None:
+    before = scores(backend)
+    with pytest.raises(VersionConflict, match=f"step={step}"):
+        backend.train_step(Batch(step, rollouts()))
+    assert backend.status().step == 0
+    assert np.array_equal(scores(backend), before)
+
+
+def test_poisoned_batches_are_refused_and_change_nothing(backend: TrainerBackend) -> None:
+    before = scores(backend)
+    good = rollouts()[0]
+    logprobs_T = good.rollout.sampler_logprobs_T.copy()
+    logprobs_T[0] = np.nan
+    ids_T = good.rollout.token_ids_T.copy()
+    ids_T[-1] = VOCAB
+    for rollout in (
+        replace(good.rollout, sampler_logprobs_T=logprobs_T),
+        replace(good.rollout, token_ids_T=ids_T),
+        replace(good.rollout, token_ids_T=ids_T[:0], sampler_logprobs_T=logprobs_T[:0], versions=()),
+    ):
+        with pytest.raises(RecordInvalid):
+            backend.train_step(Batch(1, (replace(good, rollout=rollout),)))
+    with pytest.raises(RecordInvalid):
+        backend.train_step(Batch(1, ()))
+    assert np.array_equal(scores(backend), before)
+
+
+def test_scores_are_log_probabilities_in_the_order_of_the_rollouts(backend: TrainerBackend) -> None:
+    items = rollouts()
+    found = backend.score(items)
+    assert [len(logprobs_T) for logprobs_T in found] == [item.rollout.length for item in items]
+    assert all(logprobs_T.dtype == np.float32 and (logprobs_T <= 0).all() for logprobs_T in found)
+    again = backend.score(items[::-1])
+    for one, other in zip(found, reversed(again), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_same_batches_give_the_same_bits(make: Make) -> None:
+    seen = []
+    for _ in range(2):
+        backend = make()
+        backend.load(None)
+        metrics = [without_seconds(backend.train_step(Batch(step, rollouts(step)))) for step in (1, 2)]
+        seen.append((metrics, scores(backend)))
+    assert seen[0][0] == seen[1][0]
+    assert np.array_equal(seen[0][1], seen[1][1])
+
+
+def test_drafter_learns_and_the_policy_stays(backend: TrainerBackend) -> None:
+    before = scores(backend)
+    epochs = backend.train_drafter(rollouts(count=12), epochs=3)
+    assert len(epochs) == 3
+    assert epochs[-1].loss < epochs[0].loss
+    assert backend.status().is_drafter_initialised
+    assert backend.status().step == 0
+    assert np.array_equal(scores(backend), before)
+
+
+def test_run_without_a_drafter_trains_none(make: Make) -> None:
+    backend = make(has_drafter=False)
+    backend.load(None)
+    assert backend.train_step(Batch(1, rollouts())).drafter is None
+    assert all(meta.owner is WeightOwner.POLICY for meta in backend.describe_weights().tensors)
+    with pytest.raises(CheckpointInvalid):
+        backend.train_drafter(rollouts(), 1)
+
+
+def test_checkpoint_brings_everything_back(make: Make, tmp_path: Path) -> None:
+    first = make()
+    first.load(None)
+    first.train_drafter(rollouts(), 1)
+    first.train_step(Batch(1, rollouts()))
+    target = checkpoints.directory(tmp_path, 1)
+    first.save(target)
+    assert first.status().checkpoint_step == 1
+    expected = (without_seconds(first.train_step(Batch(2, rollouts(2)))), scores(first))
+    second = make()
+    second.load(target)
+    assert (second.status().step, second.status().checkpoint_step) == (1, 1)
+    assert second.status().is_drafter_initialised
+    found = (without_seconds(second.train_step(Batch(2, rollouts(2)))), scores(second))
+    assert found[0] == expected[0]
+    assert np.array_equal(found[1], expected[1])
+
+
+def test_missing_checkpoint_is_an_error(make: Make, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointInvalid):
+        make().load(tmp_path / "step-000001")
+
+
+def receive_once(backend: TrainerBackend, group: WeightGroup) -> tuple[int, ...]:
+    """Be a replica of the group, next to the backend's thread."""
+    joined = BroadcastGroup(replace(group, rank=1))
+    try:
+        return receive(joined, backend.describe_weights())[1]
+    finally:
+        joined.close()
+
+
+def test_broadcast_sends_what_is_described(backend: TrainerBackend) -> None:
+    manifest = backend.describe_weights()
+    assert {meta.owner for meta in manifest.tensors} == {WeightOwner.POLICY, WeightOwner.DRAFTER}
+    port = backend.open_weight_group(GROUP)
+    with ThreadPoolExecutor(1) as replica:
+        received = replica.submit(receive_once, backend, replace(GROUP, port=port))
+        sent = backend.broadcast_weights(GROUP.group_id)
+        assert received.result(timeout=30) == sent.checksums
+    assert sent.policy_version == 0
+
+
+def test_broadcast_to_another_group_is_refused(backend: TrainerBackend) -> None:
+    with pytest.raises(VersionConflict):
+        backend.broadcast_weights("epoch-1")
+    backend.open_weight_group(GROUP)
+    with pytest.raises(VersionConflict):
+        backend.broadcast_weights("epoch-2")
+
+
+def test_broadcast_without_the_replica_fails_in_time_and_a_new_group_works(backend: TrainerBackend) -> None:
+    backend.open_weight_group(replace(GROUP, timeout_s=1.0))
+    with pytest.raises(SpecrlError) as failure:
+        backend.broadcast_weights(GROUP.group_id)
+    assert failure.value.retryable
+    test_broadcast_sends_what_is_described(backend)
+
+
+def test_export_names_both_folders(backend: TrainerBackend, tmp_path: Path) -> None:
+    policy, drafter = backend.export(tmp_path)
+    assert policy == tmp_path / "policy"
+    assert drafter == tmp_path / "drafter"
+    assert any(policy.iterdir())
+    assert any(drafter.iterdir())

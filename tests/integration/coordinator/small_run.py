@@ -1,0 +1,250 @@
+"""A whole run in one event loop: real loop, store, gRPC and weight broadcast; stand-in engine and trainer.
+
+Peers can be killed and started again at any moment, as processes would be; `Run.restart_coordinator` abandons a loop
+without any clean-up and starts another one on the same store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc.aio
+
+from specrl.api.v1 import coordinator_pb2_grpc, generation_pb2_grpc
+from specrl.coordinator.board import Board
+from specrl.coordinator.loop import Loop
+from specrl.coordinator.parts import Parts
+from specrl.coordinator.registry import Registry
+from specrl.coordinator.service import CoordinatorService
+from specrl.coordinator.store import SqliteStore
+from specrl.generation.service import GenerationService
+from specrl.records import Batch, Peer, Prompt, Reward, Role, wire
+from specrl.rpc.clients import CoordinatorClient
+from specrl.rpc.membership import stay_registered
+from specrl.rpc.server import serve
+from specrl.spec import RunSpec, digest, parse_spec
+from specrl.trainer.service import TrainerService
+from tests.stand_ins.engine import TableEngine, TableShape
+from tests.stand_ins.trainer_backend import StandInBackend
+
+VOCAB = 32
+
+
+def a_spec(folder: Path, **schedule: int) -> RunSpec:
+    """Six steps of 3 prompts x 4 rollouts on two replicas, unless told otherwise."""
+    return parse_spec(
+        {
+            "name": "small",
+            "model": {"path": str(folder), "dtype": "float32", "maxLength": 128},
+            "prompts": {"source": {"generated": {"family": "ledger", "count": 64}}, "maxTokens": 64},
+            "rewards": {"exact": {}},
+            "generation": {
+                "replicas": 2,
+                "sampling": {"maxTokens": 24},
+                "maxLiveRollouts": 8,
+                "speculation": {"eagle3": {"numDraftTokens": 3}},
+            },
+            "trainer": {
+                "optimizer": {"learningRate": "1e-3"},
+                "drafter": {"initialisation": {"prompts": 4, "epochs": 1}},
+            },
+            "schedule": {"steps": 6, "promptsPerStep": 3, "groupSize": 4, "maxPolicyLag": 1} | schedule,
+            "weights": {"timeoutS": 5, "attempts": 3},
+            "checkpoint": {"everySteps": 2},
+            "validation": {
+                "source": {"generated": {"family": "ledger", "count": 4, "seed": 9}},
+                "everySteps": 3,
+                "limit": 4,
+            },
+            "telemetry": {"heartbeatS": 1},
+        }
+    )
+
+
+class TableStream:
+    """Prompts whose text is their position."""
+
+    def prompt(self, position: int) -> Prompt:
+        return Prompt(f"p{position}", position, (2 + position % (VOCAB - 2), 5), str(position), "3")
+
+
+@dataclass
+class LengthGrader:
+    """Rewards short completions; `fails` says which calls are left ungraded."""
+
+    fails: Callable[[int], bool] = lambda _: False
+    calls: int = 0
+
+    async def grade(self, prompt: Prompt, text: str) -> Reward:
+        self.calls += 1
+        await asyncio.sleep(0)
+        if self.fails(self.calls):
+            return Reward(None, "the verifier hung")
+        return Reward(1.0 if len(text.split()) % 2 else 0.0)
+
+
+@dataclass
+class Replica:
+    """A replica as a process would be: `kill` leaves no goodbye."""
+
+    engine: TableEngine
+    server: grpc.aio.Server
+    membership: asyncio.Task[None]
+
+    async def kill(self) -> None:
+        self.membership.cancel()
+        self.engine.die()
+        await self.server.stop(None)
+
+
+@dataclass
+class Trainer:
+    """The trainer as a process would be; `batches` are those that were trained by it, in order."""
+
+    service: TrainerService
+    backend: RecordingBackend
+    server: grpc.aio.Server
+    membership: asyncio.Task[None]
+
+    async def kill(self) -> None:
+        self.membership.cancel()
+        await self.server.stop(None)
+
+
+class RecordingBackend(StandInBackend):
+    """Remembers what it trained."""
+
+    def __init__(self, trained: list[Batch]) -> None:
+        super().__init__(VOCAB, seed=1)
+        self.trained = trained
+
+    def train_step(self, batch: Batch):  # type: ignore[no-untyped-def]
+        metrics = super().train_step(batch)
+        self.trained.append(batch)
+        time.sleep(0.02)  # long enough for generation to run ahead, and for a kill to hit it
+        return metrics
+
+
+@dataclass
+class Run:
+    """One run and everything in it. Use as `async with Run(folder, spec) as run`."""
+
+    folder: Path
+    spec: RunSpec
+    grader: LengthGrader = field(default_factory=LengthGrader)
+    make_engine: Callable[[str], TableEngine] = lambda name: TableEngine(
+        name, seed=7, shape=TableShape(VOCAB, 128, 0.001)
+    )
+    trained: list[Batch] = field(default_factory=list)
+    replicas: dict[str, Replica] = field(default_factory=dict)
+    trainer: Trainer | None = None
+
+    async def __aenter__(self) -> Run:
+        self.port = _free_port()
+        self.client = CoordinatorClient(f"127.0.0.1:{self.port}")
+        await self.start_coordinator()
+        for name in ("gen-0", "gen-1"):
+            await self.start_replica(name)
+        await self.start_trainer()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.kill_coordinator()
+        for replica in self.replicas.values():
+            await replica.kill()
+        if self.trainer is not None:
+            await self.trainer.kill()
+        await self.client.close()
+
+    async def start_coordinator(self) -> None:
+        self.store = SqliteStore(self.folder / "store.db")
+        self.registry = Registry(digest(self.spec), self.spec.telemetry.heartbeat_s, time.monotonic)
+        self.board = Board(self.spec, self.folder, self.registry, self.store)
+        validation = [TableStream().prompt(1000 + place) for place in range(4)]
+        parts = Parts(
+            self.spec, self.folder, self.registry, self.store, self.board, TableStream(), validation, self.grader
+        )
+        service = CoordinatorService(self.registry, self.spec.name, self.spec.telemetry.heartbeat_s)
+        self.server, _ = await serve(
+            lambda s: coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(service, s), "127.0.0.1", self.port
+        )
+        self.loop = Loop(parts)
+        self.running = asyncio.create_task(self.loop.run())
+        self.expiring = asyncio.create_task(self._expire(self.registry))
+
+    async def kill_coordinator(self) -> None:
+        self.expiring.cancel()
+        self.running.cancel()
+        await asyncio.gather(self.running, self.expiring, return_exceptions=True)
+        await self.server.stop(None)
+        self.store.close()
+
+    async def restart_coordinator(self) -> None:
+        await self.kill_coordinator()
+        await self.start_coordinator()
+
+    async def start_replica(self, name: str) -> None:
+        engine = self.make_engine(name)
+        await engine.start()
+        service = GenerationService(engine, self.spec.weights)
+        server, port = await serve(
+            lambda s: generation_pb2_grpc.add_GenerationServiceServicer_to_server(service, s), "127.0.0.1", 0
+        )
+        peer = Peer(name, Role.GENERATION, f"127.0.0.1:{port}", digest(self.spec))
+        membership = asyncio.create_task(stay_registered(self.client, peer, engine.status))
+        self.replicas[name] = Replica(engine, server, membership)
+
+    async def restart_replica(self, name: str) -> None:
+        await self.replicas[name].kill()
+        await self.start_replica(name)
+
+    async def start_trainer(self) -> None:
+        backend = RecordingBackend(self.trained)
+        service = TrainerService(backend, self.spec, self.folder, "127.0.0.1")
+        await service.load()
+        server, port = await serve(service.add_to, "127.0.0.1", 0)
+        peer = Peer("trainer", Role.TRAINER, f"127.0.0.1:{port}", digest(self.spec))
+        membership = asyncio.create_task(stay_registered(self.client, peer))
+        self.trainer = Trainer(service, backend, server, membership)
+
+    async def restart_trainer(self) -> None:
+        assert self.trainer is not None
+        await self.trainer.kill()
+        await self.start_trainer()
+
+    async def until(self, is_so: Callable[[], bool], timeout_s: float = 30.0) -> None:
+        """Wait until something is so; a loop that ended badly says why."""
+        async with asyncio.timeout(timeout_s):
+            while not is_so():
+                if self.running.done() and not self.running.cancelled() and self.running.exception():
+                    raise self.running.exception()  # type: ignore[misc]
+                await asyncio.sleep(0.002)
+
+    async def finish(self, timeout_s: float = 60.0) -> None:
+        """Wait for the end of the run."""
+        await self.until(lambda: self.running.done() and not self.running.cancelled(), timeout_s)
+        self.running.result()
+
+    @staticmethod
+    async def _expire(registry: Registry) -> None:
+        with suppress(asyncio.CancelledError):
+            while True:
+                await asyncio.sleep(0.2)
+                registry.expire()
+
+
+def same_batch(first: Batch, second: Batch) -> bool:
+    """Equal in every bit."""
+    return wire.batch_to_bytes(first) == wire.batch_to_bytes(second)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,179 @@
+"""The `specrl-generation` process with a real vLLM: it stays registered, and ends with the right word and code."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import httpx
+import psutil
+import pytest
+import pytest_asyncio
+from tests.vllm_cases import Models, a_spec, some_requests
+
+from specrl.api.v1 import coordinator_pb2, coordinator_pb2_grpc
+from specrl.rpc.clients import GenerationClient
+from specrl.rpc.server import serve
+from specrl.spec import digest, dump
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session")]
+
+PROGRAM = Path(sys.executable).parent / "specrl-generation"
+START_S = 240.0  # two cores may be shared with other engines
+SOON_S = 60.0
+
+
+@dataclass
+class Coordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
+    """Remembers what it was told; forgets peers when `known` is cleared."""
+
+    calls: list[tuple[str, Any]] = field(default_factory=list)
+    known: set[str] = field(default_factory=set)
+    port: int = 0
+    server: grpc.aio.Server | None = None
+
+    async def start(self) -> None:
+        register = coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server
+        self.server, self.port = await serve(lambda it: register(self, it), "127.0.0.1", self.port)
+
+    async def stop(self) -> None:
+        assert self.server is not None
+        await self.server.stop(None)
+
+    async def Register(self, request: Any, context: Any) -> coordinator_pb2.RegisterReply:
+        self.calls.append(("register", request))
+        self.known.add(request.incarnation)
+        return coordinator_pb2.RegisterReply(heartbeat_interval_s=0.2, run="test")
+
+    async def Heartbeat(self, request: Any, context: Any) -> coordinator_pb2.HeartbeatReply:
+        self.calls.append(("heartbeat", request))
+        return coordinator_pb2.HeartbeatReply(is_known=request.incarnation in self.known)
+
+    async def Leave(self, request: Any, context: Any) -> coordinator_pb2.LeaveReply:
+        self.calls.append(("leave", request))
+        return coordinator_pb2.LeaveReply()
+
+    def told(self, what: str) -> list[Any]:
+        """Requests of one kind, in order."""
+        return [request for kind, request in self.calls if kind == what]
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def coordinator() -> AsyncIterator[Coordinator]:
+    found = Coordinator()
+    await found.start()
+    yield found
+    await found.stop()
+
+
+async def until(claim: Callable[[], bool], seconds: float) -> None:
+    async with asyncio.timeout(seconds):
+        while not claim():  # noqa: ASYNC110 - another process is watched
+            await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def started(
+    folder: Path, spec: Any, coordinator: Coordinator, *options: str
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A generation process; killed at the end if it still runs."""
+    file = folder / "run.yaml"
+    file.write_text(dump(spec), encoding="utf-8")
+    process = await asyncio.create_subprocess_exec(
+        PROGRAM, "--spec", file, "--replica-id", "gen-0", "--coordinator", f"127.0.0.1:{coordinator.port}", *options,
+        stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.communicate()
+
+
+async def ended(process: asyncio.subprocess.Process) -> tuple[int, list[str]]:
+    """Exit code and lines on standard error."""
+    async with asyncio.timeout(SOON_S):
+        _, errors = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, errors.decode().splitlines()
+
+
+async def test_process_serves_stays_registered_and_leaves_when_told(
+    models: Models, coordinator: Coordinator, tmp_path: Path
+) -> None:
+    spec = a_spec(models.first.policy)
+    async with started(tmp_path, spec, coordinator, "--metrics-port", "0") as process:
+        await until(lambda: len(coordinator.told("heartbeat")) > 1, START_S)
+        (registration,) = coordinator.told("register")
+        assert (registration.role, registration.peer_id) == (coordinator_pb2.ROLE_GENERATION, "gen-0")
+        assert registration.spec_digest == digest(spec)
+        assert coordinator.told("heartbeat")[-1].generation.policy_version == -1
+
+        async with GenerationClient(registration.address, "gen-0") as client:
+            rollouts = [rollout async for rollout in client.generate(some_requests(4, 8), True, -1)]
+            assert {rollout.replica_id for rollout in rollouts} == {"gen-0"}
+        assert await _generated_by_metrics(process.pid) == sum(rollout.length for rollout in rollouts)
+
+        coordinator.known.clear()
+        await until(lambda: len(coordinator.told("register")) == 2, SOON_S)
+        await coordinator.stop()
+        await asyncio.sleep(0.5)
+        coordinator.known.clear()
+        await coordinator.start()
+        await until(lambda: len(coordinator.told("register")) == 3, SOON_S)
+        assert len({request.incarnation for request in coordinator.told("register")}) == 1
+
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGTERM)
+        code, lines = await ended(process)
+        assert (code, len(coordinator.told("leave"))) == (0, 1), lines
+        assert not any("Traceback" in line for line in lines), lines
+        assert not psutil.wait_procs(children, timeout=SOON_S)[1]
+
+
+async def _generated_by_metrics(pid: int) -> float:
+    """vLLM's own counter, from the process's metrics endpoint."""
+    ports = [it.laddr.port for it in psutil.Process(pid).net_connections("tcp") if it.status == psutil.CONN_LISTEN]
+    async with httpx.AsyncClient(timeout=5, trust_env=False) as http:
+        for port in ports:
+            try:
+                text = (await http.get(f"http://127.0.0.1:{port}/metrics")).text
+            except httpx.HTTPError:
+                continue  # the gRPC port
+            lines = [line for line in text.splitlines() if line.startswith("vllm:generation_tokens_total")]
+            return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+    raise AssertionError(f"no metrics on {ports}")
+
+
+async def test_process_whose_engine_is_killed_ends_with_one_message(
+    models: Models, coordinator: Coordinator, tmp_path: Path
+) -> None:
+    async with started(tmp_path, a_spec(models.first.policy), coordinator) as process:
+        await until(lambda: bool(coordinator.told("heartbeat")), START_S)
+        for child in psutil.Process(process.pid).children():
+            if "EngineCore" in " ".join(child.cmdline()) or "spawn_main" in " ".join(child.cmdline()):
+                os.kill(child.pid, signal.SIGKILL)
+        code, lines = await ended(process)
+        assert code == 1
+        assert [line for line in lines if line.startswith("specrl-generation: ")] == lines[-1:]
+        assert "dead" in lines[-1]
+        assert len(coordinator.told("leave")) == 1
+
+
+async def test_process_that_cannot_start_says_why_in_one_line(coordinator: Coordinator, tmp_path: Path) -> None:
+    async with started(tmp_path, a_spec(tmp_path / "nothing"), coordinator) as process:
+        code, lines = await ended(process)
+    assert code == 1
+    assert [line for line in lines if "specrl-generation" in line] == lines
+    assert len(lines) == 1
+    assert "check model.path" in lines[0]
+    assert not coordinator.calls

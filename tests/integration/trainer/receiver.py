@@ -1,0 +1,41 @@
+"""A replica's side of the broadcast: receives what a layout under test sends, and notes the checksums."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from safetensors.torch import save_file
+
+from specrl.records import TensorMeta, WeightManifest, WeightOwner
+from specrl.weights.group import BroadcastGroup
+from specrl.weights.stream import receive
+from tests.integration.trainer.worker_group import GROUP
+
+if TYPE_CHECKING:
+    from tests.integration.trainer.conftest import Layout
+
+BROADCASTS = 2
+
+
+def receive_broadcasts(layout: Layout) -> None:
+    """Join the layout's weight group once it listens, and take part in both broadcasts."""
+    port_file = layout.out / "port"
+    while not port_file.exists():
+        assert all(process.poll() is None for process in layout.processes), layout.log()
+        time.sleep(0.05)
+    described = json.loads((layout.out / "manifest.json").read_text())
+    metas = [TensorMeta(m["name"], WeightOwner(m["owner"]), m["dtype"], tuple(m["shape"])) for m in described]
+    group = BroadcastGroup(replace(GROUP, port=int(port_file.read_text()), rank=1))
+    received = []
+    for _ in range(BROADCASTS):
+        arrived, checksums = receive(group, WeightManifest(tuple(metas), 64 << 20))
+        received.append(list(checksums))
+    group.close()
+    save_file(
+        {("drafter." if meta.owner is WeightOwner.DRAFTER else "") + meta.name: tensor for meta, tensor in arrived},
+        layout.out / "received.safetensors",
+    )
+    (layout.out / "received.json").write_text(json.dumps(received))

@@ -1,0 +1,73 @@
+"""Run files and batches of the trainer's tests, the same in every process that asks for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specrl.records import Batch, FinishReason, Rollout, TrainRollout, VersionSpan
+from specrl.spec import RunSpec, parse_spec
+
+TEMPERATURE = 0.7
+LEARNING_RATE = 1e-3
+EPSILON = 1e-5  # 1e-8 would blow rounding noise of near-zero gradients up to the learning rate
+WEIGHT_DECAY = 0.01
+CAP = 2.0
+
+
+def a_spec(policy: Path, *, tensor: int = 1, data: int = 1, speculation: dict[str, Any] | None = None) -> RunSpec:
+    """A run of `policy` in float32, with micro-batches small enough that a batch needs several."""
+    return parse_spec(
+        {
+            "name": "toy",
+            "model": {"path": str(policy), "dtype": "float32", "maxLength": 256},
+            "prompts": {"source": {"generated": {"family": "addition", "count": 10}}, "maxTokens": 16},
+            "rewards": {"exact": {}},
+            "generation": {
+                "sampling": {"maxTokens": 64, "temperature": str(TEMPERATURE)},
+                "speculation": {"eagle3": {}} if speculation is None else speculation,
+            },
+            "trainer": {
+                "parallelism": {"tensor": tensor, "data": data},
+                "optimizer": {
+                    "learningRate": str(LEARNING_RATE),
+                    "weightDecay": str(WEIGHT_DECAY),
+                    "epsilon": str(EPSILON),
+                    "warmupSteps": 2,
+                },
+                "loss": {"importanceCap": str(CAP)},
+                "microBatchTokens": 128,
+            },
+            "schedule": {"steps": 3, "promptsPerStep": 2, "groupSize": 4},
+            "weights": {"timeoutS": 30},
+        }
+    )
+
+
+def a_rollout(generator: np.random.Generator, index: int, vocab: int, version: int = 0) -> TrainRollout:
+    """Random tokens of random lengths: 1 to 40 generated ones after a prompt of 2 to 12."""
+    length = int(generator.integers(1, 41))
+    return TrainRollout(
+        tuple(int(i) for i in generator.integers(4, vocab, generator.integers(2, 13))),
+        Rollout(
+            rollout_id=f"r{index}",
+            group_id=f"g{index // 4}",
+            sample_index=index % 4,
+            token_ids_T=generator.integers(4, vocab, length).astype(np.int32),
+            sampler_logprobs_T=(-8 * generator.random(length)).astype(np.float32),
+            versions=(VersionSpan(version, 0, length),),
+            finish_reason=FinishReason.LENGTH,
+            replica_id="gen-0",
+            text="",
+            seconds=0.0,
+        ),
+        float(generator.normal()),
+    )
+
+
+def a_batch(step: int, vocab: int, rollouts: int = 8) -> Batch:
+    """The batch of one step: the same one in every process."""
+    generator = np.random.default_rng([7, step])
+    return Batch(step, tuple(a_rollout(generator, i, vocab, step - 1) for i in range(rollouts)))

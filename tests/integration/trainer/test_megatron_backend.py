@@ -1,0 +1,150 @@
+"""The Megatron backend against transformers and torch, on one rank, two tensor parallel and two data parallel ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from specrl.drafting.head import auxiliary_layers
+from specrl.trainer import checkpoints
+from tests.integration.trainer import reference
+from tests.integration.trainer.conftest import VOCAB
+from tests.integration.trainer.runs import a_batch
+
+LAYOUTS = ["single", "tensor_2", "data_2"]
+
+
+@pytest.fixture(params=LAYOUTS)
+def layout(request: pytest.FixtureRequest) -> Path:
+    found: Path = request.getfixturevalue(request.param)
+    return found
+
+
+def seen(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "seen.json").read_text())
+    return found
+
+
+def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """Largest difference between two sets of tensors, which must have the same names."""
+    assert one.keys() == other.keys()
+    return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
+
+
+def policy_only(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith("drafter.")}
+
+
+def test_log_probabilities_equal_transformers(layout: Path, policy: Path) -> None:
+    model = reference.load(policy)
+    scores = load_file(layout / "scores.safetensors")
+    with torch.no_grad():
+        for i, item in enumerate(a_batch(1, VOCAB).rollouts):
+            assert (scores[str(i)] - reference.logprobs(model, item)).abs().max() <= 1e-5
+
+
+def test_exported_tensors_are_the_ones_that_were_loaded(layout: Path, policy: Path) -> None:
+    assert furthest(policy_only(load_file(layout / "initial.safetensors")), load_file(policy / "model.safetensors")) == 0
+
+
+@pytest.fixture(scope="session")
+def trained(policy: Path) -> tuple[Any, list[tuple[float, float]]]:
+    """The reference after the same three steps."""
+    model = reference.load(policy)
+    return model, reference.train(model, [a_batch(step, VOCAB) for step in (1, 2, 3)])
+
+
+def test_loss_gradient_norm_and_weights_equal_a_plain_training(layout: Path, trained: tuple[Any, Any]) -> None:
+    model, expected = trained
+    for metrics, (loss, norm) in zip(seen(layout)["metrics"], expected, strict=True):
+        assert metrics["loss"] == pytest.approx(loss, rel=1e-4, abs=1e-6)
+        assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert furthest(policy_only(load_file(layout / "trained.safetensors")), model.state_dict()) <= 2e-6
+
+
+def test_metrics_do_not_depend_on_the_layout(layout: Path, single: Path) -> None:
+    timed = {"logprob_seconds", "train_seconds", "drafter"}
+    for mine, others in zip(seen(layout)["metrics"], seen(single)["metrics"], strict=True):
+        for name in mine.keys() - timed:
+            assert mine[name] == pytest.approx(others[name], rel=2e-4, abs=1e-6), name
+        for name in ("loss", "grad_norm"):
+            assert mine["drafter"][name] == pytest.approx(others["drafter"][name], rel=1e-3), name
+
+
+def test_drafter_does_not_depend_on_the_layout(layout: Path, single: Path) -> None:
+    assert furthest(load_file(layout / "trained.safetensors"), load_file(single / "trained.safetensors")) <= 1e-5
+
+
+def test_learning_rate_rises_over_the_warm_up(single: Path) -> None:
+    assert [item["learning_rate"] for item in seen(single)["metrics"]] == pytest.approx([5e-4, 1e-3, 1e-3])
+
+
+def test_refused_batches_leave_the_trainer_usable(layout: Path) -> None:
+    assert seen(layout)["ways_to_refuse"] == ["VersionConflict", "RecordInvalid"]
+
+
+def test_same_seed_and_batches_give_the_same_bits(single: Path) -> None:
+    assert furthest(load_file(single / "repeated.safetensors"), load_file(single / "trained.safetensors")) == 0
+
+
+def test_training_the_drafter_leaves_the_policy_as_it_would_be_without(single: Path) -> None:
+    with_drafter = policy_only(load_file(single / "trained.safetensors"))
+    assert furthest(with_drafter, load_file(single / "without-drafter.safetensors")) == 0
+
+
+def test_captured_hidden_states_are_those_of_transformers(layout: Path, policy: Path) -> None:
+    model = reference.load(policy)
+    inputs: list[torch.Tensor] = []
+    model.model.norm.register_forward_pre_hook(lambda _module, arguments: inputs.append(arguments[0]))
+    aux = auxiliary_layers(model.config.num_hidden_layers)
+    files = sorted(layout.glob("states-*.safetensors"))
+    assert files
+    for file in files:
+        kept = load_file(file)
+        for row, length in enumerate(kept["lengths_B"].tolist()):
+            with torch.no_grad():
+                states = model(kept["token_ids_BS"][row, None, :length], output_hidden_states=True).hidden_states
+            # transformers' last entry is behind the final norm; vLLM's, and ours, is before it.
+            states = (*states[:-1], inputs[-1])
+            expected = torch.cat([states[index] for index in aux], -1)[0]
+            assert (kept["aux_BSA"][row, :length] - expected).abs().max() <= 1e-5
+            assert (kept["last_BSH"][row, :length] - inputs[-1][0]).abs().max() <= 1e-5
+
+
+def test_broadcast_arrives_as_it_was_sent(layout: Path) -> None:
+    sent, received = (json.loads((layout / name).read_text()) for name in ("sent.json", "received.json"))
+    assert sent == received
+    assert furthest(load_file(layout / "received.safetensors"), load_file(layout / "trained.safetensors")) == 0
+
+
+def test_broadcast_that_nobody_joins_is_an_error_at_rank_0_alone(layout: Path) -> None:
+    assert (layout / "lonely").read_text() in {"DeadlineExceeded", "PeerUnavailable", "CollectiveFailed"}
+
+
+def test_exported_folder_is_a_model_of_transformers(layout: Path, policy: Path) -> None:
+    found = AutoModelForCausalLM.from_pretrained(layout / "export" / "policy", dtype=torch.float32)
+    assert furthest(found.state_dict(), policy_only(load_file(layout / "trained.safetensors"))) == 0
+    assert (layout / "export" / "policy" / "tokenizer.json").read_bytes() == (policy / "tokenizer.json").read_bytes()
+
+
+def test_checkpoint_resumes_to_the_same_bits(single: Path) -> None:
+    assert furthest(load_file(single / "same-layout.safetensors"), load_file(single / "trained.safetensors")) == 0
+
+
+@pytest.mark.parametrize("other", LAYOUTS[1:])
+def test_checkpoint_resumes_on_another_layout(other: str, single: Path, request: pytest.FixtureRequest) -> None:
+    layout: Path = request.getfixturevalue(other)
+    assert seen(layout)["resumed_at"] == 2
+    assert furthest(load_file(layout / "resumed.safetensors"), load_file(single / "trained.safetensors")) <= 2e-6
+
+
+def test_death_in_the_middle_of_a_checkpoint_leaves_the_one_before(single: Path) -> None:
+    # The worker's own exit code, checked by the fixture, says that it died in there.
+    assert (single / "checkpoints" / ".step-000003.tmp" / "policy").is_dir()
+    assert checkpoints.complete(single) == [(2, single / "checkpoints" / "step-000002")]

@@ -1,0 +1,110 @@
+"""The real program with two ranks: serves, loses a rank, comes back from its checkpoint, ends when told to."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from specrl.rpc.clients import TrainerClient
+from specrl.spec import dump
+from tests.integration.trainer.conftest import VOCAB, free_port, rank_environment
+from tests.integration.trainer.runs import a_batch, a_spec
+
+PROGRAM = Path(sys.executable).with_name("specrl-trainer")
+START_S = 200.0  # a loaded machine imports torch slowly
+RANKS = 2
+
+
+class Trainer:
+    """The two processes of one start."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.logs = [folder / f"{name}-{rank}.log" for rank in range(RANKS)]
+        port = free_port()
+        self.processes = []
+        for rank, log in enumerate(self.logs):
+            command = [
+                str(PROGRAM),
+                *("--spec", str(folder / "run.yaml")),
+                *("--run-directory", str(folder / "run")),
+                *("--coordinator", f"127.0.0.1:{port}"),  # nobody serves gRPC there: registration goes on trying
+            ]
+            with log.open("w") as out:
+                environment = rank_environment(rank, RANKS, port)
+                self.processes.append(
+                    subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)
+                )
+
+    def address(self) -> str:
+        """Where it serves, once it does."""
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            found = re.search(r'"address": "([0-9.:]+)".*"trainer_served"', self.logs[0].read_text())
+            if found:
+                return found[1]
+            assert all(process.poll() is None for process in self.processes), self.log()
+            time.sleep(0.1)
+        raise AssertionError(self.log())
+
+    def log(self) -> str:
+        return "\n".join(log.read_text()[-2000:] for log in self.logs)
+
+    def codes(self) -> list[int]:
+        return [process.wait(timeout=60) for process in self.processes]
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+async def a_step_and_a_checkpoint(address: str) -> None:
+    async with TrainerClient(address) as client:
+        assert (await client.train_step(a_batch(1, VOCAB), START_S)).tokens > 0
+        await client.save_checkpoint(1, START_S)
+
+
+async def step_of(address: str) -> int:
+    async with TrainerClient(address) as client:
+        return (await client.status()).step
+
+
+def test_dead_rank_ends_the_others_and_a_restart_resumes(policy: Path, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(dump(a_spec(policy, data=RANKS)))
+    first = Trainer(tmp_path, "first")
+    try:
+        asyncio.run(a_step_and_a_checkpoint(first.address()))
+        first.processes[1].kill()
+        assert first.codes() == [1, -signal.SIGKILL], first.log()
+    finally:
+        first.kill()
+    (last_line,) = [line for line in first.logs[0].read_text().splitlines() if line.startswith("specrl-trainer:")]
+    assert "all trainer ranks must live" in last_line
+    second = Trainer(tmp_path, "second")
+    try:
+        assert asyncio.run(step_of(second.address())) == 1
+        for process in second.processes:
+            process.terminate()
+        assert second.codes() == [0, 0], second.log()
+    finally:
+        second.kill()
+
+
+@pytest.mark.parametrize("missing", ["model", "spec"])
+def test_what_cannot_start_says_so_in_one_line(missing: str, policy: Path, tmp_path: Path) -> None:
+    path = tmp_path / "gone" if missing == "model" else policy
+    if missing == "model":
+        (tmp_path / "run.yaml").write_text(dump(a_spec(path)))
+    arguments = ["--spec", str(tmp_path / "run.yaml"), "--run-directory", str(tmp_path), "--coordinator", "127.0.0.1:1"]
+    environment = {k: v for k, v in rank_environment(0, 1, 1).items() if k not in ("RANK", "WORLD_SIZE")}
+    ended = subprocess.run([str(PROGRAM), *arguments], env=environment, capture_output=True, text=True, timeout=START_S)
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("specrl-trainer: ")
+    assert "Traceback" not in ended.stderr

@@ -1,0 +1,156 @@
+"""One rank of a trainer under test: runs the whole backend once and leaves what it saw in a folder.
+
+    RANK=0 WORLD_SIZE=2 ... python -m tests.integration.trainer.worker POLICY OUT TENSOR DATA [CHECKPOINT]
+
+Written so that one start of the processes, which costs most of the time, serves all tests of a parallel layout.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from specrl.errors import RecordInvalid, SpecrlError, VersionConflict
+from specrl.records import Batch, WeightGroup
+from specrl.spec import RunSpec
+from specrl.trainer import checkpoints
+from specrl.trainer.megatron_backend import MegatronBackend, checkpoint
+from tests.integration.trainer.runs import a_batch, a_spec
+from tests.integration.trainer.worker_group import GROUP
+
+STEPS = 3
+DIED = 9  # exit code of a death that was planned
+
+
+def main() -> None:
+    policy, out, tensor, data, *rest = sys.argv[1:]
+    spec = a_spec(Path(policy), tensor=int(tensor), data=int(data))
+    out_path, seen = Path(out), {}
+    out_path.mkdir(parents=True, exist_ok=True)
+    backend = MegatronBackend(spec)
+    backend.load(None)
+    seen["ways_to_refuse"] = refusals(backend)
+    scores = backend.score(a_batch(1, backend.config.vocab_size).rollouts)
+    keep(out_path / "initial.safetensors", backend)
+    states = backend.hidden_states(a_batch(1, backend.config.vocab_size).rollouts)
+    seen["metrics"] = train(backend, out_path)
+    keep(out_path / "trained.safetensors", backend)
+    broadcast(backend, out_path)
+    backend.export(out_path / "export")
+    backend.close()
+    if is_first():
+        save_file({str(i): torch.from_numpy(item) for i, item in enumerate(scores)}, out_path / "scores.safetensors")
+        save_states(out_path, states)
+    if rest:
+        resumed = MegatronBackend(spec)
+        resumed.load(Path(rest[0]))
+        seen["resumed_at"] = resumed.status().step
+        resumed.train_step(a_batch(STEPS, resumed.config.vocab_size))
+        keep(out_path / "resumed.safetensors", resumed)
+        resumed.close()
+    if is_first():
+        (out_path / "seen.json").write_text(json.dumps(seen))
+    if int(tensor) * int(data) == 1:
+        alone(spec, out_path)
+    torch.distributed.destroy_process_group()
+
+
+def is_first() -> bool:
+    return torch.distributed.get_rank() == 0
+
+
+def refusals(backend: MegatronBackend) -> list[str]:
+    """Batches that must be refused at every rank, leaving the backend usable."""
+    good = a_batch(1, backend.config.vocab_size)
+    found = []
+    for batch, expected in ((Batch(2, good.rollouts), VersionConflict), (Batch(1, ()), RecordInvalid)):
+        try:
+            backend.train_step(batch)
+        except expected as error:
+            found.append(type(error).__name__)
+    return found
+
+
+def train(backend: MegatronBackend, out: Path) -> list[dict[str, Any]]:
+    """Three steps, with a checkpoint after the second."""
+    metrics = []
+    for step in range(1, STEPS + 1):
+        metrics.append(asdict(backend.train_step(a_batch(step, backend.config.vocab_size))))
+        if step == STEPS - 1:
+            backend.save(checkpoints.directory(out, step))
+    return metrics
+
+
+def keep(file: Path, backend: MegatronBackend) -> None:
+    """All weights by name: the policy's as they are, the drafter's behind `drafter.`."""
+    tensors = {name: tensor.clone().contiguous() for name, tensor in backend.policy.tensors()}
+    if backend.drafter is not None:
+        tensors |= {f"drafter.{n}": t.clone() for n, t in backend.drafter.head.tensors(torch.float32).items()}
+    if is_first():
+        save_file(tensors, file)
+
+
+def save_states(out: Path, states: list[Any]) -> None:
+    """Hidden states that were captured, one file for each forward pass."""
+    for number, item in enumerate(states):
+        save_file({name: getattr(item, name).contiguous() for name in vars(item)}, out / f"states-{number}.safetensors")
+
+
+def broadcast(backend: MegatronBackend, out: Path) -> None:
+    """Send the weights twice to whoever reads the port; then fail to find anyone, and go on."""
+    manifest = backend.describe_weights()
+    port = backend.open_weight_group(GROUP)
+    if is_first():
+        (out / "manifest.json").write_text(json.dumps([asdict(item) for item in manifest.tensors]))
+        (out / "port.tmp").write_text(str(port))
+        (out / "port.tmp").rename(out / "port")
+    sent = [backend.broadcast_weights(GROUP.group_id) for _ in range(2)]
+    if is_first():
+        (out / "sent.json").write_text(json.dumps([list(item.checksums) for item in sent]))
+    lonely = WeightGroup("epoch-2", "127.0.0.1", 0, 0, 2, 1.0, "gloo")
+    backend.open_weight_group(lonely)
+    try:
+        backend.broadcast_weights(lonely.group_id)
+    except SpecrlError as error:
+        if is_first():
+            (out / "lonely").write_text(type(error).__name__)
+
+
+def alone(spec: RunSpec, out: Path) -> None:
+    """What one rank shows for all: a repeat, a run without a drafter, and a death in the middle of a checkpoint."""
+    again = MegatronBackend(spec)
+    again.load(None)
+    train(again, out / "again")
+    keep(out / "repeated.safetensors", again)
+    again.close()
+    resumed = MegatronBackend(spec)
+    resumed.load(checkpoints.newest(out))
+    resumed.train_step(a_batch(STEPS, resumed.config.vocab_size))
+    keep(out / "same-layout.safetensors", resumed)
+    resumed.close()
+    plain = MegatronBackend(a_spec(Path(spec.model.path), speculation={"none": {}}))
+    plain.load(None)
+    train(plain, out / "plain")
+    keep(out / "without-drafter.safetensors", plain)
+    plain.close()
+    die_while_saving(spec, out)
+
+
+def die_while_saving(spec: RunSpec, out: Path) -> None:
+    """Write a checkpoint of step 3, and die in it before the rename: the last act of this process."""
+    dying = MegatronBackend(spec)
+    dying.load(checkpoints.newest(out))
+    dying.train_step(a_batch(STEPS, dying.config.vocab_size))
+    checkpoint._sync = lambda _path: os._exit(DIED)
+    dying.save(checkpoints.directory(out, STEPS))
+
+
+if __name__ == "__main__":
+    main()

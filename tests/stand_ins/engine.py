@@ -1,0 +1,212 @@
+"""A fast Engine without a model: the next token depends on the last one, by a table of logits [V, V].
+
+Passes tests/contract/test_engine_contract.py like the real one. Weights are received over a real broadcast group. Any
+weights determine a table: a tensor called `table` of shape [V, V] is used as it is, others seed one by their checksums.
+`die` makes it fail as an engine whose process was killed does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from specrl.errors import EngineFailed, RecordInvalid, VersionConflict
+from specrl.generation.engine import LoadTiming
+from specrl.records import (
+    FinishReason,
+    GenerationStatus,
+    Rollout,
+    RolloutRequest,
+    SpeculationCounters,
+    VersionSpan,
+    WeightChecksums,
+    WeightGroup,
+    WeightManifest,
+)
+
+END_TOKEN = 1
+
+
+@dataclass(frozen=True)
+class TableShape:
+    """Size and pace of the stand-in."""
+
+    vocab: int = 32
+    max_length: int = 256
+    token_seconds: float = 0.0
+
+
+class TableEngine:
+    """Implements Engine."""
+
+    def __init__(self, replica_id: str = "gen-0", seed: int = 0, shape: TableShape = TableShape()) -> None:
+        self.shape = shape
+        self.table_VV = seeded_table(seed, shape.vocab)
+        self._replica_id = replica_id
+        self._policy_version = -1
+        self._is_running = asyncio.Event()
+        self._is_started = self._is_dead = False
+        self._live = 0
+        self._generated = 0
+        self._group: Any = None
+        self._staged: tuple[WeightChecksums, list[str], np.ndarray] | None = None
+
+    async def start(self) -> None:
+        self._is_started = True
+        self._is_running.set()
+
+    def die(self) -> None:
+        """Fail from now on, whatever is asked."""
+        self._is_dead = True
+        self._is_running.set()
+
+    async def generate(self, requests: Sequence[RolloutRequest], admit_together: bool) -> AsyncIterator[Rollout]:
+        self._check_alive()
+        for request in requests:
+            self._check(request)
+        self._live += len(requests)
+        tasks = [asyncio.create_task(self._complete(request)) for request in requests]
+        for task in tasks:
+            task.add_done_callback(self._forget)
+        try:
+            for finished in asyncio.as_completed(tasks):
+                yield await finished
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _forget(self, _: asyncio.Task[Rollout]) -> None:
+        self._live -= 1
+
+    async def _complete(self, request: RolloutRequest) -> Rollout:
+        began, sampling = time.monotonic(), request.sampling
+        random = np.random.default_rng(sampling.seed)
+        last, tokens, logprobs, versions = request.prompt_token_ids[-1], [], [], []
+        while len(tokens) < sampling.max_tokens and last != END_TOKEN:
+            await asyncio.sleep(self.shape.token_seconds)
+            await self._is_running.wait()
+            self._check_alive()
+            logprobs_V = log_softmax(self.table_VV[last] / (sampling.temperature or 1.0))
+            last = int(random.choice(self.shape.vocab, p=np.exp(logprobs_V)))
+            if sampling.temperature == 0:
+                last = int(logprobs_V.argmax())
+            tokens.append(last)
+            logprobs.append(logprobs_V[last])
+            versions.append(self._policy_version)
+            self._generated += 1
+        return Rollout(
+            rollout_id=request.rollout_id,
+            group_id=request.group_id,
+            sample_index=request.sample_index,
+            token_ids_T=np.asarray(tokens, dtype=np.int32),
+            sampler_logprobs_T=np.asarray(logprobs, dtype=np.float32),
+            versions=spans(versions),
+            finish_reason=FinishReason.STOP if last == END_TOKEN else FinishReason.LENGTH,
+            replica_id=self._replica_id,
+            text=" ".join(str(token) for token in tokens if token != END_TOKEN),
+            seconds=time.monotonic() - began,
+        )
+
+    def _check(self, request: RolloutRequest) -> None:
+        prompt, sampling = request.prompt_token_ids, request.sampling
+        is_right = (
+            len(prompt) > 0
+            and all(0 <= token < self.shape.vocab for token in prompt)
+            and sampling.max_tokens >= 1
+            and len(prompt) + sampling.max_tokens <= self.shape.max_length
+            and (sampling.temperature == 0 or sampling.temperature >= 0.01)
+        )
+        if not is_right:
+            raise RecordInvalid(f"request {request.rollout_id} must fit the model, got another; mend it")
+
+    async def pause(self) -> float:
+        self._check_alive()
+        self._is_running.clear()
+        return 0.0
+
+    async def resume(self) -> None:
+        self._check_alive()
+        self._is_running.set()
+
+    async def receive(self, group: WeightGroup, manifest: WeightManifest, policy_version: int) -> WeightChecksums:
+        self._check_alive()
+        if self._is_running.is_set():
+            raise VersionConflict("weights must arrive at a paused replica, got one that is serving; prepare first")
+        self._staged = None
+        arrived, sums = await asyncio.to_thread(self._receive, group, manifest)
+        checksums = WeightChecksums(policy_version, sums)
+        self._staged = (checksums, [meta.name for meta in manifest.tensors], self._table_of(arrived, sums))
+        return checksums
+
+    def _receive(self, group: WeightGroup, manifest: WeightManifest) -> Any:
+        from specrl.weights.group import BroadcastGroup
+        from specrl.weights.stream import receive
+
+        if self._group is None or self._group.group.group_id != group.group_id:
+            self._group = BroadcastGroup(replace(group))
+        try:
+            return receive(self._group, manifest)
+        except Exception:
+            self._group = None
+            raise
+
+    def _table_of(self, arrived: Any, sums: Sequence[int]) -> np.ndarray:
+        for meta, tensor in arrived:
+            if meta.name == "table" and meta.shape == self.table_VV.shape:
+                return np.asarray(tensor.numpy(), dtype=np.float64)
+        return seeded_table(sum(sums) % 2**63, self.shape.vocab)
+
+    async def load(self, sent: WeightChecksums) -> LoadTiming:
+        self._check_alive()
+        staged, self._staged = self._staged, None
+        if staged is None:
+            raise VersionConflict("weights must have been received before they are loaded, got nothing; send them")
+        staged[0].check(sent, staged[1])
+        self.table_VV, self._policy_version = staged[2], sent.policy_version
+        self._is_running.set()
+        return LoadTiming(0.0, 0.0)
+
+    async def discard(self) -> None:
+        self._check_alive()
+        self._staged = None
+
+    async def status(self) -> GenerationStatus:
+        self._check_alive()
+        counters = SpeculationCounters(generated_tokens=self._generated)
+        is_paused = not self._is_running.is_set()
+        return GenerationStatus(self._replica_id, self._policy_version, is_paused, self._live, counters)
+
+    async def close(self) -> None:
+        self._is_started = False
+
+    def _check_alive(self) -> None:
+        if self._is_dead or not self._is_started:
+            raise EngineFailed(f"the engine of {self._replica_id} must be running, got a dead one; start it again")
+
+
+def seeded_table(seed: int, vocab: int) -> np.ndarray:
+    """[V, V] logits, spread enough that greedy choices are never close."""
+    return np.random.default_rng(seed).normal(0, 2, (vocab, vocab))
+
+
+def log_softmax(logits_V: np.ndarray) -> np.ndarray:
+    """Log-probabilities that sum to one in float64."""
+    shifted_V = logits_V - logits_V.max()
+    return np.asarray(shifted_V - np.log(np.exp(shifted_V).sum()))
+
+
+def spans(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
+    """Runs of equal versions."""
+    found: list[VersionSpan] = []
+    for position, version in enumerate(versions):
+        if found and found[-1].policy_version == version:
+            found[-1] = VersionSpan(version, found[-1].first, position + 1)
+        else:
+            found.append(VersionSpan(version, position, position + 1))
+    return tuple(found)

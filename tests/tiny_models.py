@@ -1,0 +1,180 @@
+"""Tiny policies and drafters, made on the spot. Nothing is downloaded; the same seed gives the same weights.
+
+    make_policy          random Qwen3 with a byte-level tokenizer
+    make_text_policy     the same, trained for seconds until it continues the given texts
+    make_bigram_drafter  an EAGLE-3 head that guesses right often, for a policy with `bigram` set
+
+A random policy is nearly uniform, and a random head never guesses right: tests of acceptance would test nothing.
+`sharpness` scales the output layer, and `bigram` the embedding, so that the next token depends mostly on the last one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+PAD, EOS = "<|pad|>", "<|eos|>"
+SPECIAL = (PAD, EOS, "<|im_start|>", "<|im_end|>")
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{m['role']}}\n{{m['content']}}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Size of a tiny Qwen3. head_dim must be one that vLLM's CPU attention knows: 32 is the smallest."""
+
+    hidden: int = 64
+    layers: int = 4
+    heads: int = 2
+    groups: int = 2
+    head_dim: int = 32
+    intermediate: int = 128
+    vocab: int = 264
+    max_length: int = 1024
+    is_tied: bool = False
+
+
+def make_policy(
+    path: Path,
+    *,
+    seed: int = 0,
+    shape: Shape = Shape(),
+    sharpness: float = 1.0,
+    bigram: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+) -> Path:
+    """Write a random Qwen3 with tokenizer to `path` and return it."""
+    tokenizer = make_tokenizer(path, shape.vocab)
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(_config(shape, tokenizer))
+    with torch.no_grad():
+        model.lm_head.weight.mul_(sharpness)
+        model.model.embed_tokens.weight.mul_(bigram)
+    model.to(dtype).save_pretrained(path)
+    return path
+
+
+def make_text_policy(
+    path: Path, texts: Sequence[str], *, seed: int = 0, shape: Shape = Shape(), steps: int = 150
+) -> Path:
+    """Write a Qwen3 trained on `texts`, each followed by the end token. Costs about a second per 20 steps."""
+    tokenizer = make_tokenizer(path, shape.vocab)
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(_config(shape, tokenizer))
+    batch = tokenizer([text + EOS for text in texts], return_tensors="pt", padding=True)
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    for _ in range(steps):
+        loss = model(**batch, labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    model.eval().save_pretrained(path)
+    return path
+
+
+def make_tokenizer(path: Path, vocab: int) -> PreTrainedTokenizerFast:
+    """A tokenizer with one token per byte after the special ones, saved to `path`. Any text can be encoded."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    assert vocab >= len(SPECIAL) + len(letters)
+    ids = {token: number for number, token in enumerate((*SPECIAL, *letters))}
+    backend = Tokenizer(models.BPE(vocab=ids, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD,
+        eos_token=EOS,
+        additional_special_tokens=list(SPECIAL[2:]),
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(path)
+    return tokenizer
+
+
+def make_bigram_drafter(path: Path, policy: Path, *, noise: float = 0.0, seed: int = 0) -> Path:
+    """Write an EAGLE-3 head whose guess depends on the last token only, as a policy with large `bigram` does.
+
+    Queries and keys are copies of the token's embedding, large enough that a position attends to itself; values hand
+    the embedding through to the policy's own norm and output layer. `noise` is relative and spoils the guesses; the
+    output layer always differs a little from the policy's, since vLLM would share the two if they were equal.
+    """
+    from specrl.drafting.head import Eagle3Head, head_config, save_head
+    from specrl.drafting.policy_config import read_policy_config
+    from specrl.spec.generation import Eagle3
+
+    config = read_policy_config(policy)
+    assert config.num_heads == config.num_groups
+    assert config.num_heads * config.head_dim == config.hidden_size
+    weights = load_file(policy / "model.safetensors")
+    head = Eagle3Head(head_config(config, Eagle3()))
+    eye, generator = torch.eye(config.hidden_size), torch.Generator().manual_seed(seed)
+    nothing = torch.zeros_like(eye)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.fill_(1.0 if parameter.ndim == 1 else 0.0)
+        attention = head.midlayer.self_attn
+        attention.q_proj.weight.copy_(torch.cat([3 * eye, nothing], 1))
+        attention.k_proj.weight.copy_(torch.cat([3 * eye, nothing], 1))
+        attention.v_proj.weight.copy_(torch.cat([eye, nothing], 1))
+        attention.o_proj.weight.copy_(eye)
+        head.norm.weight.copy_(weights["model.norm.weight"])
+        output = weights["lm_head.weight"]
+        spoilt = torch.randn(output.shape, generator=generator) * output.std() * (noise + 1e-3)
+        head.lm_head.weight.copy_(output + spoilt)
+    save_head(path, head, torch.float32)
+    return path
+
+
+def perturb(path: Path, source: Path, *, scale: float, seed: int) -> Path:
+    """Copy a model folder with every floating-point tensor changed by `scale` times its own spread."""
+    path.mkdir(parents=True, exist_ok=True)
+    for file in source.iterdir():
+        if file.suffix != ".safetensors":
+            (path / file.name).write_bytes(file.read_bytes())
+    generator = torch.Generator().manual_seed(seed)
+    changed: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        if tensor.is_floating_point():
+            spread = tensor.float().std() if tensor.numel() > 1 and tensor.ndim > 1 else torch.tensor(1.0)
+            noise = torch.randn(tensor.shape, generator=generator) * spread * scale
+            changed[name] = (tensor.float() + noise).to(tensor.dtype).contiguous()
+        else:
+            changed[name] = tensor
+    save_file(changed, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def edit_config(path: Path, **changes: Any) -> None:
+    """Change fields of a folder's config.json in place."""
+    file = path / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps({**config, **changes}), encoding="utf-8")
+
+
+def _config(shape: Shape, tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
+    return Qwen3Config(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.groups,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.max_length,
+        tie_word_embeddings=shape.is_tied,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )

@@ -1,0 +1,139 @@
+"""A batch holds every rollout of its groups, in the order of the stream, and none that breaks the bound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specrl.batching import assemble
+from specrl.errors import RecordInvalid
+from specrl.records import FinishReason, Group, Prompt, Reward, Rollout, VersionSpan
+from specrl.spec import RunSpec, parse_spec
+
+
+def a_spec(prompts: int = 2, size: int = 2, lag: int = 1, normalise: bool = False) -> RunSpec:
+    return parse_spec(
+        {
+            "name": "test",
+            "model": {"path": "policy"},
+            "prompts": {"source": {"generated": {"family": "ledger", "count": 8}}},
+            "rewards": {"exact": {}},
+            "generation": {"sampling": {"maxTokens": 16}},
+            "trainer": {"optimizer": {"learningRate": "1e-3"}, "loss": {"normaliseAdvantages": normalise}},
+            "schedule": {"steps": 9, "promptsPerStep": prompts, "groupSize": size, "maxPolicyLag": lag},
+        }
+    )
+
+
+def a_group(position: int, rewards: tuple[float | None, ...] = (0, 1), step: int = 5, version: int = 4) -> Group:
+    name = f"g{position}"
+    rollouts = tuple(
+        Rollout(
+            rollout_id=f"{name}/{index}",
+            group_id=name,
+            sample_index=index,
+            token_ids_T=np.array([index, position], np.int32),
+            sampler_logprobs_T=np.zeros(2, np.float32),
+            versions=(VersionSpan(version, 0, 2),),
+            finish_reason=FinishReason.STOP,
+            replica_id="r",
+            text="",
+            seconds=0.0,
+        )
+        for index in range(len(rewards))
+    )
+    prompt = Prompt(f"p{position}", position, (position, 1), "q", "a")
+    graded = tuple(Reward(value, "" if value is not None else "crash: lost") for value in rewards)
+    return Group(name, prompt, step, rollouts, graded)
+
+
+def aged(group: Group, *versions: int) -> Group:
+    """The group with its first rollout sampled under these versions, a token each."""
+    spans = tuple(VersionSpan(version, index, index + 1) for index, version in enumerate(versions))
+    return replace(group, rollouts=(replace(group.rollouts[0], versions=spans), *group.rollouts[1:]))
+
+
+@given(
+    positions=st.lists(st.integers(0, 10**6), min_size=1, max_size=8, unique=True),
+    size=st.integers(2, 5),
+    lag=st.integers(0, 3),
+    data=st.data(),
+)
+def test_everything_is_in_the_batch_once_and_in_order(
+    positions: list[int], size: int, lag: int, data: st.DataObject
+) -> None:
+    versions = [data.draw(st.integers(4 - lag, 4)) for _ in positions]
+    groups = [
+        a_group(position, tuple(float(i == 0) for i in range(size)), version=version)
+        for position, version in zip(positions, versions, strict=True)
+    ]
+    batch = assemble(5, groups, a_spec(len(positions), size, lag))
+    assert batch.step == 5
+    expected = [rollout.rollout_id for position in sorted(positions) for rollout in a_group_named(groups, position)]
+    assert [item.rollout.rollout_id for item in batch.rollouts] == expected
+    assert max(batch.policy_lags) <= lag
+    assert [item.prompt_token_ids[0] for item in batch.rollouts] == [p for p in sorted(positions) for _ in range(size)]
+
+
+def a_group_named(groups: list[Group], position: int) -> tuple[Rollout, ...]:
+    return next(group.rollouts for group in groups if group.prompt.position == position)
+
+
+def test_advantages_are_the_groups_own() -> None:
+    batch = assemble(5, [a_group(7, (1, 1)), a_group(3, (0, 1))], a_spec())
+    assert [item.advantage for item in batch.rollouts] == [-0.5, 0.5, 0.0, 0.0]
+    normalised = assemble(5, [a_group(7, (1, 1)), a_group(3, (0, 1))], a_spec(normalise=True))
+    assert [item.advantage for item in normalised.rollouts] == pytest.approx([-(0.5**0.5), 0.5**0.5, 0, 0])
+
+
+def test_a_rollout_at_the_bound_is_trained_and_one_beyond_it_never() -> None:
+    within, beyond = aged(a_group(0), 3, 4), aged(a_group(0), 4, 2)
+    assert assemble(5, [within, a_group(1)], a_spec(lag=1)).policy_lags == [1, 0, 0, 0]
+    with pytest.raises(RecordInvalid, match="policy lag must be <= maxPolicyLag=1, got lag=2 for g0/0"):
+        assemble(5, [beyond, a_group(1)], a_spec(lag=1))
+    with pytest.raises(RecordInvalid, match="maxPolicyLag=0, got lag=1"):
+        assemble(5, [within, a_group(1)], a_spec(lag=0))
+
+
+def test_a_rollout_of_a_version_that_is_yet_to_be_trained_is_refused() -> None:
+    with pytest.raises(RecordInvalid, match="policy versions must be <= 4, got 5"):
+        assemble(5, [aged(a_group(0), 4, 5), a_group(1)], a_spec())
+
+
+def swapped(group: Group) -> Group:
+    return replace(group, rollouts=group.rollouts[::-1])
+
+
+def of_another(group: Group) -> Group:
+    return replace(group, rollouts=(replace(group.rollouts[0], group_id="other"), *group.rollouts[1:]))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda group: replace(group, target_step=6), "target_step must be 5"),
+        (lambda group: replace(group, rollouts=group.rollouts[:1]), "samples must be 0 to 1 in order"),
+        (lambda group: replace(group, rollouts=group.rollouts * 2), "samples must be 0 to 1 in order"),
+        (swapped, "samples must be 0 to 1 in order"),
+        (lambda group: replace(group, rewards=group.rewards[:1]), "rewards must be 2"),
+        (of_another, "rollouts must be of their group"),
+        (aged, "must name its policy versions"),
+        (lambda group: a_group(0, (1, None)), "every rollout must be graded"),
+        (lambda group: a_group(0, (1, float("nan"))), "rewards must be finite"),
+        (lambda group: a_group(1), "must differ in id and position"),
+    ],
+)
+def test_an_unsound_group_is_refused(spoil: Callable[[Group], Group], said: str) -> None:
+    with pytest.raises(RecordInvalid, match=said):
+        assemble(5, [spoil(a_group(0)), a_group(1)], a_spec())
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_step_needs_all_of_its_groups(count: int) -> None:
+    with pytest.raises(RecordInvalid, match=f"less the failed prompts, 2, got {count}"):
+        assemble(5, [a_group(position) for position in range(count)], a_spec())

@@ -1,0 +1,256 @@
+"""The multi-pass loss: against speculators, against the way drafts are made, and against what must not matter."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from specrl.drafting import online
+from specrl.drafting.head import Eagle3Head, rotate
+from specrl.drafting.online import (
+    PASS_DECAY,
+    DrafterTrainer,
+    HeadBatch,
+    PolicyEnds,
+    starts_per_pass,
+    training_time_test,
+)
+from tests.unit.drafting.builders import HIDDEN, VOCAB, a_head, a_policy, some_ends, some_states
+
+PASSES = 3
+
+
+def loss_of(head: Eagle3Head, ends: PolicyEnds, batch: HeadBatch) -> online.PassSums:
+    lengths = (batch.lengths_B - batch.prompt_lengths_B).tolist()
+    return training_time_test(head, ends, batch, [max(1, n) for n in starts_per_pass(lengths, PASSES)])
+
+
+def gradients(head: Eagle3Head, loss: torch.Tensor) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(loss, list(head.parameters())))
+
+
+def drafts(head: Eagle3Head, ends: PolicyEnds, batch: HeadBatch, row: int, start: int) -> list[torch.Tensor]:
+    """Log-probabilities [V] of each pass, computed as an engine drafts: token after token with a growing cache.
+
+    Verified context first: pairs (h_t, x_{t+1}) for t <= start. Then each pass appends one more pair, of the last
+    output and the next token, at the next position.
+    """
+    policy, layer = head.config.policy, head.midlayer
+    hidden_SH = head.fc(batch.aux_BSA[row, : start + 1])
+    tokens_S = batch.token_ids_BS[row, 1 : start + 2]
+    found = []
+    for step in range(PASSES):
+        input_SX = head.qkv_input(ends.embedding_VH[tokens_S], hidden_SH)
+        position_1S = torch.arange(len(tokens_S))[None]
+
+        def heads(x_SX: torch.Tensor) -> torch.Tensor:
+            return x_SX.view(len(x_SX), -1, policy.head_dim).transpose(0, 1)[None]
+
+        query = rotate(heads(layer.self_attn.q_proj(input_SX)), position_1S, policy.rope_theta)[:, :, -1:]
+        key = rotate(heads(layer.self_attn.k_proj(input_SX)), position_1S, policy.rope_theta)
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            query, key, heads(layer.self_attn.v_proj(input_SX)), enable_gqa=True
+        )
+        out_H = head.after_attention(attended.transpose(1, 2).flatten(2)[0, 0], hidden_SH[-1])
+        found.append(head.logits(out_H).log_softmax(-1))
+        following = start + 2 + step
+        if following < batch.token_ids_BS.shape[1]:
+            tokens_S = torch.cat([tokens_S, batch.token_ids_BS[row, following : following + 1]])
+            hidden_SH = torch.cat([hidden_SH, out_H[None]])
+    return found
+
+
+def test_loss_is_that_of_drafting_token_by_token() -> None:
+    head, ends, batch = a_head(), some_ends(), some_states([3, 2], [9, 6])
+    totals = starts_per_pass([6, 4], PASSES)
+    expected = 0.0
+    for row in range(2):
+        prompt, length = int(batch.prompt_lengths_B[row]), int(batch.lengths_B[row])
+        for start in range(prompt - 1, length - 2):
+            for step, drafted_V in enumerate(drafts(head, ends, batch, row, start)):
+                if start + 2 + step >= length:
+                    continue
+                last_H = batch.last_BSH[row, start + 1 + step]
+                normed_H = torch.nn.functional.rms_norm(last_H, (HIDDEN,), ends.norm_H, 1e-6)
+                wanted_V = (normed_H @ ends.lm_head_VH.T).log_softmax(-1)
+                divergence = (wanted_V.exp() * (wanted_V - drafted_V)).sum()
+                expected += PASS_DECAY**step * float(divergence.detach()) / totals[step]
+    assert float(loss_of(head, ends, batch).loss.detach()) == pytest.approx(expected, rel=1e-5)
+
+
+def test_padding_and_company_change_nothing() -> None:
+    head, ends = a_head(), some_ends()
+    together = loss_of(head, ends, some_states([3, 2], [9, 6]))
+    padded = loss_of(head, ends, some_states([3, 2], [9, 6], padding=5))
+    assert float(together.loss.detach()) == pytest.approx(float(padded.loss.detach()), rel=1e-6)
+    batch = some_states([3, 2], [9, 6])
+    totals = starts_per_pass([6, 4], PASSES)
+    alone = [training_time_test(head, ends, part, totals) for part in (batch.rows(0, 2), batch.rows(1, 2)) if part]
+    assert sum(float(part.loss.detach()) for part in alone) == pytest.approx(float(together.loss.detach()), rel=1e-6)
+    for name in ("kl_sums_J", "alive_J", "right_J"):
+        torch.testing.assert_close(sum(getattr(part, name) for part in alone), getattr(together, name))
+
+
+def test_blocks_of_starts_give_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    head, ends, batch = a_head(), some_ends(), some_states([3, 2], [20, 11])
+    whole = gradients(head, loss_of(head, ends, batch).loss)
+    monkeypatch.setattr(online, "BLOCK_STARTS", 5)
+    for one, other in zip(whole, gradients(head, loss_of(head, ends, batch).loss), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_too_short_completions_are_no_error() -> None:
+    trainer = DrafterTrainer(a_head(), 1e-3, 1.0, PASSES)
+    trainer.begin(some_ends(), [1, 1])
+    trainer.accumulate(some_states([3, 2], [4, 3]))
+    metrics = trainer.finish()
+    assert metrics.loss == 0
+    assert metrics.acceptance_per_position == (0.0, 0.0, 0.0)
+
+
+def test_only_the_head_gets_gradients() -> None:
+    ends, batch = some_ends(), some_states([3], [9])
+    batch.aux_BSA.requires_grad_()
+    detached = HeadBatch(batch.token_ids_BS, batch.aux_BSA.detach(), *list(vars(batch).values())[2:])
+    head = a_head()
+    torch.autograd.backward(loss_of(head, ends, detached).loss)
+    assert batch.aux_BSA.grad is None
+    assert all(weight.grad is not None and weight.grad.abs().sum() > 0 for weight in head.parameters())
+
+
+def test_reduced_vocabulary_never_counts_a_token_it_cannot_draft() -> None:
+    head, ends, batch = a_head(draft_vocab=8), some_ends(), some_states([2] * 8, [12] * 8)
+    head.set_draft_vocabulary(torch.arange(40, 48))
+    sums = loss_of(head, ends, batch)
+    assert math.isfinite(float(sums.loss.detach()))
+    assert int(sums.alive_J[0]) == 8 * 9
+    normed = torch.nn.functional.rms_norm(batch.last_BSH, (HIDDEN,), ends.norm_H, 1e-6)
+    possible = (normed @ ends.lm_head_VH.T).argmax(-1)[:, 2:11] >= 40
+    assert int(sums.right_J[0]) <= int(possible.sum())
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=10))
+def test_starts_per_pass_count_what_the_loss_sums(lengths: list[int]) -> None:
+    expected = [sum(1 for n in lengths for m in range(n - 1) if m + j < n - 1) for j in range(PASSES)]
+    assert starts_per_pass(lengths, PASSES) == expected
+
+
+def test_head_learns_a_policy_that_can_be_learnt() -> None:
+    generator = torch.Generator().manual_seed(5)
+    ends = some_ends()
+    tokens_BS = (torch.randint(0, VOCAB, (64, 1), generator=generator) + 5 * torch.arange(12)) % VOCAB
+    # The last hidden state says the next token: its output row, after a norm that leaves it as it is.
+    following_BS = (tokens_BS + 5) % VOCAB
+    lined_up = torch.nn.functional.normalize(ends.lm_head_VH, dim=-1)[following_BS] * 20
+    aux = torch.cat([ends.embedding_VH[tokens_BS]] * 3, -1)
+    batch = HeadBatch(tokens_BS, aux, lined_up, torch.full((64,), 2), torch.full((64,), 12))
+    plain = PolicyEnds(ends.embedding_VH, torch.ones(HIDDEN), torch.nn.functional.normalize(ends.lm_head_VH, dim=-1))
+    trainer = DrafterTrainer(a_head(), 1e-2, 1.0, PASSES)
+    history = []
+    for _ in range(30):
+        trainer.begin(plain, [10] * 64)
+        trainer.accumulate(batch)
+        history.append(trainer.finish())
+    assert history[-1].loss < history[0].loss / 4
+    assert min(history[-1].acceptance_per_position) > 0.9
+
+
+def test_state_brings_the_optimizer_back() -> None:
+    ends, batch = some_ends(), some_states([3, 2], [9, 6])
+
+    def step(trainer: DrafterTrainer) -> float:
+        trainer.begin(ends, [6, 4])
+        trainer.accumulate(batch)
+        return trainer.finish().loss
+
+    first, second = (DrafterTrainer(a_head(seed=seed), 1e-2, 1.0, PASSES) for seed in (0, 9))
+    step(first)
+    second.load_state(first.state())
+    assert [step(first), step(first)] == [step(second), step(second)]
+    fresh = DrafterTrainer(a_head(seed=3), 1e-2, 1.0, PASSES)
+    second.load_state(fresh.state())  # from before its first step
+    assert step(second) == step(fresh)
+
+
+@pytest.mark.filterwarnings("ignore")  # speculators and what it imports warn about themselves
+def test_loss_equals_that_of_speculators(tmp_path: Path) -> None:
+    batch, ends, head = some_states([1, 1], [9, 9]), some_ends(), a_head()
+    theirs = speculators_loss(tmp_path, head, ends, batch)
+    totals = starts_per_pass([8, 8], PASSES)
+    ours = training_time_test(head, ends, batch, totals)
+    for j in range(PASSES):
+        assert float(ours.kl_sums_J[j]) / totals[j] == pytest.approx(theirs[j], rel=1e-5)
+
+
+def speculators_loss(folder: Path, head: Eagle3Head, ends: PolicyEnds, batch: HeadBatch) -> list[float]:
+    """Mean divergence of each pass by speculators' Eagle3DraftModel, sequences packed into one row."""
+    from speculators.losses import resolve_loss_config
+    from speculators.models.eagle3.core import Eagle3DraftModel
+    from transformers import LlamaConfig, Qwen3Config
+
+    policy = a_policy()
+    shape: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "intermediate_size": policy.intermediate_size,
+        "num_attention_heads": policy.num_heads,
+        "num_key_value_heads": policy.num_groups,
+        "head_dim": policy.head_dim,
+        "max_position_embeddings": policy.max_length,
+        "rms_norm_eps": policy.norm_epsilon,
+        "rope_parameters": {"rope_type": "default", "rope_theta": policy.rope_theta},
+        "tie_word_embeddings": False,
+    }
+    Qwen3Config(num_hidden_layers=4, architectures=["Qwen3ForCausalLM"], **shape).save_pretrained(folder)
+    verifier = {
+        "model.embed_tokens.weight": ends.embedding_VH,
+        "model.norm.weight": ends.norm_H,
+        "lm_head.weight": ends.lm_head_VH,
+    }
+    save_file(verifier, folder / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(verifier, "model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    model = Eagle3DraftModel.from_training_args(
+        LlamaConfig(num_hidden_layers=1, **shape),
+        draft_vocab_size=VOCAB,
+        norm_before_residual=False,
+        ttt_steps=PASSES,
+        verifier_name_or_path=str(folder),
+        target_layer_ids=[2, 3, 4],
+        draft_attn_impl="eager",
+    )
+    with torch.no_grad():
+        named = dict(model.named_parameters())
+        for name, weight in head.named_parameters():
+            named[name.replace("midlayer.", "layers.0.")].copy_(weight)
+        model.verifier_norm.weight.copy_(ends.norm_H)
+        # Position t of a row: hidden state t, token t+1, the policy's output at t+1.
+        sequences, width = batch.token_ids_BS.shape
+        rows = {
+            "hidden_states": batch.aux_BSA[:, :-1].reshape(1, -1, 3 * HIDDEN),
+            "input_ids": batch.token_ids_BS[:, 1:].reshape(1, -1),
+            "document_ids": torch.arange(sequences).repeat_interleave(width - 1)[None],
+            "position_ids": torch.arange(width - 1).repeat(sequences)[None],
+            "verifier_last_hidden_states": batch.last_BSH[:, 1:].reshape(1, -1, HIDDEN),
+        }
+        found = []
+        for sequence in range(sequences):  # a pass that runs past a sequence's end would read the next one's target
+            one = slice(sequence * (width - 1), (sequence + 1) * (width - 1))
+            _, _, metrics = model(
+                **{name: value[:, one] for name, value in rows.items()},
+                loss_mask=torch.ones(1, width - 1, dtype=torch.bool)
+                & (torch.arange(width - 1) < width - 2)[None],
+                ttt_steps=PASSES,
+                ttt_step_loss_decay=1.0,
+                loss_config=resolve_loss_config("kl_div", "eager"),
+            )
+            found.append([float(metrics[f"loss_{j}_sum"]) for j in range(PASSES)])
+    return [sum(column) / sequences for column in zip(*found, strict=True)]

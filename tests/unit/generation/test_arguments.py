@@ -1,0 +1,96 @@
+"""The run file's choices reach vLLM, and the memory check says what is missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.vllm_cases import a_spec
+
+from specrl.errors import MemoryTooSmall, RecordInvalid
+from specrl.generation.vllm_backend import arguments, memory
+from specrl.records import RolloutRequest, Sampling
+
+POLICY = Path("/models/policy")
+
+
+def test_engine_gets_what_the_run_file_says() -> None:
+    spec = a_spec(POLICY, generation={"maxLiveRollouts": 7, "kvCacheMib": 3}, schedule={
+        "steps": 1, "promptsPerStep": 1, "groupSize": 2, "seed": 5,
+    })  # fmt: skip
+    found = arguments.engine_arguments(spec, None, is_cpu=True)
+    expected = {"model": "/models/policy", "dtype": "float32", "max_model_len": 512, "max_num_seqs": 7, "seed": 5}
+    assert expected.items() <= found.items()
+    assert found["kv_cache_memory_bytes"] == 3 << 20
+    assert found["logprobs_mode"] == "processed_logprobs"
+    assert found["speculative_config"] is None
+
+
+@pytest.mark.parametrize(("eager", "is_cpu", "expected"), [
+    (None, True, True), (None, False, False), (True, False, True), (False, True, False),
+])  # fmt: skip
+def test_eager_is_the_default_on_cpus_only(eager: bool | None, is_cpu: bool, expected: bool) -> None:
+    spec = a_spec(POLICY, generation={"eager": eager})
+    assert arguments.engine_arguments(spec, None, is_cpu)["enforce_eager"] is expected
+    assert bool(arguments.eager_environment(spec, is_cpu)) is (expected and is_cpu)
+
+
+def test_gpus_measure_their_own_kv_cache() -> None:
+    spec = a_spec(POLICY, generation={"kvCacheMib": None})
+    assert arguments.kv_cache_bytes(spec, is_cpu=False) is None
+    assert arguments.kv_cache_bytes(spec, is_cpu=True) == arguments.CPU_KV_CACHE_MIB << 20
+
+
+def test_mechanisms_become_vllms() -> None:
+    eagle3 = a_spec(POLICY, {"eagle3": {"numDraftTokens": 2}})
+    assert arguments.speculative_config(eagle3, Path("/head")) == {
+        "method": "eagle3", "model": "/head", "num_speculative_tokens": 2,
+    }  # fmt: skip
+    ngram = a_spec(POLICY, {"ngram": {"numDraftTokens": 4, "lookupMin": 2, "lookupMax": 5}})
+    assert arguments.speculative_config(ngram, None) == {
+        "method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 5,
+    }  # fmt: skip
+
+
+def test_environment_keeps_vllm_offline_and_its_threads_unbound() -> None:
+    found = arguments.environment(a_spec(POLICY, generation={"threads": 3}))
+    assert found["HF_HUB_OFFLINE"] == found["VLLM_NO_USAGE_STATS"] == found["DO_NOT_TRACK"] == "1"
+    assert found["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert found["OMP_NUM_THREADS"] == "3"
+
+
+def a_request(prompt: int = 4, **sampling: object) -> RolloutRequest:
+    return RolloutRequest("r", "g", 0, (5,) * prompt, Sampling(**{"max_tokens": 8, **sampling}))  # type: ignore[arg-type]
+
+
+def test_longest_request_leaves_room_for_drafts() -> None:
+    spec = a_spec(POLICY, {"ngram": {"numDraftTokens": 3}})
+    arguments.check_request(a_request(500, max_tokens=8), spec, 264)
+    with pytest.raises(RecordInvalid, match=r"508 tokens.*got 500 \+ 9"):
+        arguments.check_request(a_request(500, max_tokens=9), spec, 264)
+
+
+@pytest.mark.parametrize("sampling", [
+    {"temperature": 0.005}, {"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_p": 1.5},
+    {"top_k": -1}, {"seed": -1}, {"seed": 1 << 63}, {"max_tokens": 0},
+])  # fmt: skip
+def test_sampling_that_vllm_would_change_or_refuse_is_refused(sampling: dict[str, object]) -> None:
+    with pytest.raises(RecordInvalid, match="request r"):
+        arguments.check_request(a_request(**sampling), a_spec(POLICY), 264)
+
+
+def test_memory_that_is_too_small_is_told_in_numbers() -> None:
+    needed = memory.needed_bytes(weight_bytes=100 << 20, kv_cache_bytes=64 << 20)
+    memory.check(needed, needed)
+    with pytest.raises(MemoryTooSmall, match=rf"at least {needed >> 20} MiB.*got {(needed >> 20) - 1} MiB"):
+        memory.check(needed, needed - (1 << 20))
+
+
+def test_container_limit_counts_where_it_is_lower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    whole = memory.available_bytes()
+    (tmp_path / "memory.current").write_text("1000\n")
+    (tmp_path / "memory.max").write_text("5000\n")
+    assert memory.available_bytes() == 4000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.available_bytes() > whole // 2

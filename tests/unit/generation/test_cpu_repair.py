@@ -1,0 +1,69 @@
+"""The repair is applied where the kernel is wrong, and nowhere else."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from specrl.errors import EngineFailed
+from specrl.generation.vllm_backend import cpu_repair
+
+
+def _as_shipped(output: torch.Tensor, values: torch.Tensor, ends: torch.Tensor, old: int, new: int, **_: Any) -> None:
+    """What vLLM 0.32.0 does: fills a converted copy, and leaves the caller's tensor alone unless it is int64."""
+    cpu_repair.expand(output if output.dtype == torch.int64 else output.to(torch.int64), values, ends, old, new)
+
+
+def _a_module(kernel: Any) -> Any:
+    return SimpleNamespace(**{cpu_repair.SEAM: kernel})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.int64])
+def test_values_are_spread_over_the_tokens_of_their_request(dtype: torch.dtype) -> None:
+    output = torch.empty(6, dtype=dtype)
+    cpu_repair.expand(output, torch.tensor([5, 0, 7, 3], dtype=dtype), torch.tensor([2, 2, 5, 6]), 0, 1)
+    assert output.tolist() == [5, 5, 7, 7, 7, 3]
+
+
+def test_replaced_value_is_spread_as_its_replacement() -> None:
+    output = torch.empty(3)
+    cpu_repair.expand(output, torch.tensor([0.0, 0.7]), torch.tensor([2, 3]), 0, 1)
+    assert output.tolist() == pytest.approx([1, 1, 0.7])
+
+
+def test_wrong_kernel_of_a_known_version_is_replaced_once() -> None:
+    module = _a_module(_as_shipped)
+    assert cpu_repair.repair(module, "0.32.0")
+    assert getattr(module, cpu_repair.SEAM) is cpu_repair.expand
+    assert not cpu_repair.repair(module, "0.32.0")
+
+
+def test_right_kernel_is_left_alone_in_any_version() -> None:
+    def mended(*arguments: Any, **keywords: Any) -> None:
+        cpu_repair.expand(*arguments, **keywords)
+
+    module = _a_module(mended)
+    assert not cpu_repair.repair(module, "9.9.9")
+    assert getattr(module, cpu_repair.SEAM) is mended
+
+
+def test_wrong_kernel_of_an_unknown_version_is_an_error() -> None:
+    with pytest.raises(EngineFailed, match=r"9\.9\.9.*55005|55005.*9\.9\.9"):
+        cpu_repair.repair(_a_module(_as_shipped), "9.9.9")
+
+
+def test_kernel_that_is_gone_is_an_error() -> None:
+    with pytest.raises(EngineFailed, match="no such kernel"):
+        cpu_repair.repair(SimpleNamespace(), "0.32.0")
+
+
+def test_kernel_that_ignores_integers_is_wrong() -> None:
+    def only_floats(output: torch.Tensor, *inputs: Any, **keywords: Any) -> None:
+        if output.dtype.is_floating_point:
+            cpu_repair.expand(output, *inputs, **keywords)
+
+    assert cpu_repair.is_wrong(only_floats)
+    assert not cpu_repair.is_wrong(cpu_repair.expand)

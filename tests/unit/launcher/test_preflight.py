@@ -1,0 +1,218 @@
+"""What is refused before a run starts, and with which words."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.run_files import a_model_folder, a_run, write_safetensors
+
+from specrl.errors import CheckpointInvalid, DatasetInvalid, MemoryTooSmall, PortTaken, SpecInvalid
+from specrl.launcher import preflight
+from specrl.launcher.memory import GIB, check_memory, estimate_memory
+from specrl.launcher.model_folder import read_model_folder
+from specrl.launcher.ports import choose_ports
+from specrl.spec import RunSpec, parse_spec
+
+
+def a_spec(folder: Path, **changes: Any) -> RunSpec:
+    return parse_spec(a_run(folder, **changes))
+
+
+def a_speculating_run(folder: Path, **eagle3: Any) -> RunSpec:
+    return a_spec(folder, generation={"sampling": {"maxTokens": 16}, "speculation": {"eagle3": eagle3}})
+
+
+def test_sound_run_passes_and_gets_two_ports(tmp_path: Path) -> None:
+    a_model_folder(tmp_path / "model")
+    ready = preflight.check(a_spec(tmp_path), available_bytes=lambda: 64 * GIB)
+    assert 0 < ready.grpc_port != ready.http_port > 0
+
+
+def test_missing_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointInvalid, match=r"model\.path must be a Hugging Face folder"):
+        preflight.check_policy(a_spec(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("config.json", "readable config.json"),
+        ("model.safetensors", "weights as safetensors"),
+        ("tokenizer.json", "must have a tokenizer"),
+    ],
+)
+def test_incomplete_model_names_what_is_missing(tmp_path: Path, name: str, message: str) -> None:
+    (a_model_folder(tmp_path / "model") / name).unlink()
+    with pytest.raises(CheckpointInvalid, match=message):
+        preflight.check_policy(a_spec(tmp_path))
+
+
+def test_half_downloaded_weights_are_refused(tmp_path: Path) -> None:
+    weights = a_model_folder(tmp_path / "model") / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(CheckpointInvalid, match="100 bytes missing"):
+        preflight.check_policy(a_spec(tmp_path))
+
+
+@pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", b"\xff" * 64])
+def test_weights_that_are_no_safetensors_are_refused(tmp_path: Path, content: bytes) -> None:
+    (a_model_folder(tmp_path / "model") / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointInvalid, match="without a safetensors header"):
+        preflight.check_policy(a_spec(tmp_path))
+
+
+def test_missing_shard_is_named(tmp_path: Path) -> None:
+    folder = a_model_folder(tmp_path / "model")
+    write_safetensors(folder / "model-1.safetensors", {"a": (2, 3)})
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointInvalid, match=r"model-2\.safetensors: No such file"):
+        preflight.check_policy(a_spec(tmp_path))
+
+
+def test_shards_are_counted_by_the_index(tmp_path: Path) -> None:
+    folder = a_model_folder(tmp_path / "model")
+    write_safetensors(folder / "model-1.safetensors", {"a": (2, 3), "b": (4, 5)})
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": dict.fromkeys("ab", "model-1.safetensors")})
+    )
+    assert read_model_folder(folder, "model.path").parameters == 26
+
+
+def test_unsupported_architecture_is_refused(tmp_path: Path) -> None:
+    a_model_folder(tmp_path / "model", architectures=["LlamaForCausalLM"])
+    with pytest.raises(CheckpointInvalid, match="one of Qwen3ForCausalLM, got architecture=LlamaForCausalLM"):
+        preflight.check_policy(a_spec(tmp_path))
+
+
+def test_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    a_model_folder(tmp_path / "model", vocab_size=200)
+    with pytest.raises(CheckpointInvalid, match="got 256 tokens for vocab_size=200"):
+        preflight.check_policy(a_spec(tmp_path))
+
+
+def test_run_longer_than_the_model_is_refused(tmp_path: Path) -> None:
+    a_model_folder(tmp_path / "model", max_position_embeddings=100)
+    with pytest.raises(CheckpointInvalid, match="maxLength must be <= 100"):
+        preflight.check_policy(a_spec(tmp_path))
+
+
+def check_drafter(tmp_path: Path, **config: Any) -> None:
+    policy = a_model_folder(tmp_path / "model")
+    folder = a_model_folder(tmp_path / "drafter", architectures=["LlamaForCausalLMEagle3"], **config)
+    spec = a_speculating_run(tmp_path, path=str(folder))
+    preflight.check_drafter(spec, read_model_folder(policy, "model.path"))
+
+
+def test_fitting_drafter_passes(tmp_path: Path) -> None:
+    check_drafter(tmp_path)
+
+
+def test_drafter_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointInvalid, match=r"vocab_size=300 .* and 264 in"):
+        check_drafter(tmp_path, vocab_size=300)
+
+
+def test_drafter_of_another_width_is_refused_by_its_target(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointInvalid, match="hidden_size=96"):
+        check_drafter(tmp_path, target_hidden_size=96)
+
+
+def test_vocabulary_inside_a_speculators_config_is_read(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointInvalid, match="vocab_size=300"):
+        check_drafter(tmp_path, vocab_size=None, transformer_layer_config={"vocab_size": 300})
+
+
+def test_missing_drafter_is_refused_under_its_own_name(tmp_path: Path) -> None:
+    policy = read_model_folder(a_model_folder(tmp_path / "model"), "model.path")
+    with pytest.raises(CheckpointInvalid, match=r"generation\.speculation\.eagle3\.path must be a Hugging Face folder"):
+        preflight.check_drafter(a_speculating_run(tmp_path, path=str(tmp_path / "none")), policy)
+
+
+def test_draft_vocabulary_larger_than_the_policys_is_refused(tmp_path: Path) -> None:
+    policy = read_model_folder(a_model_folder(tmp_path / "model"), "model.path")
+    with pytest.raises(SpecInvalid, match="must be <= 264"):
+        preflight.check_drafter(a_speculating_run(tmp_path, draftVocabSize=265), policy)
+
+
+def test_every_number_that_does_not_divide_the_heads_is_listed(tmp_path: Path) -> None:
+    policy = read_model_folder(a_model_folder(tmp_path / "model"), "model.path")
+    spec = a_spec(
+        tmp_path,
+        generation={"sampling": {"maxTokens": 16}, "tensorParallel": 4},
+        trainer={"optimizer": {"learningRate": "1e-3"}, "parallelism": {"tensor": 3}},
+    )
+    with pytest.raises(SpecInvalid) as caught:
+        preflight.check_parallelism(spec, policy)
+    assert [(problem.path, problem.rule) for problem in caught.value.problems] == [
+        ("trainer.parallelism.tensor", "must divide the model's num_key_value_heads=2, got 3"),
+        ("generation.tensorParallel", "must divide the model's num_attention_heads=6, got 4"),
+        ("generation.tensorParallel", "must divide the model's num_key_value_heads=2, got 4"),
+    ]
+
+
+def test_malformed_line_is_named_by_file_and_line(tmp_path: Path) -> None:
+    a_model_folder(tmp_path / "model")
+    data = tmp_path / "train.jsonl"
+    data.write_text('{"question": "1+1?", "answer": "2"}\n{"question": \n')
+    with pytest.raises(DatasetInvalid, match=r"train\.jsonl:2"):
+        preflight.check_prompts(a_spec(tmp_path, prompts={"source": {"jsonl": {"path": str(data)}}, "maxTokens": 80}))
+
+
+def test_answer_that_the_verifier_cannot_compare_with_is_named_by_file_and_line(tmp_path: Path) -> None:
+    a_model_folder(tmp_path / "model")
+    data = tmp_path / "train.jsonl"
+    data.write_text('{"question": "1+1?", "answer": "#### 2"}\n{"question": "1+2?", "answer": "three ####"}\n')
+    with pytest.raises(DatasetInvalid, match=r"train\.jsonl:2"):
+        preflight.check_prompts(a_spec(tmp_path, prompts={"source": {"jsonl": {"path": str(data)}}, "maxTokens": 80}))
+
+
+def test_port_in_use_is_refused_by_its_field(tmp_path: Path) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(1)
+        port = listener.getsockname()[1]
+        with pytest.raises(PortTaken, match=f"telemetry.httpPort must be a free port, got telemetry.httpPort={port}"):
+            choose_ports(a_spec(tmp_path, telemetry={"httpPort": port}))
+
+
+def test_one_port_for_both_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PortTaken, match="must differ"):
+        choose_ports(a_spec(tmp_path, telemetry={"httpPort": 7777, "grpcPort": 7777}))
+
+
+def test_too_little_memory_says_who_needs_how_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    a_model_folder(tmp_path / "model")
+    with pytest.raises(MemoryTooSmall, match=r"available memory must be >= .* got 1\.0 GiB; .*generation\.replicas"):
+        preflight.check(a_spec(tmp_path), available_bytes=lambda: GIB)
+
+
+def test_memory_grows_with_replicas_and_ranks(tmp_path: Path) -> None:
+    policy = read_model_folder(a_model_folder(tmp_path / "model"), "model.path")
+    one = estimate_memory(a_spec(tmp_path), policy)
+    two = estimate_memory(a_spec(tmp_path, generation={"sampling": {"maxTokens": 16}, "replicas": 2}), policy)
+    assert two.total_bytes == one.total_bytes + one.replica_bytes
+    check_memory(two, two.total_bytes)
+    with pytest.raises(MemoryTooSmall):
+        check_memory(two, two.total_bytes - 1)
+
+
+def test_demo_sized_run_fits_a_small_laptop(tmp_path: Path) -> None:
+    """Two replicas and a trainer were measured to fit easily (notes: 1.7 GB a replica)."""
+    policy = read_model_folder(a_model_folder(tmp_path / "model"), "model.path")
+    spec = a_spec(tmp_path, generation={"sampling": {"maxTokens": 16}, "replicas": 2})
+    assert estimate_memory(spec, policy).total_bytes < 7 * GIB
+
+
+def test_container_limit_counts_as_the_machine(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("400\n")
+    assert preflight.available_memory_bytes(tmp_path) == 600
+    (tmp_path / "memory.max").write_text("max\n")
+    assert preflight.available_memory_bytes(tmp_path) > 600
+    assert preflight.available_memory_bytes(tmp_path / "none") > 600

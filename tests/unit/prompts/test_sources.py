@@ -1,0 +1,153 @@
+"""Sources read what is sound and name everything that is not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from specrl.errors import DatasetInvalid
+from specrl.prompts.sources import Problem, open_source
+from specrl.spec.data import FieldMapping, FileSource, GeneratedSource, PromptSource
+
+
+def jsonl(tmp_path: Path, *lines: str | bytes, **fields: str) -> PromptSource:
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b"\n".join(line.encode() if isinstance(line, str) else line for line in lines))
+    return PromptSource(jsonl=FileSource(path=str(path), fields=FieldMapping(**fields)))
+
+
+def parquet(tmp_path: Path, columns: dict[str, Any], **fields: str) -> PromptSource:
+    path = tmp_path / "data.parquet"
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    return PromptSource(parquet=FileSource(path=str(path), fields=FieldMapping(**fields)))
+
+
+def record(question: str = "1+1?", answer: str = "2") -> str:
+    return json.dumps({"question": question, "answer": answer})
+
+
+def test_jsonl_keeps_the_order_of_the_file_and_skips_blank_lines(tmp_path: Path) -> None:
+    source = open_source(jsonl(tmp_path, record("a", "1"), "", record("b", "2"), "  "))
+    assert [source.problem(i) for i in range(len(source))] == [Problem("a", "1"), Problem("b", "2")]
+    assert source.place(1).endswith("data.jsonl:3")
+
+
+def test_a_line_separator_inside_text_does_not_end_the_line(tmp_path: Path) -> None:
+    line = json.dumps({"question": "a\u2028b\x85c", "answer": "1"}, ensure_ascii=False)
+    assert open_source(jsonl(tmp_path, line)).problem(0).question == "a\u2028b\x85c"
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_read(tmp_path: Path) -> None:
+    source = open_source(jsonl(tmp_path, b"\xef\xbb\xbf" + record("a").encode() + b"\r", record("b")))
+    assert [source.problem(i).question for i in range(len(source))] == ["a", "b"]
+
+
+def test_other_column_names_are_mapped(tmp_path: Path) -> None:
+    line = json.dumps({"prompt": "a", "solution": "1", "id": 7})
+    assert open_source(jsonl(tmp_path, line, question="prompt", answer="solution")).problem(0) == Problem("a", "1")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "must be a JSON object on one line"),
+        ("[1]", "got a list; write one object a line"),
+        ("7", "got a number"),
+        (b'{"question": "\xff", "answer": "1"}', "must be UTF-8, got byte 0xff at column 15"),
+        ('{"question": "a"}', "field 'answer' must be there, got fields question"),
+        ('{"answer": "1"}', "field 'question' must be there, got fields answer"),
+        ('{"question": 7, "answer": "1"}', "field 'question' must be text, got a number"),
+        ('{"question": "a", "answer": null}', "field 'answer' must be text, got null"),
+        ('{"question": "a", "answer": true}', "field 'answer' must be text, got true or false"),
+        ('{"question": " ", "answer": "1"}', "field 'question' must not be empty"),
+        ('{"question": "a", "answer": ""}', "field 'answer' must not be empty"),
+        ('{"question": "\\ud800", "answer": "1"}', "field 'question' must be Unicode text"),
+        ("[" * 100_000, "must be a JSON object on one line"),
+    ],
+)
+def test_a_malformed_line_is_named_with_file_line_and_remedy(tmp_path: Path, line: str | bytes, said: str) -> None:
+    with pytest.raises(DatasetInvalid) as caught:
+        open_source(jsonl(tmp_path, record(), line))
+    (fault,) = [row for row in str(caught.value).splitlines() if "data.jsonl:2: " in row]
+    assert said in fault
+    assert "; " in fault, "a fault comes with its remedy"
+
+
+def test_many_faults_are_counted_and_the_first_are_shown(tmp_path: Path) -> None:
+    with pytest.raises(DatasetInvalid, match="got 9 that break this") as caught:
+        open_source(jsonl(tmp_path, *["{}"] * 4, record(), "null"))
+    assert "and 4 more" in str(caught.value)
+
+
+def test_a_missing_file_a_folder_and_an_empty_file_are_told_apart(tmp_path: Path) -> None:
+    for path, said in [(tmp_path / "none.jsonl", "no file there"), (tmp_path, "a folder")]:
+        with pytest.raises(DatasetInvalid, match=said):
+            open_source(PromptSource(jsonl=FileSource(path=str(path))))
+    with pytest.raises(DatasetInvalid, match="an empty data set"):
+        open_source(jsonl(tmp_path, "", ""))
+
+
+def test_parquet_reads_the_same_problems_as_jsonl(tmp_path: Path) -> None:
+    source = open_source(parquet(tmp_path, {"id": [1, 2], "question": ["a", "b"], "answer": ["1", "2"]}))
+    assert [source.problem(i) for i in range(len(source))] == [Problem("a", "1"), Problem("b", "2")]
+    assert source.place(1).endswith("data.parquet:2")
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ({"question": ["a", "b"]}, "field 'answer' must be there, got fields question"),
+        ({"question": ["a", None], "answer": ["1", "2"]}, "parquet:2: field 'question' must be text, got null"),
+        ({"question": ["a", "b"], "answer": [1, 2]}, "field 'answer' must be text, got a number"),
+        ({"question": ["a", ""], "answer": ["1", "2"]}, "parquet:2: field 'question' must not be empty"),
+        ({"question": pyarrow.array([], "string"), "answer": pyarrow.array([], "string")}, "an empty data set"),
+    ],
+)
+def test_a_malformed_table_is_refused(tmp_path: Path, columns: dict[str, Any], said: str) -> None:
+    with pytest.raises(DatasetInvalid) as caught:
+        open_source(parquet(tmp_path, columns))
+    assert said in str(caught.value)
+
+
+def test_a_file_that_is_not_parquet_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "data.parquet"
+    path.write_bytes(b"PAR1 but not really")
+    with pytest.raises(DatasetInvalid, match="must be a"):
+        open_source(PromptSource(parquet=FileSource(path=str(path))))
+
+
+def test_a_generated_source_holds_distinct_problems_and_is_the_same_again() -> None:
+    section = PromptSource(generated=GeneratedSource(family="ledger", count=200, seed=3))
+    first, second = open_source(section), open_source(section)
+    problems = [first.problem(i) for i in range(len(first))]
+    assert len({problem.question for problem in problems}) == 200
+    assert problems == [second.problem(i) for i in range(200)]
+
+
+def test_a_higher_difficulty_makes_longer_problems() -> None:
+    def mean_length(difficulty: int) -> float:
+        source = open_source(
+            PromptSource(generated=GeneratedSource(family="wordProblem", count=100, difficulty=difficulty))
+        )
+        return sum(len(source.problem(i).question) for i in range(100)) / 100
+
+    assert mean_length(0) < mean_length(1) < mean_length(3)
+
+
+def test_an_unknown_family_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(DatasetInvalid, match="family must be one of"):
+        open_source(PromptSource(generated=GeneratedSource(family="nope", count=1)))
+
+
+def test_trained_questions_are_drawn_around_in_a_family_and_refused_in_a_file(tmp_path: Path) -> None:
+    section = PromptSource(generated=GeneratedSource(family="addition", count=50))
+    trained = frozenset(open_source(section).problem(i).question for i in range(50))
+    held_out = open_source(section, exclude=trained)
+    assert trained.isdisjoint(held_out.problem(i).question for i in range(50))
+    with pytest.raises(DatasetInvalid, match="jsonl:2: is trained on"):
+        open_source(jsonl(tmp_path, record("new"), record("old")), exclude={"old"})

@@ -1,0 +1,153 @@
+"""Whatever a verifier does, the pool answers: a verdict, or why there is none. It is never a zero."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from specrl.errors import VerifierFailed
+from specrl.records import Prompt, Reward
+from specrl.rewards import FailureKind, VerifierPool, verifier_for
+from specrl.spec.data import MathVerifier, RewardPool, Rewards
+
+PROMPT = Prompt("p0", 0, (1,), "question", "right")
+
+
+@pytest.fixture
+async def pool(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[VerifierPool]:
+    monkeypatch.syspath_prepend(Path(__file__).parent)  # workers import `hostile` by name
+    from hostile import Hostile  # type: ignore[import-not-found]
+
+    async with VerifierPool(Hostile(), RewardPool(workers=1, timeout_s=1)) as pool:
+        yield pool
+
+
+def workers(pool: VerifierPool) -> list[int]:
+    assert pool._pool is not None
+    return list(pool._pool._pool_manager.worker_manager.workers)
+
+
+async def test_verdicts_are_the_verifiers_own(pool: VerifierPool) -> None:
+    assert await pool.grade(PROMPT, "right") == Reward(1.0)
+    assert await pool.grade(PROMPT, "wrong") == Reward(0.0)
+    assert pool.graded == 2
+    assert not pool.failures
+
+
+@pytest.mark.parametrize(
+    ("completion", "kind", "said"),
+    [
+        ("hang", FailureKind.TIMEOUT, "took longer than timeoutS=1"),
+        ("hang deaf", FailureKind.TIMEOUT, "took longer than timeoutS=1"),
+        ("die", FailureKind.CRASH, "exit status -9"),
+        ("exit", FailureKind.CRASH, "exit status 3"),
+        ("raise", FailureKind.ERROR, "raised KeyError"),
+        ("nonsense", FailureKind.ERROR, "finite number"),
+        ("fill memory", FailureKind.ERROR, "raised MemoryError"),
+    ],
+)
+async def test_a_failure_is_ungraded_counted_and_over(
+    pool: VerifierPool, completion: str, kind: FailureKind, said: str
+) -> None:
+    reward = await pool.grade(PROMPT, completion)
+    assert reward.value is None
+    assert reward.failure.startswith(f"{kind}: ")
+    assert said in reward.failure
+    assert dict(pool.failures) == {kind: 1}
+    assert await pool.grade(PROMPT, "right") == Reward(1.0), "the next rollout meets a sound worker"
+    assert pool.graded == 1
+
+
+async def test_verdicts_belong_to_their_rollouts_when_failures_are_between(pool: VerifierPool) -> None:
+    texts = ["right", "wrong", "die", "right", "raise", "wrong", "hang", "right"]
+    rewards = await asyncio.gather(*(pool.grade(PROMPT, text) for text in texts))
+    assert [reward.value for reward in rewards] == [1.0, 0.0, None, 1.0, None, 0.0, None, 1.0]
+
+
+async def test_a_worker_that_dies_idle_costs_no_verdict(pool: VerifierPool) -> None:
+    for _ in range(2):
+        (worker,) = workers(pool)
+        os.kill(worker, signal.SIGKILL)
+        assert await pool.grade(PROMPT, "right") == Reward(1.0)
+    assert not pool.failures
+
+
+async def test_an_abandoned_verdict_frees_its_worker(pool: VerifierPool) -> None:
+    task = asyncio.create_task(pool.grade(PROMPT, "hang"))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await pool.grade(PROMPT, "right") == Reward(1.0)
+
+
+async def test_a_closed_pool_leaves_no_process_and_refuses(pool: VerifierPool) -> None:
+    (worker,) = workers(pool)
+    await pool.close()
+    await pool.close()
+    assert not psutil.pid_exists(worker) or psutil.Process(worker).status() == psutil.STATUS_ZOMBIE
+    with pytest.raises(VerifierFailed, match="must be open"):
+        await pool.grade(PROMPT, "right")
+
+
+async def test_the_math_verifier_works_in_the_pool() -> None:
+    prompt = Prompt("p0", 0, (1,), "question", "worked\n#### 1/2")
+    async with VerifierPool(verifier_for(Rewards(math=MathVerifier())), RewardPool(workers=2, timeout_s=60)) as pool:
+        texts = ["#### 0.5", "#### 0.6", r"\boxed{\frac{2}{4}}", ""]
+        rewards = await asyncio.gather(*(pool.grade(prompt, text) for text in texts))
+    assert [reward.value for reward in rewards] == [1.0, 0.0, 1.0, 0.0]
+
+
+PROGRAM = """
+import asyncio, os, sys
+from specrl.rewards import VerifierPool
+from specrl.rewards.verifiers import Exact
+from specrl.spec.data import RewardPool
+
+async def main():
+    async with VerifierPool(Exact("####"), RewardPool(workers=2)) as pool:
+        print(*pool._pool._pool_manager.worker_manager.workers, flush=True)
+        await asyncio.sleep(3600)
+
+if __name__ == "__main__":
+    try:
+        asyncio.run(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_workers_end_with_their_coordinator_and_in_silence(tmp_path: Path, how: signal.Signals) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    with subprocess.Popen(
+        [sys.executable, str(program)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        pids = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
+        if how is signal.SIGINT:
+            os.killpg(process.pid, how)  # as a terminal does it: to every process of the group
+        else:
+            process.kill()
+        assert process.wait(timeout=60) == (130 if how is signal.SIGINT else -how)
+        _, alive = psutil.wait_procs(pids, timeout=60)
+        assert len(pids) == 2
+        assert not [worker for worker in alive if worker.status() != psutil.STATUS_ZOMBIE]
+        said = process.stderr.read()
+        assert "Traceback" not in said
+        # After a kill, Python's resource tracker removes the pool's semaphores, and says so.
+        assert not said or how is signal.SIGKILL

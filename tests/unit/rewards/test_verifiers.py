@@ -1,0 +1,173 @@
+"""What counts as the same answer, and what does not."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specrl.errors import DatasetInvalid, VerifierFailed
+from specrl.rewards import verifiers
+from specrl.rewards.verifiers import Exact, Math, check_references, marked_answer, unmarked_answer, verifier_for
+from specrl.spec.data import ExactVerifier, MathVerifier, Rewards
+
+EXACT, MATH = Exact("####"), Math("####")
+SOLUTION = "She has 16 - 3 - 4 = <<16-3-4=9>>9 eggs.\nShe makes 9 * 2 = $<<9*2=18>>18.\n#### 18"
+
+
+@pytest.mark.parametrize("verifier", [EXACT, MATH])
+@pytest.mark.parametrize(
+    ("reference", "completion"),
+    [
+        (SOLUTION, SOLUTION),
+        (SOLUTION, "#### 18"),
+        ("18", "so it is\n####18"),
+        ("#### 18", "####   $18.  \nand more words"),
+        ("#### 18", "#### 17\nno, wait\n#### 18"),
+        ("#### 18", "####\n18"),
+        ("#### 1,000", "#### 1000"),
+        ("#### 1000", "#### $1,000."),
+        ("#### 1234567", "#### 1,234,567"),
+        ("#### -5", "#### -$5"),
+        ("#### 70,000", r"#### \$70,000"),
+        ("#### 5", "#### 5€"),
+    ],
+)
+def test_the_right_answer_scores_one(verifier: Exact | Math, reference: str, completion: str) -> None:
+    assert verifier.reward(reference, completion) == 1.0
+
+
+@pytest.mark.parametrize("verifier", [EXACT, MATH])
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "",
+        "####",
+        "#### ",
+        "#### 17",
+        "#### 1",
+        "#### 8",
+        "#### 181",
+        "#### -18",
+        "#### 1,8",
+        "#### 0.18",
+        "#### 17 18",
+        "#### 3 15",
+        "#### 17 or 18",
+        "#### 1 2 3 18",
+        "#### eighteen",
+        "#### 18\n#### 17",
+        "#### $$$",
+        "#### \\frac{1}{0}",
+        "#### ((((",
+        "#### 18}{",
+        "#### \x00",
+        "#### " + "9" * 5000,
+        "18 eggs #### ",
+    ],
+)
+def test_any_other_answer_scores_zero(verifier: Exact | Math, completion: str) -> None:
+    assert verifier.reward(SOLUTION, completion) == 0.0
+
+
+def test_exact_needs_the_mark_and_math_reads_the_last_boxed_expression_or_number() -> None:
+    assert EXACT.reward(SOLUTION, "it is 18") == 0.0
+    assert EXACT.reward(SOLUTION, "18") == 0.0
+    assert MATH.reward(SOLUTION, "from 17 it is 18 eggs.") == 1.0
+    assert MATH.reward(SOLUTION, "first 18, then 17.") == 0.0
+    assert MATH.reward(SOLUTION, r"it is \boxed{18}, of 25.") == 1.0
+    assert MATH.reward(SOLUTION, r"\boxed{18} or rather \boxed{\frac{34}{2}}") == 0.0
+    assert MATH.reward(SOLUTION, r"\boxed{18") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("reference", "completion"),
+    [
+        ("#### 0.5", "#### 1/2"),
+        ("#### 1/2", r"#### \frac{1}{2}"),
+        ("#### 3 1/2", "#### 3.5"),
+        ("#### 3.5", "#### 3 1/2"),
+        ("#### 18", "#### 18.00"),
+        ("#### 18", "#### 18 dollars"),
+        ("#### 18", r"#### $18\text{ dollars}$"),
+        ("#### 50%", "#### 0.5"),
+        (r"#### 2\sqrt{3}", r"#### $\sqrt{12}$"),
+        ("#### x^2 - 1", "#### (x-1)(x+1)"),
+        ("#### 18", r"#### \boxed{18}"),
+    ],
+)
+def test_math_compares_values(reference: str, completion: str) -> None:
+    assert MATH.reward(reference, completion) == 1.0
+    assert EXACT.reward(reference, completion) == 0.0
+
+
+def test_a_mixed_number_is_not_its_whole_part() -> None:
+    assert MATH.reward("#### 3", "#### 3 1/2") == 0.0
+    assert MATH.reward("#### 1", "#### 3 1/2") == 0.0
+    assert MATH.reward("#### 10", "#### 10:30") == 0.0
+
+
+def test_exact_compares_words_with_white_space_collapsed() -> None:
+    assert EXACT.reward("New York", "####  New   York.") == 1.0
+    assert EXACT.reward("New York", "#### NewYork") == 0.0
+    assert EXACT.reward("(1,200)", "#### (1,200)") == 1.0
+
+
+@pytest.mark.parametrize("mark", ["####", "Answer:", ""])
+def test_the_mark_is_the_runs(mark: str) -> None:
+    assert Exact(mark).reward("18", f"{mark} 18") == 1.0
+    assert Math(mark).reward("18", f"{mark} 18") == 1.0
+
+
+@given(text=st.text(), mark=st.text(max_size=4))
+def test_reading_never_fails_on_any_text(text: str, mark: str) -> None:
+    marked_answer(text, mark)
+    unmarked_answer(text)
+    verifiers.math_expression(text)
+    assert verifiers.normalise(verifiers.normalise(text)) is not None
+    assert Exact("####").reward("18", text) in (0.0, 1.0)
+
+
+@given(value=st.integers(-(10**9), 10**9), wrong=st.integers(-(10**9), 10**9))
+def test_numbers_equal_themselves_in_every_spelling_and_no_other(value: int, wrong: int) -> None:
+    for verifier in (EXACT, MATH):
+        for spelling in (f"{value}", f"{value:,}", f"${value}", f" {value}. "):
+            assert verifier.reward(f"#### {value}", f"work\n#### {spelling}") == 1.0
+        assert verifier.reward(f"#### {value}", f"#### {wrong}") == float(value == wrong)
+
+
+def test_a_reference_that_cannot_be_read_is_no_verdict() -> None:
+    for verifier, reference in [(EXACT, "####"), (MATH, "####"), (MATH, "#### Monday"), (MATH, "#### ((")]:
+        with pytest.raises(VerifierFailed, match="the reference must"):
+            verifier.reward(reference, "#### 18")
+
+
+def test_a_library_that_fails_on_two_readable_answers_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    import math_verify
+
+    def fail(*_: object, **__: object) -> bool:
+        raise RecursionError
+
+    monkeypatch.setattr(math_verify, "verify", fail)
+    with pytest.raises(VerifierFailed, match="got RecursionError"):
+        MATH.reward("#### 18", "#### 18")
+
+
+def test_references_without_an_answer_are_named_before_the_run_starts() -> None:
+    exact, math = Rewards(exact=ExactVerifier()), Rewards(math=MathVerifier())
+    check_references(exact, [("a:1", SOLUTION), ("a:2", "Monday")])
+    check_references(math, [("a:1", SOLUTION), ("a:2", r"\boxed{7}")])
+    with pytest.raises(DatasetInvalid, match="a:2: the reference must end in a mathematical answer"):
+        check_references(math, [("a:1", SOLUTION), ("a:2", "#### Monday")])
+    with pytest.raises(DatasetInvalid, match="a:1: the reference must have a final answer"):
+        check_references(exact, [("a:1", "worked ####")])
+
+
+def test_the_runs_verifier_is_built_and_pickles() -> None:
+    for section, expected in [
+        (Rewards(math=MathVerifier(answer_after="=>")), Math("=>")),
+        (Rewards(exact=ExactVerifier()), EXACT),
+    ]:
+        assert pickle.loads(pickle.dumps(verifier_for(section))) == expected  # noqa: S301 - our own bytes

@@ -1,0 +1,70 @@
+"""The page about run files, the schema and the examples say what the model says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specrl.spec import RunSpec, load_spec
+from specrl.spec.base import Section
+from specrl.spec.reference import page
+from specrl.spec.stand_ins import section_of
+
+REPOSITORY = Path(__file__).parents[3]
+EXAMPLES = sorted((REPOSITORY / "examples").rglob("*.yaml"))
+
+
+def sections(model: type[Any] = RunSpec) -> Iterator[type[Any]]:
+    yield model
+    for field in model.model_fields.values():
+        inner = section_of(field)
+        if inner is not None:
+            yield from sections(inner)
+
+
+def test_the_committed_page_is_the_generated_one() -> None:
+    committed = (REPOSITORY / "docs" / "run-file.md").read_text(encoding="utf-8")
+    assert committed == page().rstrip("\n") + "\n", "run: python -m specrl.spec.reference docs/run-file.md"
+
+
+def test_the_page_lists_every_field_with_a_meaning() -> None:
+    rows = [line for line in page().splitlines() if line.startswith("| `")]
+    assert len(rows) == sum(len(section.model_fields) for section in sections())
+    for row in rows:
+        assert row.rstrip(" |").count(" | ") >= 3, f"a field without a docstring: {row}"
+
+
+def test_no_section_lets_unknown_fields_in_or_can_be_changed() -> None:
+    for section in sections():
+        assert issubclass(section, Section)
+        assert section.model_config["extra"] == "forbid"
+        assert section.model_config["frozen"] is True
+
+
+def kinds(schema: Any) -> Iterator[Any]:
+    if isinstance(schema, dict):
+        yield from [schema["type"]] if isinstance(schema.get("type"), str) else []
+        for value in schema.values():
+            yield from kinds(value)
+    elif isinstance(schema, list):
+        for value in schema:
+            yield from kinds(value)
+    elif isinstance(schema, float):
+        yield "number"  # a default or a bound
+
+
+def test_there_are_no_floats_in_the_schema() -> None:
+    found = set(kinds(RunSpec.model_json_schema()))
+    assert found == {"object", "string", "integer", "boolean", "array", "null"}
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=[str(path.relative_to(REPOSITORY)) for path in EXAMPLES])
+def test_every_example_is_a_run(example: Path) -> None:
+    assert load_spec(example).name
+
+
+def test_there_are_examples() -> None:
+    assert EXAMPLES

@@ -1,0 +1,172 @@
+"""The trainer service over the stand-in: idempotence, what is durable, and what ends the process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from specrl.errors import RecordInvalid, TrainerFailed, VersionConflict
+from specrl.records import Batch, TrainMetrics, WeightGroup
+from specrl.rpc.clients import TrainerClient
+from specrl.rpc.server import serve
+from specrl.trainer import checkpoints
+from specrl.trainer.ranks import RankLost
+from specrl.trainer.service import TrainerService
+from specrl.weights.group import BroadcastGroup
+from specrl.weights.stream import receive
+from tests.integration.trainer.runs import a_batch, a_spec
+from tests.stand_ins.trainer_backend import StandInBackend
+
+VOCAB = 16
+DEADLINE_S = 30.0
+
+
+class CountingBackend(StandInBackend):
+    """Counts what is really trained, can lose a rank, and can take its time."""
+
+    def __init__(self) -> None:
+        super().__init__(VOCAB)
+        self.trained: list[int] = []
+        self.is_lost = False
+
+    def train_step(self, batch: Batch) -> TrainMetrics:
+        if self.is_lost:
+            raise RankLost("all trainer ranks must live, got one that died; start all of them again")
+        metrics = super().train_step(batch)
+        self.trained.append(batch.step)
+        return metrics
+
+
+@asynccontextmanager
+async def a_trainer(run: Path, backend: CountingBackend) -> AsyncIterator[tuple[TrainerClient, TrainerService]]:
+    service = TrainerService(backend, a_spec(run), run, "127.0.0.1")
+    await service.load()
+    server, port = await serve(service.add_to, "127.0.0.1", 0)
+    async with TrainerClient(f"127.0.0.1:{port}") as client:
+        try:
+            yield client, service
+        finally:
+            await server.stop(None)
+            await service.close()
+
+
+async def test_repeated_step_is_answered_and_not_trained_again(tmp_path: Path) -> None:
+    backend = CountingBackend()
+    async with a_trainer(tmp_path, backend) as (client, _):
+        first = await client.train_step(a_batch(1, VOCAB), DEADLINE_S)
+        assert await client.train_step(a_batch(1, VOCAB), DEADLINE_S) == first
+    assert backend.trained == [1]
+
+
+async def test_two_calls_for_one_step_at_once_train_it_once(tmp_path: Path) -> None:
+    backend = CountingBackend()
+    async with a_trainer(tmp_path, backend) as (client, _):
+        calls = [client.train_step(a_batch(1, VOCAB), DEADLINE_S) for _ in range(3)]
+        one, *others = await asyncio.gather(*calls)
+    assert all(other == one for other in others)
+    assert backend.trained == [1]
+
+
+@pytest.mark.parametrize("step", [1, 4])
+async def test_step_that_is_neither_next_nor_last_is_a_conflict(tmp_path: Path, step: int) -> None:
+    backend = CountingBackend()
+    async with a_trainer(tmp_path, backend) as (client, _):
+        for known in (1, 2):
+            await client.train_step(a_batch(known, VOCAB), DEADLINE_S)
+        with pytest.raises(VersionConflict):
+            await client.train_step(a_batch(step, VOCAB), DEADLINE_S)
+    assert backend.trained == [1, 2]
+
+
+async def test_restart_goes_on_from_the_newest_checkpoint_and_recalls_its_answer(tmp_path: Path) -> None:
+    async with a_trainer(tmp_path, CountingBackend()) as (client, _):
+        for step in (1, 2):
+            answer = await client.train_step(a_batch(step, VOCAB), DEADLINE_S)
+        path, _ = await client.save_checkpoint(2, DEADLINE_S)
+        await client.train_step(a_batch(3, VOCAB), DEADLINE_S)
+    assert Path(path) == checkpoints.directory(tmp_path, 2)
+    backend = CountingBackend()
+    async with a_trainer(tmp_path, backend) as (client, _):
+        status = await client.status()
+        assert (status.step, status.checkpoint_step) == (2, 2)
+        assert await client.train_step(a_batch(2, VOCAB), DEADLINE_S) == answer
+        await client.train_step(a_batch(3, VOCAB), DEADLINE_S)
+    assert backend.trained == [3]
+
+
+async def test_checkpoint_of_another_step_is_a_conflict(tmp_path: Path) -> None:
+    async with a_trainer(tmp_path, CountingBackend()) as (client, _):
+        with pytest.raises(VersionConflict):
+            await client.save_checkpoint(1, DEADLINE_S)
+    assert checkpoints.newest(tmp_path) is None
+
+
+async def test_checkpoint_may_be_asked_for_twice(tmp_path: Path) -> None:
+    async with a_trainer(tmp_path, CountingBackend()) as (client, _):
+        await client.train_step(a_batch(1, VOCAB), DEADLINE_S)
+        assert (await client.save_checkpoint(1, DEADLINE_S))[0] == (await client.save_checkpoint(1, DEADLINE_S))[0]
+
+
+async def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
+    async with a_trainer(tmp_path, CountingBackend()) as (client, _):
+        for step in range(1, 5):
+            await client.train_step(a_batch(step, VOCAB), DEADLINE_S)
+            await client.save_checkpoint(step, DEADLINE_S)
+    assert [step for step, _ in checkpoints.complete(tmp_path)] == [3, 4]
+
+
+async def test_poisoned_batch_arrives_as_what_it_was(tmp_path: Path) -> None:
+    backend = CountingBackend()
+    item = a_batch(1, VOCAB).rollouts[0]
+    rollout = replace(item.rollout, sampler_logprobs_T=np.full(item.rollout.length, np.nan, dtype=np.float32))
+    async with a_trainer(tmp_path, backend) as (client, _):
+        with pytest.raises(RecordInvalid, match="finite"):
+            await client.train_step(Batch(1, (replace(item, rollout=rollout),)), DEADLINE_S)
+    assert backend.trained == []
+
+
+async def test_weights_go_through_a_group_that_the_client_opens(tmp_path: Path) -> None:
+    async with a_trainer(tmp_path, CountingBackend()) as (client, _):
+        group = WeightGroup("epoch-1", "", 0, 0, 2, 20.0, "gloo")
+        manifest = await client.describe_weights()
+        address, port = await client.open_weight_group(group)
+
+        def replica() -> tuple[int, ...]:
+            joined = BroadcastGroup(replace(group, address=address, port=port, rank=1))
+            try:
+                return receive(joined, manifest)[1]
+            finally:
+                joined.close()
+
+        received = asyncio.create_task(asyncio.to_thread(replica))
+        sent, size_bytes, _ = await client.broadcast_weights("epoch-1", DEADLINE_S)
+        assert await received == sent.checksums
+        assert size_bytes == manifest.size_bytes
+
+
+async def test_lost_rank_fails_the_call_and_ends_the_watch(tmp_path: Path) -> None:
+    backend = CountingBackend()
+    async with a_trainer(tmp_path, backend) as (client, service):
+        watch = asyncio.create_task(service.watch())
+        backend.is_lost = True
+        with pytest.raises(TrainerFailed, match="died"):
+            await client.train_step(a_batch(1, VOCAB), DEADLINE_S)
+        with pytest.raises(RankLost):
+            await watch
+
+
+async def test_scores_drafter_and_export_travel(tmp_path: Path) -> None:
+    async with a_trainer(tmp_path, CountingBackend()) as (client, _):
+        items = a_batch(1, VOCAB).rollouts
+        assert [len(item) for item in await client.score(items, DEADLINE_S)] == [i.rollout.length for i in items]
+        assert len(await client.train_drafter(items, 2, DEADLINE_S)) == 2
+        assert (await client.status()).is_drafter_initialised
+        policy, drafter = await client.export_model(str(tmp_path / "out"), DEADLINE_S)
+        assert Path(policy).is_dir()
+        assert Path(drafter).is_dir()

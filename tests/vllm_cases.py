@@ -1,0 +1,166 @@
+"""What the tests of the vLLM engine share: run specs, requests, two versions of a tiny model, transformers as judge."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tests.tiny_models import make_bigram_drafter, make_policy, perturb
+from tests.weight_sender import Tensors, folder_tensors
+
+from specrl.generation.vllm_backend.engine import VllmEngine
+from specrl.records import Rollout, RolloutRequest, Sampling, WeightOwner
+from specrl.spec import RunSpec, parse_spec
+
+EAGLE3, NGRAM, NONE = "eagle3", "ngram", "none"
+
+
+@dataclass(frozen=True)
+class Version:
+    """A policy and its drafter on disk."""
+
+    policy: Path
+    drafter: Path
+
+    def tensors(self, with_drafter: bool) -> Tensors:
+        """What a trainer at this version broadcasts."""
+        drafter = folder_tensors(self.drafter, WeightOwner.DRAFTER) if with_drafter else []
+        return [*folder_tensors(self.policy, WeightOwner.POLICY), *drafter]
+
+
+@dataclass(frozen=True)
+class Models:
+    """Two versions of one tiny model, far enough apart that their greedy outputs differ."""
+
+    first: Version
+    second: Version
+
+
+def make_models(folder: Path) -> Models:
+    """Write both versions. The drafters guess right often, each for its own policy."""
+    first = make_policy(folder / "policy-1", seed=1, sharpness=30, bigram=20)
+    second = perturb(folder / "policy-2", first, scale=0.5, seed=2)
+    return Models(
+        Version(first, make_bigram_drafter(folder / "drafter-1", first)),
+        Version(second, make_bigram_drafter(folder / "drafter-2", second, seed=3)),
+    )
+
+
+def a_spec(policy: Path, speculation: dict[str, Any] | None = None, **changes: Any) -> RunSpec:
+    """A run of a tiny model; `changes` replaces whole sections or, for generation, single fields."""
+    generation = {
+        "sampling": {"maxTokens": 64},
+        "speculation": speculation or {"none": {}},
+        "maxLiveRollouts": 32,
+        "kvCacheMib": 64,
+        **changes.pop("generation", {}),
+    }
+    raw = {
+        "name": "test",
+        "model": {"path": str(policy), "dtype": "float32", "maxLength": 512},
+        "prompts": {"source": {"generated": {"family": "any", "count": 1}}, "maxTokens": 64},
+        "rewards": {"exact": {}},
+        "generation": generation,
+        "trainer": {"optimizer": {"learningRate": "1e-4"}},
+        "schedule": {"steps": 1, "promptsPerStep": 2, "groupSize": 2},
+        "telemetry": {"logLevel": "warning"},
+        **changes,
+    }
+    return parse_spec(raw)
+
+
+def speculation(kind: str, version: Version, k: int = 3) -> dict[str, Any]:
+    """The `speculation` section of a mechanism."""
+    if kind == EAGLE3:
+        return {EAGLE3: {"numDraftTokens": k, "path": str(version.drafter)}}
+    return {kind: {"numDraftTokens": k} if kind == NGRAM else {}}
+
+
+@asynccontextmanager
+async def running(spec: RunSpec, replica_id: str = "gen-0") -> AsyncIterator[VllmEngine]:
+    """A started engine, closed at the end."""
+    engine = VllmEngine(spec, replica_id)
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+def a_prompt(number: int) -> tuple[int, ...]:
+    """A prompt that repeats itself, so that n-gram look-up finds something; different for each number below 150."""
+    return tuple([10 + number, 30 + number, 20 + number, 50 + number] * 3 + [10 + number % 240])
+
+
+def some_requests(
+    count: int, max_tokens: int = 32, temperature: float = 1.0, seed: int | None = 0
+) -> list[RolloutRequest]:
+    """Requests in groups of two, seeded one by one unless seed is None."""
+    return [
+        RolloutRequest(
+            rollout_id=f"rollout-{number}",
+            group_id=f"group-{number // 2}",
+            sample_index=number % 2,
+            prompt_token_ids=a_prompt(number // 2),
+            sampling=Sampling(max_tokens, temperature, seed=None if seed is None else 1000 * seed + number),
+        )
+        for number in range(count)
+    ]
+
+
+async def collect(engine: Any, requests: Sequence[RolloutRequest], together: bool = False) -> list[Rollout]:
+    """All rollouts, in the order of the requests."""
+    found = {rollout.rollout_id: rollout async for rollout in engine.generate(requests, together)}
+    return [found[request.rollout_id] for request in requests]
+
+
+class Judge:
+    """transformers on a policy folder."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def logprobs_TV(self, prompt: Sequence[int], tokens: Sequence[int], temperature: float = 1.0) -> np.ndarray:
+        """[T, V] float64: log-probabilities before each token, given all before it."""
+        ids = torch.tensor([[*prompt, *tokens]])
+        with torch.no_grad():
+            logits = self._model(ids).logits[0, len(prompt) - 1 : -1].double() / temperature
+        return np.asarray(logits.log_softmax(-1))
+
+
+def errors_of(judge: Judge, request: RolloutRequest, rollout: Rollout) -> np.ndarray:
+    """[T] absolute differences between the sampler's log-probabilities and the judge's."""
+    tokens = rollout.token_ids_T.tolist()
+    expected_TV = judge.logprobs_TV(request.prompt_token_ids, tokens, request.sampling.temperature or 1.0)
+    return np.abs(rollout.sampler_logprobs_T - expected_TV[np.arange(len(tokens)), tokens])
+
+
+def margins_of(judge: Judge, request: RolloutRequest, tokens: Sequence[int]) -> np.ndarray:
+    """[T] how far each token's log-probability lies below the best one's; 0 where it is the judge's own choice."""
+    expected_TV = judge.logprobs_TV(request.prompt_token_ids, tokens)
+    return np.asarray(expected_TV.max(-1) - expected_TV[np.arange(len(tokens)), list(tokens)])
+
+
+def z_scores(judge: Judge, requests: Sequence[RolloutRequest], completions: Sequence[Sequence[int]]) -> np.ndarray:
+    """Are tokens drawn from the judge's distribution? Three z-scores, each standard normal if they are.
+
+    For a statistic f of a token (its log-probability; whether it is the likeliest; whether it is among the ten
+    likeliest) the sum of f(token) - E[f | what came before] is a martingale, whatever the length or the correlation of
+    the completions, and its variance is the sum of the conditional ones.
+    """
+    excess, variance = np.zeros(3), np.zeros(3)
+    for request, tokens in zip(requests, completions, strict=True):
+        logprobs_TV = judge.logprobs_TV(request.prompt_token_ids, tokens, request.sampling.temperature)
+        probs_TV, rank_TV = np.exp(logprobs_TV), (-logprobs_TV).argsort(-1).argsort(-1)
+        for number, f_TV in enumerate((np.maximum(logprobs_TV, -40), rank_TV < 1, rank_TV < 10)):
+            mean_T = (probs_TV * f_TV).sum(-1)
+            variance[number] += ((probs_TV * f_TV**2).sum(-1) - mean_T**2).sum()
+            excess[number] += (f_TV[np.arange(len(tokens)), list(tokens)] - mean_T).sum()
+    return np.asarray(excess / np.sqrt(variance))

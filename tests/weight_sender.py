@@ -1,0 +1,89 @@
+"""The trainer's side of a weight update, for tests of replicas: a real group, a real broadcast, ways to spoil it."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from specrl.records import TensorMeta, WeightChecksums, WeightGroup, WeightManifest, WeightOwner
+from specrl.weights.group import BroadcastGroup, listen
+from specrl.weights.stream import checksum, send
+
+Tensors = Sequence[tuple[TensorMeta, torch.Tensor]]
+BUCKET_BYTES = 1 << 16  # small, so that tiny models take several buckets
+
+
+def folder_tensors(folder: Path, owner: WeightOwner) -> list[tuple[TensorMeta, torch.Tensor]]:
+    """A folder's tensors as a trainer would broadcast them."""
+    return [
+        (TensorMeta(name, owner, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)), tensor)
+        for name, tensor in load_file(folder / "model.safetensors").items()
+    ]
+
+
+def manifest_of(tensors: Tensors) -> WeightManifest:
+    """What a broadcast of these tensors consists of."""
+    return WeightManifest(tuple(meta for meta, _ in tensors), BUCKET_BYTES)
+
+
+class WeightSender:
+    """Rank 0 of a weight group of one replica. `send` may be called again and again; the group stays joined."""
+
+    def __init__(self, timeout_s: float = 60.0) -> None:
+        self._store: Any = listen(2, timeout_s, "127.0.0.1")
+        self._joined: BroadcastGroup | None = None
+        self._group_id = uuid.uuid4().hex
+        self._timeout_s = timeout_s
+
+    def group(self, rank: int = 1) -> WeightGroup:
+        """The group as the member of `rank` is told of it."""
+        return WeightGroup(self._group_id, "127.0.0.1", self._store.port, rank, 2, self._timeout_s, "gloo")
+
+    async def send(self, tensors: Tensors, policy_version: int, corrupt: str | None = None) -> WeightChecksums:
+        """Broadcast; returns the checksums of the true tensors. `corrupt` names one in which a bit is flipped."""
+        return await asyncio.to_thread(self._send, tensors, policy_version, corrupt)
+
+    def _send(self, tensors: Tensors, policy_version: int, corrupt: str | None) -> WeightChecksums:
+        if self._joined is None:
+            self._joined = BroadcastGroup(self.group(0), self._store)
+        true = tuple(checksum(tensor.contiguous().reshape(-1).view(torch.uint8)) for _, tensor in tensors)
+        on_the_way = [(meta.name, flip_bit(tensor) if meta.name == corrupt else tensor) for meta, tensor in tensors]
+        send(self._joined, manifest_of(tensors), on_the_way)
+        return WeightChecksums(policy_version, true)
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self._joined is not None:
+            self._joined.close()
+        self._joined = self._store = None
+
+
+def flip_bit(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with one bit of one byte in its middle flipped."""
+    changed = tensor.clone().contiguous()
+    bytes_N = changed.reshape(-1).view(torch.uint8)
+    bytes_N[len(bytes_N) // 2] ^= 1
+    return changed
+
+
+async def transfer(
+    engine: Any, sender: WeightSender, tensors: Tensors, policy_version: int, corrupt: str | None = None
+) -> tuple[WeightChecksums, WeightChecksums]:
+    """Pause a replica's engine and broadcast to it. Returns (received, sent)."""
+    await engine.pause()
+    receiving = engine.receive(sender.group(), manifest_of(tensors), policy_version)
+    return await asyncio.gather(receiving, sender.send(tensors, policy_version, corrupt))
+
+
+async def update(engine: Any, sender: WeightSender, tensors: Tensors, policy_version: int) -> WeightChecksums:
+    """A whole update that succeeds; returns the checksums that both sides agree on."""
+    received, sent = await transfer(engine, sender, tensors, policy_version)
+    assert received == sent
+    await engine.load(sent)
+    return sent
