@@ -9,6 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.integration.trainer.runs import a_rollout, a_spec
+from tests.stand_ins.trainer_backend import StandInBackend
+from tests.tiny_models import Shape, make_policy
 
 from specrl.errors import CheckpointInvalid, RecordInvalid, SpecrlError, VersionConflict
 from specrl.records import Batch, TrainMetrics, TrainRollout, WeightGroup, WeightOwner
@@ -16,9 +19,6 @@ from specrl.trainer import checkpoints
 from specrl.trainer.backend import TrainerBackend
 from specrl.weights.group import BroadcastGroup
 from specrl.weights.stream import receive
-from tests.integration.trainer.runs import a_rollout, a_spec
-from tests.stand_ins.trainer_backend import StandInBackend
-from tests.tiny_models import Shape, make_policy
 
 # Megatron and torch's checkpoints warn about themselves when they are used in a process with warnings as errors.
 pytestmark = pytest.mark.filterwarnings("ignore")

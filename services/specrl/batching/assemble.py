@@ -19,13 +19,14 @@ def assemble(step: int, groups: Sequence[Group], spec: RunSpec, failed_prompts: 
     """Order a step's groups by stream position and give every rollout its advantage.
 
     failed_prompts: prompts of this step that the scheduler gave up, each reported with its reason.
-    Raises RecordInvalid unless there are promptsPerStep different groups, less the failed ones, made for this step, each
-    complete and graded, with every token's policy version within [step - 1 - maxPolicyLag, step - 1].
+    Raises RecordInvalid unless there are promptsPerStep different groups, less the failed ones, made for this step,
+    each complete and graded, with every token's policy version within [step - 1 - maxPolicyLag, step - 1].
     """
     wanted = spec.schedule.prompts_per_step - failed_prompts
     if len(groups) != wanted:
         raise RecordInvalid(
-            f"step {step}: groups must be promptsPerStep less the failed prompts, {wanted}, got {len(groups)}; wait for the rest"
+            f"step {step}: groups must be promptsPerStep less the failed prompts, {wanted}, got {len(groups)}; "
+            "wait for the rest"
         )
     ordered = sorted(groups, key=lambda group: group.prompt.position)
     if len({group.prompt.position for group in ordered}) != wanted or len({g.group_id for g in ordered}) != wanted:

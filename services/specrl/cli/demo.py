@@ -18,9 +18,12 @@ from specrl.cli.endings import conclude
 from specrl.cli.options import RUNS, Plain
 from specrl.errors import CheckpointInvalid, RunInvalid
 from specrl.launcher import launch
+from specrl.launcher.environment import replica_environment, visible_gpus
 from specrl.launcher.run_directory import RunDirectory
 from specrl.launcher.view import view_for
-from specrl.spec import load_spec
+from specrl.spec import RunSpec, load_spec
+
+COMPARED_BATCHES = "1,8,64"
 
 
 def demo(
@@ -47,9 +50,7 @@ def demo(
     view = view_for(Console(), plain)
     launched = launch.begin(spec, out, view)
     conclude(launched, view)
-    comparison = speculation_comparison(launched.directory)
-    if comparison is not None:
-        typer.echo(comparison)
+    compare_speculation(launched.directory, spec)
 
 
 def examples_folder() -> Path:
@@ -75,6 +76,29 @@ def make_policy(script: Path, policy: Path, arguments: Sequence[str]) -> None:
     fresh.rename(policy)
 
 
-def speculation_comparison(run_directory: RunDirectory) -> str | None:
-    """The finished run against one without speculation, as text for the user; None where it was not measured."""
-    return None
+def compare_speculation(run: RunDirectory, spec: RunSpec) -> None:
+    """Measure the finished run's policy with and without its drafter, side by side, and show the figures.
+
+    In a process of its own, which needs vLLM. A comparison that fails costs nothing but itself: the run is done.
+    """
+    typer.echo("speculation against none, same prompts, same sampling, measured in turns (about a minute) ...")
+    result, log = run.path / "comparison.json", run.logs / "comparison.log"
+    arguments = [
+        *(sys.executable, "-m", "specrl.generation.compare", "--spec", str(run.run_file)),
+        *("--policy", str(run.path / "export" / "policy"), "--drafter", str(run.path / "export" / "drafter")),
+        *("--mechanism", "none", "--mechanism", f"eagle3:{spec.generation.speculation.num_draft_tokens}"),
+        *("--batches", COMPARED_BATCHES, "--json", str(result)),
+    ]
+    with log.open("wb") as file:
+        done = subprocess.run(
+            arguments, check=False, stdout=file, stderr=file, env=replica_environment(1, visible_gpus())
+        )
+    if done.returncode != 0:
+        typer.echo(f"the comparison could not be measured; {log} says why")
+        return
+    for row in json.loads(result.read_text(encoding="utf-8")):
+        if row["mechanism"] != "none":
+            typer.echo(
+                f"  {row['mechanism']} with {row['batch']} live: {row['speed']:.2f}x the tokens per second of none "
+                f"({row['speedLow']:.2f}-{row['speedHigh']:.2f}), acceptance length {row['acceptanceLength']:.2f}"
+            )

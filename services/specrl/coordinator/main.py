@@ -19,7 +19,6 @@ from pathlib import Path
 import structlog
 import uvicorn
 
-from specrl.api.v1 import coordinator_pb2_grpc
 from specrl.coordinator.board import Board
 from specrl.coordinator.loop import Loop
 from specrl.coordinator.parts import Parts
@@ -30,7 +29,7 @@ from specrl.coordinator.store import SqliteStore
 from specrl.coordinator.web import make_app
 from specrl.errors import PortTaken, SpecrlError
 from specrl.prompts import load_prompts, load_validation
-from specrl.rewards import VerifierPool, verifier_for
+from specrl.rewards import VerifierPool, check_references, verifier_for
 from specrl.rpc.server import serve
 from specrl.spec import digest, load_spec
 from specrl.telemetry import logs
@@ -66,15 +65,15 @@ async def _serve(arguments: argparse.Namespace) -> None:
     registry = Registry(digest(spec), spec.telemetry.heartbeat_s, time.monotonic)
     board = Board(spec, directory, registry, store)
     prompts, validation_prompts = load_prompts(spec), load_validation(spec)
+    problems = prompts.source
+    check_references(spec.rewards, ((problems.place(i), problems.problem(i).answer) for i in range(len(problems))))
     pool = VerifierPool(verifier_for(spec.rewards), spec.reward_pool)
     await pool.start()
     parts = Parts(spec, directory, registry, store, board, prompts, validation_prompts, pool)
     service = CoordinatorService(registry, spec.name, spec.telemetry.heartbeat_s)
     grpc_port = spec.telemetry.grpc_port if arguments.port is None else arguments.port
     http_port = spec.telemetry.http_port if arguments.http_port is None else arguments.http_port
-    server, bound = await serve(
-        lambda s: coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(service, s), arguments.host, grpc_port
-    )
+    server, bound = await serve(service.add_to, arguments.host, grpc_port)
     listener = _listen(arguments.host, http_port)
     web = uvicorn.Server(uvicorn.Config(make_app(board), log_config=None, access_log=False))
     web.install_signal_handlers = lambda: None  # type: ignore[attr-defined]  # the signals are ours

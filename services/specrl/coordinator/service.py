@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import grpc.aio
+
 from specrl.api.v1 import coordinator_pb2, coordinator_pb2_grpc
 from specrl.coordinator.registry import Registry
 from specrl.records import wire
@@ -14,6 +16,10 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServiceServicer):
 
     def __init__(self, registry: Registry, run: str, heartbeat_s: float) -> None:
         self._registry, self._run, self._heartbeat_s = registry, run, heartbeat_s
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Serve the calls of this service."""
+        coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(self, server)
 
     async def Register(self, request: coordinator_pb2.RegisterRequest, context: Any) -> coordinator_pb2.RegisterReply:
         self._registry.register(wire.peer_from_wire(request))

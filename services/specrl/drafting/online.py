@@ -48,17 +48,17 @@ class HeadBatch:
     prompt_lengths_B: torch.Tensor
     lengths_B: torch.Tensor
 
-    def rows(self, first: int, stride: int) -> HeadBatch | None:
-        """Every `stride`-th sequence from `first`: one rank's share. None when it is empty."""
-        if first >= len(self.lengths_B):
-            return None
-        cut = slice(first, None, stride)
+    def rows(self, chosen: Sequence[int]) -> HeadBatch:
+        """Some of the sequences."""
+        if len(chosen) == len(self.lengths_B):
+            return self
+        index = torch.tensor(chosen, dtype=torch.int64, device=self.lengths_B.device)
         return HeadBatch(
-            self.token_ids_BS[cut],
-            self.aux_BSA[cut],
-            self.last_BSH[cut],
-            self.prompt_lengths_B[cut],
-            self.lengths_B[cut],
+            self.token_ids_BS[index],
+            self.aux_BSA[index],
+            self.last_BSH[index],
+            self.prompt_lengths_B[index],
+            self.lengths_B[index],
         )
 
 

@@ -21,7 +21,6 @@ from typing import Any
 import prometheus_client
 import structlog
 
-from specrl.api.v1 import generation_pb2_grpc
 from specrl.errors import PortTaken, SpecrlError
 from specrl.generation.engine import Engine
 from specrl.generation.service import GenerationService
@@ -92,9 +91,7 @@ async def run(spec: RunSpec, options: Options) -> None:
 async def run_engine(engine: Engine, spec: RunSpec, options: Options) -> None:
     """Serve a started engine until a signal, a refusal or the engine's death."""
     service = GenerationService(engine, spec.weights)
-    server, port = await serve(
-        lambda it: generation_pb2_grpc.add_GenerationServiceServicer_to_server(service, it), options.host, options.port
-    )
+    server, port = await serve(service.add_to, options.host, options.port)
     _serve_metrics(options)
     address = f"{options.host}:{port}"
     log.info("generation_served", replica=options.replica_id, address=address)

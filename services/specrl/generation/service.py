@@ -18,6 +18,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any, cast
 
+import grpc.aio
 import structlog
 
 from specrl.api.v1 import generation_pb2, generation_pb2_grpc, rollout_pb2
@@ -36,6 +37,10 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self._engine = engine
         self._allowance_s = float(weights.timeout_s * weights.attempts)
         self._watcher: asyncio.Task[None] | None = None
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Serve the calls of this service."""
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(self, server)
 
     async def Generate(
         self, request: generation_pb2.GenerateRequest, context: Any

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,6 +11,10 @@ from specrl.errors import PortTaken
 from specrl.spec import RunSpec
 
 HOST = "127.0.0.1"
+LISTENED = range(20_000, 32_000)
+"""Where free ports are looked for: below the range from which Linux takes ports for outgoing connections (32768 on).
+A port of that range may be taken by anybody's connection between this choice and the moment its owner listens."""
+CHOICES = 100
 
 
 def choose_ports(spec: RunSpec) -> tuple[int, int]:
@@ -37,15 +42,20 @@ def free_port() -> int:
 
 @contextmanager
 def _held(field: str, port: int) -> Iterator[int]:
-    """Occupy the port (0: any) for a moment, so that the next choice is another."""
+    """Occupy the port (0: any free one) for a moment, so that the next choice is another. Raises PortTaken."""
+    choices = [port] if port else random.sample(LISTENED, CHOICES)
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # remains of closed connections are no obstacle
-        try:
-            listener.bind((HOST, port))
-            listener.listen(1)
-        except OSError as error:
+        for choice in choices:
+            try:
+                listener.bind((HOST, choice))
+                listener.listen(1)
+                break
+            except OSError as error:
+                reason = error
+        else:
             raise PortTaken(
-                f"{field} must be a free port, got {field}={port}: {error.strerror}; "
+                f"{field} must be a free port, got {field}={port}: {reason.strerror}; "
                 "stop what listens there, choose another port, or use 0 for a free one"
-            ) from error
-        yield int(listener.getsockname()[1])
+            ) from reason
+        yield choice

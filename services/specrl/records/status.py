@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import zip_longest
 
 
 @dataclass(frozen=True)
@@ -17,26 +18,20 @@ class SpeculationCounters:
 
     def minus(self, earlier: SpeculationCounters) -> SpeculationCounters:
         """Counts since `earlier`, position by position."""
-        before = earlier.accepted_per_position or (0,) * len(self.accepted_per_position)
-        return SpeculationCounters(
-            self.drafts - earlier.drafts,
-            self.draft_tokens - earlier.draft_tokens,
-            self.accepted_tokens - earlier.accepted_tokens,
-            tuple(a - b for a, b in zip(self.accepted_per_position, before, strict=True)),
-            self.generated_tokens - earlier.generated_tokens,
-        )
+        return self._with(earlier, -1)
 
     def plus(self, other: SpeculationCounters) -> SpeculationCounters:
         """Counts of both, for a sum over replicas."""
-        width = max(len(self.accepted_per_position), len(other.accepted_per_position))
-        mine = self.accepted_per_position + (0,) * (width - len(self.accepted_per_position))
-        theirs = other.accepted_per_position + (0,) * (width - len(other.accepted_per_position))
+        return self._with(other, 1)
+
+    def _with(self, other: SpeculationCounters, sign: int) -> SpeculationCounters:
+        positions = zip_longest(self.accepted_per_position, other.accepted_per_position, fillvalue=0)
         return SpeculationCounters(
-            self.drafts + other.drafts,
-            self.draft_tokens + other.draft_tokens,
-            self.accepted_tokens + other.accepted_tokens,
-            tuple(a + b for a, b in zip(mine, theirs, strict=True)),
-            self.generated_tokens + other.generated_tokens,
+            self.drafts + sign * other.drafts,
+            self.draft_tokens + sign * other.draft_tokens,
+            self.accepted_tokens + sign * other.accepted_tokens,
+            tuple(mine + sign * theirs for mine, theirs in positions),
+            self.generated_tokens + sign * other.generated_tokens,
         )
 
     @property

@@ -229,6 +229,9 @@ def manifest_to_wire(record: WeightManifest) -> weights_pb2.WeightManifest:
 
 
 def manifest_from_wire(message: weights_pb2.WeightManifest) -> WeightManifest:
+    unknown = [t.name for t in message.tensors if t.owner not in _OWNER_BACK]
+    if unknown:
+        raise RecordInvalid(f"every tensor's owner must be known, got another for {unknown[0]}; use the same version")
     return WeightManifest(
         tuple(TensorMeta(t.name, _OWNER_BACK[t.owner], t.dtype, tuple(t.shape)) for t in message.tensors),
         message.bucket_bytes,

@@ -9,8 +9,8 @@ from pydantic import Field
 
 from specrl.spec.base import DecimalString, Section, Union
 
-Positive = Annotated[int, Field(ge=1)]
-NotNegative = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1, strict=True)]
+NotNegative = Annotated[int, Field(ge=0, strict=True)]
 
 
 class FieldMapping(Section):

@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 4 --no-python specrl-trainer --spec ...       (RANK and WORLD_SIZE come from torchrun)
 
 It ends when it is told to (SIGTERM, SIGINT: exit code 0 after a goodbye), when the coordinator refuses it for good, or
-when a rank is lost; the last two with one line on standard error and exit code 1. Whoever started it starts all ranks
-again, and they go on from the newest complete checkpoint.
+when a rank is lost; the last two with one line on standard error and the error's exit code. After 1, whoever started it
+starts all ranks again, and they go on from the newest complete checkpoint; after 2 that would change nothing.
 """
 
 from __future__ import annotations

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc.aio
+from tests.stand_ins.engine import TableEngine, TableShape
+from tests.stand_ins.trainer_backend import StandInBackend
 
-from specrl.api.v1 import coordinator_pb2_grpc, generation_pb2_grpc
 from specrl.coordinator.board import Board
 from specrl.coordinator.loop import Loop
 from specrl.coordinator.parts import Parts
@@ -30,8 +31,6 @@ from specrl.rpc.membership import stay_registered
 from specrl.rpc.server import serve
 from specrl.spec import RunSpec, digest, parse_spec
 from specrl.trainer.service import TrainerService
-from tests.stand_ins.engine import TableEngine, TableShape
-from tests.stand_ins.trainer_backend import StandInBackend
 
 VOCAB = 32
 
@@ -171,9 +170,7 @@ class Run:
             self.spec, self.folder, self.registry, self.store, self.board, TableStream(), validation, self.grader
         )
         service = CoordinatorService(self.registry, self.spec.name, self.spec.telemetry.heartbeat_s)
-        self.server, _ = await serve(
-            lambda s: coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(service, s), "127.0.0.1", self.port
-        )
+        self.server, _ = await serve(service.add_to, "127.0.0.1", self.port)
         self.loop = Loop(parts)
         self.running = asyncio.create_task(self.loop.run())
         self.expiring = asyncio.create_task(self._expire(self.registry))
@@ -193,9 +190,7 @@ class Run:
         engine = self.make_engine(name)
         await engine.start()
         service = GenerationService(engine, self.spec.weights)
-        server, port = await serve(
-            lambda s: generation_pb2_grpc.add_GenerationServiceServicer_to_server(service, s), "127.0.0.1", 0
-        )
+        server, port = await serve(service.add_to, "127.0.0.1", 0)
         peer = Peer(name, Role.GENERATION, f"127.0.0.1:{port}", digest(self.spec))
         membership = asyncio.create_task(stay_registered(self.client, peer, engine.status))
         self.replicas[name] = Replica(engine, server, membership)

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.integration.coordinator.small_run import VOCAB, LengthGrader, Run, a_spec, same_batch
+from tests.stand_ins.engine import TableEngine, TableShape
 
 from specrl.coordinator.report import Phase
 from specrl.records import Batch, Rollout, RolloutRequest, WeightChecksums, WeightGroup, WeightManifest
-from tests.integration.coordinator.small_run import VOCAB, LengthGrader, Run, a_spec, same_batch
-from tests.stand_ins.engine import TableEngine, TableShape
 
 
 def distinct(trained: Sequence[Batch]) -> dict[int, Batch]:

@@ -20,7 +20,7 @@ from tests.run_files import a_model_folder, a_run, a_run_file
 from typer.testing import CliRunner, Result
 
 import specrl
-from specrl.cli import app, demo, drafter
+from specrl.cli import app, drafter
 from specrl.errors import SpecInvalid
 from specrl.launcher import launch, run_directory
 from specrl.launcher.run_directory import RunDirectory
@@ -422,5 +422,11 @@ def test_demo_whose_policy_fails_starts_no_run(place: Path, examples: Path) -> N
     assert_refused(specrl_command("demo"), "the demo's policy must be made, got exit code 3")
 
 
-def test_comparison_that_was_not_measured_is_not_shown(directory: RunDirectory) -> None:
-    assert demo.speculation_comparison(directory) is None
+def test_comparison_that_fails_says_so_and_leaves_the_run_alone(
+    place: Path, examples: Path, fakes: Callable[..., Path]
+) -> None:
+    fakes("finished", summary=SUMMARY)
+    result = specrl_command("demo", "--out", "out", "--plain")
+    assert result.exit_code == 0, "the policy of the fake run cannot be loaded, and the run is done all the same"
+    assert "the comparison could not be measured" in result.stdout
+    assert "error: " in (place / "out/tiny-1/logs/comparison.log").read_text()

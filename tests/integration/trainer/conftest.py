@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.tiny_models import Shape, make_policy
 
 from specrl.trainer import checkpoints
-from tests.tiny_models import Shape, make_policy
 
 ROOT = Path(__file__).parents[3]
 VOCAB = 265  # not divisible by 2 ranks, and not by 128: padding has to work
@@ -42,7 +42,10 @@ class Layout:
 
     def __init__(self, out: Path, policy: Path, tensor: int, data: int, resume: Path | None = None) -> None:
         self.out = out
-        port, arguments = free_port(), [str(policy), str(out), str(tensor), str(data), *([str(resume)] if resume else [])]
+        port, arguments = (
+            free_port(),
+            [str(policy), str(out), str(tensor), str(data), *([str(resume)] if resume else [])],
+        )
         command = [sys.executable, "-m", "tests.integration.trainer.worker", *arguments]
         out.mkdir(parents=True)
         self.processes = []

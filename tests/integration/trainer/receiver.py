@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from safetensors.torch import save_file
+from tests.integration.trainer.worker_group import GROUP
 
 from specrl.records import TensorMeta, WeightManifest, WeightOwner
 from specrl.weights.group import BroadcastGroup
 from specrl.weights.stream import receive
-from tests.integration.trainer.worker_group import GROUP
 
 if TYPE_CHECKING:
     from tests.integration.trainer.conftest import Layout

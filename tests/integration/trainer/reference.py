@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from tests.integration.trainer.runs import CAP, EPSILON, LEARNING_RATE, TEMPERATURE, WEIGHT_DECAY
 from transformers import Qwen3ForCausalLM
 
 from specrl.records import Batch, TrainRollout
-from tests.integration.trainer.runs import CAP, EPSILON, LEARNING_RATE, TEMPERATURE, WEIGHT_DECAY
 
 
 def load(policy: Path) -> Qwen3ForCausalLM:

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.integration.trainer import reference
+from tests.integration.trainer.conftest import VOCAB
+from tests.integration.trainer.runs import a_batch
 from transformers import AutoModelForCausalLM
 
 from specrl.drafting.head import auxiliary_layers
 from specrl.trainer import checkpoints
-from tests.integration.trainer import reference
-from tests.integration.trainer.conftest import VOCAB
-from tests.integration.trainer.runs import a_batch
 
 LAYOUTS = ["single", "tensor_2", "data_2"]
 
@@ -50,7 +50,9 @@ def test_log_probabilities_equal_transformers(layout: Path, policy: Path) -> Non
 
 
 def test_exported_tensors_are_the_ones_that_were_loaded(layout: Path, policy: Path) -> None:
-    assert furthest(policy_only(load_file(layout / "initial.safetensors")), load_file(policy / "model.safetensors")) == 0
+    assert (
+        furthest(policy_only(load_file(layout / "initial.safetensors")), load_file(policy / "model.safetensors")) == 0
+    )
 
 
 @pytest.fixture(scope="session")

@@ -11,11 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
-
-from specrl.rpc.clients import TrainerClient
-from specrl.spec import dump
 from tests.integration.trainer.conftest import VOCAB, free_port, rank_environment
 from tests.integration.trainer.runs import a_batch, a_spec
+
+from specrl.errors import CheckpointInvalid, SpecInvalid
+from specrl.rpc.clients import TrainerClient
+from specrl.spec import dump
 
 PROGRAM = Path(sys.executable).with_name("specrl-trainer")
 START_S = 200.0  # a loaded machine imports torch slowly
@@ -38,9 +39,7 @@ class Trainer:
             ]
             with log.open("w") as out:
                 environment = rank_environment(rank, RANKS, port)
-                self.processes.append(
-                    subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)
-                )
+                self.processes.append(subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT))
 
     def address(self) -> str:
         """Where it serves, once it does."""
@@ -105,6 +104,6 @@ def test_what_cannot_start_says_so_in_one_line(missing: str, policy: Path, tmp_p
     arguments = ["--spec", str(tmp_path / "run.yaml"), "--run-directory", str(tmp_path), "--coordinator", "127.0.0.1:1"]
     environment = {k: v for k, v in rank_environment(0, 1, 1).items() if k not in ("RANK", "WORLD_SIZE")}
     ended = subprocess.run([str(PROGRAM), *arguments], env=environment, capture_output=True, text=True, timeout=START_S)
-    assert ended.returncode == 1
+    assert ended.returncode == CheckpointInvalid.exit_code == SpecInvalid.exit_code
     assert ended.stderr.startswith("specrl-trainer: ")
     assert "Traceback" not in ended.stderr

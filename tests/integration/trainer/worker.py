@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from tests.integration.trainer.runs import a_batch, a_spec
+from tests.integration.trainer.worker_group import GROUP
 
 from specrl.errors import RecordInvalid, SpecrlError, VersionConflict
 from specrl.records import Batch, WeightGroup
 from specrl.spec import RunSpec
 from specrl.trainer import checkpoints
 from specrl.trainer.megatron_backend import MegatronBackend, checkpoint
-from tests.integration.trainer.runs import a_batch, a_spec
-from tests.integration.trainer.worker_group import GROUP
 
 STEPS = 3
 DIED = 9  # exit code of a death that was planned

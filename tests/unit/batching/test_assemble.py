@@ -137,3 +137,10 @@ def test_an_unsound_group_is_refused(spoil: Callable[[Group], Group], said: str)
 def test_a_step_needs_all_of_its_groups(count: int) -> None:
     with pytest.raises(RecordInvalid, match=f"less the failed prompts, 2, got {count}"):
         assemble(5, [a_group(position) for position in range(count)], a_spec())
+
+
+def test_a_prompt_that_was_given_up_leaves_its_group_out_and_no_other() -> None:
+    batch = assemble(5, [a_group(3)], a_spec(), failed_prompts=1)
+    assert [item.rollout.rollout_id for item in batch.rollouts] == ["g3/0", "g3/1"]
+    with pytest.raises(RecordInvalid, match="less the failed prompts, 1, got 2;"):
+        assemble(5, [a_group(3), a_group(4)], a_spec(), failed_prompts=1)

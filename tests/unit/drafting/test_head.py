@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.tiny_models import edit_config, make_policy
+from tests.unit.drafting.builders import VOCAB, a_head, a_policy
 
 from specrl.drafting.head import (
     Eagle3Head,
@@ -21,8 +23,6 @@ from specrl.drafting.head import (
 from specrl.drafting.policy_config import read_policy_config
 from specrl.errors import CheckpointInvalid
 from specrl.spec.generation import Eagle3
-from tests.tiny_models import edit_config, make_policy
-from tests.unit.drafting.builders import VOCAB, a_head, a_policy
 
 NAMES = {
     "fc.weight",
@@ -131,7 +131,9 @@ def test_policy_is_read_with_the_rotary_base_of_either_spelling(tmp_path: Path, 
         {"quantization_config": {"bits": 4}},
     ],
 )
-def test_policies_that_would_be_computed_wrong_are_refused(tmp_path: Path, policy: Path, change: dict[str, object]) -> None:
+def test_policies_that_would_be_computed_wrong_are_refused(
+    tmp_path: Path, policy: Path, change: dict[str, object]
+) -> None:
     (tmp_path / "config.json").write_text((policy / "config.json").read_text())
     edit_config(tmp_path, **change)
     with pytest.raises(CheckpointInvalid, match="dense Qwen3"):

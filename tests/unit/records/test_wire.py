@@ -172,7 +172,6 @@ def test_an_unknown_finish_reason_or_role_is_refused() -> None:
         wire.peer_from_wire(coordinator_pb2.RegisterRequest(peer_id="p"))
 
 
-@pytest.mark.xfail(raises=KeyError, reason="manifest_from_wire looks the owner up without a check")
 def test_an_unknown_tensor_owner_is_refused() -> None:
     message = weights_pb2.WeightManifest(tensors=[weights_pb2.TensorMeta(name="w")])
     with pytest.raises(RecordInvalid, match="owner"):

@@ -41,7 +41,11 @@ def test_loss_is_its_formula_token_by_token(tokens: SimpleNamespace) -> None:
     terms = clipped_policy_gradient(tokens.policy, tokens.proximal, tokens.advantage, weight_T, SETTINGS)
     expected, clipped = 0.0, 0
     for policy, proximal, sampler, advantage in zip(
-        tokens.policy.tolist(), tokens.proximal.tolist(), tokens.sampler.tolist(), tokens.advantage.tolist(), strict=True
+        tokens.policy.tolist(),
+        tokens.proximal.tolist(),
+        tokens.sampler.tolist(),
+        tokens.advantage.tolist(),
+        strict=True,
     ):
         weight = min(math.exp(proximal - sampler), 2.0)
         ratio = math.exp(policy - proximal)

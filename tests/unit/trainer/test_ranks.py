@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tests.integration.trainer.runs import a_batch
+from tests.stand_ins.trainer_backend import StandInBackend
 
 from specrl.errors import PeerUnavailable, VersionConflict
 from specrl.records import Batch, wire
 from specrl.trainer.ranks import RankedBackend, RankLost, decode, encode
-from tests.integration.trainer.runs import a_batch
-from tests.stand_ins.trainer_backend import StandInBackend
 
 VOCAB = 16
 

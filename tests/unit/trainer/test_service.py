@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.integration.trainer.runs import a_batch, a_spec
+from tests.stand_ins.trainer_backend import StandInBackend
 
 from specrl.errors import RecordInvalid, TrainerFailed, VersionConflict
 from specrl.records import Batch, TrainMetrics, WeightGroup
@@ -20,8 +22,6 @@ from specrl.trainer.ranks import RankLost
 from specrl.trainer.service import TrainerService
 from specrl.weights.group import BroadcastGroup
 from specrl.weights.stream import receive
-from tests.integration.trainer.runs import a_batch, a_spec
-from tests.stand_ins.trainer_backend import StandInBackend
 
 VOCAB = 16
 DEADLINE_S = 30.0
