@@ -1,4 +1,4 @@
-"""A trainer backend in numpy: a bigram policy that really learns, a drafter that counts. Milliseconds instead of seconds.
+"""A trainer backend in numpy: a bigram policy that really learns, a drafter that counts.
 
 It keeps every promise of `trainer/backend.py` that a test can rely on: steps in order, versions, refusals, the same
 weights for the same batches, checkpoints that appear whole, a broadcast through the real stream. The contract suite
@@ -38,7 +38,7 @@ LEARNING_RATE = 0.5
 
 
 class StandInBackend:
-    """policy_VV[a, b]: logit of token b after token a. drafter_VV: how often b followed a, or zeros before it is trained."""
+    """policy_VV[a, b]: logit of token b after token a. drafter_VV: how often b followed a, or zeros."""
 
     def __init__(self, vocab: int = 16, *, has_drafter: bool = True, seed: int = 0) -> None:
         self.vocab, self.has_drafter, self.seed = vocab, has_drafter, seed

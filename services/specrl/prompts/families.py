@@ -25,10 +25,8 @@ class Difficulty:
 
     shortest, longest: least and greatest number of steps (operations; digit columns for `addition`).
     tail: probability that a problem goes on by one more step, so lengths are geometric; 0 makes all `shortest`.
-    largest_operand: greatest number that one step adds or takes, >= 1. `addition` works on digits and ignores it.
-    largest_value: greatest running total, > largest_operand. `addition` ignores it.
-    hurry: probability that a line of `ledger`'s worked solution takes two steps at once, as people in a hurry write.
-        Changes no question and no answer; the other families ignore it.
+    largest_operand: greatest number that one step adds or takes, >= 1. `addition` and `calendar` ignore it.
+    largest_value: greatest running total, > largest_operand. `addition` and `calendar` ignore it.
     """
 
     shortest: int
@@ -36,7 +34,6 @@ class Difficulty:
     tail: float
     largest_operand: int = 9
     largest_value: int = 19
-    hurry: float = 0.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.shortest <= self.longest:
@@ -46,8 +43,6 @@ class Difficulty:
             )
         if not 0.0 <= self.tail < 1.0:
             raise DatasetInvalid(f"tail must be in [0, 1), got tail={self.tail}; it is a probability of one more step")
-        if not 0.0 <= self.hurry <= 1.0:
-            raise DatasetInvalid(f"hurry must be in [0, 1], got hurry={self.hurry}; it is a probability")
         if not 1 <= self.largest_operand < self.largest_value:
             raise DatasetInvalid(
                 f"largest_operand must be between 1 and largest_value - 1, got largest_operand={self.largest_operand}, "
@@ -73,7 +68,7 @@ class Family:
 
     name: str
     difficulty: Difficulty
-    write: Callable[[Random, Difficulty], tuple[str, list[str], int]]
+    write: Callable[[Random, Difficulty], tuple[str, list[str], int | str]]
 
 
 def family_names() -> list[str]:
@@ -178,22 +173,24 @@ _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct",
 
 def _write_ledger(rng: Random, difficulty: Difficulty) -> tuple[str, list[str], int]:
     """`Stock: 7. Jan +5 Feb -3`: the running total after each month's change."""
-    total = start = rng.randint(1, difficulty.largest_operand)
-    changes: list[int] = []
-    for _ in range(min(_draw_steps(rng, difficulty), len(_MONTHS))):
-        changes.append(_draw_change(rng, total, difficulty))
-        total += changes[-1]
-    ledger = (f"{month} {change:+d}" for month, change in zip(_MONTHS, changes, strict=False))
-    question = " ".join([f"Stock: {start}.", *ledger])
-    steps: list[str] = []
-    done, running = 0, start
-    while done < len(changes):
-        taken = 2 if rng.random() < difficulty.hurry and done + 1 < len(changes) else 1
-        line = changes[done : done + taken]
-        months = " ".join(_MONTHS[done : done + taken])
-        steps.append(f"{months} {running}{''.join(f'{change:+d}' for change in line)}={running + sum(line)}")
-        done, running = done + taken, running + sum(line)
-    return question, steps, total
+    total = rng.randint(1, difficulty.largest_operand)
+    entries, steps = [f"Stock: {total}."], []
+    for month in _MONTHS[: _draw_steps(rng, difficulty)]:
+        change = _draw_change(rng, total, difficulty)
+        entries.append(f"{month} {change:+d}")
+        steps.append(f"{month} {total}{change:+d}={total + change}")
+        total += change
+    return " ".join(entries), steps, total
+
+
+_DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
+
+
+def _write_calendar(rng: Random, difficulty: Difficulty) -> tuple[str, list[str], str]:
+    """`Today is Tue. Which day is it in 3 days?`: counted down day by day."""
+    today, days = rng.randrange(7), _draw_steps(rng, difficulty)
+    steps = [f"{days - gone} {_DAYS[(today + gone) % 7]}" for gone in range(days + 1)]
+    return f"Today is {_DAYS[today]}. Which day is it in {days} days?", steps, _DAYS[(today + days) % 7]
 
 
 _NAMES = ("Ann", "Ben", "Eva", "Max", "Mia", "Tom")
@@ -220,9 +217,10 @@ def _write_word_problem(rng: Random, difficulty: Difficulty) -> tuple[str, list[
 _FAMILIES = {
     family.name: family
     for family in (
+        Family("calendar", Difficulty(shortest=2, longest=24, tail=0.88), _write_calendar),
         Family("addition", Difficulty(shortest=2, longest=8, tail=0.6), _write_addition),
         Family(
-            "ledger", Difficulty(shortest=2, longest=9, tail=0.7, largest_operand=5, largest_value=12), _write_ledger
+            "ledger", Difficulty(shortest=3, longest=9, tail=0.7, largest_operand=3, largest_value=9), _write_ledger
         ),
         Family("wordProblem", Difficulty(shortest=2, longest=8, tail=0.6), _write_word_problem),
     )

@@ -48,7 +48,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def learnable(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A policy whose next token depends mostly on the last one. Grouped queries, and a reduced draft vocabulary fits."""
+    """A policy whose next token depends mostly on the last one."""
     path = tmp_path_factory.mktemp("learnable")
     return make_policy(path, seed=1, sharpness=30, bigram=20, shape=Shape(heads=4, groups=2))
 
@@ -125,7 +125,7 @@ def test_trained_drafter_is_accepted_by_the_engine(
         "PYTHONPATH": str(ROOT),
     }
     command = [sys.executable, str(tmp_path / "engine.py"), str(policy), str(drafter), str(exchange), str(DRAFT)]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]
     counts = json.loads(exchange.read_text())
     length = 1 + counts["accepted"] / counts["drafts"]

@@ -103,7 +103,9 @@ def test_what_cannot_start_says_so_in_one_line(missing: str, policy: Path, tmp_p
         (tmp_path / "run.yaml").write_text(dump(a_spec(path)))
     arguments = ["--spec", str(tmp_path / "run.yaml"), "--run-directory", str(tmp_path), "--coordinator", "127.0.0.1:1"]
     environment = {k: v for k, v in rank_environment(0, 1, 1).items() if k not in ("RANK", "WORLD_SIZE")}
-    ended = subprocess.run([str(PROGRAM), *arguments], env=environment, capture_output=True, text=True, timeout=START_S)
+    ended = subprocess.run(
+        [str(PROGRAM), *arguments], env=environment, capture_output=True, text=True, timeout=START_S, check=False
+    )
     assert ended.returncode == CheckpointInvalid.exit_code == SpecInvalid.exit_code
     assert ended.stderr.startswith("specrl-trainer: ")
     assert "Traceback" not in ended.stderr

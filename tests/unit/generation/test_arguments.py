@@ -94,3 +94,17 @@ def test_container_limit_counts_where_it_is_lower(tmp_path: Path, monkeypatch: p
     assert memory.available_bytes() == 4000
     (tmp_path / "memory.max").write_text("max\n")
     assert memory.available_bytes() > whole // 2
+
+
+def test_prompts_are_never_cut_on_cpus_and_the_longest_fits_one_step() -> None:
+    """vLLM 0.32 rewinds the generator of a seeded request after a partial prompt, which CPU generators cannot."""
+    spec = a_spec(POLICY, {"ngram": {"numDraftTokens": 3}}, model={"path": "/p", "maxLength": 4000})
+    found = arguments.engine_arguments(spec, None, is_cpu=True)
+    assert found["enable_chunked_prefill"] is False
+    assert found["max_num_batched_tokens"] >= 4000 + 32 * 4
+    assert "enable_chunked_prefill" not in arguments.engine_arguments(spec, None, is_cpu=False)
+
+
+def test_numba_leaves_openmp_alone() -> None:
+    """vLLM's packed weights depend on OpenMP's thread count, which numba's OpenMP layer sets for the whole process."""
+    assert arguments.environment(a_spec(POLICY))["NUMBA_THREADING_LAYER"] == "workqueue"

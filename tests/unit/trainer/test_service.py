@@ -167,6 +167,5 @@ async def test_scores_drafter_and_export_travel(tmp_path: Path) -> None:
         assert [len(item) for item in await client.score(items, DEADLINE_S)] == [i.rollout.length for i in items]
         assert len(await client.train_drafter(items, 2, DEADLINE_S)) == 2
         assert (await client.status()).is_drafter_initialised
-        policy, drafter = await client.export_model(str(tmp_path / "out"), DEADLINE_S)
-        assert Path(policy).is_dir()
-        assert Path(drafter).is_dir()
+        folders = await client.export_model(str(tmp_path / "out"), DEADLINE_S)
+    assert folders == (str(tmp_path / "out" / "policy"), str(tmp_path / "out" / "drafter"))

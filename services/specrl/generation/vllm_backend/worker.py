@@ -9,6 +9,11 @@ Errors travel as data (`{"error": class, "message": text}`): vLLM would turn any
 
 Loading goes through vLLM's layerwise reload (0.32: `vllm.model_executor.model_loader.reload`), as its own weight
 transfer does: parameters are packed after loading, and `model.load_weights` alone fails on packed ones.
+
+Packed weights: on CPUs vLLM packs with oneDNN for the present number of OpenMP threads, and keeps compiled products by
+batch size, which expect that packing. If the number has changed since the start, new weights give wrong products at
+every batch size that was used before, without an error (seen with numba's OpenMP layer, which n-gram look-up loads and
+which sets the number for the whole process). So `load` refuses then; `arguments.environment` keeps it from happening.
 """
 
 from __future__ import annotations
@@ -41,6 +46,7 @@ class WorkerExtension:
 
     specrl_group: BroadcastGroup | None = None
     specrl_staged: Staged | None = None
+    specrl_threads: int = 0
     rank: int
     model_runner: Any
     vllm_config: Any
@@ -63,6 +69,7 @@ class WorkerExtension:
         return _answer(lambda: None)
 
     def _specrl_inspect(self) -> dict[str, Any]:
+        self.specrl_threads = torch.get_num_threads()
         model, drafter = self.model_runner.get_model(), self._specrl_drafter()
         found = {"is_sampling_right": _is_bound_kernel_right(), "shares_embedding": None, "shares_lm_head": None}
         if drafter is not None:
@@ -104,6 +111,11 @@ class WorkerExtension:
         began = time.monotonic()
         staged, self.specrl_staged = self.specrl_staged, None
         assert staged is not None, "load without a staged version; the engine checks this first"
+        if torch.get_num_threads() != self.specrl_threads:
+            raise EngineFailed(
+                f"weights must be loaded with the {self.specrl_threads} threads of the start, got "
+                f"{torch.get_num_threads()}; a library changed OpenMP's setting, and products go wrong; start again"
+            )
         config = self.vllm_config
         self._specrl_load_into(self.model_runner.get_model(), config.model_config, _owned(staged, WeightOwner.POLICY))
         drafter_tensors = _owned(staged, WeightOwner.DRAFTER)

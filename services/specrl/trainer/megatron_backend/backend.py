@@ -12,8 +12,6 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import megatron.core.dist_checkpointing.strategies.fully_parallel
-import megatron.core.dist_checkpointing.strategies.torch  # noqa: F401 - imported before the shim is installed
 import numpy as np
 import numpy.typing as npt
 import psutil

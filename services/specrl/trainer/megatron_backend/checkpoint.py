@@ -1,9 +1,10 @@
-"""A checkpoint on disk: Megatron's sharded policy and optimizer, the replicated drafter, random state, step.
+"""A checkpoint on disk: float32 weights and moments by Hugging Face names, the drafter, random state, step.
 
-    writing   all ranks write into `.step-000010.tmp`; rank 0 adds drafter and state; then one rename gives it its name
-    reading   any tensor and data parallel layout; Megatron cuts the shards anew
+    writing   ranks gather one tensor at a time, rank 0 writes it into `.step-000010.tmp`; one rename gives it its name
+    reading   every rank cuts its own shards out of whole tensors, so any layout reads what any other wrote
 
-A process that dies while writing leaves a name that is never looked at.
+A process that dies while writing leaves a name that is never looked at. Megatron's own dist_checkpointing was tried and
+left: it starts a manager process at every save, which outlives a killed trainer, and forks beside gRPC's threads.
 """
 
 from __future__ import annotations
@@ -11,18 +12,19 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from specrl.drafting.online import DrafterTrainer
 from specrl.errors import CheckpointInvalid, StoreFailed
 from specrl.trainer.checkpoints import STATE, temporary
+from specrl.trainer.megatron_backend.export import SHARD_BYTES, write_weights
 from specrl.trainer.megatron_backend.groups import Groups
 from specrl.trainer.megatron_backend.policy import Policy
 
@@ -33,7 +35,7 @@ RANDOM = "random.safetensors"
 
 @dataclass(frozen=True)
 class State:
-    """What is not a tensor. model_path says what the weights are of; it is not read again."""
+    """What is not a tensor."""
 
     step: int
     is_drafter_initialised: bool
@@ -45,10 +47,11 @@ def save(target: Path, policy: Policy, drafter: DrafterTrainer | None, state: St
     scratch = temporary(target)
     if groups.rank == 0:
         shutil.rmtree(scratch, ignore_errors=True)
-        (scratch / POLICY).mkdir(parents=True)
+        scratch.mkdir(parents=True)
     dist.barrier()
     try:
-        dist_checkpointing.save(_sharded(policy, is_loading=False), str(scratch / POLICY))
+        for kind, tensors in policy.state().items():
+            _write_kind(scratch / POLICY / kind, tensors, groups)
         if groups.rank == 0:
             _write_rest(scratch, drafter, state)
             if target.exists():  # written before, by a step that is now replayed
@@ -58,6 +61,18 @@ def save(target: Path, policy: Policy, drafter: DrafterTrainer | None, state: St
     except OSError as error:
         raise StoreFailed(f"a checkpoint must be written to {target}, got {error}; make room on the disk") from error
     dist.barrier()
+
+
+def _write_kind(folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], groups: Groups) -> None:
+    """One set of tensors. Ranks that share them with rank 0 gather to the end, whatever becomes of the writing."""
+    try:
+        if groups.rank == 0:
+            folder.mkdir(parents=True)
+            write_weights(folder, tensors, SHARD_BYTES)
+    finally:
+        if groups.data_rank == 0:
+            for _ in tensors:
+                pass
 
 
 def _write_rest(scratch: Path, drafter: DrafterTrainer | None, state: State) -> None:
@@ -99,20 +114,12 @@ def load(source: Path, policy: Policy, drafter: DrafterTrainer | None) -> State:
             "keep generation.speculation as it was, or start another run"
         )
     try:
-        found = dist_checkpointing.load(_sharded(policy, is_loading=True), str(source / POLICY))
-        policy.model.load_state_dict(found["model"])
-        policy.optimizer.load_state_dict(found["optimizer"])
+        policy.load_state(source / POLICY, state.step)
         if drafter is not None:
             drafter.load_state(load_file(source / DRAFTER))
         torch.set_rng_state(load_file(source / RANDOM)["cpu"])
-    except (OSError, RuntimeError, ValueError, KeyError, dist_checkpointing.core.CheckpointingException) as error:
+    except (OSError, KeyError, SafetensorError) as error:
         raise CheckpointInvalid(
             f"the checkpoint must fit model.path, got {source}: {error}; resume with the model it was made of"
         ) from error
     return state
-
-
-def _sharded(policy: Policy, is_loading: bool) -> dict[str, Any]:
-    """Megatron's description of which part of which tensor this rank holds."""
-    model = policy.model.sharded_state_dict()
-    return {"model": model, "optimizer": policy.optimizer.sharded_state_dict(model, is_loading=is_loading)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +43,7 @@ _ENDS: dict[str, tuple[tuple[str, ...], str]] = {
     "decoder.final_layernorm.weight": (("model.norm.weight",), "whole"),
     "output_layer.weight": (("lm_head.weight",), "vocabulary"),
 }
+Of = Callable[[torch.Tensor], torch.Tensor]
 _IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
@@ -130,23 +131,35 @@ def unshard(config: PolicyConfig, item: Mapped, shards: list[torch.Tensor]) -> l
     return [part.reshape(-1, hidden) for part in torch.split(by_group, [repeats, 1, 1], 1)]
 
 
+def itself(parameter: torch.Tensor) -> torch.Tensor:
+    """What `load` fills and `export` yields unless told otherwise."""
+    return parameter
+
+
 @torch.no_grad()
-def load(model: torch.nn.Module, config: PolicyConfig, parallel: TensorParallel) -> None:
-    """Fill the model from the folder `config.path`. Raises CheckpointInvalid when a tensor is missing or unfit."""
-    reader = FolderReader(config.path)
+def load(model: torch.nn.Module, config: PolicyConfig, parallel: TensorParallel, folder: Path, of: Of = itself) -> None:
+    """Fill the model from a folder; with `of`, what belongs to each parameter (a master copy, a moment).
+
+    Raises CheckpointInvalid when a tensor is missing or unfit.
+    """
+    reader = FolderReader(folder)
     for item in weight_map(model):
         parts = [reader.read(name) for name in item.names]
         for name, part, shape in zip(item.names, parts, full_shapes(config, item), strict=True):
             if tuple(part.shape) != shape:
                 raise CheckpointInvalid(
-                    f"{name} must be {shape}, got {tuple(part.shape)} in {config.path}; config.json disagrees"
+                    f"{name} must be {shape}, got {tuple(part.shape)} in {folder}; it is of another model"
                 )
-        item.parameter.copy_(shard(config, item, parts, parallel))
+        of(item.parameter).copy_(shard(config, item, parts, parallel))
 
 
 @torch.no_grad()
 def export(
-    model: torch.nn.Module, config: PolicyConfig, parallel: TensorParallel, wanted: AbstractSet[str] | None = None
+    model: torch.nn.Module,
+    config: PolicyConfig,
+    parallel: TensorParallel,
+    wanted: AbstractSet[str] | None = None,
+    of: Of = itself,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (Hugging Face name, full tensor) in map order, gathering one parameter at a time; `wanted` names alone.
 
@@ -155,7 +168,7 @@ def export(
     for item in weight_map(model):
         if wanted is not None and wanted.isdisjoint(item.names):
             continue
-        mine = item.parameter.detach().contiguous()
+        mine = of(item.parameter).detach().contiguous()
         shards = [mine]
         if parallel.size > 1 and item.layout != "whole":
             shards = [torch.empty_like(mine) for _ in range(parallel.size)]

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,8 @@ from specrl.trainer.megatron_backend import hf_weights
 from specrl.trainer.megatron_backend.groups import Groups
 from specrl.trainer.megatron_backend.model import build_model, mask_padding
 from specrl.trainer.megatron_backend.tensors import MicroBatch
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # as AdamW calls them, torch's and Transformer Engine's
 
 
 class Policy:
@@ -40,7 +44,7 @@ class Policy:
 
     def load_folder(self) -> None:
         """Weights from the Hugging Face folder; then the optimizer around them."""
-        hf_weights.load(self.model, self.config, self.groups.tensor)
+        hf_weights.load(self.model, self.config, self.groups.tensor, self.config.path)
         self.wrap()
 
     def wrap(self) -> None:
@@ -181,6 +185,44 @@ class Policy:
         """(Hugging Face name, full tensor), gathered one at a time. A collective of the tensor parallel ranks."""
         return hf_weights.export(self.model, self.config, self.groups.tensor)
 
+    def state(self) -> dict[str, Iterator[tuple[str, torch.Tensor]]]:
+        """Float32 weights and both moments by Hugging Face names, each a collective like `tensors`."""
+        kinds: dict[str, hf_weights.Of] = {"weights": _master}
+        if self._moments():
+            kinds |= {kind: partial(self._moment, kind) for kind in MOMENTS}
+        export = hf_weights.export
+        return {kind: export(self.model, self.config, self.groups.tensor, of=of) for kind, of in kinds.items()}
+
+    @torch.no_grad()
+    def load_state(self, folder: Path, step: int) -> None:
+        """Take what `state` gave, from sub-folders by kind; `step` optimizer steps have been made."""
+        hf_weights.load(self.model, self.config, self.groups.tensor, folder / "weights", _master)
+        for parameter in self.model.parameters():
+            parameter.copy_(_master(parameter))
+        if step == 0:
+            return
+        for parameter in self.model.parameters():
+            master = _master(parameter)
+            self._moments()[master] = {
+                "step": torch.tensor(float(step)),
+                "exp_avg": torch.zeros_like(master, dtype=torch.float32),
+                "exp_avg_sq": torch.zeros_like(master, dtype=torch.float32),
+            }
+        for settings in self.optimizer.param_groups:
+            if "step" in settings:  # Transformer Engine's AdamW counts here
+                settings["step"] = step
+        for kind in MOMENTS:
+            of = partial(self._moment, kind)
+            hf_weights.load(self.model, self.config, self.groups.tensor, folder / kind, of)
+
+    def _moments(self) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+        """The inner optimizer's state, by master parameter; empty before the first step."""
+        found: dict[torch.Tensor, dict[str, torch.Tensor]] = self.optimizer.optimizer.state
+        return found
+
+    def _moment(self, kind: str, parameter: torch.Tensor) -> torch.Tensor:
+        return self._moments()[_master(parameter)][kind]
+
     @torch.no_grad()
     def ends(self) -> PolicyEnds:
         """Full copies of embedding, final norm and output layer. A collective of the tensor parallel ranks."""
@@ -190,3 +232,9 @@ class Policy:
             found[name] = tensor.clone()
         embedding = found["model.embed_tokens.weight"]
         return PolicyEnds(embedding, found["model.norm.weight"], found.get("lm_head.weight", embedding))
+
+
+def _master(parameter: torch.Tensor) -> torch.Tensor:
+    """What the optimizer steps: the float32 copy of a bf16 parameter, or the parameter itself."""
+    found: torch.Tensor = getattr(parameter, "main_param", parameter)
+    return found
