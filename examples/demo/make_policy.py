@@ -29,9 +29,9 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from specrl.prompts.families import Problem, family_names, generate_problem
 
-FAMILY = "calendar"
+FAMILY = "wheels"
 ANSWER_ALONE = 0.2  # of the problems in the training text; a batch of them weighs as much as one of long solutions
-STEPS = 130
+STEPS = 150
 SEED = 0
 # Runs take seeds >= 0 for training prompts and 999 for validation; the warm-up's problems come from elsewhere.
 WARM_UP_STREAM = 1_000_000

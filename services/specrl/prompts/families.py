@@ -25,8 +25,8 @@ class Difficulty:
 
     shortest, longest: least and greatest number of steps (operations; digit columns for `addition`).
     tail: probability that a problem goes on by one more step, so lengths are geometric; 0 makes all `shortest`.
-    largest_operand: greatest number that one step adds or takes, >= 1. `addition` and `calendar` ignore it.
-    largest_value: greatest running total, > largest_operand. `addition` and `calendar` ignore it.
+    largest_operand: greatest number that one step adds or takes, >= 1. `addition` and `wheels` ignore it.
+    largest_value: greatest running total, > largest_operand. `addition` and `wheels` ignore it.
     """
 
     shortest: int
@@ -186,11 +186,15 @@ def _write_ledger(rng: Random, difficulty: Difficulty) -> tuple[str, list[str], 
 _DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
 
 
-def _write_calendar(rng: Random, difficulty: Difficulty) -> tuple[str, list[str], str]:
-    """`Today is Tue. Which day is it in 3 days?`: counted down day by day."""
-    today, days = rng.randrange(7), _draw_steps(rng, difficulty)
-    steps = [f"{days - gone} {_DAYS[(today + gone) % 7]}" for gone in range(days + 1)]
-    return f"Today is {_DAYS[today]}. Which day is it in {days} days?", steps, _DAYS[(today + days) % 7]
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def _write_wheels(rng: Random, difficulty: Difficulty) -> tuple[str, list[str], str]:
+    """`Wheels at Tue K. Turn 3 times.`: where a wheel of days and one of letters stand, turn by turn."""
+    day, letter, turns = rng.randrange(7), rng.randrange(26), _draw_steps(rng, difficulty)
+    stands = [f"{_DAYS[(day + turn) % 7]} {_LETTERS[(letter + turn) % 26]}" for turn in range(turns + 1)]
+    steps = [f"{turns - turn} {stand}" for turn, stand in enumerate(stands)]
+    return f"Wheels at {stands[0]}. Turn {turns} times.", steps, stands[-1]
 
 
 _NAMES = ("Ann", "Ben", "Eva", "Max", "Mia", "Tom")
@@ -217,7 +221,7 @@ def _write_word_problem(rng: Random, difficulty: Difficulty) -> tuple[str, list[
 _FAMILIES = {
     family.name: family
     for family in (
-        Family("calendar", Difficulty(shortest=2, longest=24, tail=0.88), _write_calendar),
+        Family("wheels", Difficulty(shortest=2, longest=18, tail=0.85), _write_wheels),
         Family("addition", Difficulty(shortest=2, longest=8, tail=0.6), _write_addition),
         Family(
             "ledger", Difficulty(shortest=3, longest=9, tail=0.7, largest_operand=3, largest_value=9), _write_ledger

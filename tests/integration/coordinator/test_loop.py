@@ -1,4 +1,4 @@
-"""The loop keeps its promises whatever dies: every prompt trained once, in order, within the lag bound, nothing aged out.
+"""The loop keeps its promises whatever dies: each prompt trained once, in order, within the lag bound, none aged out.
 
 Real loop, scheduler, store, gRPC and weight broadcast; stand-in engine and trainer (both pass the contract suites).
 """
