@@ -30,14 +30,13 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from specrl.prompts.families import Problem, family_names, generate_problem
 
 FAMILY = "wheels"
-ANSWER_ALONE = 0.2  # of the problems in the training text; a batch of them weighs as much as one of long solutions
 STEPS = 150
 SEED = 0
 # Runs take seeds >= 0 for training prompts and 999 for validation; the warm-up's problems come from elsewhere.
 WARM_UP_STREAM = 1_000_000
 
 VOCABULARY = 384  # 256 bytes, 4 special tokens, and the words of the families
-BATCH = 16
+WORKED, ALONE = 12, 8  # problems of a batch that are worked out, and those with the answer alone
 MATRIX_RATE = 3e-3
 OTHER_RATE = 2e-3
 WARM_UP_STEPS = 15
@@ -186,27 +185,26 @@ def orthogonalise(matrices_NRC: Tensor) -> Tensor:
 
 
 def stream_batches(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (inputs, targets) [B, T]; a batch holds problems of like length, so little of it is padding."""
+    """Yield (inputs, targets) [WORKED + ALONE, T]; worked solutions of a batch are of like length: little padding."""
     rng = random.Random(seed)  # noqa: S311 - an order, not a secret
     start = 0
     while True:
-        indices = range(start, start + 10 * BATCH)
+        indices = range(start, start + 10 * (WORKED + ALONE))
         problems = [generate_problem(FAMILY, WARM_UP_STREAM + seed, index) for index in indices]
-        rows = [encode(tokenizer, problem, is_worked=rng.random() >= ANSWER_ALONE) for problem in problems]
-        rows.sort(key=lambda row: len(row[0]) + len(row[1]))
-        batches = [rows[at : at + BATCH] for at in range(0, len(rows), BATCH)]
-        rng.shuffle(batches)
-        for batch in batches:
-            yield pad(batch, int(tokenizer.pad_token_id))
+        worked = [encode(tokenizer, problem, problem.solution) for problem in problems[: 10 * WORKED]]
+        alone = [encode(tokenizer, problem, f"#### {problem.answer}") for problem in problems[10 * WORKED :]]
+        worked.sort(key=lambda row: len(row[0]) + len(row[1]))
+        places = list(range(10))
+        rng.shuffle(places)
+        for place in places:
+            rows = worked[place * WORKED : (place + 1) * WORKED] + alone[place * ALONE : (place + 1) * ALONE]
+            yield pad(rows, int(tokenizer.pad_token_id))
         start = indices.stop
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, problem: Problem, *, is_worked: bool) -> tuple[list[int], list[int]]:
-    """Return a problem's prompt and its solution, worked or the answer alone, as token ids in the template's form."""
-    solution_text = problem.solution if is_worked else f"#### {problem.answer}"
-    prompt: list[int] = tokenizer.encode(USER + problem.question + ASSISTANT)
-    solution: list[int] = tokenizer.encode(solution_text + END)
-    return prompt, solution
+def encode(tokenizer: PreTrainedTokenizerFast, problem: Problem, solution: str) -> tuple[list[int], list[int]]:
+    """Return a problem's prompt and a solution of it as token ids, in the chat template's form."""
+    return tokenizer.encode(USER + problem.question + ASSISTANT), tokenizer.encode(solution + END)
 
 
 def pad(rows: list[tuple[list[int], list[int]]], pad_id: int) -> tuple[Tensor, Tensor]:

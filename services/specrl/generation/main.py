@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import signal
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import prometheus_client
 import structlog
@@ -26,6 +24,7 @@ from specrl.generation.engine import Engine
 from specrl.generation.service import GenerationService
 from specrl.records import Peer, Role
 from specrl.rpc.clients import CoordinatorClient
+from specrl.rpc.lifetime import first_to_end, told_to_stop
 from specrl.rpc.membership import say_goodbye, stay_registered
 from specrl.rpc.server import serve
 from specrl.spec import RunSpec, digest, load_spec
@@ -98,7 +97,7 @@ async def run_engine(engine: Engine, spec: RunSpec, options: Options) -> None:
     peer = Peer(options.replica_id, Role.GENERATION, address, digest(spec))
     async with CoordinatorClient(options.coordinator) as coordinator:
         try:
-            await _first_to_end(stay_registered(coordinator, peer, engine.status), _watch(engine), _told_to_stop())
+            await first_to_end(stay_registered(coordinator, peer, engine.status), _watch(engine), told_to_stop())
         finally:
             service.close()
             with suppress(TimeoutError):
@@ -120,35 +119,8 @@ def _serve_metrics(options: Options) -> None:
     log.info("metrics_served", address=f"{options.host}:{server.server_port}")
 
 
-async def _first_to_end(*coroutines: Coroutine[Any, Any, None]) -> None:
-    """Run all until one ends; cancel the others; raise what it raised. Of several, the last given counts.
-
-    So an interrupt that reaches the engine's processes too is an interrupt, not a dead engine.
-    """
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        next(task for task in reversed(tasks) if task in done).result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
 async def _watch(engine: Engine) -> None:
     """Raise EngineFailed soon after the engine has died; never returns."""
     while True:
         await engine.status()
         await asyncio.sleep(ENGINE_CHECK_S)
-
-
-async def _told_to_stop() -> None:
-    """Return when the process receives SIGTERM or SIGINT."""
-    told, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, told.set)
-    try:
-        await told.wait()
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)

@@ -110,14 +110,14 @@ def held_out_problems(
 ) -> list[Problem]:
     """Take the first `count` problems of a stream whose questions differ from each other and from `exclude`.
 
-    Raises DatasetInvalid when the family has too few problems at this difficulty (1,000 draws for each one wanted).
+    Raises DatasetInvalid when the family has too few problems at this difficulty (100 draws for each one wanted).
     """
     seen = set(exclude)
     found: list[Problem] = []
     for problem in stream_problems(family, seed, difficulty=difficulty):
         if len(found) == count:
             return found
-        if problem.index >= 1000 * count:
+        if problem.index >= 100 * count:
             break
         if problem.question not in seen:
             seen.add(problem.question)

@@ -15,17 +15,17 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import structlog
 
 from specrl.errors import SpecrlError
 from specrl.records import Peer, Role
 from specrl.rpc.clients import CoordinatorClient
+from specrl.rpc.lifetime import first_to_end, told_to_stop
 from specrl.rpc.membership import say_goodbye, stay_registered
 from specrl.rpc.server import serve
 from specrl.spec import RunSpec, digest, load_spec
@@ -106,30 +106,9 @@ async def lead(backend: RankedBackend, spec: RunSpec, options: Options) -> None:
     peer = Peer(options.peer_id, Role.TRAINER, address, digest(spec))
     async with CoordinatorClient(options.coordinator) as coordinator:
         try:
-            await _first_to_end(stay_registered(coordinator, peer), service.watch(), _told_to_stop())
+            await first_to_end(stay_registered(coordinator, peer), service.watch(), told_to_stop())
         finally:
             with suppress(TimeoutError):
                 await asyncio.wait_for(say_goodbye(coordinator, peer), GOODBYE_S)
             await server.stop(STOP_GRACE_S)
             await service.close()
-
-
-async def _first_to_end(*coroutines: Coroutine[Any, Any, None]) -> None:
-    """Run all until one ends; cancel the others; raise what it raised."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _told_to_stop() -> None:
-    """Return when the process receives SIGTERM or SIGINT."""
-    told, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, told.set)
-    await told.wait()

@@ -1,0 +1,89 @@
+"""Does speculation change what is learnt? The demo's run with and without it, two seeds each.
+
+    python benchmarks/learning.py --policy runs/demo-policy --out runs/learning [--steps 12] [--seeds 1,2]
+
+Each run is `specrl run` on examples/demo/run.yaml; only the speculation and the seed differ. Printed: validation
+accuracy by policy version of each run, and the test that the two kinds of run learn alike. For every version the means
+of the two kinds differ by at most `z` standard errors, z = 3 with Bonferroni over the versions; the standard error is
+that of a difference of means of independent accuracies, each over the same number of problems, p(1-p)/n, plus the
+spread between seeds, which is estimated from the runs themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from statistics import mean, variance
+
+from rich.console import Console
+from rich.table import Table
+
+from specrl.coordinator.store import SqliteStore
+
+RUN_FILE = Path(__file__).resolve().parents[1] / "examples" / "demo" / "run.yaml"
+SPECRL = Path(sys.executable).with_name("specrl")
+KINDS = {"none": "{none: {}}", "eagle3": "{eagle3: {numDraftTokens: 3}}"}
+Z = 3.0
+
+
+def train(kind: str, seed: int, arguments: argparse.Namespace) -> Path:
+    """One run to its end; returns its folder."""
+    runs: Path = arguments.out / f"{kind}-{seed}"
+    if not list(runs.glob("*/export")):
+        overrides = [
+            *("--set", f"model.path={json.dumps(str(arguments.policy.resolve()))}"),
+            *("--set", f"generation.speculation={KINDS[kind]}"),
+            *("--set", f"schedule.seed={seed}", "--set", f"schedule.steps={arguments.steps}"),
+            *("--set", f"validation.everySteps={max(1, arguments.steps // 3)}"),
+        ]
+        subprocess.run([SPECRL, "run", "-f", RUN_FILE, "--runs", runs, "--plain", *overrides], check=True)
+    return next(iter(runs.glob("*/export"))).parent
+
+
+def accuracies(run: Path) -> dict[int, tuple[float, int]]:
+    """Accuracy and number of problems by policy version."""
+    store = SqliteStore(run / "store.db")
+    found = {v["policyVersion"]: (v["accuracy"], v["problems"]) for v in store.fact("validations") or []}
+    store.close()
+    return found
+
+
+def distance(first: list[float], second: list[float], problems: int) -> float:
+    """Difference of the two kinds' means in standard errors."""
+    pooled = mean(first + second)
+    sampling = pooled * (1 - pooled) / problems * (1 / len(first) + 1 / len(second))
+    seeds = sum(variance(values) / len(values) for values in (first, second) if len(values) > 1)
+    return abs(mean(first) - mean(second)) / math.sqrt(sampling + seeds) if sampling + seeds else 0.0
+
+
+def main() -> None:
+    """Train the four runs and compare them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policy", type=Path, required=True, help="base policy, as `specrl demo` leaves it")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the runs; finished ones are not repeated")
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--seeds", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2])
+    arguments = parser.parse_args()
+    console = Console()
+    curves = {kind: [accuracies(train(kind, s, arguments)) for s in arguments.seeds] for kind in KINDS}
+    versions = sorted(set.intersection(*(set(curve) for kind in curves.values() for curve in kind)))
+    table = Table("version", *(f"{kind} seed {seed}" for kind in KINDS for seed in arguments.seeds), "distance")
+    limit, worst = Z + math.sqrt(2 * math.log(len(versions))), 0.0
+    for version in versions:
+        values = {kind: [curve[version][0] for curve in curves[kind]] for kind in KINDS}
+        apart = distance(values["none"], values["eagle3"], curves["none"][0][version][1])
+        worst = max(worst, apart)
+        cells = [f"{value:.3f}" for kind in KINDS for value in values[kind]]
+        table.add_row(str(version), *cells, f"{apart:.2f} s.e.")
+    console.print(table)
+    verdict = "overlap" if worst <= limit else "DIFFER"
+    console.print(f"the curves {verdict}: largest distance {worst:.2f} standard errors, limit {limit:.2f}")
+    sys.exit(0 if worst <= limit else 1)
+
+
+if __name__ == "__main__":
+    main()
