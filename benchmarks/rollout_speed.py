@@ -1,7 +1,13 @@
 """Rollouts per kind of speculation, draft length and live batch, and specrl's overhead over a plain vLLM loop.
 
     python benchmarks/rollout_speed.py --run runs/demo-1                # the demo's policy with its trained drafter
-    python benchmarks/rollout_speed.py --run runs/deep-1 --batches 1,8  # any finished run
+
+A policy of 24 layers, for which a one-layer drafter is cheap:
+
+    python examples/demo/make_policy.py --layers 24 --out runs/deep-policy
+    specrl drafter init -f examples/demo/run.yaml --set "model.path=$PWD/runs/deep-policy" --out runs/deep-drafter \\
+        --runs runs/deep
+    python benchmarks/rollout_speed.py --run runs/deep/demo-1
 
 One process: seven engines (none; ngram and eagle3 at k = 1, 3, 5) are started first and measured in turns on the same
 prompts and seeds. Speed is tokens per second relative to `none` in the same turn: median, range and acceptance.

@@ -1,6 +1,6 @@
 """Make the demo's base policy on the spot: a tiny Qwen3 model, undertrained on worked solutions of generated problems.
 
-    python examples/demo/make_policy.py --out DIR [--steps N] [--seed S]
+    python examples/demo/make_policy.py --out DIR [--steps N] [--seed S] [--layers N]
 
 What it leaves is an ordinary Hugging Face checkpoint with a tokenizer, which vLLM, Megatron and transformers load. It
 has read what a base model has read: problems worked out step by step, and problems with the answer alone. So it
@@ -32,6 +32,7 @@ from specrl.prompts.families import Problem, family_names, generate_problem
 FAMILY = "wheels"
 STEPS = 150
 SEED = 0
+LAYERS = 8
 # Runs take seeds >= 0 for training prompts and 999 for validation; the warm-up's problems come from elsewhere.
 WARM_UP_STREAM = 1_000_000
 
@@ -49,7 +50,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_policy(out: Path, steps: int = STEPS, seed: int = SEED) -> None:
+def make_policy(out: Path, steps: int = STEPS, seed: int = SEED, layers: int = LAYERS) -> None:
     """Train the base policy and save it with its tokenizer as `out`, whole or not at all.
 
     Raises FileExistsError if `out` exists.
@@ -58,7 +59,7 @@ def make_policy(out: Path, steps: int = STEPS, seed: int = SEED) -> None:
         raise FileExistsError(f"out must not exist, got out={out}; remove it or name another folder")
     tokenizer = build_tokenizer()
     torch.manual_seed(seed)
-    model = build_model(tokenizer)
+    model = build_model(tokenizer, layers)
     train(model, tokenizer, steps, seed)
     save_whole(model, tokenizer, out)
 
@@ -89,13 +90,13 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """Build the untrained model: 8 layers of 192, 2.6 M parameters, fp32."""
+def build_model(tokenizer: PreTrainedTokenizerFast, layers: int) -> Qwen3ForCausalLM:
+    """Build the untrained model: layers of 192, fp32; 8 of them are 2.6 M parameters."""
     config = Qwen3Config(
         vocab_size=VOCABULARY,
         hidden_size=192,
         intermediate_size=384,
-        num_hidden_layers=8,
+        num_hidden_layers=layers,
         num_attention_heads=6,
         num_key_value_heads=2,
         head_dim=32,
@@ -250,8 +251,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint; must not exist")
     parser.add_argument("--steps", type=int, default=STEPS, help="batches of supervised training (default %(default)s)")
     parser.add_argument("--seed", type=int, default=SEED, help="weights and problems (default %(default)s)")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="depth of the policy (default %(default)s)")
     arguments = parser.parse_args()
-    make_policy(arguments.out, arguments.steps, arguments.seed)
+    make_policy(arguments.out, arguments.steps, arguments.seed, arguments.layers)
     print(f"policy written to {arguments.out}")
 
 

@@ -128,7 +128,7 @@ class Board:
             policy_lag_max=max((report.policy_lag_max for report in reports), default=0),
             rollouts_trained=sum(report.rollouts for report in reports),
             prompts_trained=sum(report.rollouts for report in reports) // self._spec.schedule.group_size,
-            discarded_for_age=0,
+            discarded_for_age=self._parts[1].discarded if self._parts else 0,
             exposed_generation_share=sum(r.exposed_generation for r in reports) / total if total else 0.0,
             policy_path=policy_path,
             drafter_path=drafter_path,
@@ -187,7 +187,7 @@ class Board:
             exported.REPLICAS.labels(self._spec.name, state.value).set(count)
         counters = {name: stage.counters[name] for name in ("requeued", "poisoned", "ungraded")}
         counters |= {
-            "discardedForAge": 0,
+            "discardedForAge": stage.discarded,
             "failedPrompts": len(self._failed),
             "trainerRecoveries": link.recoveries,
         }

@@ -30,8 +30,8 @@ from specrl.batching import assemble
 from specrl.coordinator.board import TrainedStep
 from specrl.coordinator.parts import Parts
 from specrl.coordinator.report import Phase, ValidationReport
-from specrl.coordinator.rollouts import RolloutStage, sample_and_grade, seed_of, training_sampling
-from specrl.coordinator.scheduler import Scheduler, Shape, SlotId, group_id
+from specrl.coordinator.rollouts import RolloutStage, sample_and_grade, seed_of, side_requests, training_sampling
+from specrl.coordinator.scheduler import Scheduler, Shape, group_id
 from specrl.coordinator.stages import Stopwatch
 from specrl.coordinator.sync import TrainerLost, Transfer, WeightSync
 from specrl.coordinator.trainer_link import TrainerLink
@@ -70,7 +70,7 @@ class Loop:
 
     async def run(self) -> None:
         """Run to the end. Cancelling it at any await leaves a store that resumes. Raises what cannot be survived."""
-        self._restore()
+        self._stage.restore()
         await self._gather()
         stage = asyncio.create_task(self._stage.run(), name="rollouts")
         try:
@@ -94,12 +94,6 @@ class Loop:
             self._store.forget_batches(step)
 
     # -- before the first step -----------------------------------------------------------------------------------
-
-    def _restore(self) -> None:
-        """Take up the finished rollouts of untrained steps from the store."""
-        for row in self._store.rollouts():
-            slot = SlotId(row.step, row.index, row.sample, row.attempt)
-            self._scheduler.restore(slot, wire.graded_from_bytes(row.data))
 
     async def _gather(self) -> None:
         """Wait for the trainer, and for every replica or long enough for at least one."""
@@ -139,23 +133,13 @@ class Loop:
     async def _initialise_drafter(self) -> None:
         """Train the fresh drafter on the policy's own answers to the run's own prompts, then checkpoint it."""
         plan = self._spec.trainer.drafter.initialisation
-        requests = [
-            (
-                RolloutRequest(
-                    rollout_id=f"drafter-{position:06d}-{sample}",
-                    group_id=f"drafter-{position:06d}",
-                    sample_index=sample,
-                    prompt_token_ids=prompt.token_ids,
-                    sampling=training_sampling(
-                        self._spec, seed_of(self._spec.schedule.seed, "drafter", position, sample)
-                    ),
-                ),
-                prompt,
-            )
-            for position in range(plan.prompts)
-            for prompt in [self._parts.prompts.prompt(position)]
-            for sample in range(plan.samples_per_prompt)
-        ]
+        seed = self._spec.schedule.seed
+        requests = side_requests(
+            "drafter",
+            [self._parts.prompts.prompt(position) for position in range(plan.prompts)],
+            plan.samples_per_prompt,
+            lambda place, sample: training_sampling(self._spec, seed_of(seed, "drafter", place, sample)),
+        )
         self._board.say(Phase.INITIALISING, "drafter: the policy answers prompts", 0, 3)
         answers = await self._answers(requests)
         rollouts = [
@@ -195,7 +179,7 @@ class Loop:
             await self._finish_validation()
         trained = TrainedStep(batch, groups, metrics)
         self._board.step_trained(trained, self._watch.so_far())
-        self._scheduler.mark_trained(step)
+        self._stage.trained(step, len(batch.rollouts))
         with self._watch.stage("prepare"):
             transfer = await self._publish()
         if step % self._spec.checkpoint.every_steps == 0 and step < self._spec.schedule.steps:

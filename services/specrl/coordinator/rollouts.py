@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import structlog
@@ -64,6 +64,27 @@ class RolloutStage:
         self.changed = asyncio.Event()
         self.counters: Counter[str] = Counter()
         self.failure: BaseException | None = None
+
+    def restore(self) -> None:
+        """Take up the finished rollouts of untrained steps from the store."""
+        for row in self._store.rollouts():
+            slot = SlotId(row.step, row.index, row.sample, row.attempt)
+            self.counters["restored"] += self._scheduler.restore(slot, wire.graded_from_bytes(row.data))
+
+    def trained(self, step: int, rollouts: int) -> None:
+        """Step `step` was trained on so many rollouts, and is durable."""
+        self.counters["trained"] += rollouts
+        self.counters["of_failed_prompts"] += self._scheduler.mark_trained(step)
+
+    @property
+    def discarded(self) -> int:
+        """Graded rollouts that were neither trained, nor wait for their step, nor belong to a failed prompt.
+
+        The scheduler has no rule that drops a rollout for its age; this counts whether any was lost all the same.
+        """
+        count = self.counters
+        came, went = count["graded"] + count["restored"], count["trained"] + count["of_failed_prompts"]
+        return came - went - self._scheduler.occupancy().held
 
     def open_gate(self) -> None:
         """New rollouts may start from now on."""
@@ -202,7 +223,7 @@ class RolloutStage:
         graded = GradedRollout(rollout, reward)
         row = StoredRollout(slot.step, slot.index, slot.sample, slot.attempt, wire.graded_to_bytes(graded))
         self._store.put_rollout(row)
-        self._scheduler.graded(slot, graded)
+        self.counters["graded"] += self._scheduler.graded(slot, graded)
         self.changed.set()
 
     def _refuse(self, slot: SlotId, outcome: str, reason: str) -> None:
@@ -225,6 +246,26 @@ class RolloutStage:
         if not task.cancelled() and task.exception() is not None:
             self.failure = self.failure or task.exception()
             self.changed.set()
+
+
+def side_requests(
+    kind: str, prompts: Sequence[Prompt], samples: int, sampling: Callable[[int, int], Sampling]
+) -> list[tuple[RolloutRequest, Prompt]]:
+    """Requests outside the stream of steps: `samples` for each prompt; `sampling` is asked with (place, sample)."""
+    return [
+        (
+            RolloutRequest(
+                rollout_id=f"{kind}-{place:06d}-{sample}",
+                group_id=f"{kind}-{place:06d}",
+                sample_index=sample,
+                prompt_token_ids=prompt.token_ids,
+                sampling=sampling(place, sample),
+            ),
+            prompt,
+        )
+        for place, prompt in enumerate(prompts)
+        for sample in range(samples)
+    ]
 
 
 async def sample_and_grade(

@@ -96,6 +96,8 @@ class Occupancy:
     wanted: int
     groups_in_flight: int
     groups_buffered: int
+    held: int
+    """Graded rollouts of untrained steps, whatever their group."""
 
 
 @dataclass
@@ -143,17 +145,21 @@ class Scheduler(Generic[R]):
         slot.state, slot.replica = SlotState.GRADING, None
         return True
 
-    def graded(self, slot_id: SlotId, result: R) -> None:
-        """The verifier spoke; the slot is DONE."""
+    def graded(self, slot_id: SlotId, result: R) -> bool:
+        """The verifier spoke; the slot is DONE. False when its group has failed meanwhile."""
         slot = self._find(slot_id)
-        if slot is not None and slot.state is SlotState.GRADING:
-            slot.state, slot.result = SlotState.DONE, result
+        if slot is None or slot.state is not SlotState.GRADING:
+            return False
+        slot.state, slot.result = SlotState.DONE, result
+        return True
 
-    def restore(self, slot_id: SlotId, result: R) -> None:
-        """Put back a finished slot from the store, after a restart."""
-        if self.trained < slot_id.step <= self.shape.steps:
-            slot = self._groups(slot_id.step)[slot_id.index].slots[slot_id.sample]
-            slot.state, slot.result, slot.attempt = SlotState.DONE, result, slot_id.attempt
+    def restore(self, slot_id: SlotId, result: R) -> bool:
+        """Put back a finished slot from the store, after a restart. False when its step is trained already."""
+        if not self.trained < slot_id.step <= self.shape.steps:
+            return False
+        slot = self._groups(slot_id.step)[slot_id.index].slots[slot_id.sample]
+        slot.state, slot.result, slot.attempt = SlotState.DONE, result, slot_id.attempt
+        return True
 
     def refuse(self, slot_id: SlotId, reason: str) -> None:
         """This sample cannot be trained on (poisoned, ungraded): sample again, or give the group up."""
@@ -175,14 +181,16 @@ class Scheduler(Generic[R]):
                 count += 1
         return count
 
-    def mark_trained(self, step: int) -> None:
-        """Step `step` is trained and durable; its groups are forgotten. Raises VersionConflict out of order."""
+    def mark_trained(self, step: int) -> int:
+        """Step `step` is trained and durable; its groups are forgotten. Raises VersionConflict out of order.
+
+        Returns how many graded rollouts of failed groups are forgotten with it, untrained.
+        """
         if step != self.trained + 1:
-            raise VersionConflict(
-                f"steps must be trained in order, got step={step} after {self.trained}; this is a bug"
-            )
-        self._steps.pop(step, None)
+            raise VersionConflict(f"steps must be trained in order, got {step} after {self.trained}; this is a bug")
+        failed = [group for group in self._steps.pop(step, []) if group.failure]
         self.trained = step
+        return sum(slot.state is SlotState.DONE for group in failed for slot in group.slots)
 
     # -- what can train ------------------------------------------------------------------------------------------
 
@@ -206,15 +214,16 @@ class Scheduler(Generic[R]):
         """Numbers for the status page."""
         step = min(self.trained + 1, self.shape.steps)
         wanted = self.shape.prompts_per_step * self.shape.group_size if step > self.trained else 0
-        in_flight = buffered = done = 0
+        in_flight = buffered = done = held = 0
         for number, groups in self._steps.items():
             for group in groups:
                 finished = sum(slot.state is SlotState.DONE for slot in group.slots)
+                held += finished
                 done += finished if number == step else 0
                 buffered += group.is_complete
                 begun = any(slot.state is not SlotState.WAITING for slot in group.slots)
                 in_flight += begun and not group.is_complete
-        return Occupancy(step, done, wanted, in_flight, buffered)
+        return Occupancy(step, done, wanted, in_flight, buffered, held)
 
     # -- inside --------------------------------------------------------------------------------------------------
 

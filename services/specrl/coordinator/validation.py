@@ -12,9 +12,9 @@ import structlog
 
 from specrl.coordinator.parts import Parts
 from specrl.coordinator.report import ValidationReport
-from specrl.coordinator.rollouts import sample_and_grade, seed_of
+from specrl.coordinator.rollouts import sample_and_grade, seed_of, side_requests
 from specrl.errors import VersionConflict
-from specrl.records import RolloutRequest, Sampling
+from specrl.records import Sampling
 from specrl.spec import RunSpec
 
 log = structlog.get_logger(__name__)
@@ -36,25 +36,17 @@ async def validate(parts: Parts, policy_version: int) -> ValidationReport:
     validation = spec.validation
     assert validation is not None, "the loop asks is_due first"
     began = time.monotonic()
-    requests = [
-        (
-            RolloutRequest(
-                rollout_id=f"validation-{policy_version}-{place:05d}-{sample}",
-                group_id=f"validation-{policy_version}-{place:05d}",
-                sample_index=sample,
-                prompt_token_ids=prompt.token_ids,
-                sampling=Sampling(
-                    max_tokens=spec.generation.sampling.max_tokens,
-                    temperature=float(validation.sampling.temperature),
-                    seed=seed_of(spec.schedule.seed, "validation", place, sample),
-                    stop=spec.generation.sampling.stop,
-                ),
-            ),
-            prompt,
+
+    def sampling(place: int, sample: int) -> Sampling:
+        return Sampling(
+            max_tokens=spec.generation.sampling.max_tokens,
+            temperature=float(validation.sampling.temperature),
+            seed=seed_of(spec.schedule.seed, "validation", place, sample),
+            stop=spec.generation.sampling.stop,
         )
-        for place, prompt in enumerate(prompts)
-        for sample in range(validation.sampling.samples_per_prompt)
-    ]
+
+    samples = validation.sampling.samples_per_prompt
+    requests = side_requests(f"validation-{policy_version}", prompts, samples, sampling)
     graded = await sample_and_grade(parts.registry, parts.grader, requests)
     for item in graded:
         if {span.policy_version for span in item.rollout.versions} != {policy_version}:
