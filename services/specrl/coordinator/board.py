@@ -68,6 +68,11 @@ class Board:
         if moved:
             self._write_status()
 
+    def begin_training(self) -> None:
+        """Acceptance is counted from here on: what an untrained drafter guessed before belongs to no step."""
+        self._counted = self._registry.speculation()
+        self.say(Phase.TRAINING, "training")
+
     def version_served(self, version: int) -> None:
         """Every live replica serves `version`."""
         self._served = version
@@ -81,7 +86,7 @@ class Board:
     def step_served(self, step: TrainedStep, transfer: Transfer, stages: StageSeconds, *, is_validating: bool) -> None:
         """Report a step whose version is served; while that is being validated, the report waits for the accuracy."""
         counters = self._registry.speculation()
-        since, self._counted = counters.minus(self._counted) if self._counted.generated_tokens else counters, counters
+        since, self._counted = counters.minus(self._counted), counters
         report = _report(step, stages, since, self._accuracy(step.batch.step)).model_copy(
             update={"weight_sync": transfer.seconds, "checksum": transfer.digest}
         )

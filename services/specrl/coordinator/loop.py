@@ -120,7 +120,7 @@ class Loop:
         if needs_drafter:
             await self._initialise_drafter()
             transfer = await self._publish()
-        self._board.say(Phase.TRAINING, "training")
+        self._board.begin_training()
         # A coordinator that died between a step and its record finds the trainer one step ahead; that step validates.
         version = self._scheduler.trained
         is_current = transfer.policy_version == version
