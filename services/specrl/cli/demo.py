@@ -23,7 +23,7 @@ from specrl.launcher.run_directory import RunDirectory
 from specrl.launcher.view import view_for
 from specrl.spec import RunSpec, load_spec
 
-COMPARED_BATCHES = "1,8,64"
+COMPARED_BATCHES = "8,64"
 
 
 def demo(

@@ -121,7 +121,7 @@ async def compare(
     rows: list[Row] = []
     task = progress.add_task("measuring", total=len(batches) * (turns + 1) * len(engines))
     for batch in batches:
-        count = max(2 * batch, 16)
+        count = max(2 * batch, 8)
         measured: dict[str, list[Turn]] = {name: [] for name in engines}
         for number in range(turns + 1):
             requests = [
