@@ -54,7 +54,7 @@ WEIGHT_SYNC_RETRIES = Counter(
 )
 SAMPLER_MISMATCH_KL = Gauge(
     "specrl_sampler_mismatch_kl",
-    "KL (k3) between sampler and trainer over the last batch's tokens of the newest version, in nats.",
+    "KL (k3) between sampler and trainer over the last batch's rollouts of the newest version, in nats.",
     ["rljob"],
 )
 ACCEPTANCE_LENGTH = Gauge(

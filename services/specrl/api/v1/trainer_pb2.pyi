@@ -100,7 +100,7 @@ class TrainMetrics(_message.Message):
     train_seconds: _builtins.float
     """forward, backward, step, the drafter's share included"""
     mismatch_mean_abs: _builtins.float
-    """Sampler against trainer, over tokens sampled under the policy version that the step starts from.
+    """Sampler against trainer, over rollouts sampled wholly under the policy version that the step starts from.
     nats
     """
     mismatch_max_abs: _builtins.float

@@ -36,7 +36,7 @@ class MicroBatch:
 def micro_batch(
     rollouts: Sequence[TrainRollout], indices: Sequence[int], version: int, device: torch.device
 ) -> MicroBatch:
-    """Tensors of the rollouts at `indices`. is_current_T marks tokens that were sampled under policy `version`."""
+    """Tensors of the rollouts at `indices`. is_current_T marks rollouts sampled wholly under `version`."""
     chosen = [rollouts[i] for i in indices]
     prompts_B = np.array([len(item.prompt_token_ids) for item in chosen])
     completions_B = np.array([item.rollout.length for item in chosen])
@@ -66,8 +66,10 @@ def micro_batch(
 
 
 def _is_current(item: TrainRollout, version: int) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-    """[T] bool of one rollout."""
-    found = np.zeros(item.rollout.length, dtype=np.bool_)
-    for span in item.rollout.versions:
-        found[span.first : span.end] = span.policy_version == version
-    return found
+    """[T]: whether the whole rollout was sampled under `version`.
+
+    Tokens of the present version that follow older ones do not count: with weights.kvCache Keep they attend to keys and
+    values of the older policy, so the trainer, which computes all of them anew, rightly disagrees.
+    """
+    is_whole = all(span.policy_version == version for span in item.rollout.versions)
+    return np.full(item.rollout.length, is_whole)
