@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import json
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
 import yaml
 from tests.integration.runs import start
-from tests.tiny_models import make_policy
+from tests.tiny_models import make_text_policy
 
 pytestmark = pytest.mark.slow
 
+QUESTIONS = [f"box {letter}" for letter in "abcdefgh"]
 
-def a_synchronous_run(policy: Path, seed: int) -> dict[str, object]:
+
+def a_policy(folder: Path) -> Path:
+    """Answers 3 as often as 4, so that rewards differ within a group and the policy really moves."""
+    texts = [f"{question} is #### {answer}" for question in QUESTIONS for answer in (3, 4)]
+    return make_text_policy(folder, texts, steps=80)
+
+
+def a_synchronous_run(policy: Path) -> dict[str, object]:
     """Three steps on two replicas with speculation and two trainer ranks."""
     return {
         "name": "same",
-        "model": {"path": str(policy), "dtype": "float32", "maxLength": 192},
-        "prompts": {"source": {"generated": {"family": "ledger", "count": 64}}, "maxTokens": 120},
+        "model": {"path": str(policy), "dtype": "float32", "maxLength": 64},
+        "prompts": {"source": {"jsonl": {"path": "boxes.jsonl"}}, "maxTokens": 16},
         "rewards": {"exact": {}},
         "generation": {
             "replicas": 2,
-            "sampling": {"temperature": "1", "maxTokens": 24},
+            "sampling": {"temperature": "1", "maxTokens": 16},
             "speculation": {"eagle3": {"numDraftTokens": 3}},
             "maxLiveRollouts": 16,
         },
@@ -31,29 +40,36 @@ def a_synchronous_run(policy: Path, seed: int) -> dict[str, object]:
             "optimizer": {"learningRate": "1e-3"},
             "drafter": {"initialisation": {"prompts": 8, "epochs": 1}},
         },
-        "schedule": {"steps": 3, "promptsPerStep": 4, "groupSize": 4, "maxPolicyLag": 0, "seed": seed},
+        "schedule": {"steps": 3, "promptsPerStep": 4, "groupSize": 4, "maxPolicyLag": 0},
     }
 
 
 def train(folder: Path, policy: Path, seed: int) -> dict[str, str]:
-    """Run to the end; sha256 of every tensor file of the export and of the checkpoint."""
+    """Run to the end; sha256 of every tensor file of the export and of the last checkpoint."""
     folder.mkdir()
-    (folder / "run.yaml").write_text(yaml.safe_dump(a_synchronous_run(policy, seed)))
-    run = start(folder, "run", "-f", "run.yaml", "--plain")
+    rows = [{"question": question, "answer": "#### 3"} for question in QUESTIONS]
+    (folder / "boxes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "run.yaml").write_text(yaml.safe_dump(a_synchronous_run(policy)))
+    run = start(folder, "run", "-f", "run.yaml", "--plain", "--set", f"schedule.seed={seed}")
     try:
         run.finish(900)
     finally:
         run.stop()
-    files = [*run.directory.glob("export/*/*.safetensors"), *run.directory.glob("checkpoints/step-000003/**/*.distcp")]
-    assert len(files) >= 4, "policy, drafter, and a checkpoint file per rank"
+    files = [
+        *run.directory.glob("export/**/*.safetensors"),
+        *run.directory.glob("checkpoints/step-000003/**/*.*tensors"),
+    ]
+    assert len(files) >= 7, "policy and drafter; weights, two moments, drafter and random state"
     return {str(file.relative_to(run.directory)): sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 @pytest.mark.timeout(2800)
 def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
-    policy = make_policy(tmp_path / "policy", sharpness=4.0)
+    policy = a_policy(tmp_path / "policy")
     first = train(tmp_path / "first", policy, seed=1)
     again = train(tmp_path / "again", policy, seed=1)
     assert first == again
     other = train(tmp_path / "other", policy, seed=2)
-    assert other["export/policy/model.safetensors"] != first["export/policy/model.safetensors"]
+    start_bytes = sha256((policy / "model.safetensors").read_bytes()).hexdigest()
+    for name in ("export/policy/model.safetensors", "export/drafter/model.safetensors"):
+        assert other[name] != first[name] != start_bytes
