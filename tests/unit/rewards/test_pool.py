@@ -107,7 +107,7 @@ async def test_the_math_verifier_works_in_the_pool() -> None:
 
 
 PROGRAM = """
-import asyncio, os, sys
+import asyncio, os, signal, sys
 from specrl.rewards import VerifierPool
 from specrl.rewards.verifiers import Exact
 from specrl.spec.data import RewardPool
@@ -118,6 +118,7 @@ async def main():
         await asyncio.sleep(3600)
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
     try:
         asyncio.run(main())
     except KeyboardInterrupt:
