@@ -7,9 +7,9 @@ A policy of 24 layers, for which a one-layer drafter is cheap:
     python examples/demo/make_policy.py --layers 24 --out runs/deep-policy
     specrl drafter init -f examples/demo/run.yaml --set "model.path=$PWD/runs/deep-policy" --out runs/deep-drafter \\
         --runs runs/deep
-    python benchmarks/rollout_speed.py --run runs/deep/demo-1
+    python benchmarks/rollout_speed.py --run runs/deep/demo-1 --batches 1,8 --mechanisms none,ngram:3,eagle3:1,eagle3:3
 
-One process: seven engines (none; ngram and eagle3 at k = 1, 3, 5) are started first and measured in turns on the same
+One process: the engines (by default none, and ngram and eagle3 at k = 1, 3, 5) are started first and measured in turns on the same
 prompts and seeds. Speed is tokens per second relative to `none` in the same turn: median, range and acceptance.
 The overhead compares, on the `none` engine, the path that a rollout takes in a run (gRPC client, service, Engine, wire)
 with `AsyncLLM.generate` called directly, again in turns.
@@ -46,10 +46,10 @@ async def measure(arguments: argparse.Namespace, console: Console) -> None:
     spec = load_spec(run / "run.yaml")
     policy, drafter = run / "export" / "policy", run / "export" / "drafter"
     with Progress(console=console, disable=not console.is_terminal) as progress:
-        engines = await start_engines(spec, MECHANISMS, str(policy), str(drafter))
+        engines = await start_engines(spec, arguments.mechanisms, str(policy), str(drafter))
         try:
             rows = await compare(engines, spec, arguments.batches, arguments.turns, progress)
-            ratios = await overhead(engines["none"], spec, arguments.turns)
+            ratios = await overhead(engines[arguments.mechanisms[0]], spec, arguments.turns)
         finally:
             await close_engines(engines)
     layers = json.loads((policy / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"]
@@ -123,6 +123,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, required=True, help="folder of a finished run with an EAGLE-3 drafter")
     parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")], default=[1, 4, 16, 64])
+    parser.add_argument(
+        "--mechanisms", type=lambda text: text.split(","), default=MECHANISMS, help="the first is the reference: none"
+    )
     parser.add_argument("--turns", type=int, default=3, help="measured turns of each (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="also write the rows here")
     asyncio.run(measure(parser.parse_args(), Console()))

@@ -49,6 +49,7 @@ def test_no_gpu_is_dealt_twice_while_there_are_enough(count: int, wanted: list[i
 
 def test_every_program_of_a_run_is_started_with_its_contract(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # a test of the trainer sets it in this process
     spec = parse_spec(
         a_run(
             tmp_path,
