@@ -9,10 +9,9 @@ A policy of 24 layers, for which a one-layer drafter is cheap:
         --runs runs/deep
     python benchmarks/rollout_speed.py --run runs/deep/demo-1 --batches 1,8 \\
         --mechanisms none,ngram:3,eagle3:1,eagle3:3,eagle3:5
-        --mechanisms none,ngram:3,eagle3:1,eagle3:3,eagle3:5
 
-One process: the engines (by default none, and ngram and eagle3 at k = 1, 3, 5) are started first and measured in turns on the same
-prompts and seeds. Speed is tokens per second relative to `none` in the same turn: median, range and acceptance.
+One process: the engines (by default none, and ngram and eagle3 at k = 1, 3, 5) are started first and measured in turns
+on the same prompts and seeds. Speed is tokens per second relative to `none` in the same turn: median and range.
 The overhead compares, on the `none` engine, the path that a rollout takes in a run (gRPC client, service, Engine, wire)
 with `AsyncLLM.generate` called directly, again in turns.
 """
