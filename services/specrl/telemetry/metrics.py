@@ -62,5 +62,4 @@ ACCEPTANCE_LENGTH = Gauge(
     "Mean tokens emitted per verification over the last step, bonus token included.",
     ["rljob"],
 )
-DRAFT_LENGTH = Gauge("specrl_generation_draft_length", "Tokens drafted per verification (k).", ["rljob", "replica"])
 DRAFTER_LOSS = Gauge("specrl_drafter_loss", "Drafter's loss at the last step.", ["rljob"])
