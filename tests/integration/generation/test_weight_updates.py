@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 import torch
 from safetensors.torch import load_file, save_file
+from tests.tiny_models import Shape, make_policy, perturb
 from tests.vllm_cases import (
     EAGLE3,
     Judge,
@@ -25,7 +26,7 @@ from tests.vllm_cases import (
     some_requests,
     speculation,
 )
-from tests.weight_sender import Tensors, WeightSender, manifest_of, update
+from tests.weight_sender import Tensors, WeightSender, folder_tensors, manifest_of, update
 
 from specrl.errors import EngineFailed
 from specrl.generation.vllm_backend.engine import VllmEngine
@@ -112,6 +113,18 @@ async def test_recomputed_rollouts_continue_as_the_new_policy_would(
             assert margins_of(new, continued, tokens[cut:]).max() < 1e-3
             crossed += 1
     assert crossed
+
+
+async def test_output_layer_tied_to_the_embedding_changes_with_it(tmp_path: Path, sender: WeightSender) -> None:
+    first = make_policy(tmp_path / "first", seed=1, shape=Shape(is_tied=True), bigram=10)
+    second = perturb(tmp_path / "second", first, scale=0.5, seed=2)
+    requests = some_requests(4)
+    async with running(a_spec(first, {"none": {}})) as engine:
+        await collect(engine, requests)
+        await update(engine, sender, folder_tensors(second, WeightOwner.POLICY), 1)
+        judge = Judge(second)
+        for request, rollout in zip(requests, await collect(engine, requests), strict=True):
+            assert errors_of(judge, request, rollout).max() < 1e-4
 
 
 async def test_completion_ends_before_a_stop_string(recompute_engine: VllmEngine) -> None:

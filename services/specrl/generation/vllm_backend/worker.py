@@ -14,6 +14,10 @@ Packed weights: on CPUs vLLM packs with oneDNN for the present number of OpenMP 
 batch size, which expect that packing. If the number has changed since the start, new weights give wrong products at
 every batch size that was used before, without an error (seen with numba's OpenMP layer, which n-gram look-up loads and
 which sets the number for the whole process). So `load` refuses then; `arguments.environment` keeps it from happening.
+
+Tied embeddings: an output layer that shares the embedding's tensor has a packed copy of its own, and the reload packs
+only layers that a tensor was loaded into. So `_repack_output_layers` packs it again; without it a tied policy would go
+on sampling with the output layer of the start (found by the sampler's mismatch with the trainer).
 """
 
 from __future__ import annotations
@@ -133,6 +137,7 @@ class WorkerExtension:
                 initialize_layerwise_reload(model)
                 model.load_weights(iter(tensors))
                 finalize_layerwise_reload(model, model_config)  # type: ignore[no-untyped-call]
+                _repack_output_layers(model)
         except Exception as error:  # any loader of any model: the engine is stopped with what it said
             raise EngineFailed(
                 f"new weights must load into {type(model).__name__}, got {type(error).__name__}: {error}; "
@@ -168,6 +173,17 @@ def manifest_from_rows(rows: list[list[Any]], bucket_bytes: int) -> WeightManife
 
 def _owned(staged: Staged, owner: WeightOwner) -> list[tuple[str, torch.Tensor]]:
     return [(meta.name, tensor) for meta, tensor in staged if meta.owner is owner]
+
+
+def _repack_output_layers(model: torch.nn.Module) -> None:
+    """Pack every output layer's present weights for the CPU's products. See "Tied embeddings" above."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        for module in model.modules():
+            if isinstance(module, ParallelLMHead):
+                module.quant_method.process_weights_after_loading(module)  # type: ignore[no-untyped-call]
 
 
 def _answer(call: Callable[[], Any]) -> Answer:
