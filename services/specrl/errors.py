@@ -14,6 +14,7 @@
     ├── DeadlineExceeded     (TimeoutError)     a call or a collective took longer than it may
     ├── EngineFailed         (RuntimeError)     vLLM stopped or refused
     ├── TrainerFailed        (RuntimeError)     Megatron stopped or refused
+    ├── SamplerDisagrees     (RuntimeError)     a replica samples from another policy than the trainer's
     ├── StoreFailed          (RuntimeError)     the run's state could not be read or written
     ├── VerifierFailed       (RuntimeError)     a verifier crashed, hung or answered nonsense; never a zero reward
     └── RunInvalid           (ValueError)       a run directory cannot be started or resumed
@@ -153,6 +154,15 @@ class TrainerFailed(SpecrlError, RuntimeError):
     """The trainer stopped, or refused what it was asked."""
 
 
+class SamplerDisagrees(SpecrlError, RuntimeError):
+    """A replica's log-probabilities are not the trainer's, although it was sent the weights twice and they arrived.
+
+    A restart would repeat it, and training on would teach the policy from wrong data: the user comes first.
+    """
+
+    exit_code = 2
+
+
 class StoreFailed(SpecrlError, RuntimeError):
     """The run's state could not be read or written; nothing advances until it can."""
 
@@ -186,6 +196,7 @@ BY_NAME: dict[str, type[SpecrlError]] = {
         DeadlineExceeded,
         EngineFailed,
         TrainerFailed,
+        SamplerDisagrees,
         StoreFailed,
         VerifierFailed,
         RunInvalid,

@@ -45,6 +45,11 @@ def test_the_demo_learns_and_survives_the_loss_of_any_process(tmp_path: Path) ->
     assert compared
     assert max(report["mismatchMeanAbs"] for report in compared) < 1e-3
     assert max(report["mismatchMaxAbs"] for report in compared) < 1e-2
+    for report in reports:
+        assert report["canaryTokens"] > 0, f"step {report['step']}: no replica was held against the trainer"
+        assert report["canaryMeanAbs"] < 1e-3
+        assert report["canaryMaxAbs"] < 1e-2
+    assert status["counters"]["canariesDisagreed"] == 0
     assert summary["lastAccuracy"] - summary["firstAccuracy"] >= 0.20
     assert summary["lastAcceptanceLength"] > 1.8
     assert summary["lastAcceptanceLength"] >= summary["firstAcceptanceLength"]
@@ -52,4 +57,4 @@ def test_the_demo_learns_and_survives_the_loss_of_any_process(tmp_path: Path) ->
         assert Path(path).is_dir()
         assert path in text
     rows = json.loads((run.directory / "comparison.json").read_text())
-    assert {row["mechanism"] for row in rows} == {"none", "eagle3:3"}
+    assert {row["mechanism"] for row in rows} == {"none", "eagle3:3", "eagle3"}

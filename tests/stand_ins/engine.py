@@ -1,8 +1,9 @@
 """A fast Engine without a model: the next token depends on the last one, by a table of logits [V, V].
 
 Passes tests/contract/test_engine_contract.py like the real one. Weights are received over a real broadcast group. Any
-weights determine a table: a tensor called `table` of shape [V, V] is used as it is, others seed one by their checksums.
-`die` makes it fail as an engine whose process was killed does.
+weights determine a table: a tensor called `table` or `policy.weight` of shape [V, V] is used as it is, others seed one
+by their checksums. `die` makes it fail as an engine whose process was killed does. `stale_loads` makes it take so
+many versions and sample with the table of its start, as an engine with a forgotten copy of its weights does.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 from specrl.errors import EngineFailed, RecordInvalid, VersionConflict
 from specrl.generation.engine import LoadTiming
 from specrl.records import (
+    NO_DRAFTER,
     FinishReason,
     GenerationStatus,
     Rollout,
@@ -46,7 +48,7 @@ class TableEngine:
 
     def __init__(self, replica_id: str = "gen-0", seed: int = 0, shape: TableShape = TableShape()) -> None:
         self.shape = shape
-        self.table_VV = seeded_table(seed, shape.vocab)
+        self.table_VV = self._first_VV = seeded_table(seed, shape.vocab)
         self._replica_id = replica_id
         self._policy_version = -1
         self._is_running = asyncio.Event()
@@ -55,6 +57,8 @@ class TableEngine:
         self._generated = 0
         self._group: Any = None
         self._staged: tuple[WeightChecksums, list[str], np.ndarray] | None = None
+        self._drafter_version, self._staged_has_drafter = NO_DRAFTER, False
+        self.stale_loads = 0
 
     async def start(self) -> None:
         self._is_started = True
@@ -142,6 +146,7 @@ class TableEngine:
         arrived, sums = await asyncio.to_thread(self._receive, group, manifest)
         checksums = WeightChecksums(policy_version, sums)
         self._staged = (checksums, [meta.name for meta in manifest.tensors], self._table_of(arrived, sums))
+        self._staged_has_drafter = manifest.has_drafter
         return checksums
 
     def _receive(self, group: WeightGroup, manifest: WeightManifest) -> Any:
@@ -158,7 +163,7 @@ class TableEngine:
 
     def _table_of(self, arrived: Any, sums: Sequence[int]) -> np.ndarray:
         for meta, tensor in arrived:
-            if meta.name == "table" and meta.shape == self.table_VV.shape:
+            if meta.name in ("table", "policy.weight") and meta.shape == self.table_VV.shape:
                 return np.asarray(tensor.numpy(), dtype=np.float64)
         return seeded_table(sum(sums) % 2**63, self.shape.vocab)
 
@@ -168,7 +173,13 @@ class TableEngine:
         if staged is None:
             raise VersionConflict("weights must have been received before they are loaded, got nothing; send them")
         staged[0].check(sent, staged[1])
-        self.table_VV, self._policy_version = staged[2], sent.policy_version
+        self._policy_version = sent.policy_version
+        self._drafter_version = sent.drafter_version if self._staged_has_drafter else NO_DRAFTER
+        if self.stale_loads > 0:
+            self.stale_loads -= 1
+            self.table_VV = self._first_VV
+        else:
+            self.table_VV = staged[2]
         self._is_running.set()
         return LoadTiming(0.0, 0.0)
 
@@ -180,7 +191,9 @@ class TableEngine:
         self._check_alive()
         counters = SpeculationCounters(generated_tokens=self._generated)
         is_paused = not self._is_running.is_set()
-        return GenerationStatus(self._replica_id, self._policy_version, is_paused, self._live, counters)
+        return GenerationStatus(
+            self._replica_id, self._policy_version, is_paused, self._live, counters, self._drafter_version
+        )
 
     async def close(self) -> None:
         self._is_started = False

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from specrl.errors import CheckpointInvalid, RecordInvalid, SpecrlError, VersionConflict
 from specrl.records import (
+    NO_DRAFTER,
     Batch,
     DrafterMetrics,
     TensorMeta,
@@ -103,13 +105,40 @@ class StandInBackend:
             drafter=self._learn(batch.rollouts) if self.has_drafter else None,
         )
 
-    def train_drafter(self, rollouts: Sequence[TrainRollout], epochs: int) -> list[DrafterMetrics]:
+    def train_drafter(
+        self, rollouts: Sequence[TrainRollout], epochs: int, progress: Path | None = None
+    ) -> list[DrafterMetrics]:
+        self._check_drafter(rollouts)
+        metrics: list[DrafterMetrics] = []
+        plan = [[*item.prompt_token_ids, *item.rollout.token_ids_T.tolist()] for item in rollouts]
+        if progress is not None and progress.is_file():
+            kept = json.loads(progress.read_text(encoding="utf-8"))
+            if kept["plan"] == plan:
+                metrics = [
+                    DrafterMetrics(**item | {"acceptance_per_position": tuple(item["acceptance_per_position"])})
+                    for item in kept["metrics"]
+                ]
+                self.drafter_VV = np.array(kept["drafter"], dtype=np.float32)
+        while len(metrics) < epochs:
+            metrics.append(self._learn(rollouts))
+            if progress is not None:
+                progress.parent.mkdir(parents=True, exist_ok=True)
+                kept = {"plan": plan, "metrics": [asdict(m) for m in metrics], "drafter": self.drafter_VV.tolist()}
+                progress.write_text(json.dumps(kept), encoding="utf-8")
+        self._is_initialised = True
+        return metrics
+
+    def evaluate_drafter(self, rollouts: Sequence[TrainRollout]) -> DrafterMetrics:
+        self._check_drafter(rollouts)
+        before = self.drafter_VV.copy()
+        metrics = self._learn(rollouts)
+        self.drafter_VV = before
+        return metrics
+
+    def _check_drafter(self, rollouts: Sequence[TrainRollout]) -> None:
         self._check(rollouts)
         if not self.has_drafter:
             raise CheckpointInvalid("generation.speculation must be eagle3 for a drafter to be trained; change the run")
-        metrics = [self._learn(rollouts) for _ in range(epochs)]
-        self._is_initialised = True
-        return metrics
 
     def score(self, rollouts: Sequence[TrainRollout]) -> list[npt.NDArray[np.float32]]:
         self._check(rollouts)
@@ -141,7 +170,8 @@ class StandInBackend:
         try:
             if self._joined is None:
                 self._joined = BroadcastGroup(self._group, self._store)
-            return WeightChecksums(self._step, send(self._joined, self.describe_weights(), tensors))
+            sums = send(self._joined, self.describe_weights(), tensors)
+            return WeightChecksums(self._step, sums, self._step if self.has_drafter else NO_DRAFTER)
         except SpecrlError:
             self._close_group()
             raise

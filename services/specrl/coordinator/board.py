@@ -6,6 +6,7 @@ to decide anything.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from specrl.coordinator.agreement import Comparison
 from specrl.coordinator.registry import Registry, ReplicaState
-from specrl.coordinator.report import Phase, ReplicaReport, StageSeconds, Status, StepReport, Summary, ValidationReport
+from specrl.coordinator.report import (
+    DrafterStart,
+    Phase,
+    ReplicaReport,
+    StageSeconds,
+    Status,
+    StepReport,
+    Summary,
+    ValidationReport,
+)
 from specrl.coordinator.store import Store
-from specrl.records import Batch, GradedRollout, Group, SpeculationCounters, TrainMetrics
+from specrl.records import NO_DRAFTER, Batch, GradedRollout, Group, SpeculationCounters, TrainMetrics
 from specrl.spec import RunSpec
 from specrl.telemetry import metrics as exported
 
@@ -25,6 +36,9 @@ if TYPE_CHECKING:
     from specrl.coordinator.scheduler import Scheduler
     from specrl.coordinator.sync import Transfer
     from specrl.coordinator.trainer_link import TrainerLink
+
+DRAFTER_START = "drafterStart"
+"""Fact of the store: how the drafter was initialised, once the checkpoint that holds it is complete."""
 
 TAIL_STEPS = 5
 """The summary compares the mean of the first and of the last so many steps."""
@@ -47,6 +61,8 @@ class Board:
         self._phase, self._detail, self._done, self._total = Phase.WAITING, "starting", 0, 0
         self._served = -1
         self._counted = SpeculationCounters()
+        self._canary, self._canary_seconds = Comparison(), 0.0
+        self._canaries: Counter[str] = Counter()
         self._withheld: StepReport | None = None
         self._failed: dict[str, str] = store.fact("failedPrompts") or {}
         self._error: str | None = None
@@ -68,15 +84,44 @@ class Board:
         if moved:
             self._write_status()
 
+    def drafter_initialised(self, report: DrafterStart) -> None:
+        """The drafter is initialised, and the checkpoint that holds it is complete."""
+        self._store.set_fact(DRAFTER_START, report.model_dump(by_alias=True))
+
     def begin_training(self) -> None:
         """Acceptance is counted from here on: what an untrained drafter guessed before belongs to no step."""
         self._counted = self._registry.speculation()
+        self._canary, self._canary_seconds = Comparison(), 0.0
         self.say(Phase.TRAINING, "training")
 
-    def version_served(self, version: int) -> None:
-        """Every live replica serves `version`."""
-        self._served = version
-        exported.POLICY_VERSION.labels(self._spec.name).set(version)
+    def leave_out(self, counters: SpeculationCounters) -> None:
+        """Count these towards no step's acceptance: what replicas did while a canary ran, running rollouts included."""
+        self._counted = self._counted.plus(counters)
+
+    def canary_compared(self, comparison: Comparison) -> None:
+        """One replica's canary was held against the trainer."""
+        self._canary = self._canary.plus(comparison)
+        exported.CANARY_MEAN_ABS.labels(self._spec.name).set(comparison.mean_abs)
+        exported.CANARY_MAX_ABS.labels(self._spec.name).set(comparison.max_abs)
+        exported.CANARY_TOKENS.labels(self._spec.name).inc(comparison.tokens)
+
+    def canary_ended(self, outcome: str) -> None:
+        """One replica's canary ended: agreed, disagreed, skipped or lost."""
+        self._canaries[outcome] += 1
+        exported.CANARIES.labels(self._spec.name, outcome).inc()
+
+    def canary_took(self, seconds: float) -> None:
+        """The trainer waited so long for the canary of an update."""
+        self._canary_seconds += seconds
+        exported.CANARY_SECONDS.labels(self._spec.name).observe(seconds)
+
+    def version_served(self, transfer: Transfer) -> None:
+        """Every live replica serves the policy and the drafter of `transfer`."""
+        self._served = transfer.policy_version
+        exported.POLICY_VERSION.labels(self._spec.name).set(self._served)
+        drafters = [replica.drafter_version for replica in self._registry.serving()]
+        if drafters and min(drafters) != NO_DRAFTER:
+            exported.DRAFTER_VERSION_LAG.labels(self._spec.name).set(self._served - min(drafters))
 
     def step_trained(self, step: TrainedStep, stages: StageSeconds) -> None:
         """Record a step as trained, durably, with what is known of it; `step_served` completes the report."""
@@ -87,8 +132,19 @@ class Board:
         """Report a step whose version is served; while that is being validated, the report waits for the accuracy."""
         counters = self._registry.speculation()
         since, self._counted = counters.minus(self._counted), counters
+        canary, self._canary = self._canary, Comparison()
+        canary_seconds, self._canary_seconds = self._canary_seconds, 0.0
         report = _report(step, stages, since, self._accuracy(step.batch.step)).model_copy(
-            update={"weight_sync": transfer.seconds, "checksum": transfer.digest}
+            update={
+                "weight_sync": transfer.seconds,
+                "checksum": transfer.digest,
+                "drafter_version": transfer.drafter_version,
+                "canary_mean_abs": canary.mean_abs if canary.tokens else None,
+                "canary_max_abs": canary.max_abs if canary.tokens else None,
+                "canary_tokens": canary.tokens,
+                "canary_seconds": canary_seconds,
+                **self._drafting(since),
+            }
         )
         self._count(step, report)
         self._store.set_report(report.step, report.model_dump(by_alias=True))
@@ -96,6 +152,16 @@ class Board:
             self._withheld = report
         else:
             self._publish(report)
+
+    def _drafting(self, since: SpeculationCounters) -> dict[str, float | None]:
+        """What the replicas' draft lengths have been doing."""
+        found = [replica.status.drafting for replica in self._registry.serving() if replica.status]
+        gains = [item.measured_gain for item in found if item is not None and item.measured_gain is not None]
+        return {
+            "draft_length": since.draft_tokens / since.drafts if since.drafts else None,
+            "speculation_gain": _mean(gains),
+            "drafters_resting": sum(item is not None and item.state != "drafting" for item in found),
+        }
 
     def validated(self, report: ValidationReport | None) -> None:
         """Keep a validation; None when it was lost with its replicas."""
@@ -138,6 +204,7 @@ class Board:
             policy_path=policy_path,
             drafter_path=drafter_path,
             checkpoint_path=checkpoint_path,
+            drafter_start=self._store.fact(DRAFTER_START),
         )
         self.say(Phase.FINISHED, "finished")
 
@@ -165,8 +232,15 @@ class Board:
                 state=replica.state.value,
                 policy_version=replica.policy_version,
                 live_rollouts=replica.inflight,
+                drafter_version=replica.drafter_version,
+                canary_mean_abs=replica.canary.mean_abs if replica.canary else None,
+                canary_max_abs=replica.canary.max_abs if replica.canary else None,
+                drafting=drafting.state if drafting else None,
+                predicted_gain=drafting.predicted_gain if drafting else None,
+                measured_gain=drafting.measured_gain if drafting else None,
             )
             for _, replica in sorted(self._registry.replicas.items())
+            for drafting in [replica.status.drafting if replica.status else None]
         ]
         status = Status(
             run=self._spec.name,
@@ -195,6 +269,8 @@ class Board:
             "discardedForAge": stage.discarded,
             "failedPrompts": len(self._failed),
             "trainerRecoveries": link.recoveries,
+            "canariesSkipped": self._canaries["skipped"],
+            "canariesDisagreed": self._canaries["disagreed"],
         }
         return status.model_copy(
             update={
@@ -249,6 +325,11 @@ class Board:
         exported.SAMPLER_MISMATCH_KL.labels(run).set(report.mismatch_kl)
         if report.acceptance_length is not None:
             exported.ACCEPTANCE_LENGTH.labels(run).set(report.acceptance_length)
+        if report.draft_length is not None:
+            exported.DRAFT_LENGTH.labels(run).set(report.draft_length)
+        if report.speculation_gain is not None:
+            exported.SPECULATION_GAIN.labels(run).set(report.speculation_gain)
+        exported.DRAFTERS_RESTING.labels(run).set(report.drafters_resting)
         if report.drafter_loss is not None:
             exported.DRAFTER_LOSS.labels(run).set(report.drafter_loss)
 

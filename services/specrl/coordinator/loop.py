@@ -6,7 +6,7 @@
         generation   wait until the P groups of step s are complete          (rollouts.py fills them all the while)
         data         assemble the batch, make it durable
         logprob+train   one call to the trainer, idempotent by s
-        prepare      publish version s of policy and drafter to every replica
+        prepare      publish version s of policy and drafter to every replica, and have the canary prove it
         validation   now and then, under exactly one version
         checkpoint   now and then
     export, summarise
@@ -22,28 +22,30 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import structlog
 
 from specrl.batching import assemble
+from specrl.coordinator import drafter_start
 from specrl.coordinator.board import TrainedStep
+from specrl.coordinator.canary import Canary
 from specrl.coordinator.parts import Parts
+from specrl.coordinator.registry import Replica, ReplicaState, Trainer
 from specrl.coordinator.report import Phase, ValidationReport
-from specrl.coordinator.rollouts import RolloutStage, sample_and_grade, seed_of, side_requests, training_sampling
+from specrl.coordinator.rollouts import RolloutStage, sample_and_grade
 from specrl.coordinator.scheduler import Scheduler, Shape, group_id
 from specrl.coordinator.stages import Stopwatch
 from specrl.coordinator.sync import TrainerLost, Transfer, WeightSync
 from specrl.coordinator.trainer_link import TrainerLink
 from specrl.coordinator.validation import is_due, validate
 from specrl.errors import PeerUnavailable
-from specrl.records import Batch, GradedRollout, Group, Prompt, RolloutRequest, TrainRollout, wire
+from specrl.records import Batch, GradedRollout, Group, Rollout, wire
 
 GATHERING_PATIENCE_S = 300.0
 """How long a run waits for all of its replicas before it starts with those that are there."""
 
 CHECKPOINT_DEADLINE_S = 900.0
-DRAFTER_DEADLINE_S = 3600.0
 
 log = structlog.get_logger(__name__)
 
@@ -60,6 +62,7 @@ class Loop:
         self._stage = RolloutStage(parts, self._scheduler)
         self._link = TrainerLink(spec.name, parts.registry, parts.store)
         self._sync = WeightSync(spec, parts.registry)
+        self._canary = Canary(parts)
         self._watch = Stopwatch(time.monotonic)
         self._validation: asyncio.Task[ValidationReport] | None = None
         parts.board.watch(self._scheduler, self._stage, self._link)
@@ -115,7 +118,7 @@ class Loop:
     async def _start_version(self) -> None:
         """Every replica serves the trained step's version; the drafter is initialised if it never was; validate."""
         status = await self._link.status()
-        needs_drafter = self._spec.generation.speculation.eagle3 is not None and not status.is_drafter_initialised
+        needs_drafter = drafter_start.is_due(self._spec, status, self._store)
         transfer = await self._publish()
         if needs_drafter:
             await self._initialise_drafter()
@@ -132,38 +135,21 @@ class Loop:
 
     async def _initialise_drafter(self) -> None:
         """Train the fresh drafter on the policy's own answers to the run's own prompts, then checkpoint it."""
-        plan = self._spec.trainer.drafter.initialisation
-        seed = self._spec.schedule.seed
-        requests = side_requests(
-            "drafter",
-            [self._parts.prompts.prompt(position) for position in range(plan.prompts)],
-            plan.samples_per_prompt,
-            lambda place, sample: training_sampling(self._spec, seed_of(seed, "drafter", place, sample)),
-        )
-        self._board.say(Phase.INITIALISING, "drafter: the policy answers prompts", 0, 3)
-        answers = await self._answers(requests)
-        rollouts = [
-            TrainRollout(prompt.token_ids, answer.rollout, 0.0)
-            for answer, (_, prompt) in zip(answers, requests, strict=True)
-        ]
-        self._board.say(Phase.INITIALISING, "drafter: training on the answers", 1, 3)
-        epochs = await self._link.call(
-            lambda trainer: trainer.client.train_drafter(rollouts, plan.epochs, DRAFTER_DEADLINE_S), "training"
-        )
-        log.info(
-            "drafter_initialised",
-            rollouts=len(rollouts),
-            loss=[round(epoch.loss, 4) for epoch in epochs],
-            acceptance=[round(share, 3) for share in epochs[-1].acceptance_per_position],
-        )
-        self._board.say(Phase.INITIALISING, "drafter: checkpoint", 2, 3)
+        report = await drafter_start.initialise(self._parts, self._link, self._answers)
         await self._checkpoint(self._scheduler.trained)
+        self._board.drafter_initialised(report)
 
-    async def _answers(self, requests: Sequence[tuple[RolloutRequest, Prompt]]) -> list[GradedRollout]:
-        """Answers from whoever serves; when all replicas are lost, from those that join next."""
-        while True:
+    async def _answers(self, requests: drafter_start.Requests, keep: Callable[[Rollout], None]) -> None:
+        """Have them answered by whoever serves, each kept when finished; by who joins next when all are lost."""
+        missing = {request.rollout_id: (request, prompt) for request, prompt in requests}
+
+        def take(rollout: Rollout) -> None:
+            keep(rollout)
+            missing.pop(rollout.rollout_id, None)
+
+        while missing:
             try:
-                return await sample_and_grade(self._registry, None, requests)
+                await sample_and_grade(self._registry, None, list(missing.values()), take)
             except PeerUnavailable:
                 await self._wait_for_joiner()
                 await self._catch_up()
@@ -172,6 +158,7 @@ class Loop:
 
     async def _step(self, step: int) -> None:
         batch, groups = await self._batch(step)
+        self._stage.spare_seats(self._canary.seats if self._canary.is_due(step) else 0)
         with self._watch.stage("train"):
             metrics = await self._link.train(batch)
         self._watch.split("train", {"logprob": metrics.logprob_seconds, "train": metrics.train_seconds})
@@ -182,6 +169,7 @@ class Loop:
         self._stage.trained(step, len(batch.rollouts))
         with self._watch.stage("prepare"):
             transfer = await self._publish()
+        self._stage.spare_seats(0)
         if step % self._spec.checkpoint.every_steps == 0 and step < self._spec.schedule.steps:
             with self._watch.stage("checkpoint"):
                 await self._checkpoint(step)
@@ -244,7 +232,7 @@ class Loop:
         """Bring the replicas that have just joined to the present version; the others go on generating."""
         try:
             trainer = await self._link.ready()
-            await self._sync.publish(trainer, self._registry.joining())
+            await self._bring(trainer, self._registry.joining())
         except TrainerLost as error:
             self._registry.lose_trainer(str(error))
         self._stage.wake()
@@ -254,14 +242,43 @@ class Loop:
         while True:
             trainer = await self._link.ready()
             try:
-                transfer = await self._sync.publish(trainer, self._registry.to_update())
+                transfer = await self._bring(trainer, self._registry.to_update())
             except TrainerLost as error:
                 self._registry.lose_trainer(str(error))
                 continue
             await self._registry.refresh()
-            self._board.version_served(transfer.policy_version)
+            self._board.version_served(transfer)
             self._stage.wake()
             return transfer
+
+    async def _bring(self, trainer: Trainer, replicas: Sequence[Replica]) -> Transfer:
+        """Bring `replicas` to the trainer's version and have the canary prove it; one that disagrees is sent it twice.
+
+        Raises TrainerLost, when those that are not proved are JOINING again; SamplerDisagrees when a replica disagrees
+        all the same.
+        """
+        joining = {replica.replica_id for replica in replicas if replica.state is ReplicaState.JOINING}
+        brought = list(replicas)
+        try:
+            transfer = await self._sync.publish(trainer, brought)
+            version = transfer.policy_version
+            due = []
+            for replica in _serving(brought):
+                if self._canary.is_due(version, has_joined=replica.replica_id in joining):
+                    due.append(replica)
+                else:
+                    self._registry.trust(replica, version)
+            doubtful = await self._canary.prove(trainer, due, version)
+            if doubtful:
+                brought = [self._registry.start_over(replica) for replica in doubtful if not replica.gone.is_set()]
+                await self._sync.publish(trainer, brought)
+                await self._canary.prove(trainer, _serving(brought), version, is_repeated=True)
+            return transfer
+        except TrainerLost:
+            for replica in _serving(brought):
+                if not replica.is_trusted:
+                    self._registry.move(replica, ReplicaState.JOINING)
+            raise
 
     async def _checkpoint(self, step: int) -> None:
         await self._link.call(lambda trainer: trainer.client.save_checkpoint(step, CHECKPOINT_DEADLINE_S))
@@ -299,3 +316,8 @@ class Loop:
             lambda trainer: trainer.client.export_model(target, CHECKPOINT_DEADLINE_S)
         )
         self._board.finish(policy, drafter, checkpoint)
+
+
+def _serving(replicas: Sequence[Replica]) -> list[Replica]:
+    """Those that have committed the version that was sent to them."""
+    return [replica for replica in replicas if replica.state is ReplicaState.SERVING and not replica.gone.is_set()]

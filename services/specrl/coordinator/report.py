@@ -34,7 +34,7 @@ class StageSeconds(Report):
     data: float = 0.0
     """Assembling the batch and carrying it to the trainer."""
     prepare: float = 0.0
-    """Weight sync."""
+    """Weight sync and its canary."""
     generation: float = 0.0
     """Exposed: the trainer waited for rollouts."""
     logprob: float = 0.0
@@ -67,6 +67,13 @@ class StepReport(Report):
     """Mean tokens per verification since the step before; null without speculation."""
     accepted_per_position: list[float] = []
     """Share of drafts whose token i was accepted."""
+    draft_length: float | None = None
+    """Mean tokens of a draft since the step before; null without drafts."""
+    speculation_gain: float | None = None
+    """Speed over that of decoding without drafts, as measured of late, mean of the replicas; null when the draft
+    length is fixed."""
+    drafters_resting: int = 0
+    """Replicas whose drafter is switched off because it does not pay."""
     policy_lag_max: int
     policy_lag_mean: float
     loss: float
@@ -84,6 +91,15 @@ class StepReport(Report):
     drafter_acceptance: list[float] = []
     weight_sync: dict[str, float] = {}
     """Seconds by stage: pause, broadcast, verify, resume."""
+    drafter_version: int = -1
+    """Policy version at which the drafter that is served with this version was last trained; -1 without a drafter."""
+    canary_mean_abs: float | None = None
+    canary_max_abs: float | None = None
+    """Sampler against trainer over the canaries since the step before, all replicas, in nats; null without any."""
+    canary_tokens: int = 0
+    """How many tokens the two above are over."""
+    canary_seconds: float = 0.0
+    """Wall time of these canaries; in `prepare`, and for a replica that joined in `generation`."""
     checksum: str = ""
     """One digest over the checksums of every tensor of this version; equal at the trainer and at all replicas."""
 
@@ -102,6 +118,16 @@ class ReplicaReport(Report):
     state: str
     policy_version: int
     live_rollouts: int
+    drafter_version: int = -1
+    """Policy version at which its drafter was last trained; -1: it has none, or no weights yet."""
+    canary_mean_abs: float | None = None
+    canary_max_abs: float | None = None
+    """Its last canary, in nats; null before the first."""
+    drafting: str | None = None
+    """drafting, off or trial: what its adaptive draft length is doing; null when it is fixed."""
+    predicted_gain: float | None = None
+    measured_gain: float | None = None
+    """Speed over that of decoding without drafts, as predicted from calibration and acceptance, and as measured."""
 
 
 class Status(Report):
@@ -126,9 +152,25 @@ class Status(Report):
     rollouts_wanted: int = 0
     """... of this many."""
     counters: dict[str, int] = {}
-    """requeued, poisoned, ungraded, discardedForAge, failedPrompts, trainerRecoveries, transferRetries."""
+    """requeued, poisoned, ungraded, discardedForAge, failedPrompts, trainerRecoveries, canariesSkipped,
+    canariesDisagreed."""
     error: str | None = None
     summary: Summary | None = None
+
+
+class DrafterStart(Report):
+    """How a fresh drafter was initialised. Acceptance by position, at the run's temperature, greedy drafts."""
+
+    rollouts: int
+    """Trained on."""
+    loss_per_epoch: list[float]
+    trained_acceptance: list[float]
+    """In the last epoch, on the rollouts that were trained on."""
+    trained_acceptance_length: float
+    held_out_prompts: int
+    """Not trained on; what follows is measured on their rollouts. 0: none were held out."""
+    held_out_acceptance: list[float] = []
+    held_out_acceptance_length: float | None = None
 
 
 class Summary(Report):
@@ -151,3 +193,5 @@ class Summary(Report):
     policy_path: str
     drafter_path: str
     checkpoint_path: str
+    drafter_start: DrafterStart | None = None
+    """None: the run's drafter was given, or it has none."""

@@ -5,7 +5,8 @@
 One task per stream, one per verdict, all on the coordinator's event loop. Who wakes whom: `Registry.changed` and
 `wake()` (a rollout finished, a version was committed, the gate opened) wake the dispatcher; `changed` wakes whoever
 waits for a step to be ready. What bounds each wait: a dead replica breaks its stream or misses heartbeats
-(`Replica.gone`), a verifier has the pool's time limit.
+(`Replica.gone`), a verifier has the pool's time limit; a rollout that is held for its replica's canary is let go by the
+loop after every transfer (`Registry.trust`), or asked again.
 
 With maxPolicyLag 0 all rollouts of a step are dealt at once and admitted together, so that what each engine computes
 depends on nothing but the step: that is what makes a run repeatable bit by bit.
@@ -22,7 +23,7 @@ from typing import Any
 import structlog
 
 from specrl.coordinator.parts import Grader, Parts
-from specrl.coordinator.registry import Registry, Replica, ReplicaState
+from specrl.coordinator.registry import Registry, Replica
 from specrl.coordinator.scheduler import Scheduler, SlotId
 from specrl.coordinator.store import StoredRollout
 from specrl.errors import PeerUnavailable, RecordInvalid, SpecrlError
@@ -61,6 +62,7 @@ class RolloutStage:
         self._tasks: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
         self._gate_open = False
+        self._spare_seats = 0
         self.changed = asyncio.Event()
         self.counters: Counter[str] = Counter()
         self.failure: BaseException | None = None
@@ -94,6 +96,11 @@ class RolloutStage:
     def close_gate(self) -> None:
         """No new rollout starts until the gate opens; those under way go on."""
         self._gate_open = False
+
+    def spare_seats(self, count: int) -> None:
+        """Give no replica its last `count` seats from now on; 0 gives them all. Rollouts under way keep theirs."""
+        self._spare_seats = count
+        self.wake()
 
     def wake(self) -> None:
         """Look again for work to give out."""
@@ -140,7 +147,7 @@ class RolloutStage:
                 self._start(replica, dealt[replica.replica_id], admit_together=True)
             return
         for replica in serving:
-            room = self._spec.generation.max_live_rollouts - replica.inflight
+            room = self._spec.generation.max_live_rollouts - self._spare_seats - replica.inflight
             if room > 0:
                 slots = self._scheduler.take(replica.replica_id, replica.policy_version, room)
                 self._start(replica, slots, admit_together=False)
@@ -160,24 +167,23 @@ class RolloutStage:
         try:
             while waiting:
                 arrival = asyncio.ensure_future(anext(stream, None))
-                await asyncio.wait({arrival, gone}, return_when=asyncio.FIRST_COMPLETED)
-                if not arrival.done():
+                try:
+                    await asyncio.wait({arrival, gone}, return_when=asyncio.FIRST_COMPLETED)
+                    if not arrival.done():
+                        raise PeerUnavailable(f"{replica.replica_id} must stay, got lost; its rollouts are requeued")
+                    rollout = arrival.result()
+                finally:  # also when this task is cancelled: a stream that is being read cannot be closed
                     arrival.cancel()
                     await asyncio.gather(arrival, return_exceptions=True)
-                    raise PeerUnavailable(f"{replica.replica_id} must stay, got lost; its rollouts are requeued")
-                rollout = arrival.result()
                 if rollout is None:
                     break
+                await _until_trusted(replica, gone)
                 slot = waiting.pop(rollout.rollout_id, None)
                 if slot is not None:
                     replica.inflight -= 1
                     self._accept(slot, rollout)
-        except PeerUnavailable as error:
-            self._registry.remove(replica.replica_id, str(error))
         except SpecrlError as error:
-            log.error("generation_failed", replica=replica.replica_id, reason=str(error))
-            self._registry.move(replica, ReplicaState.STALE)
-            replica.gone.set()
+            self._registry.fail(replica, error)
         finally:
             gone.cancel()
             await stream.aclose()
@@ -248,6 +254,19 @@ class RolloutStage:
             self.changed.set()
 
 
+async def _until_trusted(replica: Replica, gone: asyncio.Future[Any]) -> None:
+    """Wait until an update and its canary are over. Raises PeerUnavailable when the replica is gone by then."""
+    while not replica.is_trusted and not replica.gone.is_set():
+        replica.moved.clear()
+        moved = asyncio.ensure_future(replica.moved.wait())
+        await asyncio.wait({moved, gone}, return_when=asyncio.FIRST_COMPLETED)
+        moved.cancel()
+    if replica.gone.is_set():
+        raise PeerUnavailable(
+            f"{replica.replica_id} must be trusted, got lost or started over; its rollouts are requeued"
+        )
+
+
 def side_requests(
     kind: str, prompts: Sequence[Prompt], samples: int, sampling: Callable[[int, int], Sampling]
 ) -> list[tuple[RolloutRequest, Prompt]]:
@@ -269,12 +288,15 @@ def side_requests(
 
 
 async def sample_and_grade(
-    registry: Registry, grader: Grader | None, requests: Sequence[tuple[RolloutRequest, Prompt]]
+    registry: Registry,
+    grader: Grader | None,
+    requests: Sequence[tuple[RolloutRequest, Prompt]],
+    keep: Callable[[Rollout], None] | None = None,
 ) -> list[GradedRollout]:
     """Rollouts outside the stream of steps (validation, drafter initialisation), spread over the serving replicas.
 
-    Returns them in request order. What a lost replica still had is asked of another one. Without a grader every
-    reward is ungraded. Raises PeerUnavailable when no replica is left.
+    Returns them in request order; `keep` is called with each as soon as it is finished. What a lost replica still had
+    is asked of another one. Without a grader every reward is ungraded. Raises PeerUnavailable when no replica is left.
     """
     finished: dict[str, Rollout] = {}
     while len(finished) < len(requests):
@@ -287,8 +309,10 @@ async def sample_and_grade(
             try:
                 async for rollout in replica.client.generate(share, True, 0):
                     finished[rollout.rollout_id] = rollout
+                    if keep is not None:
+                        keep(rollout)
             except PeerUnavailable as error:
-                registry.remove(replica.replica_id, str(error))
+                registry.remove(replica, str(error))
 
         count = len(serving)
         await asyncio.gather(*(ask(r, open_requests[place::count]) for place, r in enumerate(serving)))

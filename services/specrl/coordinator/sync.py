@@ -24,7 +24,7 @@ import xxhash
 
 from specrl.coordinator.registry import Registry, Replica, ReplicaState, Trainer
 from specrl.errors import ChecksumMismatch, CollectiveFailed, DeadlineExceeded, PeerUnavailable, SpecrlError
-from specrl.records import WeightChecksums, WeightGroup, WeightManifest
+from specrl.records import NO_DRAFTER, WeightChecksums, WeightGroup, WeightManifest
 from specrl.rpc.clients import UpdateTiming
 from specrl.spec.run import RunSpec, Transport
 from specrl.telemetry import metrics
@@ -34,9 +34,13 @@ log = structlog.get_logger(__name__)
 
 @dataclass
 class Transfer:
-    """What one update took, in seconds of wall time, and how it went. `digest` covers every tensor's checksum."""
+    """What one update took, in seconds of wall time, and how it went. `digest` covers every tensor's checksum.
+
+    drafter_version: policy version at which the drafter that was sent was last trained.
+    """
 
     policy_version: int
+    drafter_version: int = NO_DRAFTER
     digest: str = ""
     size_bytes: int = 0
     retries: int = 0
@@ -121,7 +125,7 @@ class WeightSync:
             await self._blame(trainer, replicas, failure)
             return replicas
         checksums, transfer.size_bytes, _ = sending.result()
-        transfer.digest = _digest(checksums)
+        transfer.digest, transfer.drafter_version = _digest(checksums), checksums.drafter_version
         arrived = [r for r, outcome in zip(replicas, received, strict=True) if not isinstance(outcome, BaseException)]
         failed = [replica for replica in replicas if replica not in arrived]
         for replica, outcome in zip(replicas, received, strict=True):
@@ -182,7 +186,7 @@ class WeightSync:
         refused = []
         for replica, outcome in zip(replicas, outcomes, strict=True):
             if isinstance(outcome, UpdateTiming):
-                replica.policy_version = checksums.policy_version
+                replica.policy_version, replica.drafter_version = checksums.policy_version, checksums.drafter_version
                 transfer.seconds["verify"] = max(transfer.seconds["verify"], outcome.verify_s)
                 transfer.seconds["resume"] = max(transfer.seconds["resume"], outcome.load_s + outcome.resume_s)
                 if not replica.gone.is_set():
@@ -205,7 +209,7 @@ class WeightSync:
             try:
                 await replica.client.status()
             except SpecrlError as lost:
-                self._registry.remove(replica.replica_id, str(lost))
+                self._registry.remove(replica, str(lost))
 
     def _note_failure(self, replica: Replica, error: BaseException) -> None:
         """Log and count a replica's failure; remove the replica when it is unreachable."""
@@ -215,7 +219,7 @@ class WeightSync:
         metrics.WEIGHT_SYNC_RETRIES.labels(self._spec.name, reason).inc()
         log.warning("replica_update_failed", replica=replica.replica_id, reason=str(error))
         if isinstance(error, PeerUnavailable):
-            self._registry.remove(replica.replica_id, str(error))
+            self._registry.remove(replica, str(error))
 
     def _forget_group(self) -> None:
         """The next attempt forms a new group: the old one's collectives may have been torn."""

@@ -92,7 +92,10 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         total_s = time.monotonic() - began
         self._end_watch()
         log.info("weights_loaded", policy_version=sent.policy_version, seconds=round(total_s, 3))
+        served = await self._engine.status()
         return generation_pb2.CommitUpdateReply(
+            policy_version=served.policy_version,
+            drafter_version=wire.drafter_version_to_wire(served.drafter_version),
             verify_seconds=max(0.0, total_s - timing.load_s - timing.resume_s),
             load_seconds=timing.load_s,
             resume_seconds=timing.resume_s,

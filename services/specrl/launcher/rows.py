@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from specrl.coordinator.report import Status, StepReport, ValidationReport
+from specrl.coordinator.report import DrafterStart, Status, StepReport, ValidationReport
 
 _NOTHING = "-"
 
@@ -107,6 +107,8 @@ def summary_lines(status: Status) -> list[tuple[str, str]]:
     if summary.last_acceptance_length is not None:
         tokens = _change(summary.first_acceptance_length, summary.last_acceptance_length, 2)
         lines.append(("acceptance length", f"{tokens} tokens per verification"))
+    if summary.drafter_start is not None:
+        lines.append(("drafter's start", _drafter_start(summary.drafter_start)))
     if summary.steps:
         lines += [
             ("exposed generation", f"{summary.exposed_generation_share:.0%} of wall time"),
@@ -119,6 +121,16 @@ def summary_lines(status: Status) -> list[tuple[str, str]]:
         ("checkpoint", summary.checkpoint_path),
     ]
     return lines + [(name, path) for name, path in paths if path]
+
+
+def _drafter_start(start: DrafterStart) -> str:
+    """Acceptance on prompts that were not trained on, and on those that were."""
+    trained = f"{start.trained_acceptance_length:.2f} on {start.rollouts} rollouts trained on"
+    if start.held_out_acceptance_length is None:
+        return f"acceptance length {trained}"
+    by_position = ", ".join(f"{share:.2f}" for share in start.held_out_acceptance)
+    length, prompts = start.held_out_acceptance_length, start.held_out_prompts
+    return f"acceptance length {length:.2f} on {prompts} held-out prompts (by position {by_position}), {trained}"
 
 
 def printable(text: str) -> str:

@@ -18,7 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from specrl.coordinator.report import Phase, Status, StepReport, ValidationReport
+from specrl.coordinator.report import Phase, ReplicaReport, Status, StepReport, ValidationReport
 from specrl.launcher.rows import Columns, plain_step, plain_validation, printable, summary_lines
 
 _PHASE_STYLE = {Phase.FINISHED: "green", Phase.FAILED: "red", Phase.STOPPED: "yellow"}
@@ -159,10 +159,14 @@ def live_area(title: str, facts: dict[str, str], status: Status | None) -> Rende
 
 def _replicas(status: Status) -> Text:
     shown = [
-        f"{replica.id} {replica.state} v{replica.policy_version} ({replica.live_rollouts} live)"
+        f"{replica.id} {replica.state} v{replica.policy_version}{_drafter(replica)} ({replica.live_rollouts} live)"
         for replica in status.replicas
     ]
     return Text(printable(", ".join(shown) or "none yet"))
+
+
+def _drafter(replica: ReplicaReport) -> str:
+    return f"/d{replica.drafter_version}" if replica.drafter_version >= 0 else ""
 
 
 def _bars(status: Status) -> Table:

@@ -16,16 +16,26 @@ from specrl.records.rollout import (
 )
 from specrl.records.status import (
     DrafterMetrics,
+    Drafting,
     GenerationStatus,
     SpeculationCounters,
     TrainerStatus,
     TrainMetrics,
 )
-from specrl.records.weights import TensorMeta, WeightChecksums, WeightGroup, WeightManifest, WeightOwner
+from specrl.records.weights import (
+    NO_DRAFTER,
+    TensorMeta,
+    WeightChecksums,
+    WeightGroup,
+    WeightManifest,
+    WeightOwner,
+)
 
 __all__ = [
+    "NO_DRAFTER",
     "Batch",
     "DrafterMetrics",
+    "Drafting",
     "FinishReason",
     "GenerationStatus",
     "GradedRollout",

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
+from operator import mul
+
+from specrl.records.weights import NO_DRAFTER
 
 
 @dataclass(frozen=True)
@@ -41,24 +44,51 @@ class SpeculationCounters:
 
 
 @dataclass(frozen=True)
+class Drafting:
+    """What an adaptive draft length is doing. Gains: speed over that of decoding without drafts, at recent loads.
+
+    state: drafting, off, trial (generation/draft_length.py). measured_gain: None before the first step of decoding.
+    """
+
+    state: str
+    predicted_gain: float
+    measured_gain: float | None = None
+
+
+@dataclass(frozen=True)
 class GenerationStatus:
-    """A replica at one moment. policy_version -1: no weights committed yet."""
+    """A replica at one moment. policy_version -1: no weights committed yet.
+
+    drafter_version: policy version at which the drafter that is served was last trained; -1: no drafter committed.
+    """
 
     replica_id: str
     policy_version: int
     is_paused: bool
     live_requests: int
     speculation: SpeculationCounters = SpeculationCounters()
+    drafter_version: int = NO_DRAFTER
+    drafting: Drafting | None = None
+    """None without speculation, and with a fixed draft length."""
 
 
 @dataclass(frozen=True)
 class DrafterMetrics:
-    """One training step or epoch of the drafter. acceptance_per_position is estimated on the training tokens."""
+    """One training step, epoch or measurement of the drafter, over the tokens that it was given.
+
+    loss is what was minimised: nats, or a share for `TotalVariation`. acceptance_per_position[j]: how probably the
+    policy accepts draft token j at the run's temperature, given that it accepted those before it.
+    """
 
     loss: float
     grad_norm: float
     acceptance_per_position: tuple[float, ...]
     seconds: float
+
+    @property
+    def acceptance_length(self) -> float:
+        """Expected tokens of one verification, bonus token included: 1 + sum_j prod_(i <= j) a_i."""
+        return float(1 + sum(accumulate(self.acceptance_per_position, mul)))
 
 
 @dataclass(frozen=True)

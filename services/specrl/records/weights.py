@@ -12,6 +12,9 @@ from enum import StrEnum
 
 from specrl.errors import ChecksumMismatch
 
+NO_DRAFTER = -1
+"""In place of a drafter's version where there is no drafter."""
+
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "bool": 1}
 
 
@@ -42,6 +45,11 @@ class WeightManifest:
     bucket_bytes: int
 
     @property
+    def has_drafter(self) -> bool:
+        """Whether a drafter's tensors are among them."""
+        return any(tensor.owner is WeightOwner.DRAFTER for tensor in self.tensors)
+
+    @property
     def size_bytes(self) -> int:
         return sum(tensor.size_bytes for tensor in self.tensors)
 
@@ -60,10 +68,15 @@ class WeightManifest:
 
 @dataclass(frozen=True)
 class WeightChecksums:
-    """xxh3-64 of every tensor's bytes, in manifest order, of one policy version."""
+    """xxh3-64 of every tensor's bytes, in manifest order, of one policy version.
+
+    drafter_version: policy version at which the drafter among the tensors was last trained. Only the trainer knows it;
+    a replica takes it from what was sent, at the commit.
+    """
 
     policy_version: int
     checksums: tuple[int, ...]
+    drafter_version: int = NO_DRAFTER
 
     def check(self, sent: WeightChecksums, names: Sequence[str]) -> None:
         """Raise ChecksumMismatch naming the first tensors that differ from what the trainer sent."""

@@ -25,12 +25,13 @@ from specrl.records.rollout import (
 )
 from specrl.records.status import (
     DrafterMetrics,
+    Drafting,
     GenerationStatus,
     SpeculationCounters,
     TrainerStatus,
     TrainMetrics,
 )
-from specrl.records.weights import TensorMeta, WeightChecksums, WeightGroup, WeightManifest, WeightOwner
+from specrl.records.weights import NO_DRAFTER, TensorMeta, WeightChecksums, WeightGroup, WeightManifest, WeightOwner
 
 _FINISH = {
     FinishReason.STOP: rollout_pb2.FINISH_REASON_STOP,
@@ -239,11 +240,27 @@ def manifest_from_wire(message: weights_pb2.WeightManifest) -> WeightManifest:
 
 
 def checksums_to_wire(record: WeightChecksums) -> weights_pb2.WeightChecksums:
-    return weights_pb2.WeightChecksums(policy_version=record.policy_version, checksums=record.checksums)
+    return weights_pb2.WeightChecksums(
+        policy_version=record.policy_version,
+        checksums=record.checksums,
+        drafter_version=drafter_version_to_wire(record.drafter_version),
+    )
 
 
 def checksums_from_wire(message: weights_pb2.WeightChecksums) -> WeightChecksums:
-    return WeightChecksums(message.policy_version, tuple(message.checksums))
+    return WeightChecksums(message.policy_version, tuple(message.checksums), drafter_version_from_wire(message))
+
+
+def drafter_version_to_wire(version: int) -> int | None:
+    """None, which leaves the field absent, where there is no drafter."""
+    return None if version == NO_DRAFTER else version
+
+
+def drafter_version_from_wire(
+    message: weights_pb2.WeightChecksums | generation_pb2.GenerationStatus | generation_pb2.CommitUpdateReply,
+) -> int:
+    """The drafter's version in any message that carries one; absent is `NO_DRAFTER`."""
+    return message.drafter_version if message.HasField("drafter_version") else NO_DRAFTER
 
 
 def weight_group_to_wire(record: WeightGroup) -> weights_pb2.WeightGroup:
@@ -283,6 +300,8 @@ def generation_status_to_wire(record: GenerationStatus) -> generation_pb2.Genera
         is_paused=record.is_paused,
         live_requests=record.live_requests,
         speculation=counters_to_wire(record.speculation),
+        drafter_version=drafter_version_to_wire(record.drafter_version),
+        drafting=generation_pb2.Drafting(**vars(record.drafting)) if record.drafting is not None else None,
     )
 
 
@@ -293,7 +312,14 @@ def generation_status_from_wire(message: generation_pb2.GenerationStatus) -> Gen
         message.is_paused,
         message.live_requests,
         counters_from_wire(message.speculation),
+        drafter_version_from_wire(message),
+        _drafting_from_wire(message.drafting) if message.HasField("drafting") else None,
     )
+
+
+def _drafting_from_wire(message: generation_pb2.Drafting) -> Drafting:
+    measured = message.measured_gain if message.HasField("measured_gain") else None
+    return Drafting(message.state, message.predicted_gain, measured)
 
 
 def drafter_metrics_to_wire(record: DrafterMetrics) -> trainer_pb2.DrafterMetrics:

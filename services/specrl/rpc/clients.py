@@ -23,7 +23,7 @@ from specrl.api.v1 import (
     trainer_pb2,
     trainer_pb2_grpc,
 )
-from specrl.errors import BY_NAME, DeadlineExceeded, PeerUnavailable, SpecrlError
+from specrl.errors import BY_NAME, DeadlineExceeded, PeerUnavailable, SpecrlError, VersionConflict
 from specrl.records import (
     Batch,
     DrafterMetrics,
@@ -154,9 +154,18 @@ class GenerationClient(_Client):
         return wire.checksums_from_wire(reply.received), reply.broadcast_seconds
 
     async def commit_update(self, sent: WeightChecksums, deadline_s: float) -> UpdateTiming:
-        """Verify, load, resume. Raises ChecksumMismatch when what arrived is not what was sent."""
+        """Verify, load, resume. Raises ChecksumMismatch when what arrived is not what was sent.
+
+        Raises VersionConflict when the replica says that it serves another policy or drafter version than was sent.
+        """
         request = generation_pb2.CommitUpdateRequest(sent=wire.checksums_to_wire(sent))
         reply = await self._call(self._stub.CommitUpdate, request, deadline_s)
+        served = (reply.policy_version, wire.drafter_version_from_wire(reply))
+        if served != (sent.policy_version, sent.drafter_version):
+            raise VersionConflict(
+                f"{self.peer} must serve policy version {sent.policy_version} with the drafter of version "
+                f"{sent.drafter_version}, got {served[0]} with {served[1]}; the transfer is repeated"
+            )
         return UpdateTiming(reply.verify_seconds, reply.load_seconds, reply.resume_seconds)
 
     async def abort_update(self, policy_version: int, deadline_s: float) -> None:
@@ -192,6 +201,12 @@ class TrainerClient(_Client):
         )
         reply = await self._call(self._stub.TrainDrafter, request, deadline_s)
         return [wire.drafter_metrics_from_wire(item) for item in reply.epochs]
+
+    async def evaluate_drafter(self, rollouts: Sequence[TrainRollout], deadline_s: float) -> DrafterMetrics:
+        """Loss and acceptance of the drafter on rollouts of the present policy. Nothing is trained."""
+        request = trainer_pb2.EvaluateDrafterRequest(rollouts=[wire.train_rollout_to_wire(item) for item in rollouts])
+        reply = await self._call(self._stub.EvaluateDrafter, request, deadline_s)
+        return wire.drafter_metrics_from_wire(reply.metrics)
 
     async def score(self, rollouts: Sequence[TrainRollout], deadline_s: float) -> list[list[float]]:
         """Log-probabilities of the rollouts' tokens under the present policy."""

@@ -169,10 +169,11 @@ def _with_absolute_paths(spec: RunSpec, base: Path) -> RunSpec:
     }
     if spec.validation is not None:
         update["validation"] = spec.validation.model_copy(update={"source": source(spec.validation.source)})
-    eagle3 = spec.generation.speculation.eagle3
-    if eagle3 is not None and eagle3.path is not None:
-        speculation = spec.generation.speculation.model_copy(
-            update={"eagle3": eagle3.model_copy(update={"path": absolute(eagle3.path)})}
+    speculation = spec.generation.speculation
+    drafter = speculation.eagle3 or speculation.draft_model
+    if drafter is not None and drafter.path is not None:
+        moved = drafter.model_copy(update={"path": absolute(drafter.path)})
+        update["generation"] = spec.generation.model_copy(
+            update={"speculation": speculation.model_copy(update={speculation.kind: moved})}
         )
-        update["generation"] = spec.generation.model_copy(update={"speculation": speculation})
     return spec.model_copy(update=update)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from decimal import Decimal
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, get_args, get_origin
 
 from annotated_types import Ge, Le
 from pydantic import BaseModel
@@ -86,6 +86,10 @@ def _paragraph(section: type[BaseModel]) -> str:
 def _type(field: FieldInfo) -> str:
     members = [member for member in get_args(field.annotation) if member is not type(None)] or [field.annotation]
     kind: Any = members[0]
+    bounds = list(field.metadata)
+    if get_origin(kind) is Annotated:  # an optional number keeps its bounds inside
+        kind, *inside = get_args(kind)
+        bounds += [bound for item in inside for bound in getattr(item, "metadata", ())]
     if section_of(field) is not None:
         return "`{}`"
     if kind is bool:
@@ -95,7 +99,7 @@ def _type(field: FieldInfo) -> str:
     if kind is int:
         return "whole number" + "".join(
             f", >= {bound.ge}" if isinstance(bound, Ge) else f", <= {bound.le}"
-            for bound in field.metadata
+            for bound in bounds
             if isinstance(bound, Ge | Le)
         )
     if isinstance(kind, type) and issubclass(kind, StrEnum):

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from specrl.spec.base import Section, Union
+from specrl.spec.base import DecimalString, Section, Union
 from specrl.spec.data import NotNegative, Positive, Prompts, RewardPool, Rewards, Validation
 from specrl.spec.generation import Generation
 from specrl.spec.trainer import Trainer
@@ -76,6 +76,28 @@ class Weights(Section):
     """What unfinished rollouts do with the KV cache of the version before: keep it, or recompute it."""
 
 
+class Canary(Section):
+    """A few short rollouts of every updated replica, re-scored by the trainer: do both have the same policy?
+
+    A replica beyond a bound is sent the weights once more; the run ends if it is beyond it again.
+    """
+
+    every_steps: NotNegative = 1
+    """Policy versions from one canary to the next; a replica that has just joined always has one. 0: no canary."""
+    rollouts_per_replica: Positive = 2
+    """Rollouts of each replica, for prompts of the run's own stream. They are never trained on."""
+    max_tokens: Positive = 16
+    """Longest of these rollouts, in tokens, unless generation.sampling.maxTokens is shorter."""
+    max_mean_abs: DecimalString | None = None
+    """Largest mean absolute difference of sampler and trainer log-probabilities over one replica's canary, in nats.
+    Null: "0.001" for float32, "0.05" for bfloat16."""
+    max_abs: DecimalString | None = None
+    """Largest absolute difference at any one token, in nats. Null: "0.01" for float32, "1" for bfloat16."""
+    timeout_s: Positive = 30
+    """Seconds that the trainer waits for a canary, whose requests may queue behind running rollouts. What has not come
+    back by then is skipped, and counted."""
+
+
 class SqliteStore(Section):
     """One file in the run's folder; for runs on one machine."""
 
@@ -128,6 +150,7 @@ class RunSpec(Section):
     trainer: Trainer
     schedule: Schedule
     weights: Weights = Weights()
+    canary: Canary = Canary()
     store: Store = Store(sqlite=SqliteStore())
     checkpoint: Checkpoint = Checkpoint()
     validation: Validation | None = None

@@ -12,7 +12,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from decimal import Decimal
 from enum import StrEnum
-from typing import Any, get_args
+from typing import Annotated, Any, get_args, get_origin
 
 from annotated_types import Ge, Le
 from pydantic import BaseModel, ValidationError
@@ -98,6 +98,7 @@ def _stand_in(field: FieldInfo, location: Location, end: End) -> Any:
         return _stand_in_section(section, location, end)
     if field.annotation is not None and type(None) in get_args(field.annotation):
         (kind,) = (member for member in get_args(field.annotation) if member is not type(None))
+        kind = get_args(kind)[0] if get_origin(kind) is Annotated else kind
     else:
         kind = field.annotation
     if kind is bool:

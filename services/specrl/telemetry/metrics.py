@@ -57,9 +57,44 @@ SAMPLER_MISMATCH_KL = Gauge(
     "KL (k3) between sampler and trainer over the last batch's rollouts of the newest version, in nats.",
     ["rljob"],
 )
+CANARIES = Counter(
+    "specrl_sampler_canaries_total",
+    "Canaries of single replicas by outcome: agreed, disagreed (the weights are sent again, or the run ends), skipped "
+    "(no answer in time), lost (the replica died).",
+    ["rljob", "outcome"],
+)
+CANARY_TOKENS = Counter("specrl_sampler_canary_tokens_total", "Tokens that canaries compared.", ["rljob"])
+CANARY_MEAN_ABS = Gauge(
+    "specrl_sampler_canary_mean_abs_nats",
+    "Mean absolute difference of sampler and trainer log-probabilities over the last replica's canary.",
+    ["rljob"],
+)
+CANARY_MAX_ABS = Gauge("specrl_sampler_canary_max_abs_nats", "The same, at the token where it is largest.", ["rljob"])
+CANARY_SECONDS = Histogram(
+    "specrl_sampler_canary_seconds",
+    "Wall seconds of the canaries of one update, all replicas at once; part of the step's prepare stage.",
+    ["rljob"],
+    buckets=SECONDS,
+)
 ACCEPTANCE_LENGTH = Gauge(
     "specrl_generation_acceptance_length",
     "Mean tokens emitted per verification over the last step, bonus token included.",
+    ["rljob"],
+)
+DRAFT_LENGTH = Gauge(
+    "specrl_generation_draft_length", "Mean tokens of a draft over the last step: the k that was chosen.", ["rljob"]
+)
+SPECULATION_GAIN = Gauge(
+    "specrl_generation_speculation_gain",
+    "Measured speed over the calibrated speed without drafts, mean of the replicas; adaptive draft length only.",
+    ["rljob"],
+)
+DRAFTERS_RESTING = Gauge(
+    "specrl_generation_drafters_resting", "Replicas whose drafter is switched off because it does not pay.", ["rljob"]
+)
+DRAFTER_VERSION_LAG = Gauge(
+    "specrl_drafter_version_lag",
+    "Newest policy version minus the version at which the oldest drafter that is served was last trained.",
     ["rljob"],
 )
 DRAFTER_LOSS = Gauge("specrl_drafter_loss", "Drafter's loss at the last step.", ["rljob"])

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc.aio
+import numpy as np
 from tests.stand_ins.engine import TableEngine, TableShape
 from tests.stand_ins.trainer_backend import StandInBackend
 
@@ -117,15 +118,21 @@ class Trainer:
 
 
 class RecordingBackend(StandInBackend):
-    """Remembers what it trained."""
+    """Remembers what it trained, and the policy of every version [V, V]."""
 
     def __init__(self, trained: list[Batch]) -> None:
         super().__init__(VOCAB, seed=1)
         self.trained = trained
+        self.tables: dict[int, np.ndarray] = {}
+
+    def load(self, checkpoint: Path | None) -> None:
+        super().load(checkpoint)
+        self.tables[self.status().step] = self.policy_VV
 
     def train_step(self, batch: Batch):  # type: ignore[no-untyped-def]
         metrics = super().train_step(batch)
         self.trained.append(batch)
+        self.tables[batch.step] = self.policy_VV
         time.sleep(0.02)  # long enough for generation to run ahead, and for a kill to hit it
         return metrics
 

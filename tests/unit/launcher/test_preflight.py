@@ -108,6 +108,27 @@ def check_drafter(tmp_path: Path, **config: Any) -> None:
     preflight.check_drafter(spec, read_model_folder(policy, "model.path"))
 
 
+def test_native_heads_are_refused_in_a_run(tmp_path: Path) -> None:
+    spec = a_spec(tmp_path, generation={"sampling": {"maxTokens": 16}, "speculation": {"mtp": {}}})
+    with pytest.raises(SpecInvalid, match=r"generation\.speculation\.mtp: must not be used in a run: the trainer"):
+        preflight.check(spec)
+
+
+def test_draft_model_is_checked_and_counted(tmp_path: Path) -> None:
+    a_model_folder(tmp_path / "model")
+    folder = a_model_folder(tmp_path / "small")
+    generation = {"sampling": {"maxTokens": 16}, "speculation": {"draftModel": {"path": str(folder)}}}
+    spec = a_spec(tmp_path, generation=generation)
+    assert preflight.check_draft_model(spec) == 264 * 64
+    policy = preflight.check_policy(spec)
+    more = estimate_memory(spec, policy, 1 << 20).replica_bytes - estimate_memory(spec, policy).replica_bytes
+    assert more == 4 << 20
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
+    with pytest.raises(CheckpointInvalid, match="vocab_size, got 300"):
+        preflight.check_draft_model(spec)
+
+
 def test_fitting_drafter_passes(tmp_path: Path) -> None:
     check_drafter(tmp_path)
 

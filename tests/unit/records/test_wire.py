@@ -78,10 +78,10 @@ manifests = st.builds(
     ),
     int64,
 )
-checksums = st.builds(WeightChecksums, int64, many(st.integers(0, 2**64 - 1)))
+checksums = st.builds(WeightChecksums, int64, many(st.integers(0, 2**64 - 1)), int64)
 weight_groups = st.builds(WeightGroup, text, text, int32, int32, int32, number, text)
 counters = st.builds(SpeculationCounters, int64, int64, int64, many(int64), int64)
-statuses = st.builds(GenerationStatus, text, int64, st.booleans(), int32, counters)
+statuses = st.builds(GenerationStatus, text, int64, st.booleans(), int32, counters, int64)
 drafter_metrics = st.builds(DrafterMetrics, number, number, many(number), number)
 train_metrics = st.builds(
     TrainMetrics,

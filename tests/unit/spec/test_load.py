@@ -10,6 +10,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic.alias_generators import to_camel
 
 from specrl.errors import SpecInvalid
 from specrl.spec import digest, dump, load_spec, parse_spec
@@ -189,6 +190,13 @@ def test_paths_are_relative_to_the_file_and_dump_reads_back(tmp_path: Path) -> N
     again.write_text(dump(spec))
     assert load_spec(again) == spec
     assert digest(load_spec(again)) == digest(spec)
+
+
+def test_paths_of_drafters_are_relative_to_the_file(tmp_path: Path) -> None:
+    for kind in ("eagle3", "draft_model"):
+        raw = a_run(generation__speculation={to_camel(kind): {"path": "small"}})
+        found = getattr(load_spec(write(tmp_path, raw)).generation.speculation, kind)
+        assert found.path == str(tmp_path / "small")
 
 
 def test_the_digest_leaves_out_what_may_change_in_a_run() -> None:

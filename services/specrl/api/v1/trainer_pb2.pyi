@@ -53,7 +53,7 @@ class DrafterMetrics(_message.Message):
     seconds: _builtins.float
     @_builtins.property
     def acceptance_per_position(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """estimated: share of positions where the draft's top token is the policy's, given all before"""
+        """how probably the policy accepts the draft token of each position at the run's temperature, given that it accepted all before"""
 
     def __init__(
         self,
@@ -216,6 +216,46 @@ class TrainDrafterReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TrainDrafterReply: _TypeAlias = TrainDrafterReply  # noqa: Y015
+
+@_typing.final
+class EvaluateDrafterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLLOUTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def rollouts(self) -> _containers.RepeatedCompositeFieldContainer[_rollout_pb2.TrainRollout]: ...
+    def __init__(
+        self,
+        *,
+        rollouts: _abc.Iterable[_rollout_pb2.TrainRollout] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rollouts", b"rollouts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EvaluateDrafterRequest: _TypeAlias = EvaluateDrafterRequest  # noqa: Y015
+
+@_typing.final
+class EvaluateDrafterReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    METRICS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def metrics(self) -> Global___DrafterMetrics: ...
+    def __init__(
+        self,
+        *,
+        metrics: Global___DrafterMetrics | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["metrics", b"metrics"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["metrics", b"metrics"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EvaluateDrafterReply: _TypeAlias = EvaluateDrafterReply  # noqa: Y015
 
 @_typing.final
 class ScoreRequest(_message.Message):

@@ -45,6 +45,11 @@ class TrainerServiceStub(object):
                 request_serializer=specrl_dot_api_dot_v1_dot_trainer__pb2.TrainDrafterRequest.SerializeToString,
                 response_deserializer=specrl_dot_api_dot_v1_dot_trainer__pb2.TrainDrafterReply.FromString,
                 _registered_method=True)
+        self.EvaluateDrafter = channel.unary_unary(
+                '/specrl.api.v1.TrainerService/EvaluateDrafter',
+                request_serializer=specrl_dot_api_dot_v1_dot_trainer__pb2.EvaluateDrafterRequest.SerializeToString,
+                response_deserializer=specrl_dot_api_dot_v1_dot_trainer__pb2.EvaluateDrafterReply.FromString,
+                _registered_method=True)
         self.Score = channel.unary_unary(
                 '/specrl.api.v1.TrainerService/Score',
                 request_serializer=specrl_dot_api_dot_v1_dot_trainer__pb2.ScoreRequest.SerializeToString,
@@ -95,6 +100,14 @@ class TrainerServiceServicer(object):
 
     def TrainDrafter(self, request, context):
         """Trains the drafter alone on rollouts of the present policy (initialisation). The policy does not move.
+        Goes on after the epochs that an interrupted call with the same rollouts has finished.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EvaluateDrafter(self, request, context):
+        """Loss and acceptance of the drafter on rollouts of the present policy. Nothing is trained.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -159,6 +172,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.TrainDrafter,
                     request_deserializer=specrl_dot_api_dot_v1_dot_trainer__pb2.TrainDrafterRequest.FromString,
                     response_serializer=specrl_dot_api_dot_v1_dot_trainer__pb2.TrainDrafterReply.SerializeToString,
+            ),
+            'EvaluateDrafter': grpc.unary_unary_rpc_method_handler(
+                    servicer.EvaluateDrafter,
+                    request_deserializer=specrl_dot_api_dot_v1_dot_trainer__pb2.EvaluateDrafterRequest.FromString,
+                    response_serializer=specrl_dot_api_dot_v1_dot_trainer__pb2.EvaluateDrafterReply.SerializeToString,
             ),
             'Score': grpc.unary_unary_rpc_method_handler(
                     servicer.Score,
@@ -250,6 +268,33 @@ class TrainerService(object):
             '/specrl.api.v1.TrainerService/TrainDrafter',
             specrl_dot_api_dot_v1_dot_trainer__pb2.TrainDrafterRequest.SerializeToString,
             specrl_dot_api_dot_v1_dot_trainer__pb2.TrainDrafterReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EvaluateDrafter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/specrl.api.v1.TrainerService/EvaluateDrafter',
+            specrl_dot_api_dot_v1_dot_trainer__pb2.EvaluateDrafterRequest.SerializeToString,
+            specrl_dot_api_dot_v1_dot_trainer__pb2.EvaluateDrafterReply.FromString,
             options,
             channel_credentials,
             insecure,

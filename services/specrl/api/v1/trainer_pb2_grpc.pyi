@@ -37,7 +37,11 @@ class TrainerServiceStub:
     FAILED_PRECONDITION otherwise (after a restart, ask the status and replay).
     """
     TrainDrafter: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.TrainDrafterRequest, _trainer_pb2.TrainDrafterReply]
-    """Trains the drafter alone on rollouts of the present policy (initialisation). The policy does not move."""
+    """Trains the drafter alone on rollouts of the present policy (initialisation). The policy does not move.
+    Goes on after the epochs that an interrupted call with the same rollouts has finished.
+    """
+    EvaluateDrafter: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.EvaluateDrafterRequest, _trainer_pb2.EvaluateDrafterReply]
+    """Loss and acceptance of the drafter on rollouts of the present policy. Nothing is trained."""
     Score: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ScoreRequest, _trainer_pb2.ScoreReply]
     """Log-probabilities of given tokens under the present policy, at the run's sampling temperature."""
     DescribeWeights: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.DescribeWeightsRequest, _weights_pb2.WeightManifest]
@@ -59,7 +63,11 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     FAILED_PRECONDITION otherwise (after a restart, ask the status and replay).
     """
     TrainDrafter: _aio.UnaryUnaryMultiCallable[_trainer_pb2.TrainDrafterRequest, _trainer_pb2.TrainDrafterReply]  # type: ignore[assignment]
-    """Trains the drafter alone on rollouts of the present policy (initialisation). The policy does not move."""
+    """Trains the drafter alone on rollouts of the present policy (initialisation). The policy does not move.
+    Goes on after the epochs that an interrupted call with the same rollouts has finished.
+    """
+    EvaluateDrafter: _aio.UnaryUnaryMultiCallable[_trainer_pb2.EvaluateDrafterRequest, _trainer_pb2.EvaluateDrafterReply]  # type: ignore[assignment]
+    """Loss and acceptance of the drafter on rollouts of the present policy. Nothing is trained."""
     Score: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ScoreRequest, _trainer_pb2.ScoreReply]  # type: ignore[assignment]
     """Log-probabilities of given tokens under the present policy, at the run's sampling temperature."""
     DescribeWeights: _aio.UnaryUnaryMultiCallable[_trainer_pb2.DescribeWeightsRequest, _weights_pb2.WeightManifest]  # type: ignore[assignment]
@@ -90,7 +98,17 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.TrainDrafterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.TrainDrafterReply, _abc.Awaitable[_trainer_pb2.TrainDrafterReply]]:
-        """Trains the drafter alone on rollouts of the present policy (initialisation). The policy does not move."""
+        """Trains the drafter alone on rollouts of the present policy (initialisation). The policy does not move.
+        Goes on after the epochs that an interrupted call with the same rollouts has finished.
+        """
+
+    @_abc_1.abstractmethod
+    def EvaluateDrafter(
+        self,
+        request: _trainer_pb2.EvaluateDrafterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_pb2.EvaluateDrafterReply, _abc.Awaitable[_trainer_pb2.EvaluateDrafterReply]]:
+        """Loss and acceptance of the drafter on rollouts of the present policy. Nothing is trained."""
 
     @_abc_1.abstractmethod
     def Score(

@@ -145,7 +145,10 @@ class WeightChecksums(_message.Message):
 
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
+    DRAFTER_VERSION_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
+    drafter_version: _builtins.int
+    """Policy version at which the drafter among the tensors was last trained; absent: no drafter is among them."""
     @_builtins.property
     def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -153,11 +156,14 @@ class WeightChecksums(_message.Message):
         *,
         policy_version: _builtins.int = ...,
         checksums: _abc.Iterable[_builtins.int] | None = ...,
+        drafter_version: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_drafter_version", b"_drafter_version", "drafter_version", b"drafter_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "policy_version", b"policy_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drafter_version", b"_drafter_version", "checksums", b"checksums", "drafter_version", b"drafter_version", "policy_version", b"policy_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__drafter_version: _TypeAlias = _typing.Literal["drafter_version"]  # noqa: Y015
+    _WhichOneofArgType__drafter_version: _TypeAlias = _typing.Literal["_drafter_version", b"_drafter_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__drafter_version) -> _WhichOneofReturnType__drafter_version | None: ...
 
 Global___WeightChecksums: _TypeAlias = WeightChecksums  # noqa: Y015

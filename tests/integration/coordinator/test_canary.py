@@ -1,0 +1,215 @@
+"""A replica that samples from another policy than the trainer is found at any lag, and mended or the run ends.
+
+Real loop, gRPC and weight broadcast; the stand-in engine serves the very table that the trainer trains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+from tests.integration.coordinator.small_run import VOCAB, Run, a_spec
+from tests.stand_ins.engine import TableEngine, TableShape, log_softmax
+
+from specrl.errors import SamplerDisagrees
+from specrl.generation.engine import LoadTiming
+from specrl.records import Rollout, RolloutRequest, WeightChecksums
+from specrl.spec import RunSpec
+
+SHAPE = TableShape(VOCAB, 128, 0.001)
+FOR_EVER = 10**9
+
+
+def with_canary(spec: RunSpec, **changes: Any) -> RunSpec:
+    return spec.model_copy(update={"canary": spec.canary.model_copy(update=changes)})
+
+
+def only_gen_0(kind: Callable[[str], TableEngine]) -> Callable[[str], TableEngine]:
+    """Engines of which the first replica's is of another kind."""
+    return lambda name: kind(name) if name == "gen-0" else TableEngine(name, seed=7, shape=SHAPE)
+
+
+def check_nothing_wrong_was_trained(run: Run) -> int:
+    """Every token trained has the log-probability that its version of the policy gives it. Returns how many."""
+    assert run.trainer is not None
+    tables, tokens = run.trainer.backend.tables, 0
+    for batch in run.trained:
+        for item in batch.rollouts:
+            assert not item.rollout.group_id.startswith("canary")
+            before = [item.prompt_token_ids[-1], *item.rollout.token_ids_T.tolist()]
+            for span in item.rollout.versions:
+                for place in range(span.first, span.end):
+                    expected = log_softmax(tables[span.policy_version][before[place]])[before[place + 1]]
+                    assert abs(expected - item.rollout.sampler_logprobs_T[place]) < 1e-4
+                    tokens += 1
+    return tokens
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+async def test_every_step_reports_that_all_replicas_agree(tmp_path: Path, lag: int) -> None:
+    async with Run(tmp_path, a_spec(tmp_path, steps=4, maxPolicyLag=lag)) as run:
+        await run.finish()
+        check_nothing_wrong_was_trained(run)
+        for report in run.board.reports():
+            assert 0 < report.canary_tokens <= 2 * 2 * 16
+            assert report.canary_max_abs is not None
+            assert report.canary_max_abs < 1e-4
+            assert report.canary_mean_abs is not None
+            assert 0 < report.canary_seconds < report.stages.prepare
+            assert report.drafter_version == report.policy_version
+        status = run.board.status()
+        assert status.counters["canariesDisagreed"] == status.counters["canariesSkipped"] == 0
+        for replica in status.replicas:
+            assert (replica.policy_version, replica.drafter_version) == (4, 4)
+            assert replica.canary_max_abs is not None
+
+
+async def test_a_stale_sampler_is_found_with_lag_and_mended_by_sending_the_weights_again(tmp_path: Path) -> None:
+    async with Run(tmp_path, a_spec(tmp_path)) as run:
+        await run.until(lambda: run.store.trained() >= 2)
+        run.replicas["gen-0"].engine.stale_loads = 1
+        with structlog.testing.capture_logs() as lines:
+            await run.finish()
+        assert max(max(batch.policy_lags) for batch in run.trained) == 1
+        assert check_nothing_wrong_was_trained(run) > 0
+        found = [line for line in lines if line["event"] == "sampler_disagrees"]
+        assert [(line["replica"], line["repeated"], line["log_level"]) for line in found] == [("gen-0", False, "error")]
+        assert found[0]["max_abs"] > 1e-2 or found[0]["mean_abs"] > 1e-3
+        status = run.board.status()
+        assert status.counters["canariesDisagreed"] == 1
+        assert [report.step for report in run.board.reports()] == list(range(1, 7))
+        (bad,) = [report for report in run.board.reports() if report.canary_max_abs == found[0]["max_abs"]]
+        assert bad.step == found[0]["policy_version"]
+        assert all(replica.policy_version == 6 for replica in run.registry.replicas.values())
+
+
+async def test_a_sampler_that_stays_wrong_ends_the_run_and_not_its_data(tmp_path: Path) -> None:
+    async with Run(tmp_path, a_spec(tmp_path)) as run:
+        await run.until(lambda: run.store.trained() >= 2)
+        run.replicas["gen-0"].engine.stale_loads = FOR_EVER
+        with structlog.testing.capture_logs() as lines, pytest.raises(SamplerDisagrees, match="gen-0 must"):
+            await run.finish()
+        found = [line for line in lines if line["event"] == "sampler_disagrees"]
+        assert [(line["replica"], line["repeated"]) for line in found] == [("gen-0", False), ("gen-0", True)]
+        assert found[0]["policy_version"] == found[1]["policy_version"] == run.store.trained()
+        agreed = [line["replica"] for line in lines if line["event"] == "canary_agreed"]
+        assert set(agreed) == {"gen-1"}, "the other replica is not to blame"
+        ended = run.store.trained()
+        # With a sound engine the run goes on from the store, in which nothing of the wrong sampler is.
+        await run.restart_coordinator()
+        await run.restart_replica("gen-0")
+        await run.finish()
+        assert ended < 6
+        assert check_nothing_wrong_was_trained(run) > 0
+
+
+class AsksDuringCanary(TableEngine):
+    """Tells `on_canary` when the canary of a version comes."""
+
+    on_canary: Callable[[str], Any] | None = None
+    is_silent = False
+
+    async def generate(self, requests: Sequence[RolloutRequest], admit_together: bool) -> AsyncIterator[Rollout]:
+        if requests[0].rollout_id.startswith("canary"):
+            if self.on_canary is not None:
+                self.on_canary(requests[0].rollout_id)
+            if self.is_silent:
+                await asyncio.sleep(FOR_EVER)
+        async for rollout in super().generate(requests, admit_together):
+            yield rollout
+
+
+async def test_a_replica_that_dies_during_its_canary_is_lost_and_does_not_disagree(tmp_path: Path) -> None:
+    killing: list[asyncio.Task[None]] = []
+    async with Run(tmp_path, a_spec(tmp_path), make_engine=lambda name: AsksDuringCanary(name, 7, SHAPE)) as run:
+
+        def kill(name: str) -> None:
+            if name.startswith("canary-3-"):
+                killing.append(asyncio.create_task(run.replicas["gen-0"].kill()))
+
+        engine = run.replicas["gen-0"].engine
+        assert isinstance(engine, AsksDuringCanary)
+        engine.on_canary = kill
+        await run.finish()
+        assert len(killing) == 1
+        status = run.board.status()
+        assert status.counters["canariesDisagreed"] == 0
+        assert [replica.id for replica in status.replicas] == ["gen-1"]
+        assert all(report.canary_tokens > 0 for report in run.board.reports())
+
+
+async def test_a_canary_that_is_not_answered_is_skipped_counted_and_complained_of_from_the_third_on(
+    tmp_path: Path,
+) -> None:
+    class Silent(AsksDuringCanary):
+        is_silent = True
+
+    spec = with_canary(a_spec(tmp_path, steps=2), timeout_s=1)
+    with structlog.testing.capture_logs() as lines:
+        async with Run(tmp_path, spec, make_engine=only_gen_0(lambda name: Silent(name, 7, SHAPE))) as run:
+            await run.finish()
+            status = run.board.status()
+    skips = [line for line in lines if line["event"] == "canary_skipped"]
+    assert status.counters["canariesSkipped"] == len(skips) >= 4
+    assert [line["in_a_row"] for line in skips] == list(range(1, len(skips) + 1))
+    assert [line["log_level"] for line in skips] == ["info", "info"] + ["warning"] * (len(skips) - 2)
+    assert status.counters["canariesDisagreed"] == 0
+
+
+async def test_without_a_canary_nothing_is_asked_and_nothing_is_reported(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def make(name: str) -> TableEngine:
+        engine = AsksDuringCanary(name, 7, SHAPE)
+        engine.on_canary, engine.stale_loads = asked.append, FOR_EVER
+        return engine
+
+    async with Run(tmp_path, with_canary(a_spec(tmp_path, steps=2), every_steps=0), make_engine=make) as run:
+        await run.finish()
+        assert asked == []
+        for report in run.board.reports():
+            assert (report.canary_tokens, report.canary_mean_abs, report.canary_max_abs) == (0, None, None)
+
+
+async def test_between_due_versions_only_replicas_that_join_are_asked(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def make(name: str) -> TableEngine:
+        engine = AsksDuringCanary(name, 7, SHAPE)
+        engine.on_canary = asked.append
+        return engine
+
+    async with Run(tmp_path, with_canary(a_spec(tmp_path), every_steps=4), make_engine=make) as run:
+        await run.until(lambda: run.store.trained() >= 1)
+        await run.restart_replica("gen-0")
+        await run.finish()
+        versions = {(name.split("-")[1], name.split("-")[3]) for name in asked}
+        assert {("0", "0"), ("0", "1"), ("4", "0"), ("4", "1")} <= versions
+        assert {version for version, replica in versions if replica == "1"} == {"0", "4"}
+        assert len(versions) == 5, f"the replica that joined was asked at once: {versions}"
+
+
+class OlderDrafter(TableEngine):
+    """Claims an older drafter than was sent, for so many loads."""
+
+    wrong = 1
+
+    async def load(self, sent: WeightChecksums) -> LoadTiming:
+        self.wrong -= 1
+        return await super().load(replace(sent, drafter_version=sent.drafter_version - (self.wrong >= 0)))
+
+
+async def test_a_replica_with_another_drafter_than_was_sent_is_refused_at_the_commit(tmp_path: Path) -> None:
+    spec = a_spec(tmp_path, steps=2)
+    with structlog.testing.capture_logs() as lines:
+        async with Run(tmp_path, spec, make_engine=only_gen_0(lambda name: OlderDrafter(name, 7, SHAPE))) as run:
+            await run.finish()
+            assert [replica.drafter_version for replica in run.board.status().replicas] == [2, 2]
+    refused = [line for line in lines if line["event"] == "replica_update_failed"]
+    assert len(refused) == 1
+    assert "with the drafter of version 0, got 0 with -1" in refused[0]["reason"]
