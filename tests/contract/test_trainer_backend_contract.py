@@ -161,6 +161,40 @@ def test_drafter_learns_and_the_policy_stays(backend: TrainerBackend) -> None:
     assert np.array_equal(scores(backend), before)
 
 
+def drafter_bits(backend: TrainerBackend, folder: Path) -> bytes:
+    """Of the exported drafter's weights."""
+    drafter = backend.export(folder)[1]
+    assert drafter is not None
+    return b"".join(file.read_bytes() for file in sorted(drafter.iterdir()) if file.suffix != ".json")
+
+
+def test_interrupted_initialisation_goes_on_after_its_last_epoch(make: Make, tmp_path: Path) -> None:
+    whole = make()
+    whole.load(None)
+    expected = whole.train_drafter(rollouts(count=12), 3, tmp_path / "progress")
+    bits = drafter_bits(whole, tmp_path / "a")
+    fresh = make()
+    fresh.load(None)
+    assert (
+        fresh.train_drafter(rollouts(count=12), 3, tmp_path / "progress") == expected
+    )  # seconds too: none was trained
+    assert drafter_bits(fresh, tmp_path / "b") == bits
+    assert fresh.status().is_drafter_initialised
+    other = fresh.train_drafter(rollouts(count=11), 3, tmp_path / "progress")  # another plan: from the start
+    assert other[0] != expected[0]
+
+
+def test_measuring_the_drafter_changes_nothing(backend: TrainerBackend, tmp_path: Path) -> None:
+    backend.train_drafter(rollouts(count=12), 2)
+    before = drafter_bits(backend, tmp_path / "a")
+    first, second = (backend.evaluate_drafter(rollouts(step=2)) for _ in range(2))
+    assert replace(first, seconds=0.0) == replace(second, seconds=0.0)
+    assert first.loss > 0
+    assert first.grad_norm in {0.0, 1.0}
+    assert 1 <= first.acceptance_length <= 4
+    assert drafter_bits(backend, tmp_path / "b") == before
+
+
 def test_run_without_a_drafter_trains_none(make: Make) -> None:
     backend = make(has_drafter=False)
     backend.load(None)

@@ -87,6 +87,7 @@ def compare_speculation(run: RunDirectory, spec: RunSpec) -> None:
         *(sys.executable, "-m", "specrl.generation.compare", "--spec", str(run.run_file)),
         *("--policy", str(run.path / "export" / "policy"), "--drafter", str(run.path / "export" / "drafter")),
         *("--mechanism", "none", "--mechanism", f"eagle3:{spec.generation.speculation.num_draft_tokens}"),
+        *("--mechanism", "eagle3"),
         *("--batches", COMPARED_BATCHES, "--json", str(result)),
     ]
     with log.open("wb") as file:
@@ -98,7 +99,15 @@ def compare_speculation(run: RunDirectory, spec: RunSpec) -> None:
         return
     for row in json.loads(result.read_text(encoding="utf-8")):
         if row["mechanism"] != "none":
+            length = row["acceptanceLength"]
             typer.echo(
-                f"  {row['mechanism']} with {row['batch']} live: {row['speed']:.2f}x the tokens per second of none "
-                f"({row['speedLow']:.2f}-{row['speedHigh']:.2f}), acceptance length {row['acceptanceLength']:.2f}"
+                f"  {_named(row['mechanism'])}, {row['batch']} live: {row['speed']:.2f}x the tokens per second of none "
+                f"({row['speedLow']:.2f}-{row['speedHigh']:.2f}), "
+                + ("nothing drafted" if length is None else f"acceptance length {length:.2f}")
             )
+
+
+def _named(mechanism: str) -> str:
+    """A row's mechanism for people: kind, and k or that it is chosen."""
+    kind, _, length = mechanism.partition(":")
+    return f"{kind}, k = {length}" if length else f"{kind}, k chosen for each batch"

@@ -35,9 +35,13 @@ def complain(message: str) -> None:
     typer.echo("specrl: " + "\n".join(printable(line) for line in message.splitlines()), err=True)
 
 
-def conclude(launched: Launched, view: View) -> None:
-    """Show how a launch ended. Returns after a good end; raises typer.Exit with the right code after any other."""
+def conclude(launched: Launched, view: View, resume: str = "specrl run --resume {}") -> None:
+    """Show how a launch ended. Returns after a good end; raises typer.Exit with the right code after any other.
+
+    resume: the command that goes on after another end, with {} for the run's folder.
+    """
     outcome, directory = launched.outcome, launched.directory
+    again = resume.format(directory.path)
     if outcome.ended is Ended.FINISHED:
         assert outcome.status is not None
         view.end(
@@ -51,10 +55,10 @@ def conclude(launched: Launched, view: View) -> None:
         )
         return
     if outcome.ended is Ended.INTERRUPTED:
-        complain(f"stopped; go on with `specrl run --resume {directory.path}`")
+        complain(f"stopped; go on with `{again}`")
         raise typer.Exit(INTERRUPTED_CODE)
     if outcome.ended is Ended.REFUSED:
         complain(outcome.message)
         raise typer.Exit(REFUSED_CODE)
-    complain(f"{outcome.message}\n  logs: {directory.logs}\n  go on with `specrl run --resume {directory.path}`")
+    complain(f"{outcome.message}\n  logs: {directory.logs}\n  go on with `{again}`")
     raise typer.Exit(FAILED_CODE)

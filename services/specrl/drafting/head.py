@@ -16,8 +16,10 @@ Shapes: B sequences, S tokens, H hidden, N heads, D head size, V policy vocabula
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -30,7 +32,20 @@ from specrl.errors import CheckpointInvalid
 from specrl.spec.generation import Eagle3
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+ARCHITECTURE = "LlamaForCausalLMEagle3"
 INITIAL_STD = 0.02  # as in transformers' LlamaConfig.initializer_range
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Shape of the head's decoder layer. A fresh head has its policy's; a published one may have another."""
+
+    intermediate_size: int
+    num_heads: int
+    num_groups: int
+    head_dim: int
+    norm_epsilon: float
+    rope_theta: float
 
 
 @dataclass(frozen=True)
@@ -38,11 +53,19 @@ class HeadConfig:
     """Shape of a head. aux_layers: how many layers have run, ascending; 0 is the embedding.
 
     The count of vLLM. transformers' `hidden_states` counts alike, except that its last entry is behind the final norm.
+    layer: None is the policy's. norm_before_residual: the residual is RMSNorm(g_t), as in many published heads.
     """
 
     policy: PolicyConfig
     draft_vocab_size: int
     aux_layers: tuple[int, ...]
+    layer: LayerShape | None = None
+    norm_before_residual: bool = False
+
+    @property
+    def shape(self) -> LayerShape:
+        """Of the decoder layer."""
+        return self.layer or layer_shape({}, self.policy)
 
     @property
     def is_reduced(self) -> bool:
@@ -59,6 +82,21 @@ def head_config(policy: PolicyConfig, eagle3: Eagle3) -> HeadConfig:
             f"{policy.vocab_size}, got {size}; lower it or leave it out"
         )
     return HeadConfig(policy, size, auxiliary_layers(policy.num_layers))
+
+
+def layer_shape(raw: Mapping[str, Any], policy: PolicyConfig) -> LayerShape:
+    """The layer that a head's config describes; what it leaves out is as in its policy."""
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    heads = raw.get("num_attention_heads") or policy.num_heads
+    return LayerShape(
+        intermediate_size=raw.get("intermediate_size") or policy.intermediate_size,
+        num_heads=heads,
+        num_groups=raw.get("num_key_value_heads") or raw.get("num_attention_heads") or policy.num_groups,
+        head_dim=raw.get("head_dim")
+        or (policy.hidden_size // heads if "num_attention_heads" in raw else policy.head_dim),
+        norm_epsilon=raw.get("rms_norm_eps") or policy.norm_epsilon,
+        rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or policy.rope_theta),
+    )
 
 
 def auxiliary_layers(num_layers: int) -> tuple[int, ...]:
@@ -84,23 +122,23 @@ def rotate(x_BNSD: torch.Tensor, position_BS: torch.Tensor, theta: float) -> tor
 class Attention(nn.Module):
     """Projections of the head's layer; the attention itself is in `online.py`, where the passes are known."""
 
-    def __init__(self, config: PolicyConfig) -> None:
+    def __init__(self, hidden_size: int, shape: LayerShape) -> None:
         super().__init__()
-        wide = config.num_groups * config.head_dim
-        self.q_proj = nn.Linear(2 * config.hidden_size, config.num_heads * config.head_dim, bias=False)
-        self.k_proj = nn.Linear(2 * config.hidden_size, wide, bias=False)
-        self.v_proj = nn.Linear(2 * config.hidden_size, wide, bias=False)
-        self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
+        queries, keys = shape.num_heads * shape.head_dim, shape.num_groups * shape.head_dim
+        self.q_proj = nn.Linear(2 * hidden_size, queries, bias=False)
+        self.k_proj = nn.Linear(2 * hidden_size, keys, bias=False)
+        self.v_proj = nn.Linear(2 * hidden_size, keys, bias=False)
+        self.o_proj = nn.Linear(queries, hidden_size, bias=False)
 
 
 class FeedForward(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, config: PolicyConfig) -> None:
+    def __init__(self, hidden_size: int, shape: LayerShape) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., H] -> [..., H]."""
@@ -111,15 +149,15 @@ class FeedForward(nn.Module):
 class Layer(nn.Module):
     """The head's decoder layer."""
 
-    def __init__(self, config: PolicyConfig) -> None:
+    def __init__(self, hidden_size: int, shape: LayerShape) -> None:
         super().__init__()
 
         def norm() -> nn.RMSNorm:
-            return nn.RMSNorm(config.hidden_size, eps=config.norm_epsilon)
+            return nn.RMSNorm(hidden_size, eps=shape.norm_epsilon)
 
         self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = norm(), norm(), norm()
-        self.self_attn = Attention(config)
-        self.mlp = FeedForward(config)
+        self.self_attn = Attention(hidden_size, shape)
+        self.mlp = FeedForward(hidden_size, shape)
 
 
 class Eagle3Head(nn.Module):
@@ -132,8 +170,8 @@ class Eagle3Head(nn.Module):
         policy = config.policy
         self.config = config
         self.fc = nn.Linear(len(config.aux_layers) * policy.hidden_size, policy.hidden_size, bias=False)
-        self.midlayer = Layer(policy)
-        self.norm = nn.RMSNorm(policy.hidden_size, eps=policy.norm_epsilon)
+        self.midlayer = Layer(policy.hidden_size, config.shape)
+        self.norm = nn.RMSNorm(policy.hidden_size, eps=config.shape.norm_epsilon)
         self.lm_head = nn.Linear(policy.hidden_size, config.draft_vocab_size, bias=False)
         self.register_buffer("draft_ids_K", torch.arange(config.draft_vocab_size), persistent=False)
 
@@ -162,8 +200,9 @@ class Eagle3Head(nn.Module):
         return torch.cat([self.midlayer.input_layernorm(embedding), self.midlayer.hidden_norm(hidden)], -1)
 
     def after_attention(self, attended: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """[..., N*D] attention output and [..., H] residual -> [..., H] hidden state of the next pass."""
-        residual = hidden + self.midlayer.self_attn.o_proj(attended)
+        """[..., N*D] attention output and [..., H] hidden state -> [..., H] hidden state of the next pass."""
+        before = self.midlayer.hidden_norm(hidden) if self.config.norm_before_residual else hidden
+        residual = before + self.midlayer.self_attn.o_proj(attended)
         out: torch.Tensor = residual + self.midlayer.mlp(self.midlayer.post_attention_layernorm(residual))
         return out
 
@@ -175,6 +214,13 @@ class Eagle3Head(nn.Module):
     def set_draft_vocabulary(self, draft_ids_K: torch.Tensor) -> None:
         """Choose which K tokens can be proposed, ascending."""
         self.draft_ids_K = draft_ids_K.sort().values.to(self.lm_head.weight.device)
+
+    def draft_index(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Each token's index in the draft vocabulary; -1 where the head cannot propose it."""
+        if not self.config.is_reduced:
+            return token_ids
+        index = torch.searchsorted(self.draft_ids_K, token_ids).clamp(max=len(self.draft_ids_K) - 1)
+        return index.where(self.draft_ids_K[index] == token_ids, -1)
 
     def tensors(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """What is broadcast and saved, in a fixed order, by the names that vLLM's loader takes.
@@ -221,9 +267,9 @@ def write_untrained(directory: Path, policy_path: Path, eagle3: Eagle3, seed: in
     save_head(directory, head, policy_dtype(policy_path))
 
 
-def policy_dtype(policy_path: Path) -> torch.dtype:
-    """Precision that the policy's checkpoint is stored in."""
-    raw = json.loads((policy_path / CONFIG).read_text(encoding="utf-8"))
+def policy_dtype(folder: Path) -> torch.dtype:
+    """Precision that a policy's or a drafter's folder is stored in."""
+    raw = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     found = getattr(torch, str(raw.get("dtype") or raw.get("torch_dtype") or "float32"))
     assert isinstance(found, torch.dtype)
     return found
@@ -232,41 +278,46 @@ def policy_dtype(policy_path: Path) -> torch.dtype:
 def save_head(directory: Path, head: Eagle3Head, dtype: torch.dtype) -> None:
     """Write the folder that vLLM loads as `speculative_config.model`. It needs no tokenizer: the policy's is used."""
     directory.mkdir(parents=True, exist_ok=True)
-    policy = head.config.policy
-    config = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "hidden_size": policy.hidden_size,
-        "intermediate_size": policy.intermediate_size,
-        "num_attention_heads": policy.num_heads,
-        "num_key_value_heads": policy.num_groups,
-        "head_dim": policy.head_dim,
-        "num_hidden_layers": 1,
-        "vocab_size": policy.vocab_size,
-        "draft_vocab_size": head.config.draft_vocab_size,
-        "rms_norm_eps": policy.norm_epsilon,
-        "max_position_embeddings": policy.max_length,
-        "rope_parameters": {"rope_type": "default", "rope_theta": policy.rope_theta},
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-        "norm_before_residual": False,
-        "dtype": str(dtype).removeprefix("torch."),
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": list(head.config.aux_layers),
-            "use_aux_hidden_state": True,
-        },
-    }
+    config = folder_config(head.config, dtype)
     tensors = {name: tensor.cpu().contiguous() for name, tensor in head.tensors(dtype).items()}
     save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
     (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
+def folder_config(config: HeadConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """What `config.json` of our folder says."""
+    policy, layer = config.policy, config.shape
+    return {
+        "architectures": [ARCHITECTURE],
+        "model_type": "llama",
+        "hidden_size": policy.hidden_size,
+        "intermediate_size": layer.intermediate_size,
+        "num_attention_heads": layer.num_heads,
+        "num_key_value_heads": layer.num_groups,
+        "head_dim": layer.head_dim,
+        "num_hidden_layers": 1,
+        "vocab_size": policy.vocab_size,
+        "draft_vocab_size": config.draft_vocab_size,
+        "rms_norm_eps": layer.norm_epsilon,
+        "max_position_embeddings": policy.max_length,
+        "rope_parameters": {"rope_type": "default", "rope_theta": layer.rope_theta},
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "norm_before_residual": config.norm_before_residual,
+        "dtype": str(dtype).removeprefix("torch."),
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": list(config.aux_layers),
+            "use_aux_hidden_state": True,
+        },
+    }
+
+
 def load_head(directory: Path, policy: PolicyConfig) -> Eagle3Head:
-    """Read a head's folder, ours or another of this shape. Raises CheckpointInvalid when it does not fit."""
+    """Read our folder of a head. Raises CheckpointInvalid when it does not fit. `formats.py` reads those of others."""
     try:
         raw = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
         tensors = load_file(directory / WEIGHTS)
@@ -275,14 +326,20 @@ def load_head(directory: Path, policy: PolicyConfig) -> Eagle3Head:
             f"the drafter must be a Hugging Face folder with {CONFIG} and {WEIGHTS}, got {directory}: {error}; "
             "check generation.speculation.eagle3.path"
         ) from error
-    if raw.get("architectures") != ["LlamaForCausalLMEagle3"] or raw.get("norm_before_residual"):
+    if raw.get("architectures") != [ARCHITECTURE]:
         raise CheckpointInvalid(
-            "the drafter must be a LlamaForCausalLMEagle3 without norm_before_residual, got "
-            f"{raw.get('architectures')} in {directory}; initialise a fresh one"
+            f"the drafter must be a {ARCHITECTURE}, got {raw.get('architectures')} in {directory}; "
+            "bring it here with `specrl drafter import`, or initialise a fresh one"
         )
     aux_layers = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     size = raw.get("draft_vocab_size") or policy.vocab_size
-    config = HeadConfig(policy, size, tuple(aux_layers or auxiliary_layers(policy.num_layers)))
+    config = HeadConfig(
+        policy,
+        size,
+        tuple(aux_layers or auxiliary_layers(policy.num_layers)),
+        layer_shape(raw, policy),
+        bool(raw.get("norm_before_residual")),
+    )
     head = Eagle3Head(config)
     head.load_tensors({name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()})
     return head

@@ -10,8 +10,10 @@ at t+1+j. So start m (t = P-1+m) is trained in pass j if m + j < T-1. Pass 0 att
 as vLLM's drafter does to verified tokens; pass j in addition to its own passes 1..j at t, which is how drafted tokens
 see each other. Tokens of later passes are the rollout's own (teacher forcing). EAGLE-3, arXiv 2503.01840, section 3.
 
-Shapes: B sequences, S tokens, M starts (the longest completion - 1), H hidden, G key/value groups, R query heads of one
-group, D head size, V policy vocabulary, K draft vocabulary, E rows that count in a pass.
+`budget.py` decides which rollouts of a step are used; `criteria.py` says what is minimised, and what acceptance is.
+
+Shapes: R packed rows, W tokens, M starts, H hidden, G key/value groups, Q query heads of one group, N = G * Q, D head
+size, X anything, V policy vocabulary, K draft vocabulary, E starts that count in a pass, J passes.
 """
 
 from __future__ import annotations
@@ -26,40 +28,15 @@ import torch.distributed as dist
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from specrl.drafting import criteria
+from specrl.drafting.criteria import Criterion, Targets
 from specrl.drafting.head import Eagle3Head, rotate
+from specrl.drafting.packing import HeadBatch, PackedRows, pack
 from specrl.records import DrafterMetrics
 
 PASS_DECAY = 0.8  # weight of pass j is 0.8^j, as in the EAGLE-3 authors' training code
 BETAS = (0.9, 0.95)
 BLOCK_STARTS = 1024  # attention of more starts than this is computed in blocks, and again in the backward pass
-
-
-@dataclass(frozen=True)
-class HeadBatch:
-    """Sequences with what the policy's forward pass left behind. Right-padded; nothing here carries gradients.
-
-    token_ids_BS [B, S] int64; aux_BSA [B, S, A*H] the auxiliary hidden states side by side; last_BSH [B, S, H]
-    the input of the policy's final norm; prompt_lengths_B and lengths_B [B] int64: P, and P + T.
-    """
-
-    token_ids_BS: torch.Tensor
-    aux_BSA: torch.Tensor
-    last_BSH: torch.Tensor
-    prompt_lengths_B: torch.Tensor
-    lengths_B: torch.Tensor
-
-    def rows(self, chosen: Sequence[int]) -> HeadBatch:
-        """Some of the sequences."""
-        if len(chosen) == len(self.lengths_B):
-            return self
-        index = torch.tensor(chosen, dtype=torch.int64, device=self.lengths_B.device)
-        return HeadBatch(
-            self.token_ids_BS[index],
-            self.aux_BSA[index],
-            self.last_BSH[index],
-            self.prompt_lengths_B[index],
-            self.lengths_B[index],
-        )
 
 
 @dataclass(frozen=True)
@@ -78,200 +55,196 @@ def starts_per_pass(completion_lengths: Sequence[int], passes: int) -> list[int]
 
 @dataclass(frozen=True)
 class PassSums:
-    """Sums over the rows of one micro-batch, per pass j: loss, starts still right, starts right in pass j too."""
+    """Of some rows, per pass j: what was minimised, starts still alive, and how many of those pass j keeps alive.
+
+    A start is alive in pass j with the probability that the policy's own tokens are what was drafted and accepted in
+    the passes before it; of greedy drafts that is 1 while the head's top token was the rollout's, and 0 after that.
+    """
 
     loss: torch.Tensor
-    kl_sums_J: torch.Tensor
+    loss_sums_J: torch.Tensor
     alive_J: torch.Tensor
-    right_J: torch.Tensor
+    accepted_J: torch.Tensor
 
 
-def training_time_test(head: Eagle3Head, ends: PolicyEnds, batch: HeadBatch, starts_J: Sequence[int]) -> PassSums:
-    """Multi-pass loss: sum over passes j of 0.8^j * KL(policy || head) summed over starts / starts_J[j].
+def training_time_test(
+    head: Eagle3Head,
+    ends: PolicyEnds,
+    rows: PackedRows,
+    starts_J: Sequence[int],
+    criterion: Criterion = Criterion(),  # noqa: B008 - frozen
+) -> PassSums:
+    """Multi-pass loss: sum over passes j of 0.8^j * the criterion's loss summed over starts / starts_J[j].
 
-    Differentiable in the head's parameters alone. A start is alive in pass j while the head's top token was the
-    policy's in all passes before.
+    Differentiable in the head's parameters alone.
     """
-    policy = head.config.policy
-    index_BM, room_B = _starts(batch)
-    take = _Take(index_BM)
-    position_BS = torch.arange(batch.token_ids_BS.shape[1], device=index_BM.device)[None]
-    hidden_BSH = head.fc(batch.aux_BSA.to(head.fc.weight.dtype))
-    next_ids_BS = functional.pad(batch.token_ids_BS[:, 1:], (0, 1))
-    input_BSX = head.qkv_input(functional.embedding(next_ids_BS, ends.embedding_VH), hidden_BSH)
-    attention = _Attention(head, policy.rope_theta)
-    attention.remember_context(input_BSX, position_BS)
+    hidden_RWH = head.fc(rows.aux_RWA.to(head.fc.weight.dtype))
+    next_ids_RW = functional.pad(rows.token_ids_RW[:, 1:], (0, 1))
+    input_RWX = head.qkv_input(functional.embedding(next_ids_RW, ends.embedding_VH), hidden_RWH)
+    attention = _Attention(head, rows)
+    attention.remember_context(input_RWX)
 
-    target_EV, target_row_BM = _targets(ends, policy.norm_epsilon, batch, take, room_B)
-    hidden_BMH, input_BMX = take(hidden_BSH), take(input_BSX)
-    alive_BM = torch.ones_like(index_BM, dtype=torch.bool)
-    steps_M = torch.arange(index_BM.shape[1], device=index_BM.device)
-    loss = torch.zeros((), device=index_BM.device)
+    wanted, number_RM = _targets(head, ends, rows, criterion.temperature)
+    hidden_RMH, input_RMX = _take(hidden_RWH, rows.start_RM), _take(input_RWX, rows.start_RM)
+    alive_RM = torch.ones(rows.start_RM.shape, device=rows.start_RM.device)
+    loss = torch.zeros((), device=rows.start_RM.device)
     sums: list[torch.Tensor] = []
     for j, total in enumerate(starts_J):
-        valid_BM = steps_M[None] + j < room_B[:, None]
-        if not bool(valid_BM.any()):
-            sums += [torch.zeros(3, dtype=torch.float64, device=index_BM.device)]
+        is_counted_RM = rows.room_RM > j
+        if not bool(is_counted_RM.any()):
+            sums += [torch.zeros(3, dtype=torch.float64, device=loss.device)]
             continue
         if j > 0:
-            token_BM = batch.token_ids_BS.gather(1, (index_BM + 1 + j).clamp(max=batch.token_ids_BS.shape[1] - 1))
-            input_BMX = head.qkv_input(functional.embedding(token_BM, ends.embedding_VH), hidden_BMH)
-        attended_BMX = attention(input_BMX, index_BM, j)
-        hidden_BMH = head.after_attention(attended_BMX, hidden_BMH)
-        rows_E = target_row_BM[:, : valid_BM.shape[1]].roll(-j, 1)[valid_BM]
-        kl_E, is_right_E = _compare(head, hidden_BMH[valid_BM], target_EV[rows_E])
-        loss = loss + PASS_DECAY**j * kl_E.sum() / total
-        was_alive_E = alive_BM[valid_BM]
-        alive_BM = alive_BM.clone()
-        alive_BM[valid_BM] = was_alive_E & is_right_E
-        sums.append(torch.stack([kl_E.detach().sum().double(), was_alive_E.sum(), (was_alive_E & is_right_E).sum()]))
+            input_RMX = head.qkv_input(functional.embedding(_token(rows, 1 + j), ends.embedding_VH), hidden_RMH)
+        hidden_RMH = head.after_attention(attention(input_RMX, j), hidden_RMH)
+        draft_EK = head.logits(hidden_RMH[is_counted_RM]).to(wanted.share_EK.dtype)
+        # The policy's word on pass j of a start is that on pass 0 of the start j places later.
+        answers = wanted.take(number_RM.roll(-j, 1)[is_counted_RM])
+        loss_E = criteria.loss(criterion, draft_EK, answers)
+        loss = loss + PASS_DECAY**j * loss_E.sum() / total
+        next_E1 = head.draft_index(_token(rows, 2 + j)[is_counted_RM])[:, None]
+        accepted_E, stays_E = criteria.acceptance(criterion, draft_EK.detach(), answers, next_E1)
+        alive_E = alive_RM[is_counted_RM]
+        sums.append(torch.stack([loss_E.detach().double().sum(), alive_E.sum(), (alive_E * accepted_E).double().sum()]))
+        alive_RM = alive_RM.masked_scatter(is_counted_RM, (alive_E * stays_E).to(alive_RM.dtype))
     table_J3 = torch.stack(sums)
     return PassSums(loss, table_J3[:, 0], table_J3[:, 1], table_J3[:, 2])
 
 
-def _starts(batch: HeadBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Position t of each start [B, M] (clamped into the row where a sequence has fewer) and starts per sequence [B]."""
-    room_B = batch.lengths_B - batch.prompt_lengths_B - 1
-    steps_M = torch.arange(max(1, int(room_B.max())), device=room_B.device)
-    index_BM = batch.prompt_lengths_B[:, None] - 1 + steps_M[None]
-    return index_BM.clamp(max=batch.token_ids_BS.shape[1] - 1), room_B
+def _take(x_RWX: torch.Tensor, index_RM: torch.Tensor) -> torch.Tensor:
+    """The starts' places [R, M, X] of [R, W, X]."""
+    return x_RWX.gather(1, index_RM[:, :, None].expand(-1, -1, x_RWX.shape[2]))
 
 
-class _Take:
-    """Picks the starts' rows out of [B, S, X]."""
-
-    def __init__(self, index_BM: torch.Tensor) -> None:
-        self.index_BM = index_BM
-
-    def __call__(self, x_BSX: torch.Tensor, shift: int = 0) -> torch.Tensor:
-        index_BM = (self.index_BM + shift).clamp(max=x_BSX.shape[1] - 1)
-        return x_BSX.gather(1, index_BM[:, :, None].expand(-1, -1, x_BSX.shape[2]))
+def _token(rows: PackedRows, ahead: int) -> torch.Tensor:
+    """The token [R, M] so many places after each start; any token where the row ends before."""
+    return rows.token_ids_RW.gather(1, (rows.start_RM + ahead).clamp(max=rows.token_ids_RW.shape[1] - 1))
 
 
 @torch.no_grad()
-def _targets(
-    ends: PolicyEnds, epsilon: float, batch: HeadBatch, take: _Take, room_B: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The policy's logits [E, V] one token after each start that counts, and each start's row in them [B, M]."""
-    steps_M = torch.arange(take.index_BM.shape[1], device=room_B.device)
-    valid_BM = steps_M[None] < room_B[:, None]
-    last_EH = take(batch.last_BSH, shift=1)[valid_BM].to(ends.norm_H.dtype)
-    target_EV = functional.rms_norm(last_EH, (last_EH.shape[-1],), ends.norm_H, epsilon) @ ends.lm_head_VH.T
-    row_BM = (valid_BM.flatten().cumsum(0) - 1).view_as(valid_BM)
-    return target_EV.float(), row_BM
-
-
-def _compare(head: Eagle3Head, hidden_EH: torch.Tensor, target_EV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """KL(policy || head) [E] over the draft vocabulary, and whether the head's top token is the policy's [E]."""
-    logprob_EK = head.logits(hidden_EH).float().log_softmax(-1)
-    drafted_E = head.draft_ids_K[logprob_EK.detach().argmax(-1)]
-    is_right_E = drafted_E == target_EV.argmax(-1)
-    if head.config.is_reduced:
-        target_EV = target_EV[:, head.draft_ids_K]
-    wanted_EK = target_EV.log_softmax(-1)
-    return functional.kl_div(logprob_EK, wanted_EK, reduction="none", log_target=True).sum(-1), is_right_E
+def _targets(head: Eagle3Head, ends: PolicyEnds, rows: PackedRows, temperature: float) -> tuple[Targets, torch.Tensor]:
+    """The policy's word one token after each start that counts, and each start's number among those [R, M]."""
+    is_counted_RM = rows.room_RM > 0
+    index_RM = (rows.start_RM + 1).clamp(max=rows.last_RWH.shape[1] - 1)
+    last_EH = _take(rows.last_RWH, index_RM)[is_counted_RM].to(ends.norm_H.dtype)
+    epsilon = head.config.policy.norm_epsilon
+    logits_EV = functional.rms_norm(last_EH, (last_EH.shape[-1],), ends.norm_H, epsilon) @ ends.lm_head_VH.T
+    if logits_EV.dtype == torch.bfloat16:
+        logits_EV = logits_EV.float()
+    number_RM = (is_counted_RM.flatten().cumsum(0) - 1).view_as(is_counted_RM)
+    return criteria.targets(logits_EV, head.draft_ids_K, temperature), number_RM
 
 
 class _Attention:
     """The head's attention over all passes: pass 0 is the context of every later one."""
 
-    def __init__(self, head: Eagle3Head, theta: float) -> None:
+    def __init__(self, head: Eagle3Head, rows: PackedRows) -> None:
         self.projections = head.midlayer.self_attn
-        self.groups, self.dim = head.config.policy.num_groups, head.config.policy.head_dim
-        self.theta = theta
+        shape = head.config.shape
+        self.groups, self.dim, self.theta = shape.num_groups, shape.head_dim, shape.rope_theta
+        self.rows = rows
+        self.start_position_RM = rows.position_RW.gather(1, rows.start_RM)
         self.own_keys: list[torch.Tensor] = []
         self.own_values: list[torch.Tensor] = []
 
-    def remember_context(self, input_BSX: torch.Tensor, position_BS: torch.Tensor) -> None:
-        """Keys and values [B, G, S, D] of pass 0 at every position, prompts included."""
-        self.key_BGSD = rotate(self._split(self.projections.k_proj(input_BSX)), position_BS, self.theta)
-        self.value_BGSD = self._split(self.projections.v_proj(input_BSX))
+    def remember_context(self, input_RWX: torch.Tensor) -> None:
+        """Keys and values [R, G, W, D] of pass 0 at every position, prompts included."""
+        self.key_RGWD = rotate(self._split(self.projections.k_proj(input_RWX)), self.rows.position_RW, self.theta)
+        self.value_RGWD = self._split(self.projections.v_proj(input_RWX))
 
-    def __call__(self, input_BMX: torch.Tensor, start_BM: torch.Tensor, step: int) -> torch.Tensor:
-        """Attend from pass `step` at the starts; returns [B, M, heads * D]."""
-        position_BM = start_BM + step
-        query_BNMD = rotate(self._split(self.projections.q_proj(input_BMX)), position_BM, self.theta)
+    def __call__(self, input_RMX: torch.Tensor, step: int) -> torch.Tensor:
+        """Attend from pass `step` at the starts; returns [R, M, heads * D]."""
+        position_RM = self.start_position_RM + step
+        query_RNMD = rotate(self._split(self.projections.q_proj(input_RMX)), position_RM, self.theta)
         if step > 0:
-            self.own_keys.append(rotate(self._split(self.projections.k_proj(input_BMX)), position_BM, self.theta))
-            self.own_values.append(self._split(self.projections.v_proj(input_BMX)))
+            self.own_keys.append(rotate(self._split(self.projections.k_proj(input_RMX)), position_RM, self.theta))
+            self.own_values.append(self._split(self.projections.v_proj(input_RMX)))
         # As it is now: blocks are computed again in the backward pass, when later passes have been added.
         own = tuple(zip(self.own_keys, self.own_values, strict=True))
-        batch, heads, starts, dim = query_BNMD.shape
-        query_BGRMD = query_BNMD.view(batch, self.groups, heads // self.groups, starts, dim)
+        rows, heads, starts, dim = query_RNMD.shape
+        query_RGQMD = query_RNMD.view(rows, self.groups, heads // self.groups, starts, dim)
         if starts <= BLOCK_STARTS:
-            out_BGRMD = self._attend(query_BGRMD, start_BM, 0, own)
+            out_RGQMD = self._attend(query_RGQMD, 0, own)
         else:
             blocks = [
                 checkpoint(
-                    self._attend,
-                    query_BGRMD[..., first : first + BLOCK_STARTS, :],
-                    start_BM[:, first : first + BLOCK_STARTS],
-                    first,
-                    own,
-                    use_reentrant=False,
+                    self._attend, query_RGQMD[..., first : first + BLOCK_STARTS, :], first, own, use_reentrant=False
                 )
                 for first in range(0, starts, BLOCK_STARTS)
             ]
-            out_BGRMD = torch.cat(blocks, -2)
-        return out_BGRMD.reshape(batch, heads, starts, dim).transpose(1, 2).flatten(2)
+            out_RGQMD = torch.cat(blocks, -2)
+        return out_RGQMD.reshape(rows, heads, starts, dim).transpose(1, 2).flatten(2)
 
     def _attend(
-        self,
-        query_BGRMD: torch.Tensor,
-        start_BM: torch.Tensor,
-        first: int,
-        own: tuple[tuple[torch.Tensor, torch.Tensor], ...],
+        self, query_RGQMD: torch.Tensor, first: int, own: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     ) -> torch.Tensor:
-        """Softmax over the context up to each start and over the passes of the start itself."""
-        batch, groups, repeats, starts, dim = query_BGRMD.shape
+        """Softmax over each start's own sequence up to the start, and over the passes of the start itself."""
+        rows, groups, repeats, starts, dim = query_RGQMD.shape
         cut = slice(first, first + starts)
-        score_BGXS = query_BGRMD.flatten(2, 3) @ self.key_BGSD.transpose(-1, -2)
-        context = score_BGXS.shape[-1]
-        score_BGRMS = score_BGXS.view(batch, groups, repeats, starts, context)
-        is_later_BMS = torch.arange(context, device=start_BM.device)[None, None] > start_BM[:, :, None]
-        parts = [score_BGRMS.masked_fill(is_later_BMS[:, None, None], -math.inf)]
-        parts += [(query_BGRMD * key[:, :, None, cut]).sum(-1, keepdim=True) for key, _ in own]
-        weight = (torch.cat(parts, -1) / math.sqrt(dim)).softmax(-1, dtype=torch.float32).to(query_BGRMD.dtype)
-        out_BGXD = weight[..., :context].flatten(2, 3) @ self.value_BGSD
-        out_BGRMD: torch.Tensor = out_BGXD.view(batch, groups, repeats, starts, dim)
+        score_RGXW = query_RGQMD.flatten(2, 3) @ self.key_RGWD.transpose(-1, -2)
+        width = score_RGXW.shape[-1]
+        score_RGQMW = score_RGXW.view(rows, groups, repeats, starts, width)
+        place_W = torch.arange(width, device=score_RGXW.device)
+        start_RM1, first_RM1 = self.rows.start_RM[:, cut, None], self.rows.first_RM[:, cut, None]
+        is_hidden_RMW = (place_W > start_RM1) | (place_W < first_RM1)
+        parts = [score_RGQMW.masked_fill(is_hidden_RMW[:, None, None], -math.inf)]
+        parts += [(query_RGQMD * key[:, :, None, cut]).sum(-1, keepdim=True) for key, _ in own]
+        score = torch.cat(parts, -1) / math.sqrt(dim)
+        weight = score.softmax(-1, dtype=torch.float64 if score.dtype == torch.float64 else torch.float32)
+        weight = weight.to(query_RGQMD.dtype)
+        out_RGXD = weight[..., :width].flatten(2, 3) @ self.value_RGWD
+        out_RGQMD: torch.Tensor = out_RGXD.view(rows, groups, repeats, starts, dim)
         for i, (_, value) in enumerate(own):
-            out_BGRMD = out_BGRMD + weight[..., context + i, None] * value[:, :, None, cut]
-        return out_BGRMD
+            out_RGQMD = out_RGQMD + weight[..., width + i, None] * value[:, :, None, cut]
+        return out_RGQMD
 
-    def _split(self, x_BSX: torch.Tensor) -> torch.Tensor:
-        """[B, S, heads * D] -> [B, heads, S, D]."""
-        return x_BSX.view(*x_BSX.shape[:2], -1, self.dim).transpose(1, 2)
+    def _split(self, x_RWX: torch.Tensor) -> torch.Tensor:
+        """[R, W, heads * D] -> [R, heads, W, D]."""
+        return x_RWX.view(*x_RWX.shape[:2], -1, self.dim).transpose(1, 2)
 
 
 class DrafterTrainer:
-    """A head, its optimizer, and one step after another: `begin`, `accumulate` for each micro-batch, `finish`."""
+    """A head, its optimizer, and one step after another: `begin`, `accumulate` for each micro-batch, `finish`.
 
-    def __init__(self, head: Eagle3Head, learning_rate: float, clip_norm: float, passes: int) -> None:
+    `measured` instead of `finish` ends a step that looks and does not learn.
+    """
+
+    def __init__(
+        self,
+        head: Eagle3Head,
+        learning_rate: float,
+        clip_norm: float,
+        passes: int,
+        criterion: Criterion = Criterion(),  # noqa: B008 - frozen
+    ) -> None:
         self.head = head
         self.learning_rate, self.clip_norm, self.passes = learning_rate, clip_norm, passes
+        self.criterion = criterion
         is_fused = next(head.parameters()).dtype == torch.float32
         self.optimizer = torch.optim.AdamW(
             head.parameters(), lr=learning_rate, betas=BETAS, weight_decay=0.0, fused=is_fused
         )
 
-    def begin(self, ends: PolicyEnds, completion_lengths: Sequence[int]) -> None:
+    def begin(self, ends: PolicyEnds, completion_lengths: Sequence[int], criterion: Criterion | None = None) -> None:
         """Start a step on rollouts of these lengths, over all ranks; `ends` are of the version that gave the states."""
-        self.ends = ends
+        self.ends, self.now = ends, criterion or self.criterion
         self.starts_J = starts_per_pass(completion_lengths, self.passes)
         self.sums_J3 = torch.zeros(self.passes, 3, dtype=torch.float64, device=ends.norm_H.device)
         self.seconds = 0.0
         self.optimizer.zero_grad()
 
     def accumulate(self, batch: HeadBatch) -> None:
-        """Add the gradients of one micro-batch."""
+        """Add the gradients of one micro-batch, unless gradients are off; its sums count in any case."""
         started = time.perf_counter()
         longest = int((batch.lengths_B - batch.prompt_lengths_B).max()) - 1
         if longest > 0:
             is_bf16 = self.ends.embedding_VH.dtype == torch.bfloat16
             with torch.autocast(batch.aux_BSA.device.type, torch.bfloat16, enabled=is_bf16):
-                sums = training_time_test(self.head, self.ends, batch, [max(1, n) for n in self.starts_J])
-            torch.autograd.backward(sums.loss)
-            self.sums_J3 += torch.stack([sums.kl_sums_J, sums.alive_J, sums.right_J], 1)
+                starts_J = [max(1, n) for n in self.starts_J]
+                sums = training_time_test(self.head, self.ends, pack(batch), starts_J, self.now)
+            if torch.is_grad_enabled():
+                torch.autograd.backward(sums.loss)
+            self.sums_J3 += torch.stack([sums.loss_sums_J, sums.alive_J, sums.accepted_J], 1)
         self.seconds += time.perf_counter() - started
 
     def finish(self, learning_rate: float | None = None, group: dist.ProcessGroup | None = None) -> DrafterMetrics:
@@ -290,10 +263,19 @@ class DrafterTrainer:
             self.optimizer.step()
         self.optimizer.zero_grad()
         self.seconds += time.perf_counter() - started
-        kl_J, alive_J, right_J = self.sums_J3.T.tolist()
+        return self._metrics(norm)
+
+    def measured(self, group: dist.ProcessGroup | None = None) -> DrafterMetrics:
+        """Sum over `group` what was accumulated without gradients."""
+        if group is not None and dist.get_world_size(group) > 1:
+            dist.all_reduce(self.sums_J3, group=group)
+        return self._metrics(0.0)
+
+    def _metrics(self, norm: float) -> DrafterMetrics:
+        loss_J, alive_J, accepted_J = self.sums_J3.T.tolist()
         weights = [PASS_DECAY**j for j in range(self.passes)]
-        loss = sum(w * kl / max(1, n) for w, kl, n in zip(weights, kl_J, self.starts_J, strict=True))
-        acceptance = tuple(right / alive if alive else 0.0 for right, alive in zip(right_J, alive_J, strict=True))
+        loss = sum(w * value / max(1, n) for w, value, n in zip(weights, loss_J, self.starts_J, strict=True))
+        acceptance = tuple(kept / alive if alive else 0.0 for kept, alive in zip(accepted_J, alive_J, strict=True))
         return DrafterMetrics(loss, norm, acceptance, self.seconds)
 
     def _all_reduce(self, parameters: list[torch.nn.Parameter], group: dist.ProcessGroup) -> None:

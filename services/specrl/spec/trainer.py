@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 from pydantic import Field
 
 from specrl.spec.base import DecimalString, Section
@@ -62,6 +64,13 @@ class DrafterInitialisation(Section):
     """Completions of each."""
     epochs: Positive = 4
     """Passes over them."""
+    held_out: DecimalString = Field(default="0.1", validate_default=True)
+    """Share of the prompts that are answered but not trained on: acceptance is measured on them. "0": none."""
+
+
+class DrafterLoss(StrEnum):
+    SOFT_CROSS_ENTROPY = "SoftCrossEntropy"
+    TOTAL_VARIATION = "TotalVariation"
 
 
 class DrafterTraining(Section):
@@ -73,8 +82,15 @@ class DrafterTraining(Section):
     """Largest gradient norm of the head, clipped apart from the policy's."""
     passes: Positive = 3
     """Positions that the head is trained to draft ahead (training-time test, arXiv:2503.01840)."""
+    loss: DrafterLoss = DrafterLoss.SOFT_CROSS_ENTROPY
+    """`SoftCrossEntropy`: against the policy's whole distribution. `TotalVariation`: the share of drafts refused when
+    they are sampled from the head (arXiv:2310.08461, 2606.12370); the first half of an initialisation is by
+    cross-entropy all the same, since a head that knows nothing has almost no gradient of it."""
     online: bool = True
     """Train the head at every step on the policy's forward pass. False keeps it as it was initialised."""
+    token_budget: Positive | None = None
+    """Most tokens of a step that the head is trained to draft from; the rollouts take turns. Null: as many as a fixed
+    share (3.5 %) of the policy's floating-point operations pays for, which keeps the step's time within 7 %."""
     initialisation: DrafterInitialisation = DrafterInitialisation()
     """How a fresh head starts; not used when `generation.speculation.eagle3.path` is set."""
 

@@ -41,8 +41,17 @@ class TrainerBackend(Protocol):
         forward's hidden states, detached, with its own optimizer and clip.
         """
 
-    def train_drafter(self, rollouts: Sequence[TrainRollout], epochs: int) -> list[DrafterMetrics]:
-        """Initialise the drafter on rollouts of the present policy, which does not move. One entry an epoch."""
+    def train_drafter(
+        self, rollouts: Sequence[TrainRollout], epochs: int, progress: Path | None = None
+    ) -> list[DrafterMetrics]:
+        """Initialise the drafter on rollouts of the present policy, which does not move. One entry an epoch.
+
+        progress: a file that every finished epoch is kept in. A call that finds some of its own epochs there, left by
+        one that was interrupted, goes on after them; one that finds all of them trains nothing.
+        """
+
+    def evaluate_drafter(self, rollouts: Sequence[TrainRollout]) -> DrafterMetrics:
+        """Loss and acceptance of the present drafter on rollouts of the present policy. Nothing is trained."""
 
     def score(self, rollouts: Sequence[TrainRollout]) -> list[npt.NDArray[np.float32]]:
         """Log-probabilities [T] of each rollout's tokens under the present policy at the sampling temperature."""

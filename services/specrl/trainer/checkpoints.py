@@ -3,6 +3,7 @@
 DIR/checkpoints/step-000010/             appears whole, by one rename, or not at all
 DIR/checkpoints/step-000010.metrics.pb   written before the rename: the answer to TrainStep 10
 DIR/checkpoints/.step-000010.tmp/        one that is being written, or was when the trainer died
+DIR/checkpoints/drafter.safetensors      finished epochs of the drafter's initialisation, until a step is saved
 """
 
 from __future__ import annotations
@@ -23,6 +24,11 @@ def directory(run: Path, step: int) -> Path:
 def metrics_file(run: Path, step: int) -> Path:
     """What TrainStep answered for that step."""
     return run / "checkpoints" / f"step-{step:06d}.metrics.pb"
+
+
+def drafter_progress(run: Path) -> Path:
+    """Finished epochs of the drafter's initialisation."""
+    return run / "checkpoints" / "drafter.safetensors"
 
 
 def temporary(target: Path) -> Path:

@@ -117,8 +117,15 @@ class RankedBackend:
         found: TrainMetrics = self._run("train_step", {}, batch)
         return found
 
-    def train_drafter(self, rollouts: Sequence[TrainRollout], epochs: int) -> list[DrafterMetrics]:
-        found: list[DrafterMetrics] = self._run("train_drafter", {"epochs": epochs}, Batch(0, tuple(rollouts)))
+    def train_drafter(
+        self, rollouts: Sequence[TrainRollout], epochs: int, progress: Path | None = None
+    ) -> list[DrafterMetrics]:
+        arguments = {"epochs": epochs, "progress": str(progress) if progress else None}
+        found: list[DrafterMetrics] = self._run("train_drafter", arguments, Batch(0, tuple(rollouts)))
+        return found
+
+    def evaluate_drafter(self, rollouts: Sequence[TrainRollout]) -> DrafterMetrics:
+        found: DrafterMetrics = self._run("evaluate_drafter", {}, Batch(0, tuple(rollouts)))
         return found
 
     def score(self, rollouts: Sequence[TrainRollout]) -> list[npt.NDArray[np.float32]]:
@@ -190,10 +197,11 @@ def dispatch(backend: TrainerBackend, method: str, arguments: dict[str, Any], ba
         return backend.train_step(batch)
     if method == "train_drafter":
         assert batch is not None
-        return backend.train_drafter(batch.rollouts, arguments["epochs"])
-    if method == "score":
+        progress = Path(arguments["progress"]) if arguments["progress"] else None
+        return backend.train_drafter(batch.rollouts, arguments["epochs"], progress)
+    if method in ("score", "evaluate_drafter"):
         assert batch is not None
-        return backend.score(batch.rollouts)
+        return getattr(backend, method)(batch.rollouts)
     if method == "load":
         return backend.load(Path(arguments["checkpoint"]) if arguments["checkpoint"] else None)
     if method == "open_weight_group":

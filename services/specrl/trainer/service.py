@@ -111,10 +111,18 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: trainer_pb2.TrainDrafterRequest, context: Any
     ) -> trainer_pb2.TrainDrafterReply:
         rollouts = [wire.train_rollout_from_wire(item) for item in request.rollouts]
-        metrics = await self._do(lambda: self._backend.train_drafter(rollouts, request.epochs))
+        progress = checkpoints.drafter_progress(self._run)
+        metrics = await self._do(lambda: self._backend.train_drafter(rollouts, request.epochs, progress))
         if metrics:
             log.info("drafter_trained", epochs=len(metrics), acceptance=metrics[-1].acceptance_per_position)
         return trainer_pb2.TrainDrafterReply(epochs=[wire.drafter_metrics_to_wire(item) for item in metrics])
+
+    async def EvaluateDrafter(
+        self, request: trainer_pb2.EvaluateDrafterRequest, context: Any
+    ) -> trainer_pb2.EvaluateDrafterReply:
+        rollouts = [wire.train_rollout_from_wire(item) for item in request.rollouts]
+        metrics = await self._do(lambda: self._backend.evaluate_drafter(rollouts))
+        return trainer_pb2.EvaluateDrafterReply(metrics=wire.drafter_metrics_to_wire(metrics))
 
     async def Score(self, request: trainer_pb2.ScoreRequest, context: Any) -> trainer_pb2.ScoreReply:
         rollouts = [wire.train_rollout_from_wire(item) for item in request.rollouts]
@@ -175,6 +183,8 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
                 _write(checkpoints.metrics_file(self._run, step), self._last)
             self._backend.save(target)
             checkpoints.prune(self._run, self._spec.checkpoint.keep)
+            if step > 0:  # before that, a coordinator that died may ask for the initialisation's answer again
+                checkpoints.drafter_progress(self._run).unlink(missing_ok=True)
         seconds = time.perf_counter() - started
         log.info("checkpoint_saved", step=step, seconds=round(seconds, 3))
         return trainer_pb2.SaveCheckpointReply(path=str(target), seconds=seconds)

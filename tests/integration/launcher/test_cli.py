@@ -26,6 +26,7 @@ from specrl.launcher import launch, run_directory
 from specrl.launcher.run_directory import RunDirectory
 from specrl.launcher.supervisor import Program, Rank
 from specrl.spec import RunSpec, load_spec, parse_spec
+from specrl.spec.generation import Eagle3
 
 FAKE = str(Path(__file__).with_name("fake_program.py"))
 SUMMARY: dict[str, Any] = {
@@ -73,7 +74,20 @@ def assert_refused(result: Result, *parts: str) -> None:
 
 
 def test_every_command_explains_itself() -> None:
-    commands = ("", "run", "status", "drafter", "drafter init", "families", "spec", "spec check", "spec show", "demo")
+    commands = (
+        "",
+        "run",
+        "status",
+        "drafter",
+        "drafter init",
+        "drafter import",
+        "drafter export",
+        "families",
+        "spec",
+        "spec check",
+        "spec show",
+        "demo",
+    )
     for command in commands:
         result = specrl_command(*command.split(), "--help")
         assert result.exit_code == 0
@@ -339,6 +353,65 @@ def assert_refused_without_a_second_run(result: Result) -> None:
     assert result.exit_code == 2
     assert "--out must not exist" in result.stderr
     assert [path.name for path in Path("runs").iterdir()] == ["tiny-1"]
+
+
+START = {
+    "rollouts": 144,
+    "lossPerEpoch": [2.0, 1.0],
+    "trainedAcceptance": [0.8, 0.5],
+    "trainedAcceptanceLength": 2.2,
+    "heldOutPrompts": 16,
+    "heldOutAcceptance": [0.7, 0.5],
+    "heldOutAcceptanceLength": 2.05,
+}
+
+
+def test_drafter_init_goes_on_with_an_interrupted_one_and_reports_acceptance(
+    place: Path, fakes: Callable[..., Path]
+) -> None:
+    a_model_folder(place / "model")
+    a_model_folder(place / "export")
+    file = a_run_file(place, generation={"sampling": {"maxTokens": 16}, "speculation": {"eagle3": {}}})
+    fakes("failed", error="the machine burnt down")
+    begun = specrl_command("drafter", "init", "-f", str(file), "--out", "out")
+    assert begun.exit_code == 1
+    run = place / "runs" / "tiny-1"
+    assert f"go on with `specrl drafter init --resume {run} --out out`" in begun.stderr
+    assert not (place / "out").exists()
+    fakes("finished", summary=SUMMARY | {"drafterPath": str(place / "export"), "drafterStart": START})
+    resumed = specrl_command("drafter", "init", "--resume", "tiny-1", "--out", "out")
+    assert resumed.exit_code == 0, resumed.output
+    assert "acceptance length 2.05 on 16 held-out prompts (by position 0.70, 0.50)" in resumed.stdout
+    assert json.loads((place / "out" / "acceptance.json").read_text()) == START
+    assert [path.name for path in (place / "runs").iterdir()] == ["tiny-1"]
+
+
+def test_drafter_init_resumes_nothing_else(directory: RunDirectory) -> None:
+    result = specrl_command("drafter", "init", "--resume", str(directory.path), "--out", "out")
+    assert result.exit_code == 2
+    assert f"go on with that one by `specrl run --resume {directory.path}`" in result.stderr
+    for wrong in ([], ["-f", "run.yaml", "--resume", "tiny-1"]):
+        assert specrl_command("drafter", "init", "--out", "out", *wrong).exit_code == 2
+
+
+def test_drafter_travels_out_and_in(place: Path) -> None:
+    from tests.tiny_models import make_policy  # torch: the command line itself does without
+
+    from specrl.drafting.head import write_untrained
+
+    policy = make_policy(place / "policy")
+    write_untrained(place / "ours", policy, Eagle3(), seed=1)
+    to = ("--policy", "policy", "--out")
+    out = specrl_command("drafter", "export", "ours", "--format", "speculators", *to, "out/theirs")
+    assert out.exit_code == 0, out.output
+    back = specrl_command("drafter", "import", "out/theirs", *to, "back")
+    assert back.exit_code == 0, back.output
+    assert "drafts 264 of 264 tokens from the policy's layers 2, 3, 4" in back.stdout
+    assert (place / "back" / "model.safetensors").read_bytes() == (place / "ours" / "model.safetensors").read_bytes()
+    refused = specrl_command("drafter", "import", "policy", *to, "other")
+    assert_refused(refused, "architectures must be LlamaForCausalLMEagle3")
+    taken = specrl_command("drafter", "export", "ours", "--format", "eagle3", "--out", "out")
+    assert_refused(taken, "--out must not exist")
 
 
 def test_drafter_init_needs_a_fresh_eagle3(place: Path) -> None:

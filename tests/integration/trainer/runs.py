@@ -17,8 +17,18 @@ WEIGHT_DECAY = 0.01
 CAP = 2.0
 
 
-def a_spec(policy: Path, *, tensor: int = 1, data: int = 1, speculation: dict[str, Any] | None = None) -> RunSpec:
-    """A run of `policy` in float32, with micro-batches small enough that a batch needs several."""
+def a_spec(
+    policy: Path,
+    *,
+    tensor: int = 1,
+    data: int = 1,
+    speculation: dict[str, Any] | None = None,
+    drafter: dict[str, Any] | None = None,
+) -> RunSpec:
+    """A run of `policy` in float32, with micro-batches small enough that a batch needs several.
+
+    The drafter learns from part of each step, unless told otherwise: 60 of about 150 tokens.
+    """
     return parse_spec(
         {
             "name": "toy",
@@ -38,6 +48,7 @@ def a_spec(policy: Path, *, tensor: int = 1, data: int = 1, speculation: dict[st
                     "warmupSteps": 2,
                 },
                 "loss": {"importanceCap": str(CAP)},
+                "drafter": {"tokenBudget": 60} if drafter is None else drafter,
                 "microBatchTokens": 128,
             },
             "schedule": {"steps": 3, "promptsPerStep": 2, "groupSize": 4},

@@ -95,9 +95,21 @@ def test_same_seed_and_batches_give_the_same_bits(single: Path) -> None:
     assert furthest(load_file(single / "repeated.safetensors"), load_file(single / "trained.safetensors")) == 0
 
 
-def test_training_the_drafter_leaves_the_policy_as_it_would_be_without(single: Path) -> None:
+@pytest.mark.parametrize("other", ["without-drafter", "not-adapted", "share-of-operations", "total-variation"])
+def test_training_the_drafter_leaves_the_policy_as_it_would_be_without(other: str, single: Path) -> None:
+    """Three steps, bit for bit, whatever the drafter learns from and by which loss."""
     with_drafter = policy_only(load_file(single / "trained.safetensors"))
-    assert furthest(with_drafter, load_file(single / "without-drafter.safetensors")) == 0
+    assert furthest(with_drafter, policy_only(load_file(single / f"{other}.safetensors"))) == 0
+
+
+def test_drafter_moves_unless_it_is_not_adapted(single: Path) -> None:
+    def drafter(name: str) -> dict[str, torch.Tensor]:
+        tensors = load_file(single / f"{name}.safetensors")
+        return {key: tensor for key, tensor in tensors.items() if key.startswith("drafter.")}
+
+    assert furthest(drafter("not-adapted"), drafter("initial")) == 0
+    for name in ("trained", "share-of-operations", "total-variation"):
+        assert furthest(drafter(name), drafter("initial")) > 1e-4
 
 
 def test_captured_hidden_states_are_those_of_transformers(layout: Path, policy: Path) -> None:

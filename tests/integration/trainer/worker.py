@@ -135,11 +135,19 @@ def alone(spec: RunSpec, out: Path) -> None:
     resumed.train_step(a_batch(STEPS, resumed.config.vocab_size))
     keep(out / "same-layout.safetensors", resumed)
     resumed.close()
-    plain = MegatronBackend(a_spec(Path(spec.model.path), speculation={"none": {}}))
-    plain.load(None)
-    train(plain, out / "plain")
-    keep(out / "without-drafter.safetensors", plain)
-    plain.close()
+    policy = Path(spec.model.path)
+    others = {
+        "without-drafter": a_spec(policy, speculation={"none": {}}),
+        "not-adapted": a_spec(policy, drafter={"online": False}),
+        "share-of-operations": a_spec(policy, drafter={}),
+        "total-variation": a_spec(policy, drafter={"tokenBudget": 1000, "loss": "TotalVariation"}),
+    }
+    for name, other in others.items():
+        plain = MegatronBackend(other)
+        plain.load(None)
+        train(plain, out / name)
+        keep(out / f"{name}.safetensors", plain)
+        plain.close()
     die_while_saving(spec, out)
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from specrl.drafting.head import Eagle3Head, HeadConfig
-from specrl.drafting.online import HeadBatch, PolicyEnds
+from specrl.drafting.online import PolicyEnds
+from specrl.drafting.packing import HeadBatch
 from specrl.drafting.policy_config import PolicyConfig
 
 VOCAB, HIDDEN = 48, 32

@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +20,16 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from specrl.drafting import budget
+from specrl.drafting.budget import Lesson
+from specrl.drafting.criteria import Criterion
 from specrl.drafting.head import Eagle3Head, head_config, load_head, save_head
-from specrl.drafting.online import DrafterTrainer, HeadBatch, PolicyEnds
+from specrl.drafting.online import DrafterTrainer, PolicyEnds
+from specrl.drafting.packing import HeadBatch
 from specrl.drafting.policy_config import PolicyConfig, read_policy_config
 from specrl.errors import CheckpointInvalid, MemoryTooSmall, RecordInvalid, SpecrlError, StoreFailed, VersionConflict
 from specrl.records import (
+    NO_DRAFTER,
     Batch,
     DrafterMetrics,
     TensorMeta,
@@ -36,8 +42,9 @@ from specrl.records import (
     WeightOwner,
 )
 from specrl.spec import RunSpec
+from specrl.spec.generation import DraftSampling
 from specrl.trainer import losses, micro_batches
-from specrl.trainer.megatron_backend import checkpoint, cpu_shim, export, groups, hf_weights
+from specrl.trainer.megatron_backend import checkpoint, cpu_shim, export, groups, hf_weights, initialisation
 from specrl.trainer.megatron_backend.groups import Groups
 from specrl.trainer.megatron_backend.model import check_layout
 from specrl.trainer.megatron_backend.policy import Policy
@@ -47,14 +54,10 @@ from specrl.weights import stream
 
 cpu_shim.install()
 
+T = TypeVar("T")
+
 # Weights, gradients and both moments in float32; bf16 adds its own weights and saves half of the gradients' partner.
 BYTES_PER_PARAMETER = 18
-# Online, the drafter sees every second rollout of a step, the others at the next one: half of each group, which tells
-# it as much about the policy as the other half. On tiny policies its three passes would otherwise cost half of theirs.
-ONLINE_STRIDE = 2
-INITIALISATION_STEPS_PER_EPOCH = 32  # optimizer steps of one epoch of the drafter's initialisation
-INITIALISATION_END = 0.1  # its learning rate falls linearly to this share
-CACHED_STATES_BYTES = 2 << 30  # hidden states of the initialisation rollouts are kept up to this size, else recomputed
 
 
 class MegatronBackend:
@@ -105,7 +108,11 @@ class MegatronBackend:
         self._is_drafter_initialised = eagle3.path is not None
         settings = self.spec.trainer.drafter
         self.drafter = DrafterTrainer(
-            head.to(self.groups.device), float(settings.learning_rate), float(settings.clip_norm), settings.passes
+            head.to(self.groups.device),
+            float(settings.learning_rate),
+            float(settings.clip_norm),
+            settings.passes,
+            Criterion(settings.loss, self.temperature, eagle3.draft_sampling is DraftSampling.PROBABILISTIC),
         )
         self.policy.capture(head.config.aux_layers)
 
@@ -150,10 +157,11 @@ class MegatronBackend:
         started = time.perf_counter()
         tokens = sum(item.rollout.length for item in batch.rollouts)
         drafter = self.drafter if self.spec.trainer.drafter.online else None
+        lessons: list[Lesson] = []
         if drafter is not None:
-            taught = range(batch.step % ONLINE_STRIDE, len(batch.rollouts), ONLINE_STRIDE)
-            drafter.begin(self.policy.ends(), [batch.rollouts[i].rollout.length for i in taught])
-        sums = self._gradients(cuts, proximal, tokens, drafter)
+            lessons = self._lessons(drafter, batch)
+            drafter.begin(self.policy.ends(), [lesson.completion for lesson in lessons])
+        sums = self._gradients(cuts, proximal, tokens, lessons)
         norm = self.policy.step(batch.step)
         drafter_metrics = drafter.finish(group=dist.group.WORLD) if drafter is not None else None
         self._step = batch.step
@@ -228,21 +236,37 @@ class MegatronBackend:
             found.append(self.policy.logprobs(logits_TW, cut.target_T))
         return found, entropy
 
+    def _lessons(self, drafter: DrafterTrainer, batch: Batch) -> list[Lesson]:
+        """What the drafter learns from in this step; the same at every rank."""
+        samples = [
+            budget.Sample(item.rollout.group_id, len(item.prompt_token_ids), item.rollout.length)
+            for item in batch.rollouts
+        ]
+        most = self.spec.trainer.drafter.token_budget
+        if most is not None:
+            return budget.choose_lessons(samples, batch.step, lambda _tokens, starts: starts, most)
+        head, passes = drafter.head.config, drafter.passes
+        policy = sum(budget.policy_flops(self.config, sample.prompt, sample.completion) for sample in samples)
+
+        def cost(tokens: int, starts: int) -> float:
+            return budget.drafter_flops(head, passes, tokens, starts)
+
+        return budget.choose_lessons(samples, batch.step, cost, budget.ONLINE_SHARE * policy)
+
     def _gradients(
-        self,
-        cuts: Sequence[MicroBatch],
-        proximal: Sequence[torch.Tensor],
-        tokens: int,
-        drafter: DrafterTrainer | None,
+        self, cuts: Sequence[MicroBatch], proximal: Sequence[torch.Tensor], tokens: int, lessons: Sequence[Lesson]
     ) -> list[float]:
         """Accumulate both models' gradients. Returns this rank's sums: loss, clipped, w, w squared."""
         self.policy.zero_gradients()
         sums_4 = torch.zeros(4, dtype=torch.float64, device=self.groups.device)
         for cut, proximal_T in zip(cuts, proximal, strict=True):
-            if drafter is None:
-                logits_TW, states = self.policy.logits(cut, self.temperature), None
+            mine = self._dealt([lesson for lesson in lessons if lesson.index in cut.indices])
+            states = None
+            if mine:
+                rows = [cut.indices.index(lesson.index) for lesson in mine]
+                logits_TW, states = self.policy.logits_and_states(cut, self.temperature, rows)
             else:
-                logits_TW, states = self.policy.logits_and_states(cut, self.temperature)
+                logits_TW = self.policy.logits(cut, self.temperature)
             policy_T = self.policy.logprobs(logits_TW, cut.target_T)
             weight_T = losses.truncated_importance_weights(proximal_T, cut.sampler_T, self.loss.importance_cap)
             terms = losses.clipped_policy_gradient(policy_T, proximal_T, cut.advantage_T, weight_T, self.loss)
@@ -250,14 +274,20 @@ class MegatronBackend:
             sums_4 += torch.stack(
                 [terms.loss_sum.detach(), terms.clipped_tokens, weight_T.sum(), weight_T.square().sum()]
             ).double()
-            if drafter is not None and states is not None:
-                turn = (self._step + 1) % ONLINE_STRIDE
-                self._teach(drafter, states, [row for row, i in enumerate(cut.indices) if i % ONLINE_STRIDE == turn])
+            if states is not None:
+                assert self.drafter is not None
+                self.drafter.accumulate(
+                    states.cut([lesson.context for lesson in mine], [lesson.length for lesson in mine])
+                )
         return [float(value) for value in sums_4]
 
-    def _teach(self, drafter: DrafterTrainer, states: HeadBatch, rows: Sequence[int]) -> None:
-        """Train on these rows. Tensor parallel ranks see the same states, and deal the rows among themselves."""
-        mine = rows[self.groups.tensor.rank :: self.groups.tensor.size]
+    def _dealt(self, items: Sequence[T]) -> Sequence[T]:
+        """This rank's share of what its tensor parallel group holds: they see the same states."""
+        return items[self.groups.tensor.rank :: self.groups.tensor.size]
+
+    def _teach(self, drafter: DrafterTrainer, states: HeadBatch) -> None:
+        """Train on this tensor parallel rank's share of the sequences."""
+        mine = self._dealt(range(len(states.lengths_B)))
         if mine:
             drafter.accumulate(states.rows(mine))
 
@@ -268,32 +298,43 @@ class MegatronBackend:
         found: list[float] = tensor.tolist()
         return found
 
-    def train_drafter(self, rollouts: Sequence[TrainRollout], epochs: int) -> list[DrafterMetrics]:
+    def train_drafter(
+        self, rollouts: Sequence[TrainRollout], epochs: int, progress: Path | None = None
+    ) -> list[DrafterMetrics]:
+        drafter = self._drafter_for(rollouts)
+        plan = initialisation.Plan(rollouts, epochs, self.spec.schedule.seed, progress)
+        work = initialisation.Initialisation(plan, drafter, self.hidden_states)
+        metrics = work.finished_epochs()
+        if self._is_drafter_initialised and len(metrics) == epochs:
+            return metrics
+        ends = self.policy.ends()
+        if metrics:
+            work.restore()
+        elif not self._is_drafter_initialised:
+            self._choose_draft_vocabulary(drafter.head, rollouts, ends)
+        for number in range(len(metrics), epochs):
+            metrics.append(work.epoch(number, ends, lambda states: self._teach(drafter, states)))
+            if self.groups.rank == 0:
+                work.keep(metrics)
+        self._is_drafter_initialised = True
+        return metrics
+
+    @torch.no_grad()
+    def evaluate_drafter(self, rollouts: Sequence[TrainRollout]) -> DrafterMetrics:
+        drafter = self._drafter_for(rollouts)
+        drafter.begin(self.policy.ends(), [item.rollout.length for item in rollouts])
+        for states in self.hidden_states(rollouts):
+            self._teach(drafter, states)
+        return drafter.measured(dist.group.WORLD)
+
+    def _drafter_for(self, rollouts: Sequence[TrainRollout]) -> DrafterTrainer:
+        """The drafter, when there is one and the rollouts are fit to be trained on."""
         self._check(rollouts)
         if self.drafter is None:
             raise CheckpointInvalid(
                 "generation.speculation must be eagle3 for a drafter to be trained, got another; change the run file"
             )
-        ends = self.policy.ends()
-        if not self._is_drafter_initialised:
-            self._choose_draft_vocabulary(self.drafter.head, rollouts, ends)
-        steps = _initialisation_steps(rollouts)
-        cache = _StateCache(self, rollouts)
-        metrics: list[DrafterMetrics] = []
-        for epoch in range(epochs):
-            order = np.random.default_rng([self.spec.schedule.seed, epoch]).permutation(len(steps))
-            done = []
-            for place, chosen in enumerate(order):
-                progress = (epoch * len(steps) + place) / (epochs * len(steps))
-                self.drafter.begin(ends, [rollouts[i].rollout.length for i in steps[chosen]])
-                seconds = time.perf_counter()
-                for states in cache.states(int(chosen), steps[chosen]):
-                    self._teach(self.drafter, states, range(len(states.lengths_B)))
-                rate = self.drafter.learning_rate * (1 - (1 - INITIALISATION_END) * progress)
-                done.append((self.drafter.finish(rate, dist.group.WORLD), time.perf_counter() - seconds))
-            metrics.append(_epoch(done))
-        self._is_drafter_initialised = True
-        return metrics
+        return self.drafter
 
     def _choose_draft_vocabulary(self, head: Eagle3Head, rollouts: Sequence[TrainRollout], ends: PolicyEnds) -> None:
         """A reduced draft vocabulary is that of the most frequent generated tokens; ties go to the lower id."""
@@ -369,7 +410,13 @@ class MegatronBackend:
             raise
         finally:
             self._exhaust(tensors)
-        return WeightChecksums(self._step, checksums)
+        return WeightChecksums(self._step, checksums, self._drafter_version())
+
+    def _drafter_version(self) -> int:
+        """The step that last trained the drafter: this one online, else 0, since it is initialised before step 1."""
+        if self.drafter is None:
+            return NO_DRAFTER
+        return self._step if self.spec.trainer.drafter.online else 0
 
     def _all_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.policy.tensors()
@@ -402,44 +449,3 @@ class MegatronBackend:
         if self.groups.data_rank == 0:
             for _ in tensors:
                 pass
-
-
-def _initialisation_steps(rollouts: Sequence[TrainRollout]) -> list[list[int]]:
-    """Rollout indices of each optimizer step of an epoch: similar lengths together, at most 32 steps."""
-    per_step = -(-len(rollouts) // INITIALISATION_STEPS_PER_EPOCH)
-    by_length = sorted(range(len(rollouts)), key=lambda i: (rollouts[i].rollout.length, i))
-    return [by_length[first : first + per_step] for first in range(0, len(by_length), per_step)]
-
-
-def _epoch(steps: Sequence[tuple[DrafterMetrics, float]]) -> DrafterMetrics:
-    """Means of an epoch's steps; seconds are summed, the policy's forward passes included."""
-    metrics = [item for item, _ in steps]
-    passes = range(len(metrics[0].acceptance_per_position))
-    return DrafterMetrics(
-        loss=float(np.mean([item.loss for item in metrics])),
-        grad_norm=float(np.mean([item.grad_norm for item in metrics])),
-        acceptance_per_position=tuple(
-            float(np.mean([item.acceptance_per_position[j] for item in metrics])) for j in passes
-        ),
-        seconds=sum(seconds for _, seconds in steps),
-    )
-
-
-class _StateCache:
-    """Hidden states of the initialisation rollouts: the policy does not move, so one forward pass serves all epochs."""
-
-    def __init__(self, backend: MegatronBackend, rollouts: Sequence[TrainRollout]) -> None:
-        self._backend, self._rollouts = backend, rollouts
-        self._kept: dict[int, list[HeadBatch]] = {}
-        self._room = CACHED_STATES_BYTES
-
-    def states(self, step: int, indices: Sequence[int]) -> list[HeadBatch]:
-        """States of one step's rollouts, from the cache while there is room."""
-        if step in self._kept:
-            return self._kept[step]
-        found = self._backend.hidden_states([self._rollouts[i] for i in indices])
-        size = sum(item.aux_BSA.nbytes + item.last_BSH.nbytes for item in found)
-        if size <= self._room:
-            self._room -= size
-            self._kept[step] = found
-        return found

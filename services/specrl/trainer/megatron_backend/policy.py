@@ -6,7 +6,7 @@ Shapes: B sequences, S tokens, T generated tokens, H hidden, W columns of the vo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +16,8 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-from specrl.drafting.online import HeadBatch, PolicyEnds
+from specrl.drafting.online import PolicyEnds
+from specrl.drafting.packing import HeadBatch
 from specrl.drafting.policy_config import PolicyConfig
 from specrl.errors import TrainerFailed
 from specrl.spec.trainer import Optimizer, Parallelism
@@ -107,18 +108,25 @@ class Policy:
             self._row_T = None
         return mask_padding(logits_1TW[0].float() / temperature, self.config.vocab_size)
 
-    def logits_and_states(self, batch: MicroBatch, temperature: float) -> tuple[torch.Tensor, HeadBatch]:
-        """`logits`, and what the drafter learns from, detached."""
+    def logits_and_states(
+        self, batch: MicroBatch, temperature: float, rows: Sequence[int] | None = None
+    ) -> tuple[torch.Tensor, HeadBatch]:
+        """`logits`, and what the drafter learns from, detached: all sequences, or those of `rows`."""
         self._captured = {}
         try:
             logits_TW = self.logits(batch, temperature)
             states = self._captured
         finally:
             self._captured = None
-        aux_BSA = torch.cat([states[layer] for layer in self.aux_layers], -1).transpose(0, 1).contiguous()
-        last_BSH = states["last"].transpose(0, 1).contiguous()
-        head_batch = HeadBatch(batch.token_ids_BS, aux_BSA, last_BSH, batch.prompt_lengths_B, batch.lengths_B)
-        return logits_TW, head_batch
+        chosen = torch.tensor(range(len(batch.indices)) if rows is None else rows, device=batch.lengths_B.device)
+
+        def taken(x_SBH: torch.Tensor) -> torch.Tensor:
+            return x_SBH.index_select(1, chosen)
+
+        aux_BSA = torch.cat([taken(states[layer]) for layer in self.aux_layers], -1).transpose(0, 1).contiguous()
+        last_BSH = taken(states["last"]).transpose(0, 1).contiguous()
+        kept = (x_B[chosen] for x_B in (batch.prompt_lengths_B, batch.lengths_B))
+        return logits_TW, HeadBatch(batch.token_ids_BS[chosen], aux_BSA, last_BSH, *kept)
 
     def logprobs(self, logits_TW: torch.Tensor, target_T: torch.Tensor) -> torch.Tensor:
         """Log-probabilities [T] of the targets, differentiable. Overwrites logits_TW (Megatron works in place)."""

@@ -1,0 +1,158 @@
+"""Initialises the drafter on rollouts of a policy that does not move, epoch after epoch, and can be interrupted.
+
+    fresh -> vocabulary chosen -> epoch 1 -> ... -> epoch n        after each: weights, moments and metrics in one file
+    killed anywhere: the next call with the same rollouts goes on after the last whole epoch in that file
+
+Called by `backend.py` alone, at all ranks alike. Every rank reads the file before rank 0 writes it again: in between
+lies the all-reduce of an optimizer step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from specrl.drafting.online import DrafterTrainer, PolicyEnds
+from specrl.drafting.packing import HeadBatch
+from specrl.errors import StoreFailed
+from specrl.records import DrafterMetrics, TrainRollout
+from specrl.spec.trainer import DrafterLoss
+from specrl.trainer.checkpoints import temporary
+
+STEPS_PER_EPOCH = 32  # optimizer steps
+LAST_RATE = 0.1  # the learning rate falls linearly to this share
+CACHED_STATES_BYTES = 2 << 30  # hidden states are kept up to this size, else recomputed in every epoch
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is trained on, how often; `progress` is the file between the epochs, None where nothing is kept."""
+
+    rollouts: Sequence[TrainRollout]
+    epochs: int
+    seed: int
+    progress: Path | None
+
+    def digest(self) -> str:
+        """Equal for the same plan alone."""
+        found = hashlib.blake2b(f"{self.seed} {self.epochs}".encode(), digest_size=16)
+        for item in self.rollouts:
+            for ids in (item.prompt_token_ids, item.rollout.token_ids_T):
+                found.update(np.asarray(ids, dtype=np.int64).tobytes() + b"|")
+        return found.hexdigest()
+
+
+class Initialisation:
+    """One plan on its way. states: the hidden states of some rollouts, this rank's share of them."""
+
+    def __init__(
+        self, plan: Plan, drafter: DrafterTrainer, states: Callable[[Sequence[TrainRollout]], list[HeadBatch]]
+    ) -> None:
+        self._plan, self._drafter, self._states = plan, drafter, states
+        self._kept: dict[int, list[HeadBatch]] = {}
+        self._room = CACHED_STATES_BYTES
+
+    def finished_epochs(self) -> list[DrafterMetrics]:
+        """Of an earlier call with the same plan that was interrupted, or came to its end; none where there was none."""
+        metadata = self._read()[0]
+        found = json.loads(metadata["metrics"]) if metadata is not None else []
+        return [
+            DrafterMetrics(item["loss"], item["grad_norm"], tuple(item["acceptance_per_position"]), item["seconds"])
+            for item in found
+        ]
+
+    def restore(self) -> None:
+        """Give the drafter what it had after the last finished epoch."""
+        self._drafter.load_state(self._read()[1])
+
+    def epoch(self, number: int, ends: PolicyEnds, teach: Callable[[HeadBatch], None]) -> DrafterMetrics:
+        """Train one epoch, from 0. teach: accumulate this rank's part of some states."""
+        plan, drafter = self._plan, self._drafter
+        steps = _steps(plan.rollouts)
+        order = np.random.default_rng([plan.seed, number]).permutation(len(steps))
+        # Total variation has almost no gradient while the head knows nothing.
+        is_early = number < (plan.epochs + 1) // 2
+        early = replace(drafter.criterion, loss=DrafterLoss.SOFT_CROSS_ENTROPY)
+        criterion = early if is_early else drafter.criterion
+        done = []
+        for place, chosen in enumerate(order):
+            progress = (number * len(steps) + place) / (plan.epochs * len(steps))
+            drafter.begin(ends, [plan.rollouts[i].rollout.length for i in steps[chosen]], criterion)
+            started = time.perf_counter()
+            for states in self._cached(int(chosen), steps[chosen]):
+                teach(states)
+            rate = drafter.learning_rate * (1 - (1 - LAST_RATE) * progress)
+            done.append((drafter.finish(rate, dist.group.WORLD), time.perf_counter() - started))
+        return _mean(done)
+
+    def keep(self, metrics: Sequence[DrafterMetrics]) -> None:
+        """Write the drafter as it is after these epochs, whole or not at all. Raises StoreFailed."""
+        file = self._plan.progress
+        if file is None:
+            return
+        metadata = {"plan": self._plan.digest(), "metrics": json.dumps([asdict(item) for item in metrics])}
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self._drafter.state().items()}
+            save_file(tensors, temporary(file), metadata)
+            temporary(file).replace(file)
+        except OSError as error:
+            raise StoreFailed(
+                f"the drafter's progress must be written to {file}, got {error}; make room on the disk"
+            ) from error
+
+    def _read(self) -> tuple[dict[str, str] | None, dict[str, torch.Tensor]]:
+        """Metadata and tensors of the file; None for a file that is not there, broken, or of another plan."""
+        file = self._plan.progress
+        if file is None or not file.is_file():
+            return None, {}
+        try:
+            with safe_open(file, "pt") as content:
+                metadata = content.metadata() or {}
+                if metadata.get("plan") != self._plan.digest():
+                    return None, {}
+                return metadata, {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118 - no mapping
+        except (OSError, SafetensorError):
+            return None, {}
+
+    def _cached(self, step: int, indices: Sequence[int]) -> list[HeadBatch]:
+        """Hidden states of one step's rollouts: the policy does not move, so one forward pass serves all epochs."""
+        if step in self._kept:
+            return self._kept[step]
+        found = self._states([self._plan.rollouts[i] for i in indices])
+        size = sum(item.aux_BSA.nbytes + item.last_BSH.nbytes for item in found)
+        if size <= self._room:
+            self._room -= size
+            self._kept[step] = found
+        return found
+
+
+def _steps(rollouts: Sequence[TrainRollout]) -> list[list[int]]:
+    """Rollout indices of each optimizer step of an epoch: similar lengths together, at most 32 steps."""
+    per_step = -(-len(rollouts) // STEPS_PER_EPOCH)
+    by_length = sorted(range(len(rollouts)), key=lambda i: (rollouts[i].rollout.length, i))
+    return [by_length[first : first + per_step] for first in range(0, len(by_length), per_step)]
+
+
+def _mean(steps: Sequence[tuple[DrafterMetrics, float]]) -> DrafterMetrics:
+    """Means of an epoch's steps; seconds are summed, the policy's forward passes included."""
+    metrics = [item for item, _ in steps]
+    passes = range(len(metrics[0].acceptance_per_position))
+    return DrafterMetrics(
+        loss=float(np.mean([item.loss for item in metrics])),
+        grad_norm=float(np.mean([item.grad_norm for item in metrics])),
+        acceptance_per_position=tuple(
+            float(np.mean([item.acceptance_per_position[j] for item in metrics])) for j in passes
+        ),
+        seconds=sum(seconds for _, seconds in steps),
+    )
