@@ -6,13 +6,19 @@ API := services/specrl/api
 GENERATED := $(API) docs/run-file.md
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check gen lock lint format bench clean
+.PHONY: help setup suffix demo test check gen lock lint format bench clean
 
 help: ## show this table
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## build .venv (first time: minutes; then instant); FIND_LINKS=DIR names a folder with a torch CPU wheel
 	@python3 tools/setup.py $(if $(FIND_LINKS),--find-links "$(FIND_LINKS)")
+
+# The package is sdist only and asks for a CUDA torch at build time; with .venv's own, a minute and a C++20 compiler do.
+suffix: setup ## add suffix decoding (arctic-inference) to .venv: compiles C++, so it is no part of setup
+	$(BIN)/uv pip install --quiet --python $(BIN)/python nanobind==2.9.2 "cmake>=3.18,<5" ninja
+	VIRTUAL_ENV="$(CURDIR)/.venv" PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/uv pip install --python $(BIN)/python \
+	  --no-build-isolation --no-deps arctic-inference==0.1.1
 
 demo: setup ## train a tiny model on this machine's CPU, with every part running
 	$(BIN)/specrl demo

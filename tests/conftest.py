@@ -6,40 +6,73 @@ Tests that use one run in the session's event loop: `pytestmark = pytest.mark.as
 from __future__ import annotations
 
 import warnings
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
+from hypothesis import settings
 
 if TYPE_CHECKING:
-    from tests.vllm_cases import Models
+    from tests.vllm_cases import Engines, Models
 
     from specrl.generation.vllm_backend.engine import VllmEngine
+
+
+settings.register_profile("specrl", deadline=None)  # a busy machine is slow, not wrong
+settings.load_profile("specrl")
+
+MECHANISMS = ("eagle3", "draftModel", "mtp", "suffix", "ngram", "none")
+"""Members of generation.speculation. Tests of all of them are `parametrize`d by `kind`, for the whole session: pytest
+then runs those of one mechanism after each other, in whatever modules they are, and each engine starts once."""
 
 
 @pytest.fixture(scope="session")
 def vllm_imported() -> None:
     """vllm, imported without the deprecation warnings of its own dependencies, which would be errors here."""
+    _import_vllm()
+
+
+def _import_vllm() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import vllm.v1.engine.async_llm  # noqa: F401
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory, vllm_imported: None) -> Models:
-    """Two versions of a tiny policy with drafters."""
-    from tests.vllm_cases import make_models
+def models_when_needed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Models]:
+    """Makes `models` at its first call; a test that turns out to need none imports no vLLM."""
 
-    folder: Path = tmp_path_factory.mktemp("models")
-    return make_models(folder)
+    @cache
+    def make() -> Models:
+        _import_vllm()
+        from tests.vllm_cases import make_models
+
+        folder: Path = tmp_path_factory.mktemp("models")
+        return make_models(folder)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def models(models_when_needed: Callable[[], Models]) -> Models:
+    """Two versions of a tiny policy with drafters, and two of one with native heads."""
+    return models_when_needed()
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def eagle3_engine(models: Models) -> AsyncIterator[VllmEngine]:
-    """vLLM with the first version of policy and EAGLE-3 drafter. Tests leave it serving, under any version."""
-    from tests.vllm_cases import EAGLE3, a_spec, running, speculation
+async def engines(models_when_needed: Callable[[], Models]) -> AsyncIterator[Engines]:
+    """vLLM with any mechanism: eagle3 for the whole session, of the others one at a time."""
+    from tests.vllm_cases import Engines
 
-    async with running(a_spec(models.first.policy, speculation(EAGLE3, models.first))) as engine:
-        yield engine
+    found = Engines(models_when_needed)
+    yield found
+    await found.close()
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def eagle3_engine(engines: Engines) -> VllmEngine:
+    """vLLM with the first version of policy and EAGLE-3 drafter. Tests leave it serving, under any version."""
+    return (await engines.serving("eagle3")).engine

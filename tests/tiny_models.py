@@ -2,7 +2,10 @@
 
     make_policy          random Qwen3 with a byte-level tokenizer
     make_text_policy     the same, trained for seconds until it continues the given texts
+    make_mtp_policy      MiMo: a Qwen2 with one head for multi-token prediction, which guesses right often
     make_bigram_drafter  an EAGLE-3 head that guesses right often, for a policy with `bigram` set
+    make_draft_model     a Qwen3 of one layer, which guesses right often for such a policy
+    allow_only           leave a policy a handful of tokens, so that its distribution can be enumerated
 
 A random policy is nearly uniform, and a random head never guesses right: tests of acceptance would test nothing.
 `sharpness` scales the output layer, and `bigram` the embedding, so that the next token depends mostly on the last one.
@@ -19,7 +22,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 PAD, EOS = "<|pad|>", "<|eos|>"
 SPECIAL = (PAD, EOS, "<|im_start|>", "<|im_end|>")
@@ -61,6 +70,35 @@ def make_policy(
         model.lm_head.weight.mul_(sharpness)
         model.model.embed_tokens.weight.mul_(bigram)
     model.to(dtype).save_pretrained(path)
+    return path
+
+
+def make_mtp_policy(
+    path: Path, *, seed: int = 0, shape: Shape = Shape(), sharpness: float = 1.0, bigram: float = 1.0
+) -> Path:
+    """Write a random MiMo, whose head hands the last token's embedding through to the policy's own output layer.
+
+    A MiMo without its head is a Qwen2; written as model_type qwen2 it needs no code from elsewhere, here or in vLLM.
+    """
+    tokenizer = make_tokenizer(path, shape.vocab)
+    torch.manual_seed(seed)
+    model = Qwen2ForCausalLM(_config(shape, tokenizer, Qwen2Config))
+    with torch.no_grad():
+        model.lm_head.weight.mul_(sharpness)
+        model.model.embed_tokens.weight.mul_(bigram)
+    model.save_pretrained(path)
+    weights = load_file(path / "model.safetensors")
+    prefix, eye = "model.mtp_layers.0.", torch.eye(shape.hidden)
+    for name, tensor in list(weights.items()):
+        if name.startswith("model.layers.0."):  # attention and MLP that add nothing
+            is_norm = name.endswith("layernorm.weight")
+            weights[prefix + name.removeprefix("model.layers.0.")] = torch.full_like(tensor, 1.0 if is_norm else 0.0)
+    weights[prefix + "input_proj.weight"] = torch.cat([torch.zeros_like(eye), eye], 1)
+    for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+        weights[f"{prefix}{name}.weight"] = torch.ones(shape.hidden)
+    weights = {name: tensor.contiguous() for name, tensor in weights.items()}
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    edit_config(path, architectures=["MiMoForCausalLM"], num_nextn_predict_layers=1)
     return path
 
 
@@ -130,10 +168,53 @@ def make_bigram_drafter(path: Path, policy: Path, *, noise: float = 0.0, seed: i
         attention.o_proj.weight.copy_(eye)
         head.norm.weight.copy_(weights["model.norm.weight"])
         output = weights["lm_head.weight"]
-        spoilt = torch.randn(output.shape, generator=generator) * output.std() * (noise + 1e-3)
+        spoilt = torch.randn(output.shape, generator=generator) * output[:, 1:].std() * (noise + 1e-3)
         head.lm_head.weight.copy_(output + spoilt)
     save_head(path, head, torch.float32)
     return path
+
+
+def make_draft_model(path: Path, policy: Path, *, noise: float = 0.0, seed: int = 0) -> Path:
+    """Write a Qwen3 of one layer that adds nothing, between the policy's own embedding and output layer.
+
+    `noise` is relative and spoils its guesses; without it they are those of the policy's embedding alone.
+    """
+    perturb(path, policy, scale=0.0, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    weights = {
+        name: tensor
+        for name, tensor in load_file(policy / "model.safetensors").items()
+        if not name.startswith("model.layers.") or name.startswith("model.layers.0.")
+    }
+    for name in ("model.layers.0.self_attn.o_proj.weight", "model.layers.0.mlp.down_proj.weight"):
+        weights[name] = torch.zeros_like(weights[name])
+    output = weights["lm_head.weight"]
+    weights["lm_head.weight"] = output + torch.randn(output.shape, generator=generator) * output[:, 1:].std() * noise
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    edit_config(path, num_hidden_layers=1, layer_types=["full_attention"])
+    return path
+
+
+def allow_only(folder: Path, tokens: Sequence[int], *, temperature: float = 1.0) -> Path:
+    """Make all other tokens impossible (less likely than e**-50), in place, and divide the logits by `temperature`.
+
+    The first number of every hidden state becomes a constant, by the embedding, which no layer writes to; the output
+    layer reads it with a large negative weight for each token that is not allowed. Drafters are made afterwards, from
+    this folder: they use the policy's embedding, and a copy of its output layer.
+    """
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    for name, tensor in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor[0] = 0
+    embedding = weights["model.embed_tokens.weight"]
+    embedding[:, 0] = 4 * embedding[:, 1:].std()
+    output = weights["lm_head.weight"]
+    output /= temperature
+    output[:, 0] = -40.0
+    output[list(tokens), 0] = 0.0
+    save_file(weights, file, metadata={"format": "pt"})
+    return folder
 
 
 def perturb(path: Path, source: Path, *, scale: float, seed: int) -> Path:
@@ -162,8 +243,8 @@ def edit_config(path: Path, **changes: Any) -> None:
     file.write_text(json.dumps({**config, **changes}), encoding="utf-8")
 
 
-def _config(shape: Shape, tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
-    return Qwen3Config(
+def _config(shape: Shape, tokenizer: PreTrainedTokenizerFast, kind: type[Any] = Qwen3Config) -> Any:
+    return kind(
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,

@@ -2,52 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
-from tests.tiny_models import make_bigram_drafter, make_policy, perturb
-from tests.weight_sender import Tensors, folder_tensors
+from tests.tiny_models import make_bigram_drafter, make_draft_model, make_mtp_policy, make_policy, perturb
+from tests.weight_sender import Tensors, WeightSender, folder_tensors, update
 
+from specrl.generation.vllm_backend import mechanisms
 from specrl.generation.vllm_backend.engine import VllmEngine
 from specrl.records import Rollout, RolloutRequest, Sampling, WeightOwner
 from specrl.spec import RunSpec, parse_spec
 
 EAGLE3, NGRAM, NONE = "eagle3", "ngram", "none"
+SUFFIX, DRAFT_MODEL, MTP = "suffix", "draftModel", "mtp"
 
 
 @dataclass(frozen=True)
 class Version:
-    """A policy and its drafter on disk."""
+    """A policy and its drafters on disk: an EAGLE-3 head, and a model that is never updated."""
 
     policy: Path
-    drafter: Path
+    drafter: Path | None = None
+    draft_model: Path | None = None
 
     def tensors(self, with_drafter: bool) -> Tensors:
         """What a trainer at this version broadcasts."""
-        drafter = folder_tensors(self.drafter, WeightOwner.DRAFTER) if with_drafter else []
+        drafter = folder_tensors(self.drafter, WeightOwner.DRAFTER) if with_drafter and self.drafter else []
         return [*folder_tensors(self.policy, WeightOwner.POLICY), *drafter]
 
 
 @dataclass(frozen=True)
 class Models:
-    """Two versions of one tiny model, far enough apart that their greedy outputs differ."""
+    """Two versions of one tiny model, far enough apart that their greedy outputs differ; and of one with heads."""
 
     first: Version
     second: Version
+    mtp_first: Version
+    mtp_second: Version
+
+    def versions(self, kind: str) -> tuple[Version, Version]:
+        """Those that a mechanism is tested on."""
+        return (self.mtp_first, self.mtp_second) if kind == MTP else (self.first, self.second)
 
 
 def make_models(folder: Path) -> Models:
     """Write both versions. The drafters guess right often, each for its own policy."""
     first = make_policy(folder / "policy-1", seed=1, sharpness=30, bigram=20)
     second = perturb(folder / "policy-2", first, scale=0.5, seed=2)
+    draft_model = make_draft_model(folder / "draft-model", first)
+    mtp = make_mtp_policy(folder / "mtp-1", seed=1, sharpness=30, bigram=20)
     return Models(
-        Version(first, make_bigram_drafter(folder / "drafter-1", first)),
-        Version(second, make_bigram_drafter(folder / "drafter-2", second, seed=3)),
+        Version(first, make_bigram_drafter(folder / "drafter-1", first), draft_model),
+        Version(second, make_bigram_drafter(folder / "drafter-2", second, seed=3), draft_model),
+        Version(mtp),
+        Version(perturb(folder / "mtp-2", mtp, scale=0.5, seed=2)),
     )
 
 
@@ -58,6 +72,7 @@ def a_spec(policy: Path, speculation: dict[str, Any] | None = None, **changes: A
         "speculation": speculation or {"none": {}},
         "maxLiveRollouts": 32,
         "kvCacheMib": 64,
+        "draftLength": "Fixed",  # tests of distributions have fixed seeds, and with them a fixed outcome
         **changes.pop("generation", {}),
     }
     raw = {
@@ -76,9 +91,55 @@ def a_spec(policy: Path, speculation: dict[str, Any] | None = None, **changes: A
 
 def speculation(kind: str, version: Version, k: int = 3) -> dict[str, Any]:
     """The `speculation` section of a mechanism."""
-    if kind == EAGLE3:
-        return {EAGLE3: {"numDraftTokens": k, "path": str(version.drafter)}}
-    return {kind: {"numDraftTokens": k} if kind == NGRAM else {}}
+    if kind == NONE:
+        return {NONE: {}}
+    path = {EAGLE3: version.drafter, DRAFT_MODEL: version.draft_model}.get(kind)
+    return {kind: {"numDraftTokens": k} | ({"path": str(path)} if path is not None else {})}
+
+
+@dataclass(frozen=True)
+class Served:
+    """An engine with the versions that it can serve. Which one it serves, tests leave to each other."""
+
+    kind: str
+    engine: VllmEngine
+    versions: tuple[Version, Version]
+
+    async def publish(self, number: int) -> None:
+        """Load version 0 or 1 under the next policy version."""
+        sender = WeightSender()
+        tensors = self.versions[number].tensors(self.kind == EAGLE3)
+        await update(self.engine, sender, tensors, (await self.engine.status()).policy_version + 1)
+        sender.close()
+
+
+class Engines:
+    """Starts engines when they are asked for: eagle3 for good, of the others one at a time, since each takes 2 GB."""
+
+    def __init__(self, models: Callable[[], Models]) -> None:
+        self._models = models
+        self._started: dict[str, Served] = {}
+
+    async def serving(self, kind: str) -> Served:
+        """The engine of a mechanism. Skips the test when the mechanism's package is not installed."""
+        if kind == SUFFIX and not mechanisms.surroundings().has_suffix_package:
+            pytest.skip("arctic-inference is not installed (make suffix); unproven here: suffix decoding is lossless")
+        if kind not in self._started:
+            if kind != EAGLE3:
+                await self._close(self._started.keys() - {EAGLE3})
+            versions = self._models().versions(kind)
+            engine = VllmEngine(a_spec(versions[0].policy, speculation(kind, versions[0])), "gen-0")
+            await engine.start()
+            self._started[kind] = Served(kind, engine, versions)
+        return self._started[kind]
+
+    async def close(self) -> None:
+        """Stop them all."""
+        await self._close(self._started)
+
+    async def _close(self, kinds: Iterable[str]) -> None:
+        for kind in list(kinds):
+            await self._started.pop(kind).engine.close()
 
 
 @asynccontextmanager

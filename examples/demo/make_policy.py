@@ -1,10 +1,11 @@
 """Make the demo's base policy on the spot: a tiny Qwen3 model, undertrained on worked solutions of generated problems.
 
-    python examples/demo/make_policy.py --out DIR [--steps N] [--seed S] [--layers N]
+    python examples/demo/make_policy.py --out DIR [--steps N] [--seed S] [--layers N] [--worked-only] [--difficulty N]
 
 What it leaves is an ordinary Hugging Face checkpoint with a tokenizer, which vLLM, Megatron and transformers load. It
 has read what a base model has read: problems worked out step by step, and problems with the answer alone. So it
-often answers at once, and is then mostly wrong. That working a problem out pays is what RL is to teach it.
+often answers at once, and is then mostly wrong. That working a problem out pays is what RL is to teach it. With
+`--worked-only` it has learnt that already: every answer is worked out, and long.
 The number of steps is fixed, not the time, so one seed gives one policy (on one machine and number of threads).
 Deeper and narrower than such a small model would otherwise be: speculation gains when the policy is much dearer than
 a drafter of one layer. Nothing is downloaded.
@@ -18,6 +19,7 @@ import random
 import shutil
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -27,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from specrl.prompts.families import Problem, family_names, generate_problem
+from specrl.prompts.families import Problem, default_difficulty, family_names, generate_problem
 
 FAMILY = "wheels"
 STEPS = 150
@@ -37,7 +39,6 @@ LAYERS = 8
 WARM_UP_STREAM = 1_000_000
 
 VOCABULARY = 384  # 256 bytes, 4 special tokens, and the words of the families
-WORKED, ALONE = 12, 8  # problems of a batch that are worked out, and those with the answer alone
 MATRIX_RATE = 3e-3
 OTHER_RATE = 2e-3
 WARM_UP_STEPS = 15
@@ -50,7 +51,19 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_policy(out: Path, steps: int = STEPS, seed: int = SEED, layers: int = LAYERS) -> None:
+@dataclass(frozen=True)
+class Texts:
+    """What a batch holds: so many problems worked out, and so many with the answer alone.
+
+    difficulty: steps that every problem is longer by, as `difficulty` in a run file's generated source.
+    """
+
+    worked: int = 12
+    alone: int = 8
+    difficulty: int = 0
+
+
+def make_policy(out: Path, steps: int = STEPS, seed: int = SEED, layers: int = LAYERS, texts: Texts = Texts()) -> None:
     """Train the base policy and save it with its tokenizer as `out`, whole or not at all.
 
     Raises FileExistsError if `out` exists.
@@ -60,7 +73,7 @@ def make_policy(out: Path, steps: int = STEPS, seed: int = SEED, layers: int = L
     tokenizer = build_tokenizer()
     torch.manual_seed(seed)
     model = build_model(tokenizer, layers)
-    train(model, tokenizer, steps, seed)
+    train(model, stream_batches(tokenizer, seed, texts), steps)
     save_whole(model, tokenizer, out)
 
 
@@ -119,13 +132,12 @@ def build_model(tokenizer: PreTrainedTokenizerFast, layers: int) -> Qwen3ForCaus
     return model
 
 
-def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int, seed: int) -> None:
+def train(model: Qwen3ForCausalLM, batches: Iterator[tuple[Tensor, Tensor]], steps: int) -> None:
     """Fit the model to worked solutions for `steps` batches; the questions are not predicted."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     optimizers = [Muon(matrices, MATRIX_RATE), torch.optim.AdamW(others, OTHER_RATE, (0.9, 0.95), weight_decay=0.0)]
     rates = [MATRIX_RATE, OTHER_RATE]
-    batches = stream_batches(tokenizer, seed)
     model.train()
     with progress_bar() as progress:
         task = progress.add_task("base policy", total=steps, loss=math.nan)
@@ -185,20 +197,23 @@ def orthogonalise(matrices_NRC: Tensor) -> Tensor:
     return orthogonal
 
 
-def stream_batches(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (inputs, targets) [WORKED + ALONE, T]; worked solutions of a batch are of like length: little padding."""
+def stream_batches(tokenizer: PreTrainedTokenizerFast, seed: int, texts: Texts) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (inputs, targets) [worked + alone, T]; worked solutions of a batch are of like length: little padding."""
     rng = random.Random(seed)  # noqa: S311 - an order, not a secret
+    usual, extra = default_difficulty(FAMILY), texts.difficulty
+    difficulty = replace(usual, shortest=usual.shortest + extra, longest=usual.longest + extra)
     start = 0
     while True:
-        indices = range(start, start + 10 * (WORKED + ALONE))
-        problems = [generate_problem(FAMILY, WARM_UP_STREAM + seed, index) for index in indices]
-        worked = [encode(tokenizer, problem, problem.solution) for problem in problems[: 10 * WORKED]]
-        alone = [encode(tokenizer, problem, f"#### {problem.answer}") for problem in problems[10 * WORKED :]]
+        indices = range(start, start + 10 * (texts.worked + texts.alone))
+        problems = [generate_problem(FAMILY, WARM_UP_STREAM + seed, index, difficulty) for index in indices]
+        many = 10 * texts.worked
+        worked = [encode(tokenizer, problem, problem.solution) for problem in problems[:many]]
+        alone = [encode(tokenizer, problem, f"#### {problem.answer}") for problem in problems[many:]]
         worked.sort(key=lambda row: len(row[0]) + len(row[1]))
         places = list(range(10))
         rng.shuffle(places)
         for place in places:
-            rows = worked[place * WORKED : (place + 1) * WORKED] + alone[place * ALONE : (place + 1) * ALONE]
+            rows = worked[place * texts.worked :][: texts.worked] + alone[place * texts.alone :][: texts.alone]
             yield pad(rows, int(tokenizer.pad_token_id))
         start = indices.stop
 
@@ -252,8 +267,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS, help="batches of supervised training (default %(default)s)")
     parser.add_argument("--seed", type=int, default=SEED, help="weights and problems (default %(default)s)")
     parser.add_argument("--layers", type=int, default=LAYERS, help="depth of the policy (default %(default)s)")
+    parser.add_argument("--worked-only", action="store_true", help="read worked solutions alone: long answers")
+    parser.add_argument("--difficulty", type=int, default=0, help="steps that problems are longer by (default 0)")
     arguments = parser.parse_args()
-    make_policy(arguments.out, arguments.steps, arguments.seed, arguments.layers)
+    texts = Texts(alone=0 if arguments.worked_only else Texts.alone, difficulty=arguments.difficulty)
+    make_policy(arguments.out, arguments.steps, arguments.seed, arguments.layers, texts)
     print(f"policy written to {arguments.out}")
 
 

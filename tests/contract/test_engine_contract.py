@@ -1,16 +1,17 @@
-"""What every Engine does, asked of each implementation: the stand-in that other tests use, and vLLM with EAGLE-3."""
+"""What every Engine does, asked of each: the stand-in that other tests use, and vLLM with every kind of speculation."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import pytest_asyncio
 import torch
+from tests.conftest import MECHANISMS
 from tests.stand_ins.engine import TableEngine, TableShape, log_softmax, seeded_table
 from tests.weight_sender import Tensors, WeightSender, manifest_of, transfer, update
 
@@ -23,7 +24,12 @@ from specrl.errors import (
     VersionConflict,
 )
 from specrl.generation.engine import Engine
-from specrl.records import RolloutRequest, Sampling, TensorMeta, WeightOwner
+from specrl.records import NO_DRAFTER, RolloutRequest, Sampling, TensorMeta, WeightOwner
+
+if TYPE_CHECKING:
+    from tests.vllm_cases import Engines
+
+STAND_IN = "stand-in"
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session")]
 
@@ -39,6 +45,8 @@ class Case:
     judgements: tuple[Judgement, Judgement]
     spoilt: str
     current: int = 0
+    repeats: bool = True
+    """Whether what it generated before leaves no trace in what it generates next."""
 
     def requests(self, count: int, max_tokens: int = 24, temperature: float = 1.0) -> list[RolloutRequest]:
         """Seeded requests with different prompts; no two start alike."""
@@ -84,24 +92,41 @@ async def stand_in_case() -> AsyncIterator[Case]:
     await engine.close()
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def vllm_case(models: Any, eagle3_engine: Any) -> Case:
-    from tests.vllm_cases import Judge
-
-    weights = (models.first.tensors(True), models.second.tensors(True))
-    judges = (Judge(models.first.policy).logprobs_TV, Judge(models.second.policy).logprobs_TV)
-    found = Case(eagle3_engine, weights, judges, "model.layers.2.mlp.up_proj.weight", current=1)
-    sender = WeightSender()
-    await found.update(sender)  # other tests may have left the second version
-    sender.close()
-    return found
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every test of a case is asked of every engine."""
+    if "kind" in metafunc.fixturenames:
+        metafunc.parametrize("kind", [*MECHANISMS, STAND_IN], scope="session")
 
 
-@pytest.fixture(params=["stand_in_case", "vllm_case"])
-def case(request: pytest.FixtureRequest) -> Case:
-    """Asked for by name, so that a run of the stand-in alone starts no vLLM."""
-    found: Case = request.getfixturevalue(request.param)
-    return found
+@pytest.fixture(scope="session")
+def vllm_cases() -> dict[str, Case]:
+    """Those that have been made, by mechanism."""
+    return {}
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def case(kind: str, stand_in_case: Case, engines: Engines, vllm_cases: dict[str, Case]) -> Case:
+    """A run of the stand-in alone starts no vLLM."""
+    if kind == STAND_IN:
+        return stand_in_case
+    if kind not in vllm_cases:
+        vllm_cases[kind] = await _vllm_case(kind, engines)
+    return vllm_cases[kind]
+
+
+async def _vllm_case(kind: str, engines: Engines) -> Case:
+    from tests.vllm_cases import EAGLE3, SUFFIX, Judge
+
+    served = await engines.serving(kind)
+    await served.publish(0)
+    first, second = served.versions
+    return Case(
+        served.engine,
+        (first.tensors(kind == EAGLE3), second.tensors(kind == EAGLE3)),
+        (Judge(first.policy).logprobs_TV, Judge(second.policy).logprobs_TV),
+        "model.layers.2.mlp.up_proj.weight",
+        repeats=kind != SUFFIX,
+    )
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -127,6 +152,8 @@ async def test_rollouts_are_fit_to_train_on_and_carry_the_version_that_is_served
 
 
 async def test_same_seeds_admitted_together_give_the_same_bits(case: Case) -> None:
+    if not case.repeats:
+        pytest.skip("drafts of this mechanism depend on all that was generated before")
     first, second = await _collect(case, case.requests(12)), await _collect(case, case.requests(12))
     for mine, other in zip(first, second, strict=True):
         assert mine.token_ids_T.tobytes() == other.token_ids_T.tobytes()
@@ -203,6 +230,15 @@ async def test_aborted_update_leaves_the_version_before(case: Case, sender: Weig
     (rollout,) = await _collect(case, case.requests(1, temperature=0))
     assert rollout.versions[0].policy_version == before
     assert case.margins(case.current, case.requests(1)[0].prompt_token_ids, rollout.token_ids_T.tolist()).max() < 1e-3
+
+
+async def test_the_drafters_version_is_the_one_that_was_sent_with_it(case: Case, sender: WeightSender) -> None:
+    before, weights = (await case.engine.status()).policy_version, case.weights[case.current]
+    _, sent = await transfer(case.engine, sender, weights, before + 1)
+    await case.engine.load(replace(sent, drafter_version=before))
+    status = await case.engine.status()
+    expected = before if manifest_of(weights).has_drafter else NO_DRAFTER
+    assert (status.policy_version, status.drafter_version) == (before + 1, expected)
 
 
 async def test_weights_arrive_at_a_paused_engine_only(case: Case, sender: WeightSender) -> None:

@@ -33,6 +33,7 @@ def a_synchronous_run(policy: Path) -> dict[str, object]:
             "replicas": 2,
             "sampling": {"temperature": "1", "maxTokens": 16},
             "speculation": {"eagle3": {"numDraftTokens": 3}},
+            "draftLength": "Fixed",  # an adaptive one follows the clock
             "maxLiveRollouts": 16,
         },
         "trainer": {

@@ -32,7 +32,11 @@ from specrl.prompts import load_prompts
 from specrl.records import RolloutRequest, Sampling, SpeculationCounters
 from specrl.spec import RunSpec, load_spec
 from specrl.spec.base import Empty
-from specrl.spec.generation import Eagle3, Ngram, Speculation
+from specrl.spec.generation import DraftLength, Eagle3, Ngram, Speculation
+
+Generation = dict[str, Any]
+LONGEST_ADAPTIVE = 5
+"""Most draft tokens of a mechanism that is named without k."""
 
 
 @dataclass(frozen=True)
@@ -69,21 +73,26 @@ class Row:
         }
 
 
-def mechanism(text: str, drafter: str | None) -> Speculation:
-    """`none`, `ngram:k` or `eagle3:k` as a section of the run file. Raises ValueError for anything else."""
+def mechanism(text: str, drafter: str | None) -> Generation:
+    """Fields of the run file's `generation` for `none`, `ngram[:k]` or `eagle3[:k]`; without k the length is adaptive.
+
+    Raises ValueError for anything else.
+    """
     name, _, number = text.partition(":")
+    length = DraftLength.FIXED if number else DraftLength.ADAPTIVE
+    k = int(number or LONGEST_ADAPTIVE)
     if name == "none":
-        return Speculation(none=Empty())
+        return {"speculation": Speculation(none=Empty())}
     if name == "ngram":
-        return Speculation(ngram=Ngram(num_draft_tokens=int(number or 3)))
+        return {"speculation": Speculation(ngram=Ngram(num_draft_tokens=k)), "draft_length": length}
     if name == "eagle3":
-        return Speculation(eagle3=Eagle3(num_draft_tokens=int(number or 3), path=drafter))
-    raise ValueError(f"a mechanism must be none, ngram:k or eagle3:k, got {text!r}; as in eagle3:3")
+        return {"speculation": Speculation(eagle3=Eagle3(num_draft_tokens=k, path=drafter)), "draft_length": length}
+    raise ValueError(f"a mechanism must be none, ngram[:k] or eagle3[:k], got {text!r}; as in eagle3:3")
 
 
-def with_speculation(spec: RunSpec, speculation: Speculation, policy: str | None) -> RunSpec:
+def with_speculation(spec: RunSpec, fields: Generation, policy: str | None) -> RunSpec:
     """The run with another kind of speculation, and with another policy folder if one is given."""
-    generation = spec.generation.model_copy(update={"speculation": speculation})
+    generation = spec.generation.model_copy(update=fields)
     model = spec.model.model_copy(update={"path": policy}) if policy else spec.model
     return spec.model_copy(update={"generation": generation, "model": model})
 
@@ -210,7 +219,9 @@ def main() -> None:
     parser.add_argument("--spec", type=Path, required=True, help="run file: prompts, sampling, engine settings")
     parser.add_argument("--policy", type=Path, help="policy folder (default: the run file's)")
     parser.add_argument("--drafter", type=Path, help="EAGLE-3 head for eagle3:k (default: an untrained one)")
-    parser.add_argument("--mechanism", action="append", required=True, help="none, ngram:k or eagle3:k; repeat")
+    parser.add_argument(
+        "--mechanism", action="append", required=True, help="none, ngram[:k] or eagle3[:k], adaptive without k; repeat"
+    )
     parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")], default=[8], help="1,8")
     parser.add_argument("--turns", type=int, default=3, help="measured turns of each (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="also write the rows here")

@@ -41,8 +41,8 @@ class MemoryNeed:
         return self.coordinator_bytes + self.replicas * self.replica_bytes + self.trainer_bytes
 
 
-def estimate_memory(spec: RunSpec, policy: ModelFolder) -> MemoryNeed:
-    """What the run needs on a CPU, by the formula above."""
+def estimate_memory(spec: RunSpec, policy: ModelFolder, draft_model_parameters: int = 0) -> MemoryNeed:
+    """What the run needs on a CPU, by the formula above. A draft model is in the replicas alone, and never updated."""
     item_bytes = 4 if spec.model.dtype is Dtype.FLOAT32 else 2
     vocabulary = policy.number("vocab_size") or 0
     parameters = policy.parameters + _drafter_parameters(spec, policy)
@@ -52,6 +52,7 @@ def estimate_memory(spec: RunSpec, policy: ModelFolder) -> MemoryNeed:
     replica = (
         1.4 * GIB * generation.tensor_parallel
         + 2 * item_bytes * parameters
+        + item_bytes * draft_model_parameters
         + (generation.kv_cache_mib or _DEFAULT_KV_MIB) * MIB
         + 3 * 4 * vocabulary * rows
     )

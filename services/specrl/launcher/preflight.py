@@ -1,12 +1,14 @@
 """Everything that can be known to go wrong before anything is written or started.
 
 Each check raises one SpecrlError whose message says what to do; the command line shows it and exits 2. The order is
-that of a user's reading: the run file (checked when it is loaded), model, drafter, parallelism, prompts, ports, memory.
+that of a user's reading: the run file (checked when it is loaded), mechanism, model, drafter, parallelism, prompts,
+ports, memory.
 Processes check again what is theirs; these checks only make sure that a user learns of it in seconds.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,8 @@ from pathlib import Path
 import psutil
 
 from specrl.errors import CheckpointInvalid, Problem, SpecInvalid
+from specrl.generation.vllm_backend import checkpoint
+from specrl.generation.vllm_backend.mechanisms import check_mechanism, drafting_model, surroundings
 from specrl.launcher.environment import visible_gpus
 from specrl.launcher.memory import check_memory, estimate_memory
 from specrl.launcher.model_folder import ModelFolder, read_model_folder
@@ -43,13 +47,16 @@ def available_memory_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
 
 def check(spec: RunSpec, available_bytes: Callable[[], int] = available_memory_bytes) -> Readiness:
     """Raise the first SpecrlError that would end this run on this machine; else the ports to use."""
+    check_mechanism(spec, surroundings())
+    check_trainable(spec)
     policy = check_policy(spec)
     check_drafter(spec, policy)
+    draft_model = check_draft_model(spec)
     check_parallelism(spec, policy)
     check_prompts(spec)
     grpc_port, http_port = choose_ports(spec)
     if not visible_gpus():  # with GPUs the bulk is in their memory, which the engines check
-        check_memory(estimate_memory(spec, policy), available_bytes())
+        check_memory(estimate_memory(spec, policy, draft_model), available_bytes())
     return Readiness(grpc_port, http_port)
 
 
@@ -81,6 +88,29 @@ def check_policy(spec: RunSpec) -> ModelFolder:
             "another model"
         )
     return policy
+
+
+def check_trainable(spec: RunSpec) -> None:
+    """The trainer can train what the mechanism needs of the policy. Raises SpecInvalid."""
+    if spec.generation.speculation.mtp is not None:
+        raise SpecInvalid(
+            (
+                Problem(
+                    "generation.speculation.mtp",
+                    f"must not be used in a run: the trainer of this version trains {', '.join(ARCHITECTURES)}, which "
+                    "have no heads for multi-token prediction, got mtp",
+                    "use eagle3, whose head the run trains, or draftModel",
+                ),
+            )
+        )
+
+
+def check_draft_model(spec: RunSpec) -> int:
+    """Parameters of `draftModel`, 0 without it. Raises CheckpointInvalid or SpecInvalid unless it fits the policy."""
+    if spec.generation.speculation.draft_model is None:
+        return 0
+    model = drafting_model(spec, checkpoint.read_policy(Path(spec.model.path), spec.model.max_length))
+    return sum(math.prod(shape) for shape in model.shapes.values()) if model is not None else 0
 
 
 def check_drafter(spec: RunSpec, policy: ModelFolder) -> None:

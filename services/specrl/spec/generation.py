@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 from pydantic import Field
 
 from specrl.spec.base import DecimalString, Empty, Section, Union
@@ -23,11 +25,20 @@ class SamplingSpec(Section):
     """A completion also ends before any of these strings."""
 
 
+class DraftSampling(StrEnum):
+    GREEDY = "Greedy"
+    PROBABILISTIC = "Probabilistic"
+
+
 class Eagle3(Section):
     """An EAGLE-3 head that drafts from the policy's hidden states."""
 
     num_draft_tokens: Positive = 3
     """k: tokens drafted per verification."""
+    draft_sampling: DraftSampling = DraftSampling.GREEDY
+    """Greedy drafts the head's likeliest token. Probabilistic draws the draft from the head's distribution at the
+    sampling temperature: more is accepted where the policy is unsure, but the draws are not seeded, so that a run
+    cannot be repeated bit by bit."""
     path: str | None = None
     """Head to start from, a Hugging Face folder. Null: a fresh head, initialised on the policy's own rollouts."""
     draft_vocab_size: Positive | None = None
@@ -45,6 +56,35 @@ class Ngram(Section):
     """Longest n-gram that is matched, in tokens."""
 
 
+class Suffix(Section):
+    """Drafts what followed the same tokens in all that a replica has generated. Needs no weights."""
+
+    num_draft_tokens: Positive = 8
+    """k: most tokens drafted per verification; a draft is no longer than what it was found by."""
+    cached_rollouts: Positive = 10000
+    """Completions that are remembered; the oldest is forgotten first. Enough for an epoch: prompts x group size."""
+
+
+class DraftModel(Section):
+    """A smaller model of the same vocabulary drafts. The run does not change its weights."""
+
+    num_draft_tokens: Positive = 3
+    """k: tokens drafted per verification."""
+    path: str
+    """The model, a Hugging Face folder with the policy's own tokenizer."""
+    draft_sampling: DraftSampling = DraftSampling.GREEDY
+    """As eagle3.draftSampling."""
+
+
+class Mtp(Section):
+    """The policy's own heads for multi-token prediction draft."""
+
+    num_draft_tokens: Positive = 1
+    """k: tokens drafted per verification. More than the policy has heads runs the last head again."""
+    draft_sampling: DraftSampling = DraftSampling.GREEDY
+    """As eagle3.draftSampling."""
+
+
 class Speculation(Union):
     """How tokens are drafted; exactly one member. None of them changes what is sampled."""
 
@@ -54,12 +94,32 @@ class Speculation(Union):
     """A learned head, kept in step with the policy."""
     ngram: Ngram | None = None
     """Prompt look-up."""
+    suffix: Suffix | None = None
+    """Look-up in the prompt, in the completion, and in every completion that the replica has generated: others of the
+    group, and those of earlier epochs. Needs the package arctic-inference (`make suffix`). What is drafted depends on
+    all of that, so that a run cannot be repeated bit by bit."""
+    draft_model: DraftModel | None = None
+    """A smaller model with the policy's tokenizer. The run does not change its weights."""
+    mtp: Mtp | None = None
+    """The policy's own heads for multi-token prediction. The engine serves them, but the trainer of this version cannot
+    train a policy that has any: `specrl run` refuses."""
 
     @property
     def num_draft_tokens(self) -> int:
         """k of the mechanism, 0 without speculation."""
-        member = self.eagle3 or self.ngram
+        member = self.eagle3 or self.ngram or self.suffix or self.draft_model or self.mtp
         return member.num_draft_tokens if member is not None else 0
+
+    @property
+    def draft_sampling(self) -> DraftSampling | None:
+        """How a learned drafter draws its drafts; None for the other mechanisms."""
+        member = self.eagle3 or self.draft_model or self.mtp
+        return member.draft_sampling if member is not None else None
+
+
+class DraftLength(StrEnum):
+    ADAPTIVE = "Adaptive"
+    FIXED = "Fixed"
 
 
 class Generation(Section):
@@ -71,6 +131,10 @@ class Generation(Section):
     """How training rollouts are drawn."""
     speculation: Speculation = Speculation(none=Empty())
     """How tokens are drafted."""
+    draft_length: DraftLength = DraftLength.ADAPTIVE
+    """Adaptive: at most numDraftTokens, chosen at every step for the live batch from measured step costs and
+    acceptance, none where drafting does not pay. Fixed: always numDraftTokens, so that a run without policy lag can be
+    repeated bit by bit."""
     max_live_rollouts: Positive = 64
     """Completions that one replica computes at once (vLLM's max_num_seqs)."""
     kv_cache_mib: Positive | None = None

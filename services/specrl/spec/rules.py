@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from pydantic.alias_generators import to_camel
+
 from specrl.errors import Problem
 from specrl.spec.base import Union
 from specrl.spec.data import PromptSource
+from specrl.spec.generation import Speculation
 from specrl.spec.run import RunSpec
 
 Rule = Callable[[RunSpec], Iterator[Problem]]
@@ -17,16 +20,16 @@ def unions_have_one_member(spec: RunSpec) -> Iterator[Problem]:
     unions: list[tuple[str, Union, tuple[str, ...]]] = [
         ("prompts.source", spec.prompts.source, ("jsonl", "parquet", "generated")),
         ("rewards", spec.rewards, ("math", "exact")),
-        ("generation.speculation", spec.generation.speculation, ("none", "eagle3", "ngram")),
+        ("generation.speculation", spec.generation.speculation, tuple(Speculation.model_fields)),
         ("store", spec.store, ("sqlite",)),
     ]
     if spec.validation is not None:
         unions.append(("validation.source", spec.validation.source, ("jsonl", "parquet", "generated")))
     for path, union, members in unions:
-        given = [name for name in members if getattr(union, name) is not None]
+        given = [to_camel(name) for name in members if getattr(union, name) is not None]
         if len(given) != 1:
-            got = ", ".join(given) or "none"
-            yield Problem(path, f"must have exactly one of {', '.join(members)}, got {got}", "keep the one you mean")
+            got, names = ", ".join(given) or "none", ", ".join(map(to_camel, members))
+            yield Problem(path, f"must have exactly one of {names}, got {got}", "keep the one you mean")
 
 
 def sampling_can_be_corrected(spec: RunSpec) -> Iterator[Problem]:
@@ -77,12 +80,17 @@ def fractions_are_in_range(spec: RunSpec) -> Iterator[Problem]:
         ("trainer.drafter.learningRate", drafter.learning_rate),
         ("trainer.drafter.clipNorm", drafter.clip_norm),
     ]
+    bounds = [("canary.maxMeanAbs", spec.canary.max_mean_abs), ("canary.maxAbs", spec.canary.max_abs)]
+    positive += [(path, bound) for path, bound in bounds if bound is not None]
     for path, value in positive:
         if value <= 0:
             yield Problem(path, f"must be > 0, got {value}", "give a positive decimal")
     for path, value in [("trainer.optimizer.beta1", optimizer.beta1), ("trainer.optimizer.beta2", optimizer.beta2)]:
         if not 0 <= value < 1:
             yield Problem(path, f"must be >= 0 and < 1, got {value}", 'use "0.9" or "0.95"')
+    if not 0 <= drafter.initialisation.held_out < 1:
+        value = drafter.initialisation.held_out
+        yield Problem("trainer.drafter.initialisation.heldOut", f"must be >= 0 and < 1, got {value}", 'use "0.1"')
     not_negative = [
         ("trainer.optimizer.weightDecay", optimizer.weight_decay),
         ("trainer.loss.importanceCap", loss.importance_cap),

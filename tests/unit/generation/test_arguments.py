@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from tests.vllm_cases import a_spec
 
-from specrl.errors import MemoryTooSmall, RecordInvalid
+from specrl.errors import MemoryTooSmall, RecordInvalid, RunInvalid
+from specrl.generation.draft_length import OFF
 from specrl.generation.vllm_backend import arguments, memory
 from specrl.records import RolloutRequest, Sampling
 
@@ -44,7 +45,18 @@ def test_gpus_measure_their_own_kv_cache() -> None:
 def test_mechanisms_become_vllms() -> None:
     eagle3 = a_spec(POLICY, {"eagle3": {"numDraftTokens": 2}})
     assert arguments.speculative_config(eagle3, Path("/head")) == {
-        "method": "eagle3", "model": "/head", "num_speculative_tokens": 2,
+        "method": "eagle3", "model": "/head", "num_speculative_tokens": 2, "draft_sample_method": "greedy",
+    }  # fmt: skip
+    draft_model = a_spec(POLICY, {"draftModel": {"path": "/small", "draftSampling": "Probabilistic"}})
+    assert arguments.speculative_config(draft_model, Path("/small")) == {
+        "method": "draft_model", "model": "/small", "num_speculative_tokens": 3, "draft_sample_method": "probabilistic",
+        "draft_tensor_parallel_size": 1,
+    }  # fmt: skip
+    assert arguments.speculative_config(a_spec(POLICY, {"mtp": {}}), None) == {
+        "method": "mtp", "num_speculative_tokens": 1, "draft_sample_method": "greedy",
+    }  # fmt: skip
+    assert arguments.speculative_config(a_spec(POLICY, {"suffix": {"cachedRollouts": 50}}), None) == {
+        "method": "suffix", "num_speculative_tokens": 8, "suffix_decoding_max_cached_requests": 50,
     }  # fmt: skip
     ngram = a_spec(POLICY, {"ngram": {"numDraftTokens": 4, "lookupMin": 2, "lookupMax": 5}})
     assert arguments.speculative_config(ngram, None) == {
@@ -108,3 +120,33 @@ def test_prompts_are_never_cut_on_cpus_and_the_longest_fits_one_step() -> None:
 def test_numba_leaves_openmp_alone() -> None:
     """vLLM's packed weights depend on OpenMP's thread count, which numba's OpenMP layer sets for the whole process."""
     assert arguments.environment(a_spec(POLICY))["NUMBA_THREADING_LAYER"] == "workqueue"
+
+
+def test_graphs_are_captured_for_a_full_batch_with_its_drafts() -> None:
+    spec = a_spec(POLICY, {"eagle3": {"numDraftTokens": 3}}, generation={"maxLiveRollouts": 256})
+    assert arguments.engine_arguments(spec, Path("head"), is_cpu=False)["compilation_config"] == {
+        "max_cudagraph_capture_size": 1024
+    }
+    assert "compilation_config" not in arguments.engine_arguments(spec, Path("head"), is_cpu=True)
+    arguments.check_graph_coverage(spec, 1024, is_cpu=False)
+
+
+@pytest.mark.parametrize("largest", [None, 512, 1023])
+def test_graphs_that_do_not_cover_a_full_batch_are_refused(largest: int | None) -> None:
+    spec = a_spec(POLICY, {"eagle3": {"numDraftTokens": 3}}, generation={"maxLiveRollouts": 256})
+    with pytest.raises(RunInvalid, match=r"= 1024 tokens, got .*; a larger step would run eagerly"):
+        arguments.check_graph_coverage(spec, largest, is_cpu=False)
+    arguments.check_graph_coverage(spec, largest, is_cpu=True)
+    eager = a_spec(POLICY, {"eagle3": {}}, generation={"maxLiveRollouts": 256, "eager": True})
+    arguments.check_graph_coverage(eager, largest, is_cpu=False)
+
+
+def test_lengths_follow_the_mechanism() -> None:
+    def lengths(speculation: dict[str, object], length: str = "Adaptive") -> tuple[int, ...]:
+        return arguments.draft_lengths(a_spec(POLICY, speculation, generation={"draftLength": length}))
+
+    assert lengths({"eagle3": {"numDraftTokens": 2}}) == (OFF, 0, 1, 2)
+    assert lengths({"ngram": {"numDraftTokens": 2}}) == (OFF, 1, 2)
+    assert lengths({"suffix": {"numDraftTokens": 8}}) == (OFF, 8)
+    assert lengths({"none": {}}) == ()
+    assert lengths({"eagle3": {"numDraftTokens": 2}}, "Fixed") == ()

@@ -67,3 +67,15 @@ def test_kernel_that_ignores_integers_is_wrong() -> None:
 
     assert cpu_repair.is_wrong(only_floats)
     assert not cpu_repair.is_wrong(cpu_repair.expand)
+
+
+def test_top_k_passes_when_no_request_has_a_draft(vllm_imported: None) -> None:
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    cpu_repair.let_top_k_pass_without_drafts()
+    repaired = topk_topp_sampler.apply_top_k_only
+    cpu_repair.let_top_k_pass_without_drafts()
+    assert topk_topp_sampler.apply_top_k_only is repaired
+    assert repaired(torch.empty(0, 5), torch.empty(0, dtype=torch.int32)).shape == (0, 5)
+    logits = torch.tensor([[1.0, 3.0, 2.0]])
+    assert repaired(logits, torch.tensor([2])).tolist() == [[float("-inf"), 3.0, 2.0]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import pytest_asyncio
@@ -69,6 +69,17 @@ async def test_update_goes_through_and_is_timed(replica: Replica) -> None:
     assert min(timing.verify_s, timing.load_s, timing.resume_s) >= 0
     status = await replica.client.status()
     assert (status.policy_version, status.is_paused) == (0, False)
+    sender.close()
+
+
+async def test_replica_that_serves_another_drafter_than_was_sent_is_an_error(replica: Replica) -> None:
+    sender = WeightSender()
+    await replica.client.prepare_update(0, DEADLINE_S)
+    _, sent = await asyncio.gather(
+        replica.client.receive_weights(0, sender.group(), manifest_of(TENSORS)), sender.send(TENSORS, 0)
+    )
+    with pytest.raises(VersionConflict, match="the drafter of version 0, got 0 with -1"):
+        await replica.client.commit_update(replace(sent, drafter_version=0), DEADLINE_S)
     sender.close()
 
 

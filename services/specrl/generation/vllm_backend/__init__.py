@@ -4,6 +4,7 @@
     worker               methods added to vLLM's workers: receive weights, load them, check the engine
     arguments            RunSpec -> vLLM's arguments and environment; what a request must satisfy
     checkpoint           folders and manifests that fit, checked before vLLM sees them
+    mechanisms           whether this vLLM can run the run's kind of speculation here
     memory               what an engine needs, and what is there
     completion           vLLM's outputs -> Rollout
     counters             vLLM's statistics -> SpeculationCounters

@@ -12,9 +12,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from specrl.errors import RecordInvalid
+from specrl.errors import RecordInvalid, RunInvalid
+from specrl.generation.draft_length import OFF
 from specrl.records import RolloutRequest
 from specrl.spec import RunSpec
+from specrl.spec.generation import DraftLength
 from specrl.spec.run import LogLevel
 
 CPU_KV_CACHE_MIB = 256
@@ -64,6 +66,11 @@ def kv_cache_bytes(spec: RunSpec, is_cpu: bool) -> int | None:
 def engine_arguments(spec: RunSpec, head: Path | None, is_cpu: bool) -> dict[str, Any]:
     """Keyword arguments of vllm's AsyncEngineArgs. `head` is the folder of the EAGLE-3 head."""
     generation = spec.generation
+    speculative = speculative_config(spec, head)
+    if speculative is not None and draft_lengths(spec):
+        # What the live lengths start from. vLLM prepares for changing lengths when it is given this.
+        longest = generation.speculation.num_draft_tokens
+        speculative["num_speculative_tokens_per_batch_size"] = [(1, generation.max_live_rollouts, longest)]
     return (unchunked(spec) if is_cpu else {}) | {
         "model": spec.model.path,
         "dtype": spec.model.dtype.value,
@@ -77,7 +84,8 @@ def engine_arguments(spec: RunSpec, head: Path | None, is_cpu: bool) -> dict[str
         "enable_prefix_caching": True,
         "use_tqdm_on_load": False,
         "worker_extension_cls": WORKER_EXTENSION,
-        "speculative_config": speculative_config(spec, head),
+        "speculative_config": speculative,
+        **graph_arguments(spec, is_cpu),
     }
 
 
@@ -95,22 +103,67 @@ def unchunked(spec: RunSpec) -> dict[str, Any]:
 
 
 def speculative_config(spec: RunSpec, head: Path | None) -> dict[str, Any] | None:
-    """vLLM's `speculative_config` of the run's mechanism."""
+    """vLLM's `speculative_config` of the run's mechanism. `head` is the folder of the EAGLE-3 head or draft model."""
     speculation = spec.generation.speculation
-    if speculation.eagle3 is not None:
-        return {
-            "method": "eagle3",
-            "model": str(head),
-            "num_speculative_tokens": speculation.eagle3.num_draft_tokens,
-        }
+    if not speculation.num_draft_tokens:
+        return None
+    config: dict[str, Any] = {
+        "method": speculation.kind,  # our names of mechanisms are vLLM's
+        "num_speculative_tokens": speculation.num_draft_tokens,
+    }
+    if head is not None:
+        config["model"] = str(head)
+    if speculation.draft_model is not None:
+        config["draft_tensor_parallel_size"] = spec.generation.tensor_parallel  # vLLM takes no other
+    if speculation.draft_sampling is not None:
+        config["draft_sample_method"] = speculation.draft_sampling.value.lower()
     if speculation.ngram is not None:
-        return {
-            "method": "ngram",
-            "num_speculative_tokens": speculation.ngram.num_draft_tokens,
-            "prompt_lookup_min": speculation.ngram.lookup_min,
-            "prompt_lookup_max": speculation.ngram.lookup_max,
-        }
-    return None
+        config["prompt_lookup_min"] = speculation.ngram.lookup_min
+        config["prompt_lookup_max"] = speculation.ngram.lookup_max
+    if speculation.suffix is not None:
+        config["suffix_decoding_max_cached_requests"] = speculation.suffix.cached_rollouts
+    return config
+
+
+def graph_arguments(spec: RunSpec, is_cpu: bool) -> dict[str, Any]:
+    """CUDA graphs for every step of a full batch: B * (k + 1) tokens, not B.
+
+    vLLM captures up to 512 tokens by default. A larger verification step runs eagerly then, and speculation that should
+    gain loses: a 235B recipe ran at 0.53x for this reason.
+    """
+    if is_cpu or is_eager(spec, is_cpu):
+        return {}
+    return {"compilation_config": {"max_cudagraph_capture_size": full_step_tokens(spec)}}
+
+
+def full_step_tokens(spec: RunSpec) -> int:
+    """Tokens that a decoding step of a full batch computes, drafts included."""
+    return spec.generation.max_live_rollouts * (spec.generation.speculation.num_draft_tokens + 1)
+
+
+def check_graph_coverage(spec: RunSpec, largest: int | None, is_cpu: bool) -> None:
+    """Raise RunInvalid when vLLM captured less than a full step; `largest` is its largest graph, in tokens."""
+    if is_cpu or is_eager(spec, is_cpu) or (largest or 0) >= full_step_tokens(spec):
+        return
+    raise RunInvalid(
+        f"CUDA graphs must cover generation.maxLiveRollouts * (numDraftTokens + 1) = {full_step_tokens(spec)} tokens, "
+        f"got {largest or 0}; a larger step would run eagerly: lower maxLiveRollouts or numDraftTokens, or set "
+        "generation.eager=true to do without graphs knowingly"
+    )
+
+
+def draft_lengths(spec: RunSpec) -> tuple[int, ...]:
+    """Lengths that the mechanism can be asked for; empty without speculation or with generation.draftLength Fixed.
+
+    A look-up mechanism keeps no KV cache, so that length 0 is the same as none; vLLM's suffix decoding takes its
+    configured length or nothing.
+    """
+    speculation, longest = spec.generation.speculation, spec.generation.speculation.num_draft_tokens
+    if not longest or spec.generation.draft_length is DraftLength.FIXED:
+        return ()
+    if speculation.kind == "suffix":
+        return (OFF, longest)
+    return (OFF, *range(1 if speculation.kind == "ngram" else 0, longest + 1))
 
 
 def check_request(request: RolloutRequest, spec: RunSpec, vocab_size: int) -> None:

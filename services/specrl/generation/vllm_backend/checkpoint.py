@@ -72,13 +72,45 @@ def read_head(path: Path, policy: ModelFolder) -> ModelFolder:
     return head
 
 
+def read_draft_model(path: Path, policy: ModelFolder, max_length: int) -> ModelFolder:
+    """Read a draft model's folder. Raises CheckpointInvalid unless it speaks the policy's tokens, as far as the run."""
+    model = read_folder("the draft model", path, "generation.speculation.draftModel.path")
+    mine, theirs = model.config.get("vocab_size"), policy.config.get("vocab_size")
+    if mine != theirs:
+        raise CheckpointInvalid(
+            f"the draft model must have the policy's vocab_size, got {mine} in {path} and {theirs} in {policy.path}; "
+            "use a smaller model of the policy's family"
+        )
+    _require_same_tokenizer(model, policy)
+    longest = model.config.get("max_position_embeddings")
+    if isinstance(longest, int) and longest < max_length:
+        raise CheckpointInvalid(
+            f"model.maxLength must be at most the draft model's max_position_embeddings of {longest}, got "
+            f"{max_length}; lower it or use another draft model"
+        )
+    return model
+
+
+def _require_same_tokenizer(model: ModelFolder, policy: ModelFolder) -> None:
+    """A model that was trained with another tokenizer drafts nonsense, or token ids that the policy does not have."""
+    if (model.path / "tokenizer.json").is_file() and (policy.path / "tokenizer.json").is_file():
+        _check_same_tokenizer(model, policy)
+        return
+    both = [name for name in TOKENIZER_FILES if (model.path / name).is_file() and (policy.path / name).is_file()]
+    if not any((model.path / name).read_bytes() == (policy.path / name).read_bytes() for name in both):
+        raise CheckpointInvalid(
+            f"the draft model must come with the policy's tokenizer, got none in {model.path} that equals that of "
+            f"{policy.path}; copy it there if the model was trained with it, else use another model"
+        )
+
+
 def _check_same_tokenizer(head: ModelFolder, policy: ModelFolder) -> None:
     """A head may come without a tokenizer; with one, it must map text to the same ids."""
     mine, theirs = head.path / "tokenizer.json", policy.path / "tokenizer.json"
     if mine.is_file() and theirs.is_file() and _vocabulary(mine) != _vocabulary(theirs):
         raise CheckpointInvalid(
             f"drafter and policy must have the same tokenizer, got different vocabularies in {mine} and {theirs}; "
-            "use a head of this policy or initialise a fresh one"
+            "use a drafter that was made for this policy"
         )
 
 
@@ -158,7 +190,7 @@ def check_manifest(manifest: WeightManifest, policy: ModelFolder, head: ModelFol
         _check_shapes(head, given[WeightOwner.DRAFTER], DERIVED)
     elif given[WeightOwner.DRAFTER]:
         raise EngineFailed(
-            f"an update must hold no drafter without speculation by eagle3, got {len(given[WeightOwner.DRAFTER])} "
+            f"an update must hold no drafter but one of speculation by eagle3, got {len(given[WeightOwner.DRAFTER])} "
             "tensors; trainer and replicas must run the same run file"
         )
 

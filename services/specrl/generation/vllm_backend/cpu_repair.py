@@ -1,9 +1,10 @@
-"""Repairs one CPU kernel of vLLM without which speculative sampling at temperature > 0 draws from a wrong distribution.
+"""Repairs what is wrong with speculative sampling on CPUs in vLLM 0.32: one kernel, and top-k without drafts.
 
 The rejection sampler spreads each request's temperature (and top-p, top-k) over its draft tokens with a Triton kernel,
 `expand_kernel`. On CPUs vLLM 0.32.0 replaces it with a function that converts the output to int64 and fills the
-conversion: for any other type the caller's tensor keeps what was in memory before. Greedy decoding never looks at it,
-which is why a greedy test sees nothing. Upstream: vllm-project/vllm#55005.
+conversion: for any other type the caller's tensor keeps what was in memory before, and sampling at a temperature above
+0 draws from a wrong distribution. Greedy decoding never looks at it, which is why a greedy test sees nothing. Upstream:
+vllm-project/vllm#55005.
 
 The kernel is tried on a known case and replaced only if it is wrong, so a vLLM that has been fixed is left alone. A
 wrong kernel in a version that the repair was not written for is an error, not a guess.
@@ -90,6 +91,25 @@ def repair(kernels: Any, version: str) -> bool:
         )
     setattr(kernels, SEAM, expand)
     return True
+
+
+def let_top_k_pass_without_drafts() -> None:
+    """Have vLLM's top-k for CPUs return logits of no rows as they are. Idempotent.
+
+    In a step in which no request has a draft left to verify, as at the ends of completions, the rejection sampler
+    passes none. vLLM 0.32 takes the maximum of no numbers then, and the engine core dies. GPUs have another version.
+    """
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    original = topk_topp_sampler.apply_top_k_only
+    if getattr(original, "passes_without_rows", False):
+        return
+
+    def apply_top_k_only(logits: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return original(logits, k) if len(logits) else logits
+
+    apply_top_k_only.passes_without_rows = True  # type: ignore[attr-defined]
+    topk_topp_sampler.apply_top_k_only = apply_top_k_only
 
 
 def vllm_version() -> str:

@@ -40,10 +40,18 @@ from specrl.errors import (
     VersionConflict,
 )
 from specrl.generation.engine import LoadTiming
-from specrl.generation.vllm_backend import arguments, checkpoint, memory, worker
+from specrl.generation.vllm_backend import arguments, checkpoint, drafting, mechanisms, memory, worker
 from specrl.generation.vllm_backend.checkpoint import ModelFolder
 from specrl.generation.vllm_backend.translation import translated
-from specrl.records import GenerationStatus, Rollout, RolloutRequest, WeightChecksums, WeightGroup, WeightManifest
+from specrl.records import (
+    NO_DRAFTER,
+    GenerationStatus,
+    Rollout,
+    RolloutRequest,
+    WeightChecksums,
+    WeightGroup,
+    WeightManifest,
+)
 from specrl.spec import RunSpec
 from specrl.spec.run import KvCache
 
@@ -63,29 +71,38 @@ class VllmEngine:
         self._lock = asyncio.Lock()
         self._live: dict[int, Any] = {}  # id -> Completion
         self._policy_version = INITIAL_VERSION
+        self._drafter_version = NO_DRAFTER
+        self._drafting: drafting.Watch | None = None
         self._loads = 0
         self._is_paused = False
         self._staged: WeightChecksums | None = None
         self._staged_names: list[str] = []
+        self._staged_has_drafter = False
         self._failure: SpecrlError | None = None
         self._scratch: Path | None = None
         self._llm: Any = None
         self._counters: Any = None
         self._policy: ModelFolder
-        self._head: ModelFolder | None = None
+        self._head: ModelFolder | None = None  # of EAGLE-3: what an update holds beside the policy
+        self._draft_model: ModelFolder | None = None
 
     async def start(self) -> None:
         """Check folders and memory, start vLLM, check what it made of them. Blocks the event loop meanwhile.
 
-        Raises CheckpointInvalid, MemoryTooSmall or EngineFailed; nothing is left running then.
+        Raises SpecInvalid, CheckpointInvalid, MemoryTooSmall or EngineFailed; nothing is left running then.
         """
         began = time.monotonic()
+        mechanisms.check_mechanism(self._spec, mechanisms.surroundings())
         self._policy = checkpoint.read_policy(Path(self._spec.model.path), self._spec.model.max_length)
+        self._draft_model = mechanisms.drafting_model(self._spec, self._policy)
         os.environ.update(arguments.environment(self._spec))
         try:
             self._head = self._prepare_head()
             self._start_vllm()
             await self._inspect()
+            if self._draft_lengths:
+                await drafting.calibrate(self._llm, self._calibration_file(), self._longest_calibration)
+                self._drafting = drafting.Watch(self._llm, self._replica_id)
             with translated("take its first version"):
                 await self._llm.update_weight_version(str(INITIAL_VERSION))
         except BaseException:
@@ -118,7 +135,7 @@ class VllmEngine:
         if is_cpu:
             self._check_memory()
         self._counters = CountingLogger()
-        keywords = arguments.engine_arguments(self._spec, self._head.path if self._head else None, is_cpu)
+        keywords = arguments.engine_arguments(self._spec, self._drafter.path if self._drafter else None, is_cpu)
         try:
             config = AsyncEngineArgs(**keywords).create_engine_config()
         except Exception as error:  # vLLM checks in many places and raises many types
@@ -130,6 +147,9 @@ class VllmEngine:
             # vLLM 0.32 starts a worker process on CPUs only to set its OpenMP threads; `environment` has set them
             # already, and the process would cost 1 GB and ten seconds of imports.
             config.parallel_config.distributed_executor_backend = "uni"
+        arguments.check_graph_coverage(self._spec, config.compilation_config.max_cudagraph_capture_size, is_cpu)
+        if self._draft_lengths:
+            drafting.configure(config, self._draft_lengths)
         try:
             self._llm = AsyncLLM.from_vllm_config(config, stat_loggers=[self._counters])
         except Exception as error:  # the engine core is another process; its own words are in the log
@@ -138,9 +158,31 @@ class VllmEngine:
                 "see the log above for the engine core's own words"
             ) from error
 
+    @property
+    def _drafter(self) -> ModelFolder | None:
+        """The folder that drafts are made from, where it is not the policy's."""
+        return self._head or self._draft_model
+
+    @property
+    def _draft_lengths(self) -> tuple[int, ...]:
+        return arguments.draft_lengths(self._spec)
+
+    def _calibration_file(self) -> Path:
+        folders = (self._policy, self._drafter)
+        return drafting.calibration_file(self._spec, [folder.config for folder in folders if folder])
+
+    @property
+    def _longest_calibration(self) -> int:
+        return (
+            self._spec.model.max_length
+            - drafting.PROMPT_TOKENS
+            - self._spec.generation.speculation.num_draft_tokens
+            - 1
+        )
+
     def _check_memory(self) -> None:
         dtype = self._spec.model.dtype.value
-        weights = self._policy.weight_bytes(dtype) + (self._head.weight_bytes(dtype) if self._head else 0)
+        weights = self._policy.weight_bytes(dtype) + (self._drafter.weight_bytes(dtype) if self._drafter else 0)
         kv_cache = arguments.kv_cache_bytes(self._spec, is_cpu=True) or 0
         memory.check(memory.needed_bytes(weights, kv_cache), memory.available_bytes())
 
@@ -152,6 +194,8 @@ class VllmEngine:
                     "vLLM's CPU kernels must sample right with speculation, got vllm-project/vllm#55005 unrepaired; "
                     "install specrl with its vllm.general_plugins entry point and leave VLLM_PLUGINS unset"
                 )
+            if self._draft_lengths and not found["can_rest"]:
+                await drafting.forbid_rest(self._llm)
             if found["shares_embedding"] is False:
                 raise CheckpointInvalid(
                     f"the drafter must share the policy's embedding, got another embed_tokens in {self._head_path()}; "
@@ -299,6 +343,7 @@ class VllmEngine:
                 )
             self._staged = WeightChecksums(policy_version, tuple(received[0]))
             self._staged_names = [meta.name for meta in manifest.tensors]
+            self._staged_has_drafter = manifest.has_drafter
         return self._staged
 
     async def load(self, sent: WeightChecksums) -> LoadTiming:
@@ -320,6 +365,7 @@ class VllmEngine:
             began = time.monotonic()
             try:
                 await self._load_staged(sent.policy_version)
+                self._drafter_version = sent.drafter_version if self._staged_has_drafter else NO_DRAFTER
             except SpecrlError as error:
                 self._failure = error  # part of the model may be new: this engine must not sample again
                 raise
@@ -332,6 +378,8 @@ class VllmEngine:
         with translated("take a new version"):
             await self._llm.update_weight_version(str(policy_version))
             self._policy_version = policy_version
+            if self._draft_lengths:
+                await drafting.weights_changed(self._llm)
             self._loads += 1
             if self._spec.weights.kv_cache is KvCache.RECOMPUTE:
                 await self._llm.reset_prefix_cache(reset_running_requests=True)
@@ -364,11 +412,15 @@ class VllmEngine:
             is_paused=self._is_paused,
             live_requests=len(self._live),
             speculation=self._counters.total,
+            drafter_version=self._drafter_version,
+            drafting=self._drafting.last if self._drafting is not None else None,
         )
 
     async def close(self) -> None:
         """Stop vLLM and its processes, remove the scratch folder. Idempotent."""
         llm, self._llm = self._llm, None
+        if self._drafting is not None:
+            self._drafting.close()
         if llm is not None:
             if llm.output_handler is not None:
                 llm.output_handler.cancel()  # or it logs the core's end as a failure

@@ -10,14 +10,31 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
+from typing import Any
 
 from specrl.generation.vllm_backend import cpu_repair
 
 
 def register() -> None:
-    """Repair what must be repaired, and tie vLLM's child processes to the life of the replica."""
+    """Repair what must be repaired, open the way to the scheduler, tie child processes to the life of the replica."""
     cpu_repair.repair_if_needed()
+    cpu_repair.let_top_k_pass_without_drafts()
+    _let_front_end_reach_the_scheduler()
     _die_with_parent()
+
+
+def _let_front_end_reach_the_scheduler() -> None:
+    """Add the utility call `specrl_drafting(name, *args)`, which runs `drafting_<name>` of `scheduler.py`.
+
+    vLLM 0.32 looks utility calls up by name on its EngineCore, and offers no other way from the front end to a
+    scheduler of one's own.
+    """
+    from vllm.v1.engine.core import EngineCore
+
+    def specrl_drafting(self: Any, name: str, *args: Any) -> Any:
+        return getattr(self.scheduler, f"drafting_{name}")(*args)
+
+    EngineCore.specrl_drafting = specrl_drafting  # type: ignore[attr-defined]  # that is the point
 
 
 def _die_with_parent() -> None:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from specrl.errors import BY_NAME, EngineFailed, SpecrlError
-from specrl.generation.vllm_backend import cpu_repair
+from specrl.generation.vllm_backend import cpu_repair, draft_rest
 from specrl.records import TensorMeta, WeightGroup, WeightManifest, WeightOwner
 from specrl.weights.group import BroadcastGroup
 from specrl.weights.stream import receive
@@ -76,7 +76,8 @@ class WorkerExtension:
         self.specrl_threads = torch.get_num_threads()
         model, drafter = self.model_runner.get_model(), self._specrl_drafter()
         found = {"is_sampling_right": _is_bound_kernel_right(), "shares_embedding": None, "shares_lm_head": None}
-        if drafter is not None:
+        found["can_rest"] = draft_rest.install(self.model_runner)
+        if drafter is not None and self.vllm_config.speculative_config.method == "eagle3":
             found["shares_embedding"] = drafter.model.embed_tokens is model.model.embed_tokens
             found["shares_lm_head"] = drafter.lm_head is model.lm_head
         return found
@@ -123,6 +124,8 @@ class WorkerExtension:
         config = self.vllm_config
         self._specrl_load_into(self.model_runner.get_model(), config.model_config, _owned(staged, WeightOwner.POLICY))
         drafter_tensors = _owned(staged, WeightOwner.DRAFTER)
+        if config.speculative_config is not None and config.speculative_config.method == "mtp":
+            drafter_tensors = _owned(staged, WeightOwner.POLICY)  # its own loader picks the heads
         if drafter_tensors:
             draft_config = config.speculative_config.draft_model_config
             self._specrl_load_into(self._specrl_drafter(), draft_config, drafter_tensors)
@@ -183,7 +186,7 @@ def _repack_output_layers(model: torch.nn.Module) -> None:
     if current_platform.is_cpu():
         for module in model.modules():
             if isinstance(module, ParallelLMHead):
-                module.quant_method.process_weights_after_loading(module)  # type: ignore[no-untyped-call]
+                module.quant_method.process_weights_after_loading(module)
 
 
 def _answer(call: Callable[[], Any]) -> Answer:

@@ -1,0 +1,253 @@
+"""What benchmarks/paper_table.py measures: its rows, the paper's figures, and the way from steps' reports to ratios.
+
+Pure: runs are made elsewhere. Figures of the paper are those of arXiv 2604.26779 and nothing else; where it has none
+for a row, there is none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean, median, quantiles
+from typing import Any
+
+from specrl.coordinator.report import StageSeconds, StepReport
+
+WARM_UP_STEPS = 1
+STAGES = ("data", "prepare", "generation", "logprob", "train")
+IN_DOMAIN, WEAK = "drafter-in-domain", "drafter-weak"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A policy to start from, the options of examples/demo/make_policy.py that make it, and the rows measured on it."""
+
+    name: str
+    says: str
+    make_policy: tuple[str, ...]
+    rows: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One row: what differs from the others. reference: the row that it is a ratio to."""
+
+    name: str
+    says: str
+    speculation: str = "none: {}"
+    drafter: str | None = None
+    is_adaptive: bool = False
+    is_online: bool = False
+    lag: int = 0
+    reference: str = "none"
+
+    def overrides(self, folder: Path) -> dict[str, str]:
+        """Fields of the run file. folder: where the workload's drafters are."""
+        speculation = self.speculation
+        if self.drafter is not None:
+            speculation = speculation.replace("}", f", path: {json.dumps(str(folder / self.drafter))}}}")
+        return {
+            "generation.speculation": f"{{{speculation}}}",
+            "generation.draftLength": "Adaptive" if self.is_adaptive else "Fixed",
+            "trainer.drafter.online": "true" if self.is_online else "false",
+            "schedule.maxPolicyLag": str(self.lag),
+            "trainer.threads": "1" if self.lag else "2",
+        }
+
+
+@dataclass(frozen=True)
+class Published:
+    """The paper's figures for one row; None where it has none."""
+
+    generation: float | None = None
+    step: float | None = None
+    acceptance_length: float | None = None
+
+
+def eagle3(k: int) -> str:
+    """Member of `generation.speculation` for a fresh head that drafts k tokens."""
+    return f"eagle3: {{numDraftTokens: {k}}}"
+
+
+CONFIGURATIONS = (
+    Configuration("none", "no speculation; what the others are relative to"),
+    *(
+        Configuration(f"eagle3:{k}", f"k = {k}, drafter initialised in domain, not trained on", eagle3(k), IN_DOMAIN)
+        for k in (1, 3, 5, 7)
+    ),
+    Configuration("adaptive", "k = 0 to 5 by batch, in domain, not trained on", eagle3(5), IN_DOMAIN, is_adaptive=True),
+    Configuration("online", "k = 3, in domain, trained at every step", eagle3(3), IN_DOMAIN, is_online=True),
+    Configuration("weak", "k = 3, drafter initialised on another family's prompts", eagle3(3), WEAK),
+    Configuration(
+        "weak-online", "k = 3, initialised on another family's, trained at every step", eagle3(3), WEAK, is_online=True
+    ),
+    Configuration("ngram", "k = 3, prompt look-up", "ngram: {numDraftTokens: 3}"),
+    Configuration("none-lag1", "policy lag 1, no speculation", lag=1, reference="none-lag1"),
+    Configuration(
+        "adaptive-lag1",
+        "policy lag 1, k = 0 to 5, in domain, trained at every step",
+        eagle3(5),
+        IN_DOMAIN,
+        is_adaptive=True,
+        is_online=True,
+        lag=1,
+        reference="none-lag1",
+    ),
+)
+NAMES = tuple(configuration.name for configuration in CONFIGURATIONS)
+QUICK = ("none", "eagle3:3", "adaptive", "ngram")
+WORKLOADS = (
+    Workload(
+        "base",
+        "a base model, as RL-Zero: many answers come straight away",
+        (),
+        tuple(configuration.name for configuration in CONFIGURATIONS if not configuration.lag),
+    ),
+    # The paper's asynchronous run is of this one.
+    Workload(
+        "reasoning",
+        "a model that has learnt to reason, as RL-Think: all answers are worked out, and long",
+        ("--worked-only", "--difficulty", "4"),
+        ("none", "eagle3:3", "adaptive", "online", "ngram", "none-lag1", "adaptive-lag1"),
+    ),
+)
+
+# arXiv 2604.26779, 32 GB200, synchronous, EAGLE-3, initialised on DAPO: seconds by stage, without speculation and with.
+PUBLISHED_STAGES = {
+    "base": (
+        StageSeconds(data=0.2, prepare=1.9, generation=100.0, logprob=17.8, train=31.3),
+        StageSeconds(data=0.2, prepare=2.1, generation=56.6, logprob=18.1, train=30.5),
+    ),
+    "reasoning": (
+        StageSeconds(data=0.3, prepare=2.1, generation=133.6, logprob=17.9, train=31.4),
+        StageSeconds(data=0.2, prepare=1.6, generation=87.0, logprob=18.1, train=30.5),
+    ),
+}
+PUBLISHED = {
+    ("base", "eagle3:3"): Published(100.0 / 56.6, 1.41, 3.32),
+    ("base", "eagle3:5"): Published(generation=1.44, acceptance_length=4.35),
+    ("base", "online"): Published(generation=1.78, acceptance_length=3.29),
+    ("reasoning", "eagle3:3"): Published(133.6 / 87.0, 1.35, 2.77),
+    ("reasoning", "online"): Published(generation=1.52, acceptance_length=2.74),
+}
+
+Middle = Callable[[Iterable[float]], float]
+Steps = dict[tuple[int, int], StepReport]
+"""The measured steps of one row by (round, step)."""
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times less time than the reference: of typical steps, and the middle half of like steps' ratios."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f}x ({self.low:.2f}-{self.high:.2f})"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. None: nothing to divide by, no speculation, or (generation) a policy lag."""
+
+    name: str
+    says: str
+    steps: int
+    generation: Ratio | None
+    per_token: Ratio | None
+    step: Ratio | None
+    acceptance_length: float | None
+    exposed_share: float
+    """Exposed generation, share of the steps' time."""
+    stages: dict[str, float]
+    """Each stage of a typical step, and the total, in shares of the reference's."""
+    mean_length: float
+    published: Published
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def read_steps(metrics: str, number: int) -> Steps:
+    """The steps of one run after its warm-up, from the text of its metrics.jsonl. number: its round."""
+    reports = [StepReport.model_validate_json(line) for line in metrics.splitlines() if line.strip()]
+    return {(number, report.step): report for report in reports if report.step > WARM_UP_STEPS}
+
+
+def ratio(
+    reference: Steps, own: Steps, seconds: Callable[[StepReport], float], middle: Middle = median
+) -> Ratio | None:
+    """Time of the reference over the row's own, on the steps that both have; None when a time is 0 or nothing is."""
+    places = sorted(set(reference) & set(own))
+    theirs = [seconds(reference[place]) for place in places]
+    mine = [seconds(own[place]) for place in places]
+    if len(places) < 2 or min(theirs) <= 0 or min(mine) <= 0:
+        return None
+    low, _, high = quantiles([their / my for their, my in zip(theirs, mine, strict=True)], n=4, method="inclusive")
+    return Ratio(middle(theirs) / middle(mine), low, high)
+
+
+def row_of(workload: str, configuration: Configuration, found: Mapping[str, Steps]) -> Row:
+    """A row of the table. found: steps by the name of the row; the row's own and its reference's are there.
+
+    With policy lag a step that finds its rollouts ready follows one that waited: the mean stands for both kinds, and
+    exposed generation, which is 0 in the one kind, is given as a share and not as a ratio.
+    """
+    own, reference = found[configuration.name], found[configuration.reference]
+    reports, is_synchronous = list(own.values()), configuration.lag == 0
+    middle: Middle = median if is_synchronous else mean
+    whole = middle([report.stages.total for report in reference.values()])
+    seconds = {stage: middle([getattr(report.stages, stage) for report in reports]) for stage in STAGES}
+    seconds["total"] = middle([report.stages.total for report in reports])
+    accepted = [report.acceptance_length for report in reports if report.acceptance_length is not None]
+    generation = per_token = None
+    if is_synchronous:
+        generation = ratio(reference, own, lambda report: report.stages.generation)
+        per_token = ratio(reference, own, lambda report: report.stages.generation / report.tokens)
+    return Row(
+        name=configuration.name,
+        says=configuration.says,
+        steps=len(reports),
+        generation=generation,
+        per_token=per_token,
+        step=ratio(reference, own, lambda report: report.stages.total, middle),
+        acceptance_length=mean(accepted) if accepted else None,
+        exposed_share=sum(r.exposed_generation for r in reports) / sum(r.stages.total for r in reports),
+        stages={stage: value / whole for stage, value in seconds.items()},
+        mean_length=sum(r.tokens for r in reports) / sum(r.rollouts for r in reports),
+        published=PUBLISHED.get((workload, configuration.name), Published()),
+    )
+
+
+def rows_of(workload: str, found: Mapping[str, Steps]) -> list[Row]:
+    """Rows in the order of `CONFIGURATIONS`; one without steps, or whose reference has none, is left out."""
+    known = {name: steps for name, steps in found.items() if steps}
+    return [row_of(workload, c, known) for c in CONFIGURATIONS if c.name in known and c.reference in known]
+
+
+def published_shares(workload: str) -> tuple[dict[str, float], dict[str, float]]:
+    """The paper's stages without speculation and with, in shares of its step without."""
+    plain, speculated = PUBLISHED_STAGES[workload]
+    plain_s, speculated_s = (
+        {stage: getattr(seconds, stage) for stage in STAGES} | {"total": seconds.total}
+        for seconds in (plain, speculated)
+    )
+    whole = plain_s["total"]
+    return (
+        {stage: value / whole for stage, value in plain_s.items()},
+        {stage: value / whole for stage, value in speculated_s.items()},
+    )
+
+
+def plan(names: Sequence[str], rounds: int) -> list[tuple[int, Configuration]]:
+    """Who runs when: each round starts one third further on, so that nobody is always first or always last."""
+    chosen = [configuration for configuration in CONFIGURATIONS if configuration.name in names]
+    order: list[tuple[int, Configuration]] = []
+    for number in range(1, rounds + 1):
+        shift = (number - 1) * max(1, len(chosen) // 3) % len(chosen)
+        order += [(number, configuration) for configuration in [*chosen[shift:], *chosen[:shift]]]
+    return order

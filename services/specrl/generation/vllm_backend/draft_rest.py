@@ -1,0 +1,70 @@
+"""Lets a drafter rest: for the length `OFF` nothing is drafted and no drafter runs.
+
+vLLM 0.32 runs a learned drafter once a step even for length 0, to keep its KV cache whole; for a drafter that does not
+pay that would be wasted for ever. It also sends every step through the rejection sampler and its preparation, drafts
+or none; a step without drafts is sampled here as it is without speculation, which takes a tenth less time.
+
+Look-up mechanisms draft only what they find, so a calibration, which needs the cost of full drafts, asks for them with
+`FORCED` added to the length. Both are lengths that vLLM itself never uses, and are taken out in front of the proposer's
+own `propose`. Installed by `worker`, in each of vLLM's workers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from specrl.generation.draft_length import OFF
+
+FORCED = 1000
+"""Added to a length: every request gets a draft of it, of a token that means nothing, whatever was found."""
+
+
+def install(model_runner: Any) -> bool:
+    """Wrap a model runner's drafting. False where there is none, or none that takes a length."""
+    drafter: Any = getattr(model_runner, "drafter", None)
+    seams = hasattr(model_runner, "propose_draft_token_ids") and hasattr(model_runner, "_sample")
+    if not hasattr(drafter, "propose") or not seams:
+        return False
+    is_lookup = not hasattr(drafter, "model")
+    propose, sample = drafter.propose, model_runner._sample
+    prepare_and_propose = model_runner.propose_draft_token_ids
+
+    def nothing() -> Any:
+        count = model_runner.input_batch.num_reqs
+        if is_lookup:
+            return [[] for _ in range(count)]
+        return torch.empty(count, 0, dtype=torch.int64, device=model_runner.device)
+
+    def sample_as_drafted(logits: Any, metadata: Any) -> Any:
+        return sample(logits, metadata if _has_drafts(metadata) else None)
+
+    def prepare_and_propose_or_rest(scheduler_output: Any, *args: Any) -> Any:
+        *before, metadata, attention, slots = args
+        if _has_drafts(metadata):  # the preparation also tells the next step how many of them were accepted
+            return prepare_and_propose(scheduler_output, *args)
+        if scheduler_output.num_spec_tokens_to_schedule == OFF:
+            return nothing()
+        return prepare_and_propose(scheduler_output, *before, None, attention, slots)
+
+    def propose_or_rest(*args: Any, **kwargs: Any) -> Any:
+        by_name = "num_speculative_tokens" in kwargs
+        length = kwargs["num_speculative_tokens"] if by_name else args[0]
+        if length == OFF:
+            drafter._last_draft_probs = None
+            return nothing()
+        if length < FORCED:
+            return propose(*args, **kwargs)
+        wanted = length - FORCED
+        found = propose(wanted, *args[1:], **kwargs)
+        return [(draft + [1] * wanted)[:wanted] for draft in found]
+
+    drafter.propose, model_runner._sample = propose_or_rest, sample_as_drafted
+    model_runner.propose_draft_token_ids = prepare_and_propose_or_rest
+    return True
+
+
+def _has_drafts(metadata: Any) -> bool:
+    """Whether a step verified any drafts (vLLM's SpecDecodeMetadata, or None)."""
+    return metadata is not None and metadata.max_spec_len > 0

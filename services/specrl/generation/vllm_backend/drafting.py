@@ -1,0 +1,206 @@
+"""The front end's side of the live draft length: scheduler and settings at start, calibration, reports.
+
+    configure -> (vLLM starts) -> calibrate: costs from a file, or measured in a few seconds and written to it
+    report: what the controller in the engine core has decided since the last one
+
+A calibration file belongs to hardware, models, mechanism and versions, all of which are in its name. One that cannot be
+read or written costs a new calibration, nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import platform
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from specrl.errors import EngineFailed
+from specrl.generation.vllm_backend import cpu_repair
+from specrl.generation.vllm_backend.translation import translated
+from specrl.records import Drafting
+from specrl.spec import RunSpec
+
+SCHEDULERS = "specrl.generation.vllm_backend.scheduler"
+PROMPT_TOKENS = 16  # of a request in a calibration; what a step costs is mostly the weights, not the context
+NODE_PATIENCE_S = 60.0  # a batch size that takes longer is given up, and with it the calibration
+POLL_S = 0.02
+REPORT_S = 1.0
+_SWITCHED = {"off": "drafter_switched_off", "trial": "drafter_tried", "drafting": "drafter_switched_on"}
+
+log = structlog.get_logger(__name__)
+
+
+def configure(config: Any, lengths: Sequence[int]) -> None:
+    """Have a vLLM config use the scheduler with a live draft length."""
+    kind = "AsyncDraftLengthScheduler" if config.scheduler_config.async_scheduling else "DraftLengthScheduler"
+    config.scheduler_config.scheduler_cls = f"{SCHEDULERS}.{kind}"
+    is_lookup = config.speculative_config.method in {"ngram", "suffix"}
+    config.additional_config["specrl"] = {"lengths": list(lengths), "must_force": is_lookup}
+
+
+async def calibrate(llm: Any, file: Path, max_tokens: int) -> None:
+    """Give the controller the costs of steps. Without them it drafts at full length, as a fixed one would."""
+    began = time.monotonic()
+    known = _read(file)
+    if known is not None and await _call(llm, "take_costs", known):
+        log.info("draft_costs_read", file=str(file))
+        return
+    nodes = await _call(llm, "nodes")
+    for batch in nodes:
+        if not await _calibrate_at(llm, batch, max_tokens):
+            log.warning("draft_costs_missing", batch=batch, reason="the batch size was never reached")
+            await _call(llm, "fix", None)
+            return
+    costs = await _call(llm, "end_calibration")
+    _write(file, costs)
+    log.info("draft_costs_measured", seconds=round(time.monotonic() - began, 1), costs=_in_ms(costs), file=str(file))
+
+
+async def _calibrate_at(llm: Any, batch: int, max_tokens: int) -> bool:
+    """Keep `batch` requests decoding until every length has been measured."""
+    from vllm import SamplingParams
+    from vllm.inputs.engine import tokens_input
+    from vllm.sampling_params import RequestOutputKind
+
+    await _call(llm, "calibrate", batch)
+    params = SamplingParams(
+        max_tokens=max_tokens, ignore_eos=True, logprobs=0, detokenize=False, output_kind=RequestOutputKind.DELTA
+    )
+    names = [f"calibration-{batch}-{place}" for place in range(batch)]
+    deadline = time.monotonic() + NODE_PATIENCE_S
+    try:
+        for place, name in enumerate(names):
+            prompt = tokens_input([(place * 7 + offset) % 97 + 1 for offset in range(PROMPT_TOKENS)], cache_salt=name)
+            await llm.add_request(name, prompt, params)
+        while not await _call(llm, "is_calibrated"):
+            if time.monotonic() > deadline or not llm.output_processor.has_unfinished_requests():
+                return False
+            await asyncio.sleep(POLL_S)
+        return True
+    finally:
+        await llm.abort(names)
+
+
+async def weights_changed(llm: Any) -> None:
+    """Tell the controller that new weights serve."""
+    await _call(llm, "weights_changed")
+
+
+async def forbid_rest(llm: Any) -> None:
+    """This engine's drafter cannot be left out: 0 is the least."""
+    await _call(llm, "forbid_rest")
+
+
+async def fix(llm: Any, length: int | None) -> None:
+    """Always draft `length` tokens; None decides again. For measurements."""
+    await _call(llm, "fix", length)
+
+
+async def report(llm: Any) -> dict[str, Any]:
+    """What `draft_length.DraftLengths.report` says."""
+    found: dict[str, Any] = await _call(llm, "report")
+    return found
+
+
+class Watch:
+    """Asks for a report now and then, logs what was switched, and keeps the last one.
+
+    In a task of its own: an engine core that is in the middle of a collective does not answer, and whoever asks for
+    the replica's status must not wait for it. Ended by `close`.
+    """
+
+    def __init__(self, llm: Any, replica_id: str) -> None:
+        self.last: Drafting | None = None
+        self._replica_id = replica_id
+        self._task = asyncio.create_task(self._run(llm), name="watch-drafting")
+
+    async def _run(self, llm: Any) -> None:
+        told: dict[str, Any] = {}
+        while not llm.errored:
+            try:
+                found = await report(llm)
+            except EngineFailed:
+                return  # the engine says so itself
+            self.last = Drafting(found["state"], found["predicted_gain"], found["measured_gain"])
+            for event in found["events"]:
+                log.info(_SWITCHED[event["after"]], replica=self._replica_id, **event)
+            now = {"state": found["state"], "table": found["table"]}
+            if now != told:
+                told = now
+                gains = {name: _rounded(found[name]) for name in ("predicted_gain", "measured_gain")}
+                log.debug("draft_lengths_changed", replica=self._replica_id, **now, **gains)
+            await asyncio.sleep(REPORT_S)
+
+    def close(self) -> None:
+        """Stop asking."""
+        self._task.cancel()
+
+
+def _rounded(gain: float | None) -> float | None:
+    return None if gain is None else round(gain, 3)
+
+
+async def _call(llm: Any, name: str, *args: Any) -> Any:
+    with translated(f"answer drafting_{name}"):
+        return await llm.engine_core.call_utility_async("specrl_drafting", name, *args)
+
+
+def calibration_file(spec: RunSpec, model_configs: Sequence[dict[str, Any]]) -> Path:
+    """Where costs of this engine on this hardware are kept."""
+    generation = spec.generation
+    parts = {
+        "hardware": hardware(),
+        "vllm": cpu_repair.vllm_version(),
+        "models": model_configs,
+        "dtype": spec.model.dtype.value,
+        "speculation": generation.speculation.model_dump(mode="json", exclude={"eagle3": {"path"}}),
+        "engine": generation.model_dump(
+            mode="json", include={"max_live_rollouts", "tensor_parallel", "eager", "threads"}
+        ),
+    }
+    digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:24]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "specrl" / "draft-costs" / f"{digest}.json"
+
+
+def hardware() -> str:
+    """What the computation runs on: the GPU's name, or the processor's and how many cores there are."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return str(current_platform.get_device_name())
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        model = platform.processor() or platform.machine()
+    return f"{model} x {os.cpu_count()}"
+
+
+def _in_ms(costs: dict[str, Any]) -> dict[str, list[float]]:
+    return {k: [round(1000 * value, 2) for value in row] for k, row in costs["seconds"].items()}
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _write(file: Path, costs: dict[str, Any]) -> None:
+    scratch = file.with_name(f"{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        scratch.write_text(json.dumps(costs), encoding="utf-8")
+        scratch.replace(file)
+    except OSError as error:
+        log.warning("draft_costs_unsaved", file=str(file), reason=str(error))

@@ -1,0 +1,112 @@
+"""The exact distribution of a policy's first tokens, and whether samples are drawn from it.
+
+A policy that is left a few tokens (`tiny_models.allow_only`) has so few beginnings of a completion that transformers
+can compute the probability of each. Counts are compared with them by Pearson's chi-square.
+
+False alarms: a right sampler falls below ALARM with probability ALARM, one in ten thousand for each comparison and
+fresh seeds; the tests' seeds are fixed, and with them the outcome. Power: `detectable_distance`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from scipy import optimize, stats
+
+ALARM = 1e-4
+FEWEST_EXPECTED = 5.0  # of a cell; below it Pearson's statistic has no chi-square distribution, and cells are pooled
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Pearson's statistic of `samples` completions in `cells` cells. p_value 0: an impossible token was drawn."""
+
+    p_value: float
+    statistic: float
+    cells: int
+    samples: int
+
+    @property
+    def distance(self) -> float:
+        """Estimated chi-square distance, sum (q - p)^2 / p, of what was sampled from what should have been."""
+        return max(0.0, (self.statistic - (self.cells - 1)) / self.samples)
+
+
+def beginnings(tokens: Sequence[int], length: int) -> list[tuple[int, ...]]:
+    """Every completion's first `length` tokens, in the order of `chain`."""
+    return list(itertools.product(tokens, repeat=length))
+
+
+def next_logits(policy: Path, prompt: Sequence[int], tokens: Sequence[int], length: int) -> list[np.ndarray]:
+    """For every position, [len(tokens) ** position, len(tokens)] float64 logits after each beginning so far."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).eval()
+    found = []
+    for position in range(length):
+        ids = torch.tensor([[*prompt, *beginning] for beginning in beginnings(tokens, position)])
+        with torch.no_grad():
+            logits_BV = model(ids).logits[:, -1].double()
+        others = torch.ones(logits_BV.shape[1], dtype=torch.bool)
+        others[list(tokens)] = False
+        assert logits_BV.softmax(-1)[:, others].sum(-1).max() < 1e-12
+        found.append(np.asarray(logits_BV[:, list(tokens)]))
+    return found
+
+
+def processed(logits_BA: np.ndarray, temperature: float, top_p: float = 1.0, top_k: int = 0) -> np.ndarray:
+    """[B, A] probabilities after temperature, then the `top_k` likeliest, then the fewest that make up `top_p`."""
+    logits_BA = logits_BA / temperature
+    order_BA = np.argsort(-logits_BA, axis=-1)
+    rank_BA = np.argsort(order_BA, axis=-1)
+    if top_k:
+        logits_BA = np.where(rank_BA < top_k, logits_BA, -np.inf)
+    probs_BA = _softmax(logits_BA)
+    sorted_BA = np.take_along_axis(probs_BA, order_BA, -1)
+    before_BA = np.take_along_axis(sorted_BA.cumsum(-1) - sorted_BA, rank_BA, -1)
+    return _softmax(np.where(before_BA < top_p, logits_BA, -np.inf)) if top_p < 1 else probs_BA
+
+
+def _softmax(logits_BA: np.ndarray) -> np.ndarray:
+    weights_BA = np.exp(logits_BA - logits_BA.max(-1, keepdims=True))
+    return np.asarray(weights_BA / weights_BA.sum(-1, keepdims=True))
+
+
+def chain(conditionals: Sequence[np.ndarray]) -> np.ndarray:
+    """[A ** n] probabilities of whole beginnings from those of each next token."""
+    joint = np.ones(1)
+    for conditional_BA in conditionals:
+        joint = (joint[:, None] * conditional_BA).ravel()
+    return joint
+
+
+def fit(completions: Sequence[Sequence[int]], tokens: Sequence[int], probs: np.ndarray) -> Fit:
+    """Compare the beginnings of completions with their probabilities, in the order of `beginnings`."""
+    length = round(np.log(len(probs)) / np.log(len(tokens)))
+    number = {beginning: index for index, beginning in enumerate(beginnings(tokens, length))}
+    found = [number.get(tuple(completion[:length]), -1) for completion in completions]
+    samples = len(completions)
+    if any(index < 0 or probs[index] == 0 for index in found):
+        return Fit(0.0, np.inf, len(probs), samples)
+    counts, expected = np.bincount(found, minlength=len(probs)).astype(float), probs * samples
+    rare = expected < FEWEST_EXPECTED
+    if expected[rare].sum() < FEWEST_EXPECTED:  # too few even together: the least likely of the others joins them
+        rare |= expected == expected[~rare].min()
+    counts, expected = np.append(counts[~rare], counts[rare].sum()), np.append(expected[~rare], expected[rare].sum())
+    statistic = float(((counts - expected) ** 2 / expected).sum())
+    return Fit(float(stats.chi2.sf(statistic, len(counts) - 1)), statistic, len(counts), samples)
+
+
+def detectable_distance(cells: int, samples: int, power: float = 0.99) -> float:
+    """The chi-square distance from which `fit` raises the alarm with probability `power`.
+
+    Pearson's statistic of samples from q has a noncentral chi-square distribution, of noncentrality samples x distance.
+    """
+    limit = stats.chi2.isf(ALARM, cells - 1)
+    found = optimize.brentq(lambda it: stats.ncx2.sf(limit, cells - 1, it) - power, 1e-6, 1e6)
+    return float(found) / samples

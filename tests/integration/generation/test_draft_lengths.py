@@ -1,0 +1,145 @@
+"""The live draft length in a real engine: it changes what steps cost, never what is sampled, and knows when to stop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from tests.vllm_cases import (
+    EAGLE3,
+    NGRAM,
+    Judge,
+    Models,
+    a_spec,
+    collect,
+    errors_of,
+    margins_of,
+    running,
+    some_requests,
+    speculation,
+    z_scores,
+)
+from tests.weight_sender import WeightSender, folder_tensors, update
+
+from specrl.drafting.head import write_untrained
+from specrl.generation.draft_length import OFF
+from specrl.generation.vllm_backend import drafting
+from specrl.generation.vllm_backend.engine import VllmEngine
+from specrl.records import WeightOwner
+from specrl.spec.generation import Eagle3
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session")]
+
+LENGTHS = (3, OFF, 1, 0, 2, OFF, 0, 3)
+Z_LIMIT = 4.5  # as in test_losslessness: a false alarm in 150,000 seeds
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Calibration files of these tests alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("cache")
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def engine(models: Models, cache: Path) -> AsyncIterator[VllmEngine]:
+    """Adaptive, with a drafter that guesses right often."""
+    spec = a_spec(models.first.policy, speculation(EAGLE3, models.first), generation={"draftLength": "Adaptive"})
+    async with running(spec) as started:
+        yield started
+
+
+async def change_lengths(engine: VllmEngine) -> None:
+    """Another length every few steps, until cancelled."""
+    while True:
+        for length in LENGTHS:
+            await drafting.fix(engine._llm, length)
+            await asyncio.sleep(0.03)
+
+
+async def collect_while_changing(engine: VllmEngine, requests: Any) -> Any:
+    changing = asyncio.create_task(change_lengths(engine))
+    try:
+        return await collect(engine, requests)
+    finally:
+        changing.cancel()
+        await asyncio.gather(changing, return_exceptions=True)
+        await drafting.fix(engine._llm, None)
+
+
+async def test_costs_are_calibrated_at_start_and_kept(engine: VllmEngine, cache: Path) -> None:
+    (file,) = (cache / "specrl" / "draft-costs").iterdir()
+    assert drafting._read(file) is not None
+    report = await drafting.report(engine._llm)
+    assert report["state"] == "drafting"
+    assert {length for _, _, length in report["table"]} <= {0, 1, 2, 3}
+    assert report["table"][0][0] == 1
+    assert report["table"][-1][1] == 32
+
+
+async def test_greedy_tokens_are_the_policys_while_the_length_changes(engine: VllmEngine, models: Models) -> None:
+    requests = some_requests(24, 100, temperature=0)
+    rollouts = await collect_while_changing(engine, requests)
+    judge = Judge(models.first.policy)
+    for request, rollout in zip(requests, rollouts, strict=True):
+        assert margins_of(judge, request, rollout.token_ids_T.tolist()).max() < 1e-3
+    drafted = (await engine.status()).speculation
+    assert drafted.drafts > 0
+    assert drafted.draft_tokens < 3 * drafted.drafts, "lengths did differ"
+
+
+async def test_samples_follow_the_policy_while_the_length_changes(engine: VllmEngine, models: Models) -> None:
+    requests = [replace(item, rollout_id=f"sampled-{item.rollout_id}") for item in some_requests(96, 48)]
+    rollouts = await collect_while_changing(engine, requests)
+    judge = Judge(models.first.policy)
+    assert max(errors_of(judge, *pair).max() for pair in zip(requests, rollouts, strict=True)) < 1e-4
+    scores = z_scores(judge, requests, [rollout.token_ids_T.tolist() for rollout in rollouts])
+    assert abs(scores).max() < Z_LIMIT, scores
+
+
+async def test_useless_drafter_is_switched_off_and_comes_back_when_it_recovers(
+    engine: VllmEngine, models: Models, tmp_path: Path
+) -> None:
+    write_untrained(tmp_path / "useless", models.first.policy, Eagle3(), seed=3)
+    useless = folder_tensors(tmp_path / "useless", WeightOwner.DRAFTER)
+    sender = WeightSender()
+    policy = models.first.tensors(False)
+    try:
+        await update(engine, sender, [*policy, *useless], 1)
+        await drafting.fix(engine._llm, None)
+        await until_state(engine, "off")
+        await update(engine, sender, models.first.tensors(True), 2)
+        await until_state(engine, "drafting")
+    finally:
+        sender.close()
+    found = (await engine.status()).drafting
+    assert found is not None
+    assert found.predicted_gain > 1.0
+
+
+async def until_state(engine: VllmEngine, state: str) -> None:
+    """Generate until the controller is in this state."""
+    for number in range(60):
+        await collect(
+            engine, [replace(r, rollout_id=f"{state}-{number}-{r.rollout_id}") for r in some_requests(16, 60)]
+        )
+        if (await drafting.report(engine._llm))["state"] == state:
+            await asyncio.sleep(1.5 * drafting.REPORT_S)  # for the status to know it too
+            return
+    pytest.fail(f"never {state}")
+
+
+async def test_lookup_has_a_live_length_too(models: Models, cache: Path) -> None:
+    spec = a_spec(models.first.policy, speculation(NGRAM, models.first), generation={"draftLength": "Adaptive"})
+    async with running(spec) as started:
+        requests = some_requests(8, 60, temperature=0)
+        judge = Judge(models.first.policy)
+        for request, rollout in zip(requests, await collect_while_changing(started, requests), strict=True):
+            assert margins_of(judge, request, rollout.token_ids_T.tolist()).max() < 1e-3

@@ -1,0 +1,246 @@
+"""vLLM in one process of its own, as specrl configures it, whose rejection sampler can be broken on purpose.
+
+    python -m tests.sampling_lab EXCHANGE      reads jobs from a JSON file and writes what was sampled into it
+
+In one process an engine starts in seconds, and its sampler is within reach: tests of distributions need many samples
+of many engines, and must show that they catch a sampler that is wrong. The product's own engine, in two processes, is
+tested beside it.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specrl.generation.vllm_backend import arguments, worker
+from specrl.spec import parse_spec
+
+ONE_PROCESS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "TORCH_COMPILE_DISABLE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Requests that are sampled alike: one completion for each seed, of `prompts` in turn."""
+
+    prompts: list[list[int]]
+    seeds: list[int]
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    fault: str | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """An engine and what to ask of it. `raw` is a run file's content; `drafter` a folder."""
+
+    raw: dict[str, Any]
+    turns: list[Turn]
+    drafter: str | None = None
+
+
+@dataclass
+class Outcome:
+    """What a turn gave: a completion and its log-probabilities for each seed, and vLLM's counters."""
+
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+    counts: dict[str, float] = field(default_factory=dict)
+    is_kernel_right: bool = True
+
+
+def write_jobs(exchange: Path, jobs: Sequence[Job]) -> None:
+    """Put jobs where the laboratory reads them."""
+    exchange.write_text(json.dumps([asdict(job) for job in jobs]), encoding="utf-8")
+
+
+def read_outcomes(exchange: Path) -> list[list[Outcome]]:
+    """What came back: for each job, for each of its turns."""
+    return [[Outcome(**turn) for turn in job] for job in json.loads(exchange.read_text(encoding="utf-8"))]
+
+
+# -- broken samplers ------------------------------------------------------------------------------------------------
+
+
+def accept_too_often(sampler: Any) -> dict[str, Callable[..., Any]]:
+    """A draft is accepted with probability min(1, 1.25 p/q) instead of min(1, p/q)."""
+    original = sampler.generate_uniform_probs
+    return {"generate_uniform_probs": lambda *args, **kwargs: 0.8 * original(*args, **kwargs)}
+
+
+def keep_rejected_draft(sampler: Any) -> dict[str, Callable[..., Any]]:
+    """The drafter's token stays where it was rejected."""
+
+    def keep(_length: int, _counts: Any, _ends: Any, draft_token_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return draft_token_ids.clone()
+
+    return {"sample_recovered_tokens": keep}
+
+
+def redraw_from_policy(sampler: Any) -> dict[str, Callable[..., Any]]:
+    """After a rejection the policy's own distribution is drawn from, not what the drafter left of it."""
+    original = sampler.sample_recovered_tokens
+
+    def redraw(*args: Any, **kwargs: Any) -> torch.Tensor:
+        given = list(args)
+        target_probs = given[5]
+        given[4] = torch.zeros_like(target_probs)  # draft_probs
+        drawn: torch.Tensor = original(*given, **kwargs)
+        return drawn
+
+    return {"sample_recovered_tokens": redraw}
+
+
+def repeat_draft_as_bonus(sampler: Any) -> dict[str, Callable[..., Any]]:
+    """When every draft was accepted, the last one is emitted again instead of the bonus token."""
+    return {"rejection_sample": _with_bonus(sampler, lambda row, length: row[length - 1])}
+
+
+def drop_bonus(sampler: Any) -> dict[str, Callable[..., Any]]:
+    """When every draft was accepted, no bonus token is emitted."""
+    return {"rejection_sample": _with_bonus(sampler, lambda row, length: sampler.PLACEHOLDER_TOKEN_ID)}
+
+
+def _with_bonus(sampler: Any, bonus: Callable[[torch.Tensor, int], Any]) -> Callable[..., Any]:
+    original = sampler.rejection_sample
+
+    def sample(draft_token_ids: torch.Tensor, num_draft_tokens: list[int], *args: Any, **kwargs: Any) -> torch.Tensor:
+        output_RT: torch.Tensor = original(draft_token_ids, num_draft_tokens, *args, **kwargs)
+        for row, length in zip(output_RT, num_draft_tokens, strict=True):
+            if length and row[length] != sampler.PLACEHOLDER_TOKEN_ID:
+                row[length] = bonus(row, length)
+        return output_RT
+
+    return sample
+
+
+FAULTS = {
+    fault.__name__: fault
+    for fault in (accept_too_often, keep_rejected_draft, redraw_from_policy, repeat_draft_as_bonus, drop_bonus)
+}
+
+
+@contextmanager
+def broken(fault: str | None) -> Iterator[None]:
+    """vLLM's rejection sampler with one of FAULTS, for a while."""
+    from vllm.v1.sample import rejection_sampler
+
+    changes = FAULTS[fault](rejection_sampler) if fault is not None else {}
+    before = {name: getattr(rejection_sampler, name) for name in changes}
+    try:
+        for name, function in changes.items():
+            setattr(rejection_sampler, name, function)
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(rejection_sampler, name, function)
+
+
+# -- one engine -----------------------------------------------------------------------------------------------------
+
+
+def run(job: Job) -> list[Outcome]:
+    """Start the job's engine in this process, take its turns, stop it."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    spec = parse_spec(job.raw)
+    keywords = arguments.engine_arguments(spec, Path(job.drafter) if job.drafter else None, is_cpu=True)
+    llm = LLM(**keywords, distributed_executor_backend="uni", disable_log_stats=False)
+    try:
+        return [take(llm, turn) for turn in job.turns]
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def bind_kernels_once() -> None:
+    """vLLM 0.32 binds its CPU kernels at the start of each worker, and fails at the second worker of a process."""
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    bind = platform.register_triton_kernel_overrides
+
+    def bind_once(_: Any) -> None:
+        bind()
+        platform.register_triton_kernel_overrides = classmethod(lambda _: None)
+
+    platform.register_triton_kernel_overrides = classmethod(bind_once)
+
+
+def take(llm: Any, turn: Turn) -> Outcome:
+    """Sample one turn's completions."""
+    from vllm import SamplingParams
+
+    prompts = [{"prompt_token_ids": turn.prompts[number % len(turn.prompts)]} for number in range(len(turn.seeds))]
+    params = [
+        SamplingParams(
+            temperature=turn.temperature,
+            top_p=turn.top_p,
+            top_k=turn.top_k,
+            max_tokens=turn.max_tokens,
+            seed=seed,
+            logprobs=0,
+            detokenize=False,
+        )
+        for seed in turn.seeds
+    ]
+    before = counts_of(llm)
+    with broken(turn.fault):
+        done = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+    return Outcome(
+        tokens=[list(output.token_ids) for output in done],
+        logprobs=[
+            [entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs, strict=True)]
+            for output in done
+        ],
+        counts={name: value - before[name] for name, value in counts_of(llm).items()},
+        is_kernel_right=worker._is_bound_kernel_right(),
+    )
+
+
+def counts_of(llm: Any) -> dict[str, float]:
+    """vLLM's counters, by their names without `vllm:`; of those by position, the last position's as `accepted_last`."""
+    found: dict[str, float] = {}
+    for metric in llm.get_metrics():
+        name = metric.name.removeprefix("vllm:").removeprefix("spec_decode_")
+        if name == "num_accepted_tokens_per_pos":
+            found["accepted_last"] = metric.values[-1]
+        elif hasattr(metric, "value") and name.startswith("num_"):
+            found[name] = metric.value
+    return found
+
+
+def main() -> None:
+    """Run the jobs of the file named on the command line."""
+    import os
+
+    exchange = Path(sys.argv[1])
+    jobs = [
+        Job(job["raw"], [Turn(**turn) for turn in job["turns"]], job["drafter"])
+        for job in json.loads(exchange.read_text(encoding="utf-8"))
+    ]
+    os.environ.update(arguments.environment(parse_spec(jobs[0].raw)))
+    bind_kernels_once()
+    outcomes = [run(job) for job in jobs]
+    exchange.write_text(json.dumps([[asdict(turn) for turn in job] for job in outcomes]), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""From the reports of runs to the rows of the paper's table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from benchmarks.paper_rows import (
+    CONFIGURATIONS,
+    NAMES,
+    PUBLISHED,
+    QUICK,
+    WORKLOADS,
+    Steps,
+    plan,
+    published_shares,
+    ratio,
+    read_steps,
+    rows_of,
+)
+
+from specrl.coordinator.report import StageSeconds, StepReport
+
+
+def a_report(step: int, **changes: Any) -> StepReport:
+    """A step of 2 s generation and 1 s training; keywords replace fields."""
+    stages = changes.get("stages", StageSeconds(generation=2.0, train=1.0))
+    numbers = dict.fromkeys(name for name, field in StepReport.model_fields.items() if field.is_required())
+    fields: dict[str, Any] = dict.fromkeys(numbers, 0) | {
+        "step": step,
+        "rollouts": 8,
+        "tokens": 80,
+        "acceptance_length": None,
+        "stages": stages,
+        "exposed_generation": stages.generation,
+    }
+    return StepReport.model_validate(fields | changes)
+
+
+def steps_of(*seconds: float, acceptance_length: float | None = None) -> Steps:
+    """One round whose measured steps generate for so many seconds and train for one."""
+    return {
+        (1, step): a_report(step, stages=StageSeconds(generation=value, train=1.0), acceptance_length=acceptance_length)
+        for step, value in enumerate(seconds, 2)
+    }
+
+
+def test_first_step_of_a_run_warms_up_and_is_left_out() -> None:
+    lines = "".join(a_report(step).model_dump_json(by_alias=True) + "\n" for step in (1, 2, 3))
+    assert list(read_steps(lines, 4)) == [(4, 2), (4, 3)]
+
+
+def test_ratio_is_of_medians_and_its_range_the_middle_half_of_like_steps() -> None:
+    found = ratio(steps_of(2, 4, 6, 8, 10), steps_of(2, 2, 2, 2, 2), lambda report: report.stages.generation)
+    assert found is not None
+    assert (found.value, found.low, found.high) == (3.0, 2.0, 4.0)
+    assert str(found) == "3.00x (2.00-4.00)"
+
+
+def test_steps_that_only_one_of_the_two_has_do_not_count() -> None:
+    found = ratio(steps_of(2, 2, 1000), steps_of(1, 1), lambda report: report.stages.generation)
+    assert found is not None
+    assert found.value == 2.0
+
+
+@pytest.mark.parametrize("own", [steps_of(0, 1), steps_of(1), {}])
+def test_nothing_to_divide_by_gives_no_ratio(own: Steps) -> None:
+    assert ratio(steps_of(2, 2), own, lambda report: report.stages.generation) is None
+
+
+def test_row_holds_ratios_shares_and_the_papers_figures() -> None:
+    found = {"none": steps_of(3, 3, 3), "eagle3:3": steps_of(1, 1, 1, acceptance_length=2.5)}
+    none, eagle3 = rows_of("base", found)
+    assert none.generation is not None
+    assert none.generation.value == 1.0
+    assert none.acceptance_length is None
+    assert none.exposed_share == 0.75
+    assert eagle3.generation is not None
+    assert eagle3.step is not None
+    assert (eagle3.generation.value, eagle3.step.value, eagle3.acceptance_length) == (3.0, 2.0, 2.5)
+    assert (eagle3.stages["generation"], eagle3.stages["train"], eagle3.stages["total"]) == (0.25, 0.25, 0.5)
+    assert (eagle3.mean_length, eagle3.published.step) == (10.0, 1.41)
+
+
+def test_row_with_policy_lag_compares_means_of_whole_steps_and_gives_exposed_generation_as_a_share() -> None:
+    lagged = {"none-lag1": steps_of(0, 2, 2), "adaptive-lag1": steps_of(0, 0, 1)}
+    none, adaptive = rows_of("reasoning", lagged)
+    assert adaptive.generation is None
+    assert adaptive.per_token is None
+    assert adaptive.step is not None
+    assert adaptive.step.value == pytest.approx(7 / 4)
+    assert none.exposed_share == pytest.approx(4 / 7)
+    assert adaptive.exposed_share == 0.25
+    assert adaptive.stages["total"] == pytest.approx(4 / 7)
+
+
+def test_row_is_left_out_when_it_or_its_reference_was_not_measured() -> None:
+    found = {"none": steps_of(3, 3), "adaptive-lag1": steps_of(1, 1), "ngram": {}}
+    assert [row.name for row in rows_of("base", found)] == ["none"]
+
+
+def test_every_round_runs_everything_once_and_begins_with_another() -> None:
+    order = plan(QUICK, 2)
+    by_round = [[configuration.name for number, configuration in order if number == wanted] for wanted in (1, 2)]
+    assert all(sorted(names) == sorted(QUICK) for names in by_round)
+    assert by_round[0] != by_round[1]
+
+
+def test_papers_stages_and_speeds_agree_with_each_other() -> None:
+    for workload in WORKLOADS:
+        plain, speculated = published_shares(workload.name)
+        figures = PUBLISHED[workload.name, "eagle3:3"]
+        assert plain["total"] == pytest.approx(1.0)
+        assert plain["generation"] / speculated["generation"] == pytest.approx(figures.generation)
+        assert 1 / speculated["total"] == pytest.approx(figures.step, abs=0.01)
+
+
+def test_rows_have_names_of_their_own_and_references_among_them() -> None:
+    assert len(set(NAMES)) == len(NAMES)
+    assert {configuration.reference for configuration in CONFIGURATIONS} <= set(NAMES)
+    assert {name for _, name in PUBLISHED} <= set(NAMES)
+
+
+def test_overrides_are_yaml_that_names_the_workloads_drafter(tmp_path: Path) -> None:
+    configuration = next(c for c in CONFIGURATIONS if c.name == "weak-online")
+    fields = {path: yaml.safe_load(text) for path, text in configuration.overrides(tmp_path).items()}
+    assert fields["generation.speculation"] == {"eagle3": {"numDraftTokens": 3, "path": str(tmp_path / "drafter-weak")}}
+    assert (fields["generation.draftLength"], fields["trainer.drafter.online"]) == ("Fixed", True)

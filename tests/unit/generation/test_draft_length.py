@@ -1,0 +1,224 @@
+"""The controller of draft lengths against an engine made of formulas: known costs, known acceptance."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specrl.generation.draft_length import OFF, DraftLengths, State, StepCosts, batch_nodes, calibrated_lengths
+
+LONGEST = 5
+LENGTHS = (OFF, *range(LONGEST + 1))
+
+
+def a_cost(batch: int, k: int) -> float:
+    """Seconds: weights are read once, every verified token and every draft pass costs something."""
+    if k == OFF:
+        return 0.010 + 0.0002 * batch
+    return 0.010 + 0.0002 * batch * (k + 1) + 0.001 * max(1, k)
+
+
+@dataclass
+class FormulaEngine:
+    """Runs a controller as the scheduler does; `chance` is that of each draft token, given the ones before."""
+
+    drafting: DraftLengths
+    chance: float
+    cost: Callable[[int, int], float] = a_cost
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)  # noqa: S311 - no secret
+        self.seconds = 0.0
+        self.tokens = 0
+
+    def calibrate(self) -> None:
+        nodes = self.drafting.costs.nodes
+        lengths = calibrated_lengths(self.drafting.lengths)
+        self.drafting.costs.fill({k: [self.cost(node, k) for node in nodes] for k in lengths})
+
+    def run(self, batch: int, steps: int, is_fresh: bool = True) -> list[int]:
+        """So many steps at a load; returns the lengths that were used."""
+        used = []
+        for _ in range(steps):
+            k = self.drafting.lookup()[batch]
+            emitted = batch
+            for _ in range(batch if k > 0 else 0):
+                accepted = 0
+                while accepted < k and self.random.random() < self.chance:
+                    accepted += 1
+                self.drafting.saw_draft(k, accepted, is_fresh)
+                emitted += accepted
+            seconds = self.cost(batch, k) * self.random.uniform(0.95, 1.05)
+            self.drafting.saw_step(batch, k, emitted, seconds)
+            self.seconds += seconds
+            self.tokens += emitted
+            used.append(k)
+        return used
+
+
+def an_engine(chance: float, max_batch: int = 64, **rest: int) -> FormulaEngine:
+    engine = FormulaEngine(DraftLengths(max_batch, LENGTHS), chance, **rest)
+    engine.calibrate()
+    return engine
+
+
+def best_length(chance: float, batch: int) -> int:
+    def speed(k: int) -> float:
+        return sum(chance**i for i in range(max(k, 0) + 1)) / a_cost(batch, k)
+
+    return max(LENGTHS, key=speed)
+
+
+def speed_of(chance: float, batch: int, k: int) -> float:
+    return sum(chance**i for i in range(max(k, 0) + 1)) / a_cost(batch, k)
+
+
+@pytest.mark.parametrize("chance", [0.5, 0.7, 0.9])
+@pytest.mark.parametrize("batch", [1, 7, 64])
+def test_speed_comes_within_three_per_cent_of_the_best_fixed_length(chance: float, batch: int) -> None:
+    engine = an_engine(chance)
+    engine.run(batch, 400)
+    engine.seconds, engine.tokens = 0.0, 0
+    engine.run(batch, 2000)
+    best = batch * max(speed_of(chance, batch, k) for k in LENGTHS)
+    assert engine.tokens / engine.seconds > 0.97 * best
+
+
+def test_larger_batches_get_shorter_drafts() -> None:
+    engine = an_engine(0.8)
+    engine.run(64, 300)
+    engine.run(1, 300)
+    table = engine.drafting.table[1:]
+    assert table[0] > table[-1]
+    assert all(earlier >= later - 1 for earlier, later in itertools.pairwise(table))
+
+
+def test_useless_drafter_is_switched_off_and_tried_again_rarely() -> None:
+    engine = an_engine(0.0)
+    used = engine.run(16, 20_000)
+    assert engine.drafting.state in {State.OFF, State.TRIAL}
+    assert sum(k != OFF for k in used) / len(used) < 0.04
+    assert engine.tokens / engine.seconds > 0.97 * 16 * speed_of(0.0, 16, OFF)
+    moves = [(event["before"], event["after"]) for event in engine.drafting.events]
+    assert moves[0] == ("drafting", "off")
+    assert ("off", "trial") in moves
+    assert ("trial", "off") in moves
+    assert ("trial", "drafting") not in moves
+
+
+def test_drafter_that_recovers_is_switched_on_again_after_new_weights() -> None:
+    engine = an_engine(0.0)
+    engine.run(16, 500)
+    assert engine.drafting.state is State.OFF
+    engine.chance = 0.8
+    engine.drafting.weights_changed()
+    engine.run(16, 3000)
+    assert engine.drafting.state is State.DRAFTING
+    assert engine.drafting.table[16] == best_length(0.8, 16)
+
+
+def test_trial_believes_fresh_requests_only() -> None:
+    engine = an_engine(0.0)
+    engine.run(16, 500)
+    engine.chance = 0.9
+    engine.drafting.weights_changed()
+    engine.run(16, 5000, is_fresh=False)
+    assert engine.drafting.state is not State.DRAFTING
+
+
+def test_falling_acceptance_shortens_drafts() -> None:
+    engine = an_engine(0.95)
+    engine.run(4, 1000)
+    before = engine.drafting.table[4]
+    engine.chance = 0.4
+    engine.run(4, 3000)
+    assert engine.drafting.table[4] < before
+    assert engine.drafting.table[4] == best_length(0.4, 4)
+
+
+def test_wrong_calibration_is_corrected_by_what_is_seen() -> None:
+    engine = an_engine(0.7)
+    spoilt = engine.drafting.costs.seconds[3]
+    spoilt[:] = [value * 1.3 for value in spoilt]
+    engine.run(4, 6000)
+    assert engine.drafting.costs.at(4, 3) == pytest.approx(a_cost(4, 3), rel=0.06)
+
+
+def test_disturbed_steps_teach_nothing() -> None:
+    engine = an_engine(0.7)
+    before = engine.drafting.costs.at(4, 2)
+    for _ in range(50):
+        engine.drafting.saw_step(4, 2, 8, 100.0)
+    assert engine.drafting.costs.at(4, 2) == before
+    assert engine.drafting.window.seconds == 0.0
+
+
+def test_measured_gain_is_that_of_the_formulas() -> None:
+    engine = an_engine(0.8)
+    engine.run(8, 3000)
+    report = engine.drafting.report()
+    expected = max(speed_of(0.8, 8, k) for k in LENGTHS) / speed_of(0.8, 8, OFF)
+    assert report["measured_gain"] == pytest.approx(expected, rel=0.04)
+    assert report["predicted_gain"] == pytest.approx(expected, rel=0.06)
+
+
+def test_fixed_length_is_kept_whatever_happens() -> None:
+    engine = an_engine(0.0)
+    engine.drafting.fix(3)
+    assert set(engine.run(16, 500)) == {3}
+    engine.drafting.fix(None)
+    engine.run(16, 500)
+    assert engine.drafting.state is State.OFF
+
+
+def test_lookup_that_seldom_finds_something_is_costed_by_its_share() -> None:
+    drafting = DraftLengths(16, (OFF, 1, 2, 3))
+    engine = FormulaEngine(drafting, 0.9)
+    engine.calibrate()
+    for number in range(2000):
+        k = drafting.lookup()[8]
+        found = number % 10 == 0  # all eight requests find a draft in one step of ten
+        for _ in range(8 if found and k > 0 else 0):
+            drafting.saw_draft(k, k, True)
+        drafting.saw_step(8, k, 8 + (8 * k if found and k > 0 else 0), a_cost(8, k if found else OFF))
+    assert drafting.acceptance.draft_rate == pytest.approx(0.1, abs=0.03)
+
+
+def test_without_costs_drafts_have_full_length() -> None:
+    drafting = DraftLengths(8, LENGTHS)
+    drafting.saw_step(4, LONGEST, 8, 0.01)
+    drafting.revise()
+    assert drafting.lookup()[4] == LONGEST
+
+
+def test_costs_of_a_file_are_taken_only_if_they_fit() -> None:
+    costs = an_engine(0.5).drafting.costs
+    other = StepCosts(costs.nodes, costs.lengths)
+    assert other.take_json(costs.as_json())
+    assert other.at(9, 2) == costs.at(9, 2)
+    for wrong in ({}, {"nodes": [1], "seconds": {}}, [], {"nodes": list(costs.nodes), "seconds": {"1": "x"}}, None):
+        assert not StepCosts(costs.nodes, costs.lengths).take_json(wrong)
+
+
+@given(st.integers(1, 3000))
+def test_nodes_ascend_from_one_to_the_largest_batch(largest: int) -> None:
+    nodes = batch_nodes(largest)
+    assert nodes[0] == 1
+    assert nodes[-1] == largest
+    assert list(nodes) == sorted(set(nodes))
+
+
+@settings(max_examples=50)
+@given(st.integers(1, 300), st.lists(st.integers(1, 400), min_size=1, max_size=20))
+def test_every_batch_size_has_an_allowed_length(largest: int, batches: Sequence[int]) -> None:
+    engine = an_engine(0.6, largest)
+    for batch in batches:
+        engine.run(min(batch, largest), 5)
+        assert set(engine.drafting.table[1:]) <= set(LENGTHS)
