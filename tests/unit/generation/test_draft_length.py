@@ -151,6 +151,21 @@ def test_wrong_calibration_is_corrected_by_what_is_seen() -> None:
     assert engine.drafting.costs.at(4, 3) == pytest.approx(a_cost(4, 3), rel=0.06)
 
 
+def test_slower_machine_does_not_look_like_dearer_drafts() -> None:
+    slow = {"factor": 1.0}
+    engine = FormulaEngine(DraftLengths(64, LENGTHS), 0.7, cost=lambda batch, k: slow["factor"] * a_cost(batch, k))
+    engine.calibrate()
+    engine.run(4, 500)
+    slow["factor"] = 2.0
+    engine.run(4, 500)
+    assert engine.drafting.state is State.DRAFTING
+    best = max(speed_of(0.7, 4, k) for k in LENGTHS)
+    assert speed_of(0.7, 4, engine.drafting.table[4]) > 0.97 * best
+    for k in LENGTHS:
+        found = engine.drafting.costs.at(4, k) / engine.drafting.costs.at(4, OFF)
+        assert found == pytest.approx(a_cost(4, k) / a_cost(4, OFF), rel=0.12)
+
+
 def test_disturbed_steps_teach_nothing() -> None:
     engine = an_engine(0.7)
     before = engine.drafting.costs.at(4, 2)

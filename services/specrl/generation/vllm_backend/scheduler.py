@@ -26,11 +26,11 @@ from specrl.generation.draft_length import OFF, DraftLengths, calibrated_lengths
 from specrl.generation.vllm_backend.draft_rest import FORCED
 
 SETTINGS = "specrl"  # of vLLM's additional_config
-WARM_STEPS, MEASURED_STEPS = 2, 5  # of each length in a calibration
+PASSES, PASS_STEPS = 3, 4  # of a calibration: every length so often in turn, so many steps each, the first left out
 
 
 class Calibration:
-    """Measures one batch size after the other, each length in turn."""
+    """Measures one batch size after the other: the lengths in turn, several times, so that noise meets all alike."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.rows: dict[int, list[float]] = {k: [] for k in calibrated_lengths(lengths)}
@@ -40,27 +40,29 @@ class Calibration:
         """Measure at this batch size next."""
         self.batch = batch
         self._found: dict[int, list[float]] = {k: [] for k in self.rows}
+        self._plan = [k for _ in range(PASSES) for k in self.rows for _ in range(PASS_STEPS)]
+        self._done = 0
 
     @property
     def length(self) -> int:
-        """What to draft now: the first length that lacks measurements."""
-        lacking = (k for k, found in self._found.items() if len(found) < WARM_STEPS + MEASURED_STEPS)
-        return next(lacking, max(self.rows))
+        """What to draft now."""
+        return self._plan[min(self._done, len(self._plan) - 1)]
 
     @property
     def is_done(self) -> bool:
         """Whether the present batch size has been measured."""
-        return all(len(found) >= WARM_STEPS + MEASURED_STEPS for found in self._found.values())
+        return self._done >= len(self._plan)
 
     def saw_step(self, batch: int, k: int, seconds: float) -> None:
         """A step of pure decoding ended, which verified and drafted k tokens each."""
-        found = self._found[k]
-        if batch != self.batch or k != self.length or len(found) >= WARM_STEPS + MEASURED_STEPS:
+        if self._done >= len(self._plan) or (batch, k) != (self.batch, self.length):
             return
-        found.append(seconds)
-        if self.is_done:
+        if self._done % PASS_STEPS:
+            self._found[k].append(seconds)
+        self._done += 1
+        if self._done == len(self._plan):
             for length, found in self._found.items():
-                self.rows[length].append(statistics.median(found[WARM_STEPS:]))
+                self.rows[length].append(statistics.median(found))
 
 
 class DraftLengthScheduler(Scheduler):
