@@ -24,6 +24,7 @@ from specrl.generation.vllm_backend import arguments, worker
 from specrl.spec import parse_spec
 
 ONE_PROCESS = {
+    "OMP_NUM_THREADS": "1",  # read when torch is imported: more threads wait for each other actively, and for longer
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "TORCH_COMPILE_DISABLE": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -77,9 +78,9 @@ def read_outcomes(exchange: Path) -> list[list[Outcome]]:
 
 
 def accept_too_often(sampler: Any) -> dict[str, Callable[..., Any]]:
-    """A draft is accepted with probability min(1, 1.25 p/q) instead of min(1, p/q)."""
+    """A draft is accepted with probability min(1, 1.5 p/q) instead of min(1, p/q)."""
     original = sampler.generate_uniform_probs
-    return {"generate_uniform_probs": lambda *args, **kwargs: 0.8 * original(*args, **kwargs)}
+    return {"generate_uniform_probs": lambda *args, **kwargs: original(*args, **kwargs) / 1.5}
 
 
 def keep_rejected_draft(sampler: Any) -> dict[str, Callable[..., Any]]:
@@ -174,7 +175,7 @@ def bind_kernels_once() -> None:
     """vLLM 0.32 binds its CPU kernels at the start of each worker, and fails at the second worker of a process."""
     from vllm.platforms import current_platform
 
-    platform = type(current_platform)
+    platform: Any = type(current_platform)
     bind = platform.register_triton_kernel_overrides
 
     def bind_once(_: Any) -> None:

@@ -25,15 +25,16 @@ SUFFIX, DRAFT_MODEL, MTP = "suffix", "draftModel", "mtp"
 
 @dataclass(frozen=True)
 class Version:
-    """A policy and its drafters on disk: an EAGLE-3 head, and a model that is never updated."""
+    """A policy and its drafters on disk: an EAGLE-3 head, or the policy itself where it has heads; and a model that is
+    never updated."""
 
     policy: Path
-    drafter: Path | None = None
+    drafter: Path
     draft_model: Path | None = None
 
     def tensors(self, with_drafter: bool) -> Tensors:
         """What a trainer at this version broadcasts."""
-        drafter = folder_tensors(self.drafter, WeightOwner.DRAFTER) if with_drafter and self.drafter else []
+        drafter = folder_tensors(self.drafter, WeightOwner.DRAFTER) if with_drafter else []
         return [*folder_tensors(self.policy, WeightOwner.POLICY), *drafter]
 
 
@@ -57,11 +58,12 @@ def make_models(folder: Path) -> Models:
     second = perturb(folder / "policy-2", first, scale=0.5, seed=2)
     draft_model = make_draft_model(folder / "draft-model", first)
     mtp = make_mtp_policy(folder / "mtp-1", seed=1, sharpness=30, bigram=20)
+    mtp_second = perturb(folder / "mtp-2", mtp, scale=0.5, seed=2)
     return Models(
         Version(first, make_bigram_drafter(folder / "drafter-1", first), draft_model),
         Version(second, make_bigram_drafter(folder / "drafter-2", second, seed=3), draft_model),
-        Version(mtp),
-        Version(perturb(folder / "mtp-2", mtp, scale=0.5, seed=2)),
+        Version(mtp, mtp),
+        Version(mtp_second, mtp_second),
     )
 
 

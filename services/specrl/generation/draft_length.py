@@ -45,7 +45,8 @@ WORTH_GAIN = 1.01  # drafting must be this much faster than not drafting
 ROW_RATE = 0.1  # how fast the costs of one batch size follow what is seen: the machine gets slower or faster
 # ... and one cell by itself. Much slower: a machine that slows down must not look like one length that got dearer, or
 # the lengths that are not in use would seem cheap.
-CELL_RATE = 0.01
+CELL_RATE = 0.02
+DOUBTFUL_GAIN = 1.3  # below this, probes also leave the drafter out: an old calibration must not decide that it pays
 PROBE_EVERY, PROBE_STEPS = 64, 4  # of so many steps, so few use the next shorter or longer draft, to know their costs
 OUTLIER = 3.0  # a step this much slower or faster than expected was disturbed, and teaches nothing
 
@@ -236,10 +237,17 @@ class DraftLengths:
         if phase >= PROBE_STEPS or self.state is not State.DRAFTING or self.fixed is not None:
             return self.table
         if phase == 0:
-            shift = 1 if self._calls // PROBE_EVERY % 2 else -1
-            drafting = [k for k in self.lengths if k != OFF]
-            self._probe = [min(max(k + shift, drafting[0]), drafting[-1]) for k in self.table]
+            self._probe = self._next_probe(self._calls // PROBE_EVERY % 3)
         return self._probe
+
+    def _next_probe(self, turn: int) -> list[int]:
+        """In turn: one token more, one fewer, and, if it is in doubt whether drafts pay at all, none."""
+        if turn == 2:
+            is_doubtful = OFF in self.lengths and self.predicted_gain < DOUBTFUL_GAIN
+            return [OFF] * len(self.table) if is_doubtful else self.table
+        shift = 1 if turn == 1 else -1
+        drafting = [k for k in self.lengths if k != OFF]
+        return [min(max(k + shift, drafting[0]), drafting[-1]) for k in self.table]
 
     def saw_draft(self, length: int, accepted: int, is_fresh: bool) -> None:
         """A request's draft was verified. is_fresh: the request is younger than the present state."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -96,7 +97,7 @@ async def test_sampling_at_temperature_one_has_the_policys_distribution(served: 
     ids=["1", "0.7", "greedy", "top-p", "top-k"],
 )
 async def test_sampler_logprobs_are_those_of_the_distribution_that_was_sampled(
-    served: Served, judge: Judge, drawn: dict[str, float]
+    served: Served, judge: Judge, drawn: dict[str, Any]
 ) -> None:
     requests = [replace(request, sampling=replace(request.sampling, **drawn)) for request in some_requests(16, TOKENS)]
     errors = []

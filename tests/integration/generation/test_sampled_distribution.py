@@ -2,8 +2,8 @@
 
 A policy of four possible tokens; beginnings of four: the first from the prompt, two that were drafted and verified, the
 bonus. See `enumeration` for the statistic: each comparison of a right sampler fails with probability 1e-4 under fresh
-seeds. Power: with SAMPLES completions, a sampler at chi-square distance 0.1 from the policy fails with probability 0.99
-or more (`test_power_is_what_the_page_says`); the broken ones here are at 0.05 to 5, and all of them must fail.
+seeds. Power: with SAMPLES completions, a sampler at chi-square distance 0.15 from the policy fails with probability
+0.99 or more (`test_power_is_what_the_page_says`); all broken ones here must fail.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests import enumeration, sampling_lab
+from tests.conftest import MECHANISMS
 from tests.sampling_lab import Job, Outcome, Turn
 from tests.tiny_models import Shape, allow_only, make_bigram_drafter, make_draft_model, make_mtp_policy, make_policy
 from tests.vllm_cases import (
@@ -41,21 +42,21 @@ TOKENS = range(40, 44)
 PROMPT = [40, 41, 43, 42, 40]
 PROMPTS = [[*PROMPT[start:], *PROMPT[:start]] for start in range(5)]
 LENGTH = 4
-SAMPLES = 1500
+SAMPLES = 1000
 CROWD, CROWDED_TOKENS = 10, 160  # two blocks of KV cache each, of the seven or fewer that there are
 
-PLAIN, COOL, TOP_P, TOP_K = {}, {"temperature": 0.7}, {"top_p": 0.8}, {"top_k": 3}
+PLAIN: dict[str, Any] = {}
+EVERY_SETTING: list[dict[str, Any]] = [PLAIN, {"temperature": 0.7}, {"top_p": 0.8}, {"top_k": 3}]
 ALL_AT_ONCE: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9, "top_k": 3}
-EVERY_SETTING: list[dict[str, Any]] = [PLAIN, COOL, TOP_P, TOP_K]
 
 PROBABILISTIC = {"draftSampling": "Probabilistic"}
-# Mechanism, its section, how its completions are drawn. In `draftSampling` and in having a model at all the paths
-# through vLLM's sampler differ: those are tried under every setting.
+# Mechanism, its section, how its completions are drawn. vLLM's sampler has one path for drafts that are certain and one
+# for drafts that were drawn: a mechanism of each is tried under every setting.
 VARIANTS: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
     "none": ("none", {}, [PLAIN, ALL_AT_ONCE]),
     "ngram": ("ngram", {}, EVERY_SETTING),
     "suffix": ("suffix", {}, [PLAIN, ALL_AT_ONCE]),
-    "eagle3": ("eagle3", {}, EVERY_SETTING),
+    "eagle3": ("eagle3", {}, [PLAIN, ALL_AT_ONCE]),
     "eagle3-probabilistic": ("eagle3", PROBABILISTIC, EVERY_SETTING),
     "draftModel": ("draftModel", {}, [PLAIN, ALL_AT_ONCE]),
     "draftModel-probabilistic": ("draftModel", PROBABILISTIC, [PLAIN, ALL_AT_ONCE]),
@@ -96,7 +97,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     folder, shape = tmp_path_factory.mktemp("few-tokens"), Shape(layers=2)
     policy = allow_only(make_policy(folder / "policy", seed=1, shape=shape, sharpness=6, bigram=2), TOKENS)
     mtp = allow_only(make_mtp_policy(folder / "mtp", seed=1, shape=shape, sharpness=6, bigram=2), TOKENS)
-    head = make_bigram_drafter(folder / "head", policy, noise=0.3)
+    head = make_bigram_drafter(folder / "head", policy, noise=0.6)
     return Folders(policy, mtp, head, make_draft_model(folder / "draft-model", policy, noise=0.3))
 
 
@@ -117,12 +118,14 @@ def run_lab(jobs: list[Job], exchange: Path, **environment: str) -> list[list[Ou
 def outcomes(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
     """For each variant: its settings' outcomes, then each fault's; and what happened when memory was short."""
     jobs = {}
-    for name, (_, _, settings) in VARIANTS.items():
+    for name, (_, options, settings) in VARIANTS.items():
         if name == "suffix" and not mechanisms.surroundings().has_suffix_package:
             continue
         turns = [enumerated(**setting) for setting in settings]
         turns += [enumerated(fault=fault) for fault in sampling_lab.FAULTS if name in BROKEN]
         jobs[name] = folders.job(name, turns)
+        if options:
+            continue
         crowded = [Turn(PROMPTS, list(range(CROWD)), CROWDED_TOKENS, temperature) for temperature in (1.0, 0.0)]
         jobs[f"{name} crowded"] = folders.job(name, crowded, kvCacheMib=1, maxLiveRollouts=CROWD)
     unspeculated = a_spec(folders.mtp).model_dump(mode="json", by_alias=True, exclude_none=True)
@@ -187,10 +190,10 @@ def test_broken_sampler_is_caught(
 
 def test_power_is_what_the_page_says() -> None:
     """Of Pearson's test itself, for as many cells as these samples can fill."""
-    assert enumeration.detectable_distance(cells=150, samples=SAMPLES, power=0.99) < 0.1
+    assert enumeration.detectable_distance(cells=150, samples=SAMPLES, power=0.99) < 0.15
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", MECHANISMS)
 def test_preempted_completions_are_the_policys(name: str, outcomes: dict[str, list[Outcome]], folders: Folders) -> None:
     """A KV cache too small for all: requests lose their blocks in the middle of drafting, and are computed again."""
     drawn, greedy = outcomes_of(f"{name} crowded", outcomes)

@@ -151,6 +151,14 @@ def test_wrong_calibration_is_corrected_by_what_is_seen() -> None:
     assert engine.drafting.costs.at(4, 3) == pytest.approx(a_cost(4, 3), rel=0.06)
 
 
+def test_useless_drafter_is_found_out_although_calibration_favoured_it() -> None:
+    engine = an_engine(0.0)
+    spoilt = engine.drafting.costs.seconds[OFF]
+    spoilt[:] = [value * 1.3 for value in spoilt]
+    engine.run(16, 4000)
+    assert engine.drafting.state is State.OFF
+
+
 def test_slower_machine_does_not_look_like_dearer_drafts() -> None:
     slow = {"factor": 1.0}
     engine = FormulaEngine(DraftLengths(64, LENGTHS), 0.7, cost=lambda batch, k: slow["factor"] * a_cost(batch, k))
