@@ -133,8 +133,8 @@ class Generation(Section):
     """How tokens are drafted."""
     draft_length: DraftLength = DraftLength.ADAPTIVE
     """Adaptive: at most numDraftTokens, chosen at every step for the live batch from measured step costs and
-    acceptance, none where drafting does not pay. Fixed: always numDraftTokens, so that a run without policy lag can be
-    repeated bit by bit."""
+    acceptance, none where drafting does not pay; `suffix` chooses for itself. Fixed: always numDraftTokens, so that a
+    run without policy lag can be repeated bit by bit."""
     max_live_rollouts: Positive = 64
     """Completions that one replica computes at once (vLLM's max_num_seqs)."""
     kv_cache_mib: Positive | None = None

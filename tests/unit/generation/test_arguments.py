@@ -147,6 +147,6 @@ def test_lengths_follow_the_mechanism() -> None:
 
     assert lengths({"eagle3": {"numDraftTokens": 2}}) == (OFF, 0, 1, 2)
     assert lengths({"ngram": {"numDraftTokens": 2}}) == (OFF, 1, 2)
-    assert lengths({"suffix": {"numDraftTokens": 8}}) == (OFF, 8)
+    assert lengths({"suffix": {"numDraftTokens": 8}}) == ()
     assert lengths({"none": {}}) == ()
     assert lengths({"eagle3": {"numDraftTokens": 2}}, "Fixed") == ()

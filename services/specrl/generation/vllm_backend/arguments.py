@@ -155,14 +155,14 @@ def check_graph_coverage(spec: RunSpec, largest: int | None, is_cpu: bool) -> No
 def draft_lengths(spec: RunSpec) -> tuple[int, ...]:
     """Lengths that the mechanism can be asked for; empty without speculation or with generation.draftLength Fixed.
 
-    A look-up mechanism keeps no KV cache, so that length 0 is the same as none; vLLM's suffix decoding takes its
-    configured length or nothing.
+    N-gram look-up keeps no KV cache, so that length 0 is the same as none. vLLM's suffix decoding takes its configured
+    length alone: it chooses each draft's own length below that, and its trees must see every step.
     """
     speculation, longest = spec.generation.speculation, spec.generation.speculation.num_draft_tokens
     if not longest or spec.generation.draft_length is DraftLength.FIXED:
         return ()
     if speculation.kind == "suffix":
-        return (OFF, longest)
+        return ()
     return (OFF, *range(1 if speculation.kind == "ngram" else 0, longest + 1))
 
 
