@@ -350,7 +350,7 @@ class DraftLengths:
             # A load is a number of steps without drafts; with drafts there are fewer, and each takes longer.
             plain = self.costs.at(node, self._undrafted)
             steps = seconds / plain
-            undrafted += steps * plain
+            undrafted += seconds
             drafted += steps * min(self._cost(node, k) / self.acceptance.emitted(k) for k in drafting)
         return undrafted / drafted
 

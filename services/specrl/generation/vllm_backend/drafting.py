@@ -41,7 +41,7 @@ def configure(config: Any, lengths: Sequence[int]) -> None:
     """Have a vLLM config use the scheduler with a live draft length."""
     kind = "AsyncDraftLengthScheduler" if config.scheduler_config.async_scheduling else "DraftLengthScheduler"
     config.scheduler_config.scheduler_cls = f"{SCHEDULERS}.{kind}"
-    is_lookup = config.speculative_config.method in {"ngram", "suffix"}
+    is_lookup = config.speculative_config.method == "ngram"
     config.additional_config["specrl"] = {"lengths": list(lengths), "must_force": is_lookup}
 
 
@@ -56,7 +56,7 @@ async def calibrate(llm: Any, file: Path, max_tokens: int) -> None:
     for batch in nodes:
         if not await _calibrate_at(llm, batch, max_tokens):
             log.warning("draft_costs_missing", batch=batch, reason="the batch size was never reached")
-            await _call(llm, "fix", None)
+            await _call(llm, "drop_calibration")
             return
     costs = await _call(llm, "end_calibration")
     _write(file, costs)

@@ -22,7 +22,7 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from specrl.generation.draft_length import OFF, DraftLengths, calibrated_lengths
+from specrl.generation.draft_length import OFF, DraftLengths, State, calibrated_lengths
 from specrl.generation.vllm_backend.draft_rest import FORCED
 
 SETTINGS = "specrl"  # of vLLM's additional_config
@@ -66,7 +66,7 @@ class Calibration:
 
 
 class DraftLengthScheduler(Scheduler):
-    """For mechanisms that draft from token ids on the host: n-gram, suffix."""
+    """For n-gram look-up, which drafts from token ids on the host."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -122,8 +122,9 @@ class DraftLengthScheduler(Scheduler):
         return super().make_spec_decoding_stats(*args, **kwargs)
 
     def add_request(self, request: Any) -> None:
-        """Remember the requests that are younger than the controller's state."""
-        self._fresh.add(request.request_id)
+        """Remember the requests that are younger than a trial; nobody asks for others."""
+        if self._drafting.state is State.TRIAL:
+            self._fresh.add(request.request_id)
         super().add_request(request)
 
     def _saw_step(self, batch: int, length: int, seconds: float) -> None:
@@ -176,6 +177,11 @@ class DraftLengthScheduler(Scheduler):
         self._calibration = None
         self._begin()
         return self._drafting.costs.as_json()
+
+    def drafting_drop_calibration(self) -> None:
+        """Give up measuring: without costs drafts have full length."""
+        self._calibration = None
+        self._begin()
 
     def drafting_take_costs(self, costs: dict[str, Any]) -> bool:
         """Use costs of a file. False when they do not fit."""
