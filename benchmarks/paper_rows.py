@@ -22,12 +22,32 @@ IN_DOMAIN, WEAK = "drafter-in-domain", "drafter-weak"
 
 @dataclass(frozen=True)
 class Workload:
-    """A policy to start from, the options of examples/demo/make_policy.py that make it, and the rows measured on it."""
+    """A policy to start from, what makes it, how long its answers are, and the rows measured on it.
+
+    difficulty: lines that every problem is longer by, one of six tokens each. max_tokens: of an answer.
+    warm_up: batches of examples/demo/make_policy.py.
+    """
 
     name: str
     says: str
-    make_policy: tuple[str, ...]
+    warm_up: int
+    difficulty: int
+    max_tokens: int
     rows: tuple[str, ...]
+
+    @property
+    def make_policy(self) -> list[str]:
+        """Options of examples/demo/make_policy.py."""
+        return ["--worked-only", "--steps", str(self.warm_up), "--difficulty", str(self.difficulty)]
+
+    @property
+    def overrides(self) -> dict[str, str]:
+        """Fields of the run file."""
+        return {
+            "prompts.source.generated.difficulty": str(self.difficulty),
+            "generation.sampling.maxTokens": str(self.max_tokens),
+            "model.maxLength": str(self.max_tokens + 64),
+        }
 
 
 @dataclass(frozen=True)
@@ -101,16 +121,20 @@ QUICK = ("none", "eagle3:3", "adaptive", "ngram")
 WORKLOADS = (
     Workload(
         "base",
-        "a base model, as RL-Zero: many answers come straight away",
-        (),
-        tuple(configuration.name for configuration in CONFIGURATIONS if not configuration.lag),
+        "a base model, as RL-Zero: it works its answers out, and often wrongly",
+        warm_up=80,
+        difficulty=12,
+        max_tokens=176,
+        rows=tuple(configuration.name for configuration in CONFIGURATIONS if not configuration.lag),
     ),
     # The paper's asynchronous run is of this one.
     Workload(
         "reasoning",
-        "a model that has learnt to reason, as RL-Think: all answers are worked out, and long",
-        ("--worked-only", "--difficulty", "4"),
-        ("none", "eagle3:3", "adaptive", "online", "ngram", "none-lag1", "adaptive-lag1"),
+        "a model that has learnt to reason, as RL-Think: longer answers, mostly right",
+        warm_up=100,
+        difficulty=24,
+        max_tokens=256,
+        rows=("none", "eagle3:3", "adaptive", "online", "ngram", "none-lag1", "adaptive-lag1"),
     ),
 )
 

@@ -5,7 +5,7 @@
 
 Every row is `specrl run` on examples/demo/run.yaml, real RL of a policy of 24 layers, for which a one-layer drafter is
 cheap: coordinator, one replica on one core, one trainer rank on both when it trains synchronously and on the other at
-policy lag 1, 8 rollouts a step. The stages come from the runs' metrics.jsonl; the first step of a run warms it up and
+policy lag 1, 4 rollouts a step. The stages come from the runs' metrics.jsonl; the first step of a run warms it up and
 is left out. All rows of a workload start from the same policy and have the same prompts and seeds. They take turns in
 rounds, every round in another order and with other prompts, so that a noisy machine disturbs all alike. Runs that have
 finished with the same settings are not repeated: after Ctrl-C the same command goes on.
@@ -71,21 +71,23 @@ COMMON = {
     "validation": "null",
     "canary.everySteps": "0",
     "checkpoint.everySteps": "1000",
-    # Longer problems than the demo's: weight sync takes the same time however long the answers are.
-    "prompts.source.generated.difficulty": "4",
-    "generation.sampling.maxTokens": "136",
-    "prompts.maxTokens": "64",
-    "model.maxLength": "256",
+    "prompts.maxTokens": "56",
     # One process for each of the two: they start sooner than more would.
     "generation.replicas": "1",
     "generation.kvCacheMib": "64",
     "trainer.parallelism.data": "1",
     # So few rollouts that a step is mostly waiting for the longest answer, as in the paper.
-    "schedule.promptsPerStep": "2",
+    "schedule.promptsPerStep": "1",
     "schedule.groupSize": "4",
-    "generation.maxLiveRollouts": "8",
+    "generation.maxLiveRollouts": "4",
 }
-INITIALISATION = {"generation.maxLiveRollouts": "32", "generation.kvCacheMib": "256"}
+INITIALISATION = {
+    "generation.maxLiveRollouts": "32",
+    "generation.kvCacheMib": "256",
+    "generation.speculation": f"{{{eagle3(5)}}}",
+    "trainer.drafter.initialisation.prompts": "256",
+    "trainer.drafter.initialisation.epochs": "10",
+}
 OTHER_FAMILY = {"prompts.source.generated.family": "ledger", "prompts.source.generated.difficulty": "0"}
 DRAFTERS: dict[str, dict[str, str]] = {IN_DOMAIN: {}, WEAK: OTHER_FAMILY}
 
@@ -128,22 +130,21 @@ def prepare(workload: Workload, folder: Path, drafters: Sequence[str], console: 
     for name in drafters:
         if not (folder / name).exists():
             console.print(f"{workload.name}: initialising {name} ...")
-            fields = fields_of(folder) | INITIALISATION | DRAFTERS[name]
-            fields |= {"generation.speculation": f"{{{eagle3(3)}}}"}
+            fields = fields_of(workload, folder) | INITIALISATION | DRAFTERS[name]
             runs = folder / f"{name}-run"
             shutil.rmtree(runs, ignore_errors=True)
             call(begin(fields, runs, "drafter", "init", "--out", str(folder / name)), folder / f"{name}.log")
 
 
-def fields_of(folder: Path) -> dict[str, str]:
+def fields_of(workload: Workload, folder: Path) -> dict[str, str]:
     """Fields of the run file that all rows of a workload share. folder: the workload's."""
-    return COMMON | {"model.path": json.dumps(str(folder / "policy"))}
+    return COMMON | workload.overrides | {"model.path": json.dumps(str(folder / "policy"))}
 
 
-def run_once(configuration: Configuration, number: int, folder: Path, steps: int) -> Steps:
+def run_once(workload: Workload, configuration: Configuration, number: int, folder: Path, steps: int) -> Steps:
     """One run of a row, or what an earlier one of the same settings left. Raises Failed."""
     runs = folder / "runs" / f"{configuration.name.replace(':', '-')}-round{number}"
-    fields = fields_of(folder) | configuration.overrides(folder)
+    fields = fields_of(workload, folder) | configuration.overrides(folder)
     fields |= {"schedule.steps": str(steps), "schedule.seed": str(number), "prompts.shuffleSeed": str(number)}
     wanted = digest(load_spec(RUN_FILE, overrides_of(fields)))
     found = finished(runs, wanted)
@@ -188,7 +189,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> tuple[dict[str, 
         began = time.monotonic()
         console.print(f"[{done}/{len(tasks)}] {workload.name} {configuration.name}, round {number} ...", end=" ")
         try:
-            steps = run_once(configuration, number, arguments.out / workload.name, arguments.steps)
+            steps = run_once(workload, configuration, number, arguments.out / workload.name, arguments.steps)
         except Failed as error:
             failures += 1
             console.print(f"FAILED: {error}")
@@ -238,7 +239,7 @@ def main() -> None:
     parser.add_argument("--only", choices=workloads, help="one workload (default: both)")
     parser.add_argument("--configs", type=lambda text: text.split(","), default=(), help=f"rows, of {', '.join(NAMES)}")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each row (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=5, help="of each run, warm-up included (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=10, help="of each run, warm-up included (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help=f"--only base --configs {','.join(QUICK)}")
     parser.add_argument("--json", type=Path, help="also write the rows here")
     arguments = parser.parse_args()

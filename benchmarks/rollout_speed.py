@@ -69,7 +69,7 @@ async def overhead(engine: Engine, spec: RunSpec, turns: int) -> list[float]:
     """Tokens per second through specrl over those of a plain loop, turn by turn, all requests at once."""
     prompts = load_prompts(spec)
     batch = spec.generation.max_live_rollouts
-    server, port = await serve(GenerationService(engine, spec.weights).add_to, "127.0.0.1", 0)
+    server, port = await serve(GenerationService(engine, spec.weights, 0.0).add_to, "127.0.0.1", 0)
     ratios: list[float] = []
     async with GenerationClient(f"127.0.0.1:{port}") as client:
         for turn in range(turns + 1):

@@ -2,25 +2,34 @@
 
     python benchmarks/speculation.py --run runs/demo-1                # the demo's policy with its trained drafter
 
-One process, engines side by side: `none`; the trained drafter, its length fixed at 1 to 5 in turns and then left to the
-controller; and under the controller two more drafters: a useless one (random weights), and an adversarial one (the
+One process, engines side by side: `none`; the trained drafter, its length fixed at 1 to 5 in turns; the same left to
+the controller; and under the controller two more drafters: a useless one (random weights), and an adversarial one (the
 trained head with its output layer negated, so that it proposes what the policy likes least).
 
-Two measurements, in turns on the same prompts and seeds, every turn in another order:
-    load    so many rollouts live all the time
-    drain   a full batch at once, until the last one has finished: the live batch falls from full to 1
-Speeds are tokens per second relative to `none` in the same turn; median and range. "against the best" divides by the
-fixed length with the best median at that load, which nobody told the controller.
+Two measurements on the same prompts:
+    load    so many rollouts live all the time in every engine; all engines are paused but one, which computes for a
+            fifth of a second, then the next one, in another order every round, so that noise meets all alike. The
+            controllers begin each load anew, and have twelve seconds to know it
+    drain   a full batch at once, until the last one has finished: the live batch falls from full to 1; in turns
+Speeds are tokens per second relative to `none` in the same round or turn: median, and the interval that holds the true
+one with 95 %. "against the best" divides by the best fixed length at that load, which nobody told the controller. Which
+one that is, odd rounds say for even ones and even for odd: the best of several medians is lucky in the rounds that
+chose it.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
+import math
+import random
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -39,9 +48,13 @@ from specrl.prompts.stream import PromptStream
 from specrl.spec import RunSpec, load_spec
 from specrl.spec.generation import Eagle3
 
-NONE, TRAINED, USELESS, ADVERSARIAL = "none", "adaptive", "useless drafter", "adversarial drafter"
+NONE, FIXED, ADAPTIVE, USELESS, ADVERSARIAL = "none", "fixed", "adaptive", "useless drafter", "adversarial drafter"
+CONTROLLED = (ADAPTIVE, USELESS, ADVERSARIAL)
 DRAIN = "drain"
-WARM_UP_TURNS = 1  # also where the controllers learn acceptance
+SLICE_S = 0.2  # ten steps or more; whatever else the machine does lasts longer, and meets the neighbours, too
+SETTLE_S = 0.02  # outputs of a paused engine's last step arrive
+LEARNING_S = 12.0  # of a load, for each controller
+WARM_UP = 2  # rounds and turns that are not counted
 
 
 @dataclass(frozen=True)
@@ -60,7 +73,7 @@ async def start(spec: RunSpec, policy: Path, drafter: Path, scratch: Path) -> di
     head = load_head(drafter, config)
     head.lm_head.weight.data.neg_()
     save_head(scratch / "adversarial", head, head.lm_head.weight.dtype)
-    heads = {TRAINED: drafter, USELESS: scratch / "useless", ADVERSARIAL: scratch / "adversarial"}
+    heads = {FIXED: drafter, ADAPTIVE: drafter, USELESS: scratch / "useless", ADVERSARIAL: scratch / "adversarial"}
     engines: dict[str, VllmEngine] = {}
     for name in (NONE, *heads):
         fields = mechanism("none" if name == NONE else "eagle3", str(heads.get(name, "")))
@@ -71,82 +84,155 @@ async def start(spec: RunSpec, policy: Path, drafter: Path, scratch: Path) -> di
 
 def modes_of(engines: dict[str, VllmEngine]) -> list[Mode]:
     """What is measured."""
-    fixed = [Mode(f"k = {k}", engines[TRAINED], k) for k in range(1, LONGEST_ADAPTIVE + 1)]
-    return [Mode(NONE, engines[NONE], None), *fixed, *(Mode(n, engines[n], None) for n in engines if n != NONE)]
+    fixed = [Mode(f"k = {k}", engines[FIXED], k) for k in range(1, LONGEST_ADAPTIVE + 1)]
+    return [Mode(NONE, engines[NONE], None), *fixed, *(Mode(name, engines[name], None) for name in CONTROLLED)]
 
 
-async def measure(
-    modes: Sequence[Mode], spec: RunSpec, loads: Sequence[int | str], turns: int, progress: Progress
-) -> dict[str, dict[str, list[float]]]:
-    """Tokens per second by load and mode, one value a turn."""
-    prompts = load_prompts(spec)
-    found: dict[str, dict[str, list[float]]] = {}
-    task = progress.add_task("measuring", total=len(loads) * (turns + WARM_UP_TURNS) * len(modes))
-    for load in loads:
-        speeds: dict[str, list[float]] = {mode.name: [] for mode in modes}
-        for number in range(turns + WARM_UP_TURNS):
-            shift = number % len(modes)
-            for mode in [*modes[shift:], *modes[:shift]]:
-                speed = await one(mode, spec, prompts, load, number)
-                if number >= WARM_UP_TURNS:
-                    speeds[mode.name].append(speed)
-                progress.advance(task)
-        found[str(load)] = speeds
-    return found
+class Load:
+    """So many rollouts live all the time in one engine, of which only the time between resume and pause counts."""
+
+    def __init__(self, engine: VllmEngine, spec: RunSpec, prompts: PromptStream, live: int) -> None:
+        self._engine, self._spec, self._prompts = engine, spec, prompts
+        self._finished = 0
+        self._numbers = itertools.count()
+        self._tasks = [asyncio.create_task(self._keep_one()) for _ in range(live)]
+
+    async def _keep_one(self) -> None:
+        while True:
+            number = next(self._numbers)
+            name = f"{len(self._tasks)}-{number}"
+            request = a_request(self._spec, self._prompts.prompt(number).token_ids, name, number)
+            async for rollout in self._engine.generate([request], admit_together=False):
+                self._finished += rollout.length
+
+    async def speed(self, seconds: float) -> float:
+        """Tokens per second while the engine computes for so long."""
+        before, began = self._tokens(), time.perf_counter()
+        await self._engine.resume()
+        await asyncio.sleep(seconds)
+        await self._engine.pause()
+        took = time.perf_counter() - began
+        await asyncio.sleep(SETTLE_S)
+        return (self._tokens() - before) / took
+
+    def _tokens(self) -> int:
+        return self._finished + sum(len(completion.token_ids) for completion in self._engine._live.values())
+
+    async def close(self) -> None:
+        """Abort what is live; the engine computes again."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._engine.resume()
 
 
-async def one(mode: Mode, spec: RunSpec, prompts: PromptStream, load: int | str, number: int) -> float:
-    """One turn of one mode: tokens per second."""
-    full = spec.generation.max_live_rollouts
-    count, live = (full, full) if isinstance(load, str) else (max(2 * load, 12), load)
-    requests = [
-        a_request(spec, prompts.prompt(place).token_ids, f"{number}-{place}", 1000 * number + place)
-        for place in range(count)
-    ]
-    named = [replace(request, rollout_id=f"{mode.name}-{load}-{request.rollout_id}") for request in requests]
-    if mode.length is not None or mode.name == TRAINED:
+async def choose(mode: Mode) -> None:
+    """Hold the engine at the mode's length."""
+    if mode.length is not None:
         await drafting.fix(mode.engine._llm, mode.length)
-    return (await turn(mode.engine, named, live)).tokens_per_s
+
+
+async def begin_anew(modes: Sequence[Mode]) -> list[Mode]:
+    """Have the controllers decide from what they see from now on. Returns their modes."""
+    controlled = [mode for mode in modes if mode.name in CONTROLLED]
+    for mode in controlled:
+        await drafting.fix(mode.engine._llm, None)
+    return controlled
+
+
+async def speeds_at(
+    live: int, modes: Sequence[Mode], spec: RunSpec, rounds: int, advance: Callable[[], None]
+) -> dict[str, list[float]]:
+    """Tokens per second at one load by mode, one value a round."""
+    prompts = load_prompts(spec)
+    engines = list({id(mode.engine): mode.engine for mode in modes}.values())
+    for engine in engines:
+        await engine.pause()
+    loads = {id(engine): Load(engine, spec, prompts, live) for engine in engines}
+    for mode in await begin_anew(modes):
+        await loads[id(mode.engine)].speed(LEARNING_S)
+    speeds: dict[str, list[float]] = {mode.name: [] for mode in modes}
+    for number in range(rounds + WARM_UP):
+        for mode in in_order(modes, number):
+            await choose(mode)
+            speed = await loads[id(mode.engine)].speed(SLICE_S)
+            if number >= WARM_UP:
+                speeds[mode.name].append(speed)
+            advance()
+    for load in loads.values():
+        await load.close()
+    return speeds
+
+
+async def speeds_of_drain(
+    modes: Sequence[Mode], spec: RunSpec, turns: int, advance: Callable[[], None]
+) -> dict[str, list[float]]:
+    """Tokens per second of a full batch until it is empty by mode, one value a turn."""
+    prompts, full = load_prompts(spec), spec.generation.max_live_rollouts
+    await begin_anew(modes)
+    speeds: dict[str, list[float]] = {mode.name: [] for mode in modes}
+    for number in range(turns + WARM_UP):
+        requests = [
+            a_request(spec, prompts.prompt(place).token_ids, f"{number}-{place}", 1000 * number + place)
+            for place in range(full)
+        ]
+        for mode in in_order(modes, number):
+            await choose(mode)
+            named = [replace(request, rollout_id=f"{mode.name}-{request.rollout_id}") for request in requests]
+            speed = (await turn(mode.engine, named, full)).tokens_per_s
+            if number >= WARM_UP:
+                speeds[mode.name].append(speed)
+            advance()
+    return speeds
+
+
+def in_order(modes: Sequence[Mode], number: int) -> list[Mode]:
+    """Another order every round, the same in every run."""
+    return random.Random(number).sample(modes, len(modes))  # noqa: S311 - no secret
 
 
 def rows_of(found: dict[str, dict[str, list[float]]]) -> list[dict[str, Any]]:
     """Ratios to `none`, turn by turn, and of the adaptive length to the best fixed one and to k = 3."""
     rows: list[dict[str, Any]] = []
     for load, speeds in found.items():
-        ratios = {
-            name: [mine / base for mine, base in zip(own, speeds[NONE], strict=True)] for name, own in speeds.items()
-        }
-        best = max((name for name in ratios if name.startswith("k = ")), key=lambda name: median(ratios[name]))
-        against = {
-            other: [mine / theirs for mine, theirs in zip(speeds[TRAINED], speeds[other], strict=True)]
-            for other in (best, "k = 3")
-        }
+        ratios = {name: _ratios(own, speeds[NONE]) for name, own in speeds.items()}
+        rows += [{"load": load, "mode": name, **_spread(own)} for name, own in ratios.items() if name != NONE]
+        fixed = {name: own for name, own in speeds.items() if name.startswith("k = ")}
+        against_best: list[float] = []
+        best: list[str] = []
+        for half in (0, 1):
+            chosen = max(fixed, key=lambda name: median(ratios[name][1 - half :: 2]))
+            best.append(chosen)
+            against_best += _ratios(speeds[ADAPTIVE][half::2], fixed[chosen][half::2])
         rows += [
-            {"load": load, "mode": name, "speed": median(own), "low": min(own), "high": max(own)}
-            for name, own in ratios.items()
-            if name != NONE
+            {"load": load, "against": " or ".join(sorted(set(best))), "isBest": True, **_spread(against_best)},
+            {"load": load, "against": "k = 3", **_spread(_ratios(speeds[ADAPTIVE], speeds["k = 3"]))},
         ]
-        rows.append(
-            {
-                "load": load,
-                "mode": "adaptive against",
-                "best": best,
-                "againstBest": median(against[best]),
-                "againstThree": median(against["k = 3"]),
-            }
-        )
     return rows
+
+
+def _ratios(mine: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    return [one / other for one, other in zip(mine, theirs, strict=True)]
+
+
+def _spread(ratios: Sequence[float]) -> dict[str, float]:
+    """The median, and the order statistics between which the true one lies with 95 %."""
+    ranked, count = sorted(ratios), len(ratios)
+    reach = 0.98 * math.sqrt(count)
+    low, high = max(0, math.floor(count / 2 - reach)), min(count - 1, math.ceil(count / 2 + reach))
+    return {"speed": median(ranked), "low": ranked[low], "high": ranked[high]}
 
 
 def tables(rows: Sequence[dict[str, Any]]) -> list[Table]:
     """For people."""
-    speeds = Table("live", "mode", "speed (median)", "range")
-    against = Table("live", "best fixed length", "adaptive against it", "adaptive against k = 3")
+    speeds = Table("live", "mode", "speed (median)", "95 %")
+    against = Table("live", "adaptive against", "speed (median)", "95 %")
     for row in rows:
-        if "best" in row:
-            against.add_row(row["load"], row["best"], f"{row['againstBest']:.3f}x", f"{row['againstThree']:.3f}x")
+        shown = f"{row['speed']:.3f}x", f"{row['low']:.3f}-{row['high']:.3f}"
+        if "against" in row:
+            against.add_row(row["load"], f"best fixed: {row['against']}" if "isBest" in row else row["against"], *shown)
         else:
-            speeds.add_row(row["load"], row["mode"], f"{row['speed']:.2f}x", f"{row['low']:.2f}-{row['high']:.2f}")
+            speeds.add_row(row["load"], row["mode"], *shown)
     return [speeds, against]
 
 
@@ -158,8 +244,13 @@ async def run(arguments: argparse.Namespace, console: Console) -> None:
         engines = await start(spec, export / "policy", export / "drafter", Path(scratch))
         try:
             modes = modes_of(engines)
-            found = await measure(modes, spec, [*arguments.batches, DRAIN], arguments.turns, bar)
-            reports = {name: await drafting.report(e._llm) for name, e in engines.items() if name != NONE}
+            total = len(modes) * (len(arguments.batches) * (arguments.rounds + WARM_UP) + arguments.turns + WARM_UP)
+            advance = partial(bar.advance, bar.add_task("measuring", total=total))
+            found = {}
+            for live in arguments.batches:
+                found[str(live)] = await speeds_at(live, modes, spec, arguments.rounds, advance)
+            found[DRAIN] = await speeds_of_drain(modes, spec, arguments.turns, advance)
+            reports = {name: await drafting.report(engines[name]._llm) for name in CONTROLLED}
         finally:
             await close_engines(dict(engines))
     rows = rows_of(found)
@@ -177,7 +268,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, required=True, help="folder of a finished run with an EAGLE-3 drafter")
     parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")], default=[1, 4, 16, 64])
-    parser.add_argument("--turns", type=int, default=5, help="measured turns of each (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=60, help="measured rounds at each load (default: %(default)s)")
+    parser.add_argument("--turns", type=int, default=16, help="measured turns of the drain (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="also write the rows here")
     asyncio.run(run(parser.parse_args(), Console()))
 

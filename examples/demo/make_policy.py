@@ -1,11 +1,13 @@
 """Make the demo's base policy on the spot: a tiny Qwen3 model, undertrained on worked solutions of generated problems.
 
     python examples/demo/make_policy.py --out DIR [--steps N] [--seed S] [--layers N] [--worked-only] [--difficulty N]
+                                        [--calculator]
 
 What it leaves is an ordinary Hugging Face checkpoint with a tokenizer, which vLLM, Megatron and transformers load. It
 has read what a base model has read: problems worked out step by step, and problems with the answer alone. So it
 often answers at once, and is then mostly wrong. That working a problem out pays is what RL is to teach it. With
-`--worked-only` it has learnt that already: every answer is worked out, and long.
+`--worked-only` it has learnt that already: every answer is worked out, and long. With `--calculator` the problems are
+sums, and those that are worked out are so by a call of a tool, for examples/tools/run.yaml.
 The number of steps is fixed, not the time, so one seed gives one policy (on one machine and number of threads).
 Deeper and narrower than such a small model would otherwise be: speculation gains when the policy is much dearer than
 a drafter of one layer. Nothing is downloaded.
@@ -16,10 +18,12 @@ from __future__ import annotations
 import argparse
 import math
 import random
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -32,6 +36,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from specrl.prompts.families import Problem, default_difficulty, family_names, generate_problem
 
 FAMILY = "wheels"
+CALCULATED = "addition"
 STEPS = 150
 SEED = 0
 LAYERS = 8
@@ -41,6 +46,7 @@ WARM_UP_STREAM = 1_000_000
 VOCABULARY = 384  # 256 bytes, 4 special tokens, and the words of the families
 MATRIX_RATE = 3e-3
 OTHER_RATE = 2e-3
+NOT_PREDICTED = -100  # what torch's cross entropy leaves out
 WARM_UP_STEPS = 15
 
 PAD, USER, ASSISTANT, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"
@@ -56,11 +62,13 @@ class Texts:
     """What a batch holds: so many problems worked out, and so many with the answer alone.
 
     difficulty: steps that every problem is longer by, as `difficulty` in a run file's generated source.
+    has_calculator: problems are sums, worked out by a call of a tool.
     """
 
     worked: int = 12
     alone: int = 8
     difficulty: int = 0
+    has_calculator: bool = False
 
 
 def make_policy(out: Path, steps: int = STEPS, seed: int = SEED, layers: int = LAYERS, texts: Texts = Texts()) -> None:
@@ -70,14 +78,14 @@ def make_policy(out: Path, steps: int = STEPS, seed: int = SEED, layers: int = L
     """
     if out.exists():
         raise FileExistsError(f"out must not exist, got out={out}; remove it or name another folder")
-    tokenizer = build_tokenizer()
+    tokenizer = build_tokenizer(texts)
     torch.manual_seed(seed)
     model = build_model(tokenizer, layers)
     train(model, stream_batches(tokenizer, seed, texts), steps)
     save_whole(model, tokenizer, out)
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer(texts: Texts) -> PreTrainedTokenizerFast:
     """Build a byte-level BPE that encodes any text, with every digit a token and the families' words whole."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
@@ -91,7 +99,8 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     problems = [generate_problem(family, WARM_UP_STREAM, index) for family in family_names() for index in range(300)]
-    bpe.train_from_iterator((text for p in problems for text in (p.question, p.solution)), trainer)
+    calls = ("".join(work(problem)) for problem in problems if texts.has_calculator and problem.family == CALCULATED)
+    bpe.train_from_iterator(chain((text for p in problems for text in (p.question, p.solution)), calls), trainer)
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=bpe,
         pad_token=PAD,
@@ -200,14 +209,18 @@ def orthogonalise(matrices_NRC: Tensor) -> Tensor:
 def stream_batches(tokenizer: PreTrainedTokenizerFast, seed: int, texts: Texts) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (inputs, targets) [worked + alone, T]; worked solutions of a batch are of like length: little padding."""
     rng = random.Random(seed)  # noqa: S311 - an order, not a secret
-    usual, extra = default_difficulty(FAMILY), texts.difficulty
+    family = CALCULATED if texts.has_calculator else FAMILY
+    usual, extra = default_difficulty(family), texts.difficulty
     difficulty = replace(usual, shortest=usual.shortest + extra, longest=usual.longest + extra)
     start = 0
     while True:
         indices = range(start, start + 10 * (texts.worked + texts.alone))
-        problems = [generate_problem(FAMILY, WARM_UP_STREAM + seed, index, difficulty) for index in indices]
+        problems = [generate_problem(family, WARM_UP_STREAM + seed, index, difficulty) for index in indices]
         many = 10 * texts.worked
-        worked = [encode(tokenizer, problem, problem.solution) for problem in problems[:many]]
+        worked = [
+            encode(tokenizer, problem, *(work(problem) if texts.has_calculator else (problem.solution,)))
+            for problem in problems[:many]
+        ]
         alone = [encode(tokenizer, problem, f"#### {problem.answer}") for problem in problems[many:]]
         worked.sort(key=lambda row: len(row[0]) + len(row[1]))
         places = list(range(10))
@@ -218,20 +231,38 @@ def stream_batches(tokenizer: PreTrainedTokenizerFast, seed: int, texts: Texts) 
         start = indices.stop
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, problem: Problem, solution: str) -> tuple[list[int], list[int]]:
-    """Return a problem's prompt and a solution of it as token ids, in the chat template's form."""
-    return tokenizer.encode(USER + problem.question + ASSISTANT), tokenizer.encode(solution + END)
+def work(problem: Problem) -> tuple[str, str, str]:
+    """A sum worked out: the call, what the tool writes in the way of a run file's defaults, and the answer."""
+    first, second = re.findall(r"[0-9]+", problem.question)
+    return f"<tool>{first}+{second}</tool>", f"<output>{problem.answer}</output>", f"#### {problem.answer}"
 
 
-def pad(rows: list[tuple[list[int], list[int]]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Stack rows padded on the right; targets are shifted by one, and -100 where nothing is to be predicted."""
-    width = max(len(prompt) + len(solution) for prompt, solution in rows)
+Row = tuple[list[int], list[int], list[int]]
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, problem: Problem, *turns: str) -> Row:
+    """Return a problem's prompt and a solution of it as token ids, and what is to be predicted of the solution.
+
+    turns: what the policy writes, between what a tool writes, which is read and not predicted.
+    """
+    solution: list[int] = []
+    targets: list[int] = []
+    for place, text in enumerate((*turns[:-1], turns[-1] + END)):
+        tokens = tokenizer.encode(text)
+        solution += tokens
+        targets += tokens if place % 2 == 0 else [NOT_PREDICTED] * len(tokens)
+    return tokenizer.encode(USER + problem.question + ASSISTANT), solution, targets
+
+
+def pad(rows: list[Row], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Stack rows padded on the right; targets are shifted by one, where anything is to be predicted."""
+    width = max(len(prompt) + len(solution) for prompt, solution, _ in rows)
     inputs_BT = torch.full((len(rows), width), pad_id)
-    targets_BT = torch.full((len(rows), width), -100)
-    for row, (prompt, solution) in enumerate(rows):
+    targets_BT = torch.full((len(rows), width), NOT_PREDICTED)
+    for row, (prompt, solution, targets) in enumerate(rows):
         end = len(prompt) + len(solution)
         inputs_BT[row, :end] = torch.tensor(prompt + solution)
-        targets_BT[row, len(prompt) - 1 : end - 1] = torch.tensor(solution)
+        targets_BT[row, len(prompt) - 1 : end - 1] = torch.tensor(targets)
     return inputs_BT, targets_BT
 
 
@@ -269,8 +300,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=LAYERS, help="depth of the policy (default %(default)s)")
     parser.add_argument("--worked-only", action="store_true", help="read worked solutions alone: long answers")
     parser.add_argument("--difficulty", type=int, default=0, help="steps that problems are longer by (default 0)")
+    parser.add_argument("--calculator", action="store_true", help="read sums, worked out by calls of a tool")
     arguments = parser.parse_args()
-    texts = Texts(alone=0 if arguments.worked_only else Texts.alone, difficulty=arguments.difficulty)
+    alone = 0 if arguments.worked_only else Texts.alone
+    texts = Texts(alone=alone, difficulty=arguments.difficulty, has_calculator=arguments.calculator)
     make_policy(arguments.out, arguments.steps, arguments.seed, arguments.layers, texts)
     print(f"policy written to {arguments.out}")
 

@@ -6,6 +6,7 @@
     ├── CheckpointInvalid    (ValueError)       a model, drafter or trainer checkpoint is missing or does not fit
     ├── RecordInvalid        (ValueError)       a rollout, group or batch breaks its own rules (poisoned)
     ├── ChecksumMismatch     (ValueError)       weights that arrived are not the weights that were sent
+    ├── MessageTooLarge      (ValueError)       a message is larger than any of its run needs to be
     ├── VersionConflict      (ValueError)       a call names a step, version or group that is not the current one
     ├── PortTaken            (OSError)          another process listens there
     ├── MemoryTooSmall       (MemoryError)      the machine cannot hold what the run asks for
@@ -16,7 +17,10 @@
     ├── TrainerFailed        (RuntimeError)     Megatron stopped or refused
     ├── SamplerDisagrees     (RuntimeError)     a replica samples from another policy than the trainer's
     ├── StoreFailed          (RuntimeError)     the run's state could not be read or written
+    ├── StoreInvalid         (ValueError)       what holds the run's state is not what this coordinator may write to
     ├── VerifierFailed       (RuntimeError)     a verifier crashed, hung or answered nonsense; never a zero reward
+    ├── ToolFailed           (RuntimeError)     a tool crashed, hung or answered nonsense; its rollout is sampled again
+    ├── TransitionForbidden  (RuntimeError)     a state machine was led where its table has no way: our bug
     └── RunInvalid           (ValueError)       a run directory cannot be started or resumed
 
 Each class fixes its gRPC status and whether the same call may be tried again. Messages follow one form:
@@ -105,6 +109,13 @@ class ChecksumMismatch(SpecrlError, ValueError):
     retryable = True
 
 
+class MessageTooLarge(SpecrlError, ValueError):
+    """A message is larger than the largest legal one of the run. It was not sent, or not read."""
+
+    grpc_status = "RESOURCE_EXHAUSTED"
+    exit_code = 2
+
+
 class VersionConflict(SpecrlError, ValueError):
     """A call names a step, policy version or weight group that the callee does not have."""
 
@@ -170,8 +181,23 @@ class StoreFailed(SpecrlError, RuntimeError):
     retryable = True
 
 
+class StoreInvalid(SpecrlError, ValueError):
+    """The store answers and must not be used: another coordinator's, another run's or version's, damaged, lossy."""
+
+    grpc_status = "FAILED_PRECONDITION"
+    exit_code = 2
+
+
 class VerifierFailed(SpecrlError, RuntimeError):
     """A verifier crashed, hung or answered nonsense. The rollout is ungraded, which is not the same as wrong."""
+
+
+class ToolFailed(SpecrlError, RuntimeError):
+    """A tool crashed, hung or answered nonsense. What the policy did wrong is no such failure but the tool's output."""
+
+
+class TransitionForbidden(SpecrlError, RuntimeError):
+    """A state machine was led where its table has no way. A bug; the run ends rather than go on in an unknown state."""
 
 
 class RunInvalid(SpecrlError, ValueError):
@@ -188,6 +214,7 @@ BY_NAME: dict[str, type[SpecrlError]] = {
         CheckpointInvalid,
         RecordInvalid,
         ChecksumMismatch,
+        MessageTooLarge,
         VersionConflict,
         PortTaken,
         MemoryTooSmall,
@@ -198,7 +225,10 @@ BY_NAME: dict[str, type[SpecrlError]] = {
         TrainerFailed,
         SamplerDisagrees,
         StoreFailed,
+        StoreInvalid,
         VerifierFailed,
+        ToolFailed,
+        TransitionForbidden,
         RunInvalid,
     )
 }

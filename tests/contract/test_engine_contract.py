@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +25,17 @@ from specrl.errors import (
     VersionConflict,
 )
 from specrl.generation.engine import Engine
-from specrl.records import NO_DRAFTER, RolloutRequest, Sampling, TensorMeta, WeightOwner
+from specrl.records import (
+    NO_DRAFTER,
+    FinishReason,
+    RolloutRequest,
+    Sampling,
+    TensorMeta,
+    WeightChecksums,
+    WeightGroup,
+    WeightOwner,
+)
+from specrl.weights import files
 
 if TYPE_CHECKING:
     from tests.vllm_cases import Engines
@@ -136,6 +147,28 @@ async def sender() -> AsyncIterator[WeightSender]:
     found.close()
 
 
+async def test_a_stop_string_ends_a_completion_at_the_token_that_completes_it(case: Case) -> None:
+    """A turn goes on from that token, also where drafts after it had been accepted."""
+    (request,) = case.requests(1, max_tokens=24)
+    (whole,) = await _collect(case, [request])
+    assert whole.stop == ""
+    stop = next(
+        whole.text[first : first + 2]
+        for first in range(8, len(whole.text) - 4)
+        if whole.text.find(whole.text[first : first + 2]) == first and "\ufffd" not in whole.text[first : first + 2]
+    )
+    stopping = replace(request, sampling=replace(request.sampling, stop=("never said", stop)))
+    (ended,) = await _collect(case, [stopping])
+    ended.check(24)
+    assert (ended.finish_reason, ended.stop) == (FinishReason.STOP, stop)
+    assert ended.text == whole.text.partition(stop)[0]
+    assert ended.length < whole.length
+    np.testing.assert_array_equal(ended.token_ids_T, whole.token_ids_T[: ended.length])
+    one_less = replace(stopping, sampling=replace(stopping.sampling, max_tokens=ended.length - 1))
+    (shorter,) = await _collect(case, [one_less])
+    assert shorter.stop == "", "the last token is what completes it"
+
+
 async def _collect(case: Case, requests: Sequence[RolloutRequest], together: bool = True) -> list[Any]:
     found = {rollout.rollout_id: rollout async for rollout in case.engine.generate(requests, together)}
     return [found[request.rollout_id] for request in requests]
@@ -184,13 +217,15 @@ async def test_paused_engine_keeps_requests_and_finishes_them_after_resume(case:
 
 async def test_weights_that_change_in_flight_split_rollouts_by_version(case: Case, sender: WeightSender) -> None:
     before, old = (await case.engine.status()).policy_version, case.current
+    number = before + 1
+    _, sent = await transfer(case.engine, sender, case.weights[1 - old], number)
     requests = case.requests(4, max_tokens=200, temperature=0)
     generated = (await case.engine.status()).speculation.generated_tokens
     running = asyncio.create_task(_collect(case, requests))
     while (await case.engine.status()).speculation.generated_tokens < generated + 40:  # noqa: ASYNC110 - a counter
         await asyncio.sleep(0.002)
-    number = await case.update(sender)
-    assert number == before + 1
+    await case.engine.load(sent)
+    case.current = 1 - old
     rollouts = await running
     crossed = [rollout for rollout in rollouts if len(rollout.versions) == 2]
     assert crossed, "every rollout ended before the update; lengthen them"
@@ -209,7 +244,7 @@ async def test_corrupt_transfer_is_refused_and_a_repeated_one_is_taken(case: Cas
     with pytest.raises(ChecksumMismatch, match=case.spoilt):
         await case.engine.load(sent)
     status = await case.engine.status()
-    assert (status.policy_version, status.is_paused) == (before, True)
+    assert (status.policy_version, status.is_paused) == (before, False)
     with pytest.raises(VersionConflict):  # what was staged is gone
         await case.engine.load(sent)
     _, sent = await transfer(case.engine, sender, new, before + 1)
@@ -221,12 +256,28 @@ async def test_corrupt_transfer_is_refused_and_a_repeated_one_is_taken(case: Cas
     assert case.margins(case.current, case.requests(1)[0].prompt_token_ids, fresh.token_ids_T.tolist()).max() < 1e-3
 
 
+async def test_weights_can_arrive_as_files(case: Case, tmp_path: Path) -> None:
+    before, new = (await case.engine.status()).policy_version, case.weights[1 - case.current]
+    sums = files.write(tmp_path / "version", manifest_of(new), [(meta.name, tensor) for meta, tensor in new])
+    group = WeightGroup("", "", 0, 0, 1, 60.0, "checkpoint", str(tmp_path / "version"))
+    with pytest.raises(ChecksumMismatch, match="must be whole"):
+        await case.engine.receive(replace(group, folder=str(tmp_path)), manifest_of(new), before + 1)
+    received = await case.engine.receive(group, manifest_of(new), before + 1)
+    assert received == WeightChecksums(before + 1, sums)
+    await case.engine.load(received)
+    case.current = 1 - case.current
+    (fresh,) = await _collect(case, case.requests(1, temperature=0))
+    assert fresh.versions[0].policy_version == before + 1
+    assert case.margins(case.current, case.requests(1)[0].prompt_token_ids, fresh.token_ids_T.tolist()).max() < 1e-3
+
+
 async def test_aborted_update_leaves_the_version_before(case: Case, sender: WeightSender) -> None:
     before = (await case.engine.status()).policy_version
     await transfer(case.engine, sender, case.weights[1 - case.current], before + 1)
     await case.engine.discard()
     await case.engine.discard()
-    await case.engine.resume()
+    with pytest.raises(VersionConflict):
+        await case.engine.load(await _claim(case))
     (rollout,) = await _collect(case, case.requests(1, temperature=0))
     assert rollout.versions[0].policy_version == before
     assert case.margins(case.current, case.requests(1)[0].prompt_token_ids, rollout.token_ids_T.tolist()).max() < 1e-3
@@ -241,30 +292,32 @@ async def test_the_drafters_version_is_the_one_that_was_sent_with_it(case: Case,
     assert (status.policy_version, status.drafter_version) == (before + 1, expected)
 
 
-async def test_weights_arrive_at_a_paused_engine_only(case: Case, sender: WeightSender) -> None:
-    with pytest.raises(VersionConflict, match="paused"):
-        await case.engine.receive(sender.group(), manifest_of(case.weights[0]), 99)
-    _, sent = await transfer(case.engine, sender, case.weights[case.current], 5)
+async def test_rollouts_begin_and_end_while_weights_arrive(case: Case, sender: WeightSender) -> None:
+    before = (await case.engine.status()).policy_version
+    receiving = asyncio.create_task(case.engine.receive(sender.group(), manifest_of(case.weights[0]), before + 1))
+    await asyncio.sleep(0.1)  # it waits in the group, for a sender that is not there yet
+    for together in (True, False):
+        for rollout in await _collect(case, case.requests(3), together=together):
+            assert {span.policy_version for span in rollout.versions} == {before}
+    assert not receiving.done()
+    assert not (await case.engine.status()).is_paused
+    received, sent = await asyncio.gather(receiving, sender.send(case.weights[case.current], before + 1))
+    assert sent == received
     with pytest.raises(ChecksumMismatch, match="version"):
-        await case.engine.load(replace(sent, policy_version=6))
-    await case.engine.resume()
+        await case.engine.load(replace(sent, policy_version=before + 2))
 
 
 async def test_trainer_that_never_comes_costs_the_deadline_and_nothing_else(case: Case) -> None:
     absent = WeightSender(timeout_s=1.0)
-    await case.engine.pause()
     with pytest.raises((DeadlineExceeded, PeerUnavailable)):
         await case.engine.receive(absent.group(), manifest_of(case.weights[0]), 99)
     absent.close()
     with pytest.raises(VersionConflict):
         await case.engine.load(await _claim(case))
-    await case.engine.resume()
     assert len(await _collect(case, case.requests(2))) == 2
 
 
 async def _claim(case: Case) -> Any:
-    from specrl.records import WeightChecksums
-
     return WeightChecksums(99, (0,) * len(case.weights[0]))
 
 

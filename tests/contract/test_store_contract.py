@@ -1,100 +1,607 @@
-"""One suite for every Store: what is put is durable, what is trained is forgotten, the first batch of a step stays."""
+"""One suite for every Store: what is put is durable, what is trained is forgotten, the first batch of a step stays.
+
+Also: each write is whole or absent wherever its process dies, a newer claim shuts an older one out, and what stops a
+store for a while costs it nothing.
+"""
 
 from __future__ import annotations
 
+import os
+import random
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.redis_servers import RedisProcess, needs_redis
+from tests.redis_servers import settings as redis_settings
+from tests.small_disk import a_small_disk
+from tests.store_crashes import WRITES, a_rollout, content, open_at, points
 
-from specrl.coordinator.store import SqliteStore, Store, StoredRollout
-from specrl.errors import StoreFailed
+from specrl.coordinator.store import REPORTS_KEPT, SCHEMA_VERSION, Claim, SqliteStore, Store, redis_store, sqlite_store
+from specrl.coordinator.store.redis_store import RedisStore
+from specrl.errors import StoreFailed, StoreInvalid
 
-Open = Callable[[], Store]
+REPOSITORY = Path(__file__).parents[2]
+GROUPS = [(index, sample) for index in range(3) for sample in range(2)]
+"""Places and samples of a step of three prompts with two rollouts each."""
 
 
-@pytest.fixture(params=["sqlite"])
-def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
-    """Opens the same store again, as a restarted coordinator does."""
-    opened: list[Store] = []
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProcess]:
+    """A server that no test stops or changes; each test has its own prefix."""
+    server = RedisProcess(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.kill()
 
-    def open_again() -> Store:
-        opened.append(SqliteStore(tmp_path / "store.db"))
-        return opened[-1]
 
-    yield open_again
-    for store in opened:
+@dataclass
+class Place:
+    """Where one test's store lies, and how to open it."""
+
+    kind: str
+    folder: Path
+    server: RedisProcess | None = None
+    opened: list[Store] = field(default_factory=list)
+
+    def open(self, claim: Claim | None = None) -> Store:
+        """Open to write, as a coordinator that starts does."""
+        if self.server is None:
+            store: Store = SqliteStore(self.folder / "store.db", claim)
+        else:
+            store = RedisStore(redis_settings(self.server, timeout_s=10), self.prefix, claim or Claim(run_id="run"))
+        self.opened.append(store)
+        return store
+
+    def read(self) -> Store:
+        """Open to read, as the command line does."""
+        if self.server is None:
+            store: Store = SqliteStore(self.folder / "store.db", is_reader=True)
+        else:
+            store = RedisStore(redis_settings(self.server, timeout_s=10), self.prefix, None)
+        self.opened.append(store)
+        return store
+
+    def room(self) -> tuple[int, int]:
+        """Rows, or entries of all keys but those about the claim; and bytes of the file's pages, or of the keys."""
+        if self.server is None:
+            with closing(sqlite3.connect(self.folder / "store.db")) as other:
+                counted = "(select count(*) from facts) + (select count(*) from rollouts) "
+                counted += "+ (select count(*) from batches) + (select count(*) from steps)"
+                (rows,) = other.execute(f"select {counted}").fetchone()
+                (pages,) = other.execute("pragma page_count").fetchone()
+                (of_bytes,) = other.execute("pragma page_size").fetchone()
+            return rows, pages * of_bytes
+        with self.server.client() as other:
+            keys = sorted(other.scan_iter(match=f"{self.prefix}:*"))
+            hashes = [key for key in keys if other.type(key) == b"hash" and not key.endswith(b":meta")]
+            return sum(other.hlen(key) for key in hashes), sum(other.memory_usage(key, samples=0) for key in keys)
+
+    @property
+    def prefix(self) -> str:
+        return f"test:{self.folder.parent.name}:{self.folder.name}"
+
+
+@pytest.fixture(params=["sqlite", pytest.param("redis", marks=needs_redis)])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    server = request.getfixturevalue("redis_server") if request.param == "redis" else None
+    found = Place(request.param, tmp_path, server)
+    yield found
+    for store in found.opened:
         store.close()
 
 
-def a_rollout(step: int = 1, index: int = 0, sample: int = 0, attempt: int = 0, data: bytes = b"x") -> StoredRollout:
-    return StoredRollout(step, index, sample, attempt, data)
+# -- what is kept ------------------------------------------------------------------------------------------------
 
 
-def test_what_was_put_is_there_after_a_restart(reopen: Open) -> None:
-    store = reopen()
-    store.put_rollout(a_rollout(sample=1, data=b"\x00\xff"))
+def test_what_was_put_is_there_after_a_restart(place: Place) -> None:
+    store = place.open()
+    store.put_rollouts([a_rollout(sample=1, data=b"\x00\xff")])
     store.put_batch(1, b"batch")
     store.set_fact("validations", [{"accuracy": 0.5}])
     store.close()
-    again = reopen()
+    again = place.open()
     assert again.rollouts() == [a_rollout(sample=1, data=b"\x00\xff")]
     assert again.batch(1) == b"batch"
     assert again.fact("validations") == [{"accuracy": 0.5}]
 
 
-def test_rollouts_come_back_in_stream_order(reopen: Open) -> None:
-    store = reopen()
-    for key in [(2, 0, 0), (1, 1, 0), (1, 0, 1), (1, 0, 0)]:
-        store.put_rollout(a_rollout(*key))
-    assert [(r.step, r.index, r.sample) for r in store.rollouts()] == [(1, 0, 0), (1, 0, 1), (1, 1, 0), (2, 0, 0)]
+def test_rollouts_come_back_in_stream_order(place: Place) -> None:
+    store = place.open()
+    for key in [(2, 0, 0), (10, 0, 0), (1, 1, 0), (1, 0, 1), (1, 0, 0)]:
+        store.put_rollouts([a_rollout(*key)])
+    order = [(r.step, r.index, r.sample) for r in store.rollouts()]
+    assert order == [(1, 0, 0), (1, 0, 1), (1, 1, 0), (2, 0, 0), (10, 0, 0)]
 
 
-def test_finishing_a_step_forgets_its_rollouts_and_keeps_its_batch(reopen: Open) -> None:
-    store = reopen()
-    store.put_rollout(a_rollout(step=1))
-    store.put_rollout(a_rollout(step=2))
+def test_many_rollouts_come_back_each_once(place: Place) -> None:
+    store = place.open()
+    wanted = [a_rollout(1, index, sample, data=bytes(200)) for index in range(60) for sample in range(16)]
+    store.put_rollouts(wanted)
+    assert store.rollouts() == wanted
+
+
+def test_finishing_a_step_forgets_its_rollouts_and_keeps_its_batch(place: Place) -> None:
+    store = place.open()
+    store.put_rollouts([a_rollout(step=0), a_rollout(step=1), a_rollout(step=2)])
     store.put_batch(1, b"batch")
     store.finish_step(1, {"step": 1})
     assert [r.step for r in store.rollouts()] == [2]
     assert store.trained() == 1
     assert store.batch(1) == b"batch"
+    assert store.batches() == [1]
     store.forget_batches(1)
     assert store.batch(1) is None
+    assert store.batches() == []
 
 
-def test_the_first_batch_of_a_step_stays(reopen: Open) -> None:
-    store = reopen()
-    store.put_batch(1, b"sent")
-    store.put_batch(1, b"assembled again after a restart")
+def test_rollouts_of_overtaken_prompts_stay_until_a_later_step(place: Place) -> None:
+    store = place.open()
+    for key in [(0, 7), (1, 0), (1, 1), (1, 11), (2, 1), (11, 1)]:
+        store.put_rollouts([a_rollout(*key)])
+    store.finish_step(1, {"step": 1}, [(1, 1)])
+    store = place.open()
+    assert [(r.step, r.index) for r in store.rollouts()] == [(1, 1), (2, 1), (11, 1)]
+    store.finish_step(2, {"step": 2})
+    assert [(r.step, r.index) for r in store.rollouts()] == [(11, 1)]
+
+
+def test_the_first_batch_of_a_step_stays(place: Place) -> None:
+    store = place.open()
+    assert store.put_batch(1, b"sent"), "it is known to be the one that is kept"
+    assert not store.put_batch(1, b"assembled again after a restart")
     assert store.batch(1) == b"sent"
 
 
-def test_putting_a_slot_again_replaces_it(reopen: Open) -> None:
-    store = reopen()
-    store.put_rollout(a_rollout(data=b"old"))
-    store.put_rollout(a_rollout(attempt=1, data=b"new"))
+def test_rollouts_are_counted_by_step(place: Place) -> None:
+    store = place.open()
+    assert store.rollout_counts() == {}
+    store.put_rollouts([a_rollout(*key) for key in [(2, 0, 0), (10, 0, 0), (2, 1, 1), (2, 1, 1)]])
+    assert list(store.rollout_counts().items()) == [(2, 2), (10, 1)]
+    assert place.read().rollout_counts() == {2: 2, 10: 1}
+
+
+def test_hundreds_of_steps_take_no_more_room_than_a_few(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows or keys are the same in number at the same point of every checkpoint's period, and so are their bytes.
+
+    SQLite's file keeps the pages that were freed, and uses them again; its log is left out, which is copied into the
+    file when it is as long as the constant says.
+    """
+    for module in (sqlite_store, redis_store):
+        monkeypatch.setattr(module, "REPORTS_KEPT", 20)
+    store = place.open()
+    took: dict[int, tuple[int, int]] = {}
+    for step in range(1, 401):
+        store.put_rollouts([a_rollout(step, index, sample, data=os.urandom(2000)) for index, sample in GROUPS])
+        store.put_batch(step, os.urandom(12_000))
+        store.finish_step(step, {"step": step, "words": "w" * 500}, [(step, 2)])
+        store.set_report(step, {"step": step, "words": "w" * 600})
+        store.set_fact("validations", [{"accuracy": 0.5}])
+        if step % 5 == 0:
+            store.forget_batches(step)
+            took[step] = place.room()
+    rows, size_bytes = took[40]
+    assert rows == 1 + 20 + 2, "a fact, the newest reports, the rollouts of the prompt that was left behind"
+    assert {rows_then for step, (rows_then, _) in took.items() if step >= 40} == {rows}
+    assert max(bytes_then for _, bytes_then in took.values()) < 1.25 * size_bytes
+    assert len(store.rollouts()) == 2
+
+
+def test_putting_a_slot_again_replaces_it(place: Place) -> None:
+    store = place.open()
+    store.put_rollouts([a_rollout(data=b"old")])
+    store.put_rollouts([a_rollout(attempt=1, data=b"new")])
     assert store.rollouts() == [a_rollout(attempt=1, data=b"new")]
 
 
-def test_reports_can_be_completed_later(reopen: Open) -> None:
-    store = reopen()
+def test_reports_can_be_completed_later(place: Place) -> None:
+    store = place.open()
     store.finish_step(1, {"step": 1})
     store.finish_step(2, {"step": 2})
     store.set_report(1, {"step": 1, "reward": 0.5})
-    assert store.reports() == [{"step": 1, "reward": 0.5}, {"step": 2}]
+    store.set_report(3, {"step": 3})
+    assert store.reports() == [{"step": 1, "reward": 0.5}, {"step": 2}], "a step that is not trained has no report"
     assert store.reports(after=1) == [{"step": 2}]
+    assert store.trained() == 2
 
 
-def test_an_unknown_fact_is_none_and_a_new_store_has_trained_nothing(reopen: Open) -> None:
-    store = reopen()
+def test_reports_of_old_steps_are_forgotten(place: Place) -> None:
+    store = place.open()
+    for step in (1, 2, 3, REPORTS_KEPT + 2):
+        store.finish_step(step, {"step": step})
+    assert [report["step"] for report in store.reports()] == [3, REPORTS_KEPT + 2]
+    assert store.trained() == REPORTS_KEPT + 2
+
+
+def test_an_unknown_fact_is_none_and_a_new_store_has_trained_nothing(place: Place) -> None:
+    store = place.open()
     assert store.fact("nothing") is None
+    assert store.facts() == {}
     assert store.trained() == 0
     assert store.batch(1) is None
+    assert store.rollouts() == []
+
+
+def test_every_write_may_be_repeated(place: Place) -> None:
+    store = place.open()
+    for write in WRITES:
+        write(store)
+        once = content(store)
+        write(store)
+        assert content(store) == once
+
+
+def test_reset_forgets_everything(place: Place) -> None:
+    store = place.open()
+    for write in WRITES[:5]:
+        write(store)
+    store.reset()
+    store.close()
+    assert content(place.open(Claim(run_id="another"))) == {
+        "facts": {},
+        "rollouts": [],
+        "batches": {},
+        "reports": [],
+        "trained": 0,
+    }
+
+
+_STEPS = st.integers(0, 4)
+_CALLS = st.one_of(
+    st.tuples(st.just("set_fact"), st.sampled_from("ab"), st.integers()),
+    st.tuples(
+        st.just("put_rollouts"),
+        st.lists(
+            st.builds(a_rollout, _STEPS, st.integers(0, 2), st.integers(0, 1), st.integers(0, 300), st.binary()),
+            min_size=1,
+        ),
+    ),
+    st.tuples(st.just("put_batch"), _STEPS, st.binary()),
+    st.tuples(
+        st.just("finish_step"),
+        _STEPS,
+        st.builds(lambda step: {"step": step}, _STEPS),
+        st.lists(st.tuples(_STEPS, st.integers(0, 2)), max_size=4),
+    ),
+    st.tuples(st.just("set_report"), _STEPS, st.builds(lambda step: {"late": step}, _STEPS)),
+    st.tuples(st.just("forget_batches"), _STEPS),
+)
+
+
+@needs_redis
+@settings(max_examples=60)
+@given(calls=st.lists(_CALLS, max_size=30))
+def test_both_stores_hold_the_same_after_the_same_calls(
+    redis_server: RedisProcess, calls: list[tuple[str, Any]]
+) -> None:
+    claim = Claim()
+    stores = [SqliteStore(Path(":memory:")), RedisStore(redis_settings(redis_server), claim.token, claim)]
+    for name, *arguments in calls:
+        for store in stores:
+            getattr(store, name)(*arguments)
+    contents = [content(store) for store in stores]
+    for store in stores:
+        store.close()
+    assert contents[0] == contents[1]
+
+
+# -- whoever dies ------------------------------------------------------------------------------------------------
+
+
+def states(folder: Path) -> list[dict[str, Any]]:
+    """What a store holds after 0, 1, 2 ... of the writes."""
+    store = SqliteStore(folder / "model.db")
+    found = [content(store)]
+    for write in WRITES:
+        write(store)
+        found.append(content(store))
+    store.close()
+    return found
+
+
+def test_a_writer_that_is_killed_anywhere_leaves_each_write_whole_or_absent(place: Place, tmp_path: Path) -> None:
+    where = str(tmp_path) if place.server is None else place.server.address
+    command = [sys.executable, "-m", "tests.store_crashes", place.kind, where]
+    subprocess.run(command, cwd=REPOSITORY, check=True, timeout=300)
+    after = states(tmp_path)
+    for point, number, moment in points():
+        store = open_at(place.kind, where, point)
+        found = content(store)
+        allowed = {
+            "before": [after[number]],
+            "within": [after[number], after[number + 1]],
+            "after": [after[number + 1]],
+        }
+        assert found in allowed[moment], f"a process killed {point}"
+        if place.kind == "sqlite" and moment == "within":
+            assert found == after[number], "a transaction that was not committed is not there"
+        for write in WRITES[number:]:  # a coordinator that starts again does what it did not see done
+            write(store)
+        assert content(store) == after[-1], f"going on from {point}"
+        store.close()
+
+
+def put_until_it_fails(store: Store, first: int, data: Callable[[int], bytes]) -> int:
+    """Put four rollouts at a time until the store is away; returns the number that was not acknowledged."""
+    for index in range(first, first + 100_000):
+        try:
+            store.put_rollouts([a_rollout(1, index, sample, data=data(index)) for sample in range(4)])
+        except StoreFailed:
+            return index
+    raise AssertionError("the store never failed")
+
+
+@needs_redis
+def test_a_redis_server_that_is_killed_keeps_what_it_acknowledged(tmp_path: Path) -> None:
+    server, dice = RedisProcess(tmp_path), random.Random(1)  # noqa: S311 - when to kill is no secret
+    acknowledged, claim = 0, Claim()
+    try:
+        for _ in range(5):
+            store = RedisStore(redis_settings(server), "run", claim)
+            killer = threading.Timer(dice.uniform(0.02, 0.3), server.kill)
+            killer.start()
+            acknowledged = put_until_it_fails(store, acknowledged, lambda _: bytes(2000))
+            killer.join()
+            server.start()
+            found = store.rollouts()
+            assert len(found) in (4 * acknowledged, 4 * acknowledged + 4), "the last one was applied or not, and whole"
+            acknowledged = len(found) // 4
+            store.close()
+    finally:
+        server.kill()
+    assert acknowledged > 5
+
+
+# -- who may write -----------------------------------------------------------------------------------------------
+
+
+def test_a_newer_claim_shuts_the_older_coordinator_out(place: Place) -> None:
+    older = place.open()
+    older.put_batch(1, b"mine")
+    newer = place.open(Claim(run_id="run", owner="the other one"))
+    for write in WRITES:
+        with pytest.raises((StoreInvalid, StoreFailed)):
+            write(older)
+    with pytest.raises(StoreInvalid, match=r"claimed by the other one.*newer coordinator has taken the run over"):
+        older.set_fact("still", "here")
+    assert content(newer)["batches"] == {1: b"mine"}
+    assert newer.facts() == {}
+    newer.set_fact("goes", "on")
+
+
+def test_a_coordinator_cannot_write_after_a_reset(place: Place) -> None:
+    running, store = place.open(), place.open()
+    store.reset()
+    for _ in range(2):
+        with pytest.raises((StoreInvalid, StoreFailed)):
+            running.put_batch(1, b"late")
+    assert place.open().batches() == []
+
+
+def test_claiming_twice_with_one_token_is_claiming_once(place: Place) -> None:
+    claim = Claim(run_id="run")
+    first = place.open(claim)
+    first.set_fact("a", 1)
+    place.open(claim)
+    first.set_fact("a", 2)
+    assert first.fact("a") == 2
+
+
+def test_readers_claim_nothing_and_write_nothing(place: Place) -> None:
+    store = place.open()
+    WRITES[0](store)
+    reader = place.read()
+    assert content(reader) == content(store)
+    assert reader.describe()["kind"] == place.kind
+    with pytest.raises((StoreInvalid, StoreFailed)):
+        reader.set_fact("a", 1)
+    store.set_fact("a", 2)
+    assert reader.fact("a") == 2
+    assert reader.describe()["claimedBy"] == store.describe()["claimedBy"] is not None
+
+
+# -- what it was written by --------------------------------------------------------------------------------------
+
+
+def test_a_store_of_a_newer_schema_is_refused_with_words(place: Place) -> None:
+    store = place.open()
+    store.set_fact("a", 1)
+    store.close()
+    newer = SCHEMA_VERSION + 1
+    if place.server is None:
+        with sqlite3.connect(place.folder / "store.db") as connection:
+            connection.execute(f"pragma user_version={newer}")
+        connection.close()
+    else:
+        with place.server.client() as client:
+            client.hset(f"{place.prefix}:meta", "schema", newer)
+    for open_it in (place.open, place.read):
+        with pytest.raises(StoreInvalid, match=f"schema version.*got {newer}.*use that one, or start a new run"):
+            open_it()
+
+
+def test_a_run_of_the_first_schema_is_migrated(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    with sqlite3.connect(path) as old:
+        old.executescript(
+            """
+            create table facts (name text primary key, value text not null);
+            create table rollouts (step integer, idx integer, sample integer, attempt integer not null,
+                data blob not null, primary key (step, idx, sample));
+            create table batches (step integer primary key, data blob not null);
+            create table steps (step integer primary key, report text not null);
+            insert into facts values ('validations', '[1]');
+            insert into rollouts values (2, 1, 0, 3, x'00ff');
+            insert into batches values (1, x'01');
+            insert into steps values (1, '{"step": 1}');
+            """
+        )
+    old.close()
+    wanted = {
+        "facts": {"validations": [1]},
+        "rollouts": [a_rollout(2, 1, 0, 3, b"\x00\xff")],
+        "batches": {1: b"\x01"},
+        "reports": [{"step": 1}],
+        "trained": 1,
+    }
+    reader = SqliteStore(path, is_reader=True)
+    assert (content(reader), reader.describe()["schemaVersion"]) == (wanted, 1)
+    reader.close()
+    store = SqliteStore(path)
+    assert (content(store), store.describe()["schemaVersion"]) == (wanted, SCHEMA_VERSION)
+    store.set_fact("written", True)
+    store.close()
 
 
 def test_a_file_that_is_no_store_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     path.write_text("this is not a database, whatever its name says" * 100)
-    with pytest.raises(StoreFailed, match=r"store\.db"):
+    with pytest.raises(StoreInvalid, match=r"store\.db"):
         SqliteStore(path)
+
+
+def test_another_programs_database_is_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    with sqlite3.connect(path) as other:
+        other.execute("create table recipes (name text)")
+    other.close()
+    with pytest.raises(StoreInvalid, match="tables recipes"):
+        SqliteStore(path)
+    with sqlite3.connect(path) as other:
+        assert [row[0] for row in other.execute("select name from sqlite_master")] == ["recipes"]
+    other.close()
+
+
+# -- what stops it for a while -----------------------------------------------------------------------------------
+
+
+def a_stopped_write_is_absent_and_works_later(store: Store, stop: Callable[[], None], go: Callable[[], None]) -> None:
+    """While it is stopped a write fails with StoreFailed and leaves nothing; afterwards the same write succeeds."""
+    store.put_rollouts([a_rollout(1, 0, 0)])
+    before = content(store)
+    stop()
+    for _ in range(2):
+        with pytest.raises(StoreFailed):
+            store.put_rollouts([a_rollout(1, 1, sample, data=bytes(100_000)) for sample in range(20)])
+    go()
+    assert content(store) == before
+    store.put_rollouts([a_rollout(1, 1, sample, data=bytes(100_000)) for sample in range(20)])
+    store.finish_step(1, {"step": 1})
+    assert store.trained() == 1
+
+
+def test_a_full_disk_stops_sqlite_until_there_is_room(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "store.db")
+    connection = store._connection
+
+    def limit(pages: int) -> None:
+        connection.execute(f"pragma max_page_count={pages}")
+
+    a_stopped_write_is_absent_and_works_later(store, lambda: limit(10), lambda: limit(1_000_000))
+    store.close()
+
+
+def test_a_lock_of_another_process_stops_sqlite_until_it_is_gone(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "store.db")
+    store._connection.execute("pragma busy_timeout=50")
+    other = sqlite3.connect(tmp_path / "store.db", isolation_level=None)
+    a_stopped_write_is_absent_and_works_later(
+        store, lambda: other.execute("begin exclusive") and None, lambda: other.execute("rollback") and None
+    )
+    other.close()
+    store.close()
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[RedisProcess]:
+    """A server for one test to do with what it likes."""
+    server = RedisProcess(tmp_path / "own", enable_protected_configs="yes")  # one test moves the snapshot
+    yield server
+    server.kill()
+
+
+@needs_redis
+def test_a_server_without_memory_stops_redis_until_there_is_some(own_server: RedisProcess) -> None:
+    store, admin = RedisStore(redis_settings(own_server), "run", Claim()), own_server.client()
+    a_stopped_write_is_absent_and_works_later(
+        store, lambda: admin.config_set("maxmemory", 1) and None, lambda: admin.config_set("maxmemory", 0) and None
+    )
+    store.close()
+
+
+@needs_redis
+def test_a_step_can_be_finished_in_a_full_server_and_makes_room(own_server: RedisProcess) -> None:
+    store, admin = RedisStore(redis_settings(own_server), "run", Claim()), own_server.client()
+    store.put_rollouts([a_rollout(1, 0, 0, data=bytes(100_000))])
+    admin.config_set("maxmemory", 1)
+    store.finish_step(1, {"step": 1})
+    assert (store.rollouts(), store.trained()) == ([], 1)
+    store.close()
+
+
+@needs_redis
+def test_a_server_that_cannot_save_stops_redis_until_it_can(own_server: RedisProcess) -> None:
+    """MISCONF: a snapshot failed, so the server takes no writes. A folder in the snapshot's place makes it fail."""
+    store, admin = RedisStore(redis_settings(own_server), "run", Claim()), own_server.client()
+
+    def save_until(status: str) -> None:
+        deadline = time.monotonic() + 30
+        while admin.info("persistence")["rdb_last_bgsave_status"] != status:
+            assert time.monotonic() < deadline
+            if not admin.info("persistence")["rdb_bgsave_in_progress"]:
+                admin.bgsave()
+            time.sleep(0.05)
+
+    def stop() -> None:
+        (own_server.folder / "occupied").mkdir()
+        admin.config_set("dbfilename", "occupied")
+        admin.config_set("save", "3600 1")
+        save_until("err")
+
+    def go() -> None:
+        admin.config_set("dbfilename", "dump.rdb")
+        save_until("ok")
+
+    a_stopped_write_is_absent_and_works_later(store, stop, go)
+    store.close()
+
+
+@needs_redis
+def test_a_redis_server_on_a_full_disk_loses_nothing(tmp_path: Path) -> None:
+    """With `appendfsync always` a server that cannot write its log ends; given room it has all it acknowledged."""
+    with a_small_disk(tmp_path / "disk", "4m", "a full disk under a Redis server's log") as disk:
+        server = RedisProcess(disk)
+        store = RedisStore(redis_settings(server), "run", Claim())
+        count = put_until_it_fails(store, 0, lambda _: os.urandom(30_000))
+        server.wait_for_end()
+        subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True, timeout=30)
+        server.start()
+        assert len(store.rollouts()) in (4 * count, 4 * count + 4)
+        store.put_rollouts([a_rollout(1, 100_000, 0)])
+        store.close()
+        server.kill()
+
+
+@needs_redis
+def test_a_server_that_hangs_is_given_up_in_time_and_its_late_writes_are_refused(own_server: RedisProcess) -> None:
+    store = RedisStore(redis_settings(own_server, timeout_s=1), "run", Claim())
+    store.set_fact("value", 0)
+    own_server.pause()
+    began = time.monotonic()
+    with pytest.raises(StoreFailed):
+        store.set_fact("value", 1)  # waits in the server's socket, and may be executed when it goes on
+    assert time.monotonic() - began < 30
+    own_server.resume()
+    store.set_fact("value", 2)
+    time.sleep(0.2)
+    assert store.fact("value") == 2
+    store.close()

@@ -13,10 +13,19 @@ from tests.integration.trainer.runs import a_rollout, a_spec
 from tests.stand_ins.trainer_backend import StandInBackend
 from tests.tiny_models import Shape, make_policy
 
-from specrl.errors import CheckpointInvalid, RecordInvalid, SpecrlError, VersionConflict
-from specrl.records import Batch, TrainMetrics, TrainRollout, WeightGroup, WeightOwner
+from specrl.errors import CheckpointInvalid, RecordInvalid, SpecrlError, StoreFailed, VersionConflict
+from specrl.records import (
+    Batch,
+    OutputSpan,
+    TrainMetrics,
+    TrainRollout,
+    VersionSpan,
+    WeightGroup,
+    WeightOwner,
+)
 from specrl.trainer import checkpoints
 from specrl.trainer.backend import TrainerBackend
+from specrl.weights import files
 from specrl.weights.group import BroadcastGroup
 from specrl.weights.stream import receive
 
@@ -102,6 +111,19 @@ def test_training_raises_what_was_rewarded(backend: TrainerBackend) -> None:
     assert scores(backend).mean() > before
 
 
+def test_a_step_without_rollouts_becomes_the_version_and_changes_no_weights(backend: TrainerBackend) -> None:
+    backend.train_step(Batch(1, rollouts()))
+    before, drafter = scores(backend), backend.evaluate_drafter(rollouts())
+    metrics = backend.train_step(Batch(2, ()))
+    assert backend.status().step == 2
+    assert (metrics.tokens, metrics.loss, metrics.grad_norm, metrics.drafter) == (0, 0, 0, None)
+    assert np.array_equal(scores(backend), before)
+    assert replace(backend.evaluate_drafter(rollouts()), seconds=0.0) == replace(drafter, seconds=0.0)
+    backend.train_step(Batch(3, rollouts(3)))
+    assert backend.status().step == 3
+    assert not np.array_equal(scores(backend), before)
+
+
 @pytest.mark.parametrize("step", [0, 2, 5])
 def test_step_out_of_order_is_refused_and_changes_nothing(backend: TrainerBackend, step: int) -> None:
     before = scores(backend)
@@ -125,9 +147,61 @@ def test_poisoned_batches_are_refused_and_change_nothing(backend: TrainerBackend
     ):
         with pytest.raises(RecordInvalid):
             backend.train_step(Batch(1, (replace(good, rollout=rollout),)))
-    with pytest.raises(RecordInvalid):
-        backend.train_step(Batch(1, ()))
     assert np.array_equal(scores(backend), before)
+
+
+def with_a_tool() -> tuple[tuple[TrainRollout, ...], tuple[TrainRollout, ...]]:
+    """Rollouts of three turns; and their turns one by one, each with all that came before as its prompt."""
+    whole, apart = [], []
+    for item in [item for item in rollouts(count=16) if item.rollout.length > 8]:
+        outputs = (OutputSpan(2, 5), OutputSpan(7, 8))
+        logprobs_T = item.rollout.sampler_logprobs_T.copy()
+        for span in outputs:
+            logprobs_T[span.first : span.end] = 0
+        versions = tuple(VersionSpan(0, first, end) for first, end in replace(item.rollout, outputs=outputs).turns)
+        rollout = replace(item.rollout, outputs=outputs, versions=versions, sampler_logprobs_T=logprobs_T)
+        rollout.check(rollout.length)
+        whole.append(replace(item, rollout=rollout))
+        for first, end in rollout.turns:
+            turn = replace(
+                item.rollout,
+                rollout_id=f"{rollout.rollout_id}-{first}",
+                token_ids_T=rollout.token_ids_T[first:end],
+                sampler_logprobs_T=logprobs_T[first:end],
+                versions=(VersionSpan(0, 0, end - first),),
+            )
+            before = (*item.prompt_token_ids, *rollout.token_ids_T[:first].tolist())
+            apart.append(replace(item, prompt_token_ids=before, rollout=turn))
+    return tuple(whole), tuple(apart)
+
+
+def test_rollouts_with_tools_train_as_their_turns_do_one_by_one(make: Make) -> None:
+    found = []
+    for items in with_a_tool():
+        backend = make()
+        backend.load(None)
+        metrics = backend.train_step(Batch(1, items))
+        found.append((metrics, np.concatenate(backend.score(items))))
+    (whole, scores_whole), (apart, scores_apart) = found
+    assert whole.tokens == apart.tokens == len(scores_whole) == len(scores_apart)
+    np.testing.assert_allclose(scores_whole, scores_apart, atol=2e-5)
+    for name in ("loss", "grad_norm", "entropy", "mismatch_mean_abs", "mismatch_kl", "importance_weight_mean"):
+        assert getattr(whole, name) == pytest.approx(getattr(apart, name), rel=1e-4, abs=1e-6), name
+    assert whole.mismatch_tokens == apart.mismatch_tokens == whole.tokens
+
+
+def test_a_drafter_learns_from_turns_and_not_from_what_a_tool_wrote(backend: TrainerBackend) -> None:
+    whole, apart = with_a_tool()
+    one, other = backend.evaluate_drafter(whole), backend.evaluate_drafter(apart)
+    assert one.loss == pytest.approx(other.loss, rel=1e-5)
+    assert one.acceptance_per_position == pytest.approx(other.acceptance_per_position, rel=1e-5)
+    as_a_completion = backend.evaluate_drafter(
+        [
+            replace(item, rollout=replace(item.rollout, outputs=(), versions=(VersionSpan(0, 0, item.rollout.length),)))
+            for item in whole
+        ]
+    )
+    assert one.loss != pytest.approx(as_a_completion.loss, rel=1e-5)
 
 
 def test_scores_are_log_probabilities_in_the_order_of_the_rollouts(backend: TrainerBackend) -> None:
@@ -245,6 +319,24 @@ def test_broadcast_sends_what_is_described(backend: TrainerBackend) -> None:
         sent = backend.broadcast_weights(GROUP.group_id)
         assert received.result(timeout=30) == sent.checksums
     assert sent.policy_version == 0
+
+
+def test_written_weights_are_those_that_a_broadcast_sends(backend: TrainerBackend, tmp_path: Path) -> None:
+    backend.train_step(Batch(1, rollouts()))
+    written = backend.write_weights(tmp_path / "weights" / "version")
+    assert files.read(tmp_path / "weights" / "version", backend.describe_weights())[1] == written.checksums
+    port = backend.open_weight_group(GROUP)
+    with ThreadPoolExecutor(1) as replica:
+        received = replica.submit(receive_once, backend, replace(GROUP, port=port))
+        assert backend.broadcast_weights(GROUP.group_id) == written
+        assert received.result(timeout=30) == written.checksums
+    assert [path.name for path in (tmp_path / "weights").iterdir()] == ["version"], "nothing half-written is left"
+
+
+def test_weights_that_cannot_be_written_are_an_error_with_words(backend: TrainerBackend, tmp_path: Path) -> None:
+    (tmp_path / "weights").write_text("a file where a folder should be")
+    with pytest.raises(StoreFailed, match="must be written to"):
+        backend.write_weights(tmp_path / "weights" / "version")
 
 
 def test_broadcast_to_another_group_is_refused(backend: TrainerBackend) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +74,24 @@ class StartedRun:
                 self.process.kill()
 
 
-def start(folder: Path, *arguments: str) -> StartedRun:
-    """Start `specrl ARGUMENTS` with its output in `folder`/output.txt."""
+def start(folder: Path, *arguments: str, environment: Mapping[str, str] = os.environ) -> StartedRun:
+    """Start `specrl ARGUMENTS` with its output at the end of `folder`/output.txt."""
     output = folder / "output.txt"
-    with output.open("wb") as file:
-        process = subprocess.Popen([str(SPECRL), *arguments], cwd=folder, stdout=file, stderr=subprocess.STDOUT)
+    with output.open("ab") as file:
+        process = subprocess.Popen(
+            [str(SPECRL), *arguments], cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT
+        )
     return StartedRun(process, folder / "runs", output)
+
+
+def checksums(directory: Path, step: int) -> dict[str, str]:
+    """sha256 of every tensor file of a finished run's export and of its checkpoint of `step`."""
+    files = [
+        *directory.glob("export/**/*.safetensors"),
+        *directory.glob(f"checkpoints/step-{step:06d}/**/*.*tensors"),
+    ]
+    assert len(files) >= 7, "policy and drafter; weights, two moments, drafter and random state"
+    return {str(file.relative_to(directory)): sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def _command_line(process: psutil.Process) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.integration.runs import start
+from tests.integration.runs import checksums, start
 from tests.tiny_models import make_text_policy
 
 pytestmark = pytest.mark.slow
@@ -56,12 +56,7 @@ def train(folder: Path, policy: Path, seed: int) -> dict[str, str]:
         run.finish(900)
     finally:
         run.stop()
-    files = [
-        *run.directory.glob("export/**/*.safetensors"),
-        *run.directory.glob("checkpoints/step-000003/**/*.*tensors"),
-    ]
-    assert len(files) >= 7, "policy and drafter; weights, two moments, drafter and random state"
-    return {str(file.relative_to(run.directory)): sha256(file.read_bytes()).hexdigest() for file in files}
+    return checksums(run.directory, 3)
 
 
 @pytest.mark.timeout(2800)

@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -65,8 +66,9 @@ class TableEngine:
         self._is_running.set()
 
     def die(self) -> None:
-        """Fail from now on, whatever is asked."""
+        """Fail from now on, whatever is asked. A weight group, whose threads wake 100 times a second, ends with it."""
         self._is_dead = True
+        self._group = None
         self._is_running.set()
 
     async def generate(self, requests: Sequence[RolloutRequest], admit_together: bool) -> AsyncIterator[Rollout]:
@@ -92,7 +94,8 @@ class TableEngine:
         began, sampling = time.monotonic(), request.sampling
         random = np.random.default_rng(sampling.seed)
         last, tokens, logprobs, versions = request.prompt_token_ids[-1], [], [], []
-        while len(tokens) < sampling.max_tokens and last != END_TOKEN:
+        text, stop = "", ""
+        while len(tokens) < sampling.max_tokens and not stop and (last != END_TOKEN or not tokens):
             await asyncio.sleep(self.shape.token_seconds)
             await self._is_running.wait()
             self._check_alive()
@@ -104,6 +107,8 @@ class TableEngine:
             logprobs.append(logprobs_V[last])
             versions.append(self._policy_version)
             self._generated += 1
+            text = " ".join(str(token) for token in tokens if token != END_TOKEN)
+            stop = next((word for word in sampling.stop if word in text), "")
         return Rollout(
             rollout_id=request.rollout_id,
             group_id=request.group_id,
@@ -111,10 +116,11 @@ class TableEngine:
             token_ids_T=np.asarray(tokens, dtype=np.int32),
             sampler_logprobs_T=np.asarray(logprobs, dtype=np.float32),
             versions=spans(versions),
-            finish_reason=FinishReason.STOP if last == END_TOKEN else FinishReason.LENGTH,
+            finish_reason=FinishReason.STOP if last == END_TOKEN or stop else FinishReason.LENGTH,
             replica_id=self._replica_id,
-            text=" ".join(str(token) for token in tokens if token != END_TOKEN),
+            text=text.partition(stop)[0] if stop else text,
             seconds=time.monotonic() - began,
+            stop=stop,
         )
 
     def _check(self, request: RolloutRequest) -> None:
@@ -140,8 +146,6 @@ class TableEngine:
 
     async def receive(self, group: WeightGroup, manifest: WeightManifest, policy_version: int) -> WeightChecksums:
         self._check_alive()
-        if self._is_running.is_set():
-            raise VersionConflict("weights must arrive at a paused replica, got one that is serving; prepare first")
         self._staged = None
         arrived, sums = await asyncio.to_thread(self._receive, group, manifest)
         checksums = WeightChecksums(policy_version, sums)
@@ -150,9 +154,12 @@ class TableEngine:
         return checksums
 
     def _receive(self, group: WeightGroup, manifest: WeightManifest) -> Any:
+        from specrl.weights.files import read
         from specrl.weights.group import BroadcastGroup
         from specrl.weights.stream import receive
 
+        if group.folder:
+            return read(Path(group.folder), manifest)
         if self._group is None or self._group.group.group_id != group.group_id:
             self._group = BroadcastGroup(replace(group))
         try:
@@ -181,7 +188,7 @@ class TableEngine:
         else:
             self.table_VV = staged[2]
         self._is_running.set()
-        return LoadTiming(0.0, 0.0)
+        return LoadTiming(0.0, 0.0, 0.0)
 
     async def discard(self) -> None:
         self._check_alive()
@@ -197,6 +204,7 @@ class TableEngine:
 
     async def close(self) -> None:
         self._is_started = False
+        self._group = None
 
     def _check_alive(self) -> None:
         if self._is_dead or not self._is_started:

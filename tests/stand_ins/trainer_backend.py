@@ -33,6 +33,7 @@ from specrl.records import (
     WeightOwner,
 )
 from specrl.trainer.checkpoints import STATE, temporary
+from specrl.weights.files import write
 from specrl.weights.group import BroadcastGroup, listen
 from specrl.weights.stream import send
 
@@ -71,9 +72,12 @@ class StandInBackend:
     def train_step(self, batch: Batch) -> TrainMetrics:
         if batch.step != self._step + 1:
             raise VersionConflict(f"the trained step must be {self._step + 1}, got step={batch.step}; ask the status")
+        if not batch.rollouts:
+            self._step = batch.step
+            return TrainMetrics.of_nothing(LEARNING_RATE)
         self._check(batch.rollouts)
         scores = self.score(batch.rollouts)
-        tokens = sum(item.rollout.length for item in batch.rollouts)
+        tokens = sum(item.rollout.sampled_length for item in batch.rollouts)
         gradient_VV = np.zeros_like(self.policy_VV)
         loss = 0.0
         for item, logprobs_T in zip(batch.rollouts, scores, strict=True):
@@ -85,7 +89,10 @@ class StandInBackend:
         self.policy_VV = self.policy_VV - np.float32(LEARNING_RATE) * gradient_VV
         self._step = batch.step
         differences = np.concatenate(
-            [s - item.rollout.sampler_logprobs_T for s, item in zip(scores, batch.rollouts, strict=True)]
+            [
+                score_N - item.rollout.sampler_logprobs_T[item.rollout.sampled_N]
+                for score_N, item in zip(scores, batch.rollouts, strict=True)
+            ]
         )
         return TrainMetrics(
             loss=loss,
@@ -164,17 +171,25 @@ class StandInBackend:
     def broadcast_weights(self, group_id: str) -> WeightChecksums:
         if self._group is None or self._group.group_id != group_id:
             raise VersionConflict(f"the weight group must be the open one, got {group_id}; open it first")
-        tensors = [("policy.weight", torch.from_numpy(self.policy_VV.copy()))]
-        if self.has_drafter:
-            tensors.append(("drafter.weight", torch.from_numpy(self.drafter_VV.copy())))
         try:
             if self._joined is None:
                 self._joined = BroadcastGroup(self._group, self._store)
-            sums = send(self._joined, self.describe_weights(), tensors)
-            return WeightChecksums(self._step, sums, self._step if self.has_drafter else NO_DRAFTER)
+            return self._checksums(send(self._joined, self.describe_weights(), self._tensors()))
         except SpecrlError:
             self._close_group()
             raise
+
+    def write_weights(self, folder: Path) -> WeightChecksums:
+        return self._checksums(write(folder, self.describe_weights(), self._tensors()))
+
+    def _tensors(self) -> list[tuple[str, torch.Tensor]]:
+        tensors = [("policy.weight", torch.from_numpy(self.policy_VV.copy()))]
+        if self.has_drafter:
+            tensors.append(("drafter.weight", torch.from_numpy(self.drafter_VV.copy())))
+        return tensors
+
+    def _checksums(self, sums: tuple[int, ...]) -> WeightChecksums:
+        return WeightChecksums(self._step, sums, self._step if self.has_drafter else NO_DRAFTER)
 
     def save(self, directory: Path) -> None:
         scratch = temporary(directory)
@@ -198,22 +213,20 @@ class StandInBackend:
         self._close_group()
 
     def _close_group(self) -> None:
-        if self._joined is not None:
-            self._joined.close()
+        """The group ends with its last reference: a broadcast that is under way when this trainer is killed has one."""
         self._joined = self._store = self._group = None
 
     def _check(self, rollouts: Sequence[TrainRollout]) -> None:
         if not rollouts:
             raise RecordInvalid("a batch must hold rollouts, got none; send the groups of its step")
         for item in rollouts:
-            item.rollout.check(1 << 20)
-            if max(*item.prompt_token_ids, int(item.rollout.token_ids_T.max())) >= self.vocab:
-                raise RecordInvalid(f"token ids must be below {self.vocab}, got larger ones; use the same model")
+            item.check(1 << 20, self.vocab)
 
     def _pairs(self, item: TrainRollout) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """[T] the token before each generated one, and the generated ones."""
-        after_T = item.rollout.token_ids_T
-        return np.concatenate([[item.prompt_token_ids[-1]], after_T[:-1]]).astype(np.int32), after_T
+        """[N] the token before each sampled one, and the sampled ones."""
+        after_T, sampled_N = item.rollout.token_ids_T, item.rollout.sampled_N
+        before_T = np.concatenate([[item.prompt_token_ids[-1]], after_T[:-1]]).astype(np.int32)
+        return before_T[sampled_N], after_T[sampled_N]
 
     def _learn(self, rollouts: Sequence[TrainRollout]) -> DrafterMetrics:
         """Count pairs. The loss is how surprising they are with one count more for every pair."""

@@ -1,8 +1,9 @@
 """The batch of one step, from its groups.
 
-Stage 4 of the loop; the coordinator calls `assemble` when every group of a step is complete. Invariants: all rollouts
-of all groups are in the batch, none left out or repeated, in the order of the stream, whatever order they finished in;
-none is older than the lag bound. The scheduler keeps that bound by construction, so a breach here is a bug, and raises.
+Stage 4 of the loop; the coordinator calls `assemble` with the groups that it has chosen for a step. Invariants: all
+rollouts of all groups are in the batch, none left out or repeated, in the order of the stream, whatever order they
+finished in; none is older than the lag bound. The scheduler keeps that bound by construction, so a breach here is a
+bug, and raises.
 """
 
 from __future__ import annotations
@@ -15,26 +16,28 @@ from specrl.records import Batch, Group, TrainRollout
 from specrl.spec import RunSpec
 
 
-def assemble(step: int, groups: Sequence[Group], spec: RunSpec, failed_prompts: int = 0) -> Batch:
+def assemble(step: int, groups: Sequence[Group], spec: RunSpec, failed: Sequence[int] = ()) -> Batch:
     """Order a step's groups by stream position and give every rollout its advantage.
 
-    failed_prompts: prompts of this step that the scheduler gave up, each reported with its reason.
+    failed: positions of prompts that the step takes and the scheduler gave up, each reported with its reason.
     Raises RecordInvalid unless there are promptsPerStep different groups, less the failed ones, made for this step,
     each complete and graded, with every token's policy version within [step - 1 - maxPolicyLag, step - 1].
     """
-    wanted = spec.schedule.prompts_per_step - failed_prompts
+    wanted = spec.schedule.prompts_per_step - len(failed)
     if len(groups) != wanted:
         raise RecordInvalid(
             f"step {step}: groups must be promptsPerStep less the failed prompts, {wanted}, got {len(groups)}; "
             "wait for the rest"
         )
     ordered = sorted(groups, key=lambda group: group.prompt.position)
-    if len({group.prompt.position for group in ordered}) != wanted or len({g.group_id for g in ordered}) != wanted:
+    positions = sorted([*failed, *(group.prompt.position for group in ordered)])
+    if len(set(positions)) != len(positions) or len({group.group_id for group in ordered}) != wanted:
         ids = ", ".join(group.group_id for group in ordered)
         raise RecordInvalid(f"step {step}: groups must differ in id and position, got {ids}; drop the repeated one")
     for group in ordered:
         _check(step, group, spec)
-    return Batch(step, tuple(item for group in ordered for item in _train_rollouts(group, spec)))
+    rollouts = tuple(item for group in ordered for item in _train_rollouts(group, spec))
+    return Batch(step, rollouts, tuple(positions))
 
 
 def _train_rollouts(group: Group, spec: RunSpec) -> list[TrainRollout]:

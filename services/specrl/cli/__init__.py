@@ -3,8 +3,10 @@
     specrl run        begin a run on this machine, or go on with one
     specrl status     how a run is doing, or did
     specrl drafter    init: train a drafter on a policy's own rollouts
+    specrl store      look into a run's state, copy it out, or delete it
     specrl families   problem families that need no data set
-    specrl spec       check or show a run file
+    specrl spec       check or show a run file, or an RLJob's
+    specrl crd        what a Kubernetes API server must know of RLJobs
     specrl demo       make a tiny policy and train it here
 
 A SpecrlError is one message on stderr and exit code 2, without a traceback. Exit codes: 0 done, 1 the run failed on its
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import typer
 
-from specrl.cli import demo, drafter, run, spec, status
+from specrl.cli import demo, drafter, run, spec, status, store
 from specrl.cli.endings import Reporting
 
 app = typer.Typer(
@@ -30,8 +32,10 @@ app = typer.Typer(
 app.command("run", short_help="Begin a run on this machine, or go on with one.")(run.run)
 app.command("status", short_help="How a run is doing, or did.")(status.status)
 app.add_typer(drafter.app, name="drafter")
+app.add_typer(store.app, name="store")
 app.command("families", short_help="Problem families that need no data set.")(spec.families)
 app.add_typer(spec.app, name="spec")
+app.command("crd", short_help="Print the CustomResourceDefinition of RLJob.")(spec.crd)
 app.command("demo", short_help="Make a tiny policy and train it here.")(demo.demo)
 
 

@@ -1,4 +1,4 @@
-"""`specrl spec` and `specrl families`: what a run file says, and what it may ask for."""
+"""`specrl spec`, `specrl families` and `specrl crd`: what a run file says, and what it may ask for."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specrl.cli.options import Overrides
+from specrl.spec import crd as definition
 from specrl.spec import digest, dump, load_spec
 
 app = typer.Typer(help="Run files: check one, or show it with every default.", no_args_is_help=True)
@@ -40,3 +41,8 @@ def families() -> None:
         problem, difficulty = generate_problem(name, seed=0, index=0), default_difficulty(name)
         table.add_row(name, f"{difficulty.shortest}-{difficulty.longest}", problem.question, problem.answer)
     Console().print(table, markup=False, highlight=False)
+
+
+def crd() -> None:
+    """Print the CustomResourceDefinition of RLJob: `specrl crd | kubectl apply -f -`. The chart installs the same."""
+    typer.echo(definition.page(), nl=False)

@@ -65,7 +65,7 @@ class Comparison:
 
 def compare(version: int, rollouts: Sequence[TrainRollout], scores: Sequence[Sequence[float]]) -> Comparison:
     """Hold one replica's rollouts against the trainer's log-probabilities [T] of each, and against `version`."""
-    samplers = [item.rollout.sampler_logprobs_T.astype(np.float64) for item in rollouts]
+    samplers = [item.rollout.sampler_logprobs_T[item.rollout.sampled_N].astype(np.float64) for item in rollouts]
     differences_T = np.abs(np.concatenate(samplers) - np.concatenate([np.asarray(score_T) for score_T in scores]))
     versions = {span.policy_version for item in rollouts for span in item.rollout.versions}
     return Comparison(

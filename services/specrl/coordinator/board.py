@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import structlog
 
 from specrl.coordinator.agreement import Comparison
-from specrl.coordinator.registry import Registry, ReplicaState
+from specrl.coordinator.progress import Progress
+from specrl.coordinator.registry import Registry
+from specrl.coordinator.replica_states import ReplicaState
 from specrl.coordinator.report import (
     DrafterStart,
     Phase,
@@ -26,7 +29,9 @@ from specrl.coordinator.report import (
     Summary,
     ValidationReport,
 )
-from specrl.coordinator.store import Store
+from specrl.coordinator.report_files import ReportFiles
+from specrl.coordinator.store import REPORTS_KEPT
+from specrl.coordinator.store_link import StoreLink
 from specrl.records import NO_DRAFTER, Batch, GradedRollout, Group, SpeculationCounters, TrainMetrics
 from specrl.spec import RunSpec
 from specrl.telemetry import metrics as exported
@@ -37,8 +42,19 @@ if TYPE_CHECKING:
     from specrl.coordinator.sync import Transfer
     from specrl.coordinator.trainer_link import TrainerLink
 
+log = structlog.get_logger(__name__)
+
 DRAFTER_START = "drafterStart"
 """Fact of the store: how the drafter was initialised, once the checkpoint that holds it is complete."""
+
+FAILED_PROMPTS = "failedPrompts"
+"""Fact of the store: the reason of every prompt that was given up and is not settled, by group id. Those of settled
+ones are in the reports of their steps, so that the fact does not grow with the run."""
+
+VALIDATIONS = "validations"
+"""Fact of the store: the first validation and the newest."""
+
+VALIDATIONS_KEPT = REPORTS_KEPT
 
 TAIL_STEPS = 5
 """The summary compares the mean of the first and of the last so many steps."""
@@ -46,34 +62,48 @@ TAIL_STEPS = 5
 
 @dataclass(frozen=True)
 class TrainedStep:
-    """What a step trained on, and what the trainer says of it."""
+    """What a step trained on, and what the trainer says of it.
+
+    progress: how far the stream is settled with it. overtaken: (own step, index) of prompts that it left behind.
+    """
 
     batch: Batch
     groups: Sequence[Group]
     metrics: TrainMetrics
+    progress: Progress
+    overtaken: Sequence[tuple[int, int]]
 
 
 class Board:
     """Status and reports of one run."""
 
-    def __init__(self, spec: RunSpec, directory: Path, registry: Registry, store: Store) -> None:
-        self._spec, self._directory, self._registry, self._store = spec, directory, registry, store
+    def __init__(self, spec: RunSpec, directory: Path, registry: Registry, store: StoreLink) -> None:
+        self._spec, self._registry, self._store = spec, registry, store
+        self._files = ReportFiles(directory)
         self._phase, self._detail, self._done, self._total = Phase.WAITING, "starting", 0, 0
         self._served = -1
         self._counted = SpeculationCounters()
         self._canary, self._canary_seconds = Comparison(), 0.0
         self._canaries: Counter[str] = Counter()
         self._withheld: StepReport | None = None
-        self._failed: dict[str, str] = store.fact("failedPrompts") or {}
+        self._checkpoints_failed = 0
+        self._problems = {"problemsSkipped": 0, "problemsRepeated": 0}
         self._error: str | None = None
         self._summary: Summary | None = None
         self._parts: tuple[Scheduler[GradedRollout], RolloutStage, TrainerLink] | None = None
         self._published = store.trained()
-        self._catch_up_file()
+        self._files.append(self.reports(after=self._files.last_step))
+        settled = {group for report in self._all_reports() for group in report.failed}
+        self._given_up = len(settled)
+        self._failed = {g: reason for g, reason in (store.fact(FAILED_PROMPTS) or {}).items() if g not in settled}
 
     def watch(self, scheduler: Scheduler[GradedRollout], stage: RolloutStage, link: TrainerLink) -> None:
         """Show these parts of the run in the status."""
         self._parts = scheduler, stage, link
+
+    def prompts_read(self, skipped: int, repeated: int) -> None:
+        """Problems that the run's source was read without, and those whose question it has more than once."""
+        self._problems = {"problemsSkipped": skipped, "problemsRepeated": repeated}
 
     # -- what the loop tells -------------------------------------------------------------------------------------
 
@@ -82,17 +112,23 @@ class Board:
         moved = phase is not self._phase
         self._phase, self._detail, self._done, self._total = phase, detail, done, total
         if moved:
-            self._write_status()
+            self._files.write_status(self.status())
 
-    def drafter_initialised(self, report: DrafterStart) -> None:
+    async def drafter_initialised(self, report: DrafterStart) -> None:
         """The drafter is initialised, and the checkpoint that holds it is complete."""
-        self._store.set_fact(DRAFTER_START, report.model_dump(by_alias=True))
+        await self._store.set_fact(DRAFTER_START, report.model_dump(by_alias=True))
 
     def begin_training(self) -> None:
         """Acceptance is counted from here on: what an untrained drafter guessed before belongs to no step."""
         self._counted = self._registry.speculation()
         self._canary, self._canary_seconds = Comparison(), 0.0
         self.say(Phase.TRAINING, "training")
+
+    def checkpoint_failed(self, reason: str) -> None:
+        """A checkpoint was not written; the run goes on from the one before."""
+        self._checkpoints_failed += 1
+        exported.CHECKPOINTS_FAILED.labels(self._spec.name).inc()
+        log.error("checkpoint_failed", reason=reason)
 
     def leave_out(self, counters: SpeculationCounters) -> None:
         """Count these towards no step's acceptance: what replicas did while a canary ran, running rollouts included."""
@@ -123,12 +159,14 @@ class Board:
         if drafters and min(drafters) != NO_DRAFTER:
             exported.DRAFTER_VERSION_LAG.labels(self._spec.name).set(self._served - min(drafters))
 
-    def step_trained(self, step: TrainedStep, stages: StageSeconds) -> None:
+    async def step_trained(self, step: TrainedStep, stages: StageSeconds) -> None:
         """Record a step as trained, durably, with what is known of it; `step_served` completes the report."""
-        report = _report(step, stages, SpeculationCounters(), None)
-        self._store.finish_step(step.batch.step, report.model_dump(by_alias=True))
+        report = _report(step, stages, SpeculationCounters(), None).model_copy(update={"failed": self._failed_of(step)})
+        await self._store.finish_step(step.batch.step, report.model_dump(by_alias=True), step.overtaken)
 
-    def step_served(self, step: TrainedStep, transfer: Transfer, stages: StageSeconds, *, is_validating: bool) -> None:
+    async def step_served(
+        self, step: TrainedStep, transfer: Transfer, stages: StageSeconds, *, is_validating: bool
+    ) -> None:
         """Report a step whose version is served; while that is being validated, the report waits for the accuracy."""
         counters = self._registry.speculation()
         since, self._counted = counters.minus(self._counted), counters
@@ -143,15 +181,28 @@ class Board:
                 "canary_max_abs": canary.max_abs if canary.tokens else None,
                 "canary_tokens": canary.tokens,
                 "canary_seconds": canary_seconds,
+                "failed": self._failed_of(step),
                 **self._drafting(since),
             }
         )
         self._count(step, report)
-        self._store.set_report(report.step, report.model_dump(by_alias=True))
         if is_validating:
+            await self._store.set_report(report.step, report.model_dump(by_alias=True))
             self._withheld = report
         else:
-            self._publish(report)
+            await self._publish(report)
+        if report.failed:
+            self._given_up += len(report.failed)
+            self._failed = {group: reason for group, reason in self._failed.items() if group not in report.failed}
+            await self._store.set_fact(FAILED_PROMPTS, self._failed)
+
+    def _failed_of(self, step: TrainedStep) -> dict[str, str]:
+        """Prompts that the step settled without training them, with the reason of each."""
+        if not self._failed or self._parts is None:
+            return {}
+        trained = {group.prompt.position for group in step.groups}
+        untrained = [self._parts[0].shape.group_id(p) for p in step.batch.positions if p not in trained]
+        return {group: self._failed[group] for group in untrained if group in self._failed}
 
     def _drafting(self, since: SpeculationCounters) -> dict[str, float | None]:
         """What the replicas' draft lengths have been doing."""
@@ -163,28 +214,35 @@ class Board:
             "drafters_resting": sum(item is not None and item.state != "drafting" for item in found),
         }
 
-    def validated(self, report: ValidationReport | None) -> None:
+    async def validated(self, report: ValidationReport | None) -> None:
         """Keep a validation; None when it was lost with its replicas."""
         if report is not None:
-            self._store.set_fact("validations", [*self._validations(), report.model_dump(by_alias=True)])
+            first, newer = self._validations()[:1], self._validations()[1:]
+            kept = [*first, *newer[2 - VALIDATIONS_KEPT :], report.model_dump(by_alias=True)]
+            await self._store.set_fact(VALIDATIONS, kept)
             exported.VALIDATION_ACCURACY.labels(self._spec.name).set(report.accuracy)
         if self._withheld is not None:
             withheld, self._withheld = self._withheld, None
             accuracy = self._accuracy(withheld.policy_version)
-            self._publish(withheld.model_copy(update={"validation_accuracy": accuracy}))
+            await self._publish(withheld.model_copy(update={"validation_accuracy": accuracy}))
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the run goes on by itself: it has begun, has not failed, and its state can be written."""
+        return self._phase not in (Phase.WAITING, Phase.FAILED) and not self._store.away_because
 
     def is_validated(self, version: int) -> bool:
         """Whether the accuracy of `version` is known already."""
         return self._accuracy(version) is not None
 
-    def prompt_failed(self, group: str, reason: str) -> None:
-        """A prompt could not be trained: every sample of it was refused."""
-        self._failed[group] = reason
-        self._store.set_fact("failedPrompts", self._failed)
+    async def prompt_failed(self, group: str, reason: str) -> None:
+        """A prompt could not be trained: every sample of it was refused. Durable when this returns."""
+        self._failed = self._failed | {group: reason}
+        await self._store.set_fact(FAILED_PROMPTS, self._failed)
 
     def finish(self, policy_path: str, drafter_path: str, checkpoint_path: str) -> None:
         """The run is over; sum it up."""
-        reports = self.reports()
+        reports = self._all_reports()
         first, last = reports[:TAIL_STEPS], reports[-TAIL_STEPS:]
         validations = self._validations()
         total = sum(report.stages.total for report in reports)
@@ -192,8 +250,8 @@ class Board:
             steps=len(reports),
             first_accuracy=validations[0]["accuracy"] if validations else None,
             last_accuracy=validations[-1]["accuracy"] if validations else None,
-            first_reward=_mean([report.reward for report in first]),
-            last_reward=_mean([report.reward for report in last]),
+            first_reward=_mean([r.reward for r in first if r.reward is not None]),
+            last_reward=_mean([r.reward for r in last if r.reward is not None]),
             first_acceptance_length=reports[0].acceptance_length if reports else None,
             last_acceptance_length=_mean([r.acceptance_length for r in last if r.acceptance_length is not None]),
             policy_lag_max=max((report.policy_lag_max for report in reports), default=0),
@@ -216,9 +274,22 @@ class Board:
     # -- what people ask -----------------------------------------------------------------------------------------
 
     def reports(self, after: int = 0) -> list[StepReport]:
-        """Reports of steps > `after`, as far as they are complete."""
+        """Reports of steps > `after`, as far as they are complete and the store keeps them."""
         reports = [StepReport.model_validate(report) for report in self._store.reports(after)]
         return [report for report in reports if report.step <= self._published]
+
+    def progress(self, prompts_per_step: int) -> Progress:
+        """How far the stream is settled, by the newest trained step's report, complete or not."""
+        step = self._store.trained()
+        if step == 0:
+            return Progress()
+        report = StepReport.model_validate(self._store.reports(after=step - 1)[-1])
+        return Progress.reported(step, report.cursor, report.ahead, prompts_per_step)
+
+    def newest_report(self) -> StepReport | None:
+        """Of the last step that is complete; None before the first."""
+        found = self.reports(after=self._published - 1) if self._published else []
+        return found[-1] if found else None
 
     def validations(self) -> list[ValidationReport]:
         """All validations so far."""
@@ -230,6 +301,7 @@ class Board:
             ReplicaReport(
                 id=replica.replica_id,
                 state=replica.state.value,
+                reason=replica.reason,
                 policy_version=replica.policy_version,
                 live_rollouts=replica.inflight,
                 drafter_version=replica.drafter_version,
@@ -242,16 +314,21 @@ class Board:
             for _, replica in sorted(self._registry.replicas.items())
             for drafting in [replica.status.drafting if replica.status else None]
         ]
+        away = self._store.away_because
         status = Status(
             run=self._spec.name,
             phase=self._phase,
-            detail=self._detail,
+            detail=f"waiting for the store: {away}" if away else self._detail,
             done=self._done,
             total=self._total,
             step=self._store.trained(),
             steps=self._spec.schedule.steps,
             policy_version=self._served,
             replicas=replicas,
+            replica_transitions={
+                f"{before.value} -> {after.value}": count
+                for (before, after), count in sorted(self._registry.transitions.items())
+            },
             error=self._error,
             summary=self._summary,
         )
@@ -264,13 +341,16 @@ class Board:
         for state in ReplicaState:
             count = sum(replica.state == state.value for replica in replicas)
             exported.REPLICAS.labels(self._spec.name, state.value).set(count)
-        counters = {name: stage.counters[name] for name in ("requeued", "poisoned", "ungraded")}
+        counters = {name: stage.counters[name] for name in ("requeued", "resumed", "poisoned", "ungraded")}
         counters |= {
             "discardedForAge": stage.discarded,
-            "failedPrompts": len(self._failed),
+            "failedPrompts": self._given_up + len(self._failed),
             "trainerRecoveries": link.recoveries,
             "canariesSkipped": self._canaries["skipped"],
             "canariesDisagreed": self._canaries["disagreed"],
+            "storeRetries": self._store.retries,
+            "checkpointsFailed": self._checkpoints_failed,
+            **self._problems,
         }
         return status.model_copy(
             update={
@@ -283,31 +363,19 @@ class Board:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _publish(self, report: StepReport) -> None:
-        self._store.set_report(report.step, report.model_dump(by_alias=True))
+    async def _publish(self, report: StepReport) -> None:
+        await self._store.set_report(report.step, report.model_dump(by_alias=True))
         self._published = report.step
-        self._append(report)
-        self._write_status()
+        self._files.append(self.reports(after=self._files.last_step))
+        self._files.write_status(self.status())
 
-    def _append(self, report: StepReport) -> None:
-        with (self._directory / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(report.model_dump_json(by_alias=True) + "\n")
-
-    def _catch_up_file(self) -> None:
-        """Append the reports that a coordinator that died had in the store and not yet in metrics.jsonl."""
-        file = self._directory / "metrics.jsonl"
-        written = len(file.read_text(encoding="utf-8").splitlines()) if file.exists() else 0
-        for report in self.reports(after=written):
-            self._append(report)
-
-    def _write_status(self) -> None:
-        target = self._directory / "status.json"
-        part = target.with_suffix(".json.part")
-        part.write_text(self.status().model_dump_json(by_alias=True, indent=1), encoding="utf-8")
-        part.replace(target)
+    def _all_reports(self) -> list[StepReport]:
+        """Of all steps: what the store keeps no longer is read from metrics.jsonl."""
+        kept = self.reports()
+        return (self._files.before(kept[0].step) if kept else []) + kept
 
     def _validations(self) -> list[dict[str, float]]:
-        return self._store.fact("validations") or []
+        return self._store.fact(VALIDATIONS) or []
 
     def _accuracy(self, version: int) -> float | None:
         return next((v["accuracy"] for v in self._validations() if v["policyVersion"] == version), None)
@@ -321,7 +389,8 @@ class Board:
         for lag in step.batch.policy_lags:
             exported.POLICY_LAG.labels(run).observe(lag)
         exported.ROLLOUTS.labels(run, "trained").inc(report.rollouts)
-        exported.REWARD_MEAN.labels(run).set(report.reward)
+        if report.reward is not None:
+            exported.REWARD_MEAN.labels(run).set(report.reward)
         exported.SAMPLER_MISMATCH_KL.labels(run).set(report.mismatch_kl)
         if report.acceptance_length is not None:
             exported.ACCEPTANCE_LENGTH.labels(run).set(report.acceptance_length)
@@ -341,22 +410,25 @@ def _mean(values: Sequence[float]) -> float | None:
 def _report(step: TrainedStep, stages: StageSeconds, since: SpeculationCounters, accuracy: float | None) -> StepReport:
     lags = step.batch.policy_lags
     rewards = [float(value) for group in step.groups for value in group.rewards_G]
-    lengths = [item.rollout.length for item in step.batch.rollouts]
+    lengths = [item.rollout.sampled_length for item in step.batch.rollouts]
     trained = step.metrics
     return StepReport(
         step=step.batch.step,
         policy_version=step.batch.step,
         stages=stages,
         exposed_generation=stages.generation,
-        reward=_mean(rewards) or 0.0,
+        reward=_mean(rewards),
         validation_accuracy=accuracy,
         rollouts=len(lengths),
         tokens=sum(lengths),
         mean_length=_mean(lengths) or 0.0,
+        tool_calls=_mean([len(item.rollout.outputs) for item in step.batch.rollouts]) or 0.0,
         acceptance_length=since.acceptance_length,
         accepted_per_position=[count / since.drafts for count in since.accepted_per_position] if since.drafts else [],
         policy_lag_max=max(lags, default=0),
         policy_lag_mean=_mean(lags) or 0.0,
+        cursor=step.progress.cursor,
+        ahead=sorted(step.progress.ahead),
         loss=trained.loss,
         grad_norm=trained.grad_norm,
         learning_rate=trained.learning_rate,

@@ -18,7 +18,8 @@ from specrl.coordinator.board import DRAFTER_START
 from specrl.coordinator.parts import Parts
 from specrl.coordinator.report import DrafterStart, Phase
 from specrl.coordinator.rollouts import seed_of, side_requests, training_sampling
-from specrl.coordinator.store import Store, StoredRollout
+from specrl.coordinator.store import StoredRollout
+from specrl.coordinator.store_link import StoreLink
 from specrl.coordinator.trainer_link import TrainerLink
 from specrl.records import (
     DrafterMetrics,
@@ -37,12 +38,13 @@ DRAFTER_DEADLINE_S = 3600.0
 _STEP = 0
 
 Requests = Sequence[tuple[RolloutRequest, Prompt]]
-Ask = Callable[[Requests, Callable[[Rollout], None]], Awaitable[object]]
+Keep = Callable[[Rollout], Awaitable[None]]
+Ask = Callable[[Requests, Keep], Awaitable[object]]
 
 log = structlog.get_logger(__name__)
 
 
-def is_due(spec: RunSpec, status: TrainerStatus, store: Store) -> bool:
+def is_due(spec: RunSpec, status: TrainerStatus, store: StoreLink) -> bool:
     """Whether the run's drafter is to be initialised, or was and died before the last of it was written down."""
     eagle3 = spec.generation.speculation.eagle3
     if eagle3 is None or eagle3.path is not None:
@@ -104,16 +106,16 @@ def _requests(parts: Parts) -> Requests:
     )
 
 
-async def _answers(store: Store, requests: Requests, ask: Ask) -> dict[str, Rollout]:
+async def _answers(store: StoreLink, requests: Requests, ask: Ask) -> dict[str, Rollout]:
     """The answer to every request by rollout id, from the store or from the replicas."""
     wanted = {request.rollout_id for request, _ in requests}
-    stored = (wire.graded_from_bytes(row.data).rollout for row in store.rollouts() if row.step == _STEP)
+    stored = (wire.graded_from_bytes(row.data).rollout for row in await store.rollouts() if row.step == _STEP)
     found = {rollout.rollout_id: rollout for rollout in stored if rollout.rollout_id in wanted}
     places = {request.rollout_id: place for place, (request, _) in enumerate(requests)}
 
-    def keep(rollout: Rollout) -> None:
+    async def keep(rollout: Rollout) -> None:
         data = wire.graded_to_bytes(GradedRollout(rollout, Reward(None, "not graded")))
-        store.put_rollout(StoredRollout(_STEP, places[rollout.rollout_id], 0, 0, data))
+        await store.put_rollout(StoredRollout(_STEP, places[rollout.rollout_id], 0, 0, data))
         found[rollout.rollout_id] = rollout
 
     missing = [(request, prompt) for request, prompt in requests if request.rollout_id not in found]

@@ -3,7 +3,7 @@
     wait for trainer and replicas
     publish version 0; initialise the drafter on the policy's own rollouts; publish again
     for each step s:
-        generation   wait until the P groups of step s are complete          (rollouts.py fills them all the while)
+        generation   wait until P groups can be chosen for step s            (rollouts.py fills them all the while)
         data         assemble the batch, make it durable
         logprob+train   one call to the trainer, idempotent by s
         prepare      publish version s of policy and drafter to every replica, and have the canary prove it
@@ -12,17 +12,18 @@
     export, summarise
 
 Everything is durable before it is acted on: rollouts when graded, a batch before it is sent, a step before its version
-is published. So a coordinator that is killed anywhere starts this function again and goes on where the store ends.
+is published. So a coordinator that is killed anywhere starts this function again and goes on where the store ends;
+while the store is away, every `await` of it waits (store_link.py).
 
 With maxPolicyLag 0 the gate is closed from the moment a step is collected until its version serves and validates;
-with more it never closes, and what bounds the lag is the scheduler's admission rule.
+with more it never closes, and what bounds the lag is the scheduler: what may start, and what a step must take.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import structlog
 
@@ -30,22 +31,27 @@ from specrl.batching import assemble
 from specrl.coordinator import drafter_start
 from specrl.coordinator.board import TrainedStep
 from specrl.coordinator.canary import Canary
+from specrl.coordinator.order import deadlines
 from specrl.coordinator.parts import Parts
-from specrl.coordinator.registry import Replica, ReplicaState, Trainer
+from specrl.coordinator.registry import Replica, Trainer
+from specrl.coordinator.replica_states import COMMITTED, ReplicaState
 from specrl.coordinator.report import Phase, ValidationReport
-from specrl.coordinator.rollouts import RolloutStage, sample_and_grade
-from specrl.coordinator.scheduler import Scheduler, Shape, group_id
+from specrl.coordinator.rollouts import PROVED_VERSION, RolloutStage, sample_and_grade
+from specrl.coordinator.scheduler import Choice, Scheduler, Shape
 from specrl.coordinator.stages import Stopwatch
 from specrl.coordinator.sync import TrainerLost, Transfer, WeightSync
 from specrl.coordinator.trainer_link import TrainerLink
 from specrl.coordinator.validation import is_due, validate
-from specrl.errors import PeerUnavailable
+from specrl.errors import PeerUnavailable, StoreFailed
 from specrl.records import Batch, GradedRollout, Group, Rollout, wire
 
 GATHERING_PATIENCE_S = 300.0
 """How long a run waits for all of its replicas before it starts with those that are there."""
 
 CHECKPOINT_DEADLINE_S = 900.0
+
+CHECKPOINTS = "checkpoints"
+"""Fact of the store: the steps of the last two complete checkpoints, the older first."""
 
 log = structlog.get_logger(__name__)
 
@@ -58,7 +64,9 @@ class Loop:
         shape = Shape(schedule.steps, schedule.prompts_per_step, schedule.group_size, schedule.max_policy_lag)
         self._parts, self._spec = parts, spec
         self._registry, self._store, self._board = parts.registry, parts.store, parts.board
-        self._scheduler: Scheduler[GradedRollout] = Scheduler(shape, parts.store.trained())
+        self._scheduler: Scheduler[GradedRollout] = Scheduler(
+            shape, deadlines(schedule.order), parts.board.progress(shape.prompts_per_step)
+        )
         self._stage = RolloutStage(parts, self._scheduler)
         self._link = TrainerLink(spec.name, parts.registry, parts.store)
         self._sync = WeightSync(spec, parts.registry)
@@ -73,10 +81,10 @@ class Loop:
 
     async def run(self) -> None:
         """Run to the end. Cancelling it at any await leaves a store that resumes. Raises what cannot be survived."""
-        self._stage.restore()
-        await self._gather()
+        await self._stage.restore()
         stage = asyncio.create_task(self._stage.run(), name="rollouts")
         try:
+            await self._gather()
             await self._start_version()
             self._watch.lap()
             while self._scheduler.trained < self._spec.schedule.steps:
@@ -94,7 +102,7 @@ class Loop:
         if self._link.state == "ready" and self._registry.trainer is not None:
             step = self._scheduler.trained
             await self._registry.trainer.client.save_checkpoint(step, CHECKPOINT_DEADLINE_S)
-            self._store.forget_batches(step)
+            await self._checkpointed(step)
 
     # -- before the first step -----------------------------------------------------------------------------------
 
@@ -105,6 +113,7 @@ class Loop:
         while True:
             count = len(self._registry.replicas)
             has_trainer = self._registry.trainer is not None
+            self._stage.wake()  # who has registered may hold rollouts
             self._board.say(Phase.WAITING, "waiting for the trainer and the replicas", count + has_trainer, wanted + 1)
             is_patient = time.monotonic() < deadline
             if has_trainer and count >= (wanted if is_patient else 1):
@@ -137,19 +146,19 @@ class Loop:
         """Train the fresh drafter on the policy's own answers to the run's own prompts, then checkpoint it."""
         report = await drafter_start.initialise(self._parts, self._link, self._answers)
         await self._checkpoint(self._scheduler.trained)
-        self._board.drafter_initialised(report)
+        await self._board.drafter_initialised(report)
 
-    async def _answers(self, requests: drafter_start.Requests, keep: Callable[[Rollout], None]) -> None:
+    async def _answers(self, requests: drafter_start.Requests, keep: drafter_start.Keep) -> None:
         """Have them answered by whoever serves, each kept when finished; by who joins next when all are lost."""
         missing = {request.rollout_id: (request, prompt) for request, prompt in requests}
 
-        def take(rollout: Rollout) -> None:
-            keep(rollout)
+        async def take(rollout: Rollout) -> None:
+            await keep(rollout)
             missing.pop(rollout.rollout_id, None)
 
         while missing:
             try:
-                await sample_and_grade(self._registry, None, list(missing.values()), take)
+                await sample_and_grade(self._parts, None, list(missing.values()), take)
             except PeerUnavailable:
                 await self._wait_for_joiner()
                 await self._catch_up()
@@ -157,61 +166,63 @@ class Loop:
     # -- one step ------------------------------------------------------------------------------------------------
 
     async def _step(self, step: int) -> None:
-        batch, groups = await self._batch(step)
+        choice, batch, groups = await self._batch(step)
         self._stage.spare_seats(self._canary.seats if self._canary.is_due(step) else 0)
         with self._watch.stage("train"):
             metrics = await self._link.train(batch)
         self._watch.split("train", {"logprob": metrics.logprob_seconds, "train": metrics.train_seconds})
         with self._watch.stage("validation"):
             await self._finish_validation()
-        trained = TrainedStep(batch, groups, metrics)
-        self._board.step_trained(trained, self._watch.so_far())
+        shape = self._scheduler.shape
+        overtaken = [(shape.own_step(position), shape.index(position)) for position in choice.overtaken]
+        trained = TrainedStep(batch, groups, metrics, choice.progress, overtaken)
+        await self._board.step_trained(trained, self._watch.so_far())
         self._stage.trained(step, len(batch.rollouts))
         with self._watch.stage("prepare"):
             transfer = await self._publish()
         self._stage.spare_seats(0)
         if step % self._spec.checkpoint.every_steps == 0 and step < self._spec.schedule.steps:
             with self._watch.stage("checkpoint"):
-                await self._checkpoint(step)
+                try:
+                    await self._checkpoint(step)
+                except StoreFailed as error:  # the last one stays, and so do the batches since: nothing is lost
+                    self._board.checkpoint_failed(str(error))
         if is_due(self._spec, step):
             self._begin_validation(step)
             if self._is_synchronous:
                 with self._watch.stage("validation"):
                     await self._finish_validation()
         is_validating = self._validation is not None
-        self._board.step_served(trained, transfer, self._watch.lap(), is_validating=is_validating)
+        await self._board.step_served(trained, transfer, self._watch.lap(), is_validating=is_validating)
         self._stage.open_gate()
 
-    async def _batch(self, step: int) -> tuple[Batch, list[Group]]:
+    async def _batch(self, step: int) -> tuple[Choice[GradedRollout], Batch, list[Group]]:
         """Collect step `step` and fix what it trains on. A batch that was fixed before a restart is taken as it was."""
         with self._watch.stage("generation"):
-            results = await self._collect(step)
+            choice = await self._collect()
         if self._is_synchronous:
             self._stage.close_gate()
-        first = (step - 1) * self._spec.schedule.prompts_per_step
+        shape = self._scheduler.shape
         groups = [
             Group(
-                group_id=group_id(step, index),
-                prompt=self._parts.prompts.prompt(first + index),
+                group_id=shape.group_id(position),
+                prompt=self._parts.prompts.prompt(position),
                 target_step=step,
                 rollouts=tuple(item.rollout for item in items),
                 rewards=tuple(item.reward for item in items),
             )
-            for index, items in results
+            for position, items in choice.groups
         ]
-        failures = self._scheduler.failures(step)
-        for index, reason in failures:
-            self._board.prompt_failed(group_id(step, index), reason)
-        batch = assemble(step, groups, self._spec, failed_prompts=len(failures))
-        self._store.put_batch(step, wire.batch_to_bytes(batch))
-        stored = self._store.batch(step)
-        assert stored is not None, "it was put just before"
-        return wire.batch_from_bytes(stored), groups
+        for position, reason in choice.failures:
+            await self._board.prompt_failed(shape.group_id(position), reason)
+        batch = assemble(step, groups, self._spec, failed=[position for position, _ in choice.failures])
+        stored = await self._store.put_batch(step, wire.batch_to_bytes(batch))
+        return choice, wire.batch_from_bytes(stored), groups
 
-    async def _collect(self, step: int) -> list[tuple[int, list[GradedRollout]]]:
-        """Wait for the step's groups; meanwhile bring joining replicas up to date, since the trainer is idle."""
+    async def _collect(self) -> Choice[GradedRollout]:
+        """Wait for the next step's groups; meanwhile bring joining replicas up to date, since the trainer is idle."""
         while True:
-            collecting = asyncio.ensure_future(self._stage.collect(step))
+            collecting = asyncio.ensure_future(self._stage.collect())
             joined = asyncio.ensure_future(self._wait_for_joiner())
             try:
                 await asyncio.wait({collecting, joined}, return_when=asyncio.FIRST_COMPLETED)
@@ -247,6 +258,7 @@ class Loop:
                 self._registry.lose_trainer(str(error))
                 continue
             await self._registry.refresh()
+            await self._store.set_fact(PROVED_VERSION, transfer.policy_version)
             self._board.version_served(transfer)
             self._stage.wake()
             return transfer
@@ -263,7 +275,7 @@ class Loop:
             transfer = await self._sync.publish(trainer, brought)
             version = transfer.policy_version
             due = []
-            for replica in _serving(brought):
+            for replica in _committed(brought):
                 if self._canary.is_due(version, has_joined=replica.replica_id in joining):
                     due.append(replica)
                 else:
@@ -272,17 +284,30 @@ class Loop:
             if doubtful:
                 brought = [self._registry.start_over(replica) for replica in doubtful if not replica.gone.is_set()]
                 await self._sync.publish(trainer, brought)
-                await self._canary.prove(trainer, _serving(brought), version, is_repeated=True)
+                await self._canary.prove(trainer, _committed(brought), version, is_repeated=True)
             return transfer
-        except TrainerLost:
-            for replica in _serving(brought):
+        except TrainerLost as error:
+            for replica in _committed(brought):
                 if not replica.is_trusted:
-                    self._registry.move(replica, ReplicaState.JOINING)
+                    self._registry.put_back(replica, str(error))
             raise
 
     async def _checkpoint(self, step: int) -> None:
+        """Have the trainer write one. Raises StoreFailed when its disk refuses."""
         await self._link.call(lambda trainer: trainer.client.save_checkpoint(step, CHECKPOINT_DEADLINE_S))
-        self._store.forget_batches(step)
+        await self._checkpointed(step)
+
+    async def _checkpointed(self, step: int) -> None:
+        """A checkpoint is complete: forget what no trainer will replay.
+
+        Batches since the one before it stay, where that one does (checkpoint.keep): if the newest cannot be read, the
+        trainer goes back to it.
+        """
+        before = self._store.fact(CHECKPOINTS) or [0, 0]
+        last = [before[1], step] if step > before[1] else before
+        if last != before:
+            await self._store.set_fact(CHECKPOINTS, last)
+        await self._store.forget_batches(last[0] if self._spec.checkpoint.keep > 1 else step)
 
     # -- validation ----------------------------------------------------------------------------------------------
 
@@ -296,10 +321,10 @@ class Loop:
         if task is None:
             return
         try:
-            self._board.validated(await task)
+            await self._board.validated(await task)
         except PeerUnavailable as error:
             log.warning("validation_lost", reason=str(error))
-            self._board.validated(None)
+            await self._board.validated(None)
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -310,7 +335,7 @@ class Loop:
         checkpoint, _ = await self._link.call(
             lambda trainer: trainer.client.save_checkpoint(step, CHECKPOINT_DEADLINE_S)
         )
-        self._store.forget_batches(step)
+        await self._checkpointed(step)
         target = str(self._parts.directory / "export")
         policy, drafter = await self._link.call(
             lambda trainer: trainer.client.export_model(target, CHECKPOINT_DEADLINE_S)
@@ -318,6 +343,6 @@ class Loop:
         self._board.finish(policy, drafter, checkpoint)
 
 
-def _serving(replicas: Sequence[Replica]) -> list[Replica]:
+def _committed(replicas: Sequence[Replica]) -> list[Replica]:
     """Those that have committed the version that was sent to them."""
-    return [replica for replica in replicas if replica.state is ReplicaState.SERVING and not replica.gone.is_set()]
+    return [replica for replica in replicas if replica.state in COMMITTED]

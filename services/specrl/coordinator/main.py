@@ -1,6 +1,7 @@
 """The coordinator's process: gRPC for peers, HTTP for people, one loop. Console script `specrl-coordinator`.
 
-Exit codes: 0 stopped or finished and told to stop, otherwise `SpecrlError.exit_code`.
+Exit codes: 0 stopped or finished and told to stop, otherwise `SpecrlError.exit_code`. A run that has failed is shown
+until the process is told to stop; in a pod (`--rljob`) the process ends with it, and whoever runs the pod decides.
 SIGTERM and SIGINT stop it cleanly: the loop is cancelled, the trainer is asked for a checkpoint if it is at rest.
 """
 
@@ -14,7 +15,9 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any, TypeVar
 
 import structlog
 import uvicorn
@@ -24,15 +27,22 @@ from specrl.coordinator.loop import Loop
 from specrl.coordinator.parts import Parts
 from specrl.coordinator.registry import Registry
 from specrl.coordinator.report import Phase
+from specrl.coordinator.rljob import Teller, place_of
 from specrl.coordinator.service import CoordinatorService
-from specrl.coordinator.store import SqliteStore
+from specrl.coordinator.store import claim_for, open_store
+from specrl.coordinator.store_link import StoreLink
+from specrl.coordinator.turns import turns_of
 from specrl.coordinator.web import make_app
 from specrl.errors import PortTaken, SpecrlError
 from specrl.prompts import load_prompts, load_validation
 from specrl.rewards import VerifierPool, check_references, verifier_for
+from specrl.rpc.limits import message_limits
 from specrl.rpc.server import serve
 from specrl.spec import digest, load_spec
 from specrl.telemetry import logs
+from specrl.tools import ToolPool, tool_for
+
+T = TypeVar("T")
 
 log = structlog.get_logger(__name__)
 
@@ -43,9 +53,12 @@ def main() -> None:
         prog="specrl-coordinator", description="Decides what is generated, trained, synced."
     )
     parser.add_argument("--run-directory", type=Path, required=True, help="folder with run.yaml; keeps the store")
+    parser.add_argument("--spec", type=Path, help="the run file (default: run.yaml in the run directory)")
     parser.add_argument("--host", default="127.0.0.1", help="address to serve on (default: %(default)s)")
     parser.add_argument("--port", type=int, help="gRPC port (default: telemetry.grpcPort of the run file)")
     parser.add_argument("--http-port", type=int, help="HTTP port (default: telemetry.httpPort of the run file)")
+    parser.add_argument("--rljob", metavar="NAMESPACE/NAME", help="in a pod: tell this RLJob how far the run is")
+    parser.add_argument("--rljob-uid", metavar="UID", default="", help="its uid, which is also the run's id")
     arguments = parser.parse_args()
     try:
         asyncio.run(_serve(arguments))
@@ -56,50 +69,74 @@ def main() -> None:
 
 async def _serve(arguments: argparse.Namespace) -> None:
     directory: Path = arguments.run_directory
-    spec = load_spec(directory / "run.yaml")
+    spec = load_spec(arguments.spec or directory / "run.yaml")
     logs.configure(spec.telemetry.log_level.value, "coordinator", spec.name)
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
-    store = SqliteStore(directory / "store.db")
-    registry = Registry(digest(spec), spec.telemetry.heartbeat_s, time.monotonic)
+    place = None if arguments.rljob is None else place_of(arguments.rljob)
+    claim = claim_for(directory, arguments.rljob_uid.replace("-", "") or None)
+    opening = StoreLink.open(spec.name, lambda: open_store(spec, directory, claim))
+    store = await _unless_stopped(opening, stop)
+    if store is None:
+        return
+    limits = message_limits(spec)
+    registry = Registry(digest(spec), spec.telemetry.heartbeat_s, time.monotonic, spec.name, limits)
     board = Board(spec, directory, registry, store)
     prompts, validation_prompts = load_prompts(spec), load_validation(spec)
     problems = prompts.source
+    board.prompts_read(len(problems.left_out.skipped), problems.left_out.repeated)
     check_references(spec.rewards, ((problems.place(i), problems.problem(i).answer) for i in range(len(problems))))
     pool = VerifierPool(verifier_for(spec.rewards), spec.reward_pool)
     await pool.start()
-    parts = Parts(spec, directory, registry, store, board, prompts, validation_prompts, pool)
+    tools = ToolPool(tool_for(spec.tools), spec.tools.pool) if spec.tools is not None else None
+    if tools is not None:
+        await tools.start()
+    turns = turns_of(spec, tools)
+    parts = Parts(spec, directory, registry, store, board, prompts, validation_prompts, pool, turns)
     service = CoordinatorService(registry, spec.name, spec.telemetry.heartbeat_s)
     grpc_port = spec.telemetry.grpc_port if arguments.port is None else arguments.port
     http_port = spec.telemetry.http_port if arguments.http_port is None else arguments.http_port
-    server, bound = await serve(service.add_to, arguments.host, grpc_port)
+    server, bound = await serve(service.add_to, arguments.host, grpc_port, limits.coordinator)
     listener = _listen(arguments.host, http_port)
     web = uvicorn.Server(uvicorn.Config(make_app(board), log_config=None, access_log=False))
     web.install_signal_handlers = lambda: None  # type: ignore[attr-defined]  # the signals are ours
     tasks = [
         asyncio.create_task(web.serve(sockets=[listener]), name="web"),
         asyncio.create_task(_expire(registry, spec.telemetry.heartbeat_s), name="expire"),
+        asyncio.create_task(store.watch(spec.telemetry.heartbeat_s), name="watch-store"),
     ]
     _write_endpoints(directory, f"{arguments.host}:{bound}", f"http://{arguments.host}:{listener.getsockname()[1]}")
+    teller = None if place is None else Teller(board, place)
+    if teller is not None:
+        tasks.append(asyncio.create_task(teller.run(), name="tell-rljob"))
     try:
-        await _drive(parts, stop)
+        await _drive(parts, stop, teller)
     finally:
         web.should_exit = True
-        tasks[1].cancel()
+        for task in tasks[1:]:
+            task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await server.stop(grace=1.0)
         await pool.close()
-        store.close()
+        if tools is not None:
+            await tools.close()
+        store.give_up()
+        await store.close()
 
 
-async def _drive(parts: Parts, stop: asyncio.Event) -> None:
-    """Run the loop until it ends or `stop` is set; after its end, serve the result until `stop` is set."""
+async def _drive(parts: Parts, stop: asyncio.Event, teller: Teller | None) -> None:
+    """Run the loop until it ends or `stop` is set; after its end, serve the result until `stop` is set.
+
+    With a teller a run that has failed ends the process, and one that is finished sends the trainer home, once the
+    RLJob has been told: who is still needed then is up to the operator.
+    """
     loop, board, store = Loop(parts), parts.board, parts.store
     running = asyncio.create_task(loop.run(), name="loop")
     stopping = asyncio.create_task(stop.wait(), name="stop")
     await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if not running.done():
+        store.give_up()  # whatever waits for it would wait for ever
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         with contextlib.suppress(SpecrlError):
@@ -111,10 +148,25 @@ async def _drive(parts: Parts, stop: asyncio.Event) -> None:
     if error is not None:
         board.fail(str(error))
         log.error("run_failed", reason=str(error), exc_info=None if isinstance(error, SpecrlError) else error)
-        await stop.wait()
+        if teller is None:
+            await stop.wait()
         raise error
     log.info("run_finished", step=store.trained())
+    if teller is not None:
+        await _unless_stopped(teller.end(), stop)
+        parts.registry.dismiss_trainer()
     await stop.wait()
+
+
+async def _unless_stopped(work: Coroutine[Any, Any, T], stop: asyncio.Event) -> T | None:
+    """The outcome of `work`; None when `stop` was set before, and `work` is cancelled."""
+    doing, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({doing, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        return doing.result() if doing.done() else None
+    finally:
+        doing.cancel()
+        stopping.cancel()
 
 
 async def _expire(registry: Registry, heartbeat_s: float) -> None:

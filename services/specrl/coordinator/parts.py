@@ -9,7 +9,8 @@ from typing import Protocol
 
 from specrl.coordinator.board import Board
 from specrl.coordinator.registry import Registry
-from specrl.coordinator.store import Store
+from specrl.coordinator.store_link import StoreLink
+from specrl.coordinator.turns import Turns
 from specrl.records import Prompt, Reward
 from specrl.spec import RunSpec
 
@@ -30,13 +31,17 @@ class Grader(Protocol):
 
 @dataclass(frozen=True)
 class Parts:
-    """One run's parts. `directory` holds its run file, store, logs, checkpoints and export."""
+    """One run's parts. `directory` holds its run file, store, logs, checkpoints and export.
+
+    turns: None where a rollout has one.
+    """
 
     spec: RunSpec
     directory: Path
     registry: Registry
-    store: Store
+    store: StoreLink
     board: Board
     prompts: PromptStream
     validation_prompts: Sequence[Prompt]
     grader: Grader
+    turns: Turns | None = None

@@ -56,13 +56,17 @@ class StepReport(Report):
     stages: StageSeconds
     exposed_generation: float
     """Seconds; equals stages.generation."""
-    reward: float
-    """Mean over the batch's rollouts."""
+    reward: float | None
+    """Mean over the batch's rollouts; null when it has none, since every prompt of the step failed. Nothing was trained
+    then, and the numbers of training are 0."""
     validation_accuracy: float | None = None
     """Accuracy of `policy_version`, when it was validated."""
     rollouts: int
     tokens: int
     mean_length: float
+    """In sampled tokens, as `tokens`."""
+    tool_calls: float = 0.0
+    """Mean answered calls of a rollout; 0 without tools."""
     acceptance_length: float | None
     """Mean tokens per verification since the step before; null without speculation."""
     accepted_per_position: list[float] = []
@@ -76,6 +80,13 @@ class StepReport(Report):
     """Replicas whose drafter is switched off because it does not pay."""
     policy_lag_max: int
     policy_lag_mean: float
+    cursor: int | None = None
+    """First place of the stream, from 0, whose prompt neither this step nor one before it settled; null in reports of
+    runs that knew no order but InOrder."""
+    ahead: list[int] = []
+    """Places beyond the cursor that are settled: they overtook it. Always empty with order InOrder."""
+    failed: dict[str, str] = {}
+    """Prompts that this step settled without training them, by group id, each with the reason."""
     loss: float
     grad_norm: float
     learning_rate: float
@@ -116,6 +127,9 @@ class ValidationReport(Report):
 class ReplicaReport(Report):
     id: str
     state: str
+    """joining, catchingUp, serving, updating, suspect, stale or draining (coordinator/replica_states.py)."""
+    reason: str = ""
+    """Why it is in this state, where that was not as planned."""
     policy_version: int
     live_rollouts: int
     drafter_version: int = -1
@@ -145,6 +159,8 @@ class Status(Report):
     steps: int = 0
     policy_version: int = 0
     replicas: list[ReplicaReport] = []
+    replica_transitions: dict[str, int] = {}
+    """How often replicas went from one state to another since the coordinator started: "joining -> catchingUp": 2."""
     trainer: str = "absent"
     """absent | ready | training | recovering."""
     rollouts_collected: int = 0
@@ -152,8 +168,8 @@ class Status(Report):
     rollouts_wanted: int = 0
     """... of this many."""
     counters: dict[str, int] = {}
-    """requeued, poisoned, ungraded, discardedForAge, failedPrompts, trainerRecoveries, canariesSkipped,
-    canariesDisagreed."""
+    """requeued, resumed, poisoned, ungraded, discardedForAge, failedPrompts, trainerRecoveries, canariesSkipped,
+    canariesDisagreed, storeRetries."""
     error: str | None = None
     summary: Summary | None = None
 

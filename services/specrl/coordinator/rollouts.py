@@ -8,6 +8,9 @@ waits for a step to be ready. What bounds each wait: a dead replica breaks its s
 (`Replica.gone`), a verifier has the pool's time limit; a rollout that is held for its replica's canary is let go by the
 loop after every transfer (`Registry.trust`), or asked again.
 
+A replica that registers says what it holds from before the coordinator was started again: those rollouts are INFLIGHT
+there once more, and nothing of them is computed twice (`_resume`).
+
 With maxPolicyLag 0 all rollouts of a step are dealt at once and admitted together, so that what each engine computes
 depends on nothing but the step: that is what makes a run repeatable bit by bit.
 """
@@ -17,19 +20,28 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import structlog
 
+from specrl.coordinator import turns
+from specrl.coordinator.board import FAILED_PROMPTS
 from specrl.coordinator.parts import Grader, Parts
-from specrl.coordinator.registry import Registry, Replica
-from specrl.coordinator.scheduler import Scheduler, SlotId
+from specrl.coordinator.registry import Replica
+from specrl.coordinator.replica_states import ReplicaState
+from specrl.coordinator.restart import Finished, Remains, take_up
+from specrl.coordinator.scheduler import Choice, Scheduler, SlotId
 from specrl.coordinator.store import StoredRollout
-from specrl.errors import PeerUnavailable, RecordInvalid, SpecrlError
+from specrl.errors import EngineFailed, PeerUnavailable, RecordInvalid, SpecrlError, ToolFailed
 from specrl.records import GradedRollout, Prompt, Reward, Rollout, RolloutRequest, Sampling, wire
 from specrl.spec import RunSpec
 from specrl.telemetry import metrics
+
+PROVED_VERSION = "provedVersion"
+"""Fact of the store: newest policy version that every replica served and that its canary, where one was due, proved."""
 
 log = structlog.get_logger(__name__)
 
@@ -59,19 +71,36 @@ class RolloutStage:
     def __init__(self, parts: Parts, scheduler: Scheduler[GradedRollout]) -> None:
         self._spec, self._scheduler, self._registry = parts.spec, scheduler, parts.registry
         self._store, self._prompts, self._grader = parts.store, parts.prompts, parts.grader
+        self._turns = parts.turns
         self._tasks: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
+        self._freed: dict[str, Replica] | None = None
         self._gate_open = False
         self._spare_seats = 0
         self.changed = asyncio.Event()
         self.counters: Counter[str] = Counter()
         self.failure: BaseException | None = None
 
-    def restore(self) -> None:
-        """Take up the finished rollouts of untrained steps from the store."""
-        for row in self._store.rollouts():
+    async def restore(self) -> None:
+        """Take up from the store what is finished and not trained."""
+        self.counters["restored"] += take_up(self._scheduler, await self._remains())
+
+    async def _remains(self) -> Remains[GradedRollout]:
+        shape, rollouts = self._scheduler.shape, []
+        for row in await self._store.rollouts():
+            if row.step < 1:  # not of the stream of prompts: the drafter's
+                continue
+            item = wire.graded_from_bytes(row.data)
             slot = SlotId(row.step, row.index, row.sample, row.attempt)
-            self.counters["restored"] += self._scheduler.restore(slot, wire.graded_from_bytes(row.data))
+            rollouts.append(Finished(slot, item, item.rollout.oldest_version))
+        reasons = self._store.fact(FAILED_PROMPTS) or {}
+        failed = {shape.position_of(group): reason for group, reason in reasons.items()}
+        step = self._scheduler.trained + 1
+        data = await self._store.batch(step)
+        if data is None:
+            return Remains(rollouts, failed, None)
+        own = range(shape.position(step, 0), shape.position(step + 1, 0))
+        return Remains(rollouts, failed, wire.batch_from_bytes(data).positions or own)
 
     def trained(self, step: int, rollouts: int) -> None:
         """Step `step` was trained on so many rollouts, and is durable."""
@@ -102,34 +131,45 @@ class RolloutStage:
         self._spare_seats = count
         self.wake()
 
-    def wake(self) -> None:
-        """Look again for work to give out."""
+    def wake(self, replica: Replica | None = None) -> None:
+        """Look again for work to give out: to one replica, a seat of which is free, or to all."""
+        if replica is None:
+            self._freed = None
+        else:
+            self._note_free(replica)
         self._wake.set()
+
+    def _note_free(self, replica: Replica) -> None:
+        if self._freed is not None:
+            self._freed[replica.replica_id] = replica
 
     async def run(self) -> None:
         """Give out work until cancelled; then abort every stream."""
         try:
             while True:
                 self._wake.clear()
+                self._resume()
+                freed, self._freed = self._freed, {}
                 if self._gate_open:
-                    self._dispatch()
+                    self._dispatch(freed)
                 await self._wake.wait()
         finally:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def collect(self, step: int) -> list[tuple[int, list[GradedRollout]]]:
-        """Wait until step `step` is ready; returns its complete groups in stream order.
+    async def collect(self) -> Choice[GradedRollout]:
+        """Wait until what the next step trains can be chosen; returns the choice.
 
         Raises whatever broke a stream's or verdict's task (a bug or a dead store), so that the run ends with it.
         """
-        while not self._scheduler.is_ready(step):
+        while (choice := self._scheduler.choose()) is None:
             self.raise_failure()
             self.changed.clear()
             await self.changed.wait()
         self.raise_failure()
-        return self._scheduler.results(step)
+        self.wake()  # groups that the choice has taken stand in no other group's way any more
+        return choice
 
     def raise_failure(self) -> None:
         """Raise what broke one of this stage's tasks, if anything did."""
@@ -138,99 +178,149 @@ class RolloutStage:
 
     # -- out -----------------------------------------------------------------------------------------------------
 
-    def _dispatch(self) -> None:
-        serving = self._registry.serving()
+    def _dispatch(self, freed: dict[str, Replica] | None) -> None:
+        """Give waiting slots to `freed`: replicas with free seats, those included that there was nothing for before.
+
+        None: to all that serve. Looking at every replica for each rollout would cost more the more of them there are.
+        """
         if self._spec.schedule.max_policy_lag == 0:
+            serving = self._registry.serving()
             version = min((replica.policy_version for replica in serving), default=-1)
             dealt = self._scheduler.deal([replica.replica_id for replica in serving], version)
             for replica in serving:
                 self._start(replica, dealt[replica.replica_id], admit_together=True)
             return
-        for replica in serving:
+        exhausted: set[int] = set()  # versions under which nothing more may start now
+        for replica in self._registry.serving() if freed is None else _serving(freed.values()):
             room = self._spec.generation.max_live_rollouts - self._spare_seats - replica.inflight
-            if room > 0:
-                slots = self._scheduler.take(replica.replica_id, replica.policy_version, room)
+            if room > 0 and replica.policy_version not in exhausted:
+                slots = self._scheduler.take(replica.policy_version, room)
                 self._start(replica, slots, admit_together=False)
+                room -= len(slots)
+            if room > 0:
+                exhausted.add(replica.policy_version)
+                self._note_free(replica)
+
+    def _resume(self) -> None:
+        """Take up what replicas hold since before this coordinator was started.
+
+        Not from one whose last version no canary has proved, as far as is durable: what it sampled may be wrong.
+        """
+        proved = self._store.fact(PROVED_VERSION)
+        for replica in self._registry.take_holders():
+            if replica.status is None or proved is None or replica.status.policy_version > proved:
+                continue
+            resumed: dict[int, list[SlotId]] = {}
+            for item in replica.held:
+                slot = SlotId.parse(item.rollout_id)
+                if slot is not None and self._scheduler.resume(slot, item.policy_version):
+                    resumed.setdefault(item.policy_version, []).append(slot)
+            for version, slots in resumed.items():
+                self._count("resumed", len(slots))
+                self._begin(replica, slots, version, resumes=True)
 
     def _start(self, replica: Replica, slots: list[SlotId], *, admit_together: bool) -> None:
         if slots:
-            replica.inflight += len(slots)
-            self._spawn(self._stream(replica, slots, admit_together), f"stream-{replica.replica_id}")
+            self._begin(replica, slots, replica.policy_version, admit_together=admit_together)
 
-    async def _stream(self, replica: Replica, slots: list[SlotId], admit_together: bool) -> None:
-        """One Generate call: INFLIGHT slots of one replica until each came back or the replica is lost."""
+    def _begin(
+        self,
+        replica: Replica,
+        slots: list[SlotId],
+        oldest_version: int,
+        *,
+        admit_together: bool = False,
+        resumes: bool = False,
+    ) -> None:
+        """Spawn the stream of INFLIGHT slots. What it asks for outlives it, and this coordinator.
+
+        Not where a rollout has several turns: a coordinator that was started again does not know those before.
+        """
+        replica.add_load(len(slots))
+        requests = [(self._request(slot), self._prompt(slot)) for slot in slots]
+        ask = partial(
+            replica.client.generate,
+            min_policy_version=oldest_version,
+            outlives_call=self._turns is None,
+            resumes=resumes,
+        )
+        stream = turns.generate(self._turns, ask, requests, admit_together)
+        self._spawn(self._stream(replica, slots, oldest_version, stream), f"stream-{replica.replica_id}")
+
+    async def _stream(
+        self, replica: Replica, slots: list[SlotId], oldest_version: int, stream: AsyncGenerator[turns.Ended]
+    ) -> None:
+        """One Generate call: INFLIGHT slots of one replica until each came back or the replica is lost.
+
+        oldest_version: what the replica served when the slots were given to it; the lag bound rests on it, so the
+        replica refuses to sample under an older one, and a rollout that has an older token is refused here.
+        """
         waiting = {str(slot): slot for slot in slots}
-        oldest = max(slot.step for slot in slots) - 1 - self._spec.schedule.max_policy_lag
-        requests = [self._request(slot) for slot in slots]
-        gone = asyncio.ensure_future(replica.gone.wait())
-        stream = replica.client.generate(requests, admit_together, max(oldest, 0))
         try:
-            while waiting:
-                arrival = asyncio.ensure_future(anext(stream, None))
-                try:
-                    await asyncio.wait({arrival, gone}, return_when=asyncio.FIRST_COMPLETED)
-                    if not arrival.done():
-                        raise PeerUnavailable(f"{replica.replica_id} must stay, got lost; its rollouts are requeued")
-                    rollout = arrival.result()
-                finally:  # also when this task is cancelled: a stream that is being read cannot be closed
-                    arrival.cancel()
-                    await asyncio.gather(arrival, return_exceptions=True)
-                if rollout is None:
-                    break
-                await _until_trusted(replica, gone)
-                slot = waiting.pop(rollout.rollout_id, None)
-                if slot is not None:
-                    replica.inflight -= 1
-                    self._accept(slot, rollout)
+            async with aclosing(_until_gone(replica, stream)) as arrivals:
+                async for ended in arrivals:
+                    await _until_trusted(replica)
+                    slot = waiting.pop(ended.rollout.rollout_id, None)
+                    if slot is not None:
+                        replica.add_load(-1)
+                        self.wake(replica)
+                        self._accept(slot, ended, range(oldest_version, replica.policy_version + 1))
+                    if not waiting:
+                        break
+        except ToolFailed:  # no replica's fault: no call can be answered any more, and the run ends
+            raise
         except SpecrlError as error:
             self._registry.fail(replica, error)
         finally:
-            gone.cancel()
-            await stream.aclose()
-            replica.inflight -= len(waiting)
+            replica.add_load(-len(waiting))
             lost = self._scheduler.requeue(waiting.values())
             self._count("requeued", lost)
-            self.wake()
+            self.wake(None if lost else replica)
+
+    def _prompt(self, slot: SlotId) -> Prompt:
+        return self._prompts.prompt(self._scheduler.shape.position(slot.step, slot.index))
 
     def _request(self, slot: SlotId) -> RolloutRequest:
-        prompt = self._prompts.prompt(self._position(slot))
         seed = seed_of(self._spec.schedule.seed, slot.step, slot.index, slot.sample, slot.attempt)
         return RolloutRequest(
             rollout_id=str(slot),
             group_id=slot.group_id,
             sample_index=slot.sample,
-            prompt_token_ids=prompt.token_ids,
+            prompt_token_ids=self._prompt(slot).token_ids,
             sampling=training_sampling(self._spec, seed),
         )
 
-    def _position(self, slot: SlotId) -> int:
-        return (slot.step - 1) * self._spec.schedule.prompts_per_step + slot.index
-
     # -- back ----------------------------------------------------------------------------------------------------
 
-    def _accept(self, slot: SlotId, rollout: Rollout) -> None:
+    def _accept(self, slot: SlotId, ended: turns.Ended, versions: range) -> None:
         if not self._scheduler.sampled(slot):
             return
+        if ended.failure:
+            self._ungraded(slot, ended.failure)
+            return
+        rollout = ended.rollout
         try:
-            rollout.check(self._spec.generation.sampling.max_tokens)
+            rollout.check(self._spec.generation.sampling.max_tokens, versions)
         except RecordInvalid as error:
             log.error("rollout_poisoned", slot=str(slot), replica=rollout.replica_id, reason=str(error))
             self._refuse(slot, "poisoned", str(error))
             return
         self._spawn(self._grade(slot, rollout), f"grade-{slot}")
-        self.wake()
 
     async def _grade(self, slot: SlotId, rollout: Rollout) -> None:
-        reward = await self._grader.grade(self._prompts.prompt(self._position(slot)), rollout.text)
+        reward = await self._grader.grade(self._prompt(slot), rollout.text)
         if reward.value is None:
-            log.error("rollout_ungraded", slot=str(slot), reason=reward.failure)
-            self._refuse(slot, "ungraded", reward.failure)
+            self._ungraded(slot, reward.failure)
             return
         graded = GradedRollout(rollout, reward)
         row = StoredRollout(slot.step, slot.index, slot.sample, slot.attempt, wire.graded_to_bytes(graded))
-        self._store.put_rollout(row)
-        self.counters["graded"] += self._scheduler.graded(slot, graded)
+        await self._store.put_rollout(row)
+        self.counters["graded"] += self._scheduler.graded(slot, graded, rollout.oldest_version)
         self.changed.set()
+
+    def _ungraded(self, slot: SlotId, reason: str) -> None:
+        log.error("rollout_ungraded", slot=str(slot), reason=reason)
+        self._refuse(slot, "ungraded", reason)
 
     def _refuse(self, slot: SlotId, outcome: str, reason: str) -> None:
         self._scheduler.refuse(slot, reason)
@@ -254,13 +344,44 @@ class RolloutStage:
             self.changed.set()
 
 
-async def _until_trusted(replica: Replica, gone: asyncio.Future[Any]) -> None:
+def _serving(replicas: Iterable[Replica]) -> list[Replica]:
+    """Those that may be given work still."""
+    return [r for r in replicas if r.state is ReplicaState.SERVING and not r.gone.is_set()]
+
+
+async def _until_gone(replica: Replica, stream: AsyncGenerator[turns.Ended]) -> AsyncGenerator[turns.Ended]:
+    """Pass on what a replica's stream yields, and close it at the end.
+
+    Raises PeerUnavailable as soon as the replica is lost: a stream of one that hangs, or is cut off, never breaks.
+    """
+    gone = asyncio.ensure_future(replica.gone.wait())
+    try:
+        while True:
+            arrival = asyncio.ensure_future(anext(stream, None))
+            try:
+                await asyncio.wait({arrival, gone}, return_when=asyncio.FIRST_COMPLETED)
+                if not arrival.done():
+                    raise PeerUnavailable(f"{replica.replica_id} must stay, got lost; its rollouts are requeued")
+                ended = arrival.result()
+            finally:  # also when this task is cancelled: a stream that is being read cannot be closed
+                arrival.cancel()
+                await asyncio.gather(arrival, return_exceptions=True)
+            if ended is None:
+                return
+            yield ended
+    finally:
+        gone.cancel()
+        await stream.aclose()
+
+
+async def _until_trusted(replica: Replica) -> None:
     """Wait until an update and its canary are over. Raises PeerUnavailable when the replica is gone by then."""
     while not replica.is_trusted and not replica.gone.is_set():
         replica.moved.clear()
-        moved = asyncio.ensure_future(replica.moved.wait())
-        await asyncio.wait({moved, gone}, return_when=asyncio.FIRST_COMPLETED)
-        moved.cancel()
+        events = [asyncio.ensure_future(event.wait()) for event in (replica.moved, replica.gone)]
+        await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
+        for event in events:
+            event.cancel()
     if replica.gone.is_set():
         raise PeerUnavailable(
             f"{replica.replica_id} must be trusted, got lost or started over; its rollouts are requeued"
@@ -288,38 +409,43 @@ def side_requests(
 
 
 async def sample_and_grade(
-    registry: Registry,
+    parts: Parts,
     grader: Grader | None,
     requests: Sequence[tuple[RolloutRequest, Prompt]],
-    keep: Callable[[Rollout], None] | None = None,
+    keep: Callable[[Rollout], Awaitable[None]] | None = None,
 ) -> list[GradedRollout]:
     """Rollouts outside the stream of steps (validation, drafter initialisation), spread over the serving replicas.
 
     Returns them in request order; `keep` is called with each as soon as it is finished. What a lost replica still had
-    is asked of another one. Without a grader every reward is ungraded. Raises PeerUnavailable when no replica is left.
+    is asked of another one. Without a grader every reward is ungraded, and so is that of a rollout whose tool failed.
+    Raises PeerUnavailable when no replica is left.
     """
-    finished: dict[str, Rollout] = {}
+    registry = parts.registry
+    finished: dict[str, turns.Ended] = {}
     while len(finished) < len(requests):
         serving = registry.serving()
         if not serving:
             raise PeerUnavailable("at least one replica must serve, got none; wait for one to register")
-        open_requests = [request for request, _ in requests if request.rollout_id not in finished]
+        open_requests = [item for item in requests if item[0].rollout_id not in finished]
 
-        async def ask(replica: Replica, share: list[RolloutRequest]) -> None:
+        async def ask(replica: Replica, share: list[tuple[RolloutRequest, Prompt]]) -> None:
             try:
-                async for rollout in replica.client.generate(share, True, 0):
-                    finished[rollout.rollout_id] = rollout
-                    if keep is not None:
-                        keep(rollout)
-            except PeerUnavailable as error:
-                registry.remove(replica, str(error))
+                unbounded = partial(replica.client.generate, min_policy_version=0)
+                stream = turns.generate(parts.turns, unbounded, share, True)
+                async with aclosing(_until_gone(replica, stream)) as arrivals:
+                    async for ended in arrivals:
+                        finished[ended.rollout.rollout_id] = ended
+                        if keep is not None:
+                            await keep(ended.rollout)
+            except (PeerUnavailable, EngineFailed) as error:
+                registry.fail(replica, error)
 
         count = len(serving)
         await asyncio.gather(*(ask(r, open_requests[place::count]) for place, r in enumerate(serving)))
-    rollouts = [finished[request.rollout_id] for request, _ in requests]
-    if grader is None:
-        return [GradedRollout(rollout, Reward(None, "not graded")) for rollout in rollouts]
-    rewards = await asyncio.gather(
-        *(grader.grade(prompt, rollout.text) for rollout, (_, prompt) in zip(rollouts, requests, strict=True))
-    )
-    return [GradedRollout(rollout, reward) for rollout, reward in zip(rollouts, rewards, strict=True)]
+
+    async def graded(ended: turns.Ended, prompt: Prompt) -> GradedRollout:
+        if ended.failure or grader is None:
+            return GradedRollout(ended.rollout, Reward(None, ended.failure or "not graded"))
+        return GradedRollout(ended.rollout, await grader.grade(prompt, ended.rollout.text))
+
+    return await asyncio.gather(*(graded(finished[request.rollout_id], prompt) for request, prompt in requests))

@@ -1,4 +1,4 @@
-"""The coordinator's gRPC face: peers register, heartbeat and leave. All it does is tell the registry."""
+"""The coordinator's gRPC face: peers register, heartbeat, leave, or are told to leave. It tells the registry."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServiceServicer):
         coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(self, server)
 
     async def Register(self, request: coordinator_pb2.RegisterRequest, context: Any) -> coordinator_pb2.RegisterReply:
-        self._registry.register(wire.peer_from_wire(request))
+        status = wire.generation_status_from_wire(request.generation) if request.HasField("generation") else None
+        held = tuple(wire.held_from_wire(item) for item in request.held)
+        self._registry.register(wire.peer_from_wire(request), status, held)
         return coordinator_pb2.RegisterReply(heartbeat_interval_s=self._heartbeat_s, run=self._run)
 
     async def Heartbeat(
@@ -30,8 +32,13 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServiceServicer):
     ) -> coordinator_pb2.HeartbeatReply:
         status = wire.generation_status_from_wire(request.generation) if request.HasField("generation") else None
         is_known = self._registry.heartbeat(request.peer_id, request.incarnation, status)
-        return coordinator_pb2.HeartbeatReply(is_known=is_known)
+        must_leave = is_known and self._registry.is_dismissed(request.peer_id)
+        return coordinator_pb2.HeartbeatReply(is_known=is_known, must_leave=must_leave)
 
     async def Leave(self, request: coordinator_pb2.LeaveRequest, context: Any) -> coordinator_pb2.LeaveReply:
-        self._registry.leave(request.peer_id, request.incarnation)
+        await self._registry.leave(request.peer_id, request.incarnation, request.drain_s)
         return coordinator_pb2.LeaveReply()
+
+    async def Dismiss(self, request: coordinator_pb2.DismissRequest, context: Any) -> coordinator_pb2.DismissReply:
+        self._registry.dismiss(request.replica_id)
+        return coordinator_pb2.DismissReply()

@@ -1,10 +1,11 @@
 """One version of policy and drafter to every replica, in one transaction:
 
-    prepare (pause) -> broadcast | receive -> verify checksums -> commit (load, resume)
+    probe -> broadcast | receive, while rollouts go on -> commit (verify checksums, pause, load, resume)
 
 Nothing is loaded before its checksums agree with the trainer's, so a corrupted or torn transfer costs a repetition and
-is never served. What fails is tried again without the members that do not answer; a replica that fails
-`weights.attempts` times is ejected (STALE): it serves again only after it has registered and caught up.
+is never served. What fails is tried again, in a new group, without the members that do not answer: those are SUSPECT
+from the first call on that they leave unanswered, and each attempt begins with a short one. One that answers and fails
+`weights.attempts` times is STALE. Either serves again only after it has caught up.
 
 Only the loop calls this, never while the trainer trains, so transfers never overlap. Every wait is a call with a
 deadline or a collective with the group's time-out.
@@ -22,12 +23,26 @@ from dataclasses import dataclass, field, replace
 import structlog
 import xxhash
 
-from specrl.coordinator.registry import Registry, Replica, ReplicaState, Trainer
-from specrl.errors import ChecksumMismatch, CollectiveFailed, DeadlineExceeded, PeerUnavailable, SpecrlError
+from specrl.coordinator.registry import Registry, Replica, Trainer
+from specrl.coordinator.replica_states import IN_UPDATE, RECEIVING, UPDATABLE
+from specrl.errors import (
+    ChecksumMismatch,
+    CollectiveFailed,
+    DeadlineExceeded,
+    PeerUnavailable,
+    SpecrlError,
+    StoreFailed,
+)
 from specrl.records import NO_DRAFTER, WeightChecksums, WeightGroup, WeightManifest
-from specrl.rpc.clients import UpdateTiming
+from specrl.records.weights import FILES
 from specrl.spec.run import RunSpec, Transport
 from specrl.telemetry import metrics
+
+_Outcome = tuple[WeightChecksums, float] | BaseException
+_Sent = tuple[WeightChecksums | None, list[_Outcome]]
+
+PROBE_S = 10.0
+"""A replica that does not say within so much time that it is there is not waited for in a collective."""
 
 log = structlog.get_logger(__name__)
 
@@ -73,88 +88,123 @@ class WeightSync:
             transfer = Transfer((await trainer.client.status()).step)
         except SpecrlError as error:
             raise TrainerLost(str(error)) from error
-        pending = list(replicas)
-        for replica in pending:
-            self._registry.move(replica, ReplicaState.UPDATING)
+        self._registry.newest_version = transfer.policy_version
+        members = [replica for replica in replicas if replica.state in UPDATABLE]
+        for replica in members:
+            self._registry.begin_transfer(replica)
         try:
-            for attempt in range(1, self._spec.weights.attempts + 1):
-                pending = await self._attempt(trainer, _alive(pending), transfer)
-                if not pending:
-                    break
-                transfer.retries += 1
-                self._forget_group()
-                log.warning("transfer_repeated", attempt=attempt, replicas=[r.replica_id for r in pending])
-        except TrainerLost:
+            pending = await self._repeat(trainer, members, transfer)
+        except TrainerLost as error:
             self._forget_group()
-            for replica in replicas:
-                if replica.state is ReplicaState.UPDATING and not replica.gone.is_set():
-                    self._registry.move(replica, ReplicaState.JOINING)
+            for replica in members:
+                if replica.state in IN_UPDATE:
+                    self._registry.put_back(replica, str(error))
             raise
+        finally:
+            for replica in members:
+                self._registry.end_transfer(replica)
         for replica in pending:
             log.error("replica_ejected", replica=replica.replica_id, policy_version=transfer.policy_version)
-            self._registry.move(replica, ReplicaState.STALE)
-            replica.gone.set()
+            self._registry.make_stale(replica, f"{self._spec.weights.attempts} attempts at an update failed")
+        self._registry.put_back_late()
         self._count(transfer)
         return transfer
 
+    async def _repeat(self, trainer: Trainer, replicas: list[Replica], transfer: Transfer) -> list[Replica]:
+        """Try until all that can be have committed; returns those that still have not after the last attempt."""
+        pending = replicas
+        for attempt in range(1, self._spec.weights.attempts + 1):
+            pending = await self._attempt(trainer, pending, transfer)
+            if not pending:
+                break
+            transfer.retries += 1
+            self._forget_group()
+            log.warning("transfer_repeated", attempt=attempt, replicas=[r.replica_id for r in pending])
+        return pending
+
     async def _attempt(self, trainer: Trainer, replicas: list[Replica], transfer: Transfer) -> list[Replica]:
-        """Try once; returns the live replicas that have not committed."""
-        ready = await self._prepare(replicas, transfer)
-        behind = [replica for replica in replicas if replica not in ready]
-        return _alive(behind + (await self._move(trainer, ready, transfer) if ready else []))
+        """Try once; returns the replicas to try again with: neither committed, nor suspect, leaving or gone."""
+        await self._probe(replicas)
+        ready = [replica for replica in replicas if replica.state in RECEIVING]
+        committed = await self._move(trainer, ready, transfer) if ready else []
+        return [replica for replica in ready if replica.state in RECEIVING and replica not in committed]
 
     async def _move(self, trainer: Trainer, replicas: list[Replica], transfer: Transfer) -> list[Replica]:
-        """Broadcast to paused replicas, verify, commit; returns those that have not committed."""
+        """Broadcast, and commit where everything arrived. Returns those that have committed."""
         began = time.monotonic()
-        try:
-            manifest, group = await self._form(trainer, replicas)
-            sending = asyncio.ensure_future(trainer.client.broadcast_weights(group.group_id, 3 * group.timeout_s))
-            receiving = [
-                asyncio.ensure_future(
-                    replica.client.receive_weights(transfer.policy_version, replace(group, rank=rank), manifest)
-                )
-                for rank, replica in self._ranked(replicas)
-            ]
-            received = await asyncio.gather(*receiving, return_exceptions=True)
-            await asyncio.wait({sending})
-        except SpecrlError as error:
-            raise TrainerLost(str(error)) from error
+        if self._manifest is None:
+            self._manifest = await self._describe(trainer)
+        send = self._write if self._spec.weights.transport is Transport.CHECKPOINT else self._broadcast
+        sent, received = await send(trainer, replicas, transfer)
         transfer.seconds["broadcast"] += time.monotonic() - began
-        failure = sending.exception()
-        if failure is not None:
-            await self._blame(trainer, replicas, failure)
-            return replicas
-        checksums, transfer.size_bytes, _ = sending.result()
-        transfer.digest, transfer.drafter_version = _digest(checksums), checksums.drafter_version
-        arrived = [r for r, outcome in zip(replicas, received, strict=True) if not isinstance(outcome, BaseException)]
-        failed = [replica for replica in replicas if replica not in arrived]
+        if sent is None:
+            return []
+        transfer.digest, transfer.drafter_version = _digest(sent), sent.drafter_version
+        arrived = []
         for replica, outcome in zip(replicas, received, strict=True):
             if isinstance(outcome, BaseException):
                 self._note_failure(replica, outcome)
-        refused = await self._commit(arrived, checksums, transfer)
-        return failed + refused
-
-    async def _prepare(self, replicas: list[Replica], transfer: Transfer) -> list[Replica]:
-        """Pause all; returns those that are paused."""
-        began = time.monotonic()
-        deadline_s = float(self._spec.weights.timeout_s)
-        outcomes = await asyncio.gather(
-            *(replica.client.prepare_update(transfer.policy_version, deadline_s) for replica in replicas),
-            return_exceptions=True,
-        )
-        transfer.seconds["pause"] += time.monotonic() - began
-        ready = []
-        for replica, outcome in zip(replicas, outcomes, strict=True):
-            if isinstance(outcome, BaseException):
-                self._note_failure(replica, outcome)
             else:
-                ready.append(replica)
-        return ready
+                arrived.append(replica)
+        return await self._commit([r for r in arrived if r.state in RECEIVING], sent, transfer)
 
-    async def _form(self, trainer: Trainer, replicas: list[Replica]) -> tuple[WeightManifest, WeightGroup]:
+    async def _broadcast(self, trainer: Trainer, replicas: list[Replica], transfer: Transfer) -> _Sent:
+        """One collective of the trainer and all replicas. Nothing was sent when it broke at the trainer."""
+        try:
+            group = await self._form(trainer, replicas)
+            sending = asyncio.ensure_future(trainer.client.broadcast_weights(group.group_id, 3 * group.timeout_s))
+            groups = [replace(group, rank=rank) for rank, _ in self._ranked(replicas)]
+            received = await self._receive(replicas, groups, transfer)
+            await asyncio.wait({sending})
+        except SpecrlError as error:
+            raise TrainerLost(str(error)) from error
+        failure = sending.exception()
+        if failure is not None:
+            await self._blame(trainer, failure)
+            return None, received
+        sent, transfer.size_bytes, _ = sending.result()
+        return sent, received
+
+    async def _write(self, trainer: Trainer, replicas: list[Replica], transfer: Transfer) -> _Sent:
+        """Files that the trainer writes, unless it has, and every replica reads. Raises StoreFailed, TrainerLost."""
+        timeout_s = float(self._spec.weights.timeout_s)
+        try:
+            is_refused = transfer.retries > 0  # somebody could not read what is there
+            sent, folder, transfer.size_bytes = await trainer.client.write_weights(is_refused, 3 * timeout_s)
+        except StoreFailed:
+            raise  # the trainer lives, and another one could not write there either
+        except SpecrlError as error:
+            raise TrainerLost(str(error)) from error
+        group = WeightGroup("", "", 0, 0, 1, timeout_s, FILES, folder)
+        return sent, await self._receive(replicas, [group] * len(replicas), transfer)
+
+    async def _describe(self, trainer: Trainer) -> WeightManifest:
+        try:
+            return await trainer.client.describe_weights()
+        except SpecrlError as error:
+            raise TrainerLost(str(error)) from error
+
+    async def _receive(self, replicas: list[Replica], groups: list[WeightGroup], transfer: Transfer) -> list[_Outcome]:
+        """Have every replica take the version in; its checksums and seconds, or what it raised."""
+        assert self._manifest is not None, "a transfer begins with what it consists of"
+        calls = [
+            replica.client.receive_weights(transfer.policy_version, group, self._manifest)
+            for replica, group in zip(replicas, groups, strict=True)
+        ]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    async def _probe(self, replicas: list[Replica]) -> None:
+        """Suspect those that do not answer, before all others wait for them in a collective."""
+        deadline_s = min(PROBE_S, float(self._spec.weights.timeout_s))
+        answers = await asyncio.gather(
+            *(replica.client.probe(deadline_s) for replica in replicas), return_exceptions=True
+        )
+        for replica, answer in zip(replicas, answers, strict=True):
+            if isinstance(answer, BaseException):
+                self._note_failure(replica, answer, is_own_deadline=True)
+
+    async def _form(self, trainer: Trainer, replicas: list[Replica]) -> WeightGroup:
         """The group of exactly these members: the present one, or a new epoch."""
-        if self._manifest is None:
-            self._manifest = await trainer.client.describe_weights()
         members = (trainer.peer.incarnation, *(replica.peer.incarnation for replica in replicas))
         if self._group is None or self._members != members:
             workers = len(replicas) * self._spec.generation.tensor_parallel
@@ -171,33 +221,35 @@ class WeightSync:
             address, port = await trainer.client.open_weight_group(wanted)
             self._group, self._members = replace(wanted, address=address, port=port), members
             log.info("weight_group_formed", group=wanted.group_id, members=len(replicas) + 1)
-        return self._manifest, self._group
+        return self._group
 
     def _ranked(self, replicas: list[Replica]) -> list[tuple[int, Replica]]:
         width = self._spec.generation.tensor_parallel
         return [(1 + width * place, replica) for place, replica in enumerate(replicas)]
 
     async def _commit(self, replicas: list[Replica], checksums: WeightChecksums, transfer: Transfer) -> list[Replica]:
-        """Verify, load and resume everywhere; returns the replicas that refused or failed."""
+        """Verify, pause, load and resume everywhere. Returns those that have."""
         deadline_s = float(self._spec.weights.timeout_s)
+        for replica in replicas:
+            self._registry.begin_commit(replica)
         outcomes = await asyncio.gather(
             *(replica.client.commit_update(checksums, deadline_s) for replica in replicas), return_exceptions=True
         )
-        refused = []
+        committed = []
         for replica, outcome in zip(replicas, outcomes, strict=True):
-            if isinstance(outcome, UpdateTiming):
-                replica.policy_version, replica.drafter_version = checksums.policy_version, checksums.drafter_version
-                transfer.seconds["verify"] = max(transfer.seconds["verify"], outcome.verify_s)
-                transfer.seconds["resume"] = max(transfer.seconds["resume"], outcome.load_s + outcome.resume_s)
-                if not replica.gone.is_set():
-                    self._registry.move(replica, ReplicaState.SERVING)
+            if isinstance(outcome, BaseException):
+                self._note_failure(replica, outcome, is_own_deadline=True)
                 continue
-            self._note_failure(replica, outcome)
-            refused.append(replica)
-        return refused
+            took = transfer.seconds
+            took["verify"] = max(took["verify"], outcome.verify_s)
+            took["pause"] = max(took["pause"], outcome.pause_s)
+            took["resume"] = max(took["resume"], outcome.load_s + outcome.resume_s)
+            self._registry.committed(replica, checksums)
+            committed.append(replica)
+        return committed
 
-    async def _blame(self, trainer: Trainer, replicas: list[Replica], error: BaseException) -> None:
-        """A broadcast failed at the sender. Either the trainer is gone, or a member is: ask each of them."""
+    async def _blame(self, trainer: Trainer, error: BaseException) -> None:
+        """A broadcast failed at the sender. Raises TrainerLost unless it was a member, which the next probe finds."""
         if not isinstance(error, CollectiveFailed | DeadlineExceeded):
             raise TrainerLost(str(error)) from error
         log.warning("broadcast_failed", reason=str(error))
@@ -205,21 +257,19 @@ class WeightSync:
             await trainer.client.status()
         except SpecrlError as lost:
             raise TrainerLost(str(lost)) from lost
-        for replica in replicas:
-            try:
-                await replica.client.status()
-            except SpecrlError as lost:
-                self._registry.remove(replica, str(lost))
 
-    def _note_failure(self, replica: Replica, error: BaseException) -> None:
-        """Log and count a replica's failure; remove the replica when it is unreachable."""
+    def _note_failure(self, replica: Replica, error: BaseException, *, is_own_deadline: bool = False) -> None:
+        """Log and count a replica's failure; suspect it when it does not answer.
+
+        is_own_deadline: a deadline was that of a call to it alone, not that of a collective, in which any member hangs.
+        """
         if not isinstance(error, SpecrlError):
             raise error
         reason = "checksum" if isinstance(error, ChecksumMismatch) else "failed"
         metrics.WEIGHT_SYNC_RETRIES.labels(self._spec.name, reason).inc()
         log.warning("replica_update_failed", replica=replica.replica_id, reason=str(error))
-        if isinstance(error, PeerUnavailable):
-            self._registry.remove(replica, str(error))
+        if isinstance(error, PeerUnavailable) or (is_own_deadline and isinstance(error, DeadlineExceeded)):
+            self._registry.suspect(replica, str(error))
 
     def _forget_group(self) -> None:
         """The next attempt forms a new group: the old one's collectives may have been torn."""
@@ -229,10 +279,6 @@ class WeightSync:
         for stage, seconds in transfer.seconds.items():
             metrics.WEIGHT_SYNC_SECONDS.labels(self._spec.name, stage).observe(seconds)
         metrics.WEIGHT_SYNC_BYTES.labels(self._spec.name).inc(transfer.size_bytes)
-
-
-def _alive(replicas: list[Replica]) -> list[Replica]:
-    return [replica for replica in replicas if not replica.gone.is_set()]
 
 
 def _digest(checksums: WeightChecksums) -> str:

@@ -1,7 +1,7 @@
 """The coordinator's hold on the trainer: waits for one, brings it up to date, repeats what a lost one had not finished.
 
     ABSENT --registers--> RECOVERING --replay of stored batches--> READY <-> TRAINING
-    any --call fails or heartbeats stop--> ABSENT
+    any --call fails, a rank is lost, or heartbeats stop--> ABSENT
 
 A trainer that comes back stands at its newest checkpoint. The steps after it are replayed from the batches in the
 store: the same batches in the same order give the same weights.
@@ -16,7 +16,7 @@ from typing import TypeVar
 import structlog
 
 from specrl.coordinator.registry import Registry, Trainer
-from specrl.coordinator.store import Store
+from specrl.coordinator.store_link import StoreLink
 from specrl.errors import DeadlineExceeded, PeerUnavailable, RunInvalid
 from specrl.records import Batch, TrainerStatus, TrainMetrics, wire
 from specrl.telemetry import metrics
@@ -32,7 +32,7 @@ log = structlog.get_logger(__name__)
 class TrainerLink:
     """Calls to the trainer that survive the trainer."""
 
-    def __init__(self, run: str, registry: Registry, store: Store) -> None:
+    def __init__(self, run: str, registry: Registry, store: StoreLink) -> None:
         self._run, self._registry, self._store = run, registry, store
         self._prepared: str | None = None
         self.state = "absent"
@@ -100,7 +100,7 @@ class TrainerLink:
                 "its checkpoints belong to another run: start in a new run directory"
             )
         for replayed in range(step + 1, trained + 1):
-            data = self._store.batch(replayed)
+            data = await self._store.batch(replayed)
             if data is None:
                 raise RunInvalid(
                     f"the trainer must stand at a step whose successors are stored, got step={step} but no batch of "

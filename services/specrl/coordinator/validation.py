@@ -47,7 +47,7 @@ async def validate(parts: Parts, policy_version: int) -> ValidationReport:
 
     samples = validation.sampling.samples_per_prompt
     requests = side_requests(f"validation-{policy_version}", prompts, samples, sampling)
-    graded = await sample_and_grade(parts.registry, parts.grader, requests)
+    graded = await sample_and_grade(parts, parts.grader, requests)
     for item in graded:
         if {span.policy_version for span in item.rollout.versions} != {policy_version}:
             raise VersionConflict(

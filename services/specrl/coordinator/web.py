@@ -6,7 +6,7 @@ from fastapi import FastAPI, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from specrl.coordinator.board import Board
-from specrl.coordinator.report import Phase, Status, StepReport, ValidationReport
+from specrl.coordinator.report import Status, StepReport, ValidationReport
 
 
 def make_app(board: Board) -> FastAPI:
@@ -31,10 +31,10 @@ def make_app(board: Board) -> FastAPI:
 
     @app.get("/readyz")
     async def readyz(response: Response) -> dict[str, str]:
-        phase = board.status().phase
-        if phase in (Phase.WAITING, Phase.FAILED):
+        status = board.status()
+        if not board.is_ready:
             response.status_code = 503
-        return {"phase": phase.value}
+        return {"phase": status.phase.value, "detail": status.detail}
 
     @app.get("/metrics")
     async def metrics() -> Response:

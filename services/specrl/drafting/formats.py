@@ -34,6 +34,7 @@ from specrl.drafting.head import (
 )
 from specrl.drafting.policy_config import PolicyConfig
 from specrl.errors import CheckpointInvalid
+from specrl.files import read_object
 
 PICKLED = "pytorch_model.bin"
 SPECULATORS_VERSION = "0.9.0"
@@ -76,7 +77,7 @@ _DERIVED = {"t2d", "embed_tokens.weight", "verifier_lm_head.weight", "verifier_n
 
 def _read(directory: Path) -> Published:
     try:
-        raw = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+        raw = read_object(directory / CONFIG)
         tensors = {_our_name(name): tensor for name, tensor in _tensors(directory)}
     except (OSError, ValueError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
         raise CheckpointInvalid(
@@ -227,7 +228,7 @@ def write_speculators(directory: Path, head: Eagle3Head, dtype: torch.dtype, dra
     """
     policy = head.config.policy
     embedding = policy_tensor(policy.path, "model.embed_tokens.weight")
-    architectures = json.loads((policy.path / CONFIG).read_text(encoding="utf-8")).get("architectures") or []
+    architectures = read_object(policy.path / CONFIG).get("architectures") or []
     layer = folder_config(head.config, dtype)
     own = {key: layer.pop(key) for key in ("architectures", "draft_vocab_size", "norm_before_residual", "eagle_config")}
     config = {
@@ -282,7 +283,7 @@ def _write(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, tor
 def named_policy(head_folder: Path) -> PolicyConfig:
     """What our folder says of the policy it drafts for: enough to write it in another layout, not to train it."""
     try:
-        raw = json.loads((head_folder / CONFIG).read_text(encoding="utf-8"))
+        raw = read_object(head_folder / CONFIG)
         eagle = raw.get("eagle_config") or {}
         return PolicyConfig(
             path=head_folder,

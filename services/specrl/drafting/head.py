@@ -28,7 +28,8 @@ from torch import nn
 from torch.nn import functional
 
 from specrl.drafting.policy_config import PolicyConfig, read_policy_config
-from specrl.errors import CheckpointInvalid
+from specrl.errors import CheckpointInvalid, SpecrlError
+from specrl.files import read_object
 from specrl.spec.generation import Eagle3
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -269,7 +270,7 @@ def write_untrained(directory: Path, policy_path: Path, eagle3: Eagle3, seed: in
 
 def policy_dtype(folder: Path) -> torch.dtype:
     """Precision that a policy's or a drafter's folder is stored in."""
-    raw = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    raw = read_object(folder / CONFIG)
     found = getattr(torch, str(raw.get("dtype") or raw.get("torch_dtype") or "float32"))
     assert isinstance(found, torch.dtype)
     return found
@@ -319,7 +320,7 @@ def folder_config(config: HeadConfig, dtype: torch.dtype) -> dict[str, Any]:
 def load_head(directory: Path, policy: PolicyConfig) -> Eagle3Head:
     """Read our folder of a head. Raises CheckpointInvalid when it does not fit. `formats.py` reads those of others."""
     try:
-        raw = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+        raw = read_object(directory / CONFIG)
         tensors = load_file(directory / WEIGHTS)
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointInvalid(
@@ -331,15 +332,22 @@ def load_head(directory: Path, policy: PolicyConfig) -> Eagle3Head:
             f"the drafter must be a {ARCHITECTURE}, got {raw.get('architectures')} in {directory}; "
             "bring it here with `specrl drafter import`, or initialise a fresh one"
         )
-    aux_layers = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    size = raw.get("draft_vocab_size") or policy.vocab_size
-    config = HeadConfig(
-        policy,
-        size,
-        tuple(aux_layers or auxiliary_layers(policy.num_layers)),
-        layer_shape(raw, policy),
-        bool(raw.get("norm_before_residual")),
-    )
-    head = Eagle3Head(config)
-    head.load_tensors({name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()})
+    try:
+        aux_layers = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+        config = HeadConfig(
+            policy,
+            raw.get("draft_vocab_size") or policy.vocab_size,
+            tuple(aux_layers or auxiliary_layers(policy.num_layers)),
+            layer_shape(raw, policy),
+            bool(raw.get("norm_before_residual")),
+        )
+        head = Eagle3Head(config)
+        head.load_tensors({name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()})
+    except (ArithmeticError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, SpecrlError):
+            raise
+        reason = str(error).partition("\n")[0]
+        raise CheckpointInvalid(
+            f"the drafter must have the sizes of a head, got others in {directory / CONFIG}: {reason}; copy it again"
+        ) from error
     return head

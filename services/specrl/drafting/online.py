@@ -36,6 +36,10 @@ from specrl.records import DrafterMetrics
 
 PASS_DECAY = 0.8  # weight of pass j is 0.8^j, as in the EAGLE-3 authors' training code
 BETAS = (0.9, 0.95)
+# A step's gradient is the noisier the fewer starts it is of, and AdamW makes every update as long as the learning rate:
+# few and fresh moments would push a good head off its place faster than the policy moves.
+FULL_RATE_STARTS = 2048  # with fewer starts in a step the learning rate falls with their square root
+WARM_UP_UPDATES = 8  # of an optimizer without moments, as a head that was trained elsewhere has
 BLOCK_STARTS = 1024  # attention of more starts than this is computed in blocks, and again in the backward pass
 
 
@@ -51,6 +55,11 @@ class PolicyEnds:
 def starts_per_pass(completion_lengths: Sequence[int], passes: int) -> list[int]:
     """How many starts count in each pass, over all rollouts of a step: what the loss is normalised by."""
     return [sum(max(0, length - 1 - j) for length in completion_lengths) for j in range(passes)]
+
+
+def online_rate(learning_rate: float, starts: int, updates: int) -> float:
+    """Learning rate of a step on so many starts, after so many updates by the same optimizer."""
+    return learning_rate * min(1.0, math.sqrt(starts / FULL_RATE_STARTS)) * min(1.0, (updates + 1) / WARM_UP_UPDATES)
 
 
 @dataclass(frozen=True)
@@ -248,7 +257,10 @@ class DrafterTrainer:
         self.seconds += time.perf_counter() - started
 
     def finish(self, learning_rate: float | None = None, group: dist.ProcessGroup | None = None) -> DrafterMetrics:
-        """Sum gradients over `group`, clip, step. A gradient that is not finite is dropped, and the metrics show it."""
+        """Sum gradients over `group`, clip, step. A gradient that is not finite is dropped, and the metrics show it.
+
+        learning_rate: of this step; None for that of a step within the RL loop.
+        """
         started = time.perf_counter()
         parameters = list(self.head.parameters())
         for weight in parameters:
@@ -257,13 +269,19 @@ class DrafterTrainer:
         if group is not None and dist.get_world_size(group) > 1:
             self._all_reduce(parameters, group)
         norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.clip_norm))
+        if learning_rate is None:
+            learning_rate = online_rate(self.learning_rate, self.starts_J[0], self._updates())
         for settings in self.optimizer.param_groups:
-            settings["lr"] = self.learning_rate if learning_rate is None else learning_rate
+            settings["lr"] = learning_rate
         if math.isfinite(norm):
             self.optimizer.step()
         self.optimizer.zero_grad()
         self.seconds += time.perf_counter() - started
         return self._metrics(norm)
+
+    def _updates(self) -> int:
+        """How many the optimizer has made."""
+        return int(next((state["step"] for state in self.optimizer.state.values() if "step" in state), 0))
 
     def measured(self, group: dist.ProcessGroup | None = None) -> DrafterMetrics:
         """Sum over `group` what was accumulated without gradients."""

@@ -31,7 +31,7 @@ class HeadBatch:
 
     def rows(self, chosen: Sequence[int]) -> HeadBatch:
         """Some of the sequences."""
-        if len(chosen) == len(self.lengths_B):
+        if list(chosen) == list(range(len(self.lengths_B))):
             return self
         index = torch.tensor(chosen, dtype=torch.int64, device=self.lengths_B.device)
         return HeadBatch(

@@ -6,12 +6,12 @@ moved into `rope_parameters`), and a key that is silently missed gives a model t
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from specrl.errors import CheckpointInvalid
+from specrl.files import read_object
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,25 @@ class PolicyConfig:
 def read_policy_config(path: Path) -> PolicyConfig:
     """Read `path/config.json`. Raises CheckpointInvalid unless it is a dense Qwen3 that we can train."""
     try:
-        raw = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        raw = read_object(path / "config.json")
     except (OSError, ValueError) as error:
         raise CheckpointInvalid(
             f"model.path must be a Hugging Face folder with a config.json, got {path}: {error}; check the path"
         ) from error
-    _refuse_unsupported(raw, path)
+    try:
+        _refuse_unsupported(raw, path)
+        return _described(raw, path)
+    except (ArithmeticError, AttributeError, TypeError) as error:
+        raise CheckpointInvalid(
+            f"{path / 'config.json'} must describe a model, got fields of other kinds: {error}; copy the model again"
+        ) from error
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+
+
+def _described(raw: dict[str, Any], path: Path) -> PolicyConfig:
     rope = raw.get("rope_parameters") or {}
     return PolicyConfig(
         path=path,
@@ -66,7 +79,10 @@ def read_policy_config(path: Path) -> PolicyConfig:
 
 
 def _refuse_unsupported(raw: dict[str, Any], path: Path) -> None:
-    """Everything that the weight map or the forward pass would otherwise get silently wrong."""
+    """Everything that the weight map or the forward pass would otherwise get silently wrong.
+
+    Raises CheckpointInvalid, and TypeError or AttributeError for fields that are of another kind altogether.
+    """
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     layer_types = set(raw.get("layer_types") or ["full_attention"])
     required = (
@@ -89,7 +105,7 @@ def _refuse_unsupported(raw: dict[str, Any], path: Path) -> None:
         ("rope type", rope.get("rope_type"), rope.get("rope_type", "default") == "default", "default"),
         ("rope_theta", None, bool(rope.get("rope_theta") or raw.get("rope_theta")), "given"),
         ("quantization_config", "one", raw.get("quantization_config") is None, "absent"),
-        *((key, None, key in raw, "given") for key in required),
+        *((key, raw.get(key), _is_positive(raw.get(key)), "a number above 0") for key in required),
     ]
     wrong = [f"{name} must be {rule}, got {value!r}" for name, value, is_right, rule in checks if not is_right]
     if wrong:

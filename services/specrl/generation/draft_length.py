@@ -21,10 +21,12 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
+
+import numpy as np
 
 OFF = -1
 """Length that means: do not run the drafter at all."""
@@ -86,15 +88,14 @@ class StepCosts:
         return all(k in self.seconds for k in self.lengths)
 
     def fill(self, measured: dict[int, list[float]]) -> None:
-        """Take measured rows [nodes] by length; lengths between two measured ones are interpolated."""
+        """Take measured rows [nodes] by length; lengths between two measured ones are interpolated.
+
+        A longer draft cannot cost less: where it seems so, that was noise, and both move to the middle of it.
+        """
         known = sorted(measured)
+        by_node = [_never_falling([measured[k][node] for k in known]) for node in range(len(self.nodes))]
         for k in self.lengths:
-            above = min((m for m in known if m >= k), default=known[-1])
-            below = max((m for m in known if m <= k), default=known[0])
-            share = (k - below) / (above - below) if above != below else 0.0
-            self.seconds[k] = [
-                low + share * (high - low) for low, high in zip(measured[below], measured[above], strict=True)
-            ]
+            self.seconds[k] = [float(np.interp(k, known, costs)) for costs in by_node]
 
     def at(self, batch: int, k: int) -> float:
         """Seconds of a step; linear between nodes, proportional to the last two beyond them."""
@@ -107,9 +108,10 @@ class StepCosts:
         place, share = self.place(batch)
         for node, weight in ((place, 1 - share), (place + 1, share)):
             if weight > 0 and node < len(self.nodes):
-                for length, row in self.seconds.items():
-                    rate = ROW_RATE + (CELL_RATE if length == k else 0.0)
-                    row[node] *= math.exp(rate * weight * math.log(ratio))
+                together = ratio ** (ROW_RATE * weight)
+                for row in self.seconds.values():
+                    row[node] *= together
+                self.seconds[k][node] *= ratio ** (CELL_RATE * weight)
 
     def as_json(self) -> dict[str, Any]:
         """For the calibration file."""
@@ -120,9 +122,9 @@ class StepCosts:
         try:
             seconds = {int(k): [float(value) for value in row] for k, row in found["seconds"].items()}
             fits = tuple(found["nodes"]) == self.nodes and tuple(sorted(seconds)) == self.lengths
-        except (KeyError, TypeError, ValueError, AttributeError):
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             return False
-        if fits and all(len(row) == len(self.nodes) and min(row) > 0 for row in seconds.values()):
+        if fits and all(len(row) == len(self.nodes) and all(0 < s < math.inf for s in row) for row in seconds.values()):
             self.seconds = seconds
             return True
         return False
@@ -134,6 +136,11 @@ class StepCosts:
             return 0, 0.0
         low, high = self.nodes[place], self.nodes[place + 1]
         return place, min(1.0, max(0.0, (batch - low) / (high - low)))
+
+
+def _never_falling(row: Sequence[float]) -> list[float]:
+    """The middle of two rows that never fall: the lowest that is nowhere below this one, the highest nowhere above."""
+    return [(max(row[: place + 1]) + min(row[place:])) / 2 for place in range(len(row))]
 
 
 class Acceptance:
@@ -176,9 +183,10 @@ class Acceptance:
             found.append(together)
         return found
 
-    def emitted(self, k: int) -> float:
-        """E(k)."""
-        return 1.0 + (self.draft_rate * sum(self.chances()[:k]) if k > 0 else 0.0)
+    def emitted(self, lengths: Iterable[int]) -> dict[int, float]:
+        """E(k) for each length."""
+        rate, chances = self.draft_rate, self.chances()
+        return {k: 1.0 + (rate * sum(chances[:k]) if k > 0 else 0.0) for k in lengths}
 
 
 @dataclass
@@ -221,7 +229,7 @@ class DraftLengths:
         self.lengths = tuple(sorted(self.lengths))
         self.costs = StepCosts(batch_nodes(self.max_batch), self.lengths)
         self.acceptance = Acceptance(max(self.lengths))
-        self.load_s = [1e-3] * len(self.costs.nodes)  # seconds spent near each node, fading
+        self.load_s = self._no_load()  # seconds spent near each node, fading
         self._calls = self._steps = self._state_steps = self._trial_drafts = 0
         self._rest_steps = REST_STEPS
         length = self.fixed if self.fixed is not None else max(self.lengths)
@@ -275,8 +283,9 @@ class DraftLengths:
             self.revise()
 
     def fix(self, length: int | None) -> None:
-        """Use this length from now on; None: decide again."""
+        """Use this length from now on; None: decide again, by the loads that are seen from then on."""
         self.fixed = length
+        self.load_s, self.window = self._no_load(), Window()
         self.table[:] = [length if length is not None else max(self.lengths)] * (self.max_batch + 1)
         self.state = State.DRAFTING
         self.revise()
@@ -324,16 +333,17 @@ class DraftLengths:
             self._rest_steps = REST_STEPS
 
     def _fill_table(self) -> None:
-        for batch in range(1, self.max_batch + 1):
-            self.table[batch] = self._best(batch)
-
-    def _best(self, batch: int) -> int:
-        if self.state is State.OFF:
-            return OFF
         allowed = [k for k in self.lengths if k != OFF] or [OFF]
-        if self.state is State.TRIAL:
-            return min((k for k in allowed if k > 0), default=0)
-        speed = {k: self.acceptance.emitted(k) / self._cost(batch, k) for k in allowed}
+        if self.state is State.DRAFTING:
+            emitted = self.acceptance.emitted(allowed)
+            self.table[1:] = [self._best(batch, emitted) for batch in range(1, self.max_batch + 1)]
+        else:
+            shortest = min((k for k in allowed if k > 0), default=0)
+            self.table[1:] = [OFF if self.state is State.OFF else shortest] * self.max_batch
+
+    def _best(self, batch: int, emitted: dict[int, float]) -> int:
+        """Of the lengths with so many tokens emitted per step."""
+        speed = {k: tokens / self._cost(batch, k) for k, tokens in emitted.items()}
         best, now = max(speed, key=lambda k: speed[k]), self.table[batch]
         return now if now in speed and speed[best] < SWITCH_GAIN * speed[now] else best
 
@@ -345,19 +355,22 @@ class DraftLengths:
     def _gain(self) -> float:
         """Speed with the best lengths over speed without drafts, over the loads of the recent past."""
         drafted = undrafted = 0.0
-        drafting = [k for k in self.lengths if k != OFF]
+        emitted = self.acceptance.emitted(k for k in self.lengths if k != OFF)
         for node, seconds in zip(self.costs.nodes, self.load_s, strict=True):
             # A load is a number of steps without drafts; with drafts there are fewer, and each takes longer.
             plain = self.costs.at(node, self._undrafted)
             steps = seconds / plain
             undrafted += seconds
-            drafted += steps * min(self._cost(node, k) / self.acceptance.emitted(k) for k in drafting)
+            drafted += steps * min(self._cost(node, k) / tokens for k, tokens in emitted.items())
         return undrafted / drafted
 
     def _cost(self, batch: int, k: int) -> float:
         """Seconds of a step in which the usual share of requests has a draft of k tokens."""
         rate = self.acceptance.draft_rate if k > 0 else 1.0
         return rate * self.costs.at(batch, k) + (1 - rate) * self.costs.at(batch, self._undrafted)
+
+    def _no_load(self) -> list[float]:
+        return [1e-3] * len(self.costs.nodes)
 
     def _remember_load(self, batch: int, seconds: float) -> None:
         fade = math.exp(-seconds / HISTORY_SECONDS)

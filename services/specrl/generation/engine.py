@@ -1,10 +1,11 @@
 """What the generation service needs of an engine. `vllm_backend` implements it with vLLM; tests/ has a stand-in.
 
     LOADING -> SERVING <-> PAUSED -> CLOSED
-                           PAUSED: receive* -> load -> SERVING under the new version
-                           PAUSED: discard -> SERVING under the old one
+    SERVING: receive* (tokens go on) -> load (paused for as long as the model changes) -> SERVING under the new version
+             receive* -> discard -> SERVING under the old one
 
-All methods are coroutines of one event loop. Nothing but `generate` runs concurrently with itself.
+All methods are coroutines of one event loop. Nothing but `generate` runs concurrently with itself; `receive` runs
+concurrently with `generate`.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from specrl.records import GenerationStatus, Rollout, RolloutRequest, WeightChec
 
 @dataclass(frozen=True)
 class LoadTiming:
-    """Seconds of the two parts of `Engine.load`."""
+    """Seconds of the parts of `Engine.load`, in which no token is computed: to stop, to change, to go on."""
 
+    pause_s: float
     load_s: float
     resume_s: float
 
@@ -46,13 +48,14 @@ class Engine(Protocol):
     async def receive(self, group: WeightGroup, manifest: WeightManifest, policy_version: int) -> WeightChecksums:
         """Join `group` if not yet joined, take part in one broadcast into a staging area, return its checksums.
 
-        Only while paused. Loads nothing. Raises DeadlineExceeded or CollectiveFailed; staging is empty then.
+        A group with a folder is read from there instead. Rollouts go on meanwhile. Loads nothing.
+        Raises DeadlineExceeded, CollectiveFailed, or ChecksumMismatch for a folder without it; staging is empty then.
         """
 
     async def load(self, sent: WeightChecksums) -> LoadTiming:
-        """Compare the staging area with `sent`, load policy and drafter from it, take the version, resume.
+        """Compare the staging area with `sent`, pause, load policy and drafter from it, take the version, resume.
 
-        Raises ChecksumMismatch (nothing loaded, still paused, staging dropped) or VersionConflict (nothing staged).
+        Raises ChecksumMismatch (nothing loaded, never paused, staging dropped) or VersionConflict (nothing staged).
         """
 
     async def discard(self) -> None:

@@ -2,14 +2,16 @@
 
     specrl-generation --spec run.yaml --replica-id gen-0 --coordinator 127.0.0.1:7000
 
-It ends when it is told to (SIGTERM, SIGINT: exit code 0 after a goodbye), when the coordinator refuses it for good, or
-when its engine dies; the last two with one line on standard error and `SpecrlError.exit_code`.
+It ends when it is told to, with exit code 0: at SIGTERM, or when the coordinator dismisses it, after it has drained
+(generation.drainS); at SIGINT at once. It ends with one line on standard error and `SpecrlError.exit_code` when the
+coordinator refuses it for good, or when its engine dies.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -25,7 +27,8 @@ from specrl.generation.service import GenerationService
 from specrl.records import Peer, Role
 from specrl.rpc.clients import CoordinatorClient
 from specrl.rpc.lifetime import first_to_end, told_to_stop
-from specrl.rpc.membership import say_goodbye, stay_registered
+from specrl.rpc.limits import message_limits
+from specrl.rpc.membership import drain_when_told, say_goodbye, stay_registered
 from specrl.rpc.server import serve
 from specrl.spec import RunSpec, digest, load_spec
 from specrl.telemetry import logs
@@ -89,19 +92,29 @@ async def run(spec: RunSpec, options: Options) -> None:
 
 async def run_engine(engine: Engine, spec: RunSpec, options: Options) -> None:
     """Serve a started engine until a signal, a refusal or the engine's death."""
-    service = GenerationService(engine, spec.weights)
-    server, port = await serve(service.add_to, options.host, options.port)
+    service = GenerationService(engine, spec.weights, float(spec.generation.reattach_s))
+    server, port = await serve(service.add_to, options.host, options.port, message_limits(spec).generation)
     _serve_metrics(options)
     address = f"{options.host}:{port}"
     log.info("generation_served", replica=options.replica_id, address=address)
     peer = Peer(options.replica_id, Role.GENERATION, address, digest(spec))
     async with CoordinatorClient(options.coordinator) as coordinator:
+        leaving = asyncio.Event()
+        drained = drain_when_told(
+            coordinator, peer, leaving, told_to_stop(signal.SIGTERM), float(spec.generation.drain_s)
+        )
         try:
-            await first_to_end(stay_registered(coordinator, peer, engine.status), _watch(engine), told_to_stop())
+            await first_to_end(
+                stay_registered(coordinator, peer, engine.status, service.held, leaving),
+                _watch(engine),
+                drained,
+                told_to_stop(signal.SIGINT),
+            )
         finally:
             service.close()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(say_goodbye(coordinator, peer), GOODBYE_S)
+            if not leaving.is_set():  # else it has left, or broken off a call that says the same
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(say_goodbye(coordinator, peer), GOODBYE_S)
             await server.stop(STOP_GRACE_S)
 
 

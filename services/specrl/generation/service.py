@@ -1,17 +1,13 @@
 """The gRPC face of a replica. Protobuf stops here; everything is decided by the coordinator and done by the engine.
 
-    SERVING --PrepareUpdate--> PAUSED --ReceiveWeights*--> PAUSED --CommitUpdate--> SERVING (new version)
-                               PAUSED --AbortUpdate--> SERVING (old version)
+    SERVING --ReceiveWeights*--> SERVING (staged) --CommitUpdate--> SERVING (new version)
 
-A replica that was prepared and then forgotten stays paused: tokens sampled under its old version could break the lag
-bound, and only the coordinator knows. It is not silent about it: `_watch` warns every time an update's whole allowance
-(weights.timeoutS * weights.attempts) passes, and the heartbeats say `is_paused`. The coordinator then commits, aborts
-or ejects it. The watch is ended by CommitUpdate, AbortUpdate and `close`.
+Rollouts go on while weights arrive; they stand still only inside of CommitUpdate, which ends in the new version or does
+not begin, when the checksums differ. So a coordinator that dies in the middle of an update leaves no replica paused.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -24,8 +20,11 @@ import structlog
 from specrl.api.v1 import generation_pb2, generation_pb2_grpc, rollout_pb2
 from specrl.errors import RecordInvalid, VersionConflict
 from specrl.generation.engine import Engine
-from specrl.records import Rollout, RolloutRequest, wire
+from specrl.generation.holdings import Holdings
+from specrl.records import HeldRollout, Rollout, RolloutRequest, wire
 from specrl.spec.run import Weights
+
+LONGEST_ID = 256
 
 log = structlog.get_logger(__name__)
 
@@ -33,10 +32,10 @@ log = structlog.get_logger(__name__)
 class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     """One replica's servicer over any Engine."""
 
-    def __init__(self, engine: Engine, weights: Weights) -> None:
+    def __init__(self, engine: Engine, weights: Weights, reattach_s: float) -> None:
         self._engine = engine
-        self._allowance_s = float(weights.timeout_s * weights.attempts)
-        self._watcher: asyncio.Task[None] | None = None
+        self._timeout_s = float(weights.timeout_s)
+        self._holdings = Holdings(engine, reattach_s)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Serve the calls of this service."""
@@ -45,7 +44,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     async def Generate(
         self, request: generation_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[rollout_pb2.Rollout]:
-        """Stream each rollout when it finishes; cancelling the call aborts what is unfinished."""
+        """Stream each rollout when it finishes; cancelling the call aborts what does not outlive it."""
         requests = [wire.request_from_wire(item) for item in request.requests]
         _check_requests(requests)
         served = (await self._engine.status()).policy_version
@@ -53,31 +52,27 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             raise VersionConflict(
                 f"policy version must be >= {request.min_policy_version}, got {served}; update the replica first"
             )
-        # Every engine's `generate` is an async generator; the protocol cannot say so.
-        stream = cast(AsyncGenerator[Rollout], self._engine.generate(requests, request.admit_together))
+        if request.outlives_call:
+            stream = self._holdings.stream(
+                requests, served, admit_together=request.admit_together, resumes=request.resumes
+            )
+        else:
+            # Every engine's `generate` is an async generator; the protocol cannot say so.
+            stream = cast(AsyncGenerator[Rollout], self._engine.generate(requests, request.admit_together))
         async with aclosing(stream) as rollouts:
             async for rollout in rollouts:
                 yield wire.rollout_to_wire(rollout)
-
-    async def PrepareUpdate(
-        self, request: generation_pb2.PrepareUpdateRequest, context: Any
-    ) -> generation_pb2.PrepareUpdateReply:
-        """Pause, keeping every unfinished rollout. Idempotent; restarts the watch."""
-        seconds = await self._engine.pause()
-        self._watch(request.policy_version)
-        log.info("update_prepared", policy_version=request.policy_version, seconds=round(seconds, 3))
-        return generation_pb2.PrepareUpdateReply(pause_seconds=seconds)
 
     async def ReceiveWeights(
         self, request: generation_pb2.ReceiveWeightsRequest, context: Any
     ) -> generation_pb2.ReceiveWeightsReply:
         """Take part in one broadcast; nothing is loaded."""
         began = time.monotonic()
-        received = await self._engine.receive(
-            wire.weight_group_from_wire(request.group),
-            wire.manifest_from_wire(request.manifest),
-            request.policy_version,
-        )
+        group = wire.weight_group_from_wire(request.group)
+        group.check(self._timeout_s)
+        if group.rank == 0 and not group.folder:
+            raise RecordInvalid("a replica's rank in a weight group must be >= 1, got 0, the trainer's; count from 1")
+        received = await self._engine.receive(group, wire.manifest_from_wire(request.manifest), request.policy_version)
         seconds = time.monotonic() - began
         log.info("weights_received", policy_version=request.policy_version, seconds=round(seconds, 3))
         return generation_pb2.ReceiveWeightsReply(received=wire.checksums_to_wire(received), broadcast_seconds=seconds)
@@ -85,31 +80,21 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     async def CommitUpdate(
         self, request: generation_pb2.CommitUpdateRequest, context: Any
     ) -> generation_pb2.CommitUpdateReply:
-        """Verify, load, take the version, resume. After ChecksumMismatch the replica is still paused, and watched."""
+        """Verify, pause, load, take the version, resume. After ChecksumMismatch the old version is served."""
         began = time.monotonic()
         sent = wire.checksums_from_wire(request.sent)
         timing = await self._engine.load(sent)
         total_s = time.monotonic() - began
-        self._end_watch()
         log.info("weights_loaded", policy_version=sent.policy_version, seconds=round(total_s, 3))
         served = await self._engine.status()
         return generation_pb2.CommitUpdateReply(
             policy_version=served.policy_version,
             drafter_version=wire.drafter_version_to_wire(served.drafter_version),
-            verify_seconds=max(0.0, total_s - timing.load_s - timing.resume_s),
+            verify_seconds=max(0.0, total_s - timing.pause_s - timing.load_s - timing.resume_s),
+            pause_seconds=timing.pause_s,
             load_seconds=timing.load_s,
             resume_seconds=timing.resume_s,
         )
-
-    async def AbortUpdate(
-        self, request: generation_pb2.AbortUpdateRequest, context: Any
-    ) -> generation_pb2.AbortUpdateReply:
-        """Drop what is staged and go on under the version that was served before. Idempotent."""
-        await self._engine.discard()
-        await self._engine.resume()
-        self._end_watch()
-        log.info("update_aborted", policy_version=request.policy_version)
-        return generation_pb2.AbortUpdateReply()
 
     async def GetGenerationStatus(
         self, request: generation_pb2.GetGenerationStatusRequest, context: Any
@@ -117,32 +102,24 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         """Versions and counters."""
         return wire.generation_status_to_wire(await self._engine.status())
 
+    def held(self) -> list[HeldRollout]:
+        """What a coordinator that was started again may resume."""
+        return self._holdings.held()
+
     def close(self) -> None:
-        """End the watch."""
-        self._end_watch()
-
-    def _watch(self, policy_version: int) -> None:
-        self._end_watch()
-
-        async def warn() -> None:
-            began = time.monotonic()
-            while True:
-                await asyncio.sleep(self._allowance_s)
-                seconds = round(time.monotonic() - began)
-                log.warning("update_forgotten", policy_version=policy_version, paused_seconds=seconds)
-
-        self._watcher = asyncio.create_task(warn())
-
-    def _end_watch(self) -> None:
-        if self._watcher is not None:
-            self._watcher.cancel()
-            self._watcher = None
+        """Abort what is under way."""
+        self._holdings.close()
 
 
 def _check_requests(requests: Sequence[RolloutRequest]) -> None:
     """Raise RecordInvalid for an empty call or for two requests of one name; the engine checks each request itself."""
     if not requests:
         raise RecordInvalid("a Generate call must have at least one request, got none; do not call")
+    unfit = [request.rollout_id[:64] for request in requests if not 0 < len(request.rollout_id) <= LONGEST_ID]
+    if unfit:
+        raise RecordInvalid(f"rollout ids must be 1 to {LONGEST_ID} characters, got {unfit[0]!r}; name each sample")
+    if any(stop == "" for request in requests for stop in request.sampling.stop):
+        raise RecordInvalid("stop strings must not be empty, got an empty one; leave it out")
     twice = [name for name, count in Counter(request.rollout_id for request in requests).items() if count > 1]
     if twice:
         raise RecordInvalid(f"rollout ids must be unique within a call, got {twice[0]!r} twice; name each sample")

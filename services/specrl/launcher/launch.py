@@ -62,6 +62,8 @@ def _drive(
     with CoordinatorReports(f"{HOST}:{ready.http_port}") as reports:
         run = LocalRun(directory, programs, reports, view)
         view.begin(directory.name, {"folder": str(directory.path), "page": reports.url})
+        for notice in ready.notices:
+            view.message(notice)
         try:
             outcome = run.drive(keep_serving)
         finally:

@@ -5,7 +5,6 @@ A folder that passes is whole: every file is there, every weight file has all it
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from specrl.errors import CheckpointInvalid
+from specrl.files import parse_object, read_object
 
 _LARGEST_HEADER = 100_000_000  # bytes; the format's own limit
 
@@ -46,14 +46,12 @@ def read_model_folder(path: Path, field: str) -> ModelFolder:
 
 def _read_json(path: Path, field: str) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_object(path)
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"not JSON ({error})"
+        reason = error.strerror if isinstance(error, OSError) else f"not a JSON object ({error})"
         raise CheckpointInvalid(
             f"{field} must have a readable {path.name}, got {path}: {reason}; fetch the model again"
         ) from error
-    if not isinstance(content, dict):
-        raise CheckpointInvalid(f"{field} must have an object in {path.name}, got {path}; fetch the model again")
     return content
 
 
@@ -61,7 +59,10 @@ def _count_parameters(path: Path, field: str) -> int:
     """Numbers in all safetensors of the folder, each file checked against its own header."""
     index = path / "model.safetensors.index.json"
     if index.exists():
-        files = sorted({path / str(name) for name in _read_json(index, field).get("weight_map", {}).values()})
+        named = _read_json(index, field).get("weight_map")
+        if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
+            raise CheckpointInvalid(f"{field} must have a weight_map of names, got another in {index}; fetch it again")
+        files = sorted({path / name for name in named.values()})
     else:
         files = sorted(path.glob("*.safetensors"))
     if not files:
@@ -76,7 +77,7 @@ def _tensor_sizes(file: Path, field: str) -> Iterator[int]:
     try:
         with file.open("rb") as content:
             length = int.from_bytes(content.read(8), "little")
-            header = json.loads(content.read(length) if length <= _LARGEST_HEADER else b"")
+            header = parse_object(content.read(length) if length <= _LARGEST_HEADER else b"")
         tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
         end = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
         missing = 8 + length + end - file.stat().st_size
@@ -102,7 +103,13 @@ def _tokenizer_size(path: Path, field: str) -> int | None:
     if not (path / "tokenizer.json").exists():
         return None
     content = _read_json(path / "tokenizer.json", field)
-    vocabulary = content.get("model", {}).get("vocab", {})
-    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary)))
-    ids += [token["id"] for token in content.get("added_tokens", [])]
+    try:
+        vocabulary = content.get("model", {}).get("vocab", {})
+        ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary)))
+        ids += [token["id"] for token in content.get("added_tokens") or []]
+    except (AttributeError, TypeError, KeyError) as error:
+        raise CheckpointInvalid(
+            f"{field} must have a tokenizer with a vocabulary, got another tokenizer.json in {path}: {error!r}; "
+            "fetch the model again"
+        ) from error
     return 1 + max((number for number in ids if isinstance(number, int)), default=-1)

@@ -2,7 +2,7 @@
 
 Each check raises one SpecrlError whose message says what to do; the command line shows it and exits 2. The order is
 that of a user's reading: the run file (checked when it is loaded), mechanism, model, drafter, parallelism, prompts,
-ports, memory.
+verifier, tool, store, ports, memory.
 Processes check again what is theirs; these checks only make sure that a user learns of it in seconds.
 """
 
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from specrl.coordinator.store import check_server
 from specrl.errors import CheckpointInvalid, Problem, SpecInvalid
 from specrl.generation.vllm_backend import checkpoint
 from specrl.generation.vllm_backend.mechanisms import check_mechanism, drafting_model, surroundings
@@ -29,10 +30,11 @@ ARCHITECTURES = ("Qwen3ForCausalLM",)
 
 @dataclass(frozen=True)
 class Readiness:
-    """What the checks chose on the way: the coordinator's ports."""
+    """What the checks chose on the way: the coordinator's ports; and what the user should know before the start."""
 
     grpc_port: int
     http_port: int
+    notices: tuple[str, ...] = ()
 
 
 def available_memory_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
@@ -53,11 +55,14 @@ def check(spec: RunSpec, available_bytes: Callable[[], int] = available_memory_b
     check_drafter(spec, policy)
     draft_model = check_draft_model(spec)
     check_parallelism(spec, policy)
-    check_prompts(spec)
+    notices = check_prompts(spec)
+    check_rewards(spec)
+    check_tools(spec)
+    check_server(spec)
     grpc_port, http_port = choose_ports(spec)
     if not visible_gpus():  # with GPUs the bulk is in their memory, which the engines check
         check_memory(estimate_memory(spec, policy, draft_model), available_bytes())
-    return Readiness(grpc_port, http_port)
+    return Readiness(grpc_port, http_port, tuple(notices))
 
 
 def check_policy(spec: RunSpec) -> ModelFolder:
@@ -164,8 +169,10 @@ def check_parallelism(spec: RunSpec, policy: ModelFolder) -> None:
         raise SpecInvalid(tuple(problems))
 
 
-def check_prompts(spec: RunSpec) -> None:
+def check_prompts(spec: RunSpec) -> list[str]:
     """Every problem can be read, fits, and has an answer to compare with. Raises DatasetInvalid with file and line.
+
+    Returns what a user should know of a source that is used nevertheless: what is left out of it, or there twice.
 
     Reads what the coordinator will read again: seconds at most for data sets of the usual size.
     """
@@ -178,3 +185,28 @@ def check_prompts(spec: RunSpec) -> None:
     check_references(
         spec.rewards, ((f"validation problem {prompt.position + 1}", prompt.answer) for prompt in validation)
     )
+    found, notices = source.left_out, []
+    if found.skipped:
+        notices.append(f"{len(found.skipped)} problems are left out (onBadLine: Skip), the first: {found.skipped[0]}")
+    if found.repeated:
+        notices.append(
+            f"{found.repeated} problems ask what an earlier one asks, and are asked as often as they are there"
+        )
+    return notices
+
+
+def check_rewards(spec: RunSpec) -> None:
+    """The verifier can work on this machine. Raises SpecInvalid. Takes a second or two, in a process of its own."""
+    from specrl.rewards import check_verifier
+
+    if spec.rewards.code is not None or spec.rewards.python is not None:  # the others need nothing of the machine
+        check_verifier(spec.rewards)
+
+
+def check_tools(spec: RunSpec) -> None:
+    """The policy can say how it calls, and calls can be answered on this machine. Raises SpecInvalid."""
+    from specrl import tools
+
+    if spec.tools is not None:
+        tools.Delimiters(spec.tools, spec.model.path)
+        tools.check_tools(spec.tools)

@@ -6,7 +6,6 @@ an error. A last line of `metrics.jsonl` that a crash cut short is passed over.
 
 from __future__ import annotations
 
-import json
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -14,6 +13,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from specrl.coordinator.report import Status, StepReport, ValidationReport
+from specrl.files import SMALL_BYTES, parse_object, read_object
 from specrl.launcher.run_directory import RunDirectory
 
 TIMEOUT_S = 2.0
@@ -61,8 +61,8 @@ class CoordinatorReports:
 def stored_status(directory: RunDirectory) -> Status | None:
     """The last status that the coordinator wrote; None when it never came so far."""
     try:
-        return _parsed(Status, json.loads(directory.status_file.read_text(encoding="utf-8")))
-    except (FileNotFoundError, ValueError):
+        return _parsed(Status, read_object(directory.status_file))
+    except (OSError, ValueError):
         return None
 
 
@@ -70,23 +70,23 @@ def stored_steps(directory: RunDirectory) -> list[StepReport]:
     """All steps in order; of a step that was recorded twice, the later record."""
     if not directory.metrics_file.exists():
         return []
-    lines = directory.metrics_file.read_text(encoding="utf-8", errors="replace").splitlines()
-    found = [_parsed(StepReport, _json(line)) for line in lines]
+    with directory.metrics_file.open("rb") as lines:
+        found = [_parsed(StepReport, _json(line)) for line in iter(lambda: lines.readline(SMALL_BYTES), b"")]
     return [*{step.step: step for step in found if step is not None}.values()]
 
 
 def http_address(directory: RunDirectory) -> str | None:
     """Where the coordinator of a running run serves its page; None when it has not started."""
     try:
-        address = json.loads(directory.endpoints_file.read_text(encoding="utf-8")).get("http")
-    except (FileNotFoundError, ValueError):
+        address = read_object(directory.endpoints_file, SMALL_BYTES).get("http")
+    except (OSError, ValueError):
         return None
     return str(address) if address else None
 
 
-def _json(line: str) -> Any:
+def _json(line: bytes) -> Any:
     try:
-        return json.loads(line)
+        return parse_object(line)
     except ValueError:
         return None
 

@@ -77,7 +77,7 @@ class Columns:
 def plain_step(report: StepReport) -> str:
     """One line that says everything the table says, readable without a header."""
     stages = report.stages
-    parts = [f"step {report.step}", f"reward {report.reward:.3f}"]
+    parts = [f"step {report.step}", f"reward {_number(report.reward, 3)}"]
     if report.validation_accuracy is not None:
         parts.append(f"accuracy {report.validation_accuracy:.3f}")
     names = ("data", "prepare", "generation", "logprob", "train")

@@ -5,7 +5,8 @@
       endpoints.json  addresses of the coordinator             coordinator, at each start
       status.json     the last phase and, at the end, summary  coordinator, at each change
       metrics.jsonl   one line a step or validation            coordinator
-      store.db        progress                                 coordinator
+      store.db        progress, unless it is kept in Redis     coordinator
+      store-id        the run's id, for a store that it shares coordinator
       checkpoints/, export/                                    trainer
       logs/NAME.log   one a process                            launcher
       lock            held by the launcher that drives the run

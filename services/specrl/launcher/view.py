@@ -9,6 +9,7 @@ markup, never with control characters.
 
 from __future__ import annotations
 
+from textwrap import shorten
 from typing import Protocol
 
 from rich.console import Console, Group, RenderableType
@@ -20,6 +21,8 @@ from rich.text import Text
 
 from specrl.coordinator.report import Phase, ReplicaReport, Status, StepReport, ValidationReport
 from specrl.launcher.rows import Columns, plain_step, plain_validation, printable, summary_lines
+
+LONGEST_REASON = 60  # letters of why a replica is in its state; `--json` and the log have all of it
 
 _PHASE_STYLE = {Phase.FINISHED: "green", Phase.FAILED: "red", Phase.STOPPED: "yellow"}
 
@@ -160,6 +163,7 @@ def live_area(title: str, facts: dict[str, str], status: Status | None) -> Rende
 def _replicas(status: Status) -> Text:
     shown = [
         f"{replica.id} {replica.state} v{replica.policy_version}{_drafter(replica)} ({replica.live_rollouts} live)"
+        + (f": {shorten(replica.reason, LONGEST_REASON, placeholder='...')}" if replica.reason else "")
         for replica in status.replicas
     ]
     return Text(printable(", ".join(shown) or "none yet"))

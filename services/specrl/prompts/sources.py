@@ -2,20 +2,26 @@
 
 Stage 1 of the loop, read once when the coordinator starts (`stream.load_prompts`). Invariant: a source that opens is
 sound. Every record has a question and an answer, and a malformed one stops the run before it starts, named by file,
-line and field. Problems are held in memory: a million of GSM8K's size take about 1 GB.
+line and field; or, with `onBadLine: Skip`, is left out and counted. Problems are held in memory: a million of GSM8K's
+size take about 1 GB.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from specrl.errors import DatasetInvalid
 from specrl.prompts import families
-from specrl.spec.data import FieldMapping, FileSource, GeneratedSource, PromptSource
+from specrl.spec.data import FieldMapping, FileSource, GeneratedSource, OnBadLine, PromptSource
+
+LINE_BYTES = 64 << 20
+"""Of one record. A line without an end would otherwise be read until memory is full."""
+
+REMEDY = "correct the file, or leave them out with onBadLine: Skip"
 
 SHOWN = 5
 """Faults spelled out in one message. More of them are mostly the same fault again; the rest are counted."""
@@ -27,6 +33,15 @@ class Problem:
 
     question: str
     answer: str
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """What a source was read without or has more than once. skipped: `file:line: fault` of each record left out."""
+
+    skipped: tuple[str, ...] = ()
+    repeated: int = 0
+    """Records whose question an earlier one has, too. They are kept: such a problem is asked more often."""
 
 
 class ProblemSource(Protocol):
@@ -41,23 +56,53 @@ class ProblemSource(Protocol):
     def place(self, index: int) -> str:
         """Where a person finds that problem: `train.jsonl:17`."""
 
+    @property
+    def left_out(self) -> LeftOut:
+        """What it was read without."""
 
+    def without(self, faults: Mapping[int, str]) -> ProblemSource:
+        """The same without some problems, each with what is wrong with it. Raises DatasetInvalid if none may go."""
+
+
+@dataclass(frozen=True)
 class FileProblems:
-    """Problems of a file. `rows[i]` is the line (JSONL) or row (Parquet) of problem i, from 1."""
+    """Problems of a file. `rows[i]` is the line (JSONL) or row (Parquet) of problem i, from 1.
 
-    def __init__(self, path: str, problems: list[Problem], rows: list[int]) -> None:
-        self._path = path
-        self._problems = problems
-        self._rows = rows
+    can_skip: whether bad records are left out, or refused; skipped: those that were.
+    """
+
+    path: str
+    problems: Sequence[Problem]
+    rows: Sequence[int]
+    can_skip: bool
+    skipped: tuple[str, ...] = ()
 
     def __len__(self) -> int:
-        return len(self._problems)
+        return len(self.problems)
 
     def problem(self, index: int) -> Problem:
-        return self._problems[index]
+        return self.problems[index]
 
     def place(self, index: int) -> str:
-        return f"{self._path}:{self._rows[index]}"
+        return f"{self.path}:{self.rows[index]}"
+
+    @property
+    def left_out(self) -> LeftOut:
+        return LeftOut(self.skipped, len(self.problems) - len({problem.question for problem in self.problems}))
+
+    def without(self, faults: Mapping[int, str]) -> FileProblems:
+        named = [f"{self.place(index)}: {fault}" for index, fault in faults.items()]
+        if not self.can_skip:
+            raise DatasetInvalid(summarise(f"{self.path}: every record must be sound", named, REMEDY))
+        kept = [index for index in range(len(self)) if index not in faults]
+        if not kept:
+            raise DatasetInvalid(summarise(f"{self.path}: a record at least must be sound", named, "correct the file"))
+        return replace(
+            self,
+            problems=[self.problems[index] for index in kept],
+            rows=[self.rows[index] for index in kept],
+            skipped=(*self.skipped, *named),
+        )
 
 
 class GeneratedProblems:
@@ -76,6 +121,16 @@ class GeneratedProblems:
 
     def place(self, index: int) -> str:
         return f"{self._name}:{index + 1}"
+
+    @property
+    def left_out(self) -> LeftOut:
+        return LeftOut()  # distinct, and sound by construction
+
+    def without(self, faults: Mapping[int, str]) -> ProblemSource:
+        named = [f"{self.place(index)}: {fault}" for index, fault in faults.items()]
+        raise DatasetInvalid(
+            summarise(f"{self._name}: every problem must fit", named, "raise prompts.maxTokens or lower difficulty")
+        )
 
 
 def open_source(source: PromptSource, exclude: Collection[str] = ()) -> ProblemSource:
@@ -134,6 +189,7 @@ def _read(source: FileSource, rows: Callable[[FileSource], Iterator[Row]]) -> Fi
     problems: list[Problem] = []
     numbers: list[int] = []
     faults: list[str] = []
+    can_skip = source.on_bad_line is OnBadLine.SKIP
     try:
         for number, record in rows(source):
             wrong = list(_faults(record, source.fields))
@@ -145,11 +201,13 @@ def _read(source: FileSource, rows: Callable[[FileSource], Iterator[Row]]) -> Fi
         raise DatasetInvalid(
             f"{path}: must be a readable file, got {error.strerror or error}; check its permissions"
         ) from error
-    if faults:
-        raise DatasetInvalid(summarise(f"{path}: every record must be sound", faults, "correct the file"))
+    if faults and not can_skip:
+        raise DatasetInvalid(summarise(f"{path}: every record must be sound", faults, REMEDY))
+    if faults and not problems:
+        raise DatasetInvalid(summarise(f"{path}: a record at least must be sound", faults, "correct the file"))
     if not problems:
         raise DatasetInvalid(f"{path}: must hold at least one problem, got an empty data set; check the path")
-    return FileProblems(str(path), problems, numbers)
+    return FileProblems(str(path), problems, numbers, can_skip, tuple(faults))
 
 
 def _kind_of(path: Path) -> str:
@@ -179,9 +237,15 @@ def _faults(record: Any, fields: FieldMapping) -> Iterator[str]:
 
 def _jsonl_rows(source: FileSource) -> Iterator[Row]:
     """Lines of a JSONL file; blank ones are skipped. Only a line feed ends a line: U+2028 may stand inside text."""
-    with Path(source.path).open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
+    with Path(source.path).open("rb") as file:
+        number = 0
+        while line := file.readline(LINE_BYTES + 1):
+            number += 1
+            if len(line) > LINE_BYTES:
+                yield number, f"must be at most {LINE_BYTES} bytes, got more; is this the right file?"
+                while line and not line.endswith(b"\n"):
+                    line = file.readline(LINE_BYTES)
+            elif line.strip():
                 yield number, _json_object(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
 
 
@@ -190,7 +254,7 @@ def _json_object(line: bytes) -> Any:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         return f"must be UTF-8, got byte {line[error.start]:#04x} at column {error.start + 1}; convert the file"
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: of a number with too many digits, too
         return f"must be a JSON object on one line, got {error}; correct the syntax"
     if not isinstance(record, dict):
         got = _TYPE_NAMES.get(type(record), type(record).__name__)

@@ -11,22 +11,27 @@ generator Philox4x64 under the key (shuffleSeed, e). numpy promises that a bit g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 import xxhash
 
-from specrl.errors import DatasetInvalid
-from specrl.prompts.sources import ProblemSource, open_source, summarise
+from specrl.prompts.sources import SHOWN, ProblemSource, open_source
 from specrl.prompts.templates import PromptTemplate
 from specrl.records import Prompt
 from specrl.spec import RunSpec
+from specrl.telemetry import metrics
+
+log = structlog.get_logger(__name__)
 
 _MASK = 2**64 - 1
 _EPOCHS_CACHED = 2
 """Around an epoch's end, groups of two epochs are in flight."""
+_PROMPTS_CACHED = 1024
+"""A group asks for its prompt twice a rollout, to request it and to grade it, and template and tokenizer take a third
+of a millisecond each time. A prompt of 1000 tokens is 36 kB."""
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
@@ -43,6 +48,7 @@ class PromptStream:
         self._template = template
         # Bound to this stream, and freed with it.
         self._order = lru_cache(_EPOCHS_CACHED)(lambda epoch: epoch_order(len(source), shuffle_seed, epoch))
+        self._made = lru_cache(_PROMPTS_CACHED)(self._make)
 
     def __len__(self) -> int:
         """Prompts in one epoch: the problems of the source."""
@@ -57,6 +63,9 @@ class PromptStream:
         """The prompt at a position, in any order of asking."""
         if position < 0:
             raise IndexError(f"position must be >= 0, got position={position}; streams start at 0")
+        return self._made(position)
+
+    def _make(self, position: int) -> Prompt:
         epoch, place = divmod(position, len(self._source))
         return _prompt(self._source, self._template, int(self._order(epoch)[place]), position)
 
@@ -64,12 +73,12 @@ class PromptStream:
 def load_prompts(spec: RunSpec) -> PromptStream:
     """Open the run's prompts and check every one of them. Paths in `spec` are absolute, as `load_spec` leaves them.
 
-    Raises DatasetInvalid for malformed records and for prompts longer than `prompts.maxTokens`, CheckpointInvalid for
-    the policy's tokenizer. All prompts are tokenized once for that: GSM8K's 7,473 took 2.4 s on two busy cores.
+    Raises DatasetInvalid for malformed records and for prompts longer than `prompts.maxTokens`, unless they may be
+    skipped (`left_out` of the source); CheckpointInvalid for the policy's tokenizer. All prompts are tokenized once for
+    that: GSM8K's 7,473 took 2.4 s on two busy cores.
     """
-    source = open_source(spec.prompts.source)
     template = PromptTemplate(spec.prompts, spec.model.path)
-    _check_lengths(source, template, range(len(source)), spec.prompts.max_tokens)
+    source = _fitting(open_source(spec.prompts.source), template, spec.prompts.max_tokens)
     return PromptStream(source, template, spec.prompts.shuffle_seed)
 
 
@@ -83,11 +92,10 @@ def load_validation(spec: RunSpec) -> list[Prompt]:
         return []
     training = open_source(spec.prompts.source)
     trained = frozenset(training.problem(index).question for index in range(len(training)))
-    source = open_source(spec.validation.source, exclude=trained)
     template = PromptTemplate(spec.prompts, spec.model.path)
-    chosen = range(min(spec.validation.limit, len(source)))
-    _check_lengths(source, template, chosen, spec.prompts.max_tokens)
-    return [_prompt(source, template, index, index, prefix="v") for index in chosen]
+    limit = spec.validation.limit
+    source = _fitting(open_source(spec.validation.source, exclude=trained), template, spec.prompts.max_tokens, limit)
+    return [_prompt(source, template, index, index, prefix="v") for index in range(min(limit, len(source)))]
 
 
 def _prompt(source: ProblemSource, template: PromptTemplate, index: int, position: int, prefix: str = "p") -> Prompt:
@@ -98,19 +106,28 @@ def _prompt(source: ProblemSource, template: PromptTemplate, index: int, positio
     return Prompt(f"{prefix}{index}-{content[:8]}", position, template.tokenize(text), text, problem.answer)
 
 
-def _check_lengths(source: ProblemSource, template: PromptTemplate, chosen: Sequence[int], max_tokens: int) -> None:
-    texts = [template.format(source.problem(index).question) for index in chosen]
+def _fitting(
+    source: ProblemSource, template: PromptTemplate, max_tokens: int, limit: int | None = None
+) -> ProblemSource:
+    """The source without the problems that are too long, where its bad lines may be skipped; says what it is without.
+
+    limit: only so many problems will be asked for. Raises DatasetInvalid.
+    """
+    checked = len(source) if limit is None else min(limit, len(source))
+    texts = [template.format(source.problem(index).question) for index in range(checked)]
     lengths = [len(token_ids) for token_ids in template.tokenize_all(texts)]
-    wrong = [
-        f"{source.place(index)}: {length} tokens"
-        for index, length in zip(chosen, lengths, strict=True)
+    wrong = {
+        index: f"{length} tokens, which must be 1 to {max_tokens} (prompts.maxTokens); raise it to {max(lengths)}"
+        for index, length in enumerate(lengths)
         if not 1 <= length <= max_tokens
-    ]
+    }
     if wrong:
-        raise DatasetInvalid(
-            summarise(
-                f"prompts must be 1 to {max_tokens} tokens long (prompts.maxTokens)",
-                wrong,
-                f"raise it to {max(lengths)}, or drop these problems",
-            )
-        )
+        # With a limit, others take the place of those that are left out, and must fit, too.
+        return _fitting(source.without(wrong), template, max_tokens, limit)
+    left_out = source.left_out
+    if left_out.skipped:
+        log.warning("problems_skipped", count=len(left_out.skipped), first=left_out.skipped[:SHOWN])
+        metrics.FILES_PASSED_OVER.labels("prompt").inc(len(left_out.skipped))
+    if left_out.repeated:
+        log.warning("problems_repeated", count=left_out.repeated)
+    return source

@@ -25,7 +25,7 @@ class PromptTemplate:
         """Load the tokenizer. Raises CheckpointInvalid when it is missing or broken, or lacks what `Chat` needs."""
         self._text = prompts.template
         self._is_chat = prompts.format == PromptFormat.CHAT
-        self._tokenizer = _load_tokenizer(Path(model_path))
+        self._tokenizer = load_tokenizer(Path(model_path))
         if self._is_chat and not self._tokenizer.chat_template:
             raise CheckpointInvalid(
                 f"{model_path}: must have a chat template for prompts.format Chat, got none; "
@@ -66,7 +66,8 @@ class PromptTemplate:
             yield from (tuple(encoding.ids) for encoding in encoded)
 
 
-def _load_tokenizer(folder: Path) -> Any:
+def load_tokenizer(folder: Path) -> Any:
+    """The policy's tokenizer, a `PreTrainedTokenizerFast`. Raises CheckpointInvalid when it is missing or broken."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise CheckpointInvalid(

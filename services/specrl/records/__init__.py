@@ -1,11 +1,12 @@
 """What flows through the loop. Frozen dataclasses that carry numpy, never torch; `wire` turns them into protobuf."""
 
-from specrl.records.peer import Peer, Registration, Role
+from specrl.records.peer import Acknowledgement, HeldRollout, Peer, Registration, Role
 from specrl.records.rollout import (
     Batch,
     FinishReason,
     GradedRollout,
     Group,
+    OutputSpan,
     Prompt,
     Reward,
     Rollout,
@@ -33,6 +34,7 @@ from specrl.records.weights import (
 
 __all__ = [
     "NO_DRAFTER",
+    "Acknowledgement",
     "Batch",
     "DrafterMetrics",
     "Drafting",
@@ -40,6 +42,8 @@ __all__ = [
     "GenerationStatus",
     "GradedRollout",
     "Group",
+    "HeldRollout",
+    "OutputSpan",
     "Peer",
     "Prompt",
     "Registration",

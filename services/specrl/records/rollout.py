@@ -1,10 +1,15 @@
 """Prompt -> Rollout -> Group -> Batch. A Rollout is checked once, when it enters a process (`Rollout.check`).
 
-Shapes: T tokens of one completion, G rollouts of one group.
+A rollout that calls tools has turns, in which the policy samples, and between them the tools' outputs, which it only
+reads. They are one sequence of tokens; whatever is trained, measured or compared is about the sampled ones alone.
+
+Shapes: T tokens of one completion, N of them sampled (N = T without tools), G rollouts of one group.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -54,6 +59,8 @@ class RolloutRequest:
 class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
+    TURNS = "turns"
+    """A tool was called in the last turn that a rollout may have."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +72,21 @@ class VersionSpan:
     end: int
 
 
+@dataclass(frozen=True)
+class OutputSpan:
+    """Tokens [first, end) are a tool's output."""
+
+    first: int
+    end: int
+
+
 @dataclass(frozen=True, eq=False)
 class Rollout:
-    """One completion. token_ids_T [T] int32 and sampler_logprobs_T [T] float32 (nats), the end token included."""
+    """One completion. token_ids_T [T] int32 and sampler_logprobs_T [T] float32 (nats), the end token included.
+
+    versions cover the sampled tokens, outputs the others, whose log-probability is written as 0. text is what was
+    sampled, a tool's output left out. stop is the stop string that ended the last turn, empty where none did.
+    """
 
     rollout_id: str
     group_id: str
@@ -79,19 +98,40 @@ class Rollout:
     replica_id: str
     text: str
     seconds: float
+    outputs: tuple[OutputSpan, ...] = ()
+    stop: str = ""
 
     @property
     def length(self) -> int:
-        """Generated tokens."""
+        """Tokens, outputs of tools included."""
         return len(self.token_ids_T)
 
     @property
+    def sampled_length(self) -> int:
+        """N: tokens that the policy sampled."""
+        return self.length - sum(span.end - span.first for span in self.outputs)
+
+    @property
+    def turns(self) -> tuple[tuple[int, int], ...]:
+        """[first, end) of what the policy sampled without a pause: all tokens, or those between outputs of tools."""
+        ends = [*(span.first for span in self.outputs), self.length]
+        return tuple(zip([0, *(span.end for span in self.outputs)], ends, strict=True))
+
+    @property
+    def sampled_N(self) -> npt.NDArray[np.int64]:
+        """[N] indices of the sampled tokens, ascending."""
+        return np.concatenate([np.arange(first, end) for first, end in self.turns])
+
+    @property
     def oldest_version(self) -> int:
-        """Oldest policy version among the tokens; policy lag is counted from it."""
+        """Oldest policy version among the sampled tokens of all turns; policy lag is counted from it."""
         return min(span.policy_version for span in self.versions)
 
-    def check(self, max_tokens: int) -> None:
-        """Raise RecordInvalid unless the rollout is one that may be trained on."""
+    def check(self, max_tokens: int, versions: range | None = None) -> None:
+        """Raise RecordInvalid unless the rollout is one that may be trained on.
+
+        versions: the policy versions that its replica can have served while it was sampled; None where nobody knows.
+        """
 
         def refuse(what: str) -> None:
             raise RecordInvalid(f"rollout {self.rollout_id}: {what}; it is generated again")
@@ -108,13 +148,33 @@ class Rollout:
             refuse(f"log-probabilities must be <= 0, got max={self.sampler_logprobs_T.max()}")
         if (self.token_ids_T < 0).any():
             refuse("token ids must be >= 0, got a negative one")
-        end = 0
-        for span in self.versions:
+        self._check_spans(refuse, versions)
+
+    def _check_spans(self, refuse: Callable[[str], None], versions: range | None) -> None:
+        """Every token was sampled under one version, or is of one output; outputs stand between what was sampled."""
+        got = f"{self.versions} and {self.outputs}" if self.outputs else f"{self.versions}"
+        spans: list[VersionSpan | OutputSpan] = [*self.versions, *self.outputs]
+        end, version, was_output = 0, -math.inf, True
+        for span in sorted(spans, key=lambda span: span.first):
             if span.first != end or span.end <= span.first:
-                refuse(f"version spans must cover every token once, got {self.versions}")
-            end = span.end
+                refuse(f"version spans must cover every token once, got {got}")
+            if isinstance(span, OutputSpan):
+                if was_output:
+                    refuse(f"the output of a tool must follow what the policy sampled, got {got}")
+            else:
+                if span.policy_version < version:
+                    refuse(f"policy versions must never fall, got {got}")
+                if versions is not None and span.policy_version not in versions:
+                    allowed = f"{versions.start} to {versions.stop - 1}"
+                    refuse(f"policy versions must be those that its replica served, {allowed}, got {got}")
+                version = span.policy_version
+            end, was_output = span.end, isinstance(span, OutputSpan)
         if end != self.length:
-            refuse(f"version spans must cover all {self.length} tokens, got {self.versions}")
+            refuse(f"version spans must cover all {self.length} tokens, got {got}")
+        if was_output:
+            refuse(f"the last token must be sampled, got {got}")
+        if any(self.sampler_logprobs_T[span.first : span.end].any() for span in self.outputs):
+            refuse("a tool's output must have no log-probabilities, got some other than 0")
 
 
 @dataclass(frozen=True)
@@ -154,19 +214,38 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class TrainRollout:
-    """A rollout with its prompt and the one advantage that all of its tokens share."""
+    """A rollout with its prompt and the one advantage that all of its sampled tokens share."""
 
     prompt_token_ids: tuple[int, ...]
     rollout: Rollout
     advantage: float
 
+    def check(self, max_length: int, vocab_size: int) -> None:
+        """Raise RecordInvalid unless a model of this length and vocabulary can be trained on it."""
+        prompt, ids_T = self.prompt_token_ids, self.rollout.token_ids_T
+
+        def refuse(what: str) -> None:
+            raise RecordInvalid(f"rollout {self.rollout.rollout_id[:64]}: {what}; generate it again")
+
+        if not prompt or len(prompt) + len(ids_T) > max_length:
+            refuse(f"prompt and completion must have 1 to {max_length} tokens, got {len(prompt)} + {len(ids_T)}")
+        self.rollout.check(max_length)
+        if min(prompt) < 0 or max(*prompt, int(ids_T.max())) >= vocab_size:
+            refuse(f"token ids must be >= 0 and < {vocab_size}, got others: sampler and trainer have different models")
+        if not math.isfinite(self.advantage):
+            refuse(f"advantage must be finite, got {self.advantage}")
+
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """What optimizer step `step` (>= 1) trains on, ordered by group, then sample. It produces policy version `step`."""
+    """What optimizer step `step` (>= 1) trains on, ordered by group, then sample. It produces policy version `step`.
+
+    positions: places in the stream that the step settles, ascending; one without rollouts was given up.
+    """
 
     step: int
     rollouts: tuple[TrainRollout, ...]
+    positions: tuple[int, ...] = ()
 
     @property
     def policy_lags(self) -> list[int]:

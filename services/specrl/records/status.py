@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 from itertools import accumulate, zip_longest
 from operator import mul
 
+from specrl.errors import RecordInvalid
 from specrl.records.weights import NO_DRAFTER
+
+DRAFTING_STATES = ("drafting", "off", "trial")
+
+LONGEST_DRAFT = 1024
+"""Positions of a draft. Drafts are shorter than a hundred tokens."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,28 @@ class GenerationStatus:
     drafting: Drafting | None = None
     """None without speculation, and with a fixed draft length."""
 
+    def check(self) -> None:
+        """Raise RecordInvalid unless these are numbers that counters and gains can have."""
+        name, counters, drafting = self.replica_id[:64], self.speculation, self.drafting
+        counts = (
+            self.live_requests,
+            counters.drafts,
+            counters.draft_tokens,
+            counters.accepted_tokens,
+            counters.generated_tokens,
+            *counters.accepted_per_position,
+        )
+        if min(counts) < 0 or len(counters.accepted_per_position) > LONGEST_DRAFT:
+            raise RecordInvalid(f"a status of {name!r} must count from 0 up, got others; report it again")
+        if drafting is None:
+            return
+        gains = (drafting.predicted_gain, drafting.measured_gain or 0.0)
+        if not all(math.isfinite(gain) and gain >= 0 for gain in gains):
+            raise RecordInvalid(f"gains of {name!r} must be finite and >= 0, got {gains}; measure again")
+        if drafting.state not in DRAFTING_STATES:
+            known = ", ".join(DRAFTING_STATES)
+            raise RecordInvalid(f"drafting of {name!r} must be one of {known}, got {drafting.state[:64]!r}; report it")
+
 
 @dataclass(frozen=True)
 class DrafterMetrics:
@@ -93,7 +122,7 @@ class DrafterMetrics:
 
 @dataclass(frozen=True)
 class TrainMetrics:
-    """One optimizer step. Fields as in trainer.proto: nats, seconds, shares of 1."""
+    """One optimizer step. Fields as in trainer.proto: nats, seconds, shares of 1. With 0 tokens nothing was trained."""
 
     loss: float
     grad_norm: float
@@ -110,6 +139,12 @@ class TrainMetrics:
     entropy: float
     effective_sample_size: float
     drafter: DrafterMetrics | None = None
+
+    @classmethod
+    def of_nothing(cls, learning_rate: float) -> TrainMetrics:
+        """Of a step whose batch holds no rollouts."""
+        zeros: dict[str, float] = {field.name: 0 for field in fields(cls) if field.name != "drafter"}
+        return cls(**zeros | {"learning_rate": learning_rate})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 import numpy as np
+from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import DecodeError
 
 from specrl.api.v1 import coordinator_pb2, generation_pb2, rollout_pb2, trainer_pb2, weights_pb2
 from specrl.errors import RecordInvalid
-from specrl.records.peer import Peer, Role
+from specrl.records.peer import HeldRollout, Peer, Role
 from specrl.records.rollout import (
     Batch,
     FinishReason,
     GradedRollout,
     Group,
+    OutputSpan,
     Prompt,
     Reward,
     Rollout,
@@ -36,6 +40,7 @@ from specrl.records.weights import NO_DRAFTER, TensorMeta, WeightChecksums, Weig
 _FINISH = {
     FinishReason.STOP: rollout_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: rollout_pb2.FINISH_REASON_LENGTH,
+    FinishReason.TURNS: rollout_pb2.FINISH_REASON_TURNS,
 }
 _FINISH_BACK = {number: reason for reason, number in _FINISH.items()}
 _OWNER = {
@@ -43,6 +48,10 @@ _OWNER = {
     WeightOwner.DRAFTER: weights_pb2.WEIGHT_OWNER_DRAFTER,
 }
 _OWNER_BACK = {number: owner for owner, number in _OWNER.items()}
+
+_TOKEN, _LOGPROB = np.dtype("<i4"), np.dtype("<f4")
+"""Numbers of a rollout's tokens as they lie in a message: a copy of memory. As repeated fields they cost some
+forty times as much (docs/decisions/0011)."""
 
 _ROLE = {Role.GENERATION: coordinator_pb2.ROLE_GENERATION, Role.TRAINER: coordinator_pb2.ROLE_TRAINER}
 _ROLE_BACK = {number: role for role, number in _ROLE.items()}
@@ -54,8 +63,20 @@ def role_to_wire(record: Role) -> coordinator_pb2.Role.ValueType:
 
 def peer_from_wire(message: coordinator_pb2.RegisterRequest) -> Peer:
     if message.role not in _ROLE_BACK:
-        raise RecordInvalid(f"peer {message.peer_id}: role must be known, got {message.role}; use the same version")
-    return Peer(message.peer_id, _ROLE_BACK[message.role], message.address, message.spec_digest, message.incarnation)
+        raise RecordInvalid(
+            f"peer {message.peer_id[:64]!r}: role must be known, got {message.role}; use the same version"
+        )
+    peer = Peer(message.peer_id, _ROLE_BACK[message.role], message.address, message.spec_digest, message.incarnation)
+    peer.check()
+    return peer
+
+
+def held_to_wire(record: HeldRollout) -> coordinator_pb2.HeldRollout:
+    return coordinator_pb2.HeldRollout(rollout_id=record.rollout_id, policy_version=record.policy_version)
+
+
+def held_from_wire(message: coordinator_pb2.HeldRollout) -> HeldRollout:
+    return HeldRollout(message.rollout_id, message.policy_version)
 
 
 def sampling_to_wire(record: Sampling) -> rollout_pb2.Sampling:
@@ -106,31 +127,49 @@ def rollout_to_wire(record: Rollout) -> rollout_pb2.Rollout:
         rollout_id=record.rollout_id,
         group_id=record.group_id,
         sample_index=record.sample_index,
-        token_ids=record.token_ids_T.tolist(),
-        sampler_logprobs=record.sampler_logprobs_T.tolist(),
+        packed_token_ids=record.token_ids_T.astype(_TOKEN, copy=False).tobytes(),
+        packed_sampler_logprobs=record.sampler_logprobs_T.astype(_LOGPROB, copy=False).tobytes(),
         versions=[rollout_pb2.VersionSpan(**asdict(span)) for span in record.versions],
         finish_reason=_FINISH[record.finish_reason],
         replica_id=record.replica_id,
         text=record.text,
         seconds=record.seconds,
+        outputs=[rollout_pb2.OutputSpan(**asdict(span)) for span in record.outputs],
+        stop=record.stop,
     )
 
 
 def rollout_from_wire(message: rollout_pb2.Rollout) -> Rollout:
     if message.finish_reason not in _FINISH_BACK:
-        raise RecordInvalid(f"rollout {message.rollout_id}: finish_reason must be known, got {message.finish_reason}")
+        raise RecordInvalid(
+            f"rollout {message.rollout_id[:64]}: finish_reason must be known, got {message.finish_reason}"
+        )
     return Rollout(
         rollout_id=message.rollout_id,
         group_id=message.group_id,
         sample_index=message.sample_index,
-        token_ids_T=np.asarray(message.token_ids, dtype=np.int32),
-        sampler_logprobs_T=np.asarray(message.sampler_logprobs, dtype=np.float32),
+        token_ids_T=_unpacked(message, message.packed_token_ids, message.token_ids, _TOKEN),
+        sampler_logprobs_T=_unpacked(message, message.packed_sampler_logprobs, message.sampler_logprobs, _LOGPROB),
         versions=tuple(VersionSpan(span.policy_version, span.first, span.end) for span in message.versions),
         finish_reason=_FINISH_BACK[message.finish_reason],
         replica_id=message.replica_id,
         text=message.text,
         seconds=message.seconds,
+        outputs=tuple(OutputSpan(span.first, span.end) for span in message.outputs),
+        stop=message.stop,
     )
+
+
+def _unpacked(message: rollout_pb2.Rollout, packed: bytes, listed: Sequence[float], kind: np.dtype[Any]) -> Any:
+    """One number a token; listed: where rollouts have it that were stored before there was the packed form."""
+    if listed and not packed:
+        return np.asarray(listed, dtype=kind.newbyteorder("="))
+    if len(packed) % kind.itemsize:
+        raise RecordInvalid(
+            f"rollout {message.rollout_id}: packed numbers must be of {kind.itemsize} bytes each, got {len(packed)} "
+            "bytes; use the same version everywhere"
+        )
+    return np.frombuffer(packed, dtype=kind).astype(kind.newbyteorder("="))  # which may be written to
 
 
 def reward_to_wire(record: Reward) -> rollout_pb2.Reward:
@@ -153,6 +192,19 @@ def graded_from_bytes(data: bytes) -> GradedRollout:
     except DecodeError as error:
         raise RecordInvalid(f"a stored rollout must be a GradedRollout, got {len(data)} other bytes") from error
     return GradedRollout(rollout_from_wire(message.rollout), reward_from_wire(message.reward))
+
+
+def graded_to_json(data: bytes) -> dict[str, Any]:
+    """A stored rollout for people to read: protobuf's JSON, in which 64-bit numbers are text."""
+    rollout = graded_from_bytes(data).rollout
+    found: dict[str, Any] = MessageToDict(rollout_pb2.GradedRollout.FromString(data))
+    for name in ("packedTokenIds", "packedSamplerLogprobs"):
+        found["rollout"].pop(name, None)
+    found["rollout"] |= {
+        "tokenIds": rollout.token_ids_T.tolist(),
+        "samplerLogprobs": rollout.sampler_logprobs_T.tolist(),
+    }
+    return found
 
 
 def group_to_wire(record: Group) -> rollout_pb2.Group:
@@ -200,11 +252,16 @@ def train_rollout_from_wire(message: rollout_pb2.TrainRollout) -> TrainRollout:
 
 
 def batch_to_wire(record: Batch) -> rollout_pb2.Batch:
-    return rollout_pb2.Batch(step=record.step, rollouts=[train_rollout_to_wire(item) for item in record.rollouts])
+    return rollout_pb2.Batch(
+        step=record.step,
+        rollouts=[train_rollout_to_wire(item) for item in record.rollouts],
+        positions=record.positions,
+    )
 
 
 def batch_from_wire(message: rollout_pb2.Batch) -> Batch:
-    return Batch(message.step, tuple(train_rollout_from_wire(item) for item in message.rollouts))
+    rollouts = tuple(train_rollout_from_wire(item) for item in message.rollouts)
+    return Batch(message.step, rollouts, tuple(message.positions))
 
 
 def batch_to_bytes(record: Batch) -> bytes:
@@ -233,10 +290,12 @@ def manifest_from_wire(message: weights_pb2.WeightManifest) -> WeightManifest:
     unknown = [t.name for t in message.tensors if t.owner not in _OWNER_BACK]
     if unknown:
         raise RecordInvalid(f"every tensor's owner must be known, got another for {unknown[0]}; use the same version")
-    return WeightManifest(
+    manifest = WeightManifest(
         tuple(TensorMeta(t.name, _OWNER_BACK[t.owner], t.dtype, tuple(t.shape)) for t in message.tensors),
         message.bucket_bytes,
     )
+    manifest.check()
+    return manifest
 
 
 def checksums_to_wire(record: WeightChecksums) -> weights_pb2.WeightChecksums:
@@ -276,6 +335,7 @@ def weight_group_from_wire(message: weights_pb2.WeightGroup) -> WeightGroup:
         message.world_size,
         message.timeout_s,
         message.transport,
+        message.folder,
     )
 
 
@@ -306,7 +366,7 @@ def generation_status_to_wire(record: GenerationStatus) -> generation_pb2.Genera
 
 
 def generation_status_from_wire(message: generation_pb2.GenerationStatus) -> GenerationStatus:
-    return GenerationStatus(
+    status = GenerationStatus(
         message.replica_id,
         message.policy_version,
         message.is_paused,
@@ -315,6 +375,8 @@ def generation_status_from_wire(message: generation_pb2.GenerationStatus) -> Gen
         drafter_version_from_wire(message),
         _drafting_from_wire(message.drafting) if message.HasField("drafting") else None,
     )
+    status.check()
+    return status
 
 
 def _drafting_from_wire(message: generation_pb2.Drafting) -> Drafting:

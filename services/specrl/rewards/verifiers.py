@@ -1,4 +1,4 @@
-"""Verifiers: 1 for a completion whose final answer is the reference's, 0 for any other.
+"""What a verifier is, and the two that compare: 1 for a completion whose final answer is the reference's, else 0.
 
 Stage 3 of the loop. `pool.VerifierPool` calls them, in processes that it can kill. Invariant: a completion that
 cannot be read is wrong (0); a reference that cannot be read, or a library that fails on two readable answers, is
@@ -12,13 +12,11 @@ then reads its last boxed expression or number.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
-from specrl.errors import DatasetInvalid, VerifierFailed
-from specrl.spec.data import Rewards
+from specrl.errors import VerifierFailed
 
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 _NUMBER = re.compile(
@@ -36,15 +34,30 @@ _DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 class Verifier(Protocol):
     """A verdict on one completion. Instances pickle: they run in other processes."""
 
+    preloads: ClassVar[tuple[str, ...]] = ()
+    """Modules that take long to load; the pool loads them once for all of its workers."""
+
+    def ready(self) -> None:
+        """Once in a worker before the first verdict: raise SpecInvalid when there can be none on this machine."""
+        return
+
+    def check_reference(self, reference: str) -> None:
+        """Raise VerifierFailed when no completion could be compared with this reference. Cheap."""
+        return
+
     def reward(self, reference: str, completion: str) -> float:
         """1.0 or 0.0. Raises VerifierFailed when there can be no verdict."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Exact:
+class Exact(Verifier):
     """Equality of text, once white space, currency signs, thousands separators and a closing full stop are gone."""
 
     answer_after: str
+
+    def check_reference(self, reference: str) -> None:
+        _reference_answer(reference, self.answer_after)
 
     def reward(self, reference: str, completion: str) -> float:
         expected = _reference_answer(reference, self.answer_after)
@@ -53,10 +66,17 @@ class Exact:
 
 
 @dataclass(frozen=True)
-class Math:
+class Math(Verifier):
     """Equality of mathematical expressions by math-verify: 0.5 is 1/2 is \\frac{1}{2} is 50%."""
 
+    preloads: ClassVar[tuple[str, ...]] = ("math_verify",)
     answer_after: str
+
+    def ready(self) -> None:
+        _parse("1")  # loads SymPy and the parser, so that the first verdict is as fast as the others
+
+    def check_reference(self, reference: str) -> None:
+        _reference_expression(reference, self.answer_after)
 
     def reward(self, reference: str, completion: str) -> float:
         gold = _parsed_reference(reference, self.answer_after)
@@ -66,32 +86,6 @@ class Math:
         if not parsed:
             return 0.0
         return float(_verify(list(gold), parsed))
-
-
-def verifier_for(rewards: Rewards) -> Verifier:
-    """The verifier that the run asks for."""
-    if rewards.math is not None:
-        return Math(rewards.math.answer_after)
-    if rewards.exact is not None:
-        return Exact(rewards.exact.answer_after)
-    raise ValueError("rewards must have exactly one of math, exact, got none; name one in the run file")
-
-
-def check_references(rewards: Rewards, answers: Iterable[tuple[str, str]]) -> None:
-    """Raise DatasetInvalid for the first reference without a final answer that the verifier could compare with.
-
-    answers: (place, reference) of every problem. Cheap, since nothing is computed: for `math` only that there is
-    something to parse.
-    """
-    verifier = verifier_for(rewards)
-    for place, reference in answers:
-        try:
-            if isinstance(verifier, Exact):
-                _reference_answer(reference, verifier.answer_after)
-            elif isinstance(verifier, Math):
-                _reference_expression(reference, verifier.answer_after)
-        except VerifierFailed as error:
-            raise DatasetInvalid(f"{place}: {error}") from error
 
 
 def marked_answer(text: str, mark: str) -> str | None:

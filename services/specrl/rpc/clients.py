@@ -14,6 +14,8 @@ from typing import Any, Self, TypeVar, cast
 
 import grpc
 import grpc.aio
+import structlog
+from google.protobuf.message import DecodeError
 
 from specrl.api.v1 import (
     coordinator_pb2,
@@ -23,11 +25,21 @@ from specrl.api.v1 import (
     trainer_pb2,
     trainer_pb2_grpc,
 )
-from specrl.errors import BY_NAME, DeadlineExceeded, PeerUnavailable, SpecrlError, VersionConflict
+from specrl.errors import (
+    BY_NAME,
+    DeadlineExceeded,
+    MessageTooLarge,
+    PeerUnavailable,
+    RecordInvalid,
+    SpecrlError,
+    VersionConflict,
+)
 from specrl.records import (
+    Acknowledgement,
     Batch,
     DrafterMetrics,
     GenerationStatus,
+    HeldRollout,
     Peer,
     Registration,
     Rollout,
@@ -40,13 +52,16 @@ from specrl.records import (
     WeightManifest,
     wire,
 )
-from specrl.rpc.server import ERROR_CLASS_KEY, OPTIONS
+from specrl.rpc.limits import CONTROL_BYTES, LARGEST_BYTES
+from specrl.rpc.server import ERROR_CLASS_KEY, channel_options, check_size
 
 T = TypeVar("T")
 
 STATUS_DEADLINE_S = 20.0
 ATTEMPTS = 3
 BACKOFF_S = 0.2
+
+log = structlog.get_logger(__name__)
 
 
 def translate(error: grpc.aio.AioRpcError, peer: str) -> SpecrlError:
@@ -60,14 +75,25 @@ def translate(error: grpc.aio.AioRpcError, peer: str) -> SpecrlError:
         return DeadlineExceeded(f"a call to {peer} must answer within its deadline, got none; it is taken for lost")
     if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
         return PeerUnavailable(f"{peer} must be reachable, got {details!r}; it is taken for lost until it registers")
+    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return MessageTooLarge(
+            f"a message to or from {peer} must be of its run's size, got {details!r}; use one run file everywhere"
+        )
     return SpecrlError(f"a call to {peer} failed with {error.code().name}: {details}")
+
+
+def _unreadable(peer: str) -> RecordInvalid:
+    return RecordInvalid(
+        f"an answer of {peer} must be the protobuf message of its call, got other bytes; use the same version of specrl"
+    )
 
 
 @dataclass(frozen=True)
 class UpdateTiming:
-    """Seconds of a replica's commit."""
+    """Seconds of a replica's commit. It computes no token during the last three."""
 
     verify_s: float
+    pause_s: float
     load_s: float
     resume_s: float
 
@@ -75,10 +101,12 @@ class UpdateTiming:
 class _Client:
     """A channel to one peer, with deadline, translation and (where harmless) repetition."""
 
-    def __init__(self, address: str, peer: str | None = None) -> None:
+    def __init__(self, address: str, peer: str, limit_bytes: int) -> None:
+        """limit_bytes: of every message, in and out (`limits.py`)."""
         self.address = address
-        self.peer = f"{peer or 'peer'} at {address}"
-        self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
+        self.peer = f"{peer} at {address}"
+        self._limit_bytes = limit_bytes
+        self._channel = grpc.aio.insecure_channel(address, options=channel_options(limit_bytes))
 
     async def __aenter__(self) -> Self:
         return self
@@ -91,8 +119,11 @@ class _Client:
         await self._channel.close(None)
 
     async def _call(self, call: Callable[..., Awaitable[T]], request: Any, deadline_s: float) -> T:
+        check_size(f"a request to {self.peer}", request.ByteSize(), self._limit_bytes)
         try:
             return await call(request, timeout=deadline_s)
+        except DecodeError as error:
+            raise _unreadable(self.peer) from error
         except grpc.aio.AioRpcError as error:
             raise translate(error, self.peer) from error
 
@@ -111,35 +142,48 @@ class _Client:
 class GenerationClient(_Client):
     """One replica."""
 
-    def __init__(self, address: str, replica_id: str = "replica") -> None:
-        super().__init__(address, replica_id)
+    def __init__(self, address: str, replica_id: str = "replica", limit_bytes: int = LARGEST_BYTES) -> None:
+        super().__init__(address, replica_id, limit_bytes)
         self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
 
     async def generate(
-        self, requests: Sequence[RolloutRequest], admit_together: bool, min_policy_version: int
+        self,
+        requests: Sequence[RolloutRequest],
+        admit_together: bool,
+        min_policy_version: int,
+        *,
+        outlives_call: bool = False,
+        resumes: bool = False,
     ) -> AsyncGenerator[Rollout]:
         """Yield rollouts as they finish. No deadline of its own: a dead replica breaks the stream or its heartbeat.
 
-        Raises PeerUnavailable when the stream breaks; closing the iterator aborts what is unfinished.
+        Raises PeerUnavailable when the stream breaks; closing the iterator aborts what is unfinished, unless it
+        `outlives_call`. resumes: what the replica holds of these is taken, the rest begun. A rollout that was not asked
+        for, or has come already, is passed over; what the stream then ends without is asked for again.
         """
+        missing = {item.rollout_id for item in requests}
         request = generation_pb2.GenerateRequest(
             requests=[wire.request_to_wire(item) for item in requests],
             admit_together=admit_together,
             min_policy_version=min_policy_version,
+            outlives_call=outlives_call,
+            resumes=resumes,
         )
+        check_size(f"a request to {self.peer}", request.ByteSize(), self._limit_bytes)
         call = self._stub.Generate(request)
         try:
             async for message in call:
-                yield wire.rollout_from_wire(message)
+                if message.rollout_id in missing:
+                    missing.remove(message.rollout_id)
+                    yield wire.rollout_from_wire(message)
+                else:
+                    log.warning("rollout_unasked", peer=self.peer, rollout_id=message.rollout_id)
+        except DecodeError as error:
+            raise _unreadable(self.peer) from error
         except grpc.aio.AioRpcError as error:
             raise translate(error, self.peer) from error
         finally:
             call.cancel()
-
-    async def prepare_update(self, policy_version: int, deadline_s: float) -> float:
-        """Pause, keeping unfinished rollouts. Returns the seconds that it took."""
-        request = generation_pb2.PrepareUpdateRequest(policy_version=policy_version)
-        return (await self._ask(self._stub.PrepareUpdate, request, deadline_s)).pause_seconds
 
     async def receive_weights(
         self, policy_version: int, group: WeightGroup, manifest: WeightManifest
@@ -154,7 +198,7 @@ class GenerationClient(_Client):
         return wire.checksums_from_wire(reply.received), reply.broadcast_seconds
 
     async def commit_update(self, sent: WeightChecksums, deadline_s: float) -> UpdateTiming:
-        """Verify, load, resume. Raises ChecksumMismatch when what arrived is not what was sent.
+        """Verify, pause, load, resume. Raises ChecksumMismatch when what arrived is not what was sent.
 
         Raises VersionConflict when the replica says that it serves another policy or drafter version than was sent.
         """
@@ -166,12 +210,11 @@ class GenerationClient(_Client):
                 f"{self.peer} must serve policy version {sent.policy_version} with the drafter of version "
                 f"{sent.drafter_version}, got {served[0]} with {served[1]}; the transfer is repeated"
             )
-        return UpdateTiming(reply.verify_seconds, reply.load_seconds, reply.resume_seconds)
+        return UpdateTiming(reply.verify_seconds, reply.pause_seconds, reply.load_seconds, reply.resume_seconds)
 
-    async def abort_update(self, policy_version: int, deadline_s: float) -> None:
-        """Drop what was staged and resume under the version before."""
-        request = generation_pb2.AbortUpdateRequest(policy_version=policy_version)
-        await self._ask(self._stub.AbortUpdate, request, deadline_s)
+    async def probe(self, deadline_s: float) -> None:
+        """Ask once whether the replica answers. Raises PeerUnavailable or DeadlineExceeded."""
+        await self._call(self._stub.GetGenerationStatus, generation_pb2.GetGenerationStatusRequest(), deadline_s)
 
     async def status(self) -> GenerationStatus:
         """Versions and counters of the replica."""
@@ -182,8 +225,8 @@ class GenerationClient(_Client):
 class TrainerClient(_Client):
     """The trainer's rank 0."""
 
-    def __init__(self, address: str) -> None:
-        super().__init__(address, "trainer")
+    def __init__(self, address: str, limit_bytes: int = LARGEST_BYTES) -> None:
+        super().__init__(address, "trainer", limit_bytes)
         self._stub = trainer_pb2_grpc.TrainerServiceStub(self._channel)
 
     async def train_step(self, batch: Batch, deadline_s: float) -> TrainMetrics:
@@ -236,6 +279,11 @@ class TrainerClient(_Client):
         reply = await self._call(self._stub.BroadcastWeights, request, deadline_s)
         return wire.checksums_from_wire(reply.sent), reply.size_bytes, reply.seconds
 
+    async def write_weights(self, anew: bool, deadline_s: float) -> tuple[WeightChecksums, str, int]:
+        """Have the present version in a folder, or `anew` in another. Returns (checksums, folder, bytes)."""
+        reply = await self._call(self._stub.WriteWeights, trainer_pb2.WriteWeightsRequest(anew=anew), deadline_s)
+        return wire.checksums_from_wire(reply.written), reply.folder, reply.size_bytes
+
     async def save_checkpoint(self, step: int, deadline_s: float) -> tuple[str, float]:
         """Write a checkpoint of `step`, which must be the present one. Returns (path, seconds)."""
         request = trainer_pb2.SaveCheckpointRequest(step=step)
@@ -258,28 +306,37 @@ class CoordinatorClient(_Client):
     """The coordinator, as its peers see it."""
 
     def __init__(self, address: str) -> None:
-        super().__init__(address, "coordinator")
+        super().__init__(address, "coordinator", CONTROL_BYTES)
         self._stub = coordinator_pb2_grpc.CoordinatorServiceStub(self._channel)
 
-    async def register(self, peer: Peer) -> Registration:
-        """Announce a peer. Raises RunInvalid when it runs another run file than the coordinator."""
+    async def register(
+        self, peer: Peer, generation: GenerationStatus | None = None, held: Sequence[HeldRollout] = ()
+    ) -> Registration:
+        """Announce a peer, and what a replica holds. Raises RunInvalid when it runs another run file."""
         request = coordinator_pb2.RegisterRequest(
             role=wire.role_to_wire(peer.role),
             peer_id=peer.peer_id,
             incarnation=peer.incarnation,
             address=peer.address,
             spec_digest=peer.spec_digest,
+            generation=wire.generation_status_to_wire(generation) if generation is not None else None,
+            held=[wire.held_to_wire(item) for item in held],
         )
         reply = await self._call(self._stub.Register, request, STATUS_DEADLINE_S)
         return Registration(reply.run, reply.heartbeat_interval_s)
 
-    async def heartbeat(self, peer_id: str, incarnation: str, generation: GenerationStatus | None) -> bool:
-        """Say that the peer lives. Returns whether the coordinator knows it; if not, register again."""
+    async def heartbeat(self, peer_id: str, incarnation: str, generation: GenerationStatus | None) -> Acknowledgement:
+        """Say that the peer lives."""
         status = wire.generation_status_to_wire(generation) if generation is not None else None
         request = coordinator_pb2.HeartbeatRequest(peer_id=peer_id, incarnation=incarnation, generation=status)
-        return (await self._call(self._stub.Heartbeat, request, STATUS_DEADLINE_S)).is_known
+        reply = await self._call(self._stub.Heartbeat, request, STATUS_DEADLINE_S)
+        return Acknowledgement(reply.is_known, reply.must_leave)
 
-    async def leave(self, peer_id: str, incarnation: str) -> None:
-        """Say goodbye."""
-        request = coordinator_pb2.LeaveRequest(peer_id=peer_id, incarnation=incarnation)
-        await self._call(self._stub.Leave, request, STATUS_DEADLINE_S)
+    async def leave(self, peer_id: str, incarnation: str, drain_s: float = 0.0) -> None:
+        """Say goodbye. With `drain_s` a replica gets no new rollouts, and so long at most to finish what it has."""
+        request = coordinator_pb2.LeaveRequest(peer_id=peer_id, incarnation=incarnation, drain_s=drain_s)
+        await self._call(self._stub.Leave, request, drain_s + STATUS_DEADLINE_S)
+
+    async def dismiss(self, replica_id: str) -> None:
+        """Have a replica drain and end. Raises VersionConflict when there is none of this name."""
+        await self._call(self._stub.Dismiss, coordinator_pb2.DismissRequest(replica_id=replica_id), STATUS_DEADLINE_S)

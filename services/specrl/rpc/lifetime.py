@@ -24,13 +24,14 @@ async def first_to_end(*coroutines: Coroutine[Any, Any, None]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def told_to_stop() -> None:
-    """Return when the process receives SIGTERM or SIGINT."""
+async def told_to_stop(*signals: signal.Signals) -> None:
+    """Return when the process receives one of `signals`; SIGTERM or SIGINT unless told otherwise."""
     told, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    signals = signals or (signal.SIGTERM, signal.SIGINT)
+    for number in signals:
         loop.add_signal_handler(number, told.set)
     try:
         await told.wait()
     finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in signals:
             loop.remove_signal_handler(number)

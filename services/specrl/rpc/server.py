@@ -1,37 +1,60 @@
-"""One way to serve gRPC: a port that is really ours, and errors that arrive as what they were raised as.
+"""One way to serve gRPC: a port that is really ours, messages that can be read, and errors that arrive as raised.
 
-A SpecrlError raised by a servicer becomes its own gRPC status with the class's name in the trailing metadata;
-`clients.py` turns it back. Anything else is our bug: it is logged with its traceback and answered INTERNAL.
+    bytes --not too many?--> --protobuf?--> servicer --> answer --not too large?--> bytes
+
+What fails on the way is a SpecrlError, and becomes its own gRPC status with the class's name in the trailing metadata;
+`clients.py` turns it back. Anything else is our bug: it is logged with its traceback and answered INTERNAL. Each is
+counted, and the server goes on.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
 import structlog
+from google.protobuf.message import DecodeError
 
-from specrl.errors import PortTaken, SpecrlError
+from specrl.errors import MessageTooLarge, PortTaken, RecordInvalid, SpecrlError
+from specrl.rpc.limits import LARGEST_BYTES
+from specrl.telemetry import metrics
 
 ERROR_CLASS_KEY = "specrl-error"
-MESSAGE_BYTES = 1 << 30
-OPTIONS = [
-    ("grpc.max_send_message_length", MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MESSAGE_BYTES),
-    ("grpc.so_reuseport", 0),
-]
+DETAILS_BYTES = 2000
+"""Of an error's message. It travels as a header, in which a byte may take three, and headers may take 8 KiB."""
 
 log = structlog.get_logger(__name__)
 
 
-async def serve(register: Callable[[grpc.aio.Server], None], host: str, port: int) -> tuple[grpc.aio.Server, int]:
+def channel_options(limit_bytes: int) -> list[tuple[str, int]]:
+    """What both sides tell gRPC. It refuses without words and uncounted, so it refuses only what is twice too large."""
+    most = min(2 * limit_bytes, LARGEST_BYTES)
+    return [
+        ("grpc.max_send_message_length", most),
+        ("grpc.max_receive_message_length", most),
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+def check_size(what: str, size_bytes: int, limit_bytes: int) -> None:
+    """Raise MessageTooLarge for a message that is larger than any of its run may be."""
+    if size_bytes > limit_bytes:
+        raise MessageTooLarge(
+            f"{what} must be at most {limit_bytes} bytes, the largest that its run needs, got {size_bytes}; use one "
+            "run file everywhere, or lower schedule.promptsPerStep, schedule.groupSize or generation.sampling.maxTokens"
+        )
+
+
+async def serve(
+    register: Callable[[grpc.aio.Server], None], host: str, port: int, limit_bytes: int = LARGEST_BYTES
+) -> tuple[grpc.aio.Server, int]:
     """Start a server with the servicers that `register` adds. port 0 takes any free one. Returns (server, port).
 
-    Raises PortTaken.
+    limit_bytes: of every message, in and out (`limits.py`). Raises PortTaken.
     """
-    server = grpc.aio.server(options=OPTIONS, interceptors=[_Translate()])
+    server = grpc.aio.server(options=channel_options(limit_bytes), interceptors=[_Border(limit_bytes)])
     register(server)
     try:
         bound = server.add_insecure_port(f"{host}:{port}")
@@ -43,11 +66,15 @@ async def serve(register: Callable[[grpc.aio.Server], None], host: str, port: in
     return server, bound
 
 
-class _Translate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # the stubs' generics do not exist at run time
+class _Border(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # the stubs' generics do not exist at run time
     """Wraps every handler of this server's two call shapes: unary-unary and unary-stream.
 
-    Untyped inside: the published stubs of grpc.aio describe neither handlers nor interceptors.
+    gRPC would read requests itself, and answer what it cannot read in words of its own: so it is given no codec, and
+    hands over bytes. Untyped inside: the published stubs of grpc.aio describe neither handlers nor interceptors.
     """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         handler = await continuation(handler_call_details)
@@ -55,34 +82,52 @@ class _Translate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # the s
             return handler
         method = handler_call_details.method
 
-        async def answer(request: Any, context: Any) -> Any:
+        def request_of(data: bytes) -> Any:
+            check_size(f"a request to {method}", len(data), self._limit_bytes)
             try:
-                return await handler.unary_unary(request, context)
-            except SpecrlError as error:
-                await _abort(context, error)
-            except Exception:  # the edge of the process: log, answer, go on
-                log.exception("call_failed", method=method)
-                raise
+                return handler.request_deserializer(data)
+            except DecodeError as error:
+                raise RecordInvalid(
+                    f"a request to {method} must be the protobuf message of its name, got {len(data)} other bytes; "
+                    "use the same version of specrl everywhere"
+                ) from error
 
-        async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+        def bytes_of(reply: Any) -> bytes:
+            data: bytes = handler.response_serializer(reply)
+            check_size(f"an answer of {method}", len(data), self._limit_bytes)
+            return data
+
+        async def answer(data: bytes, context: Any) -> Any:
             try:
-                async for item in handler.unary_stream(request, context):
-                    yield item
-            except SpecrlError as error:
-                await _abort(context, error)
-            except Exception:  # the edge of the process: log, answer, go on
-                log.exception("call_failed", method=method)
-                raise
+                return bytes_of(await handler.unary_unary(request_of(data), context))
+            except Exception as error:  # noqa: BLE001 - the edge of the process: answer, count, go on
+                await _refuse(method, context, error)
 
-        codec = (handler.request_deserializer, handler.response_serializer)
+        async def stream(data: bytes, context: Any) -> AsyncIterator[Any]:
+            try:
+                async for item in handler.unary_stream(request_of(data), context):
+                    yield bytes_of(item)
+            except Exception as error:  # noqa: BLE001 - the edge of the process: answer, count, go on
+                await _refuse(method, context, error)
+
         if handler.unary_unary is not None:
-            return grpc.unary_unary_rpc_method_handler(answer, *codec)
-        return grpc.unary_stream_rpc_method_handler(stream, *codec)
+            return grpc.unary_unary_rpc_method_handler(answer)
+        return grpc.unary_stream_rpc_method_handler(stream)
 
 
-async def _abort(context: Any, error: SpecrlError) -> None:
-    await context.abort(
-        getattr(grpc.StatusCode, error.grpc_status),
-        str(error),
-        ((ERROR_CLASS_KEY, type(error).__name__),),
-    )
+async def _refuse(method: str, context: Any, error: Exception) -> NoReturn:
+    """Answer a call with an error."""
+    if isinstance(error, grpc.aio.AbortError):  # a servicer has answered already
+        raise error
+    if isinstance(error, SpecrlError):
+        name, status, details = type(error).__name__, error.grpc_status, str(error)
+        log.debug("call_refused", method=method, error=name, reason=details)
+    else:
+        name, status, details = "Unexpected", "INTERNAL", f"{method} must not fail like this; see the log of the server"
+        log.error("call_failed", method=method, exc_info=error)
+    metrics.CALLS_REFUSED.labels(method, name).inc()
+    encoded = details.encode("utf-8", "backslashreplace")  # half of a surrogate pair is no UTF-8
+    if len(encoded) > DETAILS_BYTES:  # the middle goes: a long value may stand before or after what is wrong with it
+        encoded = encoded[: DETAILS_BYTES // 2] + b" ... " + encoded[-DETAILS_BYTES // 2 :]
+    await context.abort(getattr(grpc.StatusCode, status), encoded.decode("utf-8", "ignore"), ((ERROR_CLASS_KEY, name),))
+    raise AssertionError("abort raises")

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import re
 from decimal import Decimal
+from enum import Enum
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
 from pydantic.alias_generators import to_camel
 
-_DECIMAL = r"^[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?$"
+# A power of ten of two digits: what a double holds without overflow, since the API server computes with doubles.
+_DECIMAL = r"^[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,2})?$"
+_DECIMAL_LENGTH = 32
 
 
 class Section(BaseModel):
@@ -32,7 +35,7 @@ class Section(BaseModel):
 def _decimal(value: object) -> Decimal:
     if isinstance(value, Decimal):
         return value
-    if not isinstance(value, str) or re.match(_DECIMAL, value) is None:
+    if not isinstance(value, str) or len(value) > _DECIMAL_LENGTH or re.fullmatch(_DECIMAL, value) is None:
         raise ValueError('must be a decimal in quotes, as in "0.7"')
     return Decimal(value)
 
@@ -41,9 +44,30 @@ DecimalString = Annotated[
     Decimal,
     BeforeValidator(_decimal),
     PlainSerializer(str, return_type=str),
-    WithJsonSchema({"type": "string", "pattern": _DECIMAL}),
+    WithJsonSchema({"type": "string", "pattern": _DECIMAL, "maxLength": _DECIMAL_LENGTH}),
 ]
 """A fraction, written as a quoted decimal."""
+
+# Every text has a longest length: the API server refuses rules on text that may be of any length as too dear.
+PathText = Annotated[str, Field(max_length=4096)]
+"""A path; Linux has none that is longer."""
+ShortText = Annotated[str, Field(max_length=256)]
+"""A name, or a mark in a text."""
+ObjectName = Annotated[str, Field(min_length=1, max_length=253)]
+"""Name of a Kubernetes object."""
+
+
+class Change(Enum):
+    """When a field of an RLJob may be changed; a field without such a mark never. Local runs go by `digest` alone."""
+
+    SUSPENDED = "while the job is suspended"
+    ANY_TIME = "at any time"
+
+
+class OnCluster(Enum):
+    """The mark of a field that only the operator reads. A local run accepts it and does not use it."""
+
+    ONLY = "cluster only"
 
 
 def only_member(section: Section) -> str:

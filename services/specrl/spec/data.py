@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from specrl.spec.base import DecimalString, Section, Union
+from specrl.spec.base import DecimalString, PathText, Section, ShortText, Union
 
 Positive = Annotated[int, Field(ge=1, strict=True)]
 NotNegative = Annotated[int, Field(ge=0, strict=True)]
@@ -16,25 +16,33 @@ NotNegative = Annotated[int, Field(ge=0, strict=True)]
 class FieldMapping(Section):
     """Which columns of a record hold what."""
 
-    question: str = "question"
+    question: ShortText = "question"
     """Column with the task's text."""
-    answer: str = "answer"
+    answer: ShortText = "answer"
     """Column with the verifier's reference."""
+
+
+class OnBadLine(StrEnum):
+    FAIL = "Fail"
+    SKIP = "Skip"
 
 
 class FileSource(Section):
     """Records of a JSONL or Parquet file."""
 
-    path: str
+    path: PathText
     """File to read. A relative path is taken from the run file's folder."""
     fields: FieldMapping = FieldMapping()
     """Column names."""
+    on_bad_line: OnBadLine = OnBadLine.FAIL
+    """What becomes of a record that is malformed, not UTF-8, empty, or longer than prompts.maxTokens. `Fail`: nothing
+    starts, and the message has its line. `Skip`: it is left out, and how many are is logged and in the run's status."""
 
 
 class GeneratedSource(Section):
     """Problems made on the spot, the same ones for the same settings on every machine."""
 
-    family: str
+    family: ShortText
     """Problem family; `specrl families` lists them."""
     count: Positive
     """How many different problems the source holds."""
@@ -65,7 +73,7 @@ class Prompts(Section):
 
     source: PromptSource
     """Where problems come from."""
-    template: str = "{question}"
+    template: Annotated[str, Field(max_length=65536)] = "{question}"
     """Text given to the policy; `{question}` stands for the problem. Other braces are kept as they are."""
     format: PromptFormat = PromptFormat.RAW
     """`Raw` sends the template's text as it is; `Chat` wraps it as a user message in the tokenizer's chat template."""
@@ -78,35 +86,123 @@ class Prompts(Section):
 class MathVerifier(Section):
     """Compares final answers as mathematics (fractions, units, LaTeX) with the math-verify library."""
 
-    answer_after: str = "####"
+    answer_after: ShortText = "####"
     """The final answer is what follows the last such mark; without it, the last boxed expression or number."""
 
 
 class ExactVerifier(Section):
     """Compares final answers as text, white space and thousands separators aside."""
 
-    answer_after: str = "####"
+    answer_after: ShortText = "####"
     """The final answer is the first line after the last such mark."""
 
 
+class Match(StrEnum):
+    WHOLE = "Whole"
+    ANYWHERE = "Anywhere"
+
+
+class RegexVerifier(Section):
+    """Where the answer is that must match."""
+
+    answer_after: ShortText = "####"
+    """The final answer is the first line after the last such mark. Empty: the whole completion."""
+    match: Match = Match.WHOLE
+    """`Whole`: the expression must match all of the answer. `Anywhere`: a part of it."""
+
+
+class JsonSchemaVerifier(Section):
+    """Where the answer is that must be valid."""
+
+    answer_after: ShortText = ""
+    """The answer is what follows the last such mark, a fenced block or bare. Empty: the whole completion."""
+
+
+class Isolation(StrEnum):
+    NAMESPACES = "Namespaces"
+    LANDLOCK = "Landlock"
+
+
+class SandboxLimits(Section):
+    """What the sandbox keeps apart, and its limits."""
+
+    isolation: Isolation = Isolation.NAMESPACES
+    """`Namespaces`: processes, users, mounts and network of its own, which the machine must permit. `Landlock` accepts
+    less: no processes, threads or files of its own, and the names of the host's files can be probed."""
+    cpu_s: Positive
+    """Processor seconds of each process."""
+    wall_s: Positive
+    """Seconds for one program."""
+    memory_mib: Annotated[int, Field(ge=64, strict=True)] = 512
+    """Address space of each process, in MiB; times `processes`, what one answer can take at most."""
+    processes: Positive = 4
+    """Processes and threads at once."""
+    scratch_mib: Positive = 16
+    """Size of the scratch folder /tmp, which is memory, in MiB; also of the largest file."""
+    output_kib: Positive
+    """Longest output, in KiB."""
+    packages: PathText | None = None
+    """Folder of Python packages that programs may import, as `pip install --target` makes it. Null: the standard
+    library alone."""
+
+
+class CodeVerifier(SandboxLimits):
+    """What the sandbox keeps apart, and its limits."""
+
+    cpu_s: Positive = 4
+    """Processor seconds of each process, in one case of standard input or all calls of a function."""
+    wall_s: Positive = 8
+    """Seconds for all tests of one answer. Less than rewardPool.timeoutS."""
+    output_kib: Positive = 1024
+    """Longest output, or result of a call, in KiB."""
+
+
+class PythonVerifier(Section):
+    """Where the function is."""
+
+    function: ShortText
+    """The function as `module:function`."""
+    folder: PathText | None = None
+    """Folder that the module is imported from. A relative path is taken from the run file's folder. Null: installed."""
+
+
 class Rewards(Union):
-    """The verifier (exactly one of `math`, `exact`) and the pool that runs it."""
+    """The verifier; exactly one member."""
 
     math: MathVerifier | None = None
     """Mathematical equality."""
     exact: ExactVerifier | None = None
     """Equality of text."""
+    regex: RegexVerifier | None = None
+    """Matches the final answer with a regular expression, the prompt's reference. RE2's syntax: its time is linear in
+    the answer, and it has neither look-around nor backreferences."""
+    json_schema: JsonSchemaVerifier | None = None
+    """Validates an answer in JSON with a JSON Schema, the prompt's reference: draft 2020-12 unless it names another.
+    Patterns are RE2's, references stay within the schema, formats are not asserted."""
+    code: CodeVerifier | None = None
+    """Runs the answer's Python, its last fenced block, with the prompt's tests in a sandbox of the operating system.
+    The reference is `{"inputs": [...], "outputs": [...]}` for standard input and output; the same with `"fn_name"` and
+    a list of arguments for each input for a function, or a method of the answer's class Solution; or tests in Python,
+    which call the answer's functions with plain data. An answer that breaks a limit is wrong."""
+    python: PythonVerifier | None = None
+    """Calls a function of one's own, `def grade(reference: str, completion: str) -> float`, in the pool's processes and
+    without a sandbox. What it raises leaves the rollout ungraded."""
 
-    @property
-    def kind(self) -> str:
-        return "math" if self.math is not None else "exact"
 
-
-class RewardPool(Section):
-    """The processes that run verifiers, outside the coordinator's event loop."""
+class WorkerLimits(Section):
+    """Processes outside the coordinator's event loop."""
 
     workers: Positive = 1
     """Processes."""
+    timeout_s: Positive = 10
+    """Time limit of one answer, in seconds."""
+    memory_mib: Positive = 4096
+    """Address space of each process, in MiB."""
+
+
+class RewardPool(WorkerLimits):
+    """The processes that run verifiers, outside the coordinator's event loop."""
+
     timeout_s: Positive = 10
     """Time limit of one verdict, in seconds. A verifier that exceeds it is killed, and the rollout is ungraded."""
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated
 
 from pydantic import Field
 
-from specrl.spec.base import DecimalString, Empty, Section, Union
+from specrl.spec.base import Change, DecimalString, Empty, OnCluster, PathText, Section, ShortText, Union
+from specrl.spec.cluster import Autoscaling, PodTemplate, ReplicaCount
 from specrl.spec.data import NotNegative, Positive
 
 
@@ -20,8 +22,8 @@ class SamplingSpec(Section):
     top_k: NotNegative = 0
     """Must be 0 (off) in this version, for the same reason."""
     max_tokens: Positive
-    """Longest completion, in tokens, the end token included."""
-    stop: tuple[str, ...] = ()
+    """Longest completion, in tokens, the end token and the outputs of tools included."""
+    stop: Annotated[tuple[ShortText, ...], Field(max_length=64)] = ()
     """A completion also ends before any of these strings."""
 
 
@@ -39,7 +41,7 @@ class Eagle3(Section):
     """Greedy drafts the head's likeliest token. Probabilistic draws the draft from the head's distribution at the
     sampling temperature: more is accepted where the policy is unsure, but the draws are not seeded, so that a run
     cannot be repeated bit by bit."""
-    path: str | None = None
+    path: PathText | None = None
     """Head to start from, a Hugging Face folder. Null: a fresh head, initialised on the policy's own rollouts."""
     draft_vocab_size: Positive | None = None
     """Tokens that the head can propose, the most frequent ones of the initialisation rollouts. Null: all of them."""
@@ -70,7 +72,7 @@ class DraftModel(Section):
 
     num_draft_tokens: Positive = 3
     """k: tokens drafted per verification."""
-    path: str
+    path: PathText
     """The model, a Hugging Face folder with the policy's own tokenizer."""
     draft_sampling: DraftSampling = DraftSampling.GREEDY
     """As eagle3.draftSampling."""
@@ -125,8 +127,8 @@ class DraftLength(StrEnum):
 class Generation(Section):
     """The generation service: vLLM replicas, each a process (or pod) of its own."""
 
-    replicas: Positive = 1
-    """Replicas to run. The one number that may be changed while the run goes on."""
+    replicas: Annotated[ReplicaCount, Change.ANY_TIME] = 1
+    """Replicas to run. The one number that may be changed while the run goes on: `kubectl scale rljob/NAME`."""
     sampling: SamplingSpec
     """How training rollouts are drawn."""
     speculation: Speculation = Speculation(none=Empty())
@@ -137,6 +139,12 @@ class Generation(Section):
     run without policy lag can be repeated bit by bit."""
     max_live_rollouts: Positive = 64
     """Completions that one replica computes at once (vLLM's max_num_seqs)."""
+    drain_s: NotNegative = 60
+    """Most seconds that a replica which is told to leave (SIGTERM, or a dismissal) takes to finish the rollouts that it
+    has; it gets no new ones. What is not finished by then is generated elsewhere. 0: it leaves at once."""
+    reattach_s: NotNegative = 120
+    """Seconds that a replica goes on with rollouts whose coordinator is gone, and keeps those that are finished. A
+    coordinator that is started again within them takes them up; later they are generated anew. 0: they end at once."""
     kv_cache_mib: Positive | None = None
     """Memory for the KV cache, in MiB. Null: 256 on CPUs, vLLM's own choice on GPUs."""
     tensor_parallel: Positive = 1
@@ -145,3 +153,10 @@ class Generation(Section):
     """True computes without compilation or CUDA graphs. Null: true on CPUs, false on GPUs."""
     threads: Positive = 1
     """CPU threads of one replica's computation."""
+    gpus_per_replica: Annotated[int, Field(ge=0, le=1024, strict=True), OnCluster.ONLY] = 0
+    """GPUs that one replica's pods take together on a cluster, at least tensorParallel. 0: the replica computes on
+    CPUs. A local run does not use it, nor the two fields below."""
+    autoscaling: Annotated[Autoscaling | None, Change.ANY_TIME, OnCluster.ONLY] = None
+    """Null: replicas is what users set."""
+    pod_template: Annotated[PodTemplate | None, Change.SUSPENDED, OnCluster.ONLY] = None
+    """As coordinator.podTemplate, for every pod of a replica; its container is `generation`."""

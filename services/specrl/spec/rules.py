@@ -1,159 +1,328 @@
-"""Rules that no single field can state. Each is one function from a RunSpec to the problems it finds."""
+"""The rules of every run that no single field can state, here and on a cluster."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Sequence
+from decimal import Decimal
 
 from pydantic.alias_generators import to_camel
 
-from specrl.errors import Problem
-from specrl.spec.base import Union
-from specrl.spec.data import PromptSource
-from specrl.spec.generation import Speculation
-from specrl.spec.run import RunSpec
-
-Rule = Callable[[RunSpec], Iterator[Problem]]
-
-
-def unions_have_one_member(spec: RunSpec) -> Iterator[Problem]:
-    """Every Kubernetes-style union has exactly one member set."""
-    unions: list[tuple[str, Union, tuple[str, ...]]] = [
-        ("prompts.source", spec.prompts.source, ("jsonl", "parquet", "generated")),
-        ("rewards", spec.rewards, ("math", "exact")),
-        ("generation.speculation", spec.generation.speculation, tuple(Speculation.model_fields)),
-        ("store", spec.store, ("sqlite",)),
-    ]
-    if spec.validation is not None:
-        unions.append(("validation.source", spec.validation.source, ("jsonl", "parquet", "generated")))
-    for path, union, members in unions:
-        given = [to_camel(name) for name in members if getattr(union, name) is not None]
-        if len(given) != 1:
-            got, names = ", ".join(given) or "none", ", ".join(map(to_camel, members))
-            yield Problem(path, f"must have exactly one of {names}, got {got}", "keep the one you mean")
-
-
-def sampling_can_be_corrected(spec: RunSpec) -> Iterator[Problem]:
-    """The trainer's importance ratio is over the whole softmax at the sampling temperature."""
-    sampling = spec.generation.sampling
-    if sampling.temperature <= 0:
-        yield Problem(
-            "generation.sampling.temperature",
-            f"must be > 0, got {sampling.temperature}",
-            'use "1"; greedy rollouts of one prompt are all the same and teach nothing',
-        )
-    if sampling.top_p != 1:
-        yield Problem(
-            "generation.sampling.topP",
-            f"must be 1, got {sampling.top_p}",
-            'use "1"; a truncated distribution would bias the importance ratio',
-        )
-    if sampling.top_k != 0:
-        yield Problem(
-            "generation.sampling.topK",
-            f"must be 0, got {sampling.top_k}",
-            "use 0; a truncated distribution would bias the importance ratio",
-        )
-
-
-def lengths_fit(spec: RunSpec) -> Iterator[Problem]:
-    """Prompt, completion and draft fit the model's length; the engine checks drafts past the end of the context."""
-    longest = spec.prompts.max_tokens + spec.generation.sampling.max_tokens
-    room = spec.model.max_length - (spec.generation.speculation.num_draft_tokens + 1)
-    if longest > room:
-        yield Problem(
-            "model.maxLength",
-            f"must be >= prompts.maxTokens + generation.sampling.maxTokens + draft tokens + 1, "
-            f"got {spec.model.max_length} < {longest + spec.model.max_length - room}",
-            f"raise it to {longest + spec.model.max_length - room}, or shorten prompts or completions",
-        )
-
-
-def fractions_are_in_range(spec: RunSpec) -> Iterator[Problem]:
-    """Ranges of decimals, which the type itself does not bound."""
-    optimizer, loss, drafter = spec.trainer.optimizer, spec.trainer.loss, spec.trainer.drafter
-    positive = [
-        ("trainer.optimizer.learningRate", optimizer.learning_rate),
-        ("trainer.optimizer.epsilon", optimizer.epsilon),
-        ("trainer.optimizer.clipNorm", optimizer.clip_norm),
-        ("trainer.loss.clipHigh", loss.clip_high),
-        ("trainer.loss.clipLow", loss.clip_low),
-        ("trainer.drafter.learningRate", drafter.learning_rate),
-        ("trainer.drafter.clipNorm", drafter.clip_norm),
-    ]
-    bounds = [("canary.maxMeanAbs", spec.canary.max_mean_abs), ("canary.maxAbs", spec.canary.max_abs)]
-    positive += [(path, bound) for path, bound in bounds if bound is not None]
-    for path, value in positive:
-        if value <= 0:
-            yield Problem(path, f"must be > 0, got {value}", "give a positive decimal")
-    for path, value in [("trainer.optimizer.beta1", optimizer.beta1), ("trainer.optimizer.beta2", optimizer.beta2)]:
-        if not 0 <= value < 1:
-            yield Problem(path, f"must be >= 0 and < 1, got {value}", 'use "0.9" or "0.95"')
-    if not 0 <= drafter.initialisation.held_out < 1:
-        value = drafter.initialisation.held_out
-        yield Problem("trainer.drafter.initialisation.heldOut", f"must be >= 0 and < 1, got {value}", 'use "0.1"')
-    not_negative = [
-        ("trainer.optimizer.weightDecay", optimizer.weight_decay),
-        ("trainer.loss.importanceCap", loss.importance_cap),
-    ]
-    if spec.validation is not None:
-        not_negative.append(("validation.sampling.temperature", spec.validation.sampling.temperature))
-    for path, value in not_negative:
-        if value < 0:
-            yield Problem(path, f"must be >= 0, got {value}", "give 0 or a positive decimal")
-
-
-def lookup_window_is_ordered(spec: RunSpec) -> Iterator[Problem]:
-    """An n-gram window needs min <= max."""
-    ngram = spec.generation.speculation.ngram
-    if ngram is not None and ngram.lookup_min > ngram.lookup_max:
-        yield Problem(
-            "generation.speculation.ngram.lookupMin",
-            f"must be <= lookupMax, got {ngram.lookup_min} > {ngram.lookup_max}",
-            "swap the two",
-        )
-
-
-def templates_name_the_question(spec: RunSpec) -> Iterator[Problem]:
-    """A template without the question would ask the same thing every time."""
-    if "{question}" not in spec.prompts.template:
-        yield Problem(
-            "prompts.template",
-            f"must contain {{question}}, got {spec.prompts.template!r}",
-            "write {question} where the problem's text belongs",
-        )
-
-
-def greedy_validation_draws_once(spec: RunSpec) -> Iterator[Problem]:
-    """Several greedy completions of one prompt are the same completion."""
-    validation = spec.validation
-    if validation and validation.sampling.temperature == 0 and validation.sampling.samples_per_prompt > 1:
-        yield Problem(
-            "validation.sampling.samplesPerPrompt",
-            f"must be 1 at temperature 0, got {validation.sampling.samples_per_prompt}",
-            "raise the temperature or ask for one sample",
-        )
-
-
-def training_and_validation_differ(spec: RunSpec) -> Iterator[Problem]:
-    """Accuracy on trained problems measures memory."""
-    if spec.validation is None:
-        return
-    mine: PromptSource = spec.prompts.source
-    if mine == spec.validation.source:
-        yield Problem(
-            "validation.source",
-            "must differ from prompts.source, got the same problems",
-            "use a held-out file, or another seed of the generated family",
-        )
-
-
-RULES: tuple[Rule, ...] = (
-    unions_have_one_member,
-    sampling_can_be_corrected,
-    lengths_fit,
-    fractions_are_in_range,
-    lookup_window_is_ordered,
-    templates_name_the_question,
-    greedy_validation_draws_once,
-    training_and_validation_differ,
+from specrl.spec.base import Section, Union
+from specrl.spec.data import (
+    Prompts,
+    PromptSource,
+    PythonVerifier,
+    Rewards,
+    SandboxLimits,
+    ValidationSampling,
+    WorkerLimits,
 )
+from specrl.spec.generation import Ngram, SamplingSpec, Speculation
+from specrl.spec.rule import Rule
+from specrl.spec.run import Canary, RunSpec
+from specrl.spec.store import RedisStore, Secret, Sentinel, Store, Tls
+from specrl.spec.tools import AnsweredBy, PythonTool, Tools
+from specrl.spec.trainer import DrafterInitialisation, DrafterTraining, Loss, Optimizer
+
+_PORT = "([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
+_ADDRESS = rf"^([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):{_PORT}$"
+_NAME = "[A-Za-z_][A-Za-z0-9_]*"
+_FUNCTION = rf"^{_NAME}(\.{_NAME})*:{_NAME}$"
+_KEY_PREFIX = "^[A-Za-z0-9:._/-]{1,200}$"
+
+
+def _one_member(union: type[Union]) -> Rule:
+    """A Kubernetes-style union has exactly one member set."""
+    members = list(union.model_fields)
+    names = [to_camel(name) for name in members]
+
+    def got(section: Section) -> str | None:
+        given = [to_camel(name) for name in members if getattr(section, name) is not None]
+        return None if len(given) == 1 else ", ".join(given) or "none"
+
+    given = ", ".join(f"has(self.{name})" for name in names)
+    must = f"must have exactly one of {', '.join(names)}"
+    return Rule(union, "", must, "keep the one you mean", got, f"[{given}].exists_one(given, given)")
+
+
+_UNIONS: tuple[type[Union], ...] = (PromptSource, Rewards, Speculation, Store, Secret, AnsweredBy)
+UNIONS = tuple(_one_member(union) for union in _UNIONS)
+
+
+def _in_range(section: type[Section], fields: Sequence[str], bounds: str, remedy: str) -> list[Rule]:
+    """Ranges of decimals, which the type itself does not bound; bounds are as in `>= 0 and < 1`."""
+    limits = [(sign, Decimal(limit)) for sign, limit in re.findall(r"(>=?|<) ([0-9]+)", bounds)]
+    holds = {">": Decimal.__gt__, ">=": Decimal.__ge__, "<": Decimal.__lt__}
+
+    def rule(name: str) -> Rule:
+        def got(holder: Section) -> str | None:
+            value = getattr(holder, name)
+            is_sound = value is None or all(holds[sign](value, limit) for sign, limit in limits)
+            return None if is_sound else str(value)
+
+        field = to_camel(name)
+        cel = " && ".join(f"double(self.{field}) {sign} {limit}.0" for sign, limit in limits)
+        if section.model_fields[name].default is None:
+            cel = f"!has(self.{field}) || {cel}"
+        return Rule(section, field, f"must be {bounds}", remedy, got, cel)
+
+    return [rule(name) for name in fields]
+
+
+_POSITIVE, _NOT_NEGATIVE = ("> 0", "give a positive decimal"), (">= 0", "give 0 or a positive decimal")
+DECIMALS = (
+    *_in_range(Optimizer, ["learning_rate", "epsilon", "clip_norm"], *_POSITIVE),
+    *_in_range(Loss, ["clip_high", "clip_low"], *_POSITIVE),
+    *_in_range(DrafterTraining, ["learning_rate", "clip_norm"], *_POSITIVE),
+    *_in_range(Canary, ["max_mean_abs", "max_abs"], *_POSITIVE),
+    *_in_range(Optimizer, ["beta1", "beta2"], ">= 0 and < 1", 'use "0.9" or "0.95"'),
+    *_in_range(DrafterInitialisation, ["held_out"], ">= 0 and < 1", 'use "0.1"'),
+    *_in_range(Optimizer, ["weight_decay"], *_NOT_NEGATIVE),
+    *_in_range(Loss, ["importance_cap"], *_NOT_NEGATIVE),
+    *_in_range(ValidationSampling, ["temperature"], *_NOT_NEGATIVE),
+)
+
+
+# The trainer's importance ratio is over the whole softmax at the sampling temperature.
+SAMPLING = (
+    Rule(
+        SamplingSpec,
+        "temperature",
+        "must be > 0",
+        'use "1"; greedy rollouts of one prompt are all the same and teach nothing',
+        lambda sampling: str(sampling.temperature) if sampling.temperature <= 0 else None,
+        "double(self.temperature) > 0.0",
+    ),
+    Rule(
+        SamplingSpec,
+        "topP",
+        "must be 1",
+        'use "1"; a truncated distribution would bias the importance ratio',
+        lambda sampling: str(sampling.top_p) if sampling.top_p != 1 else None,
+        "double(self.topP) == 1.0",
+    ),
+    Rule(
+        SamplingSpec,
+        "topK",
+        "must be 0",
+        "use 0; a truncated distribution would bias the importance ratio",
+        lambda sampling: str(sampling.top_k) if sampling.top_k != 0 else None,
+        "self.topK == 0",
+    ),
+)
+
+
+def _length_got(spec: RunSpec) -> str | None:
+    draft = spec.generation.speculation.num_draft_tokens
+    longest = spec.prompts.max_tokens + spec.generation.sampling.max_tokens + draft + 1
+    return f"{spec.model.max_length} < {longest}" if spec.model.max_length < longest else None
+
+
+def _draft_tokens_in_cel() -> str:
+    """`Speculation.num_draft_tokens`: that of the member that is given."""
+    speculation, tokens = "self.generation.speculation", "0"
+    for name, member in Speculation.model_fields.items():
+        if name != "none":
+            place = f"{speculation}.{member.alias}"
+            tokens = f"has({place}) ? {place}.numDraftTokens : {tokens}"
+    return f"({tokens})"
+
+
+def _stop_got(spec: RunSpec) -> str | None:
+    end = spec.tools.call_end if spec.tools is not None else None
+    stops = [stop for stop in spec.generation.sampling.stop if end and stop and (stop in end or end in stop)]
+    return f"{end!r} and stop {stops[0]!r}" if stops else None
+
+
+def _output_got(spec: RunSpec) -> str | None:
+    most = spec.generation.sampling.max_tokens
+    is_sound = spec.tools is None or spec.tools.max_output_tokens < most
+    return None if is_sound or spec.tools is None else f"{spec.tools.max_output_tokens} >= {most}"
+
+
+def _slow_got(code: SandboxLimits | None, pool: WorkerLimits) -> str | None:
+    """The sandbox says that a program is too slow, which is wrong or a tool's output; the pool, that nobody knows."""
+    return f"{pool.timeout_s} <= {code.wall_s}" if code is not None and code.wall_s >= pool.timeout_s else None
+
+
+def _function_rule(section: type[PythonVerifier], example: str) -> Rule:
+    """A user's verifier or tool is named as entry points are."""
+    return Rule(
+        section,
+        "function",
+        "must be module:function",
+        f"as in {example}",
+        lambda python: None if re.fullmatch(_FUNCTION, python.function) else repr(python.function),
+        f"self.__function__.matches({_literal(_FUNCTION)})",  # a word of CEL's; the API server knows it escaped
+    )
+
+
+def _literal(text: str) -> str:
+    """A CEL string without escapes, for regular expressions."""
+    assert "'" not in text
+    return f"r'{text}'"
+
+
+BETWEEN_SECTIONS = (
+    Rule(
+        RunSpec,
+        "model.maxLength",
+        "must be >= prompts.maxTokens + generation.sampling.maxTokens + draft tokens + 1",
+        "raise it, or shorten prompts or completions",
+        _length_got,
+        f"self.prompts.maxTokens + self.generation.sampling.maxTokens + {_draft_tokens_in_cel()} + 1 "
+        "<= self.model.maxLength",
+    ),
+    Rule(
+        RunSpec,
+        "validation.source",
+        "must differ from prompts.source",  # accuracy on trained problems measures memory
+        "use a held-out file, or another seed of the generated family",
+        lambda spec: "the same problems" if spec.validation and spec.validation.source == spec.prompts.source else None,
+        "!has(self.validation) || dyn(self.validation.source) != dyn(self.prompts.source)",
+    ),
+    Rule(
+        RunSpec,
+        "rewardPool.timeoutS",
+        "must be > rewards.code.wallS",
+        "raise it, or lower wallS",
+        lambda spec: _slow_got(spec.rewards.code, spec.reward_pool),
+        "!has(self.rewards.code) || self.rewards.code.wallS < self.rewardPool.timeoutS",
+    ),
+    Rule(
+        RunSpec,
+        "tools.callEnd",
+        "must not be part of a stop string or contain one",
+        "take it out of generation.sampling.stop; it is one already",
+        _stop_got,
+        "!has(self.tools) || self.generation.sampling.stop.all(stop, stop == '' || "
+        "!(stop.contains(self.tools.callEnd) || self.tools.callEnd.contains(stop)))",
+    ),
+    Rule(
+        RunSpec,
+        "tools.maxOutputTokens",
+        "must be < generation.sampling.maxTokens",
+        "lower it, or raise maxTokens, which counts outputs too",
+        _output_got,
+        "!has(self.tools) || self.tools.maxOutputTokens < self.generation.sampling.maxTokens",
+    ),
+)
+
+
+WITHIN_SECTIONS = (
+    Rule(
+        Ngram,
+        "lookupMin",
+        "must be <= lookupMax",
+        "swap the two",
+        lambda ngram: f"{ngram.lookup_min} > {ngram.lookup_max}" if ngram.lookup_min > ngram.lookup_max else None,
+        "self.lookupMin <= self.lookupMax",
+    ),
+    Rule(
+        Prompts,
+        "template",
+        "must contain {question}",
+        "write {question} where the problem's text belongs",
+        lambda prompts: None if "{question}" in prompts.template else repr(prompts.template),
+        "self.template.contains('{question}')",
+    ),
+    Rule(
+        ValidationSampling,
+        "samplesPerPrompt",
+        "must be 1 at temperature 0",  # several greedy completions of one prompt are the same completion
+        "raise the temperature or ask for one sample",
+        lambda it: str(it.samples_per_prompt) if it.temperature == 0 and it.samples_per_prompt > 1 else None,
+        "double(self.temperature) != 0.0 || self.samplesPerPrompt == 1",
+    ),
+    _function_rule(PythonVerifier, "my_rewards:grade"),
+    _function_rule(PythonTool, "my_tools:answer"),
+    Rule(
+        Tools,
+        "callEnd",
+        "must not be part of callStart",
+        "use an end that differs from the start, as </tool> and <tool>",
+        lambda it: f"{it.call_end!r} in {it.call_start!r}" if it.call_end in it.call_start else None,
+        "!self.callStart.contains(self.callEnd)",
+    ),
+    Rule(
+        Tools,
+        "pool.timeoutS",
+        "must be > tools.answeredBy.code.wallS",
+        "raise it, or lower wallS",
+        lambda tools: _slow_got(tools.answered_by.code, tools.pool),
+        "!has(self.answeredBy.code) || self.answeredBy.code.wallS < self.pool.timeoutS",
+    ),
+)
+
+
+def _addresses_got(holder: RedisStore | Sentinel) -> str | None:
+    return ", ".join(repr(it) for it in holder.addresses if re.fullmatch(_ADDRESS, it) is None) or None
+
+
+def _key_got(tls: Tls) -> str | None:
+    is_sound = (tls.cert_file is None) == (tls.key_file is None)
+    return None if is_sound else "certFile alone" if tls.key_file is None else "keyFile alone"
+
+
+def _prefix_got(redis: RedisStore) -> str | None:
+    prefix = redis.key_prefix
+    return repr(prefix) if prefix is not None and re.fullmatch(_KEY_PREFIX, prefix) is None else None
+
+
+_ADDRESSES_CEL = f"self.addresses.all(address, address.matches({_literal(_ADDRESS)}))"
+_ADDRESSES_REMEDY = "write them as in redis-0.redis:6379; password and database are fields of their own"
+REDIS = (
+    Rule(
+        RedisStore,
+        "sentinel",
+        "must stand instead of addresses",
+        "name the servers, or the Sentinels that know them",
+        lambda redis: "both" if redis.sentinel is not None and redis.addresses else None,
+        "!has(self.sentinel) || self.addresses.size() == 0",
+    ),
+    Rule(
+        RedisStore,
+        "addresses",
+        "must be given without sentinel",
+        "name the servers, or the Sentinels that know them",
+        lambda redis: "none" if redis.sentinel is None and not redis.addresses else None,
+        "has(self.sentinel) || self.addresses.size() > 0",
+    ),
+    Rule(RedisStore, "addresses", "must each be HOST:PORT", _ADDRESSES_REMEDY, _addresses_got, _ADDRESSES_CEL),
+    Rule(
+        Sentinel,
+        "addresses",
+        "must each be HOST:PORT",
+        _ADDRESSES_REMEDY,
+        lambda sentinel: _addresses_got(sentinel) if sentinel.addresses else "none",
+        f"self.addresses.size() > 0 && {_ADDRESSES_CEL}",
+    ),
+    Rule(
+        RedisStore,
+        "username",
+        "must come with a password",
+        "give password too, or leave username out",
+        lambda redis: "none" if redis.username is not None and redis.password is None else None,
+        "!has(self.username) || has(self.password)",
+    ),
+    Rule(
+        Tls,
+        "",
+        "must have both certFile and keyFile or neither",
+        "give both",
+        _key_got,
+        "has(self.certFile) == has(self.keyFile)",
+    ),
+    Rule(
+        RedisStore,
+        "keyPrefix",
+        "must be 1 to 200 letters, digits and :._/-",
+        "use one such as specrl:team:run",
+        _prefix_got,
+        f"!has(self.keyPrefix) || self.keyPrefix.matches({_literal(_KEY_PREFIX)})",
+    ),
+)
+
+
+RULES: tuple[Rule, ...] = (*UNIONS, *SAMPLING, *BETWEEN_SECTIONS, *DECIMALS, *WITHIN_SECTIONS, *REDIS)

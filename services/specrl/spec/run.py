@@ -7,9 +7,21 @@ from typing import Annotated
 
 from pydantic import Field
 
-from specrl.spec.base import DecimalString, Section, Union
+from specrl.spec.base import Change, DecimalString, ObjectName, OnCluster, PathText, Section
+from specrl.spec.cluster import (
+    CoordinatorPod,
+    FailurePolicy,
+    ManagedBy,
+    PeerTls,
+    Placement,
+    Scheduling,
+    Seconds,
+    Volume,
+)
 from specrl.spec.data import NotNegative, Positive, Prompts, RewardPool, Rewards, Validation
 from specrl.spec.generation import Generation
+from specrl.spec.store import RedisStore, Store
+from specrl.spec.tools import Tools
 from specrl.spec.trainer import Trainer
 
 
@@ -21,7 +33,7 @@ class Dtype(StrEnum):
 class Model(Section):
     """The policy to start from."""
 
-    path: str
+    path: PathText
     """Hugging Face folder with config, safetensors and tokenizer. Relative to the run file's folder."""
     dtype: Dtype = Dtype.BFLOAT16
     """Precision of weights and activations, in generation and training alike. Optimizer state is float32."""
@@ -31,6 +43,7 @@ class Model(Section):
 
 class Order(StrEnum):
     IN_ORDER = "InOrder"
+    WINDOWED = "Windowed"
 
 
 class Schedule(Section):
@@ -45,7 +58,9 @@ class Schedule(Section):
     max_policy_lag: NotNegative = 1
     """Hard bound, in steps, on the age of the oldest token trained on. 0 is synchronous training."""
     order: Order = Order.IN_ORDER
-    """Groups train in the order of the stream."""
+    """Which groups a step trains. InOrder: those of its own place in the stream. Windowed: the first promptsPerStep
+    that are finished, so that they may overtake one with a long rollout until maxPolicyLag makes that one due; then
+    the step waits for it. Both train every prompt once, whatever its length. With maxPolicyLag 0 they are the same."""
     seed: int = 0
     """Seeds sampling and initialisation. With maxPolicyLag 0 the same seed gives the same checkpoint, bit for bit."""
 
@@ -54,6 +69,7 @@ class Transport(StrEnum):
     AUTO = "Auto"
     GLOO = "Gloo"
     NCCL = "Nccl"
+    CHECKPOINT = "Checkpoint"
 
 
 class KvCache(StrEnum):
@@ -65,9 +81,10 @@ class Weights(Section):
     """How a new version of policy and drafter reaches the replicas."""
 
     transport: Transport = Transport.AUTO
-    """Collective library. Auto: NCCL where trainer and replicas have GPUs, Gloo otherwise."""
+    """How bytes travel. Auto: NCCL where trainer and replicas have GPUs, Gloo otherwise. Checkpoint: no collective; the
+    trainer writes each version into the run's directory, which must be mounted under the same path at every replica."""
     bucket_mib: Positive = 64
-    """Tensors are sent in buckets of about this size, in MiB."""
+    """Tensors are sent in buckets (or files) of about this size, in MiB."""
     timeout_s: Positive = 120
     """Deadline of every collective and of every stage of an update, in seconds."""
     attempts: Positive = 3
@@ -98,17 +115,6 @@ class Canary(Section):
     back by then is skipped, and counted."""
 
 
-class SqliteStore(Section):
-    """One file in the run's folder; for runs on one machine."""
-
-
-class Store(Union):
-    """Where the coordinator's state is kept; exactly one member."""
-
-    sqlite: SqliteStore | None = None
-    """A SQLite file in the run's folder."""
-
-
 class Checkpoint(Section):
     """Trainer checkpoints: policy, drafter, optimizers, random state."""
 
@@ -116,6 +122,9 @@ class Checkpoint(Section):
     """Steps between checkpoints; one is always written after the last step."""
     keep: Positive = 2
     """Newest checkpoints kept."""
+    claim_name: Annotated[ObjectName | None, OnCluster.ONLY] = None
+    """PersistentVolumeClaim that holds the run's folder on a cluster: checkpoints, the exported model, metrics. Trainer
+    and coordinator both mount it. A local run does not use it. Null: the folder is lost with its pod."""
 
 
 class LogLevel(StrEnum):
@@ -146,12 +155,41 @@ class RunSpec(Section):
     prompts: Prompts
     rewards: Rewards
     reward_pool: RewardPool = RewardPool()
+    tools: Tools | None = None
     generation: Generation
     trainer: Trainer
     schedule: Schedule
     weights: Weights = Weights()
     canary: Canary = Canary()
-    store: Store = Store(sqlite=SqliteStore())
+    store: Store | None = None
+    """Where the coordinator's state is kept. Null: in a SQLite file in the run's folder; on a cluster, in a Redis
+    server that the operator starts for the run."""
     checkpoint: Checkpoint = Checkpoint()
     validation: Validation | None = None
     telemetry: Telemetry = Telemetry()
+    suspend: Annotated[bool, Change.ANY_TIME, OnCluster.ONLY] = False
+    """True removes all pods and keeps checkpoints and progress; false goes on from them. Kueue and users set it. A
+    local run does not use it, nor any of the fields below."""
+    managed_by: Annotated[ManagedBy | None, OnCluster.ONLY] = None
+    """Which controller runs the job. Null: specrl's operator."""
+    coordinator: Annotated[CoordinatorPod, OnCluster.ONLY] = CoordinatorPod()
+    volumes: Annotated[tuple[Volume, ...], Field(max_length=16), Change.SUSPENDED, OnCluster.ONLY] = ()
+    """Persistent volume claims that every pod of the run mounts, read only; for models and data."""
+    placement: Annotated[Placement, OnCluster.ONLY] = Placement()
+    scheduling: Annotated[Scheduling, Change.SUSPENDED, OnCluster.ONLY] = Scheduling()
+    failure_policy: Annotated[FailurePolicy, Change.ANY_TIME, OnCluster.ONLY] = FailurePolicy()
+    tls: Annotated[PeerTls, OnCluster.ONLY] = PeerTls()
+    startup_deadline_seconds: Annotated[Seconds | None, Change.ANY_TIME, OnCluster.ONLY] = None
+    """Seconds from the job's start, or its resumption, until all parts are ready; the job has failed if they are not.
+    Null: no limit."""
+    active_deadline_seconds: Annotated[Seconds | None, Change.ANY_TIME, OnCluster.ONLY] = None
+    """Seconds that the job may run, from its start or its resumption. Null: no limit."""
+    ttl_seconds_after_finished: Annotated[
+        Annotated[int, Field(ge=0, le=2**31 - 1, strict=True)] | None, Change.ANY_TIME, OnCluster.ONLY
+    ] = None
+    """Seconds after which a finished job is deleted. Null: it stays."""
+
+    @property
+    def redis(self) -> RedisStore | None:
+        """The Redis server that keeps the run's state; None: a SQLite file does."""
+        return self.store.redis if self.store is not None else None

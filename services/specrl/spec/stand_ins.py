@@ -21,7 +21,7 @@ from pydantic_core import ErrorDetails
 
 from specrl.errors import Problem
 from specrl.spec.base import Union
-from specrl.spec.rules import RULES
+from specrl.spec.rule import Rule, broken
 from specrl.spec.run import RunSpec
 
 Location = Sequence[int | str]
@@ -36,14 +36,14 @@ class End(StrEnum):
     UPPER = "upper"
 
 
-def lasting_problems(raw: dict[str, Any], errors: Sequence[ErrorDetails]) -> list[Problem]:
+def lasting_problems(raw: dict[str, Any], errors: Sequence[ErrorDetails], rules: Sequence[Rule]) -> list[Problem]:
     """What the rules find in `raw` whatever stands in the places of `errors`; [] if `raw` cannot be completed."""
     try:
         lower, upper = (RunSpec.model_validate(_complete(raw, errors, end)) for end in End)
     except ValidationError:
         return []
-    found = {problem for rule in RULES for problem in rule(upper)}
-    return [problem for rule in RULES for problem in rule(lower) if problem in found]
+    found = set(broken(upper, rules))
+    return [problem for problem in broken(lower, rules) if problem in found]
 
 
 def field_at(model: type[BaseModel], location: Location) -> FieldInfo | None:
@@ -94,6 +94,8 @@ def _field_location(location: Location) -> list[int | str]:
 def _stand_in(field: FieldInfo, location: Location, end: End) -> Any:
     """A value that the field accepts."""
     section = section_of(field)
+    if get_origin(field.annotation) is tuple:
+        return ()
     if section is not None:
         return _stand_in_section(section, location, end)
     if field.annotation is not None and type(None) in get_args(field.annotation):

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated
 
 from pydantic import Field
 
-from specrl.spec.base import DecimalString, Section
+from specrl.spec.base import Change, DecimalString, OnCluster, Section
+from specrl.spec.cluster import NodeCount, PodTemplate
 from specrl.spec.data import NotNegative, Positive
+
+Ranks = Annotated[int, Field(ge=1, le=4096, strict=True)]
 
 
 class Parallelism(Section):
     """How the trainer's ranks share the work. World size is the product."""
 
-    tensor: Positive = 1
+    tensor: Ranks = 1
     """Tensor parallel ranks; must divide the attention heads and key/value groups of the model."""
-    data: Positive = 1
+    data: Ranks = 1
     """Data parallel ranks; rollouts of a batch are dealt to them."""
 
     @property
@@ -77,7 +81,8 @@ class DrafterTraining(Section):
     """The EAGLE-3 head's own optimizer; it never touches the policy's gradients."""
 
     learning_rate: DecimalString = Field(default="1e-3", validate_default=True)
-    """AdamW step size."""
+    """AdamW step size. During the run it is less in steps on few tokens, and in the first steps of a head that was
+    trained elsewhere (`drafting/online.py`)."""
     clip_norm: DecimalString = Field(default="1", validate_default=True)
     """Largest gradient norm of the head, clipped apart from the policy's."""
     passes: Positive = 3
@@ -110,3 +115,10 @@ class Trainer(Section):
     """Most tokens, padding included, in one forward pass of one rank."""
     threads: Positive = 1
     """CPU threads of one rank."""
+    num_nodes: Annotated[NodeCount, OnCluster.ONLY] = 1
+    """Pods of the trainer on a cluster, each on a node of its own if it has GPUs. The ranks are dealt to them evenly. A
+    local run does not use it, nor the two fields below."""
+    gpus_per_node: Annotated[int, Field(ge=0, le=16, strict=True), OnCluster.ONLY] = 0
+    """GPUs of each of these pods, one a rank. 0: the trainer computes on CPUs."""
+    pod_template: Annotated[PodTemplate | None, Change.SUSPENDED, OnCluster.ONLY] = None
+    """As coordinator.podTemplate, for every pod of the trainer; its container is `trainer`."""

@@ -1,14 +1,32 @@
 """Logs: JSON lines in pods and files, readable text on a terminal. Event names are in the past tense.
 
-Prompts and completions are never logged above DEBUG.
+Prompts and completions are never logged above DEBUG. A line that cannot be written is lost, and nothing else.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
+from contextlib import suppress
+from io import StringIO
 
 import structlog
+
+
+class _Diagnostics(StringIO):
+    """Standard error, but for lines that it refuses, as a log file on a full disk does: those are lost.
+
+    A program must not fail where it only tells what it does. The standard library's handlers drop such lines, too.
+    """
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            return sys.stderr.write(text)
+        return 0
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            sys.stderr.flush()
 
 
 def configure(level: str, process: str, run: str) -> None:
@@ -27,7 +45,7 @@ def configure(level: str, process: str, run: str) -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
-        logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(file=_Diagnostics()),
         cache_logger_on_first_use=False,
     )
     structlog.contextvars.bind_contextvars(process=process, run=run)

@@ -30,7 +30,14 @@ POLICY_LAG = Histogram(
 )
 ROLLOUTS = Counter(
     "specrl_coordinator_rollouts_total",
-    "Rollouts by outcome: trained, requeued (their replica was lost), poisoned (failed record checks), ungraded.",
+    "Rollouts by outcome: trained, requeued (their replica was lost), resumed (taken up after a restart of the "
+    "coordinator), poisoned (failed record checks), ungraded.",
+    ["rljob", "outcome"],
+)
+TOOL_CALLS = Counter(
+    "specrl_coordinator_tool_calls_total",
+    "Calls of tools by outcome: answered, malformed (an end without a beginning; the policy reads that), failed (their "
+    "rollouts are ungraded and sampled again).",
     ["rljob", "outcome"],
 )
 REWARD_MEAN = Gauge("specrl_coordinator_reward_mean", "Mean reward of the last trained batch.", ["rljob"])
@@ -39,8 +46,32 @@ GROUPS_IN_FLIGHT = Gauge("specrl_coordinator_groups_in_flight", "Groups begun an
 GROUPS_BUFFERED = Gauge("specrl_coordinator_groups_buffered", "Complete groups that wait for their step.", ["rljob"])
 POLICY_VERSION = Gauge("specrl_coordinator_policy_version", "Newest policy version served by every replica.", ["rljob"])
 REPLICAS = Gauge("specrl_coordinator_replicas", "Generation replicas by state.", ["rljob", "state"])
+REPLICA_TRANSITIONS = Counter(
+    "specrl_coordinator_replica_transitions_total",
+    "Changes of state of generation replicas, by state before and after.",
+    ["rljob", "before", "after"],
+)
 TRAINER_RECOVERIES = Counter(
     "specrl_coordinator_trainer_recoveries_total", "Times the trainer came back and was brought up to date.", ["rljob"]
+)
+CHECKPOINTS_FAILED = Counter(
+    "specrl_coordinator_checkpoints_failed_total",
+    "Checkpoints that the trainer could not write; the run goes on.",
+    ["rljob"],
+)
+STORE_SECONDS = Histogram(
+    "specrl_coordinator_store_seconds",
+    "Wall seconds of one durable write, or read, of the run's state, by operation; attempts that failed left out.",
+    ["rljob", "operation"],
+    buckets=(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5),
+)
+STORE_RETRIES = Counter(
+    "specrl_coordinator_store_retries_total",
+    "Reads and writes of the run's state that failed and were repeated, by operation.",
+    ["rljob", "operation"],
+)
+STORE_REACHABLE = Gauge(
+    "specrl_coordinator_store_reachable", "1 while the run's state can be written; 0: nothing advances.", ["rljob"]
 )
 WEIGHT_SYNC_SECONDS = Histogram(
     "specrl_weight_sync_seconds",
@@ -98,3 +129,17 @@ DRAFTER_VERSION_LAG = Gauge(
     ["rljob"],
 )
 DRAFTER_LOSS = Gauge("specrl_drafter_loss", "Drafter's loss at the last step.", ["rljob"])
+
+# -- what crosses a border and is refused -----------------------------------------------------------------------------
+
+CALLS_REFUSED = Counter(
+    "specrl_rpc_calls_refused_total",
+    "gRPC calls that were answered with an error, by method and the error's class; Unexpected is a bug of ours.",
+    ["method", "error"],
+)
+FILES_PASSED_OVER = Counter(
+    "specrl_files_passed_over_total",
+    "Files, or records in them, that could not be read and were done without, by kind: checkpoint, step_answer, "
+    "draft_costs, drafter_progress, report, prompt.",
+    ["kind"],
+)

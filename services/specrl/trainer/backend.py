@@ -38,7 +38,8 @@ class TrainerBackend(Protocol):
         """Train one optimizer step. batch.step must be status().step + 1, else VersionConflict.
 
         Recomputes log-probabilities on the policy, corrects for lag, clips, steps; then the drafter, on the same
-        forward's hidden states, detached, with its own optimizer and clip.
+        forward's hidden states, detached, with its own optimizer and clip. A batch without rollouts, every prompt of
+        which failed, becomes the version all the same, with policy, drafter and optimizers as they were.
         """
 
     def train_drafter(
@@ -54,7 +55,7 @@ class TrainerBackend(Protocol):
         """Loss and acceptance of the present drafter on rollouts of the present policy. Nothing is trained."""
 
     def score(self, rollouts: Sequence[TrainRollout]) -> list[npt.NDArray[np.float32]]:
-        """Log-probabilities [T] of each rollout's tokens under the present policy at the sampling temperature."""
+        """Log-probabilities [N] of each rollout's sampled tokens, by the present policy at the sampling temperature."""
 
     def describe_weights(self) -> WeightManifest:
         """Policy tensors, then drafter tensors, by their Hugging Face names."""
@@ -66,6 +67,12 @@ class TrainerBackend(Protocol):
         """Join `group_id` if not yet joined and send the present version, bucket by bucket.
 
         Raises VersionConflict for another group, DeadlineExceeded or CollectiveFailed when a member fails.
+        """
+
+    def write_weights(self, folder: Path) -> WeightChecksums:
+        """Write the present version into `folder`, which must not exist and appears whole or not at all.
+
+        Raises StoreFailed when it cannot be written.
         """
 
     def save(self, directory: Path) -> None:

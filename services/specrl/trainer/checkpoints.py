@@ -3,14 +3,24 @@
 DIR/checkpoints/step-000010/             appears whole, by one rename, or not at all
 DIR/checkpoints/step-000010.metrics.pb   written before the rename: the answer to TrainStep 10
 DIR/checkpoints/.step-000010.tmp/        one that is being written, or was when the trainer died
+DIR/checkpoints/unreadable-step-000010/  one that could not be read, when an older one could; kept for people to look at
 DIR/checkpoints/drafter.safetensors      finished epochs of the drafter's initialisation, until a step is saved
+DIR/weights/version-000010-0f3a9c21/     weights.transport Checkpoint: the version that replicas read
 """
 
 from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+
+import structlog
+
+from specrl.errors import CheckpointInvalid
+from specrl.telemetry import metrics
+
+log = structlog.get_logger(__name__)
 
 STATE = "state.json"
 _NAME = re.compile(r"step-(\d{6,})")
@@ -31,6 +41,19 @@ def drafter_progress(run: Path) -> Path:
     return run / "checkpoints" / "drafter.safetensors"
 
 
+def weights_directory(run: Path) -> Path:
+    """Where versions lie for replicas to read."""
+    return run / "weights"
+
+
+def prune_weights(run: Path, kept: Path) -> None:
+    """Delete all versions but one, and what died half-written."""
+    for pattern in ("version-*", ".version-*.tmp"):
+        for old in weights_directory(run).glob(pattern):
+            if old != kept:
+                shutil.rmtree(old, ignore_errors=True)
+
+
 def temporary(target: Path) -> Path:
     """Where a checkpoint is written before it gets its name."""
     return target.with_name(f".{target.name}.tmp")
@@ -49,6 +72,33 @@ def newest(run: Path) -> Path | None:
     """The newest complete checkpoint."""
     found = complete(run)
     return found[-1][1] if found else None
+
+
+def load_newest(run: Path, load: Callable[[Path | None], None]) -> Path | None:
+    """Load the newest complete checkpoint, or the one before it where that cannot be read; returns which.
+
+    Without any, the initial model is loaded (None). Raises CheckpointInvalid, of the newest, when none can be read, and
+    whatever else `load` raises. What was passed over is set aside, under a name that nothing looks at.
+    """
+    found = [path for _, path in reversed(complete(run))]
+    if not found:
+        load(None)
+        return None
+    refused: list[tuple[Path, CheckpointInvalid]] = []
+    for path in found:
+        try:
+            load(path)
+        except CheckpointInvalid as error:
+            refused.append((path, error))
+            continue
+        for unreadable, reason in refused:
+            aside = unreadable.with_name(f"unreadable-{unreadable.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            unreadable.rename(aside)
+            metrics.FILES_PASSED_OVER.labels("checkpoint").inc()
+            log.error("checkpoint_passed_over", path=str(aside), used=str(path), reason=str(reason))
+        return path
+    raise refused[0][1]
 
 
 def prune(run: Path, keep: int) -> None:

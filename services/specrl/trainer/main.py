@@ -3,9 +3,11 @@
     specrl-trainer --spec run.yaml --run-directory runs/demo --coordinator 127.0.0.1:7000
     torchrun --nproc-per-node 4 --no-python specrl-trainer --spec ...       (RANK and WORLD_SIZE come from torchrun)
 
-It ends when it is told to (SIGTERM, SIGINT: exit code 0 after a goodbye), when the coordinator refuses it for good, or
-when a rank is lost; the last two with one line on standard error and the error's exit code. After 1, whoever started it
-starts all ranks again, and they go on from the newest complete checkpoint; after 2 that would change nothing.
+It ends when it is told to (SIGTERM, SIGINT, or by the coordinator once the run is over: exit code 0 after a goodbye),
+when the coordinator refuses it for good, or when a rank is lost; the last two with one line on standard error and the
+error's exit code. With --until-dismissed exit code 0 says that the run is over, and a signal ends it with 143. After 1,
+whoever started it starts all ranks again, and they go on from the newest complete checkpoint; after 2 that would change
+nothing.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from specrl.errors import SpecrlError
 from specrl.records import Peer, Role
 from specrl.rpc.clients import CoordinatorClient
 from specrl.rpc.lifetime import first_to_end, told_to_stop
+from specrl.rpc.limits import message_limits
 from specrl.rpc.membership import say_goodbye, stay_registered
 from specrl.rpc.server import serve
 from specrl.spec import RunSpec, digest, load_spec
@@ -34,6 +37,7 @@ from specrl.trainer.ranks import ControlGroup, RankedBackend, follow
 from specrl.trainer.service import TrainerService
 
 GOODBYE_S = 5.0
+STOPPED = 143  # 128 + SIGTERM, as shells say it
 STOP_GRACE_S = 2.0  # for calls under way when the process is told to end
 
 log = structlog.get_logger(__name__)
@@ -49,6 +53,7 @@ class Options:
     peer_id: str
     host: str
     port: int
+    until_dismissed: bool = False
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -59,7 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         spec = load_spec(options.spec)
         rank = int(os.environ.get("RANK", "0"))
         logs.configure(spec.telemetry.log_level.value, options.peer_id if rank == 0 else f"trainer-{rank}", spec.name)
-        run(spec, options)
+        was_dismissed = run(spec, options)
+        code = STOPPED if options.until_dismissed and not was_dismissed else 0
     except SpecrlError as error:
         print(f"specrl-trainer: {error}", file=sys.stderr)  # noqa: T201 - one message for whoever started it
         code = error.exit_code
@@ -78,37 +84,54 @@ def parse(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--peer-id", default="trainer", help="name, stable over restarts")
     parser.add_argument("--host", default="127.0.0.1", help="address to serve on, and to be reached at")
     parser.add_argument("--port", type=int, default=0, help="gRPC port; 0 takes any free one")
+    parser.add_argument(
+        "--until-dismissed", action="store_true", help="a signal before the run's end is a failure: exit code 143"
+    )
     return Options(**vars(parser.parse_args(arguments)))
 
 
-def run(spec: RunSpec, options: Options) -> None:
-    """Be one rank until the end. Raises SpecrlError."""
+def run(spec: RunSpec, options: Options) -> bool:
+    """Be one rank until the end. Returns whether the coordinator sent the trainer home. Raises SpecrlError."""
     from specrl.trainer.megatron_backend import MegatronBackend
 
     backend = MegatronBackend(spec)
     control = ControlGroup()
     if control.rank == 0:
-        asyncio.run(lead(RankedBackend(backend, control), spec, options))
-    else:
-        # Told to stop, other ranks wait for rank 0 to say so; it is told, too.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        follow(backend, control)
+        return asyncio.run(lead(RankedBackend(backend, control), spec, options))
+    # Told to stop, other ranks wait for rank 0 to say so; it is told, too.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    follow(backend, control)
+    return True  # rank 0 knows better, and one rank that has failed is enough
 
 
-async def lead(backend: RankedBackend, spec: RunSpec, options: Options) -> None:
-    """Rank 0: load, serve, stay registered, until a signal, a refusal or the loss of a rank."""
+async def lead(backend: RankedBackend, spec: RunSpec, options: Options) -> bool:
+    """Rank 0: load, serve, stay registered, until a signal, a dismissal, a refusal or the loss of a rank.
+
+    Returns whether it was a dismissal.
+    """
     service = TrainerService(backend, spec, options.run_directory, options.host)
     await service.load()
-    server, port = await serve(service.add_to, options.host, options.port)
+    server, port = await serve(service.add_to, options.host, options.port, message_limits(spec).trainer)
     address = f"{options.host}:{port}"
     log.info("trainer_served", address=address, ranks=backend.status().world_size)
     peer = Peer(options.peer_id, Role.TRAINER, address, digest(spec))
+    dismissed = asyncio.Event()
     async with CoordinatorClient(options.coordinator) as coordinator:
         try:
-            await first_to_end(stay_registered(coordinator, peer), service.watch(), told_to_stop())
+            await first_to_end(
+                stay_registered(coordinator, peer, leaving=dismissed),
+                service.watch(),
+                _until(dismissed),
+                told_to_stop(),
+            )
         finally:
             with suppress(TimeoutError):
                 await asyncio.wait_for(say_goodbye(coordinator, peer), GOODBYE_S)
             await server.stop(STOP_GRACE_S)
             await service.close()
+    return dismissed.is_set()
+
+
+async def _until(event: asyncio.Event) -> None:
+    await event.wait()

@@ -49,7 +49,7 @@ CONTROL_TIMEOUT = timedelta(hours=1)  # longest difference between two ranks in 
 _DONE, _REFUSED = 0, 1
 _PING = "ping"
 # Rank 0 alone talks to disks and to the weight group, so it alone may be refused there.
-_RANK_0_MAY_REFUSE = frozenset({"open_weight_group", "broadcast_weights", "save", "export"})
+_RANK_0_MAY_REFUSE = frozenset({"open_weight_group", "broadcast_weights", "write_weights", "save", "export"})
 
 
 class RankLost(TrainerFailed):
@@ -144,6 +144,10 @@ class RankedBackend:
         found: WeightChecksums = self._run("broadcast_weights", {"group_id": group_id})
         return found
 
+    def write_weights(self, folder: Path) -> WeightChecksums:
+        found: WeightChecksums = self._run("write_weights", {"directory": str(folder)})
+        return found
+
     def save(self, directory: Path) -> None:
         self._run("save", {"directory": str(directory)})
 
@@ -206,7 +210,7 @@ def dispatch(backend: TrainerBackend, method: str, arguments: dict[str, Any], ba
         return backend.load(Path(arguments["checkpoint"]) if arguments["checkpoint"] else None)
     if method == "open_weight_group":
         return backend.open_weight_group(WeightGroup(**arguments))
-    if method in ("save", "export"):
+    if method in ("write_weights", "save", "export"):
         return getattr(backend, method)(Path(arguments["directory"]))
     assert method in ("describe_weights", "broadcast_weights", "close"), method
     return getattr(backend, method)(**arguments)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -19,14 +21,19 @@ import structlog
 from google.protobuf.message import DecodeError, Message
 
 from specrl.api.v1 import trainer_pb2, trainer_pb2_grpc, weights_pb2
-from specrl.errors import StoreFailed, TrainerFailed, VersionConflict
+from specrl.errors import PeerUnavailable, RecordInvalid, StoreFailed, VersionConflict
+from specrl.files import SMALL_BYTES, read_bytes
 from specrl.records import WeightGroup, wire
 from specrl.spec.run import RunSpec
+from specrl.telemetry import metrics as exported
 from specrl.trainer import checkpoints
 from specrl.trainer.backend import TrainerBackend
 from specrl.trainer.ranks import IDLE_CHECK_S, RankLost
 
 T = TypeVar("T")
+
+MOST_EPOCHS = 100
+"""Of a drafter's initialisation, unless the run file has more. Others would keep the trainer from everything else."""
 
 log = structlog.get_logger(__name__)
 
@@ -42,6 +49,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         self._backend, self._spec, self._run, self._host = backend, spec, run_directory, host
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
         self._last: trainer_pb2.TrainStepReply | None = None
+        self._written: tuple[tuple[int, bool], trainer_pb2.WriteWeightsReply] | None = None
         self._last_used = time.monotonic()
         self._busy = 0
         self.lost: asyncio.Future[RankLost] = asyncio.get_running_loop().create_future()
@@ -51,24 +59,28 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(self, server)
 
     async def load(self) -> None:
-        """Load the newest complete checkpoint of the run, or the initial model; recall the answer to its step."""
-        newest = checkpoints.newest(self._run)
-        await self._do(lambda: self._backend.load(newest))
+        """Load the newest checkpoint of the run that can be read, or the initial model; recall the answer to its step.
+
+        Raises CheckpointInvalid when there are checkpoints and none can be read: the initial model is not their like.
+        """
+        loaded = await self._do(lambda: checkpoints.load_newest(self._run, self._backend.load))
         step = self._backend.status().step
         file = checkpoints.metrics_file(self._run, step)
         if file.is_file():
             try:
-                self._last = trainer_pb2.TrainStepReply.FromString(file.read_bytes())
-            except DecodeError:
-                log.warning("metrics_unreadable", path=str(file))  # the step is then not answered again, only refused
-        log.info("trainer_loaded", step=step, checkpoint=str(newest) if newest else "initial model")
+                self._last = trainer_pb2.TrainStepReply.FromString(read_bytes(file, SMALL_BYTES))
+            except (DecodeError, OSError) as error:  # the step is then not answered again, only refused
+                exported.FILES_PASSED_OVER.labels("step_answer").inc()
+                log.warning("metrics_unreadable", path=str(file), reason=str(error))
+        log.info("trainer_loaded", step=step, checkpoint=str(loaded) if loaded else "initial model")
 
     async def watch(self) -> None:
         """Check the ranks while nobody calls. Raises RankLost, its own or that of a call."""
         while not self.lost.done():
             await asyncio.wait([self.lost], timeout=IDLE_CHECK_S)
             if not self.lost.done() and not self._busy and time.monotonic() - self._last_used >= IDLE_CHECK_S:
-                await self._do(self._backend.check_alive)
+                with suppress(PeerUnavailable):  # `lost` says it better
+                    await self._do(self._backend.check_alive)
         raise self.lost.result()
 
     async def close(self) -> None:
@@ -78,14 +90,19 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         self._worker.shutdown(wait=False)
 
     async def _do(self, work: Callable[[], T]) -> T:
-        """Run on the worker thread; a lost rank is told to whoever waits on `lost`, too."""
+        """Run on the worker thread; a lost rank is told to whoever waits on `lost`, too.
+
+        To callers a trainer that has lost a rank is one that is gone, PeerUnavailable: it ends, and is started again.
+        """
+        if self.lost.done():
+            raise _gone(self.lost.result())  # the next collective would wait for the rank that is gone
         self._busy += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._worker, work)
         except RankLost as error:
             if not self.lost.done():
                 self.lost.set_result(error)
-            raise TrainerFailed(str(error)) from error  # the class that callers know
+            raise _gone(error) from error
         finally:
             self._busy -= 1
             self._last_used = time.monotonic()
@@ -111,6 +128,9 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: trainer_pb2.TrainDrafterRequest, context: Any
     ) -> trainer_pb2.TrainDrafterReply:
         rollouts = [wire.train_rollout_from_wire(item) for item in request.rollouts]
+        most = max(MOST_EPOCHS, self._spec.trainer.drafter.initialisation.epochs)
+        if not 0 < request.epochs <= most:
+            raise RecordInvalid(f"epochs must be 1 to {most}, got {request.epochs}; use the run file's")
         progress = checkpoints.drafter_progress(self._run)
         metrics = await self._do(lambda: self._backend.train_drafter(rollouts, request.epochs, progress))
         if metrics:
@@ -148,6 +168,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
             timeout_s=request.timeout_s,
             transport=request.transport,
         )
+        group.check(float(self._spec.weights.timeout_s))
         port = await self._do(lambda: self._backend.open_weight_group(group))
         return trainer_pb2.OpenWeightGroupReply(address=self._host, port=port)
 
@@ -164,6 +185,28 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
             )
 
         return await self._do(broadcast)
+
+    async def WriteWeights(
+        self, request: trainer_pb2.WriteWeightsRequest, context: Any
+    ) -> trainer_pb2.WriteWeightsReply:
+        return await self._do(lambda: self._write_weights(request.anew))
+
+    def _write_weights(self, anew: bool) -> trainer_pb2.WriteWeightsReply:
+        """Once for each version, and for a drafter that is initialised; a replica that joins reads the same files."""
+        status = self._backend.status()
+        present = (status.step, status.is_drafter_initialised)
+        if self._written is not None and self._written[0] == present and not anew:
+            return self._written[1]
+        base = checkpoints.weights_directory(self._run)
+        folder = base / f"version-{status.step:06d}-{uuid.uuid4().hex[:8]}"
+        sent = self._backend.write_weights(folder)
+        checkpoints.prune_weights(self._run, folder)
+        size = self._backend.describe_weights().size_bytes
+        reply = trainer_pb2.WriteWeightsReply(
+            written=wire.checksums_to_wire(sent), folder=str(folder.absolute()), size_bytes=size
+        )
+        self._written = (present, reply)
+        return reply
 
     async def SaveCheckpoint(
         self, request: trainer_pb2.SaveCheckpointRequest, context: Any
@@ -190,13 +233,28 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         return trainer_pb2.SaveCheckpointReply(path=str(target), seconds=seconds)
 
     async def ExportModel(self, request: trainer_pb2.ExportModelRequest, context: Any) -> trainer_pb2.ExportModelReply:
-        policy, drafter = await self._do(lambda: self._backend.export(Path(request.directory)))
+        directory = self._within_run(request.directory)
+        policy, drafter = await self._do(lambda: self._backend.export(directory))
         return trainer_pb2.ExportModelReply(policy_path=str(policy), drafter_path=str(drafter or ""))
+
+    def _within_run(self, directory: str) -> Path:
+        """An export replaces folders, so that nobody may have it made just anywhere."""
+        try:
+            found = Path(directory).resolve()
+            if found.is_relative_to(self._run.resolve()) and found != self._run.resolve():
+                return found
+        except (OSError, ValueError):  # of a name that no file can have
+            pass
+        raise RecordInvalid(f"an export must go below the run's folder {self._run}, got {directory[:256]!r}; name one")
 
     async def GetTrainerStatus(
         self, request: trainer_pb2.GetTrainerStatusRequest, context: Any
     ) -> trainer_pb2.TrainerStatus:
         return wire.trainer_status_to_wire(self._backend.status())
+
+
+def _gone(error: RankLost) -> PeerUnavailable:
+    return PeerUnavailable(f"the trainer must stay, got a lost rank: {error}")
 
 
 def _write(file: Path, message: Message) -> None:

@@ -11,6 +11,7 @@ Written against torch 2.13 (`ProcessGroupGloo`, `ProcessGroupNCCL`, `TCPStore`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -32,15 +33,24 @@ from specrl.records import WeightGroup
 
 
 def listen(world_size: int, timeout_s: float, host: str) -> TCPStore:
-    """Open the rendezvous store of a new group on a free port (`store.port`). Rank 0 only; does not wait for anyone."""
-    return TCPStore(
-        host_name=host,
-        port=0,
-        world_size=world_size,
-        is_master=True,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-    )
+    """Open the rendezvous store of a new group on a free port (`store.port`). Rank 0 only; does not wait for anyone.
+
+    Raises CollectiveFailed when it cannot be opened in that time.
+    """
+    try:
+        return TCPStore(
+            host_name=host,
+            port=0,
+            world_size=world_size,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
+    except (RuntimeError, DistError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CollectiveFailed(
+            f"a weight group's store must open within {timeout_s:g} s, got {reason!r}; it is tried again"
+        ) from error
 
 
 class BroadcastGroup:
@@ -67,18 +77,29 @@ class BroadcastGroup:
             raise _translate(error, group, "join") from error
         self.device = torch.device("cuda" if group.transport == "nccl" else "cpu")
 
-    def broadcast(self, buffer: torch.Tensor) -> None:
-        """Rank 0's bytes replace everybody's. `buffer` is contiguous and of the same size at every member."""
+    def start(self, buffer: torch.Tensor) -> Callable[[], None]:
+        """Begin to replace everybody's bytes by rank 0's; returns the wait for the end of it.
+
+        `buffer` is contiguous and of the same size at every member; nobody touches it before the wait is over. One
+        broadcast is under way at a time. Both raise CollectiveFailed or DeadlineExceeded.
+        """
         options = BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
         try:
             work = self._backend.broadcast([buffer], options)
-            work.wait(timedelta(seconds=self.group.timeout_s))
-            if self.device.type == "cuda":
-                torch.cuda.synchronize()
         except (RuntimeError, DistError) as error:
             raise _translate(error, self.group, "broadcast") from error
+
+        def wait() -> None:
+            try:
+                work.wait(timedelta(seconds=self.group.timeout_s))
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize()
+            except (RuntimeError, DistError) as error:
+                raise _translate(error, self.group, "broadcast") from error
+
+        return wait
 
     def close(self) -> None:
         """Leave the group; frees its sockets or communicators."""

@@ -24,7 +24,9 @@ from specrl.coordinator.loop import Loop
 from specrl.coordinator.parts import Parts
 from specrl.coordinator.registry import Registry
 from specrl.coordinator.service import CoordinatorService
-from specrl.coordinator.store import SqliteStore
+from specrl.coordinator.store import SqliteStore, Store
+from specrl.coordinator.store_link import StoreLink
+from specrl.coordinator.turns import Turns
 from specrl.generation.service import GenerationService
 from specrl.records import Batch, Peer, Prompt, Reward, Role, wire
 from specrl.rpc.clients import CoordinatorClient
@@ -36,7 +38,7 @@ from specrl.trainer.service import TrainerService
 VOCAB = 32
 
 
-def a_spec(folder: Path, **schedule: int) -> RunSpec:
+def a_spec(folder: Path, **schedule: int | str) -> RunSpec:
     """Six steps of 3 prompts x 4 rollouts on two replicas, unless told otherwise."""
     return parse_spec(
         {
@@ -94,12 +96,14 @@ class Replica:
     """A replica as a process would be: `kill` leaves no goodbye."""
 
     engine: TableEngine
+    service: GenerationService
     server: grpc.aio.Server
     membership: asyncio.Task[None]
 
     async def kill(self) -> None:
         self.membership.cancel()
         self.engine.die()
+        self.service.close()
         await self.server.stop(None)
 
 
@@ -115,6 +119,7 @@ class Trainer:
     async def kill(self) -> None:
         self.membership.cancel()
         await self.server.stop(None)
+        self.backend.close()
 
 
 class RecordingBackend(StandInBackend):
@@ -147,9 +152,11 @@ class Run:
     make_engine: Callable[[str], TableEngine] = lambda name: TableEngine(
         name, seed=7, shape=TableShape(VOCAB, 128, 0.001)
     )
+    open_store: Callable[[Path], Store] = lambda folder: SqliteStore(folder / "store.db")
     trained: list[Batch] = field(default_factory=list)
     replicas: dict[str, Replica] = field(default_factory=dict)
     trainer: Trainer | None = None
+    turns: Turns | None = None
 
     async def __aenter__(self) -> Run:
         self.port = _free_port()
@@ -169,12 +176,21 @@ class Run:
         await self.client.close()
 
     async def start_coordinator(self) -> None:
-        self.store = SqliteStore(self.folder / "store.db")
+        self.store = await asyncio.to_thread(self.open_store, self.folder)
+        self.link = StoreLink(self.spec.name, self.store)
         self.registry = Registry(digest(self.spec), self.spec.telemetry.heartbeat_s, time.monotonic)
-        self.board = Board(self.spec, self.folder, self.registry, self.store)
+        self.board = Board(self.spec, self.folder, self.registry, self.link)
         validation = [TableStream().prompt(1000 + place) for place in range(4)]
-        parts = Parts(
-            self.spec, self.folder, self.registry, self.store, self.board, TableStream(), validation, self.grader
+        self.parts = parts = Parts(
+            self.spec,
+            self.folder,
+            self.registry,
+            self.link,
+            self.board,
+            TableStream(),
+            validation,
+            self.grader,
+            self.turns,
         )
         service = CoordinatorService(self.registry, self.spec.name, self.spec.telemetry.heartbeat_s)
         self.server, _ = await serve(service.add_to, "127.0.0.1", self.port)
@@ -187,7 +203,7 @@ class Run:
         self.running.cancel()
         await asyncio.gather(self.running, self.expiring, return_exceptions=True)
         await self.server.stop(None)
-        self.store.close()
+        await self.link.close()
 
     async def restart_coordinator(self) -> None:
         await self.kill_coordinator()
@@ -196,11 +212,12 @@ class Run:
     async def start_replica(self, name: str) -> None:
         engine = self.make_engine(name)
         await engine.start()
-        service = GenerationService(engine, self.spec.weights)
+        service = GenerationService(engine, self.spec.weights, float(self.spec.generation.reattach_s))
         server, port = await serve(service.add_to, "127.0.0.1", 0)
         peer = Peer(name, Role.GENERATION, f"127.0.0.1:{port}", digest(self.spec))
-        membership = asyncio.create_task(stay_registered(self.client, peer, engine.status))
-        self.replicas[name] = Replica(engine, server, membership)
+        staying = stay_registered(self.client, peer, engine.status, service.held)
+        membership = asyncio.create_task(staying)
+        self.replicas[name] = Replica(engine, service, server, membership)
 
     async def restart_replica(self, name: str) -> None:
         await self.replicas[name].kill()

@@ -16,7 +16,21 @@ from tests.integration.coordinator.small_run import VOCAB, LengthGrader, Run, a_
 from tests.stand_ins.engine import TableEngine, TableShape
 
 from specrl.coordinator.report import Phase
-from specrl.records import Batch, Rollout, RolloutRequest, WeightChecksums, WeightGroup, WeightManifest
+from specrl.coordinator.store import SqliteStore
+from specrl.errors import StoreFailed
+from specrl.records import (
+    Batch,
+    Prompt,
+    Reward,
+    Rollout,
+    RolloutRequest,
+    VersionSpan,
+    WeightChecksums,
+    WeightGroup,
+    WeightManifest,
+)
+from specrl.spec import RunSpec
+from specrl.spec.run import Order, Transport
 
 
 def distinct(trained: Sequence[Batch]) -> dict[int, Batch]:
@@ -27,19 +41,32 @@ def distinct(trained: Sequence[Batch]) -> dict[int, Batch]:
     return found
 
 
+def place_of(run: Run, rollout: Rollout) -> int:
+    """The place in the stream of a rollout's prompt."""
+    own_step, index = map(int, rollout.group_id.split("-"))
+    return (own_step - 1) * run.spec.schedule.prompts_per_step + index
+
+
 def check_promises(run: Run) -> None:
     """What every run must have done, however it went."""
     spec = run.spec
     batches = distinct(run.trained)
     assert sorted(batches) == list(range(1, spec.schedule.steps + 1))
-    for step, batch in batches.items():
-        positions = [int(item.rollout.group_id.split("-")[1]) for item in batch.rollouts]
-        wanted = [i for i in range(spec.schedule.prompts_per_step) for _ in range(spec.schedule.group_size)]
-        assert positions == wanted, "every prompt of the step, in order, with all of its samples"
+    taken: list[int] = []
+    for step, batch in sorted(batches.items()):
+        assert len(batch.positions) == spec.schedule.prompts_per_step
+        samples = [(place_of(run, item.rollout), item.rollout.sample_index) for item in batch.rollouts]
+        wanted = [(position, sample) for position in batch.positions for sample in range(spec.schedule.group_size)]
+        assert samples == wanted, "every prompt of the step, in order, with all of its samples"
+        taken += batch.positions
         assert max(batch.policy_lags) <= spec.schedule.max_policy_lag, f"lag at step {step}"
         assert min(batch.policy_lags) >= 0
+    assert sorted(taken) == list(range(spec.schedule.steps * spec.schedule.prompts_per_step)), "each prompt once"
+    if spec.schedule.order is Order.IN_ORDER:
+        assert taken == sorted(taken)
     reports = run.board.reports()
     assert [report.step for report in reports] == sorted(batches)
+    assert (reports[-1].cursor, reports[-1].ahead) == (len(taken), [])
     status = run.board.status()
     assert status.phase is Phase.FINISHED
     assert status.counters["discardedForAge"] == 0
@@ -48,9 +75,10 @@ def check_promises(run: Run) -> None:
     assert run.store.rollouts() == [], "nothing of a trained step is left"
 
 
+@pytest.mark.parametrize("order", list(Order))
 @pytest.mark.parametrize("lag", [0, 1, 2])
-async def test_a_run_trains_every_prompt_once_within_the_lag_bound(tmp_path: Path, lag: int) -> None:
-    async with Run(tmp_path, a_spec(tmp_path, maxPolicyLag=lag)) as run:
+async def test_a_run_trains_every_prompt_once_within_the_lag_bound(tmp_path: Path, lag: int, order: Order) -> None:
+    async with Run(tmp_path, a_spec(tmp_path, maxPolicyLag=lag, order=order.value)) as run:
         await run.finish()
         check_promises(run)
         reports = run.board.reports()
@@ -73,21 +101,113 @@ async def test_generation_runs_ahead_with_lag_and_not_without(tmp_path: Path) ->
     assert lags == {0: 0, 1: 1}
 
 
-async def test_two_synchronous_runs_train_on_identical_batches(tmp_path: Path) -> None:
+async def test_synchronous_runs_train_on_identical_batches_whatever_the_order(tmp_path: Path) -> None:
     trained: list[list[Batch]] = []
-    for name in ("first", "second"):
+    for name, order in (("first", Order.IN_ORDER), ("second", Order.IN_ORDER), ("third", Order.WINDOWED)):
         folder = tmp_path / name
         folder.mkdir()
-        async with Run(folder, a_spec(tmp_path, maxPolicyLag=0)) as run:
+        async with Run(folder, a_spec(tmp_path, maxPolicyLag=0, order=order.value)) as run:
             await run.finish()
             trained.append(run.trained)
     strip = [[_without_clock(batch) for batch in batches] for batches in trained]
-    assert all(same_batch(a, b) for a, b in zip(*strip, strict=True))
+    assert all(same_batch(a, b) and same_batch(a, c) for a, b, c in zip(*strip, strict=True))
 
 
 def _without_clock(batch: Batch) -> Batch:
     rollouts = tuple(replace(item, rollout=replace(item.rollout, seconds=0.0)) for item in batch.rollouts)
-    return Batch(batch.step, rollouts)
+    return replace(batch, rollouts=rollouts)
+
+
+class Straggling(TableEngine):
+    """Rollouts of the stream's first prompt take until `is_over`, the others as long as ever."""
+
+    is_over = asyncio.Event()
+
+    async def _complete(self, request: RolloutRequest) -> Rollout:
+        if request.group_id == "000001-00000":
+            await self.is_over.wait()
+        return await super()._complete(request)
+
+
+def a_straggling_run(folder: Path) -> Run:
+    """A run with order Windowed, lag 2, and seats for little more than a step and a half."""
+    Straggling.is_over = asyncio.Event()
+    spec = a_spec(folder, maxPolicyLag=2, order="Windowed")
+    return Run(folder, spec, make_engine=lambda name: Straggling(name, seed=7, shape=TableShape(VOCAB, 128, 0.001)))
+
+
+@pytest.mark.parametrize("is_killed", [False, True], ids=["undisturbed", "coordinator_killed"])
+async def test_a_straggler_is_overtaken_and_waited_for_at_the_bound(tmp_path: Path, is_killed: bool) -> None:
+    async with a_straggling_run(tmp_path) as run:
+        await run.until(lambda: run.store.trained() >= 2)
+        await asyncio.sleep(0.3)
+        assert run.store.trained() == 2, "begun under version 0 with lag 2, the first prompt is due at step 3"
+        assert all(0 not in batch.positions for batch in run.trained)
+        if is_killed:
+            await run.restart_coordinator()
+            await run.until(lambda: run.store.trained() >= 2)
+        Straggling.is_over.set()
+        await run.finish()
+        check_promises(run)
+        reports = run.board.reports()
+        assert [report.cursor for report in reports[:2]] == [0, 0]
+        assert len(reports[1].ahead) == 6
+
+
+@pytest.mark.parametrize("step", [1, 2, 4])
+async def test_a_windowed_run_goes_on_after_kills_of_everything(tmp_path: Path, step: int) -> None:
+    async with Run(tmp_path, a_spec(tmp_path, maxPolicyLag=2, order="Windowed", steps=8)) as run:
+        await run.until(lambda: len(run.trained) >= step)
+        await run.restart_coordinator()
+        await run.until(lambda: len(run.trained) >= step + 1)
+        await run.restart_replica("gen-1")
+        await run.until(lambda: len(run.trained) >= step + 2)
+        await run.restart_trainer()
+        await run.finish()
+        check_promises(run)
+
+
+class Backdating(TableEngine):
+    """Every fifth rollout has a first token of a version before the one that it was asked for under."""
+
+    count = 0
+
+    async def generate(self, requests: Sequence[RolloutRequest], admit_together: bool) -> AsyncIterator[Rollout]:
+        async for rollout in super().generate(requests, admit_together):
+            self.count += 1
+            if self.count % 5 == 0 and rollout.length > 1 and rollout.rollout_id[0] == "0":
+                old = VersionSpan(rollout.oldest_version - 1, 0, 1)
+                rest = (replace(rollout.versions[0], first=1), *rollout.versions[1:])
+                versions = (old, *(span for span in rest if span.first < span.end))
+                yield replace(rollout, versions=versions)
+            else:
+                yield rollout
+
+
+async def test_a_rollout_with_a_token_older_than_its_start_is_refused_at_the_border(tmp_path: Path) -> None:
+    def make(name: str) -> TableEngine:
+        return Backdating(name, seed=7, shape=TableShape(VOCAB, 128, 0.001))
+
+    async with Run(tmp_path, a_spec(tmp_path, order="Windowed"), make_engine=make) as run:
+        await run.finish()
+        check_promises(run)
+        assert run.board.status().counters["poisoned"] > 0
+
+
+async def test_a_prompt_reported_as_failed_stays_failed_when_the_coordinator_dies(tmp_path: Path) -> None:
+    async with Run(tmp_path, a_spec(tmp_path, order="Windowed")) as run:
+        await run.until(lambda: run.store.trained() >= 1)
+        await run.kill_coordinator()
+        store = SqliteStore(tmp_path / "store.db")
+        store.set_fact("failedPrompts", {"000006-00002": "the verifier hung, and the coordinator died"})
+        store.close()
+        await run.start_coordinator()
+        await run.finish()
+        groups = {item.rollout.group_id for batch in run.trained for item in batch.rollouts}
+        assert len(groups) == 17
+        assert "000006-00002" not in groups
+        settled = [position for batch in distinct(run.trained).values() for position in batch.positions]
+        assert sorted(settled) == list(range(18))
 
 
 @pytest.mark.parametrize("step", [1, 3])
@@ -105,6 +225,44 @@ async def test_training_goes_on_while_a_replica_stays_away(tmp_path: Path) -> No
         await run.replicas["gen-1"].kill()
         await run.finish()
         check_promises(run)
+
+
+class StuckEngine(TableEngine):
+    """Ends no request of one kind; fails them once it is dead."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__("gen-1", seed=7, shape=TableShape(VOCAB, 128, 0.001))
+        self.kind = kind
+        self.begun, self.ended = asyncio.Event(), asyncio.Event()
+
+    def die(self) -> None:
+        super().die()
+        self.ended.set()
+
+    async def _complete(self, request: RolloutRequest) -> Rollout:
+        if request.rollout_id.startswith(self.kind):
+            self.begun.set()
+            await self.ended.wait()
+        return await super()._complete(request)
+
+
+@pytest.mark.parametrize("how", ["hangs", "fails"])
+@pytest.mark.parametrize("kind", ["validation-0", "drafter"])
+async def test_what_is_sampled_beside_the_steps_comes_without_a_replica_that(
+    tmp_path: Path, kind: str, how: str
+) -> None:
+    spec = a_spec(tmp_path)
+    spec = spec.model_copy(update={"canary": spec.canary.model_copy(update={"every_steps": 0})})
+    stuck, healthy = StuckEngine(kind), TableEngine("gen-0", seed=7, shape=TableShape(VOCAB, 128, 0.001))
+    async with Run(tmp_path, spec, make_engine=lambda name: stuck if name == "gen-1" else healthy) as run:
+        await run.until(stuck.begun.is_set)
+        if how == "hangs":  # its connections stay open, and its heartbeats end
+            run.replicas["gen-1"].membership.cancel()
+        else:
+            stuck.die()
+        await run.finish()
+        check_promises(run)
+        assert [v.policy_version for v in run.board.validations() if v is not None] == [0, 3, 6]
 
 
 async def test_a_run_waits_when_all_replicas_die_and_goes_on_when_one_comes_back(tmp_path: Path) -> None:
@@ -202,6 +360,43 @@ async def test_a_corrupted_transfer_is_repeated_and_never_served(tmp_path: Path)
         assert {replica.policy_version for replica in run.registry.replicas.values()} == {6}
 
 
+def by_files(spec: RunSpec) -> RunSpec:
+    return spec.model_copy(update={"weights": spec.weights.model_copy(update={"transport": Transport.CHECKPOINT})})
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+async def test_a_run_whose_weights_travel_as_files_trains_the_same(tmp_path: Path, lag: int) -> None:
+    async with Run(tmp_path, by_files(a_spec(tmp_path, maxPolicyLag=lag))) as run:
+        await run.until(lambda: run.store.trained() >= 2)
+        await run.restart_replica("gen-0")
+        await run.until(lambda: run.store.trained() >= 3)
+        await run.restart_trainer()
+        await run.finish()
+        check_promises(run)
+        assert all(report.checksum for report in run.board.reports())
+        assert run.registry.replicas["gen-1"].policy_version == 6
+    (kept,) = (tmp_path / "weights").iterdir()
+    assert kept.name.startswith("version-000006-"), "one version is kept"
+
+
+async def test_files_that_a_replica_cannot_read_are_written_anew(tmp_path: Path) -> None:
+    async with Run(tmp_path, by_files(a_spec(tmp_path))) as run:
+        await run.until(lambda: run.store.trained() >= 2)
+        (kept,) = (tmp_path / "weights").iterdir()
+        for file in kept.iterdir():
+            file.write_bytes(b"torn")
+        await run.restart_replica("gen-0")  # which reads what the others have read already, if it comes in time
+        await run.finish()
+        check_promises(run)
+
+
+async def test_weights_that_cannot_be_written_end_the_run_with_words(tmp_path: Path) -> None:
+    (tmp_path / "weights").write_text("not a folder")
+    async with Run(tmp_path, by_files(a_spec(tmp_path))) as run:
+        with pytest.raises(StoreFailed, match="weights must be written to"):
+            await run.finish()
+
+
 class Poisonous(TableEngine):
     """Every fifth rollout has a log-probability that is not a number."""
 
@@ -246,10 +441,90 @@ async def test_a_verifier_that_always_fails_on_a_prompt_fails_the_prompt_and_not
 
     async with Run(tmp_path, a_spec(tmp_path), grader=OnePromptFails()) as run:
         await run.finish()
-        assert run.store.fact("failedPrompts") == {"000002-00001": "the verifier crashed"}
+        assert {report.step: report.failed for report in run.board.reports() if report.failed} == {
+            2: {"000002-00001": "the verifier crashed"}
+        }
+        assert run.store.fact("failedPrompts") == {}, "one that they all stayed in would grow with the run"
+        assert run.board.status().counters["failedPrompts"] == 1
         groups = {item.rollout.group_id for batch in run.trained for item in batch.rollouts}
         assert len(groups) == 17
         assert "000002-00001" not in groups
+
+
+class StepFails(LengthGrader):
+    """Gives no verdict on any prompt of step 3."""
+
+    async def grade(self, prompt: Prompt, text: str) -> Reward:
+        if prompt.position in range(6, 9):
+            return Reward(None, "the verifier crashed")
+        return await super().grade(prompt, text)
+
+
+@pytest.mark.parametrize("order", list(Order))
+@pytest.mark.parametrize("lag", [0, 1])
+async def test_a_step_whose_prompts_all_failed_is_counted_and_trains_nothing(
+    tmp_path: Path, lag: int, order: Order
+) -> None:
+    async with Run(tmp_path, a_spec(tmp_path, maxPolicyLag=lag, order=order), grader=StepFails()) as run:
+        await run.until(lambda: run.store.trained() >= 3)
+        await run.restart_trainer()  # which then trains the empty batch again
+        await run.until(lambda: len(run.board.reports()) >= 4)  # its version is served: the report has its checksum
+        await run.restart_coordinator()
+        await run.finish()
+        failed = [group for report in run.board.reports() for group in report.failed]
+        assert sorted(failed) == [f"000003-{index:05d}" for index in range(3)], "each reported once"
+        assert run.board.status().counters["failedPrompts"] == 3, "by a coordinator that was started since, too"
+        batches = distinct(run.trained)
+        settled = [position for batch in batches.values() for position in batch.positions]
+        assert sorted(settled) == list(range(18)), "each prompt once, the failed ones too"
+        assert sum(len(batch.rollouts) for batch in batches.values()) == 15 * 4
+        assert max(found for batch in batches.values() for found in batch.policy_lags) <= lag
+        reports = run.board.reports()
+        assert [report.policy_version for report in reports] == [1, 2, 3, 4, 5, 6]
+        for report in reports:
+            is_empty = not batches[report.step].rollouts
+            assert (report.reward is None) == (report.tokens == 0) == is_empty
+            assert is_empty == (report.checksum == reports[report.step - 2].checksum), "versions of equal weights"
+        if lag == 0 or order is Order.IN_ORDER:
+            assert [report.step for report in reports if report.reward is None] == [3]
+        assert run.trainer is not None
+        assert run.trainer.backend.status().step == 6
+
+
+async def test_a_disk_that_is_full_at_a_checkpoint_does_not_end_the_run(tmp_path: Path) -> None:
+    async with Run(tmp_path, a_spec(tmp_path)) as run:
+        assert run.trainer is not None
+        save = run.trainer.backend.save
+
+        def refuse_once(directory: Path) -> None:
+            if directory.name == "step-000002":
+                raise StoreFailed(
+                    f"a checkpoint must be written to {directory}, got a full disk; make room on the disk"
+                )
+            save(directory)
+
+        run.trainer.backend.save = refuse_once  # type: ignore[method-assign]
+        await run.until(lambda: run.store.trained() >= 3)
+        assert run.board.status().counters["checkpointsFailed"] == 1
+        assert run.store.batches()[0] == 1, "what no checkpoint holds can be replayed"
+        await run.restart_trainer()
+        await run.finish()
+        check_promises(run)
+
+
+async def test_a_checkpoint_that_cannot_be_read_costs_the_steps_since_the_one_before(tmp_path: Path) -> None:
+    async with Run(tmp_path, a_spec(tmp_path)) as run:
+        assert run.trainer is not None
+        await run.until((tmp_path / "checkpoints" / "step-000004" / "state.json").exists)
+        await run.until(lambda: run.store.trained() >= 5)
+        await run.trainer.kill()
+        (tmp_path / "checkpoints" / "step-000004" / "policy.npy").write_bytes(b"no array")
+        await run.start_trainer()
+        assert run.trainer.backend.status().step == 2
+        await run.finish()
+        check_promises(run)
+        replayed = [batch.step for batch in run.trained]
+        assert replayed.count(3) == replayed.count(4) == 2
 
 
 async def test_a_peer_with_another_run_file_is_refused(tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ import pytest
 import pytest_asyncio
 import structlog
 from tests.vllm_cases import (
+    DRAFT_MODEL,
     EAGLE3,
+    MTP,
     NGRAM,
     Judge,
     Models,
@@ -34,7 +36,7 @@ from specrl.generation.vllm_backend.engine import VllmEngine
 from specrl.records import WeightOwner
 from specrl.spec.generation import Eagle3
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 
 LENGTHS = (3, OFF, 1, 0, 2, OFF, 0, 3)
 Z_LIMIT = 4.5  # as in test_losslessness: a false alarm in 150,000 seeds
@@ -125,7 +127,8 @@ async def test_useless_drafter_is_switched_off_and_tried_again_after_new_weights
     assert resting.state == "off"
     # Whether it then pays depends on the machine: the controller's own tests decide that with known costs.
     switched = [event["event"] for event in events if str(event["event"]).startswith("drafter_")]
-    assert switched[:2] == ["drafter_switched_off", "drafter_tried"]
+    assert switched[0] == "drafter_switched_off"
+    assert "drafter_tried" in switched
 
 
 async def generate_until(engine: VllmEngine, name: str, events: list[Any]) -> None:
@@ -140,10 +143,56 @@ async def generate_until(engine: VllmEngine, name: str, events: list[Any]) -> No
     assert any(event["event"] == name for event in events), f"never {name}"
 
 
-async def test_lookup_has_a_live_length_too(models: Models, cache: Path) -> None:
-    spec = a_spec(models.first.policy, speculation(NGRAM, models.first), generation={"draftLength": "Adaptive"})
-    async with running(spec) as started:
-        requests = some_requests(8, 60, temperature=0)
-        judge = Judge(models.first.policy)
-        for request, rollout in zip(requests, await collect_while_changing(started, requests), strict=True):
+@pytest.mark.parametrize(
+    ("kind", "sampling"), [(NGRAM, {}), (DRAFT_MODEL, {}), (MTP, {}), (EAGLE3, {"draftSampling": "Probabilistic"})]
+)
+async def test_other_mechanisms_have_a_live_length_too(
+    models: Models, cache: Path, kind: str, sampling: dict[str, str]
+) -> None:
+    version = models.versions(kind)[0]
+    section = {kind: speculation(kind, version)[kind] | sampling}
+    judge = Judge(version.policy)
+    async with running(a_spec(version.policy, section, generation={"draftLength": "Adaptive"})) as started:
+        greedy = some_requests(8, 60, temperature=0)
+        for request, rollout in zip(greedy, await collect_while_changing(started, greedy), strict=True):
             assert margins_of(judge, request, rollout.token_ids_T.tolist()).max() < 1e-3
+        requests = [replace(item, rollout_id=f"sampled-{item.rollout_id}") for item in some_requests(96, 48)]
+        rollouts = await collect_while_changing(started, requests)
+        drafted = (await started.status()).speculation
+    assert max(errors_of(judge, *pair).max() for pair in zip(requests, rollouts, strict=True)) < 1e-4
+    scores = z_scores(judge, requests, [rollout.token_ids_T.tolist() for rollout in rollouts])
+    assert abs(scores).max() < Z_LIMIT, scores
+    assert 0 < drafted.draft_tokens < 3 * drafted.drafts, "lengths did differ"
+
+
+async def test_a_calibration_outlasts_requests_that_are_too_short_for_it(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    spec = a_spec(
+        models.first.policy,
+        speculation(NGRAM, models.first),
+        generation={"draftLength": "Adaptive", "maxLiveRollouts": 4, "sampling": {"maxTokens": 24}},
+        model={"path": str(models.first.policy), "dtype": "float32", "maxLength": 48},
+        prompts={"source": {"generated": {"family": "any", "count": 1}}, "maxTokens": 16},
+    )
+    with structlog.testing.capture_logs() as events:
+        async with running(spec):
+            pass
+    assert [event["event"] for event in events if event["event"].startswith("draft_costs")] == ["draft_costs_measured"]
+
+
+async def test_engine_that_cannot_be_calibrated_serves_with_full_drafts(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(drafting, "NODE_PATIENCE_S", -1.0)
+    spec = a_spec(models.first.policy, speculation(NGRAM, models.first), generation={"draftLength": "Adaptive"})
+    with structlog.testing.capture_logs() as events:
+        async with running(spec) as started:
+            report = await drafting.report(started._llm)
+            rollouts = await collect(started, some_requests(8, 20))
+    assert any(event["event"] == "draft_costs_missing" for event in events)
+    assert {length for _, _, length in report["table"]} == {3}
+    assert [rollout.length for rollout in rollouts] == [20] * 8
+    assert not list(tmp_path.rglob("*.json"))  # noqa: ASYNC240 - a test may wait

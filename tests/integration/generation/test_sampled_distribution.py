@@ -38,6 +38,8 @@ from tests.vllm_cases import (
 from specrl.generation.vllm_backend import mechanisms
 from specrl.records import RolloutRequest, Sampling
 
+pytestmark = pytest.mark.slow
+
 TOKENS = range(40, 44)
 PROMPT = [40, 41, 43, 42, 40]
 PROMPTS = [[*PROMPT[start:], *PROMPT[:start]] for start in range(5)]

@@ -82,6 +82,10 @@ def test_every_command_explains_itself() -> None:
         "drafter init",
         "drafter import",
         "drafter export",
+        "store",
+        "store inspect",
+        "store export",
+        "store reset",
         "families",
         "spec",
         "spec check",
@@ -131,7 +135,9 @@ def test_malformed_line(place: Path) -> None:
 def test_prompt_longer_than_allowed(place: Path) -> None:
     a_model_folder(place / "model")
     file = a_run_file(place, prompts={"source": {"generated": {"family": "ledger", "count": 8}}, "maxTokens": 3})
-    assert_refused(specrl_command("run", "-f", str(file)), "prompts must be 1 to 3 tokens long")
+    assert_refused(
+        specrl_command("run", "-f", str(file)), "every problem must fit", "must be 1 to 3 (prompts.maxTokens)"
+    )
 
 
 def test_tokenizer_mismatch(place: Path) -> None:

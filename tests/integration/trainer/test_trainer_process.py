@@ -9,13 +9,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.integration.trainer.conftest import VOCAB, free_port, rank_environment
 from tests.integration.trainer.runs import a_batch, a_spec
 
+from specrl.api.v1 import coordinator_pb2, coordinator_pb2_grpc
 from specrl.errors import CheckpointInvalid, SpecInvalid
 from specrl.rpc.clients import TrainerClient
+from specrl.rpc.server import serve
 from specrl.spec import dump
 
 PROGRAM = Path(sys.executable).with_name("specrl-trainer")
@@ -26,7 +29,8 @@ RANKS = 2
 class Trainer:
     """The two processes of one start."""
 
-    def __init__(self, folder: Path, name: str) -> None:
+    def __init__(self, folder: Path, name: str, coordinator: str | None = None, *more: str) -> None:
+        """coordinator: where one serves gRPC; None: nowhere, and registration goes on trying. more: arguments."""
         self.logs = [folder / f"{name}-{rank}.log" for rank in range(RANKS)]
         port = free_port()
         self.processes = []
@@ -35,7 +39,8 @@ class Trainer:
                 str(PROGRAM),
                 *("--spec", str(folder / "run.yaml")),
                 *("--run-directory", str(folder / "run")),
-                *("--coordinator", f"127.0.0.1:{port}"),  # nobody serves gRPC there: registration goes on trying
+                *("--coordinator", coordinator or f"127.0.0.1:{port}"),
+                *more,
             ]
             with log.open("w") as out:
                 environment = rank_environment(rank, RANKS, port)
@@ -94,6 +99,40 @@ def test_dead_rank_ends_the_others_and_a_restart_resumes(policy: Path, tmp_path:
         assert second.codes() == [0, 0], second.log()
     finally:
         second.kill()
+
+
+class SendsHome(coordinator_pb2_grpc.CoordinatorServiceServicer):
+    """A coordinator whose run is over."""
+
+    async def Register(self, request: Any, context: Any) -> coordinator_pb2.RegisterReply:
+        return coordinator_pb2.RegisterReply(heartbeat_interval_s=0.1, run="tiny")
+
+    async def Heartbeat(self, request: Any, context: Any) -> coordinator_pb2.HeartbeatReply:
+        return coordinator_pb2.HeartbeatReply(is_known=True, must_leave=True)
+
+    async def Leave(self, request: Any, context: Any) -> coordinator_pb2.LeaveReply:
+        return coordinator_pb2.LeaveReply()
+
+
+async def test_exit_code_0_of_a_pod_says_that_the_run_is_over_and_nothing_else(policy: Path, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(dump(a_spec(policy, data=RANKS)))
+    stopped = Trainer(tmp_path, "stopped", None, "--until-dismissed")
+    try:
+        await asyncio.to_thread(stopped.address)
+        for process in stopped.processes:
+            process.terminate()
+        assert await asyncio.to_thread(stopped.codes) == [143, 0], stopped.log()
+    finally:
+        stopped.kill()
+    register = coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server
+    server, port = await serve(lambda it: register(SendsHome(), it), "127.0.0.1", 0)
+    dismissed = Trainer(tmp_path, "dismissed", f"127.0.0.1:{port}", "--until-dismissed")
+    try:
+        await asyncio.to_thread(dismissed.address)
+        assert await asyncio.to_thread(dismissed.codes) == [0, 0], dismissed.log()
+    finally:
+        dismissed.kill()
+        await server.stop(None)
 
 
 @pytest.mark.parametrize("missing", ["model", "spec"])

@@ -68,9 +68,9 @@ def is_first() -> bool:
 
 def refusals(backend: MegatronBackend) -> list[str]:
     """Batches that must be refused at every rank, leaving the backend usable."""
-    good = a_batch(1, backend.config.vocab_size)
+    good, foreign = (a_batch(1, times * backend.config.vocab_size) for times in (1, 100))
     found = []
-    for batch, expected in ((Batch(2, good.rollouts), VersionConflict), (Batch(1, ()), RecordInvalid)):
+    for batch, expected in ((Batch(2, good.rollouts), VersionConflict), (foreign, RecordInvalid)):
         try:
             backend.train_step(batch)
         except expected as error:

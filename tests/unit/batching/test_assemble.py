@@ -140,7 +140,8 @@ def test_a_step_needs_all_of_its_groups(count: int) -> None:
 
 
 def test_a_prompt_that_was_given_up_leaves_its_group_out_and_no_other() -> None:
-    batch = assemble(5, [a_group(3)], a_spec(), failed_prompts=1)
+    batch = assemble(5, [a_group(3)], a_spec(), failed=[5])
+    assert batch.positions == (3, 5)
     assert [item.rollout.rollout_id for item in batch.rollouts] == ["g3/0", "g3/1"]
     with pytest.raises(RecordInvalid, match="less the failed prompts, 1, got 2;"):
-        assemble(5, [a_group(3), a_group(4)], a_spec(), failed_prompts=1)
+        assemble(5, [a_group(3), a_group(4)], a_spec(), failed=[5])

@@ -17,7 +17,16 @@ from tests.unit.drafting.builders import HIDDEN, VOCAB, a_head, a_policy, some_e
 from specrl.drafting import online
 from specrl.drafting.criteria import Criterion
 from specrl.drafting.head import Eagle3Head, rotate
-from specrl.drafting.online import PASS_DECAY, DrafterTrainer, PolicyEnds, starts_per_pass, training_time_test
+from specrl.drafting.online import (
+    FULL_RATE_STARTS,
+    PASS_DECAY,
+    WARM_UP_UPDATES,
+    DrafterTrainer,
+    PolicyEnds,
+    online_rate,
+    starts_per_pass,
+    training_time_test,
+)
 from specrl.drafting.packing import HeadBatch, lay_out, pack
 from specrl.spec.trainer import DrafterLoss
 
@@ -228,7 +237,7 @@ def test_head_learns_a_policy_that_can_be_learnt() -> None:
     for _ in range(30):
         trainer.begin(plain, [10] * 64)
         trainer.accumulate(batch)
-        history.append(trainer.finish())
+        history.append(trainer.finish(1e-2))
     assert history[-1].loss < history[0].loss / 4
     assert min(history[-1].acceptance_per_position) > 0.9
 
@@ -323,3 +332,11 @@ def speculators_loss(folder: Path, head: Eagle3Head, ends: PolicyEnds, batch: He
             )
             found.append([float(metrics[f"loss_{j}_sum"]) for j in range(PASSES)])
     return [sum(column) / sequences for column in zip(*found, strict=True)]
+
+
+def test_learning_rate_of_the_loop_is_whole_for_many_starts_after_the_warm_up() -> None:
+    assert online_rate(1e-3, FULL_RATE_STARTS, WARM_UP_UPDATES) == 1e-3
+    assert online_rate(1e-3, 10 * FULL_RATE_STARTS, 1000) == 1e-3
+    assert online_rate(1e-3, FULL_RATE_STARTS // 16, 1000) == pytest.approx(1e-3 / 4)
+    assert online_rate(1e-3, FULL_RATE_STARTS, 0) == pytest.approx(1e-3 / WARM_UP_UPDATES)
+    assert online_rate(1e-3, 0, 1000) == 0

@@ -17,6 +17,7 @@ def a_delta(tokens: list[int], **fields: Any) -> Any:
     logprobs = [{token: SimpleNamespace(logprob=-0.5 * token)} for token in tokens]
     text = "".join(chr(96 + token) for token in tokens)
     given = {"token_ids": tokens, "logprobs": logprobs, "text": text, "finish_reason": None, "weight_versions": None}
+    given["stop_reason"] = None
     return SimpleNamespace(**(given | fields))
 
 

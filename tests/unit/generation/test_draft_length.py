@@ -80,6 +80,18 @@ def speed_of(chance: float, batch: int, k: int) -> float:
     return sum(chance**i for i in range(max(k, 0) + 1)) / a_cost(batch, k)
 
 
+def test_a_longer_draft_is_never_believed_to_cost_less() -> None:
+    costs = StepCosts((1, 4), (OFF, 0, 1, 2, 3))
+    costs.fill({OFF: [1.0, 1.0], 0: [2.0, 5.0], 1: [2.2, 3.0], 3: [2.6, 6.0]})
+    assert [costs.seconds[k] for k in (OFF, 0, 1, 2, 3)] == [
+        [1.0, 1.0],
+        [2.0, 4.0],
+        [2.2, 4.0],
+        [pytest.approx(2.4), 5.0],
+        [2.6, 6.0],
+    ]
+
+
 @pytest.mark.parametrize("chance", [0.5, 0.7, 0.9])
 @pytest.mark.parametrize("batch", [1, 7, 64])
 def test_speed_comes_within_three_per_cent_of_the_best_fixed_length(chance: float, batch: int) -> None:
@@ -198,6 +210,16 @@ def test_fixed_length_is_kept_whatever_happens() -> None:
     assert set(engine.run(16, 500)) == {3}
     engine.drafting.fix(None)
     engine.run(16, 500)
+    assert engine.drafting.state is State.OFF
+
+
+def test_who_decides_again_goes_by_the_load_from_then_on() -> None:
+    """Drafts pay with one live and not with 64: hours with one must not keep the drafter on for ever."""
+    engine = an_engine(0.3)
+    engine.run(1, 4000)
+    assert engine.drafting.state is State.DRAFTING
+    engine.drafting.fix(None)
+    engine.run(64, 200)
     assert engine.drafting.state is State.OFF
 
 

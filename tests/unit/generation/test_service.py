@@ -5,25 +5,27 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
-import structlog
 import torch
 from tests.stand_ins.engine import TableEngine, TableShape
 from tests.weight_sender import WeightSender, manifest_of
 
 from specrl.api.v1 import generation_pb2_grpc
-from specrl.errors import ChecksumMismatch, EngineFailed, RecordInvalid, VersionConflict
+from specrl.errors import ChecksumMismatch, EngineFailed, PeerUnavailable, RecordInvalid, VersionConflict
 from specrl.generation.service import GenerationService
-from specrl.records import RolloutRequest, Sampling, TensorMeta, WeightChecksums, WeightOwner
+from specrl.records import RolloutRequest, Sampling, TensorMeta, WeightChecksums, WeightGroup, WeightOwner
 from specrl.rpc.clients import GenerationClient
 from specrl.rpc.server import serve
 from specrl.spec.run import Weights
+from specrl.weights import files
 
 TABLE = torch.eye(32) * 3
 TENSORS = [(TensorMeta("table", WeightOwner.POLICY, "float32", (32, 32)), TABLE)]
 DEADLINE_S = 20.0
+REATTACH_S = 1.0
 
 
 @dataclass
@@ -37,7 +39,7 @@ class Replica:
 async def replica() -> AsyncIterator[Replica]:
     engine = TableEngine(shape=TableShape(token_seconds=0.001))
     await engine.start()
-    service = GenerationService(engine, Weights(timeout_s=1, attempts=1))
+    service = GenerationService(engine, Weights(), reattach_s=REATTACH_S)
     server, port = await serve(
         lambda it: generation_pb2_grpc.add_GenerationServiceServicer_to_server(service, it), "127.0.0.1", 0
     )
@@ -60,21 +62,31 @@ async def test_rollouts_are_streamed(replica: Replica) -> None:
 
 async def test_update_goes_through_and_is_timed(replica: Replica) -> None:
     sender = WeightSender()
-    assert await replica.client.prepare_update(0, DEADLINE_S) >= 0
     (received, seconds), sent = await asyncio.gather(
         replica.client.receive_weights(0, sender.group(), manifest_of(TENSORS)), sender.send(TENSORS, 0)
     )
     assert (received, seconds > 0) == (sent, True)
     timing = await replica.client.commit_update(sent, DEADLINE_S)
-    assert min(timing.verify_s, timing.load_s, timing.resume_s) >= 0
+    assert min(timing.verify_s, timing.pause_s, timing.load_s, timing.resume_s) >= 0
     status = await replica.client.status()
     assert (status.policy_version, status.is_paused) == (0, False)
     sender.close()
 
 
+async def test_weights_can_arrive_as_files(replica: Replica, tmp_path: Path) -> None:
+    sums = files.write(tmp_path / "version", manifest_of(TENSORS), [(meta.name, tensor) for meta, tensor in TENSORS])
+    group = WeightGroup("", "", 0, 0, 1, DEADLINE_S, "checkpoint", str(tmp_path / "version"))
+    received, _ = await replica.client.receive_weights(4, group, manifest_of(TENSORS))
+    assert received == WeightChecksums(4, sums)
+    await replica.client.commit_update(received, DEADLINE_S)
+    assert (await replica.client.status()).policy_version == 4
+    lost = replace(group, folder=str(tmp_path / "another"))
+    with pytest.raises(ChecksumMismatch, match="must be whole"):
+        await replica.client.receive_weights(5, lost, manifest_of(TENSORS))
+
+
 async def test_replica_that_serves_another_drafter_than_was_sent_is_an_error(replica: Replica) -> None:
     sender = WeightSender()
-    await replica.client.prepare_update(0, DEADLINE_S)
     _, sent = await asyncio.gather(
         replica.client.receive_weights(0, sender.group(), manifest_of(TENSORS)), sender.send(TENSORS, 0)
     )
@@ -88,32 +100,18 @@ async def test_version_that_is_too_old_is_refused(replica: Replica) -> None:
         await anext(replica.client.generate(some(1), False, 3))
 
 
-async def test_mismatch_keeps_the_replica_paused_until_the_update_is_aborted(replica: Replica) -> None:
+async def test_after_a_mismatch_the_old_version_is_served_and_nothing_is_staged(replica: Replica) -> None:
     sender = WeightSender()
-    await replica.client.prepare_update(0, DEADLINE_S)
     _, sent = await asyncio.gather(
         replica.client.receive_weights(0, sender.group(), manifest_of(TENSORS)), sender.send(TENSORS, 0, "table")
     )
     with pytest.raises(ChecksumMismatch, match="table"):
         await replica.client.commit_update(sent, DEADLINE_S)
-    assert (await replica.client.status()).is_paused
-    await replica.client.abort_update(0, DEADLINE_S)
     status = await replica.client.status()
     assert (status.policy_version, status.is_paused) == (-1, False)
     with pytest.raises(VersionConflict):
         await replica.client.commit_update(WeightChecksums(0, (1,)), DEADLINE_S)
     sender.close()
-
-
-async def test_forgotten_update_stays_paused_and_says_so(replica: Replica) -> None:
-    with structlog.testing.capture_logs() as lines:
-        await replica.client.prepare_update(4, DEADLINE_S)
-        async with asyncio.timeout(DEADLINE_S):
-            while not any(line["event"] == "update_forgotten" for line in lines):  # noqa: ASYNC110 - a log
-                await asyncio.sleep(0.05)
-        assert (await replica.client.status()).is_paused
-        await replica.client.abort_update(4, DEADLINE_S)
-    assert replica.service._watcher is None
 
 
 @pytest.mark.parametrize("requests", [[], [*some(2), *some(1)], some(1, 100_000)], ids=["none", "twice", "too-long"])
@@ -133,6 +131,95 @@ async def test_cancelled_call_aborts_what_is_unfinished(replica: Replica) -> Non
         first.cancel()
         while (await replica.client.status()).live_requests > 0:  # noqa: ASYNC110 - a counter
             await asyncio.sleep(0.01)
+
+
+async def break_off(replica: Replica, requests: list[RolloutRequest], tokens: int = 1) -> None:
+    """A call that is broken when all of its rollouts are under way, and so many tokens of them are computed."""
+    goal = (await replica.client.status()).speculation.generated_tokens + tokens
+    stream = replica.client.generate(requests, False, -1, outlives_call=True)
+    first = asyncio.ensure_future(anext(stream))
+    async with asyncio.timeout(DEADLINE_S):
+        while (await replica.client.status()).live_requests < len(requests):  # noqa: ASYNC110 - a counter
+            await asyncio.sleep(0.001)
+        while (await replica.client.status()).speculation.generated_tokens < goal:  # noqa: ASYNC110 - a counter
+            await asyncio.sleep(0.001)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    await stream.aclose()
+
+
+async def test_rollouts_outlive_their_call_and_are_resumed_without_computing_a_token_twice(replica: Replica) -> None:
+    asked = some(3, 60)
+    expected = {found.rollout_id: found async for found in replica.client.generate(asked, False, -1)}
+    before = (await replica.client.status()).speculation.generated_tokens
+    await break_off(replica, asked)
+    assert {held.rollout_id for held in replica.service.held()} == {"r0", "r1", "r2"}
+    resumed = replica.client.generate(asked, False, -1, outlives_call=True, resumes=True)
+    found = {rollout.rollout_id: rollout async for rollout in resumed}
+    for name, rollout in found.items():
+        assert rollout.token_ids_T.tolist() == expected[name].token_ids_T.tolist()
+    after = (await replica.client.status()).speculation.generated_tokens
+    assert after - before == sum(rollout.length for rollout in found.values())
+
+
+async def test_what_was_delivered_can_be_resumed_for_a_while(replica: Replica) -> None:
+    first = [rollout async for rollout in replica.client.generate(some(1), False, -1, outlives_call=True)]
+    again = [rollout async for rollout in replica.client.generate(some(1), False, -1, outlives_call=True, resumes=True)]
+    assert first[0].token_ids_T.tolist() == again[0].token_ids_T.tolist()
+    assert (await replica.client.status()).speculation.generated_tokens == first[0].length
+
+
+async def test_a_call_that_does_not_resume_begins_anew(replica: Replica) -> None:
+    await break_off(replica, some(1, 60))
+    await replica.engine.pause()
+    before = (await replica.client.status()).speculation.generated_tokens
+    stream = replica.client.generate(some(1, 60), False, -1, outlives_call=True)
+    arrival = asyncio.ensure_future(anext(stream))
+    async with asyncio.timeout(DEADLINE_S):
+        while (await replica.client.status()).live_requests < 1:  # noqa: ASYNC110 - a counter
+            await asyncio.sleep(0.001)
+    await asyncio.sleep(0.1)  # both would be live by now
+    await replica.engine.resume()
+    anew = await arrival
+    generated = (await replica.client.status()).speculation.generated_tokens - before
+    assert before > 0
+    assert generated == anew.length, "the old one was aborted, the new one computed whole"
+
+
+async def test_what_is_held_under_the_same_name_for_another_request_is_not_taken(replica: Replica) -> None:
+    await break_off(replica, some(1, 60))
+    other = replace(some(1, 60)[0], sampling=Sampling(60, seed=99))
+    (found,) = [item async for item in replica.client.generate([other], False, -1, outlives_call=True, resumes=True)]
+    (expected,) = [item async for item in replica.client.generate([other], False, -1)]
+    assert found.token_ids_T.tolist() == expected.token_ids_T.tolist()
+
+
+async def test_a_call_whose_rollout_another_call_begins_anew_is_told(replica: Replica) -> None:
+    await replica.engine.pause()
+    first = asyncio.ensure_future(anext(replica.client.generate(some(1, 60), False, -1, outlives_call=True)))
+    async with asyncio.timeout(DEADLINE_S):
+        while not replica.service.held():  # noqa: ASYNC110 - a list
+            await asyncio.sleep(0.001)
+    second = asyncio.ensure_future(anext(replica.client.generate(some(1, 60), False, -1, outlives_call=True)))
+    with pytest.raises(PeerUnavailable, match="got dropped"):
+        await first
+    await replica.engine.resume()
+    assert (await second).rollout_id == "r0"
+
+
+async def test_what_nobody_comes_back_for_is_aborted_and_forgotten(replica: Replica) -> None:
+    await replica.engine.pause()
+    await break_off(replica, some(3, 200), tokens=0)
+    assert len(replica.service.held()) == 3
+    async with asyncio.timeout(DEADLINE_S):
+        while replica.service.held() or (await replica.client.status()).live_requests:  # noqa: ASYNC110 - a counter
+            await asyncio.sleep(0.01)
+
+
+async def test_what_an_engine_fails_at_is_not_held(replica: Replica) -> None:
+    with pytest.raises(RecordInvalid):
+        await anext(replica.client.generate(some(1, 100_000), False, -1, outlives_call=True))
+    assert replica.service.held() == []
 
 
 async def test_dead_engine_keeps_its_class_across_the_wire(replica: Replica) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.weight_sender import WeightSender, manifest_of
 
-from specrl.errors import ChecksumMismatch, DeadlineExceeded, EngineFailed
+from specrl.errors import ChecksumMismatch, CollectiveFailed, DeadlineExceeded, EngineFailed
 from specrl.generation.vllm_backend import worker
 from specrl.records import TensorMeta, WeightManifest, WeightOwner
 
@@ -32,8 +32,7 @@ def test_manifest_survives_vllms_encoding() -> None:
 
 async def test_what_arrives_is_staged_and_can_be_dropped() -> None:
     sender, receiver, manifest = WeightSender(), a_worker(), manifest_of(TENSORS)
-    receiving = asyncio.to_thread(_receive, receiver, sender, manifest)
-    answer, sent = await asyncio.gather(receiving, sender.send(TENSORS, 1))
+    answer, sent = await asyncio.gather(_receive(receiver, sender, manifest), sender.send(TENSORS, 1))
     assert worker.unwrap(answer) == list(sent.checksums)
     assert receiver.specrl_staged is not None
     for (meta, tensor), (expected_meta, expected) in zip(receiver.specrl_staged, TENSORS, strict=True):
@@ -45,17 +44,35 @@ async def test_what_arrives_is_staged_and_can_be_dropped() -> None:
     sender.close()
 
 
-def _receive(receiver: worker.WorkerExtension, sender: WeightSender, manifest: WeightManifest) -> worker.Answer:
-    return receiver.specrl_receive(vars(sender.group()), worker.manifest_to_rows(manifest), manifest.bucket_bytes)
+async def _receive(receiver: worker.WorkerExtension, sender: WeightSender, manifest: WeightManifest) -> worker.Answer:
+    """Begin, and ask until everything has arrived, as the engine does."""
+    rows = worker.manifest_to_rows(manifest)
+    assert worker.unwrap(receiver.specrl_receive(vars(sender.group()), rows, manifest.bucket_bytes)) is None
+    while (answer := receiver.specrl_received()) == {"value": None}:  # noqa: ASYNC110 - another thread
+        await asyncio.sleep(0.002)
+    return answer
 
 
 async def test_broken_transfer_stages_nothing_and_leaves_the_group() -> None:
     sender, receiver = WeightSender(timeout_s=0.5), a_worker()
-    answer = await asyncio.to_thread(_receive, receiver, sender, manifest_of(TENSORS))
+    answer = await _receive(receiver, sender, manifest_of(TENSORS))
     with pytest.raises((DeadlineExceeded, ConnectionError)):
         worker.unwrap(answer)
     assert receiver.specrl_staged is None
     assert receiver.specrl_group is None
+    sender.close()
+
+
+async def test_one_transfer_at_a_time_and_none_is_received_that_was_not_begun() -> None:
+    sender, receiver, manifest = WeightSender(timeout_s=0.5), a_worker(), manifest_of(TENSORS)
+    rows = worker.manifest_to_rows(manifest)
+    with pytest.raises(CollectiveFailed, match="got nothing"):
+        worker.unwrap(receiver.specrl_received())
+    worker.unwrap(receiver.specrl_receive(vars(sender.group()), rows, manifest.bucket_bytes))
+    with pytest.raises(CollectiveFailed, match="one transfer at a time"):
+        worker.unwrap(receiver.specrl_receive(vars(sender.group()), rows, manifest.bucket_bytes))
+    while receiver.specrl_received() == {"value": None}:  # noqa: ASYNC110 - another thread
+        await asyncio.sleep(0.002)
     sender.close()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.run_files import a_model_folder, a_run, write_safetensors
+from tests.tiny_models import make_tokenizer
 
 from specrl.errors import CheckpointInvalid, DatasetInvalid, MemoryTooSmall, PortTaken, SpecInvalid
 from specrl.launcher import preflight
@@ -184,6 +185,18 @@ def test_malformed_line_is_named_by_file_and_line(tmp_path: Path) -> None:
         preflight.check_prompts(a_spec(tmp_path, prompts={"source": {"jsonl": {"path": str(data)}}, "maxTokens": 80}))
 
 
+def test_lines_that_are_left_out_are_told_to_the_user(tmp_path: Path) -> None:
+    a_model_folder(tmp_path / "model")
+    data = tmp_path / "train.jsonl"
+    sound = '{"question": "1+1?", "answer": "2"}\n'
+    data.write_text(f'{sound}{{\n{sound}{{"question": "{"x" * 90}", "answer": "1"}}\n')
+    source = {"jsonl": {"path": str(data), "onBadLine": "Skip"}}
+    skipped, repeated = preflight.check_prompts(a_spec(tmp_path, prompts={"source": source, "maxTokens": 80}))
+    assert skipped.startswith("2 problems are left out")
+    assert "train.jsonl:2: must be a JSON object" in skipped
+    assert repeated.startswith("1 problems ask")
+
+
 def test_answer_that_the_verifier_cannot_compare_with_is_named_by_file_and_line(tmp_path: Path) -> None:
     a_model_folder(tmp_path / "model")
     data = tmp_path / "train.jsonl"
@@ -237,3 +250,19 @@ def test_container_limit_counts_as_the_machine(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("max\n")
     assert preflight.available_memory_bytes(tmp_path) > 600
     assert preflight.available_memory_bytes(tmp_path / "none") > 600
+
+
+def test_a_verifier_that_cannot_work_here_is_refused(tmp_path: Path) -> None:
+    a_model_folder(tmp_path / "model")
+    spec = a_spec(tmp_path, rewards={"python": {"function": "no_such_module:grade", "folder": str(tmp_path)}})
+    with pytest.raises(SpecInvalid, match=r"rewards\.python\.function: must be importable, got ModuleNotFoundError"):
+        preflight.check(spec, available_bytes=lambda: 64 * GIB)
+
+
+def test_a_tool_that_cannot_be_called_or_cannot_answer_is_refused(tmp_path: Path) -> None:
+    make_tokenizer(tmp_path / "model", 264)
+    nobody = {"answeredBy": {"python": {"function": "nobodys_tools:answer"}}, "maxOutputTokens": 4}
+    with pytest.raises(SpecInvalid, match=r"tools\.callEnd: must be text that the policy's tokenizer can say"):
+        preflight.check_tools(a_spec(tmp_path, tools=nobody | {"callEnd": "<|im_end|>"}))
+    with pytest.raises(SpecInvalid, match=r"tools\.answeredBy\.python\.function: must be importable"):
+        preflight.check_tools(a_spec(tmp_path, tools=nobody))

@@ -54,7 +54,13 @@ def a_status(**changes: Any) -> Status:
         "policyVersion": 3,
         "replicas": [
             {"id": "gen-0", "state": "serving", "policyVersion": 3, "liveRollouts": 7},
-            {"id": "gen-1", "state": "syncing", "policyVersion": 2, "liveRollouts": 0},
+            {
+                "id": "gen-1",
+                "state": "suspect",
+                "policyVersion": 2,
+                "liveRollouts": 0,
+                "reason": "it is " + "late " * 30,
+            },
         ],
         "trainer": "ready",
         "rolloutsCollected": 12,
@@ -98,7 +104,7 @@ def test_live_area_shows_phase_replicas_trainer_and_progress() -> None:
         "http://127.0.0.1:8000",
         "training",
         "gen-0 serving v3 (7 live)",
-        "gen-1 syncing v2 (0 live)",
+        "gen-1 suspect v2 (0 live): it is late",
         "ready",
         "requeued 2",
         "12/32",

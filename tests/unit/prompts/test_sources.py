@@ -11,8 +11,9 @@ import pyarrow.parquet
 import pytest
 
 from specrl.errors import DatasetInvalid
+from specrl.prompts import sources
 from specrl.prompts.sources import Problem, open_source
-from specrl.spec.data import FieldMapping, FileSource, GeneratedSource, PromptSource
+from specrl.spec.data import FieldMapping, FileSource, GeneratedSource, OnBadLine, PromptSource
 
 
 def jsonl(tmp_path: Path, *lines: str | bytes, **fields: str) -> PromptSource:
@@ -151,3 +152,53 @@ def test_trained_questions_are_drawn_around_in_a_family_and_refused_in_a_file(tm
     assert trained.isdisjoint(held_out.problem(i).question for i in range(50))
     with pytest.raises(DatasetInvalid, match="jsonl:2: is trained on"):
         open_source(jsonl(tmp_path, record("new"), record("old")), exclude={"old"})
+
+
+def skipping(path: Path) -> PromptSource:
+    kind = "parquet" if path.suffix == ".parquet" else "jsonl"
+    return PromptSource(**{kind: FileSource(path=str(path), on_bad_line=OnBadLine.SKIP)})
+
+
+def test_bad_lines_may_be_skipped_and_are_counted_with_their_line(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    lines = [
+        record("a").encode(),
+        b"{",
+        b'{"question": "\xff", "answer": "1"}',
+        record("").encode(),
+        record("b").encode(),
+    ]
+    path.write_bytes(b"\n".join(lines))
+    source = open_source(skipping(path))
+    assert [(source.problem(i).question, source.place(i)) for i in range(len(source))] == [
+        ("a", f"{path}:1"),
+        ("b", f"{path}:5"),
+    ]
+    assert [fault.split(": ")[0] for fault in source.left_out.skipped] == [f"{path}:{line}" for line in (2, 3, 4)]
+
+
+def test_bad_rows_of_a_table_may_be_skipped(tmp_path: Path) -> None:
+    parquet(tmp_path, {"question": ["a", None, " "], "answer": ["1", "2", "3"]})
+    source = open_source(skipping(tmp_path / "data.parquet"))
+    assert (len(source), len(source.left_out.skipped)) == (1, 2)
+
+
+def test_a_file_of_bad_lines_alone_is_refused_though_they_may_be_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text("{\nnull\n")
+    with pytest.raises(DatasetInvalid, match=r"data\.jsonl:1: must be a JSON object"):
+        open_source(skipping(path))
+
+
+def test_a_question_that_is_there_again_is_kept_and_counted(tmp_path: Path) -> None:
+    source = open_source(jsonl(tmp_path, record("a"), record("b"), record("a"), record("a", "3")))
+    assert (len(source), source.left_out.repeated) == (4, 2)
+
+
+def test_a_line_without_an_end_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "LINE_BYTES", 1000)
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(record("a").encode() + b"\n" + b"x" * 5000 + b"\n" + record("b").encode())
+    source = open_source(skipping(path))
+    assert [source.place(i) for i in range(len(source))] == [f"{path}:1", f"{path}:3"]
+    assert "must be at most 1000 bytes" in source.left_out.skipped[0]

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from specrl.errors import CheckpointInvalid, DatasetInvalid
 from specrl.prompts import load_prompts, load_validation
 from specrl.prompts.stream import epoch_order
+from specrl.prompts.templates import PromptTemplate
 from specrl.spec import RunSpec
 
 Build = Callable[..., RunSpec]
@@ -25,6 +26,19 @@ def a_file(tmp_path: Path, count: int, name: str = "train.jsonl") -> dict[str, o
     path = tmp_path / name
     path.write_text("".join(json.dumps({"question": f"{name} {i}?", "answer": str(i)}) + "\n" for i in range(count)))
     return {"jsonl": {"path": str(path)}}
+
+
+def test_a_group_tokenizes_its_prompt_once_however_often_it_asks(
+    tmp_path: Path, a_spec: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = load_prompts(a_spec({"source": a_file(tmp_path, 3)}))
+    asked: list[str] = []
+    tokenize = PromptTemplate.tokenize
+    monkeypatch.setattr(PromptTemplate, "tokenize", lambda self, text: asked.append(text) or tokenize(self, text))
+    first = [stream.prompt(position) for position in (0, 1, 0, 1, 0)]
+    assert len(asked) == 2
+    assert [prompt.position for prompt in first] == [0, 1, 0, 1, 0]
+    assert stream.prompt(3).position == 3, "the first problem of the next epoch is another prompt"
 
 
 @given(count=st.integers(1, 300), seed=st.integers(-(2**70), 2**70), epoch=st.integers(0, 2**40))

@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 
 from specrl.errors import RecordInvalid
-from specrl.records import Batch, FinishReason, Group, Prompt, Reward, Rollout, TrainRollout, VersionSpan
+from specrl.records import (
+    Batch,
+    FinishReason,
+    Group,
+    OutputSpan,
+    Prompt,
+    Reward,
+    Rollout,
+    TrainRollout,
+    VersionSpan,
+)
 
 
 def a_rollout(**changes: Any) -> Rollout:
@@ -58,6 +68,7 @@ EMPTY = {"token_ids_T": np.array([], np.int32), "sampler_logprobs_T": logprobs()
         ({"versions": (VersionSpan(3, 0, 2), VersionSpan(4, 1, 3))}, "cover every token once"),
         ({"versions": (VersionSpan(3, 0, 1), VersionSpan(4, 2, 3))}, "cover every token once"),
         ({"versions": (VersionSpan(3, 0, 0), VersionSpan(4, 0, 3))}, "cover every token once"),
+        ({"versions": (VersionSpan(4, 0, 1), VersionSpan(3, 1, 3))}, "never fall"),
     ],
 )
 def test_every_kind_of_poison_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
@@ -72,11 +83,66 @@ def test_an_over_long_rollout_is_refused() -> None:
         a_rollout().check(max_tokens=2)
 
 
+def test_a_rollout_has_tokens_of_the_versions_that_its_replica_served_and_of_no_other() -> None:
+    for served in (range(3, 5), range(9)):
+        a_rollout().check(3, served)
+    for served, said in ((range(4, 5), "4 to 4"), (range(4), "0 to 3")):
+        with pytest.raises(RecordInvalid, match=f"its replica served, {said}, got"):
+            a_rollout().check(3, served)
+
+
 def test_policy_lag_counts_from_the_oldest_token() -> None:
     rollouts = [a_rollout(), a_rollout(versions=(VersionSpan(6, 0, 2), VersionSpan(2, 2, 3)))]
     batch = Batch(8, tuple(TrainRollout((1,), rollout, 0.0) for rollout in rollouts))
     assert [rollout.oldest_version for rollout in rollouts] == [3, 2]
     assert batch.policy_lags == [4, 5]
+
+
+def with_outputs(*outputs: tuple[int, int], **changes: Any) -> Rollout:
+    """Seven tokens, of which a tool wrote those of `outputs`."""
+    spans = tuple(OutputSpan(*span) for span in outputs)
+    is_output_T = np.zeros(7, dtype=bool)
+    for first, end in outputs:
+        is_output_T[first:end] = True
+    edges = [0, *(edge for span in outputs for edge in span), 7]
+    sampled = [(first, end) for first, end in zip(edges[::2], edges[1::2], strict=True) if end > first]
+    sound: dict[str, Any] = {
+        "token_ids_T": np.arange(5, 12, dtype=np.int32),
+        "sampler_logprobs_T": np.where(is_output_T, 0, -0.5).astype(np.float32),
+        "versions": tuple(VersionSpan(3 + place, first, end) for place, (first, end) in enumerate(sampled)),
+        "outputs": spans,
+    }
+    return a_rollout(**sound | changes)
+
+
+def test_what_a_tool_wrote_is_neither_sampled_nor_of_a_version() -> None:
+    rollout = with_outputs((2, 4), (5, 6))
+    rollout.check(max_tokens=7)
+    assert rollout.turns == ((0, 2), (4, 5), (6, 7))
+    assert rollout.sampled_N.tolist() == [0, 1, 4, 6]
+    assert (rollout.length, rollout.sampled_length, rollout.oldest_version) == (7, 4, 3)
+    plain = a_rollout()
+    assert (plain.turns, plain.sampled_length) == (((0, 3),), 3)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "said"),
+    [
+        (with_outputs((0, 2)), "must follow what the policy sampled"),
+        (with_outputs((5, 7)), "the last token must be sampled"),
+        (with_outputs((2, 3), (3, 4)), "must follow what the policy sampled"),
+        (with_outputs((2, 4), outputs=()), "cover every token once"),
+        (with_outputs((2, 4), outputs=(OutputSpan(2, 5),)), "cover every token once"),
+        (with_outputs((2, 4), outputs=(OutputSpan(2, 3),)), "cover every token once"),
+        (with_outputs((2, 4), outputs=(OutputSpan(2, 4), OutputSpan(4, 4))), "cover every token once"),
+        (with_outputs((2, 4), sampler_logprobs_T=logprobs(*[-0.5] * 7)), "must have no log-probabilities"),
+        (with_outputs((2, 4), versions=(VersionSpan(4, 0, 2), VersionSpan(3, 4, 7))), "never fall"),
+        (with_outputs((2, 4), versions=(VersionSpan(3, 4, 7), VersionSpan(4, 0, 2))), "never fall"),
+    ],
+)
+def test_outputs_that_do_not_fit_are_refused(rollout: Rollout, said: str) -> None:
+    with pytest.raises(RecordInvalid, match=said):
+        rollout.check(max_tokens=7)
 
 
 def test_an_ungraded_rollout_is_not_a_zero() -> None:

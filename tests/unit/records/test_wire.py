@@ -17,7 +17,9 @@ from specrl.records import (
     DrafterMetrics,
     FinishReason,
     GenerationStatus,
+    GradedRollout,
     Group,
+    OutputSpan,
     Prompt,
     Reward,
     Rollout,
@@ -61,27 +63,25 @@ rollouts = st.builds(
     replica_id=text,
     text=text,
     seconds=number,
+    outputs=many(st.builds(OutputSpan, int32, int32)),
+    stop=text,
 )
 rewards = st.builds(Reward, st.none() | number, text)
 groups = st.builds(Group, text, prompts, int64, many(rollouts, 3), many(rewards, 3))
-batches = st.builds(Batch, int64, many(st.builds(TrainRollout, many(int32), rollouts, number), 3))
+batches = st.builds(Batch, int64, many(st.builds(TrainRollout, many(int32), rollouts, number), 3), many(int64))
+tensors = st.builds(
+    TensorMeta, text, st.sampled_from(WeightOwner), st.sampled_from(["float32", "bfloat16"]), many(st.integers(0, 2**9))
+)
 manifests = st.builds(
     WeightManifest,
-    many(
-        st.builds(
-            TensorMeta,
-            text,
-            st.sampled_from(WeightOwner),
-            st.sampled_from(["float32", "bfloat16"]),
-            many(st.integers(0, 2**40)),
-        )
-    ),
-    int64,
+    st.lists(tensors, min_size=1, max_size=4, unique_by=lambda tensor: (tensor.owner, tensor.name)).map(tuple),
+    st.integers(1, 2**40),
 )
 checksums = st.builds(WeightChecksums, int64, many(st.integers(0, 2**64 - 1)), int64)
 weight_groups = st.builds(WeightGroup, text, text, int32, int32, int32, number, text)
-counters = st.builds(SpeculationCounters, int64, int64, int64, many(int64), int64)
-statuses = st.builds(GenerationStatus, text, int64, st.booleans(), int32, counters, int64)
+count = st.integers(0, 2**63 - 1)
+counters = st.builds(SpeculationCounters, count, count, count, many(count), count)
+statuses = st.builds(GenerationStatus, text, int64, st.booleans(), st.integers(0, 2**31 - 1), counters, int64)
 drafter_metrics = st.builds(DrafterMetrics, number, number, many(number), number)
 train_metrics = st.builds(
     TrainMetrics,
@@ -181,3 +181,41 @@ def test_an_unknown_tensor_owner_is_refused() -> None:
 def test_zero_is_not_the_same_as_ungraded() -> None:
     group = Group("g", Prompt("p", 0, (), "", ""), 1, (), (Reward(0.0), Reward(None, "crash: died")))
     assert wire.group_from_bytes(wire.group_to_bytes(group)).rewards == group.rewards
+
+
+def test_a_rollout_that_was_stored_before_numbers_were_packed_is_read() -> None:
+    message = rollout_pb2.Rollout(
+        rollout_id="r",
+        token_ids=[3, -1, 2**31 - 1],
+        sampler_logprobs=[-0.5, -1.25, 0.0],
+        versions=[rollout_pb2.VersionSpan(policy_version=1, first=0, end=3)],
+        finish_reason=rollout_pb2.FINISH_REASON_STOP,
+    )
+    rollout = wire.rollout_from_wire(message)
+    assert (rollout.token_ids_T.dtype, rollout.token_ids_T.tolist()) == (np.int32, [3, -1, 2**31 - 1])
+    assert (rollout.sampler_logprobs_T.dtype, rollout.sampler_logprobs_T.tolist()) == (np.float32, [-0.5, -1.25, 0.0])
+
+
+@pytest.mark.parametrize("name", ["packed_token_ids", "packed_sampler_logprobs"])
+def test_packed_numbers_that_were_cut_short_are_refused(name: str) -> None:
+    message = rollout_pb2.Rollout(rollout_id="r", finish_reason=rollout_pb2.FINISH_REASON_STOP, **{name: bytes(7)})
+    with pytest.raises(RecordInvalid, match=r"rollout r: packed numbers must be of 4 bytes each, got 7 bytes"):
+        wire.rollout_from_wire(message)
+
+
+def test_people_read_a_stored_rollout_as_numbers() -> None:
+    rollout = Rollout(
+        rollout_id="r",
+        group_id="g",
+        sample_index=0,
+        token_ids_T=np.asarray([7, 1], dtype=np.int32),
+        sampler_logprobs_T=np.asarray([-0.5, -0.25], dtype=np.float32),
+        versions=(VersionSpan(0, 0, 2),),
+        finish_reason=FinishReason.STOP,
+        replica_id="gen-0",
+        text="seven",
+        seconds=1.0,
+    )
+    found = wire.graded_to_json(wire.graded_to_bytes(GradedRollout(rollout, Reward(1.0))))["rollout"]
+    assert (found["tokenIds"], found["samplerLogprobs"], found["text"]) == ([7, 1], [-0.5, -0.25], "seven")
+    assert not [name for name in found if name.startswith("packed")]

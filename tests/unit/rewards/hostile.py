@@ -7,9 +7,11 @@ import signal
 import time
 from dataclasses import dataclass
 
+from specrl.rewards import Verifier
+
 
 @dataclass(frozen=True)
-class Hostile:
+class Hostile(Verifier):
     def reward(self, reference: str, completion: str) -> float:
         match completion:
             case "hang":

@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from specrl.spec import RunSpec, load_spec
 from specrl.spec.base import Section
+from specrl.spec.cluster_rules import CLUSTER_RULES
 from specrl.spec.reference import page
+from specrl.spec.rules import RULES
 from specrl.spec.stand_ins import section_of
+from specrl.spec.store import Store
 
 REPOSITORY = Path(__file__).parents[3]
 EXAMPLES = sorted((REPOSITORY / "examples").rglob("*.yaml"))
@@ -31,7 +35,9 @@ def test_the_committed_page_is_the_generated_one() -> None:
 
 
 def test_the_page_lists_every_field_with_a_meaning() -> None:
-    rows = [line for line in page().splitlines() if line.startswith("| `")]
+    fields, _, rules = page().partition("## Rules")
+    assert all(rule.must in rules and rule.remedy in rules for rule in (*RULES, *CLUSTER_RULES))
+    rows = [line for line in fields.splitlines() if line.startswith("| `")]
     assert len(rows) == sum(len(section.model_fields) for section in sections())
     for row in rows:
         assert row.rstrip(" |").count(" | ") >= 3, f"a field without a docstring: {row}"
@@ -68,3 +74,13 @@ def test_every_example_is_a_run(example: Path) -> None:
 
 def test_there_are_examples() -> None:
     assert EXAMPLES
+
+
+def test_the_snippet_on_the_page_about_the_store_is_a_store() -> None:
+    text = (REPOSITORY / "docs" / "store.md").read_text(encoding="utf-8")
+    indented = [line[4:] for line in text.splitlines() if line.startswith("    ")]
+    first = indented.index("store:")
+    last = next(place for place, line in enumerate(indented) if place > first and not line.startswith(" "))
+    store = Store.model_validate(yaml.safe_load("\n".join(indented[first:last]))["store"])
+    assert store.redis is not None
+    assert store.redis.replica_acks == 1

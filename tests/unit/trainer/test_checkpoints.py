@@ -1,7 +1,11 @@
 """Which checkpoints count."""
 
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from specrl.errors import CheckpointInvalid
 from specrl.trainer import checkpoints
 
 
@@ -33,3 +37,39 @@ def test_prune_keeps_the_newest_and_removes_half_written_ones(tmp_path: Path) ->
     checkpoints.prune(tmp_path, keep=2)
     left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert left == ["step-000002", "step-000002.metrics.pb", "step-000003", "step-000003.metrics.pb"]
+
+
+def load_all_but(*unreadable: Path) -> tuple[list[Path | None], Callable[[Path | None], None]]:
+    """What was tried, and a backend's `load` that cannot read some."""
+    tried: list[Path | None] = []
+
+    def load(path: Path | None) -> None:
+        tried.append(path)
+        if path in unreadable:
+            raise CheckpointInvalid(f"a checkpoint must be complete, got {path}; delete it")
+
+    return tried, load
+
+
+def test_checkpoint_that_cannot_be_read_is_set_aside_for_the_one_before(tmp_path: Path) -> None:
+    first, second, third = (a_checkpoint(tmp_path, step) for step in (1, 2, 3))
+    tried, load = load_all_but(second, third)
+    assert checkpoints.load_newest(tmp_path, load) == first
+    assert tried == [third, second, first]
+    assert checkpoints.newest(tmp_path) == first
+    assert (tmp_path / "checkpoints" / "unreadable-step-000003" / checkpoints.STATE).is_file()
+
+
+def test_run_whose_checkpoints_cannot_be_read_does_not_begin_anew(tmp_path: Path) -> None:
+    first, second = a_checkpoint(tmp_path, 1), a_checkpoint(tmp_path, 2)
+    tried, load = load_all_but(first, second)
+    with pytest.raises(CheckpointInvalid, match="step-000002"):
+        checkpoints.load_newest(tmp_path, load)
+    assert tried == [second, first]
+    assert [path for _, path in checkpoints.complete(tmp_path)] == [first, second], "nothing is set aside"
+
+
+def test_run_without_checkpoints_loads_the_initial_model(tmp_path: Path) -> None:
+    tried, load = load_all_but()
+    assert checkpoints.load_newest(tmp_path, load) is None
+    assert tried == [None]

@@ -13,7 +13,7 @@ import pytest
 from tests.integration.trainer.runs import a_batch, a_spec
 from tests.stand_ins.trainer_backend import StandInBackend
 
-from specrl.errors import RecordInvalid, TrainerFailed, VersionConflict
+from specrl.errors import PeerUnavailable, RecordInvalid, VersionConflict
 from specrl.records import Batch, TrainMetrics, WeightGroup
 from specrl.rpc.clients import TrainerClient
 from specrl.rpc.server import serve
@@ -155,7 +155,10 @@ async def test_lost_rank_fails_the_call_and_ends_the_watch(tmp_path: Path) -> No
     async with a_trainer(tmp_path, backend) as (client, service):
         watch = asyncio.create_task(service.watch())
         backend.is_lost = True
-        with pytest.raises(TrainerFailed, match="died"):
+        with pytest.raises(PeerUnavailable, match="died"):
+            await client.train_step(a_batch(1, VOCAB), DEADLINE_S)
+        backend.is_lost = False
+        with pytest.raises(PeerUnavailable, match="died"):
             await client.train_step(a_batch(1, VOCAB), DEADLINE_S)
         with pytest.raises(RankLost):
             await watch

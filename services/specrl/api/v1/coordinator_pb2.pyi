@@ -3,8 +3,10 @@
 isort:skip_file
 The coordinator's side of the control plane: peers come to it, so that nobody is configured with a list of peers."""
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from specrl.api.v1 import generation_pb2 as _generation_pb2
 import builtins as _builtins
@@ -44,6 +46,8 @@ class RegisterRequest(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     SPEC_DIGEST_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     peer_id: _builtins.str
     """stable over restarts: gen-0, trainer"""
@@ -53,6 +57,14 @@ class RegisterRequest(_message.Message):
     """host:port of the peer's own service"""
     spec_digest: _builtins.str
     """sha256 of the resolved run file; both sides must run the same"""
+    @_builtins.property
+    def generation(self) -> _generation_pb2.GenerationStatus:
+        """absent from the trainer"""
+
+    @_builtins.property
+    def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldRollout]:
+        """what a replica has under way, or has finished of late: a Generate call may resume it"""
+
     def __init__(
         self,
         *,
@@ -61,14 +73,41 @@ class RegisterRequest(_message.Message):
         incarnation: _builtins.str = ...,
         address: _builtins.str = ...,
         spec_digest: _builtins.str = ...,
+        generation: _generation_pb2.GenerationStatus | None = ...,
+        held: _abc.Iterable[Global___HeldRollout] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_generation", b"_generation", "generation", b"generation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_generation", b"_generation", "address", b"address", "generation", b"generation", "held", b"held", "incarnation", b"incarnation", "peer_id", b"peer_id", "role", b"role", "spec_digest", b"spec_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__generation: _TypeAlias = _typing.Literal["generation"]  # noqa: Y015
+    _WhichOneofArgType__generation: _TypeAlias = _typing.Literal["_generation", b"_generation"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__generation) -> _WhichOneofReturnType__generation | None: ...
+
+Global___RegisterRequest: _TypeAlias = RegisterRequest  # noqa: Y015
+
+@_typing.final
+class HeldRollout(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLLOUT_ID_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    rollout_id: _builtins.str
+    policy_version: _builtins.int
+    """served when it began; none of its tokens is older"""
+    def __init__(
+        self,
+        *,
+        rollout_id: _builtins.str = ...,
+        policy_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "peer_id", b"peer_id", "role", b"role", "spec_digest", b"spec_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version", "rollout_id", b"rollout_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RegisterRequest: _TypeAlias = RegisterRequest  # noqa: Y015
+Global___HeldRollout: _TypeAlias = HeldRollout  # noqa: Y015
 
 @_typing.final
 class RegisterReply(_message.Message):
@@ -127,16 +166,20 @@ class HeartbeatReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     IS_KNOWN_FIELD_NUMBER: _builtins.int
+    MUST_LEAVE_FIELD_NUMBER: _builtins.int
     is_known: _builtins.bool
     """false: register again"""
+    must_leave: _builtins.bool
+    """a replica: it was dismissed; call Leave, then end"""
     def __init__(
         self,
         *,
         is_known: _builtins.bool = ...,
+        must_leave: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_known", b"is_known"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_known", b"is_known", "must_leave", b"must_leave"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -148,17 +191,21 @@ class LeaveRequest(_message.Message):
 
     PEER_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    DRAIN_S_FIELD_NUMBER: _builtins.int
     peer_id: _builtins.str
     incarnation: _builtins.str
+    drain_s: _builtins.float
+    """0: leave at once"""
     def __init__(
         self,
         *,
         peer_id: _builtins.str = ...,
         incarnation: _builtins.str = ...,
+        drain_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "peer_id", b"peer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain_s", b"drain_s", "incarnation", b"incarnation", "peer_id", b"peer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -178,3 +225,37 @@ class LeaveReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LeaveReply: _TypeAlias = LeaveReply  # noqa: Y015
+
+@_typing.final
+class DismissRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICA_ID_FIELD_NUMBER: _builtins.int
+    replica_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        replica_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["replica_id", b"replica_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DismissRequest: _TypeAlias = DismissRequest  # noqa: Y015
+
+@_typing.final
+class DismissReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DismissReply: _TypeAlias = DismissReply  # noqa: Y015

@@ -49,6 +49,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=specrl_dot_api_dot_v1_dot_coordinator__pb2.LeaveRequest.SerializeToString,
                 response_deserializer=specrl_dot_api_dot_v1_dot_coordinator__pb2.LeaveReply.FromString,
                 _registered_method=True)
+        self.Dismiss = channel.unary_unary(
+                '/specrl.api.v1.CoordinatorService/Dismiss',
+                request_serializer=specrl_dot_api_dot_v1_dot_coordinator__pb2.DismissRequest.SerializeToString,
+                response_deserializer=specrl_dot_api_dot_v1_dot_coordinator__pb2.DismissReply.FromString,
+                _registered_method=True)
 
 
 class CoordinatorServiceServicer(object):
@@ -67,7 +72,16 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Leave(self, request, context):
-        """A clean goodbye: what the peer still had goes back to the queue at once.
+        """A clean goodbye. A replica drains first: it gets no new rollouts, and the answer comes when nothing of what it was
+        given is under way, or after drain_s. What it still had then goes back to the queue.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Dismiss(self, request, context):
+        """Has a replica leave, to scale down: it drains as if it had been told to stop, and its process ends.
+        FAILED_PRECONDITION when there is no replica of this name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -90,6 +104,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.Leave,
                     request_deserializer=specrl_dot_api_dot_v1_dot_coordinator__pb2.LeaveRequest.FromString,
                     response_serializer=specrl_dot_api_dot_v1_dot_coordinator__pb2.LeaveReply.SerializeToString,
+            ),
+            'Dismiss': grpc.unary_unary_rpc_method_handler(
+                    servicer.Dismiss,
+                    request_deserializer=specrl_dot_api_dot_v1_dot_coordinator__pb2.DismissRequest.FromString,
+                    response_serializer=specrl_dot_api_dot_v1_dot_coordinator__pb2.DismissReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -173,6 +192,33 @@ class CoordinatorService(object):
             '/specrl.api.v1.CoordinatorService/Leave',
             specrl_dot_api_dot_v1_dot_coordinator__pb2.LeaveRequest.SerializeToString,
             specrl_dot_api_dot_v1_dot_coordinator__pb2.LeaveReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Dismiss(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/specrl.api.v1.CoordinatorService/Dismiss',
+            specrl_dot_api_dot_v1_dot_coordinator__pb2.DismissRequest.SerializeToString,
+            specrl_dot_api_dot_v1_dot_coordinator__pb2.DismissReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -34,7 +34,13 @@ class CoordinatorServiceStub:
     Register: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.RegisterRequest, _coordinator_pb2.RegisterReply]
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.HeartbeatRequest, _coordinator_pb2.HeartbeatReply]
     Leave: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.LeaveRequest, _coordinator_pb2.LeaveReply]
-    """A clean goodbye: what the peer still had goes back to the queue at once."""
+    """A clean goodbye. A replica drains first: it gets no new rollouts, and the answer comes when nothing of what it was
+    given is under way, or after drain_s. What it still had then goes back to the queue.
+    """
+    Dismiss: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.DismissRequest, _coordinator_pb2.DismissReply]
+    """Has a replica leave, to scale down: it drains as if it had been told to stop, and its process ends.
+    FAILED_PRECONDITION when there is no replica of this name.
+    """
 
 @_typing.type_check_only
 class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
@@ -42,7 +48,13 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     Register: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.RegisterRequest, _coordinator_pb2.RegisterReply]  # type: ignore[assignment]
     Heartbeat: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.HeartbeatRequest, _coordinator_pb2.HeartbeatReply]  # type: ignore[assignment]
     Leave: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.LeaveRequest, _coordinator_pb2.LeaveReply]  # type: ignore[assignment]
-    """A clean goodbye: what the peer still had goes back to the queue at once."""
+    """A clean goodbye. A replica drains first: it gets no new rollouts, and the answer comes when nothing of what it was
+    given is under way, or after drain_s. What it still had then goes back to the queue.
+    """
+    Dismiss: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.DismissRequest, _coordinator_pb2.DismissReply]  # type: ignore[assignment]
+    """Has a replica leave, to scale down: it drains as if it had been told to stop, and its process ends.
+    FAILED_PRECONDITION when there is no replica of this name.
+    """
 
 class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -65,6 +77,18 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.LeaveRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.LeaveReply, _abc.Awaitable[_coordinator_pb2.LeaveReply]]:
-        """A clean goodbye: what the peer still had goes back to the queue at once."""
+        """A clean goodbye. A replica drains first: it gets no new rollouts, and the answer comes when nothing of what it was
+        given is under way, or after drain_s. What it still had then goes back to the queue.
+        """
+
+    @_abc_1.abstractmethod
+    def Dismiss(
+        self,
+        request: _coordinator_pb2.DismissRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.DismissReply, _abc.Awaitable[_coordinator_pb2.DismissReply]]:
+        """Has a replica leave, to scale down: it drains as if it had been told to stop, and its process ends.
+        FAILED_PRECONDITION when there is no replica of this name.
+        """
 
 def add_CoordinatorServiceServicer_to_server(servicer: CoordinatorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -60,10 +60,16 @@ class GenerateRequest(_message.Message):
     REQUESTS_FIELD_NUMBER: _builtins.int
     ADMIT_TOGETHER_FIELD_NUMBER: _builtins.int
     MIN_POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    OUTLIVES_CALL_FIELD_NUMBER: _builtins.int
+    RESUMES_FIELD_NUMBER: _builtins.int
     admit_together: _builtins.bool
     """The engine takes all requests before it computes any, so that batches depend on nothing but the request order."""
     min_policy_version: _builtins.int
     """Oldest policy version that may serve these requests; FAILED_PRECONDITION when the replica serves an older one."""
+    outlives_call: _builtins.bool
+    """What is unfinished when the call breaks goes on for generation.reattachS, and is kept as long when it is finished."""
+    resumes: _builtins.bool
+    """Takes what is held under these names, and begins only the rest. Without it all are begun anew. Needs outlives_call."""
     @_builtins.property
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RolloutRequest]: ...
     def __init__(
@@ -72,52 +78,16 @@ class GenerateRequest(_message.Message):
         requests: _abc.Iterable[Global___RolloutRequest] | None = ...,
         admit_together: _builtins.bool = ...,
         min_policy_version: _builtins.int = ...,
+        outlives_call: _builtins.bool = ...,
+        resumes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit_together", b"admit_together", "min_policy_version", b"min_policy_version", "requests", b"requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit_together", b"admit_together", "min_policy_version", b"min_policy_version", "outlives_call", b"outlives_call", "requests", b"requests", "resumes", b"resumes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
-
-@_typing.final
-class PrepareUpdateRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    POLICY_VERSION_FIELD_NUMBER: _builtins.int
-    policy_version: _builtins.int
-    def __init__(
-        self,
-        *,
-        policy_version: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PrepareUpdateRequest: _TypeAlias = PrepareUpdateRequest  # noqa: Y015
-
-@_typing.final
-class PrepareUpdateReply(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PAUSE_SECONDS_FIELD_NUMBER: _builtins.int
-    pause_seconds: _builtins.float
-    def __init__(
-        self,
-        *,
-        pause_seconds: _builtins.float = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pause_seconds", b"pause_seconds"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PrepareUpdateReply: _TypeAlias = PrepareUpdateReply  # noqa: Y015
 
 @_typing.final
 class ReceiveWeightsRequest(_message.Message):
@@ -198,6 +168,7 @@ class CommitUpdateReply(_message.Message):
     RESUME_SECONDS_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     DRAFTER_VERSION_FIELD_NUMBER: _builtins.int
+    PAUSE_SECONDS_FIELD_NUMBER: _builtins.int
     verify_seconds: _builtins.float
     load_seconds: _builtins.float
     resume_seconds: _builtins.float
@@ -205,6 +176,8 @@ class CommitUpdateReply(_message.Message):
     """What is served from now on, for the coordinator to compare with what was sent."""
     drafter_version: _builtins.int
     """policy version at which the drafter was last trained; absent: no drafter"""
+    pause_seconds: _builtins.float
+    """to stop; with load and resume: how long no token was computed"""
     def __init__(
         self,
         *,
@@ -213,50 +186,17 @@ class CommitUpdateReply(_message.Message):
         resume_seconds: _builtins.float = ...,
         policy_version: _builtins.int = ...,
         drafter_version: _builtins.int | None = ...,
+        pause_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_drafter_version", b"_drafter_version", "drafter_version", b"drafter_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drafter_version", b"_drafter_version", "drafter_version", b"drafter_version", "load_seconds", b"load_seconds", "policy_version", b"policy_version", "resume_seconds", b"resume_seconds", "verify_seconds", b"verify_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drafter_version", b"_drafter_version", "drafter_version", b"drafter_version", "load_seconds", b"load_seconds", "pause_seconds", b"pause_seconds", "policy_version", b"policy_version", "resume_seconds", b"resume_seconds", "verify_seconds", b"verify_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__drafter_version: _TypeAlias = _typing.Literal["drafter_version"]  # noqa: Y015
     _WhichOneofArgType__drafter_version: _TypeAlias = _typing.Literal["_drafter_version", b"_drafter_version"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__drafter_version) -> _WhichOneofReturnType__drafter_version | None: ...
 
 Global___CommitUpdateReply: _TypeAlias = CommitUpdateReply  # noqa: Y015
-
-@_typing.final
-class AbortUpdateRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    POLICY_VERSION_FIELD_NUMBER: _builtins.int
-    policy_version: _builtins.int
-    def __init__(
-        self,
-        *,
-        policy_version: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AbortUpdateRequest: _TypeAlias = AbortUpdateRequest  # noqa: Y015
-
-@_typing.final
-class AbortUpdateReply(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AbortUpdateReply: _TypeAlias = AbortUpdateReply  # noqa: Y015
 
 @_typing.final
 class GetGenerationStatusRequest(_message.Message):

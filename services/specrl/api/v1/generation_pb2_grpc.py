@@ -40,11 +40,6 @@ class GenerationServiceStub(object):
                 request_serializer=specrl_dot_api_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=specrl_dot_api_dot_v1_dot_rollout__pb2.Rollout.FromString,
                 _registered_method=True)
-        self.PrepareUpdate = channel.unary_unary(
-                '/specrl.api.v1.GenerationService/PrepareUpdate',
-                request_serializer=specrl_dot_api_dot_v1_dot_generation__pb2.PrepareUpdateRequest.SerializeToString,
-                response_deserializer=specrl_dot_api_dot_v1_dot_generation__pb2.PrepareUpdateReply.FromString,
-                _registered_method=True)
         self.ReceiveWeights = channel.unary_unary(
                 '/specrl.api.v1.GenerationService/ReceiveWeights',
                 request_serializer=specrl_dot_api_dot_v1_dot_generation__pb2.ReceiveWeightsRequest.SerializeToString,
@@ -54,11 +49,6 @@ class GenerationServiceStub(object):
                 '/specrl.api.v1.GenerationService/CommitUpdate',
                 request_serializer=specrl_dot_api_dot_v1_dot_generation__pb2.CommitUpdateRequest.SerializeToString,
                 response_deserializer=specrl_dot_api_dot_v1_dot_generation__pb2.CommitUpdateReply.FromString,
-                _registered_method=True)
-        self.AbortUpdate = channel.unary_unary(
-                '/specrl.api.v1.GenerationService/AbortUpdate',
-                request_serializer=specrl_dot_api_dot_v1_dot_generation__pb2.AbortUpdateRequest.SerializeToString,
-                response_deserializer=specrl_dot_api_dot_v1_dot_generation__pb2.AbortUpdateReply.FromString,
                 _registered_method=True)
         self.GetGenerationStatus = channel.unary_unary(
                 '/specrl.api.v1.GenerationService/GetGenerationStatus',
@@ -71,36 +61,23 @@ class GenerationServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Streams each rollout when it finishes. Cancelling the call aborts what is unfinished.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def PrepareUpdate(self, request, context):
-        """Pauses generation, keeping every unfinished rollout and its KV cache.
+        """Streams each rollout when it finishes. Cancelling the call aborts what is unfinished, unless it outlives the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReceiveWeights(self, request, context):
-        """Joins the weight group if it has not yet, and takes part in one broadcast into a staging area. Loads nothing.
+        """Joins the weight group if it has not yet, and takes part in one broadcast into a staging area, while rollouts go on;
+        or reads the version from the group's folder. Loads nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CommitUpdate(self, request, context):
-        """Compares the staged weights with the trainer's checksums, loads them, takes the version and resumes generation.
-        DATA_LOSS when they differ: the replica stays paused under its old version.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def AbortUpdate(self, request, context):
-        """Drops the staged weights and resumes under the version that was served before.
+        """Compares the staged weights with the trainer's checksums; then pauses, keeping every unfinished rollout and its KV
+        cache, loads them, takes the version and resumes. DATA_LOSS when they differ: the replica serves its old version.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -120,11 +97,6 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     request_deserializer=specrl_dot_api_dot_v1_dot_generation__pb2.GenerateRequest.FromString,
                     response_serializer=specrl_dot_api_dot_v1_dot_rollout__pb2.Rollout.SerializeToString,
             ),
-            'PrepareUpdate': grpc.unary_unary_rpc_method_handler(
-                    servicer.PrepareUpdate,
-                    request_deserializer=specrl_dot_api_dot_v1_dot_generation__pb2.PrepareUpdateRequest.FromString,
-                    response_serializer=specrl_dot_api_dot_v1_dot_generation__pb2.PrepareUpdateReply.SerializeToString,
-            ),
             'ReceiveWeights': grpc.unary_unary_rpc_method_handler(
                     servicer.ReceiveWeights,
                     request_deserializer=specrl_dot_api_dot_v1_dot_generation__pb2.ReceiveWeightsRequest.FromString,
@@ -134,11 +106,6 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.CommitUpdate,
                     request_deserializer=specrl_dot_api_dot_v1_dot_generation__pb2.CommitUpdateRequest.FromString,
                     response_serializer=specrl_dot_api_dot_v1_dot_generation__pb2.CommitUpdateReply.SerializeToString,
-            ),
-            'AbortUpdate': grpc.unary_unary_rpc_method_handler(
-                    servicer.AbortUpdate,
-                    request_deserializer=specrl_dot_api_dot_v1_dot_generation__pb2.AbortUpdateRequest.FromString,
-                    response_serializer=specrl_dot_api_dot_v1_dot_generation__pb2.AbortUpdateReply.SerializeToString,
             ),
             'GetGenerationStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetGenerationStatus,
@@ -173,33 +140,6 @@ class GenerationService(object):
             '/specrl.api.v1.GenerationService/Generate',
             specrl_dot_api_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
             specrl_dot_api_dot_v1_dot_rollout__pb2.Rollout.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def PrepareUpdate(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/specrl.api.v1.GenerationService/PrepareUpdate',
-            specrl_dot_api_dot_v1_dot_generation__pb2.PrepareUpdateRequest.SerializeToString,
-            specrl_dot_api_dot_v1_dot_generation__pb2.PrepareUpdateReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -254,33 +194,6 @@ class GenerationService(object):
             '/specrl.api.v1.GenerationService/CommitUpdate',
             specrl_dot_api_dot_v1_dot_generation__pb2.CommitUpdateRequest.SerializeToString,
             specrl_dot_api_dot_v1_dot_generation__pb2.CommitUpdateReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def AbortUpdate(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/specrl.api.v1.GenerationService/AbortUpdate',
-            specrl_dot_api_dot_v1_dot_generation__pb2.AbortUpdateRequest.SerializeToString,
-            specrl_dot_api_dot_v1_dot_generation__pb2.AbortUpdateReply.FromString,
             options,
             channel_credentials,
             insecure,

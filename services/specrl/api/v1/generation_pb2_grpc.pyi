@@ -33,34 +33,30 @@ class GenerationServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> GenerationServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _rollout_pb2.Rollout]
-    """Streams each rollout when it finishes. Cancelling the call aborts what is unfinished."""
-    PrepareUpdate: _grpc.UnaryUnaryMultiCallable[_generation_pb2.PrepareUpdateRequest, _generation_pb2.PrepareUpdateReply]
-    """Pauses generation, keeping every unfinished rollout and its KV cache."""
+    """Streams each rollout when it finishes. Cancelling the call aborts what is unfinished, unless it outlives the call."""
     ReceiveWeights: _grpc.UnaryUnaryMultiCallable[_generation_pb2.ReceiveWeightsRequest, _generation_pb2.ReceiveWeightsReply]
-    """Joins the weight group if it has not yet, and takes part in one broadcast into a staging area. Loads nothing."""
-    CommitUpdate: _grpc.UnaryUnaryMultiCallable[_generation_pb2.CommitUpdateRequest, _generation_pb2.CommitUpdateReply]
-    """Compares the staged weights with the trainer's checksums, loads them, takes the version and resumes generation.
-    DATA_LOSS when they differ: the replica stays paused under its old version.
+    """Joins the weight group if it has not yet, and takes part in one broadcast into a staging area, while rollouts go on;
+    or reads the version from the group's folder. Loads nothing.
     """
-    AbortUpdate: _grpc.UnaryUnaryMultiCallable[_generation_pb2.AbortUpdateRequest, _generation_pb2.AbortUpdateReply]
-    """Drops the staged weights and resumes under the version that was served before."""
+    CommitUpdate: _grpc.UnaryUnaryMultiCallable[_generation_pb2.CommitUpdateRequest, _generation_pb2.CommitUpdateReply]
+    """Compares the staged weights with the trainer's checksums; then pauses, keeping every unfinished rollout and its KV
+    cache, loads them, takes the version and resumes. DATA_LOSS when they differ: the replica serves its old version.
+    """
     GetGenerationStatus: _grpc.UnaryUnaryMultiCallable[_generation_pb2.GetGenerationStatusRequest, _generation_pb2.GenerationStatus]
 
 @_typing.type_check_only
 class GenerationServiceAsyncStub(GenerationServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _rollout_pb2.Rollout]  # type: ignore[assignment]
-    """Streams each rollout when it finishes. Cancelling the call aborts what is unfinished."""
-    PrepareUpdate: _aio.UnaryUnaryMultiCallable[_generation_pb2.PrepareUpdateRequest, _generation_pb2.PrepareUpdateReply]  # type: ignore[assignment]
-    """Pauses generation, keeping every unfinished rollout and its KV cache."""
+    """Streams each rollout when it finishes. Cancelling the call aborts what is unfinished, unless it outlives the call."""
     ReceiveWeights: _aio.UnaryUnaryMultiCallable[_generation_pb2.ReceiveWeightsRequest, _generation_pb2.ReceiveWeightsReply]  # type: ignore[assignment]
-    """Joins the weight group if it has not yet, and takes part in one broadcast into a staging area. Loads nothing."""
-    CommitUpdate: _aio.UnaryUnaryMultiCallable[_generation_pb2.CommitUpdateRequest, _generation_pb2.CommitUpdateReply]  # type: ignore[assignment]
-    """Compares the staged weights with the trainer's checksums, loads them, takes the version and resumes generation.
-    DATA_LOSS when they differ: the replica stays paused under its old version.
+    """Joins the weight group if it has not yet, and takes part in one broadcast into a staging area, while rollouts go on;
+    or reads the version from the group's folder. Loads nothing.
     """
-    AbortUpdate: _aio.UnaryUnaryMultiCallable[_generation_pb2.AbortUpdateRequest, _generation_pb2.AbortUpdateReply]  # type: ignore[assignment]
-    """Drops the staged weights and resumes under the version that was served before."""
+    CommitUpdate: _aio.UnaryUnaryMultiCallable[_generation_pb2.CommitUpdateRequest, _generation_pb2.CommitUpdateReply]  # type: ignore[assignment]
+    """Compares the staged weights with the trainer's checksums; then pauses, keeping every unfinished rollout and its KV
+    cache, loads them, takes the version and resumes. DATA_LOSS when they differ: the replica serves its old version.
+    """
     GetGenerationStatus: _aio.UnaryUnaryMultiCallable[_generation_pb2.GetGenerationStatusRequest, _generation_pb2.GenerationStatus]  # type: ignore[assignment]
 
 class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -70,15 +66,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_rollout_pb2.Rollout], _abc.AsyncIterator[_rollout_pb2.Rollout]]:
-        """Streams each rollout when it finishes. Cancelling the call aborts what is unfinished."""
-
-    @_abc_1.abstractmethod
-    def PrepareUpdate(
-        self,
-        request: _generation_pb2.PrepareUpdateRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_generation_pb2.PrepareUpdateReply, _abc.Awaitable[_generation_pb2.PrepareUpdateReply]]:
-        """Pauses generation, keeping every unfinished rollout and its KV cache."""
+        """Streams each rollout when it finishes. Cancelling the call aborts what is unfinished, unless it outlives the call."""
 
     @_abc_1.abstractmethod
     def ReceiveWeights(
@@ -86,7 +74,9 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.ReceiveWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.ReceiveWeightsReply, _abc.Awaitable[_generation_pb2.ReceiveWeightsReply]]:
-        """Joins the weight group if it has not yet, and takes part in one broadcast into a staging area. Loads nothing."""
+        """Joins the weight group if it has not yet, and takes part in one broadcast into a staging area, while rollouts go on;
+        or reads the version from the group's folder. Loads nothing.
+        """
 
     @_abc_1.abstractmethod
     def CommitUpdate(
@@ -94,17 +84,9 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.CommitUpdateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.CommitUpdateReply, _abc.Awaitable[_generation_pb2.CommitUpdateReply]]:
-        """Compares the staged weights with the trainer's checksums, loads them, takes the version and resumes generation.
-        DATA_LOSS when they differ: the replica stays paused under its old version.
+        """Compares the staged weights with the trainer's checksums; then pauses, keeping every unfinished rollout and its KV
+        cache, loads them, takes the version and resumes. DATA_LOSS when they differ: the replica serves its old version.
         """
-
-    @_abc_1.abstractmethod
-    def AbortUpdate(
-        self,
-        request: _generation_pb2.AbortUpdateRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_generation_pb2.AbortUpdateReply, _abc.Awaitable[_generation_pb2.AbortUpdateReply]]:
-        """Drops the staged weights and resumes under the version that was served before."""
 
     @_abc_1.abstractmethod
     def GetGenerationStatus(

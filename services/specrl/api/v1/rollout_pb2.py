@@ -24,31 +24,33 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bspecrl/api/v1/rollout.proto\x12\rspecrl.api.v1\"{\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x12\n\nmax_tokens\x18\x04 \x01(\x05\x12\x11\n\x04seed\x18\x05 \x01(\x03H\x00\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\tB\x07\n\x05_seed\"^\n\x06Prompt\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12\x10\n\x08position\x18\x02 \x01(\x03\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x0e\n\x06\x61nswer\x18\x05 \x01(\t\"A\n\x0bVersionSpan\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\r\n\x05\x66irst\x18\x02 \x01(\x05\x12\x0b\n\x03\x65nd\x18\x03 \x01(\x05\"\x87\x02\n\x07Rollout\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x14\n\x0csample_index\x18\x03 \x01(\x05\x12\x11\n\ttoken_ids\x18\x04 \x03(\x05\x12\x18\n\x10sampler_logprobs\x18\x05 \x03(\x02\x12,\n\x08versions\x18\x06 \x03(\x0b\x32\x1a.specrl.api.v1.VersionSpan\x12\x32\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x1b.specrl.api.v1.FinishReason\x12\x12\n\nreplica_id\x18\x08 \x01(\t\x12\x0c\n\x04text\x18\t \x01(\t\x12\x0f\n\x07seconds\x18\n \x01(\x01\"7\n\x06Reward\x12\x12\n\x05value\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x0f\n\x07\x66\x61ilure\x18\x02 \x01(\tB\x08\n\x06_value\"_\n\rGradedRollout\x12\'\n\x07rollout\x18\x01 \x01(\x0b\x32\x16.specrl.api.v1.Rollout\x12%\n\x06reward\x18\x02 \x01(\x0b\x32\x15.specrl.api.v1.Reward\"\xa7\x01\n\x05Group\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12%\n\x06prompt\x18\x02 \x01(\x0b\x32\x15.specrl.api.v1.Prompt\x12\x13\n\x0btarget_step\x18\x03 \x01(\x03\x12(\n\x08rollouts\x18\x04 \x03(\x0b\x32\x16.specrl.api.v1.Rollout\x12&\n\x07rewards\x18\x05 \x03(\x0b\x32\x15.specrl.api.v1.Reward\"d\n\x0cTrainRollout\x12\x18\n\x10prompt_token_ids\x18\x01 \x03(\x05\x12\'\n\x07rollout\x18\x02 \x01(\x0b\x32\x16.specrl.api.v1.Rollout\x12\x11\n\tadvantage\x18\x03 \x01(\x01\"D\n\x05\x42\x61tch\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12-\n\x08rollouts\x18\x02 \x03(\x0b\x32\x1b.specrl.api.v1.TrainRollout*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bspecrl/api/v1/rollout.proto\x12\rspecrl.api.v1\"{\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x12\n\nmax_tokens\x18\x04 \x01(\x05\x12\x11\n\x04seed\x18\x05 \x01(\x03H\x00\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\tB\x07\n\x05_seed\"^\n\x06Prompt\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12\x10\n\x08position\x18\x02 \x01(\x03\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x0e\n\x06\x61nswer\x18\x05 \x01(\t\"A\n\x0bVersionSpan\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\r\n\x05\x66irst\x18\x02 \x01(\x05\x12\x0b\n\x03\x65nd\x18\x03 \x01(\x05\"(\n\nOutputSpan\x12\r\n\x05\x66irst\x18\x01 \x01(\x05\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x05\"\xfc\x02\n\x07Rollout\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x14\n\x0csample_index\x18\x03 \x01(\x05\x12\x11\n\ttoken_ids\x18\x04 \x03(\x05\x12\x18\n\x10sampler_logprobs\x18\x05 \x03(\x02\x12,\n\x08versions\x18\x06 \x03(\x0b\x32\x1a.specrl.api.v1.VersionSpan\x12\x32\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x1b.specrl.api.v1.FinishReason\x12\x12\n\nreplica_id\x18\x08 \x01(\t\x12\x0c\n\x04text\x18\t \x01(\t\x12\x0f\n\x07seconds\x18\n \x01(\x01\x12*\n\x07outputs\x18\x0b \x03(\x0b\x32\x19.specrl.api.v1.OutputSpan\x12\x0c\n\x04stop\x18\x0c \x01(\t\x12\x18\n\x10packed_token_ids\x18\x15 \x01(\x0c\x12\x1f\n\x17packed_sampler_logprobs\x18\x16 \x01(\x0c\"7\n\x06Reward\x12\x12\n\x05value\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x0f\n\x07\x66\x61ilure\x18\x02 \x01(\tB\x08\n\x06_value\"_\n\rGradedRollout\x12\'\n\x07rollout\x18\x01 \x01(\x0b\x32\x16.specrl.api.v1.Rollout\x12%\n\x06reward\x18\x02 \x01(\x0b\x32\x15.specrl.api.v1.Reward\"\xa7\x01\n\x05Group\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12%\n\x06prompt\x18\x02 \x01(\x0b\x32\x15.specrl.api.v1.Prompt\x12\x13\n\x0btarget_step\x18\x03 \x01(\x03\x12(\n\x08rollouts\x18\x04 \x03(\x0b\x32\x16.specrl.api.v1.Rollout\x12&\n\x07rewards\x18\x05 \x03(\x0b\x32\x15.specrl.api.v1.Reward\"d\n\x0cTrainRollout\x12\x18\n\x10prompt_token_ids\x18\x01 \x03(\x05\x12\'\n\x07rollout\x18\x02 \x01(\x0b\x32\x16.specrl.api.v1.Rollout\x12\x11\n\tadvantage\x18\x03 \x01(\x01\"W\n\x05\x42\x61tch\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12-\n\x08rollouts\x18\x02 \x03(\x0b\x32\x1b.specrl.api.v1.TrainRollout\x12\x11\n\tpositions\x18\x03 \x03(\x03*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_TURNS\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'specrl.api.v1.rollout_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1096
-  _globals['_FINISHREASON']._serialized_end=1191
+  _globals['_FINISHREASON']._serialized_start=1274
+  _globals['_FINISHREASON']._serialized_end=1394
   _globals['_SAMPLING']._serialized_start=46
   _globals['_SAMPLING']._serialized_end=169
   _globals['_PROMPT']._serialized_start=171
   _globals['_PROMPT']._serialized_end=265
   _globals['_VERSIONSPAN']._serialized_start=267
   _globals['_VERSIONSPAN']._serialized_end=332
-  _globals['_ROLLOUT']._serialized_start=335
-  _globals['_ROLLOUT']._serialized_end=598
-  _globals['_REWARD']._serialized_start=600
-  _globals['_REWARD']._serialized_end=655
-  _globals['_GRADEDROLLOUT']._serialized_start=657
-  _globals['_GRADEDROLLOUT']._serialized_end=752
-  _globals['_GROUP']._serialized_start=755
-  _globals['_GROUP']._serialized_end=922
-  _globals['_TRAINROLLOUT']._serialized_start=924
-  _globals['_TRAINROLLOUT']._serialized_end=1024
-  _globals['_BATCH']._serialized_start=1026
-  _globals['_BATCH']._serialized_end=1094
+  _globals['_OUTPUTSPAN']._serialized_start=334
+  _globals['_OUTPUTSPAN']._serialized_end=374
+  _globals['_ROLLOUT']._serialized_start=377
+  _globals['_ROLLOUT']._serialized_end=757
+  _globals['_REWARD']._serialized_start=759
+  _globals['_REWARD']._serialized_end=814
+  _globals['_GRADEDROLLOUT']._serialized_start=816
+  _globals['_GRADEDROLLOUT']._serialized_end=911
+  _globals['_GROUP']._serialized_start=914
+  _globals['_GROUP']._serialized_end=1081
+  _globals['_TRAINROLLOUT']._serialized_start=1083
+  _globals['_TRAINROLLOUT']._serialized_end=1183
+  _globals['_BATCH']._serialized_start=1185
+  _globals['_BATCH']._serialized_end=1272
 # @@protoc_insertion_point(module_scope)

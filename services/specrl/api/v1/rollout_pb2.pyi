@@ -30,6 +30,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """end token or stop string"""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """max_tokens or the model's length"""
+    FINISH_REASON_TURNS: _FinishReason.ValueType  # 3
+    """a tool was called in the last turn that a rollout may have"""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper): ...
 
@@ -38,6 +40,8 @@ FINISH_REASON_STOP: FinishReason.ValueType  # 1
 """end token or stop string"""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens or the model's length"""
+FINISH_REASON_TURNS: FinishReason.ValueType  # 3
+"""a tool was called in the last turn that a rollout may have"""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
@@ -151,8 +155,32 @@ class VersionSpan(_message.Message):
 Global___VersionSpan: _TypeAlias = VersionSpan  # noqa: Y015
 
 @_typing.final
+class OutputSpan(_message.Message):
+    """Tokens [first, end) of a rollout are a tool's output: the policy read them and did not sample them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    first: _builtins.int
+    end: _builtins.int
+    def __init__(
+        self,
+        *,
+        first: _builtins.int = ...,
+        end: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "first", b"first"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OutputSpan: _TypeAlias = OutputSpan  # noqa: Y015
+
+@_typing.final
 class Rollout(_message.Message):
-    """One completion of one prompt. Lists are one entry per generated token, the end token included."""
+    """One completion of one prompt. Lists are one entry per token, the end token and the outputs of tools included."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -166,6 +194,10 @@ class Rollout(_message.Message):
     REPLICA_ID_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
+    OUTPUTS_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    PACKED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    PACKED_SAMPLER_LOGPROBS_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     group_id: _builtins.str
     sample_index: _builtins.int
@@ -173,18 +205,30 @@ class Rollout(_message.Message):
     finish_reason: Global___FinishReason.ValueType
     replica_id: _builtins.str
     text: _builtins.str
-    """without special tokens, for the verifier"""
+    """what was sampled, without special tokens, for the verifier"""
     seconds: _builtins.float
-    """from admission to the last token, on the replica"""
+    """from admission to the last token, on the replica, summed over turns"""
+    stop: _builtins.str
+    """the stop string that ended it, the last turn; empty: something else did"""
+    packed_token_ids: _builtins.bytes
+    """int32, little-endian, one after the other"""
+    packed_sampler_logprobs: _builtins.bytes
+    """float32, little-endian; nats, of the distribution that was sampled from; 0"""
     @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of rollouts stored before there was packed_token_ids; empty beside it"""
+
     @_builtins.property
     def sampler_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """nats, of the distribution that was sampled from"""
+        """likewise; see packed_sampler_logprobs"""
 
     @_builtins.property
     def versions(self) -> _containers.RepeatedCompositeFieldContainer[Global___VersionSpan]:
-        """ascending, disjoint, covering every token"""
+        """ascending, disjoint, covering every token but those of outputs"""
+
+    @_builtins.property
+    def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutputSpan]:
+        """ascending, disjoint, neither first nor last; absent: no tool was called"""
 
     def __init__(
         self,
@@ -199,10 +243,14 @@ class Rollout(_message.Message):
         replica_id: _builtins.str = ...,
         text: _builtins.str = ...,
         seconds: _builtins.float = ...,
+        outputs: _abc.Iterable[Global___OutputSpan] | None = ...,
+        stop: _builtins.str = ...,
+        packed_token_ids: _builtins.bytes = ...,
+        packed_sampler_logprobs: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "group_id", b"group_id", "replica_id", b"replica_id", "rollout_id", b"rollout_id", "sample_index", b"sample_index", "sampler_logprobs", b"sampler_logprobs", "seconds", b"seconds", "text", b"text", "token_ids", b"token_ids", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "group_id", b"group_id", "outputs", b"outputs", "packed_sampler_logprobs", b"packed_sampler_logprobs", "packed_token_ids", b"packed_token_ids", "replica_id", b"replica_id", "rollout_id", b"rollout_id", "sample_index", b"sample_index", "sampler_logprobs", b"sampler_logprobs", "seconds", b"seconds", "stop", b"stop", "text", b"text", "token_ids", b"token_ids", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -338,21 +386,29 @@ class Batch(_message.Message):
 
     STEP_FIELD_NUMBER: _builtins.int
     ROLLOUTS_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """>= 1; produces policy version = step"""
     @_builtins.property
     def rollouts(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrainRollout]:
-        """ordered by group, then sample"""
+        """ordered by group, then sample; empty: every prompt of the step failed, and the"""
+
+    @_builtins.property
+    def positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """policy of this version is that of the one before
+        places in the stream, from 0, that the step settles, ascending: trained, or
+        """
 
     def __init__(
         self,
         *,
         step: _builtins.int = ...,
         rollouts: _abc.Iterable[Global___TrainRollout] | None = ...,
+        positions: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["rollouts", b"rollouts", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["positions", b"positions", "rollouts", b"rollouts", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

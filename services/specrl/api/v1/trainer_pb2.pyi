@@ -428,6 +428,52 @@ class BroadcastWeightsReply(_message.Message):
 Global___BroadcastWeightsReply: _TypeAlias = BroadcastWeightsReply  # noqa: Y015
 
 @_typing.final
+class WriteWeightsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANEW_FIELD_NUMBER: _builtins.int
+    anew: _builtins.bool
+    """also when it is there: somebody could not read it"""
+    def __init__(
+        self,
+        *,
+        anew: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["anew", b"anew"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WriteWeightsRequest: _TypeAlias = WriteWeightsRequest  # noqa: Y015
+
+@_typing.final
+class WriteWeightsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WRITTEN_FIELD_NUMBER: _builtins.int
+    FOLDER_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    folder: _builtins.str
+    size_bytes: _builtins.int
+    @_builtins.property
+    def written(self) -> _weights_pb2.WeightChecksums: ...
+    def __init__(
+        self,
+        *,
+        written: _weights_pb2.WeightChecksums | None = ...,
+        folder: _builtins.str = ...,
+        size_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["written", b"written"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "size_bytes", b"size_bytes", "written", b"written"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WriteWeightsReply: _TypeAlias = WriteWeightsReply  # noqa: Y015
+
+@_typing.final
 class SaveCheckpointRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

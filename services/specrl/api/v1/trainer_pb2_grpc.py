@@ -70,6 +70,11 @@ class TrainerServiceStub(object):
                 request_serializer=specrl_dot_api_dot_v1_dot_trainer__pb2.BroadcastWeightsRequest.SerializeToString,
                 response_deserializer=specrl_dot_api_dot_v1_dot_trainer__pb2.BroadcastWeightsReply.FromString,
                 _registered_method=True)
+        self.WriteWeights = channel.unary_unary(
+                '/specrl.api.v1.TrainerService/WriteWeights',
+                request_serializer=specrl_dot_api_dot_v1_dot_trainer__pb2.WriteWeightsRequest.SerializeToString,
+                response_deserializer=specrl_dot_api_dot_v1_dot_trainer__pb2.WriteWeightsReply.FromString,
+                _registered_method=True)
         self.SaveCheckpoint = channel.unary_unary(
                 '/specrl.api.v1.TrainerService/SaveCheckpoint',
                 request_serializer=specrl_dot_api_dot_v1_dot_trainer__pb2.SaveCheckpointRequest.SerializeToString,
@@ -140,6 +145,14 @@ class TrainerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WriteWeights(self, request, context):
+        """Writes the present version into a folder of the run's directory, for transport checkpoint; the one before goes.
+        Answers at once when it is there already, unless anew.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SaveCheckpoint(self, request, context):
         """Writes an atomic checkpoint of the present step: policy, drafter, optimizers, RNG.
         """
@@ -197,6 +210,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.BroadcastWeights,
                     request_deserializer=specrl_dot_api_dot_v1_dot_trainer__pb2.BroadcastWeightsRequest.FromString,
                     response_serializer=specrl_dot_api_dot_v1_dot_trainer__pb2.BroadcastWeightsReply.SerializeToString,
+            ),
+            'WriteWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.WriteWeights,
+                    request_deserializer=specrl_dot_api_dot_v1_dot_trainer__pb2.WriteWeightsRequest.FromString,
+                    response_serializer=specrl_dot_api_dot_v1_dot_trainer__pb2.WriteWeightsReply.SerializeToString,
             ),
             'SaveCheckpoint': grpc.unary_unary_rpc_method_handler(
                     servicer.SaveCheckpoint,
@@ -403,6 +421,33 @@ class TrainerService(object):
             '/specrl.api.v1.TrainerService/BroadcastWeights',
             specrl_dot_api_dot_v1_dot_trainer__pb2.BroadcastWeightsRequest.SerializeToString,
             specrl_dot_api_dot_v1_dot_trainer__pb2.BroadcastWeightsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WriteWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/specrl.api.v1.TrainerService/WriteWeights',
+            specrl_dot_api_dot_v1_dot_trainer__pb2.WriteWeightsRequest.SerializeToString,
+            specrl_dot_api_dot_v1_dot_trainer__pb2.WriteWeightsReply.FromString,
             options,
             channel_credentials,
             insecure,

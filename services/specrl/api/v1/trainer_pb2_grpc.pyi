@@ -49,6 +49,10 @@ class TrainerServiceStub:
     """Opens the rendezvous store of a new weight group, closing the one before. Returns where it listens."""
     BroadcastWeights: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.BroadcastWeightsRequest, _trainer_pb2.BroadcastWeightsReply]
     """Joins the group if it has not yet, broadcasts every bucket, returns the checksums of what was sent."""
+    WriteWeights: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.WriteWeightsRequest, _trainer_pb2.WriteWeightsReply]
+    """Writes the present version into a folder of the run's directory, for transport checkpoint; the one before goes.
+    Answers at once when it is there already, unless anew.
+    """
     SaveCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointReply]
     """Writes an atomic checkpoint of the present step: policy, drafter, optimizers, RNG."""
     ExportModel: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ExportModelRequest, _trainer_pb2.ExportModelReply]
@@ -75,6 +79,10 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     """Opens the rendezvous store of a new weight group, closing the one before. Returns where it listens."""
     BroadcastWeights: _aio.UnaryUnaryMultiCallable[_trainer_pb2.BroadcastWeightsRequest, _trainer_pb2.BroadcastWeightsReply]  # type: ignore[assignment]
     """Joins the group if it has not yet, broadcasts every bucket, returns the checksums of what was sent."""
+    WriteWeights: _aio.UnaryUnaryMultiCallable[_trainer_pb2.WriteWeightsRequest, _trainer_pb2.WriteWeightsReply]  # type: ignore[assignment]
+    """Writes the present version into a folder of the run's directory, for transport checkpoint; the one before goes.
+    Answers at once when it is there already, unless anew.
+    """
     SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointReply]  # type: ignore[assignment]
     """Writes an atomic checkpoint of the present step: policy, drafter, optimizers, RNG."""
     ExportModel: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ExportModelRequest, _trainer_pb2.ExportModelReply]  # type: ignore[assignment]
@@ -140,6 +148,16 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.BroadcastWeightsReply, _abc.Awaitable[_trainer_pb2.BroadcastWeightsReply]]:
         """Joins the group if it has not yet, broadcasts every bucket, returns the checksums of what was sent."""
+
+    @_abc_1.abstractmethod
+    def WriteWeights(
+        self,
+        request: _trainer_pb2.WriteWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_pb2.WriteWeightsReply, _abc.Awaitable[_trainer_pb2.WriteWeightsReply]]:
+        """Writes the present version into a folder of the run's directory, for transport checkpoint; the one before goes.
+        Answers at once when it is there already, unless anew.
+        """
 
     @_abc_1.abstractmethod
     def SaveCheckpoint(

@@ -24,21 +24,21 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bspecrl/api/v1/weights.proto\x12\rspecrl.api.v1\"c\n\nTensorMeta\x12\x0c\n\x04name\x18\x01 \x01(\t\x12)\n\x05owner\x18\x02 \x01(\x0e\x32\x1a.specrl.api.v1.WeightOwner\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\r\n\x05shape\x18\x04 \x03(\x03\"R\n\x0eWeightManifest\x12*\n\x07tensors\x18\x01 \x03(\x0b\x32\x19.specrl.api.v1.TensorMeta\x12\x14\n\x0c\x62ucket_bytes\x18\x02 \x01(\x03\"\x86\x01\n\x0bWeightGroup\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0c\n\x04port\x18\x03 \x01(\x05\x12\x0c\n\x04rank\x18\x04 \x01(\x05\x12\x12\n\nworld_size\x18\x05 \x01(\x05\x12\x11\n\ttimeout_s\x18\x06 \x01(\x01\x12\x11\n\ttransport\x18\x07 \x01(\t\"n\n\x0fWeightChecksums\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x11\n\tchecksums\x18\x02 \x03(\x06\x12\x1c\n\x0f\x64rafter_version\x18\x03 \x01(\x03H\x00\x88\x01\x01\x42\x12\n\x10_drafter_version*^\n\x0bWeightOwner\x12\x1c\n\x18WEIGHT_OWNER_UNSPECIFIED\x10\x00\x12\x17\n\x13WEIGHT_OWNER_POLICY\x10\x01\x12\x18\n\x14WEIGHT_OWNER_DRAFTER\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bspecrl/api/v1/weights.proto\x12\rspecrl.api.v1\"c\n\nTensorMeta\x12\x0c\n\x04name\x18\x01 \x01(\t\x12)\n\x05owner\x18\x02 \x01(\x0e\x32\x1a.specrl.api.v1.WeightOwner\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\r\n\x05shape\x18\x04 \x03(\x03\"R\n\x0eWeightManifest\x12*\n\x07tensors\x18\x01 \x03(\x0b\x32\x19.specrl.api.v1.TensorMeta\x12\x14\n\x0c\x62ucket_bytes\x18\x02 \x01(\x03\"\x96\x01\n\x0bWeightGroup\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0c\n\x04port\x18\x03 \x01(\x05\x12\x0c\n\x04rank\x18\x04 \x01(\x05\x12\x12\n\nworld_size\x18\x05 \x01(\x05\x12\x11\n\ttimeout_s\x18\x06 \x01(\x01\x12\x11\n\ttransport\x18\x07 \x01(\t\x12\x0e\n\x06\x66older\x18\x08 \x01(\t\"n\n\x0fWeightChecksums\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x11\n\tchecksums\x18\x02 \x03(\x06\x12\x1c\n\x0f\x64rafter_version\x18\x03 \x01(\x03H\x00\x88\x01\x01\x42\x12\n\x10_drafter_version*^\n\x0bWeightOwner\x12\x1c\n\x18WEIGHT_OWNER_UNSPECIFIED\x10\x00\x12\x17\n\x13WEIGHT_OWNER_POLICY\x10\x01\x12\x18\n\x14WEIGHT_OWNER_DRAFTER\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'specrl.api.v1.weights_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WEIGHTOWNER']._serialized_start=480
-  _globals['_WEIGHTOWNER']._serialized_end=574
+  _globals['_WEIGHTOWNER']._serialized_start=496
+  _globals['_WEIGHTOWNER']._serialized_end=590
   _globals['_TENSORMETA']._serialized_start=46
   _globals['_TENSORMETA']._serialized_end=145
   _globals['_WEIGHTMANIFEST']._serialized_start=147
   _globals['_WEIGHTMANIFEST']._serialized_end=229
   _globals['_WEIGHTGROUP']._serialized_start=232
-  _globals['_WEIGHTGROUP']._serialized_end=366
-  _globals['_WEIGHTCHECKSUMS']._serialized_start=368
-  _globals['_WEIGHTCHECKSUMS']._serialized_end=478
+  _globals['_WEIGHTGROUP']._serialized_end=382
+  _globals['_WEIGHTCHECKSUMS']._serialized_start=384
+  _globals['_WEIGHTCHECKSUMS']._serialized_end=494
 # @@protoc_insertion_point(module_scope)

@@ -106,6 +106,7 @@ class WeightGroup(_message.Message):
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
+    FOLDER_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """a new one whenever the membership changes"""
     address: _builtins.str
@@ -117,7 +118,9 @@ class WeightGroup(_message.Message):
     timeout_s: _builtins.float
     """of every collective, the rendezvous included"""
     transport: _builtins.str
-    """gloo | nccl"""
+    """gloo | nccl | checkpoint"""
+    folder: _builtins.str
+    """checkpoint: where the version lies, at the callee too; no group is formed"""
     def __init__(
         self,
         *,
@@ -128,10 +131,11 @@ class WeightGroup(_message.Message):
         world_size: _builtins.int = ...,
         timeout_s: _builtins.float = ...,
         transport: _builtins.str = ...,
+        folder: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "group_id", b"group_id", "port", b"port", "rank", b"rank", "timeout_s", b"timeout_s", "transport", b"transport", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "folder", b"folder", "group_id", b"group_id", "port", b"port", "rank", b"rank", "timeout_s", b"timeout_s", "transport", b"transport", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -37,6 +37,7 @@ def environment(spec: RunSpec) -> dict[str, str]:
         # numba (n-gram look-up) must leave OpenMP's thread count alone: see worker, "packed weights".
         "NUMBA_THREADING_LAYER": "workqueue",
         "NUMBA_NUM_THREADS": str(spec.generation.threads),
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # no pickles, whatever is set outside
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # gRPC's threads do not survive a fork
         # Its dozen warnings at every start are about choices that are made on this page.
         "VLLM_LOGGING_LEVEL": "DEBUG" if spec.telemetry.log_level is LogLevel.DEBUG else "ERROR",

@@ -6,13 +6,13 @@ that is missing from an update keeps its old value with a warning. Called by the
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from specrl.errors import CheckpointInvalid, EngineFailed
+from specrl.files import parse_object, read_object
 from specrl.records import WeightManifest, WeightOwner
 from specrl.records.weights import ITEM_BYTES
 
@@ -116,7 +116,7 @@ def _check_same_tokenizer(head: ModelFolder, policy: ModelFolder) -> None:
 
 def _vocabulary(path: Path) -> tuple[Any, Any]:
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = read_object(path)
         added = [(token["id"], token["content"]) for token in raw.get("added_tokens", [])]
         return raw["model"]["vocab"], sorted(added)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -128,10 +128,8 @@ def read_folder(what: str, path: Path, field: str) -> ModelFolder:
     if not path.is_dir():
         raise CheckpointInvalid(f"{what} must be a Hugging Face folder, got no folder at {path}; check {field}")
     try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        if not isinstance(config, dict):
-            raise TypeError("not a mapping")
-    except (OSError, ValueError, TypeError) as error:
+        config = read_object(path / "config.json")
+    except (OSError, ValueError) as error:
         raise CheckpointInvalid(
             f"{what} must have a readable config.json, got {path / 'config.json'}: {error}; check {field}"
         ) from error
@@ -151,7 +149,7 @@ def _check_index(what: str, path: Path, shapes: dict[str, Shape]) -> None:
     if not index.is_file():
         return
     try:
-        listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"].keys()
+        listed = read_object(index)["weight_map"].keys()
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise CheckpointInvalid(f"{what} must have a readable index, got {index}: {error}; copy it again") from error
     missing = sorted(listed - shapes.keys())
@@ -169,7 +167,7 @@ def _shapes(what: str, file: Path) -> dict[str, Shape]:
             length = int.from_bytes(stream.read(8), "little")
             if not 0 < length <= HEADER_LIMIT_BYTES:
                 raise ValueError(f"a header of {length} bytes")
-            header: dict[str, Any] = json.loads(stream.read(length))
+            header: dict[str, Any] = parse_object(stream.read(length))
         header.pop("__metadata__", None)
         end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
         if file.stat().st_size != end:

@@ -73,6 +73,7 @@ class Completion:
             replica_id=replica_id,
             text="".join(self.text),
             seconds=time.monotonic() - self.began,
+            stop=output.stop_reason if isinstance(output.stop_reason, str) else "",
         )
 
 

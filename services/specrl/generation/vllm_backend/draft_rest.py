@@ -1,8 +1,12 @@
 """Lets a drafter rest: for the length `OFF` nothing is drafted and no drafter runs.
 
-vLLM 0.32 runs a learned drafter once a step even for length 0, to keep its KV cache whole; for a drafter that does not
-pay that would be wasted for ever. It also sends every step through the rejection sampler and its preparation, drafts
-or none; a step without drafts is sampled here as it is without speculation, which takes a tenth less time.
+vLLM 0.32 runs a learned drafter once a step even for length 0, to keep its KV cache whole, and prepares every step for
+drafts that it may not have; for a drafter that does not pay that would be wasted for ever. So a step that has no drafts
+to verify and is to make none runs as in an engine without speculation: its model runner has no speculative config for
+so long. One that has drafts of the step before it runs as always, but for the drafter.
+
+With drafting on, a step may still come without any (vLLM's dynamic speculation asked for none, a look-up found none);
+it is sampled without the rejection sampler and its preparation, which takes a tenth less time.
 
 Look-up mechanisms draft only what they find, so a calibration, which needs the cost of full drafts, asks for them with
 `FORCED` added to the length. Both are lengths that vLLM itself never uses, and are taken out in front of the proposer's
@@ -11,6 +15,8 @@ own `propose`. Installed by `worker`, in each of vLLM's workers.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,28 +30,40 @@ FORCED = 1000
 def install(model_runner: Any) -> bool:
     """Wrap a model runner's drafting. False where there is none, or none that takes a length."""
     drafter: Any = getattr(model_runner, "drafter", None)
-    seams = hasattr(model_runner, "propose_draft_token_ids") and hasattr(model_runner, "_sample")
-    if not hasattr(drafter, "propose") or not seams:
+    seams = ("propose_draft_token_ids", "_sample", "execute_model_state")
+    if not hasattr(drafter, "propose") or not all(hasattr(model_runner, seam) for seam in seams):
         return False
     is_lookup = not hasattr(drafter, "model")
     propose, sample = drafter.propose, model_runner._sample
     prepare_and_propose = model_runner.propose_draft_token_ids
+    execute_model, sample_tokens = model_runner.execute_model, model_runner.sample_tokens
 
-    def nothing() -> Any:
-        count = model_runner.input_batch.num_reqs
-        if is_lookup:
-            return [[] for _ in range(count)]
-        return torch.empty(count, 0, dtype=torch.int64, device=model_runner.device)
+    @contextmanager
+    def resting_if(rests: bool) -> Iterator[None]:
+        config = model_runner.speculative_config
+        if rests:
+            model_runner.speculative_config = None
+        try:
+            yield
+        finally:
+            model_runner.speculative_config = config
+
+    def execute_or_rest(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        with resting_if(_rests(scheduler_output)):
+            return execute_model(scheduler_output, *args, **kwargs)
+
+    def sample_tokens_or_rest(*args: Any, **kwargs: Any) -> Any:
+        state = model_runner.execute_model_state
+        with resting_if(state is not None and _rests(state.scheduler_output)):
+            return sample_tokens(*args, **kwargs)
 
     def sample_as_drafted(logits: Any, metadata: Any) -> Any:
         return sample(logits, metadata if _has_drafts(metadata) else None)
 
-    def prepare_and_propose_or_rest(scheduler_output: Any, *args: Any) -> Any:
+    def prepare_and_propose_as_drafted(scheduler_output: Any, *args: Any) -> Any:
         *before, metadata, attention, slots = args
         if _has_drafts(metadata):  # the preparation also tells the next step how many of them were accepted
             return prepare_and_propose(scheduler_output, *args)
-        if scheduler_output.num_spec_tokens_to_schedule == OFF:
-            return nothing()
         return prepare_and_propose(scheduler_output, *before, None, attention, slots)
 
     def propose_or_rest(*args: Any, **kwargs: Any) -> Any:
@@ -53,7 +71,10 @@ def install(model_runner: Any) -> bool:
         length = kwargs["num_speculative_tokens"] if by_name else args[0]
         if length == OFF:
             drafter._last_draft_probs = None
-            return nothing()
+            count = model_runner.input_batch.num_reqs
+            if is_lookup:
+                return [[] for _ in range(count)]
+            return torch.empty(count, 0, dtype=torch.int64, device=model_runner.device)
         if length < FORCED:
             return propose(*args, **kwargs)
         wanted = length - FORCED
@@ -61,8 +82,14 @@ def install(model_runner: Any) -> bool:
         return [(draft + [1] * wanted)[:wanted] for draft in found]
 
     drafter.propose, model_runner._sample = propose_or_rest, sample_as_drafted
-    model_runner.propose_draft_token_ids = prepare_and_propose_or_rest
+    model_runner.propose_draft_token_ids = prepare_and_propose_as_drafted
+    model_runner.execute_model, model_runner.sample_tokens = execute_or_rest, sample_tokens_or_rest
     return True
+
+
+def _rests(scheduler_output: Any) -> bool:
+    """Whether a step neither verifies drafts nor makes any."""
+    return scheduler_output.num_spec_tokens_to_schedule == OFF and not scheduler_output.scheduled_spec_decode_tokens
 
 
 def _has_drafts(metadata: Any) -> bool:

@@ -11,21 +11,25 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import importlib.metadata
 import json
 import os
 import platform
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import structlog
 
 from specrl.errors import EngineFailed
+from specrl.files import SMALL_BYTES, read_object
 from specrl.generation.vllm_backend import cpu_repair
 from specrl.generation.vllm_backend.translation import translated
-from specrl.records import Drafting
+from specrl.records import Drafting, Sampling
 from specrl.spec import RunSpec
+from specrl.telemetry import metrics
 
 SCHEDULERS = "specrl.generation.vllm_backend.scheduler"
 PROMPT_TOKENS = 16  # of a request in a calibration; what a step costs is mostly the weights, not the context
@@ -45,16 +49,21 @@ def configure(config: Any, lengths: Sequence[int]) -> None:
     config.additional_config["specrl"] = {"lengths": list(lengths), "must_force": is_lookup}
 
 
-async def calibrate(llm: Any, file: Path, max_tokens: int) -> None:
-    """Give the controller the costs of steps. Without them it drafts at full length, as a fixed one would."""
+async def calibrate(llm: Any, file: Path, sampling: Sampling) -> None:
+    """Give the controller the costs of steps. Without them it drafts at full length, as a fixed one would.
+
+    sampling: as the run samples, since what it asks for is part of a step's cost; maxTokens as long as requests can be.
+    """
     began = time.monotonic()
     known = _read(file)
-    if known is not None and await _call(llm, "take_costs", known):
-        log.info("draft_costs_read", file=str(file))
-        return
+    if known is not None:
+        if await _call(llm, "take_costs", known):
+            log.info("draft_costs_read", file=str(file))
+            return
+        _pass_over(file, "must hold the seconds of this engine's steps by batch size and draft length")
     nodes = await _call(llm, "nodes")
     for batch in nodes:
-        if not await _calibrate_at(llm, batch, max_tokens):
+        if not await _calibrate_at(llm, batch, sampling):
             log.warning("draft_costs_missing", batch=batch, reason="the batch size was never reached")
             await _call(llm, "drop_calibration")
             return
@@ -63,25 +72,26 @@ async def calibrate(llm: Any, file: Path, max_tokens: int) -> None:
     log.info("draft_costs_measured", seconds=round(time.monotonic() - began, 1), costs=_in_ms(costs), file=str(file))
 
 
-async def _calibrate_at(llm: Any, batch: int, max_tokens: int) -> bool:
+async def _calibrate_at(llm: Any, batch: int, sampling: Sampling) -> bool:
     """Keep `batch` requests decoding until every length has been measured."""
-    from vllm import SamplingParams
     from vllm.inputs.engine import tokens_input
-    from vllm.sampling_params import RequestOutputKind
+
+    from specrl.generation.vllm_backend.completion import sampling_params
 
     await _call(llm, "calibrate", batch)
-    params = SamplingParams(
-        max_tokens=max_tokens, ignore_eos=True, logprobs=0, detokenize=False, output_kind=RequestOutputKind.DELTA
-    )
-    names = [f"calibration-{batch}-{place}" for place in range(batch)]
+    names: list[str] = []
     deadline = time.monotonic() + NODE_PATIENCE_S
     try:
-        for place, name in enumerate(names):
-            prompt = tokens_input([(place * 7 + offset) % 97 + 1 for offset in range(PROMPT_TOKENS)], cache_salt=name)
-            await llm.add_request(name, prompt, params)
         while not await _call(llm, "is_calibrated"):
-            if time.monotonic() > deadline or not llm.output_processor.has_unfinished_requests():
+            if time.monotonic() > deadline:
                 return False
+            if not llm.output_processor.has_unfinished_requests():  # at first, and when the last ones were too short
+                for place in range(batch):
+                    names.append(f"calibration-{batch}-{len(names)}")
+                    ids = [(place * 7 + offset) % 97 + 1 for offset in range(PROMPT_TOKENS)]
+                    params = sampling_params(replace(sampling, seed=place))  # each its own generator, as rollouts have
+                    params.ignore_eos = True
+                    await llm.add_request(names[-1], tokens_input(ids, cache_salt=names[-1]), params)
             await asyncio.sleep(POLL_S)
         return True
     finally:
@@ -157,12 +167,12 @@ def calibration_file(spec: RunSpec, model_configs: Sequence[dict[str, Any]]) -> 
     generation = spec.generation
     parts = {
         "hardware": hardware(),
-        "vllm": cpu_repair.vllm_version(),
+        "versions": [importlib.metadata.version("specrl"), cpu_repair.vllm_version()],
         "models": model_configs,
         "dtype": spec.model.dtype.value,
         "speculation": generation.speculation.model_dump(mode="json", exclude={"eagle3": {"path"}}),
         "engine": generation.model_dump(
-            mode="json", include={"max_live_rollouts", "tensor_parallel", "eager", "threads"}
+            mode="json", include={"max_live_rollouts", "tensor_parallel", "eager", "threads", "sampling"}
         ),
     }
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:24]
@@ -190,10 +200,17 @@ def _in_ms(costs: dict[str, Any]) -> dict[str, list[float]]:
 
 def _read(file: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_object(file, SMALL_BYTES)
+    except FileNotFoundError:
         return None
-    return found if isinstance(found, dict) else None
+    except (OSError, ValueError) as error:
+        _pass_over(file, str(error))
+        return None
+
+
+def _pass_over(file: Path, reason: str) -> None:
+    metrics.FILES_PASSED_OVER.labels("draft_costs").inc()
+    log.warning("draft_costs_passed_over", file=str(file), reason=reason)
 
 
 def _write(file: Path, costs: dict[str, Any]) -> None:

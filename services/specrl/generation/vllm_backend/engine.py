@@ -4,8 +4,9 @@
     SERVING -> (held: requests are queued, nothing is computed) -> SERVING        generate(admit_together=True)
 
 `_lock` is held by whatever pauses, resumes or changes weights; admission takes it too. Waits under it: vLLM's pause
-(ends with the step under way), and a worker in a collective (bounded by the group's `timeout_s`). A rollout's own wait
-is for vLLM's next output and is not under the lock.
+(ends with the step under way), and the load. `_transfer` is held by a transfer: weights arrive in a thread of each
+worker while rollouts go on, the engine asks now and then whether they have, and their collectives have the group's
+`timeout_s`. A rollout's own wait is for vLLM's next output and is under neither lock.
 
 KV cache over versions. vLLM cannot drop cached prefixes while unfinished requests hold blocks. So prompts are salted
 with the number of loads: a prefix computed under one version is never found by a request of another; and requests
@@ -48,6 +49,7 @@ from specrl.records import (
     GenerationStatus,
     Rollout,
     RolloutRequest,
+    Sampling,
     WeightChecksums,
     WeightGroup,
     WeightManifest,
@@ -58,6 +60,9 @@ from specrl.spec.run import KvCache
 INITIAL_VERSION = -1
 CLOSE_GRACE_S = 20.0  # for the engine core to end by itself before it is killed
 COLLECTIVE_MARGIN_S = 10.0  # what a worker's answer may take beyond its collectives' own deadlines
+ARRIVAL_POLL_S = (
+    0.01  # each question waits for the step under way, and delays the next one by less than a tenth of this
+)
 
 log = structlog.get_logger(__name__)
 
@@ -69,6 +74,7 @@ class VllmEngine:
         self._spec = spec
         self._replica_id = replica_id
         self._lock = asyncio.Lock()
+        self._transfer = asyncio.Lock()
         self._live: dict[int, Any] = {}  # id -> Completion
         self._policy_version = INITIAL_VERSION
         self._drafter_version = NO_DRAFTER
@@ -101,7 +107,7 @@ class VllmEngine:
             self._start_vllm()
             await self._inspect()
             if self._draft_lengths:
-                await drafting.calibrate(self._llm, self._calibration_file(), self._longest_calibration)
+                await drafting.calibrate(self._llm, self._calibration_file(), self._calibration_sampling)
                 self._drafting = drafting.Watch(self._llm, self._replica_id)
             with translated("take its first version"):
                 await self._llm.update_weight_version(str(INITIAL_VERSION))
@@ -172,13 +178,12 @@ class VllmEngine:
         return drafting.calibration_file(self._spec, [folder.config for folder in folders if folder])
 
     @property
-    def _longest_calibration(self) -> int:
-        return (
-            self._spec.model.max_length
-            - drafting.PROMPT_TOKENS
-            - self._spec.generation.speculation.num_draft_tokens
-            - 1
-        )
+    def _calibration_sampling(self) -> Sampling:
+        """As the run's rollouts are drawn, and as long as the context allows."""
+        spec, generation = self._spec, self._spec.generation
+        longest = spec.model.max_length - drafting.PROMPT_TOKENS - generation.speculation.num_draft_tokens - 1
+        sampling = generation.sampling
+        return Sampling(longest, float(sampling.temperature), float(sampling.top_p), sampling.top_k)
 
     def _check_memory(self) -> None:
         dtype = self._spec.model.dtype.value
@@ -286,11 +291,14 @@ class VllmEngine:
         self._check_alive()
         began = time.monotonic()
         async with self._lock:
-            if not self._is_paused:
-                with translated("pause"):
-                    await self._llm.pause_generation(mode="keep", clear_cache=False)
-                self._is_paused = True
+            await self._pause()
         return time.monotonic() - began
+
+    async def _pause(self) -> None:
+        if not self._is_paused:
+            with translated("pause"):
+                await self._llm.pause_generation(mode="keep", clear_cache=False)
+            self._is_paused = True
 
     async def resume(self) -> None:
         """Go on computing. Idempotent."""
@@ -315,27 +323,14 @@ class VllmEngine:
             await self._llm.resume_generation()
 
     async def receive(self, group: WeightGroup, manifest: WeightManifest, policy_version: int) -> WeightChecksums:
-        """Take part in one broadcast into the workers' staging areas. Only while paused. Loads nothing."""
+        """Take part in one broadcast into the workers' staging areas, while rollouts go on. Loads nothing."""
         self._check_alive()
         checkpoint.check_manifest(manifest, self._policy, self._head)
-        async with self._lock:
-            if not self._is_paused:
-                raise VersionConflict(
-                    f"weights of version {policy_version} must arrive at a paused replica, got one that is serving; "
-                    "prepare the update first"
-                )
+        async with self._transfer:
             self._staged = None
             rows = worker.manifest_to_rows(manifest)
-            call = self._call_workers("specrl_receive", asdict(group), rows, manifest.bucket_bytes)
-            try:
-                received = await asyncio.wait_for(call, 2 * group.timeout_s + COLLECTIVE_MARGIN_S)
-            except TimeoutError as error:
-                if isinstance(error, SpecrlError):
-                    raise
-                raise DeadlineExceeded(
-                    f"weights of version {policy_version} must arrive within {2 * group.timeout_s:g} s, got none at "
-                    f"rank {group.rank}; the transfer is repeated"
-                ) from error
+            await self._call_workers("specrl_receive", asdict(group), rows, manifest.bucket_bytes)
+            received = await self._arrival(policy_version, 2 * group.timeout_s + COLLECTIVE_MARGIN_S)
             if any(checksums != received[0] for checksums in received):
                 raise ChecksumMismatch(
                     f"all ranks of {self._replica_id} must receive the same weights of version {policy_version}, got "
@@ -346,10 +341,23 @@ class VllmEngine:
             self._staged_has_drafter = manifest.has_drafter
         return self._staged
 
+    async def _arrival(self, policy_version: int, within_s: float) -> list[list[int]]:
+        """Every worker's checksums, once all have everything. Raises what a worker met, or DeadlineExceeded."""
+        began = time.monotonic()
+        while time.monotonic() - began < within_s:
+            found = await self._call_workers("specrl_received")
+            if all(checksums is not None for checksums in found):
+                return found
+            await asyncio.sleep(ARRIVAL_POLL_S)
+        raise DeadlineExceeded(
+            f"weights of version {policy_version} must arrive within {within_s:g} s, got only some at "
+            f"{self._replica_id}; the transfer is repeated"
+        )
+
     async def load(self, sent: WeightChecksums) -> LoadTiming:
-        """Compare what is staged with `sent`, load policy and drafter, take the version, resume."""
+        """Compare what is staged with `sent`, pause, load policy and drafter, take the version, resume."""
         self._check_alive()
-        async with self._lock:
+        async with self._transfer:
             staged = self._staged
             if staged is None:
                 raise VersionConflict(
@@ -362,16 +370,23 @@ class VllmEngine:
                 await self._discard()
                 raise
             self._staged = None
-            began = time.monotonic()
-            try:
-                await self._load_staged(sent.policy_version)
-                self._drafter_version = sent.drafter_version if self._staged_has_drafter else NO_DRAFTER
-            except SpecrlError as error:
-                self._failure = error  # part of the model may be new: this engine must not sample again
-                raise
-            loaded = time.monotonic()
-            await self._resume()
-        return LoadTiming(loaded - began, time.monotonic() - loaded)
+            async with self._lock:
+                return await self._change(sent)
+
+    async def _change(self, sent: WeightChecksums) -> LoadTiming:
+        """Pause, load, resume: all that a rollout notices of an update."""
+        began = time.monotonic()
+        await self._pause()
+        paused = time.monotonic()
+        try:
+            await self._load_staged(sent.policy_version)
+            self._drafter_version = sent.drafter_version if self._staged_has_drafter else NO_DRAFTER
+        except SpecrlError as error:
+            self._failure = error  # part of the model may be new: this engine must not sample again
+            raise
+        loaded = time.monotonic()
+        await self._resume()
+        return LoadTiming(paused - began, loaded - paused, time.monotonic() - loaded)
 
     async def _load_staged(self, policy_version: int) -> None:
         await self._call_workers("specrl_load")
@@ -396,7 +411,7 @@ class VllmEngine:
     async def discard(self) -> None:
         """Drop the staging area. Idempotent."""
         self._check_alive()
-        async with self._lock:
+        async with self._transfer:
             await self._discard()
 
     async def _discard(self) -> None:

@@ -12,13 +12,14 @@ import os
 import threading
 from typing import Any
 
-from specrl.generation.vllm_backend import cpu_repair
+from specrl.generation.vllm_backend import cpu_kernels, cpu_repair
 
 
 def register() -> None:
-    """Repair what must be repaired, open the way to the scheduler, tie child processes to the life of the replica."""
+    """Repair and offer kernels, open the way to the scheduler, tie child processes to the life of the replica."""
     cpu_repair.repair_if_needed()
     cpu_repair.let_top_k_pass_without_drafts()
+    cpu_kernels.register()
     _let_front_end_reach_the_scheduler()
     _die_with_parent()
 

@@ -14,55 +14,17 @@ In a calibration, look-up mechanisms find nothing in random prompts; `FORCED` as
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from specrl.generation.draft_length import OFF, DraftLengths, State, calibrated_lengths
+from specrl.generation.calibration import Calibration
+from specrl.generation.draft_length import OFF, DraftLengths, State
 from specrl.generation.vllm_backend.draft_rest import FORCED
 
 SETTINGS = "specrl"  # of vLLM's additional_config
-PASSES, PASS_STEPS = 3, 4  # of a calibration: every length so often in turn, so many steps each, the first left out
-
-
-class Calibration:
-    """Measures one batch size after the other: the lengths in turn, several times, so that noise meets all alike."""
-
-    def __init__(self, lengths: Sequence[int]) -> None:
-        self.rows: dict[int, list[float]] = {k: [] for k in calibrated_lengths(lengths)}
-        self.begin(0)
-
-    def begin(self, batch: int) -> None:
-        """Measure at this batch size next."""
-        self.batch = batch
-        self._found: dict[int, list[float]] = {k: [] for k in self.rows}
-        self._plan = [k for _ in range(PASSES) for k in self.rows for _ in range(PASS_STEPS)]
-        self._done = 0
-
-    @property
-    def length(self) -> int:
-        """What to draft now."""
-        return self._plan[min(self._done, len(self._plan) - 1)]
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the present batch size has been measured."""
-        return self._done >= len(self._plan)
-
-    def saw_step(self, batch: int, k: int, seconds: float) -> None:
-        """A step of pure decoding ended, which verified and drafted k tokens each."""
-        if self._done >= len(self._plan) or (batch, k) != (self.batch, self.length):
-            return
-        if self._done % PASS_STEPS:
-            self._found[k].append(seconds)
-        self._done += 1
-        if self._done == len(self._plan):
-            for length, found in self._found.items():
-                self.rows[length].append(statistics.median(found))
 
 
 class DraftLengthScheduler(Scheduler):

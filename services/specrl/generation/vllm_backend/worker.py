@@ -1,7 +1,9 @@
 """Methods that vLLM mixes into its workers (`worker_extension_cls`), called by the engine through `collective_rpc`.
 
-    EMPTY --receive--> STAGED --load--> EMPTY (the model is the new version)
-                       STAGED --discard / receive--> EMPTY
+    EMPTY --receive--> ARRIVING --received--> STAGED --load--> EMPTY (the model is the new version)
+    STAGED --discard / receive--> EMPTY
+
+ARRIVING is a thread: the worker's own goes on computing tokens. It ends by the deadlines of the group's collectives.
 
 The model changes in `load` only, which nobody calls before every rank's checksums have been compared, so a corrupt or
 broken transfer never reaches it. Policy and drafter are loaded in one call, while the scheduler is paused.
@@ -24,13 +26,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from specrl.errors import BY_NAME, EngineFailed, SpecrlError
+from specrl.errors import BY_NAME, CollectiveFailed, EngineFailed, SpecrlError
 from specrl.generation.vllm_backend import cpu_repair, draft_rest
 from specrl.records import TensorMeta, WeightGroup, WeightManifest, WeightOwner
+from specrl.weights import files
 from specrl.weights.group import BroadcastGroup
 from specrl.weights.stream import receive
 
@@ -50,6 +55,7 @@ class WorkerExtension:
 
     specrl_group: BroadcastGroup | None = None
     specrl_staged: Staged | None = None
+    specrl_arriving: Future[tuple[Staged, tuple[int, ...]]] | None = None
     specrl_threads: int = 0
     rank: int
     model_runner: Any
@@ -60,15 +66,19 @@ class WorkerExtension:
         return _answer(self._specrl_inspect)
 
     def specrl_receive(self, group: dict[str, Any], tensors: list[list[Any]], bucket_bytes: int) -> Answer:
-        """Join the group if needed and take part in one broadcast. Value: the checksums of what arrived."""
+        """Begin to join the group, if needed, and to take part in one broadcast, or to read files. Value: None."""
         return _answer(lambda: self._specrl_receive(WeightGroup(**group), manifest_from_rows(tensors, bucket_bytes)))
+
+    def specrl_received(self) -> Answer:
+        """Has everything arrived? Value: the checksums of what did; None while something is on its way."""
+        return _answer(self._specrl_received)
 
     def specrl_load(self) -> Answer:
         """Load the staged policy and drafter. Value: seconds. After an error the model is in an unknown state."""
         return _answer(self._specrl_load)
 
     def specrl_discard(self) -> Answer:
-        """Drop what is staged. Value: None."""
+        """Drop what is staged. What is still arriving ends by its deadline, and is never asked for. Value: None."""
         self.specrl_staged = None
         return _answer(lambda: None)
 
@@ -86,15 +96,34 @@ class WorkerExtension:
         """The drafter's module, or None. n-gram proposers have no model."""
         return self.model_runner.get_draft_model()
 
-    def _specrl_receive(self, group: WeightGroup, manifest: WeightManifest) -> list[int]:
+    def _specrl_receive(self, group: WeightGroup, manifest: WeightManifest) -> None:
+        before = self.specrl_arriving
+        if before is not None and not before.done():
+            raise CollectiveFailed("a worker must be in one transfer at a time, got another; it ends by its deadline")
         self.specrl_staged = None
-        joined = self._specrl_join(group)
-        try:
-            staged, checksums = receive(joined, manifest)
-        except SpecrlError:
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+        def arrive() -> tuple[Staged, tuple[int, ...]]:
+            if device is not None:
+                torch.cuda.set_device(device)  # each thread has its own
+            if group.folder:
+                return files.read(Path(group.folder), manifest)
+            return receive(self._specrl_join(group), manifest)
+
+        thread = ThreadPoolExecutor(1, thread_name_prefix="specrl-receive")
+        self.specrl_arriving = thread.submit(arrive)
+        thread.shutdown(wait=False)
+
+    def _specrl_received(self) -> list[int] | None:
+        arriving = self.specrl_arriving
+        if arriving is None:
+            raise CollectiveFailed("weights must be on their way to be received, got nothing; the transfer is repeated")
+        if not arriving.done():
+            return None
+        if arriving.exception() is not None:
             self._specrl_leave()  # a collective that broke leaves the group unusable
-            raise
-        self.specrl_staged = staged
+        self.specrl_arriving = None
+        self.specrl_staged, checksums = arriving.result()
         return list(checksums)
 
     def _specrl_join(self, group: WeightGroup) -> BroadcastGroup | HostStaging:
@@ -156,11 +185,16 @@ class HostStaging:
     def __init__(self, group: BroadcastGroup) -> None:
         self._group = group
 
-    def broadcast(self, buffer: torch.Tensor) -> None:
-        """Fill a host buffer with rank 0's bytes."""
+    def start(self, buffer: torch.Tensor) -> Callable[[], None]:
+        """Begin to fill a host buffer with rank 0's bytes; returns the wait for the end of it."""
         on_device = torch.empty_like(buffer, device=self._group.device)
-        self._group.broadcast(on_device)
-        buffer.copy_(on_device)
+        arrived = self._group.start(on_device)
+
+        def wait() -> None:
+            arrived()
+            buffer.copy_(on_device)
+
+        return wait
 
 
 def manifest_to_rows(manifest: WeightManifest) -> list[list[Any]]:

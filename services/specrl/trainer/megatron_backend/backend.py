@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,6 +19,7 @@ import numpy.typing as npt
 import psutil
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch._C._distributed_c10d import TCPStore
 
 from specrl.drafting import budget
@@ -49,8 +51,9 @@ from specrl.trainer.megatron_backend.groups import Groups
 from specrl.trainer.megatron_backend.model import check_layout
 from specrl.trainer.megatron_backend.policy import Policy
 from specrl.trainer.megatron_backend.tensors import MicroBatch, micro_batch
+from specrl.trainer.megatron_backend.turns import turn_lengths, turns_of
+from specrl.weights import files, stream
 from specrl.weights import group as weight_group
-from specrl.weights import stream
 
 cpu_shim.install()
 
@@ -148,6 +151,9 @@ class MegatronBackend:
             raise VersionConflict(
                 f"the trained step must be {self._step + 1}, got step={batch.step}; ask the status and replay"
             )
+        if not batch.rollouts:
+            self._step = batch.step
+            return TrainMetrics.of_nothing(self.policy.learning_rate(batch.step))
         self._check(batch.rollouts)
         started = time.perf_counter()
         cuts = self._micro_batches(batch.rollouts)
@@ -155,7 +161,7 @@ class MegatronBackend:
         logprob_s = time.perf_counter() - started
 
         started = time.perf_counter()
-        tokens = sum(item.rollout.length for item in batch.rollouts)
+        tokens = sum(item.rollout.sampled_length for item in batch.rollouts)
         drafter = self.drafter if self.spec.trainer.drafter.online else None
         lessons: list[Lesson] = []
         if drafter is not None:
@@ -201,23 +207,7 @@ class MegatronBackend:
         if not rollouts:
             raise RecordInvalid("a batch must hold rollouts, got none; send the groups of its step")
         for item in rollouts:
-            ids = item.rollout.token_ids_T
-            length = len(item.prompt_token_ids) + len(ids)
-            if not item.prompt_token_ids or not len(ids) or length > self.config.max_length:
-                raise RecordInvalid(
-                    f"rollout {item.rollout.rollout_id} must have a prompt and at most "
-                    f"{self.config.max_length} tokens, got {len(item.prompt_token_ids)} + {len(ids)}; generate it again"
-                )
-            if max(*item.prompt_token_ids, int(ids.max())) >= self.config.vocab_size:
-                raise RecordInvalid(
-                    f"rollout {item.rollout.rollout_id} must hold token ids below {self.config.vocab_size}, got a "
-                    "larger one; sampler and trainer have different models"
-                )
-            item.rollout.check(len(ids))
-            if not np.isfinite(item.advantage):
-                raise RecordInvalid(
-                    f"rollout {item.rollout.rollout_id}: advantage must be finite, got {item.advantage}"
-                )
+            item.check(self.config.max_length, self.config.vocab_size)
 
     def _micro_batches(self, rollouts: Sequence[TrainRollout]) -> list[MicroBatch]:
         """This rank's share of a batch, in forward passes."""
@@ -238,20 +228,27 @@ class MegatronBackend:
 
     def _lessons(self, drafter: DrafterTrainer, batch: Batch) -> list[Lesson]:
         """What the drafter learns from in this step; the same at every rank."""
+        turns = [turn for index, item in enumerate(batch.rollouts) for turn in turns_of(index, item)]
         samples = [
-            budget.Sample(item.rollout.group_id, len(item.prompt_token_ids), item.rollout.length)
-            for item in batch.rollouts
+            budget.Sample(batch.rollouts[turn.index].rollout.group_id, turn.context, turn.completion) for turn in turns
         ]
         most = self.spec.trainer.drafter.token_budget
         if most is not None:
-            return budget.choose_lessons(samples, batch.step, lambda _tokens, starts: starts, most)
-        head, passes = drafter.head.config, drafter.passes
-        policy = sum(budget.policy_flops(self.config, sample.prompt, sample.completion) for sample in samples)
+            chosen = budget.choose_lessons(samples, batch.step, lambda _tokens, starts: starts, most)
+        else:
+            head, passes = drafter.head.config, drafter.passes
+            chosen = budget.choose_lessons(
+                samples,
+                batch.step,
+                lambda tokens, starts: budget.drafter_flops(head, passes, tokens, starts),
+                budget.ONLINE_SHARE * sum(self._policy_flops(item) for item in batch.rollouts),
+            )
+        return [replace(lesson, index=turns[lesson.index].index) for lesson in chosen]
 
-        def cost(tokens: int, starts: int) -> float:
-            return budget.drafter_flops(head, passes, tokens, starts)
-
-        return budget.choose_lessons(samples, batch.step, cost, budget.ONLINE_SHARE * policy)
+    def _policy_flops(self, item: TrainRollout) -> float:
+        """Of one rollout in a step; what a tool wrote is read as the prompt is."""
+        sampled = item.rollout.sampled_length
+        return budget.policy_flops(self.config, len(item.prompt_token_ids) + item.rollout.length - sampled, sampled)
 
     def _gradients(
         self, cuts: Sequence[MicroBatch], proximal: Sequence[torch.Tensor], tokens: int, lessons: Sequence[Lesson]
@@ -322,7 +319,7 @@ class MegatronBackend:
     @torch.no_grad()
     def evaluate_drafter(self, rollouts: Sequence[TrainRollout]) -> DrafterMetrics:
         drafter = self._drafter_for(rollouts)
-        drafter.begin(self.policy.ends(), [item.rollout.length for item in rollouts])
+        drafter.begin(self.policy.ends(), turn_lengths(rollouts))
         for states in self.hidden_states(rollouts):
             self._teach(drafter, states)
         return drafter.measured(dist.group.WORLD)
@@ -340,7 +337,7 @@ class MegatronBackend:
         """A reduced draft vocabulary is that of the most frequent generated tokens; ties go to the lower id."""
         if not head.config.is_reduced:
             return
-        generated = np.concatenate([item.rollout.token_ids_T for item in rollouts])
+        generated = np.concatenate([item.rollout.token_ids_T[item.rollout.sampled_N] for item in rollouts])
         counts_V = np.bincount(generated, minlength=self.config.vocab_size)
         chosen = np.argsort(-counts_V, kind="stable")[: head.config.draft_vocab_size]
         head.set_draft_vocabulary(torch.from_numpy(chosen.astype(np.int64)))
@@ -348,24 +345,29 @@ class MegatronBackend:
 
     @torch.no_grad()
     def hidden_states(self, rollouts: Sequence[TrainRollout]) -> list[HeadBatch]:
-        """This rank's share of the rollouts with the hidden states that the drafter learns from."""
-        return [self.policy.logits_and_states(cut, self.temperature)[1] for cut in self._micro_batches(rollouts)]
+        """This rank's share of the rollouts' turns with the hidden states that the drafter learns from."""
+        found = []
+        for cut in self._micro_batches(rollouts):
+            turns = [turn for row, index in enumerate(cut.indices) for turn in turns_of(row, rollouts[index])]
+            states = self.policy.logits_and_states(cut, self.temperature)[1].rows([turn.index for turn in turns])
+            found.append(states.cut([turn.context for turn in turns], [turn.length for turn in turns]))
+        return found
 
     @torch.no_grad()
     def score(self, rollouts: Sequence[TrainRollout]) -> list[npt.NDArray[np.float32]]:
         self._check(rollouts)
-        ends = np.cumsum([0, *(item.rollout.length for item in rollouts)])
+        counts = [item.rollout.sampled_length for item in rollouts]
+        ends = np.cumsum([0, *counts])
         # Ranks fill in their own rollouts; the others' zeros make the sum exact.
         whole = torch.zeros(int(ends[-1]), device=self.groups.device)
         for cut in self._micro_batches(rollouts):
             found_T = self.policy.logprobs(self.policy.logits(cut, self.temperature), cut.target_T)
             first = 0
             for index in cut.indices:
-                length = rollouts[index].rollout.length
-                whole[ends[index] : ends[index + 1]] = found_T[first : first + length]
-                first += length
+                whole[ends[index] : ends[index + 1]] = found_T[first : first + counts[index]]
+                first += counts[index]
         dist.all_reduce(whole, group=self.groups.data)
-        return [part.cpu().numpy() for part in torch.split(whole, [item.rollout.length for item in rollouts])]
+        return [part.cpu().numpy() for part in torch.split(whole, counts)]
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
@@ -412,8 +414,21 @@ class MegatronBackend:
             self._exhaust(tensors)
         return WeightChecksums(self._step, checksums, self._drafter_version())
 
+    def write_weights(self, folder: Path) -> WeightChecksums:
+        checksums: tuple[int, ...] = ()
+        tensors = self._all_tensors()
+        try:
+            if self.groups.rank == 0:
+                checksums = files.write(folder, self.describe_weights(), tensors)
+        finally:
+            self._exhaust(tensors)
+        return WeightChecksums(self._step, checksums, self._drafter_version())
+
     def _drafter_version(self) -> int:
-        """The step that last trained the drafter: this one online, else 0, since it is initialised before step 1."""
+        """The step that last trained the drafter: this one online, else 0, since it is initialised before step 1.
+
+        Online a step without rollouts counts too: it moves the policy as little as the drafter.
+        """
         if self.drafter is None:
             return NO_DRAFTER
         return self._step if self.spec.trainer.drafter.online else 0
@@ -436,7 +451,7 @@ class MegatronBackend:
                 if self.drafter is not None:
                     shutil.rmtree(drafter, ignore_errors=True)
                     save_head(drafter, self.drafter.head, self.dtype)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise StoreFailed(
                 f"the export must be written to {directory}, got {error}; make room on the disk"
             ) from error

@@ -13,16 +13,16 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from specrl.drafting.online import DrafterTrainer
 from specrl.errors import CheckpointInvalid, StoreFailed
+from specrl.files import SMALL_BYTES, read_object
 from specrl.trainer.checkpoints import STATE, temporary
 from specrl.trainer.megatron_backend.export import SHARD_BYTES, write_weights
 from specrl.trainer.megatron_backend.groups import Groups
@@ -43,47 +43,43 @@ class State:
 
 
 def save(target: Path, policy: Policy, drafter: DrafterTrainer | None, state: State, groups: Groups) -> None:
-    """Write `target`. A collective. Raises StoreFailed when the disk refuses."""
-    scratch = temporary(target)
-    if groups.rank == 0:
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir(parents=True)
-    dist.barrier()
+    """Write `target`, whole or not at all. A collective. Raises StoreFailed, at rank 0 alone, when the disk refuses."""
+    kinds = policy.state()
     try:
-        for kind, tensors in policy.state().items():
-            _write_kind(scratch / POLICY / kind, tensors, groups)
         if groups.rank == 0:
-            _write_rest(scratch, drafter, state)
-            if target.exists():  # written before, by a step that is now replayed
-                shutil.rmtree(target)
-            scratch.rename(target)
-            _sync(target.parent)
-    except OSError as error:
+            _write(target, kinds, drafter, state)
+    except (OSError, SafetensorError) as error:  # what safetensors writes fails with its own error
+        shutil.rmtree(temporary(target), ignore_errors=True)  # a full disk is full of it, too
         raise StoreFailed(f"a checkpoint must be written to {target}, got {error}; make room on the disk") from error
-    dist.barrier()
-
-
-def _write_kind(folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], groups: Groups) -> None:
-    """One set of tensors. Ranks that share them with rank 0 gather to the end, whatever becomes of the writing."""
-    try:
-        if groups.rank == 0:
-            folder.mkdir(parents=True)
-            write_weights(folder, tensors, SHARD_BYTES)
     finally:
-        if groups.data_rank == 0:
-            for _ in tensors:
-                pass
+        if groups.data_rank == 0:  # these share tensors with rank 0 and gather to the end, whatever becomes of writing
+            for tensors in kinds.values():
+                for _ in tensors:
+                    pass
 
 
-def _write_rest(scratch: Path, drafter: DrafterTrainer | None, state: State) -> None:
+def _write(
+    target: Path, kinds: dict[str, Iterator[tuple[str, torch.Tensor]]], drafter: DrafterTrainer | None, state: State
+) -> None:
+    scratch = temporary(target)
+    shutil.rmtree(scratch, ignore_errors=True)
+    for kind, tensors in kinds.items():
+        (scratch / POLICY / kind).mkdir(parents=True)
+        write_weights(scratch / POLICY / kind, tensors, SHARD_BYTES)
     if drafter is not None:
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state().items()}
-        save_file(tensors, scratch / DRAFTER)
+        save_file(
+            {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state().items()}, scratch / DRAFTER
+        )
     save_file({"cpu": torch.get_rng_state()}, scratch / RANDOM)
     (scratch / STATE).write_text(json.dumps(asdict(state)), encoding="utf-8")
-    for path in scratch.rglob("*"):
-        if path.is_file():
-            _sync(path)
+    for path in (*scratch.rglob("*"), scratch):
+        _sync(path)
+    before = target.with_name(f".{target.name}.before.tmp")  # a name that `prune` clears away
+    if target.exists():  # written before, by a step that is now replayed
+        target.rename(before)
+    scratch.rename(target)
+    _sync(target.parent)
+    shutil.rmtree(before, ignore_errors=True)
 
 
 def _sync(path: Path) -> None:
@@ -98,7 +94,10 @@ def _sync(path: Path) -> None:
 def read_state(source: Path) -> State:
     """Raises CheckpointInvalid for a folder that is no complete checkpoint."""
     try:
-        return State(**json.loads((source / STATE).read_text(encoding="utf-8")))
+        state = State(**read_object(source / STATE, SMALL_BYTES))
+        if [type(value) for value in astuple(state)] != [int, bool, bool] or state.step < 0:
+            raise ValueError(f"got {state}")
+        return state
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointInvalid(
             f"a checkpoint must be complete, got {source}: {error}; delete it and the one before it is used"
@@ -118,7 +117,7 @@ def load(source: Path, policy: Policy, drafter: DrafterTrainer | None) -> State:
         if drafter is not None:
             drafter.load_state(load_file(source / DRAFTER))
         torch.set_rng_state(load_file(source / RANDOM)["cpu"])
-    except (OSError, KeyError, SafetensorError) as error:
+    except (OSError, KeyError, ValueError, RuntimeError, TypeError, SafetensorError) as error:
         raise CheckpointInvalid(
             f"the checkpoint must fit model.path, got {source}: {error}; resume with the model it was made of"
         ) from error

@@ -7,7 +7,6 @@ A parameter that is not in the map is an error, never skipped.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
@@ -21,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from specrl.drafting.policy_config import PolicyConfig
 from specrl.errors import CheckpointInvalid
+from specrl.files import read_object
 
 # Megatron name -> (Hugging Face names, layout). The layer_norm_weight rows are Transformer Engine's fused modules.
 _LAYER: dict[str, tuple[tuple[str, ...], str]] = {
@@ -185,7 +185,7 @@ class FolderReader:
         index = path / "model.safetensors.index.json"
         self._files: dict[str, str] = {}
         if index.exists():
-            self._files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            self._files = read_object(index)["weight_map"]
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor. Raises CheckpointInvalid."""

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import structlog
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
@@ -27,7 +28,11 @@ from specrl.drafting.packing import HeadBatch
 from specrl.errors import StoreFailed
 from specrl.records import DrafterMetrics, TrainRollout
 from specrl.spec.trainer import DrafterLoss
+from specrl.telemetry import metrics as telemetry
 from specrl.trainer.checkpoints import temporary
+from specrl.trainer.megatron_backend.turns import turn_lengths
+
+log = structlog.get_logger(__name__)
 
 STEPS_PER_EPOCH = 32  # optimizer steps
 LAST_RATE = 0.1  # the learning rate falls linearly to this share
@@ -65,11 +70,7 @@ class Initialisation:
     def finished_epochs(self) -> list[DrafterMetrics]:
         """Of an earlier call with the same plan that was interrupted, or came to its end; none where there was none."""
         metadata = self._read()[0]
-        found = json.loads(metadata["metrics"]) if metadata is not None else []
-        return [
-            DrafterMetrics(item["loss"], item["grad_norm"], tuple(item["acceptance_per_position"]), item["seconds"])
-            for item in found
-        ]
+        return _metrics_of(metadata) if metadata is not None else []
 
     def restore(self) -> None:
         """Give the drafter what it had after the last finished epoch."""
@@ -87,7 +88,7 @@ class Initialisation:
         done = []
         for place, chosen in enumerate(order):
             progress = (number * len(steps) + place) / (plan.epochs * len(steps))
-            drafter.begin(ends, [plan.rollouts[i].rollout.length for i in steps[chosen]], criterion)
+            drafter.begin(ends, turn_lengths([plan.rollouts[i] for i in steps[chosen]]), criterion)
             started = time.perf_counter()
             for states in self._cached(int(chosen), steps[chosen]):
                 teach(states)
@@ -106,7 +107,8 @@ class Initialisation:
             tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self._drafter.state().items()}
             save_file(tensors, temporary(file), metadata)
             temporary(file).replace(file)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
+            temporary(file).unlink(missing_ok=True)
             raise StoreFailed(
                 f"the drafter's progress must be written to {file}, got {error}; make room on the disk"
             ) from error
@@ -121,8 +123,11 @@ class Initialisation:
                 metadata = content.metadata() or {}
                 if metadata.get("plan") != self._plan.digest():
                     return None, {}
+                _metrics_of(metadata)
                 return metadata, {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118 - no mapping
-        except (OSError, SafetensorError):
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            telemetry.FILES_PASSED_OVER.labels("drafter_progress").inc()
+            log.warning("drafter_progress_passed_over", path=str(file), reason=str(error))
             return None, {}
 
     def _cached(self, step: int, indices: Sequence[int]) -> list[HeadBatch]:
@@ -135,6 +140,14 @@ class Initialisation:
             self._room -= size
             self._kept[step] = found
         return found
+
+
+def _metrics_of(metadata: dict[str, str]) -> list[DrafterMetrics]:
+    """Of every finished epoch. Raises ValueError, KeyError or TypeError for what `keep` did not write."""
+    return [
+        DrafterMetrics(item["loss"], item["grad_norm"], tuple(item["acceptance_per_position"]), item["seconds"])
+        for item in json.loads(metadata["metrics"])
+    ]
 
 
 def _steps(rollouts: Sequence[TrainRollout]) -> list[list[int]]:

@@ -1,15 +1,17 @@
 """Rollouts as the tensors of one forward pass, right-padded.
 
-With causal attention nothing that counts can see the padding, and only the positions that predict a generated token
-reach the output layer; so padding changes neither loss nor gradients.
+With causal attention nothing that counts can see the padding, and only the positions that predict a sampled token
+reach the output layer; so padding changes neither loss nor gradients, and what a tool wrote is read and nothing else:
+it has no place in loss, ratio, entropy or mismatch that could be forgotten to be masked.
 
-Shapes: B rollouts, S tokens, T generated tokens of all B rollouts, one completion after another.
+Shapes: B rollouts, S tokens, T sampled tokens of all B rollouts, one completion after another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,13 +42,18 @@ def micro_batch(
     chosen = [rollouts[i] for i in indices]
     prompts_B = np.array([len(item.prompt_token_ids) for item in chosen])
     completions_B = np.array([item.rollout.length for item in chosen])
+    counts_B = np.array([item.rollout.sampled_length for item in chosen])
     width = int((prompts_B + completions_B).max())
     token_ids_BS = np.zeros((len(chosen), width), dtype=np.int64)
     for row, item in enumerate(chosen):
         whole = np.concatenate([np.asarray(item.prompt_token_ids, dtype=np.int64), item.rollout.token_ids_T])
         token_ids_BS[row, : len(whole)] = whole
+    sampled = [item.rollout.sampled_N for item in chosen]
     starts_B = np.arange(len(chosen)) * width + prompts_B - 1
-    rows_T = np.concatenate([start + np.arange(n) for start, n in zip(starts_B, completions_B, strict=True)])
+    rows_T = np.concatenate([start + places for start, places in zip(starts_B, sampled, strict=True)])
+
+    def of_sampled(arrays: Sequence[np.ndarray[tuple[int, ...], np.dtype[Any]]]) -> torch.Tensor:
+        return tensor(np.concatenate([array[places] for array, places in zip(arrays, sampled, strict=True)]))
 
     def tensor(values: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(device)
@@ -58,18 +65,17 @@ def micro_batch(
         prompt_lengths_B=tensor(prompts_B),
         lengths_B=tensor(prompts_B + completions_B),
         row_T=tensor(rows_T),
-        target_T=tensor(np.concatenate([item.rollout.token_ids_T for item in chosen]).astype(np.int64)),
-        sampler_T=tensor(np.concatenate([item.rollout.sampler_logprobs_T for item in chosen])),
-        advantage_T=tensor(np.repeat([item.advantage for item in chosen], completions_B).astype(np.float32)),
-        is_current_T=tensor(np.concatenate([_is_current(item, version) for item in chosen])),
+        target_T=of_sampled([item.rollout.token_ids_T.astype(np.int64) for item in chosen]),
+        sampler_T=of_sampled([item.rollout.sampler_logprobs_T for item in chosen]),
+        advantage_T=tensor(np.repeat([item.advantage for item in chosen], counts_B).astype(np.float32)),
+        is_current_T=tensor(np.repeat([_is_current(item, version) for item in chosen], counts_B)),
     )
 
 
-def _is_current(item: TrainRollout, version: int) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-    """[T]: whether the whole rollout was sampled under `version`.
+def _is_current(item: TrainRollout, version: int) -> bool:
+    """Whether the whole rollout was sampled under `version`.
 
     Tokens of the present version that follow older ones do not count: with weights.kvCache Keep they attend to keys and
     values of the older policy, so the trainer, which computes all of them anew, rightly disagrees.
     """
-    is_whole = all(span.policy_version == version for span in item.rollout.versions)
-    return np.full(item.rollout.length, is_whole)
+    return all(span.policy_version == version for span in item.rollout.versions)

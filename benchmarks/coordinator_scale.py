@@ -1,0 +1,297 @@
+"""How many rollouts a second does one coordinator take, from how many replicas, at what cost? And Ray, side by side.
+
+    python -m benchmarks.coordinator_scale                          # sizes that a laptop stands
+    python -m benchmarks.coordinator_scale --full                   # 512 replicas, 100,000 rollouts in flight
+    python -m benchmarks.coordinator_scale --ray-python RAY/bin/python   # an interpreter with ray, numpy and psutil
+
+The real coordinator (loop, scheduler, registry, store, board) runs in a process of its own, and talks gRPC over
+loopback to replicas and a trainer that compute nothing (`scale_peers.py`). Every rollout is 8192 tokens with
+log-probabilities and text, is checked, graded (at once), made durable, put into a group of 16, batched, made durable
+again with its batch, and sent to the trainer; every step is published to every replica. A step takes 16 rollouts of
+each replica (8 of each of 512), so that rows differ in scale and in little else.
+
+Beside it the same flow through Ray, as NeMo-RL and verl have it (`scale_ray.py`): actors that generate, a controller
+that keeps their seats filled and collects groups, an actor that is the queue, a trainer that takes batches out of it.
+It keeps nothing durable, checks nothing and publishes nothing.
+
+Cost is counted in CPU time, since the machine's cores are shared: of all processes but those that stand for
+replicas and trainer. Printed for each: rollouts a second under a closed load, CPU milliseconds a rollout, rollouts a
+second of one core, cores used, the most memory, and the latency from a seat that is free to the request that fills it,
+at half that load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil
+import structlog
+from benchmarks.scale_peers import Peers, Used
+from rich.console import Console
+from rich.table import Table
+from tests.integration.coordinator.small_run import a_spec
+from tests.redis_servers import RedisProcess, settings
+
+from specrl.spec import RunSpec, parse_spec
+from specrl.spec.load import dump
+
+REPOSITORY = Path(__file__).parents[1]
+GROUP = 16
+PROMPT_TOKENS = 256
+MOST_PROMPTS = 256
+"""Of a step. Its batch is 400 MB then; Redis keeps no value of more than 512 MB."""
+PACED_SHARE = 0.5
+"""Of the rate of the closed load: latency is that of a coordinator that keeps up."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """One row's size. live: rollouts in flight at each replica; rollouts: how many are measured at least."""
+
+    replicas: int
+    live: int
+    rollouts: int
+    tokens: int
+    prompts_per_step: int
+    outstanding: int
+
+    @property
+    def steps(self) -> int:
+        """Whole ones, which are at least as many rollouts."""
+        return -(-self.rollouts // (self.prompts_per_step * GROUP))
+
+    @property
+    def measured(self) -> int:
+        """Rollouts of those steps."""
+        return self.steps * self.prompts_per_step * GROUP
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One row. cpu_s: of `rollouts` rollouts. latencies_ms: of dispatches at half the load."""
+
+    kind: str
+    load: Load
+    rollouts: int
+    seconds: float
+    cpu_s: float
+    peak_bytes: int
+    latencies_ms: list[float]
+
+    @property
+    def per_core(self) -> float:
+        """Rollouts a second if one core did nothing else."""
+        return self.rollouts / self.cpu_s
+
+
+# -- one row of ours -----------------------------------------------------------------------------------------------
+
+
+def spec_of(load: Load, folder: Path, server: RedisProcess | None) -> RunSpec:
+    """A run whose lag bound allows all seats at once."""
+    steps_in_flight = -(-load.replicas * load.live // (load.prompts_per_step * GROUP))
+    base = a_spec(
+        folder,
+        steps=1_000_000,
+        promptsPerStep=load.prompts_per_step,
+        groupSize=GROUP,
+        maxPolicyLag=2 * steps_in_flight + 4,
+    )
+    wanted = base.model_dump(by_alias=True, mode="json", exclude_none=True)
+    wanted["model"]["maxLength"] = load.tokens + PROMPT_TOKENS + 1
+    wanted["prompts"]["maxTokens"] = PROMPT_TOKENS
+    wanted["generation"] |= {
+        "replicas": load.replicas,
+        "maxLiveRollouts": load.live,
+        "sampling": {"maxTokens": load.tokens},
+        "speculation": {"none": {}},
+    }
+    wanted["trainer"].pop("drafter", None)
+    wanted["canary"] = {"everySteps": 0}
+    wanted["telemetry"] = {"heartbeatS": 10}
+    wanted["weights"] = {"timeoutS": 120}
+    del wanted["validation"]
+    if server is not None:
+        wanted["store"] = {"redis": settings(server, timeout_s=30).model_dump(by_alias=True, mode="json")}
+    return parse_spec(wanted)
+
+
+@contextmanager
+def running(folder: Path) -> Iterator[tuple[psutil.Process, int]]:
+    """The coordinator's process and its port."""
+    command = [sys.executable, "-m", "benchmarks.scale_coordinator", str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()  # empty when it ended, and said why
+            if not line:
+                raise RuntimeError("the coordinator must start, got an end; see above")
+            yield psutil.Process(process.pid), int(line)
+        finally:
+            process.kill()
+
+
+async def drive(load: Load, spec: RunSpec, folder: Path, port: int, used: Used) -> tuple[float, float, list[float]]:
+    """Fill all seats, then both loads. Returns seconds and CPU seconds of the closed one, latencies of the open one."""
+    watching = asyncio.create_task(used.watch())
+    try:
+        async with Peers(spec, folder, f"127.0.0.1:{port}", load.tokens) as peers:
+            floor = peers.floor
+            await floor.fill(load.replicas * load.live)
+            await floor.saturate(peers.backend, 1, load.outstanding)  # caches, connections and buffers fill
+            began, cpu_s = time.monotonic(), used.cpu_s
+            await floor.saturate(peers.backend, load.steps, load.outstanding)
+            seconds, cpu_s = time.monotonic() - began, used.cpu_s - cpu_s
+            floor.latencies_s.clear()
+            await floor.pace(load.measured // 2, PACED_SHARE * load.measured / seconds)
+            return seconds, cpu_s, [1000 * latency for latency in floor.latencies_s]
+    finally:
+        watching.cancel()
+
+
+def measure(load: Load, kind: str) -> Outcome:
+    """One row of the real coordinator, with the store that `kind` names."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        server = RedisProcess(folder / "redis", appendfsync="always") if kind == "redis" else None
+        try:
+            spec = spec_of(load, folder, server)
+            (folder / "run.yaml").write_text(dump(spec), encoding="utf-8")
+            with running(folder) as (coordinator, port):
+                counted = [coordinator]
+                if server is not None:
+                    with server.client() as client:
+                        counted.append(psutil.Process(int(client.info("server")["process_id"])))
+                used = Used(counted)
+                seconds, cpu_s, latencies_ms = asyncio.run(drive(load, spec, folder, port, used))
+        finally:
+            if server is not None:
+                server.kill()
+    return Outcome(kind, load, load.measured, seconds, cpu_s, used.peak_bytes, latencies_ms)
+
+
+# -- one row of Ray's ----------------------------------------------------------------------------------------------
+
+
+def measure_ray(load: Load, python: Path) -> Outcome:
+    """The same flow through Ray, in its own interpreter."""
+    script = Path(__file__).with_name("scale_ray.py")
+    given = asdict(load) | {"group": GROUP, "prompt_tokens": PROMPT_TOKENS, "paced_share": PACED_SHARE}
+    command = [str(python), str(script), json.dumps(given)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=3600)
+    return Outcome("ray", load, **json.loads(done.stdout.splitlines()[-1]))
+
+
+def has_ray(python: Path) -> bool:
+    """Whether this interpreter can import Ray."""
+    return (
+        subprocess.run([str(python), "-c", "import ray"], check=False, capture_output=True, timeout=120).returncode == 0
+    )
+
+
+# -- the table -----------------------------------------------------------------------------------------------------
+
+
+def show(outcomes: list[Outcome], console: Console) -> None:
+    table = Table(
+        *("row", "replicas", "in flight", "rollouts/s", "CPU ms a rollout", "rollouts/s a core", "cores", "memory"),
+        *("dispatch p50", "p99"),
+    )
+    for row in outcomes:
+        p50, p99 = np.percentile(row.latencies_ms, [50, 99])
+        table.add_row(
+            row.kind,
+            str(row.load.replicas),
+            f"{row.load.replicas * row.load.live:,}",
+            f"{row.rollouts / row.seconds:,.0f}",
+            f"{1000 * row.cpu_s / row.rollouts:.2f}",
+            f"{row.per_core:,.0f}",
+            f"{row.cpu_s / row.seconds:.2f}",
+            f"{row.peak_bytes / 2**20:,.0f} MiB",
+            f"{p50:.1f} ms",
+            f"{p99:.1f} ms",
+        )
+    console.print(table)
+    rays = [row.per_core for row in outcomes if row.kind == "ray"]
+    for row in outcomes:
+        if row.kind == "ray":
+            continue
+        few = next(other for other in outcomes if other.kind == row.kind)
+        line = (
+            f"{row.kind}, {row.load.replicas} replicas: cost of a rollout {few.per_core / row.per_core:.2f}x that of "
+        )
+        line += f"{few.load.replicas} replicas"
+        if rays:
+            line += f"; rollouts/s a core {row.per_core / max(rays):.1f}x Ray's best"
+        console.print(line)
+
+
+def _quieten() -> None:
+    """Say nothing but errors; that a coordinator was killed is none."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    os.environ["GRPC_VERBOSITY"] = "NONE"
+
+
+def main() -> None:
+    """Measure all rows, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--replicas", type=int, nargs="+", default=[8, 64], help="one row each (default: 8 64)")
+    parser.add_argument("--live", type=int, default=16, help="rollouts in flight at each replica (default: 16)")
+    parser.add_argument("--rollouts", type=int, default=4000, help="measured in each row at least (default: 4000)")
+    parser.add_argument("--tokens", type=int, default=8192, help="of a rollout (default: 8192)")
+    parser.add_argument("--outstanding", type=int, default=64, help="free seats of the closed load (default: 64)")
+    parser.add_argument("--stores", nargs="+", default=["sqlite", "redis"], choices=["sqlite", "redis"])
+    parser.add_argument("--full", action="store_true", help="8 and 512 replicas with 196 rollouts in flight each")
+    parser.add_argument("--ray-python", type=Path, default=Path(sys.executable), help="an interpreter that has Ray")
+    parser.add_argument("--ray-replicas", type=int, nargs="+", default=[8], help="each is a process (default: 8)")
+    parser.add_argument("--json", type=Path, help="where to leave every row's figures")
+    arguments = parser.parse_args()
+    if arguments.full:
+        arguments.replicas, arguments.live = [8, 512], 196  # 100,352 in flight
+    _quieten()
+    console = Console(width=150)
+    outcomes = []
+
+    def load_of(replicas: int) -> Load:
+        return Load(
+            replicas,
+            arguments.live,
+            arguments.rollouts,
+            arguments.tokens,
+            min(replicas, MOST_PROMPTS),
+            arguments.outstanding,
+        )
+
+    for kind in arguments.stores:
+        for replicas in arguments.replicas:
+            console.print(f"{kind}, {replicas} replicas ...")
+            outcomes.append(measure(load_of(replicas), kind))
+    if has_ray(arguments.ray_python):
+        for replicas in arguments.ray_replicas:
+            console.print(f"ray, {replicas} replicas ...")
+            outcomes.append(measure_ray(load_of(replicas), arguments.ray_python))
+    else:
+        console.print(
+            f"Ray's rows are skipped: {arguments.ray_python} cannot import ray; install ray, numpy and psutil into "
+            "an environment of their own (python -m venv) and name its interpreter with --ray-python"
+        )
+    show(outcomes, console)
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(row) for row in outcomes], indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

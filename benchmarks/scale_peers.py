@@ -1,0 +1,301 @@
+"""The peers of `coordinator_scale.py`: replicas and a trainer that speak the real gRPC, and the clock of the benchmark.
+
+    live --its turn comes--> finished --stream--> coordinator --stream--> the next request: a dispatch
+
+One process holds all replicas: each is a real GenerationService with its own port over an engine that computes
+nothing. All rollouts are equally long, so they finish in the order in which they started, one replica after the
+other. Its payload exists when it finishes. The trainer is a real TrainerService that counts steps; an update moves no
+weights, but every call of it is made.
+
+A load is closed or open. Closed: at most `outstanding` seats are free at any time, at most two steps of rollouts are
+finished and not trained yet, and the next rollout finishes as soon as both allow it: as many rollouts a second as the
+coordinator can take, keep, batch and train. Open: rollouts finish at a fixed rate; then the time from
+a free seat to the request that fills it is the dispatch latency. Seats that were free while an update went on do not
+count, since no replica may be given work then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from specrl.generation.engine import LoadTiming
+from specrl.generation.service import GenerationService
+from specrl.records import (
+    NO_DRAFTER,
+    Batch,
+    FinishReason,
+    GenerationStatus,
+    Peer,
+    Role,
+    Rollout,
+    RolloutRequest,
+    SpeculationCounters,
+    TensorMeta,
+    TrainerStatus,
+    TrainMetrics,
+    VersionSpan,
+    WeightChecksums,
+    WeightGroup,
+    WeightManifest,
+    WeightOwner,
+)
+from specrl.rpc.clients import CoordinatorClient
+from specrl.rpc.membership import stay_registered
+from specrl.rpc.server import serve
+from specrl.spec import RunSpec, digest
+from specrl.trainer.service import TrainerService
+
+CHECKSUMS = (1,)
+VOCAB = 150_000
+CHARACTERS_PER_TOKEN = 4
+
+
+@dataclass
+class Payload:
+    """What every rollout carries: token ids [T] int32, log-probabilities [T] float32, text."""
+
+    token_ids_T: np.ndarray
+    logprobs_T: np.ndarray
+    text: str
+
+    @classmethod
+    def of(cls, tokens: int) -> Payload:
+        random = np.random.default_rng(0)
+        token_ids_T = random.integers(0, VOCAB, tokens).astype(np.int32)
+        return cls(token_ids_T, -random.random(tokens).astype(np.float32), "word" * tokens)
+
+
+@dataclass
+class Live:
+    """A rollout under way: where its stream reads it from."""
+
+    request: RolloutRequest
+    stream: asyncio.Queue[Rollout]
+
+
+@dataclass
+class Floor:
+    """All replicas, and what is measured on them.
+
+    filled: seats that were filled after one was freed. latencies_s: of those that no update interrupted.
+    """
+
+    payload: Payload
+    engines: list[IdleEngine] = field(default_factory=list)
+    finished: int = 0
+    filled: int = 0
+    updates: int = 0
+    latencies_s: list[float] = field(default_factory=list)
+    was_filled: asyncio.Event = field(default_factory=asyncio.Event)
+    _turn: int = 0
+
+    @property
+    def live(self) -> int:
+        return sum(len(engine.live) for engine in self.engines)
+
+    async def fill(self, seats: int) -> None:
+        """Wait until so many rollouts are live."""
+        while self.live < seats:
+            self.was_filled.clear()
+            await self.was_filled.wait()
+
+    async def finish_one(self) -> None:
+        """Let the next replica that computes finish its oldest rollout."""
+        while True:
+            for _ in self.engines:
+                engine = self.engines[self._turn % len(self.engines)]
+                self._turn += 1
+                if engine.live and engine.is_running:
+                    engine.finish()
+                    self.finished += 1
+                    return
+            await asyncio.sleep(0.001)  # all are paused for an update
+
+    async def saturate(self, backend: CountingBackend, steps: int, outstanding: int) -> None:
+        """Finish rollouts as fast as the coordinator takes them, until so many more steps are trained."""
+        last = backend.step + steps
+        while backend.step < last:
+            untrained = self.finished - backend.trained
+            if self.finished - self.filled >= outstanding or untrained >= 2 * backend.rollouts_per_step:
+                await asyncio.sleep(0.001)
+                continue
+            await self.finish_one()
+            await asyncio.sleep(0)
+
+    async def pace(self, count: int, per_second: float) -> None:
+        """Finish `count` rollouts at a fixed rate; what falls behind it is not made up for."""
+        for _ in range(count):
+            due = time.monotonic() + 1 / per_second
+            await self.finish_one()
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+
+
+class IdleEngine:
+    """Implements Engine: computes nothing, finishes what the floor tells it to."""
+
+    def __init__(self, name: str, floor: Floor) -> None:
+        self.name, self._floor = name, floor
+        self.live: deque[Live] = deque()
+        self.is_running = True
+        self._freed: deque[tuple[float, int]] = deque()
+        self._version, self._staged = -1, -1
+
+    def finish(self) -> None:
+        """Hand the oldest rollout to its stream; its seat is free from now on."""
+        item, payload = self.live.popleft(), self._floor.payload
+        tokens = len(payload.token_ids_T)
+        self._freed.append((time.monotonic(), self._floor.updates))
+        item.stream.put_nowait(
+            Rollout(
+                rollout_id=item.request.rollout_id,
+                group_id=item.request.group_id,
+                sample_index=item.request.sample_index,
+                token_ids_T=payload.token_ids_T,
+                sampler_logprobs_T=payload.logprobs_T,
+                versions=(VersionSpan(self._version, 0, tokens),),
+                finish_reason=FinishReason.LENGTH,
+                replica_id=self.name,
+                text=payload.text,
+                seconds=1.0,
+            )
+        )
+
+    def _note_arrival(self) -> None:
+        if self._freed:
+            freed_s, updates = self._freed.popleft()
+            self._floor.filled += 1
+            if updates == self._floor.updates:
+                self._floor.latencies_s.append(time.monotonic() - freed_s)
+
+    async def start(self) -> None: ...
+
+    async def generate(self, requests: Sequence[RolloutRequest], admit_together: bool) -> AsyncIterator[Rollout]:
+        stream: asyncio.Queue[Rollout] = asyncio.Queue()
+        for request in requests:
+            self._note_arrival()
+            self.live.append(Live(request, stream))
+        self._floor.was_filled.set()
+        for _ in requests:
+            yield await stream.get()
+
+    async def pause(self) -> float:
+        self.is_running = False
+        return 0.0
+
+    async def resume(self) -> None:
+        self.is_running = True
+
+    async def receive(self, group: WeightGroup, manifest: WeightManifest, policy_version: int) -> WeightChecksums:
+        self._staged = policy_version
+        return WeightChecksums(policy_version, CHECKSUMS)
+
+    async def load(self, sent: WeightChecksums) -> LoadTiming:
+        self._floor.updates += 1
+        self._version = self._staged
+        return LoadTiming(0.0, 0.0, 0.0)
+
+    async def discard(self) -> None: ...
+
+    async def status(self) -> GenerationStatus:
+        live = len(self.live)
+        return GenerationStatus(self.name, self._version, not self.is_running, live, SpeculationCounters(), NO_DRAFTER)
+
+    async def close(self) -> None: ...
+
+
+class CountingBackend:
+    """What TrainerService asks of a backend, without a model. `trained`: rollouts of all steps."""
+
+    def __init__(self, rollouts_per_step: int) -> None:
+        self.rollouts_per_step = rollouts_per_step
+        self.step = self.trained = 0
+
+    def load(self, checkpoint: Path | None) -> None: ...
+
+    def check_alive(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def status(self) -> TrainerStatus:
+        return TrainerStatus(self.step, self.step, True, 1)
+
+    def train_step(self, batch: Batch) -> TrainMetrics:
+        assert batch.step == self.step + 1, "steps are trained in order"
+        self.step, self.trained = batch.step, self.trained + len(batch.rollouts)
+        return TrainMetrics.of_nothing(0.0)
+
+    def describe_weights(self) -> WeightManifest:
+        return WeightManifest((TensorMeta("policy", WeightOwner.POLICY, "float32", (1,)),), 1 << 20)
+
+    def open_weight_group(self, group: WeightGroup) -> int:
+        return 1
+
+    def broadcast_weights(self, group_id: str) -> WeightChecksums:
+        return WeightChecksums(self.step, CHECKSUMS, NO_DRAFTER)
+
+    def save(self, directory: Path) -> None: ...
+
+
+@dataclass
+class Used:
+    """What processes have used by now: CPU seconds, and the most memory that was seen at once."""
+
+    processes: list[psutil.Process]
+    peak_bytes: int = 0
+
+    @property
+    def cpu_s(self) -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in self.processes)
+
+    async def watch(self) -> None:
+        """Look at the memory now and then, until cancelled."""
+        while True:
+            now = sum(process.memory_full_info().pss for process in self.processes)
+            self.peak_bytes = max(self.peak_bytes, now)
+            await asyncio.sleep(1.0)
+
+
+class Peers:
+    """Replicas and trainer of one run, registered with its coordinator. Use as `async with Peers(...) as peers`."""
+
+    def __init__(self, spec: RunSpec, folder: Path, address: str, tokens: int) -> None:
+        self._spec, self._folder = spec, folder
+        self._client = CoordinatorClient(address)
+        self.floor = Floor(Payload.of(tokens))
+        self.backend = CountingBackend(spec.schedule.prompts_per_step * spec.schedule.group_size)
+        self._servers: list[Any] = []
+        self._memberships: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Peers:
+        for number in range(self._spec.generation.replicas):
+            engine = IdleEngine(f"gen-{number:03d}", self.floor)
+            self.floor.engines.append(engine)
+            service = GenerationService(engine, self._spec.weights, float(self._spec.generation.reattach_s))
+            await self._join(service, engine.name, Role.GENERATION, engine)
+        trainer = TrainerService(self.backend, self._spec, self._folder, "127.0.0.1")  # type: ignore[arg-type]
+        await trainer.load()
+        await self._join(trainer, "trainer", Role.TRAINER, None)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for membership in self._memberships:
+            membership.cancel()
+        await asyncio.gather(*self._memberships, return_exceptions=True)
+        await asyncio.gather(*(server.stop(None) for server in self._servers))
+        await self._client.close()
+
+    async def _join(self, service: Any, name: str, role: Role, engine: IdleEngine | None) -> None:
+        server, port = await serve(service.add_to, "127.0.0.1", 0)
+        self._servers.append(server)
+        peer = Peer(name, role, f"127.0.0.1:{port}", digest(self._spec))
+        staying = stay_registered(self._client, peer, engine.status if engine is not None else None)
+        self._memberships.append(asyncio.create_task(staying))

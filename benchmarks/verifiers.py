@@ -1,0 +1,181 @@
+"""Verdicts per second by verifier and size of the pool, and what the sandbox costs over a bare subprocess.
+
+    python benchmarks/verifiers.py                       # all verifiers, pools of 1, 2 and 4 workers
+    python benchmarks/verifiers.py --workers 1,8 --verifiers math,program --turns 5 --json verifiers.json
+
+Ratios within one run. Throughput: the same verdicts, all asked for at once, from pools of different sizes, relative to
+one worker in the same turn; and each verifier with one worker relative to `exact`. Sandbox: one small program run in
+the sandbox against `subprocess.run` of the same interpreter with the same options, by turns. Medians, and ranges.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from rich.console import Console
+from rich.table import Table
+
+from specrl.errors import SpecInvalid
+from specrl.records import Prompt
+from specrl.rewards import VerifierPool, verifier_for
+from specrl.rewards.sandbox.filesystem import INTERPRETER
+from specrl.spec.data import (
+    CodeVerifier,
+    ExactVerifier,
+    Isolation,
+    JsonSchemaVerifier,
+    MathVerifier,
+    RegexVerifier,
+    RewardPool,
+    Rewards,
+)
+
+SUM = json.dumps({"inputs": ["1 2\n"], "outputs": ["3\n"]})
+PROGRAM = "a, b = map(int, input().split())\nprint(a + b)\n"
+FUNCTION = "def add(a, b):\n    return a + b\n"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A verifier, and one verdict of 1 that it is asked for again and again."""
+
+    rewards: Rewards
+    reference: str
+    completion: str
+    verdicts: int
+
+
+def cases() -> dict[str, Case]:
+    """By name. Cheap verdicts are asked for more often, so that every measurement takes about as long."""
+    plain = {
+        "exact": Case(Rewards(exact=ExactVerifier()), "#### 18", "so\n#### 18", 2000),
+        "regex": Case(Rewards(regex=RegexVerifier()), r"\d+ eggs", "so\n#### 18 eggs", 2000),
+        "jsonSchema": Case(
+            Rewards(json_schema=JsonSchemaVerifier()),
+            '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}',
+            '{"a": 3}',
+            2000,
+        ),
+        "math": Case(Rewards(math=MathVerifier()), r"#### \frac{1}{2}", r"so \boxed{\frac{2}{4}}", 200),
+    }
+    for isolation in Isolation:
+        code = Rewards(code=CodeVerifier(isolation=isolation))
+        add = '{"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}'
+        plain |= {
+            f"program, {isolation}": Case(code, SUM, PROGRAM, 40),
+            f"function, {isolation}": Case(code, add, FUNCTION, 40),
+            f"tests, {isolation}": Case(code, "assert add(1, 2) == 3", FUNCTION, 40),
+        }
+    return plain
+
+
+async def throughput(case: Case, workers: int) -> float:
+    """Verdicts per second of a pool that is warm."""
+    prompt = Prompt("p0", 0, (1,), "question", case.reference)
+    async with VerifierPool(verifier_for(case.rewards), RewardPool(workers=workers, timeout_s=60)) as pool:
+        await asyncio.gather(*(pool.grade(prompt, case.completion) for _ in range(workers)))
+        started = time.perf_counter()
+        rewards = await asyncio.gather(*(pool.grade(prompt, case.completion) for _ in range(case.verdicts)))
+        seconds = time.perf_counter() - started
+    wrong = [reward for reward in rewards if reward.value != 1.0]
+    if wrong:
+        raise SystemExit(f"every verdict must be 1, got {wrong[0]}")
+    return case.verdicts / seconds
+
+
+def overhead(isolation: Isolation, turns: int, programs: int) -> list[float]:
+    """Seconds of a program in the sandbox over those of a bare subprocess, turn by turn."""
+    verifier = verifier_for(Rewards(code=CodeVerifier(isolation=isolation)))
+    verifier.ready()
+
+    def bare() -> None:
+        command = [str(INTERPRETER), "-I", "-S", "-B", "-X", "utf8", "-c", PROGRAM]
+        done = subprocess.run(command, input="1 2\n", capture_output=True, text=True, timeout=60, check=True)
+        assert done.stdout == "3\n"
+
+    def confined() -> None:
+        assert verifier.reward(SUM, PROGRAM) == 1.0
+
+    def seconds(run: Callable[[], None]) -> float:
+        started = time.perf_counter()
+        for _ in range(programs):
+            run()
+        return time.perf_counter() - started
+
+    ratios = []
+    for turn in range(turns):
+        # Who goes first alternates, so that a machine that slows down or speeds up favours neither.
+        if turn % 2:
+            first = seconds(bare)
+            ratios.append(seconds(confined) / first)
+        else:
+            first = seconds(confined)
+            ratios.append(first / seconds(bare))
+    return ratios
+
+
+def shown(ratios: list[float]) -> str:
+    return f"{median(ratios):.2f}x ({min(ratios):.2f}-{max(ratios):.2f})"
+
+
+async def measure(arguments: argparse.Namespace, console: Console) -> None:
+    """Measure, print, and write the figures if asked."""
+    found = cases()
+    chosen = [name for name in found if any(name.startswith(prefix) for prefix in arguments.verifiers)]
+    sizes: list[int] = arguments.workers
+    rates: dict[str, list[dict[int, float]]] = {name: [] for name in chosen}
+    for turn in range(arguments.turns):
+        for name in list(rates):
+            try:
+                order = sizes if turn % 2 else sizes[::-1]
+                rates[name].append({size: await throughput(found[name], size) for size in order})
+            except SpecInvalid as error:
+                console.print(f"{name}: left out; {error}")
+                del rates[name]
+    table = Table(title=f"verdicts per second, {arguments.turns} turns: median (range)")
+    table.add_column("verifier")
+    table.add_column("1 worker, relative to exact", justify="right")
+    for size in sizes[1:]:
+        table.add_column(f"{size} workers, relative to {sizes[0]}", justify="right")
+    result: dict[str, dict[str, list[float]]] = {}
+    for name, turns in rates.items():
+        row = {f"{size} workers": [turn[size] / turn[sizes[0]] for turn in turns] for size in sizes[1:]}
+        if "exact" in rates:
+            pairs = zip(turns, rates["exact"], strict=True)
+            row = {"over exact": [turn[sizes[0]] / exact[sizes[0]] for turn, exact in pairs]} | row
+        result[name] = row
+        first = f"{median(row['over exact']):.4f}x" if "over exact" in row else ""
+        table.add_row(name, first, *(shown(row[f"{size} workers"]) for size in sizes[1:]))
+    console.print(table)
+    for isolation in Isolation:
+        try:
+            ratios = overhead(isolation, 2 * arguments.turns, 20)
+        except SpecInvalid as error:
+            console.print(f"{isolation}: left out; {error}")
+            continue
+        result[f"sandbox, {isolation}"] = {"over a subprocess": ratios}
+        console.print(f"a program in the sandbox, {isolation}: {shown(ratios)} the time of a bare subprocess")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description="Verdicts per second, and the cost of the sandbox, as ratios.")
+    parser.add_argument("--workers", type=lambda text: [int(size) for size in text.split(",")], default=[1, 2, 4])
+    parser.add_argument("--verifiers", type=lambda text: text.split(","), default=[""], help="beginnings of names")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    asyncio.run(measure(parser.parse_args(), Console()))
+
+
+if __name__ == "__main__":
+    main()

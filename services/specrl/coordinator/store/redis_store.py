@@ -1,0 +1,334 @@
+"""Store in Redis: for clusters. A write is one Lua script, so it happens whole or not at all.
+
+    PREFIX:meta               schema, run, token and owner of the claim, sequence, trained
+    PREFIX:facts              name -> JSON
+    PREFIX:steps              steps that have rollouts
+    PREFIX:rollouts:STEP      index:sample -> attempt (4 bytes), protobuf GradedRollout
+    PREFIX:batches            step -> protobuf Batch
+    PREFIX:reports            step -> JSON, of the newest steps
+
+Memory is bounded by what the schedule allows in flight, the batches between two checkpoints and `REPORTS_KEPT`.
+
+Writes are numbered. The server applies number n only after n - 1, and only under the newest claim. So a write that is
+repeated because its answer was lost is harmless; one that a slow server executes long after its connection was given
+up is refused; and a server that comes back with a lower number than it acknowledged has lost writes, which is found
+out at the next connection, before anything is read or written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import redis
+
+from specrl.coordinator.store.contract import REPORTS_KEPT, SCHEMA_VERSION, Claim, StoredRollout
+from specrl.coordinator.store.redis_server import RedisServer
+from specrl.errors import StoreFailed, StoreInvalid
+from specrl.spec.store import RedisStore as Settings
+
+LARGEST_BYTES = 512 * 1024 * 1024 - 1024
+"""Redis' own limit of one value (proto-max-bulk-len), less the attempt."""
+
+SCAN_COUNT = 64
+"""Rollouts in one reply: a rollout of 8k tokens is 100 kB, and a reply should not stall the server."""
+
+T = TypeVar("T")
+Argument = str | bytes | int
+
+_CLAIM = """
+local held = redis.call('HMGET', KEYS[1], 'schema', 'run', 'token')
+if held[1] and tonumber(held[1]) ~= tonumber(ARGV[1]) then return {'schema', held[1]} end
+if held[2] and held[2] ~= ARGV[2] then return {'run', held[2]} end
+if not held[1] and redis.call('EXISTS', KEYS[2], KEYS[3], KEYS[4], KEYS[5]) > 0 then return {'foreign', ''} end
+if held[3] ~= ARGV[3] then
+  redis.call('HSET', KEYS[1], 'schema', ARGV[1], 'run', ARGV[2], 'token', ARGV[3], 'owner', ARGV[4])
+  redis.call('HSETNX', KEYS[1], 'sequence', 0)
+end
+return {'done', redis.call('HGET', KEYS[1], 'sequence')}
+"""
+
+# What a full server would refuse comes after what it allows: once a script has written, Redis lets it finish.
+_WRITE = """
+local held = redis.call('HMGET', KEYS[1], 'token', 'sequence', 'trained')
+if held[1] ~= ARGV[1] then return {'claimed', '-1'} end
+if tonumber(ARGV[2]) ~= tonumber(held[2]) + 1 then return {'number', held[2]} end
+local operation, outcome = ARGV[3], 'done'
+if operation == 'fact' then
+  redis.call('HSET', KEYS[2], ARGV[4], ARGV[5])
+elseif operation == 'rollouts' then
+  for i = 4, #ARGV, 3 do
+    redis.call('HSET', KEYS[6] .. ':' .. ARGV[i], ARGV[i + 1], ARGV[i + 2])
+    redis.call('SADD', KEYS[5], ARGV[i])
+  end
+elseif operation == 'batch' then
+  if redis.call('HSETNX', KEYS[3], ARGV[4], ARGV[5]) == 1 then outcome = 'first' end
+elseif operation == 'finish' then
+  local step, kept = tonumber(ARGV[4]), {}
+  for i = 7, #ARGV, 2 do
+    kept[ARGV[i]] = kept[ARGV[i]] or {}
+    kept[ARGV[i]][ARGV[i + 1]] = true
+  end
+  for _, other in ipairs(redis.call('SMEMBERS', KEYS[5])) do
+    if tonumber(other) <= step then
+      local key, left = KEYS[6] .. ':' .. other, 0
+      for _, name in ipairs(kept[other] and redis.call('HKEYS', key) or {}) do
+        if kept[other][string.match(name, '^[^:]+')] then left = left + 1 else redis.call('HDEL', key, name) end
+      end
+      if left == 0 then
+        redis.call('UNLINK', key)
+        redis.call('SREM', KEYS[5], other)
+      end
+    end
+  end
+  for _, other in ipairs(redis.call('HKEYS', KEYS[4])) do
+    if tonumber(other) <= step - tonumber(ARGV[6]) then redis.call('HDEL', KEYS[4], other) end
+  end
+  redis.call('HSET', KEYS[4], ARGV[4], ARGV[5])
+  if step > tonumber(held[3] or '0') then redis.call('HSET', KEYS[1], 'trained', ARGV[4]) end
+elseif operation == 'report' then
+  if redis.call('HEXISTS', KEYS[4], ARGV[4]) == 1 then redis.call('HSET', KEYS[4], ARGV[4], ARGV[5]) end
+elseif operation == 'forget' then
+  for _, step in ipairs(redis.call('HKEYS', KEYS[3])) do
+    if tonumber(step) <= tonumber(ARGV[4]) then redis.call('HDEL', KEYS[3], step) end
+  end
+elseif operation == 'reset' then
+  for _, step in ipairs(redis.call('SMEMBERS', KEYS[5])) do redis.call('UNLINK', KEYS[6] .. ':' .. step) end
+  redis.call('UNLINK', KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5])
+  return {'done', ARGV[2]}
+else
+  return redis.error_reply('ERR no such operation: ' .. operation)
+end
+redis.call('HSET', KEYS[1], 'sequence', ARGV[2])
+return {outcome, ARGV[2]}
+"""
+
+
+class RedisStore:
+    """All keys of one run, under one prefix."""
+
+    def __init__(self, settings: Settings, prefix: str, claim: Claim | None) -> None:
+        """Connect, and claim the keys; without a claim they can be read only."""
+        self._settings, self._prefix, self._claim = settings, prefix, claim
+        names = ("meta", "facts", "batches", "reports", "steps", "rollouts")
+        self._keys = [f"{prefix}:{name}" for name in names]
+        self._meta, self._facts, self._batches, self._reports, self._steps, self._rollouts = self._keys
+        self._acknowledged = -1
+        self._server = RedisServer(settings, self._why_not)
+        try:
+            if claim is None:
+                self._check_readable()
+            else:
+                self._acknowledged = self._claimed(claim)
+        except BaseException:
+            self._server.drop()
+            raise
+
+    def fact(self, name: str) -> Any | None:
+        value = self._read(lambda client: client.execute_command("HGET", self._facts, name))
+        return json.loads(value) if value is not None else None
+
+    def facts(self) -> dict[str, Any]:
+        found = self._read(lambda client: client.execute_command("HGETALL", self._facts))
+        return {name.decode(): json.loads(found[name]) for name in sorted(found)}
+
+    def set_fact(self, name: str, value: Any) -> None:
+        self._write("fact", name, json.dumps(value))
+
+    def put_rollouts(self, rollouts: Sequence[StoredRollout]) -> None:
+        arguments: list[Argument] = []
+        for row in rollouts:
+            _check_size(len(row.data), f"a rollout of step {row.step}")
+            value = row.attempt.to_bytes(4, "big") + row.data
+            arguments += [row.step, f"{row.index}:{row.sample}", value]
+        self._write("rollouts", *arguments)
+
+    def rollouts(self) -> list[StoredRollout]:
+        return sorted(self._read(self._scan), key=lambda row: (row.step, row.index, row.sample))
+
+    def _scan(self, client: redis.Redis) -> list[StoredRollout]:
+        found: dict[tuple[int, ...], StoredRollout] = {}
+        for step in map(int, client.execute_command("SMEMBERS", self._steps)):
+            cursor = 0
+            while True:
+                cursor, fields = client.execute_command(
+                    "HSCAN", f"{self._rollouts}:{step}", cursor, "COUNT", SCAN_COUNT
+                )
+                for name, value in fields.items():
+                    index, sample = map(int, name.split(b":"))
+                    attempt = int.from_bytes(value[:4], "big")
+                    found[step, index, sample] = StoredRollout(step, index, sample, attempt, value[4:])
+                if not int(cursor):
+                    break
+        return list(found.values())
+
+    def rollout_counts(self) -> dict[int, int]:
+        return self._read(self._count)
+
+    def _count(self, client: redis.Redis) -> dict[int, int]:
+        steps = sorted(map(int, client.execute_command("SMEMBERS", self._steps)))
+        return {step: int(client.execute_command("HLEN", f"{self._rollouts}:{step}")) for step in steps}
+
+    def put_batch(self, step: int, data: bytes) -> bool:
+        _check_size(len(data), f"the batch of step {step}")
+        return self._write("batch", step, data) == "first"
+
+    def batch(self, step: int) -> bytes | None:
+        found: bytes | None = self._read(lambda client: client.execute_command("HGET", self._batches, step))
+        return found
+
+    def batches(self) -> list[int]:
+        return sorted(map(int, self._read(lambda client: client.execute_command("HKEYS", self._batches))))
+
+    def finish_step(self, step: int, report: dict[str, Any], kept: Sequence[tuple[int, int]] = ()) -> None:
+        marks = [number for prompt in kept for number in prompt]
+        self._write("finish", step, json.dumps(report), REPORTS_KEPT, *marks)
+
+    def set_report(self, step: int, report: dict[str, Any]) -> None:
+        self._write("report", step, json.dumps(report))
+
+    def trained(self) -> int:
+        return int(self._read(lambda client: client.execute_command("HGET", self._meta, "trained")) or 0)
+
+    def reports(self, after: int = 0) -> list[dict[str, Any]]:
+        found = self._read(lambda client: client.execute_command("HGETALL", self._reports))
+        steps = sorted((int(step), report) for step, report in found.items())
+        return [json.loads(report) for step, report in steps if step > after]
+
+    def forget_batches(self, up_to: int) -> None:
+        self._write("forget", up_to)
+
+    def reset(self) -> None:
+        self._write("reset")
+
+    def describe(self) -> dict[str, Any]:
+        meta = self._read(lambda client: client.execute_command("HGETALL", self._meta))
+        found = {name.decode(): value.decode() for name, value in meta.items()}
+        return {
+            "kind": "redis",
+            "place": f"{self._server.place} {self._prefix}:*",
+            "schemaVersion": int(found.get("schema", SCHEMA_VERSION)),
+            "claimedBy": found.get("owner"),
+            "writes": int(found.get("sequence", 0)),
+        }
+
+    def close(self) -> None:
+        self._server.drop()
+
+    # -- the claim and the numbers -------------------------------------------------------------------------------
+
+    def _claimed(self, claim: Claim) -> int:
+        """Make the claim; returns the number of the last write."""
+        arguments = (SCHEMA_VERSION, claim.run_id, claim.token, claim.owner)
+        outcome, said = self._server.call(lambda client: self._run(client, _CLAIM, arguments))
+        if outcome == "schema":
+            self._refuse_schema(said)
+        if outcome == "run":
+            raise StoreInvalid(
+                f"store.redis.keyPrefix must be this run's own, got {self._prefix}:*, which holds another run's state "
+                f"(id {said}); choose another keyPrefix, or reset the store of that run. A run whose folder was lost "
+                "goes on when that id is written to the file store-id of its new folder"
+            )
+        if outcome == "foreign":
+            raise StoreInvalid(
+                f"store.redis.keyPrefix must hold nothing but specrl's keys, got others under {self._prefix}:*; choose "
+                "another keyPrefix"
+            )
+        return int(said)
+
+    def _check_readable(self) -> None:
+        schema = self._server.call(lambda client: client.execute_command("HGET", self._meta, "schema"))
+        if schema is None:
+            raise StoreInvalid(f"the store must have been written to, got nothing under {self._prefix}:*; run it first")
+        if int(schema) != SCHEMA_VERSION:
+            self._refuse_schema(schema.decode())
+
+    def _refuse_schema(self, found: str) -> None:
+        raise StoreInvalid(
+            f"the store must be of schema version {SCHEMA_VERSION}, got {found} under {self._prefix}:*; another "
+            "version of specrl wrote it: use that one, or start a new run"
+        )
+
+    def _why_not(self, client: redis.Redis) -> str:
+        """Why this primary must not be used after what others, or it, have acknowledged; nothing if it may be."""
+        if self._claim is None or self._acknowledged < 0:
+            return ""
+        token, sequence, owner = client.execute_command("HMGET", self._meta, "token", "sequence", "owner")
+        if sequence is None:
+            return "holds nothing of the run: it was reset, or lost its data; restore them, or resume from nothing"
+        if int(sequence) < self._acknowledged:
+            return (
+                f"has lost acknowledged writes: its last is number {int(sequence)}, {self._acknowledged} was "
+                "acknowledged; restore its newest data, or go on from what it holds by resuming the run"
+            )
+        if token is None or token.decode() != self._claim.token:
+            return (
+                f"was claimed by {owner.decode() if owner else 'nobody'}: a newer coordinator has taken the run over, "
+                "and nothing of this one was written since"
+            )
+        return ""
+
+    def _write(self, operation: str, *arguments: Argument) -> str:
+        """Do one operation. If it was done before and the answer was lost, doing it again changes nothing.
+
+        Returns `first` where it has made what did not exist, and is known to have; otherwise `done`.
+        """
+        if self._claim is None:
+            raise StoreInvalid("the store must be claimed to be written, got a reader; open it with a claim")
+        token = self._claim.token
+
+        def once(client: redis.Redis) -> tuple[str, int]:
+            outcome, last = self._run(client, _WRITE, (token, self._acknowledged + 1, operation, *arguments))
+            return outcome, int(last)
+
+        outcome, last = self._server.call(once)
+        if outcome == "number" and last > self._acknowledged:
+            # A write before this one was applied, and its answer was lost.
+            self._acknowledged = last
+            outcome, last = self._server.call(once)
+        if outcome not in ("done", "first"):
+            self._server.drop()  # the next call judges the server, and whether it is one still
+            raise StoreFailed("the store must take the next write, got another claim or number; it is asked again")
+        self._acknowledged = last
+        return outcome
+
+    def _run(self, client: redis.Redis, script: str, arguments: Sequence[Argument]) -> tuple[str, str]:
+        """Run a script, and wait for the replicas that must have it. Returns its outcome and what it says."""
+        call = ("EVAL", script, len(self._keys), *self._keys, *arguments)
+        wanted = self._settings.replica_acks
+        if wanted:
+            # On the same connection: WAIT is about the writes of its own. Its patience is shorter than the socket's.
+            with client.pipeline(transaction=False) as pipeline:
+                pipeline.execute_command(*call)
+                pipeline.execute_command("WAIT", wanted, self._settings.timeout_s * 800)
+                reply, confirmed = pipeline.execute()
+            if confirmed < wanted:
+                raise StoreFailed(
+                    f"every write must reach {wanted} replicas of the store, got {confirmed} in "
+                    f"{self._settings.timeout_s * 0.8:g} s; nothing advances until they are back"
+                )
+        else:
+            reply = client.execute_command(*call)
+        outcome, said = reply
+        return outcome.decode(), said.decode() if isinstance(said, bytes) else str(said)
+
+    def _read(self, work: Callable[[redis.Redis], T]) -> T:
+        """Read, and make sure afterwards that it was read from a server that has everything."""
+
+        def checked(client: redis.Redis) -> T:
+            found = work(client)
+            reason = self._why_not(client)
+            if reason:
+                raise StoreFailed(f"the store must have every write, got a server that {reason}")
+            return found
+
+        return self._server.call(checked)
+
+
+def _check_size(size_bytes: int, what: str) -> None:
+    if size_bytes > LARGEST_BYTES:
+        raise StoreInvalid(
+            f"{what} must be <= {LARGEST_BYTES} bytes for Redis, got {size_bytes}; lower promptsPerStep or groupSize, "
+            "or use store.sqlite"
+        )

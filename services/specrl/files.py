@@ -1,0 +1,48 @@
+"""Files that are read whole: no more of them than they may be large, and JSON that cannot be read is a ValueError.
+
+Below everything, since every part reads some file that another program, version or hand has written. A reader catches
+OSError and ValueError, and says which file it is and what to do.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+from typing import Any
+
+SMALL_BYTES = 1 << 20
+"""Of files that people write or that hold a few numbers: run files, endpoints, the state of a checkpoint, costs."""
+
+JSON_BYTES = 256 << 20
+"""Of a model's JSON. The largest in use are tokenizers of some 250,000 tokens, 35 MB; indices are smaller."""
+
+
+def read_bytes(path: Path, most_bytes: int) -> bytes:
+    """A file's content. Raises OSError, with EFBIG for one that is larger than `most_bytes`; then little was read."""
+    with path.open("rb") as file:
+        content = file.read(most_bytes + 1)  # not by its size: of a device or a pipe that says nothing
+    if len(content) > most_bytes:
+        raise OSError(errno.EFBIG, f"must be at most {most_bytes} bytes, got more", str(path))
+    return content
+
+
+def read_text(path: Path, most_bytes: int = SMALL_BYTES) -> str:
+    """UTF-8 text. Raises OSError, and ValueError for other bytes."""
+    return read_bytes(path, most_bytes).decode("utf-8")
+
+
+def read_object(path: Path, most_bytes: int = JSON_BYTES) -> dict[str, Any]:
+    """The JSON object that a file holds. Raises OSError or ValueError."""
+    return parse_object(read_text(path, most_bytes))
+
+
+def parse_object(text: str | bytes) -> dict[str, Any]:
+    """A JSON object. Raises ValueError, for too deep a nesting too, which Python reports as something else."""
+    try:
+        found = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("must be nested less deeply") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"must be a JSON object, got {type(found).__name__}")
+    return found

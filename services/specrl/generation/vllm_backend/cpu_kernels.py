@@ -1,0 +1,96 @@
+"""Has vLLM normalise with its own CPU kernel, which it ships and in 0.32 does not use.
+
+Its RMSNorm kernels are offered to GPUs only; CPUs compute the norm from a dozen PyTorch operations. A small model, a
+drafter above all, spends a good part of its time between such operations, so that this makes draft passes cheaper.
+Goes through vLLM's registry of implementations (`vllm.ir`), and the platform's order of preference among them.
+Called by `plugin.register` in each vLLM process; without the plugin vLLM normalises as it does by itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+PROVIDER = "vllm_c_cpu"
+OPERATIONS = ("rms_norm", "fused_add_rms_norm")
+LANES = 32  # a row must be whole vectors of the kernel, in any dtype
+
+
+def is_supported() -> bool:
+    """Whether this vLLM has the kernels, on a CPU."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return False
+    current_platform.import_kernels()
+    return hasattr(torch.ops._C, "rms_norm") and hasattr(torch.ops._C, "fused_add_rms_norm")
+
+
+def _rms_norm_fits(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> bool:
+    is_plain = weight is not None and weight.dtype == x.dtype and variance_size is None
+    return is_plain and x.shape[-1] % LANES == 0
+
+
+def _fused_add_rms_norm_fits(
+    x: torch.Tensor,
+    x_residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> bool:
+    is_whole = x.is_contiguous() and x_residual.is_contiguous()
+    return is_whole and _rms_norm_fits(x, weight, epsilon, variance_size)
+
+
+def register() -> None:
+    """Have vLLM prefer the kernels. Idempotent; does nothing where there are none."""
+    from vllm import ir
+
+    if not is_supported() or PROVIDER in ir.ops.rms_norm.impls:
+        return
+
+    @ir.ops.rms_norm.register_impl(PROVIDER, supports_args=_rms_norm_fits)
+    def rms_norm(
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        epsilon: float,
+        variance_size: int | None = None,
+    ) -> torch.Tensor:
+        output = torch.empty(x.shape, dtype=x.dtype)
+        torch.ops._C.rms_norm(output, x.contiguous(), weight, epsilon)
+        return output
+
+    @ir.ops.fused_add_rms_norm.register_impl(PROVIDER, supports_args=_fused_add_rms_norm_fits, inplace=True)
+    def fused_add_rms_norm(
+        x: torch.Tensor,
+        x_residual: torch.Tensor,
+        weight: torch.Tensor | None,
+        epsilon: float,
+        variance_size: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        torch.ops._C.fused_add_rms_norm(x, x_residual, weight, epsilon)
+        return x, x_residual
+
+    _prefer()
+
+
+def _prefer() -> None:
+    """Put the kernels before what the platform prefers by default. An order given by name still comes first."""
+    from vllm.platforms import current_platform
+
+    platform: Any = type(current_platform)
+    default = platform.get_default_ir_op_priority
+
+    def with_kernels(_cls: Any, vllm_config: Any) -> Any:
+        found = default(vllm_config)
+        for name in OPERATIONS:
+            getattr(found, name).insert(0, PROVIDER)
+        return found
+
+    platform.get_default_ir_op_priority = classmethod(with_kernels)

@@ -1,0 +1,1 @@
+"""Untrusted programs, confined by the operating system. What keeps a verdict unforgeable is docs/decisions/0008."""

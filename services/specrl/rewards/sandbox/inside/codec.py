@@ -1,0 +1,118 @@
+"""Python values as data, between an answer and its tests: frames of JSON that can become nothing but plain values.
+
+Used inside the sandbox on either side, and by the worker. Invariant: what `decode` returns is built of None, bool, int,
+float, complex, str, bytes, list, tuple, set, frozenset and dict, exactly these types, whatever the other side sent; so
+that comparing, hashing or printing it runs no code of the answer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import struct
+import time
+from typing import Any
+
+_EXACT = 2**53
+"""Integers below it are written as such; larger ones in hexadecimal, which is read in linear time."""
+_SEQUENCES: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+
+
+class NotData(TypeError):
+    """A value that is not plain data: a function, an object of a class, a generator."""
+
+
+class Malformed(ValueError):
+    """Bytes that are no frame of this protocol, or a larger one than is allowed."""
+
+
+def encode(value: Any) -> Any:
+    """JSON for a value. Raises NotData."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        number = int(value)
+        return number if -_EXACT < number < _EXACT else {"int": hex(number)}
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"float": str(float(value))}
+    if isinstance(value, complex):
+        return {"complex": [str(value.real), str(value.imag)]}
+    if isinstance(value, bytes | bytearray):
+        return {"bytes": value.hex()}
+    if isinstance(value, list):
+        return [encode(item) for item in value]
+    if isinstance(value, dict):
+        return {"dict": [[encode(key), encode(item)] for key, item in value.items()]}
+    for name, kind in _SEQUENCES.items():
+        if isinstance(value, kind):
+            return {name: [encode(item) for item in value]}
+    raise NotData(f"only plain data can be passed, got {type(value).__name__}")
+
+
+def decode(found: Any) -> Any:
+    """The value of what `json` made of a frame. Raises Malformed."""
+    if found is None or isinstance(found, bool | int | float | str):
+        return found
+    if isinstance(found, list):
+        return [decode(item) for item in found]
+    try:
+        ((name, content),) = found.items()
+        if name == "int":
+            return int(content, 16)
+        if name == "float":
+            return float(content)
+        if name == "complex":
+            return complex(float(content[0]), float(content[1]))
+        if name == "bytes":
+            return bytes.fromhex(content)
+        if name == "dict":
+            return {decode(key): decode(item) for key, item in content}
+        return _SEQUENCES[name](decode(item) for item in content)
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        raise Malformed("a value must be plain data") from error
+
+
+class Link:
+    """Frames over a socket: four bytes of length, then JSON."""
+
+    def __init__(self, connection: socket.socket, largest_bytes: int, deadline: float | None = None) -> None:
+        """deadline: on the monotonic clock; None waits for ever, as programs do whose end is seen to by others."""
+        self._connection = connection
+        self._largest_bytes = largest_bytes
+        self._deadline = deadline
+
+    def send(self, message: Any) -> None:
+        """Raises OSError when the other side is gone, TimeoutError at the deadline."""
+        content = json.dumps(message).encode("ascii")
+        self._wait_until_deadline()
+        self._connection.sendall(struct.pack("!I", len(content)) + content)
+
+    def receive(self) -> Any:
+        """The next message. Raises EOFError or OSError when the other side is gone, Malformed, TimeoutError."""
+        (size,) = struct.unpack("!I", self._exactly(4))
+        if size > self._largest_bytes:
+            raise Malformed(f"a message must have <= {self._largest_bytes} bytes, got {size}")
+        try:
+            return json.loads(self._exactly(size).decode("ascii"))
+        except (ValueError, RecursionError) as error:
+            raise Malformed("a message must be JSON") from error
+
+    def _exactly(self, size: int) -> bytes:
+        found = bytearray()
+        while len(found) < size:
+            self._wait_until_deadline()
+            part = self._connection.recv(min(size - len(found), 1 << 16))
+            if not part:
+                raise EOFError("the other side is gone")
+            found += part
+        return bytes(found)
+
+    def _wait_until_deadline(self) -> None:
+        if self._deadline is not None:
+            left = self._deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("the deadline has passed")
+            self._connection.settimeout(left)

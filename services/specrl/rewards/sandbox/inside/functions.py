@@ -1,0 +1,107 @@
+"""Inside the sandbox: load an answer from descriptor 4, then call its functions as asked over descriptor 3.
+
+    python functions.py PACKAGES LARGEST       LARGEST: bytes of the largest message
+
+The answer may do to this process what it likes. It learns arguments and no expected result; what it can reach over the
+socket are its own results, whoever writes them.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+
+def main() -> None:
+    """Answer requests until the other side hangs up."""
+    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120 - pathlib is slow to load
+    from codec import Link  # type: ignore[import-not-found] # lies beside this file
+
+    link = Link(socket.socket(fileno=3), int(sys.argv[2]))
+    with os.fdopen(4, "rb") as file:
+        source = file.read()
+    if sys.argv[1]:
+        sys.path.append(sys.argv[1])
+    sys.argv[:] = ["answer.py"]
+    module = types.ModuleType("answer")
+    sys.modules["answer"] = module
+    try:
+        exec(compile(source, "answer.py", "exec"), module.__dict__)  # noqa: S102 - what the sandbox is for
+        failed = ""
+    except SystemExit:
+        failed = ""  # what it has defined by then counts
+    except BaseException as error:  # noqa: BLE001 - whatever an answer raises is news for the other side
+        failed = type(error).__name__
+    link.send({"failed": failed})
+    while True:
+        try:
+            request = link.receive()
+        except (EOFError, OSError):
+            return
+        link.send(_answer(request, module.__dict__))
+
+
+def _answer(request: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
+    from codec import NotData, decode, encode
+
+    if "describe" in request:
+        return {name: _description(names, name) for name in request["describe"]}
+    try:
+        function = _function(names, request["call"])
+        arguments, named = decode(request["arguments"]), decode(request["named"])
+        result = encode(function(*arguments, **named))
+    except NotData as error:
+        return {"raised": "TypeError", "said": str(error)}
+    except RecursionError:
+        return {"raised": "RecursionError", "said": ""}
+    except BaseException as error:  # noqa: BLE001 - whatever an answer raises is its result
+        return {"raised": _builtin(error), "said": _text(error)}
+    reply = {"result": result}
+    try:
+        changed = [encode(argument) for argument in arguments]
+    except NotData:
+        return reply
+    return reply if changed == request["arguments"] else reply | {"arguments": changed}
+
+
+def _function(names: dict[str, Any], name: str) -> Callable[..., Any]:
+    """A function of the answer, or a method of its class Solution, as some data sets ask for."""
+    if name not in names and "Solution" in names:
+        method: Callable[..., Any] = getattr(names["Solution"](), name)
+        return method
+    function: Callable[..., Any] = names[name]
+    return function
+
+
+def _description(names: dict[str, Any], name: str) -> dict[str, Any]:
+    from codec import NotData, encode
+
+    if name not in names:
+        return {"kind": "missing"}
+    if isinstance(names[name], type):
+        return {"kind": "class"}
+    if callable(names[name]):
+        return {"kind": "function"}
+    try:
+        return {"kind": "value", "value": encode(names[name])}
+    except NotData:
+        return {"kind": "object"}
+
+
+def _builtin(error: BaseException) -> str:
+    """The nearest class of the error that Python itself has."""
+    return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)[:1000]
+    except Exception:  # noqa: BLE001 - the answer's own class may fail even here
+        return ""
+
+
+main()

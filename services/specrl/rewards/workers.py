@@ -1,0 +1,205 @@
+"""Processes that may hang or die, and answer without holding up the event loop that asks: for verdicts, and for tools.
+
+`pool.VerifierPool` and `specrl.tools.ToolPool` are such pools. Invariants: an answer is the worker's own; whatever else
+happens there is none, with the reason, and it is counted. And every wait ends: for a free worker (each question before
+it in line is bounded), for the answer (below).
+
+    QUEUED -> RUNNING -> ANSWERED                the worker answered
+                      -> FAILED(error)           it raised
+                      -> FAILED(crash)           it died; pebble notices within 0.1 s and replaces it
+                      -> FAILED(timeout)         no answer in timeoutS; pebble kills the worker and replaces it
+
+Two more clocks stand behind pebble's: the worker's own alarm signal, which ends native code even when this process is
+gone; and a deadline in `_attempt`, after which the whole pool is replaced. Pebble gives up its pool when an idle worker
+dies (pebble 5.2, `find_expired_task`); the pool is replaced then too, and the question asked again.
+
+Workers come from a fork server: started fresh, it never has gRPC's threads, and has loaded what the work needs, so that
+a replacement is there in milliseconds. They ignore Ctrl-C; the coordinator closes the pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import resource
+import signal
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Protocol, Self
+
+import pebble
+
+from specrl.errors import SpecInvalid, SpecrlError, ToolFailed, VerifierFailed
+from specrl.spec.data import WorkerLimits
+
+_GRACE_S = 10
+"""How much later than pebble's time limit the worker's own alarm goes off."""
+_START_S = 60
+"""Longest start of a worker on a loaded machine: it imports SymPy, which takes 2 s on an idle one."""
+
+
+class FailureKind(StrEnum):
+    """Why there is no answer: the label of the failure counter."""
+
+    ERROR = "error"
+    CRASH = "crash"
+    TIMEOUT = "timeout"
+
+
+class Work(Protocol):
+    """What workers are for. Instances pickle."""
+
+    @property
+    def preloads(self) -> tuple[str, ...]:
+        """Modules that take long to load; the pool loads them once for all of its workers."""
+
+    def ready(self) -> None:
+        """Once in a worker before it is asked: raise SpecInvalid when it cannot work on this machine."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a worker answered, or why it did not."""
+
+    value: object = None
+    failure: str = ""
+
+
+class WorkerPool:
+    """Worker processes. Use as `async with ... as pool`, or `start` and `close`.
+
+    noun: what the messages call a worker, "verifier" or "tool"; error: what is raised when no question can be answered.
+    """
+
+    def __init__(self, work: Work, limits: WorkerLimits, noun: str, error: type[SpecrlError]) -> None:
+        self._work, self._limits, self._noun, self._error = work, limits, noun, error
+        self._free = asyncio.Semaphore(limits.workers)
+        self._pool: pebble.ProcessPool | None = None
+        self._is_closed = False
+        self.failures: Counter[FailureKind] = Counter()
+        """Questions without an answer, by kind."""
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """Start and warm up the workers.
+
+        Raises SpecInvalid when they cannot work on this machine, the pool's error when they do not answer.
+        """
+        pool = await self._living()
+        warm = [pool.schedule(self._work.ready, timeout=_START_S) for _ in range(self._limits.workers)]
+        try:
+            async with asyncio.timeout(2 * _START_S):
+                await asyncio.gather(*(asyncio.wrap_future(future) for future in warm))
+        except (TimeoutError, BrokenProcessPool, pebble.ProcessExpired) as error:
+            await self.close()
+            raise self._error(
+                f"{self._noun} workers must start within {_START_S} s, got {type(error).__name__}; see the log above"
+            ) from error
+        except SpecInvalid:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Kill the workers; answers still awaited are cancelled. Safe to call twice."""
+        self._is_closed = True
+        await self._discard(self._pool)
+
+    async def _ask(self, question: Callable[..., object], *arguments: object) -> Answer:
+        """What `question` returns in a worker, or why it did not.
+
+        Raises the pool's error only when it is closed or cannot be started again: then no question can be answered.
+        """
+        async with self._free:
+            for _ in range(2):
+                answer = await self._attempt(question, arguments)
+                if answer is not None:
+                    return answer
+        raise self._error(
+            f"{self._noun} workers must stay alive between answers, got two pools in a row that did not; "
+            "see the log above, and the machine's memory"
+        )
+
+    def _failed(self, kind: FailureKind, reason: str) -> Answer:
+        self.failures[kind] += 1
+        return Answer(failure=f"{kind}: {reason}")
+
+    async def _attempt(self, question: Callable[..., object], arguments: tuple[object, ...]) -> Answer | None:
+        """One try; None when the pool itself broke, which says nothing about this question."""
+        pool = await self._living()
+        limit = self._limits.timeout_s
+        try:
+            future = pool.schedule(_answer, (question, arguments, limit + _GRACE_S), timeout=limit)
+        except RuntimeError:  # broken since the last answer
+            await self._discard(pool)
+            return None
+        awaited = asyncio.wrap_future(future)
+        done, _ = await asyncio.wait({awaited}, timeout=limit + _GRACE_S + _START_S)
+        if not done:
+            await self._discard(pool)
+            return self._failed(FailureKind.TIMEOUT, f"no answer within {limit + _GRACE_S + _START_S} s")
+        try:
+            return Answer(awaited.result())
+        except TimeoutError:
+            return self._failed(FailureKind.TIMEOUT, f"the {self._noun} took longer than timeoutS={limit}")
+        except pebble.ProcessExpired as error:
+            return self._failed(
+                FailureKind.CRASH, f"the {self._noun}'s process ended with exit status {error.exitcode}"
+            )
+        except BrokenProcessPool:
+            await self._discard(pool)
+            return None
+        except (VerifierFailed, ToolFailed) as error:
+            return self._failed(FailureKind.ERROR, str(error))
+        except Exception as error:  # noqa: BLE001 - the edge of a process: whatever is raised there ends here, counted
+            return self._failed(FailureKind.ERROR, f"the {self._noun} raised {type(error).__name__}")
+
+    async def _living(self) -> pebble.ProcessPool:
+        if self._is_closed:
+            raise self._error(f"the {self._noun} pool must be open to answer, got a closed one; the run is ending")
+        if self._pool is None:
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(["specrl.rewards.choice", *self._work.preloads])
+            self._pool = pebble.ProcessPool(
+                self._limits.workers,
+                initializer=_prepare_worker,
+                initargs=[self._limits.memory_mib * 2**20],
+                context=context,
+            )
+            # The first look starts the processes.
+            await asyncio.to_thread(lambda pool: pool.active, self._pool)
+        return self._pool
+
+    async def _discard(self, pool: pebble.ProcessPool | None) -> None:
+        """Stop a pool. Several questions may find the same one broken; the first of them discards it."""
+        if pool is None or pool is not self._pool:
+            return
+        self._pool = None
+        pool.stop()  # type: ignore[no-untyped-call] # pebble annotates it in part
+        await asyncio.to_thread(pool.join)
+
+
+def _prepare_worker(memory_bytes: int) -> None:
+    """SymPy needs 0.3 GiB of address space; an answer like 9^9^9^9 would otherwise take the machine's memory."""
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limit is off
+
+
+def _answer(question: Callable[..., Any], arguments: tuple[object, ...], limit_s: int) -> object:
+    """In the worker: one answer, ended by the kernel when nobody else ended it."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(limit_s)
+    try:
+        return question(*arguments)
+    finally:
+        signal.alarm(0)

@@ -1,0 +1,43 @@
+"""The example of programs that are judged by their tests, through its own file, source and pool."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from specrl.prompts import open_source
+from specrl.records import Prompt
+from specrl.rewards import VerifierPool, check_references, check_verifier, verifier_for
+from specrl.spec import load_spec
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "code" / "run.yaml"
+
+RIGHT = [
+    "Here:\n```python\nprint(sum(map(int, input().split())))\n```",
+    "```python\nclass Solution:\n    def is_palindrome(self, text):\n"
+    "        letters = [c for c in text.lower() if c.isalpha()]\n        return letters == letters[::-1]\n```",
+    "```python\ndef move_zeros(numbers):\n    numbers.sort(key=lambda number: number == 0)\n```",
+    "```python\ndef divide(a, b):\n    if b == 0:\n        raise ValueError('b')\n    return a // b\n```",
+]
+WRONG = [
+    "```python\na, b = map(int, input().split())\nprint(a - b)\n```",
+    "```python\ndef is_palindrome(text):\n    return text == text[::-1]\n```",
+    "```python\ndef move_zeros(numbers):\n    return sorted(numbers, key=lambda number: number == 0)\n```",
+    "```python\ndef divide(a, b):\n    return a // b\n```",
+]
+
+
+async def test_right_answers_score_one_wrong_ones_zero_and_hostile_ones_end() -> None:
+    spec = load_spec(EXAMPLE)
+    source = open_source(spec.prompts.source)
+    problems = [source.problem(place) for place in range(len(source))]
+    check_references(spec.rewards, ((source.place(i), problem.answer) for i, problem in enumerate(problems)))
+    check_verifier(spec.rewards)
+    prompts = [Prompt(f"p{i}", i, (1,), problem.question, problem.answer) for i, problem in enumerate(problems)]
+    hostile = ["```python\nimport os\nwhile True:\n    os.fork()\n```", "```python\nwhile True: pass\n```"] * 2
+    async with VerifierPool(verifier_for(spec.rewards), spec.reward_pool) as pool:
+        for texts, expected in ((RIGHT, 1.0), (hostile, 0.0), (WRONG, 0.0), (RIGHT, 1.0)):
+            rewards = await asyncio.gather(*(pool.grade(*pair) for pair in zip(prompts, texts, strict=True)))
+            assert [reward.value for reward in rewards] == [expected] * 4, rewards
+        assert pool.graded == 16
+        assert not pool.failures

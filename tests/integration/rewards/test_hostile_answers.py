@@ -1,0 +1,444 @@
+"""Answers that attack the sandbox and the verdict: each ends within its limits, is judged right, and leaves nothing.
+
+In both isolations, against the real kernel. The verdict of an answer that solves its task besides attacking is 1: an
+attack that fails is no reason to lie about the answer.
+"""
+
+# ruff: noqa: E501 - a hostile program is read best on one line
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from specrl.errors import SpecInvalid, VerifierFailed
+from specrl.rewards import code, verifier_for
+from specrl.rewards.code import Code
+from specrl.rewards.verifiers import Verifier
+from specrl.spec.data import CodeVerifier, Isolation, Rewards
+
+SUM = json.dumps({"inputs": ["1 2\n", "30 4\n"], "outputs": ["3\n", "34\n"]})
+RIGHT = "a, b = map(int, input().split())\nprint(a + b)\n"
+ADD = json.dumps({"fn_name": "add", "inputs": [[1, 2], [30, 4]], "outputs": [3, 34]})
+ASSERTS = "assert add(1, 2) == 3\nassert add(30, 4) == 34\n"
+MARK = f"specrl-hostile-{os.getpid()}"
+"""In the name of every file that an answer tries to leave."""
+
+
+def a_verifier(isolation: Isolation, **changes: object) -> Verifier:
+    limits = {"isolation": isolation, "cpu_s": 1, "wall_s": 4, "memory_mib": 256, "output_kib": 256, **changes}
+    return verifier_for(Rewards(code=CodeVerifier.model_validate(limits)))
+
+
+@pytest.fixture(params=list(Isolation))
+def verifier(request: pytest.FixtureRequest) -> Verifier:
+    return ready_or_skip(a_verifier(request.param), request.param)
+
+
+def ready_or_skip(found: Verifier, isolation: Isolation) -> Verifier:
+    """The verifier, where it can isolate: also not in a process in which gRPC starts threads after each fork."""
+    try:
+        found.ready()
+    except SpecInvalid as error:
+        pytest.skip(f"unproven that {isolation} holds: {error}")
+    return found
+
+
+def open_descriptors() -> set[tuple[str, str]]:
+    """Number and target of each. Other tests' may be closed at any moment, by the garbage collector."""
+    found = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found.add((descriptor.name, str(descriptor.readlink())))
+    return found
+
+
+def judged(verifier: Verifier, tests: str, answer: str) -> float:
+    """A verdict; asked for again when the machine was too busy to give one."""
+    for _ in range(3):
+        try:
+            return verifier.reward(tests, answer)
+        except VerifierFailed as error:
+            if "too busy" not in str(error):
+                raise
+    return verifier.reward(tests, answer)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """No process, no descriptor, no file outlives a verdict."""
+    descriptors = open_descriptors()
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    assert set(psutil.Process().children(recursive=True)) <= before
+    assert open_descriptors() <= descriptors
+    for folder in ("/", "/tmp", "/var/tmp", "/dev/shm", Path(__file__).parent):  # noqa: S108 - where it would be left
+        assert not list(Path(folder).glob(f"*{MARK}*"))
+
+
+ALLOWED = "allowed = []\n"
+VERDICT_IF_ALLOWED = "print(sum(map(int, input().split())) if allowed else '')\n"
+
+
+def tried(*attempts: str) -> str:
+    """An answer that is right only if one of its attempts is not refused."""
+    tries = "".join(
+        f"try:\n    {attempt}\n    allowed.append({number})\nexcept Exception:\n    pass\n"
+        for number, attempt in enumerate(attempts)
+    )
+    return f"import ctypes, os, resource, signal, socket, subprocess, sys\n{ALLOWED}{tries}{VERDICT_IF_ALLOWED}"
+
+
+BREAKS_A_LIMIT = {
+    "fork bomb": "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass\n",
+    "thread bomb": (
+        "import threading, time\nwhile True:\n    try:\n"
+        "        threading.Thread(target=time.sleep, args=(99,)).start()\n    except RuntimeError:\n        pass\n"
+    ),
+    "infinite loop": "while True:\n    pass\n",
+    "sleep": "import time\ntime.sleep(1000)\n",
+    "closes its output and stays": "import os, time\nprint(3)\nos.close(1)\ntime.sleep(1000)\n",
+    "ignores every signal": (
+        "import signal\nfor s in signal.valid_signals():\n    try:\n        signal.signal(s, signal.SIG_IGN)\n"
+        "    except OSError:\n        pass\nwhile True:\n    pass\n"
+    ),
+    "stops itself": "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)\n",
+    "huge output": "while True:\n    print('x' * 65536)\n",
+    "huge output after the right one": RIGHT + "print('\\n' * 10 ** 9)\n",
+    "memory bomb": "kept = []\nwhile True:\n    kept.append(bytearray(2 ** 20))\n",
+    "deep recursion": "import sys\nsys.setrecursionlimit(10 ** 9)\ndef f(n):\n    return [f(n + 1)]\nf(0)\n",
+    "deep recursion in C": "import sys\nsys.setrecursionlimit(10 ** 9)\nx = None\nfor _ in range(10 ** 7):\n    x = [x]\nrepr(x)\n",
+    "regular expression": "import re\nre.match('(a+)+$', 'a' * 64 + '!')\n",
+}
+
+
+@pytest.mark.parametrize("name", BREAKS_A_LIMIT)
+def test_an_answer_that_breaks_a_limit_is_wrong(verifier: Verifier, name: str) -> None:
+    assert judged(verifier, SUM, BREAKS_A_LIMIT[name]) == 0.0
+
+
+IMITATES = {
+    "words": "print('PASSED')\nprint('{\"verdict\": 1.0}')\nprint(1.0)\n",
+    "the guardian's report": (
+        "import os\nfor fd in range(1, 300):\n    try:\n        os.write(fd, b'>0 0.001')\n    except OSError:\n"
+        "        pass\nos._exit(0)\n"
+    ),
+    "an early exit": "import os\nos._exit(0)\n",
+    "an early, polite exit": "import sys\nsys.exit(0)\n",
+    "right once": "print(3)\n",
+    "right, then fails": RIGHT + "raise SystemExit(3)\n",
+    "right, then dies": RIGHT + "import os, sys\nsys.stdout.flush()\nos.abort()\n",
+    "nothing": "",
+    "no Python": "This problem cannot be solved.",
+    "other bytes": "\x00\udcff",
+}
+
+
+@pytest.mark.parametrize("name", IMITATES)
+def test_a_program_that_imitates_a_verdict_is_wrong(verifier: Verifier, name: str) -> None:
+    assert verifier.reward(SUM, IMITATES[name]) == 0.0
+
+
+@pytest.mark.parametrize(
+    "attempts",
+    [
+        ["open('/etc/passwd').read()", f"open({__file__!r}).read()", "os.listdir('/etc')", "os.listdir('/var')"],
+        ["open('/proc/self/environ').read()", "open('/proc/1/cmdline').read()", "os.listdir('/proc')"],
+        ["os.symlink('/etc/passwd', 'link'); open('link').read()", "os.link('/etc/passwd', 'hard')"],
+        ["os.symlink('/', 'root'); os.listdir('root/etc')", "os.chroot('.')", "open('/../../etc/passwd')"],
+        [f"open('/{MARK}', 'w')", f"open('/dev/shm/{MARK}', 'w')", f"open('/var/tmp/{MARK}', 'w')"],
+        [f"os.mkdir({str(Path(__file__).with_name(MARK))!r})", "os.chmod('/', 0o777)", "os.utime('/')"],
+        [f"open({sys.executable!r}, 'ab')", "os.rename('/programs', '/gone')", "os.unlink('/programs/program.py')"],
+        ["socket.socket(socket.AF_INET)", "socket.socket(socket.AF_INET6)", "socket.socket(socket.AF_NETLINK, 3)"],
+        ["socket.socket(socket.AF_VSOCK)", "socket.create_connection(('127.0.0.1', 22), 1)"],
+        ["socket.getaddrinfo('localhost.example', 80)", "subprocess.run(['/bin/sh', '-c', 'true'], check=True)"],
+        ["resource.setrlimit(resource.RLIMIT_CPU, (99, 99))", "resource.setrlimit(resource.RLIMIT_AS, (-1, -1))"],
+        ["os.setuid(1)", "os.setgroups([0])", "os.nice(-5)", "os.sched_setscheduler(0, 1, os.sched_param(1))"],
+        ["os.memfd_create('x')", "resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (1, 1))"],
+        ["os.kill(os.getppid(), 0) if os.getuid() != 65534 else 1 / 0", "os.kill(-1, 9)", "os.killpg(1, 9)"],
+        [
+            f"c = ctypes.CDLL(None); 1 / (c.{call} == 0)"
+            for call in ("unshare(0x10000000)", "unshare(0)", "mount(0, b'/tmp', b'tmpfs', 0, 0)", "ptrace(0, 0, 0, 0)")
+        ],
+        [f"1 / (ctypes.CDLL(None).syscall({number}, 0, 0, 0, 0, 0) >= 0)" for number in (425, 442, 428)],
+    ],
+)
+def test_what_an_answer_must_not_do_is_refused(verifier: Verifier, attempts: list[str]) -> None:
+    assert verifier.reward(SUM, tried("1 / 0")) == 0.0
+    assert verifier.reward(SUM, tried("1 / 1")) == 1.0, "an attempt that is allowed is seen"
+    assert verifier.reward(SUM, tried(*attempts)) == 0.0
+
+
+def test_a_socket_of_the_host_is_out_of_reach(verifier: Verifier, tmp_path: Path) -> None:
+    kinds = (socket.SOCK_STREAM, socket.SOCK_DGRAM)
+    addresses = [f"\0{MARK}", str(tmp_path / "socket")]
+    with socket.create_server(("127.0.0.1", 0)) as server, contextlib.ExitStack() as opened:
+        attempts = [f"socket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 1)"]
+        for kind in kinds:
+            for address in addresses:
+                name = f"{address}-{kind.name}"
+                listener = opened.enter_context(socket.socket(socket.AF_UNIX, kind))
+                listener.bind(name)
+                if kind is socket.SOCK_STREAM:
+                    listener.listen()
+                attempts.append(f"socket.socket(socket.AF_UNIX, {kind.value}).connect({name!r})")
+                attempts.append(f"socket.socketpair(socket.AF_UNIX, {kind.value})[0].connect({name!r})")
+                attempts.append(f"socket.socketpair(socket.AF_UNIX, {kind.value})[0].sendto(b'x', {name!r})")
+        assert verifier.reward(SUM, tried(*attempts)) == 0.0
+
+
+def test_the_kernel_sends_no_signal_for_an_answer(verifier: Verifier) -> None:
+    """F_SETOWN has descriptors send signals; to a process outside, it must be refused or find nobody."""
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as victim:
+        attack = (
+            f"import fcntl, os, time\nr, w = os.pipe()\nfor end in (r, w):\n    for command, value in ((10, 9), (8, {victim.pid})):\n"
+            "        try:\n            fcntl.fcntl(end, command, value)\n        except OSError:\n            pass\n"
+            "    fcntl.fcntl(end, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)\nos.write(w, b'x')\nos.read(r, 1)\ntime.sleep(0.2)\n"
+        )
+        try:
+            assert verifier.reward(SUM, attack + RIGHT) == 1.0
+            assert victim.poll() is None
+        finally:
+            victim.kill()
+
+
+ATTACKS_AND_SOLVES = {
+    "kills its guardian": (
+        "import os, signal\nfor pid in (1, os.getppid(), -1, 2, 3, 4):\n"
+        "    for signum in (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP):\n        try:\n"
+        "            pid == os.getpid() or os.kill(pid, signum)\n        except OSError:\n            pass\n"
+    ),
+    "leaves children behind": (
+        "import os, sys, time\ntry:\n    for _ in range(2):\n        if os.fork() == 0:\n            os.setsid()\n"
+        "            os.close(0)\n            time.sleep(1000)\nexcept OSError:\n    pass\n"
+    ),
+    "leaves a daemon behind": (
+        "import os, time\ntry:\n    if os.fork() == 0:\n        os.setsid()\n        if os.fork() == 0:\n"
+        "            while True:\n                time.sleep(1000)\n        os._exit(0)\nexcept OSError:\n    pass\n"
+    ),
+    "fills the disk": (
+        "import os\nwritten = 0\ntry:\n    for number in range(1000):\n        with open(f'/tmp/"
+        + MARK
+        + "-{number}', 'wb', buffering=0) as file:\n            for _ in range(64):\n"
+        "                written += file.write(bytes(2 ** 16))\nexcept OSError:\n    pass\nassert written <= 2 ** 24\n"
+    ),
+    "fills the disk with names": (
+        "made = 0\ntry:\n    for made in range(10 ** 6):\n        open(f'/tmp/"
+        + MARK
+        + "-{made}', 'w').close()\nexcept OSError:\n    pass\nassert made < 5000\n"
+    ),
+    "takes all descriptors": (
+        "import os\nopened = []\ntry:\n    while True:\n        opened.append(os.dup(0))\nexcept OSError:\n    pass\n"
+        "assert len(opened) < 64\nfor number in opened:\n    os.close(number)\n"
+    ),
+    "writes to standard error": "import sys\nsys.stderr.write('x' * 10 ** 7)\n",
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS_AND_SOLVES)
+def test_a_failed_attack_changes_no_verdict(verifier: Verifier, name: str) -> None:
+    assert verifier.reward(SUM, ATTACKS_AND_SOLVES[name] + RIGHT) == 1.0
+    assert verifier.reward(SUM, ATTACKS_AND_SOLVES[name] + "print(4)\n") == 0.0
+
+
+LIES = {
+    "an object that equals everything": "class E:\n    def __eq__(self, o): return True\n    __hash__ = None\ndef add(a, b): return E()\n",
+    "a number that equals everything": "class I(int):\n    def __eq__(self, o): return True\n    __hash__ = None\ndef add(a, b): return I(0)\n",
+    "a text that equals everything": "class S(str):\n    def __eq__(self, o): return True\n    __hash__ = None\ndef add(a, b): return S()\n",
+    "a list of such": "class L(list):\n    def __eq__(self, o): return True\n    __hash__ = None\ndef add(a, b): return L()\n",
+    "not a number": "def add(a, b): return float('nan')\n",
+    "nothing": "def add(a, b): return None\n",
+    "a truth": "def add(a, b): return True\n",
+    "another name": "def plus(a, b): return a + b\n",
+    "an exit when loaded": "import os\nos._exit(0)\n",
+    "the exit status of a pass": "import os\ndef add(a, b): os._exit(10)\n",
+    "a polite exit with it": "import sys\ndef add(a, b): sys.exit(10)\n",
+    "an exception": "def add(a, b): raise AssertionError\n",
+    "the end of a loop": "def add(a, b): raise StopIteration\n",
+    "changed built-ins": (
+        "import builtins, sys\nbuiltins.all = lambda *_: True\nbuiltins.AssertionError = KeyError\n"
+        "sys.modules['codec'].encode = lambda v: {'passed': True}\ndef add(a, b): return 0\n"
+    ),
+    "a changed caller": (
+        "import sys\ndef add(a, b):\n    frame = sys._getframe()\n    while frame:\n"
+        "        frame.f_globals.update(PASSED=True, FAILED=10)\n        frame = frame.f_back\n    return 0\n"
+    ),
+    "forged frames": (
+        "import os, struct\ndef add(a, b):\n    for said in (b'{\"passed\": true}', b'{\"failed\": \"\"}', b'10'):\n"
+        "        os.write(3, struct.pack('!I', len(said)) + said)\n    return 0\n"
+    ),
+    "a frame without end": "import os\ndef add(a, b):\n    while True:\n        os.write(3, b'\\xff' * 65536)\n",
+    "a frame that does not come": "import os, time\ndef add(a, b):\n    os.write(3, b'\\0\\0\\1')\n    time.sleep(99)\n",
+    "too deep a result": "import sys\nsys.setrecursionlimit(10 ** 6)\ndef add(a, b):\n    x = []\n    for _ in range(20000):\n        x = [x]\n    return x\n",
+    "a frame that is too deep": "import os, struct\ndef add(a, b):\n    s = b'[' * 100000\n    os.write(3, struct.pack('!I', len(s)) + s)\n",
+    "a huge number": "def add(a, b): return 1 << (10 ** 8)\n",
+    "a large number": "def add(a, b): return 1 << (10 ** 5)\n",
+    "digits without end": "import os, struct\ndef add(a, b):\n    s = b'{\"result\": ' + b'9' * 200000 + b'}'\n    os.write(3, struct.pack('!I', len(s)) + s)\n",
+    "a loop": "def add(a, b):\n    while True: pass\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LIES)
+@pytest.mark.parametrize(
+    "tests", [ADD, ASSERTS, "assert all(map(lambda c: add(*c[:2]) == c[2], [(1, 2, 3), (30, 4, 34)]))"]
+)
+def test_a_function_that_lies_is_wrong(verifier: Verifier, name: str, tests: str) -> None:
+    assert judged(verifier, tests, LIES[name]) == 0.0
+
+
+def test_an_answer_that_went_away_does_not_pass_tests_that_expect_errors(verifier: Verifier) -> None:
+    tests = "try:\n    add(1, None)\nexcept Exception:\n    pass\nelse:\n    assert False\n"
+    assert verifier.reward(tests, "def add(a, b): return a + b\n") == 1.0
+    assert verifier.reward(tests, "import os\ndef add(a, b): os._exit(0)\n") == 0.0
+    assert (
+        verifier.reward(tests.replace("Exception", "BaseException"), "import os\ndef add(a, b): os._exit(0)\n") == 0.0
+    )
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        json.dumps({"fn_name": "secret", "inputs": [[7], [8]], "outputs": [918273645, 918273646]}),
+        "expected = {7: 918273645, 8: 918273646}\nfor given in expected:\n    assert secret(given) == expected[given]\n",
+    ],
+)
+def test_what_is_expected_is_not_in_the_memory_of_an_answer(verifier: Verifier, tests: str) -> None:
+    search = (
+        "import gc, sys\ndef secret(given):\n    seen = [sys._getframe(1).f_globals, sys._getframe(1).f_locals]\n"
+        "    seen += [sys._getframe(2).f_globals, sys._getframe(2).f_locals]\n"
+        "    for place in [*seen, *gc.get_objects()]:\n        if isinstance(place, dict):\n"
+        "            place = [*place.values()]\n        if isinstance(place, (list, tuple, set)):\n"
+        "            for found in place:\n                if type(found) is int and str(found)[:6] == '918273':\n"
+        "                    return found - found % 10 + given - 2\n    return 0\n"
+    )
+    solve = "def secret(given):\n    return 918273640 + given - 2\n"
+    assert verifier.reward(tests, solve) == 1.0
+    assert verifier.reward(tests, search + f"kept = [{918273645}]\n") == 1.0, "what is there, the search finds"
+    assert verifier.reward(tests, search) == 0.0
+
+
+def test_an_answer_sees_neither_the_tests_nor_other_answers(verifier: Verifier) -> None:
+    """What one answer leaves in its scratch folder or in shared memory, the next does not find."""
+    write = "try:\n    open('/tmp/note', 'w').write('x')\nexcept OSError:\n    pass\n"
+    assert verifier.reward(SUM, write + RIGHT) == 1.0
+    assert verifier.reward(SUM, tried("open('/tmp/note').read()")) == 0.0
+
+
+def test_a_worker_that_is_killed_takes_its_answers_with_it() -> None:
+    program = (
+        "from specrl.rewards import verifier_for\nfrom specrl.spec.data import CodeVerifier, Rewards\n"
+        "verifier = verifier_for(Rewards(code=CodeVerifier(wall_s=60, isolation={isolation!r})))\n"
+        'verifier.reward({tests!r}, \'import time\\nopen(1, "w").write("x")\\ntime.sleep(1000)\')\n'
+    )
+    for isolation in Isolation:
+        source = program.format(isolation=isolation.value, tests=SUM)
+        with subprocess.Popen([sys.executable, "-c", source]) as process:
+            worker = psutil.Process(process.pid)
+            until = time.monotonic() + 60
+            while len(below := worker.children(recursive=True)) < (3 if isolation is Isolation.NAMESPACES else 2):
+                assert time.monotonic() < until
+                assert process.poll() is None
+                time.sleep(0.05)
+            process.send_signal(signal.SIGKILL)
+            _, alive = psutil.wait_procs(below, timeout=60)
+            assert not [left for left in alive if left.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_tests_that_cannot_judge_are_no_verdict(verifier: Verifier) -> None:
+    for tests, answer in [
+        ("import a_module_that_is_not_there\nassert add(1, 2) == 3", "def add(a, b): return 3"),
+        ("assert apply(lambda x: x, 3) == 3", "def apply(f, x): return f(x)"),
+        ("assert Stack().size() == 0", "class Stack:\n    def size(self): return 0"),
+        ("add(1, 2)\nwhile True: pass", "def add(a, b): return 3"),
+        ("add(1, 2)\nimport os; os._exit(0)", "def add(a, b): return 3"),
+    ]:
+        with pytest.raises(VerifierFailed, match="the tests must"):
+            verifier.reward(tests, answer)
+
+
+def test_a_machine_without_user_namespaces_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    from specrl.rewards.sandbox import kernel
+
+    def refuse(flags: int) -> None:
+        raise PermissionError(1, "unshare: Operation not permitted")
+
+    monkeypatch.setattr(kernel, "unshare", refuse)
+    with pytest.raises(SpecInvalid, match=r"rewards.code.isolation: must be possible .* unshare.*isolation: Landlock"):
+        a_verifier(Isolation.NAMESPACES).ready()
+
+
+@pytest.mark.parametrize(
+    ("probe", "said"),
+    [
+        ("while True: pass", r"got a trial program that (ran longer than 1 s|was killed by SIGKILL)"),
+        ("import time\ntime.sleep(99)", "got a trial program that ran longer than 1 s"),
+        ("raise SystemExit(3)", "got a trial program that ended with exit status 3"),
+    ],
+)
+def test_a_trial_that_does_not_end_is_not_reported_as_a_missing_permission(
+    verifier: Verifier, monkeypatch: pytest.MonkeyPatch, probe: str, said: str
+) -> None:
+    monkeypatch.setattr(code, "_TRIAL_S", 1)
+    monkeypatch.setattr(code, "_PROBE", probe)
+    with pytest.raises(SpecInvalid, match=rf"rewards\.code: must run a trial program .*{said}.*less busy") as caught:
+        verifier.ready()
+    assert "permit" not in str(caught.value)
+
+
+def test_a_trial_that_never_had_the_processor_says_so(verifier: Verifier, monkeypatch: pytest.MonkeyPatch) -> None:
+    from specrl.rewards.sandbox.confine import Confined, Ending
+
+    ended = Confined.end
+    monkeypatch.setattr(Confined, "is_starved", lambda self: True)
+    monkeypatch.setattr(Confined, "end", lambda self: Ending(ended(self).status, 0.01))
+    monkeypatch.setattr(code, "_TRIAL_S", 1)
+    monkeypatch.setattr(code, "_PROBE", "import time\ntime.sleep(99)")
+    with pytest.raises(SpecInvalid, match=r"rewards\.code: must run a trial program .*too busy") as caught:
+        verifier.ready()
+    assert "permit" not in str(caught.value)
+
+
+def test_a_trial_has_more_time_than_an_answer(verifier: Verifier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may take longer to start Python than an answer may take at all."""
+    monkeypatch.setattr(code, "_PROBE", "import time\ntime.sleep(2)\nprint('confined', end='')")
+    assert isinstance(verifier, Code)
+    replace(verifier, sandbox=replace(verifier.sandbox, wall_s=1)).ready()
+
+
+def test_a_sandbox_that_cannot_start_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    from specrl.rewards.sandbox import seccomp
+
+    def refuse(**_: object) -> None:
+        raise OSError(22, "seccomp: Invalid argument")
+
+    monkeypatch.setattr(seccomp, "install", refuse)
+    for isolation in Isolation:
+        for tests in (SUM, ADD, ASSERTS):
+            with pytest.raises(VerifierFailed, match=r"seccomp|sandbox"):
+                a_verifier(isolation).reward(tests, "def add(a, b): return a + b\n" + RIGHT)
+
+
+def test_an_answer_that_never_had_the_processor_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine too busy to run a right answer must not make it a wrong one."""
+    from specrl.rewards.sandbox.confine import Confined, Ending
+
+    verifier = ready_or_skip(a_verifier(Isolation.NAMESPACES, wall_s=1), Isolation.NAMESPACES)
+    ended = Confined.end
+    monkeypatch.setattr(Confined, "is_starved", lambda self: True)
+    monkeypatch.setattr(Confined, "end", lambda self: Ending(ended(self).status, 0.01))
+    assert isinstance(verifier, Code)
+    for tests in (SUM, ADD):
+        with pytest.raises(VerifierFailed, match="too busy"):
+            verifier.reward(tests, "import time\ntime.sleep(5)\ndef add(a, b): return 3\n")

@@ -1,0 +1,356 @@
+"""Which Redis server is used, and which is refused: credentials, access control, TLS, durability, failover."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.redis_servers import RedisProcess, free_port, needs_redis, settings
+from tests.store_crashes import WRITES, content
+
+from specrl.coordinator.store import Claim
+from specrl.coordinator.store.redis_server import RedisServer
+from specrl.coordinator.store.redis_store import _WRITE, RedisStore
+from specrl.errors import StoreFailed, StoreInvalid
+from specrl.spec.store import Durability, Secret, Tls
+
+pytestmark = needs_redis
+Start = Callable[..., RedisProcess]
+
+RULE = (
+    "+info +config|get +auth +select +ping +eval +hget +hgetall +hlen +hmget +hset +hsetnx +hkeys +hscan "
+    "+hexists +hdel +exists +sadd +smembers +srem +unlink +wait"
+)
+"""What docs/store.md tells an administrator to allow, on the run's keys alone."""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts servers that end with the test."""
+    started: list[RedisProcess] = []
+
+    def one_more(**options: Any) -> RedisProcess:
+        started.append(RedisProcess(tmp_path / f"server-{len(started)}", **options))
+        return started[-1]
+
+    yield one_more
+    for server in started:
+        server.kill()
+
+
+def a_store(*servers: RedisProcess, **fields: Any) -> RedisStore:
+    return RedisStore(settings(*servers, **fields), "run", Claim(run_id="run"))
+
+
+def everything_works(store: RedisStore) -> None:
+    for write in WRITES:
+        write(store)
+    assert content(store)["trained"] == 2
+    store.reset()
+    store.close()
+
+
+# -- who is let in -----------------------------------------------------------------------------------------------
+
+
+def test_a_password_comes_from_a_file_or_the_environment(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, file = start(requirepass="open sesame"), tmp_path / "password"
+    file.write_text("open sesame\n")
+    everything_works(a_store(server, password=Secret(file=str(file))))
+    monkeypatch.setenv("STORE_PASSWORD", "open sesame")
+    everything_works(a_store(server, password=Secret(environment="STORE_PASSWORD")))
+
+
+def test_a_wrong_or_missing_password_is_refused_at_once_and_never_quoted(start: Start, tmp_path: Path) -> None:
+    server, file = start(requirepass="open sesame"), tmp_path / "password"
+    file.write_text("open barley")
+    for secret in (Secret(file=str(file)), None):
+        with pytest.raises(StoreInvalid, match=r"let the coordinator in.*check username and password") as caught:
+            a_store(server, password=secret)
+        assert "barley" not in str(caught.value)
+    for missing in (Secret(file=str(tmp_path / "nowhere")), Secret(environment="NOT_SET_ANYWHERE")):
+        with pytest.raises(StoreInvalid, match=r"store.redis.password must be there, got nothing in (/|environment)"):
+            a_store(server, password=missing)
+
+
+def test_a_password_may_change_while_the_run_goes_on(start: Start, tmp_path: Path) -> None:
+    server, file = start(requirepass="first"), tmp_path / "password"
+    file.write_text("first")
+    store, admin = a_store(server, password=Secret(file=str(file))), server.client(password="first")
+    store.set_fact("a", 1)
+    admin.config_set("requirepass", "second")
+    store._server.drop()  # as a connection that broke
+    with pytest.raises(StoreFailed):
+        store.set_fact("a", 2)
+    file.write_text("second")
+    store.set_fact("a", 2)
+    assert store.fact("a") == 2
+    store.close()
+
+
+def test_a_user_needs_no_more_than_the_documented_rule(start: Start, tmp_path: Path) -> None:
+    server = start()
+    assert RULE in " ".join((Path(__file__).parents[3] / "docs" / "store.md").read_text().split())
+    with server.client() as admin:
+        user = ("runner", "on", ">pass word", "resetkeys", "~run:*", "-@all")
+        admin.execute_command("ACL", "SETUSER", *user, *RULE.split())
+    for name, value in (("user", "runner"), ("password", "pass word")):
+        (tmp_path / name).write_text(value)
+    secrets = {"username": Secret(file=str(tmp_path / "user")), "password": Secret(file=str(tmp_path / "password"))}
+    everything_works(a_store(server, **secrets))
+    with pytest.raises(StoreInvalid, match=r"username must be allowed.*docs/store.md"):
+        RedisStore(settings(server, **secrets), "another", Claim())
+    with server.client() as admin:
+        admin.execute_command("ACL", "SETUSER", "runner", "-config|get")
+    with pytest.raises(StoreInvalid, match=r"appendfsync=unknown.*\+config\|get"):
+        a_store(server, **secrets)
+
+
+# -- TLS ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An authority with a server's and a client's certificate, and another authority."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not on the PATH: unproven is TLS to the store")
+    folder = tmp_path_factory.mktemp("certificates")
+
+    def openssl(*words: str) -> None:
+        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True, timeout=60)
+
+    for authority in ("ca", "other"):
+        openssl(
+            *("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"),
+            *("-subj", f"/CN={authority}", "-keyout", f"{authority}.key", "-out", f"{authority}.pem"),
+        )
+    for name in ("server", "client"):
+        (folder / f"{name}.ext").write_text("subjectAltName=IP:127.0.0.1\n")
+        openssl(
+            *("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", f"/CN={name}"),
+            *("-keyout", f"{name}.key", "-out", f"{name}.csr"),
+        )
+        openssl(
+            *("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial"),
+            *("-days", "2", "-extfile", f"{name}.ext", "-out", f"{name}.pem"),
+        )
+    return folder
+
+
+def test_tls_with_the_right_authority_works_and_with_another_is_refused(start: Start, certificates: Path) -> None:
+    port = free_port()
+    files = {"tls_cert_file": "server.pem", "tls_key_file": "server.key", "tls_ca_cert_file": "ca.pem"}
+    server = start(
+        tls_port=str(port), tls_auth_clients="no", **{name: str(certificates / file) for name, file in files.items()}
+    )
+    fields = {"addresses": (f"127.0.0.1:{port}",)}
+    everything_works(a_store(server, tls=Tls(ca_file=str(certificates / "ca.pem")), **fields))
+    with pytest.raises(StoreInvalid, match=r"certificate that can be verified.*check tls.caFile"):
+        a_store(server, tls=Tls(ca_file=str(certificates / "other.pem")), **fields)
+    with pytest.raises(StoreInvalid, match=r"files that can be read, got .*nowhere"):
+        a_store(server, tls=Tls(ca_file=str(certificates / "nowhere.pem")), **fields)
+    with server.client() as admin:
+        admin.config_set("tls-auth-clients", "yes")
+    with pytest.raises((StoreFailed, StoreInvalid)):
+        a_store(server, tls=Tls(ca_file=str(certificates / "ca.pem")), **fields)
+    mine = {"cert_file": str(certificates / "client.pem"), "key_file": str(certificates / "client.key")}
+    everything_works(a_store(server, tls=Tls(ca_file=str(certificates / "ca.pem"), **mine), **fields))
+
+
+# -- what the server keeps ---------------------------------------------------------------------------------------
+
+
+def test_a_server_that_evicts_is_refused(start: Start) -> None:
+    server = start(maxmemory_policy="allkeys-lru")
+    with pytest.raises(StoreInvalid, match=r"never evict a key, got maxmemory-policy=allkeys-lru.*noeviction"):
+        a_store(server)
+    with pytest.raises(StoreInvalid, match="never evict"):
+        RedisServer(settings(server)).check()
+
+
+def test_a_server_that_would_lose_acknowledged_writes_needs_the_run_files_consent(start: Start) -> None:
+    forgetful, lazy = start(appendonly="no"), start(appendfsync="everysec")
+    for durability in (Durability.EVERY_WRITE, Durability.EVERY_SECOND):
+        with pytest.raises(StoreInvalid, match=r"appendonly=no.*`durability: Volatile`"):
+            a_store(forgetful, durability=durability)
+    with pytest.raises(StoreInvalid, match=r"appendfsync=everysec.*`durability: EverySecond`"):
+        a_store(lazy)
+    everything_works(a_store(lazy, durability=Durability.EVERY_SECOND))
+    everything_works(a_store(forgetful, durability=Durability.VOLATILE))
+
+
+def test_a_server_that_still_reads_its_data_is_away_and_not_one_that_keeps_nothing(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STORE_PASSWORD", "secret")
+    slow = {"key_load_delay": "300", "loading_process_events_interval_bytes": "1024"}  # 0.3 ms a write
+    server = start(requirepass="secret", **slow)
+    store = a_store(server, password=Secret(environment="STORE_PASSWORD"))
+    store.set_fact("a", 99)
+    with server.client(password="secret") as other, other.pipeline(transaction=False) as pipeline:
+        for number in range(8192):  # it looks for questions once in 1024 writes
+            pipeline.set("other", number)
+        pipeline.execute()
+    server.kill()
+    server.start()
+    refusals, deadline = [], time.monotonic() + 60
+    while True:
+        try:
+            assert store.fact("a") == 99
+            break
+        except StoreFailed as error:
+            refusals.append(str(error))
+            assert time.monotonic() < deadline
+    assert any("is reading its data" in refusal for refusal in refusals), refusals
+    store.close()
+
+
+def test_a_server_that_came_back_without_acknowledged_writes_is_found_out(start: Start) -> None:
+    server = start(appendonly="no")
+    store = a_store(server, durability=Durability.VOLATILE)
+    store.put_batch(1, b"sent")
+    server.kill()
+    with pytest.raises(StoreFailed):
+        store.batch(1)
+    server.start()
+    for _ in range(2):
+        with pytest.raises(StoreInvalid, match="holds nothing of the run"):
+            store.batch(1)  # not None, which would say that it was never put
+    store.close()
+
+
+def test_another_runs_keys_are_refused_and_left_alone(start: Start) -> None:
+    server = start()
+    first = RedisStore(settings(server), "shared", Claim(run_id="one"))
+    first.set_fact("a", 1)
+    with pytest.raises(
+        StoreInvalid, match=r"this run's own, got shared:\*, which holds another run's state \(id one\)"
+    ):
+        RedisStore(settings(server), "shared", Claim(run_id="two"))
+    first.set_fact("a", 2)
+    first.close()
+    with server.client() as other:
+        other.hset("theirs:facts", "colour", "green")
+    with pytest.raises(StoreInvalid, match="nothing but specrl's keys"):
+        RedisStore(settings(server), "theirs", Claim())
+
+
+def test_all_keys_are_under_the_prefix(start: Start) -> None:
+    server = start()
+    store = a_store(server)
+    for write in WRITES[:6]:
+        write(store)
+    with server.client() as admin:
+        assert {key.decode().split(":")[0] for key in admin.scan_iter()} == {"run"}
+        store.reset()
+        assert list(admin.scan_iter()) == []
+    store.close()
+
+
+def test_a_server_that_is_not_there_is_away_and_not_wrong() -> None:
+    with pytest.raises(StoreFailed, match=r"must hold a primary that answers, got 127.0.0.1:\d+"):
+        RedisServer(settings(addresses=(f"127.0.0.1:{free_port()}",))).check()
+
+
+def test_a_write_that_arrives_after_newer_ones_is_refused(start: Start) -> None:
+    """As one does that a hung server finds in the socket of a connection that was given up."""
+    server = start()
+    claim = Claim(run_id="run")
+    store = RedisStore(settings(server), "run", claim)
+    with server.client() as late:
+
+        def send(number: int, token: str) -> list[bytes]:
+            arguments = (token, number, "fact", "value", '"late"')
+            found: list[bytes] = late.execute_command("EVAL", _WRITE, len(store._keys), *store._keys, *arguments)
+            return found
+
+        store.set_fact("value", "old")
+        store.set_fact("value", "new")
+        assert send(1, claim.token) == send(2, claim.token) == send(4, claim.token) == [b"number", b"2"]
+        assert send(3, "another coordinator's")[0] == b"claimed"
+        assert store.fact("value") == "new"
+        assert send(3, claim.token)[0] == b"done", "an answer that was lost ..."
+    store.set_fact("value", "newest")
+    assert store.fact("value") == "newest", "... does not cost the next write"
+    store.close()
+
+
+# -- failover ----------------------------------------------------------------------------------------------------
+
+
+def test_a_promoted_replica_that_has_every_write_takes_over(start: Start) -> None:
+    primary, standby = start(), start()
+    standby.follow(primary)
+    store = a_store(primary, standby, replica_acks=1)
+    store.put_batch(1, b"sent")
+    primary.kill()
+    for _ in range(2):
+        with pytest.raises(StoreFailed):
+            store.finish_step(1, {"step": 1})
+    standby.promote()
+    with pytest.raises(StoreFailed, match=r"must reach 1 replicas of the store, got 0"):
+        store.finish_step(1, {"step": 1})
+    primary.start()
+    primary.follow(standby)
+    store.finish_step(1, {"step": 1})
+    store.finish_step(2, {"step": 2})
+    assert (store.trained(), store.batch(1)) == (2, b"sent")
+    store.close()
+
+
+def test_a_demoted_primary_is_left_for_the_new_one(start: Start) -> None:
+    first, second = start(), start()
+    second.follow(first)
+    store = a_store(first, second)
+    store.set_fact("a", 1)
+    with first.client() as admin:
+        admin.wait(1, 10_000)
+    second.promote()
+    first.follow(second)
+    with pytest.raises(StoreFailed):
+        store.set_fact("a", 2)  # READONLY, on the connection it had
+    store.set_fact("a", 2)
+    with second.client() as admin:
+        assert admin.hget("run:facts", "a") == b"2"
+    store.close()
+
+
+def test_what_a_demoted_primary_says_is_not_believed(start: Start) -> None:
+    first, empty = start(), start()
+    store = a_store(first)
+    store.put_batch(1, b"sent")
+    first.follow(empty)
+    for _ in range(2):
+        with pytest.raises(StoreFailed):
+            store.batch(1)  # on the connection it had; None would say that it was never put
+    store.close()
+
+
+def test_a_promoted_replica_that_lacks_writes_is_never_used(start: Start) -> None:
+    primary, standby = start(), start()
+    standby.follow(primary)
+    store = a_store(primary, standby)
+    with primary.client() as admin:
+        admin.wait(1, 10_000)
+    standby.promote()  # too early: what follows reaches the old primary alone
+    store.put_batch(1, b"sent")
+    primary.kill()
+    with pytest.raises(StoreFailed):
+        store.batch(1)  # on the connection it had
+    for _ in range(2):
+        with pytest.raises(StoreFailed, match=r"has lost acknowledged writes"):
+            store.batch(1)  # the other server may come back with them
+    primary.start()
+    assert store.batch(1) == b"sent", "the one that has all of them, although both are primaries"
+    primary.follow(standby)
+    store._server.drop()
+    with pytest.raises(StoreInvalid, match=r"lost acknowledged writes: its last is number 0, 1 was acknowledged"):
+        store.batch(1)
+    store.close()

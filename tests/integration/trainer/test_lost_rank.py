@@ -1,0 +1,58 @@
+"""A rank other than 0 is killed in the middle of a step: its coordinator takes the trainer for lost, and goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from pathlib import Path
+
+from tests.integration.trainer.conftest import VOCAB
+from tests.integration.trainer.runs import a_batch, a_spec
+from tests.integration.trainer.test_trainer_process import START_S, Trainer
+
+from specrl.coordinator.registry import Registry
+from specrl.coordinator.service import CoordinatorService
+from specrl.coordinator.store import SqliteStore
+from specrl.coordinator.store_link import StoreLink
+from specrl.coordinator.trainer_link import TrainerLink
+from specrl.records import wire
+from specrl.rpc.server import serve
+from specrl.spec import digest, dump, load_spec
+
+
+async def test_step_whose_rank_1_was_killed_is_trained_by_the_next_trainer(policy: Path, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(dump(a_spec(policy, data=2)))
+    spec = load_spec(file)
+    registry = Registry(digest(spec), spec.telemetry.heartbeat_s, time.monotonic)
+    service = CoordinatorService(registry, spec.name, spec.telemetry.heartbeat_s)
+    server, port = await serve(service.add_to, "127.0.0.1", 0)
+    store = StoreLink(spec.name, SqliteStore(tmp_path / "store.db"))
+    link = TrainerLink(spec.name, registry, store)
+    first = await asyncio.to_thread(Trainer, tmp_path, "first", f"127.0.0.1:{port}")
+    second: Trainer | None = None
+    try:
+        async with asyncio.timeout(START_S):
+            assert (await link.train(a_batch(1, VOCAB))).tokens > 0
+        await store.put_batch(1, wire.batch_to_bytes(a_batch(1, VOCAB)))
+        await store.finish_step(1, {"step": 1})
+        first.processes[1].send_signal(signal.SIGSTOP)  # so that the step is under way when it is killed
+        training = asyncio.create_task(link.train(a_batch(2, VOCAB)))
+        while link.state != "training":  # noqa: ASYNC110 - the link's own word
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.5)
+        first.processes[1].kill()
+        assert await asyncio.to_thread(first.codes) == [1, -signal.SIGKILL], first.log()
+        assert not training.done(), "the coordinator must wait for a trainer, not end with the error of this one"
+        second = await asyncio.to_thread(Trainer, tmp_path, "second", f"127.0.0.1:{port}")
+        async with asyncio.timeout(START_S):
+            assert (await training).tokens > 0
+            assert (await link.status()).step == 2
+        assert link.recoveries == 1
+    finally:
+        for trainer in (first, second):
+            if trainer is not None:
+                await asyncio.to_thread(trainer.kill)
+        await server.stop(None)
+        await store.close()

@@ -1,0 +1,176 @@
+"""Real Redis servers for tests: started, stopped, killed and started again on the same data."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from redis.backoff import NoBackoff
+from redis.maint_notifications import MaintNotificationsConfig
+from redis.retry import Retry
+
+from specrl.spec.store import RedisStore
+
+needs_redis = pytest.mark.skipif(
+    shutil.which("redis-server") is None,
+    reason="redis-server is not on the PATH: unproven is that the Redis store keeps its promises (apt: redis-server)",
+)
+DURABLE = {"appendonly": "yes", "appendfsync": "always"}
+
+
+class RedisProcess:
+    """One redis-server with its own folder and port."""
+
+    def __init__(self, folder: Path, port: int | None = None, **options: str) -> None:
+        """options: settings, with _ for -; durable unless they say otherwise."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.port = folder, port or free_port()
+        self._options = DURABLE | {name.replace("_", "-"): value for name, value in options.items()}
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """Its process; of one that runs."""
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start it and wait until its socket listens; what is on disk is loaded."""
+        listening = {"port": str(self.port)} | {"bind": "127.0.0.1", "dir": str(self.folder), "save": ""}
+        settings = [word for name, value in (listening | self._options).items() for word in (f"--{name}", value)]
+        with (self.folder / "server.log").open("ab") as log:
+            self._process = subprocess.Popen(["redis-server", *settings], stdout=log, stderr=log)
+        port = int(self._options.get("tls-port", self.port))
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port), 1).close()
+                break
+            except OSError:
+                log_text = (self.folder / "server.log").read_text()
+                assert self._process.poll() is None, log_text
+                assert time.monotonic() < deadline, log_text
+                time.sleep(0.01)
+        if "tls-port" not in self._options and "requirepass" not in self._options:
+            while self.client().info("persistence")["loading"]:
+                time.sleep(0.01)
+
+    def kill(self) -> None:
+        """SIGKILL, as a machine's crash is for the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def pause(self) -> None:
+        """SIGSTOP: connections stay, nothing is answered."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def wait_for_end(self, timeout_s: float = 30.0) -> None:
+        """Wait until it ends by itself."""
+        assert self._process is not None
+        self._process.wait(timeout_s)
+        self._process = None
+
+    def client(self, **options: Any) -> redis.Redis:
+        """A client of the test's own."""
+        return a_client(self.port, **options)
+
+    def follow(self, primary: RedisProcess) -> None:
+        """Become a replica of `primary`, and wait until in step."""
+        with self.client() as client:
+            client.replicaof("127.0.0.1", primary.port)
+            deadline = time.monotonic() + 30
+            while client.info("replication")["master_link_status"] != "up":
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+
+    def promote(self) -> None:
+        """Become a primary."""
+        with self.client() as client:
+            client.replicaof("NO", "ONE")
+
+
+class SentinelProcess:
+    """One redis-sentinel that watches `primary` as `main`, and fails over when `quorum` of them miss it for 2 s."""
+
+    def __init__(self, folder: Path, primary: RedisProcess, quorum: int, password: str = "") -> None:
+        folder.mkdir(parents=True)
+        self.port = free_port()
+        lines = [
+            f"port {self.port}",
+            "bind 127.0.0.1",
+            f"dir {folder}",
+            f"sentinel monitor main 127.0.0.1 {primary.port} {quorum}",
+            "sentinel down-after-milliseconds main 2000",
+            "sentinel failover-timeout main 5000",
+        ]
+        file = folder / "sentinel.conf"
+        file.write_text("\n".join([*lines, f"requirepass {password}"] if password else lines) + "\n")
+        with (folder / "sentinel.log").open("ab") as log:
+            self._process = subprocess.Popen(["redis-server", str(file), "--sentinel"], stdout=log, stderr=log)
+        self._password = password
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def until_it_knows(self, replicas: int, sentinels: int, timeout_s: float = 60.0) -> None:
+        """Wait until it has found so many replicas and other Sentinels."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            found = {}
+            try:
+                with a_client(self.port, password=self._password or None) as client:
+                    found = client.sentinel_master("main")
+                if (found["num-slaves"], found["num-other-sentinels"]) == (replicas, sentinels):
+                    return
+            except redis.ConnectionError:
+                pass
+            assert time.monotonic() < deadline, found
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def a_client(port: int, **options: Any) -> redis.Redis:
+    """A client of the test's own."""
+    return redis.Redis(
+        host="127.0.0.1",
+        port=port,
+        protocol=2,
+        socket_timeout=10,
+        retry=Retry(NoBackoff(), 0),
+        maint_notifications_config=MaintNotificationsConfig(enabled=False),
+        **options,
+    )
+
+
+def settings(*servers: RedisProcess, **fields: Any) -> RedisStore:
+    """What a run file says of these servers; calls take a second at most."""
+    return RedisStore(**({"addresses": tuple(server.address for server in servers), "timeout_s": 1} | fields))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

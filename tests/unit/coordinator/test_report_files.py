@@ -1,0 +1,55 @@
+"""metrics.jsonl has one line a step, whatever happened to the process or the disk in between."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from specrl.coordinator.report import Phase, StageSeconds, Status, StepReport
+from specrl.coordinator.report_files import ReportFiles
+
+
+def a_report(step: int) -> StepReport:
+    numbers = {name: 0 for name, field in StepReport.model_fields.items() if field.is_required()}
+    return StepReport.model_validate(numbers | {"step": step, "stages": StageSeconds()})
+
+
+def steps(folder: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_each_step_has_one_line_however_often_it_is_given(tmp_path: Path) -> None:
+    files = ReportFiles(tmp_path)
+    files.append([a_report(1), a_report(2)])
+    files.append([a_report(2), a_report(3)])
+    again = ReportFiles(tmp_path)
+    assert again.last_step == 3
+    again.append([a_report(3), a_report(4)])
+    assert steps(tmp_path) == [1, 2, 3, 4]
+    assert [report.step for report in again.before(3)] == [1, 2]
+
+
+def test_a_line_that_a_crash_cut_short_is_written_over(tmp_path: Path) -> None:
+    ReportFiles(tmp_path).append([a_report(1)])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "policyVer')
+    files = ReportFiles(tmp_path)
+    assert files.last_step == 1
+    files.append([a_report(2)])
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_what_could_not_be_written_comes_with_the_next(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    files = ReportFiles(folder)  # a folder that is not there refuses every write, as a full disk does
+    files.append([a_report(1)])
+    files.write_status(Status(run="run", phase=Phase.TRAINING))
+    assert files.last_step == 0
+    folder.mkdir()
+    files.append([a_report(1), a_report(2)])
+    files.write_status(Status(run="run", phase=Phase.TRAINING))
+    assert steps(folder) == [1, 2]
+    assert json.loads((folder / "status.json").read_text())["phase"] == "training"
+    assert capfd.readouterr().out.count("report_files_delayed") == 1

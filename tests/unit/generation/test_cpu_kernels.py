@@ -1,0 +1,77 @@
+"""vLLM's own normalisation kernels on CPUs against its PyTorch ones: same values, and only where they fit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specrl.generation.vllm_backend import cpu_kernels
+
+pytestmark = pytest.mark.skipif(not cpu_kernels.is_supported(), reason="vLLM's CPU build alone has these kernels")
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+EPSILON = 1e-6
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ops():
+    """vLLM's operations, with the kernels registered twice, as in a process that loads the plugin again."""
+    from vllm import ir
+
+    cpu_kernels.register()
+    cpu_kernels.register()
+    return ir.ops
+
+
+def case(dtype: torch.dtype, *shape: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, residual, weight."""
+    generator = torch.Generator().manual_seed(3)
+    x, residual = (torch.randn(*shape, generator=generator).to(dtype) for _ in range(2))
+    return x, residual, torch.randn(shape[-1], generator=generator).to(dtype)
+
+
+def test_platform_prefers_the_kernels_once_and_keeps_its_own_choice_behind_them(ops):
+    from vllm.platforms import current_platform
+
+    found = current_platform.get_default_ir_op_priority(None)
+    assert found.rms_norm == [cpu_kernels.PROVIDER, "native"]
+    assert found.fused_add_rms_norm == [cpu_kernels.PROVIDER, "native"]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", [(1, 32), (37, 192), (5, 4, 64)])
+def test_norm_equals_vllms_native_one(ops, dtype, shape):
+    x, _, weight = case(dtype, *shape)
+    expected = ops.rms_norm.impls["native"].impl_fn(x, weight, EPSILON)
+    got = ops.rms_norm.impls[cpu_kernels.PROVIDER].impl_fn(x, weight, EPSILON)
+    torch.testing.assert_close(got, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def test_norm_of_a_part_of_a_larger_row(ops):
+    """Queries and keys are normalised as views into the rows of one projection."""
+    rows, _, _ = case(torch.float32, 6, 256)
+    x, weight = rows[:, 64:192].view(6, 2, 64), case(torch.float32, 64)[2]
+    expected = ops.rms_norm.impls["native"].impl_fn(x, weight, EPSILON)
+    got = ops.rms_norm.impls[cpu_kernels.PROVIDER].impl_fn(x, weight, EPSILON)
+    torch.testing.assert_close(got, expected, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_norm_after_an_addition_equals_vllms_native_one(ops, dtype):
+    x, residual, weight = case(dtype, 37, 192)
+    expected = ops.fused_add_rms_norm.impls["native"].impl_fn(x, residual, weight, EPSILON)
+    got = ops.fused_add_rms_norm.impls[cpu_kernels.PROVIDER].func_impl_fn(x, residual, weight, EPSILON)
+    for mine, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def test_rows_that_the_kernel_cannot_take_are_left_to_the_native_one(ops):
+    norm = ops.rms_norm.impls[cpu_kernels.PROVIDER]
+    x, _, weight = case(torch.float32, 4, 64)
+    assert norm.supports_args(x, weight, EPSILON)
+    assert not norm.supports_args(x[:, :40], weight[:40], EPSILON)
+    assert not norm.supports_args(x, None, EPSILON)
+    assert not norm.supports_args(x, weight.bfloat16(), EPSILON)
+    assert not norm.supports_args(x, weight, EPSILON, 32)
+    fused = ops.fused_add_rms_norm.impls[cpu_kernels.PROVIDER]
+    assert not fused.supports_args(x.t(), x.t(), case(torch.float32, 4)[2], EPSILON)
+    assert not fused.supports_args(x[:, :32], x[:, :32], weight[:32], EPSILON)

@@ -1,0 +1,133 @@
+"""What a tool answers, and what is no answer: the policy's errors are output, the environment's never are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from specrl.errors import SpecInvalid
+from specrl.records import Prompt
+from specrl.rewards import FailureKind
+from specrl.spec.data import Isolation
+from specrl.spec.tools import AnsweredBy, CodeTool, PythonTool, ToolPool, Tools
+from specrl.tools import Tool, check_tools, tool_for
+from specrl.tools import ToolPool as Pool
+
+PROMPT = Prompt("p0", 0, (1,), "question", "4")
+
+MODULE = """
+import os, time
+
+def answer(reference, completion, call):
+    if call == "raise":
+        raise KeyError("no")
+    if call == "nothing":
+        return None
+    if call == "die":
+        os._exit(3)
+    if call == "hang":
+        time.sleep(3600)
+    return f"{call} is {'right' if call == reference else 'wrong'} after {len(completion)} characters"
+"""
+
+
+@pytest.fixture(params=list(Isolation))
+def interpreter(request: pytest.FixtureRequest) -> Tool:
+    limits = {"isolation": request.param, "cpu_s": 1, "wall_s": 5, "memory_mib": 256, "output_kib": 1}
+    tool = tool_for(Tools(answered_by=AnsweredBy(code=CodeTool.model_validate(limits))))
+    try:
+        tool.ready()
+    except SpecInvalid as error:
+        pytest.skip(f"unproven that calls run in {request.param}: {error}")
+    return tool
+
+
+@pytest.mark.parametrize(
+    ("call", "output"),
+    [
+        ("12 + 30", "42"),
+        (" 12 + 30\n", "42"),
+        ("x = 3\nprint(x)\nx * x", "3\n9"),
+        ("x = 3", ""),
+        ("None", ""),
+        ("'a'", "'a'"),
+        ("", ""),
+        ("print(1)\n1 / 0", "1\nZeroDivisionError: division by zero (line 2)"),
+        ("def f():\n    return g()\nf()", "NameError: name 'g' is not defined (line 2)"),
+        ("def f(:", "SyntaxError: invalid syntax"),
+        ("raise ValueError('a\\nb')", "ValueError: a\nb (line 1)"),
+        ("import sys\nsys.exit(3)", "Error: the program ended with exit status 3"),
+        ("print(end='so')\nimport ctypes\nctypes.string_at(0)", "Error: the program was killed by SIGSEGV"),
+        ("while True: pass", "Error: the program was killed by SIGKILL"),
+    ],
+)
+def test_a_call_is_run_as_a_cell_and_its_errors_are_output(interpreter: Tool, call: str, output: str) -> None:
+    assert interpreter.answer("", "", call) == output
+
+
+@pytest.mark.parametrize("interpreter", [Isolation.NAMESPACES], indirect=True)  # Landlock alone lets it signal nobody
+def test_a_signal_without_a_name_is_said_by_its_number(interpreter: Tool) -> None:
+    call = "import os\nos.kill(os.getpid(), 40)"
+    assert interpreter.answer("", "", call) == "Error: the program was killed by signal 40"
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("open('/etc/hostname').read()", "Error: "),
+        ("import socket\nsocket.socket(socket.AF_INET)", "Error: "),
+        ("open('/specrl-tool', 'w')", "Error: "),
+        ("import ctypes\nctypes.string_at(0)", "Error: the program was killed by SIGSEGV"),
+        ("x = []\nwhile True: x.append(bytearray(2**20))", "MemoryError"),
+        ("import time\ntime.sleep(1000)", "Error: the program ran longer than 5 s"),
+        ("print('x' * 5000)", "Error: the program printed more than 1024 bytes"),
+        ("import os\nos.close(1)\nwhile True: pass", "Error: the program was killed by SIGKILL"),
+    ],
+)
+def test_a_hostile_call_meets_the_sandbox_and_reads_what_became_of_it(interpreter: Tool, call: str, said: str) -> None:
+    assert said in interpreter.answer("", "", call)
+
+
+@pytest.fixture
+def function(tmp_path: Path) -> Tools:
+    (tmp_path / "my_tools.py").write_text(MODULE)
+    python = PythonTool(function="my_tools:answer", folder=str(tmp_path))
+    return Tools(answered_by=AnsweredBy(python=python), pool=ToolPool(timeout_s=2))
+
+
+async def test_a_function_may_judge_between_turns(function: Tools) -> None:
+    async with Pool(tool_for(function), function.pool) as pool:
+        assert (await pool.answer(PROMPT, "so 4?", "4")).text == "4 is right after 5 characters"
+        assert (await pool.answer(PROMPT, "", "5")).text == "5 is wrong after 0 characters"
+    assert not pool.failures
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "said"),
+    [
+        ("raise", FailureKind.ERROR, "my_tools:answer must answer, got KeyError: 'no'"),
+        ("nothing", FailureKind.ERROR, "must answer with text, got NoneType"),
+        ("die", FailureKind.CRASH, "exit status 3"),
+        ("hang", FailureKind.TIMEOUT, "the tool took longer than timeoutS=2"),
+    ],
+)
+async def test_a_tool_that_fails_gives_no_output_and_a_reason(
+    function: Tools, call: str, kind: FailureKind, said: str
+) -> None:
+    async with Pool(tool_for(function), function.pool) as pool:
+        output = await pool.answer(PROMPT, "", call)
+        assert output.text == ""
+        assert output.failure.startswith(f"{kind}: ")
+        assert said in output.failure
+        assert dict(pool.failures) == {kind: 1}
+        assert (await pool.answer(PROMPT, "", "4")).failure == "", "the next call meets a sound worker"
+
+
+def test_what_cannot_answer_is_refused_before_the_run(function: Tools) -> None:
+    check_tools(function)
+    python = function.answered_by.python
+    assert python is not None
+    missing = python.model_copy(update={"function": "my_tools:reply"})
+    with pytest.raises(SpecInvalid, match=r"tools\.answeredBy\.python\.function: must be importable"):
+        check_tools(Tools(answered_by=AnsweredBy(python=missing)))

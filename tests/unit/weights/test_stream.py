@@ -1,0 +1,124 @@
+"""What is sent is what arrives, whatever the buckets; and both ends work while a bucket is on the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specrl.errors import TrainerFailed
+from specrl.records import TensorMeta, WeightManifest, WeightOwner
+from specrl.weights.stream import receive, send
+
+DTYPES = ("float32", "bfloat16", "int64", "bool")
+shapes = st.lists(st.integers(0, 7), max_size=3).map(tuple)
+metas = st.lists(st.tuples(st.sampled_from(DTYPES), shapes), min_size=1, max_size=12)
+
+
+class Wire:
+    """Both ends of a group of two in one thread: what is sent is kept, and given out in order.
+
+    events: `start n` and `end n` of each broadcast. A buffer that is touched while it is on the wire is found.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.sent: list[torch.Tensor] = []
+        self.given = 0
+        self.events: list[str] = []
+        self.is_busy = False
+        self.is_receiving = False
+
+    def start(self, buffer: torch.Tensor) -> Callable[[], None]:
+        assert not self.is_busy, "one broadcast at a time"
+        self.is_busy = True
+        number = self.given if self.is_receiving else len(self.sent)
+        self.events.append(f"start {number}")
+        before = buffer.clone()
+        if self.is_receiving:
+            self.given += 1
+        else:
+            self.sent.append(before)
+
+        def wait() -> None:
+            if not self.is_busy:
+                return
+            self.is_busy = False
+            self.events.append(f"end {number}")
+            assert torch.equal(buffer, before), "a buffer was touched while it was on the wire"
+            if self.is_receiving:
+                buffer.copy_(self.sent[number])
+
+        return wait
+
+
+def tensors_of(manifest: WeightManifest) -> list[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    found = []
+    for meta in manifest.tensors:
+        values = torch.randint(0, 100, meta.shape, generator=generator)
+        found.append((meta.name, values.to(getattr(torch, meta.dtype))))
+    return found
+
+
+def manifest_of(kinds: list[tuple[str, tuple[int, ...]]], bucket_bytes: int) -> WeightManifest:
+    return WeightManifest(
+        tuple(TensorMeta(f"t{n}", WeightOwner.POLICY, dtype, shape) for n, (dtype, shape) in enumerate(kinds)),
+        bucket_bytes,
+    )
+
+
+@settings(deadline=None)
+@given(kinds=metas, bucket_bytes=st.integers(1, 2000))
+def test_what_is_sent_arrives_bit_for_bit(kinds: list[tuple[str, tuple[int, ...]]], bucket_bytes: int) -> None:
+    """Mixed types in one bucket included: a tensor may begin at any byte."""
+    wire, manifest = Wire(), manifest_of(kinds, bucket_bytes)
+    sums = send(wire, manifest, tensors_of(manifest))
+    wire.is_receiving = True
+    arrived, received = receive(wire, manifest)
+    assert received == sums
+    assert [meta for meta, _ in arrived] == list(manifest.tensors)
+    for (_, mine), (_, sent) in zip(arrived, tensors_of(manifest), strict=True):
+        assert mine.dtype == sent.dtype
+        assert torch.equal(mine, sent)
+
+
+def test_the_next_bucket_is_made_while_one_is_on_the_wire() -> None:
+    manifest = manifest_of([("float32", (8,))] * 3, 32)
+    wire = Wire()
+
+    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors_of(manifest):
+            wire.events.append(f"gather {name}")
+            yield name, tensor
+
+    send(wire, manifest, gathered())
+    assert wire.events == [
+        *("gather t0", "start 0"),
+        *("gather t1", "end 0", "start 1"),
+        *("gather t2", "end 1", "start 2", "end 2"),
+    ]
+
+
+def test_a_bucket_is_summed_while_the_next_one_is_on_the_wire(monkeypatch: pytest.MonkeyPatch) -> None:
+    from specrl.weights import stream
+
+    manifest, wire = manifest_of([("float32", (8,))] * 2, 32), Wire()
+    send(wire, manifest, tensors_of(manifest))
+    wire.events, wire.is_receiving = [], True
+    sums = stream.checksum
+    monkeypatch.setattr(stream, "checksum", lambda slot: (wire.events.append("sum"), sums(slot))[1])
+    receive(wire, manifest)
+    assert wire.events == ["start 0", "end 0", "start 1", "sum", "end 1", "sum"]
+
+
+def test_a_tensor_that_is_not_the_manifests_ends_the_send_when_the_wire_is_free() -> None:
+    manifest, wire = manifest_of([("float32", (8,))] * 2, 32), Wire()
+    tensors = tensors_of(manifest)
+    with pytest.raises(TrainerFailed, match="must follow the manifest"):
+        send(wire, manifest, [tensors[0], ("another", tensors[1][1])])
+    assert not wire.is_busy, "its buffer is read from until then"
