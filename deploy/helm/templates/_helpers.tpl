@@ -1,0 +1,102 @@
+{{/* Names: the release's, unless it already says specrl. 40 characters leave room for suffixes in 63. */}}
+{{- define "specrl.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" }}
+{{- end }}
+
+{{- define "specrl.fullname" -}}
+{{- if .Values.fullnameOverride }}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" }}
+{{- else if contains (include "specrl.name" .) .Release.Name }}
+{{- .Release.Name | trunc 40 | trimSuffix "-" }}
+{{- else }}
+{{- printf "%s-%s" .Release.Name (include "specrl.name" .) | trunc 40 | trimSuffix "-" }}
+{{- end }}
+{{- end }}
+
+{{/* Labels that never change in a release's life: selectors of a Deployment are immutable. */}}
+{{- define "specrl.selectorLabels" -}}
+app.kubernetes.io/name: {{ include "specrl.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "specrl.labels" -}}
+{{ include "specrl.selectorLabels" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- end }}
+
+{{- define "specrl.serviceAccountName" -}}
+{{- if .Values.operator.serviceAccount.create }}
+{{- default (include "specrl.fullname" .) .Values.operator.serviceAccount.name }}
+{{- else }}
+{{- .Values.operator.serviceAccount.name }}
+{{- end }}
+{{- end }}
+
+{{/* image: (dict "root" $ "image" .Values.images.control) - registry/repository@digest, or :tag */}}
+{{- define "specrl.image" -}}
+{{- $registry := .root.Values.images.registry | trimSuffix "/" }}
+{{- $repository := .image.repository }}
+{{- if $registry }}{{- $repository = printf "%s/%s" $registry $repository }}{{- end }}
+{{- if .image.digest }}
+{{- printf "%s@%s" $repository .image.digest }}
+{{- else }}
+{{- printf "%s:%s" $repository (.image.tag | default .root.Chart.AppVersion) }}
+{{- end }}
+{{- end }}
+
+{{/* Not ours, so images.registry is not put before it. */}}
+{{- define "specrl.storeImage" -}}
+{{- with .Values.images.store }}
+{{- .repository }}{{ if .digest }}@{{ .digest }}{{ else }}:{{ .tag }}{{ end }}
+{{- end }}
+{{- end }}
+
+{{- define "specrl.pullSecrets" -}}
+{{- with .Values.images.pullSecrets }}
+imagePullSecrets:
+{{- range . }}
+  - name: {{ . }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* The "restricted" Pod Security Standard, for every pod of the chart. 65532 is the user of the images. */}}
+{{- define "specrl.podSecurityContext" -}}
+runAsNonRoot: true
+runAsUser: {{ .uid | default 65532 }}
+runAsGroup: {{ .uid | default 65532 }}
+fsGroup: {{ .uid | default 65532 }}
+seccompProfile:
+  type: RuntimeDefault
+{{- end }}
+
+{{- define "specrl.containerSecurityContext" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+{{- end }}
+
+{{/* monitor: (dict "root" $ "enabled" X "kind" "ServiceMonitor") - "true" if it is to be created: see values.yaml */}}
+{{- define "specrl.monitor" -}}
+{{- if kindIs "bool" .enabled }}
+{{- ternary "true" "" .enabled }}
+{{- else if .root.Capabilities.APIVersions.Has (printf "monitoring.coreos.com/v1/%s" .kind) }}
+{{- "true" }}
+{{- end }}
+{{- end }}
+
+{{/* Egress to DNS, for every policy that restricts egress. */}}
+{{- define "specrl.egressToDns" -}}
+- to:
+    - namespaceSelector:
+        matchLabels: {kubernetes.io/metadata.name: kube-system}
+      podSelector:
+        matchLabels:
+          {{- toYaml .Values.networkPolicy.dnsPodSelector | nindent 10 }}
+  ports:
+    - {protocol: UDP, port: 53}
+    - {protocol: TCP, port: 53}
+{{- end }}

@@ -1,0 +1,68 @@
+"""Who may talk to a job's pods: the job itself, and whoever scrapes metrics. Pure.
+
+NCCL and torch's rendezvous know no passwords, so that these policies are what keeps jobs apart; with hostNetwork they
+do not apply.
+"""
+
+from __future__ import annotations
+
+import re
+
+from specrl_operator.api import COMPONENT_LABEL, COORDINATOR, GENERATION, JOB_LABEL, NETWORK_POLICY, Job, Object
+from specrl_operator.facts import Facts
+from specrl_operator.pods import HTTP_PORT, METRICS_PORT
+
+
+def objects(job: Job, facts: Facts) -> list[Object]:
+    """Policies that deny everything but what is named."""
+    own = {"podSelector": {"matchLabels": {JOB_LABEL: job.name}}}
+    names = [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]
+    peers = _policy(
+        job,
+        "peers",
+        {JOB_LABEL: job.name},
+        {"ingress": [{"from": [own]}], "egress": [{"to": [own]}, {"ports": names}]},
+    )
+    ports = sorted({*facts.settings.api_server_ports, *_store_ports(job)})
+    outwards = _policy(
+        job,
+        COORDINATOR,
+        job.selector(COORDINATOR),
+        {"egress": [{"ports": [{"protocol": "TCP", "port": port} for port in ports]}]},
+    )
+    if not facts.settings.metrics_namespaces:
+        return [peers, outwards]
+    scrapers = {
+        "namespaceSelector": {
+            "matchExpressions": [
+                {
+                    "key": "kubernetes.io/metadata.name",
+                    "operator": "In",
+                    "values": list(facts.settings.metrics_namespaces),
+                }
+            ]
+        }
+    }
+    served = [{"protocol": "TCP", "port": port} for port in (HTTP_PORT, METRICS_PORT)]
+    metrics = _policy(job, "metrics", {JOB_LABEL: job.name}, {"ingress": [{"from": [scrapers], "ports": served}]})
+    metrics["spec"]["podSelector"] = {
+        "matchLabels": {JOB_LABEL: job.name},
+        "matchExpressions": [{"key": COMPONENT_LABEL, "operator": "In", "values": [COORDINATOR, GENERATION]}],
+    }
+    return [peers, outwards, metrics]
+
+
+def _store_ports(job: Job) -> set[int]:
+    """Ports of a Redis server that is not the job's own."""
+    redis = job.spec.redis
+    if redis is None:
+        return set()
+    addresses = redis.sentinel.addresses if redis.sentinel is not None else redis.addresses
+    ports = {int(match[1]) for address in addresses if (match := re.search(r":(\d+)$", address))}
+    return ports | ({6379} if redis.sentinel is not None else set())  # Sentinels name the servers
+
+
+def _policy(job: Job, part: str, selector: dict[str, str], rules: Object) -> Object:
+    kinds = {"ingress": "Ingress", "egress": "Egress"}
+    spec = {"podSelector": {"matchLabels": selector}, "policyTypes": [kinds[name] for name in rules], **rules}
+    return NETWORK_POLICY.object({"name": job.child(part), "labels": job.labels()}, spec=spec)

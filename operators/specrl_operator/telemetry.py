@@ -1,0 +1,100 @@
+"""The operator's metrics, on one page, and its HTTP face: `/metrics`, `/healthz`, `/readyz`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Lock, Thread
+
+from prometheus_client import CONTENT_TYPE_LATEST, Counter, Gauge, Histogram, generate_latest
+
+from specrl_operator.api import Object, condition_of, is_true, read_time
+from specrl_operator.queue import Key
+
+RECONCILE_SECONDS = Histogram(
+    "specrl_operator_reconcile_seconds",
+    "Wall seconds of one look at one RLJob, by result: done, failed.",
+    ["result"],
+    buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
+)
+QUEUE_DEPTH = Gauge("specrl_operator_workqueue_depth", "RLJobs that are due to be looked at.")
+QUEUE_RETRIES = Counter("specrl_operator_workqueue_retries_total", "Looks that failed and are repeated.")
+IS_LEADER = Gauge("specrl_operator_is_leader", "1 in the process that acts.")
+CONDITION = Gauge(
+    "specrl_rljob_condition",
+    "1 for the present status of each condition of each RLJob; its series go with the job.",
+    ["namespace", "name", "type", "status"],
+)
+SCHEDULING_SECONDS = Histogram(
+    "specrl_rljob_scheduling_seconds",
+    "From a job's start until a coordinator runs, and with it nodes for it.",
+    buckets=(1, 5, 15, 60, 300, 900, 3600, 14400),
+)
+STARTUP_SECONDS = Histogram(
+    "specrl_rljob_startup_seconds",
+    "From a job's start, or its resumption, until all its parts were ready for the first time.",
+    buckets=(5, 15, 60, 300, 900, 3600, 14400),
+)
+TERMINAL = Counter("specrl_rljob_terminal_total", "RLJobs that ended, by result: Complete, Failed.", ["result"])
+
+_STATUSES = ("True", "False", "Unknown")
+_lock = Lock()
+_shown: dict[Key, set[str]] = {}
+
+
+def show(key: Key, before: Mapping[str, object], status: Object) -> None:
+    """Export a job's status, and count what turned with it."""
+    with _lock:
+        kinds = {condition["type"] for condition in status.get("conditions") or []}
+        for kind in kinds | _shown.get(key, set()):
+            for said in _STATUSES:
+                CONDITION.labels(*key, kind, said).set(condition_of(status, kind).get("status") == said)
+        _shown[key] = kinds
+    if not before:
+        return
+    for result in ("Complete", "Failed"):
+        if is_true(status, result) and not is_true(before, result):
+            TERMINAL.labels(result).inc()
+    if status.get("startTime"):
+        for kind, histogram in (("CoordinatorReady", SCHEDULING_SECONDS), ("Started", STARTUP_SECONDS)):
+            turned = condition_of(status, kind)
+            if turned.get("status") == "True" and not is_true(before, kind):
+                since = read_time(turned["lastTransitionTime"]) - read_time(status["startTime"])
+                histogram.observe(max(0.0, since.total_seconds()))
+
+
+def forget(key: Key) -> None:
+    """A job is gone, and its series with it."""
+    with _lock:
+        for kind in _shown.pop(key, set()):
+            for said in _STATUSES:
+                CONDITION.remove(*key, kind, said)
+
+
+def serve(host: str, port: int, checks: Mapping[str, Callable[[], str | None]]) -> ThreadingHTTPServer:
+    """Serve metrics and probes in a thread. checks: path to what is wrong, None when nothing is. Raises OSError."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path == "/metrics":
+                self._answer(200, CONTENT_TYPE_LATEST, generate_latest())
+            elif self.path in checks:
+                wrong = checks[self.path]()
+                self._answer(503 if wrong else 200, "text/plain; charset=utf-8", (wrong or "ok").encode() + b"\n")
+            else:
+                self._answer(404, "text/plain; charset=utf-8", b"not found\n")
+
+        def _answer(self, status: int, kind: str, body: bytes) -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Probes are not logged."""
+
+    server = ThreadingHTTPServer((host, port), Handler)
+    server.daemon_threads = True
+    Thread(target=server.serve_forever, name="http", daemon=True).start()
+    return server

@@ -1,0 +1,155 @@
+"""A real control plane for the whole session, and on it nodes, a kubelet, JobSet and LeaderWorkerSet as tests ask.
+
+The programs come from `make controlplane` or KUBEBUILDER_ASSETS; without them the whole tier is skipped, and says what
+is unproven. SPECRL_E2E_KUBECONFIG names a cluster to use instead: then only tests run that need no made-up nodes.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from tests.e2e import binaries
+from tests.e2e.harness import nodes as made_up
+from tests.e2e.harness.api import Api, until
+from tests.e2e.harness.assets import CONTROL_PLANE, Assets
+from tests.e2e.harness.control_plane import ControlPlane
+from tests.e2e.harness.played import PlayedNodes
+from tests.e2e.harness.release import Release
+from tests.e2e.harness.workloads import Workloads
+
+ROOT = Path(__file__).resolve().parents[2]
+UNPROVEN = (
+    "unproven is everything that a cluster gets: CRD, chart, operator, placement; `make controlplane` builds them"
+)
+NAMES = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def assets() -> Assets:
+    """The programs; skips where there are none."""
+    found = Assets.of_environment()
+    if missing := found.missing(*CONTROL_PLANE):
+        pytest.skip(f"no {', '.join(missing)} in {' or '.join(map(str, found.folders))}: {UNPROVEN}")
+    return found
+
+
+@pytest.fixture(scope="session")
+def control_plane(assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
+    """Our own control plane, running."""
+    if "SPECRL_E2E_KUBECONFIG" in os.environ:
+        pytest.skip("a cluster of the user's is used: unproven is what needs made-up nodes and pods as local processes")
+    plane = ControlPlane(assets, tmp_path_factory.mktemp("control-plane"))
+    plane.start()
+    yield plane
+    plane.stop()
+
+
+@pytest.fixture(scope="session")
+def admin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Api:
+    """An administrator of the cluster that is tested: ours, or the user's."""
+    if "SPECRL_E2E_KUBECONFIG" in os.environ:
+        return _admin_of(Path(os.environ["SPECRL_E2E_KUBECONFIG"]), tmp_path_factory.mktemp("cluster"))
+    plane: ControlPlane = request.getfixturevalue("control_plane")
+    return plane.admin
+
+
+@pytest.fixture
+def namespace(admin: Api) -> Iterator[str]:
+    """A namespace of the test's own; with its default account, without which no pod is admitted."""
+    name = f"test-{os.getpid()}-{next(NAMES)}"
+    admin.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
+    until(lambda: admin.find("v1/serviceaccounts", "default", name), "default service account")
+    yield name
+    admin.delete("v1/namespaces", name)
+
+
+@pytest.fixture(scope="session")
+def kubelet(control_plane: ControlPlane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlayedNodes]:
+    """The kubelet of all nodes of ours; pods find the programs of this checkout."""
+    if control_plane.network is None:
+        pytest.skip("no right to make network namespaces: unproven is every placement, and pods as local processes")
+    played = PlayedNodes(control_plane, tmp_path_factory.mktemp("kubelet"), ROOT)
+    played.start()
+    yield played
+    played.stop()
+
+
+@pytest.fixture(scope="session")
+def cpu_nodes(control_plane: ControlPlane, kubelet: PlayedNodes) -> list[str]:
+    """A node whose pods are started for real, `cpu-real`, and `cpu-played`, whose pods have statuses alone."""
+    nodes = [made_up.cpu_node("cpu-real", "processes"), made_up.cpu_node("cpu-played", "statuses")]
+    return made_up.add(control_plane.admin, nodes)
+
+
+@pytest.fixture(scope="session")
+def all_racks(control_plane: ControlPlane, kubelet: PlayedNodes) -> dict[str, str]:
+    """Two NVLink domains of GB200 nodes; node name to the number of its clique."""
+    made_up.add(control_plane.admin, [*made_up.gb200_rack(1), *made_up.gb200_rack(2)])
+    return made_up.clique_of(control_plane.admin)
+
+
+@pytest.fixture
+def racks(admin: Api, all_racks: dict[str, str]) -> dict[str, str]:
+    """The same, empty: what earlier tests left there is on its way out."""
+
+    def inhabited() -> list[str]:
+        return [pod["metadata"]["name"] for pod in admin.list("v1/pods") if pod["spec"].get("nodeName") in all_racks]
+
+    until(lambda: not inhabited(), "the racks are empty", explain=inhabited)
+    return all_racks
+
+
+@pytest.fixture(scope="session")
+def jobset(assets: Assets, control_plane: ControlPlane) -> Iterator[Workloads]:
+    """JobSet's own controller and webhooks."""
+    yield from _installed("jobset", assets, control_plane)
+
+
+@pytest.fixture(scope="session")
+def lws(assets: Assets, control_plane: ControlPlane) -> Iterator[Workloads]:
+    """LeaderWorkerSet's own controller and webhooks."""
+    yield from _installed("lws", assets, control_plane)
+
+
+@pytest.fixture(scope="session")
+def release(control_plane: ControlPlane, cpu_nodes: list[str]) -> Iterator[Release]:
+    """The chart, installed; its operator runs as a pod. Whoever changes it puts it back."""
+    try:
+        helm = binaries.find("helm")
+    except binaries.BinaryMissing as missing:
+        pytest.skip(f"{missing}: unproven is that the chart can be installed, and everything that the operator does")
+    found = Release(helm, control_plane.kubeconfig, "specrl", "specrl-system")
+    found.install()
+    yield found
+    found.uninstall()
+
+
+def _installed(name: str, assets: Assets, plane: ControlPlane) -> Iterator[Workloads]:
+    if not assets.has_workloads():
+        pytest.skip(
+            f"no {name} beside the control plane: unproven is what the operator makes of it; `make controlplane`"
+        )
+    workloads = Workloads(name, assets, plane.admin, plane.folder)
+    workloads.install()
+    yield workloads
+    workloads.stop()
+
+
+def _admin_of(kubeconfig: Path, folder: Path) -> Api:
+    """The user's cluster, by the current context of a kubeconfig with a token."""
+    content = yaml.safe_load(kubeconfig.read_text())
+    context = next(each["context"] for each in content["contexts"] if each["name"] == content["current-context"])
+    cluster = next(each["cluster"] for each in content["clusters"] if each["name"] == context["cluster"])
+    user = next(each["user"] for each in content["users"] if each["name"] == context["user"])
+    if "token" not in user:
+        sys.exit(f"the user of {kubeconfig} must have a token, got {sorted(user)}; make one: kubectl create token NAME")
+    ca = folder / "ca.crt"
+    ca.write_bytes(base64.b64decode(cluster["certificate-authority-data"]))
+    return Api(cluster["server"], ca, user["token"])

@@ -1,0 +1,166 @@
+"""A Kubernetes control plane on this machine alone: etcd, API server, controller manager, scheduler.
+
+Everything real but the nodes (nodes.py) and what runs on them (tests/e2e/kubelet). RBAC decides, admission and CEL
+run, garbage collection and scheduling are Kubernetes' own. Not there: kube-proxy, DNS, aggregation, an admission
+plugin for pod security beyond the default, encryption at rest; etcd does not wait for the disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import ssl
+import subprocess
+from pathlib import Path
+
+import httpx
+from tests.e2e.harness.api import Api, Refused
+from tests.e2e.harness.assets import CONTROL_PLANE, Assets
+from tests.e2e.harness.network import NoNetwork, PodNetwork
+from tests.e2e.harness.programs import Program, free_port
+
+ISSUER = "https://kubernetes.default.svc.cluster.local"
+
+
+class ControlPlane:
+    """Four processes, their folder, and an administrator's client."""
+
+    def __init__(self, assets: Assets, folder: Path) -> None:
+        missing = assets.missing(*CONTROL_PLANE)
+        assert not missing, missing
+        self.folder, self._assets = folder, assets
+        self.network: PodNetwork | None = None
+        self.port = free_port()
+        self._token = secrets.token_hex(16)
+        self._programs: list[Program] = []
+
+    @property
+    def server(self) -> str:
+        return f"https://{self._address}:{self.port}"
+
+    @property
+    def _address(self) -> str:
+        """Where pods reach the API server, if there can be pods."""
+        return self.network.gateway if self.network is not None else "127.0.0.1"
+
+    def start(self) -> Api:
+        """Start all, and return when a pod could be created: the API is ready, and accounts and tokens are made."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._write_keys()
+        with contextlib.suppress(NoNetwork):  # then no pods can be started for real
+            self.network = PodNetwork.create()
+        try:
+            self._start_etcd()
+            self._start_api_server()
+            self.admin = Api(self.server, self.folder / "apiserver" / "apiserver.crt", self._token)
+            self.kubeconfig = self.admin.kubeconfig(self.folder / "admin.kubeconfig")
+            self._start_controllers()
+        except BaseException:
+            self.stop()
+            raise
+        return self.admin
+
+    def stop(self) -> None:
+        """In reverse: an API server whose etcd is gone would hang in its shutdown."""
+        if hasattr(self, "admin"):
+            self.admin.close()
+        while self._programs:
+            self._programs.pop().stop()
+        if self.network is not None:
+            self.network.close()
+
+    def _write_keys(self) -> None:
+        key = self.folder / "service-accounts.key"
+        subprocess.run(["openssl", "genrsa", "-out", key, "2048"], check=True, capture_output=True, timeout=60)
+        command = ["openssl", "rsa", "-in", key, "-pubout", "-out", key.with_suffix(".pub")]
+        subprocess.run(command, check=True, capture_output=True, timeout=60)
+        (self.folder / "tokens.csv").write_text(f'{self._token},admin,admin,"system:masters"\n')
+
+    def _start_etcd(self) -> None:
+        client, peer = free_port(), free_port()
+        self._etcd = f"http://127.0.0.1:{client}"
+        program = self._program(
+            "etcd",
+            data_dir=self.folder / "etcd",
+            listen_client_urls=self._etcd,
+            advertise_client_urls=self._etcd,
+            listen_peer_urls=f"http://127.0.0.1:{peer}",
+            initial_advertise_peer_urls=f"http://127.0.0.1:{peer}",
+            initial_cluster=f"default=http://127.0.0.1:{peer}",
+            unsafe_no_fsync="true",
+            log_level="warn",
+        )
+        program.wait_until(lambda: _answers(f"{self._etcd}/health"), "answer")
+
+    def _start_api_server(self) -> None:
+        key = self.folder / "service-accounts.key"
+        program = self._program(
+            "kube-apiserver",
+            etcd_servers=self._etcd,
+            bind_address=self._address,
+            advertise_address=self._address,
+            secure_port=self.port,
+            cert_dir=self.folder / "apiserver",
+            token_auth_file=self.folder / "tokens.csv",
+            authorization_mode="RBAC",
+            allow_privileged="true",
+            service_cluster_ip_range="10.0.0.0/16",
+            service_account_issuer=ISSUER,
+            service_account_key_file=key.with_suffix(".pub"),
+            service_account_signing_key_file=key,
+            endpoint_reconciler_type="none",  # it would publish the address, which must not be loopback
+            profiling="false",
+        )
+        certificate = self.folder / "apiserver" / "apiserver.crt"
+        program.wait_until(lambda: certificate.is_file() and _answers(f"{self.server}/livez", certificate), "answer")
+
+    def _start_controllers(self) -> None:
+        self._program(
+            "kube-controller-manager",
+            kubeconfig=self.kubeconfig,
+            authentication_kubeconfig=self.kubeconfig,
+            authorization_kubeconfig=self.kubeconfig,
+            bind_address="127.0.0.1",
+            secure_port=free_port(),
+            leader_elect="false",
+            service_account_private_key_file=self.folder / "service-accounts.key",
+            root_ca_file=self.folder / "apiserver" / "apiserver.crt",
+            profiling="false",
+        ).wait_until(self._makes_accounts, "default service account")
+        port = free_port()
+        self._program(
+            "kube-scheduler",
+            kubeconfig=self.kubeconfig,
+            authentication_kubeconfig=self.kubeconfig,
+            authorization_kubeconfig=self.kubeconfig,
+            bind_address="127.0.0.1",
+            secure_port=port,
+            leader_elect="false",
+            profiling="false",
+        ).wait_until(lambda: _answers(f"https://127.0.0.1:{port}/healthz", verify=False), "answer")
+
+    def _makes_accounts(self) -> bool:
+        try:
+            self.admin.text("/readyz")
+            return self.admin.find("v1/serviceaccounts", "default", "default") is not None
+        except (Refused, httpx.HTTPError):
+            return False
+
+    def _program(self, name: str, **flags: object) -> Program:
+        words = [f"--{flag.replace('_', '-')}={value}" for flag, value in flags.items()]
+        path = self._assets.path(name)
+        assert path is not None
+        program = Program(name, [path, *words], self.folder / f"{name}.log")
+        self._programs.append(program)
+        program.start()
+        return program
+
+
+def _answers(url: str, ca: Path | None = None, *, verify: bool = True) -> bool:
+    """Any answer will do: who may see health is the server's business."""
+    context = ssl.create_default_context(cafile=str(ca)) if ca else verify
+    try:
+        httpx.get(url, verify=context, timeout=5, trust_env=False)
+    except (httpx.HTTPError, OSError):
+        return False
+    return True

@@ -1,0 +1,130 @@
+"""RLJobs for tests of the operator, and what is to be seen of them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from tests.e2e.harness.api import RLJOBS, Api, Object, condition, until
+from tests.e2e.harness.nodes import OURS
+from tests.e2e.harness.played import STORAGE_CLASS
+from tests.rljob_cases import a_job
+
+JOB_LABEL = "specrl.dev/rljob"
+COMPONENT = "app.kubernetes.io/component"
+PLAYED: Object = {"spec": {"nodeSelector": {OURS: "statuses"}, "tolerations": [{"key": OURS, "operator": "Exists"}]}}
+"""For pods of which the status will do."""
+
+KINDS = (
+    "v1/pods",
+    "v1/services",
+    "v1/configmaps",
+    "v1/secrets",
+    "v1/serviceaccounts",
+    "v1/persistentvolumeclaims",
+    "apps/v1/deployments",
+    "apps/v1/statefulsets",
+    "batch/v1/jobs",
+    "networking.k8s.io/v1/networkpolicies",
+    "rbac.authorization.k8s.io/v1/roles",
+    "rbac.authorization.k8s.io/v1/rolebindings",
+    "autoscaling/v2/horizontalpodautoscalers",
+    "resource.k8s.io/v1/resourceclaimtemplates",
+    "resource.k8s.io/v1/resourceclaims",
+)
+"""What a job's children are, and what is looked for when it is gone; JobSets and the like are added where served."""
+
+
+def gb200_job(name: str, namespace: str, replicas: int = 12, trainer_nodes: int = 4, **placement: Any) -> Object:
+    """One replica a node and four ranks a node; the coordinator's pod is played."""
+    job = a_job(
+        {
+            "generation.replicas": replicas,
+            "generation.gpusPerReplica": 4,
+            "generation.tensorParallel": 4,
+            "trainer.numNodes": trainer_nodes,
+            "trainer.gpusPerNode": 4,
+            "trainer.parallelism": {"tensor": 4, "data": trainer_nodes},
+            "placement": {"profile": "GB200"} | placement,
+            "store": {"sqlite": {}},
+            "coordinator.podTemplate": PLAYED,
+        },
+        name,
+    )
+    job["metadata"]["namespace"] = namespace
+    return job
+
+
+def cpu_job(name: str, namespace: str, **changes: Any) -> Object:
+    """A job without GPUs, all of whose pods are played."""
+    played = {f"{role}.podTemplate": PLAYED for role in ("coordinator", "trainer", "generation")}
+    job = a_job(played | {"store": {"sqlite": {}}} | changes, name)
+    job["metadata"]["namespace"] = namespace
+    return job
+
+
+def claim(name: str, namespace: str) -> Object:
+    """A claim on a folder of this machine."""
+    spec = {
+        "accessModes": ["ReadWriteMany"],
+        "resources": {"requests": {"storage": "1Gi"}},
+        "storageClassName": STORAGE_CLASS["metadata"]["name"],  # type: ignore[index]
+    }
+    metadata = {"name": name, "namespace": namespace}
+    return {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": metadata, "spec": spec}
+
+
+def pods_of(api: Api, job: Object, component: str = "") -> list[Object]:
+    """A job's pods that are not on their way out, by name."""
+    metadata = job["metadata"]
+    labels = f"{JOB_LABEL}={metadata['name']}" + (f",{COMPONENT}={component}" if component else "")
+    found = api.list("v1/pods", metadata["namespace"], labels)
+    return sorted(
+        (p for p in found if "deletionTimestamp" not in p["metadata"]), key=lambda p: str(p["metadata"]["name"])
+    )
+
+
+def cliques_of(api: Api, job: Object, racks: dict[str, str]) -> dict[str, set[str]]:
+    """Component to the cliques that its pods are in."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for component in ("trainer", "generation"):
+        for pod in pods_of(api, job, component):
+            found[component].add(racks[pod["spec"]["nodeName"]])
+    return found
+
+
+def until_condition(api: Api, job: Object, kind: str, status: str = "True", reason: str = "", **wait: float) -> Object:
+    """Wait until a condition says so; returns the job."""
+    name, namespace = job["metadata"]["name"], job["metadata"]["namespace"]
+
+    def there() -> Object | None:
+        found = api.get(RLJOBS, name, namespace)
+        said = condition(found, kind)
+        return found if said.get("status") == status and said.get("reason", "").startswith(reason) else None
+
+    found: Object = until(there, f"{kind}={status} {reason}", explain=lambda: explain(api, job), **wait)
+    return found
+
+
+def explain(api: Api, job: Object) -> str:
+    """What is to be known when a test waits in vain."""
+    found = api.get(RLJOBS, job["metadata"]["name"], job["metadata"]["namespace"])
+    conditions = found.get("status", {}).get("conditions", [])
+    lines = [f"{each['type']}={each['status']} {each['reason']}: {each['message']}" for each in conditions]
+    lines += [
+        f"{p['metadata']['name']} on {p['spec'].get('nodeName')}: {p['status'].get('phase')}" for p in pods_of(api, job)
+    ]
+    return "\n".join(lines)
+
+
+def left_of(api: Api, job: Object, *more: str) -> list[str]:
+    """Kind and name of everything that carries the job's label, or is owned by the job."""
+    metadata = job["metadata"]
+    found = []
+    for kind in (*KINDS, *more):
+        for item in api.list(kind, metadata["namespace"]):
+            owners = [owner["name"] for owner in item["metadata"].get("ownerReferences", [])]
+            label = item["metadata"].get("labels", {}).get(JOB_LABEL)
+            if label == metadata["name"] or metadata["name"] in owners:
+                found.append(f"{kind} {item['metadata']['name']}")
+    return found

@@ -1,0 +1,99 @@
+"""The kubelet's side of the API: requests, and a cache that a watch keeps current."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+from tests.e2e.harness.api import MERGE, Object, Refused, path_of, refusal
+
+RETRY_S = 0.5
+WATCH_S = 240  # the server ends a watch then; a connection that died unseen is found at the latest so
+
+
+class Client:
+    """An administrator's, as a kubelet's certificate would be; node authorisation is not modelled."""
+
+    def __init__(self, kubeconfig: Path) -> None:
+        content = yaml.safe_load(kubeconfig.read_text())
+        cluster, user = content["clusters"][0]["cluster"], content["users"][0]["user"]
+        self.server: str = cluster["server"]
+        self.ca = Path(cluster["certificate-authority"])
+        self._http = httpx.AsyncClient(
+            base_url=self.server,
+            verify=ssl.create_default_context(cafile=str(self.ca)),
+            headers={"Authorization": f"Bearer {user['token']}"},
+            timeout=60,
+            limits=httpx.Limits(max_connections=64),
+        )
+
+    async def call(self, method: str, path: str, body: Any = None, **params: Any) -> Object:
+        """One request; raises Refused."""
+        content_type = MERGE if method == "PATCH" else "application/json"
+        response = await self._http.request(
+            method, path, json=body, params=params, headers={"Content-Type": content_type}
+        )
+        if not response.is_success:
+            raise refusal(response)
+        answer: Object = response.json()
+        return answer
+
+    async def find(self, kind: str, name: str, namespace: str | None = None) -> Object | None:
+        """The object, or None where there is none."""
+        try:
+            return await self.call("GET", path_of(kind, namespace, name))
+        except Refused as refused:
+            if refused.status == 404:
+                return None
+            raise
+
+    async def watch(self, cache: Cache) -> None:
+        """List, then follow, for ever; whatever breaks the watch leads to a new list."""
+        while True:
+            try:
+                listed = await self.call("GET", path_of(cache.kind))
+                cache.replace(listed["items"])
+                await self._follow(cache, listed["metadata"]["resourceVersion"])
+            except (Refused, httpx.HTTPError, ValueError):
+                await asyncio.sleep(RETRY_S)
+
+    async def _follow(self, cache: Cache, version: str) -> None:
+        params = {"watch": "true", "resourceVersion": version, "timeoutSeconds": WATCH_S}
+        timeout = httpx.Timeout(60, read=WATCH_S + 30)
+        async with self._http.stream("GET", path_of(cache.kind), params=params, timeout=timeout) as response:
+            async for line in response.aiter_lines():
+                event = json.loads(line)
+                if event["type"] == "ERROR":  # the version is too old
+                    return
+                cache.take(event["type"], event["object"])
+
+
+@dataclass
+class Cache:
+    """All objects of one kind, by uid; `changed` is called with each object that came, changed or went."""
+
+    kind: str
+    changed: Callable[[Object], None]
+    objects: dict[str, Object] = field(default_factory=dict)
+
+    def replace(self, items: list[Object]) -> None:
+        gone = self.objects.keys() - {item["metadata"]["uid"] for item in items}
+        for item in [self.objects[uid] for uid in gone]:
+            self.take("DELETED", item)
+        for item in items:
+            self.take("MODIFIED", item)
+
+    def take(self, event: str, item: Object) -> None:
+        uid = item["metadata"]["uid"]
+        if event == "DELETED":
+            self.objects.pop(uid, None)
+        else:
+            self.objects[uid] = item
+        self.changed(item)

@@ -1,0 +1,78 @@
+"""The chart's life in a cluster: helm installs, tests, upgrades and uninstalls it, and RBAC holds its operator."""
+
+from __future__ import annotations
+
+import pytest
+from tests.e2e.harness.api import RLJOBS, Api, Refused, holds, until
+from tests.e2e.harness.release import Release
+from tests.e2e.jobs import cpu_job
+
+DEFINITIONS = "apiextensions.k8s.io/v1/customresourcedefinitions"
+CRD = "rljobs.specrl.dev"
+
+
+def test_helm_lints_the_chart(release: Release) -> None:
+    said = release.run("lint", "deploy/helm", "--strict")
+    assert "0 chart(s) failed" in said
+
+
+def test_operator_runs_under_the_charts_account(admin: Api, release: Release) -> None:
+    deployment = admin.get("apps/v1/deployments", f"{release.name}-operator", release.namespace)
+    assert deployment["status"]["availableReplicas"] == 1
+    (pod,) = admin.list("v1/pods", release.namespace, "app.kubernetes.io/component=operator")
+    assert pod["spec"]["serviceAccountName"] == release.account
+    assert holds(admin.get(DEFINITIONS, CRD), "Established")
+
+
+def test_charts_own_tests_pass(release: Release) -> None:
+    release.test()
+
+
+@pytest.mark.parametrize(
+    ("verb", "resource"),
+    [("list", "v1/secrets"), ("create", "rbac.authorization.k8s.io/v1/clusterroles"), ("delete", "v1/nodes")],
+)
+def test_operators_account_may_not(admin: Api, release: Release, verb: str, resource: str) -> None:
+    """What an operator that is taken over could otherwise do."""
+    operator = admin.with_token(admin.token_of(release.account, release.namespace))
+    group, _, plural = resource.rpartition("/")
+    attributes = {"verb": verb, "group": group.rpartition("/")[0], "resource": plural}
+    review = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview"}
+    path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+    answer = operator.call("POST", path, review | {"spec": {"resourceAttributes": attributes}})
+    assert answer["status"]["allowed"] is False
+
+
+def test_operator_may_do_what_it_does_and_it_is_the_role_that_lets_it(admin: Api, release: Release) -> None:
+    operator = admin.with_token(admin.token_of(release.account, release.namespace))
+    operator.list(RLJOBS)
+    with pytest.raises(Refused) as refused:
+        operator.list("v1/secrets")
+    assert refused.value.status == 403
+
+
+def test_upgrade_changes_the_operator_and_keeps_jobs(admin: Api, release: Release, namespace: str) -> None:
+    job = admin.create(cpu_job("kept", namespace, suspend=True))
+    release.upgrade(operator={"logLevel": "warning"})
+    deployment = admin.get("apps/v1/deployments", f"{release.name}-operator", release.namespace)
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert "--log-level=warning" in container["args"]
+    assert admin.get(RLJOBS, "kept", namespace)["metadata"]["uid"] == job["metadata"]["uid"]
+    release.upgrade()
+
+
+def test_uninstall_takes_everything_but_the_definition_and_its_jobs(
+    admin: Api, release: Release, namespace: str
+) -> None:
+    job = admin.create(cpu_job("survives", namespace, suspend=True))
+    release.uninstall()
+    try:
+        kinds = ("v1/pods", "v1/services", "apps/v1/deployments", "rbac.authorization.k8s.io/v1/roles")
+        until(lambda: not any(admin.list(kind, release.namespace) for kind in kinds), "the release is gone")
+        accounts = [each["metadata"]["name"] for each in admin.list("v1/serviceaccounts", release.namespace)]
+        assert accounts == ["default"]
+        cluster = [each["metadata"]["name"] for each in admin.list("rbac.authorization.k8s.io/v1/clusterroles")]
+        assert [name for name in cluster if "specrl" in name] == []
+        assert admin.get(RLJOBS, "survives", namespace)["metadata"]["uid"] == job["metadata"]["uid"]
+    finally:
+        release.install()

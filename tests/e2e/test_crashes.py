@@ -1,0 +1,150 @@
+"""The operator dies after every single API call of its work on a job, and the cluster ends the same each time.
+
+The reconciler is run in this process, with the token of the chart's ServiceAccount, so that it can be cut off after
+exactly the n-th request to the real API server; the installed operator is scaled to zero meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import kubernetes
+import pytest
+from tests.e2e.harness.api import RLJOBS, Api, Object, holds, until
+from tests.e2e.harness.release import Release
+from tests.e2e.harness.workloads import Workloads
+from tests.e2e.jobs import KINDS, claim, cpu_job, explain
+
+from specrl_operator.cluster import ClusterError
+from specrl_operator.facts import Settings
+from specrl_operator.kube import KubeCluster
+from specrl_operator.reconcile import Reconciler
+
+JOB_SETS = "jobset.x-k8s.io/v1alpha2/jobsets"
+VOLATILE = ("uid", "resourceVersion", "creationTimestamp", "managedFields", "clusterIP", "clusterIPs")
+HASHES = ("specrl.dev/desired-hash", "specrl.dev/template-hash")
+"""Of objects that name the job's uid."""
+DRIVEN = ("v1/pods", "resource.k8s.io/v1/resourceclaims", "v1/persistentvolumeclaims", "batch/v1/jobs")
+"""Made by Kubernetes' controllers out of the operator's objects, under names of their own or later."""
+
+
+class Crash(BaseException):
+    """The process is gone; nothing that it would have done afterwards happens."""
+
+
+class CutOff:
+    """A cluster whose client dies right after its n-th request was answered."""
+
+    def __init__(self, cluster: KubeCluster, requests: int) -> None:
+        self._cluster, self._left = cluster, requests
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._cluster, name)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            answer = method(*arguments, **named)
+            self._left -= 1
+            if self._left == 0:
+                raise Crash
+            return answer
+
+        return call
+
+
+@pytest.fixture
+def operators_cluster(admin: Api, release: Release) -> Iterator[KubeCluster]:
+    """The API server, as the operator's account sees it; its own pod is away."""
+    deployment = f"{release.name}-operator"
+    admin.scale("apps/v1/deployments", deployment, release.namespace, 0)
+    labels = "app.kubernetes.io/component=operator"
+    until(lambda: not admin.list("v1/pods", release.namespace, labels), "the operator is away")
+    configuration = kubernetes.client.Configuration()
+    configuration.host, configuration.ssl_ca_cert = admin.server, str(admin.ca)
+    configuration.api_key = {"authorization": f"Bearer {admin.token_of(release.account, release.namespace)}"}
+    yield KubeCluster(kubernetes.client.ApiClient(configuration))
+    admin.scale("apps/v1/deployments", deployment, release.namespace, 1)
+
+
+@pytest.mark.timeout(3000)
+def test_end_is_the_same_whichever_request_is_the_last(
+    admin: Api, operators_cluster: KubeCluster, jobset: Workloads, namespace: str
+) -> None:
+    """A job in a namespace of its own for each request; the last one's process had no request left to die at."""
+    places: list[str] = []
+    try:
+        while not places or _dies(admin, operators_cluster, places[-1], len(places)):
+            places.append(f"{namespace}-{len(places) + 1}")
+        assert len(places) > 30, "the work on a job is that many requests at least"
+        again = _reconciler(operators_cluster)
+        waiting = set(places)
+
+        def are_ready() -> bool:
+            waiting.difference_update([place for place in waiting if _is_ready(admin, again, place)])
+            return not waiting
+
+        until(are_ready, "the jobs are ready", 1200, explain=lambda: explain(admin, _job(admin, min(waiting))))
+        *crashed, whole = [_snapshot(admin, place) for place in places]
+        for number, found in enumerate(crashed, start=1):
+            assert found == whole, f"after a crash at request {number}"
+    finally:
+        for place in places:
+            admin.delete("v1/namespaces", place)
+
+
+def _dies(api: Api, cluster: KubeCluster, namespace: str, requests: int) -> bool:
+    """Make a namespace with a job, and look at it with a client that dies after so many requests. Did it?"""
+    api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
+    until(lambda: api.find("v1/serviceaccounts", "default", namespace), "default service account")
+    api.create(claim("runs", namespace))
+    api.create(cpu_job("job", namespace))
+    try:
+        _reconciler(CutOff(cluster, requests)).reconcile(namespace, "job")
+    except Crash:
+        return True
+    return False
+
+
+def _is_ready(api: Api, reconciler: Reconciler, namespace: str) -> bool:
+    """Look at the job once more; whether it is ready then."""
+    with contextlib.suppress(ClusterError):  # its process would look again
+        reconciler.reconcile(namespace, "job")
+    return holds(_job(api, namespace), "Ready")
+
+
+def _job(api: Api, namespace: str) -> Object:
+    return api.get(RLJOBS, "job", namespace)
+
+
+def _reconciler(cluster: Any) -> Reconciler:
+    return Reconciler(cluster, Settings(), lambda: datetime.datetime.now(datetime.UTC))
+
+
+def _snapshot(api: Api, namespace: str) -> str:
+    """Everything that the operator made, and the job's status, without what differs from life to life."""
+    kinds = [kind for kind in (*KINDS, JOB_SETS) if kind not in DRIVEN]
+    found: dict[str, Any] = {}
+    for kind in kinds:
+        for item in api.list(kind, namespace):
+            if any(owner["kind"] == "RLJob" for owner in item["metadata"].get("ownerReferences", [])):
+                item.pop("status", None)
+                found[f"{kind} {item['metadata']['name']}"] = _stable(item)
+    job = _job(api, namespace)
+    status, uid = _stable(job["status"]), job["metadata"]["uid"]
+    for each in status["conditions"]:
+        each.pop("lastTransitionTime")
+    status.pop("startTime")
+    text = json.dumps({"children": found, "status": status}, sort_keys=True, indent=1)
+    return text.replace(namespace, "PLACE").replace(uid, "UID").replace(uid[:8], "UID")
+
+
+def _stable(item: Object) -> Object:
+    """Without identities and times, wherever they are."""
+    if isinstance(item, dict):
+        return {key: _stable(value) for key, value in item.items() if key not in (*VOLATILE, *HASHES)}
+    if isinstance(item, list):
+        return [_stable(value) for value in item]  # type: ignore[return-value]
+    return item

@@ -1,0 +1,128 @@
+"""GB200 placement by the real scheduler: what the operator asks for is what 36 nodes in two NVLink domains get."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+from tests.e2e.harness import compute_domain
+from tests.e2e.harness.api import RLJOBS, Api, condition, until
+from tests.e2e.harness.control_plane import ControlPlane
+from tests.e2e.harness.release import Release
+from tests.e2e.harness.workloads import Workloads
+from tests.e2e.jobs import claim, cliques_of, gb200_job, left_of, pods_of, until_condition
+
+JOB_SETS = "jobset.x-k8s.io/v1alpha2/jobsets"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _domains(control_plane: ControlPlane) -> Iterator[None]:
+    compute_domain.install(control_plane.admin)
+    yield
+    compute_domain.uninstall(control_plane.admin)
+
+
+@pytest.fixture
+def place(admin: Api, release: Release, jobset: Workloads, racks: dict[str, str], namespace: str) -> str:
+    """A namespace with a claim for checkpoints, in a cluster with two racks, JobSet and the operator."""
+    admin.create(claim("runs", namespace))
+    return namespace
+
+
+def test_twelve_replicas_and_four_trainer_nodes_fill_one_domain(admin: Api, place: str, racks: dict[str, str]) -> None:
+    job = admin.create(gb200_job("qwen3", place, layout="SameDomain", nvlink="Required"))
+    ready = until_condition(admin, job, "Ready")
+    assert len(pods_of(admin, job, "trainer")) == 4
+    assert len(pods_of(admin, job, "generation")) == 12
+    cliques = cliques_of(admin, job, racks)
+    assert cliques["trainer"] == cliques["generation"]
+    assert len(cliques["trainer"]) == 1
+    nodes = Counter(pod["spec"]["nodeName"] for pod in pods_of(admin, job) if pod["spec"]["nodeName"] in racks)
+    assert set(nodes.values()) == {1}, "whole nodes"
+    assert ready["status"]["placement"]["multiNodeNVLink"] == "Active"
+    for pod in pods_of(admin, job):
+        if pod["spec"]["nodeName"] in racks:
+            (claimed,) = pod["status"]["resourceClaimStatuses"]
+            stored = admin.get("resource.k8s.io/v1/resourceclaims", claimed["resourceClaimName"], place)
+            (result,) = stored["status"]["allocation"]["devices"]["results"]
+            assert result["pool"] == pod["spec"]["nodeName"], "the node's own channel"
+
+
+def test_both_ends_of_the_weight_communicator_are_told_the_same(admin: Api, place: str) -> None:
+    job = admin.create(gb200_job("same", place, replicas=2, trainer_nodes=2, layout="SameDomain", nvlink="Required"))
+    until_condition(admin, job, "Ready")
+    settings = {
+        tuple(
+            sorted(
+                (each["name"], each["value"]) for each in pod["spec"]["containers"][0]["env"] if "NCCL" in each["name"]
+            )
+        )
+        for pod in (*pods_of(admin, job, "trainer"), *pods_of(admin, job, "generation"))
+    }
+    assert len(settings) == 1, settings
+    assert ("NCCL_MNNVL_ENABLE", "1") in settings.pop()
+
+
+def test_roles_have_domains_of_their_own(admin: Api, place: str, racks: dict[str, str]) -> None:
+    job = admin.create(gb200_job("apart", place, layout="SeparateDomains"))
+    until_condition(admin, job, "Ready")
+    cliques = cliques_of(admin, job, racks)
+    assert len(cliques["trainer"]) == len(cliques["generation"]) == 1
+    assert cliques["trainer"].isdisjoint(cliques["generation"])
+
+
+def test_any_layout_may_fill_what_no_one_domain_could_hold(admin: Api, place: str, racks: dict[str, str]) -> None:
+    job = admin.create(gb200_job("any", place, replicas=20, layout="Any"))
+    until_condition(admin, job, "Ready")
+    deadline_free = until(lambda: len(pods_of(admin, job, "generation")) == 20, "all replicas")
+    assert deadline_free
+    assert cliques_of(admin, job, racks)["generation"] == {"1", "2"}
+
+
+def test_job_that_does_not_fit_waits_says_so_and_runs_later(admin: Api, place: str, racks: dict[str, str]) -> None:
+    """Each job is as large as a domain: affinity alone cannot see whether one has room for all of a smaller job."""
+    whole = {"replicas": 14, "trainer_nodes": 4, "layout": "SameDomain"}
+    for name in ("first", "second"):
+        until_condition(admin, admin.create(gb200_job(name, place, **whole)), "Ready")
+    third = admin.create(gb200_job("third", place, **whole))
+    waiting = until_condition(admin, third, "Ready", "False", "InsufficientCapacity")
+    assert "nodes" in condition(waiting, "Ready")["message"], "the scheduler's own words"
+    admin.delete(RLJOBS, "first", place)
+    until_condition(admin, third, "Ready", timeout_s=300)
+    assert len(cliques_of(admin, third, racks)["generation"]) == 1
+
+
+def test_two_jobs_with_multi_node_nvlink_never_share_a_domain(admin: Api, place: str, racks: dict[str, str]) -> None:
+    small = {"replicas": 2, "trainer_nodes": 2, "layout": "SameDomain", "nvlink": "Required"}
+    jobs = [admin.create(gb200_job(name, place, **small)) for name in ("one", "two")]
+    for job in jobs:
+        until_condition(admin, job, "Ready")
+    one, two = (cliques_of(admin, job, racks)["trainer"] for job in jobs)
+    assert one.isdisjoint(two)
+    third = admin.create(gb200_job("three", place, **small))
+    until_condition(admin, third, "Ready", "False", "InsufficientCapacity")
+
+
+def test_scaling_moves_replicas_and_leaves_the_trainer_alone(admin: Api, place: str, racks: dict[str, str]) -> None:
+    job = admin.create(gb200_job("scales", place, layout="SameDomain"))
+    until_condition(admin, job, "Ready")
+    trainer = [pod["metadata"]["uid"] for pod in pods_of(admin, job, "trainer")]
+    for replicas in (14, 10):
+        admin.scale(RLJOBS, "scales", place, replicas)
+        until(lambda n=replicas: len(pods_of(admin, job, "generation")) == n, f"{replicas} replicas")  # type: ignore[misc]
+        until(
+            lambda n=replicas: admin.get(RLJOBS, "scales", place, "scale")["status"]["replicas"] == n,  # type: ignore[misc]
+            "the scale subresource says so",
+        )
+    assert [pod["metadata"]["uid"] for pod in pods_of(admin, job, "trainer")] == trainer
+    assert len(cliques_of(admin, job, racks)["generation"]) == 1
+
+
+def test_deleted_job_leaves_nothing(admin: Api, place: str) -> None:
+    job = admin.create(gb200_job("gone", place, replicas=2, trainer_nodes=2, layout="SameDomain", nvlink="Required"))
+    until_condition(admin, job, "Ready")
+    more = (JOB_SETS, compute_domain.KIND)
+    assert left_of(admin, job, *more), "there is something to leave"
+    admin.delete(RLJOBS, "gone", place)
+    until(lambda: not left_of(admin, job, *more), "nothing is left", explain=lambda: left_of(admin, job, *more))

@@ -1,0 +1,172 @@
+"""The CRD in a real API server: accepted, and of the same verdicts as the unit tests take from their model of one."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.e2e import binaries
+from tests.e2e.harness.api import RLJOBS, Api, Object, Refused, condition, holds, path_of, until
+from tests.rljob_cases import AT_ANY_TIME, CASES, NEVER, WHILE_SUSPENDED, Case, a_job, changes_of
+
+from specrl.spec.crd import definition
+
+DEFINITIONS = "apiextensions.k8s.io/v1/customresourcedefinitions"
+CRD = "rljobs.specrl.dev"
+COLUMNS = "NAME STATE STEP STEPS GEN-READY GEN EXPOSED RESTARTS AGE"
+IDS = [f"{case.path}-{case.must}-{number}" for number, case in enumerate(CASES)]
+
+
+@pytest.fixture(scope="module")
+def crd(admin: Api) -> Iterator[Object]:
+    """The definition, served: the chart's, if it is installed, or applied for this module."""
+    was_there = admin.find(DEFINITIONS, CRD) is not None
+    if not was_there:
+        admin.apply(definition())
+    yield until(lambda: _established(admin), "the CRD is served")
+    if not was_there:  # or the chart would find one that is not its own
+        admin.delete(DEFINITIONS, CRD)
+        until(lambda: admin.find(DEFINITIONS, CRD) is None, "the CRD is gone")
+
+
+@pytest.fixture
+def place(crd: Object, namespace: str) -> str:
+    """A namespace in which RLJobs can be made."""
+    return namespace
+
+
+def test_definition_is_accepted_as_it_is(crd: Object) -> None:
+    assert not holds(crd, "NonStructuralSchema"), condition(crd, "NonStructuralSchema")
+    assert holds(crd, "NamesAccepted")
+    assert len(str(crd)) < 256 * 1024, "client-side apply keeps it in an annotation, which may not be larger"
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_rule_refuses_and_accepts(admin: Api, place: str, case: Case) -> None:
+    with pytest.raises(Refused) as refused:
+        _create(admin, place, a_job(case.refused), dryRun="All")
+    assert refused.value.status == 422
+    ((field, message),) = refused.value.causes
+    assert field.startswith(f"spec.{case.path}")
+    assert case.must in message
+    _create(admin, place, a_job(case.accepted), dryRun="All")
+
+
+@pytest.mark.parametrize("path", NEVER)
+def test_field_never_changes(admin: Api, place: str, path: str) -> None:
+    for _, before, after in changes_of({path: NEVER[path]}):
+        for is_suspended in (False, True):
+            job = _create(admin, place, _suspended(before, is_suspended))
+            assert _change(admin, job, _suspended(after, is_suspended)), (before, after)
+
+
+@pytest.mark.parametrize("path", WHILE_SUSPENDED)
+def test_field_changes_while_the_job_is_suspended(admin: Api, place: str, path: str) -> None:
+    for _, before, after in changes_of({path: WHILE_SUSPENDED[path]}):
+        job = _create(admin, place, before)
+        assert _change(admin, job, after), (before, after)
+        job = _create(admin, place, _suspended(before, True))
+        assert not _change(admin, job, _suspended(after, True)), (before, after)
+
+
+@pytest.mark.parametrize("path", AT_ANY_TIME)
+def test_field_changes_at_any_time(admin: Api, place: str, path: str) -> None:
+    for _, before, after in changes_of({path: AT_ANY_TIME[path]}):
+        job = _create(admin, place, before)
+        assert not _change(admin, job, after), (before, after)
+
+
+def test_unknown_field_is_refused_by_kubectl_and_named(admin: Api, place: str) -> None:
+    job = a_job({"generation.replica": 3})
+    with pytest.raises(Refused, match=r"generation\.replica"):
+        _create(admin, place, job, fieldValidation="Strict")
+
+
+def test_wrong_type_is_refused_with_its_path(admin: Api, place: str) -> None:
+    with pytest.raises(Refused, match=r"spec\.schedule\.steps"):
+        _create(admin, place, a_job({"schedule.steps": "many"}))
+
+
+@pytest.mark.parametrize("name", ["a" * 64, "1st", "my.job"])
+def test_name_that_children_could_not_have_is_refused(admin: Api, place: str, name: str) -> None:
+    with pytest.raises(Refused):
+        _create(admin, place, a_job(name=name))
+
+
+def test_scale_writes_replicas_alone(admin: Api, place: str) -> None:
+    job = _create(admin, place, a_job())
+    admin.scale(RLJOBS, "job", place, 5)
+    stored = admin.get(RLJOBS, "job", place)
+    assert stored["spec"]["generation"]["replicas"] == 5
+    job["spec"]["generation"]["replicas"] = 5
+    assert stored["spec"] == job["spec"]
+    admin.patch(
+        RLJOBS, "job", {"status": {"generation": {"replicas": 4, "selector": "a=b"}}}, place, subresource="status"
+    )
+    scale = admin.get(RLJOBS, "job", place, "scale")
+    assert scale["spec"]["replicas"] == 5
+    assert scale["status"] == {"replicas": 4, "selector": "a=b"}
+
+
+def test_status_is_written_apart_from_the_spec(admin: Api, place: str) -> None:
+    _create(admin, place, a_job())
+    change = {"spec": {"generation": {"replicas": 9}}, "status": {"restarts": 2}}
+    stored = admin.patch(RLJOBS, "job", change, place, subresource="status")
+    assert stored["status"]["restarts"] == 2
+    assert stored["spec"]["generation"]["replicas"] == 1
+    stored = admin.patch(RLJOBS, "job", {"status": {"restarts": 7}}, place)
+    assert stored["status"]["restarts"] == 2
+
+
+def test_kubectl_shows_the_columns(admin: Api, place: str, tmp_path: Path) -> None:
+    _create(admin, place, a_job())
+    said = _kubectl(admin, tmp_path, "get", "rlj", "--namespace", place)
+    assert said.splitlines()[0].split() == COLUMNS.split()
+    explained = _kubectl(admin, tmp_path, "explain", "rljob.spec.placement.layout")
+    assert "SameDomain" in explained
+
+
+def _create(api: Api, namespace: str, job: Object, **params: Any) -> Object:
+    """Make the job in the namespace, in place of one that is there."""
+    name = job["metadata"]["name"]
+    if "dryRun" not in params and api.find(RLJOBS, name, namespace) is not None:
+        api.delete(RLJOBS, name, namespace)
+        until(lambda: api.find(RLJOBS, name, namespace) is None, "the job is gone")
+    job["metadata"]["namespace"] = namespace
+    return api.call("POST", path_of(RLJOBS, namespace), job, **params)
+
+
+def _suspended(job: Object, is_suspended: bool) -> Object:
+    return job | {"spec": job["spec"] | {"suspend": is_suspended}}
+
+
+def _change(api: Api, stored: Object, wanted: Object) -> list[tuple[str, str]]:
+    """Replace the stored spec, without keeping it: the reasons why that is refused, none if it is not."""
+    metadata = stored["metadata"]
+    new = stored | {"spec": wanted["spec"]}
+    try:
+        api.call("PUT", path_of(RLJOBS, metadata["namespace"], metadata["name"]), new, dryRun="All")
+    except Refused as refused:
+        if refused.status != 422:
+            raise
+        return refused.causes
+    return []
+
+
+def _established(api: Api) -> Object | None:
+    found = api.get(DEFINITIONS, CRD)
+    return found if holds(found, "Established") else None
+
+
+def _kubectl(api: Api, folder: Path, *arguments: str) -> str:
+    try:
+        kubectl = binaries.find("kubectl")
+    except binaries.BinaryMissing as missing:
+        pytest.skip(f"{missing}: unproven is what kubectl shows of RLJobs")
+    command = [kubectl, "--kubeconfig", api.kubeconfig(folder / "kubeconfig"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

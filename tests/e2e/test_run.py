@@ -1,0 +1,112 @@
+"""The point of it all: an RLJob is applied, and a policy is trained by pods that run for real.
+
+Nothing stands in for specrl here: the operator runs in its pod, the real coordinator, vLLM, Megatron-Core and Redis in
+theirs, started by the kubelet of tests/e2e/kubelet from what the operator wrote. The images are this machine.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from tests.e2e.harness.api import RLJOBS, Api, Object, condition, holds, until
+from tests.e2e.harness.nodes import OURS
+from tests.e2e.harness.played import PlayedNodes
+from tests.e2e.harness.release import Release
+from tests.e2e.jobs import PLAYED, claim, explain, left_of, pods_of, until_condition
+from tests.rljob_cases import a_job
+
+RUN_S = 1500.0
+REAL: Object = {"spec": {"nodeSelector": {OURS: "processes"}}}
+STEPS = 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    shutil.which("redis-server") is None, reason="no redis-server: unproven is a whole run in a cluster"
+)
+@pytest.mark.timeout(3000)
+def test_job_that_is_applied_trains_and_completes(
+    admin: Api, release: Release, kubelet: PlayedNodes, namespace: str
+) -> None:
+    for name in ("models", "runs"):
+        admin.create(claim(name, namespace))
+    folders = {name: until(lambda name=name: _folder(admin, name, namespace), "bound") for name in ("models", "runs")}  # type: ignore[misc]
+    _make_policy(folders["models"] / "policy")
+    job = admin.create(_tiny_job(namespace))
+
+    def ended() -> Object | None:
+        found = admin.get(RLJOBS, "tiny", namespace)
+        return found if holds(found, "Complete") or holds(found, "Failed") else None
+
+    found = until(ended, "the run ends", RUN_S, lambda: _everything(admin, kubelet, job))
+    assert holds(found, "Complete"), _everything(admin, kubelet, job)
+    progress = found["status"]["progress"]
+    assert progress["step"] == STEPS
+    assert progress["policyVersion"] == STEPS
+    assert found["status"].get("restarts", 0) == 0, _everything(admin, kubelet, job)
+    for component in ("coordinator", "trainer", "generation"):
+        assert kubelet.logs_of(namespace, f"tiny-{component}"), f"logs of {component}"
+    exported = list(folders["runs"].rglob("*.safetensors"))
+    assert exported, "the trained policy is on the claim"
+    until(lambda: condition(admin.get(RLJOBS, "tiny", namespace), "Complete")["status"] == "True", "it stays so")
+    admin.delete(RLJOBS, "tiny", namespace)
+    until(lambda: not left_of(admin, job), "nothing is left", explain=lambda: left_of(admin, job))
+    assert exported[0].exists(), "what was trained is the user's"
+
+
+def test_job_with_an_unknown_model_fails_and_says_which(
+    admin: Api, release: Release, kubelet: PlayedNodes, namespace: str
+) -> None:
+    """The coordinator, which runs for real, refuses the run for good; it is not started again and again."""
+    admin.create(claim("runs", namespace))
+    played = {f"{role}.podTemplate": PLAYED for role in ("generation", "trainer")}
+    changes = {"model.path": "/nowhere/policy", "store": {"sqlite": {}}, "coordinator.podTemplate": REAL}
+    job = a_job(played | changes, "lost")
+    job["metadata"]["namespace"] = namespace
+    admin.create(job)
+    found = until_condition(admin, job, "Failed", timeout_s=600)
+    assert "/nowhere/policy" in condition(found, "Failed")["message"]
+    until(lambda: not pods_of(admin, job), "its pods are gone", explain=lambda: _everything(admin, kubelet, job))
+
+
+def _tiny_job(namespace: str) -> Object:
+    """Two steps of two prompts on two cores, with speculation, a store of the job's own, and a replica of its own."""
+    job = a_job(
+        {
+            "model": {"path": "/models/policy", "dtype": "float32", "maxLength": 128},
+            "volumes": [{"claimName": "models", "mountPath": "/models"}],
+            "prompts": {"source": {"generated": {"family": "ledger", "count": 8}}, "maxTokens": 80},
+            "rewards": {"exact": {}},
+            "generation": {"replicas": 1, "sampling": {"maxTokens": 16}, "speculation": {"ngram": {}}},
+            "trainer": {"optimizer": {"learningRate": "1e-3"}, "microBatchTokens": 512},
+            "schedule": {"steps": STEPS, "promptsPerStep": 2, "groupSize": 2},
+            **{f"{role}.podTemplate": REAL for role in ("coordinator", "generation", "trainer")},
+        },
+        "tiny",
+    )
+    job["metadata"]["namespace"] = namespace
+    return job
+
+
+def _make_policy(path: Path) -> None:
+    from tests.tiny_models import make_policy
+
+    make_policy(path)
+
+
+def _folder(api: Api, name: str, namespace: str) -> Path | None:
+    """Where a claim's volume lies on this machine, once it is bound."""
+    bound = api.get("v1/persistentvolumeclaims", name, namespace)
+    if bound["status"].get("phase") != "Bound":
+        return None
+    return Path(api.get("v1/persistentvolumes", bound["spec"]["volumeName"])["spec"]["hostPath"]["path"])
+
+
+def _everything(api: Api, kubelet: PlayedNodes, job: Object) -> str:
+    """Conditions, pods, and the end of every pod's log."""
+    namespace = job["metadata"]["namespace"]
+    ends = [f"--- {name}\n{text[-3000:]}" for name, text in kubelet.logs_of(namespace, job["metadata"]["name"]).items()]
+    statuses = [str(pod["status"].get("containerStatuses")) for pod in pods_of(api, job)]
+    return "\n".join([explain(api, job), *statuses, *ends])

@@ -1,0 +1,85 @@
+"""The chart, rendered by the real helm."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tests.e2e.binaries import BinaryMissing, find
+
+ROOT = Path(__file__).resolve().parents[3]
+CHART = ROOT / "deploy" / "helm"
+EXAMPLES = sorted(CHART.glob("values.*-example.yaml"))
+MONITORING = tuple(
+    word
+    for kind in ("ServiceMonitor", "PodMonitor", "PrometheusRule")
+    for word in ("--api-versions", f"monitoring.coreos.com/v1/{kind}")
+)
+"""Arguments that make the chart believe the Prometheus operator's CRDs are there."""
+
+Object = dict[str, Any]
+
+
+def program(name: str, unproven: str) -> Path:
+    """A program of others; the test is skipped where it is not to be had."""
+    try:
+        return find(name)
+    except BinaryMissing as error:
+        pytest.skip(f"{error}: unproven is that {unproven}")
+
+
+def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run helm, whatever comes of it."""
+    path = program("helm", "the chart renders")
+    return subprocess.run([path, *arguments], capture_output=True, text=True, timeout=300, check=False)
+
+
+def render_text(*arguments: str, release: str = "specrl", namespace: str = "specrl-system") -> str:
+    """What `helm template` prints."""
+    done = helm("template", release, str(CHART), "--namespace", namespace, *arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def render(*arguments: str, **names: str) -> list[Object]:
+    """The objects of a release."""
+    return [item for item in yaml.load_all(render_text(*arguments, **names), yaml.CSafeLoader) if item]
+
+
+def refusal(*arguments: str) -> str:
+    """What helm says when it refuses values."""
+    done = helm("template", "specrl", str(CHART), *arguments)
+    assert done.returncode != 0, f"{arguments} must be refused, got {len(done.stdout)} characters of YAML"
+    return done.stderr
+
+
+def of_kind(objects: Iterable[Object], *kinds: str) -> list[Object]:
+    """Those of a kind."""
+    return [item for item in objects if item["kind"] in kinds]
+
+
+def the(objects: Iterable[Object], kind: str, name: str) -> Object:
+    """The one object of a kind and name."""
+    (found,) = [item for item in of_kind(objects, kind) if item["metadata"]["name"] == name]
+    return found
+
+
+def pods(objects: Iterable[Object]) -> dict[str, Object]:
+    """Specs of all pods, by kind and name of what makes them."""
+    found: dict[str, Object] = {}
+    for item in objects:
+        spec: Mapping[str, Any] = item.get("spec") or {}
+        pod = spec if item["kind"] == "Pod" else (spec.get("template") or {}).get("spec")
+        if isinstance(pod, dict) and "containers" in pod:
+            found[f"{item['kind']}/{item['metadata']['name']}"] = pod
+    return found
+
+
+def arguments_of(objects: Iterable[Object]) -> list[str]:
+    """The operator's command line."""
+    (container,) = pods(objects)["Deployment/specrl-operator"]["containers"]
+    return list(container["command"]) + list(container["args"])

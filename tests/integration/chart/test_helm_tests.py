@@ -1,0 +1,62 @@
+"""The programs of `helm test`, run here as the pods would run them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+from tests.integration.chart.rendering import pods, render
+
+ANSWERS = {"/healthz": b"ok\n", "/metrics": b"specrl_operator_is_leader 1.0\n", "/other": b"up 1.0\n"}
+
+
+class Operator(BaseHTTPRequestHandler):
+    """Answers as the operator does."""
+
+    def do_GET(self) -> None:
+        found = ANSWERS.get(self.path)
+        self.send_response(200 if found else 503)
+        self.end_headers()
+        self.wfile.write(found or b"a watch hangs\n")
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    server = HTTPServer(("127.0.0.1", 0), Operator)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.parametrize(("name", "broken"), [("healthz", "/elsewhere"), ("metrics", "/other")])
+def test_program_asks_the_operator_and_fails_where_it_does_not_answer(name: str, broken: str, address: str) -> None:
+    (container,) = pods(render())[f"Pod/specrl-test-{name}"]["containers"]
+    assert container["command"] == ["python", "-c"]
+    program, url, want = container["args"]
+    service, path = "http://specrl-operator.specrl-system:8080", f"/{name}"
+    assert url == service + path
+    assert run(program, address + path, want).returncode == 0
+    assert run(program, address + broken, want).returncode != 0
+
+
+def test_job_program_is_python_and_says_which_job_it_sends() -> None:
+    (container,) = pods(render())["Pod/specrl-test-rljob"]["containers"]
+    compile(container["args"][0], "rljob", "exec")
+    assert "dryRun=All" in container["args"][0]
+    assert '"kind":"RLJob"' in container["args"][1]

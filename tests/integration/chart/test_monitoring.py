@@ -1,0 +1,127 @@
+"""Rules and dashboards ask for what is exported, are PromQL, and fire when they should."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from tests.integration.chart.exported import exported
+from tests.integration.chart.rendering import CHART, ROOT, program
+from tools import dashboards
+
+RULES = CHART / "files" / "rules.yaml"
+RULES_TEST = Path(__file__).parent / "rules_test.yaml"
+
+
+def promtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    path = program("promtool", "rules and dashboards are PromQL, and alerts fire when they should")
+    return subprocess.run([path, *arguments], capture_output=True, text=True, timeout=300, check=False)
+
+
+def rules() -> list[dict[str, object]]:
+    return [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
+
+
+def alerts() -> list[str]:
+    return [str(rule["alert"]) for rule in rules() if "alert" in rule]
+
+
+def panels() -> dict[str, str]:
+    """Expressions of all panels, with Grafana's variables filled in."""
+    found = {}
+    for path in sorted((CHART / "files" / "dashboards").glob("*.json")):
+        for panel in json.loads(path.read_text())["panels"]:
+            for target in panel["targets"]:
+                expression = target["expr"].replace("$__rate_interval", "5m")
+                expression = expression.replace("$namespace", ".*").replace("$rljob", ".*")
+                found[f"{path.name}: {panel['title']} {target['refId']}"] = expression
+    return found
+
+
+def expressions() -> dict[str, str]:
+    return panels() | {str(rule.get("alert") or rule.get("record")): str(rule["expr"]) for rule in rules()}
+
+
+def asked_for(expression: str) -> dict[str, set[str]]:
+    """Series in an expression and the labels that select them."""
+    found: dict[str, set[str]] = {}
+    for name, selector in re.findall(r"\b((?:specrl|vllm)[_:][a-z0-9_:]+)(?:\{([^}]*)\})?", expression):
+        found.setdefault(name, set()).update(re.findall(r"(\w+)\s*(?:=~|!=|!~|=)", selector))
+    return found
+
+
+@pytest.mark.parametrize("name", expressions())
+def test_expression_asks_for_what_is_exported(name: str) -> None:
+    known, expression = exported(), expressions()[name]
+    recorded = {str(rule["record"]) for rule in rules() if "record" in rule}
+    wanted = asked_for(expression)
+    assert wanted
+    for series, labels in wanted.items():
+        if series not in recorded:
+            assert series in known, f"{series} is exported by no program"
+            assert labels <= known[series], f"{series} has no label {labels - known[series]}"
+    grouped = {label for by in re.findall(r"\bby \(([^)]*)\)", expression) for label in re.split(r",\s*", by)}
+    assert grouped <= set().union(*(known.get(series, {"namespace", "rljob"}) for series in wanted))
+
+
+def test_a_misspelt_metric_would_be_found() -> None:
+    wanted = asked_for('sum by (rljob) (rate(specrl_coordinator_stepp_seconds_sum{fase="x"}[5m]))')
+    assert wanted == {"specrl_coordinator_stepp_seconds_sum": {"fase"}}
+    assert not wanted.keys() & exported().keys()
+
+
+def test_every_panel_is_promql(tmp_path: Path) -> None:
+    records = [{"record": f"panel_{number}", "expr": expression} for number, expression in enumerate(panels().values())]
+    assert len(records) > 20
+    file = tmp_path / "panels.yaml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": records}]}))
+    done = promtool("check", "rules", file)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_rules_are_promql() -> None:
+    done = promtool("check", "rules", "--lint-fatal", RULES)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_alerts_fire_when_they_should_and_not_else() -> None:
+    done = promtool("test", "rules", RULES_TEST)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_alert_is_made_to_fire_and_has_a_runbook() -> None:
+    cases = [
+        case for test in yaml.safe_load(RULES_TEST.read_text())["tests"] for case in test.get("alert_rule_test", [])
+    ]
+    assert {case["alertname"] for case in cases if case["exp_alerts"]} == set(alerts())
+    headings = re.findall(r"^## (\w+)$", (ROOT / "docs" / "alerts.md").read_text(), re.MULTILINE)
+    assert headings == alerts()
+    for rule in rules():
+        if "alert" in rule:
+            annotations = rule["annotations"]
+            assert isinstance(annotations, dict)
+            assert annotations["runbook_url"] == f"docs/alerts.md#{str(rule['alert']).lower()}"
+
+
+def test_dashboards_are_what_the_script_writes() -> None:
+    for name, dashboard in dashboards.DASHBOARDS.items():
+        committed = json.loads((CHART / "files" / "dashboards" / name).read_text())
+        assert committed == dashboards.as_grafana(dashboard), "run `make gen`"
+    assert {path.name for path in (CHART / "files" / "dashboards").iterdir()} == set(dashboards.DASHBOARDS)
+
+
+def test_panels_lie_beside_each_other_and_say_what_they_show() -> None:
+    for dashboard in map(dashboards.as_grafana, dashboards.DASHBOARDS.values()):
+        corners = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in dashboard["panels"]]
+        assert len(set(corners)) == len(corners)
+        assert len({panel["title"] for panel in dashboard["panels"]}) == len(corners)
+        assert all(panel["description"].endswith(".") for panel in dashboard["panels"])
+        assert [variable["name"] for variable in dashboard["templating"]["list"]] == [
+            "datasource",
+            "namespace",
+            "rljob",
+        ]

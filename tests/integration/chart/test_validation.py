@@ -1,0 +1,52 @@
+"""Each rule of the chart's _validation.tpl, broken by values that break no other."""
+
+from __future__ import annotations
+
+import pytest
+from tests.integration.chart.rendering import CHART, refusal, render
+
+BROKEN = {
+    "operator.serviceAccount.name must name an existing ServiceAccount": (
+        "operator.serviceAccount.create=false",
+        "operator.serviceAccount.create=false,operator.serviceAccount.name=mine",
+    ),
+    "rbac.create must be true": (
+        "rbac.create=false",
+        "rbac.create=false,operator.serviceAccount.create=false,operator.serviceAccount.name=mine",
+    ),
+    "operator.watchNamespaces must name each namespace once": (
+        "operator.watchNamespaces={a,b,a}",
+        "operator.watchNamespaces={a,b}",
+    ),
+    "networkPolicy.apiServerPorts must name the API server's port": (
+        "networkPolicy.apiServerPorts=null",
+        "networkPolicy.apiServerPorts=null,networkPolicy.enabled=false",
+    ),
+    "valkey.existingSecret must name a Secret": (
+        "valkey.enabled=true",
+        "valkey.enabled=true,valkey.existingSecret=store-users",
+    ),
+    "monitoring.prometheusUrl must be set": (
+        "integrations.keda=true",
+        "integrations.keda=true,monitoring.prometheusUrl=http://prometheus:9090",
+    ),
+    "monitoring.podMonitor.labels must not set app.kubernetes.io/name": (
+        "monitoring.podMonitor.labels.app\\.kubernetes\\.io/name=mine",
+        "monitoring.podMonitor.labels.release=mine",
+    ),
+}
+"""What a message begins with: the values that it refuses, and the nearest ones that it accepts."""
+
+
+@pytest.mark.parametrize("message", BROKEN)
+def test_rule_refuses_in_words_and_only_what_it_means(message: str) -> None:
+    refused, accepted = BROKEN[message]
+    said = refusal("--set", refused)
+    assert message in said
+    assert "got " in said or "must not set" in said
+    assert render("--set", accepted)
+
+
+def test_every_rule_is_broken_here() -> None:
+    template = (CHART / "templates" / "_validation.tpl").read_text()
+    assert template.count("{{- fail ") == len(BROKEN)

@@ -1,0 +1,71 @@
+"""The chart's shared store starts with its arguments and is one that the coordinator's store accepts.
+
+Run on redis-server, which takes the same arguments; no Valkey server is to be had where the tests run.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from tests.integration.chart.rendering import ROOT, pods, render
+from tests.redis_servers import a_client, free_port, needs_redis
+
+from specrl.coordinator.store.redis_server import RedisServer
+from specrl.spec.store import Durability, RedisStore, Secret
+
+
+@needs_redis
+def test_documented_users_and_the_charts_arguments_make_a_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects = render("--set", "valkey.enabled=true,valkey.existingSecret=store-users")
+    (container,) = pods(objects)["StatefulSet/specrl-valkey"]["containers"]
+    port, users = free_port(), tmp_path / "users.acl"
+    users.write_text(acl_of_the_documents("sesame"))
+    here = {"/data": str(tmp_path), "/etc/valkey/users.acl": str(users), "6379": str(port)}
+    arguments = [here.get(word, word) for word in container["args"]]
+    with (tmp_path / "log").open("wb") as log:
+        server = subprocess.Popen(["redis-server", "--bind", "127.0.0.1", *arguments], stdout=log, stderr=log)
+    try:
+        wait_for(port, server, tmp_path / "log")
+        monkeypatch.setenv("STORE_PASSWORD", "sesame")
+        monkeypatch.setenv("STORE_USER", "specrl")
+        settings = RedisStore(
+            addresses=(f"127.0.0.1:{port}",),
+            username=Secret(environment="STORE_USER"),
+            password=Secret(environment="STORE_PASSWORD"),
+            durability=Durability.EVERY_WRITE,
+            timeout_s=10,
+        )
+        RedisServer(settings).check()
+        with a_client(port) as stranger, pytest.raises(Exception, match=r"(?i)noauth|authentication"):
+            stranger.ping()
+    finally:
+        server.kill()
+        server.wait()
+
+
+def acl_of_the_documents(password: str) -> str:
+    """The file that docs/deploy.md tells to write."""
+    text = (ROOT / "docs" / "deploy.md").read_text()
+    lines = [line.strip() for line in text.splitlines() if line.strip().startswith("user ")]
+    assert len(lines) == 2
+    return "\n".join(lines).replace("PASSWORD", password) + "\n"
+
+
+def wait_for(port: int, server: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            with a_client(port) as client:
+                client.ping()
+            return
+        except Exception as error:  # noqa: BLE001 - until it answers, with whatever refusal
+            if "auth" in str(error).lower():
+                return
+        assert server.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.05)

@@ -1,0 +1,429 @@
+"""RLJobs that exactly one rule decides: for every rule of the spec, one that it refuses and one that it accepts.
+
+Both forms of a rule are held to them, Python's (`specrl.spec.load`) and CEL's: in the unit tests by
+`tests/rljob_admission.py`, in the e2e tier by a real API server.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+Changes = dict[str, Any]
+
+SOUND: dict[str, Any] = {
+    "model": {"path": "/models/policy"},
+    "prompts": {"source": {"jsonl": {"path": "/models/train.jsonl"}}},
+    "rewards": {"math": {}},
+    "generation": {"sampling": {"maxTokens": 64}},
+    "trainer": {"optimizer": {"learningRate": "1e-5"}},
+    "schedule": {"steps": 3, "promptsPerStep": 2, "groupSize": 4},
+    "checkpoint": {"claimName": "runs"},
+}
+
+
+def a_job(changes: Changes | None = None, name: str = "job") -> dict[str, Any]:
+    """A sound RLJob with values at dotted paths of its spec; `...` takes a field out."""
+    spec = copy.deepcopy(SOUND)
+    for path, value in (changes or {}).items():
+        *parents, last = path.split(".")
+        place = spec
+        for part in parents:
+            place = place.setdefault(part, {})
+        if value is ...:
+            place.pop(last, None)
+        else:
+            place[last] = copy.deepcopy(value)
+    return {"apiVersion": "specrl.dev/v1alpha1", "kind": "RLJob", "metadata": {"name": name}, "spec": spec}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One rule: where a problem is shown, and the changes of a sound job that it refuses and accepts."""
+
+    path: str
+    refused: Changes
+    accepted: Changes
+    must: str = "must"
+    """How the rule begins, to tell apart those that are shown at one field."""
+
+
+def _at(path: str, refused: Any, accepted: Any, must: str = "must") -> Case:
+    """A case of one field's value."""
+    return Case(path, {path: refused}, {path: accepted}, must)
+
+
+_REDIS: dict[str, Any] = {"addresses": ["redis:6379"]}
+_SENTINEL: dict[str, Any] = {"addresses": ["watch:1"], "masterName": "main"}
+_TOOLS: dict[str, Any] = {"answeredBy": {"code": {}}, "maxOutputTokens": 4}
+_VALIDATION: dict[str, Any] = {"source": {"parquet": {"path": "/models/test"}}}
+_ONE_REPLICA = {"generation.gpusPerReplica": 4, "generation.tensorParallel": 4}
+_TRAINER = {"trainer.gpusPerNode": 4, "trainer.parallelism": {"tensor": 4}}
+_GB200 = {"placement.profile": "GB200", **_ONE_REPLICA, **_TRAINER}
+
+
+def _redis(path: str, refused: Any, accepted: Any, must: str = "must") -> Case:
+    """A case of one field of a Redis store."""
+    changes = ({"store.redis": _REDIS, f"store.redis.{path}": value} for value in (refused, accepted))
+    return Case(f"store.redis.{path}", *changes, must)
+
+
+def _tools(path: str, refused: Any, accepted: Any, must: str = "must") -> Case:
+    """A case of one field of the tools."""
+    changes = ({"tools": _TOOLS, f"tools.{path}": value} for value in (refused, accepted))
+    return Case(f"tools.{path}", *changes, must)
+
+
+def _gb200(path: str, refused: Changes, accepted: Changes, must: str = "must") -> Case:
+    """A case of a job with GPUs on GB200 nodes."""
+    return Case(path, _GB200 | refused, _GB200 | accepted, must)
+
+
+UNIONS = (
+    _at("prompts.source", {"jsonl": {"path": "/a"}, "parquet": {"path": "/b"}}, {"parquet": {"path": "/b"}}),
+    _at("rewards", {"math": {}, "exact": {}}, {"exact": {}}),
+    _at("generation.speculation", {}, {"ngram": {}}),
+    _at("store", {"sqlite": {}, "redis": _REDIS}, {"sqlite": {}}),
+    _redis("password", {}, {"environment": "SECRET"}),
+    _tools("answeredBy", {}, {"python": {"function": "mine:answer"}}),
+)
+
+DECIMALS = (
+    _at("generation.sampling.temperature", "0", "0.01"),
+    _at("generation.sampling.topP", "0.9", "1.0"),
+    _at("trainer.optimizer.learningRate", "0", "1e-99"),
+    _at("trainer.optimizer.epsilon", "-1e-8", "+.5"),
+    _at("trainer.optimizer.clipNorm", "0.0", "1e9"),
+    _at("trainer.loss.clipHigh", "0e5", "5."),
+    _at("trainer.loss.clipLow", "-0.2", "0.2"),
+    _at("trainer.drafter.learningRate", "0", "1e-3"),
+    _at("trainer.drafter.clipNorm", "-1", "1"),
+    _at("canary.maxMeanAbs", "0", "0.001"),
+    _at("canary.maxAbs", "-0.5", "0.5"),
+    _at("trainer.optimizer.beta1", "1", "0.999"),
+    _at("trainer.optimizer.beta2", "-0.1", "0"),
+    _at("trainer.drafter.initialisation.heldOut", "1.5", "0"),
+    _at("trainer.optimizer.weightDecay", "-0.1", "0"),
+    _at("trainer.loss.importanceCap", "-1", "0"),
+    Case(
+        "validation.sampling.temperature",
+        {"validation": _VALIDATION, "validation.sampling": {"temperature": "-1"}},
+        {"validation": _VALIDATION, "validation.sampling": {"temperature": "1"}},
+    ),
+)
+
+RUN = (
+    _at("generation.sampling.topK", 5, 0),
+    Case(
+        "model.maxLength",
+        {"model.maxLength": 512 + 64 + 3, "generation.speculation": {"ngram": {}}},
+        {"model.maxLength": 512 + 64 + 4, "generation.speculation": {"ngram": {}}},
+    ),
+    Case(
+        "validation.source",
+        {"validation": {"source": {"jsonl": {"path": "/models/train.jsonl", "onBadLine": "Fail"}}}},
+        {"validation": {"source": {"jsonl": {"path": "/models/train.jsonl", "onBadLine": "Skip"}}}},
+    ),
+    Case(
+        "rewardPool.timeoutS",
+        {"rewards": {"code": {"wallS": 10}}, "rewardPool": {"timeoutS": 10}},
+        {"rewards": {"code": {"wallS": 10}}, "rewardPool": {"timeoutS": 11}},
+    ),
+    Case(
+        "tools.callEnd",
+        {"tools": _TOOLS, "generation.sampling.stop": ["end", "so</tool>then"]},
+        {"tools": _TOOLS, "generation.sampling.stop": ["end", "", "<tool>"]},
+        "must not be part of a stop",
+    ),
+    _tools("maxOutputTokens", 64, 63),
+    Case(
+        "generation.speculation.ngram.lookupMin",
+        {"generation.speculation": {"ngram": {"lookupMin": 4}}},
+        {"generation.speculation": {"ngram": {"lookupMin": 3}}},
+    ),
+    _at("prompts.template", "no question", "Q: {question}"),
+    Case(
+        "validation.sampling.samplesPerPrompt",
+        {"validation": _VALIDATION, "validation.sampling": {"samplesPerPrompt": 2}},
+        {"validation": _VALIDATION, "validation.sampling": {"samplesPerPrompt": 2, "temperature": "1"}},
+    ),
+    Case(
+        "rewards.python.function",
+        {"rewards": {"python": {"function": "my_rewards.grade"}}},
+        {"rewards": {"python": {"function": "my.rewards:grade"}}},
+    ),
+    Case(
+        "tools.answeredBy.python.function",
+        {"tools": _TOOLS, "tools.answeredBy": {"python": {"function": "1:answer"}}},
+        {"tools": _TOOLS, "tools.answeredBy": {"python": {"function": "_1:answer"}}},
+    ),
+    Case(
+        "tools.callEnd",
+        {"tools": _TOOLS, "tools.callStart": "<|call|>", "tools.callEnd": "|"},
+        {"tools": _TOOLS, "tools.callStart": "<|call|>", "tools.callEnd": "/"},
+        "must not be part of callStart",
+    ),
+    _tools("pool.timeoutS", 8, 9),
+)
+
+REDIS = (
+    _redis("sentinel", _SENTINEL, ...),
+    Case("store.redis.addresses", {"store": {"redis": {}}}, {"store": {"redis": _REDIS}}, "must be given"),
+    _redis("addresses", ["redis:6379", "redis:65536"], ["redis:65535", "[fd00::1]:1"], "must each"),
+    Case(
+        "store.redis.sentinel.addresses",
+        {"store": {"redis": {"sentinel": {**_SENTINEL, "addresses": []}}}},
+        {"store": {"redis": {"sentinel": _SENTINEL}}},
+    ),
+    Case(
+        "store.redis.username",
+        {"store": {"redis": {**_REDIS, "username": {"environment": "WHO"}}}},
+        {"store": {"redis": {**_REDIS, "username": {"environment": "WHO"}, "password": {"file": "/secret"}}}},
+    ),
+    _redis("tls", {"certFile": "/client.pem"}, {"certFile": "/client.pem", "keyFile": "/client.key"}),
+    _redis("keyPrefix", "all*", "specrl:team/run"),
+)
+
+PATHS = (
+    _at("model.path", "policy", "/policy"),
+    _at("prompts.source", {"jsonl": {"path": "data/train.jsonl"}}, {"jsonl": {"path": "/train.jsonl"}}),
+    _at("rewards", {"code": {"packages": "packages"}}, {"code": {"packages": "/packages"}}),
+    _tools("answeredBy", {"code": {"packages": "./packages"}}, {"code": {"packages": "/packages"}}),
+    _at("rewards", {"python": {"function": "a:b", "folder": ""}}, {"python": {"function": "a:b", "folder": "/"}}),
+    _tools(
+        "answeredBy",
+        {"python": {"function": "a:b", "folder": "tools"}},
+        {"python": {"function": "a:b", "folder": "/tools"}},
+    ),
+    _at("generation.speculation", {"eagle3": {"path": "~/head"}}, {"eagle3": {"path": "/head"}}),
+    _at("generation.speculation", {"draftModel": {"path": "small"}}, {"draftModel": {"path": "/small"}}),
+    _redis("password", {"file": "secret"}, {"file": "/secret"}),
+    *(
+        _redis("tls", {**both, name: "it.pem"}, {**both, name: "/it.pem"})
+        for both in ({"certFile": "/a", "keyFile": "/b"},)
+        for name in ("caFile", "certFile", "keyFile")
+    ),
+)
+
+STORAGE = (
+    _at(
+        "volumes",
+        [{"claimName": "a", "mountPath": "/a"}, {"claimName": "b", "mountPath": "/a"}],
+        [{"claimName": "a", "mountPath": "/a"}, {"claimName": "a", "mountPath": "/b"}],
+    ),
+    _at(
+        "volumes",
+        [{"claimName": "a", "mountPath": "/a"}, {"claimName": "a", "mountPath": "/var/lib/specrl/run"}],
+        [{"claimName": "a", "mountPath": "/var/lib/specrl-models"}],
+    ),
+    _at("volumes", [{"claimName": "a", "mountPath": "a"}], [{"claimName": "a", "mountPath": "/a"}]),
+    Case(
+        "checkpoint.claimName",
+        {"checkpoint": {}},
+        {"checkpoint": {}, "failurePolicy": {"onTrainerFailure": "Fail"}},
+    ),
+    Case(
+        "store.sqlite",
+        {"store": {"sqlite": {}}, "checkpoint": {}, "failurePolicy": {"onTrainerFailure": "Fail"}},
+        {"store": {"sqlite": {}}},
+    ),
+    Case(
+        "weights.transport",
+        {"weights": {"transport": "Checkpoint"}, "checkpoint": {}, "failurePolicy": {"onTrainerFailure": "Fail"}},
+        {"weights": {"transport": "Checkpoint"}},
+        "must not be Checkpoint",
+    ),
+)
+
+PLACEMENT = (
+    Case(
+        "generation.gpusPerReplica",
+        {"generation.gpusPerReplica": 1, "generation.tensorParallel": 2},
+        {"generation.gpusPerReplica": 2, "generation.tensorParallel": 2},
+        "must be 0 or",
+    ),
+    Case(
+        "trainer.numNodes",
+        {"trainer.numNodes": 2, "trainer.parallelism": {"data": 3}},
+        {"trainer.numNodes": 2, "trainer.parallelism": {"data": 3, "tensor": 2}},
+    ),
+    Case(
+        "trainer.gpusPerNode",
+        {"trainer.gpusPerNode": 4, "trainer.numNodes": 2, "trainer.parallelism": {"tensor": 4}},
+        {"trainer.gpusPerNode": 4, "trainer.numNodes": 2, "trainer.parallelism": {"tensor": 4, "data": 2}},
+        "must be 0 or",
+    ),
+    Case(
+        "weights.transport",
+        {"weights": {"transport": "Nccl"}, "generation.gpusPerReplica": 1},
+        {"weights": {"transport": "Nccl"}, "generation.gpusPerReplica": 1, "trainer.gpusPerNode": 1},
+        "must not be Nccl",
+    ),
+    Case("placement.nvlink", {"placement": {"nvlink": "Preferred"}}, _GB200 | {"placement.nvlink": "Preferred"}),
+    _gb200("trainer.gpusPerNode", {"trainer.gpusPerNode": 0}, {}, "must be > 0"),
+    _gb200("generation.gpusPerReplica", {"generation.gpusPerReplica": 0}, {}, "must be > 0"),
+    Case(
+        "trainer.gpusPerNode",
+        {"trainer.gpusPerNode": 8, "trainer.parallelism": {"tensor": 8}},
+        {"trainer.gpusPerNode": 8, "trainer.parallelism": {"tensor": 8}, "placement": {"gpusPerNode": 8}},
+        "must be <= placement",
+    ),
+    _at("generation.gpusPerReplica", 6, 8, "must be <= placement.gpusPerNode or"),
+    _gb200(
+        "trainer.gpusPerNode",
+        {"placement.nvlink": "Required", "trainer.gpusPerNode": 2, "trainer.numNodes": 2},
+        {"placement.nvlink": "Required"},
+        "must be placement",
+    ),
+    _gb200(
+        "generation.gpusPerReplica",
+        {"placement.nvlink": "Preferred", "generation.gpusPerReplica": 2, "generation.tensorParallel": 2},
+        {"placement.nvlink": "Disabled", "generation.gpusPerReplica": 2, "generation.tensorParallel": 2},
+        "must be >= placement",
+    ),
+    _gb200(
+        "generation.gpusPerReplica",
+        {"generation.gpusPerReplica": 76},
+        {"generation.gpusPerReplica": 72},
+        "must be <= placement.nodesPerDomain",
+    ),
+    *(
+        _gb200("trainer.numNodes", {**two, **field, "placement.nodesPerDomain": 1}, {**two, **field})
+        for two in ({"trainer.numNodes": 2, "trainer.parallelism": {"tensor": 4, "data": 2}},)
+        for field in ({"placement.layout": "SeparateDomains"}, {"placement.nvlink": "Required"})
+    ),
+    _gb200(
+        "placement.layout",
+        {"placement.layout": "SameDomain", "generation.replicas": 18},
+        {"placement.layout": "SameDomain", "generation.replicas": 17},
+    ),
+)
+
+SCALE = (
+    _at("generation.autoscaling", {"minReplicas": 3, "maxReplicas": 2}, {"minReplicas": 2, "maxReplicas": 2}),
+    Case(
+        "failurePolicy.minGenerationReplicas",
+        {"failurePolicy": {"minGenerationReplicas": 3}, "generation.replicas": 2},
+        {"failurePolicy": {"minGenerationReplicas": 3}, "generation.replicas": 3},
+        "must be <= generation.replicas",
+    ),
+    Case(
+        "failurePolicy.minGenerationReplicas",
+        {
+            "failurePolicy": {"minGenerationReplicas": 2},
+            "generation.replicas": 2,
+            "generation.autoscaling": {"maxReplicas": 4},
+        },
+        {
+            "failurePolicy": {"minGenerationReplicas": 2},
+            "generation.replicas": 2,
+            "generation.autoscaling": {"minReplicas": 2, "maxReplicas": 4},
+        },
+        "must be <= generation.autoscaling",
+    ),
+)
+
+MODES = (
+    Case(
+        "scheduling.queueName",
+        {"scheduling": {"gang": "Kueue"}},
+        {"scheduling": {"gang": "Kueue", "queueName": "team"}},
+        "must be given",
+    ),
+    Case(
+        "scheduling.queueName",
+        {"scheduling": {"gang": "None", "queueName": "team"}},
+        {"scheduling": {"gang": "Auto", "queueName": "team"}},
+        "must not be given",
+    ),
+    Case(
+        "tls.issuer",
+        {"tls": {"mode": "CertManager"}},
+        {"tls": {"mode": "CertManager", "issuer": {"name": "ca"}}},
+    ),
+    Case(
+        "tls.issuer",
+        {"tls": {"issuer": {"name": "ca"}}},
+        {"tls": {}},
+    ),
+    Case(
+        "tls.secretName",
+        {"tls": {"mode": "ExistingSecret"}},
+        {"tls": {"mode": "ExistingSecret", "secretName": "peers"}},
+    ),
+)
+
+CASES: tuple[Case, ...] = (*UNIONS, *DECIMALS, *RUN, *REDIS, *PATHS, *STORAGE, *PLACEMENT, *SCALE, *MODES)
+
+# What may change later. For each field: values that a sound job may have; `...` for none. From any to any other.
+CHANGED_JOB: Changes = {
+    "trainer.parallelism": {"data": 2},
+    "failurePolicy": {"onTrainerFailure": "Fail"},
+}
+"""The job that is changed: one in which each of the values below is sound."""
+
+_TEMPLATES = ({"spec": {"hostIPC": True}}, {"spec": {"hostIPC": False}}, ...)
+NEVER: dict[str, tuple[Any, ...]] = {
+    "model": ({"path": "/a"}, {"path": "/b"}),
+    "prompts": (SOUND["prompts"], {**SOUND["prompts"], "shuffleSeed": 1}),
+    "rewards": ({"math": {}}, {"exact": {}}, {"math": {"answerAfter": "="}}),
+    "rewardPool": ({}, {"workers": 2}),
+    "tools": (_TOOLS, {**_TOOLS, "maxTurns": 3}, ...),
+    "generation.sampling": ({"maxTokens": 64}, {"maxTokens": 65}, {"maxTokens": 64, "stop": ["end"]}),
+    "generation.speculation": (..., {"ngram": {}}, {"suffix": {}}),
+    "generation.draftLength": ("Adaptive", "Fixed"),
+    "generation.maxLiveRollouts": (1, 2),
+    "generation.drainS": (0, 1),
+    "generation.reattachS": (0, 1),
+    "generation.kvCacheMib": (1, 2, ...),
+    "generation.tensorParallel": (1, 2),
+    "generation.eager": (True, False, ...),
+    "generation.threads": (1, 2),
+    "generation.gpusPerReplica": (0, 1),
+    "trainer.parallelism": ({"data": 2}, {"tensor": 2}),
+    "trainer.optimizer": ({"learningRate": "1"}, {"learningRate": "2"}),
+    "trainer.loss": ({}, {"normaliseAdvantages": True}),
+    "trainer.drafter": ({}, {"online": False}, {"tokenBudget": 1}),
+    "trainer.microBatchTokens": (1, 2),
+    "trainer.threads": (1, 2),
+    "trainer.numNodes": (1, 2),
+    "trainer.gpusPerNode": (0, 2),
+    "schedule": (SOUND["schedule"], {**SOUND["schedule"], "steps": 4}),
+    "weights": ({}, {"timeoutS": 121}),
+    "canary": ({}, {"maxAbs": "1"}),
+    "store": ({"sqlite": {}}, {"redis": _REDIS}, ...),
+    "checkpoint": ({"claimName": "runs"}, {"claimName": "others"}),
+    "validation": (_VALIDATION, {**_VALIDATION, "limit": 5}, ...),
+    "telemetry": ({}, {"logLevel": "debug"}),
+    "managedBy": ("specrl.dev/operator", "kueue.x-k8s.io/multikueue", ...),
+    "placement": (..., {"gpusPerNode": 8}, {"rdma": {}}),
+    "tls": ({}, {"mode": "ExistingSecret", "secretName": "peers"}),
+}
+WHILE_SUSPENDED: dict[str, tuple[Any, ...]] = {
+    "coordinator.podTemplate": _TEMPLATES,
+    "generation.podTemplate": _TEMPLATES,
+    "trainer.podTemplate": _TEMPLATES,
+    "volumes": ([], [{"claimName": "a", "mountPath": "/a"}], [{"claimName": "b", "mountPath": "/a"}]),
+    "scheduling": ({}, {"queueName": "a"}, {"priorityClassName": "high"}),
+}
+AT_ANY_TIME: dict[str, tuple[Any, ...]] = {
+    "suspend": (False, True),
+    "generation.replicas": (1, 4),
+    "generation.autoscaling": ({"maxReplicas": 4}, {"maxReplicas": 5}, ...),
+    "failurePolicy": ({"onTrainerFailure": "Fail"}, {"maxRestarts": 0}),
+    "startupDeadlineSeconds": (1, 2, ...),
+    "activeDeadlineSeconds": (1, 2, ...),
+    "ttlSecondsAfterFinished": (0, 1, ...),
+}
+
+
+def changes_of(table: dict[str, tuple[Any, ...]]) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Every change from one value of a table to another: the field, the job before and the job after."""
+    return [
+        (path, a_job({**CHANGED_JOB, path: before}), a_job({**CHANGED_JOB, path: after}))
+        for path, values in table.items()
+        for before in values
+        for after in values
+        if before is not after
+    ]
