@@ -177,10 +177,12 @@ async def _expire(registry: Registry, heartbeat_s: float) -> None:
 
 
 def _listen(host: str, port: int) -> socket.socket:
+    """A socket that takes connections at once, so that its address can be published before anything serves it."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        listener.listen()
     except OSError as error:
         raise PortTaken(
             f"the HTTP address must be free, got {host}:{port} taken by another process; choose another or use 0"

@@ -382,9 +382,9 @@ def test_a_machine_without_user_namespaces_is_refused_before_the_run(monkeypatch
 @pytest.mark.parametrize(
     ("probe", "said"),
     [
-        ("while True: pass", r"got a trial program that (ran longer than 1 s|was killed by SIGKILL)"),
-        ("import time\ntime.sleep(99)", "got a trial program that ran longer than 1 s"),
-        ("raise SystemExit(3)", "got a trial program that ended with exit status 3"),
+        ("while True: pass", r"a trial program that (ran longer than 1 s|was killed by SIGKILL)"),
+        ("import time\ntime.sleep(99)", "a trial program that ran longer than 1 s"),
+        ("raise SystemExit(3)", "a trial program that ended with exit status 3"),
     ],
 )
 def test_a_trial_that_does_not_end_is_not_reported_as_a_missing_permission(
@@ -392,7 +392,9 @@ def test_a_trial_that_does_not_end_is_not_reported_as_a_missing_permission(
 ) -> None:
     monkeypatch.setattr(code, "_TRIAL_S", 1)
     monkeypatch.setattr(code, "_PROBE", probe)
-    with pytest.raises(SpecInvalid, match=rf"rewards\.code: must run a trial program .*{said}.*less busy") as caught:
+    of_a_busy_machine = "an answer must get the processor"
+    expected = rf"rewards\.code: must run a trial program .*got ({said}|{of_a_busy_machine}).*less busy"
+    with pytest.raises(SpecInvalid, match=expected) as caught:
         verifier.ready()
     assert "permit" not in str(caught.value)
 
