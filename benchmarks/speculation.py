@@ -2,9 +2,12 @@
 
     python benchmarks/speculation.py --run runs/demo-1                # the demo's policy with its trained drafter
 
-One process, engines side by side: `none`; the trained drafter, its length fixed at 1 to 5 in turns; the same left to
-the controller; and under the controller two more drafters: a useless one (random weights), and an adversarial one (the
-trained head with its output layer negated, so that it proposes what the policy likes least).
+Engines side by side: `none`; the trained drafter, in turns left to the controller and held at a length of 1 to 5, from
+which the controller learns nothing; and under the controller two more drafters: a useless one (random weights), and an
+adversarial one (the trained head with its output layer negated, so that it proposes what the policy likes least).
+Engines are processes, and two processes that do the same differ by some per cent for as long as they live, by where the
+machine put them. So another `none` is measured, too: what it says against the first is how far "against none" can be
+believed. The adaptive length and the fixed ones share an engine.
 
 Two measurements on the same prompts:
     load    so many rollouts live all the time in every engine; all engines are paused but one, which computes for a
@@ -48,7 +51,13 @@ from specrl.prompts.stream import PromptStream
 from specrl.spec import RunSpec, load_spec
 from specrl.spec.generation import Eagle3
 
-NONE, FIXED, ADAPTIVE, USELESS, ADVERSARIAL = "none", "fixed", "adaptive", "useless drafter", "adversarial drafter"
+NONE, ANOTHER, ADAPTIVE, USELESS, ADVERSARIAL = (
+    "none",
+    "another none",
+    "adaptive",
+    "useless drafter",
+    "adversarial drafter",
+)
 CONTROLLED = (ADAPTIVE, USELESS, ADVERSARIAL)
 DRAIN = "drain"
 SLICE_S = 0.2  # ten steps or more; whatever else the machine does lasts longer, and meets the neighbours, too
@@ -73,10 +82,10 @@ async def start(spec: RunSpec, policy: Path, drafter: Path, scratch: Path) -> di
     head = load_head(drafter, config)
     head.lm_head.weight.data.neg_()
     save_head(scratch / "adversarial", head, head.lm_head.weight.dtype)
-    heads = {FIXED: drafter, ADAPTIVE: drafter, USELESS: scratch / "useless", ADVERSARIAL: scratch / "adversarial"}
+    heads = {ADAPTIVE: drafter, USELESS: scratch / "useless", ADVERSARIAL: scratch / "adversarial"}
     engines: dict[str, VllmEngine] = {}
-    for name in (NONE, *heads):
-        fields = mechanism("none" if name == NONE else "eagle3", str(heads.get(name, "")))
+    for name in (NONE, ANOTHER, *heads):
+        fields = mechanism("eagle3", str(heads[name])) if name in heads else mechanism("none", "")
         engines[name] = VllmEngine(with_speculation(spec, fields, str(policy)), name.replace(" ", "-"))
         await engines[name].start()
     return engines
@@ -84,8 +93,9 @@ async def start(spec: RunSpec, policy: Path, drafter: Path, scratch: Path) -> di
 
 def modes_of(engines: dict[str, VllmEngine]) -> list[Mode]:
     """What is measured."""
-    fixed = [Mode(f"k = {k}", engines[FIXED], k) for k in range(1, LONGEST_ADAPTIVE + 1)]
-    return [Mode(NONE, engines[NONE], None), *fixed, *(Mode(name, engines[name], None) for name in CONTROLLED)]
+    fixed = [Mode(f"k = {k}", engines[ADAPTIVE], k) for k in range(1, LONGEST_ADAPTIVE + 1)]
+    plain = [Mode(name, engines[name], None) for name in (NONE, ANOTHER)]
+    return [*plain, *fixed, *(Mode(name, engines[name], None) for name in CONTROLLED)]
 
 
 class Load:
@@ -127,8 +137,8 @@ class Load:
 
 
 async def choose(mode: Mode) -> None:
-    """Hold the engine at the mode's length."""
-    if mode.length is not None:
+    """Hold the engine at the mode's length, or let its controller go on."""
+    if mode.length is not None or mode.name in CONTROLLED:
         await drafting.fix(mode.engine._llm, mode.length)
 
 
@@ -136,7 +146,7 @@ async def begin_anew(modes: Sequence[Mode]) -> list[Mode]:
     """Have the controllers decide from what they see from now on. Returns their modes."""
     controlled = [mode for mode in modes if mode.name in CONTROLLED]
     for mode in controlled:
-        await drafting.fix(mode.engine._llm, None)
+        await drafting.begin_anew(mode.engine._llm)
     return controlled
 
 

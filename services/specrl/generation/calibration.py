@@ -1,9 +1,15 @@
-"""What a step costs, measured on an engine at its start: every length in turn, over and over. Pure.
+"""What a step costs: which steps can tell, and how it is measured on an engine at its start. Pure.
 
-A machine that does other things slows down for seconds at a time, by more than lengths differ. So nothing is compared
-over seconds: a pass runs every length once, for a few steps, and says how each compares with the others of the same
-pass; of these ratios the median over all passes counts. How long steps are altogether is decided by undisturbed passes,
-the lower quartile: whatever else a machine does makes steps longer, never shorter.
+A step verifies what the one before it drafted; and the time between two steps is that of the first or, where the next
+one is scheduled before that has ended (async scheduling), of the one before. So it is what a length costs only after
+three steps of that length, the last two of which did nothing but decode. With less, leaving the drafter out would look
+as dear as the last drafts that were still to be verified.
+
+At the start every length is measured in turn, over and over. A machine that does other things slows down for seconds at
+a time, by more than lengths differ. So nothing is compared over seconds: a pass runs every length once, for a few
+steps, and says how each compares with the others of the same pass; of these ratios the median over all passes counts.
+How long steps are altogether is decided by undisturbed passes, the lower quartile: whatever else a machine does makes
+steps longer, never shorter.
 
 Called by the engine core's scheduler (vllm_backend/scheduler.py) at every step of a calibration. Seconds.
 """
@@ -13,11 +19,28 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from specrl.generation.draft_length import calibrated_lengths
 
 PASSES = 12
-PASS_STEPS = 3  # of each length in a pass; the first one is left out: it verifies what another length drafted
+PASS_STEPS = 2  # of each length in a pass; the quicker one counts
+CLOSE = 8  # batches that differ by no more than such a part of them cost the same
+
+
+@dataclass(frozen=True)
+class Step:
+    """When it was scheduled, how many requests are in it, how many tokens each drafts, whether all of them decode."""
+
+    at_s: float
+    batch: int
+    length: int
+    decodes: bool
+
+    def is_measured(self, two_before: Step, before: Step) -> bool:
+        """Whether the time from this step to the next is what its length costs at its batch."""
+        is_pure = self.decodes and before.decodes and abs(self.batch - before.batch) * CLOSE <= self.batch
+        return is_pure and two_before.length == before.length == self.length
 
 
 class Calibration:
@@ -44,7 +67,7 @@ class Calibration:
         return len(self._seconds) == len(self._plan)
 
     def saw_step(self, batch: int, k: int, seconds: float) -> None:
-        """A step of pure decoding ended, which verified and drafted k tokens each."""
+        """A step that is measured ended: it verified and drafted k tokens for each of `batch` requests."""
         if self.is_done or (batch, k) != (self.batch, self.length):
             return
         self._seconds.append(seconds)
@@ -58,7 +81,7 @@ class Calibration:
         pass_steps = PASS_STEPS * len(self.rows)
         for begin in range(0, len(self._seconds), pass_steps):
             firsts = range(begin, begin + pass_steps, PASS_STEPS)
-            costs = (min(self._seconds[first + 1 : first + PASS_STEPS]) for first in firsts)
+            costs = (min(self._seconds[first : first + PASS_STEPS]) for first in firsts)
             by_length = dict(zip(self.rows, costs, strict=True))
             levels.append(math.exp(statistics.fmean(math.log(cost) for cost in by_length.values())))
             for k, cost in by_length.items():

@@ -232,17 +232,19 @@ class DraftLengths:
         self.load_s = self._no_load()  # seconds spent near each node, fading
         self._calls = self._steps = self._state_steps = self._trial_drafts = 0
         self._rest_steps = REST_STEPS
-        length = self.fixed if self.fixed is not None else max(self.lengths)
-        self.table = [length] * (self.max_batch + 1)
-        self._probe = self.table
+        self.table = [max(self.lengths)] * (self.max_batch + 1)
+        self._probe = self._fixed_table = self.table
+        self.fix(self.fixed)
 
     # -- what happens ---------------------------------------------------------------------------------------------
 
     def lookup(self) -> list[int]:
         """Length by batch size for the next step; now and then that of a probe."""
+        if self.fixed is not None:
+            return self._fixed_table
         self._calls += 1
         phase = self._calls % PROBE_EVERY
-        if phase >= PROBE_STEPS or self.state is not State.DRAFTING or self.fixed is not None:
+        if phase >= PROBE_STEPS or self.state is not State.DRAFTING:
             return self.table
         if phase == 0:
             self._probe = self._next_probe(self._calls // PROBE_EVERY % 3)
@@ -259,6 +261,8 @@ class DraftLengths:
 
     def saw_draft(self, length: int, accepted: int, is_fresh: bool) -> None:
         """A request's draft was verified. is_fresh: the request is younger than the present state."""
+        if self.fixed is not None:
+            return
         if self.state is State.TRIAL:
             if not is_fresh:
                 return
@@ -283,11 +287,17 @@ class DraftLengths:
             self.revise()
 
     def fix(self, length: int | None) -> None:
-        """Use this length from now on; None: decide again, by the loads that are seen from then on."""
+        """Use this length from now on, and learn nothing; None: go on with what was decided before."""
         self.fixed = length
+        if length is not None:
+            self._fixed_table = [length] * (self.max_batch + 1)
+
+    def begin_anew(self) -> None:
+        """Decide by the loads that are seen from now on. Costs and acceptance stay known."""
+        self.fixed = None
         self.load_s, self.window = self._no_load(), Window()
-        self.table[:] = [length if length is not None else max(self.lengths)] * (self.max_batch + 1)
-        self.state = State.DRAFTING
+        self.table[:] = [max(self.lengths)] * (self.max_batch + 1)
+        self.state, self._state_steps = State.DRAFTING, 0
         self.revise()
 
     def weights_changed(self) -> None:

@@ -74,7 +74,7 @@ async def collect_while_changing(engine: VllmEngine, requests: Any) -> Any:
     finally:
         changing.cancel()
         await asyncio.gather(changing, return_exceptions=True)
-        await drafting.fix(engine._llm, None)
+        await drafting.begin_anew(engine._llm)
 
 
 async def test_costs_are_calibrated_at_start_and_kept(engine: VllmEngine, cache: Path) -> None:
@@ -116,7 +116,7 @@ async def test_useless_drafter_is_switched_off_and_tried_again_after_new_weights
     try:
         with structlog.testing.capture_logs() as events:
             await update(engine, sender, [*models.first.tensors(False), *useless], 1)
-            await drafting.fix(engine._llm, None)
+            await drafting.begin_anew(engine._llm)
             await generate_until(engine, "drafter_switched_off", events)
             resting = (await engine.status()).drafting
             await update(engine, sender, models.first.tensors(True), 2)

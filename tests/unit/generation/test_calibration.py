@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.generation.test_draft_length import LENGTHS, a_cost
 
-from specrl.generation.calibration import PASS_STEPS, PASSES, Calibration
-from specrl.generation.draft_length import batch_nodes, calibrated_lengths
+from specrl.generation.calibration import PASS_STEPS, PASSES, Calibration, Step
+from specrl.generation.draft_length import OFF, batch_nodes, calibrated_lengths
 
 CALIBRATED = calibrated_lengths(LENGTHS)
 
@@ -61,13 +61,28 @@ def test_steps_of_another_batch_or_length_are_not_counted() -> None:
     assert not calibration.is_done
 
 
-def test_the_first_step_of_a_length_is_left_out() -> None:
-    """It verifies drafts of another length."""
-    calibration = Calibration(LENGTHS)
-    calibration.begin(4)
-    before = None
-    while not calibration.is_done:
-        k = calibration.length
-        calibration.saw_step(4, k, a_cost(4, k) * (0.5 if k != before else 1.0))
-        before = k
-    assert calibration.rows == {k: [pytest.approx(a_cost(4, k))] for k in CALIBRATED}
+@pytest.mark.parametrize(
+    ("steps", "is_measured"),
+    [
+        ([(4, 1), (4, 1), (4, 1)], True),
+        ([(64, 1), (64, 1), (57, 1)], True),
+        ([(8, 1), (64, 1), (64, 1)], True),
+        ([(64, 1), (64, 1), (50, 1)], False),
+        ([(5, 1), (5, 1), (4, 1)], False),
+        ([(4, 3), (4, OFF), (4, OFF)], False),
+        ([(4, 3), (4, 3), (4, OFF)], False),
+        ([(4, 1), (4, 3), (4, 1)], False),
+    ],
+)
+def test_a_step_tells_what_its_length_costs_when_it_verified_drafts_of_that_length(
+    steps: list[tuple[int, int]], is_measured: bool
+) -> None:
+    *before, last = (Step(float(at), batch, length, True) for at, (batch, length) in enumerate(steps))
+    assert last.is_measured(*before) is is_measured
+
+
+def test_steps_that_read_prompts_tell_nothing() -> None:
+    decodes, reads = Step(0.0, 4, 1, True), Step(0.0, 4, 1, False)
+    assert decodes.is_measured(reads, decodes)
+    assert not decodes.is_measured(decodes, reads)
+    assert not reads.is_measured(decodes, decodes)

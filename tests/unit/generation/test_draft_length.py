@@ -213,12 +213,24 @@ def test_fixed_length_is_kept_whatever_happens() -> None:
     assert engine.drafting.state is State.OFF
 
 
+def test_what_was_decided_before_a_length_was_fixed_is_decided_after_it() -> None:
+    engine = an_engine(0.8)
+    engine.run(8, 2000)
+    before = engine.drafting.report()
+    for k in (1, 5):
+        engine.drafting.fix(k)
+        assert set(engine.run(8, 50)) == {k}
+    engine.drafting.fix(None)
+    after = engine.drafting.report()
+    assert after == before | {"events": []}
+
+
 def test_who_decides_again_goes_by_the_load_from_then_on() -> None:
     """Drafts pay with one live and not with 64: hours with one must not keep the drafter on for ever."""
     engine = an_engine(0.3)
     engine.run(1, 4000)
     assert engine.drafting.state is State.DRAFTING
-    engine.drafting.fix(None)
+    engine.drafting.begin_anew()
     engine.run(64, 200)
     assert engine.drafting.state is State.OFF
 

@@ -109,8 +109,13 @@ async def forbid_rest(llm: Any) -> None:
 
 
 async def fix(llm: Any, length: int | None) -> None:
-    """Always draft `length` tokens; None decides again. For measurements."""
+    """Always draft `length` tokens; None goes on with what was decided before. For measurements."""
     await _call(llm, "fix", length)
+
+
+async def begin_anew(llm: Any) -> None:
+    """Decide by the loads that are seen from now on. For measurements."""
+    await _call(llm, "begin_anew")
 
 
 async def report(llm: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ of pure decoding, and how much of every draft was accepted. Runs in the engine c
 reached from the front end through `EngineCore.specrl_drafting` (plugin.py).
 
 A step's duration is the time between two calls of `schedule`, which in a busy engine is what a step really costs, host
-work included, whether or not the next step is scheduled before the last one has ended (async scheduling).
+work included. Of which steps it is known what they cost: `calibration.Step`.
 
 In a calibration, look-up mechanisms find nothing in random prompts; `FORCED` asks the worker for drafts all the same.
 """
@@ -15,12 +15,13 @@ In a calibration, look-up mechanisms find nothing in random prompts; `FORCED` as
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from specrl.generation.calibration import Calibration
+from specrl.generation.calibration import Calibration, Step
 from specrl.generation.draft_length import OFF, DraftLengths, State
 from specrl.generation.vllm_backend.draft_rest import FORCED
 
@@ -37,7 +38,7 @@ class DraftLengthScheduler(Scheduler):
         self._drafting = DraftLengths(self.scheduler_config.max_num_seqs, tuple(settings["lengths"]))
         self._must_force = settings["must_force"]
         self._calibration: Calibration | None = None
-        self._last: tuple[float, int, int, bool] | None = None  # when, batch, length, whether it only decoded
+        self._recent: deque[Step] = deque(maxlen=3)
         self._emitted = 0
         self._fresh: set[str] = set()
         self._known_state = self._drafting.state
@@ -59,13 +60,12 @@ class DraftLengthScheduler(Scheduler):
         if output.num_spec_tokens_to_schedule < 0:
             length = output.num_spec_tokens_to_schedule
         decodes = batch > 0 and not output.scheduled_new_reqs and not output.scheduled_cached_reqs.resumed_req_ids
-        if self._last is not None:
-            began, last_batch, last_length, last_decodes = self._last
-            # A step verifies what the one before it drafted: only equal lengths tell the cost of one.
-            if decodes and last_decodes and (last_batch, last_length) == (batch, length):
-                self._saw_step(batch, length, now - began)
+        if len(self._recent) == self._recent.maxlen:
+            *before, last = self._recent
+            if last.is_measured(*before):
+                self._saw_step(last.batch, last.length, now - last.at_s)
         self._emitted = 0
-        self._last = (now, batch, length, decodes)
+        self._recent.append(Step(now, batch, length, decodes))
         return output
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
@@ -73,7 +73,7 @@ class DraftLengthScheduler(Scheduler):
         outputs = super().update_from_output(*args, **kwargs)
         self._emitted += sum(len(item.new_token_ids) for core in outputs.values() for item in core.outputs)
         if not self.running:
-            self._last = None
+            self._recent.clear()
         return outputs
 
     def make_spec_decoding_stats(self, *args: Any, **kwargs: Any) -> Any:
@@ -105,8 +105,12 @@ class DraftLengthScheduler(Scheduler):
         return self._drafting.report()
 
     def drafting_fix(self, length: int | None) -> None:
-        """Always draft this many tokens; None: decide again."""
+        """Always draft this many tokens; None: go on deciding."""
         self._drafting.fix(length)
+
+    def drafting_begin_anew(self) -> None:
+        """Decide by the loads that are seen from now on."""
+        self._drafting.begin_anew()
 
     def drafting_forbid_rest(self) -> None:
         """The workers cannot leave the drafter out."""
@@ -153,7 +157,7 @@ class DraftLengthScheduler(Scheduler):
         return is_taken
 
     def _begin(self) -> None:
-        self._last = None
+        self._recent.clear()
         self._fresh.clear()
         self.dynamic_sd_lookup = self._drafting.table
         self._drafting.revise()
