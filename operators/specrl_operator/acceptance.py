@@ -10,14 +10,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from specrl.spec.cluster import NvLink, Scaler, TlsMode
-from specrl_operator import placement, schedulers
+from specrl_operator import placement, schedulers, tls
 from specrl_operator.api import (
+    CERTIFICATE,
     CLAIM_TEMPLATE,
     COMPUTE_DOMAIN,
     JOB_SET,
     LEADER_WORKER_SET,
     SCALED_OBJECT,
     Job,
+    Object,
 )
 from specrl_operator.facts import Facts
 
@@ -27,6 +29,7 @@ INSTALL = {
     "LocalQueue": "https://kueue.sigs.k8s.io/docs/installation",
     "Queue": "https://github.com/NVIDIA/KAI-Scheduler",
     "PodGroup": "https://volcano.sh/en/docs/installation",
+    "Certificate": "https://cert-manager.io/docs/installation",
     "ScaledObject": "https://keda.sh/docs/latest/deploy",
 }
 
@@ -45,6 +48,20 @@ def refusal_of(job: Job, facts: Facts) -> Refusal | None:
     if not found:
         return None
     return Refusal(found[0].reason, "; ".join(problem.message for problem in found))
+
+
+def secret_refusal(job: Job, found: Object | None) -> Refusal | None:
+    """Why the Secret that tls.secretName names cannot be mounted; None when it can."""
+    missing = [key for key in tls.KEYS if key not in ((found or {}).get("data") or {})]
+    if not missing:
+        return None
+    got = "none of that name" if found is None else f"one without {', '.join(missing)}"
+    return Refusal(
+        "SecretMissing",
+        f"tls.secretName must name a Secret in {job.namespace} with {', '.join(tls.KEYS)}, got "
+        f"{job.spec.tls.secret_name}: {got}; create it, with certificates of coordinator, generation and trainer in "
+        f"{tls.domain(job)}",
+    )
 
 
 def notes_of(job: Job, facts: Facts) -> list[str]:
@@ -76,6 +93,8 @@ def _missing(job: Job, facts: Facts) -> Iterator[Refusal]:
     autoscaling = job.spec.generation.autoscaling
     if autoscaling is not None and autoscaling.by is Scaler.KEDA:
         needs.append((SCALED_OBJECT, "generation.autoscaling.by KEDA", "use HPA"))
+    if job.spec.tls.mode is TlsMode.CERT_MANAGER:
+        needs.append((CERTIFICATE, "tls.mode CertManager", "use ExistingSecret"))
     for kind, needed_by, remedy in needs:
         if not facts.serves(kind):
             where = f" ({INSTALL[kind.name]})" if kind.name in INSTALL else ""
@@ -95,6 +114,3 @@ def _unsupported(job: Job) -> Iterator[Refusal]:
             f"replica on one node, got {job.spec.generation.gpus_per_replica} and {job.spec.placement.gpus_per_node}; "
             "lower it and raise generation.replicas",
         )
-    mode = job.spec.tls.mode
-    if mode is not TlsMode.DISABLED:
-        yield Refusal("Unsupported", f"tls.mode must be Disabled in this version, got {mode.value}; leave out tls")

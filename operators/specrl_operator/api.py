@@ -64,6 +64,7 @@ CLAIM_TEMPLATE = Kind("resource.k8s.io/v1", "ResourceClaimTemplate", "resourcecl
 LOCAL_QUEUE = Kind("kueue.x-k8s.io/v1beta1", "LocalQueue", "localqueues")
 KAI_QUEUE = Kind("scheduling.run.ai/v2", "Queue", "queues")
 POD_GROUP = Kind("scheduling.volcano.sh/v1beta1", "PodGroup", "podgroups")
+CERTIFICATE = Kind("cert-manager.io/v1", "Certificate", "certificates")
 SCALED_OBJECT = Kind("keda.sh/v1alpha1", "ScaledObject", "scaledobjects")
 
 OPTIONAL = (
@@ -74,6 +75,7 @@ OPTIONAL = (
     LOCAL_QUEUE,
     KAI_QUEUE,
     POD_GROUP,
+    CERTIFICATE,
     SCALED_OBJECT,
 )
 """Kinds that a cluster may lack. Which of them it serves is asked again and again."""
@@ -85,6 +87,7 @@ CHILDREN = (
     CONFIG_MAP,
     SERVICE,
     NETWORK_POLICY,
+    CERTIFICATE,
     COMPUTE_DOMAIN,
     POD_GROUP,
     JOB_SET,
@@ -96,7 +99,7 @@ CHILDREN = (
     SCALED_OBJECT,
 )
 """Kinds that the operator makes, finds again by label, and removes when a job no longer wants them. Secrets are not
-among them: it may make and read one by its name, and never list them."""
+among them: it may make and read them by name, and never list them."""
 
 JOB_LABEL = "specrl.dev/rljob"
 COMPONENT_LABEL = "app.kubernetes.io/component"

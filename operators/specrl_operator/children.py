@@ -1,6 +1,7 @@
 """Every object that a job needs, in the order in which they are applied. Pure: the same job and facts, the same list.
 
-    access, network, run file -> store -> ComputeDomain, gang -> trainer -> generation -> coordinator -> scaling
+    access, network, certificates, run file -> store -> ComputeDomain, gang -> trainer -> generation -> coordinator
+    -> scaling
 
 What takes nodes comes after what it needs: Kueue reads the ComputeDomain's claim template when it sees the trainer. The
 list is also what is kept: `reconcile.py` removes whatever the job owns and does not find here.
@@ -11,7 +12,7 @@ from __future__ import annotations
 from specrl.spec import dump
 from specrl.spec.cluster import OnTrainerFailure, Scaler
 from specrl.spec.store import Durability, RedisStore, Secret, Store
-from specrl_operator import access, network, placement, pods, schedulers
+from specrl_operator import access, network, placement, pods, schedulers, tls
 from specrl_operator.api import (
     AUTOSCALER,
     CONFIG_MAP,
@@ -39,7 +40,7 @@ SCALE_DOWN_S = 900
 
 def desired(job: Job, facts: Facts) -> list[Object]:
     """All children of the job, as they are to be. Each is complete but for owner, namespace and hash."""
-    children = [*access.objects(job), *network.objects(job, facts), run_file(job, facts)]
+    children = [*access.objects(job), *network.objects(job, facts), *tls.objects(job), run_file(job, facts)]
     children += [service(job, COORDINATOR, {"grpc": pods.GRPC_PORT, "http": pods.HTTP_PORT}, is_headless=False)]
     children += [service(job, GENERATION, {"grpc": pods.REPLICA_PORT, "metrics": pods.METRICS_PORT})]
     if pods.needs_store(job):

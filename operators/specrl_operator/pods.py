@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specrl.spec.run import Transport
-from specrl_operator import placement
+from specrl_operator import placement, tls
 from specrl_operator.api import COORDINATOR, GENERATION, LEADER_LABEL, TRAINER, Job, Object
 from specrl_operator.facts import Facts
 
@@ -60,12 +60,14 @@ def coordinator_pod(job: Job, facts: Facts) -> Object:
         {"name": "grpc", "containerPort": GRPC_PORT},
         {"name": "http", "containerPort": HTTP_PORT},
     ]
-    container["startupProbe"] = _http_probe("/healthz", periodSeconds=5, failureThreshold=STARTUP_S // 5)
-    container["readinessProbe"] = _http_probe("/readyz", periodSeconds=5, timeoutSeconds=5)
-    container["livenessProbe"] = _http_probe("/healthz", periodSeconds=10, timeoutSeconds=10, failureThreshold=6)
+    container["startupProbe"] = _http_probe(job, "/healthz", periodSeconds=5, failureThreshold=STARTUP_S // 5)
+    container["readinessProbe"] = _http_probe(job, "/readyz", periodSeconds=5, timeoutSeconds=5)
+    container["livenessProbe"] = _http_probe(job, "/healthz", periodSeconds=10, timeoutSeconds=10, failureThreshold=6)
     pod = _pod(job, facts, COORDINATOR, container, SAVE_S)
     pod["spec"]["automountServiceAccountToken"] = True
     pod["spec"]["serviceAccountName"] = job.name
+    if tls.is_on(job):
+        pod["metadata"]["labels"][tls.SCHEME_LABEL] = "https"
     return merged(pod, job.spec.coordinator.pod_template)
 
 
@@ -233,7 +235,9 @@ def _pod(job: Job, facts: Facts, role: str, container: Object, grace_s: int) -> 
         spec["priorityClassName"] = job.spec.scheduling.priority_class_name
     if facts.settings.pull_secrets:
         spec["imagePullSecrets"] = [{"name": name} for name in facts.settings.pull_secrets]
-    return {"metadata": {"labels": job.labels(role)}, "spec": spec}
+    pod: Object = {"metadata": {"labels": job.labels(role)}, "spec": spec}
+    tls.put_into(pod, job, role)
+    return pod
 
 
 def _container(name: str, image: str, command: list[str], facts: Facts) -> Object:
@@ -254,8 +258,9 @@ def _environment(own: Mapping[str, str]) -> list[Object]:
     return values + [{"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in fields.items()]
 
 
-def _http_probe(path: str, **timing: int) -> Object:
-    return {"httpGet": {"path": path, "port": "http"}, **timing}
+def _http_probe(job: Job, path: str, **timing: int) -> Object:
+    scheme = {"scheme": "HTTPS"} if tls.is_on(job) else {}
+    return {"httpGet": {"path": path, "port": "http", **scheme}, **timing}
 
 
 def _port_probe(**timing: int) -> Object:

@@ -24,8 +24,8 @@ import structlog
 
 from specrl.errors import SpecInvalid
 from specrl.spec.cluster import NvLink
-from specrl_operator import children, events, placement, pods
-from specrl_operator.acceptance import Refusal, refusal_of
+from specrl_operator import children, events, placement, pods, tls
+from specrl_operator.acceptance import Refusal, refusal_of, secret_refusal
 from specrl_operator.api import (
     ATTEMPT_ANNOTATION,
     CHILDREN,
@@ -206,8 +206,8 @@ class Reconciler:
         """Apply and remove. Returns why the job cannot have what it needs; the rest is done all the same."""
         wanted = self._wanted(job, facts, observed, ending)
         known = {(item["kind"], item["metadata"]["name"]): item for items in owned.values() for item in items}
-        if pods.needs_store(job) and facts.want is not Want.STOPPED:
-            refusal = self._keep_password(job)
+        if facts.want is not Want.STOPPED:
+            refusal = self._keep_secrets(job)
             if refusal is not None:
                 return refusal
         for child in wanted:
@@ -290,23 +290,29 @@ class Reconciler:
             meta = {"name": child["metadata"]["name"], "namespace": child["metadata"]["namespace"]}
             self._cluster.apply(kind, kind.object(meta, spec={"replicas": replicas}), SCALE_MANAGER)
 
-    def _keep_password(self, job: Job) -> Refusal | None:
-        """The store's password: made once, read by the pods alone."""
-        name = job.child(STORE)
-        there = self._cluster.get(SECRET, job.namespace, name)
-        if there is not None:
-            if is_controlled_by(there, job.uid):
-                return None
-            return _conflict(SECRET, name)
-        metadata = {
-            "name": name,
-            "namespace": job.namespace,
-            "labels": job.labels(STORE),
-            "ownerReferences": [job.owner],
+    def _keep_secrets(self, job: Job) -> Refusal | None:
+        """What the job's own Secrets are, made once: the store's password, and those that cert-manager fills.
+
+        Refuses the job, too, while a Secret of its user's is not there.
+        """
+        content: dict[tuple[str, str], Object] = {
+            (role, name): {"type": "Opaque"} for role, name in tls.own_secrets(job).items()
         }
-        data = {"password": secrets.token_urlsafe(32)}
-        self._cluster.create(SECRET, SECRET.object(metadata, type="Opaque", immutable=True, stringData=data))
-        return None
+        if pods.needs_store(job):
+            password = {"password": secrets.token_urlsafe(32)}
+            content[STORE, job.child(STORE)] = {"type": "Opaque", "immutable": True, "stringData": password}
+        for (component, name), rest in content.items():
+            there = self._cluster.get(SECRET, job.namespace, name)
+            if there is None:
+                metadata: Object = {"name": name, "namespace": job.namespace, "labels": job.labels(component)}
+                metadata["ownerReferences"] = [job.owner]
+                self._cluster.create(SECRET, SECRET.object(metadata, **rest))
+            elif not is_controlled_by(there, job.uid):
+                return _conflict(SECRET, name)
+        given = job.spec.tls.secret_name
+        if given is None:
+            return None
+        return secret_refusal(job, self._cluster.get(SECRET, job.namespace, given))
 
     # -- what is said ----------------------------------------------------------------------------------------------
 

@@ -10,6 +10,8 @@
     ├── VersionConflict      (ValueError)       a call names a step, version or group that is not the current one
     ├── PortTaken            (OSError)          another process listens there
     ├── MemoryTooSmall       (MemoryError)      the machine cannot hold what the run asks for
+    ├── TlsInvalid           (ValueError)       certificates are missing or do not fit together
+    ├── CallerRefused        (PermissionError)  a caller's certificate does not name a role that may call
     ├── PeerUnavailable      (ConnectionError)  a peer is gone or not there yet
     ├── CollectiveFailed     (ConnectionError)  a process group broke: one of its members is gone
     ├── DeadlineExceeded     (TimeoutError)     a call or a collective took longer than it may
@@ -41,6 +43,7 @@ GrpcStatus = Literal[
     "UNAVAILABLE",
     "DEADLINE_EXCEEDED",
     "RESOURCE_EXHAUSTED",
+    "PERMISSION_DENIED",
     "INTERNAL",
 ]
 
@@ -136,6 +139,20 @@ class MemoryTooSmall(SpecrlError, MemoryError):
     exit_code = 2
 
 
+class TlsInvalid(SpecrlError, ValueError):
+    """The files of a certificate are missing, cannot be read, or do not fit together."""
+
+    grpc_status = "FAILED_PRECONDITION"
+    exit_code = 2
+
+
+class CallerRefused(SpecrlError, PermissionError):
+    """A caller has shown a certificate, and it is not one of a role that this server is for."""
+
+    grpc_status = "PERMISSION_DENIED"
+    exit_code = 2
+
+
 class PeerUnavailable(SpecrlError, ConnectionError):
     """A peer does not answer: not started yet, gone, or its stream broke."""
 
@@ -218,6 +235,8 @@ BY_NAME: dict[str, type[SpecrlError]] = {
         VersionConflict,
         PortTaken,
         MemoryTooSmall,
+        TlsInvalid,
+        CallerRefused,
         PeerUnavailable,
         CollectiveFailed,
         DeadlineExceeded,

@@ -63,6 +63,16 @@ def admin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture
 def namespace(admin: Api) -> Iterator[str]:
     """A namespace of the test's own; with its default account, without which no pod is admitted."""
+    yield from _namespace(admin)
+
+
+@pytest.fixture
+def other_namespace(admin: Api) -> Iterator[str]:
+    """Another one."""
+    yield from _namespace(admin)
+
+
+def _namespace(admin: Api) -> Iterator[str]:
     name = f"test-{os.getpid()}-{next(NAMES)}"
     admin.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
     until(lambda: admin.find("v1/serviceaccounts", "default", name), "default service account")

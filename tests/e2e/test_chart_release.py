@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.e2e.harness.api import RLJOBS, Api, Refused, holds, until
 from tests.e2e.harness.release import Release
-from tests.e2e.jobs import cpu_job
+from tests.e2e.jobs import cpu_job, left_of, until_condition
 
 DEFINITIONS = "apiextensions.k8s.io/v1/customresourcedefinitions"
 CRD = "rljobs.specrl.dev"
@@ -59,6 +59,34 @@ def test_upgrade_changes_the_operator_and_keeps_jobs(admin: Api, release: Releas
     assert "--log-level=warning" in container["args"]
     assert admin.get(RLJOBS, "kept", namespace)["metadata"]["uid"] == job["metadata"]["uid"]
     release.upgrade()
+
+
+def test_an_operator_of_named_namespaces_cannot_touch_a_job_elsewhere(
+    admin: Api, release: Release, namespace: str, other_namespace: str
+) -> None:
+    """By its role, not by its good will: the API server refuses even to show it the other job."""
+    release.upgrade(operator={"watchNamespaces": [namespace]}, rbac={"userRoles": False, "tokenReviews": False})
+    try:
+        cluster = [each["metadata"]["name"] for each in admin.list("rbac.authorization.k8s.io/v1/clusterroles")]
+        assert [name for name in cluster if "specrl" in name] == []
+        theirs = admin.create(cpu_job("theirs", other_namespace))
+        until_condition(admin, admin.create(cpu_job("ours", namespace)), "Accepted", timeout_s=300)
+        operator = admin.with_token(admin.token_of(release.account, release.namespace))
+        operator.get(RLJOBS, "ours", namespace)
+        for attempt in (
+            lambda: operator.get(RLJOBS, "theirs", other_namespace),
+            lambda: operator.list(RLJOBS),
+            lambda: operator.delete(RLJOBS, "theirs", other_namespace),
+            lambda: operator.list("v1/pods", other_namespace),
+        ):
+            with pytest.raises(Refused) as refused:
+                attempt()
+            assert refused.value.status == 403
+        assert "status" not in admin.get(RLJOBS, "theirs", other_namespace)
+        assert left_of(admin, theirs) == []
+    finally:
+        admin.delete(RLJOBS, "theirs", other_namespace)
+        release.upgrade()
 
 
 def test_uninstall_takes_everything_but_the_definition_and_its_jobs(

@@ -1,15 +1,20 @@
 """The point of it all: an RLJob is applied, and a policy is trained by pods that run for real.
 
 Nothing stands in for specrl here: the operator runs in its pod, the real coordinator, vLLM, Megatron-Core and Redis in
-theirs, started by the kubelet of tests/e2e/kubelet from what the operator wrote. The images are this machine.
+theirs, started by the kubelet of tests/e2e/kubelet from what the operator wrote. The images are this machine. The
+services talk by mutual TLS, and the run's pages are for whoever may read the job.
 """
 
 from __future__ import annotations
 
+import base64
 import shutil
+import ssl
 from pathlib import Path
 
+import httpx
 import pytest
+from tests.certificates import Authority
 from tests.e2e.harness.api import RLJOBS, Api, Object, condition, holds, until
 from tests.e2e.harness.nodes import OURS
 from tests.e2e.harness.played import PlayedNodes
@@ -20,6 +25,7 @@ from tests.rljob_cases import a_job
 RUN_S = 1500.0
 REAL: Object = {"spec": {"nodeSelector": {OURS: "processes"}}}
 STEPS = 2
+CERTIFICATES = "certificates-of-tiny"
 
 
 @pytest.mark.slow
@@ -28,13 +34,17 @@ STEPS = 2
 )
 @pytest.mark.timeout(3000)
 def test_job_that_is_applied_trains_and_completes(
-    admin: Api, release: Release, kubelet: PlayedNodes, namespace: str
+    admin: Api, release: Release, kubelet: PlayedNodes, namespace: str, tmp_path: Path
 ) -> None:
     for name in ("models", "runs"):
         admin.create(claim(name, namespace))
     folders = {name: until(lambda name=name: _folder(admin, name, namespace), "bound") for name in ("models", "runs")}  # type: ignore[misc]
     _make_policy(folders["models"] / "policy")
     job = admin.create(_tiny_job(namespace))
+    said = condition(until_condition(admin, job, "Accepted", "False", "SecretMissing"), "Accepted")["message"]
+    assert f"{CERTIFICATES}: none of that name; create it" in said
+    authority = Authority(tmp_path / "authority")
+    admin.create(_certificates(authority, namespace))
 
     def ended() -> Object | None:
         found = admin.get(RLJOBS, "tiny", namespace)
@@ -48,6 +58,7 @@ def test_job_that_is_applied_trains_and_completes(
     assert found["status"].get("restarts", 0) == 0, _everything(admin, kubelet, job)
     for component in ("coordinator", "trainer", "generation"):
         assert kubelet.logs_of(namespace, f"tiny-{component}"), f"logs of {component}"
+    _only_readers_of_the_job_read_its_run(admin, job, authority)
     exported = list(folders["runs"].rglob("*.safetensors"))
     assert exported, "the trained policy is on the claim"
     until(lambda: condition(admin.get(RLJOBS, "tiny", namespace), "Complete")["status"] == "True", "it stays so")
@@ -82,12 +93,66 @@ def _tiny_job(namespace: str) -> Object:
             "generation": {"replicas": 1, "sampling": {"maxTokens": 16}, "speculation": {"ngram": {}}},
             "trainer": {"optimizer": {"learningRate": "1e-3"}, "microBatchTokens": 512},
             "schedule": {"steps": STEPS, "promptsPerStep": 2, "groupSize": 2},
+            "tls": {"mode": "ExistingSecret", "secretName": CERTIFICATES},
             **{f"{role}.podTemplate": REAL for role in ("coordinator", "generation", "trainer")},
         },
         "tiny",
     )
     job["metadata"]["namespace"] = namespace
     return job
+
+
+def _certificates(authority: Authority, namespace: str) -> Object:
+    """One certificate for all roles, as a user makes it who has no cert-manager."""
+    names = [f"{role}.tiny.{namespace}.specrl" for role in ("coordinator", "generation", "trainer")]
+    data = {name: base64.b64encode(content).decode() for name, content in authority.secret(names).items()}
+    metadata = {"name": CERTIFICATES, "namespace": namespace}
+    return {"apiVersion": "v1", "kind": "Secret", "type": "kubernetes.io/tls", "metadata": metadata, "data": data}
+
+
+def _only_readers_of_the_job_read_its_run(admin: Api, job: Object, authority: Authority) -> None:
+    """The finished run is served by HTTPS: to whom, the API server says."""
+    namespace = job["metadata"]["namespace"]
+    for account in ("reader", "stranger"):
+        metadata = {"name": account, "namespace": namespace}
+        admin.create({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata})
+    group = "rbac.authorization.k8s.io"
+    rule = {"apiGroups": ["specrl.dev"], "resources": ["rljobs"], "resourceNames": ["tiny"], "verbs": ["get"]}
+    metadata = {"name": "reader", "namespace": namespace}
+    admin.create({"apiVersion": f"{group}/v1", "kind": "Role", "metadata": metadata, "rules": [rule]})
+    role = {"apiGroup": group, "kind": "Role", "name": "reader"}
+    subject = {"kind": "ServiceAccount", "name": "reader", "namespace": namespace}
+    admin.create(
+        {
+            "apiVersion": f"{group}/v1",
+            "kind": "RoleBinding",
+            "metadata": metadata,
+            "roleRef": role,
+            "subjects": [subject],
+        }
+    )
+    address = pods_of(admin, job, "coordinator")[0]["status"]["podIP"]
+    trusted = ssl.create_default_context(cafile=str(authority.file))
+
+    def answer(path: str, token: str | None) -> httpx.Response:
+        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        with httpx.Client(verify=trusted, trust_env=False, timeout=30) as client:
+            return client.get(
+                f"https://{address}:8080{path}",
+                headers=headers,
+                extensions={"sni_hostname": f"coordinator.tiny.{namespace}.specrl"},
+            )
+
+    token = admin.token_of("reader", namespace, "specrl.dev")
+    found = answer("/status", token)
+    assert (found.status_code, found.json().get("phase")) == (200, "finished"), found.text
+    assert len(answer("/steps", token).json()) == STEPS
+    assert answer("/status", None).status_code == 401
+    assert answer("/status", admin.token_of("reader", namespace)).status_code == 401, "meant for the API server"
+    refused = answer("/status", admin.token_of("stranger", namespace, "specrl.dev"))
+    assert refused.status_code == 403, refused.text
+    assert "must be allowed to get rljobs.specrl.dev tiny" in refused.text
+    assert answer("/metrics", None).status_code == 200
 
 
 def _make_policy(path: Path) -> None:

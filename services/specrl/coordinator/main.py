@@ -25,9 +25,10 @@ import uvicorn
 from specrl.coordinator.board import Board
 from specrl.coordinator.loop import Loop
 from specrl.coordinator.parts import Parts
-from specrl.coordinator.registry import Registry
+from specrl.coordinator.readers import Readers
+from specrl.coordinator.registry import Calls, Registry
 from specrl.coordinator.report import Phase
-from specrl.coordinator.rljob import Teller, place_of
+from specrl.coordinator.rljob import Place, Teller, place_of
 from specrl.coordinator.service import CoordinatorService
 from specrl.coordinator.store import claim_for, open_store
 from specrl.coordinator.store_link import StoreLink
@@ -36,6 +37,7 @@ from specrl.coordinator.web import make_app
 from specrl.errors import PortTaken, SpecrlError
 from specrl.prompts import load_prompts, load_validation
 from specrl.rewards import VerifierPool, check_references, verifier_for
+from specrl.rpc import tls
 from specrl.rpc.limits import message_limits
 from specrl.rpc.server import serve
 from specrl.spec import digest, load_spec
@@ -59,6 +61,7 @@ def main() -> None:
     parser.add_argument("--http-port", type=int, help="HTTP port (default: telemetry.httpPort of the run file)")
     parser.add_argument("--rljob", metavar="NAMESPACE/NAME", help="in a pod: tell this RLJob how far the run is")
     parser.add_argument("--rljob-uid", metavar="UID", default="", help="its uid, which is also the run's id")
+    tls.add_arguments(parser)
     arguments = parser.parse_args()
     try:
         asyncio.run(_serve(arguments))
@@ -71,6 +74,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
     directory: Path = arguments.run_directory
     spec = load_spec(arguments.spec or directory / "run.yaml")
     logs.configure(spec.telemetry.log_level.value, "coordinator", spec.name)
+    identity = tls.identity_of(arguments.tls, arguments.tls_domain)
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
@@ -81,7 +85,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
     if store is None:
         return
     limits = message_limits(spec)
-    registry = Registry(digest(spec), spec.telemetry.heartbeat_s, time.monotonic, spec.name, limits)
+    registry = Registry(digest(spec), spec.telemetry.heartbeat_s, time.monotonic, spec.name, Calls(limits, identity))
     board = Board(spec, directory, registry, store)
     prompts, validation_prompts = load_prompts(spec), load_validation(spec)
     problems = prompts.source
@@ -94,19 +98,22 @@ async def _serve(arguments: argparse.Namespace) -> None:
         await tools.start()
     turns = turns_of(spec, tools)
     parts = Parts(spec, directory, registry, store, board, prompts, validation_prompts, pool, turns)
-    service = CoordinatorService(registry, spec.name, spec.telemetry.heartbeat_s)
+    guard = identity.guard(tls.GENERATION, tls.TRAINER) if identity is not None else None
+    service = CoordinatorService(registry, spec.name, spec.telemetry.heartbeat_s, guard)
     grpc_port = spec.telemetry.grpc_port if arguments.port is None else arguments.port
     http_port = spec.telemetry.http_port if arguments.http_port is None else arguments.http_port
-    server, bound = await serve(service.add_to, arguments.host, grpc_port, limits.coordinator)
+    server, bound = await serve(service.add_to, arguments.host, grpc_port, limits.coordinator, guard)
     listener = _listen(arguments.host, http_port)
-    web = uvicorn.Server(uvicorn.Config(make_app(board), log_config=None, access_log=False))
-    web.install_signal_handlers = lambda: None  # type: ignore[attr-defined]  # the signals are ours
+    web = _web_server(board, identity, place)
     tasks = [
         asyncio.create_task(web.serve(sockets=[listener]), name="web"),
         asyncio.create_task(_expire(registry, spec.telemetry.heartbeat_s), name="expire"),
         asyncio.create_task(store.watch(spec.telemetry.heartbeat_s), name="watch-store"),
     ]
-    _write_endpoints(directory, f"{arguments.host}:{bound}", f"http://{arguments.host}:{listener.getsockname()[1]}")
+    if identity is not None and web.config.ssl is not None:
+        tasks.append(asyncio.create_task(identity.keep_current(web.config.ssl), name="renew-certificate"))
+    scheme = "http" if identity is None else "https"
+    _write_endpoints(directory, f"{arguments.host}:{bound}", f"{scheme}://{arguments.host}:{listener.getsockname()[1]}")
     teller = None if place is None else Teller(board, place)
     if teller is not None:
         tasks.append(asyncio.create_task(teller.run(), name="tell-rljob"))
@@ -174,6 +181,21 @@ async def _expire(registry: Registry, heartbeat_s: float) -> None:
     while True:
         await asyncio.sleep(heartbeat_s)
         registry.expire()
+
+
+def _web_server(board: Board, identity: tls.Identity | None, place: Place | None) -> uvicorn.Server:
+    """The HTTP server: with TLS where peers have it; in a cluster for those alone who may read the run's RLJob."""
+    config = uvicorn.Config(
+        make_app(board, None if place is None else Readers(place)),
+        log_config=None,
+        access_log=False,
+        ssl_certfile=None if identity is None else identity.folder / "tls.crt",
+        ssl_keyfile=None if identity is None else identity.folder / "tls.key",
+    )
+    config.load()
+    server = uvicorn.Server(config)
+    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]  # the signals are ours
+    return server
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -32,6 +32,7 @@ from specrl.records import (
 )
 from specrl.rpc.clients import GenerationClient, TrainerClient
 from specrl.rpc.limits import WIDEST, MessageLimits
+from specrl.rpc.tls import Identity
 from specrl.telemetry import metrics
 
 MISSED_HEARTBEATS = 5
@@ -110,6 +111,22 @@ class Trainer:
     gone: asyncio.Event = field(default_factory=asyncio.Event)
 
 
+@dataclass(frozen=True)
+class Calls:
+    """How the coordinator calls its peers: messages of what size, and as whom; identity None: without TLS."""
+
+    limits: MessageLimits = WIDEST
+    identity: Identity | None = None
+
+    def to_trainer(self, peer: Peer) -> TrainerClient:
+        """A client of the trainer."""
+        return TrainerClient(peer.address, self.limits.trainer, self.identity)
+
+    def to_replica(self, peer: Peer) -> GenerationClient:
+        """A client of a replica."""
+        return GenerationClient(peer.address, peer.peer_id, self.limits.generation, self.identity)
+
+
 class Registry:
     """All peers of one run. `clock` gives monotonic seconds.
 
@@ -122,9 +139,9 @@ class Registry:
         heartbeat_s: float,
         clock: Callable[[], float],
         run: str = "",
-        limits: MessageLimits = WIDEST,
+        calls: Calls | None = None,
     ) -> None:
-        self._digest, self._run, self._limits = spec_digest, run, limits
+        self._digest, self._run, self._calls = spec_digest, run, calls or Calls()
         self._clock = clock
         self._heartbeat_s = heartbeat_s
         self._replaced: set[str] = set()
@@ -182,12 +199,12 @@ class Registry:
         if peer.role is Role.TRAINER:
             if self.trainer is not None:
                 self.trainer.gone.set()
-            self.trainer = Trainer(peer, TrainerClient(peer.address, self._limits.trainer), self._clock())
+            self.trainer = Trainer(peer, self._calls.to_trainer(peer), self._clock())
         else:
             before = self.replicas.get(peer.peer_id)
             if before is not None:
                 self.remove(before, "a newer incarnation registered")
-            client = GenerationClient(peer.address, peer.peer_id, self._limits.generation)
+            client = self._calls.to_replica(peer)
             replica = Replica(peer, client, last_seen_s=self._clock(), status=status, held=tuple(held))
             self.replicas[peer.peer_id] = replica
             if held:

@@ -26,7 +26,7 @@ import structlog
 from specrl.coordinator.board import Board
 from specrl.coordinator.report import Phase, Status, StepReport
 from specrl.errors import RunInvalid
-from specrl.files import read_text
+from specrl.files import parse_object, read_text
 from specrl.spec.rljob import API_VERSION, KIND, PLURAL
 
 FIELD_MANAGER = "specrl-coordinator"
@@ -51,10 +51,28 @@ class Place:
     server: str
     account: Path = ACCOUNT
 
-    @property
-    def url(self) -> str:
-        """Of its status."""
-        return f"{self.server}/apis/{API_VERSION}/namespaces/{self.namespace}/{PLURAL}/{self.name}/status"
+    async def call(
+        self, method: str, path: str, body: dict[str, Any], kind: str = "application/json", **query: str
+    ) -> dict[str, Any]:
+        """One call of the API server. Raises httpx.HTTPError, OSError without a token, ValueError for its certificate.
+
+        The token is read anew: kubelets renew it every hour.
+        """
+        token = read_text(self.account / "token").strip()
+        trusted: ssl.SSLContext | bool = True
+        if self.server.startswith("https:"):
+            trusted = ssl.create_default_context(cafile=str(self.account / "ca.crt"))
+        async with httpx.AsyncClient(verify=trusted, timeout=DEADLINE_S, trust_env=False) as client:
+            headers = {"Authorization": f"Bearer {token}", "Content-Type": kind}
+            url = f"{self.server}/apis/{path}"
+            answer = await client.request(method, url, params=query, headers=headers, json=body)
+            if answer.is_error:
+                raise httpx.HTTPStatusError(
+                    f"the API server must take {method} {path}, got {answer.status_code}: {answer.text[:200]}",
+                    request=answer.request,
+                    response=answer,
+                )
+            return parse_object(answer.content)
 
 
 def place_of(rljob: str, outer: Mapping[str, str] = os.environ, account: Path = ACCOUNT) -> Place:
@@ -151,8 +169,11 @@ class Teller:
             "metadata": {"name": self._place.name},
             "status": self._dated(found),
         }
+        place = self._place
+        path = f"{API_VERSION}/namespaces/{place.namespace}/{PLURAL}/{place.name}/status"
+        query = {"fieldManager": FIELD_MANAGER, "force": "true"}
         try:
-            await self._write(body)
+            await place.call("PATCH", path, body, "application/apply-patch+yaml", **query)
         except (httpx.HTTPError, OSError, ValueError) as error:  # OSError: no token; ValueError: of ssl
             log.warning("rljob_not_told", rljob=self._place.name, reason=str(error))
             return False
@@ -168,23 +189,3 @@ class Teller:
             self._since[condition["type"]] = condition["status"], since
             conditions.append(condition | {"lastTransitionTime": since})
         return {"progress": found["progress"] | {"lastUpdateTime": moment}, "conditions": conditions}
-
-    async def _write(self, body: dict[str, Any]) -> None:
-        """One server-side apply. The token is read anew: kubelets renew it every hour."""
-        token = read_text(self._place.account / "token").strip()
-        trusted: ssl.SSLContext | bool = True
-        if self._place.server.startswith("https:"):
-            trusted = ssl.create_default_context(cafile=str(self._place.account / "ca.crt"))
-        async with httpx.AsyncClient(verify=trusted, timeout=DEADLINE_S, trust_env=False) as client:
-            answer = await client.patch(
-                self._place.url,
-                params={"fieldManager": FIELD_MANAGER, "force": "true"},
-                headers={"Authorization": f"Bearer {token}", "Content-Type": "application/apply-patch+yaml"},
-                json=body,
-            )
-            if answer.is_error:
-                raise httpx.HTTPStatusError(
-                    f"the API server must take the status, got {answer.status_code}: {answer.text[:200]}",
-                    request=answer.request,
-                    response=answer,
-                )

@@ -25,6 +25,7 @@ from specrl.errors import PortTaken, SpecrlError
 from specrl.generation.engine import Engine
 from specrl.generation.service import GenerationService
 from specrl.records import Peer, Role
+from specrl.rpc import tls
 from specrl.rpc.clients import CoordinatorClient
 from specrl.rpc.lifetime import first_to_end, told_to_stop
 from specrl.rpc.limits import message_limits
@@ -50,12 +51,13 @@ class Options:
     host: str
     port: int
     metrics_port: int | None
+    identity: tls.Identity | None = None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of `specrl-generation`."""
-    options = parse(arguments)
     try:
+        options = parse(arguments)
         spec = load_spec(options.spec)
         logs.configure(spec.telemetry.log_level.value, options.replica_id, spec.name)
         asyncio.run(run(spec, options))
@@ -65,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse(arguments: Sequence[str] | None) -> Options:
-    """Read the command line; argparse exits with 2 and a usage line when it is wrong."""
+    """Read the command line; argparse exits with 2 and a usage line when it is wrong. Raises TlsInvalid."""
     parser = argparse.ArgumentParser(prog="specrl-generation", description="One generation replica of a run.")
     parser.add_argument("--spec", type=Path, required=True, help="the run file")
     parser.add_argument("--replica-id", required=True, help="name of this replica, stable over restarts")
@@ -75,7 +77,10 @@ def parse(arguments: Sequence[str] | None) -> Options:
     parser.add_argument(
         "--metrics-port", type=int, default=None, help="Prometheus port; 0 any free one; left out: none"
     )
-    return Options(**vars(parser.parse_args(arguments)))
+    tls.add_arguments(parser)
+    found = vars(parser.parse_args(arguments))
+    identity = tls.identity_of(found.pop("tls"), found.pop("tls_domain"))
+    return Options(**found, identity=identity)
 
 
 async def run(spec: RunSpec, options: Options) -> None:
@@ -93,12 +98,13 @@ async def run(spec: RunSpec, options: Options) -> None:
 async def run_engine(engine: Engine, spec: RunSpec, options: Options) -> None:
     """Serve a started engine until a signal, a refusal or the engine's death."""
     service = GenerationService(engine, spec.weights, float(spec.generation.reattach_s))
-    server, port = await serve(service.add_to, options.host, options.port, message_limits(spec).generation)
+    guard = options.identity.guard(tls.COORDINATOR) if options.identity is not None else None
+    server, port = await serve(service.add_to, options.host, options.port, message_limits(spec).generation, guard)
     _serve_metrics(options)
     address = f"{options.host}:{port}"
     log.info("generation_served", replica=options.replica_id, address=address)
     peer = Peer(options.replica_id, Role.GENERATION, address, digest(spec))
-    async with CoordinatorClient(options.coordinator) as coordinator:
+    async with CoordinatorClient(options.coordinator, options.identity) as coordinator:
         leaving = asyncio.Event()
         drained = drain_when_told(
             coordinator, peer, leaving, told_to_stop(signal.SIGTERM), float(spec.generation.drain_s)

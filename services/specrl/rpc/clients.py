@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Generic, Self, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -54,8 +54,10 @@ from specrl.records import (
 )
 from specrl.rpc.limits import CONTROL_BYTES, LARGEST_BYTES
 from specrl.rpc.server import ERROR_CLASS_KEY, channel_options, check_size
+from specrl.rpc.tls import COORDINATOR, GENERATION, TRAINER, Identity
 
 T = TypeVar("T")
+Stub = TypeVar("Stub")
 
 STATUS_DEADLINE_S = 20.0
 ATTEMPTS = 3
@@ -98,15 +100,45 @@ class UpdateTiming:
     resume_s: float
 
 
-class _Client:
+@dataclass(frozen=True)
+class _Service(Generic[Stub]):
+    """What is called: the role that serves it, and its methods over a channel."""
+
+    role: str
+    over: Callable[[grpc.aio.Channel], Stub]
+
+
+class _Client(Generic[Stub]):
     """A channel to one peer, with deadline, translation and (where harmless) repetition."""
 
-    def __init__(self, address: str, peer: str, limit_bytes: int) -> None:
-        """limit_bytes: of every message, in and out (`limits.py`)."""
+    def __init__(
+        self, service: _Service[Stub], address: str, peer: str, limit_bytes: int, identity: Identity | None
+    ) -> None:
+        """limit_bytes: of every message, in and out (`limits.py`). identity: of this process; None without TLS."""
         self.address = address
         self.peer = f"{peer} at {address}"
-        self._limit_bytes = limit_bytes
-        self._channel = grpc.aio.insecure_channel(address, options=channel_options(limit_bytes))
+        self._service, self._limit_bytes, self._identity = service, limit_bytes, identity
+        self._channels: list[grpc.aio.Channel] = []
+        self._connect()
+
+    def _connect(self) -> None:
+        """Open a channel that shows the present certificate. Calls under way go on over the one before."""
+        options: list[tuple[str, Any]] = [*channel_options(self._limit_bytes)]
+        if self._identity is None:
+            channel = grpc.aio.insecure_channel(self.address, options=options)
+        else:
+            self._stamp = self._identity.stamp()
+            options.append(("grpc.ssl_target_name_override", self._identity.name(self._service.role)))
+            channel = grpc.aio.secure_channel(self.address, self._identity.channel_credentials(), options=options)
+        self._channels.append(channel)
+        self._methods = self._service.over(channel)
+
+    @property
+    def _stub(self) -> Stub:
+        """The peer's methods."""
+        if self._identity is not None and self._identity.stamp() != self._stamp:
+            self._connect()
+        return self._methods
 
     async def __aenter__(self) -> Self:
         return self
@@ -115,8 +147,9 @@ class _Client:
         await self.close()
 
     async def close(self) -> None:
-        """Close the channel; calls under way fail with PeerUnavailable."""
-        await self._channel.close(None)
+        """Close every channel; calls under way fail with PeerUnavailable."""
+        for channel in self._channels:
+            await channel.close(None)
 
     async def _call(self, call: Callable[..., Awaitable[T]], request: Any, deadline_s: float) -> T:
         check_size(f"a request to {self.peer}", request.ByteSize(), self._limit_bytes)
@@ -139,12 +172,18 @@ class _Client:
         return await self._call(call, request, deadline_s)
 
 
-class GenerationClient(_Client):
+class GenerationClient(_Client["generation_pb2_grpc.GenerationServiceAsyncStub"]):
     """One replica."""
 
-    def __init__(self, address: str, replica_id: str = "replica", limit_bytes: int = LARGEST_BYTES) -> None:
-        super().__init__(address, replica_id, limit_bytes)
-        self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
+    def __init__(
+        self,
+        address: str,
+        replica_id: str = "replica",
+        limit_bytes: int = LARGEST_BYTES,
+        identity: Identity | None = None,
+    ) -> None:
+        service = _Service(GENERATION, generation_pb2_grpc.GenerationServiceStub)
+        super().__init__(service, address, replica_id, limit_bytes, identity)
 
     async def generate(
         self,
@@ -222,12 +261,12 @@ class GenerationClient(_Client):
         return wire.generation_status_from_wire(reply)
 
 
-class TrainerClient(_Client):
+class TrainerClient(_Client["trainer_pb2_grpc.TrainerServiceAsyncStub"]):
     """The trainer's rank 0."""
 
-    def __init__(self, address: str, limit_bytes: int = LARGEST_BYTES) -> None:
-        super().__init__(address, "trainer", limit_bytes)
-        self._stub = trainer_pb2_grpc.TrainerServiceStub(self._channel)
+    def __init__(self, address: str, limit_bytes: int = LARGEST_BYTES, identity: Identity | None = None) -> None:
+        service = _Service(TRAINER, trainer_pb2_grpc.TrainerServiceStub)
+        super().__init__(service, address, "trainer", limit_bytes, identity)
 
     async def train_step(self, batch: Batch, deadline_s: float) -> TrainMetrics:
         """Train the batch's step, once: the trainer remembers the last step's answer."""
@@ -302,12 +341,12 @@ class TrainerClient(_Client):
         return wire.trainer_status_from_wire(reply)
 
 
-class CoordinatorClient(_Client):
+class CoordinatorClient(_Client["coordinator_pb2_grpc.CoordinatorServiceAsyncStub"]):
     """The coordinator, as its peers see it."""
 
-    def __init__(self, address: str) -> None:
-        super().__init__(address, "coordinator", CONTROL_BYTES)
-        self._stub = coordinator_pb2_grpc.CoordinatorServiceStub(self._channel)
+    def __init__(self, address: str, identity: Identity | None = None) -> None:
+        service = _Service(COORDINATOR, coordinator_pb2_grpc.CoordinatorServiceStub)
+        super().__init__(service, address, "coordinator", CONTROL_BYTES, identity)
 
     async def register(
         self, peer: Peer, generation: GenerationStatus | None = None, held: Sequence[HeldRollout] = ()

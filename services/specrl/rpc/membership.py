@@ -19,7 +19,7 @@ from specrl.errors import RunInvalid, SpecrlError
 from specrl.records import GenerationStatus, HeldRollout, Peer
 from specrl.rpc.clients import CoordinatorClient
 
-MAX_PAUSE_S = 2.0
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 2.0
 
 log = structlog.get_logger(__name__)
 
@@ -38,13 +38,13 @@ async def stay_registered(
     Raises RunInvalid when the coordinator refuses this peer for good: it runs another run file.
     """
     leaving = leaving or asyncio.Event()
-    interval_s, pause_s, is_known = 1.0, 0.1, False
+    interval_s, pause_s, is_known = 1.0, FIRST_PAUSE_S, False
     while True:
         try:
             if not is_known and not leaving.is_set():
                 status = await generation_status() if generation_status is not None else None
                 reply = await coordinator.register(peer, status, held())
-                interval_s, pause_s, is_known = reply.heartbeat_interval_s, 0.1, True
+                interval_s, pause_s, is_known = reply.heartbeat_interval_s, FIRST_PAUSE_S, True
                 log.info("registered", peer=peer.peer_id, run=reply.run)
             await asyncio.sleep(interval_s)
             status = await generation_status() if generation_status is not None else None
@@ -56,8 +56,8 @@ async def stay_registered(
         except RunInvalid:
             raise
         except SpecrlError as error:
-            if is_known:
-                log.warning("coordinator_lost", reason=str(error))
+            if is_known or pause_s == FIRST_PAUSE_S:
+                log.warning("coordinator_lost" if is_known else "coordinator_not_reached", reason=str(error))
             is_known = False
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)

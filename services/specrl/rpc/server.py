@@ -1,6 +1,6 @@
 """One way to serve gRPC: a port that is really ours, messages that can be read, and errors that arrive as raised.
 
-    bytes --not too many?--> --protobuf?--> servicer --> answer --not too large?--> bytes
+    bytes --of a role that may call?--> --not too many?--> --protobuf?--> servicer --> answer --not too large?--> bytes
 
 What fails on the way is a SpecrlError, and becomes its own gRPC status with the class's name in the trailing metadata;
 `clients.py` turns it back. Anything else is our bug: it is logged with its traceback and answered INTERNAL. Each is
@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError
 
 from specrl.errors import MessageTooLarge, PortTaken, RecordInvalid, SpecrlError
 from specrl.rpc.limits import LARGEST_BYTES
+from specrl.rpc.tls import Guard
 from specrl.telemetry import metrics
 
 ERROR_CLASS_KEY = "specrl-error"
@@ -48,16 +49,25 @@ def check_size(what: str, size_bytes: int, limit_bytes: int) -> None:
 
 
 async def serve(
-    register: Callable[[grpc.aio.Server], None], host: str, port: int, limit_bytes: int = LARGEST_BYTES
+    register: Callable[[grpc.aio.Server], None],
+    host: str,
+    port: int,
+    limit_bytes: int = LARGEST_BYTES,
+    guard: Guard | None = None,
 ) -> tuple[grpc.aio.Server, int]:
     """Start a server with the servicers that `register` adds. port 0 takes any free one. Returns (server, port).
 
-    limit_bytes: of every message, in and out (`limits.py`). Raises PortTaken.
+    limit_bytes: of every message, in and out (`limits.py`). guard: mutual TLS with callers of its roles; without one,
+    anybody who reaches the port may call. Raises PortTaken.
     """
-    server = grpc.aio.server(options=channel_options(limit_bytes), interceptors=[_Border(limit_bytes)])
+    server = grpc.aio.server(options=channel_options(limit_bytes), interceptors=[_Border(limit_bytes, guard)])
     register(server)
+    address = f"{host}:{port}"
     try:
-        bound = server.add_insecure_port(f"{host}:{port}")
+        if guard is None:
+            bound = server.add_insecure_port(address)
+        else:
+            bound = server.add_secure_port(address, guard.credentials())
     except RuntimeError as error:
         raise PortTaken(
             f"the gRPC address must be free, got {host}:{port} taken by another process; choose another port or use 0"
@@ -73,8 +83,8 @@ class _Border(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # the stub
     hands over bytes. Untyped inside: the published stubs of grpc.aio describe neither handlers nor interceptors.
     """
 
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
+    def __init__(self, limit_bytes: int, guard: Guard | None) -> None:
+        self._limit_bytes, self._guard = limit_bytes, guard
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         handler = await continuation(handler_call_details)
@@ -82,7 +92,9 @@ class _Border(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # the stub
             return handler
         method = handler_call_details.method
 
-        def request_of(data: bytes) -> Any:
+        def request_of(data: bytes, context: Any) -> Any:
+            if self._guard is not None:
+                self._guard.check(method, context.auth_context())
             check_size(f"a request to {method}", len(data), self._limit_bytes)
             try:
                 return handler.request_deserializer(data)
@@ -99,13 +111,13 @@ class _Border(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # the stub
 
         async def answer(data: bytes, context: Any) -> Any:
             try:
-                return bytes_of(await handler.unary_unary(request_of(data), context))
+                return bytes_of(await handler.unary_unary(request_of(data, context), context))
             except Exception as error:  # noqa: BLE001 - the edge of the process: answer, count, go on
                 await _refuse(method, context, error)
 
         async def stream(data: bytes, context: Any) -> AsyncIterator[Any]:
             try:
-                async for item in handler.unary_stream(request_of(data), context):
+                async for item in handler.unary_stream(request_of(data, context), context):
                     yield bytes_of(item)
             except Exception as error:  # noqa: BLE001 - the edge of the process: answer, count, go on
                 await _refuse(method, context, error)

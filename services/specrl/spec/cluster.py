@@ -176,12 +176,12 @@ class Issuer(Section):
 
 
 class PeerTls(Section):
-    """Mutual TLS between coordinator, replicas and trainer."""
+    """Mutual TLS between coordinator, replicas and trainer. A role's certificate names it, as
+    `<role>.<job>.<namespace>.specrl` with the roles coordinator, generation and trainer; renewals need no restart."""
 
     mode: TlsMode = TlsMode.DISABLED
     """`CertManager`: the operator asks cert-manager for a certificate per role. `ExistingSecret`: all roles use the one
-    in secretName. `Disabled`: no encryption; NetworkPolicies alone keep others out. The operator of this version
-    accepts `Disabled` alone."""
+    in secretName. `Disabled`: no encryption; NetworkPolicies alone keep others out."""
     issuer: Issuer | None = None
     """cert-manager's issuer; given with mode `CertManager` alone."""
     secret_name: ObjectName | None = None

@@ -26,6 +26,7 @@ import structlog
 
 from specrl.errors import SpecrlError
 from specrl.records import Peer, Role
+from specrl.rpc import tls
 from specrl.rpc.clients import CoordinatorClient
 from specrl.rpc.lifetime import first_to_end, told_to_stop
 from specrl.rpc.limits import message_limits
@@ -54,13 +55,14 @@ class Options:
     host: str
     port: int
     until_dismissed: bool = False
+    identity: tls.Identity | None = None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of `specrl-trainer`."""
-    options = parse(arguments)
     code = 0
     try:
+        options = parse(arguments)
         spec = load_spec(options.spec)
         rank = int(os.environ.get("RANK", "0"))
         logs.configure(spec.telemetry.log_level.value, options.peer_id if rank == 0 else f"trainer-{rank}", spec.name)
@@ -76,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse(arguments: Sequence[str] | None) -> Options:
-    """Read the command line; argparse exits with 2 and a usage line when it is wrong."""
+    """Read the command line; argparse exits with 2 and a usage line when it is wrong. Raises TlsInvalid."""
     parser = argparse.ArgumentParser(prog="specrl-trainer", description="One rank of a run's trainer.")
     parser.add_argument("--spec", type=Path, required=True, help="the run file")
     parser.add_argument("--run-directory", type=Path, required=True, help="checkpoints are below it")
@@ -87,7 +89,10 @@ def parse(arguments: Sequence[str] | None) -> Options:
     parser.add_argument(
         "--until-dismissed", action="store_true", help="a signal before the run's end is a failure: exit code 143"
     )
-    return Options(**vars(parser.parse_args(arguments)))
+    tls.add_arguments(parser)
+    found = vars(parser.parse_args(arguments))
+    identity = tls.identity_of(found.pop("tls"), found.pop("tls_domain"))
+    return Options(**found, identity=identity)
 
 
 def run(spec: RunSpec, options: Options) -> bool:
@@ -112,12 +117,13 @@ async def lead(backend: RankedBackend, spec: RunSpec, options: Options) -> bool:
     """
     service = TrainerService(backend, spec, options.run_directory, options.host)
     await service.load()
-    server, port = await serve(service.add_to, options.host, options.port, message_limits(spec).trainer)
+    guard = options.identity.guard(tls.COORDINATOR) if options.identity is not None else None
+    server, port = await serve(service.add_to, options.host, options.port, message_limits(spec).trainer, guard)
     address = f"{options.host}:{port}"
     log.info("trainer_served", address=address, ranks=backend.status().world_size)
     peer = Peer(options.peer_id, Role.TRAINER, address, digest(spec))
     dismissed = asyncio.Event()
-    async with CoordinatorClient(options.coordinator) as coordinator:
+    async with CoordinatorClient(options.coordinator, options.identity) as coordinator:
         try:
             await first_to_end(
                 stay_registered(coordinator, peer, leaving=dismissed),

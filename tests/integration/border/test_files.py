@@ -19,6 +19,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.certificates import Authority
 from tests.integration.border.fuzzing import fuzz
 from tests.integration.trainer.runs import a_batch
 from tests.rljob_cases import a_job
@@ -41,6 +42,7 @@ from specrl.launcher.run_directory import RunDirectory
 from specrl.prompts.sources import open_source
 from specrl.prompts.templates import PromptTemplate
 from specrl.records import GradedRollout, Group, Prompt, Reward, TrainerStatus, wire
+from specrl.rpc import tls
 from specrl.spec import load_spec
 from specrl.spec.data import FileSource, OnBadLine, Prompts, PromptSource
 from specrl.spec.generation import Eagle3
@@ -180,6 +182,16 @@ _GRADED = wire.graded_to_bytes(GradedRollout(_ITEM.rollout, Reward(1.0)))
 _GROUP = wire.group_to_bytes(Group("g0", Prompt("p0", 0, (3, 4), "a", "1"), 1, (_ITEM.rollout,), (Reward(1.0),)))
 _REPORT = json.dumps({"step": 1, "policyVersion": 1}).encode() + b"\n"
 
+
+def _certificate(name: str) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        for file, content in Authority(folder / "authority").secret(["trainer.run"]).items():
+            (folder / file).write_bytes(content)
+        return folder / name
+
+    return write
+
+
 READERS = {
     "run file": Reader(_run_file, load_spec, examples=150),
     "RLJob": Reader(_written("job.yaml", yaml.safe_dump(a_job()).encode()), load_spec, examples=150),
@@ -231,6 +243,9 @@ READERS = {
     "metrics, coordinator": Reader(
         _written("metrics.jsonl", _REPORT * 2), lambda f: ReportFiles(f.parent).before(9), True, is_done_without=True
     ),
+    "certificate": Reader(_certificate("tls.crt"), lambda f: tls.read(f.parent)),
+    "certificate's key": Reader(_certificate("tls.key"), lambda f: tls.read(f.parent)),
+    "authorities": Reader(_certificate("ca.crt"), lambda f: tls.read(f.parent)),
     "store": Reader(_store, _read_store, examples=80),
     "store's id": Reader(_written("store-id", b"a" * 32 + b"\n"), lambda f: claim_for(f.parent)),
     "stored rollout": Reader(_written("row", _GRADED), lambda f: wire.graded_from_bytes(f.read_bytes())),
@@ -373,6 +388,7 @@ COVERED = {
     "launcher/reports.py": "status, endpoints, metrics, launcher",
     "launcher/supervisor.py": "the end of a log, which may be any bytes",
     "prompts/sources.py": "problems",
+    "rpc/tls.py": "certificate, certificate's key, authorities",
     "spec/load.py": "run file, RLJob",
     "trainer/megatron_backend/checkpoint.py": "checkpoint's state; its tensors: trainer/test_bad_disk.py",
     "trainer/megatron_backend/export.py": "the policy's config, which was read and copied before",

@@ -21,7 +21,7 @@ from tests.stand_ins.engine import TableEngine
 from tests.stand_ins.trainer_backend import StandInBackend
 
 from specrl.api.v1 import coordinator_pb2, generation_pb2, rollout_pb2, trainer_pb2, weights_pb2
-from specrl.coordinator.registry import Registry
+from specrl.coordinator.registry import Calls, Registry
 from specrl.coordinator.service import CoordinatorService
 from specrl.errors import BY_NAME
 from specrl.generation.service import GenerationService
@@ -133,7 +133,7 @@ class CoordinatorWorld(World):
 
     async def start(self) -> tuple[grpc.aio.Server, int]:
         limits = message_limits(self.spec)
-        self.registry = Registry(digest(self.spec), 1.0, lambda: 0.0, limits=limits)
+        self.registry = Registry(digest(self.spec), 1.0, lambda: 0.0, calls=Calls(limits))
         found = await serve(CoordinatorService(self.registry, "small", 1.0).add_to, "127.0.0.1", 0, limits.coordinator)
         self.client = CoordinatorClient(f"127.0.0.1:{found[1]}")
         for name, role in (("gen-0", Role.GENERATION), ("trainer", Role.TRAINER)):

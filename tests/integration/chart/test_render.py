@@ -151,6 +151,28 @@ def test_each_integration_is_its_rules_and_no_more(integration: str, groups: set
     assert groups_with("false") <= groups_with("true")
 
 
+@pytest.mark.parametrize(
+    ("namespaces", "groups"),
+    [
+        ([], ["system:serviceaccounts"]),
+        (["team-a", "team-b"], ["system:serviceaccounts:team-a", "system:serviceaccounts:team-b"]),
+    ],
+)
+def test_coordinators_of_watched_namespaces_may_have_tokens_reviewed(namespaces: list[str], groups: list[str]) -> None:
+    watched = [f"--set-json=operator.watchNamespaces={json.dumps(namespaces)}"]
+    (binding,) = (
+        item
+        for item in of_kind(render(*watched), "ClusterRoleBinding")
+        if item["metadata"]["name"].endswith("-token-reviews")
+    )
+    assert [subject["name"] for subject in binding["subjects"]] == groups
+    assert not [
+        item
+        for item in of_kind(render(*watched, "--set=rbac.tokenReviews=false"), "ClusterRole", "ClusterRoleBinding")
+        if item["metadata"]["name"].endswith("-token-reviews")
+    ]
+
+
 def test_namespaced_mode_asks_for_nothing_of_the_cluster() -> None:
     objects = render("-f", str(CHART / "values.namespaced-example.yaml"))
     assert not of_kind(objects, *CLUSTER_SCOPED)

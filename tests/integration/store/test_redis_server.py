@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.certificates import Authority
 from tests.redis_servers import RedisProcess, free_port, needs_redis, settings
 from tests.store_crashes import WRITES, content
 
@@ -119,28 +118,10 @@ def test_a_user_needs_no_more_than_the_documented_rule(start: Start, tmp_path: P
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An authority with a server's and a client's certificate, and another authority."""
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl is not on the PATH: unproven is TLS to the store")
     folder = tmp_path_factory.mktemp("certificates")
-
-    def openssl(*words: str) -> None:
-        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True, timeout=60)
-
-    for authority in ("ca", "other"):
-        openssl(
-            *("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"),
-            *("-subj", f"/CN={authority}", "-keyout", f"{authority}.key", "-out", f"{authority}.pem"),
-        )
+    authority, _ = Authority(folder), Authority(folder, "other")
     for name in ("server", "client"):
-        (folder / f"{name}.ext").write_text("subjectAltName=IP:127.0.0.1\n")
-        openssl(
-            *("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", f"/CN={name}"),
-            *("-keyout", f"{name}.key", "-out", f"{name}.csr"),
-        )
-        openssl(
-            *("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial"),
-            *("-days", "2", "-extfile", f"{name}.ext", "-out", f"{name}.pem"),
-        )
+        authority.sign(name, ["IP:127.0.0.1"])
     return folder
 
 

@@ -75,7 +75,7 @@ def test_a_run_is_finished_when_it_says_so_and_not_when_its_steps_are_done() -> 
 
 def test_the_api_server_is_that_of_the_pod() -> None:
     place = place_of("rl/tiny", IN_A_POD)
-    assert place.url == "https://10.0.0.1:6443/apis/specrl.dev/v1alpha1/namespaces/rl/rljobs/tiny/status"
+    assert (place.server, place.namespace, place.name) == ("https://10.0.0.1:6443", "rl", "tiny")
     assert place.account == ACCOUNT
     assert place_of("rl/tiny", {**IN_A_POD, "KUBERNETES_SERVICE_HOST": "fd00::1"}).server == "https://[fd00::1]:6443"
 

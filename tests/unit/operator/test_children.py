@@ -62,6 +62,8 @@ CASES: dict[str, tuple[list[Object], Facts]] = {
         [{"generation": {"autoscaling": {"maxReplicas": 8, "by": "KEDA"}}}],
         Facts(Settings(prometheus_url="http://prometheus:9090", metrics_namespaces=("monitoring",)), ALL),
     ),
+    "tls-cert-manager": ([{"tls": {"mode": "CertManager", "issuer": {"name": "cluster-ca"}}}], facts(ALL)),
+    "tls-existing-secret": ([{"tls": {"mode": "ExistingSecret", "secretName": "mine"}}], facts()),
     "no-jobset": ([], facts(NONE)),
     "no-compute-domain": ([PAPER, {"placement": {"nvlink": "Preferred"}}], facts(GB200 - {COMPUTE_DOMAIN})),
     "suspended": ([], facts(want=Want.STOPPED)),
@@ -378,10 +380,11 @@ def test_null_in_a_users_part_removes_a_field() -> None:
         ([PAPER], GB200 - {CLAIM_TEMPLATE}, "ResourceClaimTemplate"),
         ([{"scheduling": {"queueName": "a"}}], GB200, "LocalQueue"),
         ([{"scheduling": {"gang": "KAI"}}], GB200, "Queue of scheduling.run.ai"),
+        ([{"tls": {"mode": "CertManager", "issuer": {"name": "ca"}}}], GB200, "Certificate of cert-manager.io/v1"),
         ([{"scheduling": {"gang": "Volcano"}}], GB200, "PodGroup"),
         ([{"generation": {"autoscaling": {"maxReplicas": 2, "by": "KEDA"}}}], GB200, "ScaledObject"),
     ],
-    ids=["lws", "compute-domain", "dra", "kueue", "kai", "volcano", "keda"],
+    ids=["lws", "compute-domain", "dra", "kueue", "kai", "cert-manager", "volcano", "keda"],
 )
 def test_what_is_missing_is_named_with_a_way_out(changes: list[Object], served: frozenset[Kind], named: str) -> None:
     job = a_job(*changes)
@@ -410,12 +413,6 @@ def test_what_a_job_does_without_is_said(changes: list[Object], served: frozense
     job, given_facts = a_job(*changes), facts(served)
     assert refusal_of(job, given_facts) is None
     assert any(note in it for it in notes_of(job, given_facts))
-
-
-def test_encryption_that_the_services_do_not_have_is_not_promised() -> None:
-    refusal = refusal_of(a_job({"tls": {"mode": "ExistingSecret", "secretName": "mine"}}), facts())
-    assert refusal is not None
-    assert refusal.message.startswith("tls.mode must be Disabled in this version, got ExistingSecret")
 
 
 def test_a_replica_that_the_generation_service_cannot_run_is_not_started() -> None:

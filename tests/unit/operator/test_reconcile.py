@@ -13,6 +13,7 @@ from specrl_operator.api import (
     CONFIG_MAP,
     COORDINATOR,
     DEPLOYMENT,
+    GENERATION,
     JOB,
     JOB_SET,
     POD,
@@ -548,6 +549,40 @@ def test_the_store_s_password_is_made_once() -> None:
     assert world.server.of(SECRET)["tiny-store"]["stringData"]["password"] == before
     assert len(before) >= 32
     assert ("list", "Secret") not in world.server.calls
+
+
+def test_secrets_for_cert_manager_are_there_before_it_and_keep_what_it_writes() -> None:
+    world = World({"tls": {"mode": "CertManager", "issuer": {"name": "ca"}}}, served=EVERYTHING)
+    world.settle()
+    secrets = {name: it for name, it in world.server.of(SECRET).items() if name.endswith("-tls")}
+    assert set(secrets) == {f"tiny-{role}-tls" for role in (COORDINATOR, GENERATION, TRAINER)}
+    for secret in secrets.values():
+        assert [owner["name"] for owner in secret["metadata"]["ownerReferences"]] == ["tiny"]
+        assert "data" not in secret
+        assert "immutable" not in secret
+    wrote = [(verb, kind) for verb, kind in world.server.calls if kind in ("Secret", "Certificate") and verb != "get"]
+    assert wrote.index(("create", "Secret")) < wrote.index(("apply", "Certificate"))
+    writes = len(world.server.writes())
+    world.reconcile()
+    assert len(world.server.writes()) == writes
+
+
+def test_a_secret_of_the_users_that_is_not_there_is_waited_for() -> None:
+    world = World({"tls": {"mode": "ExistingSecret", "secretName": "mine"}})
+    after = world.settle()
+    assert world.said("Accepted") == ("False", "SecretMissing")
+    assert after is not None
+    assert not world.server.of(JOB_SET)
+    metadata = {"name": "mine", "namespace": "rl"}
+    world.server.put(SECRET.object(metadata, data={"tls.crt": "eA==", "tls.key": "eA=="}))
+    world.settle()
+    assert "got mine: one without ca.crt" in next(
+        it["message"] for it in world.status["conditions"] if it["type"] == "Accepted"
+    )
+    world.server.put(SECRET.object(metadata, data=dict.fromkeys(("tls.crt", "tls.key", "ca.crt"), "eA==")))
+    world.settle()
+    assert world.said("Accepted") == ("True", "Runnable")
+    assert world.server.of(JOB_SET)
 
 
 def test_pods_that_wait_say_what_for() -> None:

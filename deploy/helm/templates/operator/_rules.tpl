@@ -22,7 +22,8 @@ mounts them. `patch` is server-side apply, which also needs `create` for what is
 - apiGroups: [""]
   resources: [pods]
   verbs: [get, list, watch]
-# The password of a job's own store, <job>-store: made once, and looked for by that name. None can be listed.
+# The password of a job's own store, <job>-store, and with tls.mode CertManager <job>-<role>-tls, which cert-manager fills:
+# made once, and looked for by name, as tls.secretName is. None can be listed.
 - apiGroups: [""]
   resources: [secrets]
   verbs: [get, create]
@@ -66,6 +67,11 @@ mounts them. `patch` is server-side apply, which also needs `create` for what is
 - apiGroups: [resource.k8s.io]
   resources: [resourceclaimtemplates]
   verbs: [get]
+{{- end }}
+{{- if .certManager }}
+- apiGroups: [cert-manager.io]
+  resources: [certificates]
+  verbs: [get, list, watch, create, patch, delete]
 {{- end }}
 {{- if .volcano }}
 - apiGroups: [scheduling.volcano.sh]

@@ -1,0 +1,162 @@
+"""Who gets in, who is taken for whom, and what happens when certificates are renewed. Real handshakes on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from tests.certificates import Authority, mount
+
+from specrl.coordinator.registry import Registry
+from specrl.coordinator.service import CoordinatorService
+from specrl.errors import CallerRefused, PeerUnavailable, SpecrlError, TlsInvalid
+from specrl.records import Peer, Role
+from specrl.rpc import tls
+from specrl.rpc.clients import CoordinatorClient
+from specrl.rpc.server import serve
+
+DOMAIN = "qwen.team-a.specrl"
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture(scope="module")
+def another(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("another"))
+
+
+def identity(folder: Path, by: Authority, *roles: str, domain: str = DOMAIN) -> tls.Identity:
+    """Of a process with a certificate of these roles; its folder may be mounted anew."""
+    return tls.Identity(mount(folder, by.secret([f"{role}.{domain}" for role in roles])), DOMAIN)
+
+
+@pytest.fixture
+async def port(tmp_path: Path, authority: Authority) -> AsyncIterator[int]:
+    """A coordinator that replicas and the trainer may call."""
+    own = identity(tmp_path / "coordinator", authority, tls.COORDINATOR)
+    guard = own.guard(tls.GENERATION, tls.TRAINER)
+    service = CoordinatorService(Registry("digest", 1.0, lambda: 0.0), "run", 1.0, guard)
+    server, port = await serve(service.add_to, "127.0.0.1", 0, guard=guard)
+    yield port
+    await server.stop(None)
+
+
+async def called(port: int, caller: tls.Identity | None) -> None:
+    async with CoordinatorClient(f"127.0.0.1:{port}", caller) as client:
+        await client.heartbeat("peer", "1", None)
+
+
+@pytest.mark.parametrize("roles", [(tls.GENERATION,), (tls.TRAINER,), (tls.COORDINATOR, tls.GENERATION, tls.TRAINER)])
+async def test_a_role_that_may_call_gets_in(
+    port: int, tmp_path: Path, authority: Authority, roles: tuple[str, ...]
+) -> None:
+    await called(port, identity(tmp_path / "caller", authority, *roles))
+
+
+@pytest.mark.parametrize(("role", "domain"), [(tls.COORDINATOR, DOMAIN), (tls.TRAINER, "qwen.team-b.specrl")])
+async def test_another_role_and_another_run_are_refused_by_name(
+    port: int, tmp_path: Path, authority: Authority, role: str, domain: str
+) -> None:
+    caller = identity(tmp_path / "caller", authority, role, domain=domain)
+    with pytest.raises(CallerRefused, match=rf"generation or trainer in {DOMAIN}, got {role}\.{domain}"):
+        await called(port, caller)
+
+
+async def test_a_replica_cannot_register_as_the_trainer(port: int, tmp_path: Path, authority: Authority) -> None:
+    caller = identity(tmp_path / "caller", authority, tls.GENERATION)
+    async with CoordinatorClient(f"127.0.0.1:{port}", caller) as client:
+        with pytest.raises(CallerRefused, match=rf"of trainer in {DOMAIN}, got generation\.{DOMAIN}"):
+            await client.register(Peer("trainer", Role.TRAINER, "127.0.0.1:1", "digest"))
+
+
+async def test_who_shows_nothing_or_what_another_signed_reaches_nobody(
+    port: int, tmp_path: Path, another: Authority
+) -> None:
+    for caller in (None, identity(tmp_path / "caller", another, tls.TRAINER)):
+        with pytest.raises(PeerUnavailable):
+            await called(port, caller)
+
+
+@pytest.mark.parametrize(("role", "domain"), [(tls.TRAINER, DOMAIN), (tls.COORDINATOR, "qwen.team-b.specrl")])
+async def test_a_server_of_another_role_or_run_is_not_taken_for_the_coordinator(
+    tmp_path: Path, authority: Authority, role: str, domain: str
+) -> None:
+    own = identity(tmp_path / "server", authority, role, domain=domain)
+    service = CoordinatorService(Registry("digest", 1.0, lambda: 0.0), "run", 1.0)
+    server, port = await serve(service.add_to, "127.0.0.1", 0, guard=own.guard(tls.TRAINER))
+    try:
+        with pytest.raises(PeerUnavailable):
+            await called(port, identity(tmp_path / "caller", authority, tls.TRAINER))
+    finally:
+        await server.stop(None)
+
+
+async def test_renewed_certificates_are_used_without_a_restart(
+    port: int, tmp_path: Path, authority: Authority, another: Authority
+) -> None:
+    caller = identity(tmp_path / "caller", authority, tls.TRAINER)
+    async with CoordinatorClient(f"127.0.0.1:{port}", caller) as client:
+        await client.heartbeat("peer", "1", None)
+        mount(tmp_path / "coordinator", another.secret([f"{tls.COORDINATOR}.{DOMAIN}"]))
+        await client.heartbeat("peer", "1", None)  # over the connection that it has
+        with pytest.raises(PeerUnavailable):
+            await called(port, identity(tmp_path / "late", authority, tls.TRAINER))
+        mount(tmp_path / "caller", another.secret([f"{tls.TRAINER}.{DOMAIN}"]))
+        await client.heartbeat("peer", "1", None)
+    await called(port, identity(tmp_path / "new", another, tls.GENERATION))
+
+
+async def test_files_that_do_not_fit_together_are_not_taken_over(
+    port: int, tmp_path: Path, authority: Authority
+) -> None:
+    folder = tmp_path / "caller"
+    caller = identity(folder, authority, tls.TRAINER)
+    broken = authority.secret([f"{tls.TRAINER}.{DOMAIN}"]) | {"tls.key": (authority.folder / "ca.key").read_bytes()}
+    mount(folder, broken)
+    mount(tmp_path / "coordinator", broken)
+    await called(port, caller)
+    with pytest.raises(TlsInvalid, match=r"--tls must be a folder with tls\.crt, tls\.key, ca\.crt.*check the Secret"):
+        tls.Identity(folder, DOMAIN)
+
+
+async def test_calls_under_way_go_on_while_their_client_connects_anew(
+    port: int, tmp_path: Path, authority: Authority
+) -> None:
+    folder = tmp_path / "caller"
+    async with CoordinatorClient(f"127.0.0.1:{port}", identity(folder, authority, tls.TRAINER)) as client:
+        await client.heartbeat("peer", "1", None)
+        before = [asyncio.create_task(client.heartbeat("peer", "1", None)) for _ in range(20)]
+        await asyncio.sleep(0)
+        mount(folder, authority.secret([f"{tls.TRAINER}.{DOMAIN}"]))
+        await client.heartbeat("peer", "1", None)
+        assert not any(answer.is_known for answer in await asyncio.gather(*before))
+
+
+@pytest.mark.parametrize("missing", tls.FILES)
+def test_a_missing_file_is_named(tmp_path: Path, authority: Authority, missing: str) -> None:
+    secret = authority.secret([f"{tls.TRAINER}.{DOMAIN}"])
+    del secret[missing]
+    with pytest.raises(TlsInvalid, match=r"No such file"):
+        tls.Identity(mount(tmp_path / "mounted", secret), DOMAIN)
+
+
+def test_a_key_with_a_password_is_refused_and_nobody_is_asked_for_it(tmp_path: Path, authority: Authority) -> None:
+    secret = authority.secret([f"{tls.TRAINER}.{DOMAIN}"])
+    locked = ["openssl", "ec", "-aes256", "-passout", "pass:secret"]
+    secret["tls.key"] = subprocess.run(locked, input=secret["tls.key"], capture_output=True, check=True).stdout
+    with pytest.raises(TlsInvalid, match="check the Secret"):
+        tls.Identity(mount(tmp_path / "mounted", secret), DOMAIN)
+
+
+def test_both_options_or_none(tmp_path: Path) -> None:
+    assert tls.identity_of(None, None) is None
+    with pytest.raises(SpecrlError, match="--tls and --tls-domain must be given together"):
+        tls.identity_of(tmp_path, None)
+    with pytest.raises(SpecrlError, match="--tls and --tls-domain must be given together"):
+        tls.identity_of(None, DOMAIN)
