@@ -295,18 +295,16 @@ class Reconciler:
 
         Refuses the job, too, while a Secret of its user's is not there.
         """
-        content: dict[tuple[str, str], Object] = {
-            (role, name): {"type": "Opaque"} for role, name in tls.own_secrets(job).items()
-        }
-        if pods.needs_store(job):
-            password = {"password": secrets.token_urlsafe(32)}
-            content[STORE, job.child(STORE)] = {"type": "Opaque", "immutable": True, "stringData": password}
-        for (component, name), rest in content.items():
+        own = tls.own_secrets(job) | ({STORE: job.child(STORE)} if pods.needs_store(job) else {})
+        for component, name in own.items():
             there = self._cluster.get(SECRET, job.namespace, name)
             if there is None:
                 metadata: Object = {"name": name, "namespace": job.namespace, "labels": job.labels(component)}
                 metadata["ownerReferences"] = [job.owner]
-                self._cluster.create(SECRET, SECRET.object(metadata, **rest))
+                content: Object = {}
+                if component == STORE:
+                    content = {"immutable": True, "stringData": {"password": secrets.token_urlsafe(32)}}
+                self._cluster.create(SECRET, SECRET.object(metadata, type="Opaque", **content))
             elif not is_controlled_by(there, job.uid):
                 return _conflict(SECRET, name)
         given = job.spec.tls.secret_name

@@ -98,7 +98,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
         await tools.start()
     turns = turns_of(spec, tools)
     parts = Parts(spec, directory, registry, store, board, prompts, validation_prompts, pool, turns)
-    guard = identity.guard(tls.GENERATION, tls.TRAINER) if identity is not None else None
+    guard = tls.guard_of(identity, tls.GENERATION, tls.TRAINER)
     service = CoordinatorService(registry, spec.name, spec.telemetry.heartbeat_s, guard)
     grpc_port = spec.telemetry.grpc_port if arguments.port is None else arguments.port
     http_port = spec.telemetry.http_port if arguments.http_port is None else arguments.http_port

@@ -233,15 +233,14 @@ class DraftLengths:
         self._calls = self._steps = self._state_steps = self._trial_drafts = 0
         self._rest_steps = REST_STEPS
         self.table = [max(self.lengths)] * (self.max_batch + 1)
-        self._probe = self._fixed_table = self.table
-        self.fix(self.fixed)
+        self._probe = self.table
 
     # -- what happens ---------------------------------------------------------------------------------------------
 
     def lookup(self) -> list[int]:
         """Length by batch size for the next step; now and then that of a probe."""
         if self.fixed is not None:
-            return self._fixed_table
+            return [self.fixed] * len(self.table)
         self._calls += 1
         phase = self._calls % PROBE_EVERY
         if phase >= PROBE_STEPS or self.state is not State.DRAFTING:
@@ -289,8 +288,6 @@ class DraftLengths:
     def fix(self, length: int | None) -> None:
         """Use this length from now on, and learn nothing; None: go on with what was decided before."""
         self.fixed = length
-        if length is not None:
-            self._fixed_table = [length] * (self.max_batch + 1)
 
     def begin_anew(self) -> None:
         """Decide by the loads that are seen from now on. Costs and acceptance stay known."""

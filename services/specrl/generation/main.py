@@ -98,7 +98,7 @@ async def run(spec: RunSpec, options: Options) -> None:
 async def run_engine(engine: Engine, spec: RunSpec, options: Options) -> None:
     """Serve a started engine until a signal, a refusal or the engine's death."""
     service = GenerationService(engine, spec.weights, float(spec.generation.reattach_s))
-    guard = options.identity.guard(tls.COORDINATOR) if options.identity is not None else None
+    guard = tls.guard_of(options.identity, tls.COORDINATOR)
     server, port = await serve(service.add_to, options.host, options.port, message_limits(spec).generation, guard)
     _serve_metrics(options)
     address = f"{options.host}:{port}"

@@ -25,8 +25,9 @@ import structlog
 
 from specrl.errors import CallerRefused, TlsInvalid
 from specrl.files import read_bytes
+from specrl.records import Role
 
-COORDINATOR, GENERATION, TRAINER = "coordinator", "generation", "trainer"
+COORDINATOR, GENERATION, TRAINER = "coordinator", Role.GENERATION.value, Role.TRAINER.value
 FILES = ("tls.crt", "tls.key", "ca.crt")
 LOOK_S = 10.0
 """How often a web server looks for newer certificates, which come days before the old ones end."""
@@ -75,10 +76,6 @@ class Identity:
         """For one channel."""
         now = self.present()
         return grpc.ssl_channel_credentials(now.authorities, now.key, now.chain)
-
-    def guard(self, *callers: str) -> Guard:
-        """What a server asks of others that wants to be called by these roles alone."""
-        return Guard(self, frozenset(callers))
 
     def name(self, role: str) -> str:
         """The name by which a process of this role is known."""
@@ -129,6 +126,11 @@ class Guard:
                 f"a caller of {method} must have a certificate of {' or '.join(sorted(self.callers))} in "
                 f"{self.identity.domain}, got {shown}; give every role the certificate that is its own"
             )
+
+
+def guard_of(identity: Identity | None, *callers: str) -> Guard | None:
+    """What a server asks of others that wants to be called by these roles alone; None without TLS."""
+    return None if identity is None else Guard(identity, frozenset(callers))
 
 
 def read(folder: Path) -> Certificates:

@@ -117,7 +117,7 @@ async def lead(backend: RankedBackend, spec: RunSpec, options: Options) -> bool:
     """
     service = TrainerService(backend, spec, options.run_directory, options.host)
     await service.load()
-    guard = options.identity.guard(tls.COORDINATOR) if options.identity is not None else None
+    guard = tls.guard_of(options.identity, tls.COORDINATOR)
     server, port = await serve(service.add_to, options.host, options.port, message_limits(spec).trainer, guard)
     address = f"{options.host}:{port}"
     log.info("trainer_served", address=address, ranks=backend.status().world_size)

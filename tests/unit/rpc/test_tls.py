@@ -40,7 +40,7 @@ def identity(folder: Path, by: Authority, *roles: str, domain: str = DOMAIN) -> 
 async def port(tmp_path: Path, authority: Authority) -> AsyncIterator[int]:
     """A coordinator that replicas and the trainer may call."""
     own = identity(tmp_path / "coordinator", authority, tls.COORDINATOR)
-    guard = own.guard(tls.GENERATION, tls.TRAINER)
+    guard = tls.guard_of(own, tls.GENERATION, tls.TRAINER)
     service = CoordinatorService(Registry("digest", 1.0, lambda: 0.0), "run", 1.0, guard)
     server, port = await serve(service.add_to, "127.0.0.1", 0, guard=guard)
     yield port
@@ -89,7 +89,7 @@ async def test_a_server_of_another_role_or_run_is_not_taken_for_the_coordinator(
 ) -> None:
     own = identity(tmp_path / "server", authority, role, domain=domain)
     service = CoordinatorService(Registry("digest", 1.0, lambda: 0.0), "run", 1.0)
-    server, port = await serve(service.add_to, "127.0.0.1", 0, guard=own.guard(tls.TRAINER))
+    server, port = await serve(service.add_to, "127.0.0.1", 0, guard=tls.guard_of(own, tls.TRAINER))
     try:
         with pytest.raises(PeerUnavailable):
             await called(port, identity(tmp_path / "caller", authority, tls.TRAINER))
