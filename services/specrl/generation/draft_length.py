@@ -6,12 +6,19 @@
     d           share of requests that have a draft at all (n-gram look-up may find none); c is mixed accordingly
     speed(B, k) = B * E(k) / c(B, k)
 
-    DRAFTING --drafts do not pay at the recent loads--> OFF --enough steps, fewer after new weights--> TRIAL
+    DRAFTING --drafts do not pay at the loads of the last versions--> OFF
+    OFF --a request begins after enough steps, fewer after new weights--> TRIAL
     TRIAL --they pay--> DRAFTING        TRIAL --they do not, or too few were seen--> OFF
 
 In DRAFTING each batch size has its own k. k = 0 still runs the drafter once a step, so that its KV cache stays whole
 and the same requests can be drafted for when the batch has drained; `OFF` runs no drafter at all. A trial counts fresh
-requests only, since the drafter has no KV cache of older ones. Nothing here changes what is sampled, only how fast.
+requests only, since the drafter has no KV cache of older ones; so it begins with one. Nothing here changes what is
+sampled, only how fast.
+
+Whether drafts pay is asked of all loads between two versions of the weights, since a batch drains from the first to the
+second: what they cost while it is full is held against what they save when it is nearly empty. And it is asked of all
+steps: a drafter reads prompts, too, and a step after one of another length is dearer than both, of which c knows
+nothing. So what the formula promises is multiplied by the share of such promises that has been kept so far.
 
 Called by the engine core's scheduler (vllm_backend/scheduler.py) at every step; the simulator may call it as well.
 Seconds, tokens. B live requests, k draft tokens.
@@ -35,15 +42,19 @@ HORIZON_DRAFTS = 4096  # counts are halved here: acceptance is that of the last 
 PRIOR_DRAFTS = 16.0  # weight of what is believed of a position before it was reached
 PRIOR_CHANCE = 0.7  # ... and of the first one: high enough that drafting is tried
 ENOUGH_DRAFTS = 64.0  # with fewer, drafting is not given up, and every request is taken to have had a draft
-HISTORY_SECONDS = 120.0  # how far back the load counts, roughly
+LOAD_KEPT = 0.75  # of earlier loads with each new version: about the last four count, whatever part this one is in
+HISTORY_SECONDS = 1800.0  # how far back the load counts, roughly, if no new weights come meanwhile
 WINDOW_SECONDS = 30.0  # how far back the measured gain looks, roughly
 TRIAL_DRAFTS = 192  # of fresh requests, until a trial is decided
-TRIAL_STEPS = 48  # a trial ends here in any case, and what it did not prove is not believed
+TRIAL_STEPS = 192  # a trial ends here in any case, as many as one request needs; what it did not prove is not so
 REST_STEPS = 6000  # of OFF between trials without new weights: a trial must cost next to nothing
 REST_STEPS_AFTER_WEIGHTS = 1500  # ... and with them
+LONGEST_BACK_OFF = 8  # each trial in a row that proves nothing doubles the next rest, up to so many times the first
 REVISE_STEPS = 32  # the table is computed anew this often
+EARLY_STEPS = frozenset({4, 8, 16})  # ... and so soon in a new state: a full batch must not wait for what is plain
 SWITCH_GAIN = 1.01  # a length replaces the present one if it is this much faster: no flutter between equals
 WORTH_GAIN = 1.01  # drafting must be this much faster than not drafting
+KEPT_PRIOR_STEPS = 256  # full ones that are believed to have kept what was promised, before any is seen
 ROW_RATE = 0.1  # how fast the costs of one batch size follow what is seen: the machine gets slower or faster
 # ... and one cell by itself. Much slower: a machine that slows down must not look like one length that got dearer, or
 # the lengths that are not in use would seem cheap.
@@ -191,21 +202,21 @@ class Acceptance:
 
 @dataclass
 class Window:
-    """The recent past: seconds, and the seconds that the same tokens would have taken without drafts."""
+    """The recent past: seconds, and the seconds that the same would have taken otherwise."""
 
+    horizon_s: float
     seconds: float = 0.0
-    undrafted_s: float = 0.0
+    otherwise_s: float = 0.0
 
-    def add(self, seconds: float, undrafted_s: float) -> None:
+    def add(self, seconds: float, otherwise_s: float) -> None:
         """One more step; older ones fade."""
-        fade = math.exp(-seconds / WINDOW_SECONDS)
+        fade = math.exp(-seconds / self.horizon_s)
         self.seconds = self.seconds * fade + seconds
-        self.undrafted_s = self.undrafted_s * fade + undrafted_s
+        self.otherwise_s = self.otherwise_s * fade + otherwise_s
 
-    @property
-    def gain(self) -> float | None:
-        """Measured speed over the calibrated speed without drafts; None before the first step."""
-        return self.undrafted_s / self.seconds if self.seconds > 0 else None
+    def gain(self, prior_s: float = 0.0) -> float | None:
+        """How much faster it was than otherwise, if it was neither for `prior_s` before; None before the first step."""
+        return (self.otherwise_s + prior_s) / (self.seconds + prior_s) if self.seconds > 0 else None
 
 
 @dataclass
@@ -221,7 +232,9 @@ class DraftLengths:
     state: State = field(default=State.DRAFTING, init=False)
     table: list[int] = field(init=False)
     """Length by batch size; index 0 is not used."""
-    window: Window = field(default_factory=Window, init=False)
+    load_s: list[float] = field(init=False)
+    """Seconds spent near each node of the costs, fading."""
+    window: Window = field(init=False)
     events: list[dict[str, Any]] = field(default_factory=list, init=False)
     predicted_gain: float = field(default=1.0, init=False)
 
@@ -229,9 +242,9 @@ class DraftLengths:
         self.lengths = tuple(sorted(self.lengths))
         self.costs = StepCosts(batch_nodes(self.max_batch), self.lengths)
         self.acceptance = Acceptance(max(self.lengths))
-        self.load_s = self._no_load()  # seconds spent near each node, fading
+        self._forget_loads()
         self._calls = self._steps = self._state_steps = self._trial_drafts = 0
-        self._rest_steps = REST_STEPS
+        self._rest_steps, self._back_off = REST_STEPS, 1
         self.table = [max(self.lengths)] * (self.max_batch + 1)
         self._probe = self.table
 
@@ -258,6 +271,16 @@ class DraftLengths:
         drafting = [k for k in self.lengths if k != OFF]
         return [min(max(k + shift, drafting[0]), drafting[-1]) for k in self.table]
 
+    def saw_request(self) -> bool:
+        """A request is about to begin, and with it a trial that is due. True if it is one that the trial judges by."""
+        is_rested = self._state_steps >= self._rest_steps * self._back_off
+        if self.state is State.OFF and is_rested and self.fixed is None:
+            self.acceptance = Acceptance(max(self.lengths))
+            self._trial_drafts = 0
+            self._move(State.TRIAL)
+            self._fill_table()
+        return self.state is State.TRIAL
+
     def saw_draft(self, length: int, accepted: int, is_fresh: bool) -> None:
         """A request's draft was verified. is_fresh: the request is younger than the present state."""
         if self.fixed is not None:
@@ -269,8 +292,11 @@ class DraftLengths:
         self.acceptance.observe(length, accepted)
 
     def saw_step(self, batch: int, k: int, tokens: int, seconds: float) -> None:
-        """A step of decoding ended: `batch` requests, k tokens drafted and verified each, `tokens` emitted."""
-        if self.fixed is not None or not self.costs.is_known or k not in self.lengths:
+        """A step of decoding ended: `batch` requests, k tokens drafted and verified each, `tokens` emitted.
+
+        It followed others of its length, so that it took what its length costs.
+        """
+        if not self._learns(k):
             return
         ratio = seconds / self._cost(batch, k)
         if not 1 / OUTLIER < ratio < OUTLIER:
@@ -278,12 +304,25 @@ class DraftLengths:
         self.costs.correct(batch, k, ratio)
         if k > 0:
             self.acceptance.request_steps += batch
-        self.window.add(seconds, tokens / batch * self.costs.at(batch, self._undrafted))
+        undrafted_s = tokens / batch * self.costs.at(batch, self._undrafted)
+        self._count(seconds, undrafted_s, promised_s=seconds)
         self._remember_load(batch, seconds)
         self._steps += 1
         self._state_steps += 1
         if self._steps % REVISE_STEPS == 0 or self._is_due():
             self.revise()
+
+    def saw_other_step(self, batch: int, k: int, tokens: int, seconds: float, begins: bool) -> None:
+        """A step ended that says nothing of what lengths cost, but took its time. begins: requests began with it."""
+        if not self._learns(k):
+            return
+        plain = self.costs.at(batch, self._undrafted)
+        if begins:  # with a drafter, prompts took a pass of it more, as steps do that draft nothing
+            undrafted_s = seconds * plain / self.costs.at(batch, 0) if k != OFF and 0 in self.lengths else seconds
+            self._count(seconds, undrafted_s, undrafted_s / self._costed_gain())
+        elif seconds < OUTLIER * self.costs.at(batch, max(self.lengths)):
+            undrafted_s = tokens / batch * plain
+            self._count(seconds, undrafted_s, undrafted_s / self._gain_at(batch))
 
     def fix(self, length: int | None) -> None:
         """Use this length from now on, and learn nothing; None: go on with what was decided before."""
@@ -292,14 +331,15 @@ class DraftLengths:
     def begin_anew(self) -> None:
         """Decide by the loads that are seen from now on. Costs and acceptance stay known."""
         self.fixed = None
-        self.load_s, self.window = self._no_load(), Window()
+        self._forget_loads()
         self.table[:] = [max(self.lengths)] * (self.max_batch + 1)
-        self.state, self._state_steps = State.DRAFTING, 0
+        self.state, self._state_steps, self._back_off = State.DRAFTING, 0, 1
         self.revise()
 
     def weights_changed(self) -> None:
         """A new version of policy and drafter serves: what was accepted before counts half, and a rest is shorter."""
         self.acceptance.fade(0.5)
+        self.load_s = [seconds * LOAD_KEPT for seconds in self.load_s]
         self._rest_steps = REST_STEPS_AFTER_WEIGHTS
 
     # -- what is decided ------------------------------------------------------------------------------------------
@@ -309,22 +349,23 @@ class DraftLengths:
         if self.fixed is not None or not self.costs.is_known:
             return
         self.predicted_gain = self._gain()
-        if self.state is State.OFF:
-            if self._state_steps >= self._rest_steps:
-                self.acceptance = Acceptance(max(self.lengths))
-                self._trial_drafts = 0
-                self._move(State.TRIAL)
-        elif self.state is State.TRIAL:
+        if self.state is State.TRIAL:
             if self._trial_drafts >= TRIAL_DRAFTS or self._state_steps >= TRIAL_STEPS:
                 is_proved = self._trial_drafts >= TRIAL_DRAFTS and self.predicted_gain >= WORTH_GAIN
+                self._back_off = 1 if is_proved else min(2 * self._back_off, LONGEST_BACK_OFF)
                 self._move(State.DRAFTING if is_proved else State.OFF)
-        elif self.predicted_gain < WORTH_GAIN and self.acceptance.drafts >= ENOUGH_DRAFTS and OFF in self.lengths:
+        elif (
+            self.state is State.DRAFTING
+            and self.predicted_gain < WORTH_GAIN
+            and self.acceptance.drafts >= ENOUGH_DRAFTS
+            and OFF in self.lengths
+        ):
             self._move(State.OFF)
         self._fill_table()
 
     def _is_due(self) -> bool:
         """Whether a state's end should not wait for the next revision."""
-        return self.state is State.TRIAL and self._trial_drafts >= TRIAL_DRAFTS
+        return self._state_steps in EARLY_STEPS or (self.state is State.TRIAL and self._trial_drafts >= TRIAL_DRAFTS)
 
     def _move(self, state: State) -> None:
         self.events.append(
@@ -359,8 +400,27 @@ class DraftLengths:
         """The length that stands for decoding without speculation."""
         return OFF if OFF in self.lengths else min(self.lengths)
 
+    def _learns(self, k: int) -> bool:
+        return self.fixed is None and self.costs.is_known and k in self.lengths
+
+    def _count(self, seconds: float, undrafted_s: float, promised_s: float) -> None:
+        """A step ended; by what c promises of drafts, what it did had taken so long."""
+        self.window.add(seconds, undrafted_s)
+        if self.state is State.DRAFTING:
+            self._kept.add(seconds, promised_s)
+
     def _gain(self) -> float:
-        """Speed with the best lengths over speed without drafts, over the loads of the recent past."""
+        """Speed with the best lengths over speed without drafts, over the loads of the last versions of the weights."""
+        prior_s = KEPT_PRIOR_STEPS * self.costs.at(self.max_batch, self._undrafted)
+        return self._costed_gain() * (self._kept.gain(prior_s) or 1.0)
+
+    def _gain_at(self, batch: int) -> float:
+        """What is promised of the length that is used at this load."""
+        k = self.table[batch]
+        return self.acceptance.emitted([k])[k] * self.costs.at(batch, self._undrafted) / self._cost(batch, k)
+
+    def _costed_gain(self) -> float:
+        """What is promised of all loads, if steps are as long as c says."""
         drafted = undrafted = 0.0
         emitted = self.acceptance.emitted(k for k in self.lengths if k != OFF)
         for node, seconds in zip(self.costs.nodes, self.load_s, strict=True):
@@ -376,8 +436,10 @@ class DraftLengths:
         rate = self.acceptance.draft_rate if k > 0 else 1.0
         return rate * self.costs.at(batch, k) + (1 - rate) * self.costs.at(batch, self._undrafted)
 
-    def _no_load(self) -> list[float]:
-        return [1e-3] * len(self.costs.nodes)
+    def _forget_loads(self) -> None:
+        self.load_s = [1e-3] * len(self.costs.nodes)
+        self.window = Window(WINDOW_SECONDS)  # otherwise: without drafts
+        self._kept = Window(HISTORY_SECONDS)  # of DRAFTING; otherwise: if all steps were as fast as c promises
 
     def _remember_load(self, batch: int, seconds: float) -> None:
         fade = math.exp(-seconds / HISTORY_SECONDS)
@@ -396,7 +458,7 @@ class DraftLengths:
             "table": [list(run) for run in _runs(self.table[1:])],
             "acceptance": self.acceptance.chances(),
             "predicted_gain": self.predicted_gain,
-            "measured_gain": self.window.gain,
+            "measured_gain": self.window.gain(),
             "events": events,
         }
 

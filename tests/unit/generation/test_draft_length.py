@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specrl.generation.draft_length import OFF, DraftLengths, State, StepCosts, batch_nodes, calibrated_lengths
+from specrl.generation.draft_length import (
+    OFF,
+    PRIOR_CHANCE,
+    DraftLengths,
+    State,
+    StepCosts,
+    batch_nodes,
+    calibrated_lengths,
+)
 
 LONGEST = 5
 LENGTHS = (OFF, *range(LONGEST + 1))
@@ -25,42 +33,84 @@ def a_cost(batch: int, k: int) -> float:
 
 
 @dataclass
+class FormulaRequest:
+    """left: tokens until it has finished. is_read: a drafter ran when it began, so that it can be drafted for."""
+
+    left: float
+    is_fresh: bool
+    is_read: bool
+
+
+@dataclass
 class FormulaEngine:
-    """Runs a controller as the scheduler does; `chance` is that of each draft token, given the ones before."""
+    """Runs a controller as the scheduler does; `chance` is that of each draft token, given the ones before.
+
+    A step in which requests begin takes `reading_s` longer for each prompt, a tenth more if the drafter reads it.
+    """
 
     drafting: DraftLengths
     chance: float
     cost: Callable[[int, int], float] = a_cost
     seed: int = 0
+    reading_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)  # noqa: S311 - no secret
         self.seconds = 0.0
         self.tokens = 0
+        self.live: list[FormulaRequest] = []
 
     def calibrate(self) -> None:
         nodes = self.drafting.costs.nodes
         lengths = calibrated_lengths(self.drafting.lengths)
         self.drafting.costs.fill({k: [self.cost(node, k) for node in nodes] for k in lengths})
 
-    def run(self, batch: int, steps: int, is_fresh: bool = True) -> list[int]:
-        """So many steps at a load; returns the lengths that were used."""
+    def run(self, batch: int, steps: int, tokens: float = 40.0) -> list[int]:
+        """So many steps at a load of requests of so many tokens; returns the lengths that were used."""
         used = []
+        del self.live[batch:]
         for _ in range(steps):
-            k = self.drafting.lookup()[batch]
-            emitted = batch
-            for _ in range(batch if k > 0 else 0):
-                accepted = 0
-                while accepted < k and self.random.random() < self.chance:
-                    accepted += 1
-                self.drafting.saw_draft(k, accepted, is_fresh)
-                emitted += accepted
-            seconds = self.cost(batch, k) * self.random.uniform(0.95, 1.05)
-            self.drafting.saw_step(batch, k, emitted, seconds)
-            self.seconds += seconds
-            self.tokens += emitted
-            used.append(k)
+            while len(self.live) < batch:
+                self.begin(tokens * self.random.uniform(0.5, 1.5))
+            used.append(self.step())
         return used
+
+    def drain(self, tokens: Sequence[float]) -> None:
+        """A batch of requests of so many tokens, until the last one has finished; then new weights."""
+        self.live.clear()
+        for left in tokens:
+            self.begin(left)
+        length = self.drafting.lookup()[len(self.live)]
+        seconds = self.cost(len(self.live), OFF) + self.reading_s * len(self.live) * (1.0 if length == OFF else 1.1)
+        self.drafting.saw_other_step(len(self.live), length, len(self.live), seconds, begins=True)
+        self.seconds += seconds
+        while self.live:
+            self.step()
+        self.drafting.weights_changed()
+
+    def begin(self, tokens: float) -> None:
+        is_fresh = self.drafting.saw_request()
+        length = self.drafting.table[max(1, len(self.live))]
+        self.live.append(FormulaRequest(tokens, is_fresh, is_read=length != OFF))
+
+    def step(self) -> int:
+        batch = len(self.live)
+        k = self.drafting.lookup()[batch]
+        emitted = 0
+        for request in self.live:
+            accepted = 0
+            while accepted < k and request.is_read and self.random.random() < self.chance:
+                accepted += 1
+            if k > 0:
+                self.drafting.saw_draft(k, accepted, request.is_fresh)
+            request.left -= 1 + accepted
+            emitted += 1 + accepted
+        seconds = self.cost(batch, k) * self.random.uniform(0.95, 1.05)
+        self.drafting.saw_step(batch, k, emitted, seconds)
+        self.seconds += seconds
+        self.tokens += emitted
+        self.live = [request for request in self.live if request.left > 0]
+        return k
 
 
 def an_engine(chance: float, max_batch: int = 64, **rest: int) -> FormulaEngine:
@@ -136,13 +186,83 @@ def test_drafter_that_recovers_is_switched_on_again_after_new_weights() -> None:
     assert engine.drafting.table[16] == best_length(0.8, 16)
 
 
+def test_trial_waits_for_a_request_that_can_be_drafted_for() -> None:
+    engine = an_engine(0.0)
+    engine.run(16, 500)
+    engine.chance = 0.9
+    engine.drafting.weights_changed()
+    engine.live.clear()
+    engine.run(16, 5000, tokens=1e9)  # the tail of a batch: nothing begins, and the drafter has read none of these
+    assert engine.drafting.state is State.OFF
+    engine.live.clear()
+    engine.run(16, 100)
+    assert engine.drafting.state is State.DRAFTING
+
+
 def test_trial_believes_fresh_requests_only() -> None:
     engine = an_engine(0.0)
     engine.run(16, 500)
     engine.chance = 0.9
     engine.drafting.weights_changed()
-    engine.run(16, 5000, is_fresh=False)
-    assert engine.drafting.state is not State.DRAFTING
+    engine.live.clear()
+    engine.run(16, 1500, tokens=1e9)
+    engine.live.pop()  # the one that follows is drafted for at 0.9, the fifteen others not at all
+    engine.run(16, 40, tokens=1e9)
+    assert engine.drafting.state is State.TRIAL
+    assert max(engine.drafting.acceptance.chances()) > PRIOR_CHANCE
+
+
+LONG_TAILED = [20 * 1.08**place for place in range(64)]
+"""Tokens of a batch of 64: half of them end within 0.09 of the longest one's time."""
+
+
+def a_dear_step(batch: int, k: int) -> float:
+    """A drafter that costs more than it saves from about ten live on, and much with 64."""
+    return (0.010 + 0.0004 * batch * (max(k, 0) + 1)) * (1.0 if k == OFF else 1.1)
+
+
+def after_drains(chance: float, reading_s: float = 0.0) -> tuple[FormulaEngine, float]:
+    """After some versions: the engine, and its speed relative to that without drafts, the first two left out."""
+    engine = FormulaEngine(DraftLengths(64, LENGTHS), chance, a_dear_step, reading_s=reading_s)
+    engine.calibrate()
+    for version in range(12):
+        if version == 2:
+            engine.seconds, engine.tokens = 0.0, 0
+        engine.drain(LONG_TAILED)
+    without = FormulaEngine(DraftLengths(64, LENGTHS, fixed=OFF), 0.0, a_dear_step, reading_s=reading_s)
+    without.drain(LONG_TAILED)
+    return engine, engine.tokens / engine.seconds / (without.tokens / without.seconds)
+
+
+def test_drafter_that_pays_at_the_end_of_a_batch_is_kept_through_its_beginning() -> None:
+    engine, speed = after_drains(0.8)
+    assert engine.drafting.state is State.DRAFTING
+    assert speed > 1.3
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_few_requests_are_enough_for_a_trial(batch: int) -> None:
+    engine = an_engine(0.0)
+    engine.run(batch, 1000)
+    assert engine.drafting.state is State.OFF
+    engine.chance = 0.9
+    engine.drafting.weights_changed()
+    engine.run(batch, 3000)
+    assert engine.drafting.state is State.DRAFTING
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.3, 0.4, 0.5])
+def test_draining_batch_is_never_much_slower_than_without_drafts(chance: float) -> None:
+    _, speed = after_drains(chance)
+    assert speed > 0.97
+
+
+def test_drafter_whose_reading_of_prompts_costs_what_it_saves_is_switched_off() -> None:
+    """The costs of lengths say that drafts pay; they do not know what prompts cost."""
+    assert after_drains(0.5)[0].drafting.state is State.DRAFTING
+    engine, speed = after_drains(0.5, reading_s=0.5)
+    assert engine.drafting.state is State.OFF
+    assert speed > 0.98
 
 
 def test_falling_acceptance_shortens_drafts() -> None:

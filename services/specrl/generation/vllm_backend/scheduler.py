@@ -22,10 +22,11 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from specrl.generation.calibration import Calibration, Step
-from specrl.generation.draft_length import OFF, DraftLengths, State
+from specrl.generation.draft_length import OFF, DraftLengths
 from specrl.generation.vllm_backend.draft_rest import FORCED
 
 SETTINGS = "specrl"  # of vLLM's additional_config
+MEASURED_AFTER = 2  # steps of its length: `calibration.Step`
 
 
 class DraftLengthScheduler(Scheduler):
@@ -38,7 +39,7 @@ class DraftLengthScheduler(Scheduler):
         self._drafting = DraftLengths(self.scheduler_config.max_num_seqs, tuple(settings["lengths"]))
         self._must_force = settings["must_force"]
         self._calibration: Calibration | None = None
-        self._recent: deque[Step] = deque(maxlen=3)
+        self._recent: deque[Step] = deque(maxlen=MEASURED_AFTER + 1)
         self._emitted = 0
         self._fresh: set[str] = set()
         self._known_state = self._drafting.state
@@ -60,10 +61,8 @@ class DraftLengthScheduler(Scheduler):
         if output.num_spec_tokens_to_schedule < 0:
             length = output.num_spec_tokens_to_schedule
         decodes = batch > 0 and not output.scheduled_new_reqs and not output.scheduled_cached_reqs.resumed_req_ids
-        if len(self._recent) == self._recent.maxlen:
-            *before, last = self._recent
-            if last.is_measured(*before):
-                self._saw_step(last.batch, last.length, now - last.at_s)
+        if self._recent:
+            self._saw_step(now)
         self._emitted = 0
         self._recent.append(Step(now, batch, length, decodes))
         return output
@@ -84,16 +83,33 @@ class DraftLengthScheduler(Scheduler):
         return super().make_spec_decoding_stats(*args, **kwargs)
 
     def add_request(self, request: Any) -> None:
-        """Remember the requests that are younger than a trial; nobody asks for others."""
-        if self._drafting.state is State.TRIAL:
+        """Remember the requests that a trial judges by; nobody asks for others."""
+        if self._drafting.saw_request():
+            self._note_state()
             self._fresh.add(request.request_id)
         super().add_request(request)
 
-    def _saw_step(self, batch: int, length: int, seconds: float) -> None:
+    def set_pause_state(self, *args: Any, **kwargs: Any) -> None:
+        """No step lasts from before a pause until after it."""
+        self._recent.clear()
+        super().set_pause_state(*args, **kwargs)
+
+    def _saw_step(self, now: float) -> None:
+        """The last step has ended."""
+        *before, last = self._recent
+        seconds = now - last.at_s
+        is_measured = len(before) == MEASURED_AFTER and last.is_measured(*before)
         if self._calibration is not None:
-            self._calibration.saw_step(batch, length, seconds)
+            if is_measured:
+                self._calibration.saw_step(last.batch, last.length, seconds)
             return
-        self._drafting.saw_step(batch, length, self._emitted, seconds)
+        if is_measured:
+            self._drafting.saw_step(last.batch, last.length, self._emitted, seconds)
+        elif last.batch > 0:
+            self._drafting.saw_other_step(last.batch, last.length, self._emitted, seconds, begins=not last.decodes)
+        self._note_state()
+
+    def _note_state(self) -> None:
         if self._drafting.state is not self._known_state:
             self._known_state = self._drafting.state
             self._fresh.clear()
