@@ -91,9 +91,9 @@ async def start(spec: RunSpec, policy: Path, drafter: Path, scratch: Path) -> di
     return engines
 
 
-def modes_of(engines: dict[str, VllmEngine]) -> list[Mode]:
-    """What is measured."""
-    fixed = [Mode(f"k = {k}", engines[ADAPTIVE], k) for k in range(1, LONGEST_ADAPTIVE + 1)]
+def modes_of(engines: dict[str, VllmEngine], lengths: Sequence[int]) -> list[Mode]:
+    """What is measured; 3 is always among the fixed lengths."""
+    fixed = [Mode(f"k = {k}", engines[ADAPTIVE], k) for k in sorted({3, *lengths})]
     plain = [Mode(name, engines[name], None) for name in (NONE, ANOTHER)]
     return [*plain, *fixed, *(Mode(name, engines[name], None) for name in CONTROLLED)]
 
@@ -253,7 +253,7 @@ async def run(arguments: argparse.Namespace, console: Console) -> None:
     with tempfile.TemporaryDirectory() as scratch, Progress(console=console, disable=not console.is_terminal) as bar:
         engines = await start(spec, export / "policy", export / "drafter", Path(scratch))
         try:
-            modes = modes_of(engines)
+            modes = modes_of(engines, arguments.lengths)
             total = len(modes) * (len(arguments.batches) * (arguments.rounds + WARM_UP) + arguments.turns + WARM_UP)
             advance = partial(bar.advance, bar.add_task("measuring", total=total))
             found = {}
@@ -278,6 +278,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, required=True, help="folder of a finished run with an EAGLE-3 drafter")
     parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")], default=[1, 4, 16, 64])
+    parser.add_argument(
+        "--lengths",
+        type=lambda text: [int(part) for part in text.split(",")],
+        default=list(range(1, LONGEST_ADAPTIVE + 1)),
+        help=f"fixed lengths that the adaptive one is held against (default: 1 to {LONGEST_ADAPTIVE})",
+    )
     parser.add_argument("--rounds", type=int, default=60, help="measured rounds at each load (default: %(default)s)")
     parser.add_argument("--turns", type=int, default=16, help="measured turns of the drain (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="also write the rows here")

@@ -35,6 +35,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 from safetensors.torch import load_file
 
@@ -76,20 +77,27 @@ def main() -> None:
     parser.add_argument("--ray-python", default=sys.executable, help="a Python that has ray; default: this one")
     parser.add_argument("--json", type=Path, help="write every turn here")
     arguments = parser.parse_args()
-    console, rows = Console(), []
-    for mib in map(int, arguments.mib.split(",")):
-        limits = [memory_copy(mib << 20, arguments.turns), loopback(mib << 20, arguments.turns)]
-        rows += limits
-        for count in map(int, arguments.replicas.split(",")):
-            rows += transfers(mib << 20, count, arguments.turns)
-            rows += ray(arguments.ray_python, mib << 20, count, arguments.turns, console)
-    show(console, rows)
+    console, rows = Console(), list[Row]()
     replica = asyncio.run(replica_rows(arguments.policy, arguments.turns)) if arguments.policy else {}
     if replica:
         show_replica(console, replica)
-    if arguments.json:
-        result = {"rows": [asdict(row) for row in rows], "replica": replica}
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    sizes = [int(mib) << 20 for mib in arguments.mib.split(",")]
+    counts = [int(count) for count in arguments.replicas.split(",")]
+    has_ray = can_run_ray(arguments.ray_python, console)
+    try:
+        with Progress(console=console, disable=not console.is_terminal) as bar:
+            task = bar.add_task("transfers", total=len(sizes) * len(counts))
+            for size in sizes:
+                rows += [memory_copy(size, arguments.turns), loopback(size, arguments.turns)]
+                for count in counts:
+                    rows += transfers(size, count, arguments.turns)
+                    rows += [ray(arguments.ray_python, size, count, arguments.turns)] if has_ray else []
+                    bar.advance(task)
+    finally:  # Ctrl-C shows what has been measured
+        show(console, rows)
+        if arguments.json:
+            result = {"rows": [asdict(row) for row in rows], "replica": replica}
+            arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def some_tensors(size_bytes: int) -> tuple[WeightManifest, list[tuple[str, torch.Tensor]]]:
@@ -236,15 +244,20 @@ def check(received: Sequence[tuple[int, ...]], sent: tuple[int, ...]) -> None:
         raise SystemExit("what arrived must be what was sent, got other checksums")
 
 
-def ray(python: str, size_bytes: int, count: int, turns: int, console: Console) -> list[Row]:
-    """Ray's object store, in a process of its own; no row, and a word, where there is no ray."""
-    if subprocess.run([python, "-c", "import ray, xxhash"], capture_output=True, check=False).returncode != 0:
-        words = f"no row for Ray: {python} lacks ray or xxhash; see --ray-python, and the extra specrl[benchmark]"
-        console.print(words, markup=False, style="dim")
-        return []
+def can_run_ray(python: str, console: Console) -> bool:
+    """Whether that interpreter has what the rows of Ray need; says so if not."""
+    if subprocess.run([python, "-c", "import ray, xxhash"], capture_output=True, check=False).returncode == 0:
+        return True
+    words = f"no rows for Ray: {python} lacks ray or xxhash; see --ray-python, and the extra specrl[benchmark]"
+    console.print(words, markup=False, style="dim")
+    return False
+
+
+def ray(python: str, size_bytes: int, count: int, turns: int) -> Row:
+    """Ray's object store, in a process of its own."""
     command = [python, str(RAY), str(size_bytes), str(count), str(turns)]
     found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
-    return [Row("Ray object store", size_bytes, count, json.loads(found.stdout.splitlines()[-1]))]
+    return Row("Ray object store", size_bytes, count, json.loads(found.stdout.splitlines()[-1]))
 
 
 @contextmanager
