@@ -40,6 +40,7 @@ from specrl.errors import (
     TrainerFailed,
 )
 from specrl.records import Rollout, RolloutRequest, Sampling, TrainRollout
+from specrl.telemetry.spans import COORDINATOR, SpanName
 
 SKIPS_BEFORE_WARNING = 3
 """In a row: one or two are rollouts that happened to be long, more of them leave a replica unwatched."""
@@ -65,6 +66,7 @@ class Canary:
     def __init__(self, parts: Parts) -> None:
         self._spec, self._registry = parts.spec, parts.registry
         self._prompts, self._board = parts.prompts, parts.board
+        self._recorder = parts.spans.recorder
         self._bound = bound_of(parts.spec.canary, parts.spec.model.dtype)
 
     @property
@@ -89,6 +91,12 @@ class Canary:
         """
         if not replicas:
             return []
+        with self._recorder.begin(SpanName.CANARY, COORDINATOR, policy_version=policy_version):
+            return await self._prove(trainer, replicas, policy_version, is_repeated)
+
+    async def _prove(
+        self, trainer: Trainer, replicas: Sequence[Replica], policy_version: int, is_repeated: bool
+    ) -> list[Replica]:
         began = time.monotonic()
         await self._registry.refresh()
         before = self._registry.speculation()

@@ -33,6 +33,7 @@ from specrl.records import (
     wire,
 )
 from specrl.spec import RunSpec
+from specrl.telemetry.spans import COORDINATOR, SpanName
 
 DRAFTER_DEADLINE_S = 3600.0
 _STEP = 0
@@ -58,6 +59,11 @@ async def initialise(parts: Parts, link: TrainerLink, ask: Ask) -> DrafterStart:
     The caller makes a checkpoint, and then the report a fact of the run. ask: has requests answered by whoever serves,
     and calls back with each answer.
     """
+    with parts.spans.recorder.begin(SpanName.DRAFTER, COORDINATOR):
+        return await _initialise(parts, link, ask)
+
+
+async def _initialise(parts: Parts, link: TrainerLink, ask: Ask) -> DrafterStart:
     requests = _requests(parts)
     parts.board.say(Phase.INITIALISING, "drafter: the policy answers prompts", 0, 3)
     answers = await _answers(parts.store, requests, ask)

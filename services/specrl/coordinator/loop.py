@@ -44,6 +44,7 @@ from specrl.coordinator.trainer_link import TrainerLink
 from specrl.coordinator.validation import is_due, validate
 from specrl.errors import PeerUnavailable, StoreFailed
 from specrl.records import Batch, GradedRollout, Group, Rollout, wire
+from specrl.telemetry.spans import COORDINATOR, TRAINER, SpanName
 
 GATHERING_PATIENCE_S = 300.0
 """How long a run waits for all of its replicas before it starts with those that are there."""
@@ -64,12 +65,13 @@ class Loop:
         shape = Shape(schedule.steps, schedule.prompts_per_step, schedule.group_size, schedule.max_policy_lag)
         self._parts, self._spec = parts, spec
         self._registry, self._store, self._board = parts.registry, parts.store, parts.board
+        self._spans, self._recorder = parts.spans, parts.spans.recorder
         self._scheduler: Scheduler[GradedRollout] = Scheduler(
             shape, deadlines(schedule.order), parts.board.progress(shape.prompts_per_step)
         )
         self._stage = RolloutStage(parts, self._scheduler)
-        self._link = TrainerLink(spec.name, parts.registry, parts.store)
-        self._sync = WeightSync(spec, parts.registry)
+        self._link = TrainerLink(spec.name, parts.registry, parts.store, self._recorder)
+        self._sync = WeightSync(spec, parts.registry, self._recorder)
         self._canary = Canary(parts)
         self._watch = Stopwatch(time.monotonic)
         self._validation: asyncio.Task[ValidationReport] | None = None
@@ -85,17 +87,21 @@ class Loop:
         stage = asyncio.create_task(self._stage.run(), name="rollouts")
         try:
             await self._gather()
-            await self._start_version()
+            with self._spans.start(self._scheduler.trained):
+                await self._start_version()
             self._watch.lap()
             while self._scheduler.trained < self._spec.schedule.steps:
-                await self._step(self._scheduler.trained + 1)
+                with self._spans.step(self._scheduler.trained + 1):
+                    await self._step(self._scheduler.trained + 1)
             await self._finish_validation()
-            await self._finish()
+            with self._spans.finish(self._scheduler.trained):
+                await self._finish()
         finally:
             stage.cancel()
             if self._validation is not None:
                 self._validation.cancel()
             await asyncio.gather(stage, return_exceptions=True)
+            self._spans.close()
 
     async def save(self) -> None:
         """Checkpoint the present step if the trainer is at rest; for a clean stop."""
@@ -198,11 +204,13 @@ class Loop:
 
     async def _batch(self, step: int) -> tuple[Choice[GradedRollout], Batch, list[Group]]:
         """Collect step `step` and fix what it trains on. A batch that was fixed before a restart is taken as it was."""
-        with self._watch.stage("generation"):
+        shape = self._scheduler.shape
+        with self._watch.stage("generation"), self._recorder.begin(SpanName.COLLECT, COORDINATOR) as collecting:
             choice = await self._collect()
+            taken, failed = ([shape.group_id(place) for place, _ in part] for part in (choice.groups, choice.failures))
+            self._spans.chosen(step, taken, failed, collecting)
         if self._is_synchronous:
             self._stage.close_gate()
-        shape = self._scheduler.shape
         groups = [
             Group(
                 group_id=shape.group_id(position),
@@ -292,10 +300,12 @@ class Loop:
                     self._registry.put_back(replica, str(error))
             raise
 
-    async def _checkpoint(self, step: int) -> None:
-        """Have the trainer write one. Raises StoreFailed when its disk refuses."""
-        await self._link.call(lambda trainer: trainer.client.save_checkpoint(step, CHECKPOINT_DEADLINE_S))
+    async def _checkpoint(self, step: int) -> str:
+        """Have the trainer write one; returns its folder. Raises StoreFailed when its disk refuses."""
+        with self._recorder.begin(SpanName.CHECKPOINT, TRAINER):
+            path, _ = await self._link.call(lambda trainer: trainer.client.save_checkpoint(step, CHECKPOINT_DEADLINE_S))
         await self._checkpointed(step)
+        return path
 
     async def _checkpointed(self, step: int) -> None:
         """A checkpoint is complete: forget what no trainer will replay.
@@ -332,14 +342,12 @@ class Loop:
         """Checkpoint, export as Hugging Face folders, summarise."""
         step = self._scheduler.trained
         self._board.say(Phase.TRAINING, "writing the last checkpoint and the Hugging Face export")
-        checkpoint, _ = await self._link.call(
-            lambda trainer: trainer.client.save_checkpoint(step, CHECKPOINT_DEADLINE_S)
-        )
-        await self._checkpointed(step)
+        checkpoint = await self._checkpoint(step)
         target = str(self._parts.directory / "export")
-        policy, drafter = await self._link.call(
-            lambda trainer: trainer.client.export_model(target, CHECKPOINT_DEADLINE_S)
-        )
+        with self._recorder.begin(SpanName.EXPORT, TRAINER):
+            policy, drafter = await self._link.call(
+                lambda trainer: trainer.client.export_model(target, CHECKPOINT_DEADLINE_S)
+            )
         self._board.finish(policy, drafter, checkpoint)
 
 

@@ -29,6 +29,7 @@ from specrl.coordinator.readers import Readers
 from specrl.coordinator.registry import Calls, Registry
 from specrl.coordinator.report import Phase
 from specrl.coordinator.rljob import Place, Teller, place_of
+from specrl.coordinator.run_spans import RunSpans
 from specrl.coordinator.service import CoordinatorService
 from specrl.coordinator.store import claim_for, open_store
 from specrl.coordinator.store_link import StoreLink
@@ -42,6 +43,7 @@ from specrl.rpc.limits import message_limits
 from specrl.rpc.server import serve
 from specrl.spec import digest, load_spec
 from specrl.telemetry import logs
+from specrl.telemetry.spans import Recorder
 from specrl.tools import ToolPool, tool_for
 
 T = TypeVar("T")
@@ -97,7 +99,8 @@ async def _serve(arguments: argparse.Namespace) -> None:
     if tools is not None:
         await tools.start()
     turns = turns_of(spec, tools)
-    parts = Parts(spec, directory, registry, store, board, prompts, validation_prompts, pool, turns)
+    spans = RunSpans(Recorder(), claim.run_id)
+    parts = Parts(spec, directory, registry, store, board, prompts, validation_prompts, pool, turns, spans)
     guard = tls.guard_of(identity, tls.GENERATION, tls.TRAINER)
     service = CoordinatorService(registry, spec.name, spec.telemetry.heartbeat_s, guard)
     grpc_port = spec.telemetry.grpc_port if arguments.port is None else arguments.port

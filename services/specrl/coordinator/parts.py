@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from specrl.coordinator.board import Board
 from specrl.coordinator.registry import Registry
+from specrl.coordinator.run_spans import RunSpans
 from specrl.coordinator.store_link import StoreLink
 from specrl.coordinator.turns import Turns
 from specrl.records import Prompt, Reward
@@ -33,7 +34,7 @@ class Grader(Protocol):
 class Parts:
     """One run's parts. `directory` holds its run file, store, logs, checkpoints and export.
 
-    turns: None where a rollout has one.
+    turns: None where a rollout has one. spans: unheard unless somebody is given them.
     """
 
     spec: RunSpec
@@ -45,3 +46,4 @@ class Parts:
     validation_prompts: Sequence[Prompt]
     grader: Grader
     turns: Turns | None = None
+    spans: RunSpans = field(default_factory=RunSpans)

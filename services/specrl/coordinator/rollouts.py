@@ -39,6 +39,7 @@ from specrl.errors import EngineFailed, PeerUnavailable, RecordInvalid, SpecrlEr
 from specrl.records import GradedRollout, Prompt, Reward, Rollout, RolloutRequest, Sampling, wire
 from specrl.spec import RunSpec
 from specrl.telemetry import metrics
+from specrl.telemetry.spans import OpenSpan, SpanName
 
 PROVED_VERSION = "provedVersion"
 """Fact of the store: newest policy version that every replica served and that its canary, where one was due, proved."""
@@ -71,7 +72,7 @@ class RolloutStage:
     def __init__(self, parts: Parts, scheduler: Scheduler[GradedRollout]) -> None:
         self._spec, self._scheduler, self._registry = parts.spec, scheduler, parts.registry
         self._store, self._prompts, self._grader = parts.store, parts.prompts, parts.grader
-        self._turns = parts.turns
+        self._turns, self._spans = parts.turns, parts.spans
         self._tasks: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
         self._freed: dict[str, Replica] | None = None
@@ -237,6 +238,7 @@ class RolloutStage:
         Not where a rollout has several turns: a coordinator that was started again does not know those before.
         """
         replica.add_load(len(slots))
+        spans = {slot: self._spans.rollout(slot, replica.replica_id, oldest_version) for slot in slots}
         requests = [(self._request(slot), self._prompt(slot)) for slot in slots]
         ask = partial(
             replica.client.generate,
@@ -245,23 +247,31 @@ class RolloutStage:
             resumes=resumes,
         )
         stream = turns.generate(self._turns, ask, requests, admit_together)
-        self._spawn(self._stream(replica, slots, oldest_version, stream), f"stream-{replica.replica_id}")
+        self._spawn(self._stream(replica, spans, oldest_version, stream), f"stream-{replica.replica_id}")
 
     async def _stream(
-        self, replica: Replica, slots: list[SlotId], oldest_version: int, stream: AsyncGenerator[turns.Ended]
+        self,
+        replica: Replica,
+        spans: dict[SlotId, OpenSpan],
+        oldest_version: int,
+        stream: AsyncGenerator[turns.Ended],
     ) -> None:
         """One Generate call: INFLIGHT slots of one replica until each came back or the replica is lost.
 
         oldest_version: what the replica served when the slots were given to it; the lag bound rests on it, so the
         replica refuses to sample under an older one, and a rollout that has an older token is refused here.
         """
-        waiting = {str(slot): slot for slot in slots}
+        waiting = {str(slot): slot for slot in spans}
+        lost_by = "unanswered"
         try:
             async with aclosing(_until_gone(replica, stream)) as arrivals:
                 async for ended in arrivals:
-                    await _until_trusted(replica)
-                    slot = waiting.pop(ended.rollout.rollout_id, None)
+                    slot = waiting.get(ended.rollout.rollout_id)
                     if slot is not None:
+                        _came_back(spans[slot], ended)
+                    await _until_trusted(replica)
+                    if slot is not None:
+                        del waiting[str(slot)]
                         replica.add_load(-1)
                         self.wake(replica)
                         self._accept(slot, ended, range(oldest_version, replica.policy_version + 1))
@@ -270,8 +280,11 @@ class RolloutStage:
         except ToolFailed:  # no replica's fault: no call can be answered any more, and the run ends
             raise
         except SpecrlError as error:
+            lost_by = type(error).__name__
             self._registry.fail(replica, error)
         finally:
+            for slot in waiting.values():
+                spans[slot].end(lost_by)
             replica.add_load(-len(waiting))
             lost = self._scheduler.requeue(waiting.values())
             self._count("requeued", lost)
@@ -308,7 +321,9 @@ class RolloutStage:
         self._spawn(self._grade(slot, rollout), f"grade-{slot}")
 
     async def _grade(self, slot: SlotId, rollout: Rollout) -> None:
-        reward = await self._grader.grade(self._prompt(slot), rollout.text)
+        with self._spans.reward(slot) as span:
+            reward = await self._grader.grade(self._prompt(slot), rollout.text)
+            span.end("" if reward.value is not None else "ungraded")
         if reward.value is None:
             self._ungraded(slot, reward.failure)
             return
@@ -374,6 +389,12 @@ async def _until_gone(replica: Replica, stream: AsyncGenerator[turns.Ended]) -> 
         await stream.aclose()
 
 
+def _came_back(span: OpenSpan, ended: turns.Ended) -> None:
+    """End the span of a rollout that its replica has finished, with what is worth seeing of it."""
+    span.note(tokens=len(ended.rollout.token_ids_T), finish_reason=ended.rollout.finish_reason.value)
+    span.end("tool" if ended.failure else "")
+
+
 async def _until_trusted(replica: Replica) -> None:
     """Wait until an update and its canary are over. Raises PeerUnavailable when the replica is gone by then."""
     while not replica.is_trusted and not replica.gone.is_set():
@@ -421,6 +442,10 @@ async def sample_and_grade(
     Raises PeerUnavailable when no replica is left.
     """
     registry = parts.registry
+
+    def begin(replica: Replica, request: RolloutRequest) -> OpenSpan:
+        return parts.spans.recorder.begin(SpanName.ROLLOUT, replica.replica_id, rollout=request.rollout_id)
+
     finished: dict[str, turns.Ended] = {}
     while len(finished) < len(requests):
         serving = registry.serving()
@@ -429,16 +454,23 @@ async def sample_and_grade(
         open_requests = [item for item in requests if item[0].rollout_id not in finished]
 
         async def ask(replica: Replica, share: list[tuple[RolloutRequest, Prompt]]) -> None:
+            spans = {request.rollout_id: begin(replica, request) for request, _ in share}
+            lost_by = "unanswered"
             try:
                 unbounded = partial(replica.client.generate, min_policy_version=0)
                 stream = turns.generate(parts.turns, unbounded, share, True)
                 async with aclosing(_until_gone(replica, stream)) as arrivals:
                     async for ended in arrivals:
                         finished[ended.rollout.rollout_id] = ended
+                        _came_back(spans[ended.rollout.rollout_id], ended)
                         if keep is not None:
                             await keep(ended.rollout)
             except (PeerUnavailable, EngineFailed) as error:
+                lost_by = type(error).__name__
                 registry.fail(replica, error)
+            finally:
+                for span in spans.values():  # those that came back have ended before
+                    span.end(lost_by)
 
         count = len(serving)
         await asyncio.gather(*(ask(r, open_requests[place::count]) for place, r in enumerate(serving)))

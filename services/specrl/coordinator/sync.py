@@ -35,8 +35,10 @@ from specrl.errors import (
 )
 from specrl.records import NO_DRAFTER, WeightChecksums, WeightGroup, WeightManifest
 from specrl.records.weights import FILES
+from specrl.rpc.clients import UpdateTiming
 from specrl.spec.run import RunSpec, Transport
 from specrl.telemetry import metrics
+from specrl.telemetry.spans import COORDINATOR, SILENT, TRAINER, Recorder, SpanName
 
 _Outcome = tuple[WeightChecksums, float] | BaseException
 _Sent = tuple[WeightChecksums | None, list[_Outcome]]
@@ -71,9 +73,10 @@ class TrainerLost(PeerUnavailable):
 class WeightSync:
     """Moves the trainer's present version to replicas; keeps the process group while its members stay the same."""
 
-    def __init__(self, spec: RunSpec, registry: Registry) -> None:
+    def __init__(self, spec: RunSpec, registry: Registry, recorder: Recorder = SILENT) -> None:
         self._spec = spec
         self._registry = registry
+        self._recorder = recorder
         self._group: WeightGroup | None = None
         self._members: tuple[str, ...] = ()
         self._manifest: WeightManifest | None = None
@@ -84,6 +87,12 @@ class WeightSync:
 
         Raises TrainerLost.
         """
+        with self._recorder.begin(SpanName.SYNC, COORDINATOR) as span:
+            transfer = await self._publish(trainer, replicas)
+            span.note(policy_version=transfer.policy_version, size_bytes=transfer.size_bytes, retries=transfer.retries)
+            return transfer
+
+    async def _publish(self, trainer: Trainer, replicas: Sequence[Replica]) -> Transfer:
         try:
             transfer = Transfer((await trainer.client.status()).step)
         except SpecrlError as error:
@@ -152,7 +161,7 @@ class WeightSync:
         """One collective of the trainer and all replicas. Nothing was sent when it broke at the trainer."""
         try:
             group = await self._form(trainer, replicas)
-            sending = asyncio.ensure_future(trainer.client.broadcast_weights(group.group_id, 3 * group.timeout_s))
+            sending = asyncio.ensure_future(self._send(trainer, group))
             groups = [replace(group, rank=rank) for rank, _ in self._ranked(replicas)]
             received = await self._receive(replicas, groups, transfer)
             await asyncio.wait({sending})
@@ -165,12 +174,17 @@ class WeightSync:
         sent, transfer.size_bytes, _ = sending.result()
         return sent, received
 
+    async def _send(self, trainer: Trainer, group: WeightGroup) -> tuple[WeightChecksums, int, float]:
+        with self._recorder.begin(SpanName.BROADCAST, TRAINER):
+            return await trainer.client.broadcast_weights(group.group_id, 3 * group.timeout_s)
+
     async def _write(self, trainer: Trainer, replicas: list[Replica], transfer: Transfer) -> _Sent:
         """Files that the trainer writes, unless it has, and every replica reads. Raises StoreFailed, TrainerLost."""
         timeout_s = float(self._spec.weights.timeout_s)
         try:
             is_refused = transfer.retries > 0  # somebody could not read what is there
-            sent, folder, transfer.size_bytes = await trainer.client.write_weights(is_refused, 3 * timeout_s)
+            with self._recorder.begin(SpanName.BROADCAST, TRAINER):
+                sent, folder, transfer.size_bytes = await trainer.client.write_weights(is_refused, 3 * timeout_s)
         except StoreFailed:
             raise  # the trainer lives, and another one could not write there either
         except SpecrlError as error:
@@ -186,11 +200,14 @@ class WeightSync:
 
     async def _receive(self, replicas: list[Replica], groups: list[WeightGroup], transfer: Transfer) -> list[_Outcome]:
         """Have every replica take the version in; its checksums and seconds, or what it raised."""
-        assert self._manifest is not None, "a transfer begins with what it consists of"
-        calls = [
-            replica.client.receive_weights(transfer.policy_version, group, self._manifest)
-            for replica, group in zip(replicas, groups, strict=True)
-        ]
+        manifest = self._manifest
+        assert manifest is not None, "a transfer begins with what it consists of"
+
+        async def receive(replica: Replica, group: WeightGroup) -> tuple[WeightChecksums, float]:
+            with self._recorder.begin(SpanName.RECEIVE, replica.replica_id):
+                return await replica.client.receive_weights(transfer.policy_version, group, manifest)
+
+        calls = [receive(replica, group) for replica, group in zip(replicas, groups, strict=True)]
         return await asyncio.gather(*calls, return_exceptions=True)
 
     async def _probe(self, replicas: list[Replica]) -> None:
@@ -232,9 +249,19 @@ class WeightSync:
         deadline_s = float(self._spec.weights.timeout_s)
         for replica in replicas:
             self._registry.begin_commit(replica)
-        outcomes = await asyncio.gather(
-            *(replica.client.commit_update(checksums, deadline_s) for replica in replicas), return_exceptions=True
-        )
+
+        async def commit(replica: Replica) -> UpdateTiming:
+            with self._recorder.begin(SpanName.COMMIT, replica.replica_id) as span:
+                took = await replica.client.commit_update(checksums, deadline_s)
+                span.end_in(
+                    (SpanName.VERIFY, took.verify_s),
+                    (SpanName.PAUSE, took.pause_s),
+                    (SpanName.LOAD, took.load_s),
+                    (SpanName.RESUME, took.resume_s),
+                )
+                return took
+
+        outcomes = await asyncio.gather(*map(commit, replicas), return_exceptions=True)
         committed = []
         for replica, outcome in zip(replicas, outcomes, strict=True):
             if isinstance(outcome, BaseException):

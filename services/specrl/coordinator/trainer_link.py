@@ -20,6 +20,7 @@ from specrl.coordinator.store_link import StoreLink
 from specrl.errors import DeadlineExceeded, PeerUnavailable, RunInvalid
 from specrl.records import Batch, TrainerStatus, TrainMetrics, wire
 from specrl.telemetry import metrics
+from specrl.telemetry.spans import SILENT, TRAINER, Recorder, SpanName
 
 STEP_DEADLINE_S = 3600.0
 """A step that takes longer is taken for hung; heartbeats notice a dead trainer long before."""
@@ -32,8 +33,9 @@ log = structlog.get_logger(__name__)
 class TrainerLink:
     """Calls to the trainer that survive the trainer."""
 
-    def __init__(self, run: str, registry: Registry, store: StoreLink) -> None:
+    def __init__(self, run: str, registry: Registry, store: StoreLink, recorder: Recorder = SILENT) -> None:
         self._run, self._registry, self._store = run, registry, store
+        self._recorder = recorder
         self._prepared: str | None = None
         self.state = "absent"
         self.recoveries = 0
@@ -57,7 +59,11 @@ class TrainerLink:
 
     async def train(self, batch: Batch) -> TrainMetrics:
         """Train the batch's step, on another incarnation of the trainer if need be."""
-        return await self.call(lambda trainer: trainer.client.train_step(batch, STEP_DEADLINE_S), "training")
+        with self._recorder.begin(SpanName.TRAIN_STEP, TRAINER, rollouts=len(batch.rollouts)) as span:
+            metrics = await self.call(lambda trainer: trainer.client.train_step(batch, STEP_DEADLINE_S), "training")
+            span.note(tokens=metrics.tokens)
+            span.end_in((SpanName.LOGPROB, metrics.logprob_seconds), (SpanName.TRAIN, metrics.train_seconds))
+            return metrics
 
     async def call(self, work: Callable[[Trainer], Awaitable[T]], state: str = "ready") -> T:
         """Run `work` on a trainer that is up to date; once more from the start whenever the trainer is lost."""
@@ -106,7 +112,8 @@ class TrainerLink:
                     f"the trainer must stand at a step whose successors are stored, got step={step} but no batch of "
                     f"step {replayed}; restore the checkpoint that was removed"
                 )
-            await trainer.client.train_step(wire.batch_from_bytes(data), STEP_DEADLINE_S)
+            with self._recorder.begin(SpanName.REPLAY, TRAINER, replayed=replayed):
+                await trainer.client.train_step(wire.batch_from_bytes(data), STEP_DEADLINE_S)
             log.info("step_replayed", step=replayed)
 
     def _lost(self, trainer: Trainer, error: Exception) -> None:

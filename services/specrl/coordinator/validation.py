@@ -16,6 +16,7 @@ from specrl.coordinator.rollouts import sample_and_grade, seed_of, side_requests
 from specrl.errors import VersionConflict
 from specrl.records import Sampling
 from specrl.spec import RunSpec
+from specrl.telemetry.spans import COORDINATOR, SpanName
 
 log = structlog.get_logger(__name__)
 
@@ -47,7 +48,8 @@ async def validate(parts: Parts, policy_version: int) -> ValidationReport:
 
     samples = validation.sampling.samples_per_prompt
     requests = side_requests(f"validation-{policy_version}", prompts, samples, sampling)
-    graded = await sample_and_grade(parts, parts.grader, requests)
+    with parts.spans.recorder.begin(SpanName.VALIDATION, COORDINATOR, policy_version=policy_version):
+        graded = await sample_and_grade(parts, parts.grader, requests)
     for item in graded:
         if {span.policy_version for span in item.rollout.versions} != {policy_version}:
             raise VersionConflict(

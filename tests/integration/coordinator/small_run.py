@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ from specrl.coordinator.board import Board
 from specrl.coordinator.loop import Loop
 from specrl.coordinator.parts import Parts
 from specrl.coordinator.registry import Registry
+from specrl.coordinator.run_spans import RunSpans
 from specrl.coordinator.service import CoordinatorService
 from specrl.coordinator.store import SqliteStore, Store
 from specrl.coordinator.store_link import StoreLink
@@ -33,6 +34,7 @@ from specrl.rpc.clients import CoordinatorClient
 from specrl.rpc.membership import stay_registered
 from specrl.rpc.server import serve
 from specrl.spec import RunSpec, digest, parse_spec
+from specrl.telemetry.spans import Recorder, Sink
 from specrl.trainer.service import TrainerService
 
 VOCAB = 32
@@ -157,6 +159,7 @@ class Run:
     replicas: dict[str, Replica] = field(default_factory=dict)
     trainer: Trainer | None = None
     turns: Turns | None = None
+    sinks: Sequence[Sink] = ()
 
     async def __aenter__(self) -> Run:
         self.port = _free_port()
@@ -191,6 +194,7 @@ class Run:
             validation,
             self.grader,
             self.turns,
+            RunSpans(Recorder(*self.sinks), run_id=self.folder.name),
         )
         service = CoordinatorService(self.registry, self.spec.name, self.spec.telemetry.heartbeat_s)
         self.server, _ = await serve(service.add_to, "127.0.0.1", self.port)
