@@ -40,10 +40,10 @@ from specrl.prompts import load_prompts, load_validation
 from specrl.rewards import VerifierPool, check_references, verifier_for
 from specrl.rpc import tls
 from specrl.rpc.limits import message_limits
-from specrl.rpc.server import serve
-from specrl.spec import digest, load_spec
-from specrl.telemetry import logs
-from specrl.telemetry.spans import Recorder
+from specrl.rpc.server import Border, serve
+from specrl.spec import RunSpec, digest, load_spec
+from specrl.telemetry import logs, traces
+from specrl.telemetry.spans import COORDINATOR, Recorder
 from specrl.tools import ToolPool, tool_for
 
 T = TypeVar("T")
@@ -73,9 +73,15 @@ def main() -> None:
 
 
 async def _serve(arguments: argparse.Namespace) -> None:
-    directory: Path = arguments.run_directory
-    spec = load_spec(arguments.spec or directory / "run.yaml")
+    """Serve the run, and have what it did exported, where that is wanted, to the last."""
+    spec = load_spec(arguments.spec or arguments.run_directory / "run.yaml")
     logs.configure(spec.telemetry.log_level.value, "coordinator", spec.name)
+    with traces.sinks(spec, "coordinator", COORDINATOR) as sinks:
+        await _serve_run(arguments, spec, Recorder(*sinks))
+
+
+async def _serve_run(arguments: argparse.Namespace, spec: RunSpec, recorder: Recorder) -> None:
+    directory: Path = arguments.run_directory
     identity = tls.identity_of(arguments.tls, arguments.tls_domain)
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -99,13 +105,13 @@ async def _serve(arguments: argparse.Namespace) -> None:
     if tools is not None:
         await tools.start()
     turns = turns_of(spec, tools)
-    spans = RunSpans(Recorder(), claim.run_id)
+    spans = RunSpans(recorder, claim.run_id)
     parts = Parts(spec, directory, registry, store, board, prompts, validation_prompts, pool, turns, spans)
     guard = tls.guard_of(identity, tls.GENERATION, tls.TRAINER)
     service = CoordinatorService(registry, spec.name, spec.telemetry.heartbeat_s, guard)
     grpc_port = spec.telemetry.grpc_port if arguments.port is None else arguments.port
     http_port = spec.telemetry.http_port if arguments.http_port is None else arguments.http_port
-    server, bound = await serve(service.add_to, arguments.host, grpc_port, limits.coordinator, guard)
+    server, bound = await serve(service.add_to, arguments.host, grpc_port, Border(limits.coordinator, guard))
     listener = _listen(arguments.host, http_port)
     web = _web_server(board, identity, place)
     tasks = [

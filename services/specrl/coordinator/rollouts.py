@@ -22,6 +22,7 @@ import hashlib
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -239,7 +240,7 @@ class RolloutStage:
         """
         replica.add_load(len(slots))
         spans = {slot: self._spans.rollout(slot, replica.replica_id, oldest_version) for slot in slots}
-        requests = [(self._request(slot), self._prompt(slot)) for slot in slots]
+        requests = [(self._request(slot, span.traceparent), self._prompt(slot)) for slot, span in spans.items()]
         ask = partial(
             replica.client.generate,
             min_policy_version=oldest_version,
@@ -293,7 +294,7 @@ class RolloutStage:
     def _prompt(self, slot: SlotId) -> Prompt:
         return self._prompts.prompt(self._scheduler.shape.position(slot.step, slot.index))
 
-    def _request(self, slot: SlotId) -> RolloutRequest:
+    def _request(self, slot: SlotId, traceparent: str) -> RolloutRequest:
         seed = seed_of(self._spec.schedule.seed, slot.step, slot.index, slot.sample, slot.attempt)
         return RolloutRequest(
             rollout_id=str(slot),
@@ -301,6 +302,7 @@ class RolloutStage:
             sample_index=slot.sample,
             prompt_token_ids=self._prompt(slot).token_ids,
             sampling=training_sampling(self._spec, seed),
+            traceparent=traceparent,
         )
 
     # -- back ----------------------------------------------------------------------------------------------------
@@ -458,7 +460,11 @@ async def sample_and_grade(
             lost_by = "unanswered"
             try:
                 unbounded = partial(replica.client.generate, min_policy_version=0)
-                stream = turns.generate(parts.turns, unbounded, share, True)
+                traced = [
+                    (replace(request, traceparent=spans[request.rollout_id].traceparent), prompt)
+                    for request, prompt in share
+                ]
+                stream = turns.generate(parts.turns, unbounded, traced, True)
                 async with aclosing(_until_gone(replica, stream)) as arrivals:
                     async for ended in arrivals:
                         finished[ended.rollout.rollout_id] = ended

@@ -30,9 +30,10 @@ from specrl.rpc.clients import CoordinatorClient
 from specrl.rpc.lifetime import first_to_end, told_to_stop
 from specrl.rpc.limits import message_limits
 from specrl.rpc.membership import drain_when_told, say_goodbye, stay_registered
-from specrl.rpc.server import serve
+from specrl.rpc.server import Border, serve
 from specrl.spec import RunSpec, digest, load_spec
-from specrl.telemetry import logs
+from specrl.telemetry import logs, traces
+from specrl.telemetry.spans import SILENT, Recorder
 
 ENGINE_CHECK_S = 1.0  # how soon a dead engine is noticed when nobody asks it for anything
 GOODBYE_S = 5.0
@@ -87,19 +88,21 @@ async def run(spec: RunSpec, options: Options) -> None:
     """Serve until told to stop. Raises SpecrlError when the engine cannot start or dies, or the run is another one."""
     from specrl.generation.vllm_backend.engine import VllmEngine
 
-    engine = VllmEngine(spec, options.replica_id)
-    await engine.start()
-    try:
-        await run_engine(engine, spec, options)
-    finally:
-        await engine.close()
+    with traces.recorder(spec, "generation", options.replica_id) as recorder:
+        engine = VllmEngine(spec, options.replica_id, recorder)
+        await engine.start()
+        try:
+            await run_engine(engine, spec, options, recorder)
+        finally:
+            await engine.close()
 
 
-async def run_engine(engine: Engine, spec: RunSpec, options: Options) -> None:
+async def run_engine(engine: Engine, spec: RunSpec, options: Options, recorder: Recorder = SILENT) -> None:
     """Serve a started engine until a signal, a refusal or the engine's death."""
-    service = GenerationService(engine, spec.weights, float(spec.generation.reattach_s))
+    service = GenerationService(engine, spec.weights, float(spec.generation.reattach_s), recorder)
     guard = tls.guard_of(options.identity, tls.COORDINATOR)
-    server, port = await serve(service.add_to, options.host, options.port, message_limits(spec).generation, guard)
+    border = Border(message_limits(spec).generation, guard, recorder, options.replica_id)
+    server, port = await serve(service.add_to, options.host, options.port, border)
     _serve_metrics(options)
     address = f"{options.host}:{port}"
     log.info("generation_served", replica=options.replica_id, address=address)

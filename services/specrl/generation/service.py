@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, cast
 
 import grpc.aio
@@ -23,6 +24,7 @@ from specrl.generation.engine import Engine
 from specrl.generation.holdings import Holdings
 from specrl.records import HeldRollout, Rollout, RolloutRequest, wire
 from specrl.spec.run import Weights
+from specrl.telemetry.spans import SILENT, OpenSpan, Recorder, SpanContext, SpanName
 
 LONGEST_ID = 256
 
@@ -30,10 +32,10 @@ log = structlog.get_logger(__name__)
 
 
 class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
-    """One replica's servicer over any Engine."""
+    """One replica's servicer over any Engine. recorder: hears of each rollout, with what the engine says of it."""
 
-    def __init__(self, engine: Engine, weights: Weights, reattach_s: float) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, weights: Weights, reattach_s: float, recorder: Recorder = SILENT) -> None:
+        self._engine, self._recorder = engine, recorder
         self._timeout_s = float(weights.timeout_s)
         self._holdings = Holdings(engine, reattach_s)
 
@@ -47,11 +49,15 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         """Stream each rollout when it finishes; cancelling the call aborts what does not outlive it."""
         requests = [wire.request_from_wire(item) for item in request.requests]
         _check_requests(requests)
-        served = (await self._engine.status()).policy_version
+        status = await self._engine.status()
+        served = status.policy_version
         if served < request.min_policy_version:
             raise VersionConflict(
                 f"policy version must be >= {request.min_policy_version}, got {served}; update the replica first"
             )
+        spans = {item.rollout_id: self._span(item, status.replica_id) for item in requests}
+        if self._recorder.is_heard:
+            requests = [replace(item, traceparent=spans[item.rollout_id].traceparent) for item in requests]
         if request.outlives_call:
             stream = self._holdings.stream(
                 requests, served, admit_together=request.admit_together, resumes=request.resumes
@@ -59,9 +65,20 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         else:
             # Every engine's `generate` is an async generator; the protocol cannot say so.
             stream = cast(AsyncGenerator[Rollout], self._engine.generate(requests, request.admit_together))
-        async with aclosing(stream) as rollouts:
-            async for rollout in rollouts:
-                yield wire.rollout_to_wire(rollout)
+        try:
+            async with aclosing(stream) as rollouts:
+                async for rollout in rollouts:
+                    spans[rollout.rollout_id].note(tokens=len(rollout.token_ids_T))
+                    spans[rollout.rollout_id].end()
+                    yield wire.rollout_to_wire(rollout)
+        finally:
+            for span in spans.values():  # what the caller did not wait for, or the engine did not finish
+                span.end("unfinished")
+
+    def _span(self, request: RolloutRequest, replica_id: str) -> OpenSpan:
+        """Of one rollout: below the caller's, or else below the call."""
+        caller = SpanContext.parse(request.traceparent)
+        return self._recorder.begin(SpanName.GENERATE, replica_id, caller, rollout=request.rollout_id)
 
     async def ReceiveWeights(
         self, request: generation_pb2.ReceiveWeightsRequest, context: Any

@@ -1,8 +1,8 @@
 """Everything that can be known to go wrong before anything is written or started.
 
 Each check raises one SpecrlError whose message says what to do; the command line shows it and exits 2. The order is
-that of a user's reading: the run file (checked when it is loaded), mechanism, model, drafter, parallelism, prompts,
-verifier, tool, store, ports, memory.
+that of a user's reading: the run file (checked when it is loaded), mechanism, traces, model, drafter, parallelism,
+prompts, verifier, tool, store, ports, memory.
 Processes check again what is theirs; these checks only make sure that a user learns of it in seconds.
 """
 
@@ -24,6 +24,7 @@ from specrl.launcher.memory import check_memory, estimate_memory
 from specrl.launcher.model_folder import ModelFolder, read_model_folder
 from specrl.launcher.ports import choose_ports
 from specrl.spec import RunSpec
+from specrl.telemetry import traces
 
 ARCHITECTURES = ("Qwen3ForCausalLM",)
 
@@ -51,6 +52,7 @@ def check(spec: RunSpec, available_bytes: Callable[[], int] = available_memory_b
     """Raise the first SpecrlError that would end this run on this machine; else the ports to use."""
     check_mechanism(spec, surroundings())
     check_trainable(spec)
+    traces.check(spec)
     policy = check_policy(spec)
     check_drafter(spec, policy)
     draft_model = check_draft_model(spec)

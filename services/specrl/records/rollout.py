@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
@@ -54,6 +54,8 @@ class RolloutRequest:
     sample_index: int
     prompt_token_ids: tuple[int, ...]
     sampling: Sampling
+    traceparent: str = field(default="", compare=False)
+    """The span that it is part of, as the sender wrote it; it says nothing of what is asked for."""
 
 
 class FinishReason(StrEnum):

@@ -109,6 +109,7 @@ def request_to_wire(record: RolloutRequest) -> generation_pb2.RolloutRequest:
         sample_index=record.sample_index,
         prompt_token_ids=record.prompt_token_ids,
         sampling=sampling_to_wire(record.sampling),
+        traceparent=record.traceparent,
     )
 
 
@@ -119,6 +120,7 @@ def request_from_wire(message: generation_pb2.RolloutRequest) -> RolloutRequest:
         message.sample_index,
         tuple(message.prompt_token_ids),
         sampling_from_wire(message.sampling),
+        message.traceparent,
     )
 
 

@@ -53,8 +53,9 @@ from specrl.records import (
     wire,
 )
 from specrl.rpc.limits import CONTROL_BYTES, LARGEST_BYTES
-from specrl.rpc.server import ERROR_CLASS_KEY, channel_options, check_size
+from specrl.rpc.server import ERROR_CLASS_KEY, TRACEPARENT, channel_options, check_size
 from specrl.rpc.tls import COORDINATOR, GENERATION, TRAINER, Identity
+from specrl.telemetry.spans import present
 
 T = TypeVar("T")
 Stub = TypeVar("Stub")
@@ -88,6 +89,12 @@ def _unreadable(peer: str) -> RecordInvalid:
     return RecordInvalid(
         f"an answer of {peer} must be the protobuf message of its call, got other bytes; use the same version of specrl"
     )
+
+
+def _metadata() -> tuple[tuple[str, str], ...]:
+    """Tells the peer which span its work is part of, where spans are recorded."""
+    span = present()
+    return () if span is None else ((TRACEPARENT, span.traceparent),)
 
 
 @dataclass(frozen=True)
@@ -154,7 +161,7 @@ class _Client(Generic[Stub]):
     async def _call(self, call: Callable[..., Awaitable[T]], request: Any, deadline_s: float) -> T:
         check_size(f"a request to {self.peer}", request.ByteSize(), self._limit_bytes)
         try:
-            return await call(request, timeout=deadline_s)
+            return await call(request, timeout=deadline_s, metadata=_metadata())
         except DecodeError as error:
             raise _unreadable(self.peer) from error
         except grpc.aio.AioRpcError as error:
@@ -209,7 +216,7 @@ class GenerationClient(_Client["generation_pb2_grpc.GenerationServiceAsyncStub"]
             resumes=resumes,
         )
         check_size(f"a request to {self.peer}", request.ByteSize(), self._limit_bytes)
-        call = self._stub.Generate(request)
+        call = self._stub.Generate(request, metadata=_metadata())
         try:
             async for message in call:
                 if message.rollout_id in missing:

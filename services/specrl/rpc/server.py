@@ -10,6 +10,7 @@ counted, and the server goes on.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import grpc
@@ -21,8 +22,12 @@ from specrl.errors import MessageTooLarge, PortTaken, RecordInvalid, SpecrlError
 from specrl.rpc.limits import LARGEST_BYTES
 from specrl.rpc.tls import Guard
 from specrl.telemetry import metrics
+from specrl.telemetry.spans import METHOD, SILENT, OpenSpan, Recorder, SpanName, continue_from
 
 ERROR_CLASS_KEY = "specrl-error"
+TRACEPARENT = "traceparent"
+"""Metadata: the caller's span, as W3C Trace Context writes it. One that is malformed is passed over."""
+
 DETAILS_BYTES = 2000
 """Of an error's message. It travels as a header, in which a byte may take three, and headers may take 8 KiB."""
 
@@ -48,26 +53,42 @@ def check_size(what: str, size_bytes: int, limit_bytes: int) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Border:
+    """What a server asks of calls, and whom it tells of them.
+
+    limit_bytes: of every message, in and out (`limits.py`). guard: mutual TLS with callers of its roles; without one,
+    anybody who reaches the port may call. recorder: hears of calls that are part of a caller's span, in this lane.
+    """
+
+    limit_bytes: int = LARGEST_BYTES
+    guard: Guard | None = None
+    recorder: Recorder = SILENT
+    lane: str = ""
+
+
+ANYBODY = Border()
+"""For servers of one machine."""
+
+
 async def serve(
     register: Callable[[grpc.aio.Server], None],
     host: str,
     port: int,
-    limit_bytes: int = LARGEST_BYTES,
-    guard: Guard | None = None,
+    border: Border = ANYBODY,
 ) -> tuple[grpc.aio.Server, int]:
     """Start a server with the servicers that `register` adds. port 0 takes any free one. Returns (server, port).
 
-    limit_bytes: of every message, in and out (`limits.py`). guard: mutual TLS with callers of its roles; without one,
-    anybody who reaches the port may call. Raises PortTaken.
+    Raises PortTaken.
     """
-    server = grpc.aio.server(options=channel_options(limit_bytes), interceptors=[_Border(limit_bytes, guard)])
+    server = grpc.aio.server(options=channel_options(border.limit_bytes), interceptors=[_Checks(border)])
     register(server)
     address = f"{host}:{port}"
     try:
-        if guard is None:
+        if border.guard is None:
             bound = server.add_insecure_port(address)
         else:
-            bound = server.add_secure_port(address, guard.credentials())
+            bound = server.add_secure_port(address, border.guard.credentials())
     except RuntimeError as error:
         raise PortTaken(
             f"the gRPC address must be free, got {host}:{port} taken by another process; choose another port or use 0"
@@ -76,21 +97,28 @@ async def serve(
     return server, bound
 
 
-class _Border(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # the stubs' generics do not exist at run time
+class _Checks(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # the stubs' generics do not exist at run time
     """Wraps every handler of this server's two call shapes: unary-unary and unary-stream.
 
     gRPC would read requests itself, and answer what it cannot read in words of its own: so it is given no codec, and
     hands over bytes. Untyped inside: the published stubs of grpc.aio describe neither handlers nor interceptors.
     """
 
-    def __init__(self, limit_bytes: int, guard: Guard | None) -> None:
-        self._limit_bytes, self._guard = limit_bytes, guard
+    def __init__(self, border: Border) -> None:
+        self._border = border
+        self._limit_bytes, self._guard = border.limit_bytes, border.guard
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         handler = await continuation(handler_call_details)
         if handler is None:
             return handler
         method = handler_call_details.method
+        caller = _caller(handler_call_details.invocation_metadata)
+
+        def span() -> OpenSpan:
+            """Of this call, if it is part of one of the caller's. The task is the call's own."""
+            continue_from(caller)
+            return self._border.recorder.begin(SpanName.CALL, self._border.lane, **{METHOD: method.removeprefix("/")})
 
         def request_of(data: bytes, context: Any) -> Any:
             if self._guard is not None:
@@ -110,21 +138,31 @@ class _Border(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # the stub
             return data
 
         async def answer(data: bytes, context: Any) -> Any:
-            try:
-                return bytes_of(await handler.unary_unary(request_of(data, context), context))
-            except Exception as error:  # noqa: BLE001 - the edge of the process: answer, count, go on
-                await _refuse(method, context, error)
+            with span() as open_span:
+                try:
+                    return bytes_of(await handler.unary_unary(request_of(data, context), context))
+                except Exception as error:  # noqa: BLE001 - the edge of the process: answer, count, go on
+                    open_span.end(type(error).__name__)
+                    await _refuse(method, context, error)
 
         async def stream(data: bytes, context: Any) -> AsyncIterator[Any]:
-            try:
-                async for item in handler.unary_stream(request_of(data, context), context):
-                    yield bytes_of(item)
-            except Exception as error:  # noqa: BLE001 - the edge of the process: answer, count, go on
-                await _refuse(method, context, error)
+            with span() as open_span:
+                try:
+                    async for item in handler.unary_stream(request_of(data, context), context):
+                        yield bytes_of(item)
+                except Exception as error:  # noqa: BLE001 - the edge of the process: answer, count, go on
+                    open_span.end(type(error).__name__)
+                    await _refuse(method, context, error)
 
         if handler.unary_unary is not None:
             return grpc.unary_unary_rpc_method_handler(answer)
         return grpc.unary_stream_rpc_method_handler(stream)
+
+
+def _caller(metadata: Any) -> str:
+    """The traceparent of a call, or what was sent in its place; empty without one."""
+    found = next((value for key, value in metadata or () if key == TRACEPARENT), "")
+    return found if isinstance(found, str) else ""
 
 
 async def _refuse(method: str, context: Any, error: Exception) -> NoReturn:

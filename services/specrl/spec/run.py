@@ -133,8 +133,19 @@ class LogLevel(StrEnum):
     WARNING = "warning"
 
 
+class Traces(Section):
+    """OpenTelemetry: every process exports what it does, and when, as one trace for each step (docs/traces.md).
+
+    Needs the extra `traces`. What is not said here the standard variables OTEL_* of each process say.
+    """
+
+    endpoint: Annotated[str | None, Field(max_length=2048, pattern=r"^https?://[^/@ ]+(/[^@ ]*)?$")] = None
+    """Where a collector receives OTLP over HTTP, without the path /v1/traces, as http://collector:4318. Null:
+    OTEL_EXPORTER_OTLP_ENDPOINT says where; without that, http://localhost:4318."""
+
+
 class Telemetry(Section):
-    """Logs and endpoints."""
+    """Logs, endpoints and traces."""
 
     log_level: LogLevel = LogLevel.INFO
     """Least severe event that is logged."""
@@ -144,6 +155,8 @@ class Telemetry(Section):
     """Port of the coordinator's gRPC server. 0: any free one."""
     heartbeat_s: Positive = 2
     """Seconds between heartbeats. A peer that misses five is taken for dead."""
+    traces: Traces | None = None
+    """Export traces. Null: none are, and nothing of OpenTelemetry is loaded."""
 
 
 class RunSpec(Section):

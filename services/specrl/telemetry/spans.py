@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -76,7 +76,18 @@ class SpanName(StrEnum):
     """Coordinator: all after the last step."""
     EXPORT = "export"
     """Trainer: Hugging Face folders of what was trained."""
+    CALL = "call"
+    """A peer, in its own process: a call that it answers; the attribute `METHOD` says which."""
+    GENERATE = "generate"
+    """A replica, in its own process: one turn of a rollout, from its arrival to its end; the next three, if the engine
+    knows them, are its parts."""
+    QUEUE = "queue"
+    PREFILL = "prefill"
+    DECODE = "decode"
 
+
+METHOD = "method"
+"""Attribute: what is called, as `specrl.api.v1.TrainerService/TrainStep`."""
 
 Value = str | int | float | bool
 
@@ -135,9 +146,11 @@ def present() -> SpanContext | None:
     return _present.get()
 
 
-def continue_from(context: SpanContext) -> None:
-    """What the present task does from now on is part of `context`; for a call that arrived with it."""
-    _present.set(context)
+def continue_from(traceparent: str) -> None:
+    """What the present task does from now on is part of the caller's span; nothing changes if that names none."""
+    context = SpanContext.parse(traceparent)
+    if context is not None:
+        _present.set(context)
 
 
 class UnixClock:
@@ -173,6 +186,20 @@ class Recorder:
             return NO_SPAN
         context = SpanContext(above.trace_id, random.getrandbits(64) or 1, above.step)
         return OpenSpan(self, name, lane, context, above, attributes)
+
+    def lay_out(
+        self, parts: Sequence[tuple[SpanName, float]], lane: str, parent: SpanContext, within_s: tuple[float, float]
+    ) -> None:
+        """Spans for `parts`, (name, seconds) in their order, end to end before the end of `within_s`; cut at its begin.
+
+        For what is known to have taken so long, and not when.
+        """
+        earliest_s, ended_s = within_s
+        for name, seconds in reversed(parts):
+            part = self.begin(name, lane, parent)
+            part.began_s = max(earliest_s, ended_s - seconds)
+            part.end_at(ended_s)
+            ended_s = part.began_s
 
     def hand_out(self, span: Span) -> None:
         """Give a finished span to every sink."""
@@ -215,34 +242,17 @@ class OpenSpan:
         """It is over; the first end counts. error: the class of what ended it early."""
         if self._ended_s is not None:
             return
-        self._ended_s = self.recorder.now()
-        self._hand_out(self.began_s, self._ended_s, error)
+        self.end_at(self.recorder.now(), error)
 
-    def forget(self) -> None:
-        """It does not end here: nobody hears of it."""
-        self._ended_s = self.recorder.now()
-
-    def end_in(self, *parts: tuple[SpanName, float]) -> None:
-        """It is over, and its last seconds went into `parts`, in this order: (name, seconds). What they exceed is cut.
-
-        For what a peer reports of its own work: how long, not when; transport comes before.
-        """
-        self.end()
-        assert self._ended_s is not None
-        ended_s = self._ended_s
-        for name, seconds in reversed(parts):
-            part = self.recorder.begin(name, self.lane, self.context)
-            part.began_s = max(self.began_s, ended_s - seconds)
-            part._hand_out(part.began_s, ended_s)
-            ended_s = part.began_s
-
-    def _hand_out(self, began_s: float, ended_s: float, error: str = "") -> None:
+    def end_at(self, ended_s: float, error: str = "") -> None:
+        """It was over at that time."""
+        self._ended_s = ended_s
         self.recorder.hand_out(
             Span(
                 self.name,
                 self.lane,
                 self.context.step,
-                began_s,
+                self.began_s,
                 ended_s,
                 self.attributes,
                 self.context,
@@ -251,6 +261,16 @@ class OpenSpan:
                 tuple(self.links),
             )
         )
+
+    def forget(self) -> None:
+        """It does not end here: nobody hears of it."""
+        self._ended_s = self.recorder.now()
+
+    def end_in(self, *parts: tuple[SpanName, float]) -> None:
+        """It is over, and its last seconds went into `parts`, as a peer reports it; transport came before."""
+        ended_s = self.recorder.now()
+        self.end_at(ended_s)
+        self.recorder.lay_out(parts, self.lane, self.context, (self.began_s, ended_s))
 
     def __enter__(self) -> Self:
         self._token = _present.set(self.context)
@@ -280,6 +300,9 @@ class _NoSpan(OpenSpan):
         """Nothing to link."""
 
     def end(self, error: str = "") -> None:
+        """Nothing to end."""
+
+    def end_at(self, ended_s: float, error: str = "") -> None:
         """Nothing to end."""
 
     def forget(self) -> None:

@@ -31,9 +31,10 @@ from specrl.rpc.clients import CoordinatorClient
 from specrl.rpc.lifetime import first_to_end, told_to_stop
 from specrl.rpc.limits import message_limits
 from specrl.rpc.membership import say_goodbye, stay_registered
-from specrl.rpc.server import serve
+from specrl.rpc.server import Border, serve
 from specrl.spec import RunSpec, digest, load_spec
-from specrl.telemetry import logs
+from specrl.telemetry import logs, traces
+from specrl.telemetry.spans import TRAINER, Recorder
 from specrl.trainer.ranks import ControlGroup, RankedBackend, follow
 from specrl.trainer.service import TrainerService
 
@@ -102,7 +103,8 @@ def run(spec: RunSpec, options: Options) -> bool:
     backend = MegatronBackend(spec)
     control = ControlGroup()
     if control.rank == 0:
-        return asyncio.run(lead(RankedBackend(backend, control), spec, options))
+        with traces.recorder(spec, "trainer", options.peer_id) as recorder:
+            return asyncio.run(lead(RankedBackend(backend, control), spec, options, recorder))
     # Told to stop, other ranks wait for rank 0 to say so; it is told, too.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -110,7 +112,7 @@ def run(spec: RunSpec, options: Options) -> bool:
     return True  # rank 0 knows better, and one rank that has failed is enough
 
 
-async def lead(backend: RankedBackend, spec: RunSpec, options: Options) -> bool:
+async def lead(backend: RankedBackend, spec: RunSpec, options: Options, recorder: Recorder) -> bool:
     """Rank 0: load, serve, stay registered, until a signal, a dismissal, a refusal or the loss of a rank.
 
     Returns whether it was a dismissal.
@@ -118,7 +120,8 @@ async def lead(backend: RankedBackend, spec: RunSpec, options: Options) -> bool:
     service = TrainerService(backend, spec, options.run_directory, options.host)
     await service.load()
     guard = tls.guard_of(options.identity, tls.COORDINATOR)
-    server, port = await serve(service.add_to, options.host, options.port, message_limits(spec).trainer, guard)
+    border = Border(message_limits(spec).trainer, guard, recorder, TRAINER)
+    server, port = await serve(service.add_to, options.host, options.port, border)
     address = f"{options.host}:{port}"
     log.info("trainer_served", address=address, ranks=backend.status().world_size)
     peer = Peer(options.peer_id, Role.TRAINER, address, digest(spec))

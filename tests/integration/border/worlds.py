@@ -28,7 +28,7 @@ from specrl.generation.service import GenerationService
 from specrl.records import Peer, Role, wire
 from specrl.rpc.clients import CoordinatorClient, GenerationClient, TrainerClient
 from specrl.rpc.limits import message_limits
-from specrl.rpc.server import ERROR_CLASS_KEY, serve
+from specrl.rpc.server import ERROR_CLASS_KEY, Border, serve
 from specrl.spec import RunSpec, digest, parse_spec
 from specrl.telemetry import metrics
 from specrl.trainer import checkpoints
@@ -134,7 +134,9 @@ class CoordinatorWorld(World):
     async def start(self) -> tuple[grpc.aio.Server, int]:
         limits = message_limits(self.spec)
         self.registry = Registry(digest(self.spec), 1.0, lambda: 0.0, calls=Calls(limits))
-        found = await serve(CoordinatorService(self.registry, "small", 1.0).add_to, "127.0.0.1", 0, limits.coordinator)
+        found = await serve(
+            CoordinatorService(self.registry, "small", 1.0).add_to, "127.0.0.1", 0, Border(limits.coordinator)
+        )
         self.client = CoordinatorClient(f"127.0.0.1:{found[1]}")
         for name, role in (("gen-0", Role.GENERATION), ("trainer", Role.TRAINER)):
             await self.client.register(Peer(name, role, "127.0.0.1:1", digest(self.spec), f"{name}-first"))
@@ -196,7 +198,7 @@ class GenerationWorld(World):
         await self.engine.start()
         self.servicer = GenerationService(self.engine, self.spec.weights, float(self.spec.generation.reattach_s))
         limit = message_limits(self.spec).generation
-        found = await serve(self.servicer.add_to, "127.0.0.1", 0, limit)
+        found = await serve(self.servicer.add_to, "127.0.0.1", 0, Border(limit))
         self.client = GenerationClient(f"127.0.0.1:{found[1]}", "gen-0", limit)
         return found
 
@@ -267,7 +269,7 @@ class TrainerWorld(World):
         self.servicer = TrainerService(self.backend, self.spec, self.folder, "127.0.0.1")
         await self.servicer.load()
         limit = message_limits(self.spec).trainer
-        found = await serve(self.servicer.add_to, "127.0.0.1", 0, limit)
+        found = await serve(self.servicer.add_to, "127.0.0.1", 0, Border(limit))
         self.client = TrainerClient(f"127.0.0.1:{found[1]}", limit)
         return found
 

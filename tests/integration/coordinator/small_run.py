@@ -32,7 +32,7 @@ from specrl.generation.service import GenerationService
 from specrl.records import Batch, Peer, Prompt, Reward, Role, wire
 from specrl.rpc.clients import CoordinatorClient
 from specrl.rpc.membership import stay_registered
-from specrl.rpc.server import serve
+from specrl.rpc.server import Border, serve
 from specrl.spec import RunSpec, digest, parse_spec
 from specrl.telemetry.spans import Recorder, Sink
 from specrl.trainer.service import TrainerService
@@ -160,6 +160,7 @@ class Run:
     trainer: Trainer | None = None
     turns: Turns | None = None
     sinks: Sequence[Sink] = ()
+    peer_sinks: Callable[[str], Sequence[Sink]] = lambda _: ()
 
     async def __aenter__(self) -> Run:
         self.port = _free_port()
@@ -216,8 +217,9 @@ class Run:
     async def start_replica(self, name: str) -> None:
         engine = self.make_engine(name)
         await engine.start()
-        service = GenerationService(engine, self.spec.weights, float(self.spec.generation.reattach_s))
-        server, port = await serve(service.add_to, "127.0.0.1", 0)
+        recorder = Recorder(*self.peer_sinks(name))
+        service = GenerationService(engine, self.spec.weights, float(self.spec.generation.reattach_s), recorder)
+        server, port = await serve(service.add_to, "127.0.0.1", 0, Border(recorder=recorder, lane=name))
         peer = Peer(name, Role.GENERATION, f"127.0.0.1:{port}", digest(self.spec))
         staying = stay_registered(self.client, peer, engine.status, service.held)
         membership = asyncio.create_task(staying)
@@ -231,7 +233,8 @@ class Run:
         backend = RecordingBackend(self.trained)
         service = TrainerService(backend, self.spec, self.folder, "127.0.0.1")
         await service.load()
-        server, port = await serve(service.add_to, "127.0.0.1", 0)
+        border = Border(recorder=Recorder(*self.peer_sinks("trainer")), lane="trainer")
+        server, port = await serve(service.add_to, "127.0.0.1", 0, border)
         peer = Peer("trainer", Role.TRAINER, f"127.0.0.1:{port}", digest(self.spec))
         membership = asyncio.create_task(stay_registered(self.client, peer))
         self.trainer = Trainer(service, backend, server, membership)

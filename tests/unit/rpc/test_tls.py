@@ -16,7 +16,7 @@ from specrl.errors import CallerRefused, PeerUnavailable, SpecrlError, TlsInvali
 from specrl.records import Peer, Role
 from specrl.rpc import tls
 from specrl.rpc.clients import CoordinatorClient
-from specrl.rpc.server import serve
+from specrl.rpc.server import Border, serve
 
 DOMAIN = "qwen.team-a.specrl"
 
@@ -42,7 +42,7 @@ async def port(tmp_path: Path, authority: Authority) -> AsyncIterator[int]:
     own = identity(tmp_path / "coordinator", authority, tls.COORDINATOR)
     guard = tls.guard_of(own, tls.GENERATION, tls.TRAINER)
     service = CoordinatorService(Registry("digest", 1.0, lambda: 0.0), "run", 1.0, guard)
-    server, port = await serve(service.add_to, "127.0.0.1", 0, guard=guard)
+    server, port = await serve(service.add_to, "127.0.0.1", 0, Border(guard=guard))
     yield port
     await server.stop(None)
 
@@ -89,7 +89,7 @@ async def test_a_server_of_another_role_or_run_is_not_taken_for_the_coordinator(
 ) -> None:
     own = identity(tmp_path / "server", authority, role, domain=domain)
     service = CoordinatorService(Registry("digest", 1.0, lambda: 0.0), "run", 1.0)
-    server, port = await serve(service.add_to, "127.0.0.1", 0, guard=tls.guard_of(own, tls.TRAINER))
+    server, port = await serve(service.add_to, "127.0.0.1", 0, Border(guard=tls.guard_of(own, tls.TRAINER)))
     try:
         with pytest.raises(PeerUnavailable):
             await called(port, identity(tmp_path / "caller", authority, tls.TRAINER))

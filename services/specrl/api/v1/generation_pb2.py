@@ -26,7 +26,7 @@ from specrl.api.v1 import rollout_pb2 as specrl_dot_api_dot_v1_dot_rollout__pb2
 from specrl.api.v1 import weights_pb2 as specrl_dot_api_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1especrl/api/v1/generation.proto\x12\rspecrl.api.v1\x1a\x1bspecrl/api/v1/rollout.proto\x1a\x1bspecrl/api/v1/weights.proto\"\x91\x01\n\x0eRolloutRequest\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x14\n\x0csample_index\x18\x03 \x01(\x05\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\x05\x12)\n\x08sampling\x18\x05 \x01(\x0b\x32\x17.specrl.api.v1.Sampling\"\x9e\x01\n\x0fGenerateRequest\x12/\n\x08requests\x18\x01 \x03(\x0b\x32\x1d.specrl.api.v1.RolloutRequest\x12\x16\n\x0e\x61\x64mit_together\x18\x02 \x01(\x08\x12\x1a\n\x12min_policy_version\x18\x03 \x01(\x03\x12\x15\n\routlives_call\x18\x04 \x01(\x08\x12\x0f\n\x07resumes\x18\x05 \x01(\x08\"\x8b\x01\n\x15ReceiveWeightsRequest\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12)\n\x05group\x18\x02 \x01(\x0b\x32\x1a.specrl.api.v1.WeightGroup\x12/\n\x08manifest\x18\x03 \x01(\x0b\x32\x1d.specrl.api.v1.WeightManifest\"b\n\x13ReceiveWeightsReply\x12\x30\n\x08received\x18\x01 \x01(\x0b\x32\x1e.specrl.api.v1.WeightChecksums\x12\x19\n\x11\x62roadcast_seconds\x18\x02 \x01(\x01\"C\n\x13\x43ommitUpdateRequest\x12,\n\x04sent\x18\x01 \x01(\x0b\x32\x1e.specrl.api.v1.WeightChecksums\"\xba\x01\n\x11\x43ommitUpdateReply\x12\x16\n\x0everify_seconds\x18\x01 \x01(\x01\x12\x14\n\x0cload_seconds\x18\x02 \x01(\x01\x12\x16\n\x0eresume_seconds\x18\x03 \x01(\x01\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\x12\x1c\n\x0f\x64rafter_version\x18\x05 \x01(\x03H\x00\x88\x01\x01\x12\x15\n\rpause_seconds\x18\x06 \x01(\x01\x42\x12\n\x10_drafter_version\"\x1c\n\x1aGetGenerationStatusRequest\"\x8d\x01\n\x13SpeculationCounters\x12\x0e\n\x06\x64rafts\x18\x01 \x01(\x03\x12\x14\n\x0c\x64raft_tokens\x18\x02 \x01(\x03\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x03 \x01(\x03\x12\x1d\n\x15\x61\x63\x63\x65pted_per_position\x18\x04 \x03(\x03\x12\x18\n\x10generated_tokens\x18\x05 \x01(\x03\"_\n\x08\x44rafting\x12\r\n\x05state\x18\x01 \x01(\t\x12\x16\n\x0epredicted_gain\x18\x02 \x01(\x01\x12\x1a\n\rmeasured_gain\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\x10\n\x0e_measured_gain\"\xfe\x01\n\x10GenerationStatus\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x11\n\tis_paused\x18\x03 \x01(\x08\x12\x15\n\rlive_requests\x18\x04 \x01(\x05\x12\x37\n\x0bspeculation\x18\x05 \x01(\x0b\x32\".specrl.api.v1.SpeculationCounters\x12\x1c\n\x0f\x64rafter_version\x18\x06 \x01(\x03H\x00\x88\x01\x01\x12)\n\x08\x64rafting\x18\x07 \x01(\x0b\x32\x17.specrl.api.v1.DraftingB\x12\n\x10_drafter_version2\xee\x02\n\x11GenerationService\x12\x44\n\x08Generate\x12\x1e.specrl.api.v1.GenerateRequest\x1a\x16.specrl.api.v1.Rollout0\x01\x12Z\n\x0eReceiveWeights\x12$.specrl.api.v1.ReceiveWeightsRequest\x1a\".specrl.api.v1.ReceiveWeightsReply\x12T\n\x0c\x43ommitUpdate\x12\".specrl.api.v1.CommitUpdateRequest\x1a .specrl.api.v1.CommitUpdateReply\x12\x61\n\x13GetGenerationStatus\x12).specrl.api.v1.GetGenerationStatusRequest\x1a\x1f.specrl.api.v1.GenerationStatusb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1especrl/api/v1/generation.proto\x12\rspecrl.api.v1\x1a\x1bspecrl/api/v1/rollout.proto\x1a\x1bspecrl/api/v1/weights.proto\"\xa6\x01\n\x0eRolloutRequest\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x14\n\x0csample_index\x18\x03 \x01(\x05\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\x05\x12)\n\x08sampling\x18\x05 \x01(\x0b\x32\x17.specrl.api.v1.Sampling\x12\x13\n\x0btraceparent\x18\x06 \x01(\t\"\x9e\x01\n\x0fGenerateRequest\x12/\n\x08requests\x18\x01 \x03(\x0b\x32\x1d.specrl.api.v1.RolloutRequest\x12\x16\n\x0e\x61\x64mit_together\x18\x02 \x01(\x08\x12\x1a\n\x12min_policy_version\x18\x03 \x01(\x03\x12\x15\n\routlives_call\x18\x04 \x01(\x08\x12\x0f\n\x07resumes\x18\x05 \x01(\x08\"\x8b\x01\n\x15ReceiveWeightsRequest\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12)\n\x05group\x18\x02 \x01(\x0b\x32\x1a.specrl.api.v1.WeightGroup\x12/\n\x08manifest\x18\x03 \x01(\x0b\x32\x1d.specrl.api.v1.WeightManifest\"b\n\x13ReceiveWeightsReply\x12\x30\n\x08received\x18\x01 \x01(\x0b\x32\x1e.specrl.api.v1.WeightChecksums\x12\x19\n\x11\x62roadcast_seconds\x18\x02 \x01(\x01\"C\n\x13\x43ommitUpdateRequest\x12,\n\x04sent\x18\x01 \x01(\x0b\x32\x1e.specrl.api.v1.WeightChecksums\"\xba\x01\n\x11\x43ommitUpdateReply\x12\x16\n\x0everify_seconds\x18\x01 \x01(\x01\x12\x14\n\x0cload_seconds\x18\x02 \x01(\x01\x12\x16\n\x0eresume_seconds\x18\x03 \x01(\x01\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\x12\x1c\n\x0f\x64rafter_version\x18\x05 \x01(\x03H\x00\x88\x01\x01\x12\x15\n\rpause_seconds\x18\x06 \x01(\x01\x42\x12\n\x10_drafter_version\"\x1c\n\x1aGetGenerationStatusRequest\"\x8d\x01\n\x13SpeculationCounters\x12\x0e\n\x06\x64rafts\x18\x01 \x01(\x03\x12\x14\n\x0c\x64raft_tokens\x18\x02 \x01(\x03\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x03 \x01(\x03\x12\x1d\n\x15\x61\x63\x63\x65pted_per_position\x18\x04 \x03(\x03\x12\x18\n\x10generated_tokens\x18\x05 \x01(\x03\"_\n\x08\x44rafting\x12\r\n\x05state\x18\x01 \x01(\t\x12\x16\n\x0epredicted_gain\x18\x02 \x01(\x01\x12\x1a\n\rmeasured_gain\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\x10\n\x0e_measured_gain\"\xfe\x01\n\x10GenerationStatus\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x11\n\tis_paused\x18\x03 \x01(\x08\x12\x15\n\rlive_requests\x18\x04 \x01(\x05\x12\x37\n\x0bspeculation\x18\x05 \x01(\x0b\x32\".specrl.api.v1.SpeculationCounters\x12\x1c\n\x0f\x64rafter_version\x18\x06 \x01(\x03H\x00\x88\x01\x01\x12)\n\x08\x64rafting\x18\x07 \x01(\x0b\x32\x17.specrl.api.v1.DraftingB\x12\n\x10_drafter_version2\xee\x02\n\x11GenerationService\x12\x44\n\x08Generate\x12\x1e.specrl.api.v1.GenerateRequest\x1a\x16.specrl.api.v1.Rollout0\x01\x12Z\n\x0eReceiveWeights\x12$.specrl.api.v1.ReceiveWeightsRequest\x1a\".specrl.api.v1.ReceiveWeightsReply\x12T\n\x0c\x43ommitUpdate\x12\".specrl.api.v1.CommitUpdateRequest\x1a .specrl.api.v1.CommitUpdateReply\x12\x61\n\x13GetGenerationStatus\x12).specrl.api.v1.GetGenerationStatusRequest\x1a\x1f.specrl.api.v1.GenerationStatusb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,25 +34,25 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'specrl.api.v1.generation_pb
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ROLLOUTREQUEST']._serialized_start=108
-  _globals['_ROLLOUTREQUEST']._serialized_end=253
-  _globals['_GENERATEREQUEST']._serialized_start=256
-  _globals['_GENERATEREQUEST']._serialized_end=414
-  _globals['_RECEIVEWEIGHTSREQUEST']._serialized_start=417
-  _globals['_RECEIVEWEIGHTSREQUEST']._serialized_end=556
-  _globals['_RECEIVEWEIGHTSREPLY']._serialized_start=558
-  _globals['_RECEIVEWEIGHTSREPLY']._serialized_end=656
-  _globals['_COMMITUPDATEREQUEST']._serialized_start=658
-  _globals['_COMMITUPDATEREQUEST']._serialized_end=725
-  _globals['_COMMITUPDATEREPLY']._serialized_start=728
-  _globals['_COMMITUPDATEREPLY']._serialized_end=914
-  _globals['_GETGENERATIONSTATUSREQUEST']._serialized_start=916
-  _globals['_GETGENERATIONSTATUSREQUEST']._serialized_end=944
-  _globals['_SPECULATIONCOUNTERS']._serialized_start=947
-  _globals['_SPECULATIONCOUNTERS']._serialized_end=1088
-  _globals['_DRAFTING']._serialized_start=1090
-  _globals['_DRAFTING']._serialized_end=1185
-  _globals['_GENERATIONSTATUS']._serialized_start=1188
-  _globals['_GENERATIONSTATUS']._serialized_end=1442
-  _globals['_GENERATIONSERVICE']._serialized_start=1445
-  _globals['_GENERATIONSERVICE']._serialized_end=1811
+  _globals['_ROLLOUTREQUEST']._serialized_end=274
+  _globals['_GENERATEREQUEST']._serialized_start=277
+  _globals['_GENERATEREQUEST']._serialized_end=435
+  _globals['_RECEIVEWEIGHTSREQUEST']._serialized_start=438
+  _globals['_RECEIVEWEIGHTSREQUEST']._serialized_end=577
+  _globals['_RECEIVEWEIGHTSREPLY']._serialized_start=579
+  _globals['_RECEIVEWEIGHTSREPLY']._serialized_end=677
+  _globals['_COMMITUPDATEREQUEST']._serialized_start=679
+  _globals['_COMMITUPDATEREQUEST']._serialized_end=746
+  _globals['_COMMITUPDATEREPLY']._serialized_start=749
+  _globals['_COMMITUPDATEREPLY']._serialized_end=935
+  _globals['_GETGENERATIONSTATUSREQUEST']._serialized_start=937
+  _globals['_GETGENERATIONSTATUSREQUEST']._serialized_end=965
+  _globals['_SPECULATIONCOUNTERS']._serialized_start=968
+  _globals['_SPECULATIONCOUNTERS']._serialized_end=1109
+  _globals['_DRAFTING']._serialized_start=1111
+  _globals['_DRAFTING']._serialized_end=1206
+  _globals['_GENERATIONSTATUS']._serialized_start=1209
+  _globals['_GENERATIONSTATUS']._serialized_end=1463
+  _globals['_GENERATIONSERVICE']._serialized_start=1466
+  _globals['_GENERATIONSERVICE']._serialized_end=1832
 # @@protoc_insertion_point(module_scope)

@@ -29,9 +29,12 @@ class RolloutRequest(_message.Message):
     SAMPLE_INDEX_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     group_id: _builtins.str
     sample_index: _builtins.int
+    traceparent: _builtins.str
+    """the caller's span of this rollout (W3C Trace Context); empty: nobody listens"""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -44,10 +47,11 @@ class RolloutRequest(_message.Message):
         sample_index: _builtins.int = ...,
         prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         sampling: _rollout_pb2.Sampling | None = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "prompt_token_ids", b"prompt_token_ids", "rollout_id", b"rollout_id", "sample_index", b"sample_index", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "prompt_token_ids", b"prompt_token_ids", "rollout_id", b"rollout_id", "sample_index", b"sample_index", "sampling", b"sampling", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

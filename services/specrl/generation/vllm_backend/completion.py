@@ -12,6 +12,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from specrl.errors import EngineFailed
 from specrl.records import FinishReason, Rollout, RolloutRequest, Sampling, VersionSpan
+from specrl.telemetry.spans import Recorder, SpanContext, SpanName
 
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
@@ -75,6 +76,22 @@ class Completion:
             seconds=time.monotonic() - self.began,
             stop=output.stop_reason if isinstance(output.stop_reason, str) else "",
         )
+
+    def tell(self, recorder: Recorder, lane: str, stats: Any) -> None:
+        """Record where the time of a finished request went, below the span that asked for it.
+
+        stats: vLLM's RequestStateStats, seconds of the engine core's clock; None where it keeps none.
+        """
+        caller = SpanContext.parse(self.request.traceparent)
+        if not recorder.is_heard or caller is None or stats is None:
+            return
+        now = recorder.now()
+        parts = (
+            (SpanName.QUEUE, stats.scheduled_ts - stats.queued_ts),
+            (SpanName.PREFILL, stats.first_token_ts - stats.scheduled_ts),
+            (SpanName.DECODE, stats.last_token_ts - stats.first_token_ts),
+        )
+        recorder.lay_out(parts, lane, caller, (now - (time.monotonic() - self.began), now))
 
 
 def version_spans(spans: Any, length: int) -> tuple[VersionSpan, ...]:

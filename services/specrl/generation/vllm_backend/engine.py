@@ -56,6 +56,7 @@ from specrl.records import (
 )
 from specrl.spec import RunSpec
 from specrl.spec.run import KvCache
+from specrl.telemetry.spans import SILENT, Recorder
 
 INITIAL_VERSION = -1
 CLOSE_GRACE_S = 20.0  # for the engine core to end by itself before it is killed
@@ -70,9 +71,9 @@ log = structlog.get_logger(__name__)
 class VllmEngine:
     """One replica's vLLM. Built cheaply; `start` loads."""
 
-    def __init__(self, spec: RunSpec, replica_id: str) -> None:
+    def __init__(self, spec: RunSpec, replica_id: str, recorder: Recorder = SILENT) -> None:
         self._spec = spec
-        self._replica_id = replica_id
+        self._replica_id, self._recorder = replica_id, recorder
         self._lock = asyncio.Lock()
         self._transfer = asyncio.Lock()
         self._live: dict[int, Any] = {}  # id -> Completion
@@ -275,6 +276,7 @@ class VllmEngine:
                 completion.add(output.outputs[0])
                 if output.finished:
                     is_finished = True
+                    completion.tell(self._recorder, self._replica_id, output.metrics)
                     rollout: Rollout = completion.rollout(output.outputs[0], self._replica_id)
                     return rollout
         finally:
