@@ -7,6 +7,7 @@ do not apply.
 from __future__ import annotations
 
 import re
+from urllib.parse import urlsplit
 
 from specrl_operator.api import COMPONENT_LABEL, COORDINATOR, GENERATION, JOB_LABEL, NETWORK_POLICY, Job, Object
 from specrl_operator.facts import Facts
@@ -21,7 +22,7 @@ def objects(job: Job, facts: Facts) -> list[Object]:
         job,
         "peers",
         {JOB_LABEL: job.name},
-        {"ingress": [{"from": [own]}], "egress": [{"to": [own]}, {"ports": names}]},
+        {"ingress": [{"from": [own]}], "egress": [{"to": [own]}, {"ports": names}, *_to_collector(job)]},
     )
     ports = sorted({*facts.settings.api_server_ports, *_store_ports(job)})
     outwards = _policy(
@@ -50,6 +51,15 @@ def objects(job: Job, facts: Facts) -> list[Object]:
         "matchExpressions": [{"key": COMPONENT_LABEL, "operator": "In", "values": [COORDINATOR, GENERATION]}],
     }
     return [peers, outwards, metrics]
+
+
+def _to_collector(job: Job) -> list[Object]:
+    """Every pod sends its traces to the collector that the run file names, wherever that is."""
+    traces = job.spec.telemetry.traces
+    if traces is None or traces.endpoint is None:
+        return []
+    url = urlsplit(traces.endpoint)
+    return [{"ports": [{"protocol": "TCP", "port": url.port or (443 if url.scheme == "https" else 80)}]}]
 
 
 def _store_ports(job: Job) -> set[int]:

@@ -133,13 +133,18 @@ class LogLevel(StrEnum):
     WARNING = "warning"
 
 
+_PORT = "([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
+_URL = rf"^https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:{_PORT})?(/[A-Za-z0-9._~/-]*)?$"
+"""Without a user's name or password, which have no place in a run file."""
+
+
 class Traces(Section):
     """OpenTelemetry: every process exports what it does, and when, as one trace for each step (docs/traces.md).
 
     Needs the extra `traces`. What is not said here the standard variables OTEL_* of each process say.
     """
 
-    endpoint: Annotated[str | None, Field(max_length=2048, pattern=r"^https?://[^/@ ]+(/[^@ ]*)?$")] = None
+    endpoint: Annotated[str | None, Field(max_length=2048, pattern=_URL)] = None
     """Where a collector receives OTLP over HTTP, without the path /v1/traces, as http://collector:4318. Null:
     OTEL_EXPORTER_OTLP_ENDPOINT says where; without that, http://localhost:4318."""
 

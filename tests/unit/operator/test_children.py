@@ -315,6 +315,21 @@ def test_the_run_file_is_the_run_with_the_job_s_own_store(tmp_path: Path) -> Non
     assert digest(load_spec(tmp_path / "other.yaml")) == digest(spec)
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "port"),
+    [("http://collector.monitoring:4318", 4318), ("https://collector.example/otlp", 443), ("http://[fd00::1]/", 80)],
+)
+def test_every_pod_may_send_traces_to_the_collector_and_to_no_other_port(endpoint: str, port: int) -> None:
+    def reached(*changes: Object) -> list[Object]:
+        children = desired(a_job(*changes), facts())
+        (policy,) = [child for child in children if child["metadata"]["name"].endswith("-peers")]
+        return [rule for rule in policy["spec"]["egress"] if "to" not in rule]
+
+    names, collector = reached({"telemetry": {"traces": {"endpoint": endpoint}}})
+    assert reached() == reached({"telemetry": {"traces": {}}}) == [names]
+    assert collector == {"ports": [{"protocol": "TCP", "port": port}]}
+
+
 def test_two_jobs_on_one_redis_server_do_not_meet() -> None:
     store = {"store": {"redis": {"addresses": ["redis.infra:6379"]}}}
     prefixes = set()
