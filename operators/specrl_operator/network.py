@@ -9,9 +9,18 @@ from __future__ import annotations
 import re
 from urllib.parse import urlsplit
 
-from specrl_operator.api import COMPONENT_LABEL, COORDINATOR, GENERATION, JOB_LABEL, NETWORK_POLICY, Job, Object
+from specrl_operator.api import (
+    COMPONENT_LABEL,
+    COORDINATOR,
+    GENERATION,
+    JOB_LABEL,
+    NETWORK_POLICY,
+    TRAINER,
+    Job,
+    Object,
+)
 from specrl_operator.facts import Facts
-from specrl_operator.pods import HTTP_PORT, METRICS_PORT
+from specrl_operator.pods import HTTP_PORT, METRICS_PORT, TRAINER_METRICS_PORT
 
 
 def objects(job: Job, facts: Facts) -> list[Object]:
@@ -44,11 +53,11 @@ def objects(job: Job, facts: Facts) -> list[Object]:
             ]
         }
     }
-    served = [{"protocol": "TCP", "port": port} for port in (HTTP_PORT, METRICS_PORT)]
+    served = [{"protocol": "TCP", "port": port} for port in (HTTP_PORT, METRICS_PORT, TRAINER_METRICS_PORT)]
     metrics = _policy(job, "metrics", {JOB_LABEL: job.name}, {"ingress": [{"from": [scrapers], "ports": served}]})
     metrics["spec"]["podSelector"] = {
         "matchLabels": {JOB_LABEL: job.name},
-        "matchExpressions": [{"key": COMPONENT_LABEL, "operator": "In", "values": [COORDINATOR, GENERATION]}],
+        "matchExpressions": [{"key": COMPONENT_LABEL, "operator": "In", "values": [COORDINATOR, GENERATION, TRAINER]}],
     }
     return [peers, outwards, metrics]
 

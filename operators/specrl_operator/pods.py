@@ -15,7 +15,8 @@ from specrl_operator.api import COORDINATOR, GENERATION, LEADER_LABEL, TRAINER, 
 from specrl_operator.facts import Facts
 
 GRPC_PORT, HTTP_PORT = 7000, 8080
-REPLICA_PORT, TRAINER_PORT, METRICS_PORT, MASTER_PORT = 7001, 7002, 8081, 29500
+REPLICA_PORT, TRAINER_PORT, MASTER_PORT = 7001, 7002, 29500
+METRICS_PORT, TRAINER_METRICS_PORT = 8081, 8082
 RUN_FOLDER, SPEC_FOLDER = "/var/lib/specrl/run", "/etc/specrl"
 SPEC_FILE = f"{SPEC_FOLDER}/run.yaml"
 STORE_PASSWORD = "SPECRL_STORE_PASSWORD"  # noqa: S105 - the name of the variable that holds it
@@ -89,13 +90,17 @@ def trainer_pod(job: Job, facts: Facts, address: str) -> Object:
         *("specrl-trainer", "--spec", SPEC_FILE, "--run-directory", RUN_FOLDER),
         *("--coordinator", f"{job.child(COORDINATOR)}:{GRPC_PORT}"),
         *("--host", "$(POD_IP)", "--port", str(TRAINER_PORT), "--until-dismissed"),
+        *("--metrics-port", str(TRAINER_METRICS_PORT)),  # of rank 0
     ]
     container = _container(TRAINER, facts.settings.trainer_image, command, facts)
     own = {"OMP_NUM_THREADS": str(trainer.threads)}
     if not trainer.gpus_per_node:
         own["TORCHDYNAMO_DISABLE"] = "1"  # Megatron's path on CPUs
     container["env"] = _environment(own)
-    container["ports"] = [{"name": "grpc", "containerPort": TRAINER_PORT}]
+    container["ports"] = [
+        {"name": "grpc", "containerPort": TRAINER_PORT},
+        {"name": "metrics", "containerPort": TRAINER_METRICS_PORT},
+    ]
     pod = _pod(job, facts, TRAINER, container, STOP_S)
     pod["spec"]["restartPolicy"] = "Never"
     placement.place(pod, job, facts, TRAINER)

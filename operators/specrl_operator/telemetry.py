@@ -37,6 +37,11 @@ STARTUP_SECONDS = Histogram(
 )
 TERMINAL = Counter("specrl_rljob_terminal_total", "RLJobs that ended, by result: Complete, Failed.", ["result"])
 
+for _result in ("done", "failed"):  # counted from 0: alerts look at increases
+    RECONCILE_SECONDS.labels(_result)
+for _result in ("Complete", "Failed"):
+    TERMINAL.labels(_result)
+
 _STATUSES = ("True", "False", "Unknown")
 _lock = Lock()
 _shown: dict[Key, set[str]] = {}
@@ -45,7 +50,7 @@ _shown: dict[Key, set[str]] = {}
 def show(key: Key, before: Mapping[str, object], status: Object) -> None:
     """Export a job's status, and count what turned with it."""
     with _lock:
-        kinds = {condition["type"] for condition in status.get("conditions") or []}
+        kinds = {condition["type"] for condition in status.get("conditions") or []} | {"Complete", "Failed"}
         for kind in kinds | _shown.get(key, set()):
             for said in _STATUSES:
                 CONDITION.labels(*key, kind, said).set(condition_of(status, kind).get("status") == said)

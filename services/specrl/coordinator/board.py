@@ -16,9 +16,9 @@ import numpy as np
 import structlog
 
 from specrl.coordinator.agreement import Comparison
+from specrl.coordinator.exported import Exported, by_cause
 from specrl.coordinator.progress import Progress
 from specrl.coordinator.registry import Registry
-from specrl.coordinator.replica_states import ReplicaState
 from specrl.coordinator.report import (
     DrafterStart,
     Phase,
@@ -32,9 +32,9 @@ from specrl.coordinator.report import (
 from specrl.coordinator.report_files import ReportFiles
 from specrl.coordinator.store import REPORTS_KEPT
 from specrl.coordinator.store_link import StoreLink
+from specrl.coordinator.targets import TargetGroup, target_groups
 from specrl.records import NO_DRAFTER, Batch, GradedRollout, Group, SpeculationCounters, TrainMetrics
 from specrl.spec import RunSpec
-from specrl.telemetry import metrics as exported
 
 if TYPE_CHECKING:
     from specrl.coordinator.rollouts import RolloutStage
@@ -80,10 +80,12 @@ class Board:
     def __init__(self, spec: RunSpec, directory: Path, registry: Registry, store: StoreLink) -> None:
         self._spec, self._registry, self._store = spec, registry, store
         self._files = ReportFiles(directory)
+        self._exported = Exported(spec)
         self._phase, self._detail, self._done, self._total = Phase.WAITING, "starting", 0, 0
         self._served = -1
         self._counted = SpeculationCounters()
         self._canary, self._canary_seconds = Comparison(), 0.0
+        self._catching_up_seconds = 0.0
         self._canaries: Counter[str] = Counter()
         self._withheld: StepReport | None = None
         self._checkpoints_failed = 0
@@ -127,7 +129,7 @@ class Board:
     def checkpoint_failed(self, reason: str) -> None:
         """A checkpoint was not written; the run goes on from the one before."""
         self._checkpoints_failed += 1
-        exported.CHECKPOINTS_FAILED.labels(self._spec.name).inc()
+        self._exported.checkpoint_failed()
         log.error("checkpoint_failed", reason=reason)
 
     def leave_out(self, counters: SpeculationCounters) -> None:
@@ -137,27 +139,27 @@ class Board:
     def canary_compared(self, comparison: Comparison) -> None:
         """One replica's canary was held against the trainer."""
         self._canary = self._canary.plus(comparison)
-        exported.CANARY_MEAN_ABS.labels(self._spec.name).set(comparison.mean_abs)
-        exported.CANARY_MAX_ABS.labels(self._spec.name).set(comparison.max_abs)
-        exported.CANARY_TOKENS.labels(self._spec.name).inc(comparison.tokens)
+        self._exported.canary_compared(comparison)
 
     def canary_ended(self, outcome: str) -> None:
         """One replica's canary ended: agreed, disagreed, skipped or lost."""
         self._canaries[outcome] += 1
-        exported.CANARIES.labels(self._spec.name, outcome).inc()
+        self._exported.canary_ended(outcome)
 
     def canary_took(self, seconds: float) -> None:
         """The trainer waited so long for the canary of an update."""
         self._canary_seconds += seconds
-        exported.CANARY_SECONDS.labels(self._spec.name).observe(seconds)
+        self._exported.canary_took(seconds)
+
+    def caught_up(self, seconds: float) -> None:
+        """Replicas that joined were given weights for so long, while the trainer waited for rollouts."""
+        self._catching_up_seconds += seconds
 
     def version_served(self, transfer: Transfer) -> None:
         """Every live replica serves the policy and the drafter of `transfer`."""
         self._served = transfer.policy_version
-        exported.POLICY_VERSION.labels(self._spec.name).set(self._served)
-        drafters = [replica.drafter_version for replica in self._registry.serving()]
-        if drafters and min(drafters) != NO_DRAFTER:
-            exported.DRAFTER_VERSION_LAG.labels(self._spec.name).set(self._served - min(drafters))
+        oldest = min((replica.drafter_version for replica in self._registry.serving()), default=NO_DRAFTER)
+        self._exported.version_served(self._served, None if oldest == NO_DRAFTER else self._served - oldest)
 
     async def step_trained(self, step: TrainedStep, stages: StageSeconds) -> None:
         """Record a step as trained, durably, with what is known of it; `step_served` completes the report."""
@@ -172,6 +174,7 @@ class Board:
         since, self._counted = counters.minus(self._counted), counters
         canary, self._canary = self._canary, Comparison()
         canary_seconds, self._canary_seconds = self._canary_seconds, 0.0
+        catching_up_seconds, self._catching_up_seconds = self._catching_up_seconds, 0.0
         report = _report(step, stages, since, self._accuracy(step.batch.step)).model_copy(
             update={
                 "weight_sync": transfer.seconds,
@@ -181,11 +184,12 @@ class Board:
                 "canary_max_abs": canary.max_abs if canary.tokens else None,
                 "canary_tokens": canary.tokens,
                 "canary_seconds": canary_seconds,
+                "exposed_by_cause": by_cause(stages.generation, catching_up_seconds),
                 "failed": self._failed_of(step),
                 **self._drafting(since),
             }
         )
-        self._count(step, report)
+        self._exported.step(report, step.batch.policy_lags)
         if is_validating:
             await self._store.set_report(report.step, report.model_dump(by_alias=True))
             self._withheld = report
@@ -220,7 +224,7 @@ class Board:
             first, newer = self._validations()[:1], self._validations()[1:]
             kept = [*first, *newer[2 - VALIDATIONS_KEPT :], report.model_dump(by_alias=True)]
             await self._store.set_fact(VALIDATIONS, kept)
-            exported.VALIDATION_ACCURACY.labels(self._spec.name).set(report.accuracy)
+            self._exported.validated(report.accuracy)
         if self._withheld is not None:
             withheld, self._withheld = self._withheld, None
             accuracy = self._accuracy(withheld.policy_version)
@@ -295,6 +299,10 @@ class Board:
         """All validations so far."""
         return [ValidationReport.model_validate(report) for report in self._validations()]
 
+    def targets(self, own_scheme: str, own_address: str) -> list[TargetGroup]:
+        """Where metrics of the run's processes are scraped."""
+        return target_groups(self._spec.name, own_scheme, own_address, self._registry)
+
     def status(self) -> Status:
         """The run at this moment."""
         replicas = [
@@ -336,11 +344,8 @@ class Board:
             return status
         scheduler, stage, link = self._parts
         occupancy = scheduler.occupancy()
-        exported.GROUPS_IN_FLIGHT.labels(self._spec.name).set(occupancy.groups_in_flight)
-        exported.GROUPS_BUFFERED.labels(self._spec.name).set(occupancy.groups_buffered)
-        for state in ReplicaState:
-            count = sum(replica.state == state.value for replica in replicas)
-            exported.REPLICAS.labels(self._spec.name, state.value).set(count)
+        self._exported.groups(occupancy.groups_in_flight, occupancy.groups_buffered)
+        self._exported.replicas(replicas)
         counters = {name: stage.counters[name] for name in ("requeued", "resumed", "poisoned", "ungraded")}
         counters |= {
             "discardedForAge": stage.discarded,
@@ -379,28 +384,6 @@ class Board:
 
     def _accuracy(self, version: int) -> float | None:
         return next((v["accuracy"] for v in self._validations() if v["policyVersion"] == version), None)
-
-    def _count(self, step: TrainedStep, report: StepReport) -> None:
-        run = self._spec.name
-        for phase, seconds in report.stages.model_dump().items():
-            exported.STEP_SECONDS.labels(run, phase).observe(seconds)
-        exported.EXPOSED_GENERATION_SECONDS.labels(run, "buffer_wait").inc(report.stages.generation)
-        exported.EXPOSED_GENERATION_SECONDS.labels(run, "sync_drain").inc(report.stages.validation)
-        for lag in step.batch.policy_lags:
-            exported.POLICY_LAG.labels(run).observe(lag)
-        exported.ROLLOUTS.labels(run, "trained").inc(report.rollouts)
-        if report.reward is not None:
-            exported.REWARD_MEAN.labels(run).set(report.reward)
-        exported.SAMPLER_MISMATCH_KL.labels(run).set(report.mismatch_kl)
-        if report.acceptance_length is not None:
-            exported.ACCEPTANCE_LENGTH.labels(run).set(report.acceptance_length)
-        if report.draft_length is not None:
-            exported.DRAFT_LENGTH.labels(run).set(report.draft_length)
-        if report.speculation_gain is not None:
-            exported.SPECULATION_GAIN.labels(run).set(report.speculation_gain)
-        exported.DRAFTERS_RESTING.labels(run).set(report.drafters_resting)
-        if report.drafter_loss is not None:
-            exported.DRAFTER_LOSS.labels(run).set(report.drafter_loss)
 
 
 def _mean(values: Sequence[float]) -> float | None:

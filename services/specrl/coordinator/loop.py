@@ -239,7 +239,9 @@ class Loop:
             finally:
                 collecting.cancel()
                 joined.cancel()
+            began = time.monotonic()
             await self._catch_up()
+            self._board.caught_up(time.monotonic() - began)
 
     async def _wait_for_joiner(self) -> None:
         while not self._registry.joining():

@@ -56,6 +56,9 @@ class StepReport(Report):
     stages: StageSeconds
     exposed_generation: float
     """Seconds; equals stages.generation."""
+    exposed_by_cause: dict[str, float] = {}
+    """The same by cause: buffer_wait (too few rollouts were finished) and sync_drain (replicas that joined were given
+    weights meanwhile)."""
     reward: float | None
     """Mean over the batch's rollouts; null when it has none, since every prompt of the step failed. Nothing was trained
     then, and the numbers of training are 0."""

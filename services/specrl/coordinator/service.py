@@ -9,6 +9,7 @@ import grpc.aio
 from specrl.api.v1 import coordinator_pb2, coordinator_pb2_grpc
 from specrl.coordinator.registry import Registry
 from specrl.records import wire
+from specrl.rpc.server import count_from_zero
 from specrl.rpc.tls import Guard
 
 
@@ -24,6 +25,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServiceServicer):
     def add_to(self, server: grpc.aio.Server) -> None:
         """Serve the calls of this service."""
         coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(self, server)
+        count_from_zero(coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"])
 
     async def Register(self, request: coordinator_pb2.RegisterRequest, context: Any) -> coordinator_pb2.RegisterReply:
         peer = wire.peer_from_wire(request)

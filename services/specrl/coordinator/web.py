@@ -6,12 +6,13 @@ and scrapers, which have no token for it: NetworkPolicies say who reaches them.
 
 from __future__ import annotations
 
-from fastapi import Depends, FastAPI, Response
+from fastapi import Depends, FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from specrl.coordinator.board import Board
 from specrl.coordinator.readers import Readers
 from specrl.coordinator.report import Status, StepReport, ValidationReport
+from specrl.coordinator.targets import TargetGroup
 
 
 def make_app(board: Board, readers: Readers | None = None) -> FastAPI:
@@ -41,6 +42,11 @@ def make_app(board: Board, readers: Readers | None = None) -> FastAPI:
         if not board.is_ready:
             response.status_code = 503
         return {"phase": status.phase.value, "detail": status.detail}
+
+    @app.get("/targets", dependencies=for_readers)
+    async def targets(request: Request) -> list[TargetGroup]:
+        """For `http_sd_configs` of a Prometheus."""
+        return board.targets(request.url.scheme, request.url.netloc)
 
     @app.get("/metrics")
     async def metrics() -> Response:

@@ -451,7 +451,7 @@ class DraftLengths:
     # -- what is reported -----------------------------------------------------------------------------------------
 
     def report(self) -> dict[str, Any]:
-        """State, table by batch size in runs, acceptance, gains, and the events since the last report."""
+        """State, table by batch size in runs, acceptance, gains, costs, and the events since the last report."""
         events, self.events = self.events, []
         return {
             "state": self.state.value,
@@ -459,6 +459,7 @@ class DraftLengths:
             "acceptance": self.acceptance.chances(),
             "predicted_gain": self.predicted_gain,
             "measured_gain": self.window.gain(),
+            "costs": self.costs.as_json(),
             "events": events,
         }
 

@@ -18,10 +18,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import prometheus_client
 import structlog
 
-from specrl.errors import PortTaken, SpecrlError
+from specrl.errors import SpecrlError
 from specrl.generation.engine import Engine
 from specrl.generation.service import GenerationService
 from specrl.records import Peer, Role
@@ -33,6 +32,7 @@ from specrl.rpc.membership import drain_when_told, say_goodbye, stay_registered
 from specrl.rpc.server import Border, serve
 from specrl.spec import RunSpec, digest, load_spec
 from specrl.telemetry import logs, traces
+from specrl.telemetry.exporter import serve_metrics
 from specrl.telemetry.spans import SILENT, Recorder
 
 ENGINE_CHECK_S = 1.0  # how soon a dead engine is noticed when nobody asks it for anything
@@ -103,10 +103,10 @@ async def run_engine(engine: Engine, spec: RunSpec, options: Options, recorder: 
     guard = tls.guard_of(options.identity, tls.COORDINATOR)
     border = Border(message_limits(spec).generation, guard, recorder, options.replica_id)
     server, port = await serve(service.add_to, options.host, options.port, border)
-    _serve_metrics(options)
+    metrics_port = serve_metrics(options.host, options.metrics_port)
     address = f"{options.host}:{port}"
     log.info("generation_served", replica=options.replica_id, address=address)
-    peer = Peer(options.replica_id, Role.GENERATION, address, digest(spec))
+    peer = Peer(options.replica_id, Role.GENERATION, address, digest(spec), metrics_port=metrics_port)
     async with CoordinatorClient(options.coordinator, options.identity) as coordinator:
         leaving = asyncio.Event()
         drained = drain_when_told(
@@ -125,20 +125,6 @@ async def run_engine(engine: Engine, spec: RunSpec, options: Options, recorder: 
                 with suppress(TimeoutError):
                     await asyncio.wait_for(say_goodbye(coordinator, peer), GOODBYE_S)
             await server.stop(STOP_GRACE_S)
-
-
-def _serve_metrics(options: Options) -> None:
-    """Prometheus metrics: vLLM's own and ours, from one registry."""
-    if options.metrics_port is None:
-        return
-    try:
-        server, _ = prometheus_client.start_http_server(options.metrics_port, options.host)
-    except OSError as error:
-        raise PortTaken(
-            f"the metrics address must be free, got {options.host}:{options.metrics_port}: {error.strerror}; "
-            "choose another --metrics-port or use 0"
-        ) from error
-    log.info("metrics_served", address=f"{options.host}:{server.server_port}")
 
 
 async def _watch(engine: Engine) -> None:

@@ -23,6 +23,7 @@ from specrl.errors import RecordInvalid, VersionConflict
 from specrl.generation.engine import Engine
 from specrl.generation.holdings import Holdings
 from specrl.records import HeldRollout, Rollout, RolloutRequest, wire
+from specrl.rpc.server import count_from_zero
 from specrl.spec.run import Weights
 from specrl.telemetry.spans import SILENT, OpenSpan, Recorder, SpanContext, SpanName
 
@@ -42,6 +43,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     def add_to(self, server: grpc.aio.Server) -> None:
         """Serve the calls of this service."""
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self, server)
+        count_from_zero(generation_pb2.DESCRIPTOR.services_by_name["GenerationService"])
 
     async def Generate(
         self, request: generation_pb2.GenerateRequest, context: Any

@@ -34,6 +34,7 @@ def programs_of(spec: RunSpec, directory: RunDirectory, grpc_port: int, http_por
         arguments = (
             *(_script("generation"), "--spec", str(directory.run_file)),
             *("--replica-id", name, "--coordinator", coordinator, "--port", "0"),
+            *("--metrics-port", "0"),
         )
         variables = environment.replica_environment(generation.threads, replica_gpus[number])
         return Program(name, lambda: [Rank(arguments, variables, directory.logs / f"{name}.log")])
@@ -43,7 +44,7 @@ def programs_of(spec: RunSpec, directory: RunDirectory, grpc_port: int, http_por
         master_port = free_port()
         arguments = (
             *(_script("trainer"), "--spec", str(directory.run_file)),
-            *("--run-directory", str(directory.path), "--coordinator", coordinator),
+            *("--run-directory", str(directory.path), "--coordinator", coordinator, "--metrics-port", "0"),
         )
         return [
             Rank(

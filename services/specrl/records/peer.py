@@ -23,13 +23,23 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class Peer:
-    """One process. `peer_id` is stable over restarts; `incarnation` tells this process from an earlier one."""
+    """One process. `peer_id` is stable over restarts; `incarnation` tells this process from an earlier one.
+
+    metrics_port: where the host of `address` serves its metrics; 0: nowhere.
+    """
 
     peer_id: str
     role: Role
     address: str
     spec_digest: str
     incarnation: str = field(default_factory=lambda: uuid.uuid4().hex)
+    metrics_port: int = 0
+
+    @property
+    def metrics_address(self) -> str:
+        """HOST:PORT of its metrics; empty where it serves none."""
+        host = self.address.rpartition(":")[0]
+        return f"{host}:{self.metrics_port}" if self.metrics_port else ""
 
     def check(self) -> None:
         """Raise RecordInvalid unless names are ones that logs and metrics can show, and the address can be called."""
@@ -43,6 +53,10 @@ class Peer:
         if match is None or not 0 < int(match["port"]) < 1 << 16:
             raise RecordInvalid(
                 f"address must be HOST:PORT, got {self.address[:64]!r} of {self.peer_id}; give where it is reached"
+            )
+        if not 0 <= self.metrics_port < 1 << 16:
+            raise RecordInvalid(
+                f"metrics_port must be a port, or 0 for none, got {self.metrics_port} of {self.peer_id}; give either"
             )
 
 

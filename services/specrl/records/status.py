@@ -139,6 +139,8 @@ class TrainMetrics:
     entropy: float
     effective_sample_size: float
     drafter: DrafterMetrics | None = None
+    clip_fraction_high: float = 0.0
+    importance_capped_fraction: float = 0.0
 
     @classmethod
     def of_nothing(cls, learning_rate: float) -> TrainMetrics:

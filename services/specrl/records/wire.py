@@ -66,7 +66,14 @@ def peer_from_wire(message: coordinator_pb2.RegisterRequest) -> Peer:
         raise RecordInvalid(
             f"peer {message.peer_id[:64]!r}: role must be known, got {message.role}; use the same version"
         )
-    peer = Peer(message.peer_id, _ROLE_BACK[message.role], message.address, message.spec_digest, message.incarnation)
+    peer = Peer(
+        message.peer_id,
+        _ROLE_BACK[message.role],
+        message.address,
+        message.spec_digest,
+        message.incarnation,
+        message.metrics_port,
+    )
     peer.check()
     return peer
 

@@ -35,6 +35,7 @@ import pebble
 
 from specrl.errors import SpecInvalid, SpecrlError, ToolFailed, VerifierFailed
 from specrl.spec.data import WorkerLimits
+from specrl.telemetry import metrics
 
 _GRACE_S = 10
 """How much later than pebble's time limit the worker's own alarm goes off."""
@@ -82,6 +83,8 @@ class WorkerPool:
         self._is_closed = False
         self.failures: Counter[FailureKind] = Counter()
         """Questions without an answer, by kind."""
+        for kind in FailureKind:
+            metrics.WORKER_FAILURES.labels(noun, kind.value)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -131,6 +134,7 @@ class WorkerPool:
 
     def _failed(self, kind: FailureKind, reason: str) -> Answer:
         self.failures[kind] += 1
+        metrics.WORKER_FAILURES.labels(self._noun, kind.value).inc()
         return Answer(failure=f"{kind}: {reason}")
 
     async def _attempt(self, question: Callable[..., object], arguments: tuple[object, ...]) -> Answer | None:

@@ -55,6 +55,7 @@ from specrl.records import (
 from specrl.rpc.limits import CONTROL_BYTES, LARGEST_BYTES
 from specrl.rpc.server import ERROR_CLASS_KEY, TRACEPARENT, channel_options, check_size
 from specrl.rpc.tls import COORDINATOR, GENERATION, TRAINER, Identity
+from specrl.telemetry import metrics
 from specrl.telemetry.spans import present
 
 T = TypeVar("T")
@@ -126,6 +127,7 @@ class _Client(Generic[Stub]):
         self.peer = f"{peer} at {address}"
         self._service, self._limit_bytes, self._identity = service, limit_bytes, identity
         self._channels: list[grpc.aio.Channel] = []
+        metrics.RPC_RETRIES.labels(service.role)
         self._connect()
 
     def _connect(self) -> None:
@@ -175,6 +177,7 @@ class _Client(Generic[Stub]):
             except SpecrlError as error:
                 if not error.retryable:
                     raise
+                metrics.RPC_RETRIES.labels(self._service.role).inc()
                 await asyncio.sleep(BACKOFF_S * 2**attempt)
         return await self._call(call, request, deadline_s)
 
@@ -367,6 +370,7 @@ class CoordinatorClient(_Client["coordinator_pb2_grpc.CoordinatorServiceAsyncStu
             spec_digest=peer.spec_digest,
             generation=wire.generation_status_to_wire(generation) if generation is not None else None,
             held=[wire.held_to_wire(item) for item in held],
+            metrics_port=peer.metrics_port,
         )
         reply = await self._call(self._stub.Register, request, STATUS_DEADLINE_S)
         return Registration(reply.run, reply.heartbeat_interval_s)

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 import structlog
+from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import DecodeError
 
 from specrl.errors import MessageTooLarge, PortTaken, RecordInvalid, SpecrlError
@@ -31,6 +32,9 @@ TRACEPARENT = "traceparent"
 DETAILS_BYTES = 2000
 """Of an error's message. It travels as a header, in which a byte may take three, and headers may take 8 KiB."""
 
+UNEXPECTED = "Unexpected"
+"""In place of the error's class where it is none of ours: a bug."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -42,6 +46,12 @@ def channel_options(limit_bytes: int) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", most),
         ("grpc.so_reuseport", 0),
     ]
+
+
+def count_from_zero(service: ServiceDescriptor) -> None:
+    """Export how often each method of a service has failed by a bug, before it does: alerts look at increases."""
+    for method in service.methods:
+        metrics.CALLS_REFUSED.labels(f"/{service.full_name}/{method.name}", UNEXPECTED)
 
 
 def check_size(what: str, size_bytes: int, limit_bytes: int) -> None:
@@ -173,7 +183,7 @@ async def _refuse(method: str, context: Any, error: Exception) -> NoReturn:
         name, status, details = type(error).__name__, error.grpc_status, str(error)
         log.debug("call_refused", method=method, error=name, reason=details)
     else:
-        name, status, details = "Unexpected", "INTERNAL", f"{method} must not fail like this; see the log of the server"
+        name, status, details = UNEXPECTED, "INTERNAL", f"{method} must not fail like this; see the log of the server"
         log.error("call_failed", method=method, exc_info=error)
     metrics.CALLS_REFUSED.labels(method, name).inc()
     encoded = details.encode("utf-8", "backslashreplace")  # half of a surrogate pair is no UTF-8

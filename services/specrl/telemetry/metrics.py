@@ -1,7 +1,9 @@
-"""Every metric that specrl exports, on one page. Base units; labels from small fixed sets, never an id of a rollout.
+"""Every metric that specrl's services export, on one page. Base units; labels from small fixed sets, never an id.
 
-`rljob` is the run's name, `replica` one of at most a few hundred. vLLM's own metrics are exported beside these by the
-generation service, as they are.
+`rljob` is the run's name, `replica` one of at most a few hundred. What the coordinator exports has the label itself; to
+the series of replicas and trainer, and to vLLM's own, which a replica exports beside these as they are, whoever scrapes
+them adds `rljob` and `replica` (docs/metrics.md). Counters exist from their process's start at 0, so that increase()
+sees the first event. The operator's metrics are in specrl_operator/telemetry.py.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ STEP_SECONDS = Histogram(
 )
 EXPOSED_GENERATION_SECONDS = Counter(
     "specrl_coordinator_exposed_generation_seconds_total",
-    "Wall seconds in which the trainer could run but had no admissible batch, by cause.",
+    "Wall seconds in which the trainer could run but had no admissible batch, by cause: buffer_wait (too few rollouts "
+    "were finished), sync_drain (replicas that joined were given weights meanwhile). Sums to the stage generation.",
     ["rljob", "cause"],
 )
 POLICY_LAG = Histogram(
@@ -28,6 +31,7 @@ POLICY_LAG = Histogram(
     ["rljob"],
     buckets=(0, 1, 2, 3, 4, 6, 8, 12, 16),
 )
+POLICY_LAG_BOUND = Gauge("specrl_coordinator_policy_lag_bound_steps", "schedule.maxPolicyLag of the run.", ["rljob"])
 ROLLOUTS = Counter(
     "specrl_coordinator_rollouts_total",
     "Rollouts by outcome: trained, requeued (their replica was lost), resumed (taken up after a restart of the "
@@ -46,6 +50,21 @@ GROUPS_IN_FLIGHT = Gauge("specrl_coordinator_groups_in_flight", "Groups begun an
 GROUPS_BUFFERED = Gauge("specrl_coordinator_groups_buffered", "Complete groups that wait for their step.", ["rljob"])
 POLICY_VERSION = Gauge("specrl_coordinator_policy_version", "Newest policy version served by every replica.", ["rljob"])
 REPLICAS = Gauge("specrl_coordinator_replicas", "Generation replicas by state.", ["rljob", "state"])
+REPLICAS_MINIMUM = Gauge(
+    "specrl_coordinator_replicas_minimum",
+    "Fewest generation replicas that the run should have: failurePolicy.minGenerationReplicas.",
+    ["rljob"],
+)
+REPLICA_LIVE_ROLLOUTS = Gauge(
+    "specrl_coordinator_replica_live_rollouts",
+    "Rollouts that a replica has been given and has not finished; its series goes with the replica.",
+    ["rljob", "replica"],
+)
+REPLICA_POLICY_VERSION = Gauge(
+    "specrl_coordinator_replica_policy_version",
+    "Policy version that a replica serves; -1 before the first. Its series goes with the replica.",
+    ["rljob", "replica"],
+)
 REPLICA_TRANSITIONS = Counter(
     "specrl_coordinator_replica_transitions_total",
     "Changes of state of generation replicas, by state before and after.",
@@ -85,7 +104,8 @@ WEIGHT_SYNC_RETRIES = Counter(
 )
 SAMPLER_MISMATCH_KL = Gauge(
     "specrl_sampler_mismatch_kl",
-    "KL (k3) between sampler and trainer over the last batch's rollouts of the newest version, in nats.",
+    "KL (k3) between sampler and trainer over the last batch's rollouts of the newest version, in nats; that of the "
+    "last batch that had any.",
     ["rljob"],
 )
 CANARIES = Counter(
@@ -129,8 +149,88 @@ DRAFTER_VERSION_LAG = Gauge(
     ["rljob"],
 )
 DRAFTER_LOSS = Gauge("specrl_drafter_loss", "Drafter's loss at the last step.", ["rljob"])
+ACCEPTED_SHARE = Gauge(
+    "specrl_generation_accepted_share",
+    "Share of the last step's drafts whose token at this position, from 0, was accepted.",
+    ["rljob", "position"],
+)
 
-# -- what crosses a border and is refused -----------------------------------------------------------------------------
+# -- a replica's own: rljob and replica are added by who scrapes it ----------------------------------------------------
+
+CHOSEN_DRAFT_LENGTH = Gauge(
+    "specrl_generation_chosen_draft_length",
+    "Tokens that a draft has at this many live requests, as chosen by an adaptive draft length; 0 drafts none.",
+    ["live"],
+)
+STEP_COST_SECONDS = Gauge(
+    "specrl_generation_step_cost_seconds",
+    "Wall seconds of one decoding step at this many live requests and this draft length: calibrated, and corrected by "
+    "what is seen since. draft_length -1: the drafter rests.",
+    ["live", "draft_length"],
+)
+REPLICA_GAIN = Gauge(
+    "specrl_generation_replica_speculation_gain",
+    "Speed over the calibrated speed without drafts, at this replica's recent loads: predicted from costs and "
+    "acceptance, and measured. Adaptive draft length only.",
+    ["kind"],
+)
+REPLICA_DRAFTER_VERSION = Gauge(
+    "specrl_generation_drafter_version",
+    "Policy version at which the drafter that this replica serves was last trained; -1: none.",
+)
+
+# -- the trainer's own, of rank 0: rljob is added by who scrapes it ----------------------------------------------------
+
+TRAINER_STEP = Gauge("specrl_trainer_step", "Last step trained, or loaded from a checkpoint.")
+TRAINER_STAGE_SECONDS = Histogram(
+    "specrl_trainer_stage_seconds",
+    "Wall seconds of one step at the trainer, by stage: logprob, train (drafter included).",
+    ["stage"],
+    buckets=SECONDS,
+)
+TRAINER_TOKENS = Counter("specrl_trainer_tokens_total", "Sampled tokens trained on.")
+TRAINER_LOSS = Gauge("specrl_trainer_loss", "Policy's loss at the last step, a mean over tokens.")
+TRAINER_GRAD_NORM = Gauge("specrl_trainer_grad_norm", "Norm of the policy's last gradient, before its clip.")
+TRAINER_LEARNING_RATE = Gauge("specrl_trainer_learning_rate", "Learning rate of the last step.")
+TRAINER_ENTROPY = Gauge("specrl_trainer_entropy_nats", "Policy's mean entropy of a token at the last step, in nats.")
+TRAINER_EFFECTIVE_SAMPLE_SIZE = Gauge(
+    "specrl_trainer_effective_sample_size",
+    "Share of the last batch's tokens that count as much as uncorrected ones: (sum w)^2 / (n sum w^2), 0 to 1.",
+)
+TRAINER_IMPORTANCE_WEIGHT = Gauge(
+    "specrl_trainer_importance_weight_mean", "Mean importance weight of the last batch's tokens, after its cap."
+)
+TRAINER_CLIP_FRACTION = Gauge(
+    "specrl_trainer_clip_fraction",
+    "Share of the last batch's tokens that a clip held: low and high (the policy's ratio), importance (the cap of the "
+    "weight).",
+    ["clip"],
+)
+TRAINER_DRAFTER_GRAD_NORM = Gauge(
+    "specrl_trainer_drafter_grad_norm", "Norm of the drafter's gradient at the last step, before its clip."
+)
+TRAINER_DRAFTER_ACCEPTANCE = Gauge(
+    "specrl_trainer_drafter_acceptance",
+    "How probably the policy accepts the draft token at this position, from 0, given those before it; last step.",
+    ["position"],
+)
+TRAINER_CHECKPOINT_SECONDS = Histogram(
+    "specrl_trainer_checkpoint_seconds", "Wall seconds of one checkpoint.", buckets=SECONDS
+)
+
+# -- of every process -------------------------------------------------------------------------------------------------
+
+RPC_RETRIES = Counter(
+    "specrl_rpc_retries_total",
+    "gRPC calls that were repeated after a failure that may pass, by the role that was called.",
+    ["role"],
+)
+WORKER_FAILURES = Counter(
+    "specrl_worker_failures_total",
+    "Questions that workers left unanswered, by pool (verifier, tool) and kind (error, crash, timeout): their rollouts "
+    "are ungraded, and sampled again.",
+    ["pool", "kind"],
+)
 
 CALLS_REFUSED = Counter(
     "specrl_rpc_calls_refused_total",

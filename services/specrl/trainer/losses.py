@@ -31,6 +31,7 @@ class LossTerms:
 
     loss_sum: torch.Tensor
     clipped_tokens: torch.Tensor
+    clipped_high_tokens: torch.Tensor
 
 
 def truncated_importance_weights(proximal_T: torch.Tensor, sampler_T: torch.Tensor, cap: float) -> torch.Tensor:
@@ -44,6 +45,13 @@ def truncated_importance_weights(proximal_T: torch.Tensor, sampler_T: torch.Tens
         return torch.ones_like(proximal_T)
     # Above ln(cap) the exponential is cut anyway; cutting first keeps it finite.
     return (proximal_T - sampler_T).detach().clamp(max=_log(cap)).exp()
+
+
+def capped_tokens(proximal_T: torch.Tensor, sampler_T: torch.Tensor, cap: float) -> torch.Tensor:
+    """How many importance weights their cap holds; 0 when `cap` is, since nothing is corrected then."""
+    if cap == 0:
+        return torch.zeros((), device=proximal_T.device)
+    return ((proximal_T - sampler_T).detach() > _log(cap)).sum()
 
 
 def _log(value: float) -> float:
@@ -68,7 +76,8 @@ def clipped_policy_gradient(
     inside_T = ratio_T.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     free_T, bound_T = ratio_T * advantage_T, inside_T * advantage_T
     is_clipped_T = bound_T < free_T
-    return LossTerms(-(weight_T * torch.minimum(free_T, bound_T)).sum(), is_clipped_T.sum())
+    loss_sum = -(weight_T * torch.minimum(free_T, bound_T)).sum()
+    return LossTerms(loss_sum, is_clipped_T.sum(), (is_clipped_T & (ratio_T > 1)).sum())
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from specrl.rpc.membership import say_goodbye, stay_registered
 from specrl.rpc.server import Border, serve
 from specrl.spec import RunSpec, digest, load_spec
 from specrl.telemetry import logs, traces
+from specrl.telemetry.exporter import serve_metrics
 from specrl.telemetry.spans import TRAINER, Recorder
 from specrl.trainer.ranks import ControlGroup, RankedBackend, follow
 from specrl.trainer.service import TrainerService
@@ -55,6 +56,7 @@ class Options:
     peer_id: str
     host: str
     port: int
+    metrics_port: int | None = None
     until_dismissed: bool = False
     identity: tls.Identity | None = None
 
@@ -87,6 +89,9 @@ def parse(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--peer-id", default="trainer", help="name, stable over restarts")
     parser.add_argument("--host", default="127.0.0.1", help="address to serve on, and to be reached at")
     parser.add_argument("--port", type=int, default=0, help="gRPC port; 0 takes any free one")
+    parser.add_argument(
+        "--metrics-port", type=int, default=None, help="Prometheus port of rank 0; 0 any free one; left out: none"
+    )
     parser.add_argument(
         "--until-dismissed", action="store_true", help="a signal before the run's end is a failure: exit code 143"
     )
@@ -122,9 +127,10 @@ async def lead(backend: RankedBackend, spec: RunSpec, options: Options, recorder
     guard = tls.guard_of(options.identity, tls.COORDINATOR)
     border = Border(message_limits(spec).trainer, guard, recorder, TRAINER)
     server, port = await serve(service.add_to, options.host, options.port, border)
+    metrics_port = serve_metrics(options.host, options.metrics_port)
     address = f"{options.host}:{port}"
     log.info("trainer_served", address=address, ranks=backend.status().world_size)
-    peer = Peer(options.peer_id, Role.TRAINER, address, digest(spec))
+    peer = Peer(options.peer_id, Role.TRAINER, address, digest(spec), metrics_port=metrics_port)
     dismissed = asyncio.Event()
     async with CoordinatorClient(options.coordinator, options.identity) as coordinator:
         try:

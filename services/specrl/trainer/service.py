@@ -24,9 +24,10 @@ from specrl.api.v1 import trainer_pb2, trainer_pb2_grpc, weights_pb2
 from specrl.errors import PeerUnavailable, RecordInvalid, StoreFailed, VersionConflict
 from specrl.files import SMALL_BYTES, read_bytes
 from specrl.records import WeightGroup, wire
+from specrl.rpc.server import count_from_zero
 from specrl.spec.run import RunSpec
-from specrl.telemetry import metrics as exported
-from specrl.trainer import checkpoints
+from specrl.telemetry import metrics as telemetry
+from specrl.trainer import checkpoints, exported
 from specrl.trainer.backend import TrainerBackend
 from specrl.trainer.ranks import IDLE_CHECK_S, RankLost
 
@@ -57,6 +58,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
     def add_to(self, server: grpc.aio.Server) -> None:
         """Serve the calls of this service."""
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(self, server)
+        count_from_zero(trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"])
 
     async def load(self) -> None:
         """Load the newest checkpoint of the run that can be read, or the initial model; recall the answer to its step.
@@ -70,8 +72,9 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
             try:
                 self._last = trainer_pb2.TrainStepReply.FromString(read_bytes(file, SMALL_BYTES))
             except (DecodeError, OSError) as error:  # the step is then not answered again, only refused
-                exported.FILES_PASSED_OVER.labels("step_answer").inc()
+                telemetry.FILES_PASSED_OVER.labels("step_answer").inc()
                 log.warning("metrics_unreadable", path=str(file), reason=str(error))
+        telemetry.TRAINER_STEP.set(step)
         log.info("trainer_loaded", step=step, checkpoint=str(loaded) if loaded else "initial model")
 
     async def watch(self) -> None:
@@ -116,6 +119,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
             if self._last is not None and self._last.policy_version == batch.step == self._backend.status().step:
                 return self._last
             metrics = self._backend.train_step(batch)
+            exported.show_step(batch.step, metrics)
             self._last = trainer_pb2.TrainStepReply(
                 policy_version=batch.step, metrics=wire.train_metrics_to_wire(metrics)
             )
@@ -229,6 +233,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
             if step > 0:  # before that, a coordinator that died may ask for the initialisation's answer again
                 checkpoints.drafter_progress(self._run).unlink(missing_ok=True)
         seconds = time.perf_counter() - started
+        telemetry.TRAINER_CHECKPOINT_SECONDS.observe(seconds)
         log.info("checkpoint_saved", step=step, seconds=round(seconds, 3))
         return trainer_pb2.SaveCheckpointReply(path=str(target), seconds=seconds)
 

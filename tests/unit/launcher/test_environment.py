@@ -67,12 +67,13 @@ def test_every_program_of_a_run_is_started_with_its_contract(tmp_path: Path, mon
     (replica,) = programs["gen-1"].ranks()
     assert replica.arguments[1:] == (
         *("--spec", str(tmp_path / "run.yaml"), "--replica-id", "gen-1"),
-        *("--coordinator", "127.0.0.1:5000", "--port", "0"),
+        *("--coordinator", "127.0.0.1:5000", "--port", "0", "--metrics-port", "0"),
     )
     assert replica.environment["OMP_NUM_THREADS"] == "3"
     assert "TORCHDYNAMO_DISABLE" not in replica.environment
 
     first, second = programs["trainer"].ranks()
+    assert first.arguments[-2:] == second.arguments[-2:] == ("--metrics-port", "0")
     assert [first.environment["RANK"], second.environment["RANK"]] == ["0", "1"]
     assert first.environment["WORLD_SIZE"] == second.environment["WORLD_SIZE"] == "2"
     assert first.environment["MASTER_PORT"] == second.environment["MASTER_PORT"]

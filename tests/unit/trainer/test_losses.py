@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from specrl.trainer.losses import (
     LossSettings,
+    capped_tokens,
     clipped_policy_gradient,
     effective_sample_size,
     sampler_mismatch,
@@ -39,7 +40,7 @@ def tokens() -> SimpleNamespace:
 def test_loss_is_its_formula_token_by_token(tokens: SimpleNamespace) -> None:
     weight_T = truncated_importance_weights(tokens.proximal, tokens.sampler, 2.0)
     terms = clipped_policy_gradient(tokens.policy, tokens.proximal, tokens.advantage, weight_T, SETTINGS)
-    expected, clipped = 0.0, 0
+    expected, clipped, clipped_high = 0.0, 0, 0
     for policy, proximal, sampler, advantage in zip(
         tokens.policy.tolist(),
         tokens.proximal.tolist(),
@@ -52,8 +53,12 @@ def test_loss_is_its_formula_token_by_token(tokens: SimpleNamespace) -> None:
         free, bound = ratio * advantage, min(max(ratio, 0.8), 1.3) * advantage
         expected -= weight * min(free, bound)
         clipped += bound < free
+        clipped_high += bound < free and ratio > 1
     assert float(terms.loss_sum.detach()) == pytest.approx(expected, rel=1e-12)
-    assert int(terms.clipped_tokens) == clipped > 0
+    assert int(terms.clipped_tokens) == clipped > clipped_high
+    assert int(terms.clipped_high_tokens) == clipped_high > 0
+    assert int(capped_tokens(tokens.proximal, tokens.sampler, 2.0)) == int((weight_T == 2.0).sum()) > 0
+    assert int(capped_tokens(tokens.proximal, tokens.sampler, 0)) == 0
 
 
 def test_gradient_is_that_of_finite_differences(tokens: SimpleNamespace) -> None:

@@ -48,6 +48,7 @@ class RegisterRequest(_message.Message):
     SPEC_DIGEST_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
+    METRICS_PORT_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     peer_id: _builtins.str
     """stable over restarts: gen-0, trainer"""
@@ -57,6 +58,8 @@ class RegisterRequest(_message.Message):
     """host:port of the peer's own service"""
     spec_digest: _builtins.str
     """sha256 of the resolved run file; both sides must run the same"""
+    metrics_port: _builtins.int
+    """where the host of address serves Prometheus metrics; 0 or absent: nowhere"""
     @_builtins.property
     def generation(self) -> _generation_pb2.GenerationStatus:
         """absent from the trainer"""
@@ -75,10 +78,11 @@ class RegisterRequest(_message.Message):
         spec_digest: _builtins.str = ...,
         generation: _generation_pb2.GenerationStatus | None = ...,
         held: _abc.Iterable[Global___HeldRollout] | None = ...,
+        metrics_port: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_generation", b"_generation", "generation", b"generation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_generation", b"_generation", "address", b"address", "generation", b"generation", "held", b"held", "incarnation", b"incarnation", "peer_id", b"peer_id", "role", b"role", "spec_digest", b"spec_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_generation", b"_generation", "address", b"address", "generation", b"generation", "held", b"held", "incarnation", b"incarnation", "metrics_port", b"metrics_port", "peer_id", b"peer_id", "role", b"role", "spec_digest", b"spec_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__generation: _TypeAlias = _typing.Literal["generation"]  # noqa: Y015
     _WhichOneofArgType__generation: _TypeAlias = _typing.Literal["_generation", b"_generation"]  # noqa: Y015

@@ -90,6 +90,8 @@ class TrainMetrics(_message.Message):
     ENTROPY_FIELD_NUMBER: _builtins.int
     EFFECTIVE_SAMPLE_SIZE_FIELD_NUMBER: _builtins.int
     DRAFTER_FIELD_NUMBER: _builtins.int
+    CLIP_FRACTION_HIGH_FIELD_NUMBER: _builtins.int
+    IMPORTANCE_CAPPED_FRACTION_FIELD_NUMBER: _builtins.int
     loss: _builtins.float
     grad_norm: _builtins.float
     """before clipping"""
@@ -115,6 +117,10 @@ class TrainMetrics(_message.Message):
     """nats per token"""
     effective_sample_size: _builtins.float
     """share of the batch, 0 to 1"""
+    clip_fraction_high: _builtins.float
+    """of clip_fraction, tokens whose ratio was held at the upper clip"""
+    importance_capped_fraction: _builtins.float
+    """tokens whose importance weight was held at its cap"""
     @_builtins.property
     def drafter(self) -> Global___DrafterMetrics:
         """absent: no drafter is trained"""
@@ -137,10 +143,12 @@ class TrainMetrics(_message.Message):
         entropy: _builtins.float = ...,
         effective_sample_size: _builtins.float = ...,
         drafter: Global___DrafterMetrics | None = ...,
+        clip_fraction_high: _builtins.float = ...,
+        importance_capped_fraction: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_drafter", b"_drafter", "drafter", b"drafter"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drafter", b"_drafter", "clip_fraction", b"clip_fraction", "drafter", b"drafter", "effective_sample_size", b"effective_sample_size", "entropy", b"entropy", "grad_norm", b"grad_norm", "importance_weight_mean", b"importance_weight_mean", "learning_rate", b"learning_rate", "logprob_seconds", b"logprob_seconds", "loss", b"loss", "mismatch_kl", b"mismatch_kl", "mismatch_max_abs", b"mismatch_max_abs", "mismatch_mean_abs", b"mismatch_mean_abs", "mismatch_tokens", b"mismatch_tokens", "tokens", b"tokens", "train_seconds", b"train_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drafter", b"_drafter", "clip_fraction", b"clip_fraction", "clip_fraction_high", b"clip_fraction_high", "drafter", b"drafter", "effective_sample_size", b"effective_sample_size", "entropy", b"entropy", "grad_norm", b"grad_norm", "importance_capped_fraction", b"importance_capped_fraction", "importance_weight_mean", b"importance_weight_mean", "learning_rate", b"learning_rate", "logprob_seconds", b"logprob_seconds", "loss", b"loss", "mismatch_kl", b"mismatch_kl", "mismatch_max_abs", b"mismatch_max_abs", "mismatch_mean_abs", b"mismatch_mean_abs", "mismatch_tokens", b"mismatch_tokens", "tokens", b"tokens", "train_seconds", b"train_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__drafter: _TypeAlias = _typing.Literal["drafter"]  # noqa: Y015
     _WhichOneofArgType__drafter: _TypeAlias = _typing.Literal["_drafter", b"_drafter"]  # noqa: Y015

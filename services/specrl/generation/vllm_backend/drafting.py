@@ -25,6 +25,7 @@ import structlog
 
 from specrl.errors import EngineFailed
 from specrl.files import SMALL_BYTES, read_object
+from specrl.generation.exported import show_drafting
 from specrl.generation.vllm_backend import cpu_repair
 from specrl.generation.vllm_backend.translation import translated
 from specrl.records import Drafting, Sampling
@@ -143,6 +144,7 @@ class Watch:
                 found = await report(llm)
             except EngineFailed:
                 return  # the engine says so itself
+            show_drafting(found)
             self.last = Drafting(found["state"], found["predicted_gain"], found["measured_gain"])
             for event in found["events"]:
                 log.info(_SWITCHED[event["after"]], replica=self._replica_id, **event)

@@ -56,6 +56,7 @@ from specrl.records import (
 )
 from specrl.spec import RunSpec
 from specrl.spec.run import KvCache
+from specrl.telemetry import metrics
 from specrl.telemetry.spans import SILENT, Recorder
 
 INITIAL_VERSION = -1
@@ -383,6 +384,7 @@ class VllmEngine:
         try:
             await self._load_staged(sent.policy_version)
             self._drafter_version = sent.drafter_version if self._staged_has_drafter else NO_DRAFTER
+            metrics.REPLICA_DRAFTER_VERSION.set(self._drafter_version)
         except SpecrlError as error:
             self._failure = error  # part of the model may be new: this engine must not sample again
             raise

@@ -182,7 +182,7 @@ class MegatronBackend:
             sum(float(item.tokens) for item in mismatch),
             entropy_sum,
         ]
-        loss, clipped, weight, square, difference, kl, compared, entropy = self._over_data(sums)
+        loss, clipped, clipped_high, weight, square, capped, difference, kl, compared, entropy = self._over_data(sums)
         worst = self._over_data([max((float(item.abs_max) for item in mismatch), default=0.0)], dist.ReduceOp.MAX)[0]
         return TrainMetrics(
             loss=loss / tokens,
@@ -200,6 +200,8 @@ class MegatronBackend:
             entropy=entropy / tokens,
             effective_sample_size=losses.effective_sample_size(weight, square, tokens),
             drafter=drafter_metrics,
+            clip_fraction_high=clipped_high / tokens,
+            importance_capped_fraction=capped / tokens,
         )
 
     def _check(self, rollouts: Sequence[TrainRollout]) -> None:
@@ -253,9 +255,12 @@ class MegatronBackend:
     def _gradients(
         self, cuts: Sequence[MicroBatch], proximal: Sequence[torch.Tensor], tokens: int, lessons: Sequence[Lesson]
     ) -> list[float]:
-        """Accumulate both models' gradients. Returns this rank's sums: loss, clipped, w, w squared."""
+        """Accumulate both models' gradients.
+
+        Returns this rank's sums: loss, clipped, clipped above, w, w squared, capped.
+        """
         self.policy.zero_gradients()
-        sums_4 = torch.zeros(4, dtype=torch.float64, device=self.groups.device)
+        sums_6 = torch.zeros(6, dtype=torch.float64, device=self.groups.device)
         for cut, proximal_T in zip(cuts, proximal, strict=True):
             mine = self._dealt([lesson for lesson in lessons if lesson.index in cut.indices])
             states = None
@@ -268,15 +273,22 @@ class MegatronBackend:
             weight_T = losses.truncated_importance_weights(proximal_T, cut.sampler_T, self.loss.importance_cap)
             terms = losses.clipped_policy_gradient(policy_T, proximal_T, cut.advantage_T, weight_T, self.loss)
             torch.autograd.backward(terms.loss_sum / tokens)
-            sums_4 += torch.stack(
-                [terms.loss_sum.detach(), terms.clipped_tokens, weight_T.sum(), weight_T.square().sum()]
+            sums_6 += torch.stack(
+                [
+                    terms.loss_sum.detach(),
+                    terms.clipped_tokens,
+                    terms.clipped_high_tokens,
+                    weight_T.sum(),
+                    weight_T.square().sum(),
+                    losses.capped_tokens(proximal_T, cut.sampler_T, self.loss.importance_cap),
+                ]
             ).double()
             if states is not None:
                 assert self.drafter is not None
                 self.drafter.accumulate(
                     states.cut([lesson.context for lesson in mine], [lesson.length for lesson in mine])
                 )
-        return [float(value) for value in sums_4]
+        return [float(value) for value in sums_6]
 
     def _dealt(self, items: Sequence[T]) -> Sequence[T]:
         """This rank's share of what its tensor parallel group holds: they see the same states."""
