@@ -71,7 +71,7 @@ gen: setup ## generate services/specrl/api from protos/; docs/run-file.md and th
 	  $(PROTOS),@echo "no .proto files in protos/")
 	$(BIN)/python -m specrl.spec.reference docs/run-file.md
 	$(BIN)/python -m specrl.spec.crd $(CRD)
-	$(BIN)/python tools/dashboards.py $(DASHBOARDS)
+	$(BIN)/python -m tools.dashboards $(DASHBOARDS)
 
 # What is pinned stays pinned. UV_FIND_LINKS is unset, so that a local wheel's version does not enter the lock.
 COMPILE = env -u UV_FIND_LINKS $(BIN)/uv pip compile --quiet --python-version 3.11 $(if $(UPGRADE),--upgrade) \

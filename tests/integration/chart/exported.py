@@ -12,7 +12,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from specrl.telemetry import metrics
 from specrl_operator import telemetry
 
-SCRAPED = {"namespace", "pod", "component"}
+SCRAPED = {"namespace", "pod", "component", "replica"}
 """Labels that Prometheus adds to what it scrapes from a pod, by the chart's PodMonitor."""
 SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
 
