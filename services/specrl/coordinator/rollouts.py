@@ -478,8 +478,8 @@ async def sample_and_grade(
                 for span in spans.values():  # those that came back have ended before
                     span.end(lost_by)
 
-        count = len(serving)
-        await asyncio.gather(*(ask(r, open_requests[place::count]) for place, r in enumerate(serving)))
+        asked = serving[: len(open_requests)]  # a call without requests is refused
+        await asyncio.gather(*(ask(r, open_requests[place :: len(asked)]) for place, r in enumerate(asked)))
 
     async def graded(ended: turns.Ended, prompt: Prompt) -> GradedRollout:
         if ended.failure or grader is None:

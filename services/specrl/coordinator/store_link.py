@@ -33,6 +33,12 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 5.0
 TOGETHER = 64
 """Most rollouts in one write: 6 MB of 8k tokens each, which no deadline of seconds cuts off."""
 
+OPERATIONS = (
+    *("open", "watch", "rollouts", "batch"),
+    *("put_rollouts", "put_batch", "set_fact", "finish_step", "set_report", "forget_batches"),
+)
+"""What metrics call the reads and writes."""
+
 T = TypeVar("T")
 Sleep = Callable[[float], Awaitable[object]]
 
@@ -222,6 +228,8 @@ class _Absence:
         self._run = run
         self.reason = ""
         self.retries = 0
+        for operation in OPERATIONS:
+            metrics.STORE_RETRIES.labels(run, operation)
 
     def lost(self, operation: str, error: StoreFailed) -> None:
         """An attempt failed."""

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests.integration.chart.asked import RULES, alerts, panels, rules, variables
 from tests.integration.chart.exported import exported
 from tests.integration.chart.rendering import CHART, ROOT, program
 from tools.dashboards import DASHBOARDS
 from tools.dashboards.grafana import as_grafana
 
-RULES = CHART / "files" / "rules.yaml"
 RULES_TEST = Path(__file__).parent / "rules_test.yaml"
 
 
@@ -23,28 +23,15 @@ def promtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([path, *arguments], capture_output=True, text=True, timeout=300, check=False)
 
 
-def rules() -> list[dict[str, object]]:
-    return [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
-
-
-def alerts() -> list[str]:
-    return [str(rule["alert"]) for rule in rules() if "alert" in rule]
-
-
-def panels() -> dict[str, str]:
-    """Expressions of all panels, with Grafana's variables filled in."""
-    found = {}
-    for path in sorted((CHART / "files" / "dashboards").glob("*.json")):
-        for panel in json.loads(path.read_text())["panels"]:
-            for target in panel["targets"]:
-                expression = target["expr"].replace("$__rate_interval", "5m")
-                expression = re.sub(r"\$(namespace|rljob|operator)", ".*", expression)
-                found[f"{path.name}: {panel['title']} {target['refId']}"] = expression
-    return found
+VALUES = {"namespace": ".*", "rljob": ".*", "operator": ".*", "__rate_interval": "5m"}
 
 
 def expressions() -> dict[str, str]:
-    return panels() | {str(rule.get("alert") or rule.get("record")): str(rule["expr"]) for rule in rules()}
+    return (
+        panels(VALUES)
+        | variables(VALUES)
+        | {str(rule.get("alert") or rule.get("record")): str(rule["expr"]) for rule in rules()}
+    )
 
 
 def asked_for(expression: str) -> dict[str, set[str]]:
@@ -76,7 +63,10 @@ def test_a_misspelt_metric_would_be_found() -> None:
 
 
 def test_every_panel_is_promql(tmp_path: Path) -> None:
-    records = [{"record": f"panel_{number}", "expr": expression} for number, expression in enumerate(panels().values())]
+    records = [
+        {"record": f"panel_{number}", "expr": expression}
+        for number, expression in enumerate((panels(VALUES) | variables(VALUES)).values())
+    ]
     assert len(records) > 20
     file = tmp_path / "panels.yaml"
     file.write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": records}]}))

@@ -1,0 +1,63 @@
+"""What dashboards, recording rules and alerts ask Prometheus, out of the files that the chart installs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+from tests.integration.chart.rendering import CHART
+
+RULES = CHART / "files" / "rules.yaml"
+DASHBOARDS = CHART / "files" / "dashboards"
+LABEL_VALUES = re.compile(r"label_values\((?P<series>.+), (?P<label>\w+)\)")
+
+
+def panels(values: Mapping[str, str]) -> dict[str, str]:
+    """Expressions of all panels, by dashboard, title and letter, with `values` in place of Grafana's variables."""
+    return {
+        f"{name}: {panel['title']} {target['refId']}": _filled(target["expr"], values)
+        for name, dashboard in _dashboards().items()
+        for panel in dashboard["panels"]
+        for target in panel["targets"]
+    }
+
+
+def variables(values: Mapping[str, str]) -> dict[str, str]:
+    """What each variable's values are taken from, as an expression that has a series for each of them."""
+    found = {}
+    for name, dashboard in _dashboards().items():
+        for variable in dashboard["templating"]["list"]:
+            if variable["type"] != "datasource":
+                match = LABEL_VALUES.fullmatch(variable["query"]["query"])
+                assert match is not None, variable
+                expression = f"count by ({match['label']}) ({_filled(match['series'], values)})"
+                found[f"{name}: variable {variable['name']}"] = expression
+    return found
+
+
+def groups() -> list[dict[str, Any]]:
+    """Groups of rules."""
+    found: list[dict[str, Any]] = yaml.safe_load(RULES.read_text())["groups"]
+    return found
+
+
+def rules() -> list[dict[str, Any]]:
+    """Recording rules and alerts, in their order."""
+    return [rule for group in groups() for rule in group["rules"]]
+
+
+def alerts() -> list[str]:
+    """Names of the alerts."""
+    return [rule["alert"] for rule in rules() if "alert" in rule]
+
+
+def _dashboards() -> dict[str, dict[str, Any]]:
+    return {path.name: json.loads(path.read_text()) for path in sorted(DASHBOARDS.glob("*.json"))}
+
+
+def _filled(expression: str, values: Mapping[str, str]) -> str:
+    """Raises KeyError for a variable without a value."""
+    return re.sub(r"\$(\w+)", lambda match: values[match[1]], expression)

@@ -1,0 +1,78 @@
+"""A real Prometheus, on loopback, until closed."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+from tests.integration.chart.rendering import program
+from tests.redis_servers import free_port
+
+PATIENCE_S = 180.0  # a busy machine is slow, not wrong
+
+
+class Prometheus:
+    """Scrapes and evaluates as `config` says. Skips the test where the program is not to be had."""
+
+    def __init__(self, folder: Path, config: dict[str, Any]) -> None:
+        path = program("prometheus", "every panel, rule and alert has data in a real run")
+        folder.mkdir()
+        file = folder / "prometheus.yaml"
+        file.write_text(yaml.safe_dump(config))
+        port = free_port()
+        self._http = httpx.Client(
+            base_url=f"http://127.0.0.1:{port}",
+            verify=False,  # noqa: S501 - no TLS here
+            trust_env=False,
+            timeout=60,
+        )
+        self._log = (folder / "log").open("w+")
+        self._process = subprocess.Popen(
+            [
+                *(path, "--config.file", file, "--storage.tsdb.path", folder / "data"),
+                *("--web.listen-address", f"127.0.0.1:{port}"),
+            ],
+            stdout=self._log,
+            stderr=self._log,
+        )
+        deadline = time.monotonic() + PATIENCE_S
+        while not self._is_ready():
+            assert self._process.poll() is None, Path(self._log.name).read_text()[-3000:]
+            assert time.monotonic() < deadline, Path(self._log.name).read_text()[-3000:]
+            time.sleep(0.05)
+
+    def _is_ready(self) -> bool:
+        try:
+            return self._http.get("/-/ready").status_code == httpx.codes.OK
+        except httpx.TransportError:
+            return False
+
+    def over(self, expression: str, began: float, ended: float) -> list[dict[str, str]]:
+        """Labels of the series that an expression has a number for at any second of a span of Unix time."""
+        asked = {"query": expression, "start": began, "end": ended, "step": 1}
+        found = self._ask("/api/v1/query_range", asked)["result"]
+        return [
+            series["metric"] for series in found if any(math.isfinite(float(value)) for _, value in series["values"])
+        ]
+
+    def targets(self) -> list[dict[str, Any]]:
+        """What it scrapes."""
+        found: list[dict[str, Any]] = self._ask("/api/v1/targets", {"state": "active"})["activeTargets"]
+        return found
+
+    def _ask(self, path: str, asked: dict[str, Any]) -> Any:
+        answer = self._http.post(path, data=asked) if path.endswith("range") else self._http.get(path, params=asked)
+        assert answer.status_code == httpx.codes.OK, answer.text
+        return answer.json()["data"]
+
+    def close(self) -> None:
+        """End it."""
+        self._http.close()
+        self._process.terminate()
+        self._process.wait(PATIENCE_S)
+        self._log.close()

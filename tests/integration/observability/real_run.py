@@ -1,0 +1,164 @@
+"""One run of the real services, scraped by a real Prometheus from its first version to its end, beside an operator.
+
+The coordinator, vLLM with an EAGLE-3 head and Megatron, on a policy of a few thousand parameters; `specrl run` starts
+them. The operator looks after two jobs of an API server in memory, one of which it does not accept.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+from tests.integration.observability.prometheus import Prometheus
+from tests.integration.observability.scraping import config, rules_each_second
+from tests.integration.operator.operator_process import Process
+from tests.integration.runs import StartedRun, start
+from tests.stand_ins.api_server import CORE, FakeApiServer
+from tests.stand_ins.api_server_http import HttpApiServer
+from tests.tiny_models import make_text_policy
+from tests.unit.operator.builders import an_rljob
+from tests.unit.operator.world import a_pod
+
+from specrl_operator.api import COORDINATOR, DEPLOYMENT, GENERATION, JOB_SET, RLJOB, STATEFUL_SET, TRAINER
+
+NAME = "observed"
+STEPS, VALIDATED = 24, 10
+QUESTIONS = [f"box {letter}" for letter in "abcdefgh"]
+START_S, RUN_S = 400.0, 400.0
+
+
+@dataclass
+class Observed:
+    """What is left when the run has ended. Times of a span are Unix seconds, `arrivals` those of a monotonic clock."""
+
+    prometheus: Prometheus
+    targets: list[dict[str, Any]]
+    scraped: list[dict[str, Any]] = field(default_factory=list)
+    began: float = 0.0
+    ended: float = 0.0
+    reports: dict[int, dict[str, Any]] = field(default_factory=dict)
+    arrivals: dict[int, float] = field(default_factory=dict)
+    pages: dict[str, str] = field(default_factory=dict)
+    """The last metrics of each component."""
+
+
+def a_run_file(folder: Path) -> Path:
+    """An asynchronous run of one replica, whose steps take about a second."""
+    texts = [f"{question} is #### {answer}" for question in QUESTIONS for answer in (3, 4)]
+    policy = make_text_policy(folder / "policy", texts, steps=80)
+    rows = [{"question": question, "answer": "#### 3"} for question in QUESTIONS]
+    (folder / "boxes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = {
+        "name": NAME,
+        "model": {"path": str(policy), "dtype": "float32", "maxLength": 64},
+        "prompts": {"source": {"jsonl": {"path": "boxes.jsonl"}}, "maxTokens": 16},
+        "rewards": {"exact": {}},
+        "generation": {
+            "replicas": 1,
+            "sampling": {"temperature": "1", "maxTokens": 32},
+            "speculation": {"eagle3": {"numDraftTokens": 3}},
+            "maxLiveRollouts": 16,
+        },
+        "trainer": {
+            "optimizer": {"learningRate": "1e-3"},
+            "drafter": {"initialisation": {"prompts": 8, "epochs": 1}},
+        },
+        "schedule": {"steps": STEPS, "promptsPerStep": 4, "groupSize": 8, "maxPolicyLag": 1},
+        "validation": {"source": {"jsonl": {"path": "boxes.jsonl"}}, "everySteps": VALIDATED},
+        "checkpoint": {"everySteps": 8},
+    }
+    file = folder / "run.yaml"
+    file.write_text(yaml.safe_dump(run))
+    return file
+
+
+def observe(folder: Path) -> Observed:
+    """Run to the end. The Prometheus of what is returned goes on; whoever called closes it."""
+    a_run_file(folder)
+    api = HttpApiServer(FakeApiServer(CORE | {JOB_SET.api_version}))
+    api.watch_s = 0.5
+    run = start(folder, "run", "-f", "run.yaml", "--plain")
+    operator = Process(api, folder / "operator")
+    try:
+        _two_jobs(api.fake, operator)
+        page, targets = _when_all_are_there(run)
+        (folder / "rules.yaml").write_text(yaml.safe_dump(rules_each_second()))
+        found = Observed(
+            Prometheus(folder / "prometheus", config(page, operator.address(), str(folder / "rules.yaml"), targets)),
+            targets,
+            began=time.time(),
+        )
+        try:
+            _watch(run, page, api.fake, found)
+        except BaseException:
+            found.prometheus.close()
+            raise
+    finally:
+        run.stop()
+        operator.close()
+        api.close()
+    return found
+
+
+def _two_jobs(fake: FakeApiServer, operator: Process) -> None:
+    """One whose pods are all ready, and one that cannot be read."""
+    fake.put(an_rljob({"schedule": {"groupSize": 0}}, name="broken"))
+    fake.put(an_rljob(name="sound"))
+    operator.until(lambda: {"sound-trainer"} <= fake.of(JOB_SET).keys() and bool(fake.of(STATEFUL_SET)))
+    for kind, component in ((DEPLOYMENT, COORDINATOR), (STATEFUL_SET, GENERATION), (JOB_SET, TRAINER)):
+        name = f"sound-{component}"
+        fake.put(a_pod(f"{name}-0", component, fake.of(kind)[name]))
+
+
+def _when_all_are_there(run: StartedRun) -> tuple[str, list[dict[str, Any]]]:
+    """The coordinator's address, and its targets once replica and trainer have registered."""
+    run.until(lambda: any(run.runs.glob("*/endpoints.json")), START_S)
+    (file,) = run.runs.glob("*/endpoints.json")
+    page = json.loads(file.read_text())["http"]
+    targets: list[dict[str, Any]] = []
+
+    def are_there() -> bool:
+        targets[:] = json.loads(_get(f"{page}/targets") or "[]")
+        return len(targets) == 3
+
+    run.until(are_there, START_S)
+    return page, targets
+
+
+def _watch(run: StartedRun, page: str, fake: FakeApiServer, found: Observed) -> None:
+    """Note when each report appears, until the run has ended; meanwhile a user scales the operator's job."""
+    addresses = {group["labels"]["component"]: group["targets"][0] for group in found.targets}
+    turn = 0
+
+    def has_ended() -> bool:
+        nonlocal turn
+        turn += 1
+        for report in json.loads(_get(f"{page}/steps?after={max(found.arrivals, default=0)}") or "[]"):
+            found.arrivals[report["step"]] = time.monotonic()
+            found.reports[report["step"]] = report
+        if turn % 10 == 0:
+            pages = {component: _get(f"http://{address}/metrics") for component, address in addresses.items()}
+            found.pages |= {component: text for component, text in pages.items() if text}
+            found.scraped = found.prometheus.targets() if all(pages.values()) else found.scraped
+            job = fake.of(RLJOB)["sound"]
+            job["spec"]["generation"]["replicas"] = 1 + turn // 10 % 2
+            fake.put(job)
+        return len(found.arrivals) == STEPS or run.process.poll() is not None
+
+    run.until(has_ended, RUN_S)
+    found.ended = time.time()
+    run.finish(RUN_S)
+
+
+def _get(url: str) -> str:
+    """A page's text; nothing when it does not answer."""
+    try:
+        answer = httpx.get(url, verify=False, timeout=30, trust_env=False)  # noqa: S501 - no TLS here
+    except httpx.TransportError:
+        return ""
+    return answer.text if answer.status_code == httpx.codes.OK else ""

@@ -1,0 +1,125 @@
+"""Every expression of every panel, variable, rule and alert has data in a real run, whose stages are its wall time."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from tests.integration.chart.asked import panels, rules, variables
+from tests.integration.observability.real_run import NAME, STEPS, VALIDATED, Observed
+from tests.integration.observability.scraping import CLUSTER, LOCAL, OPERATORS
+
+SERIES_OF_A_REPLICA, SERIES_OF_A_TRAINER = 900, 200
+"""At most; vLLM's histograms are most of the first."""
+
+
+def values(namespace: str) -> dict[str, str]:
+    """Of Grafana's variables: one run chosen. An interval of four scrapes and more, as Grafana takes it."""
+    return {"namespace": namespace, "rljob": NAME, "operator": OPERATORS, "__rate_interval": "10s"}
+
+
+def of_runs(namespace: str) -> dict[str, str]:
+    found = panels(values(namespace)) | variables(values(namespace))
+    return {name: expression for name, expression in found.items() if not name.startswith("operator.json")}
+
+
+def of_the_operator() -> dict[str, str]:
+    found = panels(values("rl")) | variables(values("rl"))
+    return {name: expression for name, expression in found.items() if name.startswith("operator.json")}
+
+
+def always(expression: str) -> str:
+    """An alert's expression that has a series whether it fires or not: comparisons answer 0 or 1."""
+    found = re.sub(r"(?<=\s)(==|!=|>=|<=|>|<)(?=\s)", r"\1 bool", expression)
+    return found.replace("offset 1h", "offset 3s")
+
+
+@pytest.mark.parametrize("namespace", [CLUSTER, LOCAL])
+@pytest.mark.parametrize("name", of_runs(""))
+def test_panel_and_variable_have_data(observed: Observed, name: str, namespace: str) -> None:
+    expression = of_runs(namespace)[name]
+    assert observed.prometheus.over(expression, observed.began, observed.ended), expression
+
+
+@pytest.mark.parametrize("name", of_the_operator())
+def test_panel_and_variable_of_the_operator_have_data(observed: Observed, name: str) -> None:
+    expression = of_the_operator()[name]
+    assert observed.prometheus.over(expression, observed.began, observed.ended), expression
+
+
+@pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule.get("alert") or rule["record"])
+def test_rule_and_alert_have_data(observed: Observed, rule: dict[str, str]) -> None:
+    expression = rule["record"] if "record" in rule else always(rule["expr"])
+    found = observed.prometheus.over(expression, observed.began, observed.ended)
+    assert found, expression
+    if "specrl.operator" not in rule["expr"] and "rljob" in found[0]:
+        assert {series["namespace"] for series in found} >= {CLUSTER, LOCAL} or "specrl_rljob" in rule["expr"]
+
+
+def test_a_misspelt_expression_would_have_none(observed: Observed) -> None:
+    assert not observed.prometheus.over("specrl_coordinator_policy_versionn", observed.began, observed.ended)
+    assert not observed.prometheus.over("1 / (up > 2)", observed.began, observed.ended)
+
+
+def test_every_target_answers_and_pods_that_serve_nothing_are_left_out(observed: Observed) -> None:
+    assert [target["health"] for target in observed.scraped] == ["up"] * 7, observed.scraped
+    assert {target["labels"]["job"] for target in observed.scraped} == {
+        "pods/http",
+        "pods/metrics",
+        "specrl",
+        "operator",
+    }
+
+
+@pytest.mark.parametrize("namespace", [CLUSTER, LOCAL])
+def test_series_of_vllm_join_with_the_coordinators_by_run_and_replica(observed: Observed, namespace: str) -> None:
+    ours = f'specrl_coordinator_replica_policy_version{{namespace="{namespace}"}}'
+    joined = f"vllm:generation_tokens_total * on (namespace, rljob, replica) {ours}"
+    (found,) = observed.prometheus.over(joined, observed.began, observed.ended)
+    assert found == {"namespace": namespace, "rljob": NAME, "replica": "gen-0"}
+
+
+def test_the_stages_are_the_wall_time_of_the_steps(observed: Observed) -> None:
+    """Against the clock of somebody who sees reports appear. A validated step's waits for its accuracy."""
+    first, last = 2, STEPS - 1
+    assert first % VALIDATED
+    assert last % VALIDATED
+    staged = sum(sum(observed.reports[step]["stages"].values()) for step in range(first + 1, last + 1))
+    seen = observed.arrivals[last] - observed.arrivals[first]
+    assert staged == pytest.approx(seen, rel=0.02)
+    for stage in ("data", "prepare", "generation", "logprob", "train"):
+        assert all(report["stages"][stage] > 0 for report in observed.reports.values()), stage
+
+
+def test_metrics_and_reports_say_the_same_of_stages_and_causes(observed: Observed) -> None:
+    page = observed.pages["coordinator"]
+    stages = sums(page, "specrl_coordinator_step_seconds_sum", "phase")
+    (steps,) = sums(page, "specrl_coordinator_policy_version", "rljob").values()
+    told = [report for step, report in observed.reports.items() if step <= steps]
+    counted = int(sums(page, "specrl_coordinator_step_seconds_count", "phase")["train"])
+    assert 0 < counted <= STEPS
+    assert len(told) >= counted
+    for stage, seconds in stages.items():
+        assert seconds == pytest.approx(
+            sum(observed.reports[step]["stages"][stage] for step in range(1, counted + 1)), rel=1e-6
+        )
+    causes = sums(page, "specrl_coordinator_exposed_generation_seconds_total", "cause")
+    assert causes.keys() == {"buffer_wait", "sync_drain"}
+    assert sum(causes.values()) == pytest.approx(stages["generation"], rel=1e-6)
+
+
+def test_a_replica_and_the_trainer_have_so_many_series_at_most(observed: Observed) -> None:
+    for component, most in (("generation", SERIES_OF_A_REPLICA), ("trainer", SERIES_OF_A_TRAINER)):
+        lines = [line for line in observed.pages[component].splitlines() if line and not line.startswith("#")]
+        assert 20 < len(lines) <= most, component
+
+
+def sums(page: str, name: str, label: str) -> dict[str, float]:
+    """Values of a metric by one label."""
+    return {
+        sample.labels[label]: sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if sample.name == name
+    }
