@@ -6,10 +6,12 @@ them. The operator looks after two jobs of an API server in memory, one of which
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import httpx
@@ -50,9 +52,10 @@ class Observed:
 def a_run_file(folder: Path) -> Path:
     """An asynchronous run of one replica, whose steps take about a second."""
     texts = [f"{question} is #### {answer}" for question in QUESTIONS for answer in (3, 4)]
-    policy = make_text_policy(folder / "policy", texts, steps=80)
+    policy = make_text_policy(folder / "policy", texts, steps=40)
     rows = [{"question": question, "answer": "#### 3"} for question in QUESTIONS]
-    (folder / "boxes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, part in (("boxes.jsonl", rows[:-2]), ("held-out.jsonl", rows[-2:])):
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in part))
     run = {
         "name": NAME,
         "model": {"path": str(policy), "dtype": "float32", "maxLength": 64},
@@ -69,7 +72,7 @@ def a_run_file(folder: Path) -> Path:
             "drafter": {"initialisation": {"prompts": 8, "epochs": 1}},
         },
         "schedule": {"steps": STEPS, "promptsPerStep": 4, "groupSize": 8, "maxPolicyLag": 1},
-        "validation": {"source": {"jsonl": {"path": "boxes.jsonl"}}, "everySteps": VALIDATED},
+        "validation": {"source": {"jsonl": {"path": "held-out.jsonl"}}, "everySteps": VALIDATED},
         "checkpoint": {"everySteps": 8},
     }
     file = folder / "run.yaml"
@@ -109,8 +112,9 @@ def _two_jobs(fake: FakeApiServer, operator: Process) -> None:
     """One whose pods are all ready, and one that cannot be read."""
     fake.put(an_rljob({"schedule": {"groupSize": 0}}, name="broken"))
     fake.put(an_rljob(name="sound"))
-    operator.until(lambda: {"sound-trainer"} <= fake.of(JOB_SET).keys() and bool(fake.of(STATEFUL_SET)))
-    for kind, component in ((DEPLOYMENT, COORDINATOR), (STATEFUL_SET, GENERATION), (JOB_SET, TRAINER)):
+    parts = {DEPLOYMENT: COORDINATOR, STATEFUL_SET: GENERATION, JOB_SET: TRAINER}
+    operator.until(lambda: all(f"sound-{component}" in fake.of(kind) for kind, component in parts.items()))
+    for kind, component in parts.items():
         name = f"sound-{component}"
         fake.put(a_pod(f"{name}-0", component, fake.of(kind)[name]))
 
@@ -131,28 +135,45 @@ def _when_all_are_there(run: StartedRun) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _watch(run: StartedRun, page: str, fake: FakeApiServer, found: Observed) -> None:
-    """Note when each report appears, until the run has ended; meanwhile a user scales the operator's job."""
+    """Keep what is exported until the run has ended; meanwhile a user scales the operator's job.
+
+    Reports are noted as they appear by a thread of their own, which does nothing else.
+    """
     addresses = {group["labels"]["component"]: group["targets"][0] for group in found.targets}
-    turn = 0
+    turns = itertools.count()
+    noting = Thread(target=_note_reports, args=(page, found))
+    noting.start()
 
     def has_ended() -> bool:
-        nonlocal turn
-        turn += 1
-        for report in json.loads(_get(f"{page}/steps?after={max(found.arrivals, default=0)}") or "[]"):
-            found.arrivals[report["step"]] = time.monotonic()
-            found.reports[report["step"]] = report
-        if turn % 10 == 0:
-            pages = {component: _get(f"http://{address}/metrics") for component, address in addresses.items()}
-            found.pages |= {component: text for component, text in pages.items() if text}
-            found.scraped = found.prometheus.targets() if all(pages.values()) else found.scraped
-            job = fake.of(RLJOB)["sound"]
-            job["spec"]["generation"]["replicas"] = 1 + turn // 10 % 2
-            fake.put(job)
-        return len(found.arrivals) == STEPS or run.process.poll() is not None
+        pages = {component: _get(f"http://{address}/metrics") for component, address in addresses.items()}
+        found.pages |= {component: text for component, text in pages.items() if text}
+        found.scraped = found.prometheus.targets() if all(pages.values()) else found.scraped
+        job = fake.of(RLJOB)["sound"]
+        job["spec"]["generation"]["replicas"] = 1 + next(turns) % 2
+        fake.put(job)
+        return len(found.arrivals) == STEPS
 
-    run.until(has_ended, RUN_S)
-    found.ended = time.time()
-    run.finish(RUN_S)
+    try:
+        run.until(has_ended, RUN_S)
+        found.ended = time.time()
+        run.finish(RUN_S)
+    finally:
+        run.stop()  # then nobody answers
+        noting.join()
+
+
+def _note_reports(page: str, found: Observed) -> None:
+    """Look for new reports all the time, until the last one is there, or nobody answers any more."""
+    with httpx.Client(verify=False, timeout=30, trust_env=False) as http:  # noqa: S501 - no TLS here
+        while len(found.arrivals) < STEPS:
+            try:
+                reports = http.get(f"{page}/steps?after={max(found.arrivals, default=0)}").json()
+            except httpx.TransportError:
+                return
+            for report in reports:
+                found.reports[report["step"]] = report
+                found.arrivals[report["step"]] = time.monotonic()
+            time.sleep(0.01)
 
 
 def _get(url: str) -> str:
