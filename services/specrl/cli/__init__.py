@@ -2,6 +2,7 @@
 
     specrl run        begin a run on this machine, or go on with one
     specrl status     how a run is doing, or did
+    specrl report     figures of a run, or of two, as a page to keep
     specrl drafter    init: train a drafter on a policy's own rollouts
     specrl store      look into a run's state, copy it out, or delete it
     specrl families   problem families that need no data set
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import typer
 
-from specrl.cli import demo, drafter, run, spec, status, store
+from specrl.cli import demo, drafter, report, run, spec, status, store
 from specrl.cli.endings import Reporting
 
 app = typer.Typer(
@@ -31,6 +32,7 @@ app = typer.Typer(
 )
 app.command("run", short_help="Begin a run on this machine, or go on with one.")(run.run)
 app.command("status", short_help="How a run is doing, or did.")(status.status)
+app.command("report", short_help="Figures of a run, or of two, as a page to keep.")(report.report)
 app.add_typer(drafter.app, name="drafter")
 app.add_typer(store.app, name="store")
 app.command("families", short_help="Problem families that need no data set.")(spec.families)

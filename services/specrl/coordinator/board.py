@@ -95,6 +95,7 @@ class Board:
         self._parts: tuple[Scheduler[GradedRollout], RolloutStage, TrainerLink] | None = None
         self._published = store.trained()
         self._files.append(self.reports(after=self._files.last_step))
+        self._files.append_validations(self.validations())
         settled = {group for report in self._all_reports() for group in report.failed}
         self._given_up = len(settled)
         self._failed = {g: reason for g, reason in (store.fact(FAILED_PROMPTS) or {}).items() if g not in settled}
@@ -225,6 +226,7 @@ class Board:
             kept = [*first, *newer[2 - VALIDATIONS_KEPT :], report.model_dump(by_alias=True)]
             await self._store.set_fact(VALIDATIONS, kept)
             self._exported.validated(report.accuracy)
+            self._files.append_validations(self.validations())
         if self._withheld is not None:
             withheld, self._withheld = self._withheld, None
             accuracy = self._accuracy(withheld.policy_version)
@@ -390,6 +392,11 @@ def _mean(values: Sequence[float]) -> float | None:
     return float(np.mean(values)) if values else None
 
 
+def _error(values: Sequence[float]) -> float | None:
+    """Standard error of their mean."""
+    return float(np.std(values, ddof=1) / np.sqrt(len(values))) if len(values) > 1 else None
+
+
 def _report(step: TrainedStep, stages: StageSeconds, since: SpeculationCounters, accuracy: float | None) -> StepReport:
     lags = step.batch.policy_lags
     rewards = [float(value) for group in step.groups for value in group.rewards_G]
@@ -401,6 +408,7 @@ def _report(step: TrainedStep, stages: StageSeconds, since: SpeculationCounters,
         stages=stages,
         exposed_generation=stages.generation,
         reward=_mean(rewards),
+        reward_error=_error([float(np.mean(group.rewards_G)) for group in step.groups]),
         validation_accuracy=accuracy,
         rollouts=len(lengths),
         tokens=sum(lengths),
@@ -410,6 +418,7 @@ def _report(step: TrainedStep, stages: StageSeconds, since: SpeculationCounters,
         accepted_per_position=[count / since.drafts for count in since.accepted_per_position] if since.drafts else [],
         policy_lag_max=max(lags, default=0),
         policy_lag_mean=_mean(lags) or 0.0,
+        policy_lags=np.bincount(lags).tolist() if lags else [],
         cursor=step.progress.cursor,
         ahead=sorted(step.progress.ahead),
         loss=trained.loss,

@@ -24,6 +24,7 @@ import uvicorn
 
 from specrl.coordinator.board import Board
 from specrl.coordinator.loop import Loop
+from specrl.coordinator.origin import write_origin
 from specrl.coordinator.parts import Parts
 from specrl.coordinator.readers import Readers
 from specrl.coordinator.registry import Calls, Registry
@@ -122,6 +123,7 @@ async def _serve_run(arguments: argparse.Namespace, spec: RunSpec, recorder: Rec
     if identity is not None and web.config.ssl is not None:
         tasks.append(asyncio.create_task(identity.keep_current(web.config.ssl), name="renew-certificate"))
     scheme = "http" if identity is None else "https"
+    write_origin(directory)
     _write_endpoints(directory, f"{arguments.host}:{bound}", f"{scheme}://{arguments.host}:{listener.getsockname()[1]}")
     teller = None if place is None else Teller(board, place)
     if teller is not None:

@@ -62,6 +62,8 @@ class StepReport(Report):
     reward: float | None
     """Mean over the batch's rollouts; null when it has none, since every prompt of the step failed. Nothing was trained
     then, and the numbers of training are 0."""
+    reward_error: float | None = None
+    """Standard error of `reward`: of the mean over the prompts' means. Null with fewer than two prompts."""
     validation_accuracy: float | None = None
     """Accuracy of `policy_version`, when it was validated."""
     rollouts: int
@@ -83,6 +85,8 @@ class StepReport(Report):
     """Replicas whose drafter is switched off because it does not pay."""
     policy_lag_max: int
     policy_lag_mean: float
+    policy_lags: list[int] = []
+    """How many rollouts had a policy lag of 0, of 1, and so on to the largest."""
     cursor: int | None = None
     """First place of the stream, from 0, whose prompt neither this step nor one before it settled; null in reports of
     runs that knew no order but InOrder."""

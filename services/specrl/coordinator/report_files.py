@@ -1,49 +1,54 @@
-"""The files that people and programs read beside a run: metrics.jsonl, one line a step, and status.json.
+"""The files that people and programs read beside a run: metrics.jsonl, validations.jsonl and status.json.
 
-They show what the store holds; nothing is read back to decide anything. So a disk that is full delays them, and stops
-nothing: lines that could not be written are written with the next, and a line that was cut short is written over.
+metrics.jsonl has one line a step, validations.jsonl one a validation; sinks (`coordinator/sinks`) and `specrl report`
+read them. They show what the store holds; nothing is read back to decide anything. So a disk that is full delays them,
+and stops nothing: lines that could not be written are written with the next, and a line that was cut short is written
+over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import structlog
 from pydantic import ValidationError
 
-from specrl.coordinator.report import Status, StepReport
+from specrl.coordinator.report import Report, Status, StepReport, ValidationReport
 from specrl.telemetry import metrics
+
+METRICS, VALIDATIONS = "metrics.jsonl", "validations.jsonl"
+
+R = TypeVar("R", bound=Report)
 
 log = structlog.get_logger(__name__)
 
 
 class ReportFiles:
-    """Both files of one run."""
+    """The files of one run."""
 
     def __init__(self, directory: Path) -> None:
-        """Takes up metrics.jsonl where it ends, a last line without its end left out."""
-        self._metrics, self._status = directory / "metrics.jsonl", directory / "status.json"
+        """Takes the files up where they end, a last line without its end left out."""
+        self._steps = _Lines(directory / METRICS, StepReport, lambda report: report.step, self._fell_behind)
+        self._validations = _Lines(
+            directory / VALIDATIONS, ValidationReport, lambda report: report.policy_version, self._fell_behind
+        )
+        self._status = directory / "status.json"
         self._is_behind = False
-        written = self._metrics.read_bytes() if self._metrics.exists() else b""
-        self._end = written.rfind(b"\n") + 1
-        self.last_step = max((report.step for report in _parsed(written[: self._end])), default=0)
+
+    @property
+    def last_step(self) -> int:
+        """The last step that has its line; 0 before the first."""
+        return max(self._steps.last, 0)
 
     def append(self, reports: Sequence[StepReport]) -> None:
         """Add a line for each step that has none yet. reports: ascending."""
-        new = [report for report in reports if report.step > self.last_step]
-        lines = "".join(report.model_dump_json(by_alias=True) + "\n" for report in new).encode()
-        try:
-            with self._metrics.open("r+b" if self._metrics.exists() else "wb") as file:
-                file.seek(self._end)
-                file.write(lines)
-                file.truncate()
-        except OSError as error:
-            self._fell_behind(error)
-            return
-        self._end += len(lines)
-        self.last_step = new[-1].step if new else self.last_step
-        self._is_behind = False
+        self._is_behind = not self._steps.append(reports)
+
+    def append_validations(self, reports: Sequence[ValidationReport]) -> None:
+        """The same for validations, in the order of their versions."""
+        self._is_behind = not self._validations.append(reports)
 
     def write_status(self, status: Status) -> None:
         """Replace status.json, in one piece."""
@@ -56,11 +61,7 @@ class ReportFiles:
 
     def before(self, step: int) -> list[StepReport]:
         """Reports of the steps before `step`, ascending; of a step that is there twice, the later line."""
-        try:
-            written = self._metrics.read_bytes()[: self._end]
-        except OSError:
-            return []
-        found = {report.step: report for report in _parsed(written) if report.step < step}
+        found = {report.step: report for report in self._steps.read() if report.step < step}
         return [found[known] for known in sorted(found)]
 
     def _fell_behind(self, error: OSError) -> None:
@@ -69,11 +70,48 @@ class ReportFiles:
         self._is_behind = True
 
 
-def _parsed(lines: bytes) -> list[StepReport]:
-    found = []
-    for line in lines.splitlines():
+class _Lines(Generic[R]):
+    """A file of one line a report, ascending by a number that no two share.
+
+    last: the number of the last line, -1 before the first.
+    """
+
+    def __init__(
+        self, path: Path, kind: type[R], number: Callable[[R], int], fell_behind: Callable[[OSError], None]
+    ) -> None:
+        self._path, self._kind, self._number, self._fell_behind = path, kind, number, fell_behind
+        written = path.read_bytes() if path.exists() else b""
+        self._end = written.rfind(b"\n") + 1
+        self.last = max(map(number, self._parsed(written[: self._end])), default=-1)
+
+    def append(self, reports: Sequence[R]) -> bool:
+        """Add a line for each report that has none yet; false when the disk refuses, and the next call tries again."""
+        new = [report for report in reports if self._number(report) > self.last]
+        lines = "".join(report.model_dump_json(by_alias=True) + "\n" for report in new).encode()
         try:
-            found.append(StepReport.model_validate_json(line))
-        except ValidationError:  # another version's, or a disk's: it is only shown
-            metrics.FILES_PASSED_OVER.labels("report").inc()
-    return found
+            with self._path.open("r+b" if self._path.exists() else "wb") as file:
+                file.seek(self._end)
+                file.write(lines)
+                file.truncate()
+        except OSError as error:
+            self._fell_behind(error)
+            return False
+        self._end += len(lines)
+        self.last = self._number(new[-1]) if new else self.last
+        return True
+
+    def read(self) -> list[R]:
+        try:
+            written = self._path.read_bytes()[: self._end]
+        except OSError:
+            return []
+        return self._parsed(written)
+
+    def _parsed(self, lines: bytes) -> list[R]:
+        found = []
+        for line in lines.splitlines():
+            try:
+                found.append(self._kind.model_validate_json(line))
+            except ValidationError:  # another version's, or a disk's: it is only shown
+                metrics.FILES_PASSED_OVER.labels("report").inc()
+        return found

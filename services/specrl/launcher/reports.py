@@ -6,6 +6,7 @@ an error. A last line of `metrics.jsonl` that a crash cut short is passed over.
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -68,11 +69,18 @@ def stored_status(directory: RunDirectory) -> Status | None:
 
 def stored_steps(directory: RunDirectory) -> list[StepReport]:
     """All steps in order; of a step that was recorded twice, the later record."""
-    if not directory.metrics_file.exists():
-        return []
-    with directory.metrics_file.open("rb") as lines:
-        found = [_parsed(StepReport, _json(line)) for line in iter(lambda: lines.readline(SMALL_BYTES), b"")]
-    return [*{step.step: step for step in found if step is not None}.values()]
+    found, _ = read_lines(directory.metrics_file, StepReport)
+    return [*{step.step: step for step in found}.values()]
+
+
+def read_lines(file: Path, kind: type[R]) -> tuple[list[R], int]:
+    """What the lines of a file hold, and how many hold something else. A line without its end is being written."""
+    if not file.exists():
+        return [], 0
+    with file.open("rb") as lines:
+        whole = [line for line in iter(lambda: lines.readline(SMALL_BYTES), b"") if line.endswith(b"\n")]
+    found = [_parsed(kind, _json(line)) for line in whole]
+    return [report for report in found if report is not None], found.count(None)
 
 
 def http_address(directory: RunDirectory) -> str | None:

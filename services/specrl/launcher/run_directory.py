@@ -4,7 +4,9 @@
       run.yaml        the resolved run file                    launcher
       endpoints.json  addresses of the coordinator             coordinator, at each start
       status.json     the last phase and, at the end, summary  coordinator, at each change
-      metrics.jsonl   one line a step or validation            coordinator
+      metrics.jsonl   one line a step                          coordinator
+      validations.jsonl  one line a validation                 coordinator
+      origin.json     versions and machine, at each start      coordinator
       store.db        progress, unless it is kept in Redis     coordinator
       store-id        the run's id, for a store that it shares coordinator
       checkpoints/, export/                                    trainer
@@ -60,6 +62,14 @@ class RunDirectory:
     @property
     def metrics_file(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def validations_file(self) -> Path:
+        return self.path / "validations.jsonl"
+
+    @property
+    def origin_file(self) -> Path:
+        return self.path / "origin.json"
 
     @property
     def logs(self) -> Path:

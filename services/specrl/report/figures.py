@@ -1,0 +1,154 @@
+"""The figures of one run, from its steps. Pure. Table 1 of arXiv 2604.26779 has its five stages and its speed-ups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+from statistics import median
+
+import numpy as np
+
+from specrl.coordinator.report import StepReport, ValidationReport
+
+STAGES = ("data", "prepare", "generation", "logprob", "train")
+OTHERS = ("validation", "checkpoint")
+"""What else a step may wait for; the paper's table has neither."""
+
+EDGE_STEPS = 5
+"""What a run began and ended with is the mean of so many steps, as in its summary."""
+
+NORMAL_95 = 1.96
+"""Half-width of a 95 % interval in standard errors."""
+
+CAUSES = {
+    "buffer_wait": "no batch was complete within the lag bound",
+    "sync_drain": "a validation had to end before the next version",
+}
+"""Of exposed generation, as `specrl_coordinator_exposed_generation_seconds_total` counts them."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Mean wall seconds of a step, and share of all wall seconds, 0 to 1."""
+
+    name: str
+    mean_s: float
+    share: float
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Rates are per second of wall time. Acceptance and draft length are None without speculation."""
+
+    steps: int
+    wall_s: float
+    step_s: float
+    stages: tuple[Stage, ...]
+    exposed_share: float
+    exposed_by_cause: dict[str, float]
+    """Seconds of the run."""
+    rollouts: int
+    rollouts_per_s: float
+    tokens_per_s: float
+    mean_length: float
+    acceptance_length: float | None
+    accepted_per_position: tuple[float, ...]
+    draft_length: float | None
+    speculation_gain: float | None
+    """Median over the steps that report one."""
+    first_reward: float | None
+    last_reward: float | None
+    policy_lags: tuple[int, ...]
+    """Rollouts by lag; empty in reports of versions that knew the mean and the largest alone."""
+    policy_lag_max: int
+    policy_lag_mean: float
+    weight_sync_s: dict[str, float]
+    """Mean seconds of a step by stage of the update."""
+    mismatch_kl: float | None
+    failed_prompts: int
+
+    def stage(self, name: str) -> Stage:
+        return next(stage for stage in self.stages if stage.name == name)
+
+
+def figures(steps: Sequence[StepReport]) -> Figures:
+    """steps: at least one, ascending."""
+    wall_s = sum(report.stages.total for report in steps)
+    seconds = {name: sum(getattr(report.stages, name) for report in steps) for name in (*STAGES, *OTHERS)}
+    drafted = [report for report in steps if report.acceptance_length is not None]
+    rewards = [report.reward for report in steps if report.reward is not None]
+    rollouts = sum(report.rollouts for report in steps)
+    compared = [report.mismatch_kl for report in steps if report.mismatch_tokens]
+    return Figures(
+        steps=len(steps),
+        wall_s=wall_s,
+        step_s=wall_s / len(steps),
+        stages=tuple(
+            Stage(name, total / len(steps), total / wall_s if wall_s else 0.0) for name, total in seconds.items()
+        ),
+        exposed_share=sum(report.exposed_generation for report in steps) / wall_s if wall_s else 0.0,
+        exposed_by_cause={"buffer_wait": seconds["generation"], "sync_drain": seconds["validation"]},
+        rollouts=rollouts,
+        rollouts_per_s=rollouts / wall_s if wall_s else 0.0,
+        tokens_per_s=sum(report.tokens for report in steps) / wall_s if wall_s else 0.0,
+        mean_length=sum(report.tokens for report in steps) / max(rollouts, 1),
+        acceptance_length=mean([report.acceptance_length for report in drafted if report.acceptance_length]),
+        accepted_per_position=_means([report.accepted_per_position for report in drafted]),
+        draft_length=mean([report.draft_length for report in steps if report.draft_length is not None]),
+        speculation_gain=_median([r.speculation_gain for r in steps if r.speculation_gain is not None]),
+        first_reward=mean(rewards[:EDGE_STEPS]),
+        last_reward=mean(rewards[-EDGE_STEPS:]),
+        policy_lags=tuple(int(count) for count in _sums([report.policy_lags for report in steps])),
+        policy_lag_max=max(report.policy_lag_max for report in steps),
+        policy_lag_mean=sum(report.policy_lag_mean * report.rollouts for report in steps) / max(rollouts, 1),
+        weight_sync_s={
+            name: mean([report.weight_sync.get(name, 0.0) for report in steps]) or 0.0
+            for name in dict.fromkeys(name for report in steps for name in report.weight_sync)
+        },
+        mismatch_kl=mean(compared),
+        failed_prompts=sum(len(report.failed) for report in steps),
+    )
+
+
+def accuracies(
+    steps: Sequence[StepReport], validations: Sequence[ValidationReport], problems: int
+) -> list[ValidationReport]:
+    """Every validation, by version. Runs of versions that kept no file of them have those of their steps' reports.
+
+    problems: how many a validation had, for these.
+    """
+    known = {report.policy_version: report for report in validations}
+    for step in steps:
+        if step.validation_accuracy is not None and step.policy_version not in known:
+            known[step.policy_version] = ValidationReport(
+                policy_version=step.policy_version, accuracy=step.validation_accuracy, problems=problems, seconds=0.0
+            )
+    return [known[version] for version in sorted(known)]
+
+
+def wilson(share: float, count: int) -> tuple[float, float]:
+    """95 % confidence interval of a share of `count` problems (Wilson 1927). Within 0 and 1, unlike the normal one."""
+    if count == 0:
+        return 0.0, 1.0
+    z2 = NORMAL_95**2 / count
+    centre, half = share + z2 / 2, NORMAL_95 * sqrt(share * (1 - share) / count + z2 / (4 * count))
+    return max(0.0, (centre - half) / (1 + z2)), min(1.0, (centre + half) / (1 + z2))
+
+
+def mean(values: Sequence[float]) -> float | None:
+    return float(np.mean(values)) if values else None
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return float(median(values)) if values else None
+
+
+def _sums(rows: Sequence[Sequence[float]]) -> list[float]:
+    """By place; shorter rows count as 0 where they end."""
+    length = max((len(row) for row in rows), default=0)
+    return [sum(row[place] for row in rows if place < len(row)) for place in range(length)]
+
+
+def _means(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    return tuple(total / len(rows) for total in _sums(rows))

@@ -1,0 +1,80 @@
+"""What a run learnt, with intervals, and how old the tokens were that it learnt from."""
+
+from __future__ import annotations
+
+from specrl.report import charts
+from specrl.report.charts import Line
+from specrl.report.document import Chart, Section, Table
+from specrl.report.figures import NORMAL_95, Figures, accuracies, wilson
+from specrl.report.reading import Reading
+from specrl.report.words import interval, number, percent
+
+
+def learning(run: Reading, found: Figures) -> Section:
+    rewarded = [report for report in run.steps if report.reward is not None]
+    points = [(float(report.step), report.reward or 0.0) for report in rewarded]
+    errors = [report.reward_error for report in rewarded]
+    low: list[float] = []
+    high: list[float] = []
+    if all(error is not None for error in errors):
+        half = [NORMAL_95 * (error or 0.0) for error in errors]
+        low = [y - wide for (_, y), wide in zip(points, half, strict=True)]
+        high = [y + wide for (_, y), wide in zip(points, half, strict=True)]
+    words = (
+        f"Mean reward of each step: {number(found.first_reward, 2)} at first, {number(found.last_reward, 2)} at last."
+    )
+    drawn = [
+        Chart(
+            "Reward" + (", with its 95 % interval" if low else ""),
+            charts.lines([Line("reward", "train", points, low, high)], words),
+            words,
+        )
+    ]
+    tables: tuple[Table, ...] = ()
+    problems = min(run.spec.validation.limit, _problems(run)) if run.spec.validation is not None else 0
+    validations = accuracies(run.steps, run.validations, problems)
+    if validations:
+        ranges = [wilson(report.accuracy, report.problems) for report in validations]
+        line = Line(
+            "accuracy",
+            "validation",
+            [(float(report.policy_version), report.accuracy) for report in validations],
+            [low for low, _ in ranges],
+            [high for _, high in ranges],
+            is_dotted=True,
+        )
+        before, after = validations[0].accuracy, validations[-1].accuracy
+        words = f"Validation accuracy: {number(before, 2)} at first, {number(after, 2)} at last."
+        drawn.append(Chart("Validation accuracy, with its 95 % interval", charts.lines([line], words, top=1.0), words))
+        rows = tuple(
+            (f"version {r.policy_version}", number(r.accuracy, 3), interval(*ends), str(r.problems))
+            for r, ends in zip(validations, ranges, strict=True)
+        )
+        tables = (Table("Validations", ("policy", "accuracy", "95 % interval", "problems"), rows),)
+    text = (
+        "Intervals are 95 %: of the reward over the means of the step's prompts, of the accuracy over problems by "
+        "Wilson's score."
+    )
+    return Section("What was learnt", (text,), tables, tuple(drawn))
+
+
+def _problems(run: Reading) -> int:
+    """How many problems the source of validations has, where the run file says so."""
+    source = run.spec.validation.source if run.spec.validation is not None else None
+    return source.generated.count if source is not None and source.generated is not None else 1 << 30
+
+
+def policy_lag(run: Reading, found: Figures) -> Section:
+    bound = run.spec.schedule.max_policy_lag
+    text = (
+        f"Policy lag of a rollout: steps between its oldest token and the step that trained it. Bound {bound}, largest "
+        f"{found.policy_lag_max}, mean {number(found.policy_lag_mean, 2)}."
+    )
+    if not found.policy_lags:
+        return Section("Policy lag", (text, "This run's reports have no distribution of it."))
+    total = sum(found.policy_lags) or 1
+    shares = [(f"{lag}", count / total * 100) for lag, count in enumerate(found.policy_lags)]
+    words = "Rollouts by policy lag: " + ", ".join(f"{share:.0f} % of {lag}" for lag, share in shares)
+    rows = tuple((f"lag {lag}", str(count), percent(count / total)) for lag, count in enumerate(found.policy_lags))
+    drawn = (Chart("Rollouts by policy lag", charts.bars(shares, words, " %"), words),) if len(shares) <= 12 else ()
+    return Section("Policy lag", (text,), (Table("Rollouts", ("", "rollouts", "share"), rows),), drawn)

@@ -1,0 +1,152 @@
+"""One run as a document: where its time went, what it learnt, what went wrong, what it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from specrl.coordinator.report import StepReport
+from specrl.report.costs import speculation, time_spent
+from specrl.report.document import Document, Section, Table
+from specrl.report.figures import STAGES, Figures, figures
+from specrl.report.learning import learning, policy_lag
+from specrl.report.reading import Reading
+from specrl.report.words import number, percent, seconds
+from specrl.spec import dump
+
+MOST_ROWS = 120
+"""Of the table of steps: longer runs are shown as means of neighbours."""
+
+COUNTERS = {
+    "requeued": "rollouts sampled again after their replica was lost",
+    "resumed": "rollouts taken up after a restart of the coordinator",
+    "poisoned": "rollouts refused by their checks",
+    "ungraded": "rollouts whose verifier or tool failed",
+    "failedPrompts": "prompts given up",
+    "discardedForAge": "rollouts discarded for their age",
+    "trainerRecoveries": "recoveries of the trainer",
+    "canariesSkipped": "canaries that were not answered in time",
+    "canariesDisagreed": "canaries that disagreed",
+    "storeRetries": "reads and writes of the store that were repeated",
+    "checkpointsFailed": "checkpoints that were not written",
+    "problemsSkipped": "problems left out of the source",
+    "problemsRepeated": "problems that the source has more than once",
+}
+
+
+def document(run: Reading) -> Document:
+    """The report of one run."""
+    found = figures(run.steps)
+    sections = [time_spent(run, found), speculation(run, found), learning(run, found), policy_lag(run, found)]
+    return Document(
+        title=run.name,
+        subtitle=f"{run.standing} after {found.steps} of {run.spec.schedule.steps} steps · {workload(run)}",
+        headline=headline(run, found),
+        notices=notices(run),
+        sections=(*sections, _events(run, found), _every_step(run.steps), _setting(run)),
+    )
+
+
+def headline(run: Reading, found: Figures) -> tuple[tuple[str, str], ...]:
+    """The figures that matter most, the exposed generation first."""
+    shown = [
+        (percent(found.exposed_share), "of wall time is exposed generation"),
+        (seconds(found.step_s), "a step"),
+        (number(found.acceptance_length, 2), "tokens a verification") if found.acceptance_length else None,
+        (f"{number(found.first_reward, 2)} → {number(found.last_reward, 2)}", "reward"),
+    ]
+    return tuple(item for item in shown if item is not None)
+
+
+def workload(run: Reading) -> str:
+    """What the run was, in one line."""
+    schedule, mechanism = run.spec.schedule, run.spec.generation.speculation
+    drafts = mechanism.kind if mechanism.kind == "none" else f"{mechanism.kind}, k ≤ {mechanism.num_draft_tokens}"
+    return (
+        f"{schedule.prompts_per_step} prompts x {schedule.group_size} rollouts a step · "
+        f"policy lag ≤ {schedule.max_policy_lag} · speculation {drafts}"
+    )
+
+
+def notices(run: Reading) -> tuple[str, ...]:
+    """What a reader must know before any figure."""
+    said = []
+    if run.standing == "under way":
+        said.append("The run is under way: these are the figures so far.")
+    if run.standing == "interrupted":
+        said.append("The run was interrupted: these are the figures of the steps that it trained. It can be resumed.")
+    if run.standing == "failed" and run.status is not None:
+        said.append(f"The run failed: {run.status.error or run.status.detail}")
+    if run.unreadable:
+        said.append(f"{run.unreadable} lines of its files could not be read and are passed over.")
+    missing = run.steps[-1].step - len(run.steps)
+    if missing > 0:
+        said.append(f"{missing} steps before the last one have no line: the figures are of the others.")
+    return tuple(said)
+
+
+def _events(run: Reading, found: Figures) -> Section:
+    status = run.status
+    if status is None:
+        return Section("What went wrong", ("The run has left no status.",))
+    counted = [(words, status.counters[name]) for name, words in COUNTERS.items() if status.counters.get(name)]
+    moves = sorted(status.replica_transitions.items())
+    text = "Since the coordinator's last start." if counted or moves else ""
+    tables = []
+    if counted:
+        tables.append(Table("Counted", ("", "times"), tuple((name, str(count)) for name, count in counted)))
+    if moves:
+        rows = tuple((name.replace("->", "→"), str(count)) for name, count in moves)
+        tables.append(Table("Changes of replicas' states", ("change", "times"), rows, is_folded=True))
+    nothing = () if counted else ("Nothing was lost, refused or repeated.",)
+    replicas = f"{len(status.replicas)} replicas at its end. {text}".strip()
+    drift = () if found.mismatch_kl is None else (f"Sampler and trainer: KL {found.mismatch_kl:.2g} nats, mean.",)
+    return Section("What went wrong", (*nothing, *drift, replicas), tuple(tables))
+
+
+def _every_step(steps: Sequence[StepReport]) -> Section:
+    """The numbers behind the charts."""
+    size = -(-len(steps) // MOST_ROWS)
+    groups = [steps[i : i + size] for i in range(0, len(steps), size)]
+
+    def mean(group: Sequence[StepReport], values: Iterable[float | None], digits: int) -> str:
+        known = [value for value in values if value is not None]
+        return number(sum(known) / len(known), digits) if known else "-"
+
+    rows = tuple(
+        (
+            str(group[0].step) if size == 1 else f"{group[0].step}-{group[-1].step}",
+            *(mean(group, (getattr(report.stages, name) for report in group), 2) for name in STAGES),
+            mean(group, (report.reward for report in group), 3),
+            mean(group, (report.validation_accuracy for report in group), 3),
+            mean(group, (report.acceptance_length for report in group), 2),
+            mean(group, (report.policy_lag_mean for report in group), 2),
+        )
+        for group in groups
+    )
+    caption = "Every step" if size == 1 else f"Means of {size} steps each"
+    head = ("step", *STAGES, "reward", "valid.", "accept.", "lag")
+    return Section("The numbers behind the charts", (), (Table(caption, head, rows, is_folded=True),))
+
+
+def _setting(run: Reading) -> Section:
+    """What the run was."""
+    spec = run.spec
+    rows = [
+        ("model", f"{spec.model.path} ({spec.model.dtype.value})"),
+        ("prompts", f"{spec.prompts.source.kind}, judged by {spec.rewards.kind}"),
+        ("batch", workload(run)),
+        ("generation", f"{spec.generation.replicas} replicas x {spec.generation.tensor_parallel} ranks"),
+        ("trainer", f"{spec.trainer.parallelism.data} data x {spec.trainer.parallelism.tensor} tensor ranks"),
+        *run.origin.items(),
+    ]
+    if not run.origin:
+        rows.append(("versions and machine", "not recorded by this run"))
+    lines = tuple((line,) for line in dump(spec).splitlines())
+    return Section(
+        "What it was",
+        (),
+        (
+            Table("Setting", ("", ""), tuple(rows), is_text=True),
+            Table("Run file, with every default", ("run.yaml",), lines, is_text=True, is_folded=True),
+        ),
+    )

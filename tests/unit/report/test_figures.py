@@ -1,0 +1,56 @@
+"""The figures of a report are those of the steps that it is made from."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.unit.report.runs import a_step
+
+from specrl.coordinator.report import StageSeconds, ValidationReport
+from specrl.report.figures import accuracies, figures, wilson
+
+
+def test_the_stages_are_means_and_their_shares_sum_to_one() -> None:
+    longer = StageSeconds(data=0.5, prepare=1.0, generation=24.0, logprob=1.5, train=3.0)
+    found = figures([a_step(1), a_step(2, stages=longer, exposed_generation=24.0)])
+    assert found.stage("generation").mean_s == 14.0
+    assert found.step_s == 20.0
+    assert sum(stage.share for stage in found.stages) == pytest.approx(1.0)
+    assert found.exposed_share == pytest.approx(28 / 40)
+    assert found.exposed_by_cause == {"buffer_wait": 28.0, "sync_drain": 0.0}
+
+
+def test_a_step_without_drafts_counts_towards_no_acceptance() -> None:
+    silent = a_step(2, acceptance_length=None, accepted_per_position=[], draft_length=None)
+    found = figures([a_step(1), silent])
+    assert found.acceptance_length == 2.0
+    assert found.accepted_per_position == (0.7, 0.3)
+    assert figures([silent]).acceptance_length is None
+
+
+def test_lags_of_steps_that_reached_further_are_added_by_place() -> None:
+    found = figures([a_step(1, policy_lags=[8]), a_step(2, policy_lags=[1, 2, 5])])
+    assert found.policy_lags == (9, 2, 5)
+
+
+def test_a_validation_of_the_file_is_preferred_to_its_step_and_none_is_lost() -> None:
+    kept = [ValidationReport(policy_version=version, accuracy=0.1, problems=50, seconds=1.0) for version in (0, 2)]
+    steps = [a_step(1), a_step(2, validation_accuracy=0.9), a_step(4, validation_accuracy=0.4)]
+    found = accuracies(steps, kept, problems=7)
+    assert [(r.policy_version, r.accuracy, r.problems) for r in found] == [(0, 0.1, 50), (2, 0.1, 50), (4, 0.4, 7)]
+
+
+def test_the_interval_is_wilsons() -> None:
+    """Against scipy's own."""
+    stats = pytest.importorskip("scipy.stats")
+    for right, count in ((0, 10), (5, 10), (10, 10), (97, 128)):
+        theirs = stats.binomtest(right, count).proportion_ci(0.95, "wilson")
+        assert wilson(right / count, count) == pytest.approx((theirs.low, theirs.high), abs=1e-4)
+
+
+@given(st.floats(0, 1), st.integers(0, 10_000))
+def test_an_interval_holds_its_share_and_stays_within_0_and_1(share: float, count: int) -> None:
+    low, high = wilson(share, count)
+    assert 0 <= low <= share + 1e-9
+    assert share - 1e-9 <= high <= 1
