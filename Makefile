@@ -8,7 +8,7 @@ DASHBOARDS := deploy/helm/files/dashboards
 GENERATED := $(API) docs/run-file.md docs/metrics.md $(CRD) $(DASHBOARDS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup suffix demo test controlplane test-e2e fuzz chaos check gen lock lint format bench clean
+.PHONY: help setup suffix sinks demo test controlplane test-e2e fuzz chaos check gen lock lint format bench clean
 
 help: ## show this table
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -21,6 +21,10 @@ suffix: setup ## add suffix decoding (arctic-inference) to .venv: compiles C++, 
 	$(BIN)/uv pip install --quiet --python $(BIN)/python nanobind==2.9.2 "cmake>=3.18,<5" ninja
 	VIRTUAL_ENV="$(CURDIR)/.venv" PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/uv pip install --python $(BIN)/python \
 	  --no-build-isolation --no-deps arctic-inference==0.1.1
+
+# 150 MB, and mlflow-skinny asks for an older cachetools than the lock has: so they are no part of setup.
+sinks: setup ## add the sinks to .venv: TensorBoard, Weights & Biases, MLflow; without them their tests are skipped
+	$(BIN)/uv pip install --python $(BIN)/python "tensorboard>=2.20,<3" "wandb>=0.24,<0.32" "mlflow-skinny>=3.5,<4"
 
 demo: setup ## train a tiny model on this machine's CPU, with every part running
 	$(BIN)/specrl demo

@@ -169,6 +169,7 @@ RUN = (
 
 REDIS = (
     _redis("sentinel", _SENTINEL, ...),
+    _at("telemetry.sinks.mlflow", {"trackingUri": "http://me:word@mlflow"}, {"trackingUri": "http://mlflow:5000"}),
     Case("store.redis.addresses", {"store": {"redis": {}}}, {"store": {"redis": _REDIS}}, "must be given"),
     _redis("addresses", ["redis:6379", "redis:65536"], ["redis:65535", "[fd00::1]:1"], "must each"),
     Case(

@@ -32,6 +32,7 @@ from specrl.coordinator.report import Phase
 from specrl.coordinator.rljob import Place, Teller, place_of
 from specrl.coordinator.run_spans import RunSpans
 from specrl.coordinator.service import CoordinatorService
+from specrl.coordinator.sinks import Sinks, check_sinks, leave
 from specrl.coordinator.store import claim_for, open_store
 from specrl.coordinator.store_link import StoreLink
 from specrl.coordinator.turns import turns_of
@@ -70,7 +71,8 @@ def main() -> None:
         asyncio.run(_serve(arguments))
     except SpecrlError as error:
         sys.stderr.write(f"specrl-coordinator: {error}\n")
-        sys.exit(error.exit_code)
+        leave(error.exit_code)
+    leave(0)
 
 
 async def _serve(arguments: argparse.Namespace) -> None:
@@ -83,6 +85,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
 
 async def _serve_run(arguments: argparse.Namespace, spec: RunSpec, recorder: Recorder) -> None:
     directory: Path = arguments.run_directory
+    check_sinks(spec)
     identity = tls.identity_of(arguments.tls, arguments.tls_domain)
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -96,6 +99,7 @@ async def _serve_run(arguments: argparse.Namespace, spec: RunSpec, recorder: Rec
     limits = message_limits(spec)
     registry = Registry(digest(spec), spec.telemetry.heartbeat_s, time.monotonic, spec.name, Calls(limits, identity))
     board = Board(spec, directory, registry, store)
+    sinks = Sinks(spec, directory, claim.run_id)
     prompts, validation_prompts = load_prompts(spec), load_validation(spec)
     problems = prompts.source
     board.prompts_read(len(problems.left_out.skipped), problems.left_out.repeated)
@@ -128,6 +132,7 @@ async def _serve_run(arguments: argparse.Namespace, spec: RunSpec, recorder: Rec
     teller = None if place is None else Teller(board, place)
     if teller is not None:
         tasks.append(asyncio.create_task(teller.run(), name="tell-rljob"))
+    sinks.start()
     try:
         await _drive(parts, stop, teller)
     finally:
@@ -141,6 +146,7 @@ async def _serve_run(arguments: argparse.Namespace, spec: RunSpec, recorder: Rec
             await tools.close()
         store.give_up()
         await store.close()
+        await asyncio.to_thread(sinks.close, board.status())
 
 
 async def _drive(parts: Parts, stop: asyncio.Event, teller: Teller | None) -> None:

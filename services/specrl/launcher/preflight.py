@@ -2,7 +2,7 @@
 
 Each check raises one SpecrlError whose message says what to do; the command line shows it and exits 2. The order is
 that of a user's reading: the run file (checked when it is loaded), mechanism, traces, model, drafter, parallelism,
-prompts, verifier, tool, store, ports, memory.
+prompts, verifier, tool, store, sinks, ports, memory.
 Processes check again what is theirs; these checks only make sure that a user learns of it in seconds.
 """
 
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from specrl.coordinator.sinks import check_sinks
 from specrl.coordinator.store import check_server
 from specrl.errors import CheckpointInvalid, Problem, SpecInvalid
 from specrl.generation.vllm_backend import checkpoint
@@ -61,6 +62,7 @@ def check(spec: RunSpec, available_bytes: Callable[[], int] = available_memory_b
     check_rewards(spec)
     check_tools(spec)
     check_server(spec)
+    check_sinks(spec)
     grpc_port, http_port = choose_ports(spec)
     if not visible_gpus():  # with GPUs the bulk is in their memory, which the engines check
         check_memory(estimate_memory(spec, policy, draft_model), available_bytes())

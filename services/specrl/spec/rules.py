@@ -21,6 +21,7 @@ from specrl.spec.data import (
 from specrl.spec.generation import Ngram, SamplingSpec, Speculation
 from specrl.spec.rule import Rule
 from specrl.spec.run import Canary, RunSpec
+from specrl.spec.sinks import Mlflow
 from specrl.spec.store import RedisStore, Secret, Sentinel, Store, Tls
 from specrl.spec.tools import AnsweredBy, PythonTool, Tools
 from specrl.spec.trainer import DrafterInitialisation, DrafterTraining, Loss, Optimizer
@@ -252,6 +253,14 @@ WITHIN_SECTIONS = (
         "raise it, or lower wallS",
         lambda tools: _slow_got(tools.answered_by.code, tools.pool),
         "!has(self.answeredBy.code) || self.answeredBy.code.wallS < self.pool.timeoutS",
+    ),
+    Rule(
+        Mlflow,
+        "trackingUri",
+        "must hold no user or password",
+        "leave them to MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
+        lambda mlflow: "one with @" if mlflow.tracking_uri is not None and "@" in mlflow.tracking_uri else None,
+        "!has(self.trackingUri) || !self.trackingUri.contains('@')",
     ),
 )
 

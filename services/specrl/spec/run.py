@@ -20,6 +20,7 @@ from specrl.spec.cluster import (
 )
 from specrl.spec.data import NotNegative, Positive, Prompts, RewardPool, Rewards, Validation
 from specrl.spec.generation import Generation
+from specrl.spec.sinks import Sinks
 from specrl.spec.store import RedisStore, Store
 from specrl.spec.tools import Tools
 from specrl.spec.trainer import Trainer
@@ -162,6 +163,8 @@ class Telemetry(Section):
     """Seconds between heartbeats. A peer that misses five is taken for dead."""
     traces: Traces | None = None
     """Export traces. Null: none are, and nothing of OpenTelemetry is loaded."""
+    sinks: Sinks = Sinks()
+    """Where the numbers of each step go besides the run's own files."""
 
 
 class RunSpec(Section):

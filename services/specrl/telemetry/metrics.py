@@ -154,6 +154,16 @@ ACCEPTED_SHARE = Gauge(
     "Share of the last step's drafts whose token at this position, from 0, was accepted.",
     ["rljob", "position"],
 )
+SINK_STEP = Gauge(
+    "specrl_coordinator_sink_step",
+    "Last step that a sink has taken: tensorboard, wandb or mlflow. Behind the policy version while it is away.",
+    ["rljob", "sink"],
+)
+SINK_FAILURES = Counter(
+    "specrl_coordinator_sink_failures_total",
+    "Failures of a sink; it is opened again and catches up.",
+    ["rljob", "sink"],
+)
 
 # -- a replica's own: rljob and replica are added by who scrapes it ----------------------------------------------------
 
