@@ -5,7 +5,7 @@ PROTOS := $(sort $(wildcard protos/specrl/api/v1/*.proto))
 API := services/specrl/api
 CRD := deploy/helm/templates/crd/rljobs.yaml
 DASHBOARDS := deploy/helm/files/dashboards
-GENERATED := $(API) docs/run-file.md docs/metrics.md $(CRD) $(DASHBOARDS)
+GENERATED := $(API) docs/run-file.md docs/metrics.md docs/logs.md $(CRD) $(DASHBOARDS)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup suffix sinks demo test controlplane test-e2e fuzz chaos check gen lock lint format bench clean
@@ -68,12 +68,13 @@ format: setup ## rewrite the sources as the formatter wants them
 	$(BIN)/ruff format .
 
 # The old output goes first, so that a deleted .proto leaves nothing behind.
-gen: setup ## generate services/specrl/api from protos/; docs/run-file.md and the chart's CRD from the spec's model; dashboards; docs/metrics.md
+gen: setup ## generate services/specrl/api from protos/; docs/run-file.md and the chart's CRD from the spec's model; docs/metrics.md; docs/logs.md; dashboards
 	@rm -f $(API)/v1/*_pb2.py $(API)/v1/*_pb2.pyi $(API)/v1/*_pb2_grpc.py $(API)/v1/*_pb2_grpc.pyi
 	$(if $(PROTOS),PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc --proto_path=protos \
 	  --python_out=services --grpc_python_out=services --mypy_out=quiet:services --mypy_grpc_out=quiet:services \
 	  $(PROTOS),@echo "no .proto files in protos/")
 	$(BIN)/python -m specrl.spec.reference docs/run-file.md
+	$(BIN)/python tools/events.py docs/logs.md
 	$(BIN)/python -m specrl.spec.crd $(CRD)
 	$(BIN)/python -m tools.dashboards $(DASHBOARDS)
 	$(BIN)/python -m tools.metrics_page docs/metrics.md

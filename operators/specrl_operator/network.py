@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from urllib.parse import urlsplit
 
+from specrl.spec.sinks import WandbMode
 from specrl_operator.api import (
     COMPONENT_LABEL,
     COORDINATOR,
@@ -33,7 +34,7 @@ def objects(job: Job, facts: Facts) -> list[Object]:
         {JOB_LABEL: job.name},
         {"ingress": [{"from": [own]}], "egress": [{"to": [own]}, {"ports": names}, *_to_collector(job)]},
     )
-    ports = sorted({*facts.settings.api_server_ports, *_store_ports(job)})
+    ports = sorted({*facts.settings.api_server_ports, *_store_ports(job), *_sink_ports(job)})
     outwards = _policy(
         job,
         COORDINATOR,
@@ -79,6 +80,17 @@ def _store_ports(job: Job) -> set[int]:
     addresses = redis.sentinel.addresses if redis.sentinel is not None else redis.addresses
     ports = {int(match[1]) for address in addresses if (match := re.search(r":(\d+)$", address))}
     return ports | ({6379} if redis.sentinel is not None else set())  # Sentinels name the servers
+
+
+def _sink_ports(job: Job) -> set[int]:
+    """Ports of the servers that the coordinator shows its steps: of one that only its environment names, https."""
+    sinks, ports = job.spec.telemetry.sinks, set[int]()
+    if sinks.wandb is not None and sinks.wandb.mode is WandbMode.ONLINE:
+        ports.add(443)
+    if sinks.mlflow is not None:
+        named = re.match(r"(https?)://[^/]*?(?::(\d{1,5}))?(?:/|$)", sinks.mlflow.tracking_uri or "")
+        ports.add(int(named[2]) if named and named[2] else 80 if named and named[1] == "http" else 443)
+    return ports
 
 
 def _policy(job: Job, part: str, selector: dict[str, str], rules: Object) -> Object:

@@ -133,7 +133,7 @@ class Canary:
         if verdict is Verdict.AGREES:
             log.info("canary_agreed", **facts)
             return True
-        log.error("sampler_disagrees", **facts, other_versions=sorted(comparison.other_versions), repeated=is_repeated)
+        log.error("sampler_disagreed", **facts, other_versions=sorted(comparison.other_versions), repeated=is_repeated)
         if verdict is Verdict.END:
             versions = f" and tokens of versions {sorted(comparison.other_versions)}" * bool(comparison.other_versions)
             raise SamplerDisagrees(

@@ -99,7 +99,7 @@ class TrainerLink:
         if self._prepared is not None or step != trained:
             self.recoveries += 1
             metrics.TRAINER_RECOVERIES.labels(self._run).inc()
-            log.info("trainer_recovering", step=step, trained=trained)
+            log.info("trainer_recovery_begun", step=step, trained=trained)
         if step > trained + 1:
             raise RunInvalid(
                 f"the trainer must stand at the store's step {trained} or one after it, got step={step}; "

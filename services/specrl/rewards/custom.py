@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import math
 import sys
+import traceback
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -45,6 +46,15 @@ class UserFunction:
         return _imported(self.name, self.folder)(*arguments)
 
 
+def raised(error: Exception) -> str:
+    """What a function of the user's raised, and where: not its words, which may quote a prompt or a completion.
+
+    Those are logged at DEBUG, by the pool.
+    """
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} at {Path(place.filename).name}:{place.lineno}"
+
+
 @dataclass(frozen=True)
 class Custom(Verifier):
     """What `module:function` answers for (reference, completion): a finite number."""
@@ -59,9 +69,11 @@ class Custom(Verifier):
         try:
             value = self.function(reference, completion)
         except Exception as error:
-            raise VerifierFailed(f"{name} must answer, got {type(error).__name__}: {error}") from error
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            raise VerifierFailed(f"{name} must answer a finite number, got {value!r:.80}")
+            raise VerifierFailed(f"{name} must answer, got {raised(error)}") from error
+        if not isinstance(value, int | float):
+            raise VerifierFailed(f"{name} must answer a finite number, got {type(value).__name__}")
+        if not math.isfinite(value):
+            raise VerifierFailed(f"{name} must answer a finite number, got {value}")
         return float(value)
 
 

@@ -31,9 +31,8 @@ class VerifierPool(WorkerPool):
         """
         answer = await self._ask(self._verifier.reward, prompt.answer, rollout_text)
         if not answer.failure and not (isinstance(answer.value, float) and math.isfinite(answer.value)):
-            answer = self._failed(
-                FailureKind.ERROR, f"the verifier must answer a finite number, got {answer.value!r:.80}"
-            )
+            got = answer.value if isinstance(answer.value, float) else type(answer.value).__name__
+            answer = self._failed(FailureKind.ERROR, f"the verifier must answer a finite number, got {got}")
         if answer.failure:
             return Reward(None, answer.failure)
         assert isinstance(answer.value, float)

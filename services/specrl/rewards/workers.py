@@ -32,6 +32,7 @@ from enum import StrEnum
 from typing import Any, Protocol, Self
 
 import pebble
+import structlog
 
 from specrl.errors import SpecInvalid, SpecrlError, ToolFailed, VerifierFailed
 from specrl.spec.data import WorkerLimits
@@ -41,6 +42,8 @@ _GRACE_S = 10
 """How much later than pebble's time limit the worker's own alarm goes off."""
 _START_S = 60
 """Longest start of a worker on a loaded machine: it imports SymPy, which takes 2 s on an idle one."""
+
+log = structlog.get_logger(__name__)
 
 
 class FailureKind(StrEnum):
@@ -163,8 +166,10 @@ class WorkerPool:
             await self._discard(pool)
             return None
         except (VerifierFailed, ToolFailed) as error:
+            log.debug("question_failed", asked=self._noun, traceback=str(error.__cause__))
             return self._failed(FailureKind.ERROR, str(error))
         except Exception as error:  # noqa: BLE001 - the edge of a process: whatever is raised there ends here, counted
+            log.debug("question_failed", asked=self._noun, traceback=str(error.__cause__))
             return self._failed(FailureKind.ERROR, f"the {self._noun} raised {type(error).__name__}")
 
     async def _living(self) -> pebble.ProcessPool:

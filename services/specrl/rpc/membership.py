@@ -78,7 +78,7 @@ async def drain_when_told(
             wait.cancel()
         await asyncio.gather(*waits, return_exceptions=True)
     leaving.set()
-    log.info("draining", peer=peer.peer_id, at_most_s=drain_s)
+    log.info("drain_begun", peer=peer.peer_id, at_most_s=drain_s)
     try:
         await coordinator.leave(peer.peer_id, peer.incarnation, drain_s)
     except SpecrlError as error:

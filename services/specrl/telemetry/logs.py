@@ -1,6 +1,7 @@
-"""Logs: JSON lines in pods and files, readable text on a terminal. Event names are in the past tense.
+"""Logs: JSON lines in pods and files, readable text on a terminal. Event names are in the past tense (docs/logs.md).
 
-Prompts and completions are never logged above DEBUG. A line that cannot be written is lost, and nothing else.
+What libraries log and warn of takes the same way, with its `logger`. Prompts and completions are never logged above
+DEBUG: no event has them, and a traceback shows no values. A line that cannot be written is lost, and nothing else.
 """
 
 from __future__ import annotations
@@ -9,8 +10,12 @@ import logging
 import sys
 from contextlib import suppress
 from io import StringIO
+from typing import Any
 
 import structlog
+
+QUIET = ("httpx", "httpcore", "asyncio", "grpc", "urllib3", "uvicorn")
+"""Libraries whose INFO says nothing of a run."""
 
 
 class _Diagnostics(StringIO):
@@ -30,22 +35,47 @@ class _Diagnostics(StringIO):
 
 
 def configure(level: str, process: str, run: str) -> None:
-    """Set up logging of this process; `process` and `run` are bound to every line. Call once, first."""
-    logging.basicConfig(level=level.upper(), stream=sys.stderr, format="%(message)s", force=True)
-    for noisy in ("httpx", "httpcore", "asyncio", "grpc"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    """Set up logging of this process; `process` and `run` are in every line, whichever thread writes it.
+
+    Call once, first.
+    """
     is_terminal = sys.stderr.isatty()
-    renderer = structlog.dev.ConsoleRenderer() if is_terminal else structlog.processors.JSONRenderer()
+
+    def bound(_logger: Any, _name: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+        return {"process": process, "run": run} | dict(event)
+
+    shared: list[structlog.typing.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        bound,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    last = _on_terminal() if is_terminal else [structlog.processors.format_exc_info, _as_json()]
+    output = _Diagnostics()
     structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            *([] if is_terminal else [structlog.processors.format_exc_info]),
-            renderer,
-        ],
+        processors=[*shared, *last],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
-        logger_factory=structlog.WriteLoggerFactory(file=_Diagnostics()),
+        logger_factory=structlog.WriteLoggerFactory(file=output),
         cache_logger_on_first_use=False,
     )
-    structlog.contextvars.bind_contextvars(process=process, run=run)
+    handler = logging.StreamHandler(output)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[structlog.stdlib.add_logger_name, structlog.stdlib.ExtraAdder(), *shared],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last],
+        )
+    )
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.captureWarnings(True)
+    for noisy in QUIET:
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def _as_json() -> structlog.typing.Processor:
+    return structlog.processors.JSONRenderer(default=str)
+
+
+def _on_terminal() -> list[structlog.typing.Processor]:
+    """Without local variables in tracebacks, which rich shows by default: they hold prompts."""
+    traceback = structlog.dev.RichTracebackFormatter(show_locals=False)
+    return [structlog.dev.ConsoleRenderer(exception_formatter=traceback)]

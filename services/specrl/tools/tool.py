@@ -12,7 +12,7 @@ from typing import ClassVar, Protocol
 from specrl.errors import ToolFailed, VerifierFailed
 from specrl.rewards.choice import check_ready
 from specrl.rewards.code import Sandbox, Trial
-from specrl.rewards.custom import UserFunction
+from specrl.rewards.custom import UserFunction, raised
 from specrl.rewards.sandbox.confine import CannotConfine
 from specrl.spec.tools import Tools
 
@@ -69,7 +69,7 @@ class Function(Tool):
         try:
             output = self.function(reference, completion, call)
         except Exception as error:
-            raise ToolFailed(f"{name} must answer, got {type(error).__name__}: {error}") from error
+            raise ToolFailed(f"{name} must answer, got {raised(error)}") from error
         if not isinstance(output, str):
             raise ToolFailed(f"{name} must answer with text, got {type(output).__name__}; return what the policy reads")
         return output

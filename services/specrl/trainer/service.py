@@ -73,7 +73,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
                 self._last = trainer_pb2.TrainStepReply.FromString(read_bytes(file, SMALL_BYTES))
             except (DecodeError, OSError) as error:  # the step is then not answered again, only refused
                 telemetry.FILES_PASSED_OVER.labels("step_answer").inc()
-                log.warning("metrics_unreadable", path=str(file), reason=str(error))
+                log.warning("metrics_not_read", path=str(file), reason=str(error))
         telemetry.TRAINER_STEP.set(step)
         log.info("trainer_loaded", step=step, checkpoint=str(loaded) if loaded else "initial model")
 

@@ -77,7 +77,7 @@ async def test_a_stale_sampler_is_found_with_lag_and_mended_by_sending_the_weigh
             await run.finish()
         assert max(max(batch.policy_lags) for batch in run.trained) == 1
         assert check_nothing_wrong_was_trained(run) > 0
-        found = [line for line in lines if line["event"] == "sampler_disagrees"]
+        found = [line for line in lines if line["event"] == "sampler_disagreed"]
         assert [(line["replica"], line["repeated"], line["log_level"]) for line in found] == [("gen-0", False, "error")]
         assert found[0]["max_abs"] > 1e-2 or found[0]["mean_abs"] > 1e-3
         status = run.board.status()
@@ -94,7 +94,7 @@ async def test_a_sampler_that_stays_wrong_ends_the_run_and_not_its_data(tmp_path
         run.replicas["gen-0"].engine.stale_loads = FOR_EVER
         with structlog.testing.capture_logs() as lines, pytest.raises(SamplerDisagrees, match="gen-0 must"):
             await run.finish()
-        found = [line for line in lines if line["event"] == "sampler_disagrees"]
+        found = [line for line in lines if line["event"] == "sampler_disagreed"]
         assert [(line["replica"], line["repeated"]) for line in found] == [("gen-0", False), ("gen-0", True)]
         assert found[0]["policy_version"] == found[1]["policy_version"] == run.store.trained()
         agreed = [line["replica"] for line in lines if line["event"] == "canary_agreed"]

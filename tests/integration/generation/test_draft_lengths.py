@@ -192,7 +192,7 @@ async def test_engine_that_cannot_be_calibrated_serves_with_full_drafts(
         async with running(spec) as started:
             report = await drafting.report(started._llm)
             rollouts = await collect(started, some_requests(8, 20))
-    assert any(event["event"] == "draft_costs_missing" for event in events)
+    assert any(event["event"] == "draft_costs_not_measured" for event in events)
     assert {length for _, _, length in report["table"]} == {3}
     assert [rollout.length for rollout in rollouts] == [20] * 8
     assert not list(tmp_path.rglob("*.json"))  # noqa: ASYNC240 - a test may wait

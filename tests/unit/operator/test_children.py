@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -446,3 +447,28 @@ def test_multi_node_nvlink_is_on_only_where_all_ranks_share_a_domain() -> None:
     assert not active(ANY)
     assert not active({"placement": {"nvlink": "Preferred"}}, served=GB200 - {COMPUTE_DOMAIN})
     assert not active({"placement": {"nvlink": "Disabled"}})
+
+
+@pytest.mark.parametrize(
+    ("sinks", "ports"),
+    [
+        ({"tensorboard": {}, "wandb": {"mode": "Offline"}}, set()),
+        ({"wandb": {}}, {443}),
+        ({"mlflow": {}}, {443}),
+        ({"mlflow": {"trackingUri": "http://mlflow.tools:5000/below"}}, {5000}),
+        ({"mlflow": {"trackingUri": "http://mlflow"}}, {80}),
+        ({"mlflow": {"trackingUri": "databricks"}}, {443}),
+    ],
+)
+def test_the_coordinator_may_reach_the_sinks_that_its_run_names(sinks: dict[str, Any], ports: set[int]) -> None:
+    seen = facts()
+    seen = replace(seen, settings=replace(seen.settings, api_server_ports=(6443,)))
+
+    def reachable(changes: list[Object]) -> set[int]:
+        children = desired(a_job(*changes), seen)
+        policies = [child for child in children if child["kind"] == "NetworkPolicy"]
+        (rules,) = [p["spec"]["egress"] for p in policies if p["metadata"]["name"].endswith(COORDINATOR)]
+        return {port["port"] for rule in rules for port in rule["ports"]}
+
+    assert reachable([{"telemetry": {"sinks": sinks}}]) == reachable([]) | ports
+    assert not reachable([]) & {80, 443, 5000}

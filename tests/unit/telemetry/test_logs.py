@@ -3,19 +3,42 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+REPOSITORY = Path(__file__).parents[3]
+
 PROGRAM = """
-import logging
+import logging, threading, warnings
 import structlog
 from specrl.telemetry import logs
 logs.configure("info", "coordinator", "demo")
 structlog.get_logger().warning("report_files_delayed", reason="full")
-logging.getLogger("library").warning("the same")
+logging.getLogger("library").warning("the %s", "same")
+def elsewhere():
+    try:
+        secret = "what the policy " + "was asked"
+        raise ValueError("no")
+    except ValueError as error:
+        structlog.get_logger().error("call_failed", exc_info=error)
+        logging.getLogger("library").error("failed", exc_info=error)
+thread = threading.Thread(target=elsewhere)
+thread.start()
+thread.join()
+warnings.warn("old")
+logging.getLogger("httpx").info("GET /")
 print("went on")
 """
+
+PAST = (
+    r"_?(\w+ed|begun|broken?|built|cut|drawn|found|gone|held|kept|left|lost|made|read|sent|set|shown|shut|told|unheard"
+    r"|won)"
+)
+"""A verb in the past tense, or a participle."""
 
 
 def run(errors: Path) -> str:
@@ -25,11 +48,56 @@ def run(errors: Path) -> str:
         ).stdout
 
 
-def test_a_line_carries_its_process_and_run(tmp_path: Path) -> None:
+def test_every_line_in_a_file_is_json_with_its_process_and_run(tmp_path: Path) -> None:
     assert run(tmp_path / "log") == "went on\n"
-    line = json.loads((tmp_path / "log").read_text().splitlines()[0])
-    assert (line["event"], line["process"], line["run"]) == ("report_files_delayed", "coordinator", "demo")
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert [(line["event"].splitlines()[0].rpartition(": ")[2], line["level"]) for line in lines] == [
+        ("report_files_delayed", "warning"),
+        ("the same", "warning"),
+        ("call_failed", "error"),
+        ("failed", "error"),
+        ("old", "warning"),
+    ]
+    assert {(line["process"], line["run"]) for line in lines} == {("coordinator", "demo")}, "threads included"
+    assert [line.get("logger") for line in lines] == [None, "library", None, "library", "py.warnings"]
+    assert all("ValueError: no" in line["exception"] for line in lines[2:4])
+
+
+def test_a_terminal_shows_text_and_no_value_of_a_variable() -> None:
+    primary, secondary = pty.openpty()
+    with subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.DEVNULL, stderr=secondary) as process:
+        os.close(secondary)
+        shown = b""
+        while block := _read(primary):
+            shown += block
+        assert process.wait(300) == 0
+    os.close(primary)
+    text = shown.decode()
+    assert "report_files_delayed" in text
+    assert "ValueError" in text
+    assert not text.lstrip().startswith("{")
+    assert "what the policy was asked" not in text
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 4096)
+    except OSError:  # Linux's way to say that the other end is closed
+        return b""
 
 
 def test_a_log_on_a_full_disk_ends_no_program() -> None:
     assert run(Path("/dev/full")) == "went on\n"
+
+
+# -- names of events --------------------------------------------------------------------------------------------------
+
+
+def test_events_are_named_in_the_past_tense_and_listed(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, str(REPOSITORY / "tools" / "events.py"), str(tmp_path / "logs.md")], check=True)
+    page = (tmp_path / "logs.md").read_text()
+    names = re.findall(r"^\| `(.+?)` \|", page, re.MULTILINE)
+    assert {"run_finished", "drafter_switched_off", "coordinator_lost", "leadership_won"} <= set(names)
+    assert [name for name in names if re.fullmatch(r"[a-z]+(_[a-z]+)*", name) is None] == []
+    assert [name for name in names if re.search(rf"(^|_){PAST}(_|$)", name) is None] == []
+    assert page == (REPOSITORY / "docs" / "logs.md").read_text(), "make gen: names are what alerts and searches go by"

@@ -106,7 +106,7 @@ async def test_a_function_may_judge_between_turns(function: Tools) -> None:
 @pytest.mark.parametrize(
     ("call", "kind", "said"),
     [
-        ("raise", FailureKind.ERROR, "my_tools:answer must answer, got KeyError: 'no'"),
+        ("raise", FailureKind.ERROR, "my_tools:answer must answer, got KeyError at my_tools.py"),
         ("nothing", FailureKind.ERROR, "must answer with text, got NoneType"),
         ("die", FailureKind.CRASH, "exit status 3"),
         ("hang", FailureKind.TIMEOUT, "the tool took longer than timeoutS=2"),

@@ -65,7 +65,7 @@ async def calibrate(llm: Any, file: Path, sampling: Sampling) -> None:
     nodes = await _call(llm, "nodes")
     for batch in nodes:
         if not await _calibrate_at(llm, batch, sampling):
-            log.warning("draft_costs_missing", batch=batch, reason="the batch size was never reached")
+            log.warning("draft_costs_not_measured", batch=batch, reason="the batch size was never reached")
             await _call(llm, "drop_calibration")
             return
     costs = await _call(llm, "end_calibration")
