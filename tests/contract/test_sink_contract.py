@@ -24,7 +24,7 @@ from tests.unit.report.runs import a_step
 
 from specrl.coordinator.report import Phase, StepReport, ValidationReport
 from specrl.coordinator.report_files import ReportFiles
-from specrl.coordinator.sinks import _chosen, check_sinks, follower
+from specrl.coordinator.sinks import check_sinks, follower, openers_of
 from specrl.coordinator.sinks.contract import Received, Sink, SinkRun, numbers
 from specrl.coordinator.sinks.follower import Follower
 from specrl.errors import SpecInvalid
@@ -138,13 +138,13 @@ def validations(*versions: int) -> list[ValidationReport]:
 
 
 def opened(kind: Kind, folder: Path) -> Sink:
-    return _chosen(a_sink_run(folder, **{kind.name: kind.section}))[kind.name]()
+    return openers_of(a_sink_run(folder, **{kind.name: kind.section}))[kind.name]()
 
 
 def follow(kind: Kind, folder: Path, phase: Phase = Phase.FINISHED) -> None:
     """A coordinator's life, as far as its sink is concerned: from the start to the end of what the files hold."""
     run = a_sink_run(folder, **{kind.name: kind.section})
-    follower = Follower(kind.name, run, _chosen(run)[kind.name], look_s=0.01)
+    follower = Follower(kind.name, run, openers_of(run)[kind.name], look_s=0.01)
     follower.start()
     follower.end(phase)
     follower.join(END_S)

@@ -50,6 +50,7 @@ def conclude(launched: Launched, view: View, resume: str = "specrl run --resume 
                 "metrics": str(directory.metrics_file),
                 "logs": str(directory.logs),
                 "look again": f"specrl status {directory.path}",
+                "keep": f"specrl report {directory.path}",
                 "live page": f"specrl run --resume {directory.path} --serve",
             },
         )

@@ -52,7 +52,7 @@ def document(first: Reading, second: Reading) -> Document:
     task = [path for path in differing if _is_below(path, TASK)]
     return Document(
         title=f"{first.name} and {second.name}",
-        subtitle=f"{first.name}: {workload(first)} - {second.name}: {workload(second)}",
+        subtitle=f"{first.name}: {workload(first)}; {second.name}: {workload(second)}",
         headline=() if task else _headline(a, b),
         notices=(*_warnings(first, second, differing, task), *_each(first), *_each(second)),
         sections=(
@@ -123,7 +123,9 @@ def _stages(first: Reading, second: Reading, a: Figures, b: Figures, is_comparab
     rows += [row(s.name, s.mean_s, b.stage(s.name).mean_s, (s.share, b.stage(s.name).share)) for s in waited]
     rows.append(row("step", a.step_s, b.step_s, (1.0, 1.0)))
     head = ("stage", first.name, "share", second.name, "share", *(["speed-up"] if is_comparable else []))
-    text = f"Mean wall seconds of a step. Speed-up: {first.name} over {second.name}; above 1 {second.name} is faster."
+    text = "Mean wall seconds of a step."
+    if is_comparable:
+        text += f" Speed-up: {first.name} over {second.name}; above 1 {second.name} is faster."
     return Section("Where the time went", (text,), (Table("Stages of a step", head, tuple(rows), accent=2),))
 
 

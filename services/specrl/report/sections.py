@@ -90,7 +90,7 @@ def _events(run: Reading, found: Figures) -> Section:
         return Section("What went wrong", ("The run has left no status.",))
     counted = [(words, status.counters[name]) for name, words in COUNTERS.items() if status.counters.get(name)]
     moves = sorted(status.replica_transitions.items())
-    text = "Since the coordinator's last start." if counted or moves else ""
+    text = "Counted since the coordinator's last start." if counted or moves else ""
     tables = []
     if counted:
         tables.append(Table("Counted", ("", "times"), tuple((name, str(count)) for name, count in counted)))

@@ -25,8 +25,11 @@ from tests.integration.trainer.runs import a_batch
 from tests.rljob_cases import a_job
 from tests.run_files import a_model_folder, a_run
 from tests.stand_ins.trainer_backend import StandInBackend
+from tests.unit.report.runs import a_folder
 
 from specrl.coordinator.report_files import ReportFiles
+from specrl.coordinator.sinks.contract import Received
+from specrl.coordinator.sinks.follower import tails
 from specrl.coordinator.store import claim_for
 from specrl.coordinator.store.sqlite_store import SqliteStore
 from specrl.drafting import formats
@@ -42,6 +45,7 @@ from specrl.launcher.run_directory import RunDirectory
 from specrl.prompts.sources import open_source
 from specrl.prompts.templates import PromptTemplate
 from specrl.records import GradedRollout, Group, Prompt, Reward, TrainerStatus, wire
+from specrl.report import reading
 from specrl.rpc import tls
 from specrl.spec import load_spec
 from specrl.spec.data import FileSource, OnBadLine, Prompts, PromptSource
@@ -75,6 +79,18 @@ def _written(name: str, content: bytes) -> Callable[[Path], Path]:
 def _run_file(folder: Path) -> Path:
     (folder / "run.yaml").write_text(yaml.safe_dump(a_run(folder)))
     return folder / "run.yaml"
+
+
+def _in_run(name: str) -> Callable[[Path], Path]:
+    """A file of a run of one step, as a report is made of it."""
+    row = {"mechanism": "eagle3:3", "batch": 8, "speed": 1.4, "speedLow": 1.2, "speedHigh": 1.5}
+
+    def write(folder: Path) -> Path:
+        shutil.copytree(a_folder(folder / "runs").path, folder, dirs_exist_ok=True)
+        (folder / "comparison.json").write_text(json.dumps([row]))
+        return folder / name
+
+    return write
 
 
 def _in_model(name: str) -> Callable[[Path], Path]:
@@ -180,6 +196,7 @@ def _read_store(file: Path) -> object:
 _ITEM = a_batch(1, 32, rollouts=1).rollouts[0]
 _GRADED = wire.graded_to_bytes(GradedRollout(_ITEM.rollout, Reward(1.0)))
 _GROUP = wire.group_to_bytes(Group("g0", Prompt("p0", 0, (3, 4), "a", "1"), 1, (_ITEM.rollout,), (Reward(1.0),)))
+_VALIDATION = b'{"policyVersion": 0, "accuracy": 0.5, "problems": 4, "seconds": 1.0}\n'
 _REPORT = json.dumps({"step": 1, "policyVersion": 1}).encode() + b"\n"
 
 
@@ -243,6 +260,12 @@ READERS = {
     "metrics, coordinator": Reader(
         _written("metrics.jsonl", _REPORT * 2), lambda f: ReportFiles(f.parent).before(9), True, is_done_without=True
     ),
+    "validations": Reader(_written("validations.jsonl", _VALIDATION * 2), lambda f: ReportFiles(f.parent), True, True),
+    "metrics, sinks": Reader(
+        _written("metrics.jsonl", _REPORT * 2), lambda f: list(tails(f.parent, Received())[0].new()), True, True
+    ),
+    "origin": Reader(_in_run("origin.json"), lambda f: reading.read(RunDirectory(f.parent)), True, True, 20),
+    "comparison": Reader(_in_run("comparison.json"), lambda f: reading.read(RunDirectory(f.parent)), True, True, 20),
     "certificate": Reader(_certificate("tls.crt"), lambda f: tls.read(f.parent)),
     "certificate's key": Reader(_certificate("tls.key"), lambda f: tls.read(f.parent)),
     "authorities": Reader(_certificate("ca.crt"), lambda f: tls.read(f.parent)),
@@ -373,8 +396,11 @@ def test_every_reader_in_the_services_is_fuzzed() -> None:
 
 COVERED = {
     "cli/demo.py": "its own comparison's result and log, written a moment before",
-    "coordinator/report_files.py": "metrics, coordinator",
+    "coordinator/origin.py": "the kernel's own",
+    "coordinator/report_files.py": "metrics, coordinator; validations",
     "coordinator/rljob.py": "the pod's token, which may be any text",
+    "coordinator/sinks/follower.py": "metrics, sinks",
+    "coordinator/sinks/wandb.py": "its own, replaced in one piece; anything else is none",
     "coordinator/store/__init__.py": "store's id",
     "coordinator/store/redis_server.py": "a secret, which may be any text",
     "drafting/formats.py": "drafter's config, exported; imports are in tests/unit/drafting/test_formats.py",
@@ -388,6 +414,7 @@ COVERED = {
     "launcher/reports.py": "status, endpoints, metrics, launcher",
     "launcher/supervisor.py": "the end of a log, which may be any bytes",
     "prompts/sources.py": "problems",
+    "report/reading.py": "origin, comparison",
     "rpc/tls.py": "certificate, certificate's key, authorities",
     "spec/load.py": "run file, RLJob",
     "trainer/megatron_backend/checkpoint.py": "checkpoint's state; its tensors: trainer/test_bad_disk.py",

@@ -78,6 +78,7 @@ def test_every_command_explains_itself() -> None:
         "",
         "run",
         "status",
+        "report",
         "drafter",
         "drafter init",
         "drafter import",
@@ -114,6 +115,14 @@ def test_missing_run_file(place: Path) -> None:
 
 def test_missing_model(place: Path) -> None:
     assert_refused(specrl_command("run", "-f", str(a_run_file(place))), "model.path must be a Hugging Face folder")
+
+
+def test_a_sink_that_cannot_be_reached_from_here(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its package or its server, whichever is missing first."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    a_model_folder(place / "model")
+    file = a_run_file(place, telemetry={"sinks": {"mlflow": {}}})
+    assert_refused(specrl_command("run", "-f", str(file)), "telemetry.sinks.mlflow.trackingUri: must be given")
 
 
 def test_unreadable_dataset(place: Path) -> None:

@@ -23,7 +23,7 @@ from specrl.errors import Problem, SpecInvalid
 from specrl.spec import RunSpec
 from specrl.spec.sinks import WandbMode
 
-__all__ = ["Sink", "SinkRun", "Sinks", "check_sinks", "leave"]
+__all__ = ["Sink", "SinkRun", "Sinks", "check_sinks", "leave", "openers_of"]
 
 _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 """What each sink imports, by its name, which is that of its extra."""
@@ -37,7 +37,7 @@ class Sinks:
 
     def __init__(self, spec: RunSpec, directory: Path, run_id: str) -> None:
         run = SinkRun(spec, directory, run_id)
-        self._followers = [Follower(name, run, opener) for name, opener in _chosen(run).items()]
+        self._followers = [Follower(name, run, opener) for name, opener in openers_of(run).items()]
 
     def start(self) -> None:
         for follower in self._followers:
@@ -87,7 +87,7 @@ def _has_wandb_key() -> bool:
     return bool(os.environ.get("WANDB_API_KEY")) or Path(os.environ.get("NETRC", "~/.netrc")).expanduser().is_file()
 
 
-def _chosen(run: SinkRun) -> dict[str, Callable[[], Sink]]:
+def openers_of(run: SinkRun) -> dict[str, Callable[[], Sink]]:
     """How to open each sink of the run; its library is imported then."""
 
     def open_tensorboard() -> Sink:

@@ -96,7 +96,7 @@ class Follower:
 
     def _follow(self, sink: Sink) -> None:
         received = sink.received()
-        steps, validations = _tails(self._run.directory, received)
+        steps, validations = tails(self._run.directory, received)
         self._last_step.set(received.step)
         while True:
             is_end = self._end.is_set()  # looked at before the files, so that what was written before it is given
@@ -126,7 +126,8 @@ class Follower:
         self._is_away = False
 
 
-def _tails(directory: Path, received: Received) -> tuple[_Tail[StepReport], _Tail[ValidationReport]]:
+def tails(directory: Path, received: Received) -> tuple[_Tail[StepReport], _Tail[ValidationReport]]:
+    """What a sink has not received of a run's steps, and of its validations."""
     return (
         _Tail(directory / METRICS, StepReport, lambda report: report.step, received.step),
         _Tail(directory / VALIDATIONS, ValidationReport, lambda report: report.policy_version, received.version),
