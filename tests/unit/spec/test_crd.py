@@ -72,7 +72,7 @@ def test_the_schema_is_structural() -> None:
         *("x-kubernetes-validations", "x-kubernetes-list-type", "x-kubernetes-list-map-keys"),
         "x-kubernetes-preserve-unknown-fields",
     }
-    empty = {".spec.generation.speculation.none", ".spec.store.sqlite"}
+    empty = {".spec.generation.speculation.none", ".spec.store.sqlite", ".spec.telemetry.sinks.tensorboard"}
     assert (Empty.model_fields, SqliteStore.model_fields) == ({}, {})
     for path, node in nodes(schema()):
         assert set(node) <= allowed, path
