@@ -31,13 +31,13 @@ def a_rollout(step: int = 1, index: int = 0, sample: int = 0, attempt: int = 0, 
 
 WRITES: list[Callable[[Store], object]] = [
     lambda store: store.put_rollouts([a_rollout(1, 0, sample, data=b"y" * 1000) for sample in range(50)]),
-    lambda store: store.put_batch(1, b"first" * 1000),
+    lambda store: store.put_batch(1, b"first" * 1000, [(1, 0)]),
     lambda store: store.put_rollouts([a_rollout(2, 0, 0), a_rollout(1, 0, 3, attempt=1, data=b"again")]),
     lambda store: store.put_rollouts([a_rollout(1, 1, sample) for sample in range(3)]),
     lambda store: store.finish_step(1, {"step": 1}, [(1, 1)]),
     lambda store: store.set_fact("validations", [{"accuracy": 0.5}]),
     lambda store: store.set_report(1, {"step": 1, "reward": 0.25}),
-    lambda store: store.put_batch(2, b"second"),
+    lambda store: store.put_batch(2, b"second", [(2, 0), (1, 1)]),
     lambda store: store.finish_step(2, {"step": 2}),
     lambda store: store.forget_batches(1),
 ]
@@ -56,7 +56,7 @@ def content(store: Store) -> dict[str, Any]:
     return {
         "facts": store.facts(),
         "rollouts": store.rollouts(),
-        "batches": {step: store.batch(step) for step in store.batches()},
+        "batches": {step: (store.batch(step), store.batch_rollouts(step)) for step in store.batches()},
         "reports": store.reports(),
         "trained": store.trained(),
     }

@@ -144,6 +144,26 @@ def test_finishing_a_step_forgets_its_rollouts_and_keeps_its_batch(place: Place)
     assert store.batches() == []
 
 
+def test_rollouts_that_a_batch_names_stay_with_it(place: Place) -> None:
+    store = place.open()
+    for key in [(1, 0, 1), (1, 0, 0), (1, 1, 0), (3, 0, 0), (3, 1, 0)]:
+        store.put_rollouts([a_rollout(*key, data=repr(key).encode())])
+    store.put_batch(1, b"batch", [(3, 0), (1, 0)])
+    named = [b"(3, 0, 0)", b"(1, 0, 0)", b"(1, 0, 1)"]
+    assert [(r.step, r.index) for r in store.rollouts()] == [(1, 0), (1, 0), (1, 1), (3, 0), (3, 1)], "not trained yet"
+    assert store.batch_rollouts(1) == named, "in the order of its prompts, then samples"
+    store.finish_step(1, {"step": 1}, [(1, 1)])
+    assert [(r.step, r.index) for r in store.rollouts()] == [(1, 1), (3, 1)]
+    assert store.rollout_counts() == {1: 1, 3: 1}
+    store.finish_step(2, {"step": 2})
+    again = place.open()
+    assert again.batch_rollouts(1) == named
+    assert [(r.step, r.index) for r in again.rollouts()] == [(3, 1)]
+    again.forget_batches(1)
+    assert again.batch_rollouts(1) == []
+    assert [(r.step, r.index) for r in again.rollouts()] == [(3, 1)]
+
+
 def test_rollouts_of_overtaken_prompts_stay_until_a_later_step(place: Place) -> None:
     store = place.open()
     for key in [(0, 7), (1, 0), (1, 1), (1, 11), (2, 1), (11, 1)]:
@@ -182,7 +202,7 @@ def test_hundreds_of_steps_take_no_more_room_than_a_few(place: Place, monkeypatc
     took: dict[int, tuple[int, int]] = {}
     for step in range(1, 401):
         store.put_rollouts([a_rollout(step, index, sample, data=os.urandom(2000)) for index, sample in GROUPS])
-        store.put_batch(step, os.urandom(12_000))
+        store.put_batch(step, os.urandom(1000), [(step, 0), (step, 1)])
         store.finish_step(step, {"step": step, "words": "w" * 500}, [(step, 2)])
         store.set_report(step, {"step": step, "words": "w" * 600})
         store.set_fact("validations", [{"accuracy": 0.5}])
@@ -265,7 +285,12 @@ _CALLS = st.one_of(
             min_size=1,
         ),
     ),
-    st.tuples(st.just("put_batch"), _STEPS, st.binary()),
+    st.tuples(
+        st.just("put_batch"),
+        _STEPS,
+        st.binary(),
+        st.lists(st.tuples(_STEPS, st.integers(0, 2)), max_size=4, unique=True),
+    ),
     st.tuples(
         st.just("finish_step"),
         _STEPS,
@@ -373,7 +398,7 @@ def test_a_newer_claim_shuts_the_older_coordinator_out(place: Place) -> None:
             write(older)
     with pytest.raises(StoreInvalid, match=r"claimed by the other one.*newer coordinator has taken the run over"):
         older.set_fact("still", "here")
-    assert content(newer)["batches"] == {1: b"mine"}
+    assert content(newer)["batches"] == {1: (b"mine", [])}
     assert newer.facts() == {}
     newer.set_fact("goes", "on")
 
@@ -449,7 +474,7 @@ def test_a_run_of_the_first_schema_is_migrated(tmp_path: Path) -> None:
     wanted = {
         "facts": {"validations": [1]},
         "rollouts": [a_rollout(2, 1, 0, 3, b"\x00\xff")],
-        "batches": {1: b"\x01"},
+        "batches": {1: (b"\x01", [])},
         "reports": [{"step": 1}],
         "trained": 1,
     }
@@ -460,6 +485,29 @@ def test_a_run_of_the_first_schema_is_migrated(tmp_path: Path) -> None:
     assert (content(store), store.describe()["schemaVersion"]) == (wanted, SCHEMA_VERSION)
     store.set_fact("written", True)
     store.close()
+
+
+def test_a_run_of_the_second_schema_is_migrated(place: Place) -> None:
+    """Its batches hold their rollouts themselves."""
+    store = place.open()
+    store.put_rollouts([a_rollout(2, 0, 0)])
+    store.put_batch(1, b"whole")
+    store.finish_step(1, {"step": 1})
+    wanted = content(store)
+    store.close()
+    if place.server is None:
+        with closing(sqlite3.connect(place.folder / "store.db")) as old:
+            old.executescript("alter table batches drop column prompts; pragma user_version=2")
+    else:
+        with place.server.client() as client:
+            client.hset(f"{place.prefix}:meta", "schema", 2)
+    reader = place.read()
+    assert (content(reader), reader.describe()["schemaVersion"]) == (wanted, 2)
+    reader.close()
+    store = place.open()
+    assert (content(store), store.describe()["schemaVersion"]) == (wanted, SCHEMA_VERSION)
+    store.put_batch(2, b"outline", [(2, 0)])
+    assert store.batch_rollouts(2) == [b"x"]
 
 
 def test_a_file_that_is_no_store_is_refused_by_name(tmp_path: Path) -> None:

@@ -117,8 +117,12 @@ class StoreLink:
         return await self._do("rollouts", self._store.rollouts)
 
     async def batch(self, step: int) -> bytes | None:
-        """What step `step` trains or trained on, while it is kept."""
+        """What step `step` trains or trained on, without its rollouts, while it is kept."""
         return await self._do("batch", lambda: self._store.batch(step))
+
+    async def batch_rollouts(self, step: int) -> list[bytes]:
+        """The graded rollouts that the batch of step `step` names, in its order."""
+        return await self._do("batch_rollouts", lambda: self._store.batch_rollouts(step))
 
     # -- written -------------------------------------------------------------------------------------------------
 
@@ -134,13 +138,12 @@ class StoreLink:
                 del self._finished[: len(together)]
                 self._written += len(together)
 
-    async def put_batch(self, step: int, data: bytes) -> bytes:
-        """Fix what step `step` trains on, before it is sent; returns what it is, which an earlier call may have set."""
-        if await self._do("put_batch", lambda: self._store.put_batch(step, data)):
-            return data
-        stored = await self.batch(step)
-        assert stored is not None, "it was put just before"
-        return stored
+    async def put_batch(self, step: int, data: bytes, prompts: Sequence[tuple[int, int]] = ()) -> bool:
+        """Fix what step `step` trains on, before it is sent: `data`, and the rollouts of `prompts`, put before.
+
+        False when an earlier call may have fixed something else, which then has to be read.
+        """
+        return await self._do("put_batch", lambda: self._store.put_batch(step, data, prompts))
 
     async def set_fact(self, name: str, value: Any) -> None:
         """Set or replace a named JSON value."""

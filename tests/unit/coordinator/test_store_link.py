@@ -176,7 +176,8 @@ async def test_a_store_that_another_coordinator_claimed_is_not_waited_for(store:
 async def test_a_batch_that_was_fixed_before_a_restart_is_the_batch(store: AwayStore) -> None:
     store.put_batch(3, b"sent")
     link = StoreLink("run", store, Clock().sleep)
-    assert await link.put_batch(3, b"assembled again") == b"sent"
+    assert not await link.put_batch(3, b"assembled again")
+    assert await link.batch(3) == b"sent"
     await link.close()
 
 

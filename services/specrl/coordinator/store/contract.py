@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-SCHEMA_VERSION = 2
-"""Of what is stored. 1: SQLite without claims; migrated when it is opened."""
+SCHEMA_VERSION = 3
+"""Of what is stored. 1: SQLite without claims; 2: batches with all tokens in them. Both are migrated when a
+coordinator opens them, and can be read as they are."""
 
 REPORTS_KEPT = 1000
 """Newest reports of steps that stay in the store; older ones are in the run's metrics.jsonl."""
@@ -70,25 +71,29 @@ class Store(Protocol):
         """Keep finished rollouts, all or none. Putting the same slot again replaces it."""
 
     def rollouts(self) -> list[StoredRollout]:
-        """Finished rollouts that no step has forgotten, in stream order."""
+        """Finished rollouts that no step has forgotten or trained, in stream order."""
 
     def rollout_counts(self) -> dict[int, int]:
         """How many of them there are of each step, ascending; their content is not read."""
 
-    def put_batch(self, step: int, data: bytes) -> bool:
+    def put_batch(self, step: int, data: bytes, prompts: Sequence[tuple[int, int]] = ()) -> bool:
         """Fix what step `step` trains on, before it is sent. The first content stays: a second one is ignored.
 
+        prompts: (step, index) of those whose rollouts are part of it; they were put before, and stay as long as it.
         True when this content is the one that is kept, for sure; False when it has to be read to be known.
         """
 
     def batch(self, step: int) -> bytes | None:
-        """What step `step` trains or trained on, while it is kept."""
+        """What step `step` trains or trained on, without its rollouts, while it is kept."""
+
+    def batch_rollouts(self, step: int) -> list[bytes]:
+        """`data` of the batch's rollouts, in the order of its prompts, then samples; none when it is not kept."""
 
     def batches(self) -> list[int]:
         """Steps whose batch is kept, ascending."""
 
     def finish_step(self, step: int, report: dict[str, Any], kept: Sequence[tuple[int, int]] = ()) -> None:
-        """Step `step` is trained: keep its report, forget the rollouts of steps up to it. Its batch stays.
+        """Step `step` is trained: keep its report, forget the rollouts of steps up to it that no batch names.
 
         kept: (step, index) of prompts of those steps that are still to be trained; their rollouts stay, too.
         """
@@ -103,7 +108,7 @@ class Store(Protocol):
         """Reports of steps > `after`, ascending, of the last `REPORTS_KEPT` steps."""
 
     def forget_batches(self, up_to: int) -> None:
-        """A checkpoint of step `up_to` is complete: batches up to it will never be replayed."""
+        """A checkpoint of step `up_to` is complete: batches up to it, and what they trained, will never be replayed."""
 
     def reset(self) -> None:
         """Forget everything, the claim too: a coordinator that still runs cannot write any more."""

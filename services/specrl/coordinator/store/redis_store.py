@@ -4,7 +4,8 @@
     PREFIX:facts              name -> JSON
     PREFIX:steps              steps that have rollouts
     PREFIX:rollouts:STEP      index:sample -> attempt (4 bytes), protobuf GradedRollout
-    PREFIX:batches            step -> protobuf Batch
+    PREFIX:batches            step -> protobuf Batch without rollouts
+    PREFIX:prompts            step of a batch -> "STEP:index " of each prompt whose rollouts are part of it
     PREFIX:reports            step -> JSON, of the newest steps
 
 Memory is bounded by what the schedule allows in flight, the batches between two checkpoints and `REPORTS_KEPT`.
@@ -31,6 +32,9 @@ from specrl.spec.store import RedisStore as Settings
 LARGEST_BYTES = 512 * 1024 * 1024 - 1024
 """Redis' own limit of one value (proto-max-bulk-len), less the attempt."""
 
+BATCHES_WHOLE = 2
+"""The schema version before this one. It lacks PREFIX:prompts, and becomes this one when it is claimed."""
+
 SCAN_COUNT = 64
 """Rollouts in one reply: a rollout of 8k tokens is 100 kB, and a reply should not stall the server."""
 
@@ -39,9 +43,9 @@ Argument = str | bytes | int
 
 _CLAIM = """
 local held = redis.call('HMGET', KEYS[1], 'schema', 'run', 'token')
-if held[1] and tonumber(held[1]) ~= tonumber(ARGV[1]) then return {'schema', held[1]} end
+if held[1] and held[1] ~= ARGV[1] and held[1] ~= ARGV[5] then return {'schema', held[1]} end
 if held[2] and held[2] ~= ARGV[2] then return {'run', held[2]} end
-if not held[1] and redis.call('EXISTS', KEYS[2], KEYS[3], KEYS[4], KEYS[5]) > 0 then return {'foreign', ''} end
+if not held[1] and redis.call('EXISTS', KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[7]) > 0 then return {'foreign', ''} end
 if held[3] ~= ARGV[3] then
   redis.call('HSET', KEYS[1], 'schema', ARGV[1], 'run', ARGV[2], 'token', ARGV[3], 'owner', ARGV[4])
   redis.call('HSETNX', KEYS[1], 'sequence', 0)
@@ -55,6 +59,24 @@ local held = redis.call('HMGET', KEYS[1], 'token', 'sequence', 'trained')
 if held[1] ~= ARGV[1] then return {'claimed', '-1'} end
 if tonumber(ARGV[2]) ~= tonumber(held[2]) + 1 then return {'number', held[2]} end
 local operation, outcome = ARGV[3], 'done'
+local function named_by(batch, found)
+  for own, index in string.gmatch(redis.call('HGET', KEYS[7], batch) or '', '(%d+):(%d+) ') do
+    found[own] = found[own] or {}
+    found[own][index] = true
+  end
+end
+local function forget(own, prompts, are_kept)
+  local key, gone, left = KEYS[6] .. ':' .. own, {}, 0
+  for _, name in ipairs(redis.call('HKEYS', key)) do
+    if (prompts[string.match(name, '^[^:]+')] or false) == are_kept then left = left + 1 else table.insert(gone, name) end
+  end
+  if left == 0 then
+    redis.call('UNLINK', key)
+    redis.call('SREM', KEYS[5], own)
+  else
+    for _, name in ipairs(gone) do redis.call('HDEL', key, name) end
+  end
+end
 if operation == 'fact' then
   redis.call('HSET', KEYS[2], ARGV[4], ARGV[5])
 elseif operation == 'rollouts' then
@@ -63,24 +85,19 @@ elseif operation == 'rollouts' then
     redis.call('SADD', KEYS[5], ARGV[i])
   end
 elseif operation == 'batch' then
-  if redis.call('HSETNX', KEYS[3], ARGV[4], ARGV[5]) == 1 then outcome = 'first' end
+  if redis.call('HSETNX', KEYS[3], ARGV[4], ARGV[5]) == 1 then
+    outcome = 'first'
+    if ARGV[6] ~= '' then redis.call('HSET', KEYS[7], ARGV[4], ARGV[6]) end
+  end
 elseif operation == 'finish' then
   local step, kept = tonumber(ARGV[4]), {}
   for i = 7, #ARGV, 2 do
     kept[ARGV[i]] = kept[ARGV[i]] or {}
     kept[ARGV[i]][ARGV[i + 1]] = true
   end
+  for _, batch in ipairs(redis.call('HKEYS', KEYS[7])) do named_by(batch, kept) end
   for _, other in ipairs(redis.call('SMEMBERS', KEYS[5])) do
-    if tonumber(other) <= step then
-      local key, left = KEYS[6] .. ':' .. other, 0
-      for _, name in ipairs(kept[other] and redis.call('HKEYS', key) or {}) do
-        if kept[other][string.match(name, '^[^:]+')] then left = left + 1 else redis.call('HDEL', key, name) end
-      end
-      if left == 0 then
-        redis.call('UNLINK', key)
-        redis.call('SREM', KEYS[5], other)
-      end
-    end
+    if tonumber(other) <= step then forget(other, kept[other] or {}, true) end
   end
   for _, other in ipairs(redis.call('HKEYS', KEYS[4])) do
     if tonumber(other) <= step - tonumber(ARGV[6]) then redis.call('HDEL', KEYS[4], other) end
@@ -90,12 +107,18 @@ elseif operation == 'finish' then
 elseif operation == 'report' then
   if redis.call('HEXISTS', KEYS[4], ARGV[4]) == 1 then redis.call('HSET', KEYS[4], ARGV[4], ARGV[5]) end
 elseif operation == 'forget' then
+  local trained = {}
   for _, step in ipairs(redis.call('HKEYS', KEYS[3])) do
-    if tonumber(step) <= tonumber(ARGV[4]) then redis.call('HDEL', KEYS[3], step) end
+    if tonumber(step) <= tonumber(ARGV[4]) then
+      if tonumber(step) <= tonumber(held[3] or '0') then named_by(step, trained) end
+      redis.call('HDEL', KEYS[3], step)
+      redis.call('HDEL', KEYS[7], step)
+    end
   end
+  for own, prompts in pairs(trained) do forget(own, prompts, false) end
 elseif operation == 'reset' then
   for _, step in ipairs(redis.call('SMEMBERS', KEYS[5])) do redis.call('UNLINK', KEYS[6] .. ':' .. step) end
-  redis.call('UNLINK', KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5])
+  redis.call('UNLINK', KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[7])
   return {'done', ARGV[2]}
 else
   return redis.error_reply('ERR no such operation: ' .. operation)
@@ -111,9 +134,11 @@ class RedisStore:
     def __init__(self, settings: Settings, prefix: str, claim: Claim | None) -> None:
         """Connect, and claim the keys; without a claim they can be read only."""
         self._settings, self._prefix, self._claim = settings, prefix, claim
-        names = ("meta", "facts", "batches", "reports", "steps", "rollouts")
+        names = ("meta", "facts", "batches", "reports", "steps", "rollouts", "prompts")
         self._keys = [f"{prefix}:{name}" for name in names]
-        self._meta, self._facts, self._batches, self._reports, self._steps, self._rollouts = self._keys
+        self._meta, self._facts, self._batches, self._reports, self._steps, self._rollouts, self._prompts = (
+            self._keys
+        )
         self._acknowledged = -1
         self._server = RedisServer(settings, self._why_not)
         try:
@@ -149,6 +174,7 @@ class RedisStore:
 
     def _scan(self, client: redis.Redis) -> list[StoredRollout]:
         found: dict[tuple[int, ...], StoredRollout] = {}
+        trained = self._trained_prompts(client)
         for step in map(int, client.execute_command("SMEMBERS", self._steps)):
             cursor = 0
             while True:
@@ -157,25 +183,55 @@ class RedisStore:
                 )
                 for name, value in fields.items():
                     index, sample = map(int, name.split(b":"))
-                    attempt = int.from_bytes(value[:4], "big")
-                    found[step, index, sample] = StoredRollout(step, index, sample, attempt, value[4:])
+                    if (step, index) not in trained:
+                        attempt = int.from_bytes(value[:4], "big")
+                        found[step, index, sample] = StoredRollout(step, index, sample, attempt, value[4:])
                 if not int(cursor):
                     break
         return list(found.values())
+
+    def _trained_prompts(self, client: redis.Redis) -> set[tuple[int, int]]:
+        """(step, index) of prompts whose rollouts a trained step's batch names."""
+        trained = int(client.execute_command("HGET", self._meta, "trained") or 0)
+        listed = client.execute_command("HGETALL", self._prompts)
+        return {prompt for step, text in listed.items() if int(step) <= trained for prompt in _prompts(text)}
 
     def rollout_counts(self) -> dict[int, int]:
         return self._read(self._count)
 
     def _count(self, client: redis.Redis) -> dict[int, int]:
         steps = sorted(map(int, client.execute_command("SMEMBERS", self._steps)))
-        return {step: int(client.execute_command("HLEN", f"{self._rollouts}:{step}")) for step in steps}
+        trained, counts = self._trained_prompts(client), {}
+        for step in steps:
+            names = client.execute_command("HKEYS", f"{self._rollouts}:{step}")
+            counts[step] = sum((step, int(name.split(b":")[0])) not in trained for name in names)
+        return {step: count for step, count in counts.items() if count}
 
-    def put_batch(self, step: int, data: bytes) -> bool:
+    def put_batch(self, step: int, data: bytes, prompts: Sequence[tuple[int, int]] = ()) -> bool:
         _check_size(len(data), f"the batch of step {step}")
-        return self._write("batch", step, data) == "first"
+        named = "".join(f"{own_step}:{index} " for own_step, index in prompts)
+        return self._write("batch", step, data, named) == "first"
 
     def batch(self, step: int) -> bytes | None:
         found: bytes | None = self._read(lambda client: client.execute_command("HGET", self._batches, step))
+        return found
+
+    def batch_rollouts(self, step: int) -> list[bytes]:
+        return self._read(lambda client: self._named(client, step))
+
+    def _named(self, client: redis.Redis, step: int) -> list[bytes]:
+        """One prompt after the other, so that no reply is longer than the rollouts of one."""
+        prompts = _prompts(client.execute_command("HGET", self._prompts, step) or b"")
+        names: dict[tuple[int, int], list[bytes]] = {prompt: [] for prompt in prompts}
+        for own_step in {own_step for own_step, _ in prompts}:
+            for name in client.execute_command("HKEYS", f"{self._rollouts}:{own_step}"):
+                names.get((own_step, int(name.split(b":")[0])), []).append(name)
+        found: list[bytes] = []
+        for prompt in prompts:
+            samples = sorted(names[prompt], key=lambda name: int(name.split(b":")[1]))
+            if samples:
+                values = client.execute_command("HMGET", f"{self._rollouts}:{prompt[0]}", *samples)
+                found += [value[4:] for value in values if value is not None]  # none: forgotten since it was listed
         return found
 
     def batches(self) -> list[int]:
@@ -220,7 +276,7 @@ class RedisStore:
 
     def _claimed(self, claim: Claim) -> int:
         """Make the claim; returns the number of the last write."""
-        arguments = (SCHEMA_VERSION, claim.run_id, claim.token, claim.owner)
+        arguments = (SCHEMA_VERSION, claim.run_id, claim.token, claim.owner, BATCHES_WHOLE)
         outcome, said = self._server.call(lambda client: self._run(client, _CLAIM, arguments))
         if outcome == "schema":
             self._refuse_schema(said)
@@ -241,7 +297,7 @@ class RedisStore:
         schema = self._server.call(lambda client: client.execute_command("HGET", self._meta, "schema"))
         if schema is None:
             raise StoreInvalid(f"the store must have been written to, got nothing under {self._prefix}:*; run it first")
-        if int(schema) != SCHEMA_VERSION:
+        if int(schema) not in (BATCHES_WHOLE, SCHEMA_VERSION):
             self._refuse_schema(schema.decode())
 
     def _refuse_schema(self, found: str) -> None:
@@ -324,6 +380,11 @@ class RedisStore:
             return found
 
         return self._server.call(checked)
+
+
+def _prompts(text: bytes) -> list[tuple[int, int]]:
+    """(step, index) of each prompt that a batch names."""
+    return [(int(own_step), int(index)) for own_step, index in (name.split(b":") for name in text.split())]
 
 
 def _check_size(size_bytes: int, what: str) -> None:

@@ -32,6 +32,10 @@ _VERSION_1 = (
 _VERSION_2 = (
     "create table claims (one integer primary key check (one = 1), token text not null, owner text not null)",
 )
+_VERSION_3 = ("alter table batches add column prompts text not null default '[]'",)
+_OLDER = "create temp view batches as select step, data, '[]' as prompts from main.batches"
+"""How a reader, which must not migrate it, sees a file before version 3."""
+
 _TABLES_1 = {"facts", "rollouts", "batches", "steps"}
 
 _PASSING = {
@@ -39,6 +43,13 @@ _PASSING = {
     *(sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_PROTOCOL),
 }
 """What can end by itself or by somebody's help, without the file being another one: locks, full disks, permissions."""
+
+_NAMED = "select json_extract(value, '$[0]'), json_extract(value, '$[1]') from"
+"""(step, index) of every prompt in a JSON list of such pairs."""
+_TRAINED = "(select coalesce(max(step), 0) from steps)"
+_IN_BATCHES = f"(step, idx) in ({_NAMED} batches, json_each(prompts) where batches.step <= {{}})"
+_IN_TRAINED = _IN_BATCHES.format(_TRAINED)
+"""Whether a batch, up to some step or of a trained one, names a rollout's prompt."""
 
 _Statement = tuple[str, Sequence[tuple[Any, ...]]]
 
@@ -63,7 +74,8 @@ class SqliteStore:
         try:
             with _translated(f"{path} must be a store"):
                 if is_reader:
-                    self._check_version(is_reader=True)
+                    if _VERSION_3[0] in self._check_version(is_reader=True):
+                        self._connection.execute(_OLDER)
                 else:
                     self._claim(claim or Claim())
         except SpecrlError:
@@ -94,9 +106,11 @@ class SqliteStore:
         if version == SCHEMA_VERSION:
             return ()
         if version == 0 and tables >= _TABLES_1:
-            return _VERSION_2
+            return _VERSION_2 + _VERSION_3
+        if version == 2 and tables >= _TABLES_1:
+            return _VERSION_3
         if version == 0 and not tables and not is_reader:
-            return _VERSION_1 + _VERSION_2
+            return _VERSION_1 + _VERSION_2 + _VERSION_3
         raise StoreInvalid(
             f"the store must be a file that specrl wrote, got {self._path} of schema version {version} with tables "
             f"{', '.join(sorted(tables)) or 'none'}; move it away or restore it"
@@ -117,30 +131,41 @@ class SqliteStore:
         self._write(("insert or replace into rollouts values (?, ?, ?, ?, ?)", rows))
 
     def rollouts(self) -> list[StoredRollout]:
-        query = "select step, idx, sample, attempt, data from rollouts order by step, idx, sample"
+        query = f"select step, idx, sample, attempt, data from rollouts where not {_IN_TRAINED} order by 1, 2, 3"
         return [StoredRollout(*row) for row in self._read(query)]
 
     def rollout_counts(self) -> dict[int, int]:
-        return dict(self._read("select step, count(*) from rollouts group by step order by step"))
+        query = f"select step, count(*) from rollouts where not {_IN_TRAINED} group by step order by step"
+        return dict(self._read(query))
 
-    def put_batch(self, step: int, data: bytes) -> bool:
-        return self._write(("insert or ignore into batches values (?, ?)", [(step, data)])) == 1
+    def put_batch(self, step: int, data: bytes, prompts: Sequence[tuple[int, int]] = ()) -> bool:
+        row = (step, data, json.dumps(prompts))
+        return self._write(("insert or ignore into batches (step, data, prompts) values (?, ?, ?)", [row])) == 1
 
     def batch(self, step: int) -> bytes | None:
         rows = self._read("select data from batches where step = ?", step)
         return rows[0][0] if rows else None
 
+    def batch_rollouts(self, step: int) -> list[bytes]:
+        rows = self._read(
+            "select rollouts.data from batches, json_each(batches.prompts) as prompt cross join rollouts "
+            "on rollouts.step = json_extract(prompt.value, '$[0]') and idx = json_extract(prompt.value, '$[1]') "
+            "where batches.step = ? order by prompt.key, sample",
+            step,
+        )
+        return [row[0] for row in rows]
+
     def batches(self) -> list[int]:
         return [row[0] for row in self._read("select step from batches order by step")]
 
     def finish_step(self, step: int, report: dict[str, Any], kept: Sequence[tuple[int, int]] = ()) -> None:
-        marks = json.dumps([f"{own_step}/{index}" for own_step, index in kept])
         self._write(
             ("insert or replace into steps values (?, ?)", [(step, json.dumps(report))]),
             ("delete from steps where step <= ?", [(step - REPORTS_KEPT,)]),
             (
-                "delete from rollouts where step <= ? and step || '/' || idx not in (select value from json_each(?))",
-                [(step, marks)],
+                f"delete from rollouts where step <= ? and (step, idx) not in ({_NAMED} json_each(?)) "  # noqa: S608
+                f"and (step, idx) not in ({_NAMED} batches, json_each(prompts))",
+                [(step, json.dumps(kept))],
             ),
         )
 
@@ -155,7 +180,10 @@ class SqliteStore:
         return [json.loads(row[0]) for row in rows]
 
     def forget_batches(self, up_to: int) -> None:
-        self._write(("delete from batches where step <= ?", [(up_to,)]))
+        self._write(
+            (f"delete from rollouts where {_IN_BATCHES.format(f'min(?, {_TRAINED})')}", [(up_to,)]),  # noqa: S608
+            ("delete from batches where step <= ?", [(up_to,)]),
+        )
 
     def reset(self) -> None:
         tables = [*sorted(_TABLES_1), "claims"]
