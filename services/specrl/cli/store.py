@@ -133,9 +133,10 @@ def _write(store: Store, out: Path) -> dict[str, int]:
     (out / "batches").mkdir()
     batches = 0
     for step in store.batches():
-        data = store.batch(step)
+        rollouts, data = store.batch_rollouts(step), store.batch(step)
         if data is not None:  # forgotten since it was listed, by a run that is under way
-            (out / "batches" / f"{step:06d}.pb").write_bytes(data)
+            batch = wire.batch_from_stored(data, rollouts)
+            (out / "batches" / f"{step:06d}.pb").write_bytes(wire.batch_to_bytes(batch))
             batches += 1
     return {"facts": len(facts), "reports": len(reports), "rollouts": len(rollouts), "batches": batches}
 

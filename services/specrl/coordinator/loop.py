@@ -40,7 +40,7 @@ from specrl.coordinator.rollouts import PROVED_VERSION, RolloutStage, sample_and
 from specrl.coordinator.scheduler import Choice, Scheduler, Shape
 from specrl.coordinator.stages import Stopwatch
 from specrl.coordinator.sync import TrainerLost, Transfer, WeightSync
-from specrl.coordinator.trainer_link import TrainerLink
+from specrl.coordinator.trainer_link import TrainerLink, stored_batch
 from specrl.coordinator.validation import is_due, validate
 from specrl.errors import PeerUnavailable, StoreFailed
 from specrl.records import Batch, GradedRollout, Group, Rollout, wire
@@ -224,8 +224,12 @@ class Loop:
         for position, reason in choice.failures:
             await self._board.prompt_failed(shape.group_id(position), reason)
         batch = assemble(step, groups, self._spec, failed=[position for position, _ in choice.failures])
-        stored = await self._store.put_batch(step, wire.batch_to_bytes(batch))
-        return choice, wire.batch_from_bytes(stored), groups
+        prompts = [(shape.own_step(position), shape.index(position)) for position, _ in choice.groups]
+        if not await self._store.put_batch(step, wire.batch_outline(batch), prompts):
+            fixed = await stored_batch(self._store, step)
+            assert fixed is not None, "it was put just before, or before a restart"
+            batch = fixed
+        return choice, batch, groups
 
     async def _collect(self) -> Choice[GradedRollout]:
         """Wait for the next step's groups; meanwhile bring joining replicas up to date, since the trainer is idle."""

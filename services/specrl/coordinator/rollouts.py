@@ -102,7 +102,7 @@ class RolloutStage:
         if data is None:
             return Remains(rollouts, failed, None)
         own = range(shape.position(step, 0), shape.position(step + 1, 0))
-        return Remains(rollouts, failed, wire.batch_from_bytes(data).positions or own)
+        return Remains(rollouts, failed, wire.batch_positions(data) or own)
 
     def trained(self, step: int, rollouts: int) -> None:
         """Step `step` was trained on so many rollouts, and is durable."""

@@ -106,17 +106,23 @@ class TrainerLink:
                 "its checkpoints belong to another run: start in a new run directory"
             )
         for replayed in range(step + 1, trained + 1):
-            data = await self._store.batch(replayed)
-            if data is None:
+            batch = await stored_batch(self._store, replayed)
+            if batch is None:
                 raise RunInvalid(
                     f"the trainer must stand at a step whose successors are stored, got step={step} but no batch of "
                     f"step {replayed}; restore the checkpoint that was removed"
                 )
             with self._recorder.begin(SpanName.REPLAY, TRAINER, replayed=replayed):
-                await trainer.client.train_step(wire.batch_from_bytes(data), STEP_DEADLINE_S)
+                await trainer.client.train_step(batch, STEP_DEADLINE_S)
             log.info("step_replayed", step=replayed)
 
     def _lost(self, trainer: Trainer, error: Exception) -> None:
         if self._registry.trainer is trainer:
             self._registry.lose_trainer(str(error))
         self.state = "absent"
+
+
+async def stored_batch(store: StoreLink, step: int) -> Batch | None:
+    """What step `step` trains or trained on, whole, while it is kept."""
+    data = await store.batch(step)
+    return None if data is None else wire.batch_from_stored(data, await store.batch_rollouts(step))

@@ -88,6 +88,8 @@ class Rollout:
 
     versions cover the sampled tokens, outputs the others, whose log-probability is written as 0. text is what was
     sampled, a tool's output left out. stop is the stop string that ended the last turn, empty where none did.
+    message is what it was read from, to be passed on as it is (docs/decisions/0017); None where it was made here. The
+    arrays cannot be written to then, and a copy with other values has none.
     """
 
     rollout_id: str
@@ -102,6 +104,7 @@ class Rollout:
     seconds: float
     outputs: tuple[OutputSpan, ...] = ()
     stop: str = ""
+    message: bytes | None = field(default=None, init=False, repr=False)
 
     @property
     def length(self) -> int:

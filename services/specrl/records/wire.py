@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -53,6 +53,9 @@ _TOKEN, _LOGPROB = np.dtype("<i4"), np.dtype("<f4")
 """Numbers of a rollout's tokens as they lie in a message: a copy of memory. As repeated fields they cost some
 forty times as much (docs/decisions/0011)."""
 
+PART_BYTES = 1 << 20
+"""Of a batch on its way to the trainer. What makes one up holds the event loop for a millisecond."""
+
 _ROLE = {Role.GENERATION: coordinator_pb2.ROLE_GENERATION, Role.TRAINER: coordinator_pb2.ROLE_TRAINER}
 _ROLE_BACK = {number: role for role, number in _ROLE.items()}
 
@@ -87,7 +90,7 @@ def held_from_wire(message: coordinator_pb2.HeldRollout) -> HeldRollout:
 
 
 def sampling_to_wire(record: Sampling) -> rollout_pb2.Sampling:
-    return rollout_pb2.Sampling(**asdict(record))
+    return rollout_pb2.Sampling(**vars(record))
 
 
 def sampling_from_wire(message: rollout_pb2.Sampling) -> Sampling:
@@ -138,14 +141,36 @@ def rollout_to_wire(record: Rollout) -> rollout_pb2.Rollout:
         sample_index=record.sample_index,
         packed_token_ids=record.token_ids_T.astype(_TOKEN, copy=False).tobytes(),
         packed_sampler_logprobs=record.sampler_logprobs_T.astype(_LOGPROB, copy=False).tobytes(),
-        versions=[rollout_pb2.VersionSpan(**asdict(span)) for span in record.versions],
+        versions=[rollout_pb2.VersionSpan(**vars(span)) for span in record.versions],
         finish_reason=_FINISH[record.finish_reason],
         replica_id=record.replica_id,
         text=record.text,
         seconds=record.seconds,
-        outputs=[rollout_pb2.OutputSpan(**asdict(span)) for span in record.outputs],
+        outputs=[rollout_pb2.OutputSpan(**vars(span)) for span in record.outputs],
         stop=record.stop,
     )
+
+
+def rollout_to_bytes(record: Rollout) -> bytes:
+    """The message that it was read from; or the one that says it, the same every time."""
+    if record.message is not None:
+        return record.message
+    return rollout_to_wire(record).SerializeToString(deterministic=True)
+
+
+def rollout_from_bytes(data: bytes) -> Rollout:
+    """A rollout that remembers its message: parsed once, it is stored and sent on as the bytes that came."""
+    try:
+        rollout = rollout_from_wire(rollout_pb2.Rollout.FromString(data))
+    except DecodeError as error:
+        raise RecordInvalid(
+            f"a rollout must be the protobuf message of its name, got {len(data)} other bytes; use the same version of "
+            "specrl everywhere"
+        ) from error
+    for numbers_T in (rollout.token_ids_T, rollout.sampler_logprobs_T):
+        numbers_T.flags.writeable = False
+    object.__setattr__(rollout, "message", data)  # frozen for everybody else
+    return rollout
 
 
 def rollout_from_wire(message: rollout_pb2.Rollout) -> Rollout:
@@ -191,8 +216,9 @@ def reward_from_wire(message: rollout_pb2.Reward) -> Reward:
 
 def graded_to_bytes(record: GradedRollout) -> bytes:
     """The stored form of a finished rollout."""
-    message = rollout_pb2.GradedRollout(rollout=rollout_to_wire(record.rollout), reward=reward_to_wire(record.reward))
-    return message.SerializeToString(deterministic=True)
+    rollout = rollout_to_bytes(record.rollout)
+    rest = rollout_pb2.GradedRollout(reward=reward_to_wire(record.reward)).SerializeToString(deterministic=True)
+    return b"".join((_prefix(rollout_pb2.GradedRollout.ROLLOUT_FIELD_NUMBER, len(rollout)), rollout, rest))
 
 
 def graded_from_bytes(data: bytes) -> GradedRollout:
@@ -279,10 +305,100 @@ def batch_to_bytes(record: Batch) -> bytes:
 
 
 def batch_from_bytes(data: bytes) -> Batch:
+    return batch_from_wire(_batch_message(data))
+
+
+def batch_outline(record: Batch) -> bytes:
+    """A batch whose rollouts lie elsewhere: what `batch_from_stored` makes it of, with them."""
+    message = rollout_pb2.Batch(step=record.step, positions=record.positions)
+    message.rollouts.extend(_train_rollout_outline(item) for item in record.rollouts)
+    return message.SerializeToString(deterministic=True)
+
+
+def batch_from_stored(data: bytes, rollouts: Sequence[bytes]) -> Batch:
+    """A batch of its outline and its graded rollouts, in its order; or of a message that has them itself.
+
+    Raises RecordInvalid unless there is one for each that the outline has, and no other.
+    """
+    message = _batch_message(data)
+    outlined = [item for item in message.rollouts if not item.HasField("rollout")]
+    if len(outlined) != len(rollouts):
+        raise RecordInvalid(
+            f"the stored batch of step {message.step} must have all of its {len(outlined)} rollouts, got "
+            f"{len(rollouts)}; restore the store"
+        )
+    for item, graded in zip(outlined, rollouts, strict=True):
+        item.rollout.CopyFrom(rollout_pb2.GradedRollout.FromString(graded).rollout)
+    return batch_from_wire(message)
+
+
+def batch_positions(data: bytes) -> tuple[int, ...]:
+    """Places in the stream that a stored batch settles; none if it was made before there was an order but InOrder."""
+    return tuple(_batch_message(data).positions)
+
+
+def train_step_parts(record: Batch) -> Iterator[bytes]:
+    """Messages of a TrainParts call, TrainStepRequest each, of some `PART_BYTES` or of one rollout.
+
+    They are put together from their parts' bytes, which is what a message with these fields is: protobuf's encoding has
+    no header and no checksum.
+    """
+    head = rollout_pb2.Batch(step=record.step, positions=record.positions).SerializeToString(deterministic=True)
+    parts, size_bytes = [head], len(head)
+    for item in record.rollouts:
+        outline = _train_rollout_outline(item).SerializeToString(deterministic=True)
+        rollout = rollout_to_bytes(item.rollout)
+        inner = _prefix(rollout_pb2.TrainRollout.ROLLOUT_FIELD_NUMBER, len(rollout))
+        length = len(outline) + len(inner) + len(rollout)
+        if size_bytes + length > PART_BYTES and len(parts) > 1:
+            yield _train_step_request(parts, size_bytes)
+            head = rollout_pb2.Batch(step=record.step).SerializeToString(deterministic=True)
+            parts, size_bytes = [head], len(head)
+        outer = _prefix(rollout_pb2.Batch.ROLLOUTS_FIELD_NUMBER, length)
+        parts += [outer, outline, inner, rollout]
+        size_bytes += len(outer) + length
+    yield _train_step_request(parts, size_bytes)
+
+
+def batch_from_parts(parts: Sequence[Batch]) -> Batch:
+    """The batch that was sent in parts. Raises RecordInvalid unless all are of one step, and none but one is empty."""
+    if not parts:
+        raise RecordInvalid("a batch must have at least one part, got none; send one also when it has no rollouts")
+    steps = sorted({part.step for part in parts})
+    if len(steps) > 1:
+        raise RecordInvalid(f"all parts of a batch must be of one step, got {steps[:8]}; send one batch in a call")
+    rollouts = tuple(item for part in parts for item in part.rollouts)
+    return Batch(steps[0], rollouts, tuple(position for part in parts for position in part.positions))
+
+
+def _train_step_request(parts: Sequence[bytes], size_bytes: int) -> bytes:
+    return b"".join((_prefix(trainer_pb2.TrainStepRequest.BATCH_FIELD_NUMBER, size_bytes), *parts))
+
+
+def _train_rollout_outline(record: TrainRollout) -> rollout_pb2.TrainRollout:
+    return rollout_pb2.TrainRollout(prompt_token_ids=record.prompt_token_ids, advantage=record.advantage)
+
+
+def _batch_message(data: bytes) -> rollout_pb2.Batch:
     try:
-        return batch_from_wire(rollout_pb2.Batch.FromString(data))
+        return rollout_pb2.Batch.FromString(data)
     except DecodeError as error:
         raise RecordInvalid(f"a stored batch must be a protobuf Batch, got {len(data)} other bytes") from error
+
+
+def _prefix(number: int, size_bytes: int) -> bytes:
+    """What stands before the bytes of a message that is field `number` of another: tag and length, as varints.
+
+    Source: protobuf.dev/programming-guides/encoding, wire type LEN.
+    """
+    found = bytearray()
+    for value in (number << 3 | 2, size_bytes):
+        left = value
+        while left > 0x7F:
+            found.append(left & 0x7F | 0x80)
+            left >>= 7
+        found.append(left)
+    return bytes(found)
 
 
 def manifest_to_wire(record: WeightManifest) -> weights_pb2.WeightManifest:

@@ -182,6 +182,31 @@ class _Client(Generic[Stub]):
         return await self._call(call, request, deadline_s)
 
 
+def _generation_stub(channel: grpc.aio.Channel) -> generation_pb2_grpc.GenerationServiceAsyncStub:
+    """The generated stub, whose rollouts come as bytes: they are read once, and passed on as they are."""
+    stub = generation_pb2_grpc.GenerationServiceStub(channel)
+    stub.Generate = cast(  # the stubs' types know no codec but protobuf's
+        Any,
+        channel.unary_stream(
+            "/specrl.api.v1.GenerationService/Generate",
+            request_serializer=generation_pb2.GenerateRequest.SerializeToString,
+        ),
+    )
+    return stub
+
+
+def _trainer_stub(channel: grpc.aio.Channel) -> trainer_pb2_grpc.TrainerServiceAsyncStub:
+    """The generated stub, which is given a batch's parts as bytes."""
+    stub = trainer_pb2_grpc.TrainerServiceStub(channel)
+    stub.TrainParts = cast(
+        Any,
+        channel.stream_unary(
+            "/specrl.api.v1.TrainerService/TrainParts", response_deserializer=trainer_pb2.TrainStepReply.FromString
+        ),
+    )
+    return stub
+
+
 class GenerationClient(_Client["generation_pb2_grpc.GenerationServiceAsyncStub"]):
     """One replica."""
 
@@ -192,7 +217,7 @@ class GenerationClient(_Client["generation_pb2_grpc.GenerationServiceAsyncStub"]
         limit_bytes: int = LARGEST_BYTES,
         identity: Identity | None = None,
     ) -> None:
-        service = _Service(GENERATION, generation_pb2_grpc.GenerationServiceStub)
+        service = _Service(GENERATION, _generation_stub)
         super().__init__(service, address, replica_id, limit_bytes, identity)
 
     async def generate(
@@ -221,14 +246,13 @@ class GenerationClient(_Client["generation_pb2_grpc.GenerationServiceAsyncStub"]
         check_size(f"a request to {self.peer}", request.ByteSize(), self._limit_bytes)
         call = self._stub.Generate(request, metadata=_metadata())
         try:
-            async for message in call:
-                if message.rollout_id in missing:
-                    missing.remove(message.rollout_id)
-                    yield wire.rollout_from_wire(message)
+            async for data in call:
+                rollout = wire.rollout_from_bytes(cast(Any, data))
+                if rollout.rollout_id in missing:
+                    missing.remove(rollout.rollout_id)
+                    yield rollout
                 else:
-                    log.warning("rollout_unasked", peer=self.peer, rollout_id=message.rollout_id)
-        except DecodeError as error:
-            raise _unreadable(self.peer) from error
+                    log.warning("rollout_unasked", peer=self.peer, rollout_id=rollout.rollout_id)
         except grpc.aio.AioRpcError as error:
             raise translate(error, self.peer) from error
         finally:
@@ -275,13 +299,27 @@ class TrainerClient(_Client["trainer_pb2_grpc.TrainerServiceAsyncStub"]):
     """The trainer's rank 0."""
 
     def __init__(self, address: str, limit_bytes: int = LARGEST_BYTES, identity: Identity | None = None) -> None:
-        service = _Service(TRAINER, trainer_pb2_grpc.TrainerServiceStub)
+        service = _Service(TRAINER, _trainer_stub)
         super().__init__(service, address, "trainer", limit_bytes, identity)
 
     async def train_step(self, batch: Batch, deadline_s: float) -> TrainMetrics:
         """Train the batch's step, once: the trainer remembers the last step's answer."""
-        request = trainer_pb2.TrainStepRequest(batch=wire.batch_to_wire(batch))
-        reply = await self._call(self._stub.TrainStep, request, deadline_s)
+        call: Any = cast(Any, self._stub.TrainParts)(timeout=deadline_s, metadata=_metadata())
+        try:
+            for part in wire.train_step_parts(batch):
+                check_size(f"a request to {self.peer}", len(part), self._limit_bytes)
+                if call.done():  # refused before it was sent
+                    break
+                await call.write(part)
+            else:
+                await call.done_writing()
+            reply = await call
+        except DecodeError as error:
+            raise _unreadable(self.peer) from error
+        except grpc.aio.AioRpcError as error:
+            raise translate(error, self.peer) from error
+        finally:
+            call.cancel()
         return wire.train_metrics_from_wire(reply.metrics)
 
     async def train_drafter(

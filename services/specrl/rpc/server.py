@@ -108,7 +108,7 @@ async def serve(
 
 
 class _Checks(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # the stubs' generics do not exist at run time
-    """Wraps every handler of this server's two call shapes: unary-unary and unary-stream.
+    """Wraps every handler of this server's three call shapes: unary-unary, unary-stream and stream-unary.
 
     gRPC would read requests itself, and answer what it cannot read in words of its own: so it is given no codec, and
     hands over bytes. Untyped inside: the published stubs of grpc.aio describe neither handlers nor interceptors.
@@ -164,6 +164,22 @@ class _Checks(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # the stub
                     open_span.end(type(error).__name__)
                     await _refuse(method, context, error)
 
+        async def requests_of(parts: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
+            async for data in parts:
+                yield request_of(data, context)
+
+        async def gather(parts: AsyncIterator[bytes], context: Any) -> Any:
+            with span() as open_span:
+                try:
+                    if self._guard is not None:  # also of a caller that sends nothing
+                        self._guard.check(method, context.auth_context())
+                    return bytes_of(await handler.stream_unary(requests_of(parts, context), context))
+                except Exception as error:  # noqa: BLE001 - the edge of the process: answer, count, go on
+                    open_span.end(type(error).__name__)
+                    await _refuse(method, context, error)
+
+        if handler.stream_unary is not None:
+            return grpc.stream_unary_rpc_method_handler(gather)
         if handler.unary_unary is not None:
             return grpc.unary_unary_rpc_method_handler(answer)
         return grpc.unary_stream_rpc_method_handler(stream)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -23,7 +23,7 @@ from google.protobuf.message import DecodeError, Message
 from specrl.api.v1 import trainer_pb2, trainer_pb2_grpc, weights_pb2
 from specrl.errors import PeerUnavailable, RecordInvalid, StoreFailed, VersionConflict
 from specrl.files import SMALL_BYTES, read_bytes
-from specrl.records import WeightGroup, wire
+from specrl.records import Batch, WeightGroup, wire
 from specrl.rpc.server import count_from_zero
 from specrl.spec.run import RunSpec
 from specrl.telemetry import metrics as telemetry
@@ -113,8 +113,31 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
     # -- calls --------------------------------------------------------------------------------------------------------
 
     async def TrainStep(self, request: trainer_pb2.TrainStepRequest, context: Any) -> trainer_pb2.TrainStepReply:
-        batch = wire.batch_from_wire(request.batch)
+        return await self._train(wire.batch_from_wire(request.batch))
 
+    async def TrainParts(
+        self, request_iterator: AsyncIterator[trainer_pb2.TrainStepRequest], context: Any
+    ) -> trainer_pb2.TrainStepReply:
+        parts: list[Batch] = []
+        async for request in request_iterator:
+            part = wire.batch_from_wire(request.batch)
+            if parts and not part.rollouts:
+                raise RecordInvalid("every part of a batch but the first must have rollouts, got none; do not send it")
+            parts.append(part)
+            self._check_count(parts)
+        return await self._train(wire.batch_from_parts(parts))
+
+    def _check_count(self, parts: Sequence[Batch]) -> None:
+        """A call in parts has no size of its own that could be limited: its run's largest batch limits it."""
+        schedule = self._spec.schedule
+        most, count = schedule.prompts_per_step * schedule.group_size, sum(len(part.rollouts) for part in parts)
+        if count > most:
+            raise RecordInvalid(
+                f"a batch must have at most promptsPerStep * groupSize rollouts, {most}, got {count}; use one run "
+                "file everywhere"
+            )
+
+    async def _train(self, batch: Batch) -> trainer_pb2.TrainStepReply:
         def train() -> trainer_pb2.TrainStepReply:
             if self._last is not None and self._last.policy_version == batch.step == self._backend.status().step:
                 return self._last

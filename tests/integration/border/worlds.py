@@ -95,10 +95,12 @@ class World(ABC):
 
     async def call(self, method: str, request: bytes) -> str:
         """One call with these bytes. Returns OK or the error's class."""
-        is_stream = next(m for m in self.service.methods if method.endswith(f"/{m.name}")).server_streaming
+        shape = next(m for m in self.service.methods if method.endswith(f"/{m.name}"))
         counted = {name: _counted(method, name) for name in (*BY_NAME, "Unexpected")}
         try:
-            if is_stream:
+            if shape.client_streaming:
+                await self.channel.stream_unary(method)(iter([request]), timeout=PATIENCE_S)
+            elif shape.server_streaming:
                 async for _ in self.channel.unary_stream(method)(request, timeout=PATIENCE_S):
                     pass
             else:
@@ -281,6 +283,7 @@ class TrainerWorld(World):
         batch = wire.batch_to_wire(a_batch(1, VOCAB, rollouts=2))
         return {
             "TrainStep": trainer_pb2.TrainStepRequest(batch=batch),
+            "TrainParts": trainer_pb2.TrainStepRequest(batch=batch),
             "TrainDrafter": trainer_pb2.TrainDrafterRequest(rollouts=batch.rollouts, epochs=1),
             "EvaluateDrafter": trainer_pb2.EvaluateDrafterRequest(rollouts=batch.rollouts),
             "Score": trainer_pb2.ScoreRequest(rollouts=batch.rollouts),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specrl.api.v1 import coordinator_pb2, rollout_pb2, weights_pb2
+from specrl.api.v1 import coordinator_pb2, rollout_pb2, trainer_pb2, weights_pb2
 from specrl.errors import RecordInvalid
 from specrl.records import (
     Batch,
@@ -146,6 +146,51 @@ def test_a_stored_batch_is_read_back_and_its_bytes_are_the_same_again(batch: Bat
     data = wire.batch_to_bytes(batch)
     assert plain(wire.batch_from_bytes(data)) == plain(batch)
     assert wire.batch_to_bytes(wire.batch_from_bytes(data)) == data
+
+
+@given(rollout=rollouts)
+def test_a_rollout_is_passed_on_as_the_bytes_that_came(rollout: Rollout) -> None:
+    """Fields that this version does not know included; a copy with another value is not what came."""
+    data = wire.rollout_to_wire(rollout).SerializeToString() + b"\xf8\x3f\x07"  # field 1023, a varint
+    received = wire.rollout_from_bytes(data)
+    assert plain(replace(received)) == plain(rollout)
+    assert wire.rollout_to_bytes(received) is data
+    assert plain(wire.rollout_from_bytes(wire.rollout_to_bytes(replace(received, text="other")))) != plain(received)
+    with pytest.raises(ValueError, match="read-only"):
+        received.token_ids_T[:] = 0
+    graded = wire.graded_to_bytes(GradedRollout(received, Reward(0.5)))
+    assert plain(replace(wire.graded_from_bytes(graded).rollout)) == plain(rollout)
+    assert b"\xf8\x3f\x07" in graded
+
+
+@given(batch=batches, part_bytes=st.integers(1, 2000))
+def test_a_batch_arrives_in_parts_as_it_was(batch: Batch, part_bytes: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "PART_BYTES", part_bytes)
+        sent = list(wire.train_step_parts(batch))
+    messages = [trainer_pb2.TrainStepRequest.FromString(part) for part in sent]
+    assert all(message.batch.rollouts for message in messages[1:])
+    parts = [wire.batch_from_wire(message.batch) for message in messages]
+    assert plain(wire.batch_from_parts(parts)) == plain(batch)
+    assert all(len(part) <= part_bytes + 16 for part, read in zip(sent, parts, strict=True) if len(read.rollouts) > 1)
+
+
+def test_parts_of_no_batch_and_of_two_are_refused() -> None:
+    with pytest.raises(RecordInvalid, match="at least one part, got none"):
+        wire.batch_from_parts([])
+    with pytest.raises(RecordInvalid, match=r"one step, got \[1, 2\]"):
+        wire.batch_from_parts([Batch(2, ()), Batch(1, ())])
+
+
+@given(batch=batches)
+def test_a_batch_is_stored_without_its_rollouts_and_read_back_with_them(batch: Batch) -> None:
+    graded = [wire.graded_to_bytes(GradedRollout(item.rollout, Reward(1.0))) for item in batch.rollouts]
+    outline = wire.batch_outline(batch)
+    assert plain(wire.batch_from_stored(outline, graded)) == plain(batch)
+    assert plain(wire.batch_from_stored(wire.batch_to_bytes(batch), [])) == plain(batch), "as older stores have it"
+    assert wire.batch_positions(outline) == batch.positions
+    with pytest.raises(RecordInvalid, match="must have all of its"):
+        wire.batch_from_stored(outline, [*graded, b""])
 
 
 @given(data=st.binary(max_size=200))

@@ -40,6 +40,11 @@ class TrainerServiceStub(object):
                 request_serializer=specrl_dot_api_dot_v1_dot_trainer__pb2.TrainStepRequest.SerializeToString,
                 response_deserializer=specrl_dot_api_dot_v1_dot_trainer__pb2.TrainStepReply.FromString,
                 _registered_method=True)
+        self.TrainParts = channel.stream_unary(
+                '/specrl.api.v1.TrainerService/TrainParts',
+                request_serializer=specrl_dot_api_dot_v1_dot_trainer__pb2.TrainStepRequest.SerializeToString,
+                response_deserializer=specrl_dot_api_dot_v1_dot_trainer__pb2.TrainStepReply.FromString,
+                _registered_method=True)
         self.TrainDrafter = channel.unary_unary(
                 '/specrl.api.v1.TrainerService/TrainDrafter',
                 request_serializer=specrl_dot_api_dot_v1_dot_trainer__pb2.TrainDrafterRequest.SerializeToString,
@@ -98,6 +103,14 @@ class TrainerServiceServicer(object):
     def TrainStep(self, request, context):
         """Trains batch.step if it is the next one; answers the recorded metrics if it was the last one;
         FAILED_PRECONDITION otherwise (after a restart, ask the status and replay).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def TrainParts(self, request_iterator, context):
+        """TrainStep with its batch in parts, so that neither side handles all of it at once: every part names the step, the
+        rollouts of all parts in their order are the batch's, and so are the positions. One part at least.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -181,6 +194,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     request_deserializer=specrl_dot_api_dot_v1_dot_trainer__pb2.TrainStepRequest.FromString,
                     response_serializer=specrl_dot_api_dot_v1_dot_trainer__pb2.TrainStepReply.SerializeToString,
             ),
+            'TrainParts': grpc.stream_unary_rpc_method_handler(
+                    servicer.TrainParts,
+                    request_deserializer=specrl_dot_api_dot_v1_dot_trainer__pb2.TrainStepRequest.FromString,
+                    response_serializer=specrl_dot_api_dot_v1_dot_trainer__pb2.TrainStepReply.SerializeToString,
+            ),
             'TrainDrafter': grpc.unary_unary_rpc_method_handler(
                     servicer.TrainDrafter,
                     request_deserializer=specrl_dot_api_dot_v1_dot_trainer__pb2.TrainDrafterRequest.FromString,
@@ -257,6 +275,33 @@ class TrainerService(object):
             request,
             target,
             '/specrl.api.v1.TrainerService/TrainStep',
+            specrl_dot_api_dot_v1_dot_trainer__pb2.TrainStepRequest.SerializeToString,
+            specrl_dot_api_dot_v1_dot_trainer__pb2.TrainStepReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TrainParts(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/specrl.api.v1.TrainerService/TrainParts',
             specrl_dot_api_dot_v1_dot_trainer__pb2.TrainStepRequest.SerializeToString,
             specrl_dot_api_dot_v1_dot_trainer__pb2.TrainStepReply.FromString,
             options,

@@ -36,6 +36,10 @@ class TrainerServiceStub:
     """Trains batch.step if it is the next one; answers the recorded metrics if it was the last one;
     FAILED_PRECONDITION otherwise (after a restart, ask the status and replay).
     """
+    TrainParts: _grpc.StreamUnaryMultiCallable[_trainer_pb2.TrainStepRequest, _trainer_pb2.TrainStepReply]
+    """TrainStep with its batch in parts, so that neither side handles all of it at once: every part names the step, the
+    rollouts of all parts in their order are the batch's, and so are the positions. One part at least.
+    """
     TrainDrafter: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.TrainDrafterRequest, _trainer_pb2.TrainDrafterReply]
     """Trains the drafter alone on rollouts of the present policy (initialisation). The policy does not move.
     Goes on after the epochs that an interrupted call with the same rollouts has finished.
@@ -65,6 +69,10 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     TrainStep: _aio.UnaryUnaryMultiCallable[_trainer_pb2.TrainStepRequest, _trainer_pb2.TrainStepReply]  # type: ignore[assignment]
     """Trains batch.step if it is the next one; answers the recorded metrics if it was the last one;
     FAILED_PRECONDITION otherwise (after a restart, ask the status and replay).
+    """
+    TrainParts: _aio.StreamUnaryMultiCallable[_trainer_pb2.TrainStepRequest, _trainer_pb2.TrainStepReply]  # type: ignore[assignment]
+    """TrainStep with its batch in parts, so that neither side handles all of it at once: every part names the step, the
+    rollouts of all parts in their order are the batch's, and so are the positions. One part at least.
     """
     TrainDrafter: _aio.UnaryUnaryMultiCallable[_trainer_pb2.TrainDrafterRequest, _trainer_pb2.TrainDrafterReply]  # type: ignore[assignment]
     """Trains the drafter alone on rollouts of the present policy (initialisation). The policy does not move.
@@ -98,6 +106,16 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_trainer_pb2.TrainStepReply, _abc.Awaitable[_trainer_pb2.TrainStepReply]]:
         """Trains batch.step if it is the next one; answers the recorded metrics if it was the last one;
         FAILED_PRECONDITION otherwise (after a restart, ask the status and replay).
+        """
+
+    @_abc_1.abstractmethod
+    def TrainParts(
+        self,
+        request_iterator: _MaybeAsyncIterator[_trainer_pb2.TrainStepRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_pb2.TrainStepReply, _abc.Awaitable[_trainer_pb2.TrainStepReply]]:
+        """TrainStep with its batch in parts, so that neither side handles all of it at once: every part names the step, the
+        rollouts of all parts in their order are the batch's, and so are the positions. One part at least.
         """
 
     @_abc_1.abstractmethod

@@ -68,7 +68,8 @@ end
 local function forget(own, prompts, are_kept)
   local key, gone, left = KEYS[6] .. ':' .. own, {}, 0
   for _, name in ipairs(redis.call('HKEYS', key)) do
-    if (prompts[string.match(name, '^[^:]+')] or false) == are_kept then left = left + 1 else table.insert(gone, name) end
+    local is_named = prompts[string.match(name, '^[^:]+')] or false
+    if is_named == are_kept then left = left + 1 else table.insert(gone, name) end
   end
   if left == 0 then
     redis.call('UNLINK', key)
@@ -136,9 +137,7 @@ class RedisStore:
         self._settings, self._prefix, self._claim = settings, prefix, claim
         names = ("meta", "facts", "batches", "reports", "steps", "rollouts", "prompts")
         self._keys = [f"{prefix}:{name}" for name in names]
-        self._meta, self._facts, self._batches, self._reports, self._steps, self._rollouts, self._prompts = (
-            self._keys
-        )
+        self._meta, self._facts, self._batches, self._reports, self._steps, self._rollouts, self._prompts = self._keys
         self._acknowledged = -1
         self._server = RedisServer(settings, self._why_not)
         try:

@@ -131,11 +131,11 @@ class SqliteStore:
         self._write(("insert or replace into rollouts values (?, ?, ?, ?, ?)", rows))
 
     def rollouts(self) -> list[StoredRollout]:
-        query = f"select step, idx, sample, attempt, data from rollouts where not {_IN_TRAINED} order by 1, 2, 3"
+        query = f"select step, idx, sample, attempt, data from rollouts where not {_IN_TRAINED} order by 1, 2, 3"  # noqa: S608
         return [StoredRollout(*row) for row in self._read(query)]
 
     def rollout_counts(self) -> dict[int, int]:
-        query = f"select step, count(*) from rollouts where not {_IN_TRAINED} group by step order by step"
+        query = f"select step, count(*) from rollouts where not {_IN_TRAINED} group by step order by step"  # noqa: S608
         return dict(self._read(query))
 
     def put_batch(self, step: int, data: bytes, prompts: Sequence[tuple[int, int]] = ()) -> bool:
