@@ -15,9 +15,9 @@ that keeps their seats filled and collects groups, an actor that is the queue, a
 It keeps nothing durable, checks nothing and publishes nothing.
 
 Cost is counted in CPU time, since the machine's cores are shared: of all processes but those that stand for
-replicas and trainer. Printed for each: rollouts a second under a closed load, CPU milliseconds a rollout, rollouts a
-second of one core, cores used, the most memory, and the latency from a seat that is free to the request that fills it,
-at half that load.
+replicas and trainer. Printed for each: rollouts a second under a closed load; CPU milliseconds a rollout, and how many
+of them are durable writes (the thread that calls the store, and Redis' own process); rollouts a second of one core,
+cores used, the most memory, and the latency from a seat that is free to the request that fills it, at half that load.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -81,13 +82,17 @@ class Load:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One row. cpu_s: of `rollouts` rollouts. latencies_ms: of dispatches at half the load."""
+    """One row. cpu_s: of `rollouts` rollouts; durable_s: of it, for durable writes.
+
+    latencies_ms: of dispatches at half the load.
+    """
 
     kind: str
     load: Load
     rollouts: int
     seconds: float
     cpu_s: float
+    durable_s: float
     peak_bytes: int
     latencies_ms: list[float]
 
@@ -130,8 +135,8 @@ def spec_of(load: Load, folder: Path, server: RedisProcess | None) -> RunSpec:
 
 
 @contextmanager
-def running(folder: Path) -> Iterator[tuple[psutil.Process, int]]:
-    """The coordinator's process and its port."""
+def running(folder: Path) -> Iterator[tuple[psutil.Process, int, int]]:
+    """The coordinator's process, its port, and the number of its thread that calls the store."""
     command = [sys.executable, "-m", "benchmarks.scale_coordinator", str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) as process:
         try:
@@ -139,25 +144,28 @@ def running(folder: Path) -> Iterator[tuple[psutil.Process, int]]:
             line = process.stdout.readline()  # empty when it ended, and said why
             if not line:
                 raise RuntimeError("the coordinator must start, got an end; see above")
-            yield psutil.Process(process.pid), int(line)
+            port, writer = map(int, line.split())
+            yield psutil.Process(process.pid), port, writer
         finally:
             process.kill()
 
 
-async def drive(load: Load, spec: RunSpec, folder: Path, port: int, used: Used) -> tuple[float, float, list[float]]:
-    """Fill all seats, then both loads. Returns seconds and CPU seconds of the closed one, latencies of the open one."""
+async def drive(load: Load, spec: RunSpec, folder: Path, port: int, used: Used) -> dict[str, Any]:
+    """Fill all seats, then both loads. Returns fields of the outcome."""
     watching = asyncio.create_task(used.watch())
     try:
         async with Peers(spec, folder, f"127.0.0.1:{port}", load.tokens) as peers:
             floor = peers.floor
             await floor.fill(load.replicas * load.live)
             await floor.saturate(peers.backend, 1, load.outstanding)  # caches, connections and buffers fill
-            began, cpu_s = time.monotonic(), used.cpu_s
+            began, cpu_s, durable_s = time.monotonic(), used.cpu_s, used.durable_s
             await floor.saturate(peers.backend, load.steps, load.outstanding)
             seconds, cpu_s = time.monotonic() - began, used.cpu_s - cpu_s
+            durable_s = used.durable_s - durable_s
             floor.latencies_s.clear()
             await floor.pace(load.measured // 2, PACED_SHARE * load.measured / seconds)
-            return seconds, cpu_s, [1000 * latency for latency in floor.latencies_s]
+            latencies_ms = [1000 * latency for latency in floor.latencies_s]
+            return {"seconds": seconds, "cpu_s": cpu_s, "durable_s": durable_s, "latencies_ms": latencies_ms}
     finally:
         watching.cancel()
 
@@ -170,17 +178,17 @@ def measure(load: Load, kind: str) -> Outcome:
         try:
             spec = spec_of(load, folder, server)
             (folder / "run.yaml").write_text(dump(spec), encoding="utf-8")
-            with running(folder) as (coordinator, port):
+            with running(folder) as (coordinator, port, writer):
                 counted = [coordinator]
                 if server is not None:
                     with server.client() as client:
                         counted.append(psutil.Process(int(client.info("server")["process_id"])))
-                used = Used(counted)
-                seconds, cpu_s, latencies_ms = asyncio.run(drive(load, spec, folder, port, used))
+                used = Used(counted, writer)
+                found = asyncio.run(drive(load, spec, folder, port, used))
         finally:
             if server is not None:
                 server.kill()
-    return Outcome(kind, load, load.measured, seconds, cpu_s, used.peak_bytes, latencies_ms)
+    return Outcome(kind, load, load.measured, peak_bytes=used.peak_bytes, **found)
 
 
 # -- one row of Ray's ----------------------------------------------------------------------------------------------
@@ -192,7 +200,7 @@ def measure_ray(load: Load, python: Path) -> Outcome:
     given = asdict(load) | {"group": GROUP, "prompt_tokens": PROMPT_TOKENS, "paced_share": PACED_SHARE}
     command = [str(python), str(script), json.dumps(given)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=3600)
-    return Outcome("ray", load, **json.loads(done.stdout.splitlines()[-1]))
+    return Outcome("ray", load, durable_s=0.0, **json.loads(done.stdout.splitlines()[-1]))
 
 
 def has_ray(python: Path) -> bool:
@@ -207,7 +215,17 @@ def has_ray(python: Path) -> bool:
 
 def show(outcomes: list[Outcome], console: Console) -> None:
     table = Table(
-        *("row", "replicas", "in flight", "rollouts/s", "CPU ms a rollout", "rollouts/s a core", "cores", "memory"),
+        *(
+            "row",
+            "replicas",
+            "in flight",
+            "rollouts/s",
+            "CPU ms a rollout",
+            "of it durable",
+            "rollouts/s a core",
+            "cores",
+            "memory",
+        ),
         *("dispatch p50", "p99"),
     )
     for row in outcomes:
@@ -218,6 +236,7 @@ def show(outcomes: list[Outcome], console: Console) -> None:
             f"{row.load.replicas * row.load.live:,}",
             f"{row.rollouts / row.seconds:,.0f}",
             f"{1000 * row.cpu_s / row.rollouts:.2f}",
+            f"{1000 * row.durable_s / row.rollouts:.2f}",
             f"{row.per_core:,.0f}",
             f"{row.cpu_s / row.seconds:.2f}",
             f"{row.peak_bytes / 2**20:,.0f} MiB",
@@ -235,7 +254,9 @@ def show(outcomes: list[Outcome], console: Console) -> None:
         )
         line += f"{few.load.replicas} replicas"
         if rays:
-            line += f"; rollouts/s a core {row.per_core / max(rays):.1f}x Ray's best"
+            undurable = row.rollouts / (row.cpu_s - row.durable_s)
+            line += f"; rollouts/s a core {row.per_core / max(rays):.2f}x Ray's best, "
+            line += f"{undurable / max(rays):.2f}x without its durable writes"
         console.print(line)
 
 
@@ -262,7 +283,7 @@ def main() -> None:
     if arguments.full:
         arguments.replicas, arguments.live = [8, 512], 196  # 100,352 in flight
     _quieten()
-    console = Console(width=150)
+    console = Console(width=170)
     outcomes = []
 
     def load_of(replicas: int) -> Load:

@@ -1,6 +1,8 @@
 """The process that `coordinator_scale.py` measures: `specrl-coordinator` less web page and verifiers.
 
-    python -m benchmarks.scale_coordinator RUN-DIRECTORY      # prints its gRPC port, and serves until it is killed
+    python -m benchmarks.scale_coordinator RUN-DIRECTORY
+
+Prints its gRPC port and the number of the thread that calls the store, and serves until it is killed.
 
 Prompts are made up and verdicts take no time, so that what is measured is the coordinator alone.
 """
@@ -10,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -48,11 +51,13 @@ async def coordinate(folder: Path) -> None:
     """Serve the run in `folder` to its end."""
     spec, claim = load_spec(folder / "run.yaml"), claim_for(folder)
     store = await StoreLink.open(spec.name, lambda: open_store(spec, folder, claim))
+    await store.rollouts()  # its thread exists from now on
     registry = Registry(digest(spec), spec.telemetry.heartbeat_s, time.monotonic)
     board = Board(spec, folder, registry, store)
     service = CoordinatorService(registry, spec.name, spec.telemetry.heartbeat_s)
     _, port = await serve(service.add_to, "127.0.0.1", 0)
-    sys.stdout.write(f"{port}\n")
+    writer = next(thread for thread in threading.enumerate() if thread.name.startswith("store"))
+    sys.stdout.write(f"{port} {writer.native_id}\n")
     sys.stdout.flush()
     parts = Parts(spec, folder, registry, store, board, Prompts(spec.prompts.max_tokens), (), Grader())
     await Loop(parts).run()

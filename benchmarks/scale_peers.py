@@ -247,14 +247,25 @@ class CountingBackend:
 
 @dataclass
 class Used:
-    """What processes have used by now: CPU seconds, and the most memory that was seen at once."""
+    """What processes have used by now: CPU seconds, and the most memory that was seen at once.
+
+    The first is the coordinator, `writer` its thread that calls the store; another one is the store's server.
+    """
 
     processes: list[psutil.Process]
+    writer: int
     peak_bytes: int = 0
 
     @property
     def cpu_s(self) -> float:
         return sum(sum(process.cpu_times()[:2]) for process in self.processes)
+
+    @property
+    def durable_s(self) -> float:
+        """CPU seconds of durable writes: of the thread that makes them, and of a server that takes them."""
+        coordinator, *server = self.processes
+        written = sum(t.user_time + t.system_time for t in coordinator.threads() if t.id == self.writer)
+        return written + sum(sum(process.cpu_times()[:2]) for process in server)
 
     async def watch(self) -> None:
         """Look at the memory now and then, until cancelled."""

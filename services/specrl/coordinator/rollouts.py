@@ -20,8 +20,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -265,7 +265,7 @@ class RolloutStage:
         waiting = {str(slot): slot for slot in spans}
         lost_by = "unanswered"
         try:
-            async with aclosing(_until_gone(replica, stream)) as arrivals:
+            async with _while_there(replica), aclosing(stream) as arrivals:
                 async for ended in arrivals:
                     slot = waiting.get(ended.rollout.rollout_id)
                     if slot is not None:
@@ -366,29 +366,33 @@ def _serving(replicas: Iterable[Replica]) -> list[Replica]:
     return [r for r in replicas if r.state is ReplicaState.SERVING and not r.gone.is_set()]
 
 
-async def _until_gone(replica: Replica, stream: AsyncGenerator[turns.Ended]) -> AsyncGenerator[turns.Ended]:
-    """Pass on what a replica's stream yields, and close it at the end.
+@asynccontextmanager
+async def _while_there(replica: Replica) -> AsyncIterator[None]:
+    """Interrupt the body with PeerUnavailable as soon as the replica is lost.
 
-    Raises PeerUnavailable as soon as the replica is lost: a stream of one that hangs, or is cut off, never breaks.
+    A stream of one that hangs, or is cut off, never breaks. One task for a stream, and none for what arrives on it.
     """
     gone = asyncio.ensure_future(replica.gone.wait())
+    limit = asyncio.timeout(None)
+
+    def lost(_: object) -> None:
+        if not gone.cancelled():
+            limit.reschedule(asyncio.get_running_loop().time())
+
     try:
-        while True:
-            arrival = asyncio.ensure_future(anext(stream, None))
+        async with limit:
+            gone.add_done_callback(lost)
             try:
-                await asyncio.wait({arrival, gone}, return_when=asyncio.FIRST_COMPLETED)
-                if not arrival.done():
-                    raise PeerUnavailable(f"{replica.replica_id} must stay, got lost; its rollouts are requeued")
-                ended = arrival.result()
-            finally:  # also when this task is cancelled: a stream that is being read cannot be closed
-                arrival.cancel()
-                await asyncio.gather(arrival, return_exceptions=True)
-            if ended is None:
-                return
-            yield ended
-    finally:
-        gone.cancel()
-        await stream.aclose()
+                yield
+            finally:  # a callback that is due by now would find the limit over
+                if gone.remove_done_callback(lost):
+                    gone.cancel()
+                elif not limit.expired():
+                    await asyncio.sleep(0)
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise PeerUnavailable(f"{replica.replica_id} must stay, got lost; its rollouts are requeued") from error
 
 
 def _came_back(span: OpenSpan, ended: turns.Ended) -> None:
@@ -465,7 +469,7 @@ async def sample_and_grade(
                     for request, prompt in share
                 ]
                 stream = turns.generate(parts.turns, unbounded, traced, True)
-                async with aclosing(_until_gone(replica, stream)) as arrivals:
+                async with _while_there(replica), aclosing(stream) as arrivals:
                     async for ended in arrivals:
                         finished[ended.rollout.rollout_id] = ended
                         _came_back(spans[ended.rollout.rollout_id], ended)
