@@ -589,10 +589,24 @@ def test_a_server_without_memory_stops_redis_until_there_is_some(own_server: Red
 @needs_redis
 def test_a_step_can_be_finished_in_a_full_server_and_makes_room(own_server: RedisProcess) -> None:
     store, admin = RedisStore(redis_settings(own_server), "run", Claim()), own_server.client()
-    store.put_rollouts([a_rollout(1, 0, 0, data=bytes(100_000))])
+    store.put_rollouts([a_rollout(1, index, 0, data=bytes(100_000)) for index in range(2)])
+    store.put_batch(1, b"batch", [(1, 0)])
+    store.put_batch(2, b"batch of failed prompts")
+
+    def sizes() -> int:
+        return sum(admin.memory_usage(key, samples=0) for key in admin.keys("run:*"))
+
     admin.config_set("maxmemory", 1)
-    store.finish_step(1, {"step": 1})
+    used = [sizes()]
+    for write in (lambda: store.finish_step(1, {"step": 1}), lambda: store.forget_batches(1)):
+        write()
+        used.append(sizes())
     assert (store.rollouts(), store.trained()) == ([], 1)
+    assert used[0] - used[1] > 80_000, "the rollout that no batch names"
+    assert used[1] - used[2] > 80_000, "the one that the forgotten batch named"
+    store.finish_step(2, {"step": 2})
+    store.forget_batches(2)
+    assert (store.batches(), store.trained()) == ([], 2), "although nothing was freed by it"
     store.close()
 
 

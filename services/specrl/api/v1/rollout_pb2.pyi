@@ -380,7 +380,9 @@ Global___TrainRollout: _TypeAlias = TrainRollout  # noqa: Y015
 
 @_typing.final
 class Batch(_message.Message):
-    """What one optimizer step trains on. The same step is always sent with the same content."""
+    """What one optimizer step trains on. The same step is always sent with the same content. Stored without its rollouts,
+    which lie beside it.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -53,7 +53,8 @@ end
 return {'done', redis.call('HGET', KEYS[1], 'sequence')}
 """
 
-# What a full server would refuse comes after what it allows: once a script has written, Redis lets it finish.
+# What a full server would refuse comes after what it allows: once a script has written, Redis lets it finish. SREM of
+# nothing is such a write.
 _WRITE = """
 local held = redis.call('HMGET', KEYS[1], 'token', 'sequence', 'trained')
 if held[1] ~= ARGV[1] then return {'claimed', '-1'} end
@@ -92,6 +93,7 @@ elseif operation == 'batch' then
   end
 elseif operation == 'finish' then
   local step, kept = tonumber(ARGV[4]), {}
+  redis.call('SREM', KEYS[5], '')
   for i = 7, #ARGV, 2 do
     kept[ARGV[i]] = kept[ARGV[i]] or {}
     kept[ARGV[i]][ARGV[i + 1]] = true
@@ -109,6 +111,7 @@ elseif operation == 'report' then
   if redis.call('HEXISTS', KEYS[4], ARGV[4]) == 1 then redis.call('HSET', KEYS[4], ARGV[4], ARGV[5]) end
 elseif operation == 'forget' then
   local trained = {}
+  redis.call('SREM', KEYS[5], '')
   for _, step in ipairs(redis.call('HKEYS', KEYS[3])) do
     if tonumber(step) <= tonumber(ARGV[4]) then
       if tonumber(step) <= tonumber(held[3] or '0') then named_by(step, trained) end
