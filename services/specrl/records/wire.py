@@ -310,9 +310,10 @@ def batch_from_bytes(data: bytes) -> Batch:
 
 def batch_outline(record: Batch) -> bytes:
     """A batch whose rollouts lie elsewhere: what `batch_from_stored` makes it of, with them."""
-    message = rollout_pb2.Batch(step=record.step, positions=record.positions)
-    message.rollouts.extend(_train_rollout_outline(item) for item in record.rollouts)
-    return message.SerializeToString(deterministic=True)
+    parts = [rollout_pb2.Batch(step=record.step, positions=record.positions).SerializeToString(deterministic=True)]
+    for outline in _outlines(record):
+        parts += [_prefix(rollout_pb2.Batch.ROLLOUTS_FIELD_NUMBER, len(outline)), outline]
+    return b"".join(parts)
 
 
 def batch_from_stored(data: bytes, rollouts: Sequence[bytes]) -> Batch:
@@ -345,8 +346,7 @@ def train_step_parts(record: Batch) -> Iterator[bytes]:
     """
     head = rollout_pb2.Batch(step=record.step, positions=record.positions).SerializeToString(deterministic=True)
     parts, size_bytes = [head], len(head)
-    for item in record.rollouts:
-        outline = _train_rollout_outline(item).SerializeToString(deterministic=True)
+    for item, outline in zip(record.rollouts, _outlines(record), strict=True):
         rollout = rollout_to_bytes(item.rollout)
         inner = _prefix(rollout_pb2.TrainRollout.ROLLOUT_FIELD_NUMBER, len(rollout))
         length = len(outline) + len(inner) + len(rollout)
@@ -375,8 +375,14 @@ def _train_step_request(parts: Sequence[bytes], size_bytes: int) -> bytes:
     return b"".join((_prefix(trainer_pb2.TrainStepRequest.BATCH_FIELD_NUMBER, size_bytes), *parts))
 
 
-def _train_rollout_outline(record: TrainRollout) -> rollout_pb2.TrainRollout:
-    return rollout_pb2.TrainRollout(prompt_token_ids=record.prompt_token_ids, advantage=record.advantage)
+def _outlines(record: Batch) -> Iterator[bytes]:
+    """What each TrainRollout is without its rollout. The tokens of a group's prompt are encoded once."""
+    prompt, encoded = None, b""
+    for item in record.rollouts:
+        if item.prompt_token_ids is not prompt:
+            prompt = item.prompt_token_ids
+            encoded = rollout_pb2.TrainRollout(prompt_token_ids=prompt).SerializeToString(deterministic=True)
+        yield encoded + rollout_pb2.TrainRollout(advantage=item.advantage).SerializeToString(deterministic=True)
 
 
 def _batch_message(data: bytes) -> rollout_pb2.Batch:
