@@ -260,7 +260,7 @@ def show(outcomes: list[Outcome], console: Console) -> None:
         console.print(line)
 
 
-def _quieten() -> None:
+def quieten() -> None:
     """Say nothing but errors; that a coordinator was killed is none."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     os.environ["GRPC_VERBOSITY"] = "NONE"
@@ -282,7 +282,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.full:
         arguments.replicas, arguments.live = [8, 512], 196  # 100,352 in flight
-    _quieten()
+    quieten()
     console = Console(width=170)
     outcomes = []
 
