@@ -1,0 +1,206 @@
+"""What do metrics, spans and traces cost, as a share of a step's time? On and off by turns, in one process.
+
+    python -m benchmarks.telemetry_overhead --run runs/demo-1     # a finished run of this machine, for example the demo
+
+The real coordinator (loop, scheduler, registry, store, board) runs in a process of its own and talks gRPC over loopback
+to replicas and a trainer that compute nothing (`scale_peers.py`), with as many replicas, prompts and rollouts a step,
+and as long ones, as RUN has. Blocks of steps at four levels take turns, each with what those before it have:
+
+    off       metrics are replaced by objects that do nothing, and nobody hears of spans
+    metrics   as they are, and scraped once a block
+    spans     kept in memory, as a live page keeps them
+    traces    exported over OTLP to a collector, another process, which reads them
+
+Cost is the CPU time of the coordinator's process, all of its threads, which wall time on a shared machine would blur;
+it is an upper bound of what telemetry adds to a step's wall time, since most of it is spent while the trainer and the
+replicas compute. It is divided by the median step's wall time in RUN. Replicas and trainer are not counted: a replica
+makes one span and its parts for each rollout, the coordinator two and more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import structlog
+from benchmarks.scale_peers import Peers
+from benchmarks.telemetry_coordinator import LEVELS
+from rich.console import Console
+from rich.table import Table
+
+from specrl.spec import RunSpec, load_spec, parse_spec
+from specrl.spec.load import dump
+
+REPOSITORY = Path(__file__).parents[1]
+OUTSTANDING = 16
+"""Free seats of the closed load: rollouts finish as fast as the coordinator takes them."""
+LAG = 6
+"""So that the bound never keeps a seat free."""
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """What RUN's steps are like: median seconds and mean tokens of a rollout."""
+
+    spec: RunSpec
+    step_s: float
+    tokens: int
+
+    @classmethod
+    def of(cls, run: Path) -> Pattern:
+        """Of a finished run."""
+        reports = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        step_s = statistics.median(sum(report["stages"].values()) for report in reports)
+        return cls(load_spec(run / "run.yaml"), step_s, round(statistics.mean(r["meanLength"] for r in reports)))
+
+    @property
+    def rollouts(self) -> int:
+        """Of a step."""
+        return self.spec.schedule.prompts_per_step * self.spec.schedule.group_size
+
+    def endless(self) -> RunSpec:
+        """The run without an end, and without what is not the coordinator's everyday work."""
+        fields = self.spec.model_dump(mode="json", by_alias=True, exclude_none=True)
+        fields["schedule"] |= {"steps": 1_000_000, "maxPolicyLag": LAG}
+        live = self.rollouts // self.spec.generation.replicas
+        fields["generation"] |= {"speculation": {"none": {}}, "maxLiveRollouts": live}
+        fields["trainer"].pop("drafter", None)
+        fields |= {"canary": {"everySteps": 0}, "telemetry": {"heartbeatS": 10}, "store": {"sqlite": {}}}
+        for name in ("validation", "tools"):
+            fields.pop(name, None)
+        return parse_spec(fields)
+
+
+class Collector(BaseHTTPRequestHandler):
+    """Reads what it is sent, and forgets it."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def collect(port: Connection) -> None:
+    """A collector's process: says its port, and serves until it is killed."""
+    server = HTTPServer(("127.0.0.1", 0), Collector)
+    port.send(server.server_port)
+    server.serve_forever()
+
+
+@contextmanager
+def collector() -> Iterator[str]:
+    """The address of a collector in another process."""
+    context = get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=collect, args=(there,), daemon=True)
+    process.start()
+    try:
+        yield f"http://127.0.0.1:{here.recv()}"
+    finally:
+        process.kill()
+        process.join()
+
+
+class Coordinator:
+    """The process that is measured."""
+
+    def __init__(self, folder: Path, address: str) -> None:
+        command = [sys.executable, "-m", "benchmarks.telemetry_coordinator", str(folder), address]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
+        )
+        self.port = int(self._line())
+
+    def switch(self, level: str) -> float:
+        """Go to a level; returns the CPU seconds used before it."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{level}\n")
+        self._process.stdin.flush()
+        return float(self._line())
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("the coordinator must go on, got an end; see above")
+        return line
+
+
+async def measure(pattern: Pattern, rounds: int, steps: int) -> list[dict[str, float]]:
+    """CPU seconds of a step at each level, for each round."""
+    with tempfile.TemporaryDirectory() as scratch, collector() as address:
+        folder, spec = Path(scratch), pattern.endless()
+        (folder / "run.yaml").write_text(dump(spec), encoding="utf-8")
+        coordinator = Coordinator(folder, address)
+        try:
+            async with Peers(spec, folder, f"127.0.0.1:{coordinator.port}", pattern.tokens) as peers:
+                await peers.floor.fill(pattern.rollouts // spec.generation.replicas * spec.generation.replicas)
+                found = []
+                for number in range(rounds + 1):
+                    order = LEVELS if number % 2 else LEVELS[::-1]
+                    costs = {}
+                    for level in order:
+                        began = await asyncio.to_thread(coordinator.switch, level)
+                        await peers.floor.saturate(peers.backend, steps, OUTSTANDING)
+                        ended = await asyncio.to_thread(coordinator.switch, level)
+                        costs[level] = (ended - began) / steps
+                    found.append(costs)
+                return found[1:]  # the first fills caches, connections and buffers
+        finally:
+            coordinator.kill()
+
+
+def show(pattern: Pattern, found: list[dict[str, float]], console: Console) -> None:
+    """Medians and ranges over the rounds."""
+    table = Table("level", "CPU of the coordinator, over off", "share of a step's time", "range over rounds")
+    for level in LEVELS[1:]:
+        over = np.array([costs[level] / costs["off"] for costs in found])
+        shares = np.array([(costs[level] - costs["off"]) / pattern.step_s for costs in found])
+        table.add_row(
+            level,
+            f"{np.median(over):.2f} ({over.min():.2f}-{over.max():.2f})",
+            f"{np.median(shares):.3%}",
+            f"{shares.min():.3%} to {shares.max():.3%}",
+        )
+    console.print(table)
+    off = np.median([costs["off"] for costs in found]) / pattern.step_s
+    console.print(f"{pattern.rollouts} rollouts a step, {len(found)} rounds; the coordinator itself takes {off:.2%}")
+
+
+def main() -> None:
+    """Measure, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=Path, required=True, help="a finished run of this machine")
+    parser.add_argument("--rounds", type=int, default=10, help="turns of every level (default: 10)")
+    parser.add_argument("--steps", type=int, default=20, help="steps of a turn (default: 20)")
+    arguments = parser.parse_args()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    os.environ["GRPC_VERBOSITY"] = "NONE"
+    pattern = Pattern.of(arguments.run)
+    show(pattern, asyncio.run(measure(pattern, arguments.rounds, arguments.steps)), Console(width=150))
+
+
+if __name__ == "__main__":
+    main()
