@@ -18,6 +18,7 @@ from specrl.generation.vllm_backend import mechanisms
 from specrl.generation.vllm_backend.engine import VllmEngine
 from specrl.records import Rollout, RolloutRequest, Sampling, WeightOwner
 from specrl.spec import RunSpec, parse_spec
+from specrl.telemetry.spans import Recorder, Span
 
 EAGLE3, NGRAM, NONE = "eagle3", "ngram", "none"
 SUFFIX, DRAFT_MODEL, MTP = "suffix", "draftModel", "mtp"
@@ -116,11 +117,15 @@ class Served:
 
 
 class Engines:
-    """Starts engines when they are asked for: eagle3 for good, of the others one at a time, since each takes 2 GB."""
+    """Starts engines when they are asked for: eagle3 for good, of the others one at a time, since each takes 2 GB.
+
+    spans: of all requests that were part of one.
+    """
 
     def __init__(self, models: Callable[[], Models]) -> None:
         self._models = models
         self._started: dict[str, Served] = {}
+        self.spans: list[Span] = []
 
     async def serving(self, kind: str) -> Served:
         """The engine of a mechanism. Skips the test when the mechanism's package is not installed."""
@@ -130,7 +135,8 @@ class Engines:
             if kind != EAGLE3:
                 await self._close(self._started.keys() - {EAGLE3})
             versions = self._models().versions(kind)
-            engine = VllmEngine(a_spec(versions[0].policy, speculation(kind, versions[0])), "gen-0")
+            spec = a_spec(versions[0].policy, speculation(kind, versions[0]))
+            engine = VllmEngine(spec, "gen-0", Recorder(self.spans.append))
             await engine.start()
             self._started[kind] = Served(kind, engine, versions)
         return self._started[kind]

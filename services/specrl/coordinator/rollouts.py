@@ -40,7 +40,7 @@ from specrl.errors import EngineFailed, PeerUnavailable, RecordInvalid, SpecrlEr
 from specrl.records import GradedRollout, Prompt, Reward, Rollout, RolloutRequest, Sampling, wire
 from specrl.spec import RunSpec
 from specrl.telemetry import metrics
-from specrl.telemetry.spans import OpenSpan, SpanName
+from specrl.telemetry.spans import VERIFIERS, OpenSpan, SpanName
 
 PROVED_VERSION = "provedVersion"
 """Fact of the store: newest policy version that every replica served and that its canary, where one was due, proved."""
@@ -488,6 +488,7 @@ async def sample_and_grade(
     async def graded(ended: turns.Ended, prompt: Prompt) -> GradedRollout:
         if ended.failure or grader is None:
             return GradedRollout(ended.rollout, Reward(None, ended.failure or "not graded"))
-        return GradedRollout(ended.rollout, await grader.grade(prompt, ended.rollout.text))
+        with parts.spans.recorder.begin(SpanName.REWARD, VERIFIERS, rollout=ended.rollout.rollout_id):
+            return GradedRollout(ended.rollout, await grader.grade(prompt, ended.rollout.text))
 
     return await asyncio.gather(*(graded(finished[request.rollout_id], prompt) for request, prompt in requests))

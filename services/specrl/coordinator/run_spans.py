@@ -10,7 +10,7 @@
 The ids of a step's trace and of its root follow from the run's id and the step, so that a rollout can be put below a
 step that begins later, and a coordinator that is started again goes on with the trace of the one before. All other ids
 are drawn.
-A prompt belongs to its own step's trace, which is known before its first rollout begins (docs/decisions/0017). The
+A prompt belongs to its own step's trace, which is known before its first rollout begins (docs/decisions/0018). The
 collect that takes it for another step is linked to it.
 """
 
