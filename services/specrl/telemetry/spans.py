@@ -16,7 +16,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import TracebackType
@@ -220,7 +220,7 @@ class OpenSpan:
     links: list[SpanContext] = field(default_factory=list)
     began_s: float = field(init=False)
     _ended_s: float | None = field(init=False, default=None)
-    _token: Token[SpanContext | None] | None = field(init=False, default=None)
+    _outer: SpanContext | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.began_s = self.recorder.now()
@@ -273,14 +273,14 @@ class OpenSpan:
         self.recorder.lay_out(parts, self.lane, self.context, (self.began_s, ended_s))
 
     def __enter__(self) -> Self:
-        self._token = _present.set(self.context)
+        self._outer = _present.get()
+        _present.set(self.context)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._token is not None:
-            _present.reset(self._token)
+        _present.set(self._outer)  # no `reset`: an abandoned stream's generator is closed in another task
         self.end("" if kind is None else kind.__name__)
 
 

@@ -31,5 +31,5 @@ async def test_a_rollout_s_time_is_split_into_queue_prefill_and_decode(
         assert {span.lane for span in parts} == {"gen-0"}
         assert parts[0].ended_s == parts[1].began_s
         assert parts[1].ended_s == parts[2].began_s
-        assert 0 < parts[2].ended_s - parts[0].began_s <= rollouts[request.rollout_id].seconds * 1.01 + 0.01
+        assert 0 < parts[2].ended_s - parts[0].began_s <= rollouts[request.rollout_id].seconds + 1e-3
         assert parts[1].ended_s > parts[1].began_s, "a prompt takes time"

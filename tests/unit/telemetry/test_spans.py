@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 
 import pytest
 from hypothesis import given
@@ -128,6 +129,21 @@ async def test_tasks_stay_below_the_span_that_they_were_begun_in() -> None:
         ("gen-0", ROOT),
         ("gen-1", ROOT),
     }
+
+
+async def test_a_stream_that_is_closed_elsewhere_ends_its_span() -> None:
+    spans: list[Span] = []
+    recorder = Recorder(spans.append)
+
+    async def stream() -> AsyncGenerator[int]:
+        with recorder.root(SpanName.CALL, TRAINER, ROOT):
+            yield 1
+
+    numbers = stream()
+    assert await asyncio.create_task(anext(numbers)) == 1  # type: ignore[arg-type]  # a coroutine, whatever stubs say
+    await asyncio.create_task(numbers.aclose())  # type: ignore[arg-type]
+    assert [span.error for span in spans] == ["GeneratorExit"]
+    assert present() is None
 
 
 async def test_a_call_goes_on_where_its_caller_is() -> None:
