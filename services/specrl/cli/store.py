@@ -133,9 +133,9 @@ def _write(store: Store, out: Path) -> dict[str, int]:
     (out / "batches").mkdir()
     batches = 0
     for step in store.batches():
-        rollouts, data = store.batch_rollouts(step), store.batch(step)
+        trained, data = store.batch_rollouts(step), store.batch(step)
         if data is not None:  # forgotten since it was listed, by a run that is under way
-            batch = wire.batch_from_stored(data, rollouts)
+            batch = wire.batch_from_stored(data, trained)
             (out / "batches" / f"{step:06d}.pb").write_bytes(wire.batch_to_bytes(batch))
             batches += 1
     return {"facts": len(facts), "reports": len(reports), "rollouts": len(rollouts), "batches": batches}

@@ -185,12 +185,10 @@ class _Client(Generic[Stub]):
 def _generation_stub(channel: grpc.aio.Channel) -> generation_pb2_grpc.GenerationServiceAsyncStub:
     """The generated stub, whose rollouts come as bytes: they are read once, and passed on as they are."""
     stub = generation_pb2_grpc.GenerationServiceStub(channel)
-    stub.Generate = cast(  # the stubs' types know no codec but protobuf's
-        Any,
-        channel.unary_stream(
-            "/specrl.api.v1.GenerationService/Generate",
-            request_serializer=generation_pb2.GenerateRequest.SerializeToString,
-        ),
+    untyped: Any = channel  # the stubs' types know no codec but protobuf's
+    stub.Generate = untyped.unary_stream(
+        "/specrl.api.v1.GenerationService/Generate",
+        request_serializer=generation_pb2.GenerateRequest.SerializeToString,
     )
     return stub
 
@@ -198,11 +196,9 @@ def _generation_stub(channel: grpc.aio.Channel) -> generation_pb2_grpc.Generatio
 def _trainer_stub(channel: grpc.aio.Channel) -> trainer_pb2_grpc.TrainerServiceAsyncStub:
     """The generated stub, which is given a batch's parts as bytes."""
     stub = trainer_pb2_grpc.TrainerServiceStub(channel)
-    stub.TrainParts = cast(
-        Any,
-        channel.stream_unary(
-            "/specrl.api.v1.TrainerService/TrainParts", response_deserializer=trainer_pb2.TrainStepReply.FromString
-        ),
+    untyped: Any = channel
+    stub.TrainParts = untyped.stream_unary(
+        "/specrl.api.v1.TrainerService/TrainParts", response_deserializer=trainer_pb2.TrainStepReply.FromString
     )
     return stub
 
