@@ -35,7 +35,7 @@ class Collector:
             stop_reason=None,
             weight_versions=[SimpleNamespace(version=v, start=first, end=end) for v, first, end in versions],
         )
-        self._outputs.put_nowait(SimpleNamespace(finished=finish is not None, outputs=[delta]))
+        self._outputs.put_nowait(SimpleNamespace(finished=finish is not None, outputs=[delta], metrics=None))
 
     def get_nowait(self) -> Any:
         return None if self._outputs.empty() else self._outputs.get_nowait()
