@@ -30,7 +30,7 @@ from specrl_operator.api import COORDINATOR, DEPLOYMENT, GENERATION, JOB_SET, RL
 
 NAME = "observed"
 STEPS, VALIDATED = 24, 10
-QUESTIONS = [f"box {letter}" for letter in "abcdefgh"]
+QUESTIONS = [f"box {letter}" for letter in "abcdefghijklmnop"]
 START_S, RUN_S = 400.0, 400.0
 
 
@@ -69,7 +69,7 @@ def a_run_file(folder: Path) -> Path:
         },
         "trainer": {
             "optimizer": {"learningRate": "1e-3"},
-            "drafter": {"initialisation": {"prompts": 8, "epochs": 1}},
+            "drafter": {"initialisation": {"prompts": 14, "samplesPerPrompt": 4, "epochs": 8}},
         },
         "schedule": {"steps": STEPS, "promptsPerStep": 4, "groupSize": 8, "maxPolicyLag": 1},
         "validation": {"source": {"jsonl": {"path": "held-out.jsonl"}}, "everySteps": VALIDATED},

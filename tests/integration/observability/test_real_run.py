@@ -10,7 +10,7 @@ from tests.integration.chart.asked import panels, rules, variables
 from tests.integration.observability.real_run import NAME, STEPS, VALIDATED, Observed
 from tests.integration.observability.scraping import CLUSTER, LOCAL, OPERATORS
 
-SERIES_OF_A_REPLICA, SERIES_OF_A_TRAINER = 900, 200
+SERIES_OF_A_REPLICA, SERIES_OF_A_TRAINER = 1500, 200
 """At most; vLLM's histograms are most of the first."""
 
 
@@ -53,8 +53,8 @@ def test_rule_and_alert_have_data(observed: Observed, rule: dict[str, str]) -> N
     expression = rule["record"] if "record" in rule else always(rule["expr"])
     found = observed.prometheus.over(expression, observed.began, observed.ended)
     assert found, expression
-    if "specrl.operator" not in rule["expr"] and "rljob" in found[0]:
-        assert {series["namespace"] for series in found} >= {CLUSTER, LOCAL} or "specrl_rljob" in rule["expr"]
+    of_the_run = {series["namespace"] for series in found} & {CLUSTER, LOCAL}
+    assert of_the_run in ({CLUSTER, LOCAL}, set()), "both ways of scraping, or a rule about the operator"
 
 
 def test_a_misspelt_expression_would_have_none(observed: Observed) -> None:
@@ -95,15 +95,11 @@ def test_the_stages_are_the_wall_time_of_the_steps(observed: Observed) -> None:
 def test_metrics_and_reports_say_the_same_of_stages_and_causes(observed: Observed) -> None:
     page = observed.pages["coordinator"]
     stages = sums(page, "specrl_coordinator_step_seconds_sum", "phase")
-    (steps,) = sums(page, "specrl_coordinator_policy_version", "rljob").values()
-    told = [report for step, report in observed.reports.items() if step <= steps]
     counted = int(sums(page, "specrl_coordinator_step_seconds_count", "phase")["train"])
     assert 0 < counted <= STEPS
-    assert len(told) >= counted
     for stage, seconds in stages.items():
-        assert seconds == pytest.approx(
-            sum(observed.reports[step]["stages"][stage] for step in range(1, counted + 1)), rel=1e-6
-        )
+        told = sum(observed.reports[step]["stages"][stage] for step in range(1, counted + 1))
+        assert seconds == pytest.approx(told, rel=1e-6), stage
     causes = sums(page, "specrl_coordinator_exposed_generation_seconds_total", "cause")
     assert causes.keys() == {"buffer_wait", "sync_drain"}
     assert sum(causes.values()) == pytest.approx(stages["generation"], rel=1e-6)
