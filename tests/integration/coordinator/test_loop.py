@@ -67,6 +67,8 @@ def check_promises(run: Run) -> None:
     reports = run.board.reports()
     assert [report.step for report in reports] == sorted(batches)
     assert (reports[-1].cursor, reports[-1].ahead) == (len(taken), [])
+    for report in reports:
+        assert report.policy_lags == np.bincount(batches[report.step].policy_lags).tolist()
     status = run.board.status()
     assert status.phase is Phase.FINISHED
     assert status.counters["discardedForAge"] == 0
@@ -86,6 +88,8 @@ async def test_a_run_trains_every_prompt_once_within_the_lag_bound(tmp_path: Pat
         assert [r.step for r in reports if r.validation_accuracy is not None] == [3, 6]
         assert all(report.checksum for report in reports)
         assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 6
+        assert (tmp_path / "validations.jsonl").read_text().count("\n") == 3
+        assert all(report.reward_error is not None for report in run.board.reports())
         for replica in run.registry.replicas.values():
             assert replica.policy_version == 6
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specrl.coordinator.report import Phase, StageSeconds, Status, StepReport
+from specrl.coordinator.report import Phase, StageSeconds, Status, StepReport, ValidationReport
 from specrl.coordinator.report_files import ReportFiles
 
 
@@ -53,3 +53,13 @@ def test_what_could_not_be_written_comes_with_the_next(tmp_path: Path, capfd: py
     assert steps(folder) == [1, 2]
     assert json.loads((folder / "status.json").read_text())["phase"] == "training"
     assert capfd.readouterr().out.count("report_files_delayed") == 1
+
+
+def test_a_validation_has_its_line_too_the_one_before_the_first_step_included(tmp_path: Path) -> None:
+    kept = [ValidationReport(policy_version=version, accuracy=0.5, problems=8, seconds=1.0) for version in (0, 3, 6)]
+    ReportFiles(tmp_path).append_validations(kept[:2])
+    files = ReportFiles(tmp_path)
+    files.append_validations(kept)
+    files.append_validations(kept)
+    lines = (tmp_path / "validations.jsonl").read_text().splitlines()
+    assert [json.loads(line)["policyVersion"] for line in lines] == [0, 3, 6]
