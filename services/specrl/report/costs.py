@@ -8,6 +8,7 @@ from specrl.report.document import Chart, Section, Table
 from specrl.report.figures import CAUSES, OTHERS, STAGES, Figures
 from specrl.report.reading import Reading
 from specrl.report.words import number, percent, seconds, times
+from specrl.spec.generation import DraftLength
 
 POSITION_STYLES = ("train", "logprob", "prepare", "data")
 NOTICED_S = 0.0005
@@ -54,14 +55,7 @@ def time_spent(run: Reading, found: Figures) -> Section:
                     *((f"weight sync: {name}", seconds(spent)) for name, spent in found.weight_sync_s.items()),
                 ),
             ),
-            Table(
-                "Exposed, by cause",
-                ("cause", "seconds of the run", "share"),
-                tuple(
-                    (f"{name}: {CAUSES[name]}", seconds(spent), percent(spent / found.wall_s if found.wall_s else 0))
-                    for name, spent in found.exposed_by_cause.items()
-                ),
-            ),
+            *_causes(found),
         ),
         (
             Chart(
@@ -77,6 +71,20 @@ def time_spent(run: Reading, found: Figures) -> Section:
             ),
         ),
     )
+
+
+def _causes(found: Figures) -> tuple[Table, ...]:
+    if not found.exposed_by_cause:
+        return ()
+    rows = tuple(
+        (
+            f"{name}: {CAUSES[name]}" if name in CAUSES else name,
+            seconds(spent),
+            percent(spent / found.wall_s if found.wall_s else 0.0),
+        )
+        for name, spent in found.exposed_by_cause.items()
+    )
+    return (Table("Exposed, by cause", ("cause", "seconds of the run", "share"), rows),)
 
 
 def _stage(found: Figures) -> str:
@@ -141,9 +149,11 @@ def _gain(run: Reading, found: Figures) -> tuple[str, ...]:
     if gain is None and run.speed_ups:
         return ("Speed against none was measured after the run, on its policy and drafter.",)
     if gain is None:
+        is_fixed = run.spec.generation.draft_length is DraftLength.FIXED
+        why = "the draft length is fixed, so that replicas" if is_fixed else "the replicas"
         return (
-            "How fast it would have been without speculation is not known: the draft length is fixed, so that replicas "
-            "measured no cost without drafts. Run it again with speculation none, and compare: specrl report A B.",
+            f"How fast it would have been without speculation is not known: {why} measured no cost without drafts. Run "
+            "it again with speculation none, and compare: specrl report A B.",
         )
     said = f"Generation ran {times(gain)} as fast as without drafts: measured speed over the calibrated one, median."
     if run.spec.schedule.max_policy_lag > 0:

@@ -22,10 +22,10 @@ NORMAL_95 = 1.96
 """Half-width of a 95 % interval in standard errors."""
 
 CAUSES = {
-    "buffer_wait": "no batch was complete within the lag bound",
-    "sync_drain": "a validation had to end before the next version",
+    "buffer_wait": "too few rollouts were finished",
+    "sync_drain": "replicas that joined were given weights",
 }
-"""Of exposed generation, as `specrl_coordinator_exposed_generation_seconds_total` counts them."""
+"""Of exposed generation, as each step reports them."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Figures:
     stages: tuple[Stage, ...]
     exposed_share: float
     exposed_by_cause: dict[str, float]
-    """Seconds of the run."""
+    """Seconds of the run; empty in reports of versions that did not tell causes apart."""
     rollouts: int
     rollouts_per_s: float
     tokens_per_s: float
@@ -88,7 +88,10 @@ def figures(steps: Sequence[StepReport]) -> Figures:
             Stage(name, total / len(steps), total / wall_s if wall_s else 0.0) for name, total in seconds.items()
         ),
         exposed_share=sum(report.exposed_generation for report in steps) / wall_s if wall_s else 0.0,
-        exposed_by_cause={"buffer_wait": seconds["generation"], "sync_drain": seconds["validation"]},
+        exposed_by_cause={
+            cause: sum(report.exposed_by_cause.get(cause, 0.0) for report in steps)
+            for cause in dict.fromkeys(cause for report in steps for cause in report.exposed_by_cause)
+        },
         rollouts=rollouts,
         rollouts_per_s=rollouts / wall_s if wall_s else 0.0,
         tokens_per_s=sum(report.tokens for report in steps) / wall_s if wall_s else 0.0,

@@ -23,6 +23,7 @@ def a_step(step: int, **changes: Any) -> StepReport:
         "policy_version": step,
         "stages": stages,
         "exposed_generation": 4.0,
+        "exposed_by_cause": {"buffer_wait": 3.0, "sync_drain": 1.0},
         "reward": 0.5,
         "reward_error": 0.1,
         "rollouts": 8,

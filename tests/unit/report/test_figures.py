@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.report.runs import a_step
 
+from specrl.coordinator import exported
 from specrl.coordinator.report import StageSeconds, ValidationReport
-from specrl.report.figures import accuracies, figures, wilson
+from specrl.report.figures import CAUSES, accuracies, figures, wilson
 
 
 def test_the_stages_are_means_and_their_shares_sum_to_one() -> None:
@@ -18,7 +19,11 @@ def test_the_stages_are_means_and_their_shares_sum_to_one() -> None:
     assert found.step_s == 20.0
     assert sum(stage.share for stage in found.stages) == pytest.approx(1.0)
     assert found.exposed_share == pytest.approx(28 / 40)
-    assert found.exposed_by_cause == {"buffer_wait": 28.0, "sync_drain": 0.0}
+    assert found.exposed_by_cause == {"buffer_wait": 6.0, "sync_drain": 2.0}
+
+
+def test_every_cause_that_a_step_reports_has_words() -> None:
+    assert set(CAUSES) == set(exported.CAUSES)
 
 
 def test_a_step_without_drafts_counts_towards_no_acceptance() -> None:
