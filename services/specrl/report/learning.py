@@ -9,6 +9,9 @@ from specrl.report.figures import NORMAL_95, Figures, accuracies, wilson
 from specrl.report.reading import Reading
 from specrl.report.words import interval, number, percent
 
+MOST_ROWS = 8
+"""Of the table of validations, before it is folded: the chart shows the rest."""
+
 
 def learning(run: Reading, found: Figures) -> Section:
     rewarded = [report for report in run.steps if report.reward is not None]
@@ -50,7 +53,8 @@ def learning(run: Reading, found: Figures) -> Section:
             (f"version {r.policy_version}", number(r.accuracy, 3), interval(*ends), str(r.problems))
             for r, ends in zip(validations, ranges, strict=True)
         )
-        tables = (Table("Validations", ("policy", "accuracy", "95 % interval", "problems"), rows),)
+        head = ("policy", "accuracy", "95 % interval", "problems")
+        tables = (Table("Validations", head, rows, is_folded=len(rows) > MOST_ROWS),)
     text = (
         "Intervals are 95 %: of the reward over the means of the step's prompts, of the accuracy over problems by "
         "Wilson's score."
