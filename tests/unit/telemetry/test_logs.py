@@ -35,8 +35,8 @@ print("went on")
 """
 
 PAST = (
-    r"_?(\w+ed|begun|broken?|built|cut|drawn|found|gone|held|kept|left|lost|made|read|sent|set|shown|shut|told|unheard"
-    r"|won)"
+    r"_?(\w+ed|begun|broken?|built|cut|drawn|found|gone|held|kept|left|lost|made|read|sent|set|shown|shut|taken|told"
+    r"|unheard|won)"
 )
 """A verb in the past tense, or a participle."""
 
