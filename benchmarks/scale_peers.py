@@ -3,11 +3,11 @@
     live --its turn comes--> finished --stream--> coordinator --stream--> the next request: a dispatch
 
 One process holds all replicas: each is a real GenerationService with its own port over an engine that computes
-nothing. All rollouts are equally long, so they finish in the order in which they started, one replica after the
-other. Its payload exists when it finishes. The trainer is a real TrainerService that counts steps; an update moves no
-weights, but every call of it is made.
+nothing. Rollouts finish about in the order in which they started: each is overtaken by those of two later steps at the
+most, drawn at random, so that replicas take turns. Its payload exists when it finishes. The trainer is a real
+TrainerService that counts steps; an update moves no weights, but every call of it is made.
 
-A load is closed or open. Closed: at most `outstanding` seats are free at any time, at most two steps of rollouts are
+A load is closed or open. Closed: at most `outstanding` seats are free at any time, at most four steps of rollouts are
 finished and not trained yet, and the next rollout finishes as soon as both allow it: as many rollouts a second as the
 coordinator can take, keep, batch and train. Open: rollouts finish at a fixed rate; then the time from
 a free seat to the request that fills it is the dispatch latency. Seats that were free while an update went on do not
@@ -17,6 +17,8 @@ count, since no replica may be given work then.
 from __future__ import annotations
 
 import asyncio
+import heapq
+import random
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
@@ -80,27 +82,38 @@ class Live:
 
     request: RolloutRequest
     stream: asyncio.Queue[Rollout]
+    engine: IdleEngine
 
 
 @dataclass
 class Floor:
     """All replicas, and what is measured on them.
 
-    filled: seats that were filled after one was freed. latencies_s: of those that no update interrupted.
+    spread: how many rollouts that started later may finish before one. filled: seats that were filled after one was
+    freed. latencies_s: of those that no update interrupted.
     """
 
     payload: Payload
+    spread: int
     engines: list[IdleEngine] = field(default_factory=list)
+    started: int = 0
     finished: int = 0
     filled: int = 0
     updates: int = 0
     latencies_s: list[float] = field(default_factory=list)
     was_filled: asyncio.Event = field(default_factory=asyncio.Event)
-    _turn: int = 0
+    _order: list[tuple[float, int, Live]] = field(default_factory=list)
+    _random: random.Random = field(default_factory=lambda: random.Random(0))  # noqa: S311 - no secret
 
     @property
     def live(self) -> int:
-        return sum(len(engine.live) for engine in self.engines)
+        return len(self._order)
+
+    def start(self, item: Live) -> None:
+        """A rollout is under way."""
+        self.started += 1
+        heapq.heappush(self._order, (self.started + self._random.uniform(0, self.spread), self.started, item))
+        self.was_filled.set()
 
     async def fill(self, seats: int) -> None:
         """Wait until so many rollouts are live."""
@@ -109,23 +122,19 @@ class Floor:
             await self.was_filled.wait()
 
     async def finish_one(self) -> None:
-        """Let the next replica that computes finish its oldest rollout."""
-        while True:
-            for _ in self.engines:
-                engine = self.engines[self._turn % len(self.engines)]
-                self._turn += 1
-                if engine.live and engine.is_running:
-                    engine.finish()
-                    self.finished += 1
-                    return
-            await asyncio.sleep(0.001)  # all are paused for an update
+        """Let the next rollout finish, when its replica computes."""
+        while not self._order or not self._order[0][2].engine.is_running:  # noqa: ASYNC110 - no event says both
+            await asyncio.sleep(0.001)
+        item = heapq.heappop(self._order)[2]
+        item.engine.finish(item)
+        self.finished += 1
 
     async def saturate(self, backend: CountingBackend, steps: int, outstanding: int) -> None:
         """Finish rollouts as fast as the coordinator takes them, until so many more steps are trained."""
         last = backend.step + steps
         while backend.step < last:
             untrained = self.finished - backend.trained
-            if self.finished - self.filled >= outstanding or untrained >= 2 * backend.rollouts_per_step:
+            if self.finished - self.filled >= outstanding or untrained >= 4 * backend.rollouts_per_step:
                 await asyncio.sleep(0.001)
                 continue
             await self.finish_one()
@@ -144,14 +153,15 @@ class IdleEngine:
 
     def __init__(self, name: str, floor: Floor) -> None:
         self.name, self._floor = name, floor
-        self.live: deque[Live] = deque()
+        self.live = 0
         self.is_running = True
         self._freed: deque[tuple[float, int]] = deque()
         self._version, self._staged = -1, -1
 
-    def finish(self) -> None:
-        """Hand the oldest rollout to its stream; its seat is free from now on."""
-        item, payload = self.live.popleft(), self._floor.payload
+    def finish(self, item: Live) -> None:
+        """Hand a rollout to its stream; its seat is free from now on."""
+        payload = self._floor.payload
+        self.live -= 1
         tokens = len(payload.token_ids_T)
         self._freed.append((time.monotonic(), self._floor.updates))
         item.stream.put_nowait(
@@ -182,8 +192,8 @@ class IdleEngine:
         stream: asyncio.Queue[Rollout] = asyncio.Queue()
         for request in requests:
             self._note_arrival()
-            self.live.append(Live(request, stream))
-        self._floor.was_filled.set()
+            self.live += 1
+            self._floor.start(Live(request, stream, self))
         for _ in requests:
             yield await stream.get()
 
@@ -206,8 +216,9 @@ class IdleEngine:
     async def discard(self) -> None: ...
 
     async def status(self) -> GenerationStatus:
-        live = len(self.live)
-        return GenerationStatus(self.name, self._version, not self.is_running, live, SpeculationCounters(), NO_DRAFTER)
+        return GenerationStatus(
+            self.name, self._version, not self.is_running, self.live, SpeculationCounters(), NO_DRAFTER
+        )
 
     async def close(self) -> None: ...
 
@@ -281,8 +292,8 @@ class Peers:
     def __init__(self, spec: RunSpec, folder: Path, address: str, tokens: int) -> None:
         self._spec, self._folder = spec, folder
         self._client = CoordinatorClient(address)
-        self.floor = Floor(Payload.of(tokens))
         self.backend = CountingBackend(spec.schedule.prompts_per_step * spec.schedule.group_size)
+        self.floor = Floor(Payload.of(tokens), 2 * self.backend.rollouts_per_step)
         self._servers: list[Any] = []
         self._memberships: list[asyncio.Task[None]] = []
 
