@@ -377,7 +377,8 @@ def _train_step_request(parts: Sequence[bytes], size_bytes: int) -> bytes:
 
 def _outlines(record: Batch) -> Iterator[bytes]:
     """What each TrainRollout is without its rollout. The tokens of a group's prompt are encoded once."""
-    prompt, encoded = None, b""
+    prompt: tuple[int, ...] | None = None
+    encoded = b""
     for item in record.rollouts:
         if item.prompt_token_ids is not prompt:
             prompt = item.prompt_token_ids

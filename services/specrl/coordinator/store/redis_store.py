@@ -203,7 +203,8 @@ class RedisStore:
 
     def _count(self, client: redis.Redis) -> dict[int, int]:
         steps = sorted(map(int, client.execute_command("SMEMBERS", self._steps)))
-        trained, counts = self._trained_prompts(client), {}
+        trained = self._trained_prompts(client)
+        counts: dict[int, int] = {}
         for step in steps:
             names = client.execute_command("HKEYS", f"{self._rollouts}:{step}")
             counts[step] = sum((step, int(name.split(b":")[0])) not in trained for name in names)
