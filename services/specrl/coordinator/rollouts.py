@@ -30,6 +30,7 @@ import structlog
 
 from specrl.coordinator import turns
 from specrl.coordinator.board import FAILED_PROMPTS
+from specrl.coordinator.dispatch import Seats, share_out
 from specrl.coordinator.parts import Grader, Parts
 from specrl.coordinator.registry import Replica
 from specrl.coordinator.replica_states import ReplicaState
@@ -192,15 +193,15 @@ class RolloutStage:
             for replica in serving:
                 self._start(replica, dealt[replica.replica_id], admit_together=True)
             return
-        exhausted: set[int] = set()  # versions under which nothing more may start now
-        for replica in self._registry.serving() if freed is None else _serving(freed.values()):
-            room = self._spec.generation.max_live_rollouts - self._spare_seats - replica.inflight
-            if room > 0 and replica.policy_version not in exhausted:
-                slots = self._scheduler.take(replica.policy_version, room)
-                self._start(replica, slots, admit_together=False)
-                room -= len(slots)
-            if room > 0:
-                exhausted.add(replica.policy_version)
+        most = self._spec.generation.max_live_rollouts - self._spare_seats
+        replicas = {r.replica_id: r for r in (self._registry.serving() if freed is None else _serving(freed.values()))}
+        dealt = share_out(
+            self._scheduler,
+            [Seats(name, r.policy_version, r.inflight, most - r.inflight) for name, r in replicas.items()],
+        )
+        for name, replica in replicas.items():
+            self._start(replica, dealt.get(name, []), admit_together=False)
+            if replica.inflight < most:
                 self._note_free(replica)
 
     def _resume(self) -> None:
