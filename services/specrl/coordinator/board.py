@@ -16,6 +16,7 @@ import numpy as np
 import structlog
 
 from specrl.coordinator.agreement import Comparison
+from specrl.coordinator.calibration import CalibrationFile
 from specrl.coordinator.exported import Exported, by_cause
 from specrl.coordinator.progress import Progress
 from specrl.coordinator.registry import Registry
@@ -81,6 +82,7 @@ class Board:
         self._spec, self._registry, self._store = spec, registry, store
         self._files = ReportFiles(directory)
         self._exported = Exported(spec)
+        self._calibration = CalibrationFile(spec, directory)
         self._phase, self._detail, self._done, self._total = Phase.WAITING, "starting", 0, 0
         self._served = -1
         self._counted = SpeculationCounters()
@@ -191,6 +193,8 @@ class Board:
             }
         )
         self._exported.step(report, step.batch.policy_lags)
+        statuses = [replica.status for replica in self._registry.replicas.values() if replica.status]
+        self._calibration.step_ended(report, step.groups, [cost for status in statuses for cost in status.step_costs])
         if is_validating:
             await self._store.set_report(report.step, report.model_dump(by_alias=True))
             self._withheld = report

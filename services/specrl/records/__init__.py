@@ -23,6 +23,7 @@ from specrl.records.status import (
     TrainerStatus,
     TrainMetrics,
 )
+from specrl.records.step_costs import StepCost
 from specrl.records.weights import (
     NO_DRAFTER,
     TensorMeta,
@@ -53,6 +54,7 @@ __all__ = [
     "RolloutRequest",
     "Sampling",
     "SpeculationCounters",
+    "StepCost",
     "TensorMeta",
     "TrainMetrics",
     "TrainRollout",

@@ -8,6 +8,7 @@ from itertools import accumulate, zip_longest
 from operator import mul
 
 from specrl.errors import RecordInvalid
+from specrl.records.step_costs import MOST_BINS, StepCost
 from specrl.records.weights import NO_DRAFTER
 
 DRAFTING_STATES = ("drafting", "off", "trial")
@@ -77,6 +78,8 @@ class GenerationStatus:
     drafter_version: int = NO_DRAFTER
     drafting: Drafting | None = None
     """None without speculation, and with a fixed draft length."""
+    step_costs: tuple[StepCost, ...] = ()
+    """Of all steps since the replica's start that did nothing but decode."""
 
     def check(self) -> None:
         """Raise RecordInvalid unless these are numbers that counters and gains can have."""
@@ -89,6 +92,10 @@ class GenerationStatus:
             counters.generated_tokens,
             *counters.accepted_per_position,
         )
+        for cost in self.step_costs:
+            cost.check()
+        if len(self.step_costs) > MOST_BINS:
+            raise RecordInvalid(f"a status of {name!r} must have at most {MOST_BINS} step costs, got more; report it")
         if min(counts) < 0 or len(counters.accepted_per_position) > LONGEST_DRAFT:
             raise RecordInvalid(f"a status of {name!r} must count from 0 up, got others; report it again")
         if drafting is None:

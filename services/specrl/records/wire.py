@@ -35,6 +35,7 @@ from specrl.records.status import (
     TrainerStatus,
     TrainMetrics,
 )
+from specrl.records.step_costs import StepCost
 from specrl.records.weights import NO_DRAFTER, TensorMeta, WeightChecksums, WeightGroup, WeightManifest, WeightOwner
 
 _FINISH = {
@@ -494,6 +495,7 @@ def generation_status_to_wire(record: GenerationStatus) -> generation_pb2.Genera
         speculation=counters_to_wire(record.speculation),
         drafter_version=drafter_version_to_wire(record.drafter_version),
         drafting=generation_pb2.Drafting(**vars(record.drafting)) if record.drafting is not None else None,
+        step_costs=[generation_pb2.StepCost(**vars(cost)) for cost in record.step_costs],
     )
 
 
@@ -506,6 +508,10 @@ def generation_status_from_wire(message: generation_pb2.GenerationStatus) -> Gen
         counters_from_wire(message.speculation),
         drafter_version_from_wire(message),
         _drafting_from_wire(message.drafting) if message.HasField("drafting") else None,
+        tuple(
+            StepCost(cost.draft_tokens, cost.steps, cost.live_sum, cost.context_sum, cost.seconds_sum)
+            for cost in message.step_costs
+        ),
     )
     status.check()
     return status

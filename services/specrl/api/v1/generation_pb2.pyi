@@ -286,6 +286,42 @@ class Drafting(_message.Message):
 Global___Drafting: _TypeAlias = Drafting  # noqa: Y015
 
 @_typing.final
+class StepCost(_message.Message):
+    """Sums over like steps of an engine that did nothing but decode: live rollouts, draft length and context are nearly equal."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    LIVE_SUM_FIELD_NUMBER: _builtins.int
+    CONTEXT_SUM_FIELD_NUMBER: _builtins.int
+    SECONDS_SUM_FIELD_NUMBER: _builtins.int
+    draft_tokens: _builtins.int
+    """drafted and verified for each live rollout"""
+    steps: _builtins.int
+    live_sum: _builtins.float
+    """live rollouts"""
+    context_sum: _builtins.float
+    """mean tokens of a live rollout so far, its prompt included"""
+    seconds_sum: _builtins.float
+    def __init__(
+        self,
+        *,
+        draft_tokens: _builtins.int = ...,
+        steps: _builtins.int = ...,
+        live_sum: _builtins.float = ...,
+        context_sum: _builtins.float = ...,
+        seconds_sum: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_sum", b"context_sum", "draft_tokens", b"draft_tokens", "live_sum", b"live_sum", "seconds_sum", b"seconds_sum", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepCost: _TypeAlias = StepCost  # noqa: Y015
+
+@_typing.final
 class GenerationStatus(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -296,6 +332,7 @@ class GenerationStatus(_message.Message):
     SPECULATION_FIELD_NUMBER: _builtins.int
     DRAFTER_VERSION_FIELD_NUMBER: _builtins.int
     DRAFTING_FIELD_NUMBER: _builtins.int
+    STEP_COSTS_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     policy_version: _builtins.int
     """-1 before the first commit"""
@@ -309,6 +346,10 @@ class GenerationStatus(_message.Message):
     def drafting(self) -> Global___Drafting:
         """absent without speculation, and with a fixed draft length"""
 
+    @_builtins.property
+    def step_costs(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepCost]:
+        """since the replica's start; absent: it counts none"""
+
     def __init__(
         self,
         *,
@@ -319,10 +360,11 @@ class GenerationStatus(_message.Message):
         speculation: Global___SpeculationCounters | None = ...,
         drafter_version: _builtins.int | None = ...,
         drafting: Global___Drafting | None = ...,
+        step_costs: _abc.Iterable[Global___StepCost] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_drafter_version", b"_drafter_version", "drafter_version", b"drafter_version", "drafting", b"drafting", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drafter_version", b"_drafter_version", "drafter_version", b"drafter_version", "drafting", b"drafting", "is_paused", b"is_paused", "live_requests", b"live_requests", "policy_version", b"policy_version", "replica_id", b"replica_id", "speculation", b"speculation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drafter_version", b"_drafter_version", "drafter_version", b"drafter_version", "drafting", b"drafting", "is_paused", b"is_paused", "live_requests", b"live_requests", "policy_version", b"policy_version", "replica_id", b"replica_id", "speculation", b"speculation", "step_costs", b"step_costs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__drafter_version: _TypeAlias = _typing.Literal["drafter_version"]  # noqa: Y015
     _WhichOneofArgType__drafter_version: _TypeAlias = _typing.Literal["_drafter_version", b"_drafter_version"]  # noqa: Y015

@@ -1,14 +1,16 @@
-"""vLLM's per-step statistics as running SpeculationCounters of one engine.
+"""vLLM's per-step statistics as running SpeculationCounters and StepCosts of one engine.
 
 A stat logger of our own rather than vLLM's Prometheus counters, since those are shared by all engines of a process.
 """
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from specrl.generation.step_times import StepTimes
 from specrl.records import SpeculationCounters
 
 
@@ -17,15 +19,21 @@ class CountingLogger(StatLoggerBase):
 
     def __init__(self, vllm_config: Any = None, engine_index: int = 0) -> None:
         self.total = SpeculationCounters()
+        self.times = StepTimes()
+        self._cache_tokens = 0
 
     def __call__(self, vllm_config: Any, engine_index: int = 0) -> CountingLogger:
         """vLLM calls a factory for each engine core; we have one core, and this is its logger."""
+        cache = vllm_config.cache_config
+        self._cache_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
         return self
 
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
         """Add one step's numbers."""
+        if scheduler_stats is not None:
+            self._time(scheduler_stats, iteration_stats)
         spec = scheduler_stats.spec_decoding_stats if scheduler_stats is not None else None
         generated = iteration_stats.num_generation_tokens if iteration_stats is not None else 0
         if spec is not None:
@@ -39,6 +47,13 @@ class CountingLogger(StatLoggerBase):
         else:
             step = SpeculationCounters(generated_tokens=generated)
         self.total = self.total.plus(step)
+
+    def _time(self, scheduler_stats: Any, iteration_stats: Any) -> None:
+        spec, live = scheduler_stats.spec_decoding_stats, scheduler_stats.num_running_reqs
+        drafted = round(spec.num_draft_tokens / spec.num_drafts) if spec is not None and spec.num_drafts else 0
+        decodes = iteration_stats is None or iteration_stats.num_prompt_tokens == 0
+        context = scheduler_stats.kv_cache_usage * self._cache_tokens / live if live else 0.0
+        self.times.ended(time.monotonic(), live, drafted, context, decodes=decodes)
 
     def log_engine_initialized(self) -> None:
         """Nothing to say; the engine logs its own start."""

@@ -433,6 +433,7 @@ class VllmEngine:
             speculation=self._counters.total,
             drafter_version=self._drafter_version,
             drafting=self._drafting.last if self._drafting is not None else None,
+            step_costs=self._counters.times.costs(),
         )
 
     async def close(self) -> None:

@@ -1,0 +1,187 @@
+"""What a run has measured that a simulation needs, in one file beside it: calibration.json.
+
+    step costs     what a step of the engines took, by live rollouts and drafted tokens (from the replicas)
+    acceptance, lengths, how alike a group's are, prompts, and the stages of every step (from the reports)
+
+Written again after every step, so that a run which is under way, or was killed, can be simulated too. `simulator` and
+nothing else reads it. Seconds, tokens; camelCase in the file.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import structlog
+from pydantic import Field
+
+from specrl.coordinator.report import Report, StageSeconds, StepReport
+from specrl.records import Group, StepCost
+from specrl.records.status import LONGEST_DRAFT
+from specrl.spec import RunSpec
+
+QUANTILES = 129
+"""Of the lengths: equally spaced probabilities from 0 to 1, every 1/128."""
+
+STEPS_KEPT = 200
+"""Of the stages: the newest steps."""
+
+LENGTHS_KEPT = 20_000
+"""Of the newest rollouts."""
+
+Measured = Annotated[float, Field(gt=0, lt=1e12)]
+Counted = Annotated[int, Field(ge=0, lt=2**53)]
+Chance = Annotated[float, Field(ge=0, le=1)]
+
+log = structlog.get_logger(__name__)
+
+
+class EngineStep(Report):
+    """Mean over `steps` like steps of an engine, in which nothing but decoding was done."""
+
+    live: Measured
+    draft_tokens: Annotated[int, Field(ge=0, le=LONGEST_DRAFT)]
+    """Drafted and verified for each live rollout."""
+    context: Annotated[float, Field(ge=0, lt=1e12)]
+    """Tokens of a live rollout so far, its prompt included."""
+    seconds: Measured
+    steps: Annotated[int, Field(ge=1, lt=2**53)]
+
+
+class TrainedStages(Report):
+    """One step of the run."""
+
+    step: int
+    stages: StageSeconds
+    rollouts: Counted
+    tokens: Counted
+    """Sampled, prompts not included."""
+    load_seconds: Annotated[float, Field(ge=0, lt=1e12)]
+    """In which replicas stood still for new weights."""
+
+
+class Calibration(Report):
+    """The file."""
+
+    run: str
+    hardware: str
+    engine_steps: tuple[EngineStep, ...] = ()
+    acceptance: tuple[Chance, ...] = ()
+    """Chance of each position that its token is accepted when those before it were; empty without speculation."""
+    draft_tokens: Annotated[int, Field(ge=0, le=LONGEST_DRAFT)] = 0
+    """k of the run file."""
+    length_quantiles: tuple[Measured, ...] = ()
+    group_correlation: Chance = 0.0
+    """Share of the variance of log-lengths that is between prompts."""
+    prompt_tokens: Annotated[float, Field(ge=0, lt=1e12)] = 0.0
+    steps: tuple[TrainedStages, ...] = ()
+
+
+class CalibrationFile:
+    """Collects what a coordinator sees, from its start on, and writes it. A disk that refuses costs the file alone."""
+
+    def __init__(self, spec: RunSpec, directory: Path) -> None:
+        self._spec, self._file = spec, directory / "calibration.json"
+        self._lengths: list[float] = []
+        self._within: list[float] = []
+        self._between: list[float] = []
+        self._prompts: list[int] = []
+        self._steps: list[TrainedStages] = []
+        self._accepted: list[list[float]] = []
+        self._is_behind = False
+
+    def step_ended(self, report: StepReport, groups: Sequence[Group], costs: Iterable[StepCost]) -> None:
+        """Take up a step, and write. costs: of all replicas, from their starts on."""
+        for group in groups:
+            lengths = [float(rollout.sampled_length) for rollout in group.rollouts]
+            logs = np.log(lengths)
+            self._within.append(float(logs.var(ddof=1)) if len(logs) > 1 else 0.0)
+            self._between.append(float(logs.mean()))
+            self._lengths = (self._lengths + lengths)[-LENGTHS_KEPT:]
+            self._prompts.append(len(group.prompt.token_ids))
+        if report.accepted_per_position:
+            self._accepted.append(report.accepted_per_position)
+        sync = report.weight_sync
+        self._steps.append(
+            TrainedStages(
+                step=report.step,
+                stages=report.stages,
+                rollouts=report.rollouts,
+                tokens=report.tokens,
+                load_seconds=sync.get("pause", 0.0) + sync.get("resume", 0.0),
+            )
+        )
+        self._steps = self._steps[-STEPS_KEPT:]
+        self._write(self._found(costs))
+
+    def _found(self, costs: Iterable[StepCost]) -> Calibration:
+        return Calibration(
+            run=self._spec.name,
+            hardware=f"{platform.machine()} {platform.processor()}".strip(),
+            engine_steps=tuple(merged(costs)),
+            acceptance=tuple(_conditional(self._accepted)),
+            draft_tokens=self._spec.generation.speculation.num_draft_tokens,
+            length_quantiles=self._quantiles(),
+            group_correlation=self._correlation(),
+            prompt_tokens=float(np.mean(self._prompts)) if self._prompts else 0.0,
+            steps=tuple(self._steps),
+        )
+
+    def _quantiles(self) -> tuple[float, ...]:
+        places = np.linspace(0, 1, QUANTILES)
+        return tuple(np.quantile(self._lengths, places).tolist()) if self._lengths else ()
+
+    def _correlation(self) -> float:
+        """One-way random effects: the variance between groups' means less what their own rollouts put into it."""
+        if len(self._between) < 2:
+            return 0.0
+        within, means = float(np.mean(self._within)), float(np.var(self._between, ddof=1))
+        between = max(0.0, means - within / self._spec.schedule.group_size)
+        return between / (between + within) if between + within > 0 else 0.0
+
+    def _write(self, found: Calibration) -> None:
+        part = self._file.with_suffix(".json.part")
+        try:
+            part.write_text(found.model_dump_json(by_alias=True), encoding="utf-8")
+            part.replace(self._file)
+        except OSError as error:
+            if not self._is_behind:
+                log.warning("calibration_unwritten", reason=str(error))
+            self._is_behind = True
+        else:
+            self._is_behind = False
+
+
+def merged(costs: Iterable[StepCost]) -> list[EngineStep]:
+    """Like steps of all replicas as one, by live rollouts and draft length."""
+    bins: dict[tuple[int, int, int], list[StepCost]] = {}
+    for cost in costs:
+        if cost.steps:
+            bins.setdefault(cost.bin, []).append(cost)
+    found = []
+    for key in sorted(bins):
+        like = bins[key]
+        steps = sum(cost.steps for cost in like)
+        found.append(
+            EngineStep(
+                live=sum(cost.live_sum for cost in like) / steps,
+                draft_tokens=like[0].draft_tokens,
+                context=sum(cost.context_sum for cost in like) / steps,
+                seconds=sum(cost.seconds_sum for cost in like) / steps,
+                steps=steps,
+            )
+        )
+    return found
+
+
+def _conditional(accepted: Sequence[Sequence[float]]) -> list[float]:
+    """a_i of the mean shares of drafts whose token i was accepted: each over the one before."""
+    if not accepted:
+        return []
+    longest = max(len(shares) for shares in accepted)
+    shares = np.mean([[*row, *[0.0] * (longest - len(row))] for row in accepted], axis=0)
+    before = np.concatenate([[1.0], shares[:-1]])
+    return [float(min(1.0, share / base)) if base > 0 else 0.0 for share, base in zip(shares, before, strict=True)]
