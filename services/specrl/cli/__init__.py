@@ -6,6 +6,8 @@
     specrl drafter    init: train a drafter on a policy's own rollouts
     specrl store      look into a run's state, copy it out, or delete it
     specrl families   problem families that need no data set
+    specrl simulate   what a run would take on a cluster
+    specrl plan       the best layout of that cluster
     specrl spec       check or show a run file, or an RLJob's
     specrl crd        what a Kubernetes API server must know of RLJobs
     specrl demo       make a tiny policy and train it here
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 import typer
 
-from specrl.cli import demo, drafter, report, run, spec, status, store
+from specrl.cli import demo, drafter, report, run, simulate, spec, status, store
 from specrl.cli.endings import Reporting
 
 app = typer.Typer(
@@ -36,6 +38,8 @@ app.command("report", short_help="Figures of a run, or of two, as a page to keep
 app.add_typer(drafter.app, name="drafter")
 app.add_typer(store.app, name="store")
 app.command("families", short_help="Problem families that need no data set.")(spec.families)
+app.command("simulate", short_help="What a run would take on a cluster.")(simulate.simulate)
+app.command("plan", short_help="The best layout of a cluster.")(simulate.plan)
 app.add_typer(spec.app, name="spec")
 app.command("crd", short_help="Print the CustomResourceDefinition of RLJob.")(spec.crd)
 app.command("demo", short_help="Make a tiny policy and train it here.")(demo.demo)

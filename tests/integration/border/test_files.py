@@ -27,6 +27,8 @@ from tests.run_files import a_model_folder, a_run
 from tests.stand_ins.trainer_backend import StandInBackend
 from tests.unit.report.runs import a_folder
 
+from specrl.coordinator.calibration import Calibration, EngineStep, TrainedStages
+from specrl.coordinator.report import StageSeconds
 from specrl.coordinator.report_files import ReportFiles
 from specrl.coordinator.sinks.contract import Received
 from specrl.coordinator.sinks.follower import tails
@@ -47,6 +49,9 @@ from specrl.prompts.templates import PromptTemplate
 from specrl.records import GradedRollout, Group, Prompt, Reward, TrainerStatus, wire
 from specrl.report import reading
 from specrl.rpc import tls
+from specrl.simulator.measured import MeasuredCosts, read_calibration
+from specrl.simulator.models import read_shape
+from specrl.simulator.scenario_file import find, parse, read_mapping
 from specrl.spec import load_spec
 from specrl.spec.data import FileSource, OnBadLine, Prompts, PromptSource
 from specrl.spec.generation import Eagle3
@@ -116,6 +121,26 @@ def _in_head(name: str) -> Callable[[Path], Path]:
         return folder / "head" / name
 
     return write
+
+
+def _scenario_file(folder: Path) -> Path:
+    return Path(shutil.copy(find("paper-8b-zero-sync"), folder / "scenario.yaml"))
+
+
+def _calibration() -> bytes:
+    steps = [
+        EngineStep(live=live, draft_tokens=k, context=80, seconds=0.01 + 0.001 * live, steps=9)
+        for live in (1, 8)
+        for k in (0, 3)
+    ]
+    stages = StageSeconds(data=0.1, prepare=0.3, generation=1, logprob=0.5, train=2)
+    trained = TrainedStages(step=1, stages=stages, rollouts=8, tokens=900, load_seconds=0.1)
+    found = Calibration(run="a", hardware="b", engine_steps=tuple(steps), acceptance=(0.7,), steps=(trained,))
+    return found.model_dump_json(by_alias=True).encode()
+
+
+def _take_calibration(file: Path) -> object:
+    return MeasuredCosts(read_calibration(file), parse(read_mapping(find("paper-8b-zero-sync"))))
 
 
 def _parquet(folder: Path) -> Path:
@@ -233,6 +258,9 @@ READERS = {
         _written("state.json", json.dumps(asdict(State(3, True, True))).encode()), lambda f: read_state(f.parent), True
     ),
     "step's answer": Reader(_step_answer, _read_step_answer, is_done_without=True, examples=30),
+    "scenario": Reader(_scenario_file, lambda f: parse(read_mapping(f)), examples=100),
+    "calibration": Reader(_written("calibration.json", _calibration()), _take_calibration, True, examples=150),
+    "config, simulator": Reader(_in_model("config.json"), lambda f: read_shape(f.parent), True, examples=100),
     "draft costs": Reader(
         _written("costs.json", json.dumps(_costs().as_json()).encode()),
         _take_costs,
@@ -416,6 +444,9 @@ COVERED = {
     "prompts/sources.py": "problems",
     "report/reading.py": "origin, comparison",
     "rpc/tls.py": "certificate, certificate's key, authorities",
+    "simulator/measured.py": "calibration",
+    "simulator/models.py": "config, simulator",
+    "simulator/scenario_file.py": "scenario",
     "spec/load.py": "run file, RLJob",
     "trainer/megatron_backend/checkpoint.py": "checkpoint's state; its tensors: trainer/test_bad_disk.py",
     "trainer/megatron_backend/export.py": "the policy's config, which was read and copied before",

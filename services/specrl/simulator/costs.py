@@ -1,0 +1,35 @@
+"""What the simulation asks of costs, whoever knows them: a roofline of published figures, or a run's calibration."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+
+class Costs(Protocol):
+    """Seconds of all that takes time. B live rollouts of one replica, k draft tokens each, s tokens of context."""
+
+    def step_s(self, batch_B: Floats, k: int, context: float) -> Floats:
+        """One engine step for each of these batch sizes: drafting and verifying k tokens a rollout; 0: one token."""
+
+    def prefill_s(self, tokens: float) -> float:
+        """Reading prompts of so many tokens altogether, at one replica."""
+
+    def data_s(self) -> float:
+        """Assembling a batch and carrying it to the trainer."""
+
+    def logprob_s(self, tokens: float) -> float:
+        """Log-probabilities of a batch of so many tokens, prompts included."""
+
+    def train_s(self, tokens: float) -> float:
+        """Gradient and step on it."""
+
+    def prepare_s(self) -> float:
+        """From a trained step to the new version serving everywhere."""
+
+    def load_s(self) -> float:
+        """The part of `prepare_s` in which a replica emits no tokens."""

@@ -1,0 +1,31 @@
+"""Seconds from the first token of a batch to its last rollout, all started together: a synchronous step's generation.
+
+    T = max over replicas of the sum over rollouts, shortest first, of (L_i - L_(i-1)) * pace(rollouts left, context)
+
+The events of `pipeline.py` give the same where every rollout has a seat at once (a test holds them together); this is
+for searches that need it a thousand times.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from specrl.simulator.costs import Floats
+from specrl.simulator.pace import Pace
+
+
+def drain_s(lengths_PG: Floats, replicas: int, pace: Pace, prompt_tokens: float) -> float:
+    """lengths_PG: [prompts, group] tokens; group i goes to replica i mod N. Needs a seat for each: else ValueError."""
+    prompts, size = lengths_PG.shape
+    rounds = -(-prompts // replicas)
+    if rounds * size >= len(pace.rows):
+        raise ValueError(f"rollouts of a replica must fit its seats, got {rounds * size} > {len(pace.rows) - 1}")
+    padded = np.zeros((rounds * replicas, size))
+    padded[:prompts] = lengths_PG
+    ends_RN = np.sort(padded.reshape(rounds, replicas, size).swapaxes(0, 1).reshape(replicas, rounds * size), axis=1)
+    starts_RN = np.concatenate([np.zeros((replicas, 1)), ends_RN[:, :-1]], axis=1)
+    context_RN = prompt_tokens + (starts_RN + ends_RN) / 2
+    table = np.asarray(pace.rows)
+    bins_RN = np.minimum((context_RN / pace.bin_tokens).astype(int), table.shape[1] - 1)
+    live_N = np.arange(ends_RN.shape[1], 0, -1)
+    return float(((ends_RN - starts_RN) * table[live_N, bins_RN]).sum(axis=1).max())

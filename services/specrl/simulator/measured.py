@@ -1,0 +1,156 @@
+"""Costs as a run measured them: its engines' steps, fitted; its stages, by tokens.
+
+    step(B, k, s) = a + b B + c B s + [k > 0] d + e k + f k B        all >= 0, least squares of relative errors
+
+So k is extrapolated along a line, and a batch or context beyond what was seen along another: `extrapolations` says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+from pydantic import ValidationError
+
+from specrl.coordinator.calibration import Calibration, TrainedStages
+from specrl.errors import Problem, SpecInvalid
+from specrl.files import JSON_BYTES, read_text
+from specrl.simulator.costs import Floats
+from specrl.simulator.scenario import Mechanism, Scenario
+
+RunCalibration = Calibration
+
+WARM_UP_STEPS = 1
+"""The first step of a run warms it up; its stages are left out where there are others."""
+
+BEYOND = 1.25
+"""A batch, context or draft this much larger than the largest that was measured is called extrapolated."""
+
+
+def read_calibrations(files: Sequence[Path]) -> Calibration:
+    """One of several runs: engine steps of all, acceptance of the first that has any, all else of the first.
+
+    A run that drafts measures no step without drafts, and the other way round; two of them make a comparison.
+    """
+    found = [read_calibration(file) for file in files]
+    drafting = next((one for one in found if one.acceptance), found[0])
+    return found[0].model_copy(
+        update={
+            "engine_steps": tuple(step for one in found for step in one.engine_steps),
+            "acceptance": drafting.acceptance,
+            "draft_tokens": drafting.draft_tokens,
+        }
+    )
+
+
+def read_calibration(file: Path) -> Calibration:
+    """Read calibration.json. Raises SpecInvalid when it is missing, damaged, or holds no engine step."""
+    try:
+        found = Calibration.model_validate_json(read_text(file, JSON_BYTES))
+    except FileNotFoundError as error:
+        remedy = "name a run's calibration.json; a run writes it after every step"
+        raise SpecInvalid((Problem("--calibration", f"must be a file, got {file}", remedy),)) from error
+    except (OSError, ValidationError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise SpecInvalid(
+            (Problem(str(file), f"must be a run's calibration.json, got {reason}", "run it again"),)
+        ) from error
+    if len(found.engine_steps) < 2 or not found.steps:
+        rule = f"must hold engine steps and trained steps, got {len(found.engine_steps)} and {len(found.steps)}"
+        raise SpecInvalid((Problem(str(file), rule, "let the run go on for some steps"),))
+    return found
+
+
+class MeasuredCosts:
+    """Costs of one calibration for one scenario."""
+
+    def __init__(self, calibration: Calibration, scenario: Scenario) -> None:
+        self._seen = calibration
+        self._scenario = scenario
+        steps = calibration.engine_steps
+        batch = np.array([step.live for step in steps])
+        lengths = np.array([float(step.draft_tokens) for step in steps])
+        context = np.array([step.context for step in steps])
+        seconds = np.array([step.seconds for step in steps])
+        weight = np.sqrt(np.array([float(step.steps) for step in steps])) / seconds
+        self._coefficients = _least_squares(_features(batch, lengths, context), seconds, weight)
+        stages = calibration.steps[WARM_UP_STEPS:] or calibration.steps
+        self._logprob = _per_token(stages, [step.stages.logprob for step in stages], calibration.prompt_tokens)
+        self._train = _per_token(stages, [step.stages.train for step in stages], calibration.prompt_tokens)
+        self._data = median(step.stages.data for step in stages)
+        self._prepare = median(step.stages.prepare for step in stages)
+        self._load = median(step.load_seconds for step in stages)
+
+    def step_s(self, batch_B: Floats, k: int, context: float) -> Floats:
+        """See the module."""
+        lengths = np.full_like(batch_B, float(k))
+        return _features(batch_B, lengths, np.full_like(batch_B, context)) @ self._coefficients
+
+    def prefill_s(self, tokens: float) -> float:
+        """Prompts are read beside decoding; a token costs what one more live rollout does."""
+        return float(self._coefficients[1]) * tokens
+
+    def data_s(self) -> float:
+        """Median of the run."""
+        return self._data
+
+    def logprob_s(self, tokens: float) -> float:
+        """By tokens."""
+        return self._logprob[0] + self._logprob[1] * tokens
+
+    def train_s(self, tokens: float) -> float:
+        """By tokens."""
+        return self._train[0] + self._train[1] * tokens
+
+    def prepare_s(self) -> float:
+        """Median of the run."""
+        return self._prepare
+
+    def load_s(self) -> float:
+        """Median of the run."""
+        return self._load
+
+    def extrapolations(self, live: int) -> list[str]:
+        """What of the scenario lies beyond what was measured."""
+        steps, speculation = self._seen.engine_steps, self._scenario.speculation
+        k = 0 if speculation.mechanism is Mechanism.NONE else speculation.k
+        work = self._scenario.workload
+        asked = {
+            "live rollouts of a replica": (float(live), max(step.live for step in steps)),
+            "draft tokens": (float(k), float(max(step.draft_tokens for step in steps))),
+            "tokens of context": (work.prompt_tokens + work.max_tokens / 2.0, max(step.context for step in steps)),
+        }
+        found = []
+        if min(step.draft_tokens for step in steps) > 0:
+            found.append(
+                "extrapolated: no step without drafts was measured, so what speculation gains is a guess; "
+                "add --calibration of a run without"
+            )
+        return found + [
+            f"extrapolated: {wanted:g} {what} are asked for, at most {seen:g} were measured"
+            for what, (wanted, seen) in asked.items()
+            if wanted > seen * BEYOND
+        ]
+
+
+def _features(batch: Floats, lengths: Floats, context: Floats) -> Floats:
+    drafts = (lengths > 0).astype(np.float64)
+    return np.stack([np.ones_like(batch), batch, batch * context, drafts, lengths, lengths * batch], axis=-1)
+
+
+def _least_squares(features: Floats, values: Floats, weight: Floats) -> Floats:
+    from scipy.optimize import nnls
+
+    scale = np.maximum(np.abs(features).max(axis=0), 1e-12)
+    found, _ = nnls(features / scale * weight[:, None], values * weight)
+    return np.asarray(found / scale)
+
+
+def _per_token(stages: Sequence[TrainedStages], seconds: Sequence[float], prompt_tokens: float) -> tuple[float, float]:
+    """(seconds of any step, seconds of a token), neither below 0."""
+    tokens = np.array([step.tokens + step.rollouts * prompt_tokens for step in stages])
+    features = np.stack([np.ones_like(tokens), tokens], axis=-1)
+    constant, slope = _least_squares(features, np.asarray(seconds), np.ones_like(tokens))
+    return float(constant), float(slope)

@@ -1,0 +1,63 @@
+"""calibration.json holds what the steps had, after every one of them, and is not needed for a run to go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.run_files import a_run
+from tests.unit.coordinator.test_report_files import a_report
+
+from specrl.coordinator.calibration import Calibration, CalibrationFile
+from specrl.records import FinishReason, Group, Prompt, Reward, Rollout, StepCost, VersionSpan
+from specrl.spec.load import parse_spec
+
+
+def a_group(*lengths: int) -> Group:
+    rollouts = tuple(
+        Rollout(
+            rollout_id=f"r{sample}",
+            group_id="g",
+            sample_index=sample,
+            token_ids_T=np.zeros(length, np.int32),
+            sampler_logprobs_T=np.zeros(length, np.float32),
+            versions=(VersionSpan(0, 0, length),),
+            finish_reason=FinishReason.STOP,
+            replica_id="a",
+            text="",
+            seconds=1.0,
+        )
+        for sample, length in enumerate(lengths)
+    )
+    return Group("g", Prompt("p", 0, (1, 2, 3), "", ""), 1, rollouts, (Reward(1.0),) * len(lengths))
+
+
+def a_file(folder: Path) -> CalibrationFile:
+    return CalibrationFile(parse_spec(a_run(folder)), folder)
+
+
+def written(folder: Path) -> Calibration:
+    return Calibration.model_validate_json((folder / "calibration.json").read_text())
+
+
+def test_lengths_acceptance_stages_and_costs_of_all_steps_are_there(tmp_path: Path) -> None:
+    file = a_file(tmp_path)
+    costs = [StepCost(3, 10, 80, 1000, 0.5)]
+    first = a_report(1).model_copy(update={"accepted_per_position": [0.8, 0.4], "tokens": 30, "rollouts": 4})
+    file.step_ended(first, [a_group(5, 5), a_group(10, 10)], costs)
+    assert written(tmp_path).group_correlation == 1  # equal within a group, different between them
+    file.step_ended(a_report(2), [a_group(5, 10), a_group(5, 10)], costs)
+    found = written(tmp_path)
+    assert found.acceptance == pytest.approx((0.8, 0.5))
+    assert (found.length_quantiles[0], found.length_quantiles[-1]) == (5, 10)
+    assert found.group_correlation < 1
+    assert found.prompt_tokens == 3
+    assert [step.step for step in found.steps] == [1, 2]
+    assert [(step.live, step.context, step.seconds) for step in found.engine_steps] == [(8, 100, 0.05)]
+
+
+def test_a_disk_that_refuses_stops_nothing(tmp_path: Path) -> None:
+    (tmp_path / "calibration.json.part").mkdir()
+    a_file(tmp_path).step_ended(a_report(1), [a_group(5, 5)], [])
+    assert not (tmp_path / "calibration.json").exists()

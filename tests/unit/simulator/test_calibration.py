@@ -1,0 +1,105 @@
+"""From what engines and coordinators count to calibration.json, and from there to costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.unit.simulator.scenarios import a_scenario
+
+from specrl.coordinator.calibration import Calibration, EngineStep, TrainedStages, merged
+from specrl.coordinator.report import StageSeconds
+from specrl.errors import SpecInvalid
+from specrl.generation.step_times import StepTimes
+from specrl.simulator.measured import MeasuredCosts, read_calibration, read_calibrations
+from specrl.simulator.simulate import prepare, simulate
+
+
+def seconds(live: float, k: float, context: float) -> float:
+    return 0.004 + 0.0005 * live + 2e-7 * live * context + 0.0005 * k + 0.00005 * k * live
+
+
+def a_calibration(*lengths: int) -> Calibration:
+    steps = [
+        EngineStep(live=live, draft_tokens=k, context=context, seconds=seconds(live, k, context), steps=50)
+        for live in (1.0, 4.0, 16.0, 64.0)
+        for context in (100.0, 400.0)
+        for k in lengths
+    ]
+    stages = [
+        TrainedStages(
+            step=step,
+            stages=StageSeconds(data=0.1, prepare=0.4, logprob=1e-4 * tokens, train=0.5 + 3e-4 * tokens),
+            rollouts=32,
+            tokens=tokens,
+            load_seconds=0.1,
+        )
+        for step, tokens in enumerate((9000, 9000, 12000, 15000), start=1)
+    ]
+    return Calibration(
+        run="small",
+        hardware="test",
+        engine_steps=tuple(steps),
+        acceptance=(0.7, 0.6),
+        draft_tokens=3,
+        steps=tuple(stages),
+    )
+
+
+def test_steps_of_decoding_alone_are_summed_up_by_batch_and_length() -> None:
+    times = StepTimes()
+    for place in range(20):
+        times.ended(0.1 * place, 8, 3, 100.0, decodes=True)
+    times.ended(2.5, 9, 3, 100.0, decodes=False)  # a prompt was read
+    times.ended(2.6, 9, 3, 100.0, decodes=True)  # after which the first step is not believed
+    times.ended(9.0, 8, 3, 100.0, decodes=True)  # disturbed
+    times.ended(9.1, 0, 3, 100.0, decodes=True)  # idle
+    times.ended(20.0, 8, 0, 100.0, decodes=True)  # began on an idle engine
+    (cost,) = times.costs()
+    assert (cost.steps, cost.draft_tokens, cost.live_sum) == (19, 3, 19 * 8)
+    assert cost.seconds_sum == pytest.approx(1.9)
+
+
+def test_like_steps_of_two_replicas_are_one() -> None:
+    one, other = StepTimes(), StepTimes()
+    for times, gap in ((one, 0.1), (other, 0.3)):
+        for place in range(11):
+            times.ended(gap * place, 8, 3, 100.0, decodes=True)
+    (step,) = merged([*one.costs(), *other.costs()])
+    assert (step.steps, step.live, step.seconds) == (20, 8, pytest.approx(0.2))
+
+
+def test_a_fit_gives_measured_costs_back_and_says_what_is_extrapolated() -> None:
+    costs = MeasuredCosts(a_calibration(0, 3), a_scenario())
+    for k in (0, 3):
+        found = costs.step_s(np.array([2.0, 32.0]), k, 250.0)
+        assert found == pytest.approx([seconds(2, k, 250), seconds(32, k, 250)], rel=0.02)
+    assert costs.train_s(20000) == pytest.approx(6.5, rel=0.02)
+    assert [told.split(":")[0] for told in costs.extrapolations(64)] == ["extrapolated"]  # of context: 200 + 2000 / 2
+    assert len(costs.extrapolations(200)) == 2
+
+
+def test_a_run_that_always_drafted_cannot_say_what_drafts_gain() -> None:
+    assert "add --calibration of a run without" in MeasuredCosts(a_calibration(3), a_scenario()).extrapolations(8)[0]
+
+
+def test_processors_are_simulated_from_a_calibration_alone() -> None:
+    scenario = a_scenario(
+        "cluster.gpu=null", "schedule.maxPolicyLag=0", "speculation={mechanism: eagle3, chances: [0.7]}"
+    )
+    outcome = simulate(scenario, a_calibration(0, 3))
+    assert outcome.speculative.stages_s["prepare"] == pytest.approx(0.4)
+    assert 1 < outcome.rollout_speedup < 4
+    with pytest.raises(SpecInvalid, match="must be given without a calibration"):
+        prepare(scenario)
+
+
+def test_several_files_are_one_calibration_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
+    for name, k in (("plain", 0), ("drafting", 3)):
+        (tmp_path / name).write_text(a_calibration(k).model_dump_json(by_alias=True))
+    found = read_calibrations([tmp_path / "plain", tmp_path / "drafting"])
+    assert {step.draft_tokens for step in found.engine_steps} == {0, 3}
+    (tmp_path / "broken").write_text('{"run": 3')
+    with pytest.raises(SpecInvalid, match="must be a run's calibration"):
+        read_calibration(tmp_path / "broken")

@@ -1,0 +1,159 @@
+"""Scenarios, files and what is refused: with every problem at once, and what to change."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.unit.simulator.scenarios import a_mapping, a_scenario
+from typer.testing import CliRunner
+
+from specrl.cli import app
+from specrl.errors import SpecInvalid
+from specrl.simulator.hardware import GPUS
+from specrl.simulator.memory import memory_of
+from specrl.simulator.models import MODELS
+from specrl.simulator.scenario_file import find, named, parse, read_mapping
+from specrl.simulator.simulate import prepare, simulate
+
+KEYS = {"rollout_speedup", "step_speedup", "step_s", "exposed_generation_s", "stages_s"}
+
+
+def specrl(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, list(arguments))
+    return result.exit_code, result.stdout, result.stderr
+
+
+def problems(*overrides: str) -> dict[str, str]:
+    with pytest.raises(SpecInvalid) as caught:
+        prepare(a_scenario(*overrides))
+    return {problem.path: str(problem) for problem in caught.value.problems}
+
+
+@pytest.mark.parametrize("name", named())
+def test_a_named_scenario_prints_one_object_with_the_promised_keys(name: str) -> None:
+    code, out, _ = specrl("simulate", name, "--json", "--set", "schedule.steps=4")
+    found = json.loads(out)
+    assert code == 0
+    assert set(found) == KEYS
+    assert list(found["stages_s"]) == ["data", "prepare", "generation", "logprob", "train"]
+    assert sum(found["stages_s"].values()) == pytest.approx(found["step_s"])
+    assert found["exposed_generation_s"] == found["stages_s"]["generation"]
+
+
+def test_the_named_scenarios_are_those_of_the_documentation() -> None:
+    assert named() == [
+        "paper-235b-async-2048",
+        "paper-235b-sync-512",
+        "paper-8b-think-async",
+        "paper-8b-think-sync",
+        "paper-8b-zero-sync",
+    ]
+
+
+def test_every_problem_is_told_at_once() -> None:
+    found = problems("cluster.gpu=H1000", "schedule.maxPolicyLag=7", "speculation.acceptanceLength=9")
+    assert "did you mean H100?" in found["cluster.gpu"]
+    assert "must be more than maxPolicyLag + 1 = 8" in found["schedule.steps"]
+    assert "must be from 1 to k + 1 = 4, got 9" in found["speculation.acceptanceLength"]
+
+
+def test_an_unknown_path_is_refused_with_the_nearest_one() -> None:
+    with pytest.raises(SpecInvalid) as caught:
+        a_scenario("speculation.acceptancelength=3", "schedule.maxLag=1", "schedule.steps=-1")
+    told = str(caught.value)
+    assert "did you mean acceptanceLength?" in told
+    assert "--set schedule.maxLag: is not a field of a scenario" in told
+    assert "schedule.steps: must be greater than or equal to 1, got -1" in told
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path"),
+    [
+        (("model.name=qwen3-235b-a22b",), "memory.generation"),
+        (("model.name=llama-3.1-70b", "layout.tensorParallel=8"), "memory.training"),
+        (("layout.generationGpus=12",), "layout"),
+        (("layout.tensorParallel=3", "layout.generationGpus=6"), "layout.tensorParallel"),
+        (("layout.colocated=true",), "schedule.maxPolicyLag"),
+        (("workload.named=chat",), "workload"),
+        (("workload.medianTokens=5000",), "workload.medianTokens"),
+        (("cluster.gpu=A100", "model.precision=fp8"), "model.precision"),
+        (("cluster.gpu=null",), "cluster.gpu"),
+        (("speculation.k=0",), "speculation.k"),
+    ],
+)
+def test_what_is_impossible_or_contradicts_itself_is_refused(overrides: tuple[str, ...], path: str) -> None:
+    assert path in problems(*overrides)
+
+
+def test_a_refusal_is_one_message_and_exit_code_two() -> None:
+    code, out, error = specrl("simulate", "paper-8b-zero-sync", "--set", "cluster.gpu=GX1", "--json")
+    assert (code, out) == (2, "")
+    assert "must be one of GB200, B200, H200, H100, A100, got 'GX1'" in error
+    code, _, error = specrl("simulate", "paper-8b-zero-sink")
+    assert code == 2
+    assert "did you mean paper-8b-zero-sync?" in error
+    code, _, error = specrl("simulate", "paper-8b-zero-sync", "--calibration", "/nowhere/calibration.json")
+    assert code == 2
+    assert "a run writes it after every step" in error
+
+
+def test_speculation_has_the_short_forms_of_run_files() -> None:
+    short = a_scenario("speculation=ngram", "speculation.acceptanceLength=2.4").speculation
+    union = parse(a_mapping() | {"speculation": {"ngram": {"k": 3, "acceptanceLength": 2.4}}}).speculation
+    assert short == union
+    assert short.mechanism == "ngram"
+
+
+def test_more_draft_tokens_leave_less_memory_for_the_cache() -> None:
+    few, many = a_scenario(), a_scenario("speculation.k=8", "speculation.acceptanceLength=4")
+    memories = [memory_of(scenario, MODELS["qwen3-8b"], GPUS["H100"], 300) for scenario in (few, many)]
+    assert memories[0].sampler < memories[1].sampler
+    assert memories[0].max_live > memories[1].max_live
+
+
+def test_figures_and_pages_are_written(tmp_path: Path) -> None:
+    code, _, error = specrl("simulate", str(a_file(tmp_path)), "--out", str(tmp_path / "out"))
+    assert code == 0, error
+    files = {file.name: file.read_text() for file in (tmp_path / "out").iterdir()}
+    assert set(files) == {"report.md", "report.html", "report.json", "timeline.svg", "acceptance.svg", "split.svg"}
+    assert files["report.html"].count("<svg") == 3
+    assert files["acceptance.svg"].count("<rect") == 1 + 64  # the ground and a cell for each (k, acceptance)
+    assert set(json.loads(files["report.json"])) == KEYS
+
+
+def test_a_plan_is_no_slower_than_today_and_says_what_binds(tmp_path: Path) -> None:
+    code, out, error = specrl("plan", str(a_file(tmp_path)), "--json")
+    assert code == 0, error
+    found = json.loads(out)
+    assert found["gain"] >= 1
+    assert found["gain_p10"] <= found["gain_p90"]
+    assert found["binds"] in ("trainer", "generation", "sync", "memory")
+    assert found["max_policy_lag"] <= 1
+    assert found["draft_lengths"][0]["from"] == 1
+
+
+def a_file(folder: Path) -> Path:
+    file = folder / "small.yaml"
+    file.write_text(json.dumps(a_mapping(workload={"medianTokens": 100, "maxTokens": 400})))
+    return file
+
+
+# What the paper published and this model was calibrated on, or is checked against; docs/simulator.md.
+@pytest.mark.parametrize(
+    ("name", "overrides", "rollout", "step", "tolerance"),
+    [
+        ("paper-8b-zero-sync", (), 1.77, 1.41, 0.05),
+        ("paper-8b-zero-sync", ("speculation.k=5", "speculation.acceptanceLength=4.35"), 1.44, None, 0.05),
+        ("paper-8b-think-sync", (), 1.54, 1.35, 0.10),
+        ("paper-235b-sync-512", (), 2.72, 1.70, 0.05),
+    ],
+)
+def test_published_speedups_are_met(
+    name: str, overrides: tuple[str, ...], rollout: float, step: float | None, tolerance: float
+) -> None:
+    outcome = simulate(parse(read_mapping(find(name)), overrides))
+    assert outcome.rollout_speedup == pytest.approx(rollout, rel=tolerance)
+    if step is not None:
+        assert outcome.step_speedup == pytest.approx(step, rel=tolerance)
