@@ -5,6 +5,7 @@ Tests that use one run in the session's event loop: `pytestmark = pytest.mark.as
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import AsyncIterator, Callable
 from functools import cache
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 
     from specrl.generation.vllm_backend.engine import VllmEngine
 
+
+# Sandboxes are forked from this process here. With its support for forks gRPC starts threads in the child, in which no
+# user namespace can be made; the product's workers fork from a server that never loaded it.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 settings.register_profile("specrl", deadline=None)  # a busy machine is slow, not wrong
 settings.load_profile("specrl")

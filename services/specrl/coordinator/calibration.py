@@ -149,7 +149,7 @@ class CalibrationFile:
             part.replace(self._file)
         except OSError as error:
             if not self._is_behind:
-                log.warning("calibration_unwritten", reason=str(error))
+                log.warning("calibration_not_written", reason=str(error))
             self._is_behind = True
         else:
             self._is_behind = False
