@@ -19,6 +19,7 @@ from pathlib import Path
 import structlog
 
 from specrl.coordinator.board import Board
+from specrl.coordinator.controls import Controls
 from specrl.coordinator.loop import Loop
 from specrl.coordinator.parts import Parts
 from specrl.coordinator.registry import Registry
@@ -59,7 +60,8 @@ async def coordinate(folder: Path) -> None:
     writer = next(thread for thread in threading.enumerate() if thread.name.startswith("store"))
     sys.stdout.write(f"{port} {writer.native_id}\n")
     sys.stdout.flush()
-    parts = Parts(spec, folder, registry, store, board, Prompts(spec.prompts.max_tokens), (), Grader())
+    controls = Controls(spec, folder, store, board)
+    parts = Parts(spec, folder, registry, store, board, controls, Prompts(spec.prompts.max_tokens), (), Grader())
     await Loop(parts).run()
 
 

@@ -17,7 +17,9 @@ import structlog
 
 from specrl.coordinator.agreement import Comparison
 from specrl.coordinator.calibration import CalibrationFile
+from specrl.coordinator.curves import Curves, CurvesReport
 from specrl.coordinator.exported import Exported, by_cause
+from specrl.coordinator.exposure import RECENT_STEPS, Exposure, exposure
 from specrl.coordinator.progress import Progress
 from specrl.coordinator.registry import Registry
 from specrl.coordinator.report import (
@@ -57,6 +59,12 @@ VALIDATIONS = "validations"
 
 VALIDATIONS_KEPT = REPORTS_KEPT
 
+PAUSED = "paused"
+"""Fact of the store: whether people have paused the run (controls.py)."""
+
+CHECKPOINTS = "checkpoints"
+"""Fact of the store: the steps of the last two complete checkpoints, the older first."""
+
 TAIL_STEPS = 5
 """The summary compares the mean of the first and of the last so many steps."""
 
@@ -92,12 +100,14 @@ class Board:
         self._withheld: StepReport | None = None
         self._checkpoints_failed = 0
         self._problems = {"problemsSkipped": 0, "problemsRepeated": 0}
+        self._replicas_wanted: int | None = None
         self._error: str | None = None
         self._summary: Summary | None = None
         self._parts: tuple[Scheduler[GradedRollout], RolloutStage, TrainerLink] | None = None
         self._published = store.trained()
         self._files.append(self.reports(after=self._files.last_step))
         self._files.append_validations(self.validations())
+        self._curves = Curves(self._all_reports())
         settled = {group for report in self._all_reports() for group in report.failed}
         self._given_up = len(settled)
         self._failed = {g: reason for g, reason in (store.fact(FAILED_PROMPTS) or {}).items() if g not in settled}
@@ -109,6 +119,10 @@ class Board:
     def prompts_read(self, skipped: int, repeated: int) -> None:
         """Problems that the run's source was read without, and those whose question it has more than once."""
         self._problems = {"problemsSkipped": skipped, "problemsRepeated": repeated}
+
+    def scaled(self, replicas: int) -> None:
+        """The launcher is to keep so many replicas."""
+        self._replicas_wanted = replicas
 
     # -- what the loop tells -------------------------------------------------------------------------------------
 
@@ -239,7 +253,12 @@ class Board:
     @property
     def is_ready(self) -> bool:
         """Whether the run goes on by itself: it has begun, has not failed, and its state can be written."""
-        return self._phase not in (Phase.WAITING, Phase.FAILED) and not self._store.away_because
+        return self._phase not in (Phase.WAITING, Phase.FAILED) and self.is_writable
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether the store is there."""
+        return not self._store.away_because
 
     def is_validated(self, version: int) -> bool:
         """Whether the accuracy of `version` is known already."""
@@ -288,6 +307,22 @@ class Board:
         reports = [StepReport.model_validate(report) for report in self._store.reports(after)]
         return [report for report in reports if report.step <= self._published]
 
+    def page(self, after: int, limit: int) -> list[StepReport]:
+        """The first `limit` reports of steps > `after`: the newest are in the store, those before in metrics.jsonl."""
+        kept = [report for report in self._store.reports(after) if report["step"] <= self._published]
+        first = kept[0]["step"] if kept else self._published + 1
+        older = self._files.page(after, first, limit) if after + 1 < first else []
+        return older + [StepReport.model_validate(report) for report in kept[: limit - len(older)]]
+
+    def curves(self, first: int, last: int | None, points: int) -> CurvesReport:
+        """Numbers of the steps from `first` to `last` (None: the newest), in at most `points` points."""
+        return self._curves.report(first, last, points)
+
+    def exposure(self) -> Exposure:
+        """Exposed generation over the last steps."""
+        recent = self.reports(after=max(0, self._published - RECENT_STEPS))
+        return exposure(recent, self._spec, len(self._registry.serving()))
+
     def progress(self, prompts_per_step: int) -> Progress:
         """How far the stream is settled, by the newest trained step's report, complete or not."""
         step = self._store.trained()
@@ -328,11 +363,10 @@ class Board:
             for _, replica in sorted(self._registry.replicas.items())
             for drafting in [replica.status.drafting if replica.status else None]
         ]
-        away = self._store.away_because
         status = Status(
             run=self._spec.name,
             phase=self._phase,
-            detail=f"waiting for the store: {away}" if away else self._detail,
+            detail=self._present_detail(),
             done=self._done,
             total=self._total,
             step=self._store.trained(),
@@ -343,6 +377,9 @@ class Board:
                 f"{before.value} -> {after.value}": count
                 for (before, after), count in sorted(self._registry.transitions.items())
             },
+            is_paused=bool(self._store.fact(PAUSED)),
+            replicas_wanted=self._replicas_wanted,
+            checkpoint_step=(self._store.fact(CHECKPOINTS) or [0])[-1],
             error=self._error,
             summary=self._summary,
         )
@@ -374,9 +411,17 @@ class Board:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
+    def _present_detail(self) -> str:
+        """What is going on, in words; what holds the run up comes before what it was doing."""
+        if self._store.away_because:
+            return f"waiting for the store: {self._store.away_because}"
+        is_going = self._phase in (Phase.WAITING, Phase.INITIALISING, Phase.TRAINING)
+        return f"paused; {self._detail}" if is_going and self._store.fact(PAUSED) else self._detail
+
     async def _publish(self, report: StepReport) -> None:
         await self._store.set_report(report.step, report.model_dump(by_alias=True))
         self._published = report.step
+        self._curves.add(report)
         self._files.append(self.reports(after=self._files.last_step))
         self._files.write_status(self.status())
 

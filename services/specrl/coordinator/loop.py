@@ -15,6 +15,9 @@ Everything is durable before it is acted on: rollouts when graded, a batch befor
 is published. So a coordinator that is killed anywhere starts this function again and goes on where the store ends;
 while the store is away, every `await` of it waits (store_link.py).
 
+People may pause the run, or ask for a checkpoint: that is looked at while a step is collected, and once more before it
+is trained (`_do_as_asked`).
+
 With maxPolicyLag 0 the gate is closed from the moment a step is collected until its version serves and validates;
 with more it never closes, and what bounds the lag is the scheduler: what may start, and what a step must take.
 """
@@ -29,7 +32,7 @@ import structlog
 
 from specrl.batching import assemble
 from specrl.coordinator import drafter_start
-from specrl.coordinator.board import TrainedStep
+from specrl.coordinator.board import CHECKPOINTS, TrainedStep
 from specrl.coordinator.canary import Canary
 from specrl.coordinator.order import deadlines
 from specrl.coordinator.parts import Parts
@@ -50,9 +53,6 @@ GATHERING_PATIENCE_S = 300.0
 """How long a run waits for all of its replicas before it starts with those that are there."""
 
 CHECKPOINT_DEADLINE_S = 900.0
-
-CHECKPOINTS = "checkpoints"
-"""Fact of the store: the steps of the last two complete checkpoints, the older first."""
 
 log = structlog.get_logger(__name__)
 
@@ -76,6 +76,7 @@ class Loop:
         self._watch = Stopwatch(time.monotonic)
         self._validation: asyncio.Task[ValidationReport] | None = None
         parts.board.watch(self._scheduler, self._stage, self._link)
+        parts.controls.watch(self._stage.wake)
 
     @property
     def _is_synchronous(self) -> bool:
@@ -173,6 +174,7 @@ class Loop:
 
     async def _step(self, step: int) -> None:
         choice, batch, groups = await self._batch(step)
+        await self._do_as_asked()
         self._stage.spare_seats(self._canary.seats if self._canary.is_due(step) else 0)
         with self._watch.stage("train"):
             metrics = await self._link.train(batch)
@@ -188,11 +190,7 @@ class Loop:
             transfer = await self._publish()
         self._stage.spare_seats(0)
         if step % self._spec.checkpoint.every_steps == 0 and step < self._spec.schedule.steps:
-            with self._watch.stage("checkpoint"):
-                try:
-                    await self._checkpoint(step)
-                except StoreFailed as error:  # the last one stays, and so do the batches since: nothing is lost
-                    self._board.checkpoint_failed(str(error))
+            await self._checkpoint_if_possible(step)
         if is_due(self._spec, step):
             self._begin_validation(step)
             if self._is_synchronous:
@@ -204,13 +202,10 @@ class Loop:
 
     async def _batch(self, step: int) -> tuple[Choice[GradedRollout], Batch, list[Group]]:
         """Collect step `step` and fix what it trains on. A batch that was fixed before a restart is taken as it was."""
-        shape = self._scheduler.shape
-        with self._watch.stage("generation"), self._recorder.begin(SpanName.COLLECT, COORDINATOR) as collecting:
-            choice = await self._collect()
-            taken, failed = ([shape.group_id(place) for place, _ in part] for part in (choice.groups, choice.failures))
-            self._spans.chosen(step, taken, failed, collecting)
+        choice = await self._collect(step)
         if self._is_synchronous:
             self._stage.close_gate()
+        shape = self._scheduler.shape
         groups = [
             Group(
                 group_id=shape.group_id(position),
@@ -231,21 +226,49 @@ class Loop:
             batch = fixed
         return choice, batch, groups
 
-    async def _collect(self) -> Choice[GradedRollout]:
-        """Wait for the next step's groups; meanwhile bring joining replicas up to date, since the trainer is idle."""
+    async def _collect(self, step: int) -> Choice[GradedRollout]:
+        """Wait for the next step's groups; meanwhile, the trainer being idle, do what people ask and joiners need."""
+        while True:
+            with self._watch.stage("generation"), self._recorder.begin(SpanName.COLLECT, COORDINATOR) as collecting:
+                choice = await self._collected()
+                if choice is not None:
+                    self._spans.chosen(step, *self._taken(choice), collecting)
+                    return choice
+            await self._do_as_asked()
+
+    def _taken(self, choice: Choice[GradedRollout]) -> tuple[list[str], list[str]]:
+        """Names of the groups that a step takes, and of those that failed."""
+        name = self._scheduler.shape.group_id
+        return [name(position) for position, _ in choice.groups], [name(position) for position, _ in choice.failures]
+
+    async def _collected(self) -> Choice[GradedRollout] | None:
+        """The next step's groups; None when people ask for something before they are there."""
         while True:
             collecting = asyncio.ensure_future(self._stage.collect())
             joined = asyncio.ensure_future(self._wait_for_joiner())
+            asked = asyncio.ensure_future(self._parts.controls.asked.wait())
             try:
-                await asyncio.wait({collecting, joined}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({collecting, joined, asked}, return_when=asyncio.FIRST_COMPLETED)
                 if collecting.done():
                     return collecting.result()
+                if asked.done():
+                    return None
             finally:
-                collecting.cancel()
-                joined.cancel()
+                for waiting in (collecting, joined, asked):
+                    waiting.cancel()
             began = time.monotonic()
             await self._catch_up()
             self._board.caught_up(time.monotonic() - began)
+
+    async def _do_as_asked(self) -> None:
+        """Between two steps: write the checkpoint that was asked for, and stand still while the run is paused."""
+        controls = self._parts.controls
+        while controls.asked.is_set():
+            if controls.takes_checkpoint():
+                await self._checkpoint_if_possible(self._scheduler.trained)
+            else:
+                with self._watch.left_out():
+                    await controls.moved()
 
     async def _wait_for_joiner(self) -> None:
         while not self._registry.joining():
@@ -313,12 +336,21 @@ class Loop:
         await self._checkpointed(step)
         return path
 
+    async def _checkpoint_if_possible(self, step: int) -> None:
+        """Have the trainer write one; when its disk refuses, the last one stays, and so do the batches since."""
+        with self._watch.stage("checkpoint"):
+            try:
+                await self._checkpoint(step)
+            except StoreFailed as error:
+                self._board.checkpoint_failed(str(error))
+
     async def _checkpointed(self, step: int) -> None:
         """A checkpoint is complete: forget what no trainer will replay.
 
         Batches since the one before it stay, where that one does (checkpoint.keep): if the newest cannot be read, the
         trainer goes back to it.
         """
+        log.info("checkpoint_completed", step=step)
         before = self._store.fact(CHECKPOINTS) or [0, 0]
         last = [before[1], step] if step > before[1] else before
         if last != before:

@@ -22,19 +22,23 @@ from typing import Any, TypeVar
 import structlog
 import uvicorn
 
+from specrl.coordinator.admission import ByReview, ByToken
 from specrl.coordinator.board import Board
+from specrl.coordinator.controls import Controls
+from specrl.coordinator.events import EventLog
 from specrl.coordinator.loop import Loop
 from specrl.coordinator.origin import write_origin
 from specrl.coordinator.parts import Parts
-from specrl.coordinator.readers import Readers
 from specrl.coordinator.registry import Calls, Registry
 from specrl.coordinator.report import Phase
 from specrl.coordinator.rljob import Place, Teller, place_of
 from specrl.coordinator.run_spans import RunSpans
+from specrl.coordinator.samples import Samples
 from specrl.coordinator.service import CoordinatorService
 from specrl.coordinator.sinks import Sinks, check_sinks, leave
 from specrl.coordinator.store import claim_for, open_store
 from specrl.coordinator.store_link import StoreLink
+from specrl.coordinator.timeline import Timeline
 from specrl.coordinator.turns import turns_of
 from specrl.coordinator.web import make_app
 from specrl.errors import PortTaken, SpecrlError
@@ -78,12 +82,17 @@ def main() -> None:
 async def _serve(arguments: argparse.Namespace) -> None:
     """Serve the run, and have what it did exported, where that is wanted, to the last."""
     spec = load_spec(arguments.spec or arguments.run_directory / "run.yaml")
-    logs.configure(spec.telemetry.log_level.value, "coordinator", spec.name)
+    events, timeline = EventLog(), Timeline()
+    logs.configure(spec.telemetry.log_level.value, "coordinator", spec.name, events.note)
     with traces.sinks(spec, "coordinator", COORDINATOR) as sinks:
-        await _serve_run(arguments, spec, Recorder(*sinks))
+        recorder = Recorder(timeline, *sinks)
+        timeline.ask(recorder)
+        await _serve_run(arguments, spec, recorder, (events, timeline))
 
 
-async def _serve_run(arguments: argparse.Namespace, spec: RunSpec, recorder: Recorder) -> None:
+async def _serve_run(
+    arguments: argparse.Namespace, spec: RunSpec, recorder: Recorder, shown: tuple[EventLog, Timeline]
+) -> None:
     directory: Path = arguments.run_directory
     check_sinks(spec)
     identity = tls.identity_of(arguments.tls, arguments.tls_domain)
@@ -99,6 +108,8 @@ async def _serve_run(arguments: argparse.Namespace, spec: RunSpec, recorder: Rec
     limits = message_limits(spec)
     registry = Registry(digest(spec), spec.telemetry.heartbeat_s, time.monotonic, spec.name, Calls(limits, identity))
     board = Board(spec, directory, registry, store)
+    if place is None:
+        board.scaled(spec.generation.replicas)
     sinks = Sinks(spec, directory, claim.run_id)
     prompts, validation_prompts = load_prompts(spec), load_validation(spec)
     problems = prompts.source
@@ -110,15 +121,30 @@ async def _serve_run(arguments: argparse.Namespace, spec: RunSpec, recorder: Rec
     if tools is not None:
         await tools.start()
     turns = turns_of(spec, tools)
-    spans = RunSpans(recorder, claim.run_id)
-    parts = Parts(spec, directory, registry, store, board, prompts, validation_prompts, pool, turns, spans)
+    controls, samples = Controls(spec, directory, store, board), Samples(spec.telemetry.rollouts_shown)
+    parts = Parts(
+        spec=spec,
+        directory=directory,
+        registry=registry,
+        store=store,
+        board=board,
+        controls=controls,
+        prompts=prompts,
+        validation_prompts=validation_prompts,
+        grader=pool,
+        turns=turns,
+        spans=RunSpans(recorder, claim.run_id),
+        events=shown[0],
+        samples=samples,
+        timeline=shown[1],
+    )
     guard = tls.guard_of(identity, tls.GENERATION, tls.TRAINER)
     service = CoordinatorService(registry, spec.name, spec.telemetry.heartbeat_s, guard)
     grpc_port = spec.telemetry.grpc_port if arguments.port is None else arguments.port
     http_port = spec.telemetry.http_port if arguments.http_port is None else arguments.http_port
     server, bound = await serve(service.add_to, arguments.host, grpc_port, Border(limits.coordinator, guard))
     listener = _listen(arguments.host, http_port)
-    web = _web_server(board, identity, place)
+    web = _web_server(parts, identity, place)
     tasks = [
         asyncio.create_task(web.serve(sockets=[listener]), name="web"),
         asyncio.create_task(_expire(registry, spec.telemetry.heartbeat_s), name="expire"),
@@ -200,12 +226,17 @@ async def _expire(registry: Registry, heartbeat_s: float) -> None:
         registry.expire()
 
 
-def _web_server(board: Board, identity: tls.Identity | None, place: Place | None) -> uvicorn.Server:
-    """The HTTP server: with TLS where peers have it; in a cluster for those alone who may read the run's RLJob."""
+def _web_server(parts: Parts, identity: tls.Identity | None, place: Place | None) -> uvicorn.Server:
+    """The HTTP server: with TLS where peers have it; in a cluster for those who may read, or update, the RLJob."""
+    if place is None:
+        app = make_app(parts, actors=ByToken(parts.directory))
+    else:
+        app = make_app(parts, ByReview(place, "get"), ByReview(place, "update"), is_local=False)
     config = uvicorn.Config(
-        make_app(board, None if place is None else Readers(place)),
+        app,
         log_config=None,
         access_log=False,
+        timeout_graceful_shutdown=1,  # streams have no end of their own
         ssl_certfile=None if identity is None else identity.folder / "tls.crt",
         ssl_keyfile=None if identity is None else identity.folder / "tls.key",
     )

@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Protocol
 
 from specrl.coordinator.board import Board
+from specrl.coordinator.controls import Controls
+from specrl.coordinator.events import EventLog
 from specrl.coordinator.registry import Registry
 from specrl.coordinator.run_spans import RunSpans
+from specrl.coordinator.samples import Samples
 from specrl.coordinator.store_link import StoreLink
+from specrl.coordinator.timeline import Timeline
 from specrl.coordinator.turns import Turns
 from specrl.records import Prompt, Reward
 from specrl.spec import RunSpec
@@ -34,7 +38,8 @@ class Grader(Protocol):
 class Parts:
     """One run's parts. `directory` holds its run file, store, logs, checkpoints and export.
 
-    turns: None where a rollout has one. spans: unheard unless somebody is given them.
+    turns: None where a rollout has one. spans: unheard unless somebody is given them. events, samples, timeline: what
+    is kept of the run for people to look at.
     """
 
     spec: RunSpec
@@ -42,8 +47,12 @@ class Parts:
     registry: Registry
     store: StoreLink
     board: Board
+    controls: Controls
     prompts: PromptStream
     validation_prompts: Sequence[Prompt]
     grader: Grader
     turns: Turns | None = None
     spans: RunSpans = field(default_factory=RunSpans)
+    events: EventLog = field(default_factory=EventLog)
+    samples: Samples = field(default_factory=Samples)
+    timeline: Timeline = field(default_factory=Timeline)

@@ -168,6 +168,12 @@ class Status(Report):
     replicas: list[ReplicaReport] = []
     replica_transitions: dict[str, int] = {}
     """How often replicas went from one state to another since the coordinator started: "joining -> catchingUp": 2."""
+    is_paused: bool = False
+    """Nothing new begins until somebody resumes it; what was under way is finished."""
+    replicas_wanted: int | None = None
+    """How many replicas the launcher of a local run is to keep; null in a cluster, where the RLJob says it."""
+    checkpoint_step: int = 0
+    """Step of the newest complete checkpoint; 0: none."""
     trainer: str = "absent"
     """absent | ready | training | recovering."""
     rollouts_collected: int = 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import BinaryIO, Generic, TypeVar
 
 import structlog
 from pydantic import ValidationError
@@ -64,6 +64,10 @@ class ReportFiles:
         found = {report.step: report for report in self._steps.read() if report.step < step}
         return [found[known] for known in sorted(found)]
 
+    def page(self, after: int, before: int, limit: int) -> list[StepReport]:
+        """The first `limit` reports of steps > `after` and < `before`, ascending; the rest of the file is not read."""
+        return self._steps.read_some([step for step in range(after + 1, before) if step in self._steps][:limit])
+
     def _fell_behind(self, error: OSError) -> None:
         if not self._is_behind:
             log.warning("report_files_delayed", reason=str(error))
@@ -82,21 +86,27 @@ class _Lines(Generic[R]):
         self._path, self._kind, self._number, self._fell_behind = path, kind, number, fell_behind
         written = path.read_bytes() if path.exists() else b""
         self._end = written.rfind(b"\n") + 1
-        self.last = max(map(number, self._parsed(written[: self._end])), default=-1)
+        self._places = self._places_in(written[: self._end])
+        self.last = max(self._places, default=-1)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._places
 
     def append(self, reports: Sequence[R]) -> bool:
         """Add a line for each report that has none yet; false when the disk refuses, and the next call tries again."""
         new = [report for report in reports if self._number(report) > self.last]
-        lines = "".join(report.model_dump_json(by_alias=True) + "\n" for report in new).encode()
+        lines = [report.model_dump_json(by_alias=True).encode() + b"\n" for report in new]
         try:
             with self._path.open("r+b" if self._path.exists() else "wb") as file:
                 file.seek(self._end)
-                file.write(lines)
+                file.write(b"".join(lines))
                 file.truncate()
         except OSError as error:
             self._fell_behind(error)
             return False
-        self._end += len(lines)
+        for report, line in zip(new, lines, strict=True):
+            self._places[self._number(report)] = self._end, len(line)
+            self._end += len(line)
         self.last = self._number(new[-1]) if new else self.last
         return True
 
@@ -106,6 +116,27 @@ class _Lines(Generic[R]):
         except OSError:
             return []
         return self._parsed(written)
+
+    def read_some(self, numbers: Sequence[int]) -> list[R]:
+        """Those with these numbers, which are there, and no other; none of them when the file cannot be read."""
+        try:
+            with self._path.open("rb") as file:
+                return [report for number in numbers for report in self._parsed(self._line(file, number))]
+        except OSError:
+            return []
+
+    def _line(self, file: BinaryIO, number: int) -> bytes:
+        place, length = self._places[number]
+        file.seek(place)
+        return file.read(length)
+
+    def _places_in(self, lines: bytes) -> dict[int, tuple[int, int]]:
+        """Where each report is, as offset and length in bytes; of one that is there twice, the later one."""
+        places, offset = {}, 0
+        for line in lines.splitlines(keepends=True):
+            places.update({self._number(report): (offset, len(line)) for report in self._parsed(line)})
+            offset += len(line)
+        return places
 
     def _parsed(self, lines: bytes) -> list[R]:
         found = []

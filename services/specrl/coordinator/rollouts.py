@@ -3,10 +3,10 @@
     scheduler slot -> replica's stream -> record check -> verifier -> store -> scheduler
 
 One task per stream, one per verdict, all on the coordinator's event loop. Who wakes whom: `Registry.changed` and
-`wake()` (a rollout finished, a version was committed, the gate opened) wake the dispatcher; `changed` wakes whoever
-waits for a step to be ready. What bounds each wait: a dead replica breaks its stream or misses heartbeats
-(`Replica.gone`), a verifier has the pool's time limit; a rollout that is held for its replica's canary is let go by the
-loop after every transfer (`Registry.trust`), or asked again.
+`wake()` (a rollout finished, a version was committed, the gate opened, the run was resumed) wake the dispatcher;
+`changed` wakes whoever waits for a step to be ready. What bounds each wait: a dead replica breaks its stream or misses
+heartbeats (`Replica.gone`), a verifier has the pool's time limit; a rollout that is held for its replica's canary is
+let go by the loop after every transfer (`Registry.trust`), or asked again.
 
 A replica that registers says what it holds from before the coordinator was started again: those rollouts are INFLIGHT
 there once more, and nothing of them is computed twice (`_resume`).
@@ -75,6 +75,7 @@ class RolloutStage:
         self._spec, self._scheduler, self._registry = parts.spec, scheduler, parts.registry
         self._store, self._prompts, self._grader = parts.store, parts.prompts, parts.grader
         self._turns, self._spans = parts.turns, parts.spans
+        self._controls, self._samples = parts.controls, parts.samples
         self._tasks: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
         self._freed: dict[str, Replica] | None = None
@@ -153,7 +154,7 @@ class RolloutStage:
                 self._wake.clear()
                 self._resume()
                 freed, self._freed = self._freed, {}
-                if self._gate_open:
+                if self._gate_open and not self._controls.is_paused:
                     self._dispatch(freed)
                 await self._wake.wait()
         finally:
@@ -333,6 +334,7 @@ class RolloutStage:
         graded = GradedRollout(rollout, reward)
         row = StoredRollout(slot.step, slot.index, slot.sample, slot.attempt, wire.graded_to_bytes(graded))
         await self._store.put_rollout(row)
+        self._samples.offer(self._prompt(slot), graded)
         self.counters["graded"] += self._scheduler.graded(slot, graded, rollout.oldest_version)
         self.changed.set()
 

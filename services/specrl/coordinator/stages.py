@@ -28,6 +28,15 @@ class Stopwatch:
         finally:
             self._charge(name)
 
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Charge what passes inside to nothing: the run is paused, and no step is under way. Not nested."""
+        self._charge("data")
+        try:
+            yield
+        finally:
+            self._mark = self._clock()
+
     def split(self, source: Stage, parts: dict[Stage, float]) -> None:
         """Re-charge what a stage took to `parts` (seconds) and the rest of it to data.
 

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from io import StringIO
 from typing import Any
 
 import structlog
 
+Tap = Callable[[str, str, Mapping[str, Any]], None]
+"""Is told of every line: level, event, fields."""
+
+_OF_EVERY_LINE = ("event", "level", "timestamp", "process", "run", "exc_info")
 QUIET = ("httpx", "httpcore", "asyncio", "grpc", "urllib3", "uvicorn")
 """Libraries whose INFO says nothing of a run."""
 
@@ -34,10 +39,10 @@ class _Diagnostics(StringIO):
             sys.stderr.flush()
 
 
-def configure(level: str, process: str, run: str) -> None:
+def configure(level: str, process: str, run: str, tap: Tap | None = None) -> None:
     """Set up logging of this process; `process` and `run` are in every line, whichever thread writes it.
 
-    Call once, first.
+    Call once, first. tap: shows what structlog's loggers say somewhere else, too.
     """
     is_terminal = sys.stderr.isatty()
 
@@ -53,7 +58,7 @@ def configure(level: str, process: str, run: str) -> None:
     last = _on_terminal() if is_terminal else [structlog.processors.format_exc_info, _as_json()]
     output = _Diagnostics()
     structlog.configure(
-        processors=[*shared, *last],
+        processors=[*shared, *([] if tap is None else [_tapped(tap)]), *last],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
         logger_factory=structlog.WriteLoggerFactory(file=output),
         cache_logger_on_first_use=False,
@@ -79,3 +84,14 @@ def _on_terminal() -> list[structlog.typing.Processor]:
     """Without local variables in tracebacks, which rich shows by default: they hold prompts."""
     traceback = structlog.dev.RichTracebackFormatter(show_locals=False)
     return [structlog.dev.ConsoleRenderer(exception_formatter=traceback)]
+
+
+def _tapped(tap: Tap) -> structlog.types.Processor:
+    """A processor that changes nothing and tells `tap`."""
+
+    def tell(_logger: Any, _method: str, line: structlog.types.EventDict) -> structlog.types.EventDict:
+        fields = {name: value for name, value in line.items() if name not in _OF_EVERY_LINE}
+        tap(str(line["level"]), str(line["event"]), fields)
+        return line
+
+    return tell

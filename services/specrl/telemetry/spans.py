@@ -168,6 +168,8 @@ class Recorder:
 
     def __init__(self, *sinks: Sink, clock: Callable[[], float] | None = None) -> None:
         self._sinks = sinks
+        self.open: dict[int, OpenSpan] = {}
+        """Work under way, by span id; for whoever shows it before it ends."""
         self.now = clock if clock is not None else UnixClock()
 
     @property
@@ -203,6 +205,7 @@ class Recorder:
 
     def hand_out(self, span: Span) -> None:
         """Give a finished span to every sink."""
+        self.open.pop(span.context.span_id, None)
         for sink in self._sinks:
             sink(span)
 
@@ -224,6 +227,8 @@ class OpenSpan:
 
     def __post_init__(self) -> None:
         self.began_s = self.recorder.now()
+        if self.recorder.is_heard:
+            self.recorder.open[self.context.span_id] = self
 
     @property
     def traceparent(self) -> str:
@@ -265,6 +270,7 @@ class OpenSpan:
     def forget(self) -> None:
         """It does not end here: nobody hears of it."""
         self._ended_s = self.recorder.now()
+        self.recorder.open.pop(self.context.span_id, None)
 
     def end_in(self, *parts: tuple[SpanName, float]) -> None:
         """It is over, and its last seconds went into `parts`, as a peer reports it; transport came before."""

@@ -20,13 +20,16 @@ from tests.stand_ins.engine import TableEngine, TableShape
 from tests.stand_ins.trainer_backend import StandInBackend
 
 from specrl.coordinator.board import Board
+from specrl.coordinator.controls import Controls
 from specrl.coordinator.loop import Loop
 from specrl.coordinator.parts import Parts
 from specrl.coordinator.registry import Registry
 from specrl.coordinator.run_spans import RunSpans
+from specrl.coordinator.samples import Samples
 from specrl.coordinator.service import CoordinatorService
 from specrl.coordinator.store import SqliteStore, Store
 from specrl.coordinator.store_link import StoreLink
+from specrl.coordinator.timeline import Timeline
 from specrl.coordinator.turns import Turns
 from specrl.generation.service import GenerationService
 from specrl.records import Batch, Peer, Prompt, Reward, Role, wire
@@ -160,6 +163,7 @@ class Run:
     trainer: Trainer | None = None
     turns: Turns | None = None
     sinks: Sequence[Sink] = ()
+    samples: Samples = field(default_factory=Samples)
     peer_sinks: Callable[[str], Sequence[Sink]] = lambda _: ()
 
     async def __aenter__(self) -> Run:
@@ -185,18 +189,23 @@ class Run:
         self.registry = Registry(digest(self.spec), self.spec.telemetry.heartbeat_s, time.monotonic)
         self.board = Board(self.spec, self.folder, self.registry, self.link)
         validation = [TableStream().prompt(1000 + place) for place in range(4)]
+        timeline = Timeline()
         self.parts = parts = Parts(
             self.spec,
             self.folder,
             self.registry,
             self.link,
             self.board,
+            Controls(self.spec, self.folder, self.link, self.board),
             TableStream(),
             validation,
             self.grader,
             self.turns,
-            RunSpans(Recorder(*self.sinks), run_id=self.folder.name),
+            RunSpans(Recorder(timeline, *self.sinks), run_id=self.folder.name),
+            samples=self.samples,
+            timeline=timeline,
         )
+        timeline.ask(parts.spans.recorder)
         service = CoordinatorService(self.registry, self.spec.name, self.spec.telemetry.heartbeat_s)
         self.server, _ = await serve(service.add_to, "127.0.0.1", self.port)
         self.loop = Loop(parts)

@@ -45,7 +45,7 @@ def on_redis(folder: Path, *servers: RedisProcess, **fields: int) -> Run:
 
 @asynccontextmanager
 async def page(run: Run) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(make_app(run.board))
+    transport = httpx.ASGITransport(make_app(run.parts))
     async with httpx.AsyncClient(transport=transport, base_url="http://coordinator") as client:
         yield client
 

@@ -55,6 +55,18 @@ def test_what_could_not_be_written_comes_with_the_next(tmp_path: Path, capfd: py
     assert capfd.readouterr().out.count("report_files_delayed") == 1
 
 
+def test_a_page_of_steps_is_read_without_the_rest(tmp_path: Path) -> None:
+    files = ReportFiles(tmp_path)
+    files.append([a_report(step) for step in range(1, 8)])
+    assert [report.step for report in files.page(2, 99, 3)] == [3, 4, 5]
+    again = ReportFiles(tmp_path)
+    again.append([a_report(8)])
+    assert [report.step for report in again.page(5, 8, 9)] == [6, 7]
+    assert [report.step for report in again.page(7, 99, 9)] == [8]
+    (tmp_path / "metrics.jsonl").unlink()
+    assert again.page(0, 99, 9) == []
+
+
 def test_a_validation_has_its_line_too_the_one_before_the_first_step_included(tmp_path: Path) -> None:
     kept = [ValidationReport(policy_version=version, accuracy=0.5, problems=8, seconds=1.0) for version in (0, 3, 6)]
     ReportFiles(tmp_path).append_validations(kept[:2])

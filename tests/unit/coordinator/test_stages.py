@@ -45,3 +45,14 @@ def test_a_trainer_that_reports_more_than_its_call_took_cannot_inflate_the_step(
         clock.now += 2
     watch.split("train", {"logprob": 5, "train": 5})
     assert watch.lap().total == 2
+
+
+def test_what_is_left_out_belongs_to_no_stage() -> None:
+    clock = Clock()
+    watch = Stopwatch(clock)
+    clock.now += 1
+    with watch.left_out():
+        clock.now += 60
+    with watch.stage("train"):
+        clock.now += 2
+    assert watch.lap().total == 3

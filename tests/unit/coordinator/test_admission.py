@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import stat
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from fastapi import Depends, FastAPI
+from fastapi import Depends, FastAPI, HTTPException, Request
 
-from specrl.coordinator.readers import AUDIENCE, LONGEST_TOKEN, MOST_REMEMBERED, REMEMBERED_S, Readers
+from specrl.coordinator.admission import (
+    AUDIENCE,
+    LONGEST_TOKEN,
+    MOST_REMEMBERED,
+    REMEMBERED_S,
+    TOKEN_FILE,
+    ByReview,
+    ByToken,
+)
 from specrl.coordinator.rljob import Place
 
 ADA = {"username": "ada", "groups": ["team-a"], "uid": "7", "extra": {"scopes": ["all"]}}
@@ -42,14 +52,14 @@ class Cluster(Place):
 
 @dataclass
 class Service:
-    """An app behind Readers, and its clock."""
+    """An app behind ByReview, and its clock."""
 
     cluster: Cluster
     now: float = 0.0
 
     def __post_init__(self) -> None:
         self._app = FastAPI()
-        readers = Readers(self.cluster, lambda: self.now)
+        readers = ByReview(self.cluster, clock=lambda: self.now)
 
         @self._app.get("/status", dependencies=[Depends(readers.admit)])
         async def status() -> str:
@@ -136,7 +146,44 @@ async def test_an_answer_without_a_status_admits_nobody(service: Service, monkey
 
 
 async def test_tokens_that_are_no_good_do_not_fill_the_memory(service: Service) -> None:
-    readers = Readers(service.cluster, lambda: 0.0)
+    readers = ByReview(service.cluster, clock=lambda: 0.0)
     for number in range(MOST_REMEMBERED + 5):
         await readers._verdict(f"guess-{number}")
     assert len(readers._known) == MOST_REMEMBERED
+
+
+async def test_who_may_act_is_asked_about_with_the_verb_of_a_change(service: Service) -> None:
+    actors = ByReview(service.cluster, "update", lambda: 0.0)
+    assert (await actors._verdict("adas")).status == 200
+    assert service.cluster.asked[1]["spec"]["resourceAttributes"]["verb"] == "update"
+    service.cluster.allowed.clear()
+    refused = await ByReview(service.cluster, "update", lambda: 0.0)._verdict("adas")
+    assert "ada must be allowed to update rljobs.specrl.dev tiny in rl" in refused.detail
+    assert "editor" in refused.detail
+
+
+def a_request(authorization: str) -> Request:
+    return Request({"type": "http", "headers": [(b"authorization", authorization.encode("latin-1"))]})
+
+
+async def test_the_token_file_is_the_owners_alone_and_admits_who_shows_it(tmp_path: Path) -> None:
+    (tmp_path / TOKEN_FILE).write_text("of the start before")
+    (tmp_path / f"{TOKEN_FILE}.part").symlink_to("/etc/hostname")
+    admission = ByToken(tmp_path)
+    file = tmp_path / TOKEN_FILE
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert len(file.read_text()) >= 43, "256 bits"
+    await admission.admit(a_request(f"Bearer {file.read_text()}"))
+    for wrong in ("", "Bearer", "Bearer x", "Bearer \xff", f"Basic {file.read_text()}", "Bearer of the start before"):
+        with pytest.raises(HTTPException) as refused:
+            await admission.admit(a_request(wrong))
+        assert refused.value.status_code == 401
+        assert "content of the file token in the run's folder" in refused.value.detail
+
+
+def test_every_start_draws_another_token(tmp_path: Path) -> None:
+    tokens = set()
+    for _ in range(3):
+        ByToken(tmp_path)
+        tokens.add((tmp_path / TOKEN_FILE).read_text())
+    assert len(tokens) == 3

@@ -1,0 +1,123 @@
+"""A real browser without a window, for tests that look at the page. Debian's chromium and chromium-driver."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.ui import WebDriverWait
+
+PATIENCE_S = 60.0
+SCREENSHOTS = Path(__file__).parents[3] / "build" / "screenshots"
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+)
+
+needs_chromium = pytest.mark.skipif(
+    shutil.which("chromium") is None or shutil.which("chromedriver") is None,
+    reason="no chromium and chromedriver here: how the live page looks and behaves in a browser is unproven",
+)
+
+
+class Browser:
+    """One window. Every request that it makes, and every message of its console, is kept."""
+
+    def __init__(self, driver: webdriver.Chrome) -> None:
+        self.driver = driver
+
+    def resize(self, width: int, height: int) -> None:
+        """The viewport, in CSS pixels."""
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+
+    def prefer(self, scheme: str) -> None:
+        """light or dark."""
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+
+    def text(self, selector: str) -> str:
+        """What the first such element says."""
+        return self.driver.find_element(By.CSS_SELECTOR, selector).get_attribute("textContent") or ""
+
+    def all(self, selector: str) -> list[WebElement]:
+        """All such elements."""
+        return self.driver.find_elements(By.CSS_SELECTOR, selector)
+
+    def evaluate(self, script: str) -> Any:
+        """The value of a script's `return`."""
+        return self.driver.execute_script(script)
+
+    def until(self, is_so: Callable[[], object], what: str = "") -> None:
+        """Wait until something is so on the page."""
+        WebDriverWait(self.driver, PATIENCE_S, poll_frequency=0.1).until(lambda _: is_so(), what)
+
+    def painted(self, selector: str) -> bool:
+        """Whether a canvas has anything on it."""
+        return bool(
+            self.evaluate(
+                f"const c = document.querySelector('{selector}'); if (!c.width) return false;"
+                "return c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some((x) => x > 0);"
+            )
+        )
+
+    def screenshot(self, name: str) -> Path:
+        """Keep the whole page as build/screenshots/NAME.png."""
+        width, height = self.evaluate("return [innerWidth, document.documentElement.scrollHeight]")
+        self.resize(width, height)
+        # The size is noticed, then laid out in one frame and drawn in the next.
+        self.driver.execute_async_script(
+            "const done = arguments[0];setTimeout(() => requestAnimationFrame(() => requestAnimationFrame(done)), 300);"
+        )
+        SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+        shot = self.driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png"})
+        (SCREENSHOTS / f"{name}.png").write_bytes(base64.b64decode(shot["data"]))
+        self.resize(width, 900)
+        return SCREENSHOTS / f"{name}.png"
+
+    def complaints(self) -> list[str]:
+        """Warnings and errors of the console since the last call."""
+        found = self.driver.get_log("browser")  # type: ignore[no-untyped-call]
+        return [entry["message"] for entry in found if entry["level"] in ("WARNING", "SEVERE")]
+
+    def requests(self) -> list[str]:
+        """URLs that were asked for since the last call."""
+        lines = self.driver.get_log("performance")  # type: ignore[no-untyped-call]
+        messages = [json.loads(line["message"])["message"] for line in lines]
+        sent = [message for message in messages if message["method"] == "Network.requestWillBeSent"]
+        return [message["params"]["request"]["url"] for message in sent]
+
+
+@contextmanager
+def a_browser(profile: Path) -> Iterator[Browser]:
+    """A browser with a fresh profile, as wide as a laptop."""
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium") or ""
+    for flag in (*FLAGS, f"--user-data-dir={profile}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
+    try:
+        browser = Browser(driver)
+        browser.resize(1280, 900)
+        yield browser
+    finally:
+        driver.quit()

@@ -1,0 +1,84 @@
+"""A small run with its HTTP side, in a thread of its own: for whoever looks at it as a browser or a program does.
+
+The real loop, store, gRPC and broadcast with stand-in engine and trainer (coordinator/small_run.py), behind the real
+uvicorn. `restart_coordinator` kills it without a goodbye; the next one answers at the same address.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.integration.coordinator.small_run import VOCAB, Run
+from tests.integration.live.served import PATIENCE_S, Served
+from tests.stand_ins.engine import TableEngine, TableShape
+
+from specrl.coordinator.admission import ByToken
+from specrl.coordinator.samples import Samples
+from specrl.coordinator.web import make_app
+from specrl.spec import RunSpec
+from specrl.telemetry import logs
+
+
+class LiveRun(Served):
+    """Use as `with LiveRun(folder, spec) as run`. token_seconds: pace of the engines."""
+
+    def __init__(self, folder: Path, spec: RunSpec, token_seconds: float = 0.002) -> None:
+        super().__init__()
+        self.folder, self.spec, self._pace_s = folder, spec, token_seconds
+
+    @property
+    def acting(self) -> dict[str, str]:
+        """Headers of those who may act."""
+        return {"Authorization": f"Bearer {(self.folder / 'token').read_text()}"}
+
+    def restart_coordinator(self) -> None:
+        """Kill it, and start it again."""
+        self.do(self.kill_coordinator())
+        self.do(self.start_coordinator())
+
+    def until(self, is_so: Callable[[], object]) -> None:
+        """Wait until something is so."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not is_so():
+            assert time.monotonic() < deadline, self.client.get("/status").text
+            time.sleep(0.02)
+
+    def trained(self) -> int:
+        """Last step trained."""
+        return int(self.client.get("/status").json()["step"])
+
+    async def begin(self) -> None:
+        """The whole run."""
+        self.run = Run(
+            self.folder,
+            self.spec,
+            make_engine=lambda name: TableEngine(name, seed=7, shape=TableShape(VOCAB, 128, self._pace_s)),
+            samples=Samples(self.spec.telemetry.rollouts_shown),
+        )
+        logs.configure("info", "coordinator", self.spec.name, self._note)
+        await self.run.__aenter__()
+        self.serve(self._app())
+
+    async def end(self) -> None:
+        """All of it."""
+        await self.unserve()
+        await self.run.__aexit__()
+
+    async def kill_coordinator(self) -> None:
+        """It is gone, without a goodbye; nobody answers at its address."""
+        await self.unserve()
+        await self.run.kill_coordinator()
+
+    async def start_coordinator(self) -> None:
+        """Another one, on the same store, at the same address."""
+        await self.run.start_coordinator()
+        self.serve(self._app())
+
+    def _app(self) -> Any:
+        return make_app(self.run.parts, actors=ByToken(self.folder))
+
+    def _note(self, level: str, name: str, facts: Mapping[str, Any]) -> None:
+        self.run.parts.events.note(level, name, facts)

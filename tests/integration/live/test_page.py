@@ -1,0 +1,147 @@
+"""The live page in a real Chromium, over a real run with stand-in engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from tests.integration.live.chromium import Browser, a_browser, needs_chromium
+from tests.integration.live.live_run import LiveRun
+
+pytestmark = needs_chromium
+
+AXE = Path(__file__).with_name("axe") / "axe.min.js"
+
+
+@pytest.fixture(scope="module")
+def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with a_browser(tmp_path_factory.mktemp("profile")) as browser:
+        yield browser
+
+
+@pytest.fixture
+def page(window: Browser, live: LiveRun) -> Iterator[Browser]:
+    """The page, live, with a few steps drawn. Whatever a test does, the console stays empty."""
+    window.driver.get(live.url)
+    window.until(lambda: window.text("#connection") == "live")
+    window.until(lambda: window.all("#stages tbody tr") and "step" in window.text("#timeline-words"))
+    window.until(lambda: window.painted("#gantt-canvas"))
+    yield window
+    assert window.complaints() == []
+
+
+def test_page_says_what_the_run_says(page: Browser, live: LiveRun) -> None:
+    assert page.text("#run") == "small"
+    assert float(page.text("#share")) >= 0
+    assert "for too few finished rollouts" in page.text("#share-words")
+    assert len(page.all("#stages tbody tr")) == 7
+    assert page.text("#advice").endswith(".")
+    page.until(lambda: [row.text for row in page.all("#replica-table tbody th")] == ["gen-0", "gen-1"])
+    page.until(lambda: page.painted("figure.wide canvas"))
+    page.until(lambda: len(page.all("#event-list li")) > 0)
+    page.evaluate("document.getElementById('spec').open = true")
+    assert "maxPolicyLag: 1" in page.text("#spec pre")
+    page.evaluate("document.getElementById('rollouts').open = true")
+    page.until(lambda: page.all("#rollouts article"))
+
+
+def test_page_goes_on_by_itself(page: Browser) -> None:
+    def step() -> int:
+        return int(page.evaluate("return document.getElementById('progress').value"))
+
+    before, words = step(), page.text("#timeline-words")
+    page.until(lambda: step() > before + 1)
+    page.until(lambda: page.text("#timeline-words") != words)
+
+
+def test_no_request_leaves_the_coordinator(page: Browser, live: LiveRun) -> None:
+    asked = [url for url in page.requests() if url.startswith(("http", "ws"))]  # the browser has pages of its own
+    assert any(url.endswith("/stream") for url in asked)
+    assert {url for url in asked if not url.startswith(f"{live.url}/")} == set()
+
+
+def test_page_is_taken_up_again_after_the_coordinator_was_restarted(window: Browser, live: LiveRun) -> None:
+    window.driver.get(live.url)
+    window.until(lambda: window.text("#connection") == "live")
+    live.do(live.kill_coordinator())
+    window.until(lambda: window.evaluate("return document.getElementById('connection').dataset.state") == "lost")
+    assert "trying again. Shown is what was so at" in window.text("#connection")
+    assert window.text("#announcer") == "Connection lost; trying again."
+    assert len(window.all("#replica-table tbody tr")) == 2, "what was known stays"
+    live.do(live.start_coordinator())
+    window.until(lambda: window.text("#connection") == "live")
+    step = int(window.evaluate("return document.getElementById('progress').value"))
+    window.until(lambda: int(window.evaluate("return document.getElementById('progress').value")) > step)
+    assert "ERR_CONNECTION_REFUSED" in " ".join(window.complaints())
+
+
+def test_everything_is_reached_and_done_with_the_keyboard(page: Browser) -> None:
+    body = page.driver.find_element(By.TAG_NAME, "body")
+    body.send_keys(Keys.TAB)
+    focused = lambda: page.driver.switch_to.active_element  # noqa: E731 - the element that has the focus now
+    assert focused().text == "Skip to the timeline"
+    reached = set()
+    for _ in range(60):
+        focused().send_keys(Keys.TAB)
+        name = focused().get_attribute("id")
+        reached.add(name or focused().tag_name)
+    assert {
+        "timeline-steps",
+        "earlier",
+        "follow",
+        "gantt",
+        "curves-range",
+        "troubles",
+        "event-list",
+        "summary",
+    } <= reached
+    page.evaluate("document.getElementById('gantt').focus()")
+    page.until(lambda: not page.evaluate("return document.getElementById('earlier').disabled"))
+    focused().send_keys(Keys.ARROW_LEFT)
+    page.until(
+        lambda: page.evaluate("return document.getElementById('follow').getAttribute('aria-pressed')") == "false"
+    )
+    focused().send_keys("+")
+    page.until(lambda: page.evaluate("return document.getElementById('timeline-steps').value") == "2")
+    page.until(lambda: len(page.text("#timeline-words").split(" to ")) == 2)
+    while not is_following(page):
+        focused().send_keys(Keys.ARROW_RIGHT)
+
+
+def is_following(page: Browser) -> bool:
+    return bool(page.evaluate("return document.getElementById('follow').ariaPressed === 'true'"))
+
+
+def test_charts_and_timeline_are_tables_too(page: Browser) -> None:
+    page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+    page.until(lambda: page.all("#timeline-table tbody tr"))
+    lanes = [row.text for row in page.all("#timeline-table tbody th")]
+    assert lanes[0] == "trainer"
+    assert {"gen-0", "gen-1"} <= set(lanes)
+    page.until(lambda: page.all("figure.wide tbody tr"))
+    labels = page.evaluate(
+        "return [...document.querySelectorAll('figure:not([hidden]) canvas')].map((c) => c.ariaLabel)"
+    )
+    assert all(":" in label for label in labels), "what the newest point says is said"
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "scheme"), [("light", 1280, "light"), ("dark", 1280, "dark"), ("phone", 390, "light")]
+)
+def test_page_is_accessible_and_fits(page: Browser, name: str, width: int, scheme: str) -> None:
+    page.prefer(scheme)
+    page.resize(width, 900)
+    page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+    page.until(lambda: page.all("#timeline-table tbody tr"))
+    assert page.evaluate("return document.documentElement.scrollWidth") <= width, "nothing sticks out"
+    page.evaluate(AXE.read_text(encoding="utf-8"))
+    found = page.driver.execute_async_script(
+        "const done = arguments[0]; axe.run().then((r) => done(r.violations.map((v) => "
+        "`${v.id}: ${v.help}: ${v.nodes.slice(0, 3).map((n) => n.target + ' ' + n.failureSummary).join(' | ')}`)));"
+    )
+    assert found == []
+    page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = false; })")
+    assert page.screenshot(f"live-page-{name}").stat().st_size > 10_000
