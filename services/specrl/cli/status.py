@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Annotated
 
 import typer
@@ -11,11 +12,13 @@ from specrl.cli.options import RUNS, Runs
 from specrl.coordinator.report import Phase, Status, StepReport
 from specrl.errors import RunInvalid
 from specrl.launcher import run_directory
+from specrl.launcher.follow import Follower
 from specrl.launcher.reports import CoordinatorReports, http_address, stored_status, stored_steps
 from specrl.launcher.rows import Columns
 from specrl.launcher.run_directory import RunDirectory
-from specrl.launcher.view import live_area, summary_panel
+from specrl.launcher.view import View, live_area, summary_panel, view_for
 
+TURN_S = 0.5
 _OVER = (Phase.FINISHED, Phase.FAILED, Phase.STOPPED)
 
 
@@ -23,6 +26,7 @@ def status(
     run: Annotated[str | None, typer.Argument(metavar="[RUN]", help="Run folder or name. Default: the newest.")] = None,
     runs: Runs = RUNS,
     steps: Annotated[int, typer.Option(metavar="N", min=0, help="Show the last N steps.")] = 10,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Look on until the run is over, or Ctrl-C.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the status as JSON, for programs.")] = False,
 ) -> None:
     """Show phase, progress, last steps and, at the end, the summary of a run.
@@ -30,8 +34,10 @@ def status(
     A run that is under way is asked; one that is over is read from its folder.
     """
     directory = run_directory.find(run, runs) if run is not None else run_directory.newest(runs)
+    if watch and not as_json:
+        look_on(directory, view_for(Console(), is_plain=False), steps)
     is_driven = directory.is_driven()
-    found, reports = gather(directory, is_driven)
+    found, reports = gather(directory, is_driven, steps)
     if found is None:
         doing = "is starting" if is_driven else "never came to its first phase"
         raise RunInvalid(
@@ -40,20 +46,42 @@ def status(
     if as_json:
         typer.echo(found.model_dump_json(by_alias=True, indent=2))
         return
-    show(Console(), directory, found, reports[len(reports) - min(steps, len(reports)) :])
+    show(Console(), directory, found, reports if not watch else [])
     if not is_driven and found.phase is not Phase.FINISHED:
         typer.echo(f"not running; go on with `specrl run --resume {directory.path}`")
 
 
-def gather(directory: RunDirectory, is_driven: bool) -> tuple[Status | None, list[StepReport]]:
-    """Ask the coordinator of a run that is under way; read the folder when it is not, or does not answer."""
+def look_on(directory: RunDirectory, view: View, steps: int) -> None:
+    """Show a run that is under way until it is over, its launcher ends, or Ctrl-C."""
+    address = http_address(directory)
+    if address is None or not directory.is_driven():
+        return
+    with CoordinatorReports(address) as coordinator:
+        follower = Follower(coordinator, view, history=steps)
+        view.begin(directory.name, {"folder": str(directory.path), "page": address})
+        try:
+            while directory.is_driven():
+                found = follower.turn()
+                if found is not None and found.phase in _OVER:
+                    return
+                time.sleep(TURN_S)
+        finally:
+            view.close()
+
+
+def gather(directory: RunDirectory, is_driven: bool, steps: int) -> tuple[Status | None, list[StepReport]]:
+    """Ask the coordinator of a run that is under way; read the folder when it is not, or does not answer.
+
+    Returns the status and the last `steps` reports.
+    """
     address = http_address(directory)
     if is_driven and address is not None:
         with CoordinatorReports(address) as coordinator:
             found = coordinator.status()
             if found is not None:
-                return found, coordinator.steps(after=0)
-    return stored_status(directory), stored_steps(directory)
+                return found, coordinator.steps(after=max(0, found.step - steps)) if steps else []
+    reports = stored_steps(directory)
+    return stored_status(directory), reports[len(reports) - min(steps, len(reports)) :]
 
 
 def show(console: Console, directory: RunDirectory, found: Status, reports: list[StepReport]) -> None:

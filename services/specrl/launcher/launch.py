@@ -14,6 +14,7 @@ from specrl.launcher import preflight, run_directory
 from specrl.launcher.local_run import LocalRun, Outcome
 from specrl.launcher.ports import HOST
 from specrl.launcher.programs import programs_of
+from specrl.launcher.replicas import Replicas
 from specrl.launcher.reports import CoordinatorReports
 from specrl.launcher.run_directory import RunDirectory
 from specrl.launcher.view import View
@@ -60,7 +61,8 @@ def _drive(
 ) -> Launched:
     programs = programs_of(spec, directory, ready.grpc_port, ready.http_port)
     with CoordinatorReports(f"{HOST}:{ready.http_port}") as reports:
-        run = LocalRun(directory, programs, reports, view)
+        replicas = Replicas(spec, directory, ready.grpc_port, ready.replica_bytes)
+        run = LocalRun(directory, programs, reports, view, replicas)
         view.begin(directory.name, {"folder": str(directory.path), "page": reports.url})
         for notice in ready.notices:
             view.message(notice)

@@ -4,6 +4,8 @@
                         -> a program refuses or is given up on -> STOPPING -> DOWN
                         -> Ctrl-C, SIGTERM or SIGHUP           -> STOPPING -> DOWN; a second one kills at once
 
+While it runs, it keeps as many replicas as the coordinator's status says (`specrl scale`).
+
 One thread, one loop. Each turn waits at most `TURN_S`, plus what the coordinator takes to answer (bounded by
 `reports.TIMEOUT_S`). A signal only counts; the loop looks at the count.
 """
@@ -19,13 +21,14 @@ from enum import StrEnum
 from types import FrameType
 
 from specrl.coordinator.report import Phase, Status
+from specrl.launcher.follow import Follower
+from specrl.launcher.replicas import Replicas
 from specrl.launcher.reports import CoordinatorReports, stored_status
 from specrl.launcher.run_directory import RunDirectory
 from specrl.launcher.supervisor import Ending, Program, Supervisor, Verdict
 from specrl.launcher.view import View
 
 TURN_S = 0.25
-HISTORY_STEPS = 5  # of a resumed run, shown before its new ones
 _ENDED = (Phase.FINISHED, Phase.FAILED, Phase.STOPPED)
 
 
@@ -70,18 +73,22 @@ class Interrupts:
 
 
 class LocalRun:
-    """One launch of one run. The caller holds the run's lock."""
+    """One launch of one run. The caller holds the run's lock. replicas: None keeps those that it began with."""
 
     def __init__(
-        self, directory: RunDirectory, programs: Sequence[Program], reports: CoordinatorReports, view: View
+        self,
+        directory: RunDirectory,
+        programs: Sequence[Program],
+        reports: CoordinatorReports,
+        view: View,
+        replicas: Replicas | None = None,
     ) -> None:
         self._directory = directory
         self._supervisor = Supervisor(programs)
-        self._reports = reports
+        self._reports, self._replicas = reports, replicas
         self._view = view
         self._interrupts = Interrupts()
-        self._shown_step: int | None = None
-        self._shown_versions: set[int] = set()
+        self._follower = Follower(reports, view)
 
     def drive(self, keep_serving: bool = False) -> Outcome:
         """Run to the end. keep_serving: after a good end the coordinator's page stays up until Ctrl-C."""
@@ -102,8 +109,9 @@ class LocalRun:
                 self._view.message(notice)
             if verdict is not None:
                 return self._judged(verdict)
-            status = self._reports.status()
-            self._draw(status)
+            status = self._follower.turn()
+            if self._replicas is not None and status is not None and status.replicas_wanted is not None:
+                self._replicas.keep(status.replicas_wanted, self._supervisor, self._view)
             if status is not None and status.phase in _ENDED:
                 return _ended(status)
             if self._interrupts.count:
@@ -124,26 +132,6 @@ class LocalRun:
             if status is not None:
                 self._view.show(status)
             time.sleep(TURN_S)
-
-    def _draw(self, status: Status | None) -> None:
-        if status is not None:
-            self._draw_rows(status)
-        self._view.show(status)
-
-    def _draw_rows(self, status: Status) -> None:
-        """Rows for what is new. A validation gets its own row unless its step's row has shown it."""
-        if self._shown_step is None:
-            self._shown_step = max(0, status.step - HISTORY_STEPS)
-            self._shown_versions |= {report.policy_version for report in self._reports.validations() if status.step}
-        for report in self._reports.steps(self._shown_step) if status.step > self._shown_step else []:
-            self._view.step(report)
-            self._shown_step = report.step
-            if report.validation_accuracy is not None:
-                self._shown_versions.add(report.policy_version)
-        for validation in self._reports.validations():
-            if validation.policy_version not in self._shown_versions and validation.policy_version <= self._shown_step:
-                self._shown_versions.add(validation.policy_version)
-                self._view.validation(validation)
 
     def _judged(self, verdict: Verdict) -> Outcome:
         ended = {

@@ -32,11 +32,15 @@ ARCHITECTURES = ("Qwen3ForCausalLM",)
 
 @dataclass(frozen=True)
 class Readiness:
-    """What the checks chose on the way: the coordinator's ports; and what the user should know before the start."""
+    """What the checks chose on the way: the coordinator's ports; and what the user should know before the start.
+
+    replica_bytes: memory that one replica takes on a CPU; 0 with GPUs.
+    """
 
     grpc_port: int
     http_port: int
     notices: tuple[str, ...] = ()
+    replica_bytes: int = 0
 
 
 def available_memory_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
@@ -64,9 +68,12 @@ def check(spec: RunSpec, available_bytes: Callable[[], int] = available_memory_b
     check_server(spec)
     check_sinks(spec)
     grpc_port, http_port = choose_ports(spec)
+    replica_bytes = 0
     if not visible_gpus():  # with GPUs the bulk is in their memory, which the engines check
-        check_memory(estimate_memory(spec, policy, draft_model), available_bytes())
-    return Readiness(grpc_port, http_port, tuple(notices))
+        need = estimate_memory(spec, policy, draft_model)
+        check_memory(need, available_bytes())
+        replica_bytes = need.replica_bytes
+    return Readiness(grpc_port, http_port, tuple(notices), replica_bytes)
 
 
 def check_policy(spec: RunSpec) -> ModelFolder:

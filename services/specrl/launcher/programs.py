@@ -17,10 +17,8 @@ SAVE_S = 60.0  # what a coordinator may take to save a run that is stopped
 
 def programs_of(spec: RunSpec, directory: RunDirectory, grpc_port: int, http_port: int) -> list[Program]:
     """Every program of the run. The coordinator stops first: it saves the run while the others still answer."""
-    generation, world_size = spec.generation, spec.trainer.parallelism.world_size
-    wanted = [world_size] + [generation.tensor_parallel] * generation.replicas
-    trainer_gpus, *replica_gpus = environment.deal_gpus(environment.visible_gpus(), wanted)
-    coordinator = f"{HOST}:{grpc_port}"
+    world_size, coordinator = spec.trainer.parallelism.world_size, f"{HOST}:{grpc_port}"
+    trainer_gpus = environment.deal_gpus(environment.visible_gpus(), [world_size])[0]
 
     def coordinator_rank() -> Sequence[Rank]:
         arguments = (
@@ -28,16 +26,6 @@ def programs_of(spec: RunSpec, directory: RunDirectory, grpc_port: int, http_por
             *("--host", HOST, "--port", str(grpc_port), "--http-port", str(http_port)),
         )
         return [Rank(arguments, environment.base_environment(threads=1), directory.logs / "coordinator.log")]
-
-    def replica(number: int) -> Program:
-        name = f"gen-{number}"
-        arguments = (
-            *(_script("generation"), "--spec", str(directory.run_file)),
-            *("--replica-id", name, "--coordinator", coordinator, "--port", "0"),
-            *("--metrics-port", "0"),
-        )
-        variables = environment.replica_environment(generation.threads, replica_gpus[number])
-        return Program(name, lambda: [Rank(arguments, variables, directory.logs / f"{name}.log")])
 
     def trainer_ranks() -> Sequence[Rank]:
         """The ranks meet at a fresh port at every start: the one before may still be in use by what was killed."""
@@ -58,8 +46,22 @@ def programs_of(spec: RunSpec, directory: RunDirectory, grpc_port: int, http_por
     return [
         Program("coordinator", coordinator_rank, stop_order=0, grace_s=SAVE_S, ends_run=True),
         Program("trainer", trainer_ranks),
-        *(replica(number) for number in range(generation.replicas)),
+        *(replica(spec, directory, grpc_port, number) for number in range(spec.generation.replicas)),
     ]
+
+
+def replica(spec: RunSpec, directory: RunDirectory, grpc_port: int, number: int) -> Program:
+    """The replica gen-`number`, with the GPUs after those of the trainer and of the replicas before it."""
+    name, each = f"gen-{number}", spec.generation.tensor_parallel
+    wanted = [spec.trainer.parallelism.world_size, *([each] * (number + 1))]
+    gpus = environment.deal_gpus(environment.visible_gpus(), wanted)[-1]
+    arguments = (
+        *(_script("generation"), "--spec", str(directory.run_file)),
+        *("--replica-id", name, "--coordinator", f"{HOST}:{grpc_port}", "--port", "0"),
+        *("--metrics-port", "0"),
+    )
+    variables = environment.replica_environment(spec.generation.threads, gpus)
+    return Program(name, lambda: [Rank(arguments, variables, directory.logs / f"{name}.log")], may_leave=True)
 
 
 def _script(process: str) -> str:

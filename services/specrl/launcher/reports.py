@@ -18,6 +18,7 @@ from specrl.files import SMALL_BYTES, parse_object, read_object
 from specrl.launcher.run_directory import RunDirectory
 
 TIMEOUT_S = 2.0
+PAGE_STEPS = 500
 
 R = TypeVar("R", bound=BaseModel)
 
@@ -45,8 +46,12 @@ class CoordinatorReports:
         return _parsed(Status, answer) if answer is not None else None
 
     def steps(self, after: int) -> list[StepReport]:
-        """Reports of the steps after `after`."""
-        return _all_parsed(StepReport, self._get(f"/steps?after={after}"))
+        """Reports of the steps after `after`, page by page."""
+        found: list[StepReport] = []
+        while page := _all_parsed(StepReport, self._get(f"/steps?after={after}&limit={PAGE_STEPS}")):
+            found += page
+            after = page[-1].step
+        return found
 
     def validations(self) -> list[ValidationReport]:
         """All validations so far."""

@@ -1,8 +1,9 @@
 """The folder of one run: where everything lies, how it comes to be, and who may drive it.
 
     runs/NAME-1/
-      run.yaml        the resolved run file                    launcher
+      run.yaml        the resolved run file                    launcher; coordinator, when it is scaled
       endpoints.json  addresses of the coordinator             coordinator, at each start
+      token           what lets this machine's user act on it  coordinator, at each start
       status.json     the last phase and, at the end, summary  coordinator, at each change
       metrics.jsonl   one line a step                          coordinator
       validations.jsonl  one line a validation                 coordinator

@@ -5,9 +5,11 @@ Each program (coordinator, a replica, the trainer with all its ranks) is one pro
     WAITING --start--> RUNNING --any rank ends--> the whole group is killed, then
                           exit 2, a user's mistake      -> REFUSED: the run ends with the program's own message
                           exit 0 of the coordinator     -> ENDED: somebody stopped the run through it
+                          exit 0 of a replica           -> LEFT: it was told to, and stays away until it is wanted again
                           more crashes in a row than    -> GIVEN UP: the run ends
                             MAX_CRASHES
                           anything else                 -> WAITING for a pause that doubles, then RUNNING again
+    RUNNING --retire--> told to end, killed after its grace --any end--> LEFT
 
 Nothing here blocks: `poll` looks once, `begin_stop` and `poll_stop` bring everything down, coordinator first. Every
 wait of a stop is bounded by a program's `grace_s`; what outlives it is killed. Called from one thread (see leash.py).
@@ -55,7 +57,8 @@ class Program:
 
     stop_order: programs with lower numbers are stopped, and gone, before those with higher ones are told to stop.
     grace_s: how long it may take to end after SIGTERM.
-    ends_run: exit 0 means that the run is over; of the others it is as unexpected as a crash.
+    ends_run: exit 0 means that the run is over. may_leave: it means that it was told to leave, and has nothing left to
+    do. Of all others it is as unexpected as a crash.
     """
 
     name: str
@@ -63,6 +66,7 @@ class Program:
     stop_order: int = 1
     grace_s: float = 15.0
     ends_run: bool = False
+    may_leave: bool = False
 
 
 class Ending(StrEnum):
@@ -84,7 +88,7 @@ class Verdict:
 
 @dataclass
 class _Slot:
-    """One program's processes. crashes: those since it was last healthy."""
+    """One program's processes. crashes: those since it was last healthy. is_wanted: whether it is kept running."""
 
     program: Program
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
@@ -94,6 +98,7 @@ class _Slot:
     crashes: int = 0
     restarts: int = 0
     kill_at: float | None = None
+    is_wanted: bool = True
 
     @property
     def group(self) -> int:
@@ -131,9 +136,25 @@ class Supervisor:
                 verdict = self._look_at(slot)
                 if verdict is not None:
                     return verdict
-            if not slot.processes and self._clock() >= slot.restart_at:
+            if not slot.processes and slot.is_wanted and self._clock() >= slot.restart_at:
                 self._start(slot)
         return None
+
+    def want(self, program: Program) -> None:
+        """Keep it running from the next poll on, as any other. One that has left, or is leaving, comes back."""
+        slot = next((slot for slot in self._slots if slot.program.name == program.name), None)
+        if slot is None:
+            self._slots.append(_Slot(program))
+        elif not slot.is_wanted:
+            slot.is_wanted, slot.crashes, slot.restart_at = True, 0, 0.0
+
+    def retire(self, name: str, grace_s: float) -> None:
+        """Tell a program to end, and keep it away; killed after `grace_s`. Idempotent."""
+        for slot in self._slots:
+            if slot.program.name == name and slot.is_wanted:
+                slot.is_wanted = False
+                if slot.processes:
+                    self._tell(slot, grace_s)
 
     def begin_stop(self) -> None:
         """Tell the first programs in stop order to end. Idempotent; nothing is restarted from here on."""
@@ -173,10 +194,13 @@ class Supervisor:
         self._stopping = min((slot.program.stop_order for slot in alive), default=sys.maxsize)
         for slot in alive:
             if slot.program.stop_order == self._stopping:
-                slot.kill_at = self._clock() + slot.program.grace_s
-                # The ranks alone: what they started is theirs to end.
-                for process in slot.processes:
-                    process.send_signal(signal.SIGTERM)
+                self._tell(slot, slot.program.grace_s)
+
+    def _tell(self, slot: _Slot, grace_s: float) -> None:
+        """Have a program end, within `grace_s`. The ranks alone: what they started is theirs to end."""
+        slot.kill_at = self._clock() + grace_s
+        for process in slot.processes:
+            process.send_signal(signal.SIGTERM)
 
     def _start(self, slot: _Slot) -> None:
         slot.started_at = self._clock()
@@ -202,10 +226,16 @@ class Supervisor:
 
     def _look_at(self, slot: _Slot) -> Verdict | None:
         codes = [code for code in map(_exit_code, slot.processes) if code is not None]
-        if not codes:
+        is_overdue = slot.kill_at is not None and self._clock() >= slot.kill_at
+        if not codes and not is_overdue:
             return None
         name, logs = slot.program.name, slot.logs
+        was_told = slot.kill_at is not None
         self._end(slot)
+        if was_told or (slot.program.may_leave and set(codes) == {0}):
+            slot.is_wanted = slot.is_wanted and was_told  # wanted again while it was leaving
+            self._notices.append(f"{name} has left" + ("; it was not done in time" if is_overdue else ""))
+            return None
         if REFUSED_CODE in codes:
             return Verdict(Ending.REFUSED, name, _last_words(logs) or f"{name} refused to run; see {logs[0][0]}")
         if slot.program.ends_run and set(codes) == {0}:

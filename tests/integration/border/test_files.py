@@ -439,6 +439,7 @@ COVERED = {
     "generation/vllm_backend/memory.py": "the kernel's own",
     "launcher/model_folder.py": "config, launcher; tokenizer, launcher; index, launcher; weights, launcher",
     "launcher/preflight.py": "the kernel's own",
+    "launcher/asking.py": "the token, which may be any text",
     "launcher/reports.py": "status, endpoints, metrics, launcher",
     "launcher/supervisor.py": "the end of a log, which may be any bytes",
     "prompts/sources.py": "problems",

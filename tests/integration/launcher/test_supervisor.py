@@ -136,6 +136,51 @@ def test_restart_waits_for_its_pause(tmp_path: Path, events: Events) -> None:
         until(lambda: len(events.starts("gen-0")) == 2, "the restart")
 
 
+def test_program_that_may_leave_and_left_stays_away_until_it_is_wanted(tmp_path: Path, events: Events) -> None:
+    clock = Clock()
+    left = a_program(tmp_path, "gen-0", "--exit", "0", may_leave=True)
+    with supervised([left], clock) as supervisor:
+        supervisor.poll()
+        until(lambda: supervisor.poll() or supervisor.take_notices() == ["gen-0 has left"], "its end")
+        clock.now += 1000
+        supervisor.poll()
+        assert (len(events.starts("gen-0")), supervisor.restarts()) == (1, {"gen-0": 0})
+        supervisor.want(left)
+        supervisor.poll()
+        until(lambda: len(events.starts("gen-0")) == 2, "its return")
+
+
+def test_retired_program_is_told_to_end_and_another_takes_no_notice(tmp_path: Path, events: Events) -> None:
+    programs = [a_program(tmp_path, name, may_leave=True) for name in ("gen-0", "gen-1")]
+    with supervised(programs[:1]) as supervisor:
+        supervisor.want(programs[1])
+        supervisor.poll()
+        until(lambda: events.starts("gen-0") and events.starts("gen-1"), "the start")
+        for _ in range(2):
+            supervisor.retire("gen-1", 60.0)
+        until(lambda: supervisor.poll() or supervisor.take_notices() == ["gen-1 has left"], "its end")
+        assert "gen-1 stopped" in events.lines()
+        assert is_alive(events.starts("gen-0")[0])
+
+
+def test_retired_program_that_does_not_end_is_killed(tmp_path: Path, events: Events) -> None:
+    clock = Clock()
+    with supervised([a_program(tmp_path, "gen-0", "--ignore-term", may_leave=True)], clock) as supervisor:
+        supervisor.poll()
+        until(lambda: events.starts("gen-0"), "the start")
+        supervisor.retire("gen-0", 60.0)
+        until(lambda: "gen-0 told to stop" in events.lines(), "the signal")
+        assert supervisor.poll() is None
+        assert supervisor.take_notices() == []
+        clock.now += 61
+        assert supervisor.poll() is None
+        assert supervisor.take_notices() == ["gen-0 has left; it was not done in time"]
+        assert not is_alive(events.starts("gen-0")[0])
+        clock.now += 61
+        supervisor.poll()
+        assert len(events.starts("gen-0")) == 1
+
+
 def test_crash_takes_the_programs_own_children_along(tmp_path: Path, events: Events) -> None:
     with supervised([a_program(tmp_path, "gen-0", "--child")]) as supervisor:
         supervisor.poll()
