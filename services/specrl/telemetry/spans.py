@@ -87,7 +87,7 @@ class SpanName(StrEnum):
 
 
 METHOD = "method"
-"""Attribute: what is called, as `specrl.api.v1.TrainerService/TrainStep`."""
+"""Attribute: what is called, as `specrl.api.v1.TrainerService/TrainParts`."""
 
 Value = str | int | float | bool
 

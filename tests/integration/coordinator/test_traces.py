@@ -20,7 +20,7 @@ from tests.stand_ins.engine import TableEngine, TableShape
 from specrl.telemetry.otel import TraceSink
 
 STEPS, PROMPTS, GROUP = 6, 3, 4
-GENERATE, TRAIN_STEP = "generate", "specrl.api.v1.TrainerService/TrainStep"
+GENERATE, TRAIN_PARTS = "generate", "specrl.api.v1.TrainerService/TrainParts"
 
 
 @dataclass
@@ -130,7 +130,7 @@ def test_a_rollout_is_in_the_trace_of_the_step_that_trains_it(spans: list[Readab
 
 def test_the_trainer_s_own_span_of_a_step_hangs_below_the_coordinator_s(spans: list[ReadableSpan]) -> None:
     found = by_ids(spans)
-    trained = [span for span in spans if span.name == TRAIN_STEP]
+    trained = [span for span in spans if span.name == TRAIN_PARTS]
     assert {(process_of(span), span.kind) for span in trained} == {("trainer", SpanKind.SERVER)}
     above = [parent_of(span, found) for span in trained]
     assert [span.name for span in above] == ["train_step"] * STEPS
