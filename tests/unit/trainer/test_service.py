@@ -14,7 +14,7 @@ from tests.integration.trainer.runs import a_batch, a_spec
 from tests.stand_ins.trainer_backend import StandInBackend
 
 from specrl.errors import PeerUnavailable, RecordInvalid, VersionConflict
-from specrl.records import Batch, TrainMetrics, WeightGroup
+from specrl.records import Batch, TrainMetrics, WeightGroup, wire
 from specrl.rpc.clients import TrainerClient
 from specrl.rpc.server import serve
 from specrl.trainer import checkpoints
@@ -129,6 +129,25 @@ async def test_poisoned_batch_arrives_as_what_it_was(tmp_path: Path) -> None:
         with pytest.raises(RecordInvalid, match="finite"):
             await client.train_step(Batch(1, (replace(item, rollout=rollout),)), DEADLINE_S)
     assert backend.trained == []
+
+
+async def test_batch_in_many_parts_is_trained_as_one_and_one_beyond_the_runs_size_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "PART_BYTES", 1)
+    schedule = a_spec(tmp_path).schedule
+    most = schedule.prompts_per_step * schedule.group_size
+    whole, backend = CountingBackend(), CountingBackend()
+    whole.load(None)
+    expected = whole.train_step(a_batch(1, VOCAB, rollouts=most))
+    async with a_trainer(tmp_path, backend) as (client, _):
+        with pytest.raises(
+            RecordInvalid, match=f"at most promptsPerStep \\* groupSize rollouts, {most}, got {most + 1}"
+        ):
+            await client.train_step(a_batch(1, VOCAB, rollouts=most + 1), DEADLINE_S)
+        found = await client.train_step(a_batch(1, VOCAB, rollouts=most), DEADLINE_S)
+    assert (found.tokens, found.loss) == (expected.tokens, expected.loss)
+    assert backend.trained == [1]
 
 
 async def test_weights_go_through_a_group_that_the_client_opens(tmp_path: Path) -> None:
