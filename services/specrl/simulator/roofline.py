@@ -1,7 +1,7 @@
 """Seconds from published figures: each part of a step takes the longer of moving its bytes and doing its arithmetic.
 
     step(B, k, s) = products(B (k+1)) + attention(B, s) + sampler(B (k+1)) + layers * kernels + collectives
-                    + host(B) + k * drafter + [B (k+1) > captured] * layers * launches
+                    + host(B, k) + k * drafter + [B (k+1) > captured] * layers * launches
 
 Attention reads a rollout's keys and values once for its k + 1 queries. Of E experts with t tokens each choosing c,
 E (1 - (1 - c/E)^t) are read (Xu et al., arXiv:2503.05447 and others count alike). A replica's GPUs: attention and
@@ -50,6 +50,8 @@ class Roofline:
         if not self._engine.has_host_costs:
             return gpu
         host = self._how.host_step_ms * 1e-3 + self._how.host_sequence_us * 1e-6 * batch_B
+        if k:
+            host = host + self._how.speculation_step_ms * 1e-3
         if k and self._mechanism is Mechanism.EAGLE3:
             host = host + k * self._how.draft_pass_ms * 1e-3
         if k and self._mechanism is Mechanism.NGRAM:

@@ -169,11 +169,13 @@ class Efficiency(Section):
     """Of the engine's processor, each step."""
     host_sequence_us: AtLeastZero = 80.0
     """... and for each live rollout."""
-    draft_pass_ms: AtLeastZero = 3.0
+    speculation_step_ms: AtLeastZero = 4.5
+    """... and for each step that verifies drafts, whoever made them."""
+    draft_pass_ms: AtLeastZero = 1.5
     """... and for each pass of a learned drafter, beside its GPU time."""
     lookup_us_per_sequence: AtLeastZero = 40.0
     """... and for each live rollout that an n-gram is looked up for."""
-    eager_us_per_layer: AtLeastZero = 500.0
+    eager_us_per_layer: AtLeastZero = 800.0
     """Added to a step that no CUDA graph covers."""
     logprob_passes: AtLeastZero = 2.0
     """Forward passes of the stage logprob: policy and reference."""

@@ -36,6 +36,7 @@ DOUBT = {
     "train_flops_experts": 0.3,
     "host_step_ms": 0.3,
     "host_sequence_us": 0.3,
+    "speculation_step_ms": 0.3,
     "draft_pass_ms": 0.3,
     "eager_us_per_layer": 0.3,
     "prepare_s": 0.3,
