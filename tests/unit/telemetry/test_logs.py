@@ -36,7 +36,7 @@ print("went on")
 
 PAST = (
     r"_?(\w+ed|begun|broken?|built|cut|drawn|found|gone|held|kept|left|lost|made|read|sent|set|shown|shut|taken|told"
-    r"|unheard|won)"
+    r"|unheard|won|written)"
 )
 """A verb in the past tense, or a participle."""
 
