@@ -17,6 +17,7 @@ from tests.stand_ins.trainer_backend import StandInBackend
 from specrl.generation import main as generation
 from specrl.spec import load_spec
 from specrl.telemetry import logs
+from specrl.telemetry.spans import SILENT
 from specrl.trainer import main as trainer
 
 VOCAB = 264  # of the model folder in tests/run_files.py
@@ -37,7 +38,7 @@ async def _train(arguments: list[str]) -> None:
     spec = load_spec(options.spec)
     logs.configure("info", options.peer_id, spec.name)
     backend = StandInBackend(VOCAB, has_drafter=False, seed=1)
-    await trainer.lead(backend, spec, options)  # type: ignore[arg-type]  # one rank needs no control group
+    await trainer.lead(backend, spec, options, SILENT)  # type: ignore[arg-type]  # one rank needs no control group
 
 
 if __name__ == "__main__":
