@@ -22,7 +22,7 @@ from tests.integration.operator.operator_process import Process
 from tests.integration.runs import StartedRun, start
 from tests.stand_ins.api_server import CORE, FakeApiServer
 from tests.stand_ins.api_server_http import HttpApiServer
-from tests.tiny_models import make_text_policy
+from tests.tiny_models import Shape, make_text_policy
 from tests.unit.operator.builders import an_rljob
 from tests.unit.operator.world import a_pod
 
@@ -52,7 +52,7 @@ class Observed:
 def a_run_file(folder: Path) -> Path:
     """An asynchronous run of one replica, whose steps take about a second."""
     texts = [f"{question} is #### {answer}" for question in QUESTIONS for answer in (3, 4)]
-    policy = make_text_policy(folder / "policy", texts, steps=40)
+    policy = make_text_policy(folder / "policy", texts, shape=Shape(layers=8), steps=80)
     rows = [{"question": question, "answer": "#### 3"} for question in QUESTIONS]
     for name, part in (("boxes.jsonl", rows[:-2]), ("held-out.jsonl", rows[-2:])):
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in part))
