@@ -119,6 +119,8 @@ def _calibrated(choice: tuple[int, int, float, int], *, calibrates_cliff: bool) 
         how["eager_us_per_layer"] = brentq(
             lambda us: batch_s(k5.with_(efficiency={"eager_us_per_layer": us})) - target_s, 0, 1500
         )
+        if abs(batch_s(k3.with_(efficiency=how)) / ZERO_K3_S - 1) > 0.01:
+            raise ValueError("steps at k = 3 are not covered either: no cliff between 3 and 5")
     for think_cap in (cap, round(cap * 1.25)):
         try:
             think = median_of(THINK_PLAIN_S, base.with_(workload={"max_tokens": think_cap}))
@@ -174,7 +176,11 @@ def predict() -> dict[str, Any]:
                 "p10": round(float(low), 3),
                 "median": round(float(middle), 3),
                 "p90": round(float(high), 3),
-                "kind": "calibrated" if name in calibrated else "predicted" if how[1] == 3 else "extrapolated",
+                "kind": "calibrated"
+                if name in calibrated
+                else "predicted"
+                if how[:2] == ["eagle3", 3]
+                else "extrapolated",
             }
     for name, overrides in scenarios():
         outcome = simulate(parse(read_mapping(find(name)), overrides))
