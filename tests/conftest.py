@@ -5,6 +5,7 @@ Tests that use one run in the session's event loop: `pytestmark = pytest.mark.as
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
 from collections.abc import AsyncIterator, Callable
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
     from specrl.generation.vllm_backend.engine import VllmEngine
 
 
-# Sandboxes are forked from this process here. With its support for forks gRPC starts threads in the child, in which no
-# user namespace can be made; the product's workers fork from a server that never loaded it.
+# Sandboxes are forked from this process here, the product's from a server that loads little. With its support for forks
+# gRPC starts threads in the child, and in a process with threads no user namespace can be made.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 settings.register_profile("specrl", deadline=None)  # a busy machine is slow, not wrong
@@ -32,6 +33,12 @@ settings.load_profile("specrl")
 MECHANISMS = ("eagle3", "draftModel", "mtp", "suffix", "ngram", "none")
 """Members of generation.speculation. Tests of all of them are `parametrize`d by `kind`, for the whole session: pytest
 then runs those of one mechanism after each other, in whatever modules they are, and each engine starts once."""
+
+
+@pytest.fixture
+def forkable() -> None:
+    """For tests of sandboxes: OpenTelemetry's exporters of earlier tests, which start a thread in each fork, are gone."""
+    gc.collect()
 
 
 @pytest.fixture(scope="session")

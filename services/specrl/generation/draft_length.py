@@ -336,6 +336,11 @@ class DraftLengths:
         self.state, self._state_steps, self._back_off = State.DRAFTING, 0, 1
         self.revise()
 
+    def drafter_replaced(self) -> None:
+        """Another drafter serves under the same policy, as after its initialisation: what is known is of the old one."""
+        self.acceptance = Acceptance(max(self.lengths))
+        self.begin_anew()
+
     def weights_changed(self) -> None:
         """A new version of policy and drafter serves: what was accepted before counts half, and a rest is shorter."""
         self.acceptance.fade(0.5)

@@ -52,7 +52,7 @@ class Observed:
 def a_run_file(folder: Path) -> Path:
     """An asynchronous run of one replica, whose steps take about a second."""
     texts = [f"{question} is #### {answer}" for question in QUESTIONS for answer in (3, 4)]
-    policy = make_text_policy(folder / "policy", texts, shape=Shape(layers=8), steps=80)
+    policy = make_text_policy(folder / "policy", texts, shape=Shape(layers=24), steps=80)
     rows = [{"question": question, "answer": "#### 3"} for question in QUESTIONS]
     for name, part in (("boxes.jsonl", rows[:-2]), ("held-out.jsonl", rows[-2:])):
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in part))

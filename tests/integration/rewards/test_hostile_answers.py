@@ -43,12 +43,12 @@ def a_verifier(isolation: Isolation, **changes: object) -> Verifier:
 
 
 @pytest.fixture(params=list(Isolation))
-def verifier(request: pytest.FixtureRequest) -> Verifier:
+def verifier(request: pytest.FixtureRequest, forkable: None) -> Verifier:
     return ready_or_skip(a_verifier(request.param), request.param)
 
 
 def ready_or_skip(found: Verifier, isolation: Isolation) -> Verifier:
-    """The verifier, where it can isolate: also not in a process in which gRPC starts threads after each fork."""
+    """The verifier, where it can isolate."""
     try:
         found.ready()
     except SpecInvalid as error:

@@ -79,9 +79,17 @@ def test_steps_add_up(vllm_imported: None) -> None:
     drafted = SimpleNamespace(
         num_drafts=2, num_draft_tokens=6, num_accepted_tokens=3, num_accepted_tokens_per_pos=[2, 1, 0]
     )
-    logger(None, 0).record(SimpleNamespace(spec_decoding_stats=drafted), SimpleNamespace(num_generation_tokens=5))
-    logger.record(SimpleNamespace(spec_decoding_stats=None), SimpleNamespace(num_generation_tokens=1))
+    config = SimpleNamespace(cache_config=SimpleNamespace(num_gpu_blocks=8, block_size=16))
+
+    def stats(drafts: SimpleNamespace | None) -> SimpleNamespace:
+        return SimpleNamespace(spec_decoding_stats=drafts, num_running_reqs=2, kv_cache_usage=0.5)
+
+    def tokens(count: int) -> SimpleNamespace:
+        return SimpleNamespace(num_generation_tokens=count, num_prompt_tokens=0)
+
+    logger(config, 0).record(stats(drafted), tokens(5))
+    logger.record(stats(None), tokens(1))
     logger.record(None, None)
-    logger.record(SimpleNamespace(spec_decoding_stats=drafted), SimpleNamespace(num_generation_tokens=5))
+    logger.record(stats(drafted), tokens(5))
     assert logger.total == SpeculationCounters(4, 12, 6, (4, 2, 0), 11)
     assert logger.total.acceptance_length == 2.5

@@ -240,6 +240,18 @@ def test_drafter_that_pays_at_the_end_of_a_batch_is_kept_through_its_beginning()
     assert speed > 1.3
 
 
+def test_initialised_drafter_is_used_although_the_untrained_one_was_useless() -> None:
+    engine = an_engine(0.0)
+    engine.run(16, 500)
+    assert engine.drafting.state is State.OFF
+    engine.chance = 0.8
+    engine.drafting.drafter_replaced()
+    engine.live.clear()
+    engine.run(16, 200)
+    assert engine.drafting.state is State.DRAFTING
+    assert engine.drafting.table[16] == best_length(0.8, 16)
+
+
 @pytest.mark.parametrize("batch", [1, 4])
 def test_few_requests_are_enough_for_a_trial(batch: int) -> None:
     engine = an_engine(0.0)

@@ -13,7 +13,7 @@ from typing import Any
 from tests.run_files import a_run
 
 from specrl.generation.vllm_backend.engine import VllmEngine
-from specrl.records import Rollout, RolloutRequest, Sampling, SpeculationCounters, WeightChecksums
+from specrl.records import Rollout, RolloutRequest, Sampling, WeightChecksums
 from specrl.spec import parse_spec
 
 SENT = WeightChecksums(1, (5,))
@@ -82,11 +82,13 @@ class StandInLlm:
 
 def an_engine(kv_cache: str) -> tuple[VllmEngine, StandInLlm]:
     """An engine that serves version 0 on the stand-in, with a fixed draft length."""
+    from specrl.generation.vllm_backend.counters import CountingLogger  # imports vllm
+
     generation = {"sampling": {"maxTokens": 16}, "speculation": {"none": {}}, "draftLength": "Fixed"}
     spec = parse_spec(a_run(Path("run"), generation=generation, weights={"kvCache": kv_cache}))
     engine, llm = VllmEngine(spec, "gen-0"), StandInLlm()
     engine._llm, engine._policy = llm, SimpleNamespace(config={"vocab_size": 64})  # type: ignore[assignment]
-    engine._counters = SimpleNamespace(total=SpeculationCounters())
+    engine._counters = CountingLogger()
     return engine, llm
 
 

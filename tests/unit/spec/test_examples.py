@@ -17,7 +17,7 @@ from specrl.spec.base import OnCluster
 from specrl.spec.run import RunSpec
 
 FOLDER = Path(__file__).parents[3] / "examples"
-EXAMPLES = sorted(FOLDER.rglob("*.yaml"))
+EXAMPLES = sorted(set(FOLDER.rglob("*.yaml")) - set(FOLDER.glob("plan/*.yaml")))  # those: tests/unit/simulator
 RLJOBS = sorted(FOLDER.glob("rljob-*.yaml"))
 
 

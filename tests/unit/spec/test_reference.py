@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
-from specrl.spec import RunSpec, load_spec
+from specrl.spec import RunSpec
 from specrl.spec.base import Section
 from specrl.spec.cluster_rules import CLUSTER_RULES
 from specrl.spec.reference import page
@@ -18,7 +17,6 @@ from specrl.spec.stand_ins import section_of
 from specrl.spec.store import Store
 
 REPOSITORY = Path(__file__).parents[3]
-EXAMPLES = sorted((REPOSITORY / "examples").rglob("*.yaml"))
 
 
 def sections(model: type[Any] = RunSpec) -> Iterator[type[Any]]:
@@ -65,15 +63,6 @@ def kinds(schema: Any) -> Iterator[Any]:
 def test_there_are_no_floats_in_the_schema() -> None:
     found = set(kinds(RunSpec.model_json_schema()))
     assert found == {"object", "string", "integer", "boolean", "array", "null"}
-
-
-@pytest.mark.parametrize("example", EXAMPLES, ids=[str(path.relative_to(REPOSITORY)) for path in EXAMPLES])
-def test_every_example_is_a_run(example: Path) -> None:
-    assert load_spec(example).name
-
-
-def test_there_are_examples() -> None:
-    assert EXAMPLES
 
 
 def test_the_snippet_on_the_page_about_the_store_is_a_store() -> None:

@@ -33,7 +33,7 @@ def answer(reference, completion, call):
 
 
 @pytest.fixture(params=list(Isolation))
-def interpreter(request: pytest.FixtureRequest) -> Tool:
+def interpreter(request: pytest.FixtureRequest, forkable: None) -> Tool:
     limits = {"isolation": request.param, "cpu_s": 1, "wall_s": 5, "memory_mib": 256, "output_kib": 1}
     tool = tool_for(Tools(answered_by=AnsweredBy(code=CodeTool.model_validate(limits))))
     try:

@@ -99,9 +99,9 @@ async def _calibrate_at(llm: Any, batch: int, sampling: Sampling) -> bool:
         await llm.abort(names)
 
 
-async def weights_changed(llm: Any) -> None:
-    """Tell the controller that new weights serve."""
-    await _call(llm, "weights_changed")
+async def weights_changed(llm: Any, is_same_policy: bool) -> None:
+    """Tell the controller that new weights serve; of the drafter alone, if the policy's version stays."""
+    await _call(llm, "drafter_replaced" if is_same_policy else "weights_changed")
 
 
 async def forbid_rest(llm: Any) -> None:

@@ -396,9 +396,9 @@ class VllmEngine:
         await self._call_workers("specrl_load")
         with translated("take a new version"):
             await self._llm.update_weight_version(str(policy_version))
-            self._policy_version = policy_version
             if self._draft_lengths:
-                await drafting.weights_changed(self._llm)
+                await drafting.weights_changed(self._llm, is_same_policy=policy_version == self._policy_version)
+            self._policy_version = policy_version
             self._loads += 1
             if self._spec.weights.kv_cache is KvCache.RECOMPUTE:
                 await self._llm.reset_prefix_cache(reset_running_requests=True)

@@ -138,6 +138,11 @@ class DraftLengthScheduler(Scheduler):
         """New weights serve."""
         self._drafting.weights_changed()
 
+    def drafting_drafter_replaced(self) -> None:
+        """Another drafter serves under the same policy."""
+        self._drafting.drafter_replaced()
+        self._note_state()
+
     def drafting_calibrate(self, batch: int) -> None:
         """Measure steps of this batch size from now on; the front end provides the requests."""
         if self._calibration is None:
