@@ -37,7 +37,7 @@ then runs those of one mechanism after each other, in whatever modules they are,
 
 @pytest.fixture
 def forkable() -> None:
-    """For tests of sandboxes: OpenTelemetry's exporters of earlier tests, which start a thread in each fork, are gone."""
+    """Before a sandbox: OpenTelemetry's exporters of earlier tests, which start a thread in every fork, are gone."""
     gc.collect()
 
 

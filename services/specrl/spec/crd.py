@@ -125,7 +125,7 @@ def _object_schema() -> Schema:
     (pattern,) = (bound.pattern for bound in name.metadata if getattr(bound, "pattern", None))
     is_name = {
         "rule": f"self.metadata.name.matches(r'{pattern}')",
-        "message": "metadata.name must be at most 35 lower-case letters, digits and dashes, beginning with a letter; "
+        "message": "metadata.name must be at most 34 lower-case letters, digits and dashes, beginning with a letter; "
         "the names of pods and services are made from it",
         "reason": "FieldValueInvalid",
     }

@@ -47,7 +47,7 @@ _REMEDIES = {
     "string_too_short": "write text",
     "too_long": "remove some",
     "value_error": "write it as the rule says",
-    "string_pattern_mismatch": "use at most 35 lower-case letters, digits and dashes",
+    "string_pattern_mismatch": "use at most 34 lower-case letters, digits and dashes",
     "model_type": "write a mapping of its fields",
     "model_attributes_type": "write a mapping of its fields",
 }

@@ -173,8 +173,8 @@ class Telemetry(Section):
 class RunSpec(Section):
     """A run: what is trained, on what, how rollouts are drawn, and how the parts are kept in step."""
 
-    name: Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]{0,33}[a-z0-9])?$")]
-    """Name of the run: at most 35 lower-case letters, digits and dashes, beginning with a letter."""
+    name: Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]{0,32}[a-z0-9])?$")]
+    """Name of the run: at most 34 lower-case letters, digits and dashes, beginning with a letter."""
     model: Model
     prompts: Prompts
     rewards: Rewards

@@ -22,7 +22,7 @@ from tests.integration.operator.operator_process import Process
 from tests.integration.runs import StartedRun, start
 from tests.stand_ins.api_server import CORE, FakeApiServer
 from tests.stand_ins.api_server_http import HttpApiServer
-from tests.tiny_models import Shape, make_text_policy
+from tests.tiny_models import Shape, make_bigram_drafter, make_policy
 from tests.unit.operator.builders import an_rljob
 from tests.unit.operator.world import a_pod
 
@@ -50,9 +50,9 @@ class Observed:
 
 
 def a_run_file(folder: Path) -> Path:
-    """An asynchronous run of one replica, whose steps take about a second."""
-    texts = [f"{question} is #### {answer}" for question in QUESTIONS for answer in (3, 4)]
-    policy = make_text_policy(folder / "policy", texts, shape=Shape(layers=24), steps=80)
+    """An asynchronous run of one replica, with steps of about a second and a drafter that pays from the beginning."""
+    policy = make_policy(folder / "policy", shape=Shape(layers=8), sharpness=30, bigram=20)
+    make_bigram_drafter(folder / "drafter", policy)
     rows = [{"question": question, "answer": "#### 3"} for question in QUESTIONS]
     for name, part in (("boxes.jsonl", rows[:-2]), ("held-out.jsonl", rows[-2:])):
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in part))
@@ -64,13 +64,10 @@ def a_run_file(folder: Path) -> Path:
         "generation": {
             "replicas": 1,
             "sampling": {"temperature": "1", "maxTokens": 32},
-            "speculation": {"eagle3": {"numDraftTokens": 3}},
+            "speculation": {"eagle3": {"numDraftTokens": 3, "path": "drafter"}},
             "maxLiveRollouts": 16,
         },
-        "trainer": {
-            "optimizer": {"learningRate": "1e-3"},
-            "drafter": {"initialisation": {"prompts": 14, "samplesPerPrompt": 4, "epochs": 8}},
-        },
+        "trainer": {"optimizer": {"learningRate": "1e-5"}},
         "schedule": {"steps": STEPS, "promptsPerStep": 4, "groupSize": 8, "maxPolicyLag": 1},
         "validation": {"source": {"jsonl": {"path": "held-out.jsonl"}}, "everySteps": VALIDATED},
         "checkpoint": {"everySteps": 8},

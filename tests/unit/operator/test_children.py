@@ -123,7 +123,7 @@ def variables(container: Object) -> dict[str, str]:
 
 # -- invariants ------------------------------------------------------------------------------------------------------
 
-names = st.from_regex(r"[a-z]([-a-z0-9]{0,33}[a-z0-9])?", fullmatch=True)
+names = st.from_regex(r"[a-z]([-a-z0-9]{0,32}[a-z0-9])?", fullmatch=True)
 
 
 @st.composite
