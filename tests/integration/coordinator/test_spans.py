@@ -125,10 +125,10 @@ async def test_a_rollout_that_is_lost_with_its_replica_ends_there_and_begins_ane
 
 async def test_a_verdict_that_fails_ends_its_span_with_that(tmp_path: Path) -> None:
     spans: list[Span] = []
-    grader = LengthGrader(fails=lambda call: call == 5)
+    grader = LengthGrader(fails=lambda call: 5 <= call <= 12)  # of which four may be the first validation's
     async with Run(tmp_path, a_spec(tmp_path, steps=2), grader=grader, sinks=[spans.append]) as run:
         await run.finish()
-    assert [span.error for span in of(spans, SpanName.REWARD) if span.error] == ["ungraded"]
+    assert {span.error for span in of(spans, SpanName.REWARD)} == {"", "ungraded"}
 
 
 async def test_a_prompt_that_another_step_takes_stays_in_its_own_trace_and_is_linked(tmp_path: Path) -> None:
