@@ -82,26 +82,34 @@ def observe(folder: Path) -> Observed:
     a_run_file(folder)
     api = HttpApiServer(FakeApiServer(CORE | {JOB_SET.api_version}))
     api.watch_s = 0.5
-    run = start(folder, "run", "-f", "run.yaml", "--plain")
     operator = Process(api, folder / "operator")
     try:
         _two_jobs(api.fake, operator)
-        page, targets = _when_all_are_there(run)
-        (folder / "rules.yaml").write_text(yaml.safe_dump(rules_each_second()))
-        found = Observed(
-            Prometheus(folder / "prometheus", config(page, operator.address(), str(folder / "rules.yaml"), targets)),
-            targets,
-            began=time.time(),
-        )
+        run = start(folder, "run", "-f", "run.yaml", "--plain")
         try:
-            _watch(run, page, api.fake, found)
-        except BaseException:
-            found.prometheus.close()
-            raise
+            found = _scraped(folder, run, operator, api.fake)
+        finally:
+            run.stop()
     finally:
-        run.stop()
         operator.close()
         api.close()
+    return found
+
+
+def _scraped(folder: Path, run: StartedRun, operator: Process, fake: FakeApiServer) -> Observed:
+    """What a Prometheus has of the run, and of the operator, when the run has ended."""
+    page, targets = _when_all_are_there(run)
+    (folder / "rules.yaml").write_text(yaml.safe_dump(rules_each_second()))
+    found = Observed(
+        Prometheus(folder / "prometheus", config(page, operator.address(), str(folder / "rules.yaml"), targets)),
+        targets,
+        began=time.time(),
+    )
+    try:
+        _watch(run, page, fake, found)
+    except BaseException:
+        found.prometheus.close()
+        raise
     return found
 
 
