@@ -55,8 +55,14 @@ class Browser:
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
 
     def text(self, selector: str) -> str:
-        """What the first such element says."""
-        return self.driver.find_element(By.CSS_SELECTOR, selector).get_attribute("textContent") or ""
+        """What the first such element says; nothing if there is none."""
+        return next(iter(self.texts(selector)), "")
+
+    def texts(self, selector: str) -> list[str]:
+        """What all such elements say, at one moment: the page replaces them while it is looked at."""
+        script = "return [...document.querySelectorAll(arguments[0])].map((one) => one.textContent)"
+        found: list[str] = self.driver.execute_script(script, selector)
+        return found
 
     def all(self, selector: str) -> list[WebElement]:
         """All such elements."""

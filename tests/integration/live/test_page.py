@@ -39,7 +39,7 @@ def test_page_says_what_the_run_says(page: Browser, live: LiveRun) -> None:
     assert "for too few finished rollouts" in page.text("#share-words")
     assert len(page.all("#stages tbody tr")) == 7
     assert page.text("#advice").endswith(".")
-    page.until(lambda: [row.text for row in page.all("#replica-table tbody th")] == ["gen-0", "gen-1"])
+    page.until(lambda: page.texts("#replica-table tbody th") == ["gen-0", "gen-1"])
     page.until(lambda: page.painted("figure.wide canvas"))
     page.until(lambda: len(page.all("#event-list li")) > 0)
     page.evaluate("document.getElementById('spec').open = true")
@@ -118,7 +118,7 @@ def is_following(page: Browser) -> bool:
 def test_charts_and_timeline_are_tables_too(page: Browser) -> None:
     page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
     page.until(lambda: page.all("#timeline-table tbody tr"))
-    lanes = [row.text for row in page.all("#timeline-table tbody th")]
+    lanes = page.texts("#timeline-table tbody th")
     assert lanes[0] == "trainer"
     assert {"gen-0", "gen-1"} <= set(lanes)
     page.until(lambda: page.all("figure.wide tbody tr"))
