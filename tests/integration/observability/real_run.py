@@ -63,7 +63,7 @@ def a_run_file(folder: Path) -> Path:
         "rewards": {"exact": {}},
         "generation": {
             "replicas": 1,
-            "sampling": {"temperature": "1", "maxTokens": 32},
+            "sampling": {"temperature": "0.5", "maxTokens": 32},
             "speculation": {"eagle3": {"numDraftTokens": 3, "path": "drafter"}},
             "maxLiveRollouts": 16,
         },
