@@ -337,7 +337,7 @@ class DraftLengths:
         self.revise()
 
     def drafter_replaced(self) -> None:
-        """Another drafter serves under the same policy, as after its initialisation: what is known is of the old one."""
+        """Another drafter serves under the same policy, as after its initialisation: nothing that is known is of it."""
         self.acceptance = Acceptance(max(self.lengths))
         self.begin_anew()
 
