@@ -107,8 +107,9 @@ class Board:
         self._published = store.trained()
         self._files.append(self.reports(after=self._files.last_step))
         self._files.append_validations(self.validations())
-        self._curves = Curves(self._all_reports())
-        settled = {group for report in self._all_reports() for group in report.failed}
+        reports = self._all_reports()
+        self._curves = Curves(reports)
+        settled = {group for report in reports for group in report.failed}
         self._given_up = len(settled)
         self._failed = {g: reason for g, reason in (store.fact(FAILED_PROMPTS) or {}).items() if g not in settled}
 

@@ -10,6 +10,7 @@ nothing else reads it. Seconds, tokens; camelCase in the file.
 from __future__ import annotations
 
 import platform
+from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -85,11 +86,11 @@ class CalibrationFile:
 
     def __init__(self, spec: RunSpec, directory: Path) -> None:
         self._spec, self._file = spec, directory / "calibration.json"
-        self._lengths: list[float] = []
+        self._lengths: deque[float] = deque(maxlen=LENGTHS_KEPT)
         self._within: list[float] = []
         self._between: list[float] = []
         self._prompts: list[int] = []
-        self._steps: list[TrainedStages] = []
+        self._steps: deque[TrainedStages] = deque(maxlen=STEPS_KEPT)
         self._accepted: list[list[float]] = []
         self._is_behind = False
 
@@ -100,7 +101,7 @@ class CalibrationFile:
             logs = np.log(lengths)
             self._within.append(float(logs.var(ddof=1)) if len(logs) > 1 else 0.0)
             self._between.append(float(logs.mean()))
-            self._lengths = (self._lengths + lengths)[-LENGTHS_KEPT:]
+            self._lengths.extend(lengths)
             self._prompts.append(len(group.prompt.token_ids))
         if report.accepted_per_position:
             self._accepted.append(report.accepted_per_position)
@@ -114,7 +115,6 @@ class CalibrationFile:
                 load_seconds=sync.get("pause", 0.0) + sync.get("resume", 0.0),
             )
         )
-        self._steps = self._steps[-STEPS_KEPT:]
         self._write(self._found(costs))
 
     def _found(self, costs: Iterable[StepCost]) -> Calibration:

@@ -34,7 +34,7 @@ TOGETHER = 64
 """Most rollouts in one write: 6 MB of 8k tokens each, which no deadline of seconds cuts off."""
 
 OPERATIONS = (
-    *("open", "watch", "rollouts", "batch"),
+    *("open", "watch", "rollouts", "batch", "batch_rollouts"),
     *("put_rollouts", "put_batch", "set_fact", "finish_step", "set_report", "forget_batches"),
 )
 """What metrics call the reads and writes."""

@@ -174,6 +174,8 @@ class Timeline:
         busy = self._busy_between(began_s, ended_s, points, is_live)
         lanes = _in_order({*busy, *(bar.lane for bar, _ in found)})
         names = list(DRAWN)
+        lane_at = {lane: place for place, lane in enumerate(lanes)}
+        name_at = {name: place for place, name in enumerate(names)}
         spans = [StepSpan(step=step, began_s=began, ended_s=ended) for step, began, ended in shown]
         spans += self._present_step() if is_live else []
         return TimelineReport(
@@ -184,8 +186,8 @@ class Timeline:
             names=[name.value for name in names],
             bars=[
                 (
-                    lanes.index(bar.lane),
-                    names.index(bar.name),
+                    lane_at[bar.lane],
+                    name_at[bar.name],
                     bar.step,
                     round(1000 * (bar.began_s - began_s)),
                     round(1000 * (bar.ended_s - began_s)),
