@@ -148,7 +148,7 @@ def batch_s(scenario: Scenario, batches: int = 2) -> float:
     prepared, schedule = prepare(scenario), scenario.schedule
     drawn = prepared.lengths.draw(batches * schedule.prompts_per_step, schedule.group_size, np.random.default_rng(0))
     parts = np.split(drawn, batches)
-    prompt_tokens, pace = scenario.workload.prompt_tokens, prepared.pace()
+    prompt_tokens, pace = scenario.workload.prompt_tokens, prepared.pace
     return float(np.mean([drain_s(part, scenario.layout.replicas, pace, prompt_tokens) for part in parts]))
 
 

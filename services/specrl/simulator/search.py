@@ -100,35 +100,26 @@ def search(
     scenario: Scenario, calibration: RunCalibration | None = None, max_lag: int | None = None, tick: Tick | None = None
 ) -> Advice:
     """Try every layout. Raises SpecInvalid when today's own is impossible."""
-    from scipy.optimize import brute
-
     today = _with_steps(scenario)
     now = Tried(today, _means(prepare(today, calibration)))
     candidates = list(_candidates(today, scenario.schedule.max_policy_lag if max_lag is None else max_lag))
-    found: dict[int, Tried] = {}
-
-    def seconds(place: np.ndarray) -> float:
-        index = int(np.atleast_1d(place)[0])
-        if index not in found:
-            found[index] = _try(candidates[index], calibration)
-            if tick is not None:
-                tick(len(found), len(candidates))
-        result = found[index].means
-        return result.step_s if result is not None else float("inf")
-
-    place = brute(seconds, (slice(0, len(candidates), 1),), finish=None)
-    best = found[int(np.atleast_1d(place)[0])]
+    tried: list[Tried] = []
+    for candidate in candidates:
+        tried.append(_try(candidate, calibration))
+        if tick is not None:
+            tick(len(tried), len(candidates))
+    best = min(tried, key=lambda one: one.means.step_s if one.means is not None else float("inf"))
     assert best.means is not None  # today's layout is among the candidates
     prepared = prepare(best.scenario, calibration)
     low, high = _doubt(today, best.scenario, calibration)
-    lengths = [(*_ends(run_), k) for k, run_ in groupby(enumerate(prepared.pace().lengths_B), lambda it: it[1])]
+    lengths = [(*_ends(run_), k) for k, run_ in groupby(enumerate(prepared.pace.lengths_B), lambda it: it[1])]
     lengths = [(max(1, first), last, k) for first, last, k in lengths if last >= 1]
     longest = max((last * (k + 1) for _, last, k in lengths if k), default=None)
     assert now.means is not None
     return Advice(
         today=now,
         best=best,
-        tried=[found[index] for index in sorted(found)],
+        tried=tried,
         draft_lengths=lengths,
         gain=now.means.step_s / best.means.step_s,
         gain_low=low,

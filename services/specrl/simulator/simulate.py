@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from statistics import fmean
 
@@ -37,6 +37,7 @@ class Prepared:
     memory: Memory | None
     max_live: int
 
+    @cached_property
     def pace(self) -> Pace:
         """Seconds for a token, by live batch and context."""
         return pace_of(self.scenario, self.costs, self.max_live)
@@ -138,12 +139,12 @@ def simulate(scenario: Scenario, calibration: RunCalibration | None = None, tick
     is_plain = scenario.speculation.mechanism is Mechanism.NONE
     theirs = mine if is_plain else means(plain, run(plain, tick))
     warnings = _warnings(prepared)
-    return Outcome(scenario, mine, theirs, trace, prepared.memory, prepared.pace().lengths_B, warnings)
+    return Outcome(scenario, mine, theirs, trace, prepared.memory, prepared.pace.lengths_B, warnings)
 
 
 def run(prepared: Prepared, tick: Tick | None = None) -> Trace:
     """The events of one run."""
-    return Pipeline(prepared.scenario, prepared.costs, prepared.pace(), prepared.lengths, tick).run()
+    return Pipeline(prepared.scenario, prepared.costs, prepared.pace, prepared.lengths, tick).run()
 
 
 def means(prepared: Prepared, trace: Trace) -> Means:
@@ -163,7 +164,7 @@ def means(prepared: Prepared, trace: Trace) -> Means:
 def batch_s(prepared: Prepared, batches: int = 3) -> float:
     """Seconds in which the replicas generate one step's rollouts from none to the last, mean of a few batches."""
     alone = prepared.scenario.with_(schedule={"max_policy_lag": 0, "steps": batches}).alone()
-    trace = Pipeline(alone, prepared.costs, prepared.pace(), prepared.lengths).run()
+    trace = Pipeline(alone, prepared.costs, prepared.pace, prepared.lengths).run()
     return fmean(step.stages["generation"] for step in trace.steps)
 
 

@@ -55,7 +55,7 @@ def test_events_and_the_integral_agree_on_a_synchronous_batch() -> None:
     lengths = prepared.lengths.draw(24 * 6, 8, np.random.default_rng(0))
     steps = run(prepared).steps
     for place, step in enumerate(steps):
-        integral = drain_s(lengths[24 * place : 24 * (place + 1)], 8, prepared.pace(), 200)
+        integral = drain_s(lengths[24 * place : 24 * (place + 1)], 8, prepared.pace, 200)
         assert step.stages["generation"] == pytest.approx(integral, rel=0.01)  # the rest is reading prompts
 
 
