@@ -112,7 +112,7 @@ class Trainer(Section):
     drafter: DrafterTraining = DrafterTraining()
     """Drafter training; without effect unless speculation is `eagle3`."""
     micro_batch_tokens: Positive = 16384
-    """Most tokens, padding included, in one forward pass of one rank."""
+    """Most tokens in one forward pass of one rank. Rollouts are packed one after another, without padding."""
     threads: Positive = 1
     """CPU threads of one rank."""
     num_nodes: Annotated[NodeCount, OnCluster.ONLY] = 1

@@ -117,7 +117,7 @@ class MegatronBackend:
             settings.passes,
             Criterion(settings.loss, self.temperature, eagle3.draft_sampling is DraftSampling.PROBABILISTIC),
         )
-        self.policy.capture(head.config.aux_layers)
+        self.policy.schedule.capture(head.config.aux_layers)
 
     def _check_memory(self) -> None:
         """Raise MemoryTooSmall when weights, gradients and optimizer alone do not fit; activations come on top."""
@@ -214,19 +214,20 @@ class MegatronBackend:
     def _micro_batches(self, rollouts: Sequence[TrainRollout]) -> list[MicroBatch]:
         """This rank's share of a batch, in forward passes."""
         lengths = [len(item.prompt_token_ids) + item.rollout.length for item in rollouts]
-        share = micro_batches.deal(lengths, self.groups.data_size)[self.groups.data_rank]
-        cuts = micro_batches.cut(share, lengths, self.spec.trainer.micro_batch_tokens)
-        return [micro_batch(rollouts, indices, self._step, self.groups.device) for indices in cuts]
+        share = micro_batches.cut(lengths, self.groups.data_size, self.spec.trainer.micro_batch_tokens)
+        mine = share[self.groups.data_rank]
+        return [micro_batch(rollouts, indices, self._step, self.groups.device) for indices in mine]
 
-    @torch.no_grad()
     def _proximal(self, cuts: Sequence[MicroBatch]) -> tuple[list[torch.Tensor], float]:
         """Log-probabilities [T] of every micro-batch under the present policy, and the sum of entropies."""
-        found, entropy = [], 0.0
-        for cut in cuts:
-            logits_TW = self.policy.logits(cut, self.temperature)
-            entropy += float(self.policy.entropies(logits_TW).double().sum())
-            found.append(self.policy.logprobs(logits_TW, cut.target_T))
-        return found, entropy
+        found, entropies = [], []
+
+        def keep(number: int, logits_TW: torch.Tensor) -> None:
+            entropies.append(float(self.policy.entropies(logits_TW).double().sum()))
+            found.append(self.policy.logprobs(logits_TW, cuts[number].target_T))
+
+        self.policy.passes(cuts, keep, self.temperature)
+        return found, sum(entropies)
 
     def _lessons(self, drafter: DrafterTrainer, batch: Batch) -> list[Lesson]:
         """What the drafter learns from in this step; the same at every rank."""
@@ -261,32 +262,34 @@ class MegatronBackend:
         """
         self.policy.zero_gradients()
         sums_6 = torch.zeros(6, dtype=torch.float64, device=self.groups.device)
-        for cut, proximal_T in zip(cuts, proximal, strict=True):
-            mine = self._dealt([lesson for lesson in lessons if lesson.index in cut.indices])
-            states = None
-            if mine:
-                rows = [cut.indices.index(lesson.index) for lesson in mine]
-                logits_TW, states = self.policy.logits_and_states(cut, self.temperature, rows)
-            else:
-                logits_TW = self.policy.logits(cut, self.temperature)
+
+        def loss(number: int, logits_TW: torch.Tensor) -> torch.Tensor:
+            cut, proximal_T = cuts[number], proximal[number]
             policy_T = self.policy.logprobs(logits_TW, cut.target_T)
             weight_T = losses.truncated_importance_weights(proximal_T, cut.sampler_T, self.loss.importance_cap)
             terms = losses.clipped_policy_gradient(policy_T, proximal_T, cut.advantage_T, weight_T, self.loss)
-            torch.autograd.backward(terms.loss_sum / tokens)
-            sums_6 += torch.stack(
-                [
-                    terms.loss_sum.detach(),
-                    terms.clipped_tokens,
-                    terms.clipped_high_tokens,
-                    weight_T.sum(),
-                    weight_T.square().sum(),
-                    losses.capped_tokens(proximal_T, cut.sampler_T, self.loss.importance_cap),
-                ]
-            ).double()
-            if states is not None:
+            sums_6.add_(
+                torch.stack(
+                    [
+                        terms.loss_sum.detach(),
+                        terms.clipped_tokens,
+                        terms.clipped_high_tokens,
+                        weight_T.sum(),
+                        weight_T.square().sum(),
+                        losses.capped_tokens(proximal_T, cut.sampler_T, self.loss.importance_cap),
+                    ]
+                )
+            )
+            return terms.loss_sum / tokens
+
+        mine = [self._dealt([lesson for lesson in lessons if lesson.index in cut.indices]) for cut in cuts]
+        rows = [[cut.indices.index(lesson.index) for lesson in dealt] for cut, dealt in zip(cuts, mine, strict=True)]
+        states = self.policy.passes(cuts, loss, self.temperature, is_training=True, rows=rows)
+        for dealt, kept in zip(mine, states, strict=True):
+            if kept is not None:
                 assert self.drafter is not None
                 self.drafter.accumulate(
-                    states.cut([lesson.context for lesson in mine], [lesson.length for lesson in mine])
+                    kept.cut([lesson.context for lesson in dealt], [lesson.length for lesson in dealt])
                 )
         return [float(value) for value in sums_6]
 
@@ -358,26 +361,32 @@ class MegatronBackend:
     @torch.no_grad()
     def hidden_states(self, rollouts: Sequence[TrainRollout]) -> list[HeadBatch]:
         """This rank's share of the rollouts' turns with the hidden states that the drafter learns from."""
-        found = []
-        for cut in self._micro_batches(rollouts):
-            turns = [turn for row, index in enumerate(cut.indices) for turn in turns_of(row, rollouts[index])]
-            states = self.policy.logits_and_states(cut, self.temperature)[1].rows([turn.index for turn in turns])
-            found.append(states.cut([turn.context for turn in turns], [turn.length for turn in turns]))
-        return found
+        cuts = self._micro_batches(rollouts)
+        turns = [[turn for row, i in enumerate(cut.indices) for turn in turns_of(row, rollouts[i])] for cut in cuts]
+        rows = [[turn.index for turn in some] for some in turns]
+        states = self.policy.passes(cuts, lambda _number, _logits: None, self.temperature, rows=rows)
+        return [
+            kept.cut([turn.context for turn in some], [turn.length for turn in some])
+            for kept, some in zip(states, turns, strict=True)
+            if kept is not None
+        ]
 
-    @torch.no_grad()
     def score(self, rollouts: Sequence[TrainRollout]) -> list[npt.NDArray[np.float32]]:
         self._check(rollouts)
         counts = [item.rollout.sampled_length for item in rollouts]
         ends = np.cumsum([0, *counts])
         # Ranks fill in their own rollouts; the others' zeros make the sum exact.
         whole = torch.zeros(int(ends[-1]), device=self.groups.device)
-        for cut in self._micro_batches(rollouts):
-            found_T = self.policy.logprobs(self.policy.logits(cut, self.temperature), cut.target_T)
-            first = 0
-            for index in cut.indices:
-                whole[ends[index] : ends[index + 1]] = found_T[first : first + counts[index]]
-                first += counts[index]
+        cuts = self._micro_batches(rollouts)
+
+        def keep(number: int, logits_TW: torch.Tensor) -> None:
+            found_T = self.policy.logprobs(logits_TW, cuts[number].target_T)
+            for index, part in zip(
+                cuts[number].indices, found_T.split([counts[i] for i in cuts[number].indices]), strict=True
+            ):
+                whole[ends[index] : ends[index + 1]] = part
+
+        self.policy.passes(cuts, keep, self.temperature)
         dist.all_reduce(whole, group=self.groups.data)
         return [part.cpu().numpy() for part in torch.split(whole, counts)]
 

@@ -22,6 +22,7 @@ from torch.nn import functional
 from specrl.drafting.policy_config import PolicyConfig
 from specrl.errors import CheckpointInvalid
 from specrl.spec.trainer import Parallelism
+from specrl.trainer.megatron_backend.attention import PackedAttention
 
 VOCABULARY_MULTIPLE = 128  # Megatron's own default
 
@@ -68,9 +69,7 @@ def transformer_config(config: PolicyConfig, parallelism: Parallelism, dtype: to
         hidden_dropout=0.0,
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
-        masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
-        attention_softmax_in_fp32=True,
         tensor_model_parallel_size=parallelism.tensor,
         pipeline_dtype=dtype,
         params_dtype=dtype,
@@ -84,9 +83,11 @@ def transformer_config(config: PolicyConfig, parallelism: Parallelism, dtype: to
 def build_model(config: PolicyConfig, parallelism: Parallelism, dtype: torch.dtype) -> GPTModel:
     """An unwrapped GPTModel with arbitrary weights, in `dtype`, on this rank's device. Needs initialised groups."""
     check_layout(config, parallelism)
+    layer = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+    layer.submodules.self_attention.submodules.core_attention = PackedAttention
     model = GPTModel(
         transformer_config(config, parallelism, dtype),
-        get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm"),
+        layer,
         vocab_size=padded_vocabulary(config, parallelism.tensor),
         max_sequence_length=config.max_length,
         position_embedding_type="rope",

@@ -1,6 +1,6 @@
 """The sharded policy with its optimizer: forward passes, and one AdamW step at a time. Called by `backend.py` alone.
 
-Shapes: B sequences, S tokens, T generated tokens, H hidden, W columns of the vocabulary on this tensor parallel rank.
+Shapes: T sampled tokens, W columns of the vocabulary on this tensor parallel rank.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from specrl.spec.trainer import Optimizer, Parallelism
 from specrl.trainer.megatron_backend import hf_weights
 from specrl.trainer.megatron_backend.groups import Groups
 from specrl.trainer.megatron_backend.model import build_model, mask_padding
+from specrl.trainer.megatron_backend.schedule import OnLogits, Schedule
 from specrl.trainer.megatron_backend.tensors import MicroBatch
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # as AdamW calls them, torch's and Transformer Engine's
@@ -37,10 +38,7 @@ class Policy:
     ) -> None:
         self.config, self.groups, self.settings, self.dtype = config, groups, optimizer, dtype
         self.model = build_model(config, parallelism, dtype)
-        self._row_T: torch.Tensor | None = None
-        self._captured: dict[int | str, torch.Tensor] | None = None
-        self.model.output_layer.register_forward_pre_hook(self._keep_rows)
-        self.aux_layers: tuple[int, ...] = ()
+        self.schedule = Schedule([self.model])
         self._is_wrapped = False
 
     def load_folder(self) -> None:
@@ -73,60 +71,24 @@ class Policy:
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
-    def capture(self, aux_layers: tuple[int, ...]) -> None:
-        """Leave detached hidden states behind from now on: of these indices (0: embedding) and before the last norm."""
-        self.aux_layers = aux_layers
+    def passes(
+        self,
+        batches: Sequence[MicroBatch],
+        on_logits: OnLogits,
+        temperature: float,
+        *,
+        is_training: bool = False,
+        rows: Sequence[Sequence[int]] = (),
+    ) -> list[HeadBatch | None]:
+        """Run micro-batches forward, and backward when training; see `Schedule.run`.
 
-        def keep(key: int | str, value: torch.Tensor) -> None:
-            if self._captured is not None:
-                self._captured[key] = value.detach()
+        on_logits gets this rank's columns [T, W], float32, of the sampled tokens' distributions, over temperature.
+        """
 
-        def keep_output(key: int) -> object:
-            return lambda _module, _inputs, output: keep(key, output[0] if isinstance(output, tuple) else output)
+        def scaled(number: int, logits_TW: torch.Tensor) -> torch.Tensor | None:
+            return on_logits(number, mask_padding(logits_TW.float() / temperature, self.config.vocab_size))
 
-        if 0 in aux_layers:
-            self.model.embedding.register_forward_hook(keep_output(0))
-        for layer in self.model.decoder.layers:
-            if layer.layer_number in aux_layers:
-                layer.register_forward_hook(keep_output(layer.layer_number))
-        self.model.decoder.final_layernorm.register_forward_pre_hook(lambda _module, inputs: keep("last", inputs[0]))
-
-    def _keep_rows(self, _module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
-        """Only positions that predict a generated token reach the output layer: [S, B, H] -> [T, 1, H]."""
-        if self._row_T is None:
-            return None
-        hidden_SBH, *rest = inputs
-        hidden_TH = hidden_SBH.transpose(0, 1).flatten(0, 1).index_select(0, self._row_T)
-        return (hidden_TH[:, None], *rest)
-
-    def logits(self, batch: MicroBatch, temperature: float) -> torch.Tensor:
-        """This rank's columns [T, W], float32, of the generated tokens' distributions, over temperature."""
-        self._row_T = batch.row_T
-        try:
-            logits_1TW = self.wrapped(batch.token_ids_BS, batch.position_BS, None)
-        finally:
-            self._row_T = None
-        return mask_padding(logits_1TW[0].float() / temperature, self.config.vocab_size)
-
-    def logits_and_states(
-        self, batch: MicroBatch, temperature: float, rows: Sequence[int] | None = None
-    ) -> tuple[torch.Tensor, HeadBatch]:
-        """`logits`, and what the drafter learns from, detached: all sequences, or those of `rows`."""
-        self._captured = {}
-        try:
-            logits_TW = self.logits(batch, temperature)
-            states = self._captured
-        finally:
-            self._captured = None
-        chosen = torch.tensor(range(len(batch.indices)) if rows is None else rows, device=batch.lengths_B.device)
-
-        def taken(x_SBH: torch.Tensor) -> torch.Tensor:
-            return x_SBH.index_select(1, chosen)
-
-        aux_BSA = torch.cat([taken(states[layer]) for layer in self.aux_layers], -1).transpose(0, 1).contiguous()
-        last_BSH = taken(states["last"]).transpose(0, 1).contiguous()
-        kept = (x_B[chosen] for x_B in (batch.prompt_lengths_B, batch.lengths_B))
-        return logits_TW, HeadBatch(batch.token_ids_BS[chosen], aux_BSA, last_BSH, *kept)
+        return self.schedule.run([self.wrapped], batches, scaled, is_training=is_training, rows=rows)
 
     def logprobs(self, logits_TW: torch.Tensor, target_T: torch.Tensor) -> torch.Tensor:
         """Log-probabilities [T] of the targets, differentiable. Overwrites logits_TW (Megatron works in place)."""
