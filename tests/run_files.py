@@ -19,6 +19,8 @@ CONFIG: dict[str, Any] = {
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
 }
 
 

@@ -1,6 +1,6 @@
 """Tiny policies and drafters, made on the spot. Nothing is downloaded; the same seed gives the same weights.
 
-    make_policy          random Qwen3 with a byte-level tokenizer
+    make_policy          random Qwen3 or Llama with a byte-level tokenizer
     make_text_policy     the same, trained for seconds until it continues the given texts
     make_mtp_policy      MiMo: a Qwen2 with one head for multi-token prediction, which guesses right often
     make_bigram_drafter  an EAGLE-3 head that guesses right often, for a policy with `bigram` set
@@ -14,8 +14,8 @@ A random policy is nearly uniform, and a random head never guesses right: tests 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     PreTrainedTokenizerFast,
-    Qwen2Config,
     Qwen2ForCausalLM,
-    Qwen3Config,
     Qwen3ForCausalLM,
 )
 
@@ -40,7 +40,10 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Shape:
-    """Size of a tiny Qwen3. head_dim must be one that vLLM's CPU attention knows: 32 is the smallest."""
+    """Size of a tiny model. head_dim must be one that vLLM's CPU attention knows: 32 is the smallest.
+
+    family: transformers' model_type. rope: replaces fields of rope_parameters.
+    """
 
     hidden: int = 64
     layers: int = 4
@@ -51,6 +54,8 @@ class Shape:
     vocab: int = 264
     max_length: int = 1024
     is_tied: bool = False
+    family: str = "qwen3"
+    rope: Mapping[str, Any] = field(default_factory=dict)
 
 
 def make_policy(
@@ -62,10 +67,10 @@ def make_policy(
     bigram: float = 1.0,
     dtype: torch.dtype = torch.float32,
 ) -> Path:
-    """Write a random Qwen3 with tokenizer to `path` and return it."""
+    """Write a random model of the shape's family, with tokenizer, to `path` and return it."""
     tokenizer = make_tokenizer(path, shape.vocab)
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(_config(shape, tokenizer))
+    model = AutoModelForCausalLM.from_config(_config(shape, tokenizer), dtype=torch.float32)
     with torch.no_grad():
         model.lm_head.weight.mul_(sharpness)
         model.model.embed_tokens.weight.mul_(bigram)
@@ -82,7 +87,7 @@ def make_mtp_policy(
     """
     tokenizer = make_tokenizer(path, shape.vocab)
     torch.manual_seed(seed)
-    model = Qwen2ForCausalLM(_config(shape, tokenizer, Qwen2Config))
+    model = Qwen2ForCausalLM(_config(replace(shape, family="qwen2"), tokenizer))
     with torch.no_grad():
         model.lm_head.weight.mul_(sharpness)
         model.model.embed_tokens.weight.mul_(bigram)
@@ -243,8 +248,9 @@ def edit_config(path: Path, **changes: Any) -> None:
     file.write_text(json.dumps({**config, **changes}), encoding="utf-8")
 
 
-def _config(shape: Shape, tokenizer: PreTrainedTokenizerFast, kind: type[Any] = Qwen3Config) -> Any:
-    return kind(
+def _config(shape: Shape, tokenizer: PreTrainedTokenizerFast) -> Any:
+    return AutoConfig.for_model(
+        shape.family,
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
@@ -257,5 +263,5 @@ def _config(shape: Shape, tokenizer: PreTrainedTokenizerFast, kind: type[Any] = 
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, **shape.rope},
     )

@@ -6,6 +6,7 @@ moved into `rope_parameters`), and a key that is silently missed gives a model t
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,54 @@ from specrl.files import read_object
 
 
 @dataclass(frozen=True)
+class Family:
+    """What models of one `model_type` have in common. Rotary positions, RMSNorm and SwiGLU they all have.
+
+    has_qk_norm: queries and keys are normalised by head.
+    """
+
+    architecture: str
+    has_qk_norm: bool
+
+
+QWEN3 = Family("Qwen3ForCausalLM", has_qk_norm=True)
+FAMILIES = {"qwen3": QWEN3, "llama": Family("LlamaForCausalLM", has_qk_norm=False)}
+ARCHITECTURES = tuple(family.architecture for family in FAMILIES.values())
+
+# What a type of rotary scaling is described by, in the words of transformers' `rope_parameters`, and what an absent
+# field means. None: it must be there.
+_ROPE_FIELDS: dict[str, dict[str, float | None]] = {
+    "default": {},
+    "llama3": {
+        "factor": None,
+        "low_freq_factor": None,
+        "high_freq_factor": None,
+        "original_max_position_embeddings": None,
+    },
+    "yarn": {
+        "factor": None,
+        "original_max_position_embeddings": None,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": 1.0,
+        "attention_factor": 0.0,
+        "mscale": 0.0,
+        "mscale_all_dim": 0.0,
+    },
+}
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched for long contexts: `llama3` or `yarn`, with their numbers by name."""
+
+    kind: str
+    numbers: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class PolicyConfig:
-    """Shape of a dense Qwen3 policy. vocab_size as in the checkpoint, without padding."""
+    """Shape of a policy. vocab_size as in the checkpoint, without padding."""
 
     path: Path
     vocab_size: int
@@ -30,17 +77,20 @@ class PolicyConfig:
     norm_epsilon: float
     rope_theta: float
     is_tied: bool
+    family: Family = QWEN3
+    rope_scaling: RopeScaling | None = None
 
     @property
     def num_parameters(self) -> int:
         """Weights of the policy."""
-        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_groups) + 2 * self.head_dim
-        layer = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_groups)
+        norms = 2 * self.hidden_size + (2 * self.head_dim if self.family.has_qk_norm else 0)
+        layer = attention + norms + 3 * self.hidden_size * self.intermediate_size
         return self.num_layers * layer + self.hidden_size * (1 + self.vocab_size * (1 if self.is_tied else 2))
 
 
 def read_policy_config(path: Path) -> PolicyConfig:
-    """Read `path/config.json`. Raises CheckpointInvalid unless it is a dense Qwen3 that we can train."""
+    """Read `path/config.json`. Raises CheckpointInvalid unless it is a model that the trainer can train."""
     try:
         raw = read_object(path / "config.json")
     except (OSError, ValueError) as error:
@@ -48,20 +98,38 @@ def read_policy_config(path: Path) -> PolicyConfig:
             f"model.path must be a Hugging Face folder with a config.json, got {path}: {error}; check the path"
         ) from error
     try:
-        _refuse_unsupported(raw, path)
-        return _described(raw, path)
-    except (ArithmeticError, AttributeError, TypeError) as error:
+        wrong = list(_misfits(raw))
+        if not wrong:
+            return _described(raw, path)
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
         raise CheckpointInvalid(
             f"{path / 'config.json'} must describe a model, got fields of other kinds: {error}; copy the model again"
         ) from error
+    raise CheckpointInvalid(
+        f"{path / 'config.json'} must describe a model that this version trains: {'; '.join(wrong)}; "
+        f"use a checkpoint of {', '.join(ARCHITECTURES)}"
+    )
 
 
 def _is_positive(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
+def _rope(raw: dict[str, Any]) -> dict[str, Any]:
+    """As transformers 5 writes it, or 4."""
+    found: dict[str, Any] = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    return found
+
+
+def _rope_type(raw: dict[str, Any]) -> object:
+    return _rope(raw).get("rope_type") or _rope(raw).get("type") or "default"
+
+
 def _described(raw: dict[str, Any], path: Path) -> PolicyConfig:
-    rope = raw.get("rope_parameters") or {}
+    kind, rope = str(_rope_type(raw)), _rope(raw)
+    numbers = {name: float(rope.get(name) or default or 0) for name, default in _ROPE_FIELDS[kind].items()}
+    if rope.get("truncate") is False:
+        numbers["truncate"] = 0.0
     return PolicyConfig(
         path=path,
         vocab_size=raw["vocab_size"],
@@ -75,16 +143,22 @@ def _described(raw: dict[str, Any], path: Path) -> PolicyConfig:
         norm_epsilon=raw["rms_norm_eps"],
         rope_theta=float(rope.get("rope_theta") or raw["rope_theta"]),
         is_tied=bool(raw.get("tie_word_embeddings", False)),
+        family=FAMILIES[raw["model_type"]],
+        rope_scaling=None if kind == "default" else RopeScaling(kind, numbers),
     )
 
 
-def _refuse_unsupported(raw: dict[str, Any], path: Path) -> None:
-    """Everything that the weight map or the forward pass would otherwise get silently wrong.
+def _misfits(raw: dict[str, Any]) -> Iterator[str]:
+    """Everything that the weight map or the forward pass would otherwise get silently wrong, in words.
 
-    Raises CheckpointInvalid, and TypeError or AttributeError for fields that are of another kind altogether.
+    Raises TypeError or AttributeError for fields that are of another kind altogether.
     """
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    layer_types = set(raw.get("layer_types") or ["full_attention"])
+    family = FAMILIES.get(str(raw.get("model_type")))
+    if family is None:
+        yield f"model_type must be one of {', '.join(FAMILIES)}, got {raw.get('model_type')!r}"
+        return
+    named, rope = raw.get("architectures") or [family.architecture], _rope(raw)
+    layer_types = {str(kind) for kind in raw.get("layer_types") or ["full_attention"]}
     required = (
         "vocab_size",
         "hidden_size",
@@ -95,21 +169,38 @@ def _refuse_unsupported(raw: dict[str, Any], path: Path) -> None:
         "max_position_embeddings",
         "rms_norm_eps",
     )
+    scaling, longest = _ROPE_FIELDS.get(str(_rope_type(raw)), {}), raw.get("max_position_embeddings")
     checks = [
-        ("model_type", raw.get("model_type"), raw.get("model_type") == "qwen3", "qwen3 (dense)"),
+        ("architectures", named, named == [family.architecture], f"[{family.architecture}]"),
         ("hidden_act", raw.get("hidden_act"), raw.get("hidden_act", "silu") == "silu", "silu"),
         ("attention_bias", raw.get("attention_bias"), not raw.get("attention_bias", False), "false"),
+        ("mlp_bias", raw.get("mlp_bias"), not raw.get("mlp_bias", False), "false"),
         ("attention_dropout", raw.get("attention_dropout"), not raw.get("attention_dropout", 0), "0"),
         ("use_sliding_window", raw.get("use_sliding_window"), not raw.get("use_sliding_window", False), "false"),
         ("layer_types", sorted(layer_types), layer_types == {"full_attention"}, "full_attention in every layer"),
-        ("rope type", rope.get("rope_type"), rope.get("rope_type", "default") == "default", "default"),
-        ("rope_theta", None, bool(rope.get("rope_theta") or raw.get("rope_theta")), "given"),
+        ("rope_type", _rope_type(raw), _rope_type(raw) in _ROPE_FIELDS, f"one of {', '.join(_ROPE_FIELDS)}"),
+        ("partial_rotary_factor", _partial(raw), _partial(raw) == 1, "1"),
+        ("rope_theta", None, _is_positive(rope.get("rope_theta") or raw.get("rope_theta")), "given, and above 0"),
         ("quantization_config", "one", raw.get("quantization_config") is None, "absent"),
         *((key, raw.get(key), _is_positive(raw.get(key)), "a number above 0") for key in required),
+        *(
+            (f"rope_parameters.{key}", rope.get(key), _is_positive(rope.get(key)), "a number above 0")
+            for key, default in scaling.items()
+            if default is None
+        ),
     ]
     wrong = [f"{name} must be {rule}, got {value!r}" for name, value, is_right, rule in checks if not is_right]
-    if wrong:
-        raise CheckpointInvalid(
-            f"{path / 'config.json'} must describe a model that this version trains: {'; '.join(wrong)}; "
-            "use a dense Qwen3 checkpoint"
+    yield from wrong
+    if (
+        not wrong
+        and _rope_type(raw) == "yarn"
+        and not 1 < longest / rope["original_max_position_embeddings"] <= rope["factor"]
+    ):
+        yield (
+            f"max_position_embeddings must be > {rope['original_max_position_embeddings']} and at most "
+            f"{rope['factor']} times that with YaRN, got {longest}"
         )
+
+
+def _partial(raw: dict[str, Any]) -> object:
+    return _rope(raw).get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1

@@ -17,6 +17,7 @@ import psutil
 
 from specrl.coordinator.sinks import check_sinks
 from specrl.coordinator.store import check_server
+from specrl.drafting.policy_config import ARCHITECTURES, read_policy_config
 from specrl.errors import CheckpointInvalid, Problem, SpecInvalid
 from specrl.generation.vllm_backend import checkpoint
 from specrl.generation.vllm_backend.mechanisms import check_mechanism, drafting_model, surroundings
@@ -26,8 +27,6 @@ from specrl.launcher.model_folder import ModelFolder, read_model_folder
 from specrl.launcher.ports import choose_ports
 from specrl.spec import RunSpec
 from specrl.telemetry import traces
-
-ARCHITECTURES = ("Qwen3ForCausalLM",)
 
 
 @dataclass(frozen=True)
@@ -77,14 +76,9 @@ def check(spec: RunSpec, available_bytes: Callable[[], int] = available_memory_b
 
 
 def check_policy(spec: RunSpec) -> ModelFolder:
-    """The model folder is whole, of a supported architecture, and long enough. Raises CheckpointInvalid."""
+    """The model folder is whole, of a family that can be trained, and long enough. Raises CheckpointInvalid."""
     policy = read_model_folder(Path(spec.model.path), "model.path")
-    named = policy.config.get("architectures") or ["none"]
-    if named[0] not in ARCHITECTURES:
-        raise CheckpointInvalid(
-            f"model.path must hold one of {', '.join(ARCHITECTURES)}, got architecture={named[0]} in {policy.path}; "
-            "other architectures are not supported yet"
-        )
+    longest = read_policy_config(policy.path).max_length
     size, vocabulary = policy.tokenizer_size, policy.number("vocab_size") or 0
     if size is None:
         raise CheckpointInvalid(
@@ -96,12 +90,11 @@ def check_policy(spec: RunSpec) -> ModelFolder:
             f"the tokenizer's token ids must be < the model's vocabulary, got {size} tokens for "
             f"vocab_size={vocabulary} in {policy.path}; use the tokenizer that the model was trained with"
         )
-    positions = policy.number("max_position_embeddings")
-    if positions is not None and spec.model.max_length > positions:
+    if spec.model.max_length > longest:
         raise CheckpointInvalid(
-            f"model.maxLength must be <= {positions}, the model's max_position_embeddings, got "
-            f"maxLength={spec.model.max_length}; shorten prompts.maxTokens or generation.sampling.maxTokens, or use "
-            "another model"
+            f"model.maxLength must be <= {longest}, the model's max_position_embeddings, got "
+            f"maxLength={spec.model.max_length}; shorten prompts.maxTokens or generation.sampling.maxTokens, use "
+            "another model, or stretch this one's positions by YaRN (docs/models.md)"
         )
     return policy
 

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import torch
 from tests.integration.trainer.runs import CAP, EPSILON, LEARNING_RATE, TEMPERATURE, WEIGHT_DECAY
-from transformers import Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specrl.records import Batch, TrainRollout
 
 
-def load(policy: Path) -> Qwen3ForCausalLM:
-    return Qwen3ForCausalLM.from_pretrained(policy, dtype=torch.float32).eval()
+def load(policy: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).eval()
 
 
-def logprobs(model: Qwen3ForCausalLM, item: TrainRollout) -> torch.Tensor:
+def logprobs(model: PreTrainedModel, item: TrainRollout) -> torch.Tensor:
     """Log-probabilities [T] of one rollout's tokens at the sampling temperature, without any padding."""
     prompt = len(item.prompt_token_ids)
     ids_S = torch.tensor([*item.prompt_token_ids, *item.rollout.token_ids_T.tolist()])
@@ -24,7 +24,7 @@ def logprobs(model: Qwen3ForCausalLM, item: TrainRollout) -> torch.Tensor:
     return logits_TV.log_softmax(-1).gather(1, ids_S[prompt:, None])[:, 0]
 
 
-def train(model: Qwen3ForCausalLM, batches: Sequence[Batch]) -> list[tuple[float, float]]:
+def train(model: PreTrainedModel, batches: Sequence[Batch]) -> list[tuple[float, float]]:
     """AdamW steps on the truncated, importance-weighted policy gradient. Returns (loss, gradient norm) of each."""
     matrices = [weight for weight in model.parameters() if weight.ndim > 1]
     norms = [weight for weight in model.parameters() if weight.ndim == 1]

@@ -1,4 +1,4 @@
-"""From a policy's shape to a Megatron GPTModel with Qwen3's forward pass, on CUDA or on CPUs.
+"""From a policy's shape to a Megatron GPTModel with its family's forward pass, on CUDA or on CPUs.
 
 Vocabulary rows are padded to a multiple of 128 that all tensor parallel layouts share, so that a checkpoint of one
 layout loads into another; padded rows are kept out of every softmax by `mask_padding`.
@@ -22,6 +22,7 @@ from torch.nn import functional
 from specrl.drafting.policy_config import PolicyConfig
 from specrl.errors import CheckpointInvalid
 from specrl.spec.trainer import Parallelism
+from specrl.trainer.megatron_backend import rope
 from specrl.trainer.megatron_backend.attention import PackedAttention
 
 VOCABULARY_MULTIPLE = 128  # Megatron's own default
@@ -50,9 +51,9 @@ def padded_vocabulary(config: PolicyConfig, tensor: int) -> int:
 
 
 def transformer_config(config: PolicyConfig, parallelism: Parallelism, dtype: torch.dtype) -> TransformerConfig:
-    """Qwen3 in Megatron's words. Fused kernels are off: they exist for CUDA only, and change rounding."""
+    """The policy in Megatron's words. Fused kernels are off: they exist for CUDA only, and change rounding."""
     is_cpu = not torch.cuda.is_available()
-    return TransformerConfig(
+    found = TransformerConfig(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
         ffn_hidden_size=config.intermediate_size,
@@ -61,7 +62,7 @@ def transformer_config(config: PolicyConfig, parallelism: Parallelism, dtype: to
         kv_channels=config.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=config.norm_epsilon,
-        qk_layernorm=True,
+        qk_layernorm=config.family.has_qk_norm,
         add_bias_linear=False,
         gated_linear_unit=True,
         activation_func=functional.silu,
@@ -78,12 +79,21 @@ def transformer_config(config: PolicyConfig, parallelism: Parallelism, dtype: to
         deterministic_mode=False,
         calculate_per_token_loss=True,  # gradients are summed over ranks; the loss itself carries the divisor
     )
+    _scale_attention(found, rope.attention_factor(config))
+    return found
+
+
+def _scale_attention(found: TransformerConfig, factor: float) -> None:
+    """Have cosine and sine multiplied by `factor`, in the only words that Megatron 0.16 reads: 0.1 * m * ln(e) + 1."""
+    if factor != 1:
+        for name, value in (("rotary_scaling_factor", math.e), ("mscale", (factor - 1) / 0.1), ("mscale_all_dim", 0.0)):
+            setattr(found, f"yarn_{name}", value)
 
 
 def build_model(config: PolicyConfig, parallelism: Parallelism, dtype: torch.dtype) -> GPTModel:
     """An unwrapped GPTModel with arbitrary weights, in `dtype`, on this rank's device. Needs initialised groups."""
     check_layout(config, parallelism)
-    layer = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+    layer = get_gpt_layer_local_spec(qk_layernorm=config.family.has_qk_norm, normalization="RMSNorm")
     layer.submodules.self_attention.submodules.core_attention = PackedAttention
     model = GPTModel(
         transformer_config(config, parallelism, dtype),
@@ -95,6 +105,7 @@ def build_model(config: PolicyConfig, parallelism: Parallelism, dtype: torch.dty
         share_embeddings_and_output_weights=config.is_tied,
         parallel_output=True,
     )
+    model.rotary_pos_emb.inv_freq = rope.inverse_frequencies(config).to(model.rotary_pos_emb.inv_freq.device)
     if dtype == torch.bfloat16:
         model = model.bfloat16()
     return model.cuda() if torch.cuda.is_available() else model

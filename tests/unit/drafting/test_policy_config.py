@@ -1,0 +1,60 @@
+"""Which models are trained, and with which words all others are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.run_files import a_model_folder
+
+from specrl.drafting.policy_config import read_policy_config
+from specrl.errors import CheckpointInvalid
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 128}
+
+
+def a_config(folder: Path, **fields: Any) -> Any:
+    return read_policy_config(a_model_folder(folder / "model", **fields))
+
+
+def test_family_decides_about_normalised_heads(tmp_path: Path) -> None:
+    assert a_config(tmp_path / "a").family.has_qk_norm
+    llama = a_config(tmp_path / "b", model_type="llama", architectures=["LlamaForCausalLM"])
+    assert not llama.family.has_qk_norm
+
+
+@pytest.mark.parametrize("rope", [{"rope_parameters": YARN}, {"rope_scaling": YARN | {"type": "yarn"}}])
+def test_positions_are_read_as_transformers_4_and_5_write_them(rope: dict[str, Any], tmp_path: Path) -> None:
+    scaling = a_config(tmp_path, **rope).rope_scaling
+    assert (scaling.kind, scaling.numbers["factor"], scaling.numbers["beta_fast"]) == ("yarn", 4, 32)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "mixtral"}, "model_type must be one of qwen3, llama"),
+        ({"model_type": "llama"}, r"architectures must be \[LlamaForCausalLM\], got \['Qwen3ForCausalLM'\]"),
+        ({"attention_bias": True}, "attention_bias must be false"),
+        ({"mlp_bias": True}, "mlp_bias must be false"),
+        ({"hidden_act": "gelu"}, "hidden_act must be silu, got 'gelu'"),
+        ({"use_sliding_window": True}, "use_sliding_window must be false"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types must be full_attention in every layer"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type must be one of default, llama3, yarn"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type must be one of .* got 'linear'"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2}}, "original_max_position_embeddings must be a number"),
+        ({"rope_parameters": YARN | {"factor": 3.0}}, "must be > 128 and at most 3.0 times that with YaRN, got 512"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
+        ({"rope_theta": None}, "rope_theta must be given"),
+        ({"quantization_config": {}}, "quantization_config must be absent"),
+        ({"num_key_value_heads": None}, "num_key_value_heads must be a number above 0, got None"),
+    ],
+)
+def test_what_would_be_silently_wrong_is_refused(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointInvalid, match=message):
+        a_config(tmp_path, **fields)
+
+
+def test_all_that_is_wrong_is_named_at_once(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointInvalid, match=r"hidden_act must be silu.*; attention_bias must be false"):
+        a_config(tmp_path, hidden_act="relu", attention_bias=True)
