@@ -39,6 +39,7 @@ UNITS = {
     "loss": "loss",
     "rate": "rate",
     "reachable": "0 or 1",
+    "paused": "0 or 1",
     "leader": "0 or 1",
     "condition": "0 or 1",
 }

@@ -413,6 +413,8 @@ def _progress(job: Job, now: datetime, is_stopped: bool) -> tuple[bool, str, str
     broken = condition_of(job.status, COLLECTIVE_READY)
     if broken.get("status") == "False":
         return False, broken.get("reason", "CollectiveFailed"), broken.get("message", "")
+    if progress.get("paused"):
+        return False, "Paused", f"people have paused the run after step {progress.get('step', 0)}; resume it"
     since = read_time(progress["lastUpdateTime"])
     if now - since >= timedelta(seconds=STALL_S):
         return False, "Stalled", f"nothing new since step {progress.get('step', 0)} at {write_time(since)}"

@@ -1,7 +1,8 @@
-"""Files that are read whole: no more of them than they may be large, and JSON that cannot be read is a ValueError.
+"""Files that are read and written whole.
 
-Below everything, since every part reads some file that another program, version or hand has written. A reader catches
-OSError and ValueError, and says which file it is and what to do.
+Reading: no more of a file than it may be large, and JSON that cannot be read is a ValueError. Below everything, since
+every part reads some file that another program, version or hand has written. A reader catches OSError and ValueError,
+and says which file it is and what to do. Writing: a reader finds the old content or the new, never half of one.
 """
 
 from __future__ import annotations
@@ -30,6 +31,13 @@ def read_bytes(path: Path, most_bytes: int) -> bytes:
 def read_text(path: Path, most_bytes: int = SMALL_BYTES) -> str:
     """UTF-8 text. Raises OSError, and ValueError for other bytes."""
     return read_bytes(path, most_bytes).decode("utf-8")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file's content, in one rename. Not synced: for what a power cut may take. Raises OSError."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
 
 
 def read_object(path: Path, most_bytes: int = JSON_BYTES) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from specrl.spec import load_spec
 from specrl.spec.rljob import is_rljob
 
 if TYPE_CHECKING:
-    from specrl.simulator.measured import RunCalibration
+    from specrl.coordinator.calibration import Calibration
     from specrl.simulator.scenario import Scenario
 
 Source = Annotated[
@@ -116,7 +116,7 @@ def _check_extra() -> None:
 
 def _read(
     source: str, overrides: list[str], calibrations: list[Path], cluster: Path | None
-) -> tuple[Scenario, RunCalibration | None]:
+) -> tuple[Scenario, Calibration | None]:
     """The scenario that the arguments mean. Raises SpecInvalid with every problem."""
     from specrl.simulator.from_run import scenario_of
     from specrl.simulator.measured import read_calibrations
@@ -133,7 +133,7 @@ def _read(
     return parse(raw, overrides), measured
 
 
-def _write_outcome(out: Path, outcome: Any, measured: RunCalibration | None) -> None:
+def _write_outcome(out: Path, outcome: Any, measured: Calibration | None) -> None:
     from specrl.simulator import figures, maps, pages
 
     scenario = outcome.scenario

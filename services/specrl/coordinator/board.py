@@ -390,6 +390,7 @@ class Board:
         occupancy = scheduler.occupancy()
         self._exported.groups(occupancy.groups_in_flight, occupancy.groups_buffered)
         self._exported.replicas(replicas)
+        self._exported.paused(status.is_paused)
         counters = {name: stage.counters[name] for name in ("requeued", "resumed", "poisoned", "ungraded")}
         counters |= {
             "discardedForAge": stage.discarded,

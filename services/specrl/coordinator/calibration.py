@@ -28,7 +28,10 @@ QUANTILES = 129
 """Of the lengths: equally spaced probabilities from 0 to 1, every 1/128."""
 
 STEPS_KEPT = 200
-"""Of the stages: the newest steps."""
+"""Of the stages and the acceptance: the newest steps."""
+
+GROUPS_KEPT = 5_000
+"""Of the newest groups: how alike their rollouts are, and their prompts."""
 
 LENGTHS_KEPT = 20_000
 """Of the newest rollouts."""
@@ -87,11 +90,11 @@ class CalibrationFile:
     def __init__(self, spec: RunSpec, directory: Path) -> None:
         self._spec, self._file = spec, directory / "calibration.json"
         self._lengths: deque[float] = deque(maxlen=LENGTHS_KEPT)
-        self._within: list[float] = []
-        self._between: list[float] = []
-        self._prompts: list[int] = []
+        self._within: deque[float] = deque(maxlen=GROUPS_KEPT)
+        self._between: deque[float] = deque(maxlen=GROUPS_KEPT)
+        self._prompts: deque[int] = deque(maxlen=GROUPS_KEPT)
         self._steps: deque[TrainedStages] = deque(maxlen=STEPS_KEPT)
-        self._accepted: list[list[float]] = []
+        self._accepted: deque[list[float]] = deque(maxlen=STEPS_KEPT)
         self._is_behind = False
 
     def step_ended(self, report: StepReport, groups: Sequence[Group], costs: Iterable[StepCost]) -> None:

@@ -20,6 +20,7 @@ import structlog
 
 from specrl.coordinator.board import PAUSED, Board
 from specrl.coordinator.store_link import StoreLink
+from specrl.files import write_text
 from specrl.spec import RunSpec, dump
 
 log = structlog.get_logger(__name__)
@@ -79,9 +80,7 @@ class Controls:
         """Have the launcher keep so many replicas. Durable, in the run file, when this returns. Raises OSError."""
         generation = self.spec.generation.model_copy(update={"replicas": replicas})
         spec = self.spec.model_copy(update={"generation": generation})
-        part = self._run_file.with_suffix(".yaml.part")
-        part.write_text(dump(spec), encoding="utf-8")
-        part.replace(self._run_file)
+        write_text(self._run_file, dump(spec))
         self.spec = spec
         log.info("run_scaled", replicas=replicas)
         self._board.scaled(replicas)

@@ -82,6 +82,10 @@ class Exported:
             metrics.REPLICA_LIVE_ROLLOUTS.labels(run, replica.id).set(replica.live_rollouts)
             metrics.REPLICA_POLICY_VERSION.labels(run, replica.id).set(replica.policy_version)
 
+    def paused(self, is_paused: bool) -> None:
+        """Whether people have the run paused."""
+        metrics.PAUSED.labels(self._run).set(is_paused)
+
     def groups(self, in_flight: int, buffered: int) -> None:
         """Groups begun and not complete, and complete ones that wait for their step."""
         metrics.GROUPS_IN_FLIGHT.labels(self._run).set(in_flight)

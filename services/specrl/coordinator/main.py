@@ -42,6 +42,7 @@ from specrl.coordinator.timeline import Timeline
 from specrl.coordinator.turns import turns_of
 from specrl.coordinator.web import make_app
 from specrl.errors import PortTaken, SpecrlError
+from specrl.files import write_text
 from specrl.prompts import load_prompts, load_validation
 from specrl.rewards import VerifierPool, check_references, verifier_for
 from specrl.rpc import tls
@@ -262,9 +263,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _write_endpoints(directory: Path, grpc_address: str, http_address: str) -> None:
     """Leave word where this run can be reached; for `specrl status`."""
-    part = directory / "endpoints.json.part"
-    part.write_text(json.dumps({"grpc": grpc_address, "http": http_address}), encoding="utf-8")
-    part.replace(directory / "endpoints.json")
+    write_text(directory / "endpoints.json", json.dumps({"grpc": grpc_address, "http": http_address}))
 
 
 if __name__ == "__main__":

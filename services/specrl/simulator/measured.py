@@ -20,8 +20,6 @@ from specrl.files import JSON_BYTES, read_text
 from specrl.simulator.costs import Floats
 from specrl.simulator.scenario import Mechanism, Scenario
 
-RunCalibration = Calibration
-
 WARM_UP_STEPS = 1
 """The first step of a run warms it up; its stages are left out where there are others."""
 

@@ -13,8 +13,8 @@ from itertools import groupby
 
 import numpy as np
 
+from specrl.coordinator.calibration import Calibration
 from specrl.errors import SpecInvalid
-from specrl.simulator.measured import RunCalibration
 from specrl.simulator.scenario import Mechanism, Scenario
 from specrl.simulator.simulate import Means, Prepared, means, prepare, run
 
@@ -97,7 +97,7 @@ class Advice:
 
 
 def search(
-    scenario: Scenario, calibration: RunCalibration | None = None, max_lag: int | None = None, tick: Tick | None = None
+    scenario: Scenario, calibration: Calibration | None = None, max_lag: int | None = None, tick: Tick | None = None
 ) -> Advice:
     """Try every layout. Raises SpecInvalid when today's own is impossible."""
     today = _with_steps(scenario)
@@ -188,7 +188,7 @@ def _as_chance(today: Scenario) -> dict[str, object]:
     return {"k": max(MOST_DRAFTED, speculation.k), "acceptance_length": None, "chances": (chance,)}
 
 
-def _try(scenario: Scenario, calibration: RunCalibration | None) -> Tried:
+def _try(scenario: Scenario, calibration: Calibration | None) -> Tried:
     try:
         return Tried(scenario, _means(prepare(scenario, calibration)))
     except SpecInvalid as error:
@@ -199,7 +199,7 @@ def _means(prepared: Prepared) -> Means:
     return means(prepared, run(prepared))
 
 
-def _doubt(today: Scenario, best: Scenario, calibration: RunCalibration | None) -> tuple[float, float]:
+def _doubt(today: Scenario, best: Scenario, calibration: Calibration | None) -> tuple[float, float]:
     """p10 and p90 of the gain over other lengths and, where a roofline is used, other efficiencies."""
     random = np.random.default_rng(today.schedule.seed)
     gains = []

@@ -8,11 +8,12 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from statistics import fmean
 
+from specrl.coordinator.calibration import Calibration
 from specrl.errors import SpecInvalid
 from specrl.simulator.costs import Costs
 from specrl.simulator.hardware import GPUS
 from specrl.simulator.lengths import Lengths, log_normal, measured
-from specrl.simulator.measured import MeasuredCosts, RunCalibration
+from specrl.simulator.measured import MeasuredCosts
 from specrl.simulator.memory import Memory, memory_of, memory_problems
 from specrl.simulator.models import MODELS, ModelShape, read_shape
 from specrl.simulator.pace import Pace, pace_of
@@ -106,7 +107,7 @@ class Outcome:
         }
 
 
-def prepare(scenario: Scenario, calibration: RunCalibration | None = None) -> Prepared:
+def prepare(scenario: Scenario, calibration: Calibration | None = None) -> Prepared:
     """Check a scenario and find its costs. Raises SpecInvalid with every problem."""
     found = problems(scenario, has_calibration=calibration is not None)
     if found:
@@ -130,7 +131,7 @@ def prepare(scenario: Scenario, calibration: RunCalibration | None = None) -> Pr
     return Prepared(scenario, costs, lengths, memory, seats)
 
 
-def simulate(scenario: Scenario, calibration: RunCalibration | None = None, tick: Tick | None = None) -> Outcome:
+def simulate(scenario: Scenario, calibration: Calibration | None = None, tick: Tick | None = None) -> Outcome:
     """Simulate it and the same without speculation. Raises SpecInvalid with every problem."""
     prepared = prepare(scenario, calibration)
     plain = prepare(scenario.with_(speculation=NO_DRAFTS), calibration)

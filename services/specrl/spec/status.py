@@ -92,6 +92,8 @@ class Progress(Section):
     """Share of the last step's time in which training waited for rollouts, a decimal."""
     acceptance_length: Annotated[str, Field(max_length=16)] | None = None
     """Mean tokens per verification in the last step, a decimal."""
+    paused: bool | None = None
+    """Whether people have the run paused."""
     last_update_time: Timestamp | None = None
     """When this was written."""
 

@@ -89,6 +89,7 @@ STORE_RETRIES = Counter(
     "Reads and writes of the run's state that failed and were repeated, by operation.",
     ["rljob", "operation"],
 )
+PAUSED = Gauge("specrl_coordinator_paused", "1 while people have the run paused; 0: it goes on.", ["rljob"])
 STORE_REACHABLE = Gauge(
     "specrl_coordinator_store_reachable", "1 while the run's state can be written; 0: nothing advances.", ["rljob"]
 )

@@ -49,6 +49,7 @@ def test_progress_is_that_of_the_last_step() -> None:
 
 def test_what_is_not_known_yet_is_left_out() -> None:
     assert told(a_status(), None) == {"progress": {"step": 0}, "conditions": []}
+    assert told(a_status(is_paused=True), None)["progress"] == {"step": 0, "paused": True}
     assert "acceptanceLength" not in told(a_status(), a_report(acceptance_length=None))["progress"]
 
 

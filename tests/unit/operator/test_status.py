@@ -117,6 +117,8 @@ def test_a_run_that_says_nothing_new_for_an_hour_has_stalled() -> None:
     soon, late = NOW + timedelta(minutes=59), NOW + timedelta(minutes=61)
     assert said(summarize(job, facts(), whole(), soon), "Progressing") == ("True", "StepsAreTrained")
     assert said(summarize(job, facts(), whole(), late), "Progressing") == ("False", "Stalled")
+    held = a_job(status={"progress": {"step": 3, "paused": True, "lastUpdateTime": write_time(NOW)}})
+    assert said(summarize(held, facts(), whole(), late), "Progressing") == ("False", "Paused")
 
 
 def test_a_condition_keeps_its_time_until_it_turns() -> None:

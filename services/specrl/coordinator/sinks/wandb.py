@@ -14,7 +14,7 @@ from pathlib import Path
 
 from specrl.coordinator.report import Phase, StepReport, ValidationReport
 from specrl.coordinator.sinks.contract import Received, SinkRun, numbers
-from specrl.files import SMALL_BYTES, read_object
+from specrl.files import SMALL_BYTES, read_object, write_text
 from specrl.spec.sinks import WandbMode
 
 os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # before the import, which starts it
@@ -84,9 +84,7 @@ class WandbSink:
         """The library's own process has it, and survives this one. Raises OSError when the file cannot be written."""
         if not self._is_online:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            part = self._file.with_suffix(".part")
-            part.write_text(json.dumps({STEP: self._taken.step, VERSION: self._taken.version}), encoding="utf-8")
-            part.replace(self._file)
+            write_text(self._file, json.dumps({STEP: self._taken.step, VERSION: self._taken.version}))
 
     def close(self, phase: Phase | None) -> None:
         self._run.finish(exit_code=1 if phase is Phase.FAILED else 0)

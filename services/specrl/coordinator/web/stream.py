@@ -4,12 +4,14 @@
     event: happened  one event of the run, with its id
 
 Nothing is pushed by whoever changes something: every stream looks by itself, so a page that does not read holds up
-nobody and costs one answer's memory. A comment every QUIET_S keeps proxies from closing a quiet stream.
+nobody and costs one answer's memory. The beat is made at most once in BEAT_S, for all of them. A comment every QUIET_S
+keeps proxies from closing a quiet stream.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator
 
@@ -37,6 +39,7 @@ class Streams:
     def __init__(self, parts: Parts) -> None:
         self._board, self._events = parts.board, parts.events
         self._open = 0
+        self._beat, self._beat_until_s = "", -math.inf
 
     @property
     def is_full(self) -> bool:
@@ -53,11 +56,10 @@ class Streams:
         try:
             while True:
                 texts = []
-                beat = Beat(boot=self._events.boot, status=self._board.status(), exposure=self._board.exposure())
-                data = beat.model_dump_json(by_alias=True)
-                if data != said:
-                    texts.append(f"event: beat\ndata: {data}\n\n")
-                    said = data
+                beat = self._present_beat()
+                if beat != said:
+                    texts.append(f"event: beat\ndata: {beat}\n\n")
+                    said = beat
                 for event in self._events.after(seen):
                     seen = event.id
                     line = event.model_dump_json(by_alias=True)
@@ -70,3 +72,11 @@ class Streams:
                 await asyncio.sleep(BEAT_S)
         finally:
             self._open -= 1
+
+    def _present_beat(self) -> str:
+        """As JSON."""
+        now_s = time.monotonic()
+        if now_s >= self._beat_until_s:
+            beat = Beat(boot=self._events.boot, status=self._board.status(), exposure=self._board.exposure())
+            self._beat, self._beat_until_s = beat.model_dump_json(by_alias=True), now_s + BEAT_S
+        return self._beat
