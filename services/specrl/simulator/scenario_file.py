@@ -1,6 +1,6 @@
 """From a name or a file to a Scenario, with `path=value` overrides; every problem at once.
 
-A name is that of a file of examples/plan/ in a checkout. A file is a scenario, a run file, or an RLJob.
+A name is that of a file of examples/plan/, which the wheel carries too. A file is a scenario, a run file, or an RLJob.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from specrl.files import read_text
 from specrl.simulator.scenario import Scenario
 from specrl.spec.stand_ins import section_of
 
-EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "plan"
-"""Named scenarios, where specrl runs from a checkout."""
+EXAMPLES = Path(__file__).parent / "scenarios"
+"""Named scenarios: examples/plan, which this links to and a wheel has a copy of."""
 
 
 def named() -> list[str]:
@@ -35,7 +35,7 @@ def find(scenario: str) -> Path:
     file = EXAMPLES / f"{scenario}.yaml"
     if "/" not in scenario and file.is_file():
         return file
-    known = ", ".join(named()) or "none here: specrl was not started from a checkout"
+    known = ", ".join(named())
     close = difflib.get_close_matches(scenario, named(), n=1)
     remedy = f"did you mean {close[0]}?" if close else f"the scenarios are {known}"
     raise SpecInvalid((Problem("SCENARIO", f"must be a scenario's name or a file, got {scenario!r}", remedy),))
