@@ -44,15 +44,16 @@ def test_a_line_that_a_crash_cut_short_is_written_over(tmp_path: Path) -> None:
 def test_what_could_not_be_written_comes_with_the_next(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     files = ReportFiles(folder)  # a folder that is not there refuses every write, as a full disk does
-    files.append([a_report(1)])
-    files.write_status(Status(run="run", phase=Phase.TRAINING))
+    for _ in range(2):
+        files.append([a_report(1)])
+        files.write_status(Status(run="run", phase=Phase.TRAINING))
     assert files.last_step == 0
     folder.mkdir()
     files.append([a_report(1), a_report(2)])
     files.write_status(Status(run="run", phase=Phase.TRAINING))
     assert steps(folder) == [1, 2]
     assert json.loads((folder / "status.json").read_text())["phase"] == "training"
-    assert capfd.readouterr().out.count("report_files_delayed") == 1
+    assert capfd.readouterr().out.count("report_files_delayed") == 2  # once of each file
 
 
 def test_a_page_of_steps_is_read_without_the_rest(tmp_path: Path) -> None:
