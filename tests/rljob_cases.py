@@ -142,6 +142,11 @@ RUN = (
         {"generation.speculation": {"ngram": {"lookupMin": 4}}},
         {"generation.speculation": {"ngram": {"lookupMin": 3}}},
     ),
+    Case(
+        "checkpoint.milestoneEverySteps",
+        {"checkpoint.everySteps": 4, "checkpoint.milestoneEverySteps": 10},
+        {"checkpoint.everySteps": 5, "checkpoint.milestoneEverySteps": 10},
+    ),
     _at("prompts.template", "no question", "Q: {question}"),
     Case(
         "validation.sampling.samplesPerPrompt",

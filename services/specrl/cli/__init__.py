@@ -2,7 +2,8 @@
 
     specrl run        begin a run on this machine, or go on with one
     specrl status     how a run is doing, or did; -w looks on
-    specrl pause      begin nothing new; resume: go on; checkpoint: write one now; scale: have more replicas, or fewer
+    specrl pause      begin nothing new; resume: go on; scale: have more replicas, or fewer
+    specrl checkpoint have one written; list, check, export or delete them
     specrl report     figures of a run, or of two, as a page to keep
     specrl drafter    init: train a drafter on a policy's own rollouts
     specrl store      look into a run's state, copy it out, or delete it
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import typer
 
-from specrl.cli import control, demo, drafter, report, run, simulate, spec, status, store
+from specrl.cli import checkpoint, control, demo, drafter, report, run, simulate, spec, status, store
 from specrl.cli.endings import Reporting
 
 app = typer.Typer(
@@ -37,9 +38,9 @@ app.command("run", short_help="Begin a run on this machine, or go on with one.")
 app.command("status", short_help="How a run is doing, or did.")(status.status)
 app.command("pause", short_help="Have a run begin nothing new.")(control.pause)
 app.command("resume", short_help="Have a paused run go on.")(control.resume)
-app.command("checkpoint", short_help="Have a run write a checkpoint now.")(control.checkpoint)
 app.command("scale", short_help="Have more generation replicas, or fewer.")(control.scale)
 app.command("report", short_help="Figures of a run, or of two, as a page to keep.")(report.report)
+app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(drafter.app, name="drafter")
 app.add_typer(store.app, name="store")
 app.command("families", short_help="Problem families that need no data set.")(spec.families)

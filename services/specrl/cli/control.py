@@ -1,4 +1,4 @@
-"""`specrl pause`, `resume`, `checkpoint`, `scale`: ask something of a run that is under way on this machine."""
+"""`specrl pause`, `resume`, `scale`: ask something of a run that is under way on this machine."""
 
 from __future__ import annotations
 
@@ -18,18 +18,12 @@ Run = Annotated[str | None, typer.Argument(metavar="[RUN]", help="Run folder or 
 def pause(run: Run = None, runs: Runs = RUNS) -> None:
     """Begin no new rollout and no training step. What is under way is finished; a restart keeps the pause."""
     directory = _find(run, runs)
-    _tell(ask(directory, "POST", "/pause"), f"go on with `specrl resume {directory.path}`")
+    tell(ask(directory, "POST", "/pause"), f"go on with `specrl resume {directory.path}`")
 
 
 def resume(run: Run = None, runs: Runs = RUNS) -> None:
     """Go on after `specrl pause`. A run whose processes have ended goes on with `specrl run --resume`."""
-    _tell(ask(_find(run, runs), "POST", "/resume"), "")
-
-
-def checkpoint(run: Run = None, runs: Runs = RUNS) -> None:
-    """Have a checkpoint written at the next boundary between two steps."""
-    found = ask(_find(run, runs), "POST", "/checkpoint")
-    _tell(found, f"a checkpoint was asked for; the newest is of step {found.checkpoint_step}")
+    tell(ask(_find(run, runs), "POST", "/resume"), "")
 
 
 def scale(
@@ -42,13 +36,14 @@ def scale(
     The number is written into the run's folder, and holds for `specrl run --resume`, too. In a cluster:
     `kubectl scale rljob/NAME --replicas N`.
     """
-    _tell(ask(_find(run, runs), "PUT", "/scale", {"replicas": replicas}), f"{replicas} replicas are wanted")
+    tell(ask(_find(run, runs), "PUT", "/scale", {"replicas": replicas}), f"{replicas} replicas are wanted")
 
 
 def _find(run: str | None, runs: Runs) -> RunDirectory:
     return run_directory.find(run, runs) if run is not None else run_directory.newest(runs)
 
 
-def _tell(status: Status, more: str) -> None:
+def tell(status: Status, more: str) -> None:
+    """Where the run stands after it was asked, and `more`."""
     doing = "paused" if status.is_paused else status.phase.value
     typer.echo(f"{status.run}: {doing} at step {status.step} of {status.steps}" + (f"; {more}" if more else ""))

@@ -20,7 +20,7 @@ from specrl.spec.data import (
 )
 from specrl.spec.generation import Ngram, SamplingSpec, Speculation
 from specrl.spec.rule import Rule
-from specrl.spec.run import Canary, RunSpec
+from specrl.spec.run import Canary, Checkpoint, RunSpec
 from specrl.spec.sinks import Mlflow
 from specrl.spec.store import RedisStore, Secret, Sentinel, Store, Tls
 from specrl.spec.tools import AnsweredBy, PythonTool, Tools
@@ -147,6 +147,11 @@ def _slow_got(code: SandboxLimits | None, pool: WorkerLimits) -> str | None:
     return f"{pool.timeout_s} <= {code.wall_s}" if code is not None and code.wall_s >= pool.timeout_s else None
 
 
+def _milestone_got(checkpoint: Checkpoint) -> str | None:
+    every, steps = checkpoint.milestone_every_steps, checkpoint.every_steps
+    return f"{every} with everySteps={steps}" if every is not None and every % steps else None
+
+
 def _function_rule(section: type[PythonVerifier], example: str) -> Rule:
     """A user's verifier or tool is named as entry points are."""
     return Rule(
@@ -227,6 +232,14 @@ WITHIN_SECTIONS = (
         "write {question} where the problem's text belongs",
         lambda prompts: None if "{question}" in prompts.template else repr(prompts.template),
         "self.template.contains('{question}')",
+    ),
+    Rule(
+        Checkpoint,
+        "milestoneEverySteps",
+        "must be a multiple of everySteps",  # other steps have no checkpoint that could be kept
+        "use one, as 10 times everySteps",
+        _milestone_got,
+        "!has(self.milestoneEverySteps) || self.milestoneEverySteps % self.everySteps == 0",
     ),
     Rule(
         ValidationSampling,

@@ -123,6 +123,8 @@ class Checkpoint(Section):
     """Steps between checkpoints; one is always written after the last step."""
     keep: Positive = 2
     """Newest checkpoints kept."""
+    milestone_every_steps: Positive | None = None
+    """Checkpoints of steps that are multiples of this are kept for ever. Null: none is."""
     claim_name: Annotated[ObjectName | None, OnCluster.ONLY] = None
     """PersistentVolumeClaim that holds the run's folder on a cluster: checkpoints, the exported model, metrics. Trainer
     and coordinator both mount it. A local run does not use it. Null: the folder is lost with its pod."""

@@ -1,6 +1,6 @@
 """Where checkpoints lie, which of them are complete, and which are old enough to go. Without torch.
 
-DIR/checkpoints/step-000010/             appears whole, by one rename, or not at all
+DIR/checkpoints/step-000010/             appears whole, by one rename, or not at all; `checksums` says what is in it
 DIR/checkpoints/step-000010.metrics.pb   written before the rename: the answer to TrainStep 10
 DIR/checkpoints/.step-000010.tmp/        one that is being written, or was when the trainer died
 DIR/checkpoints/unreadable-step-000010/  one that could not be read, when an older one could; kept for people to look at
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import structlog
@@ -22,7 +22,9 @@ from specrl.telemetry import metrics
 
 log = structlog.get_logger(__name__)
 
-STATE = "state.json"
+STATE, DRAFTER, POLICY, WEIGHTS = "state.json", "drafter.safetensors", "policy", "weights"
+"""In a checkpoint: what is no tensor; the drafter with its optimizer; the policy, and of it the weights alone."""
+
 _NAME = re.compile(r"step-(\d{6,})")
 
 
@@ -101,13 +103,26 @@ def load_newest(run: Path, load: Callable[[Path | None], None]) -> Path | None:
     raise refused[0][1]
 
 
-def prune(run: Path, keep: int) -> None:
-    """Delete all but the `keep` newest complete checkpoints, and what died half-written."""
-    for step, path in complete(run)[:-keep]:
+def superseded(steps: Sequence[int], keep: int, milestone_every: int | None) -> list[int]:
+    """Which of some ascending steps go: all but the `keep` newest and every multiple of `milestone_every`."""
+    return [step for step in steps[:-keep] if not is_milestone(step, milestone_every)]
+
+
+def is_milestone(step: int, every: int | None) -> bool:
+    """Whether a step's checkpoint is kept for ever. The initial model is none: it has its own folder."""
+    return every is not None and step > 0 and step % every == 0
+
+
+def prune(run: Path, keep: int, milestone_every: int | None = None) -> list[int]:
+    """Delete superseded checkpoints, and what died half-written. Returns the steps that went."""
+    found = dict(complete(run))
+    gone = superseded(list(found), keep, milestone_every)
+    for step in gone:
         # Renamed first: a deletion that is interrupted leaves nothing that looks complete.
-        doomed = temporary(path)
+        doomed = temporary(found[step])
         shutil.rmtree(doomed, ignore_errors=True)
-        path.rename(doomed)
+        found[step].rename(doomed)
         metrics_file(run, step).unlink(missing_ok=True)
     for leftover in (run / "checkpoints").glob(".step-*.tmp"):
         shutil.rmtree(leftover, ignore_errors=True)
+    return gone

@@ -252,7 +252,8 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
             if self._last is not None:
                 _write(checkpoints.metrics_file(self._run, step), self._last)
             self._backend.save(target)
-            checkpoints.prune(self._run, self._spec.checkpoint.keep)
+            settings = self._spec.checkpoint
+            checkpoints.prune(self._run, settings.keep, settings.milestone_every_steps)
             if step > 0:  # before that, a coordinator that died may ask for the initialisation's answer again
                 checkpoints.drafter_progress(self._run).unlink(missing_ok=True)
         seconds = time.perf_counter() - started

@@ -55,7 +55,7 @@ from specrl.simulator.scenario_file import find, parse, read_mapping
 from specrl.spec import load_spec
 from specrl.spec.data import FileSource, OnBadLine, Prompts, PromptSource
 from specrl.spec.generation import Eagle3
-from specrl.trainer import checkpoints
+from specrl.trainer import checkpoints, checksums
 from specrl.trainer.megatron_backend.checkpoint import State, read_state
 
 
@@ -150,6 +150,12 @@ def _parquet(folder: Path) -> Path:
 
 def _read_source(kind: str, on_bad_line: OnBadLine = OnBadLine.FAIL) -> Callable[[Path], object]:
     return lambda file: open_source(PromptSource(**{kind: FileSource(path=str(file), on_bad_line=on_bad_line)}))
+
+
+def _checksums(folder: Path) -> Path:
+    (folder / "state.json").write_text("{}")
+    checksums.write(folder, {"state.json": checksums.checksum(folder / "state.json")})
+    return folder / checksums.FILE
 
 
 def _step_answer(folder: Path) -> Path:
@@ -257,6 +263,7 @@ READERS = {
     "checkpoint's state": Reader(
         _written("state.json", json.dumps(asdict(State(3, True, True))).encode()), lambda f: read_state(f.parent), True
     ),
+    "checkpoint's checksums": Reader(_checksums, lambda f: checksums.damages(f.parent), True),
     "step's answer": Reader(_step_answer, _read_step_answer, is_done_without=True, examples=30),
     "scenario": Reader(_scenario_file, lambda f: parse(read_mapping(f)), examples=100),
     "calibration": Reader(_written("calibration.json", _calibration()), _take_calibration, True, examples=150),
@@ -450,7 +457,8 @@ COVERED = {
     "simulator/scenario_file.py": "scenario",
     "spec/load.py": "run file, RLJob",
     "trainer/megatron_backend/checkpoint.py": "checkpoint's state; its tensors: trainer/test_bad_disk.py",
-    "trainer/megatron_backend/export.py": "the policy's config, which was read and copied before",
+    "trainer/checksums.py": "checkpoint's checksums",
+    "trainer/hf_folder.py": "the policy's config, which was read and copied before",
     "trainer/megatron_backend/hf_weights.py": "tests/integration/trainer/test_bad_disk.py",
     "trainer/megatron_backend/initialisation.py": "tests/integration/trainer/test_megatron_backend.py",
     "trainer/service.py": "step's answer",

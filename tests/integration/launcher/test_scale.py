@@ -146,7 +146,7 @@ def scale_and_dismiss(directory: RunDirectory, view: Notes, grpc_port: int, http
         status = json.loads(specrl_says("status", run, "--json"))
         assert (status["isPaused"], status["replicasWanted"]) == (True, 2)
         before = step()
-        specrl_says("checkpoint", run)
+        specrl_says("checkpoint", "save", run)
         assert "training at step" in specrl_says("resume", run)
         until(lambda: step() >= before + 3)
         assert serving() == ["gen-0"], "who was dismissed does not come back by itself"

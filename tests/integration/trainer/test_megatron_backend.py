@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file
 from tests.integration.trainer import reference
 from tests.integration.trainer.conftest import VOCAB
-from tests.integration.trainer.runs import a_batch
+from tests.integration.trainer.runs import a_batch, a_spec
 from transformers import AutoModelForCausalLM
 
 from specrl.drafting.head import auxiliary_layers
-from specrl.trainer import checkpoints
+from specrl.trainer import checkpoint_export, checkpoints
 
 LAYOUTS = ["single", "tensor_2", "data_2"]
 
@@ -139,6 +139,20 @@ def test_broadcast_arrives_as_it_was_sent(layout: Path) -> None:
 
 def test_broadcast_that_nobody_joins_is_an_error_at_rank_0_alone(layout: Path) -> None:
     assert (layout / "lonely").read_text() in {"DeadlineExceeded", "PeerUnavailable", "CollectiveFailed"}
+
+
+def test_export_of_a_checkpoint_is_what_the_backend_had_when_it_was_saved(
+    layout: Path, policy: Path, tmp_path: Path
+) -> None:
+    checkpoint = checkpoints.newest(layout)
+    assert checkpoint is not None
+    checkpoint_export.export(a_spec(policy), checkpoint, tmp_path / "out")
+    drafter = load_file(tmp_path / "out" / "drafter" / "model.safetensors")
+    found = load_file(tmp_path / "out" / "policy" / "model.safetensors")
+    found |= {f"drafter.{name}": tensor for name, tensor in drafter.items()}
+    expected = load_file(layout / "saved.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(found[name].equal(expected[name]) for name in found)
 
 
 def test_exported_folder_is_a_model_of_transformers(layout: Path, policy: Path) -> None:

@@ -85,6 +85,7 @@ def train(backend: MegatronBackend, out: Path) -> list[dict[str, Any]]:
         metrics.append(asdict(backend.train_step(a_batch(step, backend.config.vocab_size))))
         if step == STEPS - 1:
             backend.save(checkpoints.directory(out, step))
+            keep(out / "saved.safetensors", backend)
     return metrics
 
 

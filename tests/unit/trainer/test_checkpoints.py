@@ -4,6 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from specrl.errors import CheckpointInvalid
 from specrl.trainer import checkpoints
@@ -37,6 +39,18 @@ def test_prune_keeps_the_newest_and_removes_half_written_ones(tmp_path: Path) ->
     checkpoints.prune(tmp_path, keep=2)
     left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert left == ["step-000002", "step-000002.metrics.pb", "step-000003", "step-000003.metrics.pb"]
+
+
+@given(
+    st.sets(st.integers(0, 200), max_size=20).map(sorted), st.integers(1, 5), st.none() | st.sampled_from([1, 5, 10])
+)
+def test_what_is_superseded_is_neither_newest_nor_a_milestone(steps: list[int], keep: int, every: int | None) -> None:
+    gone = checkpoints.superseded(steps, keep, every)
+    left = [step for step in steps if step not in gone]
+    assert set(steps[-keep:]) <= set(left)
+    assert all(step % every == 0 and step > 0 for step in left[:-keep] if every is not None)
+    assert every is not None or len(left) == min(keep, len(steps))
+    assert not [step for step in gone if every is not None and step and step % every == 0]
 
 
 def load_all_but(*unreadable: Path) -> tuple[list[Path | None], Callable[[Path | None], None]]:

@@ -45,8 +45,8 @@ from specrl.records import (
 )
 from specrl.spec import RunSpec
 from specrl.spec.generation import DraftSampling
-from specrl.trainer import losses, micro_batches
-from specrl.trainer.megatron_backend import checkpoint, cpu_shim, export, groups, hf_weights, initialisation
+from specrl.trainer import hf_folder, losses, micro_batches
+from specrl.trainer.megatron_backend import checkpoint, cpu_shim, groups, hf_weights, initialisation
 from specrl.trainer.megatron_backend.groups import Groups
 from specrl.trainer.megatron_backend.model import check_layout
 from specrl.trainer.megatron_backend.policy import Policy
@@ -94,7 +94,7 @@ class MegatronBackend:
         if eagle3 is not None:
             self._start_drafter()
         if checkpoint_path is not None:
-            state = checkpoint.load(checkpoint_path, self.policy, self.drafter)
+            state = checkpoint.load(checkpoint_path, self.policy, self.drafter, self.groups)
             self._step = self._checkpoint_step = state.step
             self._is_drafter_initialised = state.is_drafter_initialised
 
@@ -468,7 +468,7 @@ class MegatronBackend:
         tensors = self.policy.tensors()
         try:
             if self.groups.rank == 0:
-                export.write_policy(policy, self.config.path, tensors)
+                hf_folder.write_policy(policy, self.config.path, tensors)
                 if self.drafter is not None:
                     shutil.rmtree(drafter, ignore_errors=True)
                     save_head(drafter, self.drafter.head, self.dtype)

@@ -17,19 +17,19 @@ from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from specrl.drafting.online import DrafterTrainer
 from specrl.errors import CheckpointInvalid, StoreFailed
 from specrl.files import SMALL_BYTES, read_object
-from specrl.trainer.checkpoints import STATE, temporary
-from specrl.trainer.megatron_backend.export import SHARD_BYTES, write_weights
+from specrl.trainer import checksums
+from specrl.trainer.checkpoints import DRAFTER, POLICY, STATE, temporary
+from specrl.trainer.hf_folder import SHARD_BYTES, write_weights
 from specrl.trainer.megatron_backend.groups import Groups
 from specrl.trainer.megatron_backend.policy import Policy
 
-DRAFTER = "drafter.safetensors"
-POLICY = "policy"
 RANDOM = "random.safetensors"
 
 
@@ -72,6 +72,7 @@ def _write(
         )
     save_file({"cpu": torch.get_rng_state()}, scratch / RANDOM)
     (scratch / STATE).write_text(json.dumps(asdict(state)), encoding="utf-8")
+    checksums.write(scratch, checksums.of_folder(scratch))
     for path in (*scratch.rglob("*"), scratch):
         _sync(path)
     before = target.with_name(f".{target.name}.before.tmp")  # a name that `prune` clears away
@@ -104,9 +105,28 @@ def read_state(source: Path) -> State:
         ) from error
 
 
-def load(source: Path, policy: Policy, drafter: DrafterTrainer | None) -> State:
-    """Fill policy, optimizer and drafter. A collective. Raises CheckpointInvalid when they do not fit."""
+def _check_files(source: Path, groups: Groups) -> None:
+    """Compare every file with its checksum, each rank a share. Raises CheckpointInvalid at all ranks alike."""
+    expected = sorted(checksums.read(source).items())
+    mine = range(groups.rank, len(expected), groups.world_size)
+    damaged = next((place for place in mine if checksums.damage(source, *expected[place])), len(expected))
+    first = torch.tensor(damaged, device=groups.device)
+    dist.all_reduce(first, dist.ReduceOp.MIN)
+    if first < len(expected):
+        name, item = expected[int(first)]
+        reason = checksums.damage(source, name, item) or f"{name} cannot be read by another rank as it was written"
+        raise CheckpointInvalid(
+            f"a checkpoint must be as it was written, got {source}: {reason}; delete it and the one before it is used"
+        )
+
+
+def load(source: Path, policy: Policy, drafter: DrafterTrainer | None, groups: Groups) -> State:
+    """Fill policy, optimizer and drafter. A collective.
+
+    Raises CheckpointInvalid when a file is not as it was written, or does not fit.
+    """
     state = read_state(source)
+    _check_files(source, groups)
     if state.has_drafter != (drafter is not None):
         raise CheckpointInvalid(
             f"a checkpoint must be of the same run, got {'a' if state.has_drafter else 'no'} drafter in {source}; "

@@ -1,0 +1,123 @@
+"""`specrl checkpoint`, on the folder of a run that has ended."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from tests.run_files import a_run_file
+from tests.tiny_models import Shape, make_policy
+from typer.testing import CliRunner, Result
+
+from specrl.cli import app
+from specrl.launcher import run_directory
+from specrl.spec import load_spec
+from specrl.trainer import checkpoints, checksums
+
+STEPS = (2, 4, 6, 8, 10)
+
+
+def specrl_command(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["checkpoint", *arguments])
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_policy(tmp_path_factory.mktemp("policy"), shape=Shape(layers=2))
+
+
+@pytest.fixture
+def run(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run of ten steps with a milestone every four, whose policy has never moved."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    settings = {"everySteps": 2, "keep": 2, "milestoneEverySteps": 4}
+    file = a_run_file(tmp_path, model={"path": str(policy), "dtype": "float32"}, checkpoint=settings)
+    directory = run_directory.create(tmp_path / "runs", load_spec(file))
+    for step in STEPS:
+        a_checkpoint(directory.path, step, policy)
+    return directory.path
+
+
+def a_checkpoint(run: Path, step: int, policy: Path) -> None:
+    folder = checkpoints.directory(run, step)
+    weights = folder / checkpoints.POLICY / checkpoints.WEIGHTS
+    weights.mkdir(parents=True)
+    shutil.copy(policy / "model.safetensors", weights)
+    (folder / checkpoints.STATE).write_text("{}")
+    checksums.write(folder, checksums.of_folder(folder))
+
+
+def steps_left(run: Path) -> list[int]:
+    return [step for step, _ in checkpoints.complete(run)]
+
+
+def test_list_says_why_each_is_kept(run: Path) -> None:
+    found = json.loads(specrl_command("list", "--json").stdout)
+    assert [(item["step"], item["kept"]) for item in found] == [
+        (2, "superseded"),
+        (4, "milestone"),
+        (6, "superseded"),
+        (8, "milestone, one of the 2 newest"),
+        (10, "one of the 2 newest"),
+    ]
+    assert all(item["size_bytes"] > 0 for item in found)
+    table = specrl_command("list", str(run)).stdout
+    assert "milestone, one of the 2 newest" in table
+
+
+def test_prune_keeps_the_newest_and_the_milestones_and_asks_first(run: Path) -> None:
+    assert specrl_command("prune", str(run)).exit_code == 1, "nobody has said yes"
+    assert steps_left(run) == list(STEPS)
+    assert "of steps 2, 6 go" in specrl_command("prune", str(run), "--yes").stdout
+    assert steps_left(run) == [4, 8, 10]
+    specrl_command("prune", str(run), "--keep", "1", "--yes")
+    assert steps_left(run) == [4, 8, 10], "both others are milestones"
+    with run_directory.RunDirectory(run).lock():
+        refused = specrl_command("prune", str(run), "--yes")
+    assert refused.exit_code == 2
+    assert "one launcher" in refused.stderr
+
+
+def test_verify_names_what_is_cut_altered_and_missing(run: Path) -> None:
+    assert specrl_command("verify").exit_code == 0
+    of_step = {step: checkpoints.directory(run, step) for step in STEPS}
+    weights = Path(checkpoints.POLICY, checkpoints.WEIGHTS, "model.safetensors")
+    content = bytearray((of_step[4] / weights).read_bytes())
+    (of_step[2] / weights).write_bytes(content[:-100])
+    content[-1] ^= 1
+    (of_step[4] / weights).write_bytes(content)
+    (of_step[6] / checkpoints.STATE).write_text("{ }")
+    (of_step[8] / checksums.FILE).unlink()
+    (of_step[10] / weights).unlink()
+    result = specrl_command("verify", "--json")
+    assert result.exit_code == 1
+    damages = {int(step): found for step, found in json.loads(result.stdout).items()}
+    assert damages[2] == [f"{weights} must have {len(content)} bytes, got {len(content) - 100}"]
+    assert damages[4][0].startswith(f"{weights} must have the checksum")
+    assert damages[6] == ["state.json must have 2 bytes, got 3"]
+    assert "must have its checksums.json" in damages[8][0]
+    assert damages[10] == [f"{weights} must be readable, got No such file or directory"]
+    assert "5 of 5 checkpoints" in specrl_command("verify", str(run)).stderr
+    assert specrl_command("verify", "--step", "4").exit_code == 1
+    wrong = specrl_command("verify", "--step", "3")
+    assert (wrong.exit_code, "has 2, 4, 6, 8, 10" in wrong.stderr) == (2, True)
+
+
+def test_export_is_a_hugging_face_folder_and_refuses_a_damaged_checkpoint(run: Path, policy: Path) -> None:
+    out = run.parent / "exported"
+    result = specrl_command("export", str(run), "--step", "4", "--out", str(out))
+    assert result.exit_code == 0, result.stderr
+    found, expected = (load_file(folder / "model.safetensors") for folder in (out / "policy", policy))
+    assert found.keys() == expected.keys()
+    assert all(found[name].equal(expected[name]) for name in found)
+    assert (out / "policy" / "tokenizer.json").read_bytes() == (policy / "tokenizer.json").read_bytes()
+    assert specrl_command("export", str(run), "--out", str(out)).exit_code == 2, "it exists"
+    (checkpoints.directory(run, 10) / checkpoints.STATE).write_text("{ }")
+    refused = specrl_command("export", str(run), "--out", str(run.parent / "other"))
+    assert refused.exit_code == 2
+    assert "state.json must have 2 bytes, got 3; export another one" in refused.stderr
+    assert not (run.parent / "other").exists()
