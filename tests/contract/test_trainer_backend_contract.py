@@ -284,7 +284,7 @@ def test_checkpoint_brings_everything_back(make: Make, tmp_path: Path) -> None:
     first.train_drafter(rollouts(), 1)
     first.train_step(Batch(1, rollouts()))
     target = checkpoints.directory(tmp_path, 1)
-    first.save(target)
+    first.save(target).result()
     assert first.status().checkpoint_step == 1
     expected = (without_seconds(first.train_step(Batch(2, rollouts(2)))), scores(first))
     second = make()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from specrl.records import (
     WeightManifest,
     WeightOwner,
 )
+from specrl.trainer import checksums
 from specrl.trainer.checkpoints import STATE, temporary
 from specrl.weights.files import write
 from specrl.weights.group import BroadcastGroup, listen
@@ -49,6 +51,7 @@ class StandInBackend:
         self._group: WeightGroup | None = None
         self._joined: BroadcastGroup | None = None
         self._step, self._checkpoint_step, self._is_initialised = 0, 0, False
+        self._writer = ThreadPoolExecutor(max_workers=1)
 
     def load(self, checkpoint: Path | None) -> None:
         self.policy_VV = np.random.default_rng(self.seed).normal(size=(self.vocab, self.vocab)).astype(np.float32)
@@ -191,15 +194,23 @@ class StandInBackend:
     def _checksums(self, sums: tuple[int, ...]) -> WeightChecksums:
         return WeightChecksums(self._step, sums, self._step if self.has_drafter else NO_DRAFTER)
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path) -> Future[None]:
+        taken = {"policy": self.policy_VV.copy(), "drafter": self.drafter_VV.copy()}
+        state = {"step": self._step, "is_drafter_initialised": self._is_initialised}
+        return self._writer.submit(self.write_checkpoint, directory, taken, state)
+
+    def write_checkpoint(
+        self, directory: Path, taken: dict[str, npt.NDArray[np.float32]], state: dict[str, int]
+    ) -> None:
+        """What the thread does; tests may have it refuse, or take its time."""
         scratch = temporary(directory)
         scratch.mkdir(parents=True, exist_ok=True)
-        np.save(scratch / "policy.npy", self.policy_VV)
-        np.save(scratch / "drafter.npy", self.drafter_VV)
-        state = {"step": self._step, "is_drafter_initialised": self._is_initialised}
+        for name, array in taken.items():
+            np.save(scratch / f"{name}.npy", array)
         (scratch / STATE).write_text(json.dumps(state), encoding="utf-8")
+        checksums.write(scratch, checksums.of_folder(scratch))
         scratch.rename(directory)
-        self._checkpoint_step = self._step
+        self._checkpoint_step = state["step"]
 
     def export(self, directory: Path) -> tuple[Path, Path | None]:
         policy, drafter = directory / "policy", directory / "drafter"
@@ -210,6 +221,7 @@ class StandInBackend:
         return policy, drafter if self.has_drafter else None
 
     def close(self) -> None:
+        self._writer.shutdown()
         self._close_group()
 
     def _close_group(self) -> None:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -24,7 +25,7 @@ from specrl.launcher import run_directory
 from specrl.launcher.asking import ask
 from specrl.launcher.run_directory import RunDirectory
 from specrl.spec import load_spec
-from specrl.trainer import checkpoints, checksums
+from specrl.trainer import checkpoints, checksums, mirror
 
 app = typer.Typer(
     help="A run's checkpoints: have one written, list, check, export or delete them.", no_args_is_help=True
@@ -37,7 +38,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON, for prog
 
 @dataclass(frozen=True)
 class Listed:
-    """One checkpoint. kept: why it stays when the next is written. written: seconds since 1970."""
+    """One checkpoint in the run's folder. kept: why it stays when the next is written. written: seconds since 1970."""
 
     step: int
     path: str
@@ -45,6 +46,7 @@ class Listed:
     written: float
     has_drafter: bool
     kept: str
+    is_mirrored: bool
 
 
 @app.command()
@@ -56,21 +58,24 @@ def save(run: Run = None, runs: Runs = RUNS) -> None:
 
 @app.command("list")
 def list_(run: Run = None, runs: Runs = RUNS, as_json: AsJson = False) -> None:
-    """Show a run's complete checkpoints, and why each is kept. Changes nothing; the run may be under way."""
+    """Show a run's complete checkpoints, why each is kept, and whether checkpoint.mirror has a copy.
+
+    Changes nothing; the run may be under way.
+    """
     directory = _find(run, runs)
-    found = _listed(directory)
+    copies = mirror.of_run(load_spec(directory.run_file))
+    mirrored = copies.steps() if copies is not None else []
+    found = _listed(directory, mirrored)
     if as_json:
         typer.echo(json.dumps([asdict(item) for item in found], indent=2))
         return
     if not found:
-        typer.echo(f"{directory.name}: no checkpoint yet")
-        return
-    table = Table("step", "written", "size", "drafter", "kept as", box=box.SIMPLE_HEAD)
-    for item in found:
-        written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(item.written))
-        table.add_row(str(item.step), written, _size(item.size_bytes), "yes" if item.has_drafter else "no", item.kept)
-    console = Console()
-    console.print(table)
+        typer.echo(f"{directory.name}: no checkpoint in its folder")
+    else:
+        Console().print(_table(found))
+    elsewhere = [step for step in mirrored if step not in {item.step for item in found}]
+    if copies is not None and elsewhere:
+        typer.echo(f"{copies.url} has those of steps {', '.join(map(str, elsewhere))}, too")
     for path in sorted((directory.path / "checkpoints").glob("unreadable-*")):
         typer.echo(f"{path}: was set aside, since it could not be read; delete it when you have looked at it")
 
@@ -167,7 +172,16 @@ def _checkpoint(directory: RunDirectory, step: int) -> Path:
     return found[step]
 
 
-def _listed(directory: RunDirectory) -> list[Listed]:
+def _table(found: Sequence[Listed]) -> Table:
+    table = Table("step", "written", "size", "drafter", "copy", "kept as", box=box.SIMPLE_HEAD)
+    for item in found:
+        written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(item.written))
+        has_drafter, has_copy = ("yes" if it else "no" for it in (item.has_drafter, item.is_mirrored))
+        table.add_row(str(item.step), written, _size(item.size_bytes), has_drafter, has_copy, item.kept)
+    return table
+
+
+def _listed(directory: RunDirectory, mirrored: Sequence[int]) -> list[Listed]:
     settings = load_spec(directory.run_file).checkpoint
     found = checkpoints.complete(directory.path)
     newest = {step for step, _ in found[-settings.keep :]}
@@ -187,6 +201,7 @@ def _listed(directory: RunDirectory) -> list[Listed]:
             written=(path / checkpoints.STATE).stat().st_mtime,
             has_drafter=(path / checkpoints.DRAFTER).exists(),
             kept=kept(step),
+            is_mirrored=step in mirrored,
         )
         for step, path in found
     ]

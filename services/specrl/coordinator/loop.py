@@ -8,7 +8,7 @@
         logprob+train   one call to the trainer, idempotent by s
         prepare      publish version s of policy and drafter to every replica, and have the canary prove it
         validation   now and then, under exactly one version
-        checkpoint   now and then
+        checkpoint   now and then: a snapshot, which the trainer writes while the next steps are trained
     export, summarise
 
 Everything is durable before it is acted on: rollouts when graded, a batch before it is sent, a step before its version
@@ -43,9 +43,9 @@ from specrl.coordinator.rollouts import PROVED_VERSION, RolloutStage, sample_and
 from specrl.coordinator.scheduler import Choice, Scheduler, Shape
 from specrl.coordinator.stages import Stopwatch
 from specrl.coordinator.sync import TrainerLost, Transfer, WeightSync
-from specrl.coordinator.trainer_link import TrainerLink, stored_batch
+from specrl.coordinator.trainer_link import TrainerLink, once, stored_batch
 from specrl.coordinator.validation import is_due, validate
-from specrl.errors import PeerUnavailable, StoreFailed
+from specrl.errors import CollectiveFailed, DeadlineExceeded, PeerUnavailable, StoreFailed, VersionConflict
 from specrl.records import Batch, GradedRollout, Group, Rollout, wire
 from specrl.telemetry.spans import COORDINATOR, TRAINER, SpanName
 
@@ -75,6 +75,7 @@ class Loop:
         self._canary = Canary(parts)
         self._watch = Stopwatch(time.monotonic)
         self._validation: asyncio.Task[ValidationReport] | None = None
+        self._checkpointing: asyncio.Task[None] | None = None
         parts.board.watch(self._scheduler, self._stage, self._link)
         parts.controls.watch(self._stage.wake)
 
@@ -99,8 +100,9 @@ class Loop:
                 await self._finish()
         finally:
             stage.cancel()
-            if self._validation is not None:
-                self._validation.cancel()
+            for task in (self._validation, self._checkpointing):
+                if task is not None:
+                    task.cancel()
             await asyncio.gather(stage, return_exceptions=True)
             self._spans.close()
 
@@ -190,7 +192,7 @@ class Loop:
             transfer = await self._publish()
         self._stage.spare_seats(0)
         if step % self._spec.checkpoint.every_steps == 0 and step < self._spec.schedule.steps:
-            await self._checkpoint_if_possible(step)
+            await self._begin_checkpoint(step)
         if is_due(self._spec, step):
             self._begin_validation(step)
             if self._is_synchronous:
@@ -265,7 +267,7 @@ class Loop:
         controls = self._parts.controls
         while controls.asked.is_set():
             if controls.takes_checkpoint():
-                await self._checkpoint_if_possible(self._scheduler.trained)
+                await self._begin_checkpoint(self._scheduler.trained)
             else:
                 with self._watch.left_out():
                     await controls.moved()
@@ -330,19 +332,45 @@ class Loop:
             raise
 
     async def _checkpoint(self, step: int) -> str:
-        """Have the trainer write one; returns its folder. Raises StoreFailed when its disk refuses."""
+        """Have the trainer write one, and wait for it; returns its folder. Raises StoreFailed when its disk refuses."""
         with self._recorder.begin(SpanName.CHECKPOINT, TRAINER):
             path, _ = await self._link.call(lambda trainer: trainer.client.save_checkpoint(step, CHECKPOINT_DEADLINE_S))
         await self._checkpointed(step)
         return path
 
-    async def _checkpoint_if_possible(self, step: int) -> None:
-        """Have the trainer write one; when its disk refuses, the last one stays, and so do the batches since."""
+    async def _begin_checkpoint(self, step: int) -> None:
+        """Have the trainer write one while training goes on, once the one before is complete or has failed."""
         with self._watch.stage("checkpoint"):
+            await self._finish_checkpoint()
+
+            async def begin(trainer: Trainer) -> Trainer:
+                await trainer.client.save_checkpoint(step, CHECKPOINT_DEADLINE_S, in_background=True)
+                return trainer
+
             try:
-                await self._checkpoint(step)
+                with self._recorder.begin(SpanName.CHECKPOINT, TRAINER):
+                    trainer = await self._link.call(begin)
             except StoreFailed as error:
                 self._board.checkpoint_failed(str(error))
+                return
+        self._checkpointing = asyncio.create_task(self._complete_checkpoint(trainer, step), name=f"checkpoint-{step}")
+
+    async def _complete_checkpoint(self, trainer: Trainer, step: int) -> None:
+        """Count a checkpoint once it is durable. When it fails the last one stays, and so do the batches since."""
+        try:
+            await once(trainer, lambda it: it.client.save_checkpoint(step, CHECKPOINT_DEADLINE_S))
+        except StoreFailed as error:
+            self._board.checkpoint_failed(str(error))
+        except (PeerUnavailable, DeadlineExceeded, CollectiveFailed, VersionConflict) as error:
+            log.warning("checkpoint_lost", step=step, reason=str(error))  # with its trainer; the next one will do
+        else:
+            await self._checkpointed(step)
+
+    async def _finish_checkpoint(self) -> None:
+        """Wait for the checkpoint under way."""
+        task, self._checkpointing = self._checkpointing, None
+        if task is not None:
+            await task
 
     async def _checkpointed(self, step: int) -> None:
         """A checkpoint is complete: forget what no trainer will replay.
@@ -379,6 +407,7 @@ class Loop:
     async def _finish(self) -> None:
         """Checkpoint, export as Hugging Face folders, summarise."""
         step = self._scheduler.trained
+        await self._finish_checkpoint()
         self._board.say(Phase.TRAINING, "writing the last checkpoint and the Hugging Face export")
         checkpoint = await self._checkpoint(step)
         target = str(self._parts.directory / "export")

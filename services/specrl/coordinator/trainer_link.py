@@ -70,19 +70,12 @@ class TrainerLink:
         while True:
             trainer = await self.ready()
             self.state = state
-            call = asyncio.ensure_future(work(trainer))
-            gone = asyncio.ensure_future(trainer.gone.wait())
             try:
-                await asyncio.wait({call, gone}, return_when=asyncio.FIRST_COMPLETED)
-                if call.done():
-                    return call.result()
-                raise PeerUnavailable("the trainer must stay, got lost in the middle of a call; it is called again")
+                return await once(trainer, work)
             except (PeerUnavailable, DeadlineExceeded) as error:
                 self._lost(trainer, error)
             finally:
                 self.state = "ready" if self.state == state else self.state
-                gone.cancel()
-                call.cancel()
 
     async def _present(self) -> Trainer:
         while self._registry.trainer is None:
@@ -120,6 +113,20 @@ class TrainerLink:
         if self._registry.trainer is trainer:
             self._registry.lose_trainer(str(error))
         self.state = "absent"
+
+
+async def once(trainer: Trainer, work: Callable[[Trainer], Awaitable[T]]) -> T:
+    """Run `work` on this trainer. Raises PeerUnavailable as soon as it is lost."""
+    call = asyncio.ensure_future(work(trainer))
+    gone = asyncio.ensure_future(trainer.gone.wait())
+    try:
+        await asyncio.wait({call, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if call.done():
+            return call.result()
+        raise PeerUnavailable("the trainer must stay, got lost in the middle of a call; it is called again")
+    finally:
+        gone.cancel()
+        call.cancel()
 
 
 async def stored_batch(store: StoreLink, step: int) -> Batch | None:

@@ -2,7 +2,7 @@
 
 Each check raises one SpecrlError whose message says what to do; the command line shows it and exits 2. The order is
 that of a user's reading: the run file (checked when it is loaded), mechanism, traces, model, drafter, parallelism,
-prompts, verifier, tool, store, sinks, ports, memory.
+prompts, verifier, tool, store, mirror, sinks, ports, memory.
 Processes check again what is theirs; these checks only make sure that a user learns of it in seconds.
 """
 
@@ -27,6 +27,7 @@ from specrl.launcher.model_folder import ModelFolder, read_model_folder
 from specrl.launcher.ports import choose_ports
 from specrl.spec import RunSpec
 from specrl.telemetry import traces
+from specrl.trainer import mirror
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ def check(spec: RunSpec, available_bytes: Callable[[], int] = available_memory_b
     check_rewards(spec)
     check_tools(spec)
     check_server(spec)
+    mirror.of_run(spec)
     check_sinks(spec)
     grpc_port, http_port = choose_ports(spec)
     replica_bytes = 0

@@ -367,9 +367,12 @@ class TrainerClient(_Client["trainer_pb2_grpc.TrainerServiceAsyncStub"]):
         reply = await self._call(self._stub.WriteWeights, trainer_pb2.WriteWeightsRequest(anew=anew), deadline_s)
         return wire.checksums_from_wire(reply.written), reply.folder, reply.size_bytes
 
-    async def save_checkpoint(self, step: int, deadline_s: float) -> tuple[str, float]:
-        """Write a checkpoint of `step`, which must be the present one. Returns (path, seconds)."""
-        request = trainer_pb2.SaveCheckpointRequest(step=step)
+    async def save_checkpoint(self, step: int, deadline_s: float, *, in_background: bool = False) -> tuple[str, float]:
+        """Write a checkpoint of `step`, the present one unless it has been begun before. Returns (path, seconds).
+
+        in_background: only until the next step may be trained.
+        """
+        request = trainer_pb2.SaveCheckpointRequest(step=step, in_background=in_background)
         reply = await self._ask(self._stub.SaveCheckpoint, request, deadline_s)
         return reply.path, reply.seconds
 

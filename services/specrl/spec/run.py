@@ -116,6 +116,10 @@ class Canary(Section):
     back by then is skipped, and counted."""
 
 
+_MIRROR = r"^[a-z][a-z0-9+.-]*://[^@\s]+$"
+"""A URL of fsspec, without a user or password, which have no place in a run file."""
+
+
 class Checkpoint(Section):
     """Trainer checkpoints: policy, drafter, optimizers, random state."""
 
@@ -125,6 +129,10 @@ class Checkpoint(Section):
     """Newest checkpoints kept."""
     milestone_every_steps: Positive | None = None
     """Checkpoints of steps that are multiples of this are kept for ever. Null: none is."""
+    mirror: Annotated[str, Field(max_length=4096, pattern=_MIRROR)] | None = None
+    """Where complete checkpoints are copied to, as s3://bucket/folder, gs://, abfs:// or file:///folder; a place for
+    this run alone. A checkpoint counts when its copy is complete; a trainer without checkpoints in its folder fetches
+    the newest. Credentials come from the trainer's environment (docs/checkpoints.md). Null: none are copied."""
     claim_name: Annotated[ObjectName | None, OnCluster.ONLY] = None
     """PersistentVolumeClaim that holds the run's folder on a cluster: checkpoints, the exported model, metrics. Trainer
     and coordinator both mount it. A local run does not use it. Null: the folder is lost with its pod."""

@@ -226,7 +226,12 @@ TRAINER_DRAFTER_ACCEPTANCE = Gauge(
     ["position"],
 )
 TRAINER_CHECKPOINT_SECONDS = Histogram(
-    "specrl_trainer_checkpoint_seconds", "Wall seconds of one checkpoint.", buckets=SECONDS
+    "specrl_trainer_checkpoint_seconds", "Wall seconds of one checkpoint, until it is complete.", buckets=SECONDS
+)
+TRAINER_CHECKPOINT_SNAPSHOT_SECONDS = Histogram(
+    "specrl_trainer_checkpoint_snapshot_seconds",
+    "Wall seconds for which one checkpoint keeps the trainer from training.",
+    buckets=SECONDS,
 )
 
 # -- of every process -------------------------------------------------------------------------------------------------

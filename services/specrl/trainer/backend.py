@@ -7,6 +7,7 @@ is the one that is served. Methods block; the service runs them one after anothe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol
 
@@ -75,8 +76,12 @@ class TrainerBackend(Protocol):
         Raises StoreFailed when it cannot be written.
         """
 
-    def save(self, directory: Path) -> None:
-        """Write a checkpoint of the present step into `directory`, which appears whole or not at all."""
+    def save(self, directory: Path) -> Future[None]:
+        """Take a snapshot of the present step, and write it into `directory` in a thread, whole or not at all.
+
+        Waits for the save before. The future is done when the checkpoint is durable, and raises StoreFailed when it
+        cannot be written.
+        """
 
     def export(self, directory: Path) -> tuple[Path, Path | None]:
         """Write policy and drafter as Hugging Face folders `policy/` and `drafter/` under `directory`."""

@@ -28,9 +28,20 @@ STATE, DRAFTER, POLICY, WEIGHTS = "state.json", "drafter.safetensors", "policy",
 _NAME = re.compile(r"step-(\d{6,})")
 
 
+def name(step: int) -> str:
+    """Of the folder that a step's checkpoint is in."""
+    return f"step-{step:06d}"
+
+
+def step_of(name: str) -> int | None:
+    """The inverse of `name`; None for any other."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match is not None else None
+
+
 def directory(run: Path, step: int) -> Path:
     """Of the checkpoint of one step."""
-    return run / "checkpoints" / f"step-{step:06d}"
+    return run / "checkpoints" / name(step)
 
 
 def metrics_file(run: Path, step: int) -> Path:
@@ -66,7 +77,7 @@ def complete(run: Path) -> list[tuple[int, Path]]:
     root = run / "checkpoints"
     if not root.is_dir():
         return []
-    found = [(int(match[1]), path) for path in root.iterdir() if (match := _NAME.fullmatch(path.name))]
+    found = [(step, path) for path in root.iterdir() if (step := step_of(path.name)) is not None]
     return sorted((step, path) for step, path in found if (path / STATE).is_file())
 
 

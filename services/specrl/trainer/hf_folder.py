@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -26,34 +27,57 @@ def write_policy(target: Path, source: Path, tensors: Iterable[tuple[str, torch.
     dtype = write_weights(scratch, tensors, SHARD_BYTES)
     config = json.loads((scratch / "config.json").read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)
-    config["dtype"] = str(dtype).removeprefix("torch.")
+    config["dtype"] = dtype
     (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     shutil.rmtree(target, ignore_errors=True)
     scratch.rename(target)
 
 
-def write_weights(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int) -> torch.dtype:
-    """Write one file, or shards of at most `shard_bytes` (or one larger tensor) with an index. Returns the dtype."""
-    shards: list[list[str]] = []
+@dataclass(frozen=True)
+class Shards:
+    """Tensors in files of one folder: the file of each, and their size."""
+
+    places: dict[str, str]
+    size_bytes: int
+    dtype: str
+
+
+def write_weights(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int) -> str:
+    """Write one file, or shards with an index. Returns the dtype."""
+    shards = write_shards(folder, "model", tensors, shard_bytes)
+    files = set(shards.places.values())
+    if len(files) == 1:
+        (folder / files.pop()).rename(folder / "model.safetensors")
+    else:
+        write_index(folder, shards.places, shards.size_bytes)
+    return shards.dtype
+
+
+def write_shards(folder: Path, stem: str, tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int) -> Shards:
+    """Write files STEM-00001.safetensors and so on, of at most `shard_bytes`, or one larger tensor."""
+    places: dict[str, str] = {}
     shard: dict[str, torch.Tensor] = {}
-    total = 0
-    dtype = torch.float32
+    files, total, dtype = 0, 0, "float32"
 
     def flush() -> None:
-        shards.append(list(shard))
-        save_file(shard, folder / f"model-{len(shards):05d}.safetensors", metadata={"format": "pt"})
+        file = f"{stem}-{files:05d}.safetensors"
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        places.update(dict.fromkeys(shard, file))
         shard.clear()
 
     for name, tensor in tensors:
-        if shard and sum(kept.nbytes for kept in shard.values()) + tensor.nbytes > shard_bytes:
-            flush()
+        if not shard or sum(kept.nbytes for kept in shard.values()) + tensor.nbytes > shard_bytes:
+            if shard:
+                flush()
+            files += 1
         shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        total, dtype = total + tensor.nbytes, tensor.dtype
-    flush()
-    if len(shards) == 1:
-        (folder / "model-00001.safetensors").rename(folder / "model.safetensors")
-        return dtype
-    places = {name: f"model-{number:05d}.safetensors" for number, names in enumerate(shards, 1) for name in names}
-    index = {"metadata": {"total_size": total}, "weight_map": places}
+        total, dtype = total + tensor.nbytes, str(tensor.dtype).removeprefix("torch.")
+    if shard:
+        flush()
+    return Shards(places, total, dtype)
+
+
+def write_index(folder: Path, places: Mapping[str, str], size_bytes: int) -> None:
+    """Say which file each tensor is in, as Hugging Face does."""
+    index = {"metadata": {"total_size": size_bytes}, "weight_map": dict(places)}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    return dtype

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -49,7 +50,7 @@ CONTROL_TIMEOUT = timedelta(hours=1)  # longest difference between two ranks in 
 _DONE, _REFUSED = 0, 1
 _PING = "ping"
 # Rank 0 alone talks to disks and to the weight group, so it alone may be refused there.
-_RANK_0_MAY_REFUSE = frozenset({"open_weight_group", "broadcast_weights", "write_weights", "save", "export"})
+_RANK_0_MAY_REFUSE = frozenset({"open_weight_group", "broadcast_weights", "write_weights", "export"})
 
 
 class RankLost(TrainerFailed):
@@ -148,8 +149,9 @@ class RankedBackend:
         found: WeightChecksums = self._run("write_weights", {"directory": str(folder)})
         return found
 
-    def save(self, directory: Path) -> None:
-        self._run("save", {"directory": str(directory)})
+    def save(self, directory: Path) -> Future[None]:
+        found: Future[None] = self._run("save", {"directory": str(directory)})
+        return found
 
     def export(self, directory: Path) -> tuple[Path, Path | None]:
         found: tuple[Path, Path | None] = self._run("export", {"directory": str(directory)})

@@ -1,8 +1,9 @@
 """TrainerService over any TrainerBackend. Protobuf stops here.
 
 Calls run one after another on one worker thread, which owns the backend; only the status is answered beside it, since
-it must answer while a step is being trained. A step is idempotent by its number: the last one's answer is kept, in
-memory and beside its checkpoint, and given again without training. While nobody calls, the worker checks its ranks.
+it must answer while a step is being trained, and checkpoints are written beside it, once their snapshot is taken.
+A step is idempotent by its number: the last one's answer is kept, in memory and beside its checkpoint, and given again
+without training. While nobody calls, the worker checks its ranks.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -21,13 +23,13 @@ import structlog
 from google.protobuf.message import DecodeError, Message
 
 from specrl.api.v1 import trainer_pb2, trainer_pb2_grpc, weights_pb2
-from specrl.errors import PeerUnavailable, RecordInvalid, StoreFailed, VersionConflict
+from specrl.errors import PeerUnavailable, RecordInvalid, SpecrlError, StoreFailed, VersionConflict
 from specrl.files import SMALL_BYTES, read_bytes
 from specrl.records import Batch, WeightGroup, wire
 from specrl.rpc.server import count_from_zero
 from specrl.spec.run import RunSpec
 from specrl.telemetry import metrics as telemetry
-from specrl.trainer import checkpoints, exported
+from specrl.trainer import checkpoints, exported, mirror
 from specrl.trainer.backend import TrainerBackend
 from specrl.trainer.ranks import IDLE_CHECK_S, RankLost
 
@@ -36,11 +38,28 @@ T = TypeVar("T")
 MOST_EPOCHS = 100
 """Of a drafter's initialisation, unless the run file has more. Others would keep the trainer from everything else."""
 
+SAVE_GRACE_S = 60.0
+"""Longest that a trainer which is told to end waits for a checkpoint under way. One that is cut off was never there."""
+
 log = structlog.get_logger(__name__)
 
 
 class _Backend(TrainerBackend, Protocol):
     def check_alive(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Saving:
+    """A checkpoint on its way: SNAPSHOT (training waits) -> WRITING (it does not) -> complete, or failed."""
+
+    step: int
+    path: Path
+    snapshot_s: float
+    completion: asyncio.Task[trainer_pb2.SaveCheckpointReply]
+
+    @property
+    def has_failed(self) -> bool:
+        return self.completion.done() and (self.completion.cancelled() or self.completion.exception() is not None)
 
 
 class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
@@ -51,6 +70,9 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
         self._last: trainer_pb2.TrainStepReply | None = None
         self._written: tuple[tuple[int, bool], trainer_pb2.WriteWeightsReply] | None = None
+        self._mirror = mirror.of_run(spec)
+        self._saving: _Saving | None = None
+        self._save_begins = asyncio.Lock()
         self._last_used = time.monotonic()
         self._busy = 0
         self.lost: asyncio.Future[RankLost] = asyncio.get_running_loop().create_future()
@@ -63,8 +85,12 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
     async def load(self) -> None:
         """Load the newest checkpoint of the run that can be read, or the initial model; recall the answer to its step.
 
-        Raises CheckpointInvalid when there are checkpoints and none can be read: the initial model is not their like.
+        One that has none in its folder fetches that of its mirror. Raises CheckpointInvalid when there are checkpoints
+        and none can be read: the initial model is not their like; StoreFailed when the mirror cannot be reached.
         """
+        if self._mirror is not None and not checkpoints.complete(self._run):
+            restored = await asyncio.to_thread(self._mirror.restore, self._run)
+            log.info("mirror_consulted", url=self._mirror.url, restored=restored.name if restored else "nothing")
         loaded = await self._do(lambda: checkpoints.load_newest(self._run, self._backend.load))
         step = self._backend.status().step
         file = checkpoints.metrics_file(self._run, step)
@@ -87,7 +113,9 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         raise self.lost.result()
 
     async def close(self) -> None:
-        """Let the call under way end, then leave all groups."""
+        """Let the call and the checkpoint under way end, then leave all groups."""
+        if self._saving is not None:
+            await asyncio.wait([self._saving.completion], timeout=SAVE_GRACE_S)
         if not self.lost.done():
             await self._do(self._backend.close)
         self._worker.shutdown(wait=False)
@@ -238,28 +266,69 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
     async def SaveCheckpoint(
         self, request: trainer_pb2.SaveCheckpointRequest, context: Any
     ) -> trainer_pb2.SaveCheckpointReply:
-        return await self._do(lambda: self._save(request.step))
+        async with self._save_begins:
+            saving = self._saving
+            can_retry = saving is not None and saving.has_failed and self._backend.status().step == request.step
+            if saving is None or saving.step != request.step or can_retry:
+                saving = self._saving = await self._begin_saving(request.step)
+        if request.in_background:
+            return trainer_pb2.SaveCheckpointReply(path=str(saving.path), seconds=saving.snapshot_s)
+        return await asyncio.shield(saving.completion)
 
-    def _save(self, step: int) -> trainer_pb2.SaveCheckpointReply:
+    async def _begin_saving(self, step: int) -> _Saving:
+        """Wait for the save before, then have a snapshot taken. What becomes of it `completion` knows."""
+        if self._saving is not None:
+            await asyncio.wait([self._saving.completion])
+        started = time.perf_counter()
+        path = checkpoints.directory(self._run, step)
+        writing = await self._do(lambda: self._snapshot(step, path))
+        snapshot_s = time.perf_counter() - started
+        if writing is not None:
+            telemetry.TRAINER_CHECKPOINT_SNAPSHOT_SECONDS.observe(snapshot_s)
+            log.info("checkpoint_begun", step=step, seconds=round(snapshot_s, 3))
+        completion = asyncio.create_task(self._complete(step, path, writing, started), name=f"checkpoint-{step}")
+        return _Saving(step, path, snapshot_s, completion)
+
+    def _snapshot(self, step: int, path: Path) -> Future[None] | None:
+        """None when the checkpoint is complete already."""
         status = self._backend.status()
         if step != status.step:
             raise VersionConflict(
                 f"the saved step must be the present one, {status.step}, got step={step}; ask the status"
             )
-        target = checkpoints.directory(self._run, step)
-        started = time.perf_counter()
-        if (step, target) not in checkpoints.complete(self._run) or status.checkpoint_step != step:
-            if self._last is not None:
-                _write(checkpoints.metrics_file(self._run, step), self._last)
-            self._backend.save(target)
-            settings = self._spec.checkpoint
-            checkpoints.prune(self._run, settings.keep, settings.milestone_every_steps)
-            if step > 0:  # before that, a coordinator that died may ask for the initialisation's answer again
-                checkpoints.drafter_progress(self._run).unlink(missing_ok=True)
+        if (step, path) in checkpoints.complete(self._run) and status.checkpoint_step == step:
+            return None
+        if self._last is not None:
+            _write(checkpoints.metrics_file(self._run, step), self._last)
+        return self._backend.save(path)
+
+    async def _complete(
+        self, step: int, path: Path, writing: Future[None] | None, started: float
+    ) -> trainer_pb2.SaveCheckpointReply:
+        try:
+            if writing is not None:
+                await asyncio.wrap_future(writing)
+            await asyncio.to_thread(self._settle, step, is_new=writing is not None)
+        except SpecrlError as error:
+            log.error("checkpoint_not_saved", step=step, reason=str(error))  # whoever asked may be gone
+            raise
         seconds = time.perf_counter() - started
         telemetry.TRAINER_CHECKPOINT_SECONDS.observe(seconds)
         log.info("checkpoint_saved", step=step, seconds=round(seconds, 3))
-        return trainer_pb2.SaveCheckpointReply(path=str(target), seconds=seconds)
+        return trainer_pb2.SaveCheckpointReply(path=str(path), seconds=seconds)
+
+    def _settle(self, step: int, *, is_new: bool) -> None:
+        """Delete what a complete checkpoint makes needless, and mirror it: it counts when its copy does, too.
+
+        Raises StoreFailed, RunInvalid.
+        """
+        settings = self._spec.checkpoint
+        checkpoints.prune(self._run, settings.keep, settings.milestone_every_steps)
+        if self._mirror is not None and (is_new or step not in self._mirror.steps()):
+            self._mirror.upload(self._run, step)
+            self._mirror.prune(settings.keep, settings.milestone_every_steps)
+        if step > 0:  # before that, a coordinator that died may ask for the initialisation's answer again
+            checkpoints.drafter_progress(self._run).unlink(missing_ok=True)
 
     async def ExportModel(self, request: trainer_pb2.ExportModelRequest, context: Any) -> trainer_pb2.ExportModelReply:
         directory = self._within_run(request.directory)

@@ -38,6 +38,7 @@ class Point(NamedTuple):
 
 _SQLITE, _REDIS = "specrl.coordinator.store.sqlite_store", "specrl.coordinator.store.redis_store"
 _BACKEND = "specrl.trainer.megatron_backend.backend"
+_CHECKPOINT = "specrl.trainer.megatron_backend.checkpoint"
 
 POINTS: dict[str, tuple[Point, ...]] = {
     f"store.{name}": tuple(
@@ -73,7 +74,10 @@ POINTS: dict[str, tuple[Point, ...]] = {
         Point("torch.distributed.distributed_c10d", "all_reduce", "trainer rank", "gradients are summed"),
     ),
     "trainer.step": (Point(_BACKEND, "MegatronBackend.train_step", "trainer rank", "an optimizer step"),),
-    "checkpoint.save": (Point(_BACKEND, "MegatronBackend.save", "trainer rank", "a checkpoint is written"),),
+    "checkpoint.save": (Point(_BACKEND, "MegatronBackend.save", "trainer rank", "a checkpoint's snapshot"),),
+    "checkpoint.write": (
+        Point(_CHECKPOINT, "write", "trainer rank", "a checkpoint is written, while steps are trained"),
+    ),
     "checkpoint.prune": (Point("specrl.trainer.checkpoints", "prune", "trainer", "old checkpoints are deleted"),),
 }
 """Where a process can be struck. The table in docs/chaos.md is made from this."""

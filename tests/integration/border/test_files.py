@@ -164,7 +164,7 @@ def _step_answer(folder: Path) -> Path:
     backend = StandInBackend(32)
     backend.load(None)
     metrics = backend.train_step(a_batch(1, 32))
-    backend.save(checkpoints.directory(folder, 1))
+    backend.save(checkpoints.directory(folder, 1)).result()
     from specrl.api.v1 import trainer_pb2
 
     reply = trainer_pb2.TrainStepReply(policy_version=1, metrics=wire.train_metrics_to_wire(metrics))
@@ -457,6 +457,7 @@ COVERED = {
     "simulator/scenario_file.py": "scenario",
     "spec/load.py": "run file, RLJob",
     "trainer/megatron_backend/checkpoint.py": "checkpoint's state; its tensors: trainer/test_bad_disk.py",
+    "trainer/checkpoint_export.py": "a checkpoint, whose checksums were compared before",
     "trainer/checksums.py": "checkpoint's checksums",
     "trainer/hf_folder.py": "the policy's config, which was read and copied before",
     "trainer/megatron_backend/hf_weights.py": "tests/integration/trainer/test_bad_disk.py",

@@ -6,9 +6,11 @@ Real loop, scheduler, store, gRPC and weight broadcast; stand-in engine and trai
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -498,20 +500,45 @@ async def test_a_step_whose_prompts_all_failed_is_counted_and_trains_nothing(
 async def test_a_disk_that_is_full_at_a_checkpoint_does_not_end_the_run(tmp_path: Path) -> None:
     async with Run(tmp_path, a_spec(tmp_path)) as run:
         assert run.trainer is not None
-        save = run.trainer.backend.save
+        write = run.trainer.backend.write_checkpoint
 
-        def refuse_once(directory: Path) -> None:
+        def refuse_once(directory: Path, taken: Any, state: Any) -> None:
             if directory.name == "step-000002":
                 raise StoreFailed(
                     f"a checkpoint must be written to {directory}, got a full disk; make room on the disk"
                 )
-            save(directory)
+            write(directory, taken, state)
 
-        run.trainer.backend.save = refuse_once  # type: ignore[method-assign]
-        await run.until(lambda: run.store.trained() >= 3)
-        assert run.board.status().counters["checkpointsFailed"] == 1
+        run.trainer.backend.write_checkpoint = refuse_once  # type: ignore[method-assign]
+        await run.until(lambda: run.store.trained() >= 3 and run.board.status().counters["checkpointsFailed"] == 1)
         assert run.store.batches()[0] == 1, "what no checkpoint holds can be replayed"
         await run.restart_trainer()
+        await run.finish()
+        check_promises(run)
+
+
+async def test_steps_are_trained_while_a_checkpoint_is_written_and_count_on_the_one_before(tmp_path: Path) -> None:
+    """That of step 4 is written until the trainer dies of it: nothing is forgotten that only it would hold."""
+    async with Run(tmp_path, a_spec(tmp_path)) as run:
+        assert run.trainer is not None
+        write, may_end = run.trainer.backend.write_checkpoint, threading.Event()
+
+        def never_of_step_4(directory: Path, taken: Any, state: Any) -> None:
+            if directory.name == "step-000004":
+                may_end.wait()
+                raise StoreFailed("a checkpoint must be written, got a dead trainer")
+            write(directory, taken, state)
+
+        run.trainer.backend.write_checkpoint = never_of_step_4  # type: ignore[method-assign]
+        await run.until(lambda: run.store.trained() >= 5)
+        assert run.board.status().checkpoint_step == 2
+        assert run.store.batches()[0] <= 3
+        assert not (tmp_path / "checkpoints" / "step-000004").exists()
+        killed = asyncio.ensure_future(run.trainer.kill())
+        may_end.set()
+        await killed
+        await run.start_trainer()
+        assert run.trainer.backend.status().step == 2
         await run.finish()
         check_promises(run)
 

@@ -80,12 +80,14 @@ def refusals(backend: MegatronBackend) -> list[str]:
 
 def train(backend: MegatronBackend, out: Path) -> list[dict[str, Any]]:
     """Three steps, with a checkpoint after the second."""
+    out.mkdir(parents=True, exist_ok=True)
     metrics = []
     for step in range(1, STEPS + 1):
         metrics.append(asdict(backend.train_step(a_batch(step, backend.config.vocab_size))))
         if step == STEPS - 1:
-            backend.save(checkpoints.directory(out, step))
+            saved = backend.save(checkpoints.directory(out, step))
             keep(out / "saved.safetensors", backend)
+    saved.result()  # of step 2, though step 3 has been trained
     return metrics
 
 
@@ -158,7 +160,7 @@ def die_while_saving(spec: RunSpec, out: Path) -> None:
     dying.load(checkpoints.newest(out))
     dying.train_step(a_batch(STEPS, dying.config.vocab_size))
     checkpoint._sync = lambda _path: os._exit(DIED)
-    dying.save(checkpoints.directory(out, STEPS))
+    dying.save(checkpoints.directory(out, STEPS)).result()
 
 
 if __name__ == "__main__":

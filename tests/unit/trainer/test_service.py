@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from tests.integration.trainer.runs import a_batch, a_spec
 from tests.stand_ins.trainer_backend import StandInBackend
 
-from specrl.errors import PeerUnavailable, RecordInvalid, VersionConflict
+from specrl.errors import PeerUnavailable, RecordInvalid, StoreFailed, VersionConflict
 from specrl.records import Batch, TrainMetrics, WeightGroup, wire
 from specrl.rpc.clients import TrainerClient
 from specrl.rpc.server import serve
+from specrl.spec.run import Checkpoint
 from specrl.trainer import checkpoints
 from specrl.trainer.ranks import RankLost
 from specrl.trainer.service import TrainerService
@@ -25,6 +29,7 @@ from specrl.weights.stream import receive
 
 VOCAB = 16
 DEADLINE_S = 30.0
+DEFAULTS = Checkpoint()
 
 
 class CountingBackend(StandInBackend):
@@ -44,8 +49,11 @@ class CountingBackend(StandInBackend):
 
 
 @asynccontextmanager
-async def a_trainer(run: Path, backend: CountingBackend) -> AsyncIterator[tuple[TrainerClient, TrainerService]]:
-    service = TrainerService(backend, a_spec(run), run, "127.0.0.1")
+async def a_trainer(
+    run: Path, backend: CountingBackend, checkpoint: Checkpoint = DEFAULTS
+) -> AsyncIterator[tuple[TrainerClient, TrainerService]]:
+    spec = a_spec(run).model_copy(update={"checkpoint": checkpoint})
+    service = TrainerService(backend, spec, run, "127.0.0.1")
     await service.load()
     server, port = await serve(service.add_to, "127.0.0.1", 0)
     async with TrainerClient(f"127.0.0.1:{port}") as client:
@@ -62,6 +70,79 @@ async def test_repeated_step_is_answered_and_not_trained_again(tmp_path: Path) -
         first = await client.train_step(a_batch(1, VOCAB), DEADLINE_S)
         assert await client.train_step(a_batch(1, VOCAB), DEADLINE_S) == first
     assert backend.trained == [1]
+
+
+async def test_a_checkpoint_in_the_background_lets_steps_be_trained_and_is_complete_when_it_is_answered(
+    tmp_path: Path,
+) -> None:
+    """The next save waits for it; what was written is of the step that was asked for, not of those trained since."""
+    backend = CountingBackend()
+    write, may_write = backend.write_checkpoint, threading.Event()
+
+    def slowly(directory: Path, taken: Any, state: Any) -> None:
+        assert may_write.wait(DEADLINE_S)
+        write(directory, taken, state)
+
+    backend.write_checkpoint = slowly  # type: ignore[method-assign]
+    async with a_trainer(tmp_path, backend) as (client, _):
+        await client.train_step(a_batch(1, VOCAB), DEADLINE_S)
+        of_step_1 = backend.policy_VV.copy()
+        await client.save_checkpoint(1, DEADLINE_S, in_background=True)
+        await client.train_step(a_batch(2, VOCAB), DEADLINE_S)
+        first = asyncio.ensure_future(client.save_checkpoint(1, DEADLINE_S))
+        second = asyncio.ensure_future(client.save_checkpoint(2, DEADLINE_S, in_background=True))
+        await client.train_step(a_batch(3, VOCAB), DEADLINE_S)
+        assert (await client.status()).checkpoint_step == 0
+        assert checkpoints.complete(tmp_path) == []
+        may_write.set()
+        assert Path((await first)[0]) == checkpoints.directory(tmp_path, 1)
+        with pytest.raises(VersionConflict, match="3, got step=2"):
+            await second  # by the time that it could begin, step 3 was trained
+    assert np.array_equal(np.load(checkpoints.directory(tmp_path, 1) / "policy.npy"), of_step_1)
+
+
+async def test_a_checkpoint_that_failed_is_written_when_it_is_asked_for_again(tmp_path: Path) -> None:
+    backend = CountingBackend()
+    write = backend.write_checkpoint
+
+    def refuse(directory: Path, taken: Any, state: Any) -> None:
+        backend.write_checkpoint = write  # type: ignore[method-assign]
+        raise StoreFailed(f"a checkpoint must be written to {directory}, got a full disk; make room on the disk")
+
+    backend.write_checkpoint = refuse  # type: ignore[method-assign]
+    async with a_trainer(tmp_path, backend) as (client, _):
+        await client.train_step(a_batch(1, VOCAB), DEADLINE_S)
+        await client.save_checkpoint(1, DEADLINE_S)  # the client asks again by itself
+        assert (await client.status()).checkpoint_step == 1
+        backend.write_checkpoint = refuse  # type: ignore[method-assign]
+        await client.train_step(a_batch(2, VOCAB), DEADLINE_S)
+        await client.save_checkpoint(2, DEADLINE_S, in_background=True)
+        await client.train_step(a_batch(3, VOCAB), DEADLINE_S)
+        with pytest.raises(StoreFailed, match="make room"):
+            await client.save_checkpoint(2, DEADLINE_S)  # step 2 is past: the failure stands, however often one asks
+        assert (await client.status()).checkpoint_step == 1
+
+
+async def test_trainer_whose_disk_is_empty_goes_on_from_the_mirror(tmp_path: Path) -> None:
+    """A checkpoint counts when its copy is complete; one that could not be copied is, when it is asked for again."""
+    copies = tmp_path / "elsewhere"
+    settings = Checkpoint(mirror=f"file://{copies}", keep=1)
+    async with a_trainer(tmp_path / "run", CountingBackend(), settings) as (client, _):
+        await client.train_step(a_batch(1, VOCAB), DEADLINE_S)
+        copies.write_text("no folder")
+        with pytest.raises(StoreFailed, match=r"checkpoint\.mirror must take a checkpoint, got file://"):
+            await client.save_checkpoint(1, DEADLINE_S)
+        copies.unlink()
+        await client.save_checkpoint(1, DEADLINE_S)
+        answer = await client.train_step(a_batch(2, VOCAB), DEADLINE_S)
+        await client.save_checkpoint(2, DEADLINE_S)
+    assert sorted(path.name for path in copies.iterdir()) == ["run.json", "step-000002", "step-000002.metrics.pb"]
+    shutil.rmtree(tmp_path / "run")
+    backend = CountingBackend()
+    async with a_trainer(tmp_path / "run", backend, settings) as (client, _):
+        assert (await client.status()).step == 2
+        assert await client.train_step(a_batch(2, VOCAB), DEADLINE_S) == answer, "it was trained before"
+    assert backend.trained == []
 
 
 async def test_two_calls_for_one_step_at_once_train_it_once(tmp_path: Path) -> None:

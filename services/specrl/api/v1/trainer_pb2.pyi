@@ -486,15 +486,19 @@ class SaveCheckpointRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     STEP_FIELD_NUMBER: _builtins.int
+    IN_BACKGROUND_FIELD_NUMBER: _builtins.int
     step: _builtins.int
+    in_background: _builtins.bool
+    """answer as soon as the next step may be trained; asking again then waits"""
     def __init__(
         self,
         *,
         step: _builtins.int = ...,
+        in_background: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_background", b"in_background", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -508,6 +512,7 @@ class SaveCheckpointReply(_message.Message):
     SECONDS_FIELD_NUMBER: _builtins.int
     path: _builtins.str
     seconds: _builtins.float
+    """until it was complete; with in_background, until the next step may be trained"""
     def __init__(
         self,
         *,

@@ -167,7 +167,8 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SaveCheckpoint(self, request, context):
-        """Writes an atomic checkpoint of the present step: policy, drafter, optimizers, RNG.
+        """Writes an atomic checkpoint of the present step: policy, drafter, optimizers, RNG. Answers when it is complete; one
+        that is under way, or complete, is not begun again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

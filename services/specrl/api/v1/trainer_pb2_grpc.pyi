@@ -58,7 +58,9 @@ class TrainerServiceStub:
     Answers at once when it is there already, unless anew.
     """
     SaveCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointReply]
-    """Writes an atomic checkpoint of the present step: policy, drafter, optimizers, RNG."""
+    """Writes an atomic checkpoint of the present step: policy, drafter, optimizers, RNG. Answers when it is complete; one
+    that is under way, or complete, is not begun again.
+    """
     ExportModel: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ExportModelRequest, _trainer_pb2.ExportModelReply]
     """Writes policy and drafter as ordinary Hugging Face folders."""
     GetTrainerStatus: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.GetTrainerStatusRequest, _trainer_pb2.TrainerStatus]
@@ -92,7 +94,9 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     Answers at once when it is there already, unless anew.
     """
     SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointReply]  # type: ignore[assignment]
-    """Writes an atomic checkpoint of the present step: policy, drafter, optimizers, RNG."""
+    """Writes an atomic checkpoint of the present step: policy, drafter, optimizers, RNG. Answers when it is complete; one
+    that is under way, or complete, is not begun again.
+    """
     ExportModel: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ExportModelRequest, _trainer_pb2.ExportModelReply]  # type: ignore[assignment]
     """Writes policy and drafter as ordinary Hugging Face folders."""
     GetTrainerStatus: _aio.UnaryUnaryMultiCallable[_trainer_pb2.GetTrainerStatusRequest, _trainer_pb2.TrainerStatus]  # type: ignore[assignment]
@@ -183,7 +187,9 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.SaveCheckpointRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.SaveCheckpointReply, _abc.Awaitable[_trainer_pb2.SaveCheckpointReply]]:
-        """Writes an atomic checkpoint of the present step: policy, drafter, optimizers, RNG."""
+        """Writes an atomic checkpoint of the present step: policy, drafter, optimizers, RNG. Answers when it is complete; one
+        that is under way, or complete, is not begun again.
+        """
 
     @_abc_1.abstractmethod
     def ExportModel(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -76,6 +77,7 @@ class MegatronBackend:
         loss = spec.trainer.loss
         self.loss = losses.LossSettings(float(loss.clip_low), float(loss.clip_high), float(loss.importance_cap))
         self.groups: Groups = groups.join(spec.trainer.parallelism, spec.schedule.seed)
+        self._saver = checkpoint.Saver(self.groups)
         self._weight_store: TCPStore | None = None
         self._weight_group: WeightGroup | None = None
         self._joined: weight_group.BroadcastGroup | None = None
@@ -135,12 +137,19 @@ class MegatronBackend:
     def status(self) -> TrainerStatus:
         return TrainerStatus(self._step, self._checkpoint_step, self._is_drafter_initialised, self.groups.world_size)
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path) -> Future[None]:
         state = checkpoint.State(self._step, self._is_drafter_initialised, self.drafter is not None)
-        checkpoint.save(directory, self.policy, self.drafter, state, self.groups)
-        self._checkpoint_step = self._step
+        writing = self._saver.save(directory, self.policy, self.drafter, state)
+
+        def note(written: Future[None]) -> None:
+            if written.exception() is None:
+                self._checkpoint_step = state.step
+
+        writing.add_done_callback(note)
+        return writing
 
     def close(self) -> None:
+        self._saver.close()
         self._close_weight_group()
         groups.leave()
 

@@ -1,10 +1,13 @@
 """A checkpoint on disk: float32 weights and moments by Hugging Face names, the drafter, random state, step.
 
-    writing   ranks gather one tensor at a time, rank 0 writes it into `.step-000010.tmp`; one rename gives it its name
+    begin     SNAPSHOT: ranks gather one tensor at a time, and copy their share of them to the host; training goes on
+    thread    WRITING: every rank writes what it has into `.step-000010.tmp`  -- all ranks are done -->
+              rank 0: index, checksums, one rename -> COMPLETE; or, a disk having refused, nothing -> FAILED
     reading   every rank cuts its own shards out of whole tensors, so any layout reads what any other wrote
 
-A process that dies while writing leaves a name that is never looked at. Megatron's own dist_checkpointing was tried and
-left: it starts a manager process at every save, which outlives a killed trainer, and forks beside gRPC's threads.
+A process that dies at any point leaves a name that is never looked at. The ranks' threads meet in a Gloo group of their
+own: at a rank's death it breaks, and its timeout bounds every wait. The thread of one save ends before the next begins.
+Megatron's dist_checkpointing was tried and left (docs/decisions/0003).
 """
 
 from __future__ import annotations
@@ -12,9 +15,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, astuple, dataclass
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,15 +28,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from specrl.drafting.online import DrafterTrainer
-from specrl.errors import CheckpointInvalid, StoreFailed
-from specrl.files import SMALL_BYTES, read_object
+from specrl.errors import CheckpointInvalid, CollectiveFailed, SpecrlError, StoreFailed
+from specrl.files import SMALL_BYTES, parse_object, read_object
 from specrl.trainer import checksums
 from specrl.trainer.checkpoints import DRAFTER, POLICY, STATE, temporary
-from specrl.trainer.hf_folder import SHARD_BYTES, write_weights
+from specrl.trainer.hf_folder import SHARD_BYTES, Shards, write_index, write_shards
 from specrl.trainer.megatron_backend.groups import Groups
 from specrl.trainer.megatron_backend.policy import Policy
 
 RANDOM = "random.safetensors"
+WRITE_TIMEOUT = timedelta(hours=1)  # longest difference between two ranks in writing their shares
 
 
 @dataclass(frozen=True)
@@ -42,37 +49,158 @@ class State:
     has_drafter: bool
 
 
-def save(target: Path, policy: Policy, drafter: DrafterTrainer | None, state: State, groups: Groups) -> None:
-    """Write `target`, whole or not at all. A collective. Raises StoreFailed, at rank 0 alone, when the disk refuses."""
-    kinds = policy.state()
-    try:
-        if groups.rank == 0:
-            _write(target, kinds, drafter, state)
-    except (OSError, SafetensorError) as error:  # what safetensors writes fails with its own error
-        shutil.rmtree(temporary(target), ignore_errors=True)  # a full disk is full of it, too
-        raise StoreFailed(f"a checkpoint must be written to {target}, got {error}; make room on the disk") from error
-    finally:
-        if groups.data_rank == 0:  # these share tensors with rank 0 and gather to the end, whatever becomes of writing
-            for tensors in kinds.values():
-                for _ in tensors:
-                    pass
+Tensors = dict[str, torch.Tensor]
 
 
-def _write(
-    target: Path, kinds: dict[str, Iterator[tuple[str, torch.Tensor]]], drafter: DrafterTrainer | None, state: State
-) -> None:
+@dataclass(frozen=True)
+class Snapshot:
+    """What one rank writes, on the host. policy: by kind, this rank's share; others: at rank 0 alone.
+
+    others: files of their own, by name.
+    """
+
+    state: State
+    policy: Mapping[str, Tensors]
+    others: Mapping[str, Tensors]
+
+
+class Saver:
+    """Writes checkpoints, one at a time, in a thread. Making one is a collective of all ranks."""
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+        self._meeting = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT) if groups.world_size > 1 else None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
+
+    def save(self, target: Path, policy: Policy, drafter: DrafterTrainer | None, state: State) -> Future[None]:
+        """Take a snapshot, and write `target` in a thread, whole or not at all. A collective.
+
+        Waits for the save before. The future is done when the checkpoint is durable; it raises StoreFailed when a
+        rank's disk refuses, CollectiveFailed when a rank is lost.
+        """
+        self.wait()
+        taken = snapshot(policy, drafter, state, self._groups)
+        self._writing = self._thread.submit(write, target, taken, self._groups.rank, self._meeting)
+        return self._writing
+
+    def wait(self) -> None:
+        """Until the save under way has ended, however it ends."""
+        if self._writing is not None:
+            wait([self._writing])
+
+    def close(self) -> None:
+        """Let the save under way end."""
+        self._thread.shutdown()
+
+
+def snapshot(policy: Policy, drafter: DrafterTrainer | None, state: State, groups: Groups) -> Snapshot:
+    """Copies of what the next step changes. A collective; the tensors of a kind are dealt to the ranks that share them.
+
+    On a rank's host that is 12 bytes for each of its parameters, while they are written.
+    """
+    found: dict[str, Tensors] = {}
+    if groups.data_rank == 0:  # the other data parallel ranks hold the same
+        for kind, tensors in policy.state().items():
+            found[kind] = {
+                name: _copy(tensor)
+                for place, (name, tensor) in enumerate(tensors)
+                if place % groups.tensor.size == groups.tensor.rank
+            }
+    others: dict[str, Tensors] = {}
+    if groups.rank == 0:
+        others[RANDOM] = {"cpu": torch.get_rng_state()}
+        if drafter is not None:
+            others[DRAFTER] = {name: _copy(tensor) for name, tensor in drafter.state().items()}
+    return Snapshot(state, found, others)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def write(target: Path, taken: Snapshot, rank: int, meeting: dist.ProcessGroup | None) -> None:
+    """One rank's part in writing `target`. Raises StoreFailed or CollectiveFailed, with nothing left of it."""
     scratch = temporary(target)
-    shutil.rmtree(scratch, ignore_errors=True)
-    for kind, tensors in kinds.items():
-        (scratch / POLICY / kind).mkdir(parents=True)
-        write_weights(scratch / POLICY / kind, tensors, SHARD_BYTES)
-    if drafter is not None:
-        save_file(
-            {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state().items()}, scratch / DRAFTER
-        )
-    save_file({"cpu": torch.get_rng_state()}, scratch / RANDOM)
+
+    def begin() -> dict[str, Any]:
+        if rank == 0:
+            shutil.rmtree(scratch, ignore_errors=True)
+            scratch.mkdir(parents=True)
+        return {}
+
+    try:
+        _agree(begin, target, meeting)
+        parts = _agree(lambda: _write_share(scratch, taken, rank), target, meeting)
+        _agree(lambda: _complete(target, scratch, taken.state, parts) if rank == 0 else {}, target, meeting)
+    except SpecrlError:
+        if rank == 0:
+            shutil.rmtree(scratch, ignore_errors=True)  # a full disk is full of it, too
+        raise
+
+
+def _agree(work: Callable[[], dict[str, Any]], target: Path, meeting: dist.ProcessGroup | None) -> list[dict[str, Any]]:
+    """Do one rank's part, and wait for the others'; what each returned, as JSON. Raises StoreFailed if any failed."""
+    try:
+        mine = work()
+    except (OSError, SafetensorError) as error:  # what safetensors writes fails with its own error
+        mine = {"error": str(error)}
+    found = _exchange(mine, meeting)
+    errors = [part["error"] for part in found if "error" in part]
+    if errors:
+        raise StoreFailed(f"a checkpoint must be written to {target}, got {errors[0]}; make room on the disk")
+    return found
+
+
+def _exchange(mine: dict[str, Any], meeting: dist.ProcessGroup | None) -> list[dict[str, Any]]:
+    """Every rank's JSON, at every rank."""
+    if meeting is None:
+        return [mine]
+    content = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
+    try:
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(meeting.size())]
+        dist.all_gather(sizes, torch.tensor([len(content)]), group=meeting)
+        longest = max(int(size) for size in sizes)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(content)] = content
+        rows = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
+        dist.all_gather(rows, padded, group=meeting)
+    except (RuntimeError, dist.DistError) as error:
+        raise CollectiveFailed(
+            f"all trainer ranks must live until a checkpoint is complete, got {error}; start them again"
+        ) from error
+    return [parse_object(row[: int(size)].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+
+def _write_share(scratch: Path, taken: Snapshot, rank: int) -> dict[str, Any]:
+    """Write what this rank holds. Returns the places of its tensors, by kind, and its files' checksums."""
+    shards: dict[str, Shards] = {}
+    for kind, tensors in taken.policy.items():
+        folder = scratch / POLICY / kind
+        folder.mkdir(parents=True, exist_ok=True)
+        shards[kind] = write_shards(folder, f"model-{rank:04d}", tensors.items(), SHARD_BYTES)
+    for name, tensors in taken.others.items():
+        save_file(tensors, scratch / name)
+    files = [Path(POLICY, kind, file) for kind, item in shards.items() for file in set(item.places.values())]
+    files += [Path(name) for name in taken.others]
+    for file in files:
+        _sync(scratch / file)
+    return {
+        "shards": {kind: asdict(item) for kind, item in shards.items()},
+        "checksums": {str(file): asdict(checksums.checksum(scratch / file)) for file in files},
+    }
+
+
+def _complete(target: Path, scratch: Path, state: State, parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Rank 0, when all shares are written: what binds them together, and the rename."""
+    found = {name: checksums.Checksum(**item) for part in parts for name, item in part["checksums"].items()}
+    for kind in sorted({kind for part in parts for kind in part["shards"]}):
+        own = [part["shards"][kind] for part in parts if kind in part["shards"]]
+        places = {name: file for item in own for name, file in item["places"].items()}
+        write_index(scratch / POLICY / kind, places, sum(item["size_bytes"] for item in own))
     (scratch / STATE).write_text(json.dumps(asdict(state)), encoding="utf-8")
-    checksums.write(scratch, checksums.of_folder(scratch))
+    small = [path for path in scratch.rglob("*.json") if path.is_file()]
+    checksums.write(scratch, found | {str(path.relative_to(scratch)): checksums.checksum(path) for path in small})
     for path in (*scratch.rglob("*"), scratch):
         _sync(path)
     before = target.with_name(f".{target.name}.before.tmp")  # a name that `prune` clears away
@@ -81,6 +209,7 @@ def _write(
     scratch.rename(target)
     _sync(target.parent)
     shutil.rmtree(before, ignore_errors=True)
+    return {}
 
 
 def _sync(path: Path) -> None:
