@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +34,7 @@ from specrl.records import (
     WeightOwner,
 )
 from specrl.trainer import checksums
+from specrl.trainer.backend import SupervisedMetrics
 from specrl.trainer.checkpoints import STATE, temporary
 from specrl.weights.files import write
 from specrl.weights.group import BroadcastGroup, listen
@@ -114,6 +115,11 @@ class StandInBackend:
             effective_sample_size=1.0,
             drafter=self._learn(batch.rollouts) if self.has_drafter else None,
         )
+
+    def train_supervised(self, batch: Batch) -> SupervisedMetrics:
+        certain = tuple(replace(item, advantage=1.0) for item in batch.rollouts)
+        found = self.train_step(Batch(batch.step, certain))
+        return SupervisedMetrics(found.loss, found.grad_norm, found.learning_rate, found.tokens, found.train_seconds)
 
     def train_drafter(
         self, rollouts: Sequence[TrainRollout], epochs: int, progress: Path | None = None

@@ -5,6 +5,7 @@
     specrl pause      begin nothing new; resume: go on; scale: have more replicas, or fewer
     specrl checkpoint have one written; list, check, export or delete them
     specrl report     figures of a run, or of two, as a page to keep
+    specrl sft        train a policy on prompts with completions, before a run
     specrl drafter    init: train a drafter on a policy's own rollouts
     specrl store      look into a run's state, copy it out, or delete it
     specrl families   problem families that need no data set
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import typer
 
-from specrl.cli import checkpoint, control, demo, drafter, report, run, simulate, spec, status, store
+from specrl.cli import checkpoint, control, demo, drafter, report, run, sft, simulate, spec, status, store
 from specrl.cli.endings import Reporting
 
 app = typer.Typer(
@@ -40,6 +41,7 @@ app.command("pause", short_help="Have a run begin nothing new.")(control.pause)
 app.command("resume", short_help="Have a paused run go on.")(control.resume)
 app.command("scale", short_help="Have more generation replicas, or fewer.")(control.scale)
 app.command("report", short_help="Figures of a run, or of two, as a page to keep.")(report.report)
+app.command("sft", short_help="Train a policy on prompts with completions, before a run.")(sft.sft)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(drafter.app, name="drafter")
 app.add_typer(store.app, name="store")

@@ -7,12 +7,14 @@ the coordinator (`PreTrainedTokenizerFast` reads tokenizer.json; `AutoTokenizer`
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from specrl.errors import CheckpointInvalid
 from specrl.spec.data import PromptFormat, Prompts
+from specrl.spec.tools import Tools
 
 _BATCH = 1024
 """Texts per call of the tokenizer, which uses all cores for one call: large enough for that, small in memory."""
@@ -64,6 +66,29 @@ class PromptTemplate:
             batch = list(texts[first : first + _BATCH])
             encoded = backend.encode_batch_fast(batch, add_special_tokens=not self._is_chat)
             yield from (tuple(encoding.ids) for encoding in encoded)
+
+    def completion(self, text: str, tools: Tools | None = None) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+        """Token ids of what the policy is to answer, its end token included, and [first, end) of tools' outputs in it.
+
+        Tokenized apart from the prompt, as a completion is sampled. Raises CheckpointInvalid without an end token.
+        """
+        end = self._tokenizer.eos_token_id
+        if end is None:
+            raise CheckpointInvalid(
+                f"{self._path}: the tokenizer must have an end token, got none; name eos_token in tokenizer_config.json"
+            )
+        pieces = [text]
+        if tools is not None:
+            marks = f"({re.escape(tools.output_start)}.*?{re.escape(tools.output_end)})"
+            pieces = re.split(marks, text, flags=re.DOTALL)
+        token_ids: list[int] = []
+        outputs = []
+        for number, piece in enumerate(pieces):
+            ids = self._tokenizer.backend_tokenizer.encode(piece, add_special_tokens=False).ids
+            if number % 2:
+                outputs.append((len(token_ids), len(token_ids) + len(ids)))
+            token_ids += ids
+        return (*token_ids, end), outputs
 
 
 def load_tokenizer(folder: Path) -> Any:

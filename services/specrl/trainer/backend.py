@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -26,6 +27,17 @@ from specrl.records import (
 )
 
 
+@dataclass(frozen=True)
+class SupervisedMetrics:
+    """One step of `train_supervised`. loss: nats a token; tokens: those that were learnt."""
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens: int
+    seconds: float
+
+
 class TrainerBackend(Protocol):
     """Policy and drafter with their optimizers, sharded over the ranks."""
 
@@ -41,6 +53,12 @@ class TrainerBackend(Protocol):
         Recomputes log-probabilities on the policy, corrects for lag, clips, steps; then the drafter, on the same
         forward's hidden states, detached, with its own optimizer and clip. A batch without rollouts, every prompt of
         which failed, becomes the version all the same, with policy, drafter and optimizers as they were.
+        """
+
+    def train_supervised(self, batch: Batch) -> SupervisedMetrics:
+        """Train one optimizer step on the cross-entropy of the rollouts' sampled tokens, whatever sampled them.
+
+        batch.step must be status().step + 1, else VersionConflict. The drafter is left as it is.
         """
 
     def train_drafter(

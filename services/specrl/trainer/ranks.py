@@ -40,7 +40,7 @@ from specrl.records import (
     WeightManifest,
     wire,
 )
-from specrl.trainer.backend import TrainerBackend
+from specrl.trainer.backend import SupervisedMetrics, TrainerBackend
 
 T = TypeVar("T")
 
@@ -116,6 +116,10 @@ class RankedBackend:
 
     def train_step(self, batch: Batch) -> TrainMetrics:
         found: TrainMetrics = self._run("train_step", {}, batch)
+        return found
+
+    def train_supervised(self, batch: Batch) -> SupervisedMetrics:
+        found: SupervisedMetrics = self._run("train_supervised", {}, batch)
         return found
 
     def train_drafter(
@@ -198,9 +202,9 @@ def dispatch(backend: TrainerBackend, method: str, arguments: dict[str, Any], ba
     """Run one command on this rank's backend."""
     if method == _PING:
         return None
-    if method == "train_step":
+    if method in ("train_step", "train_supervised"):
         assert batch is not None
-        return backend.train_step(batch)
+        return getattr(backend, method)(batch)
     if method == "train_drafter":
         assert batch is not None
         progress = Path(arguments["progress"]) if arguments["progress"] else None

@@ -448,6 +448,7 @@ COVERED = {
     "launcher/preflight.py": "the kernel's own",
     "launcher/asking.py": "the token, which may be any text",
     "launcher/reports.py": "status, endpoints, metrics, launcher",
+    "launcher/warm_up.py": "what it was asked for, which is compared; the end of a log",
     "launcher/supervisor.py": "the end of a log, which may be any bytes",
     "prompts/sources.py": "problems",
     "report/reading.py": "origin, comparison",
@@ -463,4 +464,5 @@ COVERED = {
     "trainer/megatron_backend/hf_weights.py": "tests/integration/trainer/test_bad_disk.py",
     "trainer/megatron_backend/initialisation.py": "tests/integration/trainer/test_megatron_backend.py",
     "trainer/service.py": "step's answer",
+    "trainer/sft.py": "its own curves, of which lines that cannot be read are dropped",
 }

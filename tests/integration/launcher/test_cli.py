@@ -88,6 +88,7 @@ def test_every_command_explains_itself() -> None:
         "checkpoint prune",
         "scale",
         "report",
+        "sft",
         "drafter",
         "drafter init",
         "drafter import",

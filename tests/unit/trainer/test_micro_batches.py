@@ -27,7 +27,8 @@ def test_micro_batches_hold_every_rollout_once_and_fit(
 ) -> None:
     batches = cut(lengths, ranks, max_tokens, multiple)
     assert sorted(index for rank in batches for batch in rank for index in batch) == list(range(len(lengths)))
-    assert len({len(rank) for rank in batches}) == 1 and len(batches[0]) % multiple == 0
+    assert len({len(rank) for rank in batches}) == 1
+    assert len(batches[0]) % multiple == 0
     for batch in (batch for rank in batches for batch in rank):
         assert len(batch) <= 1 or sum(lengths[i] for i in batch) <= max_tokens
 

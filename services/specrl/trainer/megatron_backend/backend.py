@@ -47,6 +47,7 @@ from specrl.records import (
 from specrl.spec import RunSpec
 from specrl.spec.generation import DraftSampling
 from specrl.trainer import hf_folder, losses, micro_batches
+from specrl.trainer.backend import SupervisedMetrics
 from specrl.trainer.megatron_backend import checkpoint, cpu_shim, groups, hf_weights, initialisation
 from specrl.trainer.megatron_backend.groups import Groups
 from specrl.trainer.megatron_backend.model import check_layout
@@ -155,11 +156,35 @@ class MegatronBackend:
 
     # -- training -----------------------------------------------------------------------------------------------------
 
-    def train_step(self, batch: Batch) -> TrainMetrics:
-        if batch.step != self._step + 1:
+    def _check_step(self, step: int) -> None:
+        if step != self._step + 1:
             raise VersionConflict(
-                f"the trained step must be {self._step + 1}, got step={batch.step}; ask the status and replay"
+                f"the trained step must be {self._step + 1}, got step={step}; ask the status and replay"
             )
+
+    def train_supervised(self, batch: Batch) -> SupervisedMetrics:
+        self._check_step(batch.step)
+        self._check(batch.rollouts)
+        started = time.perf_counter()
+        cuts = self._micro_batches(batch.rollouts)
+        tokens = sum(item.rollout.sampled_length for item in batch.rollouts)
+        nats = torch.zeros((), dtype=torch.float64, device=self.groups.device)
+
+        def loss(number: int, logits_TW: torch.Tensor) -> torch.Tensor:
+            found = -self.policy.logprobs(logits_TW, cuts[number].target_T).sum()
+            nats.add_(found.detach())
+            return found / tokens
+
+        self.policy.zero_gradients()
+        self.policy.passes(cuts, loss, temperature=1.0, is_training=True)
+        norm = self.policy.step(batch.step)
+        self._step = batch.step
+        (total,) = self._over_data([float(nats)])
+        seconds = time.perf_counter() - started
+        return SupervisedMetrics(total / tokens, norm, self.policy.learning_rate(batch.step), tokens, seconds)
+
+    def train_step(self, batch: Batch) -> TrainMetrics:
+        self._check_step(batch.step)
         if not batch.rollouts:
             self._step = batch.step
             return TrainMetrics.of_nothing(self.policy.learning_rate(batch.step))
