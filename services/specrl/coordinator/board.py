@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import structlog
@@ -181,7 +181,7 @@ class Board:
 
     async def step_trained(self, step: TrainedStep, stages: StageSeconds) -> None:
         """Record a step as trained, durably, with what is known of it; `step_served` completes the report."""
-        report = _report(step, stages, SpeculationCounters(), None).model_copy(update={"failed": self._failed_of(step)})
+        report = _report(step, stages, SpeculationCounters()).model_copy(update={"failed": self._failed_of(step)})
         await self._store.finish_step(step.batch.step, report.model_dump(by_alias=True), step.overtaken)
 
     async def step_served(
@@ -193,8 +193,9 @@ class Board:
         canary, self._canary = self._canary, Comparison()
         canary_seconds, self._canary_seconds = self._canary_seconds, 0.0
         catching_up_seconds, self._catching_up_seconds = self._catching_up_seconds, 0.0
-        report = _report(step, stages, since, self._accuracy(step.batch.step)).model_copy(
+        report = _report(step, stages, since).model_copy(
             update={
+                **self._validated(step.batch.step),
                 "weight_sync": transfer.seconds,
                 "checksum": transfer.digest,
                 "drafter_version": transfer.drafter_version,
@@ -244,12 +245,11 @@ class Board:
             first, newer = self._validations()[:1], self._validations()[1:]
             kept = [*first, *newer[2 - VALIDATIONS_KEPT :], report.model_dump(by_alias=True)]
             await self._store.set_fact(VALIDATIONS, kept)
-            self._exported.validated(report.accuracy)
+            self._exported.validated(report)
             self._files.append_validations(self.validations())
         if self._withheld is not None:
             withheld, self._withheld = self._withheld, None
-            accuracy = self._accuracy(withheld.policy_version)
-            await self._publish(withheld.model_copy(update={"validation_accuracy": accuracy}))
+            await self._publish(withheld.model_copy(update=self._validated(withheld.policy_version)))
 
     @property
     def is_ready(self) -> bool:
@@ -263,7 +263,7 @@ class Board:
 
     def is_validated(self, version: int) -> bool:
         """Whether the accuracy of `version` is known already."""
-        return self._accuracy(version) is not None
+        return bool(self._validated(version))
 
     async def prompt_failed(self, group: str, reason: str) -> None:
         """A prompt could not be trained: every sample of it was refused. Durable when this returns."""
@@ -432,11 +432,17 @@ class Board:
         kept = self.reports()
         return (self._files.before(kept[0].step) if kept else []) + kept
 
-    def _validations(self) -> list[dict[str, float]]:
+    def _validations(self) -> list[dict[str, Any]]:
         return self._store.fact(VALIDATIONS) or []
 
-    def _accuracy(self, version: int) -> float | None:
-        return next((v["accuracy"] for v in self._validations() if v["policyVersion"] == version), None)
+    def _validated(self, version: int) -> dict[str, float]:
+        """What a step's report says of its version's validation; nothing before it."""
+        found = next((v for v in self._validations() if v["policyVersion"] == version), None)
+        if found is None:
+            return {}
+        first = next(iter(found.get("passAt", ())), None)
+        ends = {"validation_low": first["low"], "validation_high": first["high"]} if first is not None else {}
+        return {"validation_accuracy": found["accuracy"], **ends}
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -448,7 +454,7 @@ def _error(values: Sequence[float]) -> float | None:
     return float(np.std(values, ddof=1) / np.sqrt(len(values))) if len(values) > 1 else None
 
 
-def _report(step: TrainedStep, stages: StageSeconds, since: SpeculationCounters, accuracy: float | None) -> StepReport:
+def _report(step: TrainedStep, stages: StageSeconds, since: SpeculationCounters) -> StepReport:
     lags = step.batch.policy_lags
     rewards = [float(value) for group in step.groups for value in group.rewards_G]
     lengths = [item.rollout.sampled_length for item in step.batch.rollouts]
@@ -460,7 +466,6 @@ def _report(step: TrainedStep, stages: StageSeconds, since: SpeculationCounters,
         exposed_generation=stages.generation,
         reward=_mean(rewards),
         reward_error=_error([float(np.mean(group.rewards_G)) for group in step.groups]),
-        validation_accuracy=accuracy,
         rollouts=len(lengths),
         tokens=sum(lengths),
         mean_length=_mean(lengths) or 0.0,

@@ -17,6 +17,8 @@ STAGES = tuple(StageSeconds.model_fields)
 NUMBERS = (
     "reward",
     "validation_accuracy",
+    "validation_low",
+    "validation_high",
     "policy_lag_mean",
     "policy_lag_max",
     "acceptance_length",

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from specrl.coordinator.agreement import Comparison
 from specrl.coordinator.replica_states import NEXT, ReplicaState
-from specrl.coordinator.report import ReplicaReport, StepReport
+from specrl.coordinator.report import ReplicaReport, StepReport, ValidationReport
 from specrl.spec import RunSpec
 from specrl.telemetry import metrics
 
@@ -111,9 +111,12 @@ class Exported:
         """The trainer waited so long for the canaries of an update."""
         metrics.CANARY_SECONDS.labels(self._run).observe(seconds)
 
-    def validated(self, accuracy: float) -> None:
-        """0 to 1."""
-        metrics.VALIDATION_ACCURACY.labels(self._run).set(accuracy)
+    def validated(self, report: ValidationReport) -> None:
+        """A version was validated."""
+        metrics.VALIDATION_ACCURACY.labels(self._run).set(report.accuracy)
+        for item in report.pass_at:
+            for bound, value in (("estimate", item.rate), ("low", item.low), ("high", item.high)):
+                metrics.VALIDATION_PASS_RATE.labels(self._run, str(item.k), bound).set(value)
 
     def checkpoint_failed(self) -> None:
         """The trainer could not write one."""

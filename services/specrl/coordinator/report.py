@@ -66,6 +66,9 @@ class StepReport(Report):
     """Standard error of `reward`: of the mean over the prompts' means. Null with fewer than two prompts."""
     validation_accuracy: float | None = None
     """Accuracy of `policy_version`, when it was validated."""
+    validation_low: float | None = None
+    validation_high: float | None = None
+    """The 95 % interval of its pass@1, which accuracy is where rewards are 0 and 1."""
     rollouts: int
     tokens: int
     mean_length: float
@@ -122,13 +125,30 @@ class StepReport(Report):
     """One digest over the checksums of every tensor of this version; equal at the trainer and at all replicas."""
 
 
+class PassAt(Report):
+    """pass@k: how probably one of k answers to a problem is right, mean over problems, with its 95 % interval."""
+
+    k: int
+    rate: float
+    low: float
+    high: float
+    problems: int
+    """That have at least k graded answers."""
+
+
 class ValidationReport(Report):
     """One validation, all of it under one policy version."""
 
     policy_version: int
     accuracy: float
+    """Mean reward of all answers; pass@1 where rewards are 0 and 1."""
     problems: int
     seconds: float
+    pass_at: list[PassAt] = []
+    """For k = 1, 2, 4 and so on up to validation.sampling.samplesPerPrompt. An answer is right with a reward of 1 or
+    more."""
+    ungraded: int = 0
+    """Answers that have no reward, and count nowhere."""
 
 
 class ReplicaReport(Report):

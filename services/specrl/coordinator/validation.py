@@ -1,4 +1,4 @@
-"""Accuracy on held-out problems, all of it under one policy version.
+"""Accuracy and pass@k on held-out problems, all of it under one policy version.
 
 The version is pinned because the loop publishes no other while a validation is under way; that every token really came
 from it is checked, not assumed.
@@ -7,10 +7,12 @@ from it is checked, not assumed.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import structlog
 
 from specrl.coordinator.parts import Parts
+from specrl.coordinator.pass_rates import pass_rates
 from specrl.coordinator.report import ValidationReport
 from specrl.coordinator.rollouts import sample_and_grade, seed_of, side_requests
 from specrl.errors import VersionConflict
@@ -56,11 +58,20 @@ async def validate(parts: Parts, policy_version: int) -> ValidationReport:
                 f"validation must run under one policy version, got {item.rollout.versions} for {policy_version}"
             )
     values = [item.reward.value for item in graded if item.reward.value is not None]
-    if len(values) < len(graded):
-        log.error("validation_ungraded", policy_version=policy_version, ungraded=len(graded) - len(values))
+    ungraded = len(graded) - len(values)
+    if ungraded:
+        log.error("validation_ungraded", policy_version=policy_version, ungraded=ungraded)
     return ValidationReport(
         policy_version=policy_version,
         accuracy=sum(values) / max(len(values), 1),
         problems=len(prompts),
         seconds=time.monotonic() - began,
+        pass_at=pass_rates(_counts([item.reward.value for item in graded], samples)),
+        ungraded=ungraded,
     )
+
+
+def _counts(rewards: Sequence[float | None], samples: int) -> list[tuple[int, int]]:
+    """Of each problem, whose answers stand together: graded ones, and those of them that are right."""
+    known = [[it for it in rewards[i : i + samples] if it is not None] for i in range(0, len(rewards), samples)]
+    return [(len(values), sum(value >= 1 for value in values)) for values in known]

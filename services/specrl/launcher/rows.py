@@ -91,7 +91,8 @@ def plain_step(report: StepReport) -> str:
 
 def plain_validation(report: ValidationReport) -> str:
     accuracy, problems = f"{report.accuracy:.3f}", report.problems
-    return f"version {report.policy_version} validated: accuracy {accuracy} on {problems} problems"
+    rates = "".join(f", pass@{it.k} {it.rate:.3f} ({it.low:.2f}-{it.high:.2f})" for it in report.pass_at)
+    return f"version {report.policy_version} validated: accuracy {accuracy} on {problems} problems{rates}"
 
 
 def summary_lines(status: Status) -> list[tuple[str, str]]:

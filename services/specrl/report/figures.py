@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import sqrt
 from statistics import median
 
 import numpy as np
@@ -18,7 +17,6 @@ OTHERS = ("validation", "checkpoint")
 EDGE_STEPS = 5
 """What a run began and ended with is the mean of so many steps, as in its summary."""
 
-NORMAL_95 = 1.96
 """Half-width of a 95 % interval in standard errors."""
 
 CAUSES = {
@@ -128,15 +126,6 @@ def accuracies(
                 policy_version=step.policy_version, accuracy=step.validation_accuracy, problems=problems, seconds=0.0
             )
     return [known[version] for version in sorted(known)]
-
-
-def wilson(share: float, count: int) -> tuple[float, float]:
-    """95 % confidence interval of a share of `count` problems (Wilson 1927). Within 0 and 1, unlike the normal one."""
-    if count == 0:
-        return 0.0, 1.0
-    z2 = NORMAL_95**2 / count
-    centre, half = share + z2 / 2, NORMAL_95 * sqrt(share * (1 - share) / count + z2 / (4 * count))
-    return max(0.0, (centre - half) / (1 + z2)), min(1.0, (centre + half) / (1 + z2))
 
 
 def mean(values: Sequence[float]) -> float | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from specrl.coordinator.pass_rates import NORMAL_95, wilson
+from specrl.coordinator.report import ValidationReport
 from specrl.report import charts
 from specrl.report.charts import Line
 from specrl.report.document import Chart, Section, Table
-from specrl.report.figures import NORMAL_95, Figures, accuracies, wilson
+from specrl.report.figures import Figures, accuracies
 from specrl.report.reading import Reading
 from specrl.report.words import interval, number, percent
 
@@ -37,7 +39,7 @@ def learning(run: Reading, found: Figures) -> Section:
     problems = min(run.spec.validation.limit, _problems(run)) if run.spec.validation is not None else 0
     validations = accuracies(run.steps, run.validations, problems)
     if validations:
-        ranges = [wilson(report.accuracy, report.problems) for report in validations]
+        ranges = [_ends(report) for report in validations]
         line = Line(
             "accuracy",
             "validation",
@@ -50,16 +52,27 @@ def learning(run: Reading, found: Figures) -> Section:
         words = f"Validation accuracy: {number(before, 2)} at first, {number(after, 2)} at last."
         drawn.append(Chart("Validation accuracy, with its 95 % interval", charts.lines([line], words, top=1.0), words))
         rows = tuple(
-            (f"version {r.policy_version}", number(r.accuracy, 3), interval(*ends), str(r.problems))
+            (f"version {r.policy_version}", number(r.accuracy, 3), interval(*ends), str(r.problems), _passes(r))
             for r, ends in zip(validations, ranges, strict=True)
         )
-        head = ("policy", "accuracy", "95 % interval", "problems")
+        head = ("policy", "accuracy", "95 % interval", "problems", "pass@k")
         tables = (Table("Validations", head, rows, is_folded=len(rows) > MOST_ROWS),)
     text = (
-        "Intervals are 95 %: of the reward over the means of the step's prompts, of the accuracy over problems by "
-        "Wilson's score."
+        "Intervals are 95 %: of the reward over the means of the step's prompts, of the accuracy and of pass@k over "
+        "problems by Wilson's score."
     )
     return Section("What was learnt", (text,), tables, tuple(drawn))
+
+
+def _ends(report: ValidationReport) -> tuple[float, float]:
+    """Of the accuracy; of runs that kept no pass rates, as if each problem had been answered once."""
+    first = report.pass_at[0] if report.pass_at else None
+    return (first.low, first.high) if first is not None else wilson(report.accuracy, report.problems)
+
+
+def _passes(report: ValidationReport) -> str:
+    """pass@k beyond the first, each with its interval."""
+    return ", ".join(f"{it.k}: {number(it.rate, 3)} ({interval(it.low, it.high)})" for it in report.pass_at[1:]) or "-"
 
 
 def _problems(run: Reading) -> int:

@@ -213,7 +213,8 @@ class ValidationSampling(Section):
     temperature: DecimalString = Field(default="0", validate_default=True)
     """0 is greedy."""
     samples_per_prompt: Positive = 1
-    """Completions per problem; accuracy is their mean."""
+    """Completions per problem. Accuracy is their mean reward; pass@k is told for k up to them, with 95 % intervals over
+    problems (docs/report.md)."""
 
 
 class Validation(Section):

@@ -46,6 +46,11 @@ TOOL_CALLS = Counter(
 )
 REWARD_MEAN = Gauge("specrl_coordinator_reward_mean", "Mean reward of the last trained batch.", ["rljob"])
 VALIDATION_ACCURACY = Gauge("specrl_coordinator_validation_accuracy", "Last validation accuracy, 0 to 1.", ["rljob"])
+VALIDATION_PASS_RATE = Gauge(
+    "specrl_coordinator_validation_pass_rate",
+    "Last validation's pass@k, and the ends of its 95 % interval over problems.",
+    ["rljob", "k", "bound"],
+)
 GROUPS_IN_FLIGHT = Gauge("specrl_coordinator_groups_in_flight", "Groups begun and not complete.", ["rljob"])
 GROUPS_BUFFERED = Gauge("specrl_coordinator_groups_buffered", "Complete groups that wait for their step.", ["rljob"])
 POLICY_VERSION = Gauge("specrl_coordinator_policy_version", "Newest policy version served by every replica.", ["rljob"])

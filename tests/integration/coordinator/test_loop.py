@@ -88,6 +88,10 @@ async def test_a_run_trains_every_prompt_once_within_the_lag_bound(tmp_path: Pat
         reports = run.board.reports()
         assert [v.policy_version for v in run.board.validations()] == [0, 3, 6]
         assert [r.step for r in reports if r.validation_accuracy is not None] == [3, 6]
+        for report, validation in zip((reports[2], reports[5]), run.board.validations()[1:], strict=True):
+            first = validation.pass_at[0]
+            assert (first.k, first.problems) == (1, 4)
+            assert report.validation_low == first.low <= first.rate <= first.high == report.validation_high
         assert all(report.checksum for report in reports)
         assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 6
         assert (tmp_path / "validations.jsonl").read_text().count("\n") == 3

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.unit.report.runs import a_step
 
 from specrl.coordinator import exported
 from specrl.coordinator.report import StageSeconds, ValidationReport
-from specrl.report.figures import CAUSES, accuracies, figures, wilson
+from specrl.report.figures import CAUSES, accuracies, figures
 
 
 def test_the_stages_are_means_and_their_shares_sum_to_one() -> None:
@@ -44,18 +42,3 @@ def test_a_validation_of_the_file_is_preferred_to_its_step_and_none_is_lost() ->
     steps = [a_step(1), a_step(2, validation_accuracy=0.9), a_step(4, validation_accuracy=0.4)]
     found = accuracies(steps, kept, problems=7)
     assert [(r.policy_version, r.accuracy, r.problems) for r in found] == [(0, 0.1, 50), (2, 0.1, 50), (4, 0.4, 7)]
-
-
-def test_the_interval_is_wilsons() -> None:
-    """Against scipy's own."""
-    stats = pytest.importorskip("scipy.stats")
-    for right, count in ((0, 10), (5, 10), (10, 10), (97, 128)):
-        theirs = stats.binomtest(right, count).proportion_ci(0.95, "wilson")
-        assert wilson(right / count, count) == pytest.approx((theirs.low, theirs.high), abs=1e-4)
-
-
-@given(st.floats(0, 1), st.integers(0, 10_000))
-def test_an_interval_holds_its_share_and_stays_within_0_and_1(share: float, count: int) -> None:
-    low, high = wilson(share, count)
-    assert 0 <= low <= share + 1e-9
-    assert share - 1e-9 <= high <= 1

@@ -71,3 +71,12 @@ def numbers(report: StepReport) -> dict[str, float]:
             parts = {f"{name}/{place}": number for place, number in enumerate(value, first)}
         found |= {part: float(number) for part, number in parts.items() if number is not None}
     return found
+
+
+def validation_numbers(report: ValidationReport) -> dict[str, float]:
+    """A validation as numbers by name: accuracy, seconds, and each pass@k with the ends of its interval."""
+    found = {"validation/accuracy": report.accuracy, "validation/seconds": report.seconds}
+    for item in report.pass_at:
+        name = f"validation/pass_at_{item.k}"
+        found |= {name: item.rate, f"{name}_low": item.low, f"{name}_high": item.high}
+    return found

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from specrl.coordinator.report import Phase, StepReport, ValidationReport
-from specrl.coordinator.sinks.contract import Received, SinkRun, numbers
+from specrl.coordinator.sinks.contract import Received, SinkRun, numbers, validation_numbers
 
 # Before the import, which reads them. The follower repeats what fails; a thread that waits for minutes helps nobody.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
@@ -58,7 +58,7 @@ class MlflowSink:
         self._log(numbers(report) | {STEP: report.step}, report.step)
 
     def validation(self, report: ValidationReport) -> None:
-        values = {"validation/accuracy": report.accuracy, "validation/seconds": report.seconds}
+        values = validation_numbers(report)
         self._log(values | {VERSION: report.policy_version}, report.policy_version)
 
     def flush(self) -> None:

@@ -14,7 +14,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from specrl.coordinator.report import Phase, StepReport, ValidationReport
-from specrl.coordinator.sinks.contract import Received, SinkRun, numbers
+from specrl.coordinator.sinks.contract import Received, SinkRun, numbers, validation_numbers
 
 VALIDATION = "validation/accuracy"
 
@@ -34,7 +34,7 @@ class TensorBoardSink:
         self._add(numbers(report), report.step)
 
     def validation(self, report: ValidationReport) -> None:
-        self._add({VALIDATION: report.accuracy, "validation/seconds": report.seconds}, report.policy_version)
+        self._add(validation_numbers(report), report.policy_version)
 
     def flush(self) -> None:
         self._writer.flush()

@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 
 from specrl.coordinator.report import Phase, StepReport, ValidationReport
-from specrl.coordinator.sinks.contract import Received, SinkRun, numbers
+from specrl.coordinator.sinks.contract import Received, SinkRun, numbers, validation_numbers
 from specrl.files import SMALL_BYTES, read_object, write_text
 from specrl.spec.sinks import WandbMode
 
@@ -76,7 +76,7 @@ class WandbSink:
         self._taken = Received(report.step, self._taken.version)
 
     def validation(self, report: ValidationReport) -> None:
-        values = {"validation/accuracy": report.accuracy, "validation/seconds": report.seconds}
+        values = validation_numbers(report)
         self._run.log(values | {VERSION: report.policy_version})
         self._taken = Received(self._taken.step, report.policy_version)
 
