@@ -358,7 +358,8 @@ class Loop:
     async def _complete_checkpoint(self, trainer: Trainer, step: int) -> None:
         """Count a checkpoint once it is durable. When it fails the last one stays, and so do the batches since."""
         try:
-            await once(trainer, lambda it: it.client.save_checkpoint(step, CHECKPOINT_DEADLINE_S))
+            with self._recorder.begin(SpanName.WRITE, TRAINER):
+                await once(trainer, lambda it: it.client.save_checkpoint(step, CHECKPOINT_DEADLINE_S))
         except StoreFailed as error:
             self._board.checkpoint_failed(str(error))
         except (PeerUnavailable, DeadlineExceeded, CollectiveFailed, VersionConflict) as error:

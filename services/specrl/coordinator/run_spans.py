@@ -5,7 +5,7 @@
           │          └─ reward
           ├─ train_step ─┬─ logprob
           │              └─ train
-          ├─ sync, canary, checkpoint, validation
+          ├─ sync, canary, checkpoint, write, validation
 
 The ids of a step's trace and of its root follow from the run's id and the step, so that a rollout can be put below a
 step that begins later, and a coordinator that is started again goes on with the trace of the one before. All other ids

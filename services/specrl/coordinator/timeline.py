@@ -40,6 +40,7 @@ DRAWN = {
     SpanName.TRAIN: TRAINER,
     SpanName.REPLAY: TRAINER,
     SpanName.CHECKPOINT: TRAINER,
+    SpanName.WRITE: TRAINER,
     SpanName.EXPORT: TRAINER,
     SpanName.SYNC: COORDINATOR,
     SpanName.CANARY: COORDINATOR,

@@ -16,6 +16,7 @@ export const LOOKS = {
   canary: { name: "canary", colour: "data" },
   validation: { name: "validation", colour: "validation" },
   checkpoint: { name: "checkpoint", colour: "checkpoint" },
+  write: { name: "checkpoint is written", colour: "checkpoint", isThin: true },
   export: { name: "export", colour: "checkpoint" },
   replay: { name: "replay", colour: "logprob" },
   drafter: { name: "drafter's initialisation", colour: "validation" },
