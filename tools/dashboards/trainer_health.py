@@ -46,6 +46,28 @@ TRAINER_HEALTH = Dashboard(
             ((latest("specrl_trainer_clip_fraction", "clip"), "{{rljob}} {{clip}}"),),
         ),
         Panel(
+            "Masked tokens, and skipped steps",
+            "Share of the batch's tokens that a mask left out of the policy gradient; and steps of which an update was "
+            "not made, since gradients were not finite.",
+            "short",
+            (
+                (latest("specrl_trainer_masked_fraction"), "{{rljob}} masked"),
+                (latest("specrl_trainer_steps_skipped_total"), "{{rljob}} skipped"),
+            ),
+        ),
+        Panel(
+            "Groups without signal",
+            "Groups a second whose rewards were all the same: trained on, or left out (trainer.loss.withoutSignal).",
+            "short",
+            ((rate("specrl_coordinator_groups_without_signal_total", "outcome"), "{{rljob}} {{outcome}}"),),
+        ),
+        Panel(
+            "Policy against reference",
+            "KL (k3), in nats per token; 0 without a reference.",
+            "short",
+            ((latest("specrl_trainer_reference_kl_nats"), "{{rljob}}"),),
+        ),
+        Panel(
             "Importance weight",
             "Mean over the batch's tokens, after the cap. Near 1 when sampler and trainer agree.",
             "short",

@@ -1,25 +1,81 @@
-"""Advantages: how much better each rollout of a group did than the group.
+"""Advantages: how much better each rollout did than others of its group, or of its batch.
 
-Stage 4 of the loop; `assemble` calls it once per group. Invariant: advantages of a group sum to 0, so a group whose
-rewards are all equal teaches nothing, whatever they are.
+Stage 4 of the loop; `assemble` calls it once per batch, and the trainer once more where a divergence is part of the
+reward. Invariant of all but BatchStandardised: advantages of a group sum to 0, so a group whose rewards are all equal
+teaches nothing, whatever they are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
+import numpy.typing as npt
 
 from specrl.errors import RecordInvalid
 from specrl.records.rollout import FloatArray
+from specrl.spec.trainer import Advantages
+
+Exact = npt.NDArray[np.float64]
 
 
-def group_advantages(rewards_G: FloatArray, *, normalise: bool = False) -> FloatArray:
-    """Centre each rollout's reward on its group: A_i = r_i - mean(r). Divide by std(r) only if `normalise`.
+def batch_advantages(rewards: Sequence[FloatArray], kind: Advantages) -> list[FloatArray]:
+    """Advantages [G] float32 of every group, from its rewards [G]: one scalar per rollout of one prompt, G >= 2.
 
-    rewards_G: [G] float32, one scalar per rollout of the same prompt, G >= 2.
-    Returns [G] float32, sum 0 up to rounding. All-equal rewards give zeros, exactly.
-    Raises RecordInvalid if G < 2, or if a reward is not finite. Sources: Dr. GRPO, arXiv:2503.20783, without the
-    division; GRPO, arXiv:2402.03300, with it. std is the sample's (n - 1), as in TRL and verl.
+    With m, s mean and standard deviation (n - 1, as in TRL and verl) of the group, M, S of the whole batch:
+        GroupCentred                     r - m                       Dr. GRPO, arXiv:2503.20783
+        GroupStandardised                (r - m) / s                 GRPO, arXiv:2402.03300
+        LeaveOneOut                      r - mean of the others      RLOO, arXiv:2402.14740
+        BatchStandardised                (r - M) / S                 REINFORCE++, arXiv:2501.03262
+        GroupCentredBatchStandardised    (r - m) / S of all r - m    REINFORCE++-baseline, the same, section 3
+    Equal rewards, of a group or of the batch, give zeros, exactly; there is no epsilon.
+    Raises RecordInvalid if G < 2, or if a reward is not finite.
     """
+    for rewards_G in rewards:
+        _check(rewards_G)
+    match kind:
+        case Advantages.BATCH_STANDARDISED:
+            found = _of_batch([rewards_G.astype(np.float64) for rewards_G in rewards], is_centred=False)
+        case Advantages.GROUP_CENTRED_BATCH_STANDARDISED:
+            found = _of_batch([_centred(rewards_G) for rewards_G in rewards], is_centred=True)
+        case _:
+            found = [_of_group(rewards_G, kind) for rewards_G in rewards]
+    return [advantages_G.astype(np.float32) for advantages_G in found]
+
+
+def has_signal(rewards_G: FloatArray) -> bool:
+    """Whether a group's rewards differ, so that one of its rollouts is better than another."""
+    return bool((rewards_G != rewards_G[0]).any())
+
+
+def _of_group(rewards_G: FloatArray, kind: Advantages) -> Exact:
+    centred_G = _centred(rewards_G)
+    if not centred_G.any():
+        return centred_G
+    if kind is Advantages.GROUP_STANDARDISED:
+        return np.asarray(centred_G / rewards_G.astype(np.float64).std(ddof=1))
+    if kind is Advantages.LEAVE_ONE_OUT:  # r_i - (sum - r_i) / (G - 1)
+        return centred_G * (len(rewards_G) / (len(rewards_G) - 1))
+    return centred_G
+
+
+def _of_batch(values: Sequence[Exact], *, is_centred: bool) -> list[Exact]:
+    """Standardise over all rollouts; what is centred on its group already has the mean 0."""
+    all_N = np.concatenate([*values, np.zeros(0)])
+    if len(all_N) == 0 or (all_N == all_N[0]).all():
+        return [np.zeros_like(value_G) for value_G in values]
+    mean = 0.0 if is_centred else all_N.mean()
+    return [(value_G - mean) / all_N.std(ddof=1) for value_G in values]
+
+
+def _centred(rewards_G: FloatArray) -> Exact:
+    if not has_signal(rewards_G):  # decided on the rewards: their mean may be off by a rounding error
+        return np.zeros(len(rewards_G))
+    exact_G = rewards_G.astype(np.float64)
+    return np.asarray(exact_G - exact_G.mean())
+
+
+def _check(rewards_G: FloatArray) -> None:
     if rewards_G.ndim != 1 or len(rewards_G) < 2:
         raise RecordInvalid(
             f"rewards of a group must be one per rollout of at least 2, got shape={rewards_G.shape}; "
@@ -27,10 +83,3 @@ def group_advantages(rewards_G: FloatArray, *, normalise: bool = False) -> Float
         )
     if not np.isfinite(rewards_G).all():
         raise RecordInvalid(f"rewards must be finite, got {rewards_G.tolist()}; the verifier is at fault")
-    if (rewards_G == rewards_G[0]).all():  # decided on the rewards: their mean may be off by a rounding error
-        return np.zeros(len(rewards_G), dtype=np.float32)
-    exact_G = rewards_G.astype(np.float64)
-    centred_G = exact_G - exact_G.mean()
-    if normalise:
-        centred_G /= exact_G.std(ddof=1)
-    return np.asarray(centred_G, dtype=np.float32)

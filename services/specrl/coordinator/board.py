@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import structlog
 
+from specrl.batching import has_signal
 from specrl.coordinator.agreement import Comparison
 from specrl.coordinator.calibration import CalibrationFile
 from specrl.coordinator.curves import Curves, CurvesReport
@@ -111,6 +112,8 @@ class Board:
         self._curves = Curves(reports)
         settled = {group for report in reports for group in report.failed}
         self._given_up = len(settled)
+        self._left_out = sum(_count_left_out(report) for report in reports)
+        self._steps_skipped = sum(report.is_skipped for report in reports)
         self._failed = {g: reason for g, reason in (store.fact(FAILED_PROMPTS) or {}).items() if g not in settled}
 
     def watch(self, scheduler: Scheduler[GradedRollout], stage: RolloutStage, link: TrainerLink) -> None:
@@ -181,7 +184,8 @@ class Board:
 
     async def step_trained(self, step: TrainedStep, stages: StageSeconds) -> None:
         """Record a step as trained, durably, with what is known of it; `step_served` completes the report."""
-        report = _report(step, stages, SpeculationCounters()).model_copy(update={"failed": self._failed_of(step)})
+        report = self._report(step, stages, SpeculationCounters())
+        report = report.model_copy(update={"failed": self._failed_of(step)})
         await self._store.finish_step(step.batch.step, report.model_dump(by_alias=True), step.overtaken)
 
     async def step_served(
@@ -193,7 +197,7 @@ class Board:
         canary, self._canary = self._canary, Comparison()
         canary_seconds, self._canary_seconds = self._canary_seconds, 0.0
         catching_up_seconds, self._catching_up_seconds = self._catching_up_seconds, 0.0
-        report = _report(step, stages, since).model_copy(
+        report = self._report(step, stages, since).model_copy(
             update={
                 **self._validated(step.batch.step),
                 "weight_sync": transfer.seconds,
@@ -216,10 +220,17 @@ class Board:
             self._withheld = report
         else:
             await self._publish(report)
+        self._left_out += _count_left_out(report)
+        self._steps_skipped += report.is_skipped
         if report.failed:
             self._given_up += len(report.failed)
             self._failed = {group: reason for group, reason in self._failed.items() if group not in report.failed}
             await self._store.set_fact(FAILED_PROMPTS, self._failed)
+
+    def _report(self, step: TrainedStep, stages: StageSeconds, since: SpeculationCounters) -> StepReport:
+        report = _report(step, stages, since)
+        has_reference = self._spec.trainer.loss.reference_kl is not None
+        return report.model_copy(update={"reference_kl": step.metrics.reference_kl if has_reference else None})
 
     def _failed_of(self, step: TrainedStep) -> dict[str, str]:
         """Prompts that the step settled without training them, with the reason of each."""
@@ -395,6 +406,8 @@ class Board:
         counters |= {
             "discardedForAge": stage.discarded,
             "failedPrompts": self._given_up + len(self._failed),
+            "groupsLeftOut": self._left_out,
+            "stepsSkipped": self._steps_skipped,
             "trainerRecoveries": link.recoveries,
             "canariesSkipped": self._canaries["skipped"],
             "canariesDisagreed": self._canaries["disagreed"],
@@ -445,6 +458,20 @@ class Board:
         return {"validation_accuracy": found["accuracy"], **ends}
 
 
+def _count_left_out(report: StepReport) -> int:
+    return sum(len(places) for places in report.left_out.values())
+
+
+def _left_out(step: TrainedStep) -> dict[str, list[int]]:
+    """Places of groups that are not in the batch, by the one reward of all of their rollouts."""
+    trained = {item.rollout.group_id for item in step.batch.rollouts}
+    found: dict[str, list[int]] = {}
+    for group in step.groups:
+        if group.group_id not in trained:
+            found.setdefault(f"{group.rewards_G[0]:g}", []).append(group.prompt.position)
+    return found
+
+
 def _mean(values: Sequence[float]) -> float | None:
     return float(np.mean(values)) if values else None
 
@@ -477,11 +504,18 @@ def _report(step: TrainedStep, stages: StageSeconds, since: SpeculationCounters)
         policy_lags=np.bincount(lags).tolist() if lags else [],
         cursor=step.progress.cursor,
         ahead=sorted(step.progress.ahead),
+        left_out=_left_out(step),
+        groups_without_signal=sum(not has_signal(group.rewards_G) for group in step.groups),
+        is_skipped=trained.is_skipped,
+        updates=trained.updates,
         loss=trained.loss,
         grad_norm=trained.grad_norm,
         learning_rate=trained.learning_rate,
         entropy=trained.entropy,
         clip_fraction=trained.clip_fraction,
+        clip_fraction_high=trained.clip_fraction_high,
+        importance_capped_fraction=trained.importance_capped_fraction,
+        masked_fraction=trained.masked_fraction,
         importance_weight_mean=trained.importance_weight_mean,
         effective_sample_size=trained.effective_sample_size,
         mismatch_mean_abs=trained.mismatch_mean_abs,

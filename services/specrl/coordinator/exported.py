@@ -14,6 +14,7 @@ from specrl.spec import RunSpec
 from specrl.telemetry import metrics
 
 OUTCOMES = ("trained", "requeued", "resumed", "poisoned", "ungraded")
+WITHOUT_SIGNAL = ("trained", "left_out")
 CANARY_OUTCOMES = ("agreed", "disagreed", "skipped", "lost")
 SYNC_FAILURES = ("checksum", "failed")
 CAUSES = ("buffer_wait", "sync_drain")
@@ -33,6 +34,8 @@ class Exported:
             metrics.EXPOSED_GENERATION_SECONDS.labels(run, cause)
         for outcome in OUTCOMES:
             metrics.ROLLOUTS.labels(run, outcome)
+        for outcome in WITHOUT_SIGNAL:
+            metrics.GROUPS_WITHOUT_SIGNAL.labels(run, outcome)
         for outcome in CANARY_OUTCOMES:
             metrics.CANARIES.labels(run, outcome)
         for reason in SYNC_FAILURES:
@@ -53,6 +56,9 @@ class Exported:
         for lag in policy_lags:
             metrics.POLICY_LAG.labels(run).observe(lag)
         metrics.ROLLOUTS.labels(run, "trained").inc(report.rollouts)
+        left_out = sum(len(places) for places in report.left_out.values())
+        metrics.GROUPS_WITHOUT_SIGNAL.labels(run, "left_out").inc(left_out)
+        metrics.GROUPS_WITHOUT_SIGNAL.labels(run, "trained").inc(report.groups_without_signal - left_out)
         if report.mismatch_tokens:
             metrics.SAMPLER_MISMATCH_KL.labels(run).set(report.mismatch_kl)
         metrics.DRAFTERS_RESTING.labels(run).set(report.drafters_resting)

@@ -187,7 +187,7 @@ class Loop:
         overtaken = [(shape.own_step(position), shape.index(position)) for position in choice.overtaken]
         trained = TrainedStep(batch, groups, metrics, choice.progress, overtaken)
         await self._board.step_trained(trained, self._watch.so_far())
-        self._stage.trained(step, len(batch.rollouts))
+        self._stage.settled(step, sum(len(items) for _, items in choice.groups))
         with self._watch.stage("prepare"):
             transfer = await self._publish()
         self._stage.spare_seats(0)
@@ -221,7 +221,12 @@ class Loop:
         for position, reason in choice.failures:
             await self._board.prompt_failed(shape.group_id(position), reason)
         batch = assemble(step, groups, self._spec, failed=[position for position, _ in choice.failures])
-        prompts = [(shape.own_step(position), shape.index(position)) for position, _ in choice.groups]
+        trained = {item.rollout.group_id for item in batch.rollouts}
+        prompts = [
+            (shape.own_step(position), shape.index(position))
+            for position, _ in choice.groups
+            if shape.group_id(position) in trained
+        ]
         if not await self._store.put_batch(step, wire.batch_outline(batch), prompts):
             fixed = await stored_batch(self._store, step)
             assert fixed is not None, "it was put just before, or before a restart"

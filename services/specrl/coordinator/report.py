@@ -97,11 +97,29 @@ class StepReport(Report):
     """Places beyond the cursor that are settled: they overtook it. Always empty with order InOrder."""
     failed: dict[str, str] = {}
     """Prompts that this step settled without training them, by group id, each with the reason."""
+    left_out: dict[str, list[int]] = {}
+    """Places of the stream that this step settled without training their groups, since all rewards of a group were the
+    same; by that reward. Empty unless trainer.loss.withoutSignal is LeaveOut."""
+    groups_without_signal: int = 0
+    """Groups of the step whose rewards were all the same, trained on or left out."""
+    is_skipped: bool = False
+    """An update was not made, since its gradients were not finite, nor any after it in this step. With `updates` 0 this
+    version's policy is the one before."""
+    updates: int = 1
+    """Optimizer updates that the step has made."""
     loss: float
     grad_norm: float
     learning_rate: float
     entropy: float
     clip_fraction: float
+    clip_fraction_high: float = 0.0
+    """Of clip_fraction, tokens whose ratio was above the upper clip."""
+    importance_capped_fraction: float = 0.0
+    """Tokens whose importance weight a bound has truncated or masked."""
+    masked_fraction: float = 0.0
+    """Tokens that a mask, of tokens or of rollouts, left out of the policy gradient."""
+    reference_kl: float | None = None
+    """Divergence of the policy from its reference, nats per token, k3 estimate; null without a reference."""
     importance_weight_mean: float
     effective_sample_size: float
     mismatch_mean_abs: float
@@ -201,8 +219,8 @@ class Status(Report):
     rollouts_wanted: int = 0
     """... of this many."""
     counters: dict[str, int] = {}
-    """requeued, resumed, poisoned, ungraded, discardedForAge, failedPrompts, trainerRecoveries, canariesSkipped,
-    canariesDisagreed, storeRetries."""
+    """requeued, resumed, poisoned, ungraded, discardedForAge, failedPrompts, groupsLeftOut, stepsSkipped,
+    trainerRecoveries, canariesSkipped, canariesDisagreed, storeRetries."""
     error: str | None = None
     summary: Summary | None = None
 

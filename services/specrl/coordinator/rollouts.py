@@ -106,19 +106,19 @@ class RolloutStage:
         own = range(shape.position(step, 0), shape.position(step + 1, 0))
         return Remains(rollouts, failed, wire.batch_positions(data) or own)
 
-    def trained(self, step: int, rollouts: int) -> None:
-        """Step `step` was trained on so many rollouts, and is durable."""
-        self.counters["trained"] += rollouts
+    def settled(self, step: int, rollouts: int) -> None:
+        """Step `step` was trained, and is durable; its groups have so many rollouts, trained on or left out."""
+        self.counters["settled"] += rollouts
         self.counters["of_failed_prompts"] += self._scheduler.mark_trained(step)
 
     @property
     def discarded(self) -> int:
-        """Graded rollouts that were neither trained, nor wait for their step, nor belong to a failed prompt.
+        """Graded rollouts that were neither settled, nor wait for their step, nor belong to a failed prompt.
 
         The scheduler has no rule that drops a rollout for its age; this counts whether any was lost all the same.
         """
         count = self.counters
-        came, went = count["graded"] + count["restored"], count["trained"] + count["of_failed_prompts"]
+        came, went = count["graded"] + count["restored"], count["settled"] + count["of_failed_prompts"]
         return came - went - self._scheduler.occupancy().held
 
     def open_gate(self) -> None:

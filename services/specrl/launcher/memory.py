@@ -58,6 +58,8 @@ def estimate_memory(spec: RunSpec, policy: ModelFolder, draft_model_parameters: 
     )
     ranks = trainer.parallelism
     state = (item_bytes + 12 + (0 if item_bytes == 4 else 4)) * parameters / ranks.tensor
+    if trainer.loss.reference_kl is not None:
+        state += item_bytes * policy.parameters / ranks.tensor
     width_times_depth = (policy.number("hidden_size") or 0) * (policy.number("num_hidden_layers") or 0)
     activations = _tokens_of_a_pass(spec) * (12 * vocabulary + 17 * item_bytes * width_times_depth) / ranks.tensor
     return MemoryNeed(

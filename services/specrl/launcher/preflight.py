@@ -59,6 +59,7 @@ def check(spec: RunSpec, available_bytes: Callable[[], int] = available_memory_b
     check_trainable(spec)
     traces.check(spec)
     policy = check_policy(spec)
+    check_reference(spec, policy)
     check_drafter(spec, policy)
     draft_model = check_draft_model(spec)
     check_parallelism(spec, policy)
@@ -122,6 +123,21 @@ def check_draft_model(spec: RunSpec) -> int:
         return 0
     model = drafting_model(spec, checkpoint.read_policy(Path(spec.model.path), spec.model.max_length))
     return sum(math.prod(shape) for shape in model.shapes.values()) if model is not None else 0
+
+
+def check_reference(spec: RunSpec, policy: ModelFolder) -> None:
+    """A reference that is given is a model of the policy's vocabulary. Raises CheckpointInvalid."""
+    kl = spec.trainer.loss.reference_kl
+    if kl is None or kl.path is None:
+        return
+    field = "trainer.loss.referenceKl.path"
+    reference = read_model_folder(Path(kl.path), field)
+    read_policy_config(reference.path)
+    if reference.number("vocab_size") != policy.number("vocab_size"):
+        raise CheckpointInvalid(
+            f"{field} must have the policy's vocabulary of {policy.number('vocab_size')}, got "
+            f"vocab_size={reference.number('vocab_size')} in {reference.path}; use the policy that it was trained from"
+        )
 
 
 def check_drafter(spec: RunSpec, policy: ModelFolder) -> None:

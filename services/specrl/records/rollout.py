@@ -219,11 +219,12 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class TrainRollout:
-    """A rollout with its prompt and the one advantage that all of its sampled tokens share."""
+    """A rollout with its prompt, the one advantage that all of its sampled tokens share, and its shaped reward."""
 
     prompt_token_ids: tuple[int, ...]
     rollout: Rollout
     advantage: float
+    reward: float = 0.0
 
     def check(self, max_length: int, vocab_size: int) -> None:
         """Raise RecordInvalid unless a model of this length and vocabulary can be trained on it."""
@@ -237,15 +238,15 @@ class TrainRollout:
         self.rollout.check(max_length)
         if min(prompt) < 0 or max(*prompt, int(ids_T.max())) >= vocab_size:
             refuse(f"token ids must be >= 0 and < {vocab_size}, got others: sampler and trainer have different models")
-        if not math.isfinite(self.advantage):
-            refuse(f"advantage must be finite, got {self.advantage}")
+        if not (math.isfinite(self.advantage) and math.isfinite(self.reward)):
+            refuse(f"advantage and reward must be finite, got {self.advantage} and {self.reward}")
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
     """What optimizer step `step` (>= 1) trains on, ordered by group, then sample. It produces policy version `step`.
 
-    positions: places in the stream that the step settles, ascending; one without rollouts was given up.
+    positions: places in the stream that the step settles, ascending; one without rollouts was given up or left out.
     """
 
     step: int

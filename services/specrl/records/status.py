@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate, zip_longest
 from operator import mul
 
@@ -148,12 +148,23 @@ class TrainMetrics:
     drafter: DrafterMetrics | None = None
     clip_fraction_high: float = 0.0
     importance_capped_fraction: float = 0.0
+    masked_fraction: float = 0.0
+    reference_kl: float = 0.0
+    updates: int = 1
+    is_skipped: bool = False
+
+    def with_zeros_for_non_finite(self) -> TrainMetrics:
+        """These, with 0 for what is NaN or infinite, as the figures of a step that is skipped may be."""
+        poisoned = {
+            name: 0.0 for name, value in vars(self).items() if isinstance(value, float) and not math.isfinite(value)
+        }
+        return replace(self, **poisoned)  # type: ignore[arg-type]
 
     @classmethod
     def of_nothing(cls, learning_rate: float) -> TrainMetrics:
         """Of a step whose batch holds no rollouts."""
         zeros: dict[str, float] = {field.name: 0 for field in fields(cls) if field.name != "drafter"}
-        return cls(**zeros | {"learning_rate": learning_rate})  # type: ignore[arg-type]
+        return cls(**zeros | {"learning_rate": learning_rate, "is_skipped": False})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

@@ -280,11 +280,13 @@ def train_rollout_to_wire(record: TrainRollout) -> rollout_pb2.TrainRollout:
         prompt_token_ids=record.prompt_token_ids,
         rollout=rollout_to_wire(record.rollout),
         advantage=record.advantage,
+        reward=record.reward,
     )
 
 
 def train_rollout_from_wire(message: rollout_pb2.TrainRollout) -> TrainRollout:
-    return TrainRollout(tuple(message.prompt_token_ids), rollout_from_wire(message.rollout), message.advantage)
+    rollout = rollout_from_wire(message.rollout)
+    return TrainRollout(tuple(message.prompt_token_ids), rollout, message.advantage, message.reward)
 
 
 def batch_to_wire(record: Batch) -> rollout_pb2.Batch:
@@ -384,7 +386,8 @@ def _outlines(record: Batch) -> Iterator[bytes]:
         if item.prompt_token_ids is not prompt:
             prompt = item.prompt_token_ids
             encoded = rollout_pb2.TrainRollout(prompt_token_ids=prompt).SerializeToString(deterministic=True)
-        yield encoded + rollout_pb2.TrainRollout(advantage=item.advantage).SerializeToString(deterministic=True)
+        own = rollout_pb2.TrainRollout(advantage=item.advantage, reward=item.reward)
+        yield encoded + own.SerializeToString(deterministic=True)
 
 
 def _batch_message(data: bytes) -> rollout_pb2.Batch:

@@ -28,7 +28,7 @@ from specrl.spec.rule import Rule
 from specrl.spec.run import Model, RunSpec, Transport
 from specrl.spec.store import Secret, Tls
 from specrl.spec.tools import CodeTool, PythonTool
-from specrl.spec.trainer import Trainer
+from specrl.spec.trainer import ReferenceKl, Trainer
 
 _OWN = r"^/+(etc|var/+lib)/+specrl(/|$)"
 """Where the operator mounts the run file and the run's folder."""
@@ -63,6 +63,7 @@ PATHS = tuple(
         (CodeTool, "packages"),
         (PythonVerifier, "folder"),
         (PythonTool, "folder"),
+        (ReferenceKl, "path"),
         (Eagle3, "path"),
         (DraftModel, "path"),
         (Secret, "file"),

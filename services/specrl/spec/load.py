@@ -246,6 +246,10 @@ def _with_absolute_paths(spec: RunSpec, base: Path) -> RunSpec:
         update["generation"] = spec.generation.model_copy(
             update={"speculation": speculation.model_copy(update={speculation.kind: moved(drafter, "path")})}
         )
+    loss = spec.trainer.loss
+    if loss.reference_kl is not None:
+        reference = loss.model_copy(update={"reference_kl": moved(loss.reference_kl, "path")})
+        update["trainer"] = spec.trainer.model_copy(update={"loss": reference})
     redis = spec.redis
     if redis is not None and spec.store is not None:
         files = {"username": ("file",), "password": ("file",), "tls": ("ca_file", "cert_file", "key_file")}

@@ -24,7 +24,23 @@ from specrl.spec.run import Canary, Checkpoint, RunSpec
 from specrl.spec.sinks import Mlflow
 from specrl.spec.store import RedisStore, Secret, Sentinel, Store, Tls
 from specrl.spec.tools import AnsweredBy, PythonTool, Tools
-from specrl.spec.trainer import DrafterInitialisation, DrafterTraining, Loss, Optimizer
+from specrl.spec.trainer import (
+    Advantages,
+    Correction,
+    CorrectionMethod,
+    Decay,
+    DrafterInitialisation,
+    DrafterTraining,
+    KlEstimator,
+    KlPlace,
+    Loss,
+    Optimizer,
+    Overlong,
+    RatioTo,
+    ReferenceKl,
+    RolloutMask,
+    WithoutSignal,
+)
 
 _PORT = "([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
 _ADDRESS = rf"^([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):{_PORT}$"
@@ -80,7 +96,13 @@ DECIMALS = (
     *_in_range(Optimizer, ["beta1", "beta2"], ">= 0 and < 1", 'use "0.9" or "0.95"'),
     *_in_range(DrafterInitialisation, ["held_out"], ">= 0 and < 1", 'use "0.1"'),
     *_in_range(Optimizer, ["weight_decay"], *_NOT_NEGATIVE),
-    *_in_range(Loss, ["importance_cap"], *_NOT_NEGATIVE),
+    *_in_range(Optimizer, ["final_learning_rate"], *_NOT_NEGATIVE),
+    *_in_range(Correction, ["low"], *_NOT_NEGATIVE),
+    *_in_range(Correction, ["high"], *_POSITIVE),
+    *_in_range(RolloutMask, ["ratio_low", "ratio_high"], *_POSITIVE),
+    *_in_range(RolloutMask, ["max_divergence"], *_NOT_NEGATIVE),
+    *_in_range(ReferenceKl, ["coefficient"], *_POSITIVE),
+    *_in_range(Overlong, ["penalty"], *_POSITIVE),
     *_in_range(ValidationSampling, ["temperature"], *_NOT_NEGATIVE),
 )
 
@@ -278,6 +300,98 @@ WITHIN_SECTIONS = (
 )
 
 
+def _bounds_got(low: Decimal | None, high: Decimal | None) -> str | None:
+    return f"{low} > {high}" if low is not None and high is not None and low > high else None
+
+
+def _rate_got(optimizer: Optimizer) -> str | None:
+    final, peak = optimizer.final_learning_rate, optimizer.learning_rate
+    return f"{final} > {peak}" if final > peak else None
+
+
+def _overlong_got(spec: RunSpec) -> str | None:
+    overlong, longest = spec.trainer.loss.overlong, spec.generation.sampling.max_tokens
+    is_sound = overlong is None or overlong.buffer_tokens <= longest
+    return None if is_sound or overlong is None else f"{overlong.buffer_tokens} > {longest}"
+
+
+TRAINING = (
+    Rule(
+        Correction,
+        "low",
+        "must be <= high",
+        "swap the two",
+        lambda it: _bounds_got(it.low, it.high),
+        "double(self.low) <= double(self.high)",
+    ),
+    Rule(
+        RolloutMask,
+        "ratioLow",
+        "must be <= ratioHigh",
+        "swap the two",
+        lambda it: _bounds_got(it.ratio_low, it.ratio_high),
+        "!has(self.ratioLow) || !has(self.ratioHigh) || double(self.ratioLow) <= double(self.ratioHigh)",
+    ),
+    Rule(
+        Loss,
+        "correction.method",
+        "must be None where ratioTo is Sampler",
+        "leave one of them out; the ratio to the sampler holds the weight already",
+        lambda loss: (
+            loss.correction.method.value
+            if loss.ratio_to is RatioTo.SAMPLER and loss.correction.method is not CorrectionMethod.NONE
+            else None
+        ),
+        "self.ratioTo != 'Sampler' || self.correction.method == 'None'",
+    ),
+    Rule(
+        Loss,
+        "withoutSignal",
+        "must be Train where advantages is BatchStandardised",
+        "keep them, since a group of equal rewards has advantages there; or centre on groups",
+        lambda loss: (
+            loss.without_signal.value
+            if loss.advantages is Advantages.BATCH_STANDARDISED and loss.without_signal is WithoutSignal.LEAVE_OUT
+            else None
+        ),
+        "self.advantages != 'BatchStandardised' || self.withoutSignal == 'Train'",
+    ),
+    Rule(
+        ReferenceKl,
+        "estimator",
+        "must be K2 or K3 in the loss",
+        "use K2, or place Reward; the gradient of K1 is 0 in expectation",
+        lambda kl: "K1" if kl.estimator is KlEstimator.K1 and kl.place is KlPlace.LOSS else None,
+        "self.place != 'Loss' || self.estimator != 'K1'",
+    ),
+    Rule(
+        Optimizer,
+        "finalLearningRate",
+        "must be <= learningRate",
+        "lower it; the rate falls towards it",
+        _rate_got,
+        "double(self.finalLearningRate) <= double(self.learningRate)",
+    ),
+    Rule(
+        Optimizer,
+        "decaySteps",
+        "must stand with decay Linear or Cosine",
+        "say how the learning rate falls, or leave decaySteps out",
+        lambda it: "None" if it.decay_steps is not None and it.decay is Decay.NONE else None,
+        "!has(self.decaySteps) || self.decay != 'None'",
+    ),
+    Rule(
+        RunSpec,
+        "trainer.loss.overlong.bufferTokens",
+        "must be <= generation.sampling.maxTokens",
+        "lower it; punishment begins so many tokens before the limit",
+        _overlong_got,
+        "!has(self.trainer.loss.overlong) || "
+        "self.trainer.loss.overlong.bufferTokens <= self.generation.sampling.maxTokens",
+    ),
+)
+
+
 def _addresses_got(holder: RedisStore | Sentinel) -> str | None:
     return ", ".join(repr(it) for it in holder.addresses if re.fullmatch(_ADDRESS, it) is None) or None
 
@@ -347,4 +461,4 @@ REDIS = (
 )
 
 
-RULES: tuple[Rule, ...] = (*UNIONS, *SAMPLING, *BETWEEN_SECTIONS, *DECIMALS, *WITHIN_SECTIONS, *REDIS)
+RULES: tuple[Rule, ...] = (*UNIONS, *SAMPLING, *BETWEEN_SECTIONS, *DECIMALS, *WITHIN_SECTIONS, *TRAINING, *REDIS)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from specrl.spec.base import Change, DecimalString, OnCluster, Section
+from specrl.spec.base import Change, DecimalString, OnCluster, PathText, Section
 from specrl.spec.cluster import NodeCount, PodTemplate
 from specrl.spec.data import NotNegative, Positive
 
@@ -27,11 +27,17 @@ class Parallelism(Section):
         return self.tensor * self.data
 
 
+class Decay(StrEnum):
+    NONE = "None"
+    LINEAR = "Linear"
+    COSINE = "Cosine"
+
+
 class Optimizer(Section):
-    """AdamW with decoupled weight decay and a gradient clip by global norm."""
+    """AdamW with decoupled weight decay, a learning rate that follows the step, and a gradient clip by global norm."""
 
     learning_rate: DecimalString
-    """Step size after warm-up."""
+    """Step size after warm-up and before decay."""
     beta1: DecimalString = Field(default="0.9", validate_default=True)
     """Decay of the first moment."""
     beta2: DecimalString = Field(default="0.95", validate_default=True)
@@ -42,21 +48,160 @@ class Optimizer(Section):
     """Decoupled weight decay per step, times the learning rate."""
     warmup_steps: NotNegative = 0
     """Steps over which the learning rate rises linearly from 0."""
+    decay: Decay = Decay.NONE
+    """How the learning rate falls to finalLearningRate, which it reaches at the run's last step."""
+    decay_steps: Positive | None = None
+    """Last steps of the run over which it falls; it is constant before them (warm-up, stable, decay). Null: all steps
+    after the warm-up."""
+    final_learning_rate: DecimalString = Field(default="0", validate_default=True)
+    """Where the decay ends."""
     clip_norm: DecimalString = Field(default="1", validate_default=True)
     """Largest global gradient norm; larger gradients are scaled down to it."""
+    updates_per_step: Positive = 1
+    """Optimizer updates of each step, each on its whole batch (GRPO's mu). From the second on the ratio to the step's
+    start moves, and is clipped; each costs another forward and backward pass."""
+    max_skipped_steps: NotNegative = 3
+    """Steps in a row that may be skipped, because their gradients are not finite, before the run ends. A skipped step
+    leaves the policy as it is, and is reported. 0: the first one ends the run."""
+
+
+class Objective(StrEnum):
+    CLIP = "Clip"
+    GSPO = "Gspo"
+    CISPO = "Cispo"
+
+
+class RatioTo(StrEnum):
+    STEP_START = "StepStart"
+    SAMPLER = "Sampler"
+
+
+class Normaliser(StrEnum):
+    TOKENS = "Tokens"
+    SEQUENCES = "Sequences"
+    FIXED_LENGTH = "FixedLength"
+
+
+class Advantages(StrEnum):
+    GROUP_CENTRED = "GroupCentred"
+    GROUP_STANDARDISED = "GroupStandardised"
+    LEAVE_ONE_OUT = "LeaveOneOut"
+    BATCH_STANDARDISED = "BatchStandardised"
+    GROUP_CENTRED_BATCH_STANDARDISED = "GroupCentredBatchStandardised"
+
+
+class CorrectionMethod(StrEnum):
+    NONE = "None"
+    TRUNCATE = "Truncate"
+    MASK = "Mask"
+
+
+class CorrectionLevel(StrEnum):
+    TOKEN = "Token"  # noqa: S105 - of a text, not of a user
+    SEQUENCE = "Sequence"
+
+
+class Correction(Section):
+    """Importance weights, trainer over sampler: they correct for policy lag and for engines that differ."""
+
+    method: CorrectionMethod = CorrectionMethod.TRUNCATE
+    """`Truncate`: weights are held within low and high (TIS). `Mask`: what has a weight outside counts nothing (MIS;
+    IcePop with low "0.5" and high "5"). `None`: every weight is 1."""
+    level: CorrectionLevel = CorrectionLevel.TOKEN
+    """`Token`: each token has the weight of its own probability. `Sequence`: all tokens of a rollout have that of the
+    whole rollout, the product of its tokens' ratios."""
+    low: DecimalString = Field(default="0", validate_default=True)
+    """Smallest weight."""
+    high: DecimalString = Field(default="2", validate_default=True)
+    """Largest weight."""
+
+
+class RolloutMask(Section):
+    """Leaves whole rollouts out of the policy gradient that the trainer finds too unlike what it would sample."""
+
+    ratio_low: DecimalString | None = None
+    """Rollouts whose tokens' ratios, trainer over sampler, have a geometric mean below this are left out. Null: none
+    are."""
+    ratio_high: DecimalString | None = None
+    """... and those with one above this."""
+    max_divergence: DecimalString | None = None
+    """Rollouts with a negative advantage whose tokens are on average more than so many nats likelier under the sampler
+    than under the policy are left out (DeepSeek-V3.2). Null: none are."""
+
+
+class KlEstimator(StrEnum):
+    K1 = "K1"
+    K2 = "K2"
+    K3 = "K3"
+
+
+class KlPlace(StrEnum):
+    LOSS = "Loss"
+    REWARD = "Reward"
+
+
+class ReferenceKl(Section):
+    """Keeps the policy near a reference, whose weights every trainer rank holds besides its own."""
+
+    coefficient: DecimalString
+    """What a nat of divergence costs: per token, normalised as the loss is, or per rollout, in units of reward."""
+    estimator: KlEstimator = KlEstimator.K3
+    """With d = log policy - log reference of a sampled token: `K1` d, `K2` d^2 / 2, `K3` exp(-d) - 1 + d."""
+    place: KlPlace = KlPlace.LOSS
+    """`Loss`: added to the loss, with gradient. `Reward`: summed over each rollout and taken off its reward before
+    advantages are made, without gradient."""
+    path: PathText | None = None
+    """Hugging Face folder of the reference, of the policy's architecture. Null: model.path, the policy that the run
+    starts from."""
+
+
+class Overlong(Section):
+    """DAPO's soft punishment of long rollouts: the reward falls towards the length limit."""
+
+    buffer_tokens: Positive
+    """Over the last so many tokens below generation.sampling.maxTokens the punishment grows from 0 to `penalty`."""
+    penalty: DecimalString = Field(default="1", validate_default=True)
+    """Taken off the reward of a rollout as long as the limit."""
+
+
+class WithoutSignal(StrEnum):
+    TRAIN = "Train"
+    LEAVE_OUT = "LeaveOut"
 
 
 class Loss(Section):
-    """GRPO: a clipped policy gradient with group-centred rewards (arXiv:2402.03300, 2503.20783)."""
+    """The policy's loss. docs/losses.md has the formulas, and the lines of each named recipe."""
 
-    normalise_advantages: bool = False
-    """Divide the group-centred rewards by their standard deviation (GRPO). False: centre only (Dr. GRPO)."""
+    objective: Objective = Objective.CLIP
+    """What is minimised. `Clip`: the clipped ratio of each token (PPO, GRPO, DAPO). `Gspo`: that of each rollout, the
+    geometric mean of its tokens'. `Cispo`: the clipped ratio, without gradient, weighs the token's log-probability."""
+    ratio_to: RatioTo = RatioTo.STEP_START
+    """What the ratio is taken to. `StepStart`: the policy that the step starts from, the sampler's part being the
+    correction's (decoupled PPO). `Sampler`: the sampler, as in PPO; the clip then bounds lag and mismatch, too."""
+    advantages: Advantages = Advantages.GROUP_CENTRED
+    """How rewards become advantages. `GroupCentred`: less the group's mean (Dr. GRPO). `GroupStandardised`: that over
+    the group's standard deviation (GRPO). `LeaveOneOut`: less the mean of the group's others (RLOO).
+    `BatchStandardised`: less the batch's mean, over its standard deviation (REINFORCE++).
+    `GroupCentredBatchStandardised`: less the group's mean, over the batch's deviation of it (REINFORCE++-baseline)."""
+    normaliser: Normaliser = Normaliser.TOKENS
+    """What the sum over tokens is divided by. `Tokens`: the batch's tokens (DAPO). `Sequences`: each rollout's tokens,
+    then the rollouts (GRPO, GSPO). `FixedLength`: the rollouts times generation.sampling.maxTokens (Dr. GRPO)."""
     clip_low: DecimalString = Field(default="0.2", validate_default=True)
-    """The ratio to the step's starting policy is clipped below 1 - clipLow."""
+    """The ratio is clipped below 1 - clipLow; from "1" on, not at all."""
     clip_high: DecimalString = Field(default="0.2", validate_default=True)
     """... and above 1 + clipHigh."""
-    importance_cap: DecimalString = Field(default="2", validate_default=True)
-    """Upper bound of the per-token importance weight (trainer over sampler) that corrects for lag. "0" turns it off."""
+    correction: Correction = Correction()
+    """Importance weights of tokens that another policy or engine has drawn."""
+    rollout_mask: RolloutMask | None = None
+    """Leave out rollouts that are too far off. Null: all are trained on."""
+    reference_kl: ReferenceKl | None = None
+    """Divergence from a reference. Null: none is held, and nothing of it computed."""
+    overlong: Overlong | None = None
+    """Punish long rollouts. Null: rewards are the verifier's."""
+    without_signal: WithoutSignal = WithoutSignal.TRAIN
+    """Groups whose rewards are all the same, and whose advantages are therefore 0. `Train`: they are trained on, and
+    count in the normaliser. `LeaveOut`: they are not sent to the trainer; the step is of the others, and its report
+    names them (DAPO's dynamic sampling, without drawing more prompts)."""
 
 
 class DrafterInitialisation(Section):

@@ -52,6 +52,11 @@ VALIDATION_PASS_RATE = Gauge(
     ["rljob", "k", "bound"],
 )
 GROUPS_IN_FLIGHT = Gauge("specrl_coordinator_groups_in_flight", "Groups begun and not complete.", ["rljob"])
+GROUPS_WITHOUT_SIGNAL = Counter(
+    "specrl_coordinator_groups_without_signal_total",
+    "Groups of trained steps whose rewards were all the same, by what became of them: trained, left_out.",
+    ["rljob", "outcome"],
+)
 GROUPS_BUFFERED = Gauge("specrl_coordinator_groups_buffered", "Complete groups that wait for their step.", ["rljob"])
 POLICY_VERSION = Gauge("specrl_coordinator_policy_version", "Newest policy version served by every replica.", ["rljob"])
 REPLICAS = Gauge("specrl_coordinator_replicas", "Generation replicas by state.", ["rljob", "state"])
@@ -221,6 +226,17 @@ TRAINER_CLIP_FRACTION = Gauge(
     "Share of the last batch's tokens that a clip held: low and high (the policy's ratio), importance (the cap of the "
     "weight).",
     ["clip"],
+)
+TRAINER_MASKED_FRACTION = Gauge(
+    "specrl_trainer_masked_fraction",
+    "Share of the last batch's tokens that a mask, of tokens or of rollouts, left out of the policy gradient.",
+)
+TRAINER_REFERENCE_KL = Gauge(
+    "specrl_trainer_reference_kl_nats",
+    "Divergence of the policy from its reference at the last step, nats per token (k3); 0 without a reference.",
+)
+TRAINER_STEPS_SKIPPED = Counter(
+    "specrl_trainer_steps_skipped_total", "Steps of which an update was not made, since gradients were not finite."
 )
 TRAINER_DRAFTER_GRAD_NORM = Gauge(
     "specrl_trainer_drafter_grad_norm", "Norm of the drafter's gradient at the last step, before its clip."

@@ -7,9 +7,10 @@ from specrl.telemetry import metrics
 
 
 def show_step(step: int, trained: TrainMetrics) -> None:
-    """A step is trained. One without tokens trained nothing, and has no figures but its number."""
+    """A step is trained. One without tokens, or without an update, trained nothing, and has few figures."""
     metrics.TRAINER_STEP.set(step)
-    if trained.tokens == 0:
+    metrics.TRAINER_STEPS_SKIPPED.inc(trained.is_skipped)
+    if trained.tokens == 0 or trained.updates == 0:
         return
     metrics.TRAINER_STAGE_SECONDS.labels("logprob").observe(trained.logprob_seconds)
     metrics.TRAINER_STAGE_SECONDS.labels("train").observe(trained.train_seconds)
@@ -23,6 +24,8 @@ def show_step(step: int, trained: TrainMetrics) -> None:
     metrics.TRAINER_CLIP_FRACTION.labels("low").set(trained.clip_fraction - trained.clip_fraction_high)
     metrics.TRAINER_CLIP_FRACTION.labels("high").set(trained.clip_fraction_high)
     metrics.TRAINER_CLIP_FRACTION.labels("importance").set(trained.importance_capped_fraction)
+    metrics.TRAINER_MASKED_FRACTION.set(trained.masked_fraction)
+    metrics.TRAINER_REFERENCE_KL.set(trained.reference_kl)
     if trained.drafter is not None:
         metrics.TRAINER_DRAFTER_GRAD_NORM.set(trained.drafter.grad_norm)
         for position, probability in enumerate(trained.drafter.acceptance_per_position):

@@ -171,6 +171,8 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
                 return self._last
             metrics = self._backend.train_step(batch)
             exported.show_step(batch.step, metrics)
+            if metrics.is_skipped:
+                log.warning("step_skipped", step=batch.step, updates=metrics.updates, reason="gradients not finite")
             self._last = trainer_pb2.TrainStepReply(
                 policy_version=batch.step, metrics=wire.train_metrics_to_wire(metrics)
             )

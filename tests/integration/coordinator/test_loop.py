@@ -33,6 +33,7 @@ from specrl.records import (
 )
 from specrl.spec import RunSpec
 from specrl.spec.run import Order, Transport
+from specrl.spec.trainer import WithoutSignal
 
 
 def distinct(trained: Sequence[Batch]) -> dict[int, Batch]:
@@ -499,6 +500,51 @@ async def test_a_step_whose_prompts_all_failed_is_counted_and_trains_nothing(
             assert [report.step for report in reports if report.reward is None] == [3]
         assert run.trainer is not None
         assert run.trainer.backend.status().step == 6
+
+
+class TooEasy(LengthGrader):
+    """Every answer to some prompts is right, to one of step 4 wrong; those of the others differ."""
+
+    rights = (1, 6, 7, 8)
+
+    async def grade(self, prompt: Prompt, text: str) -> Reward:
+        await asyncio.sleep(0)
+        if prompt.position in (*self.rights, 9):
+            return Reward(float(prompt.position in self.rights))
+        self.calls += 1
+        return Reward(float(self.calls % 2))
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+async def test_groups_without_signal_are_left_out_named_and_settled_once(tmp_path: Path, lag: int) -> None:
+    spec = a_spec(tmp_path, maxPolicyLag=lag)
+    loss = spec.trainer.loss.model_copy(update={"without_signal": WithoutSignal.LEAVE_OUT})
+    spec = spec.model_copy(update={"trainer": spec.trainer.model_copy(update={"loss": loss})})
+    async with Run(tmp_path, spec, grader=TooEasy()) as run:
+        await run.until(lambda: run.store.trained() >= 3)
+        await run.restart_trainer()
+        await run.restart_coordinator()
+        await run.finish()
+        batches = distinct(run.trained)
+        assert sorted(p for batch in batches.values() for p in batch.positions) == list(range(18)), "each prompt once"
+        left_out: dict[str, set[int]] = {}
+        for report in run.board.reports():
+            trained = {place_of(run, item.rollout) for item in batches[report.step].rollouts}
+            named = {place for places in report.left_out.values() for place in places}
+            assert trained | named == set(batches[report.step].positions)
+            assert not trained & named
+            assert report.groups_without_signal >= len(named)
+            assert report.reward is not None, "of all groups, trained on or not"
+            assert (report.tokens == 0) == (not trained)
+            for reward, places in report.left_out.items():
+                left_out.setdefault(reward, set()).update(places)
+        assert left_out["1"] >= {1, 6, 7, 8}
+        assert left_out["0"] >= {9}
+        assert run.board.reports()[2].updates == 0, "a step without any signal trains nothing"
+        status = run.board.status()
+        assert status.counters["groupsLeftOut"] == sum(map(len, left_out.values())), "by a second coordinator, too"
+        assert (status.counters["discardedForAge"], status.counters["failedPrompts"]) == (0, 0)
+        assert run.store.rollouts() == [], "nothing of a settled step is left"
 
 
 async def test_a_disk_that_is_full_at_a_checkpoint_does_not_end_the_run(tmp_path: Path) -> None:

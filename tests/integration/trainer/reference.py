@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from tests.integration.trainer.runs import CAP, EPSILON, LEARNING_RATE, TEMPERATURE, WEIGHT_DECAY
+from tests.integration.trainer.runs import (
+    CAP,
+    EPSILON,
+    GSPO_CLIP,
+    KL_COEFFICIENT,
+    LEARNING_RATE,
+    TEMPERATURE,
+    WEIGHT_DECAY,
+)
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specrl.records import Batch, TrainRollout
@@ -24,17 +33,54 @@ def logprobs(model: PreTrainedModel, item: TrainRollout) -> torch.Tensor:
     return logits_TV.log_softmax(-1).gather(1, ids_S[prompt:, None])[:, 0]
 
 
-def train(model: PreTrainedModel, batches: Sequence[Batch]) -> list[tuple[float, float]]:
-    """AdamW steps on the truncated, importance-weighted policy gradient. Returns (loss, gradient norm) of each."""
+def an_optimizer(model: PreTrainedModel) -> torch.optim.AdamW:
     matrices = [weight for weight in model.parameters() if weight.ndim > 1]
     norms = [weight for weight in model.parameters() if weight.ndim == 1]
-    optimizer = torch.optim.AdamW(
+    return torch.optim.AdamW(
         [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": norms, "weight_decay": 0.0}],
         lr=LEARNING_RATE,
         betas=(0.9, 0.95),
         eps=EPSILON,
     )
-    seen = []
+
+
+def train_gspo(model: PreTrainedModel, batches: Sequence[Batch]) -> list[tuple[float, float]]:
+    """Two AdamW updates a step on GSPO's loss, rewards less the divergence from where it began, RLOO's advantages.
+
+    Returns (loss over both updates, gradient norm of the first) of each step.
+    """
+    beginning, optimizer, seen = copy.deepcopy(model), an_optimizer(model), []
+    for batch in batches:
+        with torch.no_grad():
+            starts = [logprobs(model, item) for item in batch.rollouts]
+            costs = [float((a - logprobs(beginning, i)).sum()) for a, i in zip(starts, batch.rollouts, strict=True)]
+        rewards = [item.reward - KL_COEFFICIENT * cost for item, cost in zip(batch.rollouts, costs, strict=True)]
+        losses, norms = [], []
+        for _ in range(2):
+            total = torch.zeros(())
+            for number, (item, start_T) in enumerate(zip(batch.rollouts, starts, strict=True)):
+                others = [r for i, r in enumerate(rewards) if i // 4 == number // 4 and i != number]
+                advantage = rewards[number] - sum(others) / len(others)
+                found_T = logprobs(model, item)
+                weight_T = (start_T - torch.from_numpy(item.rollout.sampler_logprobs_T)).exp().clamp(max=CAP)
+                ratio = (found_T - start_T).mean().exp()
+                held = ratio.clamp(1 - GSPO_CLIP, 1 + GSPO_CLIP)
+                objective = torch.minimum(ratio * advantage, held * advantage)
+                total = total - weight_T.mean() * objective / len(batch.rollouts)
+            optimizer.zero_grad()
+            total.backward()
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+            for group in optimizer.param_groups:
+                group["lr"] = {1: LEARNING_RATE / 2, 2: LEARNING_RATE}[batch.step]
+            optimizer.step()
+            losses.append(float(total.detach()))
+        seen.append((sum(losses) / 2, norms[0]))
+    return seen
+
+
+def train(model: PreTrainedModel, batches: Sequence[Batch]) -> list[tuple[float, float]]:
+    """AdamW steps on the truncated, importance-weighted policy gradient. Returns (loss, gradient norm) of each."""
+    optimizer, seen = an_optimizer(model), []
     for batch in batches:
         tokens = sum(item.rollout.length for item in batch.rollouts)
         total = torch.zeros(())

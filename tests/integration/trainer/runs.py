@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,25 @@ WEIGHT_DECAY = 0.01
 CAP = 2.0
 
 
+GSPO_CLIP, KL_COEFFICIENT = 0.004, 0.05
+GSPO = {
+    "objective": "Gspo",
+    "normaliser": "Sequences",
+    "advantages": "LeaveOneOut",
+    "clipLow": str(GSPO_CLIP),
+    "clipHigh": str(GSPO_CLIP),
+    "referenceKl": {"coefficient": str(KL_COEFFICIENT), "estimator": "K1", "place": "Reward"},
+}
+"""Trained with two updates a step: what a step of the default loss has no use for."""
+TWO_UPDATES = {
+    "updatesPerStep": 2,
+    "maxSkippedSteps": 1,
+    "decay": "Linear",
+    "decaySteps": 1,
+    "finalLearningRate": "1e-4",
+}
+
+
 def a_spec(
     policy: Path,
     *,
@@ -24,6 +44,8 @@ def a_spec(
     data: int = 1,
     speculation: dict[str, Any] | None = None,
     drafter: dict[str, Any] | None = None,
+    loss: dict[str, Any] | None = None,
+    optimizer: dict[str, Any] | None = None,
 ) -> RunSpec:
     """A run of `policy` in float32, with micro-batches small enough that a batch needs several.
 
@@ -46,8 +68,9 @@ def a_spec(
                     "weightDecay": str(WEIGHT_DECAY),
                     "epsilon": str(EPSILON),
                     "warmupSteps": 2,
+                    **(optimizer or {}),
                 },
-                "loss": {"importanceCap": str(CAP)},
+                "loss": {"correction": {"high": str(CAP)}, **(loss or {})},
                 "drafter": {"tokenBudget": 60} if drafter is None else drafter,
                 "microBatchTokens": 128,
             },
@@ -75,7 +98,14 @@ def a_rollout(generator: np.random.Generator, index: int, vocab: int, version: i
             seconds=0.0,
         ),
         float(generator.normal()),
+        reward=float(generator.integers(0, 2)),
     )
+
+
+def a_poisoned_batch(step: int, vocab: int) -> Batch:
+    """One of its rewards overflows in float32 when it is multiplied by anything."""
+    first, *others = a_batch(step, vocab).rollouts
+    return Batch(step, (replace(first, advantage=3e38, reward=3e38), *others))
 
 
 def a_batch(step: int, vocab: int, rollouts: int = 8) -> Batch:

@@ -70,6 +70,36 @@ def test_loss_gradient_norm_and_weights_equal_a_plain_training(layout: Path, tra
     assert furthest(policy_only(load_file(layout / "trained.safetensors")), model.state_dict()) <= 2e-6
 
 
+def test_two_updates_of_gspo_equal_a_plain_training(layout: Path, policy: Path) -> None:
+    """With the divergence from the start taken off the rewards, and advantages made of that at the trainer."""
+    model = reference.load(policy)
+    expected = reference.train_gspo(model, [a_batch(step, VOCAB) for step in (1, 2)])
+    for metrics, (loss, norm) in zip(seen(layout)["gspo"]["metrics"], expected, strict=True):
+        assert metrics["loss"] == pytest.approx(loss, rel=1e-4, abs=1e-6)
+        assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
+        assert metrics["updates"] == 2
+    assert 0 < seen(layout)["gspo"]["metrics"][1]["clip_fraction"] < 1
+    assert seen(layout)["gspo"]["metrics"][1]["reference_kl"] > 0
+    assert furthest(load_file(layout / "gspo.safetensors"), model.state_dict()) <= 4e-6
+
+
+def test_step_whose_gradients_are_not_finite_is_skipped_and_leaves_the_policy(layout: Path) -> None:
+    assert seen(layout)["gspo"]["skipped"] == [True, 0, 0.0, 0.0, 3]
+    assert furthest(load_file(layout / "skipped.safetensors"), load_file(layout / "gspo.safetensors")) == 0
+
+
+def test_too_many_skipped_steps_in_a_row_are_an_error_that_names_the_step(layout: Path) -> None:
+    for when in ("too many", "too many after a restart"):
+        assert "step 4" in seen(layout)["gspo"][when]
+        assert "maxSkippedSteps=1" in seen(layout)["gspo"][when]
+
+
+def test_checkpoint_counts_the_updates_that_were_made(layout: Path) -> None:
+    """Four of them in three steps; AdamW's bias correction depends on it."""
+    ends = [load_file(layout / f"goes-on-{name}.safetensors") for name in (False, True)]
+    assert furthest(*ends) == 0
+
+
 def test_metrics_do_not_depend_on_the_layout(layout: Path, single: Path) -> None:
     timed = {"logprob_seconds", "train_seconds", "drafter"}
     for mine, others in zip(seen(layout)["metrics"], seen(single)["metrics"], strict=True):

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tests.integration.trainer.runs import a_batch, a_spec
+from tests.integration.trainer.runs import GSPO, TWO_UPDATES, a_batch, a_poisoned_batch, a_spec
 from tests.integration.trainer.worker_group import GROUP
 
-from specrl.errors import RecordInvalid, SpecrlError, VersionConflict
+from specrl.errors import RecordInvalid, SpecrlError, TrainerFailed, VersionConflict
 from specrl.records import Batch, WeightGroup
 from specrl.spec import RunSpec
 from specrl.trainer import checkpoints
@@ -55,6 +55,7 @@ def main() -> None:
         resumed.train_step(a_batch(STEPS, resumed.config.vocab_size))
         keep(out_path / "resumed.safetensors", resumed)
         resumed.close()
+    seen["gspo"] = gspo(spec, out_path)
     if is_first():
         (out_path / "seen.json").write_text(json.dumps(seen))
     if int(tensor) * int(data) == 1:
@@ -89,6 +90,45 @@ def train(backend: MegatronBackend, out: Path) -> list[dict[str, Any]]:
             keep(out / "saved.safetensors", backend)
     saved.result()  # of step 2, though step 3 has been trained
     return metrics
+
+
+def gspo(spec: RunSpec, out: Path) -> dict[str, Any]:
+    """Another loss and two updates a step, of which the third and fourth have gradients that are not finite."""
+    layout = spec.trainer.parallelism
+    speculation: dict[str, Any] = {"none": {}}
+    spec = a_spec(
+        Path(spec.model.path),
+        tensor=layout.tensor,
+        data=layout.data,
+        speculation=speculation,
+        loss=GSPO,
+        optimizer=TWO_UPDATES,
+    )
+    backend = MegatronBackend(spec)
+    backend.load(None)
+    vocab = backend.config.vocab_size
+    metrics = [backend.train_step(a_batch(step, vocab)) for step in (1, 2)]
+    keep(out / "gspo.safetensors", backend)
+    seen: dict[str, Any] = {"metrics": [asdict(item) for item in metrics]}
+    poisoned = [a_poisoned_batch(step, vocab) for step in (3, 4)]
+    skipped = backend.train_step(poisoned[0])
+    seen["skipped"] = [skipped.is_skipped, skipped.updates, skipped.loss, skipped.grad_norm, backend.status().step]
+    keep(out / "skipped.safetensors", backend)
+    backend.save(checkpoints.directory(out / "skips", 3))
+    for again in (False, True):
+        if again:
+            backend.close()
+            backend = MegatronBackend(spec)
+            backend.load(checkpoints.newest(out / "skips"))
+        try:
+            backend.train_step(poisoned[1])
+        except TrainerFailed as error:
+            seen["too many" + (" after a restart" if again else "")] = str(error)
+        assert backend.status().step == 3, "a step that ends the run is not trained"
+        backend.train_step(a_batch(4, vocab))
+        keep(out / f"goes-on-{again}.safetensors", backend)
+    backend.close()
+    return seen
 
 
 def keep(file: Path, backend: MegatronBackend) -> None:

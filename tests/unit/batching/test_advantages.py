@@ -1,6 +1,9 @@
-"""Advantages centre on the group, and only on it."""
+"""Advantages centre on the group or the batch, and only on it."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean, stdev
 
 import numpy as np
 import pytest
@@ -8,59 +11,91 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from specrl.batching import group_advantages
+from specrl.batching import batch_advantages, overlong_penalties
 from specrl.errors import RecordInvalid
+from specrl.spec.trainer import Advantages
 
-rewards = hnp.arrays(np.float32, st.integers(2, 32), elements=st.floats(-100, 100, width=32))
+GROUPED = [kind for kind in Advantages if kind is not Advantages.BATCH_STANDARDISED]
+rewards = hnp.arrays(np.float32, st.integers(2, 16), elements=st.floats(-100, 100, width=16))
 
 
 def rewards_of(*values: float) -> np.ndarray:
     return np.asarray(values, dtype=np.float32)
 
 
-@given(rewards)
-def test_advantages_sum_to_zero_and_keep_differences(rewards_G: np.ndarray) -> None:
-    advantages_G = group_advantages(rewards_G)
-    assert advantages_G.dtype == np.float32
-    assert abs(float(advantages_G.sum())) < 1e-3
-    np.testing.assert_allclose(np.diff(advantages_G), np.diff(rewards_G), atol=1e-3)
+def by_formula(groups: Sequence[Sequence[float]], kind: Advantages) -> list[list[float]]:
+    """In plain Python, for batches whose groups and rewards are not all equal."""
+    everything = [reward for group in groups for reward in group]
+    centred = [reward - fmean(group) for group in groups for reward in group]
+    found = []
+    for group in groups:
+        mean, deviation = fmean(group), stdev(group)
+        found.append(
+            [
+                {
+                    Advantages.GROUP_CENTRED: reward - mean,
+                    Advantages.GROUP_STANDARDISED: (reward - mean) / deviation if deviation else 0.0,
+                    Advantages.LEAVE_ONE_OUT: reward - fmean([*group[:i], *group[i + 1 :]]),
+                    Advantages.BATCH_STANDARDISED: (reward - fmean(everything)) / stdev(everything),
+                    Advantages.GROUP_CENTRED_BATCH_STANDARDISED: (reward - mean) / stdev(centred),
+                }[kind]
+                for i, reward in enumerate(group)
+            ]
+        )
+    return found
 
 
-@given(rewards)
-def test_normalised_advantages_have_unit_deviation_or_are_zero(rewards_G: np.ndarray) -> None:
-    advantages_G = group_advantages(rewards_G, normalise=True).astype(np.float64)
-    if (rewards_G == rewards_G[0]).all():
-        assert not advantages_G.any()
-    else:
-        assert abs(advantages_G.std(ddof=1) - 1) < 1e-3
-        assert abs(advantages_G.sum()) < 1e-3
+@pytest.mark.parametrize("kind", Advantages)
+@given(groups=st.lists(rewards, min_size=1, max_size=4))
+def test_advantages_are_their_formula(groups: list[np.ndarray], kind: Advantages) -> None:
+    found = batch_advantages(groups, kind)
+    assert [advantages_G.dtype for advantages_G in found] == [np.float32] * len(groups)
+    if kind is not Advantages.BATCH_STANDARDISED:
+        assert all(abs(float(advantages_G.sum())) < 1e-2 for advantages_G in found)
+    if all((group == group[0]).all() for group in groups):
+        return
+    expected = by_formula([group.astype(float).tolist() for group in groups], kind)
+    for advantages_G, expected_G in zip(found, expected, strict=True):
+        np.testing.assert_allclose(advantages_G, expected_G, rtol=1e-4, atol=1e-5)
 
 
-@given(value=st.floats(-1e6, 1e6, width=32), size=st.integers(2, 17), normalise=st.booleans())
-def test_equal_rewards_teach_exactly_nothing(value: float, size: int, normalise: bool) -> None:
-    assert not group_advantages(rewards_of(*[value] * size), normalise=normalise).any()
+@pytest.mark.parametrize("kind", GROUPED)
+@given(value=st.floats(-1e6, 1e6, width=32), size=st.integers(2, 17))
+def test_equal_rewards_teach_exactly_nothing(value: float, size: int, kind: Advantages) -> None:
+    assert not batch_advantages([rewards_of(*[value] * size), rewards_of(0, 1)], kind)[0].any()
 
 
-@given(rewards_G=rewards, normalise=st.booleans(), seed=st.integers(0, 2**32))
-def test_the_order_of_a_group_does_not_matter(rewards_G: np.ndarray, normalise: bool, seed: int) -> None:
-    order = np.random.default_rng(seed).permutation(len(rewards_G))
-    shuffled_G = group_advantages(rewards_G[order], normalise=normalise)
-    np.testing.assert_allclose(shuffled_G, group_advantages(rewards_G, normalise=normalise)[order], atol=1e-3)
+def test_equal_rewards_of_a_whole_batch_teach_exactly_nothing() -> None:
+    for kind in Advantages:
+        assert not np.concatenate(batch_advantages([rewards_of(0.1, 0.1), rewards_of(0.1, 0.1)], kind)).any()
+        assert batch_advantages([], kind) == []
 
 
 def test_one_of_four_right_by_hand() -> None:
-    rewards_G = rewards_of(1, 0, 0, 0)
-    np.testing.assert_allclose(group_advantages(rewards_G), [0.75, -0.25, -0.25, -0.25])
-    np.testing.assert_allclose(group_advantages(rewards_G, normalise=True), [1.5, -0.5, -0.5, -0.5])
+    groups = [rewards_of(1, 0, 0, 0)]
+    for kind, expected in (
+        (Advantages.GROUP_CENTRED, [0.75, -0.25, -0.25, -0.25]),
+        (Advantages.GROUP_STANDARDISED, [1.5, -0.5, -0.5, -0.5]),
+        (Advantages.LEAVE_ONE_OUT, [1, -1 / 3, -1 / 3, -1 / 3]),
+    ):
+        np.testing.assert_allclose(batch_advantages(groups, kind)[0], expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("rewards_G", [rewards_of(), rewards_of(1), np.zeros((2, 2), np.float32)])
 def test_a_group_needs_two_rollouts(rewards_G: np.ndarray) -> None:
     with pytest.raises(RecordInvalid, match="at least 2"):
-        group_advantages(rewards_G)
+        batch_advantages([rewards_G], Advantages.GROUP_CENTRED)
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 def test_a_reward_that_is_no_number_is_refused(poison: float) -> None:
     with pytest.raises(RecordInvalid, match="must be finite"):
-        group_advantages(rewards_of(1, poison))
+        batch_advantages([rewards_of(1, poison)], Advantages.BATCH_STANDARDISED)
+
+
+def test_long_rollouts_are_punished_towards_the_limit() -> None:
+    """DAPO's own numbers: 20480 tokens at most, of which the last 4096 are punished."""
+    lengths = (100, 16384, 16385, 18432, 20480, 20481)
+    found_G = overlong_penalties(lengths, 20480, 4096, 1.0)
+    np.testing.assert_allclose(found_G, [0, 0, 1 / 4096, 0.5, 1, 1])
+    np.testing.assert_allclose(overlong_penalties(lengths, 20480, 4096, 0.25), found_G / 4)

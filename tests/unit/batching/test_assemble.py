@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from specrl.records import FinishReason, Group, Prompt, Reward, Rollout, Version
 from specrl.spec import RunSpec, parse_spec
 
 
-def a_spec(prompts: int = 2, size: int = 2, lag: int = 1, normalise: bool = False) -> RunSpec:
+def a_spec(prompts: int = 2, size: int = 2, lag: int = 1, **loss: Any) -> RunSpec:
     return parse_spec(
         {
             "name": "test",
@@ -24,7 +25,7 @@ def a_spec(prompts: int = 2, size: int = 2, lag: int = 1, normalise: bool = Fals
             "prompts": {"source": {"generated": {"family": "ledger", "count": 8}}},
             "rewards": {"exact": {}},
             "generation": {"sampling": {"maxTokens": 16}},
-            "trainer": {"optimizer": {"learningRate": "1e-3"}, "loss": {"normaliseAdvantages": normalise}},
+            "trainer": {"optimizer": {"learningRate": "1e-3"}, "loss": loss},
             "schedule": {"steps": 9, "promptsPerStep": prompts, "groupSize": size, "maxPolicyLag": lag},
         }
     )
@@ -87,7 +88,7 @@ def a_group_named(groups: list[Group], position: int) -> tuple[Rollout, ...]:
 def test_advantages_are_the_groups_own() -> None:
     batch = assemble(5, [a_group(7, (1, 1)), a_group(3, (0, 1))], a_spec())
     assert [item.advantage for item in batch.rollouts] == [-0.5, 0.5, 0.0, 0.0]
-    normalised = assemble(5, [a_group(7, (1, 1)), a_group(3, (0, 1))], a_spec(normalise=True))
+    normalised = assemble(5, [a_group(7, (1, 1)), a_group(3, (0, 1))], a_spec(advantages="GroupStandardised"))
     assert [item.advantage for item in normalised.rollouts] == pytest.approx([-(0.5**0.5), 0.5**0.5, 0, 0])
 
 
@@ -145,3 +146,29 @@ def test_a_prompt_that_was_given_up_leaves_its_group_out_and_no_other() -> None:
     assert [item.rollout.rollout_id for item in batch.rollouts] == ["g3/0", "g3/1"]
     with pytest.raises(RecordInvalid, match="less the failed prompts, 1, got 2;"):
         assemble(5, [a_group(3), a_group(4)], a_spec(), failed=[5])
+
+
+def test_a_group_without_signal_is_left_out_whole_and_its_place_is_settled() -> None:
+    groups = [a_group(7, (1, 1)), a_group(3, (0, 1)), a_group(5, (0, 0))]
+    left_out = assemble(5, groups, a_spec(3, withoutSignal="LeaveOut"))
+    assert [item.rollout.group_id for item in left_out.rollouts] == ["g3", "g3"]
+    assert left_out.positions == (3, 5, 7)
+    assert [item.rollout.group_id for item in assemble(5, groups, a_spec(3)).rollouts] == [
+        name for name in ("g3", "g5", "g7") for _ in range(2)
+    ]
+
+
+def test_rewards_are_shaped_before_advantages_and_kept_with_them() -> None:
+    group = a_group(0, (1, 1))
+    longer = replace(group.rollouts[1], token_ids_T=np.zeros(14, np.int32), sampler_logprobs_T=np.zeros(14, np.float32))
+    group = replace(group, rollouts=(group.rollouts[0], longer))
+    batch = assemble(5, [group], a_spec(1, overlong={"bufferTokens": 4, "penalty": "0.5"}))
+    assert [item.reward for item in batch.rollouts] == [1, 0.75]
+    assert [item.advantage for item in batch.rollouts] == [0.125, -0.125]
+    left_out = assemble(5, [group], a_spec(1, overlong={"bufferTokens": 4}, withoutSignal="LeaveOut"))
+    assert left_out.rollouts == (), "its answers are equally right, whatever their lengths"
+
+
+def test_advantages_of_a_batch_see_all_of_its_groups() -> None:
+    batch = assemble(5, [a_group(0, (1, 1)), a_group(1, (0, 0))], a_spec(2, advantages="BatchStandardised"))
+    assert [round(item.advantage, 3) for item in batch.rollouts] == [0.866, 0.866, -0.866, -0.866]

@@ -86,7 +86,7 @@ drafter_metrics = st.builds(DrafterMetrics, number, number, many(number), number
 train_metrics = st.builds(
     TrainMetrics,
     **{
-        field.name: int64 if field.type == "int" else number
+        field.name: {"int": int64, "bool": st.booleans()}.get(str(field.type), number)
         for field in fields(TrainMetrics)
         if field.name != "drafter"
     },
@@ -112,7 +112,7 @@ KINDS = [
     ("request", requests),
     ("rollout", rollouts),
     ("group", groups),
-    ("train_rollout", st.builds(TrainRollout, many(int32), rollouts, number)),
+    ("train_rollout", st.builds(TrainRollout, many(int32), rollouts, number, number)),
     ("batch", batches),
     ("manifest", manifests),
     ("checksums", checksums),

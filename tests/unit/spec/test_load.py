@@ -141,7 +141,7 @@ def test_rules_about_a_section_that_is_not_there_are_not_made_up(section: str, v
         ("model__maxLength", None),
         ("model__dtype", "int4"),
         ("trainer__optimizer__beta1", 0.9),
-        ("trainer__loss__normaliseAdvantages", "maybe"),
+        ("trainer__loss__advantages", "maybe"),
         ("telemetry__httpPort", 70000),
         ("generation__speculation", {"eagle3": {"numDraftTokens": 0}}),
         ("generation__speculation", {"ngram": {"lookupMin": "x"}}),

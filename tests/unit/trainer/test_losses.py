@@ -1,99 +1,252 @@
-"""The losses against TRL, against their formulas in float64, and against finite differences."""
+"""The losses against TRL, against their formulas in plain Python, and against finite differences."""
 
 from __future__ import annotations
 
 import collections
+import itertools
 import math
+from dataclasses import dataclass
+from statistics import fmean
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specrl.spec.trainer import KlEstimator, Loss
 from specrl.trainer.losses import (
-    LossSettings,
-    capped_tokens,
-    clipped_policy_gradient,
+    SUMS,
+    PolicyLoss,
+    SampledTokens,
+    Sequences,
     effective_sample_size,
+    reference_kl,
     sampler_mismatch,
-    truncated_importance_weights,
 )
 
-SETTINGS = LossSettings(clip_low=0.2, clip_high=0.3, importance_cap=2.0)
-TOKENS = 200
+LENGTHS = (7, 1, 12, 4, 30, 9)
+TOKENS, LONGEST = sum(LENGTHS), 32
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Six rollouts, [T] float64, whose log-probabilities are so far apart that every clip, bound and mask is hit."""
+
+    policy: torch.Tensor
+    proximal: torch.Tensor
+    sampler: torch.Tensor
+    reference: torch.Tensor
+    advantage: torch.Tensor
+    sequence_T: torch.Tensor
+
+    def tokens(self, first: int = 0, end: int = len(LENGTHS)) -> tuple[torch.Tensor, SampledTokens]:
+        """Policy and the rest of rollouts first to end - 1, as one micro-batch."""
+        place_T = (self.sequence_T >= first) & (self.sequence_T < end)
+        rest = (x[place_T] for x in (self.proximal, self.sampler, self.advantage))
+        sequences = Sequences(self.sequence_T[place_T] - first, end - first)
+        return self.policy[place_T], SampledTokens(*rest, sequences, self.reference[place_T])
+
+    def rows(self, name: str) -> torch.Tensor:
+        """[B, longest], padded."""
+        parts = getattr(self, name).split(LENGTHS)
+        return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
 
 
 @pytest.fixture
-def tokens() -> SimpleNamespace:
-    """Log-probabilities far enough apart that both clips and the cap are hit."""
-    generator = torch.Generator().manual_seed(0)
+def sample() -> Sample:
+    generator = torch.Generator().manual_seed(1)
 
-    def draw(scale: float) -> torch.Tensor:
-        return scale * torch.randn(TOKENS, generator=generator, dtype=torch.float64)
+    def draw(scale: float, count: int = TOKENS) -> torch.Tensor:
+        return scale * torch.randn(count, generator=generator, dtype=torch.float64)
 
+    sequence_T = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
     policy_T = -1 - draw(1).abs()
-    proximal_T = policy_T + draw(0.3)
-    return SimpleNamespace(policy=policy_T, proximal=proximal_T, sampler=proximal_T + draw(0.7), advantage=draw(1))
+    proximal_T = policy_T + draw(0.2) + draw(0.25, len(LENGTHS))[sequence_T]
+    sampler_T = proximal_T + draw(0.4) + draw(0.2, len(LENGTHS))[sequence_T]
+    advantages_S = torch.tensor([1.0, -0.5, 0.3, -1.0, 0.8, -0.9], dtype=torch.float64)
+    return Sample(policy_T, proximal_T, sampler_T, policy_T + draw(0.5), advantages_S[sequence_T], sequence_T)
 
 
-def test_loss_is_its_formula_token_by_token(tokens: SimpleNamespace) -> None:
-    weight_T = truncated_importance_weights(tokens.proximal, tokens.sampler, 2.0)
-    terms = clipped_policy_gradient(tokens.policy, tokens.proximal, tokens.advantage, weight_T, SETTINGS)
-    expected, clipped, clipped_high = 0.0, 0, 0
-    for policy, proximal, sampler, advantage in zip(
-        tokens.policy.tolist(),
-        tokens.proximal.tolist(),
-        tokens.sampler.tolist(),
-        tokens.advantage.tolist(),
-        strict=True,
-    ):
-        weight = min(math.exp(proximal - sampler), 2.0)
-        ratio = math.exp(policy - proximal)
-        free, bound = ratio * advantage, min(max(ratio, 0.8), 1.3) * advantage
-        expected -= weight * min(free, bound)
-        clipped += bound < free
-        clipped_high += bound < free and ratio > 1
-    assert float(terms.loss_sum.detach()) == pytest.approx(expected, rel=1e-12)
-    assert int(terms.clipped_tokens) == clipped > clipped_high
-    assert int(terms.clipped_high_tokens) == clipped_high > 0
-    assert int(capped_tokens(tokens.proximal, tokens.sampler, 2.0)) == int((weight_T == 2.0).sum()) > 0
-    assert int(capped_tokens(tokens.proximal, tokens.sampler, 0)) == 0
+def of_batch(settings: dict[str, Any]) -> PolicyLoss:
+    return PolicyLoss(Loss.model_validate(settings), LONGEST, TOKENS, len(LENGTHS))
 
 
-def test_gradient_is_that_of_finite_differences(tokens: SimpleNamespace) -> None:
-    weight_T = truncated_importance_weights(tokens.proximal, tokens.sampler, 2.0)
+def loss_and_gradient(settings: dict[str, Any], sample: Sample, *cuts: int) -> tuple[float, torch.Tensor, torch.Tensor]:
+    """Added up over micro-batches that are cut before these rollouts. Loss, gradient [T], sums."""
+    policy_T = sample.policy.clone().requires_grad_()
+    whole = Sample(policy_T, *list(vars(sample).values())[1:])
+    terms = [of_batch(settings)(*whole.tokens(*ends)) for ends in itertools.pairwise((0, *cuts, len(LENGTHS)))]
+    loss = sum((item.loss for item in terms), torch.zeros((), dtype=torch.float64))
+    (gradient_T,) = torch.autograd.grad(loss, policy_T)
+    return float(loss.detach()), gradient_T, sum((item.sums_N for item in terms), torch.zeros(len(SUMS)))
 
-    def loss(policy_T: torch.Tensor) -> torch.Tensor:
-        return clipped_policy_gradient(policy_T, tokens.proximal, tokens.advantage, weight_T, SETTINGS).loss_sum
 
-    assert torch.autograd.gradcheck(loss, tokens.policy.clone().requires_grad_())
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "clip": {"clipHigh": "0.3"},
+    "gspo": {"objective": "Gspo", "clipLow": "0.1", "clipHigh": "0.15"},
+    "cispo": {"objective": "Cispo", "clipLow": "0.3", "clipHigh": "0.3"},
+}
+CORRECTIONS: dict[str, dict[str, Any]] = {
+    "none": {"method": "None"},
+    "truncate": {"high": "1.5"},
+    "truncate sequences": {"level": "Sequence", "low": "0.5", "high": "1.5"},
+    "mask": {"method": "Mask", "low": "0.5", "high": "1.5"},
+    "mask sequences": {"method": "Mask", "level": "Sequence", "low": "0.2", "high": "3"},
+}
+REST: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sequences": {"normaliser": "Sequences", "referenceKl": {"coefficient": "0.1", "estimator": "K2"}},
+    "fixed": {"normaliser": "FixedLength", "referenceKl": {"coefficient": "0.1", "estimator": "K3"}},
+    "masked": {"rolloutMask": {"ratioLow": "0.85", "ratioHigh": "1.15"}},
+    "near": {"rolloutMask": {"maxDivergence": "0.05"}, "referenceKl": {"coefficient": "1", "place": "Reward"}},
+}
 
 
-def test_loss_equals_that_of_trl(tokens: SimpleNamespace) -> None:
+def by_formula(settings: dict[str, Any], sample: Sample) -> dict[str, float]:
+    """The same sums, a token at a time."""
+    found = dict.fromkeys(SUMS, 0.0)
+    correction = {"method": "Truncate", "level": "Token", "low": "0", "high": "2"} | settings.get("correction", {})
+    mask, kl = settings.get("rolloutMask", {}), settings.get("referenceKl")
+    low, high = 1 - float(settings.get("clipLow", 0.2)), 1 + float(settings.get("clipHigh", 0.2))
+    columns = [x.split(LENGTHS) for x in (sample.policy, sample.proximal, sample.sampler, sample.reference)]
+    advantages = [part[0].item() for part in sample.advantage.split(LENGTHS)]
+    for policy_T, proximal_T, sampler_T, reference_T, advantage in zip(*columns, advantages, strict=True):
+        rows = list(zip(*(x.tolist() for x in (policy_T, proximal_T, sampler_T, reference_T)), strict=True))
+        base = 2 if settings.get("ratioTo") == "Sampler" else 1
+        of_sequence = math.exp(fmean(row[0] - row[base] for row in rows))
+        mean_ratio = math.exp(fmean(row[1] - row[2] for row in rows))
+        is_left_out = (
+            mean_ratio < float(mask.get("ratioLow", 0))
+            or mean_ratio > float(mask.get("ratioHigh", math.inf))
+            or (advantage < 0 and fmean(row[2] - row[0] for row in rows) > float(mask.get("maxDivergence", math.inf)))
+        )
+        divisor = {"Tokens": TOKENS, "Sequences": len(LENGTHS) * len(rows), "FixedLength": len(LENGTHS) * LONGEST}
+        for row in rows:
+            ratio = of_sequence if settings.get("objective") == "Gspo" else math.exp(row[0] - row[base])
+            held = min(max(ratio, low), high)
+            if settings.get("objective") == "Cispo":
+                loss, is_held = -held * advantage * row[0], held != ratio
+            else:
+                loss, is_held = -min(ratio * advantage, held * advantage), held * advantage < ratio * advantage
+            ratios = rows if correction["level"] == "Sequence" else [row]
+            weight = math.prod(math.exp(r[1] - r[2]) for r in ratios)
+            bounded = min(max(weight, float(correction["low"])), float(correction["high"]))
+            is_bounded = correction["method"] != "None" and bounded != weight
+            weight = {"None": 1.0, "Truncate": bounded, "Mask": 0.0 if is_bounded else weight}[correction["method"]]
+            weight *= not is_left_out
+            scale = 1 / divisor[settings.get("normaliser", "Tokens")]
+            found["loss"] += scale * weight * loss
+            found["masked"] += weight == 0
+            weight *= math.exp(row[0] - row[2]) if base == 2 else 1
+            log_ratio = row[3] - row[0]
+            k3 = math.exp(log_ratio) - log_ratio - 1
+            if kl is not None and kl.get("place") != "Reward":
+                found["loss"] += scale * 0.1 * (k3 if kl["estimator"] == "K3" else log_ratio**2 / 2)
+            found["reference_kl"] += k3 if kl is not None else 0
+            found["clipped"] += is_held
+            found["clipped_high"] += is_held and ratio > 1
+            found["weight"] += weight
+            found["weight_square"] += weight**2
+            found["bounded"] += is_bounded
+    return found
+
+
+@pytest.mark.parametrize("rest", REST)
+@pytest.mark.parametrize("correction", CORRECTIONS)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_loss_and_figures_are_their_formulas(objective: str, correction: str, rest: str, sample: Sample) -> None:
+    settings = OBJECTIVES[objective] | {"correction": CORRECTIONS[correction]} | REST[rest]
+    _, _, sums_N = loss_and_gradient(settings, sample, 2, 5)
+    assert dict(zip(SUMS, sums_N.tolist(), strict=True)) == pytest.approx(by_formula(settings, sample), rel=1e-11)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_ratio_to_the_sampler_is_its_formula(objective: str, sample: Sample) -> None:
+    settings = OBJECTIVES[objective] | {"ratioTo": "Sampler", "correction": {"method": "None"}} | REST["masked"]
+    _, _, sums_N = loss_and_gradient(settings, sample, 3)
+    expected = by_formula(settings, sample)
+    assert dict(zip(SUMS, sums_N.tolist(), strict=True)) == pytest.approx(expected, rel=1e-11)
+    assert 0 < expected["masked"] < TOKENS
+    assert 0 < expected["clipped_high"] < expected["clipped"]
+
+
+@pytest.mark.parametrize("rest", ["plain", "sequences", "fixed", "masked"])
+@pytest.mark.parametrize("objective", ["clip", "gspo"])
+def test_gradient_is_that_of_finite_differences(objective: str, rest: str, sample: Sample) -> None:
+    loss = of_batch(OBJECTIVES[objective] | REST[rest])
+    policy_T, sampled = sample.tokens()
+    assert torch.autograd.gradcheck(lambda policy_T: loss(policy_T, sampled).loss, policy_T.clone().requires_grad_())
+
+
+def test_gradient_of_cispo_is_its_weight_at_every_token(sample: Sample) -> None:
+    """Finite differences would see the weight move, which has no gradient by definition."""
+    settings = OBJECTIVES["cispo"] | {"correction": {"method": "None"}}
+    _, gradient_T, _ = loss_and_gradient(settings, sample)
+    held_T = (sample.policy - sample.proximal).exp().clamp(0.7, 1.3)
+    torch.testing.assert_close(gradient_T, -held_T * sample.advantage / TOKENS)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_first_update_is_a_plain_policy_gradient(objective: str, sample: Sample) -> None:
+    start = Sample(sample.proximal, *list(vars(sample).values())[1:])
+    settings = OBJECTIVES[objective] | {"correction": {"method": "None"}, "normaliser": "Sequences"}
+    _, gradient_T, sums_N = loss_and_gradient(settings, start)
+    lengths_T = torch.tensor(LENGTHS)[sample.sequence_T]
+    torch.testing.assert_close(gradient_T, -sample.advantage / (len(LENGTHS) * lengths_T))
+    assert sums_N[SUMS.index("clipped")] == 0
+
+
+# Settings here, and what the same is called in TRL.
+RECIPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "grpo": ({"normaliser": "Sequences"}, {"loss_type": "grpo"}),
+    "grpo with kl": (
+        {"normaliser": "Sequences", "referenceKl": {"coefficient": "0.04"}},
+        {"loss_type": "grpo", "beta": 0.04},
+    ),
+    "dr. grpo": ({"normaliser": "FixedLength"}, {"loss_type": "dr_grpo"}),
+    "dapo": ({"clipHigh": "0.28"}, {"loss_type": "dapo", "epsilon_high": 0.28}),
+    "gspo": (
+        {"objective": "Gspo", "normaliser": "Sequences", "clipLow": "3e-4", "clipHigh": "4e-4"},
+        {"importance_sampling_level": "sequence", "epsilon_low": 3e-4, "epsilon_high": 4e-4},
+    ),
+    "cispo": (
+        {"objective": "Cispo", "clipLow": "1", "clipHigh": "0.1"},
+        {"loss_type": "cispo", "epsilon_high": 1.1},
+    ),
+    "off-policy sequence mask": (
+        {"rolloutMask": {"maxDivergence": "0.05"}},
+        {"loss_type": "dapo", "off_policy_mask_threshold": 0.05},
+    ),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipes_equal_those_of_trl(recipe: str, sample: Sample) -> None:
     trainer_class = pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL is the independent loss").GRPOTrainer
-    mask = torch.ones(1, TOKENS, dtype=torch.int64)
-    policy = tokens.policy.clone().requires_grad_()
-    trainer = trl_trainer(trainer_class, policy)
-    weight_T = truncated_importance_weights(tokens.proximal, tokens.sampler, 2.0)
+    ours, theirs = RECIPES[recipe]
+    weight_T = (sample.proximal - sample.sampler).exp().clamp(max=2)
+    weights = torch.nn.utils.rnn.pad_sequence(weight_T.split(LENGTHS), batch_first=True)
+    policy = sample.rows("policy").requires_grad_()
+    mask = (torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]).long()
     inputs = {
-        "prompt_ids": torch.zeros(1, 1, dtype=torch.int64),
-        "prompt_mask": torch.ones(1, 1, dtype=torch.int64),
-        "completion_ids": torch.zeros(1, TOKENS, dtype=torch.int64),
+        "prompt_ids": torch.zeros(len(LENGTHS), 1, dtype=torch.int64),
+        "prompt_mask": torch.ones(len(LENGTHS), 1, dtype=torch.int64),
+        "completion_ids": torch.zeros_like(mask),
         "completion_mask": mask,
-        "advantages": tokens.advantage[None],
-        "old_per_token_logps": tokens.proximal[None],
-        "importance_sampling_ratio": weight_T[None],
-        "sampling_per_token_logps": tokens.sampler[None],
+        "advantages": sample.rows("advantage")[:, 0],
+        "old_per_token_logps": sample.rows("proximal"),
+        "ref_per_token_logps": sample.rows("reference"),
+        "importance_sampling_ratio": weights,
+        "sampling_per_token_logps": sample.rows("sampler"),
         "num_items_in_batch": torch.tensor(TOKENS),
     }
-    theirs = trainer_class._compute_loss(trainer, None, inputs)
-    (their_gradient,) = torch.autograd.grad(theirs, policy)
-    mine = tokens.policy.clone().requires_grad_()
-    ours = clipped_policy_gradient(mine, tokens.proximal, tokens.advantage, weight_T, SETTINGS).loss_sum / TOKENS
-    (our_gradient,) = torch.autograd.grad(ours, mine)
-    assert float(ours.detach()) == pytest.approx(float(theirs.detach()), rel=1e-6)
-    torch.testing.assert_close(our_gradient, their_gradient, rtol=1e-6, atol=1e-12)
+    loss = trainer_class._compute_loss(trl_trainer(trainer_class, policy, **theirs), None, inputs)
+    (gradient,) = torch.autograd.grad(loss, policy)
+    found, gradient_T, _ = loss_and_gradient(ours, sample, 1, 4)
+    assert found == pytest.approx(float(loss.detach()), rel=1e-6)
+    torch.testing.assert_close(gradient_T, gradient[mask.bool()], rtol=1e-6, atol=1e-12)
 
 
 def _same(tensor: torch.Tensor, **_: object) -> torch.Tensor:
@@ -101,51 +254,52 @@ def _same(tensor: torch.Tensor, **_: object) -> torch.Tensor:
     return tensor
 
 
-def trl_trainer(trainer_class: type, policy_T: torch.Tensor) -> object:
+def trl_trainer(trainer_class: type, policy: torch.Tensor, **settings: object) -> object:
     """Just enough of a GRPOTrainer for its loss: everything else of it is about generating and logging."""
     trainer = trainer_class.__new__(trainer_class)
-    trainer.__dict__.update(
-        beta=0.0,
-        top_entropy_quantile=1.0,
-        loss_type="dapo",
-        importance_sampling_level="token",
-        epsilon_low=SETTINGS.clip_low,
-        epsilon_high=SETTINGS.clip_high,
-        use_vllm=True,
-        vllm_importance_sampling_correction=True,
-        vllm_importance_sampling_mode="token_truncate",
-        off_policy_mask_threshold=None,
-        use_bias_correction_kl=False,
-        current_gradient_accumulation_steps=1,
-        aux_loss_enabled=False,
-        _entropy_bonus_enabled=False,
-        args=SimpleNamespace(delta=None, steps_per_generation=1),
-        accelerator=SimpleNamespace(num_processes=1, gather=_same, reduce=_same, sync_gradients=True),
-        model=SimpleNamespace(training=True),
-        _metrics={"train": collections.defaultdict(list)},
-        _get_per_token_logps_and_entropies=lambda *_, **__: (policy_T[None], torch.zeros(1, len(policy_T)), None),
-    )
+    standard: dict[str, object] = {
+        "beta": 0.0,
+        "top_entropy_quantile": 1.0,
+        "loss_type": "grpo",
+        "importance_sampling_level": "token",
+        "epsilon_low": 0.2,
+        "epsilon_high": 0.2,
+        "use_vllm": True,
+        "vllm_importance_sampling_correction": True,
+        "vllm_importance_sampling_mode": "token_truncate",
+        "off_policy_mask_threshold": None,
+        "max_completion_length": LONGEST,
+        "current_gradient_accumulation_steps": 1,
+        "aux_loss_enabled": False,
+        "_entropy_bonus_enabled": False,
+        "args": SimpleNamespace(delta=None, steps_per_generation=1, use_bias_correction_kl=False),
+        "accelerator": SimpleNamespace(num_processes=1, gather=_same, reduce=_same, sync_gradients=True),
+        "model": SimpleNamespace(training=True),
+        "_metrics": {"train": collections.defaultdict(list)},
+        "_get_per_token_logps_and_entropies": lambda *_, **__: (policy, torch.zeros_like(policy), None),
+    }
+    trainer.__dict__.update(standard | settings)
     return trainer
 
 
-def test_first_update_of_a_step_is_a_plain_policy_gradient(tokens: SimpleNamespace) -> None:
-    policy_T = tokens.policy.clone().requires_grad_()
-    ones_T = torch.ones_like(policy_T)
-    terms = clipped_policy_gradient(policy_T, tokens.policy, tokens.advantage, ones_T, SETTINGS)
-    (gradient_T,) = torch.autograd.grad(terms.loss_sum, policy_T)
-    torch.testing.assert_close(gradient_T, -tokens.advantage)
-    assert int(terms.clipped_tokens) == 0
+def test_absurd_ratios_leave_loss_and_gradient_finite(sample: Sample) -> None:
+    """In float32, as a sampler of a wrong model would give them."""
+    sampler_T = sample.sampler.clone()
+    sampler_T[::3] -= 500
+    absurd = Sample(*(x.float() for x in (sample.policy, sample.proximal, sampler_T)), *list(vars(sample).values())[3:])
+    for settings in ({}, {"correction": {"method": "Mask"}}, {"ratioTo": "Sampler", "correction": {"method": "None"}}):
+        loss, gradient_T, sums_N = loss_and_gradient(settings, absurd)
+        assert math.isfinite(loss)
+        assert gradient_T.isfinite().all()
+        assert sums_N.isfinite().all()
 
 
-def test_weights_carry_no_gradient_and_stay_below_the_cap() -> None:
-    proximal_T = torch.tensor([-1.0, -0.1, -200.0, 0.0], requires_grad=True)
-    weight_T = truncated_importance_weights(proximal_T, torch.tensor([-1.0, -9.0, -0.1, -500.0]), 2.0)
-    assert not weight_T.requires_grad
-    torch.testing.assert_close(weight_T, torch.tensor([1.0, 2.0, 0.0, 2.0]))
-
-
-def test_cap_0_turns_the_correction_off() -> None:
-    assert truncated_importance_weights(torch.zeros(3), torch.full((3,), -5.0), 0.0).tolist() == [1.0] * 3
+def test_micro_batch_without_rollouts_adds_nothing(sample: Sample) -> None:
+    for settings in (*OBJECTIVES.values(), *REST.values()):
+        policy_T, sampled = sample.tokens(0, 0)
+        terms = of_batch(settings)(policy_T.requires_grad_(), sampled)
+        terms.loss.backward()
+        assert terms.sums_N.tolist() == [0.0] * len(SUMS)
 
 
 def test_mismatch_counts_tokens_of_the_present_version_only() -> None:
@@ -162,15 +316,33 @@ def test_mismatch_of_no_tokens_is_zero() -> None:
     assert [float(value) for value in vars(mismatch).values()] == [0.0] * 4
 
 
-def test_k3_estimates_the_divergence_without_bias() -> None:
-    sampler_V = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
-    trainer_V = torch.tensor([0.4, 0.4, 0.2], dtype=torch.float64)
+POLICY_V = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+OTHER_V = torch.tensor([0.4, 0.4, 0.2], dtype=torch.float64)
+DIVERGENCE = float((POLICY_V * (POLICY_V / OTHER_V).log()).sum())
+
+
+def test_mismatch_estimates_the_divergence_without_bias() -> None:
     per_token = [
-        float(sampler_mismatch(trainer_V[i : i + 1].log(), sampler_V[i : i + 1].log(), torch.tensor([True])).kl_sum)
+        float(sampler_mismatch(OTHER_V[i : i + 1].log(), POLICY_V[i : i + 1].log(), torch.tensor([True])).kl_sum)
         for i in range(3)
     ]
-    expected = float((sampler_V * (sampler_V / trainer_V).log()).sum())
-    assert sum(p * k for p, k in zip(sampler_V.tolist(), per_token, strict=True)) == pytest.approx(expected)
+    assert sum(p * k for p, k in zip(POLICY_V.tolist(), per_token, strict=True)) == pytest.approx(DIVERGENCE)
+
+
+@pytest.mark.parametrize("estimator", [KlEstimator.K1, KlEstimator.K3])
+def test_reference_kl_is_unbiased(estimator: KlEstimator) -> None:
+    assert float((POLICY_V * reference_kl(POLICY_V.log(), OTHER_V.log(), estimator)).sum()) == pytest.approx(DIVERGENCE)
+
+
+def test_gradients_of_k1_vanish_and_those_of_k2_are_the_divergences_own() -> None:
+    """In expectation over the policy's tokens, of a softmax: why K1 is refused in a loss."""
+    logits_V = POLICY_V.log().requires_grad_()
+    (expected_V,) = torch.autograd.grad(
+        (logits_V.log_softmax(0).exp() * (logits_V.log_softmax(0) - OTHER_V.log())).sum(), logits_V
+    )
+    for estimator, gradient_V in ((KlEstimator.K1, torch.zeros(3).double()), (KlEstimator.K2, expected_V)):
+        loss = (POLICY_V * reference_kl(logits_V.log_softmax(0), OTHER_V.log(), estimator)).sum()
+        torch.testing.assert_close(torch.autograd.grad(loss, logits_V)[0], gradient_V)
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=50))

@@ -357,8 +357,11 @@ class TrainRollout(_message.Message):
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     ROLLOUT_FIELD_NUMBER: _builtins.int
     ADVANTAGE_FIELD_NUMBER: _builtins.int
+    REWARD_FIELD_NUMBER: _builtins.int
     advantage: _builtins.float
     """one scalar for all of its tokens"""
+    reward: _builtins.float
+    """the verifier's, shaped; absent: 0, and nothing reads it"""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -369,10 +372,11 @@ class TrainRollout(_message.Message):
         prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         rollout: Global___Rollout | None = ...,
         advantage: _builtins.float = ...,
+        reward: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["rollout", b"rollout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantage", b"advantage", "prompt_token_ids", b"prompt_token_ids", "rollout", b"rollout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantage", b"advantage", "prompt_token_ids", b"prompt_token_ids", "reward", b"reward", "rollout", b"rollout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -393,11 +397,11 @@ class Batch(_message.Message):
     """>= 1; produces policy version = step"""
     @_builtins.property
     def rollouts(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrainRollout]:
-        """ordered by group, then sample; empty: every prompt of the step failed, and the"""
+        """ordered by group, then sample; empty: every prompt of the step failed or was"""
 
     @_builtins.property
     def positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """policy of this version is that of the one before
+        """left out, and the policy of this version is that of the one before
         places in the stream, from 0, that the step settles, ascending: trained, or
         """
 

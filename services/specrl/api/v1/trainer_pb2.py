@@ -26,7 +26,7 @@ from specrl.api.v1 import rollout_pb2 as specrl_dot_api_dot_v1_dot_rollout__pb2
 from specrl.api.v1 import weights_pb2 as specrl_dot_api_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bspecrl/api/v1/trainer.proto\x12\rspecrl.api.v1\x1a\x1bspecrl/api/v1/rollout.proto\x1a\x1bspecrl/api/v1/weights.proto\"7\n\x10TrainStepRequest\x12#\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x14.specrl.api.v1.Batch\"c\n\x0e\x44rafterMetrics\x12\x0c\n\x04loss\x18\x01 \x01(\x01\x12\x11\n\tgrad_norm\x18\x02 \x01(\x01\x12\x1f\n\x17\x61\x63\x63\x65ptance_per_position\x18\x03 \x03(\x01\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"\xd1\x03\n\x0cTrainMetrics\x12\x0c\n\x04loss\x18\x01 \x01(\x01\x12\x11\n\tgrad_norm\x18\x02 \x01(\x01\x12\x15\n\rlearning_rate\x18\x03 \x01(\x01\x12\x0e\n\x06tokens\x18\x04 \x01(\x03\x12\x17\n\x0flogprob_seconds\x18\x05 \x01(\x01\x12\x15\n\rtrain_seconds\x18\x06 \x01(\x01\x12\x19\n\x11mismatch_mean_abs\x18\x07 \x01(\x01\x12\x18\n\x10mismatch_max_abs\x18\x08 \x01(\x01\x12\x13\n\x0bmismatch_kl\x18\t \x01(\x01\x12\x17\n\x0fmismatch_tokens\x18\n \x01(\x03\x12\x1e\n\x16importance_weight_mean\x18\x0b \x01(\x01\x12\x15\n\rclip_fraction\x18\x0c \x01(\x01\x12\x0f\n\x07\x65ntropy\x18\r \x01(\x01\x12\x1d\n\x15\x65\x66\x66\x65\x63tive_sample_size\x18\x0e \x01(\x01\x12\x33\n\x07\x64rafter\x18\x0f \x01(\x0b\x32\x1d.specrl.api.v1.DrafterMetricsH\x00\x88\x01\x01\x12\x1a\n\x12\x63lip_fraction_high\x18\x10 \x01(\x01\x12\"\n\x1aimportance_capped_fraction\x18\x11 \x01(\x01\x42\n\n\x08_drafter\"V\n\x0eTrainStepReply\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12,\n\x07metrics\x18\x02 \x01(\x0b\x32\x1b.specrl.api.v1.TrainMetrics\"T\n\x13TrainDrafterRequest\x12-\n\x08rollouts\x18\x01 \x03(\x0b\x32\x1b.specrl.api.v1.TrainRollout\x12\x0e\n\x06\x65pochs\x18\x02 \x01(\x05\"B\n\x11TrainDrafterReply\x12-\n\x06\x65pochs\x18\x01 \x03(\x0b\x32\x1d.specrl.api.v1.DrafterMetrics\"G\n\x16\x45valuateDrafterRequest\x12-\n\x08rollouts\x18\x01 \x03(\x0b\x32\x1b.specrl.api.v1.TrainRollout\"F\n\x14\x45valuateDrafterReply\x12.\n\x07metrics\x18\x01 \x01(\x0b\x32\x1d.specrl.api.v1.DrafterMetrics\"=\n\x0cScoreRequest\x12-\n\x08rollouts\x18\x01 \x03(\x0b\x32\x1b.specrl.api.v1.TrainRollout\"!\n\rTokenLogprobs\x12\x10\n\x08logprobs\x18\x01 \x03(\x02\"<\n\nScoreReply\x12.\n\x08rollouts\x18\x01 \x03(\x0b\x32\x1c.specrl.api.v1.TokenLogprobs\"\x18\n\x16\x44\x65scribeWeightsRequest\"d\n\x16OpenWeightGroupRequest\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x12\n\nworld_size\x18\x02 \x01(\x05\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\x12\x11\n\ttransport\x18\x04 \x01(\t\"5\n\x14OpenWeightGroupReply\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0c\n\x04port\x18\x02 \x01(\x05\"+\n\x17\x42roadcastWeightsRequest\x12\x10\n\x08group_id\x18\x01 \x01(\t\"j\n\x15\x42roadcastWeightsReply\x12,\n\x04sent\x18\x01 \x01(\x0b\x32\x1e.specrl.api.v1.WeightChecksums\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\"#\n\x13WriteWeightsRequest\x12\x0c\n\x04\x61new\x18\x01 \x01(\x08\"h\n\x11WriteWeightsReply\x12/\n\x07written\x18\x01 \x01(\x0b\x32\x1e.specrl.api.v1.WeightChecksums\x12\x0e\n\x06\x66older\x18\x02 \x01(\t\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\"<\n\x15SaveCheckpointRequest\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x15\n\rin_background\x18\x02 \x01(\x08\"4\n\x13SaveCheckpointReply\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"\'\n\x12\x45xportModelRequest\x12\x11\n\tdirectory\x18\x01 \x01(\t\"=\n\x10\x45xportModelReply\x12\x13\n\x0bpolicy_path\x18\x01 \x01(\t\x12\x14\n\x0c\x64rafter_path\x18\x02 \x01(\t\"\x19\n\x17GetTrainerStatusRequest\"j\n\rTrainerStatus\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x17\n\x0f\x63heckpoint_step\x18\x02 \x01(\x03\x12\x1e\n\x16is_drafter_initialised\x18\x03 \x01(\x08\x12\x12\n\nworld_size\x18\x04 \x01(\x05\x32\x9c\x08\n\x0eTrainerService\x12K\n\tTrainStep\x12\x1f.specrl.api.v1.TrainStepRequest\x1a\x1d.specrl.api.v1.TrainStepReply\x12N\n\nTrainParts\x12\x1f.specrl.api.v1.TrainStepRequest\x1a\x1d.specrl.api.v1.TrainStepReply(\x01\x12T\n\x0cTrainDrafter\x12\".specrl.api.v1.TrainDrafterRequest\x1a .specrl.api.v1.TrainDrafterReply\x12]\n\x0f\x45valuateDrafter\x12%.specrl.api.v1.EvaluateDrafterRequest\x1a#.specrl.api.v1.EvaluateDrafterReply\x12?\n\x05Score\x12\x1b.specrl.api.v1.ScoreRequest\x1a\x19.specrl.api.v1.ScoreReply\x12W\n\x0f\x44\x65scribeWeights\x12%.specrl.api.v1.DescribeWeightsRequest\x1a\x1d.specrl.api.v1.WeightManifest\x12]\n\x0fOpenWeightGroup\x12%.specrl.api.v1.OpenWeightGroupRequest\x1a#.specrl.api.v1.OpenWeightGroupReply\x12`\n\x10\x42roadcastWeights\x12&.specrl.api.v1.BroadcastWeightsRequest\x1a$.specrl.api.v1.BroadcastWeightsReply\x12T\n\x0cWriteWeights\x12\".specrl.api.v1.WriteWeightsRequest\x1a .specrl.api.v1.WriteWeightsReply\x12Z\n\x0eSaveCheckpoint\x12$.specrl.api.v1.SaveCheckpointRequest\x1a\".specrl.api.v1.SaveCheckpointReply\x12Q\n\x0b\x45xportModel\x12!.specrl.api.v1.ExportModelRequest\x1a\x1f.specrl.api.v1.ExportModelReply\x12X\n\x10GetTrainerStatus\x12&.specrl.api.v1.GetTrainerStatusRequest\x1a\x1c.specrl.api.v1.TrainerStatusb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bspecrl/api/v1/trainer.proto\x12\rspecrl.api.v1\x1a\x1bspecrl/api/v1/rollout.proto\x1a\x1bspecrl/api/v1/weights.proto\"7\n\x10TrainStepRequest\x12#\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x14.specrl.api.v1.Batch\"c\n\x0e\x44rafterMetrics\x12\x0c\n\x04loss\x18\x01 \x01(\x01\x12\x11\n\tgrad_norm\x18\x02 \x01(\x01\x12\x1f\n\x17\x61\x63\x63\x65ptance_per_position\x18\x03 \x03(\x01\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"\xa5\x04\n\x0cTrainMetrics\x12\x0c\n\x04loss\x18\x01 \x01(\x01\x12\x11\n\tgrad_norm\x18\x02 \x01(\x01\x12\x15\n\rlearning_rate\x18\x03 \x01(\x01\x12\x0e\n\x06tokens\x18\x04 \x01(\x03\x12\x17\n\x0flogprob_seconds\x18\x05 \x01(\x01\x12\x15\n\rtrain_seconds\x18\x06 \x01(\x01\x12\x19\n\x11mismatch_mean_abs\x18\x07 \x01(\x01\x12\x18\n\x10mismatch_max_abs\x18\x08 \x01(\x01\x12\x13\n\x0bmismatch_kl\x18\t \x01(\x01\x12\x17\n\x0fmismatch_tokens\x18\n \x01(\x03\x12\x1e\n\x16importance_weight_mean\x18\x0b \x01(\x01\x12\x15\n\rclip_fraction\x18\x0c \x01(\x01\x12\x0f\n\x07\x65ntropy\x18\r \x01(\x01\x12\x1d\n\x15\x65\x66\x66\x65\x63tive_sample_size\x18\x0e \x01(\x01\x12\x33\n\x07\x64rafter\x18\x0f \x01(\x0b\x32\x1d.specrl.api.v1.DrafterMetricsH\x00\x88\x01\x01\x12\x1a\n\x12\x63lip_fraction_high\x18\x10 \x01(\x01\x12\"\n\x1aimportance_capped_fraction\x18\x11 \x01(\x01\x12\x17\n\x0fmasked_fraction\x18\x12 \x01(\x01\x12\x14\n\x0creference_kl\x18\x13 \x01(\x01\x12\x0f\n\x07updates\x18\x14 \x01(\x03\x12\x12\n\nis_skipped\x18\x15 \x01(\x08\x42\n\n\x08_drafter\"V\n\x0eTrainStepReply\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12,\n\x07metrics\x18\x02 \x01(\x0b\x32\x1b.specrl.api.v1.TrainMetrics\"T\n\x13TrainDrafterRequest\x12-\n\x08rollouts\x18\x01 \x03(\x0b\x32\x1b.specrl.api.v1.TrainRollout\x12\x0e\n\x06\x65pochs\x18\x02 \x01(\x05\"B\n\x11TrainDrafterReply\x12-\n\x06\x65pochs\x18\x01 \x03(\x0b\x32\x1d.specrl.api.v1.DrafterMetrics\"G\n\x16\x45valuateDrafterRequest\x12-\n\x08rollouts\x18\x01 \x03(\x0b\x32\x1b.specrl.api.v1.TrainRollout\"F\n\x14\x45valuateDrafterReply\x12.\n\x07metrics\x18\x01 \x01(\x0b\x32\x1d.specrl.api.v1.DrafterMetrics\"=\n\x0cScoreRequest\x12-\n\x08rollouts\x18\x01 \x03(\x0b\x32\x1b.specrl.api.v1.TrainRollout\"!\n\rTokenLogprobs\x12\x10\n\x08logprobs\x18\x01 \x03(\x02\"<\n\nScoreReply\x12.\n\x08rollouts\x18\x01 \x03(\x0b\x32\x1c.specrl.api.v1.TokenLogprobs\"\x18\n\x16\x44\x65scribeWeightsRequest\"d\n\x16OpenWeightGroupRequest\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x12\n\nworld_size\x18\x02 \x01(\x05\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\x12\x11\n\ttransport\x18\x04 \x01(\t\"5\n\x14OpenWeightGroupReply\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0c\n\x04port\x18\x02 \x01(\x05\"+\n\x17\x42roadcastWeightsRequest\x12\x10\n\x08group_id\x18\x01 \x01(\t\"j\n\x15\x42roadcastWeightsReply\x12,\n\x04sent\x18\x01 \x01(\x0b\x32\x1e.specrl.api.v1.WeightChecksums\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\"#\n\x13WriteWeightsRequest\x12\x0c\n\x04\x61new\x18\x01 \x01(\x08\"h\n\x11WriteWeightsReply\x12/\n\x07written\x18\x01 \x01(\x0b\x32\x1e.specrl.api.v1.WeightChecksums\x12\x0e\n\x06\x66older\x18\x02 \x01(\t\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\"<\n\x15SaveCheckpointRequest\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x15\n\rin_background\x18\x02 \x01(\x08\"4\n\x13SaveCheckpointReply\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"\'\n\x12\x45xportModelRequest\x12\x11\n\tdirectory\x18\x01 \x01(\t\"=\n\x10\x45xportModelReply\x12\x13\n\x0bpolicy_path\x18\x01 \x01(\t\x12\x14\n\x0c\x64rafter_path\x18\x02 \x01(\t\"\x19\n\x17GetTrainerStatusRequest\"j\n\rTrainerStatus\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x17\n\x0f\x63heckpoint_step\x18\x02 \x01(\x03\x12\x1e\n\x16is_drafter_initialised\x18\x03 \x01(\x08\x12\x12\n\nworld_size\x18\x04 \x01(\x05\x32\x9c\x08\n\x0eTrainerService\x12K\n\tTrainStep\x12\x1f.specrl.api.v1.TrainStepRequest\x1a\x1d.specrl.api.v1.TrainStepReply\x12N\n\nTrainParts\x12\x1f.specrl.api.v1.TrainStepRequest\x1a\x1d.specrl.api.v1.TrainStepReply(\x01\x12T\n\x0cTrainDrafter\x12\".specrl.api.v1.TrainDrafterRequest\x1a .specrl.api.v1.TrainDrafterReply\x12]\n\x0f\x45valuateDrafter\x12%.specrl.api.v1.EvaluateDrafterRequest\x1a#.specrl.api.v1.EvaluateDrafterReply\x12?\n\x05Score\x12\x1b.specrl.api.v1.ScoreRequest\x1a\x19.specrl.api.v1.ScoreReply\x12W\n\x0f\x44\x65scribeWeights\x12%.specrl.api.v1.DescribeWeightsRequest\x1a\x1d.specrl.api.v1.WeightManifest\x12]\n\x0fOpenWeightGroup\x12%.specrl.api.v1.OpenWeightGroupRequest\x1a#.specrl.api.v1.OpenWeightGroupReply\x12`\n\x10\x42roadcastWeights\x12&.specrl.api.v1.BroadcastWeightsRequest\x1a$.specrl.api.v1.BroadcastWeightsReply\x12T\n\x0cWriteWeights\x12\".specrl.api.v1.WriteWeightsRequest\x1a .specrl.api.v1.WriteWeightsReply\x12Z\n\x0eSaveCheckpoint\x12$.specrl.api.v1.SaveCheckpointRequest\x1a\".specrl.api.v1.SaveCheckpointReply\x12Q\n\x0b\x45xportModel\x12!.specrl.api.v1.ExportModelRequest\x1a\x1f.specrl.api.v1.ExportModelReply\x12X\n\x10GetTrainerStatus\x12&.specrl.api.v1.GetTrainerStatusRequest\x1a\x1c.specrl.api.v1.TrainerStatusb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,49 +38,49 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAFTERMETRICS']._serialized_start=161
   _globals['_DRAFTERMETRICS']._serialized_end=260
   _globals['_TRAINMETRICS']._serialized_start=263
-  _globals['_TRAINMETRICS']._serialized_end=728
-  _globals['_TRAINSTEPREPLY']._serialized_start=730
-  _globals['_TRAINSTEPREPLY']._serialized_end=816
-  _globals['_TRAINDRAFTERREQUEST']._serialized_start=818
-  _globals['_TRAINDRAFTERREQUEST']._serialized_end=902
-  _globals['_TRAINDRAFTERREPLY']._serialized_start=904
-  _globals['_TRAINDRAFTERREPLY']._serialized_end=970
-  _globals['_EVALUATEDRAFTERREQUEST']._serialized_start=972
-  _globals['_EVALUATEDRAFTERREQUEST']._serialized_end=1043
-  _globals['_EVALUATEDRAFTERREPLY']._serialized_start=1045
-  _globals['_EVALUATEDRAFTERREPLY']._serialized_end=1115
-  _globals['_SCOREREQUEST']._serialized_start=1117
-  _globals['_SCOREREQUEST']._serialized_end=1178
-  _globals['_TOKENLOGPROBS']._serialized_start=1180
-  _globals['_TOKENLOGPROBS']._serialized_end=1213
-  _globals['_SCOREREPLY']._serialized_start=1215
-  _globals['_SCOREREPLY']._serialized_end=1275
-  _globals['_DESCRIBEWEIGHTSREQUEST']._serialized_start=1277
-  _globals['_DESCRIBEWEIGHTSREQUEST']._serialized_end=1301
-  _globals['_OPENWEIGHTGROUPREQUEST']._serialized_start=1303
-  _globals['_OPENWEIGHTGROUPREQUEST']._serialized_end=1403
-  _globals['_OPENWEIGHTGROUPREPLY']._serialized_start=1405
-  _globals['_OPENWEIGHTGROUPREPLY']._serialized_end=1458
-  _globals['_BROADCASTWEIGHTSREQUEST']._serialized_start=1460
-  _globals['_BROADCASTWEIGHTSREQUEST']._serialized_end=1503
-  _globals['_BROADCASTWEIGHTSREPLY']._serialized_start=1505
-  _globals['_BROADCASTWEIGHTSREPLY']._serialized_end=1611
-  _globals['_WRITEWEIGHTSREQUEST']._serialized_start=1613
-  _globals['_WRITEWEIGHTSREQUEST']._serialized_end=1648
-  _globals['_WRITEWEIGHTSREPLY']._serialized_start=1650
-  _globals['_WRITEWEIGHTSREPLY']._serialized_end=1754
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=1756
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=1816
-  _globals['_SAVECHECKPOINTREPLY']._serialized_start=1818
-  _globals['_SAVECHECKPOINTREPLY']._serialized_end=1870
-  _globals['_EXPORTMODELREQUEST']._serialized_start=1872
-  _globals['_EXPORTMODELREQUEST']._serialized_end=1911
-  _globals['_EXPORTMODELREPLY']._serialized_start=1913
-  _globals['_EXPORTMODELREPLY']._serialized_end=1974
-  _globals['_GETTRAINERSTATUSREQUEST']._serialized_start=1976
-  _globals['_GETTRAINERSTATUSREQUEST']._serialized_end=2001
-  _globals['_TRAINERSTATUS']._serialized_start=2003
-  _globals['_TRAINERSTATUS']._serialized_end=2109
-  _globals['_TRAINERSERVICE']._serialized_start=2112
-  _globals['_TRAINERSERVICE']._serialized_end=3164
+  _globals['_TRAINMETRICS']._serialized_end=812
+  _globals['_TRAINSTEPREPLY']._serialized_start=814
+  _globals['_TRAINSTEPREPLY']._serialized_end=900
+  _globals['_TRAINDRAFTERREQUEST']._serialized_start=902
+  _globals['_TRAINDRAFTERREQUEST']._serialized_end=986
+  _globals['_TRAINDRAFTERREPLY']._serialized_start=988
+  _globals['_TRAINDRAFTERREPLY']._serialized_end=1054
+  _globals['_EVALUATEDRAFTERREQUEST']._serialized_start=1056
+  _globals['_EVALUATEDRAFTERREQUEST']._serialized_end=1127
+  _globals['_EVALUATEDRAFTERREPLY']._serialized_start=1129
+  _globals['_EVALUATEDRAFTERREPLY']._serialized_end=1199
+  _globals['_SCOREREQUEST']._serialized_start=1201
+  _globals['_SCOREREQUEST']._serialized_end=1262
+  _globals['_TOKENLOGPROBS']._serialized_start=1264
+  _globals['_TOKENLOGPROBS']._serialized_end=1297
+  _globals['_SCOREREPLY']._serialized_start=1299
+  _globals['_SCOREREPLY']._serialized_end=1359
+  _globals['_DESCRIBEWEIGHTSREQUEST']._serialized_start=1361
+  _globals['_DESCRIBEWEIGHTSREQUEST']._serialized_end=1385
+  _globals['_OPENWEIGHTGROUPREQUEST']._serialized_start=1387
+  _globals['_OPENWEIGHTGROUPREQUEST']._serialized_end=1487
+  _globals['_OPENWEIGHTGROUPREPLY']._serialized_start=1489
+  _globals['_OPENWEIGHTGROUPREPLY']._serialized_end=1542
+  _globals['_BROADCASTWEIGHTSREQUEST']._serialized_start=1544
+  _globals['_BROADCASTWEIGHTSREQUEST']._serialized_end=1587
+  _globals['_BROADCASTWEIGHTSREPLY']._serialized_start=1589
+  _globals['_BROADCASTWEIGHTSREPLY']._serialized_end=1695
+  _globals['_WRITEWEIGHTSREQUEST']._serialized_start=1697
+  _globals['_WRITEWEIGHTSREQUEST']._serialized_end=1732
+  _globals['_WRITEWEIGHTSREPLY']._serialized_start=1734
+  _globals['_WRITEWEIGHTSREPLY']._serialized_end=1838
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=1840
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=1900
+  _globals['_SAVECHECKPOINTREPLY']._serialized_start=1902
+  _globals['_SAVECHECKPOINTREPLY']._serialized_end=1954
+  _globals['_EXPORTMODELREQUEST']._serialized_start=1956
+  _globals['_EXPORTMODELREQUEST']._serialized_end=1995
+  _globals['_EXPORTMODELREPLY']._serialized_start=1997
+  _globals['_EXPORTMODELREPLY']._serialized_end=2058
+  _globals['_GETTRAINERSTATUSREQUEST']._serialized_start=2060
+  _globals['_GETTRAINERSTATUSREQUEST']._serialized_end=2085
+  _globals['_TRAINERSTATUS']._serialized_start=2087
+  _globals['_TRAINERSTATUS']._serialized_end=2193
+  _globals['_TRAINERSERVICE']._serialized_start=2196
+  _globals['_TRAINERSERVICE']._serialized_end=3248
 # @@protoc_insertion_point(module_scope)

@@ -92,6 +92,10 @@ class TrainMetrics(_message.Message):
     DRAFTER_FIELD_NUMBER: _builtins.int
     CLIP_FRACTION_HIGH_FIELD_NUMBER: _builtins.int
     IMPORTANCE_CAPPED_FRACTION_FIELD_NUMBER: _builtins.int
+    MASKED_FRACTION_FIELD_NUMBER: _builtins.int
+    REFERENCE_KL_FIELD_NUMBER: _builtins.int
+    UPDATES_FIELD_NUMBER: _builtins.int
+    IS_SKIPPED_FIELD_NUMBER: _builtins.int
     loss: _builtins.float
     grad_norm: _builtins.float
     """before clipping"""
@@ -120,7 +124,15 @@ class TrainMetrics(_message.Message):
     clip_fraction_high: _builtins.float
     """of clip_fraction, tokens whose ratio was held at the upper clip"""
     importance_capped_fraction: _builtins.float
-    """tokens whose importance weight was held at its cap"""
+    """tokens whose importance weight a bound has truncated or masked"""
+    masked_fraction: _builtins.float
+    """tokens that a mask, of tokens or of rollouts, left out of the policy gradient"""
+    reference_kl: _builtins.float
+    """nats per token, k3 estimate; 0 without a reference"""
+    updates: _builtins.int
+    """optimizer updates that the step has made"""
+    is_skipped: _builtins.bool
+    """an update was not made, since its gradients were not finite, nor any after it"""
     @_builtins.property
     def drafter(self) -> Global___DrafterMetrics:
         """absent: no drafter is trained"""
@@ -145,10 +157,14 @@ class TrainMetrics(_message.Message):
         drafter: Global___DrafterMetrics | None = ...,
         clip_fraction_high: _builtins.float = ...,
         importance_capped_fraction: _builtins.float = ...,
+        masked_fraction: _builtins.float = ...,
+        reference_kl: _builtins.float = ...,
+        updates: _builtins.int = ...,
+        is_skipped: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_drafter", b"_drafter", "drafter", b"drafter"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drafter", b"_drafter", "clip_fraction", b"clip_fraction", "clip_fraction_high", b"clip_fraction_high", "drafter", b"drafter", "effective_sample_size", b"effective_sample_size", "entropy", b"entropy", "grad_norm", b"grad_norm", "importance_capped_fraction", b"importance_capped_fraction", "importance_weight_mean", b"importance_weight_mean", "learning_rate", b"learning_rate", "logprob_seconds", b"logprob_seconds", "loss", b"loss", "mismatch_kl", b"mismatch_kl", "mismatch_max_abs", b"mismatch_max_abs", "mismatch_mean_abs", b"mismatch_mean_abs", "mismatch_tokens", b"mismatch_tokens", "tokens", b"tokens", "train_seconds", b"train_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drafter", b"_drafter", "clip_fraction", b"clip_fraction", "clip_fraction_high", b"clip_fraction_high", "drafter", b"drafter", "effective_sample_size", b"effective_sample_size", "entropy", b"entropy", "grad_norm", b"grad_norm", "importance_capped_fraction", b"importance_capped_fraction", "importance_weight_mean", b"importance_weight_mean", "is_skipped", b"is_skipped", "learning_rate", b"learning_rate", "logprob_seconds", b"logprob_seconds", "loss", b"loss", "masked_fraction", b"masked_fraction", "mismatch_kl", b"mismatch_kl", "mismatch_max_abs", b"mismatch_max_abs", "mismatch_mean_abs", b"mismatch_mean_abs", "mismatch_tokens", b"mismatch_tokens", "reference_kl", b"reference_kl", "tokens", b"tokens", "train_seconds", b"train_seconds", "updates", b"updates"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__drafter: _TypeAlias = _typing.Literal["drafter"]  # noqa: Y015
     _WhichOneofArgType__drafter: _TypeAlias = _typing.Literal["_drafter", b"_drafter"]  # noqa: Y015

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch._C._distributed_c10d import TCPStore
 
+from specrl.batching import batch_advantages
 from specrl.drafting import budget
 from specrl.drafting.budget import Lesson
 from specrl.drafting.criteria import Criterion
@@ -30,7 +32,15 @@ from specrl.drafting.head import Eagle3Head, head_config, load_head, save_head
 from specrl.drafting.online import DrafterTrainer, PolicyEnds
 from specrl.drafting.packing import HeadBatch
 from specrl.drafting.policy_config import PolicyConfig, read_policy_config
-from specrl.errors import CheckpointInvalid, MemoryTooSmall, RecordInvalid, SpecrlError, StoreFailed, VersionConflict
+from specrl.errors import (
+    CheckpointInvalid,
+    MemoryTooSmall,
+    RecordInvalid,
+    SpecrlError,
+    StoreFailed,
+    TrainerFailed,
+    VersionConflict,
+)
 from specrl.records import (
     NO_DRAFTER,
     Batch,
@@ -44,10 +54,13 @@ from specrl.records import (
     WeightManifest,
     WeightOwner,
 )
+from specrl.records.rollout import FloatArray
 from specrl.spec import RunSpec
 from specrl.spec.generation import DraftSampling
+from specrl.spec.trainer import KlPlace
 from specrl.trainer import hf_folder, losses, micro_batches
 from specrl.trainer.backend import SupervisedMetrics
+from specrl.trainer.learning_rate import learning_rate
 from specrl.trainer.megatron_backend import checkpoint, cpu_shim, groups, hf_weights, initialisation
 from specrl.trainer.megatron_backend.groups import Groups
 from specrl.trainer.megatron_backend.model import check_layout
@@ -75,14 +88,13 @@ class MegatronBackend:
         check_layout(self.config, spec.trainer.parallelism)
         self.dtype: torch.dtype = getattr(torch, spec.model.dtype.value)
         self.temperature = float(spec.generation.sampling.temperature)
-        loss = spec.trainer.loss
-        self.loss = losses.LossSettings(float(loss.clip_low), float(loss.clip_high), float(loss.importance_cap))
         self.groups: Groups = groups.join(spec.trainer.parallelism, spec.schedule.seed)
         self._saver = checkpoint.Saver(self.groups)
         self._weight_store: TCPStore | None = None
         self._weight_group: WeightGroup | None = None
         self._joined: weight_group.BroadcastGroup | None = None
         self._step, self._checkpoint_step, self._is_drafter_initialised = 0, 0, False
+        self._updates, self._skipped_in_a_row = 0, 0
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -93,6 +105,7 @@ class MegatronBackend:
         self.drafter: DrafterTrainer | None = None
         # Also with a checkpoint to come: the optimizer's master copies are made of weights that exist.
         self.policy.load_folder()
+        self._load_reference()
         eagle3 = self.spec.generation.speculation.eagle3
         if eagle3 is not None:
             self._start_drafter()
@@ -100,6 +113,23 @@ class MegatronBackend:
             state = checkpoint.load(checkpoint_path, self.policy, self.drafter, self.groups)
             self._step = self._checkpoint_step = state.step
             self._is_drafter_initialised = state.is_drafter_initialised
+            self._updates, self._skipped_in_a_row = state.updates, state.skipped_in_a_row
+
+    def _load_reference(self) -> None:
+        """A frozen policy that the divergence is measured from. It is no part of checkpoints: its folder stays."""
+        self.reference: Policy | None = None
+        kl = self.spec.trainer.loss.reference_kl
+        if kl is None:
+            return
+        config = read_policy_config(Path(kl.path or self.spec.model.path))
+        if config.vocab_size != self.config.vocab_size:
+            raise CheckpointInvalid(
+                f"trainer.loss.referenceKl.path must have the policy's vocabulary of {self.config.vocab_size}, got "
+                f"vocab_size={config.vocab_size} in {config.path}; use the policy that it was trained from"
+            )
+        trainer = self.spec.trainer
+        self.reference = Policy(config, trainer.parallelism, self.dtype, self.groups, trainer.optimizer)
+        self.reference.freeze_folder()
 
     def _start_drafter(self) -> None:
         eagle3 = self.spec.generation.speculation.eagle3
@@ -124,7 +154,8 @@ class MegatronBackend:
 
     def _check_memory(self) -> None:
         """Raise MemoryTooSmall when weights, gradients and optimizer alone do not fit; activations come on top."""
-        needed = BYTES_PER_PARAMETER * self.config.num_parameters // self.groups.tensor.size
+        reference = self.dtype.itemsize if self.spec.trainer.loss.reference_kl is not None else 0
+        needed = (BYTES_PER_PARAMETER + reference) * self.config.num_parameters // self.groups.tensor.size
         if self.groups.device.type == "cuda":
             free, place = torch.cuda.mem_get_info()[0], "GPU"
         else:
@@ -139,7 +170,13 @@ class MegatronBackend:
         return TrainerStatus(self._step, self._checkpoint_step, self._is_drafter_initialised, self.groups.world_size)
 
     def save(self, directory: Path) -> Future[None]:
-        state = checkpoint.State(self._step, self._is_drafter_initialised, self.drafter is not None)
+        state = checkpoint.State(
+            self._step,
+            self._is_drafter_initialised,
+            self.drafter is not None,
+            self._updates,
+            self._skipped_in_a_row,
+        )
         writing = self._saver.save(directory, self.policy, self.drafter, state)
 
         def note(written: Future[None]) -> None:
@@ -177,21 +214,27 @@ class MegatronBackend:
 
         self.policy.zero_gradients()
         self.policy.passes(cuts, loss, temperature=1.0, is_training=True)
-        norm = self.policy.step(batch.step)
+        rate = self._learning_rate(batch.step)
+        norm = self.policy.step(rate)
+        self._count_updates(batch.step, 0 if norm is None else 1, is_skipped=norm is None)
         self._step = batch.step
         (total,) = self._over_data([float(nats)])
         seconds = time.perf_counter() - started
-        return SupervisedMetrics(total / tokens, norm, self.policy.learning_rate(batch.step), tokens, seconds)
+        if norm is None:
+            total = norm = 0.0
+        return SupervisedMetrics(total / tokens, norm, rate, tokens, seconds)
 
     def train_step(self, batch: Batch) -> TrainMetrics:
         self._check_step(batch.step)
         if not batch.rollouts:
             self._step = batch.step
-            return TrainMetrics.of_nothing(self.policy.learning_rate(batch.step))
+            return TrainMetrics.of_nothing(self._learning_rate(batch.step))
         self._check(batch.rollouts)
         started = time.perf_counter()
         cuts = self._micro_batches(batch.rollouts)
         proximal, entropy_sum = self._proximal(cuts)
+        reference = self._reference_logprobs(cuts)
+        cuts = self._charged(batch, cuts, proximal, reference)
         logprob_s = time.perf_counter() - started
 
         started = time.perf_counter()
@@ -201,8 +244,21 @@ class MegatronBackend:
         if drafter is not None:
             lessons = self._lessons(drafter, batch)
             drafter.begin(self.policy.ends(), [lesson.completion for lesson in lessons])
-        sums = self._gradients(cuts, proximal, tokens, lessons)
-        norm = self.policy.step(batch.step)
+        longest = self.spec.generation.sampling.max_tokens
+        policy_loss = losses.PolicyLoss(self.spec.trainer.loss, longest, tokens, len(batch.rollouts))
+
+        def loss(number: int, logits_TW: torch.Tensor) -> losses.LossTerms:
+            cut = cuts[number]
+            sampled = losses.SampledTokens(
+                proximal_T=proximal[number],
+                sampler_T=cut.sampler_T,
+                advantage_T=cut.advantage_T,
+                sequences=losses.Sequences(cut.sequence_T, len(cut.indices)),
+                reference_T=reference[number] if reference else None,
+            )
+            return policy_loss(self.policy.logprobs(logits_TW, cut.target_T), sampled)
+
+        norms, found = self._updates_of_step(batch.step, cuts, loss, lessons)
         drafter_metrics = drafter.finish(group=dist.group.WORLD) if drafter is not None else None
         self._step = batch.step
         train_s = time.perf_counter() - started
@@ -210,18 +266,20 @@ class MegatronBackend:
         mismatch = [
             losses.sampler_mismatch(p, cut.sampler_T, cut.is_current_T) for cut, p in zip(cuts, proximal, strict=True)
         ]
-        sums += [
-            sum(float(item.abs_sum) for item in mismatch),
-            sum(float(item.kl_sum) for item in mismatch),
-            sum(float(item.tokens) for item in mismatch),
-            entropy_sum,
-        ]
-        loss, clipped, clipped_high, weight, square, capped, difference, kl, compared, entropy = self._over_data(sums)
+        difference, kl, compared, entropy = self._over_data(
+            [
+                sum(float(item.abs_sum) for item in mismatch),
+                sum(float(item.kl_sum) for item in mismatch),
+                sum(float(item.tokens) for item in mismatch),
+                entropy_sum,
+            ]
+        )
         worst = self._over_data([max((float(item.abs_max) for item in mismatch), default=0.0)], dist.ReduceOp.MAX)[0]
+        seen = max(1, len(norms)) * tokens  # each update sees every token
         return TrainMetrics(
-            loss=loss / tokens,
-            grad_norm=norm,
-            learning_rate=self.policy.learning_rate(batch.step),
+            loss=found["loss"] / max(1, len(norms)),
+            grad_norm=norms[0] if norms else 0.0,
+            learning_rate=self._learning_rate(batch.step),
             tokens=tokens,
             logprob_seconds=logprob_s,
             train_seconds=train_s,
@@ -229,14 +287,58 @@ class MegatronBackend:
             mismatch_max_abs=worst,
             mismatch_kl=kl / max(1, compared),
             mismatch_tokens=int(compared),
-            importance_weight_mean=weight / tokens,
-            clip_fraction=clipped / tokens,
+            importance_weight_mean=found["weight"] / seen,
+            clip_fraction=found["clipped"] / seen,
             entropy=entropy / tokens,
-            effective_sample_size=losses.effective_sample_size(weight, square, tokens),
+            effective_sample_size=losses.effective_sample_size(found["weight"], found["weight_square"], seen),
             drafter=drafter_metrics,
-            clip_fraction_high=clipped_high / tokens,
-            importance_capped_fraction=capped / tokens,
-        )
+            clip_fraction_high=found["clipped_high"] / seen,
+            importance_capped_fraction=found["bounded"] / seen,
+            masked_fraction=found["masked"] / seen,
+            reference_kl=found["reference_kl"] / seen,
+            updates=len(norms),
+            is_skipped=self._skipped_in_a_row > 0,
+        ).with_zeros_for_non_finite()
+
+    def _learning_rate(self, step: int) -> float:
+        return learning_rate(self.spec.trainer.optimizer, step, self.spec.schedule.steps)
+
+    def _updates_of_step(
+        self,
+        step: int,
+        cuts: Sequence[MicroBatch],
+        loss: Callable[[int, torch.Tensor], losses.LossTerms],
+        lessons: Sequence[Lesson],
+    ) -> tuple[list[float], dict[str, float]]:
+        """Make the step's updates of the policy, until one has gradients that are not finite, at all ranks alike.
+
+        The drafter learns its lessons with the first. Returns the gradient's norm at each update that was made, and
+        their `losses.SUMS`, added up over ranks. Raises TrainerFailed after too many steps in a row that were skipped.
+        """
+        settings, norms = self.spec.trainer.optimizer, list[float]()
+        sums_N = torch.zeros(len(losses.SUMS), dtype=torch.float64, device=self.groups.device)
+        is_skipped = False
+        while len(norms) < settings.updates_per_step and not is_skipped:
+            found_N = self._gradients(cuts, loss, [] if norms else lessons)
+            norm = self.policy.step(self._learning_rate(step))
+            is_skipped = norm is None
+            if norm is not None:
+                norms.append(norm)
+                sums_N += found_N
+        self._count_updates(step, len(norms), is_skipped=is_skipped)
+        return norms, dict(zip(losses.SUMS, self._over_data(sums_N.tolist()), strict=True))
+
+    def _count_updates(self, step: int, updates: int, *, is_skipped: bool) -> None:
+        """Of a step. Raises TrainerFailed when it is one too many in a row whose gradients are not finite."""
+        most = self.spec.trainer.optimizer.max_skipped_steps
+        if is_skipped and self._skipped_in_a_row >= most:
+            raise TrainerFailed(
+                f"gradients of step {step} must be finite, got NaN or infinity, for the {self._skipped_in_a_row + 1}. "
+                f"step in a row with trainer.optimizer.maxSkippedSteps={most}; lower learningRate, or look for what "
+                "the batch holds"
+            )
+        self._updates += updates
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if is_skipped else 0
 
     def _check(self, rollouts: Sequence[TrainRollout]) -> None:
         """Refuse what the forward pass would fail on, at all ranks alike."""
@@ -287,45 +389,71 @@ class MegatronBackend:
         sampled = item.rollout.sampled_length
         return budget.policy_flops(self.config, len(item.prompt_token_ids) + item.rollout.length - sampled, sampled)
 
-    def _gradients(
-        self, cuts: Sequence[MicroBatch], proximal: Sequence[torch.Tensor], tokens: int, lessons: Sequence[Lesson]
-    ) -> list[float]:
-        """Accumulate both models' gradients.
+    def _reference_logprobs(self, cuts: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        """Log-probabilities [T] of every micro-batch under the reference; none without one."""
+        found: list[torch.Tensor] = []
+        if self.reference is not None:
+            policy = self.reference
 
-        Returns this rank's sums: loss, clipped, clipped above, w, w squared, capped.
+            def keep(number: int, logits_TW: torch.Tensor) -> None:
+                found.append(policy.logprobs(logits_TW, cuts[number].target_T))
+
+            policy.passes(cuts, keep, self.temperature)
+        return found
+
+    def _charged(
+        self,
+        batch: Batch,
+        cuts: list[MicroBatch],
+        proximal: Sequence[torch.Tensor],
+        reference: Sequence[torch.Tensor],
+    ) -> list[MicroBatch]:
+        """The micro-batches, with advantages of rewards less the divergence from the reference where that is charged.
+
+        Every rollout's divergence is needed at every rank, since an advantage is of the whole group or batch.
         """
-        self.policy.zero_gradients()
-        sums_6 = torch.zeros(6, dtype=torch.float64, device=self.groups.device)
+        kl = self.spec.trainer.loss.reference_kl
+        if kl is None or kl.place is not KlPlace.REWARD:
+            return cuts
+        costs_N = torch.zeros(len(batch.rollouts), dtype=torch.float64, device=self.groups.device)
+        for cut, proximal_T, reference_T in zip(cuts, proximal, reference, strict=True):
+            cost_T = losses.reference_kl(proximal_T, reference_T, kl.estimator).double()
+            costs_N[list(cut.indices)] = losses.Sequences(cut.sequence_T, len(cut.indices)).sums(cost_T)
+        dist.all_reduce(costs_N, group=self.groups.data)
+        # What is not finite here makes gradients that are not either, and the step is skipped for them.
+        charged_N = np.array([item.reward for item in batch.rollouts]) - float(kl.coefficient) * costs_N.cpu().numpy()
+        charged_N = np.nan_to_num(charged_N, posinf=0.0, neginf=0.0).astype(np.float32)
+        sizes = [len(list(group)) for _, group in groupby(batch.rollouts, lambda item: item.rollout.group_id)]
+        rewards: list[FloatArray] = np.split(charged_N, np.cumsum(sizes)[:-1])
+        advantages_N = np.concatenate(batch_advantages(rewards, self.spec.trainer.loss.advantages))
+        advantage_N = torch.from_numpy(advantages_N).to(self.groups.device)
+        return [replace(cut, advantage_T=advantage_N[list(cut.indices)][cut.sequence_T]) for cut in cuts]
 
-        def loss(number: int, logits_TW: torch.Tensor) -> torch.Tensor:
-            cut, proximal_T = cuts[number], proximal[number]
-            policy_T = self.policy.logprobs(logits_TW, cut.target_T)
-            weight_T = losses.truncated_importance_weights(proximal_T, cut.sampler_T, self.loss.importance_cap)
-            terms = losses.clipped_policy_gradient(policy_T, proximal_T, cut.advantage_T, weight_T, self.loss)
-            sums_6.add_(
-                torch.stack(
-                    [
-                        terms.loss_sum.detach(),
-                        terms.clipped_tokens,
-                        terms.clipped_high_tokens,
-                        weight_T.sum(),
-                        weight_T.square().sum(),
-                        losses.capped_tokens(proximal_T, cut.sampler_T, self.loss.importance_cap),
-                    ]
-                )
-            )
-            return terms.loss_sum / tokens
+    def _gradients(
+        self,
+        cuts: Sequence[MicroBatch],
+        loss: Callable[[int, torch.Tensor], losses.LossTerms],
+        lessons: Sequence[Lesson],
+    ) -> torch.Tensor:
+        """Accumulate both models' gradients. Returns this rank's `losses.SUMS`."""
+        self.policy.zero_gradients()
+        sums_N = torch.zeros(len(losses.SUMS), dtype=torch.float64, device=self.groups.device)
+
+        def differentiated(number: int, logits_TW: torch.Tensor) -> torch.Tensor:
+            terms = loss(number, logits_TW)
+            sums_N.add_(terms.sums_N)
+            return terms.loss
 
         mine = [self._dealt([lesson for lesson in lessons if lesson.index in cut.indices]) for cut in cuts]
         rows = [[cut.indices.index(lesson.index) for lesson in dealt] for cut, dealt in zip(cuts, mine, strict=True)]
-        states = self.policy.passes(cuts, loss, self.temperature, is_training=True, rows=rows)
+        states = self.policy.passes(cuts, differentiated, self.temperature, is_training=True, rows=rows)
         for dealt, kept in zip(mine, states, strict=True):
             if kept is not None:
                 assert self.drafter is not None
                 self.drafter.accumulate(
                     kept.cut([lesson.context for lesson in dealt], [lesson.length for lesson in dealt])
                 )
-        return [float(value) for value in sums_6]
+        return sums_N
 
     def _dealt(self, items: Sequence[T]) -> Sequence[T]:
         """This rank's share of what its tensor parallel group holds: they see the same states."""

@@ -47,6 +47,10 @@ class State:
     step: int
     is_drafter_initialised: bool
     has_drafter: bool
+    updates: int
+    """That the policy's optimizer has made: not one for each step, since steps are skipped, and some make several."""
+    skipped_in_a_row: int
+    """Steps up to this one that were skipped, one after another."""
 
 
 Tensors = dict[str, torch.Tensor]
@@ -225,7 +229,8 @@ def read_state(source: Path) -> State:
     """Raises CheckpointInvalid for a folder that is no complete checkpoint."""
     try:
         state = State(**read_object(source / STATE, SMALL_BYTES))
-        if [type(value) for value in astuple(state)] != [int, bool, bool] or state.step < 0:
+        is_whole = [type(value) for value in astuple(state)] == [int, bool, bool, int, int]
+        if not is_whole or min(state.step, state.updates, state.skipped_in_a_row) < 0:
             raise ValueError(f"got {state}")
         return state
     except (OSError, ValueError, TypeError) as error:
@@ -262,7 +267,7 @@ def load(source: Path, policy: Policy, drafter: DrafterTrainer | None, groups: G
             "keep generation.speculation as it was, or start another run"
         )
     try:
-        policy.load_state(source / POLICY, state.step)
+        policy.load_state(source / POLICY, state.updates)
         if drafter is not None:
             drafter.load_state(load_file(source / DRAFTER))
         torch.set_rng_state(load_file(source / RANDOM)["cpu"])

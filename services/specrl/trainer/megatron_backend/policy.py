@@ -5,7 +5,6 @@ Shapes: T sampled tokens, W columns of the vocabulary on this tensor parallel ra
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,6 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from specrl.drafting.online import PolicyEnds
 from specrl.drafting.packing import HeadBatch
 from specrl.drafting.policy_config import PolicyConfig
-from specrl.errors import TrainerFailed
 from specrl.spec.trainer import Optimizer, Parallelism
 from specrl.trainer.megatron_backend import hf_weights
 from specrl.trainer.megatron_backend.groups import Groups
@@ -45,6 +43,11 @@ class Policy:
         """Weights from the Hugging Face folder; then the optimizer around them."""
         hf_weights.load(self.model, self.config, self.groups.tensor, self.config.path)
         self.wrap()
+
+    def freeze_folder(self) -> None:
+        """Weights from the Hugging Face folder, for forward passes alone: no optimizer, and no room for gradients."""
+        hf_weights.load(self.model, self.config, self.groups.tensor, self.config.path)
+        self.wrapped = self.model.requires_grad_(False)
 
     def wrap(self) -> None:
         """Build gradient buffers and optimizer around the present weights (bf16 keeps float32 masters of them)."""
@@ -119,33 +122,26 @@ class Policy:
         self.wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def learning_rate(self, step: int) -> float:
-        """Of optimizer step `step` (from 1): linear rise from 0 over the warm-up, then constant."""
-        warmup = self.settings.warmup_steps
-        return float(self.settings.learning_rate) * min(1.0, step / warmup if warmup else 1.0)
-
-    def step(self, step: int) -> float:
+    def step(self, learning_rate: float) -> float | None:
         """Sum gradients over the ranks, clip, update. Returns the global gradient norm before the clip.
 
-        Raises TrainerFailed, at all ranks and with the weights untouched, when a gradient is not finite.
+        None, at all ranks and with weights and optimizer untouched, when a gradient is not finite.
         """
         finalize_model_grads([self.wrapped])
         if not self._gradients_are_finite():
-            raise TrainerFailed(
-                f"gradients of step {step} must be finite, got NaN or infinity; "
-                "lower trainer.optimizer.learningRate, or look for what the batch holds"
-            )
+            return None
         for settings in self.optimizer.param_groups:
-            settings["lr"] = self.learning_rate(step)
+            settings["lr"] = learning_rate
             settings["weight_decay"] = float(self.settings.weight_decay) * settings.get("wd_mult", 1.0)
         is_done, norm, _ = self.optimizer.step()
         assert is_done
         return float(norm)
 
     def _gradients_are_finite(self) -> bool:
+        """The same at all ranks: what one rank finds, all find."""
         buffers = [*self.wrapped.buffers, *self.wrapped.expert_parallel_buffers]
-        total = sum(float(buffer.grad_data.double().abs().sum()) for buffer in buffers)
-        bad = torch.tensor(0.0 if math.isfinite(total) else 1.0, device=self.groups.device)
+        is_finite = all(bool(buffer.grad_data.isfinite().all()) for buffer in buffers)
+        bad = torch.tensor(0.0 if is_finite else 1.0, device=self.groups.device)
         dist.all_reduce(bad, dist.ReduceOp.MAX)
         return bad.item() == 0
 
@@ -164,23 +160,23 @@ class Policy:
         return {kind: export(self.model, self.config, self.groups.tensor, of=of) for kind, of in kinds.items()}
 
     @torch.no_grad()
-    def load_state(self, folder: Path, step: int) -> None:
-        """Take what `state` gave, from sub-folders by kind; `step` optimizer steps have been made."""
+    def load_state(self, folder: Path, updates: int) -> None:
+        """Take what `state` gave, from sub-folders by kind; the optimizer has made so many updates."""
         hf_weights.load(self.model, self.config, self.groups.tensor, folder / "weights", _master)
         for parameter in self.model.parameters():
             parameter.copy_(_master(parameter))
-        if step == 0:
+        if updates == 0:
             return
         for parameter in self.model.parameters():
             master = _master(parameter)
             self._moments()[master] = {
-                "step": torch.tensor(float(step)),
+                "step": torch.tensor(float(updates)),
                 "exp_avg": torch.zeros_like(master, dtype=torch.float32),
                 "exp_avg_sq": torch.zeros_like(master, dtype=torch.float32),
             }
         for settings in self.optimizer.param_groups:
             if "step" in settings:  # Transformer Engine's AdamW counts here
-                settings["step"] = step
+                settings["step"] = updates
         for kind in MOMENTS:
             of = partial(self._moment, kind)
             hf_weights.load(self.model, self.config, self.groups.tensor, folder / kind, of)

@@ -26,7 +26,7 @@ from specrl.records import TrainRollout
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward pass. row_T indexes [P]: the position whose output is the token's distribution."""
+    """One forward pass. row_T indexes [P]: the position whose output is the token's distribution. sequence_T: [B]."""
 
     indices: tuple[int, ...]
     token_ids_P: torch.Tensor
@@ -39,6 +39,7 @@ class MicroBatch:
     sampler_T: torch.Tensor
     advantage_T: torch.Tensor
     is_current_T: torch.Tensor
+    sequence_T: torch.Tensor
 
     def places(self, rows: Sequence[int]) -> torch.Tensor:
         """Index [rows, S] into [P] of the tokens of some rollouts; past a rollout's end its last token again."""
@@ -97,6 +98,7 @@ def micro_batch(
         is_current_T=joined(
             [np.repeat(_is_current(i, version), n) for i, n in zip(chosen, counts_B, strict=True)], np.bool_
         ),
+        sequence_T=joined([np.repeat(row, n) for row, n in enumerate(counts_B)], np.int64),
     )
 
 

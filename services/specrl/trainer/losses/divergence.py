@@ -1,0 +1,60 @@
+"""How far distributions are apart, estimated at tokens that one of them drew; and what that leaves of a sample."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from specrl.spec.trainer import KlEstimator
+
+
+def reference_kl(policy_T: torch.Tensor, reference_T: torch.Tensor, estimator: KlEstimator) -> torch.Tensor:
+    """Estimates [T] of KL(policy || reference) at tokens of the policy, differentiable in policy_T.
+
+    d = policy - reference. K1: d, unbiased. K2: d^2 / 2, biased, and never negative; its gradient is an unbiased one of
+    the divergence. K3: exp(-d) - 1 + d, unbiased and never negative. As a loss K1 does nothing: its gradient is 0 in
+    expectation. Sources: J. Schulman, "Approximating KL divergence", 2020 (joschu.net/blog/kl-approx.html); gradients,
+    Tang and Munos, arXiv:2506.09477.
+    """
+    d_T = policy_T - reference_T.detach()
+    if estimator is KlEstimator.K1:
+        return d_T
+    if estimator is KlEstimator.K2:
+        return d_T.square() / 2
+    return torch.expm1(-d_T) + d_T
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Sampler against trainer over tokens that both should agree on: sums over tokens, maximum, count."""
+
+    abs_sum: torch.Tensor
+    abs_max: torch.Tensor
+    kl_sum: torch.Tensor
+    tokens: torch.Tensor
+
+
+def sampler_mismatch(proximal_T: torch.Tensor, sampler_T: torch.Tensor, is_current_T: torch.Tensor) -> Mismatch:
+    """How far sampler and trainer are apart on tokens of the version that the step starts from (is_current_T).
+
+    KL(sampler || trainer) by the k3 estimate, E_sampler[exp(d) - 1 - d] with d = proximal - sampler: unbiased, and
+    never negative. Source: J. Schulman, "Approximating KL divergence", 2020 (joschu.net/blog/kl-approx.html).
+    In float64, since d is near float32's resolution when the two agree.
+    """
+    difference_T = (proximal_T.detach().double() - sampler_T.double())[is_current_T]
+    abs_T = difference_T.abs()
+    return Mismatch(
+        abs_T.sum(),
+        abs_T.max() if len(abs_T) else abs_T.new_zeros(()),
+        (difference_T.expm1() - difference_T).sum(),
+        is_current_T.sum(),
+    )
+
+
+def effective_sample_size(weight_sum: float, square_sum: float, tokens: int) -> float:
+    """(sum w)^2 / (n * sum w^2): the share of n tokens that count as much as uncorrected ones. 1 when all are equal.
+
+    Source: Kong, 1992; Owen, Monte Carlo theory, methods and examples, section 9.3.
+    """
+    return weight_sum**2 / (tokens * square_sum) if tokens and square_sum > 0 else 0.0
