@@ -9,6 +9,7 @@ P: parameters of the policy, b: bytes of its dtype, V: vocabulary, H: width, L: 
                  the KV cache, and 3 float32 rows of V for each live rollout and drafted token
     trainer      1.0 GiB of libraries a rank, (b + 12) P: weights, gradients in float32 and AdamW's two moments, plus
                  4 P for float32 master weights unless they are float32 already, divided by the tensor ranks,
+                 12 P once, while a checkpoint's snapshot is written,
                  and T (12 V + 34 b' H L) bytes of logits and activations (34: Korthikanti et al., arXiv:2205.05198,
                  which counts 34 s b h at two bytes a number; b' = b / 2)
 """
@@ -65,7 +66,7 @@ def estimate_memory(spec: RunSpec, policy: ModelFolder, draft_model_parameters: 
     return MemoryNeed(
         coordinator_bytes=int(0.4 * GIB + 0.3 * GIB * spec.reward_pool.workers),
         replica_bytes=int(replica),
-        trainer_bytes=int(ranks.world_size * (1.0 * GIB + state + activations)),
+        trainer_bytes=int(ranks.world_size * (1.0 * GIB + state + activations) + 12 * parameters),
         replicas=generation.replicas,
     )
 

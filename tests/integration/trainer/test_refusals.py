@@ -7,8 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 from tests.integration.trainer.runs import a_spec
+from tests.tiny_models import Shape, make_policy
 
 from specrl.errors import CheckpointInvalid, MemoryTooSmall, TrainerFailed
+from specrl.trainer import checkpoints
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Megatron warns about itself
 
@@ -35,3 +37,26 @@ def test_number_of_processes_that_is_not_the_run_files(policy: Path) -> None:
 
     with pytest.raises(TrainerFailed, match="2 ranks"):
         MegatronBackend(a_spec(policy, data=2))
+
+
+def test_checkpoint_that_is_cut_or_of_another_model_is_named_with_its_numbers(policy: Path, tmp_path: Path) -> None:
+    from specrl.trainer.megatron_backend import MegatronBackend
+
+    one = MegatronBackend(a_spec(policy, speculation={"none": {}}))
+    one.load(None)
+    path = checkpoints.directory(tmp_path, 0)
+    one.save(path).result()
+    one.close()
+    wider = make_policy(tmp_path / "wider", shape=Shape(layers=2, hidden=96, heads=4, groups=2))
+    other = MegatronBackend(a_spec(wider, speculation={"none": {}}))
+    with pytest.raises(CheckpointInvalid, match=r"must be \(264, 96\), got \(265, 64\).*another model"):
+        other.load(path)
+    other.close()
+    (shard,) = path.rglob("model-*.safetensors")
+    size = shard.stat().st_size
+    with shard.open("r+b") as file:
+        file.truncate(size - 100)
+    one = MegatronBackend(a_spec(policy, speculation={"none": {}}))
+    with pytest.raises(CheckpointInvalid, match=rf"{shard.name} must have {size} bytes, got {size - 100}; delete it"):
+        one.load(path)
+    one.close()
