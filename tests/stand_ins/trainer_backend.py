@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -215,6 +216,7 @@ class StandInBackend:
             np.save(scratch / f"{name}.npy", array)
         (scratch / STATE).write_text(json.dumps(state), encoding="utf-8")
         checksums.write(scratch, checksums.of_folder(scratch))
+        shutil.rmtree(directory, ignore_errors=True)  # of the same step, when its drafter was not yet initialised
         scratch.rename(directory)
         self._checkpoint_step = state["step"]
 

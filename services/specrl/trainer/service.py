@@ -50,16 +50,21 @@ class _Backend(TrainerBackend, Protocol):
 
 @dataclass(frozen=True)
 class _Saving:
-    """A checkpoint on its way: SNAPSHOT (training waits) -> WRITING (it does not) -> complete, or failed."""
+    """A checkpoint on its way: SNAPSHOT (training waits) -> WRITING (it does not) -> complete, or failed.
 
-    step: int
+    state: the step, and whether its drafter was initialised.
+    """
+
+    state: tuple[int, bool]
     path: Path
     snapshot_s: float
     completion: asyncio.Task[trainer_pb2.SaveCheckpointReply]
 
-    @property
-    def has_failed(self) -> bool:
-        return self.completion.done() and (self.completion.cancelled() or self.completion.exception() is not None)
+    def may_be_repeated(self, present: tuple[int, bool]) -> bool:
+        """Whether another one of this step would be written where this one was not, or hold what this one does not."""
+        done = self.completion
+        has_failed = done.done() and (done.cancelled() or done.exception() is not None)
+        return present[0] == self.state[0] and (has_failed or self.state != present)
 
 
 class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
@@ -72,6 +77,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         self._written: tuple[tuple[int, bool], trainer_pb2.WriteWeightsReply] | None = None
         self._mirror = mirror.of_run(spec)
         self._saving: _Saving | None = None
+        self._kept: tuple[int, bool] | None = None
         self._save_begins = asyncio.Lock()
         self._last_used = time.monotonic()
         self._busy = 0
@@ -93,6 +99,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
             log.info("mirror_consulted", url=self._mirror.url, restored=restored.name if restored else "nothing")
         loaded = await self._do(lambda: checkpoints.load_newest(self._run, self._backend.load))
         step = self._backend.status().step
+        self._kept = self._present() if loaded is not None else None
         file = checkpoints.metrics_file(self._run, step)
         if file.is_file():
             try:
@@ -270,8 +277,8 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> trainer_pb2.SaveCheckpointReply:
         async with self._save_begins:
             saving = self._saving
-            can_retry = saving is not None and saving.has_failed and self._backend.status().step == request.step
-            if saving is None or saving.step != request.step or can_retry:
+            present = self._present()
+            if saving is None or saving.state[0] != request.step or saving.may_be_repeated(present):
                 saving = self._saving = await self._begin_saving(request.step)
         if request.in_background:
             return trainer_pb2.SaveCheckpointReply(path=str(saving.path), seconds=saving.snapshot_s)
@@ -282,34 +289,41 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         if self._saving is not None:
             await asyncio.wait([self._saving.completion])
         started = time.perf_counter()
-        path = checkpoints.directory(self._run, step)
+        path, state = checkpoints.directory(self._run, step), self._present()
         writing = await self._do(lambda: self._snapshot(step, path))
         snapshot_s = time.perf_counter() - started
         if writing is not None:
             telemetry.TRAINER_CHECKPOINT_SNAPSHOT_SECONDS.observe(snapshot_s)
             log.info("checkpoint_begun", step=step, seconds=round(snapshot_s, 3))
-        completion = asyncio.create_task(self._complete(step, path, writing, started), name=f"checkpoint-{step}")
-        return _Saving(step, path, snapshot_s, completion)
+        completion = asyncio.create_task(self._complete(state, path, writing, started), name=f"checkpoint-{step}")
+        return _Saving(state, path, snapshot_s, completion)
 
     def _snapshot(self, step: int, path: Path) -> Future[None] | None:
         """None when the checkpoint is complete already."""
-        status = self._backend.status()
-        if step != status.step:
+        present = self._present()
+        if step != present[0]:
             raise VersionConflict(
-                f"the saved step must be the present one, {status.step}, got step={step}; ask the status"
+                f"the saved step must be the present one, {present[0]}, got step={step}; ask the status"
             )
-        if (step, path) in checkpoints.complete(self._run) and status.checkpoint_step == step:
+        if (step, path) in checkpoints.complete(self._run) and self._kept == present:
             return None
         if self._last is not None:
             _write(checkpoints.metrics_file(self._run, step), self._last)
         return self._backend.save(path)
 
+    def _present(self) -> tuple[int, bool]:
+        """What a checkpoint made now would be of: the step, and whether its drafter is initialised."""
+        status = self._backend.status()
+        return status.step, status.is_drafter_initialised
+
     async def _complete(
-        self, step: int, path: Path, writing: Future[None] | None, started: float
+        self, state: tuple[int, bool], path: Path, writing: Future[None] | None, started: float
     ) -> trainer_pb2.SaveCheckpointReply:
+        step = state[0]
         try:
             if writing is not None:
                 await asyncio.wrap_future(writing)
+                self._kept = state
             await asyncio.to_thread(self._settle, step, is_new=writing is not None)
         except SpecrlError as error:
             log.error("checkpoint_not_saved", step=step, reason=str(error))  # whoever asked may be gone

@@ -123,6 +123,17 @@ async def test_a_checkpoint_that_failed_is_written_when_it_is_asked_for_again(tm
         assert (await client.status()).checkpoint_step == 1
 
 
+async def test_a_drafter_initialised_after_a_checkpoint_of_the_same_step_is_in_the_next_one(tmp_path: Path) -> None:
+    """A coordinator that is stopped before the initialisation has step 0 written; the one after it, once more."""
+    async with a_trainer(tmp_path, CountingBackend()) as (client, _):
+        await client.save_checkpoint(0, DEADLINE_S)
+        await client.train_drafter(a_batch(1, VOCAB).rollouts, 1, DEADLINE_S)
+        await client.save_checkpoint(0, DEADLINE_S)
+        await client.save_checkpoint(0, DEADLINE_S)
+    async with a_trainer(tmp_path, CountingBackend()) as (client, _):
+        assert (await client.status()).is_drafter_initialised
+
+
 async def test_trainer_whose_disk_is_empty_goes_on_from_the_mirror(tmp_path: Path) -> None:
     """A checkpoint counts when its copy is complete; one that could not be copied is, when it is asked for again."""
     copies = tmp_path / "elsewhere"
