@@ -22,6 +22,8 @@ COUNTERS = {
     "poisoned": "rollouts refused by their checks",
     "ungraded": "rollouts whose verifier or tool failed",
     "failedPrompts": "prompts given up",
+    "groupsLeftOut": "groups left out, since all of their rewards were the same",
+    "stepsSkipped": "steps skipped, since their gradients were not finite",
     "discardedForAge": "rollouts discarded for their age",
     "trainerRecoveries": "recoveries of the trainer",
     "canariesSkipped": "canaries that were not answered in time",

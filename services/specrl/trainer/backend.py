@@ -29,13 +29,17 @@ from specrl.records import (
 
 @dataclass(frozen=True)
 class SupervisedMetrics:
-    """One step of `train_supervised`. loss: nats a token; tokens: those that were learnt."""
+    """One step of `train_supervised`. loss: nats a token; tokens: those that were learnt.
+
+    is_skipped: nothing was, since gradients were not finite; loss and norm are 0 then.
+    """
 
     loss: float
     grad_norm: float
     learning_rate: float
     tokens: int
     seconds: float
+    is_skipped: bool = False
 
 
 class TrainerBackend(Protocol):
@@ -52,7 +56,9 @@ class TrainerBackend(Protocol):
 
         Recomputes log-probabilities on the policy, corrects for lag, clips, steps; then the drafter, on the same
         forward's hidden states, detached, with its own optimizer and clip. A batch without rollouts, every prompt of
-        which failed, becomes the version all the same, with policy, drafter and optimizers as they were.
+        which failed or was left out, becomes the version all the same, with policy, drafter and optimizers as they
+        were. So does a step whose gradients are not finite, with the policy and its optimizer as they were, until there
+        are too many in a row: then TrainerFailed.
         """
 
     def train_supervised(self, batch: Batch) -> SupervisedMetrics:

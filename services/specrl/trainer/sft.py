@@ -200,6 +200,8 @@ def train(
     saves = _Saves(backend, spec, folder)
     for step in range(trained + 1, spec.schedule.steps + 1):
         metrics = backend.train_supervised(examples.of_step(step))
+        if metrics.is_skipped:
+            log.warning("step_skipped", step=step, updates=0, reason="gradients not finite")
         is_last = step == spec.schedule.steps or is_told_to_stop()
         is_due = is_last or step % spec.checkpoint.every_steps == 0
         curves.append(step, metrics, held_out_loss(backend, spec, examples) if is_due else None)

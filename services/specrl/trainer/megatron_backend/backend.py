@@ -221,7 +221,7 @@ class MegatronBackend:
         (total,) = self._over_data([float(nats)])
         seconds = time.perf_counter() - started
         if norm is None:
-            total = norm = 0.0
+            return SupervisedMetrics(0.0, 0.0, rate, tokens, seconds, is_skipped=True)
         return SupervisedMetrics(total / tokens, norm, rate, tokens, seconds)
 
     def train_step(self, batch: Batch) -> TrainMetrics:
@@ -416,7 +416,7 @@ class MegatronBackend:
         if kl is None or kl.place is not KlPlace.REWARD:
             return cuts
         costs_N = torch.zeros(len(batch.rollouts), dtype=torch.float64, device=self.groups.device)
-        for cut, proximal_T, reference_T in zip(cuts, proximal, reference, strict=True):
+        for cut, proximal_T, reference_T in zip(cuts, proximal, reference, strict=False):  # where there are logits
             cost_T = losses.reference_kl(proximal_T, reference_T, kl.estimator).double()
             costs_N[list(cut.indices)] = losses.Sequences(cut.sequence_T, len(cut.indices)).sums(cost_T)
         dist.all_reduce(costs_N, group=self.groups.data)
