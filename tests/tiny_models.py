@@ -1,6 +1,6 @@
 """Tiny policies and drafters, made on the spot. Nothing is downloaded; the same seed gives the same weights.
 
-    make_policy          random Qwen3 or Llama with a byte-level tokenizer
+    make_policy          random Qwen3, Llama or Qwen3-MoE with a byte-level tokenizer
     make_text_policy     the same, trained for seconds until it continues the given texts
     make_mtp_policy      MiMo: a Qwen2 with one head for multi-token prediction, which guesses right often
     make_bigram_drafter  an EAGLE-3 head that guesses right often, for a policy with `bigram` set
@@ -36,6 +36,11 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{m['role']}}\n{{m['content']}}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+MIXTURE = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+}
 
 
 @dataclass(frozen=True)
@@ -264,4 +269,5 @@ def _config(shape: Shape, tokenizer: PreTrainedTokenizerFast) -> Any:
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0, **shape.rope},
+        **MIXTURE.get(shape.family, {}),
     )

@@ -51,7 +51,7 @@ def policy_flops(policy: PolicyConfig, prompt: int, completion: int) -> float:
     """Floating-point operations of one rollout in a step of the policy: 2 for each weight and token, and attention."""
     tokens = prompt + completion
     attention = policy.hidden_size * policy.head_dim * 2 * (policy.num_heads + policy.num_groups)
-    layer = attention + 3 * policy.hidden_size * policy.intermediate_size
+    layer = attention + 3 * policy.hidden_size * policy.active_intermediate_size
     scores = 2 * policy.num_heads * policy.head_dim * tokens / 2  # causal: half of all pairs
     forward = policy.num_layers * (layer + scores) * tokens + policy.hidden_size * policy.vocab_size * completion
     return POLICY_FORWARDS * 2.0 * forward

@@ -19,15 +19,20 @@ from specrl.files import read_object
 class Family:
     """What models of one `model_type` have in common. Rotary positions, RMSNorm and SwiGLU they all have.
 
-    has_qk_norm: queries and keys are normalised by head.
+    has_qk_norm: queries and keys are normalised by head. is_mixture: every layer's MLP is a mixture of experts.
     """
 
     architecture: str
-    has_qk_norm: bool
+    has_qk_norm: bool = False
+    is_mixture: bool = False
 
 
 QWEN3 = Family("Qwen3ForCausalLM", has_qk_norm=True)
-FAMILIES = {"qwen3": QWEN3, "llama": Family("LlamaForCausalLM", has_qk_norm=False)}
+FAMILIES = {
+    "qwen3": QWEN3,
+    "llama": Family("LlamaForCausalLM"),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", has_qk_norm=True, is_mixture=True),
+}
 ARCHITECTURES = tuple(family.architecture for family in FAMILIES.values())
 
 # What a type of rotary scaling is described by, in the words of transformers' `rope_parameters`, and what an absent
@@ -53,6 +58,19 @@ _ROPE_FIELDS: dict[str, dict[str, float | None]] = {
 }
 
 
+_REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+    "rms_norm_eps",
+)
+_MIXTURE = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+
+
 @dataclass(frozen=True)
 class RopeScaling:
     """How rotary frequencies are stretched for long contexts: `llama3` or `yarn`, with their numbers by name."""
@@ -62,8 +80,21 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """Of a mixture, in each layer: how many there are, how many a token is sent to, and their width.
+
+    is_normalised: the weights of a token's experts are made to add up to 1.
+    """
+
+    count: int
+    per_token: int
+    intermediate_size: int
+    is_normalised: bool
+
+
+@dataclass(frozen=True)
 class PolicyConfig:
-    """Shape of a policy. vocab_size as in the checkpoint, without padding."""
+    """Shape of a policy. vocab_size as in the checkpoint, without padding. experts: None for a dense one."""
 
     path: Path
     vocab_size: int
@@ -79,13 +110,23 @@ class PolicyConfig:
     is_tied: bool
     family: Family = QWEN3
     rope_scaling: RopeScaling | None = None
+    experts: Experts | None = None
+
+    @property
+    def active_intermediate_size(self) -> int:
+        """Width of what one token passes through in a layer's MLP: that of its experts, in a mixture."""
+        experts = self.experts
+        return self.intermediate_size if experts is None else experts.per_token * experts.intermediate_size
 
     @property
     def num_parameters(self) -> int:
-        """Weights of the policy."""
+        """Weights of the policy, those of all experts included."""
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        if self.experts is not None:
+            mlp = self.experts.count * self.hidden_size * (3 * self.experts.intermediate_size + 1)
         attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_groups)
         norms = 2 * self.hidden_size + (2 * self.head_dim if self.family.has_qk_norm else 0)
-        layer = attention + norms + 3 * self.hidden_size * self.intermediate_size
+        layer = attention + norms + mlp
         return self.num_layers * layer + self.hidden_size * (1 + self.vocab_size * (1 if self.is_tied else 2))
 
 
@@ -97,6 +138,7 @@ def read_policy_config(path: Path) -> PolicyConfig:
         raise CheckpointInvalid(
             f"model.path must be a Hugging Face folder with a config.json, got {path}: {error}; check the path"
         ) from error
+    raw.setdefault("num_experts", raw.get("num_local_experts"))  # transformers 5 writes the latter
     try:
         wrong = list(_misfits(raw))
         if not wrong:
@@ -130,6 +172,10 @@ def _described(raw: dict[str, Any], path: Path) -> PolicyConfig:
     numbers = {name: float(rope.get(name) or default or 0) for name, default in _ROPE_FIELDS[kind].items()}
     if rope.get("truncate") is False:
         numbers["truncate"] = 0.0
+    family, experts = FAMILIES[raw["model_type"]], None
+    if family.is_mixture:
+        count, per_token, width = (raw[name] for name in _MIXTURE)
+        experts = Experts(count, per_token, width, bool(raw.get("norm_topk_prob", False)))
     return PolicyConfig(
         path=path,
         vocab_size=raw["vocab_size"],
@@ -143,8 +189,9 @@ def _described(raw: dict[str, Any], path: Path) -> PolicyConfig:
         norm_epsilon=raw["rms_norm_eps"],
         rope_theta=float(rope.get("rope_theta") or raw["rope_theta"]),
         is_tied=bool(raw.get("tie_word_embeddings", False)),
-        family=FAMILIES[raw["model_type"]],
+        family=family,
         rope_scaling=None if kind == "default" else RopeScaling(kind, numbers),
+        experts=experts,
     )
 
 
@@ -159,16 +206,7 @@ def _misfits(raw: dict[str, Any]) -> Iterator[str]:
         return
     named, rope = raw.get("architectures") or [family.architecture], _rope(raw)
     layer_types = {str(kind) for kind in raw.get("layer_types") or ["full_attention"]}
-    required = (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "max_position_embeddings",
-        "rms_norm_eps",
-    )
+    required = _REQUIRED + (_MIXTURE if family.is_mixture else ())
     scaling, longest = _ROPE_FIELDS.get(str(_rope_type(raw)), {}), raw.get("max_position_embeddings")
     checks = [
         ("architectures", named, named == [family.architecture], f"[{family.architecture}]"),
@@ -181,6 +219,8 @@ def _misfits(raw: dict[str, Any]) -> Iterator[str]:
         ("rope_type", _rope_type(raw), _rope_type(raw) in _ROPE_FIELDS, f"one of {', '.join(_ROPE_FIELDS)}"),
         ("partial_rotary_factor", _partial(raw), _partial(raw) == 1, "1"),
         ("rope_theta", None, _is_positive(rope.get("rope_theta") or raw.get("rope_theta")), "given, and above 0"),
+        ("decoder_sparse_step", raw.get("decoder_sparse_step"), raw.get("decoder_sparse_step", 1) == 1, "1"),
+        ("mlp_only_layers", raw.get("mlp_only_layers"), not raw.get("mlp_only_layers"), "empty"),
         ("quantization_config", "one", raw.get("quantization_config") is None, "absent"),
         *((key, raw.get(key), _is_positive(raw.get(key)), "a number above 0") for key in required),
         *(

@@ -18,6 +18,7 @@ SHAPES = {
     "llama, tied, stretched": Shape(
         groups=1, family="llama", is_tied=True, rope={**LLAMA3, "original_max_position_embeddings": 32}
     ),
+    "qwen3_moe": Shape(family="qwen3_moe"),
     "qwen3, YaRN": Shape(rope={"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 32}),
 }
 

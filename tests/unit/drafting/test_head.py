@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.tiny_models import edit_config, make_policy
+from tests.tiny_models import Shape, edit_config, make_policy
 from tests.unit.drafting.builders import VOCAB, a_head, a_policy
 
 from specrl.drafting.head import (
@@ -20,7 +20,7 @@ from specrl.drafting.head import (
     save_head,
     write_untrained,
 )
-from specrl.drafting.policy_config import read_policy_config
+from specrl.drafting.policy_config import FAMILIES, read_policy_config
 from specrl.errors import CheckpointInvalid
 from specrl.spec.generation import Eagle3
 
@@ -118,7 +118,9 @@ def test_policy_is_read_with_the_rotary_base_of_either_spelling(tmp_path: Path, 
     assert read_policy_config(tmp_path).rope_theta == 5e5
 
 
-def test_number_of_parameters_is_that_of_the_folder(policy: Path) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_number_of_parameters_is_that_of_the_folder(family: str, tmp_path: Path) -> None:
+    policy = make_policy(tmp_path, shape=Shape(family=family))
     expected = sum(tensor.numel() for tensor in load_file(policy / "model.safetensors").values())
     config = read_policy_config(policy)
     # Norms of single heads are counted once a layer.

@@ -13,6 +13,13 @@ from specrl.errors import CheckpointInvalid
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 128}
 
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+
 
 def a_config(folder: Path, **fields: Any) -> Any:
     return read_policy_config(a_model_folder(folder / "model", **fields))
@@ -24,6 +31,12 @@ def test_family_decides_about_normalised_heads(tmp_path: Path) -> None:
     assert not llama.family.has_qk_norm
 
 
+@pytest.mark.parametrize("count", ["num_experts", "num_local_experts"])
+def test_mixture_is_read_as_transformers_4_and_5_write_it(count: str, tmp_path: Path) -> None:
+    found = a_config(tmp_path, **MIXTURE, **{count: 8})
+    assert (found.experts.count, found.experts.per_token, found.active_intermediate_size) == (8, 2, 64)
+
+
 @pytest.mark.parametrize("rope", [{"rope_parameters": YARN}, {"rope_scaling": YARN | {"type": "yarn"}}])
 def test_positions_are_read_as_transformers_4_and_5_write_them(rope: dict[str, Any], tmp_path: Path) -> None:
     scaling = a_config(tmp_path, **rope).rope_scaling
@@ -33,7 +46,10 @@ def test_positions_are_read_as_transformers_4_and_5_write_them(rope: dict[str, A
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"model_type": "mixtral"}, "model_type must be one of qwen3, llama"),
+        ({"model_type": "mixtral"}, "model_type must be one of qwen3, llama, qwen3_moe"),
+        (MIXTURE, "num_experts must be a number above 0"),
+        (MIXTURE | {"mlp_only_layers": [0], "num_experts": 8}, r"mlp_only_layers must be empty, got \[0\]"),
+        (MIXTURE | {"decoder_sparse_step": 2, "num_experts": 8}, "decoder_sparse_step must be 1, got 2"),
         ({"model_type": "llama"}, r"architectures must be \[LlamaForCausalLM\], got \['Qwen3ForCausalLM'\]"),
         ({"attention_bias": True}, "attention_bias must be false"),
         ({"mlp_bias": True}, "mlp_bias must be false"),

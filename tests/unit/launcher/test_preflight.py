@@ -86,7 +86,7 @@ def test_shards_are_counted_by_the_index(tmp_path: Path) -> None:
 
 def test_unsupported_architecture_is_refused(tmp_path: Path) -> None:
     a_model_folder(tmp_path / "model", architectures=["MistralForCausalLM"], model_type="mistral")
-    with pytest.raises(CheckpointInvalid, match=r"model_type must be one of qwen3, llama, got .mistral."):
+    with pytest.raises(CheckpointInvalid, match=r"model_type must be one of qwen3, llama, qwen3_moe, got .mistral."):
         preflight.check_policy(a_spec(tmp_path))
 
 

@@ -108,13 +108,13 @@ class _Proxy(types.ModuleType):
 
 
 class _Stream:
-    """A CUDA stream or event: accepts every call, does nothing."""
+    """A CUDA stream or event: accepts every call, does nothing, and returns itself for the event that is recorded."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *_, **__: None
+    def __getattr__(self, name: str) -> Callable[..., _Stream]:
+        return lambda *_, **__: self
 
     def __enter__(self) -> _Stream:
         return self

@@ -1,7 +1,8 @@
-"""Dense Qwen3 between Hugging Face folders and Megatron shards: one total name map, used in both directions.
+"""A policy between Hugging Face folders and Megatron shards: one total name map, used in both directions.
 
 Megatron interleaves q, k and v by key/value group, fuses gate with up, pads the vocabulary, and shards by columns
-(output features), rows (input features) or vocabulary. `load` and `export` are inverse to each other, bit for bit.
+(output features), rows (input features) or vocabulary. Experts are dealt out whole. `load` and `export` are inverse to
+each other, bit for bit.
 A parameter that is not in the map is an error, never skipped.
 """
 
@@ -37,6 +38,11 @@ _LAYER: dict[str, tuple[tuple[str, ...], str]] = {
     "mlp.linear_fc1.layer_norm_weight": (("post_attention_layernorm.weight",), "whole"),
     "mlp.linear_fc1.weight": (("mlp.gate_proj.weight", "mlp.up_proj.weight"), "gate_up"),
     "mlp.linear_fc2.weight": (("mlp.down_proj.weight",), "rows"),
+    "mlp.router.weight": (("mlp.gate.weight",), "whole"),
+}
+_EXPERT: dict[str, tuple[tuple[str, ...], str]] = {
+    "linear_fc1.weight": (("gate_proj.weight", "up_proj.weight"), "stacked"),
+    "linear_fc2.weight": (("down_proj.weight",), "whole"),
 }
 _ENDS: dict[str, tuple[tuple[str, ...], str]] = {
     "embedding.word_embeddings.weight": (("model.embed_tokens.weight",), "vocabulary"),
@@ -45,6 +51,7 @@ _ENDS: dict[str, tuple[tuple[str, ...], str]] = {
 }
 Of = Callable[[torch.Tensor], torch.Tensor]
 _IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_IN_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True)
@@ -72,15 +79,24 @@ def weight_map(model: torch.nn.Module) -> list[Mapped]:
     """
     found = []
     for name, parameter in model.named_parameters():
-        in_layer = _IN_LAYER.fullmatch(name)
-        entry = _LAYER.get(in_layer[2]) if in_layer else _ENDS.get(name)
-        if entry is None:
-            raise CheckpointInvalid(
-                f"every Megatron parameter must have a Hugging Face name, got {name}; extend the map"
-            )
-        prefix = f"model.layers.{in_layer[1]}." if in_layer else ""
-        found.append(Mapped(parameter, tuple(prefix + part for part in entry[0]), entry[1]))
+        names, layout = _named(name)
+        found.append(Mapped(parameter, names, layout))
     return found
+
+
+def _named(name: str) -> tuple[tuple[str, ...], str]:
+    """Hugging Face names and layout of a Megatron parameter. Raises CheckpointInvalid for one that has none."""
+    in_layer = _IN_LAYER.fullmatch(name)
+    in_expert = _IN_EXPERT.fullmatch(in_layer[2]) if in_layer else None
+    prefix, table, rest = "", _ENDS, name
+    if in_layer:
+        prefix, table, rest = f"model.layers.{in_layer[1]}.", _LAYER, in_layer[2]
+    if in_expert:
+        prefix, table, rest = f"{prefix}mlp.experts.{in_expert[1]}.", _EXPERT, in_expert[2]
+    if rest not in table:
+        raise CheckpointInvalid(f"every Megatron parameter must have a Hugging Face name, got {name}; extend the map")
+    parts, layout = table[rest]
+    return tuple(prefix + part for part in parts), layout
 
 
 def full_shapes(config: PolicyConfig, item: Mapped) -> list[tuple[int, ...]]:
@@ -90,6 +106,8 @@ def full_shapes(config: PolicyConfig, item: Mapped) -> list[tuple[int, ...]]:
         return [(n * dim, hidden) for n in (config.num_heads, config.num_groups, config.num_groups)]
     if item.layout == "gate_up":
         return [(config.intermediate_size, hidden)] * 2
+    if item.layout == "stacked":
+        return [(item.parameter.shape[0] // 2, hidden)] * 2
     if item.layout == "vocabulary":
         return [(config.vocab_size, hidden)]
     if item.layout == "rows":
@@ -106,6 +124,8 @@ def shard(config: PolicyConfig, item: Mapped, parts: list[torch.Tensor], paralle
         return parts[0].chunk(parallel.size, 1)[parallel.rank]
     if item.layout == "gate_up":
         return torch.cat([part.chunk(parallel.size)[parallel.rank] for part in parts])
+    if item.layout == "stacked":
+        return torch.cat(parts)
     if item.layout == "vocabulary":
         padded = item.parameter.shape[0] * parallel.size - config.vocab_size
         whole = torch.cat([parts[0], parts[0].new_zeros(padded, config.hidden_size)])
@@ -124,6 +144,8 @@ def unshard(config: PolicyConfig, item: Mapped, shards: list[torch.Tensor]) -> l
     if item.layout == "gate_up":
         halves = [part.chunk(2) for part in shards]
         return [torch.cat([half[0] for half in halves]), torch.cat([half[1] for half in halves])]
+    if item.layout == "stacked":
+        return list(shards[0].chunk(2))
     if item.layout == "vocabulary":
         return [torch.cat(shards)[: config.vocab_size]]
     repeats, dim, hidden = config.num_heads // config.num_groups, config.head_dim, config.hidden_size
@@ -170,7 +192,7 @@ def export(
             continue
         mine = of(item.parameter).detach().contiguous()
         shards = [mine]
-        if parallel.size > 1 and item.layout != "whole":
+        if parallel.size > 1 and item.layout not in {"whole", "stacked"}:
             shards = [torch.empty_like(mine) for _ in range(parallel.size)]
             dist.all_gather(shards, mine, group=parallel.group)
         yield from zip(item.names, unshard(config, item, shards), strict=True)

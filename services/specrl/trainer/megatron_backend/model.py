@@ -11,12 +11,14 @@ import os
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # Megatron decorates with torch.compile, which need not see the shim
 
 import math
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe import moe_utils
 from torch.nn import functional
 
 from specrl.drafting.policy_config import PolicyConfig
@@ -24,6 +26,8 @@ from specrl.errors import CheckpointInvalid
 from specrl.spec.trainer import Parallelism
 from specrl.trainer.megatron_backend import rope
 from specrl.trainer.megatron_backend.attention import PackedAttention
+
+moe_utils.__dict__.setdefault("te_general_gemm", None)  # without Transformer Engine 0.16.1 forgets to define it
 
 VOCABULARY_MULTIPLE = 128  # Megatron's own default
 
@@ -34,8 +38,9 @@ def check_layout(config: PolicyConfig, parallelism: Parallelism) -> None:
     sizes = {
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_groups,
-        "intermediate_size": config.intermediate_size,
     }
+    if config.experts is None:  # experts are not cut
+        sizes["intermediate_size"] = config.intermediate_size
     for name, size in sizes.items():
         if size % tensor:
             raise CheckpointInvalid(
@@ -53,6 +58,19 @@ def padded_vocabulary(config: PolicyConfig, tensor: int) -> int:
 def transformer_config(config: PolicyConfig, parallelism: Parallelism, dtype: torch.dtype) -> TransformerConfig:
     """The policy in Megatron's words. Fused kernels are off: they exist for CUDA only, and change rounding."""
     is_cpu = not torch.cuda.is_available()
+    mixture: dict[str, Any] = {}
+    if config.experts is not None:
+        mixture = {
+            "num_moe_experts": config.experts.count,
+            "moe_router_topk": config.experts.per_token,
+            "moe_ffn_hidden_size": config.experts.intermediate_size,
+            # The softmax of the chosen logits is that of all, divided by the sum of the chosen.
+            "moe_router_pre_softmax": not config.experts.is_normalised,
+            "moe_router_load_balancing_type": "none",
+            "moe_router_dtype": "fp32",
+            "moe_token_dispatcher_type": "alltoall",
+            "expert_tensor_parallel_size": 1,
+        }
     found = TransformerConfig(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
@@ -78,6 +96,7 @@ def transformer_config(config: PolicyConfig, parallelism: Parallelism, dtype: to
         use_cpu_initialization=is_cpu,
         deterministic_mode=False,
         calculate_per_token_loss=True,  # gradients are summed over ranks; the loss itself carries the divisor
+        **mixture,
     )
     _scale_attention(found, rope.attention_factor(config))
     return found
@@ -93,7 +112,11 @@ def _scale_attention(found: TransformerConfig, factor: float) -> None:
 def build_model(config: PolicyConfig, parallelism: Parallelism, dtype: torch.dtype) -> GPTModel:
     """An unwrapped GPTModel with arbitrary weights, in `dtype`, on this rank's device. Needs initialised groups."""
     check_layout(config, parallelism)
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.family.has_qk_norm, normalization="RMSNorm")
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.experts.count if config.experts is not None else None,
+        qk_layernorm=config.family.has_qk_norm,
+        normalization="RMSNorm",
+    )
     layer.submodules.self_attention.submodules.core_attention = PackedAttention
     model = GPTModel(
         transformer_config(config, parallelism, dtype),
