@@ -169,6 +169,18 @@ class WithoutSignal(StrEnum):
     LEAVE_OUT = "LeaveOut"
 
 
+class Lora(Section):
+    """Train low-rank updates of the policy's linear layers, and nothing else of it (arXiv:2106.09685).
+
+    Of a mixture of experts the attention's are. Replicas, and the exported model, get the updated weights.
+    """
+
+    rank: Positive = 16
+    """Rank of every update."""
+    alpha: DecimalString = Field(default="32", validate_default=True)
+    """Updates are multiplied by alpha / rank."""
+
+
 class Loss(Section):
     """The policy's loss. docs/losses.md has the formulas, and the lines of each named recipe."""
 
@@ -252,6 +264,8 @@ class Trainer(Section):
     """How the ranks share the work."""
     optimizer: Optimizer
     """Policy optimizer."""
+    lora: Lora | None = None
+    """Train low-rank updates. Null: all weights are trained."""
     loss: Loss = Loss()
     """Policy loss."""
     drafter: DrafterTraining = DrafterTraining()

@@ -34,8 +34,9 @@ def logprobs(model: PreTrainedModel, item: TrainRollout) -> torch.Tensor:
 
 
 def an_optimizer(model: PreTrainedModel) -> torch.optim.AdamW:
-    matrices = [weight for weight in model.parameters() if weight.ndim > 1]
-    norms = [weight for weight in model.parameters() if weight.ndim == 1]
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    matrices = [weight for weight in trained if weight.ndim > 1]
+    norms = [weight for weight in trained if weight.ndim == 1]
     return torch.optim.AdamW(
         [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": norms, "weight_decay": 0.0}],
         lr=LEARNING_RATE,

@@ -46,6 +46,7 @@ def a_spec(
     drafter: dict[str, Any] | None = None,
     loss: dict[str, Any] | None = None,
     optimizer: dict[str, Any] | None = None,
+    lora: dict[str, Any] | None = None,
 ) -> RunSpec:
     """A run of `policy` in float32, with micro-batches small enough that a batch needs several.
 
@@ -73,6 +74,7 @@ def a_spec(
                 "loss": {"correction": {"high": str(CAP)}, **(loss or {})},
                 "drafter": {"tokenBudget": 60} if drafter is None else drafter,
                 "microBatchTokens": 128,
+                "lora": lora,
             },
             "schedule": {"steps": 3, "promptsPerStep": 2, "groupSize": 4},
             "weights": {"timeoutS": 30},

@@ -101,7 +101,7 @@ class MegatronBackend:
     def load(self, checkpoint_path: Path | None) -> None:
         self._check_memory()
         trainer = self.spec.trainer
-        self.policy = Policy(self.config, trainer.parallelism, self.dtype, self.groups, trainer.optimizer)
+        self.policy = Policy(self.config, trainer, self.dtype, self.groups, self.spec.schedule.seed)
         self.drafter: DrafterTrainer | None = None
         # Also with a checkpoint to come: the optimizer's master copies are made of weights that exist.
         self.policy.load_folder()
@@ -127,8 +127,8 @@ class MegatronBackend:
                 f"trainer.loss.referenceKl.path must have the policy's vocabulary of {self.config.vocab_size}, got "
                 f"vocab_size={config.vocab_size} in {config.path}; use the policy that it was trained from"
             )
-        trainer = self.spec.trainer
-        self.reference = Policy(config, trainer.parallelism, self.dtype, self.groups, trainer.optimizer)
+        frozen = self.spec.trainer.model_copy(update={"lora": None})
+        self.reference = Policy(config, frozen, self.dtype, self.groups, self.spec.schedule.seed)
         self.reference.freeze_folder()
 
     def _start_drafter(self) -> None:
@@ -560,7 +560,7 @@ class MegatronBackend:
 
         found = [
             meta(name, WeightOwner.POLICY, self.dtype, shape)
-            for item in hf_weights.weight_map(self.policy.model)
+            for item in self.policy.map
             for name, shape in zip(item.names, hf_weights.full_shapes(self.config, item), strict=True)
         ]
         for name, tensor in self._drafter_tensors():

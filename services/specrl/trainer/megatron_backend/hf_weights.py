@@ -9,7 +9,7 @@ A parameter that is not in the map is an error, never skipped.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from specrl.drafting.policy_config import PolicyConfig
 from specrl.errors import CheckpointInvalid
 from specrl.files import read_object
+from specrl.trainer import lora
 
 # Megatron name -> (Hugging Face names, layout). The layer_norm_weight rows are Transformer Engine's fused modules.
 _LAYER: dict[str, tuple[tuple[str, ...], str]] = {
@@ -53,6 +54,8 @@ Of = Callable[[torch.Tensor], torch.Tensor]
 _IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _IN_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 
+_IN_ADAPTER = re.compile(r"(.+)\.parametrizations\.weight\.0\.(down|up)\.(\d+)")
+
 
 @dataclass(frozen=True)
 class Mapped:
@@ -61,6 +64,7 @@ class Mapped:
     parameter: torch.Tensor
     names: tuple[str, ...]
     layout: str
+    megatron_name: str
 
 
 @dataclass(frozen=True)
@@ -72,21 +76,29 @@ class TensorParallel:
     group: dist.ProcessGroup | None
 
 
-def weight_map(model: torch.nn.Module) -> list[Mapped]:
-    """Every parameter of a GPTModel (unwrapped) with its Hugging Face names, in order.
+def weight_map(model: torch.nn.Module, *, is_adapters: bool = False) -> list[Mapped]:
+    """Every parameter of a GPTModel (unwrapped) with its Hugging Face names, in order; or those of its adapters.
 
     Raises CheckpointInvalid for a parameter without a name.
     """
     found = []
     for name, parameter in model.named_parameters():
-        names, layout = _named(name)
-        found.append(Mapped(parameter, names, layout))
+        adapter = _IN_ADAPTER.fullmatch(name)
+        if (adapter is not None) == is_adapters:
+            names, layout = _named(name) if adapter is None else _of_adapter(adapter)
+            found.append(Mapped(parameter, names, layout, name))
     return found
+
+
+def _of_adapter(found: re.Match[str]) -> tuple[tuple[str, ...], str]:
+    """Of one factor of a weight's low-rank update, which every tensor parallel rank has whole."""
+    weight = _named(f"{found[1]}.weight")[0][int(found[3])]
+    return (lora.names(weight)[("down", "up").index(found[2])],), "whole"
 
 
 def _named(name: str) -> tuple[tuple[str, ...], str]:
     """Hugging Face names and layout of a Megatron parameter. Raises CheckpointInvalid for one that has none."""
-    in_layer = _IN_LAYER.fullmatch(name)
+    in_layer = _IN_LAYER.fullmatch(name.replace(".parametrizations.weight.original", ".weight"))
     in_expert = _IN_EXPERT.fullmatch(in_layer[2]) if in_layer else None
     prefix, table, rest = "", _ENDS, name
     if in_layer:
@@ -159,13 +171,15 @@ def itself(parameter: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def load(model: torch.nn.Module, config: PolicyConfig, parallel: TensorParallel, folder: Path, of: Of = itself) -> None:
-    """Fill the model from a folder; with `of`, what belongs to each parameter (a master copy, a moment).
+def load(
+    items: Sequence[Mapped], config: PolicyConfig, parallel: TensorParallel, folder: Path, of: Of = itself
+) -> None:
+    """Fill parameters from a folder; with `of`, what belongs to each (a master copy, a moment).
 
     Raises CheckpointInvalid when a tensor is missing or unfit.
     """
     reader = FolderReader(folder)
-    for item in weight_map(model):
+    for item in items:
         parts = [reader.read(name) for name in item.names]
         for name, part, shape in zip(item.names, parts, full_shapes(config, item), strict=True):
             if tuple(part.shape) != shape:
@@ -177,7 +191,7 @@ def load(model: torch.nn.Module, config: PolicyConfig, parallel: TensorParallel,
 
 @torch.no_grad()
 def export(
-    model: torch.nn.Module,
+    items: Sequence[Mapped],
     config: PolicyConfig,
     parallel: TensorParallel,
     wanted: AbstractSet[str] | None = None,
@@ -187,7 +201,7 @@ def export(
 
     A collective over the tensor parallel group: every rank must exhaust it.
     """
-    for item in weight_map(model):
+    for item in items:
         if wanted is not None and wanted.isdisjoint(item.names):
             continue
         mine = of(item.parameter).detach().contiguous()

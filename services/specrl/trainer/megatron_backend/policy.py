@@ -18,8 +18,8 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from specrl.drafting.online import PolicyEnds
 from specrl.drafting.packing import HeadBatch
 from specrl.drafting.policy_config import PolicyConfig
-from specrl.spec.trainer import Optimizer, Parallelism
-from specrl.trainer.megatron_backend import hf_weights
+from specrl.spec.trainer import Trainer
+from specrl.trainer.megatron_backend import adapters, hf_weights
 from specrl.trainer.megatron_backend.groups import Groups
 from specrl.trainer.megatron_backend.model import build_model, mask_padding
 from specrl.trainer.megatron_backend.schedule import OnLogits, Schedule
@@ -31,22 +31,25 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # as AdamW calls them, torch's and Transfor
 class Policy:
     """Weights in Megatron's layout on this rank."""
 
-    def __init__(
-        self, config: PolicyConfig, parallelism: Parallelism, dtype: torch.dtype, groups: Groups, optimizer: Optimizer
-    ) -> None:
-        self.config, self.groups, self.settings, self.dtype = config, groups, optimizer, dtype
-        self.model = build_model(config, parallelism, dtype)
+    def __init__(self, config: PolicyConfig, trainer: Trainer, dtype: torch.dtype, groups: Groups, seed: int) -> None:
+        """seed: of what a low-rank update starts from."""
+        self.config, self.groups, self.settings, self.dtype = config, groups, trainer.optimizer, dtype
+        self.model = build_model(config, trainer.parallelism, dtype)
+        if trainer.lora is not None:
+            adapters.adapt(self.model, config, groups.tensor, trainer.lora, seed)
+        self.map = hf_weights.weight_map(self.model)
+        self.trained = hf_weights.weight_map(self.model, is_adapters=True) if trainer.lora is not None else self.map
         self.schedule = Schedule([self.model])
         self._is_wrapped = False
 
     def load_folder(self) -> None:
         """Weights from the Hugging Face folder; then the optimizer around them."""
-        hf_weights.load(self.model, self.config, self.groups.tensor, self.config.path)
+        hf_weights.load(self.map, self.config, self.groups.tensor, self.config.path)
         self.wrap()
 
     def freeze_folder(self) -> None:
         """Weights from the Hugging Face folder, for forward passes alone: no optimizer, and no room for gradients."""
-        hf_weights.load(self.model, self.config, self.groups.tensor, self.config.path)
+        hf_weights.load(self.map, self.config, self.groups.tensor, self.config.path)
         self.wrapped = self.model.requires_grad_(False)
 
     def wrap(self) -> None:
@@ -149,26 +152,30 @@ class Policy:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, full tensor), gathered one at a time. A collective of the tensor parallel ranks."""
-        return hf_weights.export(self.model, self.config, self.groups.tensor)
+        return hf_weights.export(self.map, self.config, self.groups.tensor, of=adapters.merged(self.model))
 
     def state(self) -> dict[str, Iterator[tuple[str, torch.Tensor]]]:
-        """Float32 weights and both moments by Hugging Face names, each a collective like `tensors`."""
+        """Float32 weights and both moments of what is trained, by Hugging Face names (of low-rank updates peft's).
+
+        Each is a collective like `tensors`.
+        """
         kinds: dict[str, hf_weights.Of] = {"weights": _master}
         if self._moments():
             kinds |= {kind: partial(self._moment, kind) for kind in MOMENTS}
-        export = hf_weights.export
-        return {kind: export(self.model, self.config, self.groups.tensor, of=of) for kind, of in kinds.items()}
+        export = partial(hf_weights.export, self.trained, self.config, self.groups.tensor)
+        return {kind: export(of=of) for kind, of in kinds.items()}
 
     @torch.no_grad()
     def load_state(self, folder: Path, updates: int) -> None:
         """Take what `state` gave, from sub-folders by kind; the optimizer has made so many updates."""
-        hf_weights.load(self.model, self.config, self.groups.tensor, folder / "weights", _master)
-        for parameter in self.model.parameters():
-            parameter.copy_(_master(parameter))
+        load = partial(hf_weights.load, self.trained, self.config, self.groups.tensor)
+        load(folder / "weights", _master)
+        for item in self.trained:
+            item.parameter.copy_(_master(item.parameter))
         if updates == 0:
             return
-        for parameter in self.model.parameters():
-            master = _master(parameter)
+        for item in self.trained:
+            master = _master(item.parameter)
             self._moments()[master] = {
                 "step": torch.tensor(float(updates)),
                 "exp_avg": torch.zeros_like(master, dtype=torch.float32),
@@ -178,8 +185,7 @@ class Policy:
             if "step" in settings:  # Transformer Engine's AdamW counts here
                 settings["step"] = updates
         for kind in MOMENTS:
-            of = partial(self._moment, kind)
-            hf_weights.load(self.model, self.config, self.groups.tensor, folder / kind, of)
+            load(folder / kind, partial(self._moment, kind))
 
     def _moments(self) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
         """The inner optimizer's state, by master parameter; empty before the first step."""
@@ -194,7 +200,7 @@ class Policy:
         """Full copies of embedding, final norm and output layer. A collective of the tensor parallel ranks."""
         found: dict[str, torch.Tensor] = {}
         wanted = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
-        for name, tensor in hf_weights.export(self.model, self.config, self.groups.tensor, wanted):
+        for name, tensor in hf_weights.export(self.map, self.config, self.groups.tensor, wanted):
             found[name] = tensor.clone()
         embedding = found["model.embed_tokens.weight"]
         return PolicyEnds(embedding, found["model.norm.weight"], found.get("lm_head.weight", embedding))

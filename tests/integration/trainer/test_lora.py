@@ -1,0 +1,129 @@
+"""Low-rank updates: trained as plain PyTorch would, merged as peft does, kept by checkpoints; on one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.integration.trainer import reference
+from tests.integration.trainer.conftest import VOCAB
+from tests.integration.trainer.runs import a_batch, a_spec
+from tests.tiny_models import Shape, make_policy
+from transformers import PreTrainedModel
+
+from specrl.trainer import checkpoints
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Megatron warns about itself
+
+RANK, ALPHA = 4, 8
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What three steps made of the updates and of the policy, and what a resumed backend made of the third."""
+
+    policy: Path
+    first: Tensors
+    factors: Tensors
+    metrics: list[tuple[float, float]]
+    weights: Tensors
+    resumed: Tensors
+    moments: set[str]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    from specrl.trainer.megatron_backend import MegatronBackend
+
+    folder = tmp_path_factory.mktemp("lora")
+    shape = Shape(heads=4, groups=2, vocab=VOCAB, family="llama", is_tied=True)
+    policy = make_policy(folder / "policy", seed=5, sharpness=4.0, shape=shape)
+    spec = a_spec(policy, speculation={"none": {}}, lora={"rank": RANK, "alpha": str(ALPHA)})
+
+    def kept(backend: Any, kind: str = "weights") -> Tensors:
+        return {name: tensor.clone() for name, tensor in backend.policy.state()[kind]}
+
+    backend = MegatronBackend(spec)
+    backend.load(None)
+    first, metrics = kept(backend), []
+    for step in (1, 2, 3):
+        found = backend.train_step(a_batch(step, VOCAB))
+        metrics.append((found.loss, found.grad_norm))
+        if step == 2:
+            backend.save(checkpoints.directory(folder, step))
+    factors, moments = kept(backend), set(kept(backend, "exp_avg"))
+    weights = {name: tensor.clone() for name, tensor in backend.policy.tensors()}
+    backend.close()
+    again = MegatronBackend(spec)
+    again.load(checkpoints.newest(folder))
+    again.train_step(a_batch(3, VOCAB))
+    resumed = kept(again)
+    again.close()
+    return Trained(policy, first, factors, metrics, weights, resumed, moments)
+
+
+class Adapted(torch.nn.Module):
+    """A linear layer as peft computes it: y = W x + s B (A x)."""
+
+    def __init__(self, linear: torch.nn.Linear, down_RI: torch.Tensor, up_OR: torch.Tensor) -> None:
+        super().__init__()
+        self.linear = linear.requires_grad_(False)
+        self.down, self.up = torch.nn.Parameter(down_RI.clone()), torch.nn.Parameter(up_OR.clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.linear(x) + ALPHA / RANK * (x @ self.down.T) @ self.up.T
+        return found
+
+
+def adapted(policy: Path, factors: Tensors) -> tuple[PreTrainedModel, dict[str, Adapted]]:
+    """The reference with these updates, and its layers by the beginning of their factors' names."""
+    model, layers = reference.load(policy).requires_grad_(False), {}
+    for name, module in list(model.named_modules()):
+        if name.endswith(TARGETS):
+            stem = f"base_model.model.{name}"
+            layers[stem] = Adapted(module, factors[f"{stem}.lora_A.weight"], factors[f"{stem}.lora_B.weight"])
+            model.set_submodule(name, layers[stem])
+    return model, layers
+
+
+def test_updates_start_from_nothing(trained: Trained) -> None:
+    for name, tensor in trained.first.items():
+        is_up = name.endswith("lora_B.weight")
+        assert (tensor.abs().max() == 0) == is_up, name
+        assert is_up or tensor.abs().max() <= tensor.shape[1] ** -0.5
+    assert len(trained.first) == 2 * len(TARGETS) * 4
+
+
+def test_factors_after_three_steps_equal_a_plain_training(trained: Trained) -> None:
+    model, layers = adapted(trained.policy, trained.first)
+    expected = reference.train(model, [a_batch(step, VOCAB) for step in (1, 2, 3)])
+    for found, wanted in zip(trained.metrics, expected, strict=True):
+        assert found == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+    for stem, layer in layers.items():
+        assert (trained.factors[f"{stem}.lora_A.weight"] - layer.down).abs().max() <= 2e-6, stem
+        assert (trained.factors[f"{stem}.lora_B.weight"] - layer.up).abs().max() <= 2e-6, stem
+        assert layer.up.abs().max() > 1e-4
+    assert trained.moments == trained.factors.keys()
+
+
+def test_what_is_sent_is_the_merged_policy_and_all_else_stands_still(trained: Trained) -> None:
+    stored = load_file(trained.policy / "model.safetensors")
+    assert trained.weights.keys() == stored.keys()
+    for name, tensor in stored.items():
+        stem = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{stem}.lora_A.weight" in trained.factors:
+            down, up = (trained.factors[f"{stem}.lora_{part}.weight"].double() for part in "AB")
+            assert (trained.weights[name] - (tensor.double() + ALPHA / RANK * up @ down)).abs().max() <= 1e-7
+        else:
+            assert torch.equal(trained.weights[name], tensor), name
+
+
+def test_checkpoint_resumes_to_the_same_bits(trained: Trained) -> None:
+    assert trained.resumed.keys() == trained.factors.keys()
+    assert all(torch.equal(trained.resumed[name], tensor) for name, tensor in trained.factors.items())
