@@ -23,7 +23,8 @@ from specrl.drafting.head import Eagle3Head, head_config, load_head, save_head
 from specrl.drafting.policy_config import read_policy_config
 from specrl.errors import CheckpointInvalid, SpecrlError
 from specrl.spec import RunSpec, load_spec
-from specrl.trainer import checksums
+from specrl.spec.trainer import Lora
+from specrl.trainer import checksums, lora
 from specrl.trainer.checkpoints import DRAFTER, POLICY, WEIGHTS
 from specrl.trainer.hf_folder import write_policy
 
@@ -40,7 +41,10 @@ def export(spec: RunSpec, checkpoint: Path, out: Path) -> None:
     scratch.mkdir(parents=True)
     dtype: torch.dtype = getattr(torch, spec.model.dtype.value)
     try:
-        write_policy(scratch / "policy", Path(spec.model.path), _policy(checkpoint / POLICY / WEIGHTS, dtype))
+        trained = _tensors(checkpoint / POLICY / WEIGHTS, dtype)
+        if spec.trainer.lora is not None:
+            trained = _merged(spec.trainer.lora, _tensors(Path(spec.model.path), dtype), dict(trained))
+        write_policy(scratch / "policy", Path(spec.model.path), trained)
         if (checkpoint / DRAFTER).exists():
             save_head(scratch / "drafter", _drafter(spec, checkpoint / DRAFTER), dtype)
         scratch.rename(out)
@@ -50,12 +54,24 @@ def export(spec: RunSpec, checkpoint: Path, out: Path) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _policy(folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of the policy, one at a time, float32 rounded to the run's precision as the trainer does."""
+def _tensors(folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a folder, one at a time, rounded to the run's precision as the trainer does."""
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as content:
             for name in content.keys():  # noqa: SIM118 - no mapping
                 yield name, content.get_tensor(name).to(dtype)
+
+
+def _merged(
+    settings: Lora, weights: Iterator[tuple[str, torch.Tensor]], factors: dict[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The policy that the run started from, each tensor with its low-rank update, as the trainer computes with it."""
+    for name, weight in weights:
+        down, up = (factors.get(factor) for factor in lora.names(name))
+        if down is not None and up is not None:
+            yield name, lora.merged(weight, lora.update(down, up, lora.scale(settings)))
+        else:
+            yield name, weight
 
 
 def _drafter(spec: RunSpec, file: Path) -> Eagle3Head:

@@ -15,7 +15,7 @@ from tests.integration.trainer.runs import a_batch, a_spec
 from tests.tiny_models import Shape, make_policy
 from transformers import PreTrainedModel
 
-from specrl.trainer import checkpoints
+from specrl.trainer import checkpoint_export, checkpoints
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Megatron warns about itself
 
@@ -26,7 +26,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Trained:
-    """What three steps made of the updates and of the policy, and what a resumed backend made of the third."""
+    """What three steps made of updates and policy; what a resumed backend made of the third; what was exported."""
 
     policy: Path
     first: Tensors
@@ -34,6 +34,7 @@ class Trained:
     metrics: list[tuple[float, float]]
     weights: Tensors
     resumed: Tensors
+    exported: Tensors
     moments: set[str]
 
 
@@ -55,17 +56,19 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     for step in (1, 2, 3):
         found = backend.train_step(a_batch(step, VOCAB))
         metrics.append((found.loss, found.grad_norm))
-        if step == 2:
-            backend.save(checkpoints.directory(folder, step))
+        if step > 1:
+            backend.save(checkpoints.directory(folder, step)).result()
     factors, moments = kept(backend), set(kept(backend, "exp_avg"))
     weights = {name: tensor.clone() for name, tensor in backend.policy.tensors()}
     backend.close()
     again = MegatronBackend(spec)
-    again.load(checkpoints.newest(folder))
+    again.load(checkpoints.directory(folder, 2))
     again.train_step(a_batch(3, VOCAB))
     resumed = kept(again)
     again.close()
-    return Trained(policy, first, factors, metrics, weights, resumed, moments)
+    checkpoint_export.export(spec, checkpoints.directory(folder, 3), folder / "exported")
+    exported = load_file(folder / "exported" / "policy" / "model.safetensors")
+    return Trained(policy, first, factors, metrics, weights, resumed, exported, moments)
 
 
 class Adapted(torch.nn.Module):
@@ -127,3 +130,8 @@ def test_what_is_sent_is_the_merged_policy_and_all_else_stands_still(trained: Tr
 def test_checkpoint_resumes_to_the_same_bits(trained: Trained) -> None:
     assert trained.resumed.keys() == trained.factors.keys()
     assert all(torch.equal(trained.resumed[name], tensor) for name, tensor in trained.factors.items())
+
+
+def test_checkpoint_is_exported_as_the_merged_policy(trained: Trained) -> None:
+    assert trained.exported.keys() == trained.weights.keys()
+    assert all(torch.equal(trained.exported[name], tensor) for name, tensor in trained.weights.items())

@@ -20,6 +20,9 @@ which sets the number for the whole process). So `load` refuses then; `arguments
 Tied embeddings: an output layer that shares the embedding's tensor has a packed copy of its own, and the reload packs
 only layers that a tensor was loaded into. So `_repack_output_layers` packs it again; without it a tied policy would go
 on sampling with the output layer of the start (found by the sampler's mismatch with the trainer).
+
+Experts: vLLM packs those of a mixture when it makes their kernel, at the first load alone; on CPUs, later ones would be
+put unpacked where packed ones are expected. So `_forget_expert_kernels` has the reload make the kernels anew.
 """
 
 from __future__ import annotations
@@ -166,6 +169,7 @@ class WorkerExtension:
 
         try:
             with set_current_vllm_config(self.vllm_config), torch.no_grad():
+                _forget_expert_kernels(model)
                 initialize_layerwise_reload(model)
                 model.load_weights(iter(tensors))
                 finalize_layerwise_reload(model, model_config)  # type: ignore[no-untyped-call]
@@ -221,6 +225,17 @@ def _repack_output_layers(model: torch.nn.Module) -> None:
         for module in model.modules():
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)
+
+
+def _forget_expert_kernels(model: torch.nn.Module) -> None:
+    """Have the reload pack the experts' new weights for the CPU's products. See "Experts" above."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        for module in model.modules():
+            method: Any = getattr(module, "quant_method", None)
+            if getattr(method, "moe_kernel", None) is not None:
+                method.moe_kernel = None
 
 
 def _answer(call: Callable[[], Any]) -> Answer:

@@ -76,6 +76,7 @@ T = TypeVar("T")
 
 # Weights, gradients and both moments in float32; bf16 adds its own weights and saves half of the gradients' partner.
 BYTES_PER_PARAMETER = 18
+FROZEN_BYTES = 8  # with low-rank updates: each weight as it is, and as it is computed with, at most in float32
 
 
 class MegatronBackend:
@@ -154,8 +155,9 @@ class MegatronBackend:
 
     def _check_memory(self) -> None:
         """Raise MemoryTooSmall when weights, gradients and optimizer alone do not fit; activations come on top."""
+        each = BYTES_PER_PARAMETER if self.spec.trainer.lora is None else FROZEN_BYTES
         reference = self.dtype.itemsize if self.spec.trainer.loss.reference_kl is not None else 0
-        needed = (BYTES_PER_PARAMETER + reference) * self.config.num_parameters // self.groups.tensor.size
+        needed = (each + reference) * self.config.num_parameters // self.groups.tensor.size
         if self.groups.device.type == "cuda":
             free, place = torch.cuda.mem_get_info()[0], "GPU"
         else:
