@@ -65,10 +65,11 @@ def estimate_memory(spec: RunSpec, policy: ModelFolder, draft_model_parameters: 
         state += item_bytes * policy.parameters / ranks.tensor
     width_times_depth = (policy.number("hidden_size") or 0) * (policy.number("num_hidden_layers") or 0)
     activations = _tokens_of_a_pass(spec) * (12 * vocabulary + 17 * item_bytes * width_times_depth) / ranks.tensor
+    snapshot = 12 * parameters if trainer.lora is None else 0  # low-rank updates are small
     return MemoryNeed(
         coordinator_bytes=int(0.4 * GIB + 0.3 * GIB * spec.reward_pool.workers),
         replica_bytes=int(replica),
-        trainer_bytes=int(ranks.world_size * (1.0 * GIB + state + activations) + 12 * parameters),
+        trainer_bytes=int(ranks.world_size * (1.0 * GIB + state + activations) + snapshot),
         replicas=generation.replicas,
     )
 
