@@ -123,6 +123,7 @@ DECIMALS = (
         {"trainer.loss.rolloutMask": {"maxDivergence": "-1"}},
         {"trainer.loss.rolloutMask": {"maxDivergence": "0"}},
     ),
+    Case("trainer.lora.alpha", {"trainer.lora": {"alpha": "0"}}, {"trainer.lora": {"alpha": "0.5"}}),
     Case(
         "trainer.loss.referenceKl.coefficient",
         {"trainer.loss.referenceKl": {"coefficient": "0"}},
@@ -458,6 +459,7 @@ NEVER: dict[str, tuple[Any, ...]] = {
     "trainer.parallelism": ({"data": 2}, {"tensor": 2}),
     "trainer.optimizer": ({"learningRate": "1"}, {"learningRate": "2"}),
     "trainer.loss": ({}, {"advantages": "LeaveOneOut"}),
+    "trainer.lora": (..., {"rank": 8}),
     "trainer.drafter": ({}, {"online": False}, {"tokenBudget": 1}),
     "trainer.microBatchTokens": (1, 2),
     "trainer.threads": (1, 2),
