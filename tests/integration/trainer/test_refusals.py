@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from tests.integration.trainer.runs import a_spec
 from tests.tiny_models import Shape, make_policy
+from tests.tiny_models import Shape, make_policy
 
 from specrl.errors import CheckpointInvalid, MemoryTooSmall, TrainerFailed
 from specrl.trainer import checkpoints
@@ -30,6 +31,14 @@ def test_tensor_parallel_size_that_does_not_divide_the_heads(policy: Path) -> No
 
     with pytest.raises(CheckpointInvalid, match="num_attention_heads=4"):
         MegatronBackend(a_spec(policy, tensor=3))
+
+
+def test_layout_of_a_mixture_that_cuts_or_deals_out_its_layers(tmp_path: Path) -> None:
+    from specrl.trainer.megatron_backend import MegatronBackend
+
+    mixture = make_policy(tmp_path, shape=Shape(family="qwen3_moe"))
+    with pytest.raises(CheckpointInvalid, match="data parallel ranks alone, got 2 ranks and data=1"):
+        MegatronBackend(a_spec(mixture, tensor=2))
 
 
 def test_number_of_processes_that_is_not_the_run_files(policy: Path) -> None:

@@ -33,14 +33,21 @@ VOCABULARY_MULTIPLE = 128  # Megatron's own default
 
 
 def check_layout(config: PolicyConfig, parallelism: Parallelism) -> None:
-    """Raise CheckpointInvalid unless tensor parallel ranks share heads, groups and feed-forward evenly."""
+    """Raise CheckpointInvalid unless tensor parallel ranks share heads, groups and feed-forward evenly.
+
+    Experts are not shared out.
+    """
+    if config.experts is not None and parallelism.world_size != parallelism.data:
+        raise CheckpointInvalid(
+            f"trainer.parallelism of a mixture of experts must have data parallel ranks alone, got "
+            f"{parallelism.world_size} ranks and data={parallelism.data}; leave the others at 1"
+        )
     tensor = parallelism.tensor
     sizes = {
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_groups,
+        "intermediate_size": config.intermediate_size,
     }
-    if config.experts is None:  # experts are not cut
-        sizes["intermediate_size"] = config.intermediate_size
     for name, size in sizes.items():
         if size % tensor:
             raise CheckpointInvalid(
