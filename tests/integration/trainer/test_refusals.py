@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 from tests.integration.trainer.runs import a_spec
 from tests.tiny_models import Shape, make_policy
-from tests.tiny_models import Shape, make_policy
 
 from specrl.errors import CheckpointInvalid, MemoryTooSmall, TrainerFailed
 from specrl.trainer import checkpoints
