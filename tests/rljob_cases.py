@@ -144,6 +144,12 @@ DECIMALS = (
 RUN = (
     _at("generation.sampling.topK", 5, 0),
     Case(
+        "trainer.parallelism.virtualStages",
+        {"trainer.parallelism": {"virtualStages": 2}},
+        {"trainer.parallelism": {"virtualStages": 2, "pipeline": 2}},
+    ),
+    _at("trainer.microBatchTokens", 512 + 64 - 1, 512 + 64),
+    Case(
         "model.maxLength",
         {"model.maxLength": 512 + 64 + 3, "generation.speculation": {"ngram": {}}},
         {"model.maxLength": 512 + 64 + 4, "generation.speculation": {"ngram": {}}},
@@ -461,7 +467,8 @@ NEVER: dict[str, tuple[Any, ...]] = {
     "trainer.loss": ({}, {"advantages": "LeaveOneOut"}),
     "trainer.lora": (..., {"rank": 8}),
     "trainer.drafter": ({}, {"online": False}, {"tokenBudget": 1}),
-    "trainer.microBatchTokens": (1, 2),
+    "trainer.microBatchTokens": (1024, 2048),
+    "trainer.recompute": ("Nothing", "Layers"),
     "trainer.threads": (1, 2),
     "trainer.numNodes": (1, 2),
     "trainer.gpusPerNode": (0, 2),

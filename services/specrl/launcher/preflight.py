@@ -28,6 +28,7 @@ from specrl.launcher.ports import choose_ports
 from specrl.spec import RunSpec
 from specrl.telemetry import traces
 from specrl.trainer import mirror
+from specrl.trainer.layout import SHARED_BY_TENSOR, layout_problems
 
 
 @dataclass(frozen=True)
@@ -176,14 +177,13 @@ def check_drafter(spec: RunSpec, policy: ModelFolder) -> None:
 
 
 def check_parallelism(spec: RunSpec, policy: ModelFolder) -> None:
-    """Tensor ranks share heads evenly. Raises SpecInvalid with every number that does not divide."""
-    wanted = {
-        "trainer.parallelism.tensor": spec.trainer.parallelism.tensor,
-        "generation.tensorParallel": spec.generation.tensor_parallel,
-    }
-    problems = [
-        Problem(path, f"must divide the model's {field}={heads}, got {ranks}", "use a divisor, or 1")
-        for path, ranks in wanted.items()
+    """Ranks share heads, widths and layers evenly. Raises SpecInvalid with every number that does not divide."""
+    ranks = spec.generation.tensor_parallel
+    problems = layout_problems(
+        spec.trainer.parallelism, {name: policy.number(name) for name in (*SHARED_BY_TENSOR, "num_hidden_layers")}
+    )
+    problems += [
+        Problem("generation.tensorParallel", f"must divide the model's {field}={heads}, got {ranks}", "use a divisor")
         for field in ("num_attention_heads", "num_key_value_heads")
         if (heads := policy.number(field)) is not None and heads % ranks
     ]

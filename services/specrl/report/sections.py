@@ -133,12 +133,13 @@ def _every_step(steps: Sequence[StepReport]) -> Section:
 def _setting(run: Reading) -> Section:
     """What the run was."""
     spec = run.spec
+    ranks = spec.trainer.parallelism
     rows = [
         ("model", f"{spec.model.path} ({spec.model.dtype.value})"),
         ("prompts", f"{spec.prompts.source.kind}, judged by {spec.rewards.kind}"),
         ("batch", workload(run)),
         ("generation", f"{spec.generation.replicas} replicas x {spec.generation.tensor_parallel} ranks"),
-        ("trainer", f"{spec.trainer.parallelism.data} data x {spec.trainer.parallelism.tensor} tensor ranks"),
+        ("trainer", f"{ranks.data} data x {ranks.pipeline} pipeline x {ranks.context} context x {ranks.tensor} tensor"),
         *run.origin.items(),
     ]
     if not run.origin:

@@ -153,7 +153,7 @@ def _ranks(trainer: Trainer) -> int:
     return trainer.parallelism.world_size
 
 
-_RANKS = "self.parallelism.tensor * self.parallelism.data"
+_RANKS = " * ".join(f"self.parallelism.{name}" for name in ("tensor", "context", "pipeline", "data"))
 _GPUS = (
     Rule(
         Generation,
@@ -169,7 +169,7 @@ _GPUS = (
     Rule(
         Trainer,
         "numNodes",
-        "must divide parallelism.tensor x parallelism.data",
+        "must divide the ranks, parallelism.tensor x context x pipeline x data",
         "every node computes the same number of ranks",
         _unless(lambda it: _ranks(it) % it.num_nodes != 0, lambda it: f"{it.num_nodes} nodes for {_ranks(it)} ranks"),
         f"{_RANKS} % self.numNodes == 0",
@@ -177,7 +177,7 @@ _GPUS = (
     Rule(
         Trainer,
         "gpusPerNode",
-        "must be 0 or, times numNodes, parallelism.tensor x parallelism.data",
+        "must be 0 or, times numNodes, the ranks, parallelism.tensor x context x pipeline x data",
         "every rank computes on a GPU of its own",
         _unless(
             lambda it: it.gpus_per_node != 0 and it.gpus_per_node * it.num_nodes != _ranks(it),

@@ -37,6 +37,7 @@ from specrl.spec.trainer import (
     Loss,
     Optimizer,
     Overlong,
+    Parallelism,
     RatioTo,
     ReferenceKl,
     RolloutMask,
@@ -137,11 +138,28 @@ SAMPLING = (
     ),
 )
 
+PARALLELISM = (
+    Rule(
+        Parallelism,
+        "virtualStages",
+        "must be 1 unless pipeline > 1",
+        "give pipeline >= 2, or leave virtualStages out",
+        lambda it: str(it.virtual_stages) if it.virtual_stages > 1 and it.pipeline == 1 else None,
+        "self.virtualStages == 1 || self.pipeline > 1",
+    ),
+)
+
 
 def _length_got(spec: RunSpec) -> str | None:
     draft = spec.generation.speculation.num_draft_tokens
     longest = spec.prompts.max_tokens + spec.generation.sampling.max_tokens + draft + 1
     return f"{spec.model.max_length} < {longest}" if spec.model.max_length < longest else None
+
+
+def _pass_got(spec: RunSpec) -> str | None:
+    room = spec.trainer.micro_batch_tokens * spec.trainer.parallelism.context
+    longest = spec.prompts.max_tokens + spec.generation.sampling.max_tokens
+    return f"{room} < {longest}" if room < longest else None
 
 
 def _draft_tokens_in_cel() -> str:
@@ -203,6 +221,15 @@ BETWEEN_SECTIONS = (
         _length_got,
         f"self.prompts.maxTokens + self.generation.sampling.maxTokens + {_draft_tokens_in_cel()} + 1 "
         "<= self.model.maxLength",
+    ),
+    Rule(
+        RunSpec,
+        "trainer.microBatchTokens",
+        "must be, times parallelism.context, >= prompts.maxTokens + generation.sampling.maxTokens",
+        "raise it, share the rollouts out by trainer.parallelism.context, or shorten prompts or completions",
+        _pass_got,
+        "self.prompts.maxTokens + self.generation.sampling.maxTokens "
+        "<= self.trainer.microBatchTokens * self.trainer.parallelism.context",
     ),
     Rule(
         RunSpec,
@@ -463,4 +490,13 @@ REDIS = (
 )
 
 
-RULES: tuple[Rule, ...] = (*UNIONS, *SAMPLING, *BETWEEN_SECTIONS, *DECIMALS, *WITHIN_SECTIONS, *TRAINING, *REDIS)
+RULES: tuple[Rule, ...] = (
+    *UNIONS,
+    *SAMPLING,
+    *PARALLELISM,
+    *BETWEEN_SECTIONS,
+    *DECIMALS,
+    *WITHIN_SECTIONS,
+    *TRAINING,
+    *REDIS,
+)

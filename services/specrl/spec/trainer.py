@@ -15,16 +15,23 @@ Ranks = Annotated[int, Field(ge=1, le=4096, strict=True)]
 
 
 class Parallelism(Section):
-    """How the trainer's ranks share the work. World size is the product."""
+    """How the trainer's ranks share the work. Their number is tensor x context x pipeline x data."""
 
     tensor: Ranks = 1
-    """Tensor parallel ranks; must divide the attention heads and key/value groups of the model."""
+    """Tensor parallel ranks; must divide the attention heads and key/value groups of the model. Between the matrices
+    they share the tokens (sequence parallelism)."""
+    context: Ranks = 1
+    """Context parallel ranks: they share the tokens of every rollout, for rollouts that are too long for one rank."""
+    pipeline: Ranks = 1
+    """Pipeline stages; times virtualStages it must divide the layers of the model."""
+    virtual_stages: Ranks = 1
+    """Stages of each pipeline rank, taken in turns (interleaved schedule): less waiting, more messages."""
     data: Ranks = 1
-    """Data parallel ranks; rollouts of a batch are dealt to them."""
+    """Data parallel ranks: rollouts of a batch are dealt to them, and each keeps its part of the optimizer's state."""
 
     @property
     def world_size(self) -> int:
-        return self.tensor * self.data
+        return self.tensor * self.context * self.pipeline * self.data
 
 
 class Decay(StrEnum):
@@ -257,6 +264,11 @@ class DrafterTraining(Section):
     """How a fresh head starts; not used when `generation.speculation.eagle3.path` is set."""
 
 
+class Recompute(StrEnum):
+    NOTHING = "Nothing"
+    LAYERS = "Layers"
+
+
 class Trainer(Section):
     """The trainer service: Megatron-Core ranks."""
 
@@ -272,6 +284,9 @@ class Trainer(Section):
     """Drafter training; without effect unless speculation is `eagle3`."""
     micro_batch_tokens: Positive = 16384
     """Most tokens in one forward pass of one rank. Rollouts are packed one after another, without padding."""
+    recompute: Recompute = Recompute.NOTHING
+    """What the backward pass computes again. `Layers`: every layer, of which its input alone is kept; about a third
+    more time, and far less memory where sequences are long."""
     threads: Positive = 1
     """CPU threads of one rank."""
     num_nodes: Annotated[NodeCount, OnCluster.ONLY] = 1

@@ -37,6 +37,12 @@ def cut(lengths: Sequence[int], ranks: int, max_tokens: int, multiple: int = 1) 
     return [deal(share, lengths, count) for share in shares]
 
 
+def sizes(cuts: Sequence[Sequence[int]], lengths: Sequence[int], multiple: int, is_even: bool) -> list[int]:
+    """Tokens of each micro-batch with padding: a positive multiple; the same for all, if even."""
+    found = [max(1, -(-sum(lengths[i] for i in cut) // multiple)) * multiple for cut in cuts]
+    return [max(found)] * len(found) if is_even else found
+
+
 def _fewest(share: Sequence[int], lengths: Sequence[int], max_tokens: int) -> int:
     """How many parts it takes until `deal` finds ones that fit."""
     count = max(1, -(-sum(lengths[i] for i in share) // max_tokens))

@@ -1,20 +1,26 @@
-"""Trainers of several parallel layouts, each run once in processes of its own."""
+"""Trainers of several parallel layouts, those with as many ranks in the same processes, one after another."""
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from tests.integration.trainer.worker_group import ALONE, sizes
 from tests.tiny_models import Shape, make_policy
 
+from specrl.spec.trainer import Parallelism
 from specrl.trainer import checkpoints
 
 ROOT = Path(__file__).parents[3]
 VOCAB = 265  # not divisible by 2 ranks, and not by 128: padding has to work
+TWO_RANKS = ["tensor=2", "data=2", "pipeline=2", "context=2", "pipeline=2,virtualStages=2"]
+FOUR_RANKS = ["tensor=2,pipeline=2", "tensor=2,context=2", "pipeline=2,virtualStages=2,data=2"]
 
 
 def free_port() -> int:
@@ -37,21 +43,19 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     }
 
 
-class Layout:
-    """The processes of one layout, and the folder in which they leave what they saw."""
+class Launch:
+    """The processes that form some layouts one after another, and the folder in which they leave what they saw."""
 
-    def __init__(self, out: Path, policy: Path, tensor: int, data: int, resume: Path | None = None) -> None:
-        self.out = out
-        port, arguments = (
-            free_port(),
-            [str(policy), str(out), str(tensor), str(data), *([str(resume)] if resume else [])],
-        )
+    def __init__(self, out: Path, policy: Path, layouts: Sequence[str], resume: Path | None = None) -> None:
+        self.out, self.layouts = out, layouts
+        ranks = Parallelism.model_validate(sizes(layouts[0])).world_size
+        port, arguments = free_port(), [str(policy), str(out), json.dumps(layouts), *([str(resume)] if resume else [])]
         command = [sys.executable, "-m", "tests.integration.trainer.worker", *arguments]
         out.mkdir(parents=True)
         self.processes = []
-        for rank in range(tensor * data):
+        for rank in range(ranks):
             with (out / f"rank-{rank}.log").open("w") as log:
-                environment = rank_environment(rank, tensor * data, port)
+                environment = rank_environment(rank, ranks, port)
                 process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
             self.processes.append(process)
 
@@ -62,6 +66,16 @@ class Layout:
     def log(self) -> str:
         return "\n".join(file.read_text()[-3000:] for file in sorted(self.out.glob("rank-*.log")))
 
+    def finish(self, expected: list[int]) -> Path:
+        """Receive their broadcasts as a replica would, wait for their end, return their folder."""
+        from tests.integration.trainer.receiver import receive_broadcasts
+
+        for layout in self.layouts:
+            receive_broadcasts(self, self.out / layout)
+        codes = self.codes()
+        assert codes == expected, f"exit codes {codes}\n{self.log()}"
+        return self.out
+
 
 @pytest.fixture(scope="session")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -71,30 +85,26 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tied_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, but with an embedding that is its output layer, too."""
+    path = tmp_path_factory.mktemp("tied")
+    return make_policy(path, seed=4, sharpness=4.0, shape=Shape(heads=4, groups=2, vocab=VOCAB, is_tied=True))
+
+
+@pytest.fixture(scope="session")
 def single(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One rank."""
-    return finish(Layout(tmp_path_factory.mktemp("single") / "out", policy, 1, 1), [9])
+    return Launch(tmp_path_factory.mktemp("single") / "out", policy, [ALONE]).finish([9]) / ALONE
 
 
 @pytest.fixture(scope="session")
-def tensor_2(policy: Path, single: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two tensor parallel ranks, which afterwards resume the single rank's checkpoint."""
-    resume = checkpoints.newest(single)
-    return finish(Layout(tmp_path_factory.mktemp("tensor") / "out", policy, 2, 1, resume), [0, 0])
+def two_ranks(policy: Path, single: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Layouts of two ranks, each of which afterwards resumes the single rank's checkpoint."""
+    out, resume = tmp_path_factory.mktemp("two") / "out", checkpoints.newest(single)
+    return Launch(out, policy, TWO_RANKS, resume).finish([0, 0])
 
 
 @pytest.fixture(scope="session")
-def data_2(policy: Path, single: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two data parallel ranks, which afterwards resume the single rank's checkpoint."""
-    resume = checkpoints.newest(single)
-    return finish(Layout(tmp_path_factory.mktemp("data") / "out", policy, 1, 2, resume), [0, 0])
-
-
-def finish(layout: Layout, expected: list[int]) -> Path:
-    """Receive its broadcast as a replica would, wait for its end, return its folder."""
-    from tests.integration.trainer.receiver import receive_broadcasts
-
-    receive_broadcasts(layout)
-    codes = layout.codes()
-    assert codes == expected, f"exit codes {codes}\n{layout.log()}"
-    return layout.out
+def four_ranks(tied_policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Layouts of four ranks, of another policy."""
+    return Launch(tmp_path_factory.mktemp("four") / "out", tied_policy, FOUR_RANKS).finish([0] * 4)

@@ -1,4 +1,4 @@
-"""A replica's side of the broadcast: receives what a layout under test sends, and notes the checksums."""
+"""A replica's side of the broadcast: receives what layouts under test send, and notes the checksums."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from specrl.weights.group import BroadcastGroup
 from specrl.weights.stream import receive
 
 if TYPE_CHECKING:
-    from tests.integration.trainer.conftest import Layout
+    from pathlib import Path
+
+    from tests.integration.trainer.conftest import Launch
 
 BROADCASTS = 2
 
 
-def receive_broadcasts(layout: Layout) -> None:
-    """Join the layout's weight group once it listens, and take part in both broadcasts."""
-    port_file = layout.out / "port"
+def receive_broadcasts(launch: Launch, out: Path) -> None:
+    """Join a layout's weight group once it listens, and take part in both broadcasts."""
+    port_file = out / "port"
     while not port_file.exists():
-        assert all(process.poll() is None for process in layout.processes), layout.log()
+        assert all(process.poll() is None for process in launch.processes), launch.log()
         time.sleep(0.05)
-    described = json.loads((layout.out / "manifest.json").read_text())
+    described = json.loads((out / "manifest.json").read_text())
     metas = [TensorMeta(m["name"], WeightOwner(m["owner"]), m["dtype"], tuple(m["shape"])) for m in described]
     group = BroadcastGroup(replace(GROUP, port=int(port_file.read_text()), rank=1))
     received = []
@@ -36,6 +38,6 @@ def receive_broadcasts(layout: Layout) -> None:
     group.close()
     save_file(
         {("drafter." if meta.owner is WeightOwner.DRAFTER else "") + meta.name: tensor for meta, tensor in arrived},
-        layout.out / "received.safetensors",
+        out / "received.safetensors",
     )
-    (layout.out / "received.json").write_text(json.dumps(received))
+    (out / "received.json").write_text(json.dumps(received))

@@ -40,22 +40,24 @@ TWO_UPDATES = {
 def a_spec(
     policy: Path,
     *,
-    tensor: int = 1,
-    data: int = 1,
     speculation: dict[str, Any] | None = None,
     drafter: dict[str, Any] | None = None,
     loss: dict[str, Any] | None = None,
     optimizer: dict[str, Any] | None = None,
     lora: dict[str, Any] | None = None,
+    dtype: str = "float32",
+    recompute: str = "Nothing",
+    **parallelism: int,
 ) -> RunSpec:
-    """A run of `policy` in float32, with micro-batches small enough that a batch needs several.
+    """A run of `policy`, with micro-batches small enough that a batch needs several.
 
+    parallelism: fields of `trainer.parallelism`, as the run file has them.
     The drafter learns from part of each step, unless told otherwise: 60 of about 150 tokens.
     """
     return parse_spec(
         {
             "name": "toy",
-            "model": {"path": str(policy), "dtype": "float32", "maxLength": 256},
+            "model": {"path": str(policy), "dtype": dtype, "maxLength": 256},
             "prompts": {"source": {"generated": {"family": "addition", "count": 10}}, "maxTokens": 16},
             "rewards": {"exact": {}},
             "generation": {
@@ -63,7 +65,7 @@ def a_spec(
                 "speculation": {"eagle3": {}} if speculation is None else speculation,
             },
             "trainer": {
-                "parallelism": {"tensor": tensor, "data": data},
+                "parallelism": parallelism,
                 "optimizer": {
                     "learningRate": str(LEARNING_RATE),
                     "weightDecay": str(WEIGHT_DECAY),
@@ -75,6 +77,7 @@ def a_spec(
                 "drafter": {"tokenBudget": 60} if drafter is None else drafter,
                 "microBatchTokens": 128,
                 "lora": lora,
+                "recompute": recompute,
             },
             "schedule": {"steps": 3, "promptsPerStep": 2, "groupSize": 4},
             "weights": {"timeoutS": 30},

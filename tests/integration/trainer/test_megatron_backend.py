@@ -1,7 +1,8 @@
-"""The Megatron backend against transformers and torch, on one rank, two tensor parallel and two data parallel ranks."""
+"""The Megatron backend against transformers and torch, on one, two and four ranks in many layouts."""
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -10,19 +11,38 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.integration.trainer import reference
-from tests.integration.trainer.conftest import VOCAB
+from tests.integration.trainer.conftest import FOUR_RANKS, TWO_RANKS, VOCAB
 from tests.integration.trainer.runs import a_batch, a_spec
 from transformers import AutoModelForCausalLM
 
 from specrl.drafting.head import auxiliary_layers
 from specrl.trainer import checkpoint_export, checkpoints
 
-LAYOUTS = ["single", "tensor_2", "data_2"]
+LAYOUTS = [
+    ("single", "."),
+    *(("two_ranks", name) for name in TWO_RANKS),
+    *(("four_ranks", name) for name in FOUR_RANKS),
+]
 
 
-@pytest.fixture(params=LAYOUTS)
+@pytest.fixture(params=LAYOUTS, ids=lambda found: f"{found[0]}-{found[1]}")
 def layout(request: pytest.FixtureRequest) -> Path:
-    found: Path = request.getfixturevalue(request.param)
+    """The folder of every layout."""
+    launch, name = request.param
+    found: Path = request.getfixturevalue(launch) / name
+    return found
+
+
+@pytest.fixture
+def source(layout: Path, policy: Path, tied_policy: Path) -> Path:
+    """The policy that it has trained."""
+    return tied_policy if layout.name in FOUR_RANKS else policy
+
+
+@pytest.fixture(params=TWO_RANKS)
+def other(request: pytest.FixtureRequest, two_ranks: Path) -> Path:
+    """The folder of every layout, but the single rank, that has trained its policy."""
+    found: Path = two_ranks / request.param
     return found
 
 
@@ -41,38 +61,44 @@ def policy_only(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in tensors.items() if not name.startswith("drafter.")}
 
 
-def test_log_probabilities_equal_transformers(layout: Path, policy: Path) -> None:
-    model = reference.load(policy)
+def test_log_probabilities_equal_transformers(layout: Path, source: Path) -> None:
+    model = reference.load(source)
     scores = load_file(layout / "scores.safetensors")
     with torch.no_grad():
         for i, item in enumerate(a_batch(1, VOCAB).rollouts):
             assert (scores[str(i)] - reference.logprobs(model, item)).abs().max() <= 1e-5
 
 
-def test_exported_tensors_are_the_ones_that_were_loaded(layout: Path, policy: Path) -> None:
-    assert (
-        furthest(policy_only(load_file(layout / "initial.safetensors")), load_file(policy / "model.safetensors")) == 0
-    )
+def test_packing_changes_no_log_probability(layout: Path) -> None:
+    assert seen(layout)["packing"] <= 1e-5
 
 
-@pytest.fixture(scope="session")
-def trained(policy: Path) -> tuple[Any, list[tuple[float, float]]]:
-    """The reference after the same three steps."""
-    model = reference.load(policy)
-    return model, reference.train(model, [a_batch(step, VOCAB) for step in (1, 2, 3)])
+def test_exported_tensors_are_the_ones_that_were_loaded(layout: Path, source: Path) -> None:
+    initial = policy_only(load_file(layout / "initial.safetensors"))
+    assert list(initial) == list(load_file(source / "model.safetensors"))
+    assert furthest(initial, load_file(source / "model.safetensors")) == 0
 
 
-def test_loss_gradient_norm_and_weights_equal_a_plain_training(layout: Path, trained: tuple[Any, Any]) -> None:
-    model, expected = trained
+@functools.cache
+def trained(source: Path) -> tuple[dict[str, torch.Tensor], list[tuple[float, float]]]:
+    """Weights, and loss and gradient norm of each step, of the reference after the same three steps."""
+    model = reference.load(source)
+    seen = reference.train(model, [a_batch(step, VOCAB) for step in (1, 2, 3)])
+    return dict(model.state_dict()), seen
+
+
+def test_loss_gradient_norm_and_weights_equal_a_plain_training(layout: Path, source: Path) -> None:
+    weights, expected = trained(source)
     for metrics, (loss, norm) in zip(seen(layout)["metrics"], expected, strict=True):
         assert metrics["loss"] == pytest.approx(loss, rel=1e-4, abs=1e-6)
         assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
-    assert furthest(policy_only(load_file(layout / "trained.safetensors")), model.state_dict()) <= 2e-6
+    found = policy_only(load_file(layout / "trained.safetensors"))
+    assert furthest(found, {name: weights[name] for name in found}) <= 2e-6
 
 
-def test_two_updates_of_gspo_equal_a_plain_training(layout: Path, policy: Path) -> None:
+def test_two_updates_of_gspo_equal_a_plain_training(layout: Path, source: Path) -> None:
     """With the divergence from the start taken off the rewards, and advantages made of that at the trainer."""
-    model = reference.load(policy)
+    model = reference.load(source)
     expected = reference.train_gspo(model, [a_batch(step, VOCAB) for step in (1, 2)])
     for metrics, (loss, norm) in zip(seen(layout)["gspo"]["metrics"], expected, strict=True):
         assert metrics["loss"] == pytest.approx(loss, rel=1e-4, abs=1e-6)
@@ -80,7 +106,8 @@ def test_two_updates_of_gspo_equal_a_plain_training(layout: Path, policy: Path) 
         assert metrics["updates"] == 2
     assert 0 < seen(layout)["gspo"]["metrics"][1]["clip_fraction"] < 1
     assert seen(layout)["gspo"]["metrics"][1]["reference_kl"] > 0
-    assert furthest(load_file(layout / "gspo.safetensors"), model.state_dict()) <= 4e-6
+    found, weights = load_file(layout / "gspo.safetensors"), model.state_dict()
+    assert furthest(found, {name: weights[name] for name in found}) <= 4e-6
 
 
 def test_step_whose_gradients_are_not_finite_is_skipped_and_leaves_the_policy(layout: Path) -> None:
@@ -100,17 +127,17 @@ def test_checkpoint_counts_the_updates_that_were_made(layout: Path) -> None:
     assert furthest(*ends) == 0
 
 
-def test_metrics_do_not_depend_on_the_layout(layout: Path, single: Path) -> None:
+def test_metrics_do_not_depend_on_the_layout(other: Path, single: Path) -> None:
     timed = {"logprob_seconds", "train_seconds", "drafter"}
-    for mine, others in zip(seen(layout)["metrics"], seen(single)["metrics"], strict=True):
+    for mine, others in zip(seen(other)["metrics"], seen(single)["metrics"], strict=True):
         for name in mine.keys() - timed:
             assert mine[name] == pytest.approx(others[name], rel=2e-4, abs=1e-6), name
         for name in ("loss", "grad_norm"):
             assert mine["drafter"][name] == pytest.approx(others["drafter"][name], rel=1e-3), name
 
 
-def test_drafter_does_not_depend_on_the_layout(layout: Path, single: Path) -> None:
-    assert furthest(load_file(layout / "trained.safetensors"), load_file(single / "trained.safetensors")) <= 1e-5
+def test_drafter_does_not_depend_on_the_layout(other: Path, single: Path) -> None:
+    assert furthest(load_file(other / "trained.safetensors"), load_file(single / "trained.safetensors")) <= 1e-5
 
 
 def test_learning_rate_rises_over_the_warm_up(single: Path) -> None:
@@ -125,11 +152,22 @@ def test_same_seed_and_batches_give_the_same_bits(single: Path) -> None:
     assert furthest(load_file(single / "repeated.safetensors"), load_file(single / "trained.safetensors")) == 0
 
 
-@pytest.mark.parametrize("other", ["without-drafter", "not-adapted", "share-of-operations", "total-variation"])
-def test_training_the_drafter_leaves_the_policy_as_it_would_be_without(other: str, single: Path) -> None:
+@pytest.mark.parametrize("way", ["without-drafter", "not-adapted", "share-of-operations", "total-variation"])
+def test_training_the_drafter_leaves_the_policy_as_it_would_be_without(way: str, single: Path) -> None:
     """Three steps, bit for bit, whatever the drafter learns from and by which loss."""
     with_drafter = policy_only(load_file(single / "trained.safetensors"))
-    assert furthest(with_drafter, policy_only(load_file(single / f"{other}.safetensors"))) == 0
+    assert furthest(with_drafter, policy_only(load_file(single / f"{way}.safetensors"))) == 0
+
+
+def test_recomputing_layers_changes_no_bit(single: Path) -> None:
+    assert furthest(load_file(single / "recomputed.safetensors"), load_file(single / "trained.safetensors")) == 0
+
+
+def test_bf16_is_trained_through_float32_masters(single: Path, policy: Path) -> None:
+    masters = load_file(single / "bf16.safetensors")
+    assert furthest(masters, trained(policy)[0]) <= 7e-3
+    assert any((tensor != tensor.bfloat16()).any() for tensor in masters.values())
+    assert furthest(load_file(single / "bf16-resumed.safetensors"), masters) == 0
 
 
 def test_drafter_moves_unless_it_is_not_adapted(single: Path) -> None:
@@ -142,8 +180,8 @@ def test_drafter_moves_unless_it_is_not_adapted(single: Path) -> None:
         assert furthest(drafter(name), drafter("initial")) > 1e-5
 
 
-def test_captured_hidden_states_are_those_of_transformers(layout: Path, policy: Path) -> None:
-    model = reference.load(policy)
+def test_captured_hidden_states_are_those_of_transformers(layout: Path, source: Path) -> None:
+    model = reference.load(source)
     inputs: list[torch.Tensor] = []
     model.model.norm.register_forward_pre_hook(lambda _module, arguments: inputs.append(arguments[0]))
     aux = auxiliary_layers(model.config.num_hidden_layers)
@@ -172,11 +210,11 @@ def test_broadcast_that_nobody_joins_is_an_error_at_rank_0_alone(layout: Path) -
 
 
 def test_export_of_a_checkpoint_is_what_the_backend_had_when_it_was_saved(
-    layout: Path, policy: Path, tmp_path: Path
+    layout: Path, source: Path, tmp_path: Path
 ) -> None:
     checkpoint = checkpoints.newest(layout)
     assert checkpoint is not None
-    checkpoint_export.export(a_spec(policy), checkpoint, tmp_path / "out")
+    checkpoint_export.export(a_spec(source), checkpoint, tmp_path / "out")
     drafter = load_file(tmp_path / "out" / "drafter" / "model.safetensors")
     found = load_file(tmp_path / "out" / "policy" / "model.safetensors")
     found |= {f"drafter.{name}": tensor for name, tensor in drafter.items()}
@@ -185,21 +223,20 @@ def test_export_of_a_checkpoint_is_what_the_backend_had_when_it_was_saved(
     assert all(found[name].equal(expected[name]) for name in found)
 
 
-def test_exported_folder_is_a_model_of_transformers(layout: Path, policy: Path) -> None:
-    found = AutoModelForCausalLM.from_pretrained(layout / "export" / "policy", dtype=torch.float32)
-    assert furthest(found.state_dict(), policy_only(load_file(layout / "trained.safetensors"))) == 0
-    assert (layout / "export" / "policy" / "tokenizer.json").read_bytes() == (policy / "tokenizer.json").read_bytes()
+def test_exported_folder_is_a_model_of_transformers(layout: Path, source: Path) -> None:
+    found = AutoModelForCausalLM.from_pretrained(layout / "export" / "policy", dtype=torch.float32).state_dict()
+    kept = policy_only(load_file(layout / "trained.safetensors"))
+    assert furthest(kept, {name: found[name] for name in kept}) == 0
+    assert (layout / "export" / "policy" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
 
 
 def test_checkpoint_resumes_to_the_same_bits(single: Path) -> None:
     assert furthest(load_file(single / "same-layout.safetensors"), load_file(single / "trained.safetensors")) == 0
 
 
-@pytest.mark.parametrize("other", LAYOUTS[1:])
-def test_checkpoint_resumes_on_another_layout(other: str, single: Path, request: pytest.FixtureRequest) -> None:
-    layout: Path = request.getfixturevalue(other)
-    assert seen(layout)["resumed_at"] == 2
-    assert furthest(load_file(layout / "resumed.safetensors"), load_file(single / "trained.safetensors")) <= 2e-6
+def test_checkpoint_resumes_on_another_layout(other: Path, single: Path) -> None:
+    assert seen(other)["resumed_at"] == 2
+    assert furthest(load_file(other / "resumed.safetensors"), load_file(single / "trained.safetensors")) <= 2e-6
 
 
 def test_death_in_the_middle_of_a_checkpoint_leaves_the_one_before(single: Path) -> None:

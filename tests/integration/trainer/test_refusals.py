@@ -9,7 +9,7 @@ import pytest
 from tests.integration.trainer.runs import a_spec
 from tests.tiny_models import Shape, make_policy
 
-from specrl.errors import CheckpointInvalid, MemoryTooSmall, TrainerFailed
+from specrl.errors import CheckpointInvalid, MemoryTooSmall, SpecInvalid, TrainerFailed
 from specrl.trainer import checkpoints
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Megatron warns about itself
@@ -28,7 +28,7 @@ def test_model_that_does_not_fit_into_memory(policy: Path, monkeypatch: pytest.M
 def test_tensor_parallel_size_that_does_not_divide_the_heads(policy: Path) -> None:
     from specrl.trainer.megatron_backend import MegatronBackend
 
-    with pytest.raises(CheckpointInvalid, match="num_attention_heads=4"):
+    with pytest.raises(SpecInvalid, match="num_attention_heads=4"):
         MegatronBackend(a_spec(policy, tensor=3))
 
 

@@ -1,8 +1,9 @@
 """One rank of a trainer under test: runs the whole backend once and leaves what it saw in a folder.
 
-    RANK=0 WORLD_SIZE=2 ... python -m tests.integration.trainer.worker POLICY OUT TENSOR DATA [CHECKPOINT]
+    RANK=0 WORLD_SIZE=2 ... python -m tests.integration.trainer.worker POLICY OUT '["tensor=2", "data=2"]' [CHECKPOINT]
 
-Written so that one start of the processes, which costs most of the time, serves all tests of a parallel layout.
+Written so that one start of the processes, which costs most of the time, serves all tests of all parallel layouts with
+as many ranks: it forms one after another.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from tests.integration.trainer.runs import GSPO, TWO_UPDATES, a_batch, a_poisoned_batch, a_spec
-from tests.integration.trainer.worker_group import GROUP
+from tests.integration.trainer.worker_group import ALONE, GROUP, sizes
 
 from specrl.errors import RecordInvalid, SpecrlError, TrainerFailed, VersionConflict
-from specrl.records import Batch, WeightGroup
+from specrl.records import Batch, TrainRollout, WeightGroup
 from specrl.spec import RunSpec
 from specrl.trainer import checkpoints
 from specrl.trainer.megatron_backend import MegatronBackend, checkpoint
@@ -30,37 +32,50 @@ DIED = 9  # exit code of a death that was planned
 
 
 def main() -> None:
-    policy, out, tensor, data, *rest = sys.argv[1:]
-    spec = a_spec(Path(policy), tensor=int(tensor), data=int(data))
-    out_path, seen = Path(out), {}
-    out_path.mkdir(parents=True, exist_ok=True)
+    policy, out, layouts, *rest = sys.argv[1:]
+    for layout in json.loads(layouts):
+        run(a_spec(Path(policy), **sizes(layout)), Path(out) / layout, Path(rest[0]) if rest else None)
+    if torch.distributed.get_world_size() == 1:
+        alone(a_spec(Path(policy)), Path(out) / ALONE)
+    torch.distributed.destroy_process_group()
+
+
+def run(spec: RunSpec, out: Path, checkpoint_path: Path | None) -> None:
+    """Everything that is done in every layout; a checkpoint of another one is resumed at the end."""
+    seen: dict[str, Any] = {}
+    out.mkdir(parents=True, exist_ok=True)
     backend = MegatronBackend(spec)
     backend.load(None)
     seen["ways_to_refuse"] = refusals(backend)
-    scores = backend.score(a_batch(1, backend.config.vocab_size).rollouts)
-    keep(out_path / "initial.safetensors", backend)
-    states = backend.hidden_states(a_batch(1, backend.config.vocab_size).rollouts)
-    seen["metrics"] = train(backend, out_path)
-    keep(out_path / "trained.safetensors", backend)
-    broadcast(backend, out_path)
-    backend.export(out_path / "export")
+    rollouts = a_batch(1, backend.config.vocab_size).rollouts
+    scores = backend.score(rollouts)
+    seen["packing"] = packing(backend, rollouts, scores)
+    keep(out / "initial.safetensors", backend)
+    states = backend.hidden_states(rollouts)
+    seen["metrics"] = train(backend, out)
+    keep(out / "trained.safetensors", backend)
+    broadcast(backend, out)
+    backend.export(out / "export")
     backend.close()
     if is_first():
-        save_file({str(i): torch.from_numpy(item) for i, item in enumerate(scores)}, out_path / "scores.safetensors")
-        save_states(out_path, states)
-    if rest:
+        save_file({str(i): torch.from_numpy(item) for i, item in enumerate(scores)}, out / "scores.safetensors")
+        save_states(out, states)
+    if checkpoint_path is not None:
         resumed = MegatronBackend(spec)
-        resumed.load(Path(rest[0]))
+        resumed.load(checkpoint_path)
         seen["resumed_at"] = resumed.status().step
         resumed.train_step(a_batch(STEPS, resumed.config.vocab_size))
-        keep(out_path / "resumed.safetensors", resumed)
+        keep(out / "resumed.safetensors", resumed)
         resumed.close()
-    seen["gspo"] = gspo(spec, out_path)
+    seen["gspo"] = gspo(spec, out)
     if is_first():
-        (out_path / "seen.json").write_text(json.dumps(seen))
-    if int(tensor) * int(data) == 1:
-        alone(spec, out_path)
-    torch.distributed.destroy_process_group()
+        (out / "seen.json").write_text(json.dumps(seen))
+
+
+def packing(backend: MegatronBackend, rollouts: Sequence[TrainRollout], scores: Sequence[Any]) -> float:
+    """Largest difference between log-probabilities of packed rollouts and of each in a pass of its own."""
+    alone = [backend.score([item])[0] for item in rollouts]
+    return max(float(abs(one - other).max()) for one, other in zip(alone, scores, strict=True))
 
 
 def is_first() -> bool:
@@ -94,16 +109,8 @@ def train(backend: MegatronBackend, out: Path) -> list[dict[str, Any]]:
 
 def gspo(spec: RunSpec, out: Path) -> dict[str, Any]:
     """Another loss and two updates a step, of which the third and fourth have gradients that are not finite."""
-    layout = spec.trainer.parallelism
-    speculation: dict[str, Any] = {"none": {}}
-    spec = a_spec(
-        Path(spec.model.path),
-        tensor=layout.tensor,
-        data=layout.data,
-        speculation=speculation,
-        loss=GSPO,
-        optimizer=TWO_UPDATES,
-    )
+    layout = spec.trainer.parallelism.model_dump(by_alias=True)
+    spec = a_spec(Path(spec.model.path), speculation={"none": {}}, loss=GSPO, optimizer=TWO_UPDATES, **layout)
     backend = MegatronBackend(spec)
     backend.load(None)
     vocab = backend.config.vocab_size
@@ -184,6 +191,7 @@ def alone(spec: RunSpec, out: Path) -> None:
         "not-adapted": a_spec(policy, drafter={"online": False}),
         "share-of-operations": a_spec(policy, drafter={}),
         "total-variation": a_spec(policy, drafter={"tokenBudget": 1000, "loss": "TotalVariation"}),
+        "recomputed": a_spec(policy, recompute="Layers"),
     }
     for name, other in others.items():
         plain = MegatronBackend(other)
@@ -191,7 +199,23 @@ def alone(spec: RunSpec, out: Path) -> None:
         train(plain, out / name)
         keep(out / f"{name}.safetensors", plain)
         plain.close()
+    in_bf16(a_spec(policy, dtype="bfloat16"), out)
     die_while_saving(spec, out)
+
+
+def in_bf16(spec: RunSpec, out: Path) -> None:
+    """Three steps, and the last of them once more from the checkpoint before it; the float32 masters are kept."""
+    for name, checkpoint_path in (("bf16", None), ("bf16-resumed", out / "bf16")):
+        backend = MegatronBackend(spec)
+        backend.load(checkpoints.newest(checkpoint_path) if checkpoint_path else None)
+        if checkpoint_path is None:
+            train(backend, out / name)
+        else:
+            backend.train_step(a_batch(STEPS, backend.config.vocab_size))
+        save_file(
+            {key: tensor.clone() for key, tensor in backend.policy.state()["weights"]}, out / f"{name}.safetensors"
+        )
+        backend.close()
 
 
 def die_while_saving(spec: RunSpec, out: Path) -> None:

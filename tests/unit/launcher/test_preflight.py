@@ -161,17 +161,25 @@ def test_draft_vocabulary_larger_than_the_policys_is_refused(tmp_path: Path) -> 
         preflight.check_drafter(a_speculating_run(tmp_path, draftVocabSize=265), policy)
 
 
-def test_every_number_that_does_not_divide_the_heads_is_listed(tmp_path: Path) -> None:
+def test_every_number_that_does_not_divide_the_model_is_listed(tmp_path: Path) -> None:
     policy = read_model_folder(a_model_folder(tmp_path / "model"), "model.path")
     spec = a_spec(
         tmp_path,
         generation={"sampling": {"maxTokens": 16}, "tensorParallel": 4},
-        trainer={"optimizer": {"learningRate": "1e-3"}, "parallelism": {"tensor": 3}},
+        trainer={
+            "optimizer": {"learningRate": "1e-3"},
+            "parallelism": {"tensor": 3, "pipeline": 2, "virtualStages": 3},
+        },
     )
     with pytest.raises(SpecInvalid) as caught:
         preflight.check_parallelism(spec, policy)
     assert [(problem.path, problem.rule) for problem in caught.value.problems] == [
         ("trainer.parallelism.tensor", "must divide the model's num_key_value_heads=2, got 3"),
+        ("trainer.parallelism.tensor", "must divide the model's intermediate_size=128, got 3"),
+        (
+            "trainer.parallelism.pipeline",
+            "times virtualStages must divide the model's num_hidden_layers=2, got 2 x 3 stages",
+        ),
         ("generation.tensorParallel", "must divide the model's num_attention_heads=6, got 4"),
         ("generation.tensorParallel", "must divide the model's num_key_value_heads=2, got 4"),
     ]

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 from specrl.drafting.policy_config import PolicyConfig
 from specrl.spec.trainer import Lora
 from specrl.trainer import lora as low_rank
-from specrl.trainer.megatron_backend.hf_weights import Of, TensorParallel, full_shapes, shard, weight_map
+from specrl.trainer.megatron_backend.hf_weights import Of, Place, full_shapes, of_chunk, shard
 
 _LINEAR = {"qkv", "gate_up", "rows"}  # layouts of what is adapted
 Cut = Callable[[list[torch.Tensor]], torch.Tensor]
@@ -43,14 +43,14 @@ class LowRank(torch.nn.Module):
         return low_rank.merged(weight, self._cut(updates))
 
 
-def adapt(model: Any, config: PolicyConfig, tensor: TensorParallel, lora: Lora, seed: int) -> None:
+def adapt(model: Any, config: PolicyConfig, tensor: Place, lora: Lora, seed: int) -> None:
     """Freeze a model, and give its linear layers low-rank updates, zero at first; of a mixture those of attention.
 
     The factors are the same at every rank, whatever the layout.
     """
     model.requires_grad_(False)
-    for item in weight_map(model):
-        if item.layout not in _LINEAR:
+    for item in list(of_chunk(model)):
+        if item.parameter is None or item.layout not in _LINEAR:
             continue
         shapes = [(outputs, inputs) for outputs, inputs in full_shapes(config, item)]
         factors = [
@@ -59,17 +59,18 @@ def adapt(model: Any, config: PolicyConfig, tensor: TensorParallel, lora: Lora, 
         update = LowRank(
             [(a.to(item.parameter), b.to(item.parameter)) for a, b in factors],
             low_rank.scale(lora),
-            partial(shard, config, item, parallel=tensor),
+            partial(shard, config, item, tensor=tensor),
         )
         module = model.get_submodule(item.megatron_name.removesuffix(".weight"))
         parametrize.register_parametrization(module, "weight", update)
 
 
-def merged(model: Any) -> Of:
-    """What each parameter of a model stands for in the forward pass: with its update, where it has one."""
+def merged(chunks: Sequence[Any]) -> Of:
+    """What each parameter of a model's chunks stands for in the forward pass: with its update, where it has one."""
     adapted: dict[torch.Tensor, Any] = {
         module.parametrizations.weight.original: module
-        for module in model.modules()
+        for chunk in chunks
+        for module in chunk.modules()
         if parametrize.is_parametrized(module, "weight")
     }
 

@@ -7,6 +7,7 @@ step. The same batches and seed give the same weights, bit for bit, on the same 
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -65,7 +66,7 @@ from specrl.trainer.megatron_backend import checkpoint, cpu_shim, groups, hf_wei
 from specrl.trainer.megatron_backend.groups import Groups
 from specrl.trainer.megatron_backend.model import check_layout
 from specrl.trainer.megatron_backend.policy import Policy
-from specrl.trainer.megatron_backend.tensors import MicroBatch, micro_batch
+from specrl.trainer.megatron_backend.tensors import MicroBatch, micro_batch, padded
 from specrl.trainer.megatron_backend.turns import turn_lengths, turns_of
 from specrl.weights import files, stream
 from specrl.weights import group as weight_group
@@ -74,8 +75,8 @@ cpu_shim.install()
 
 T = TypeVar("T")
 
-# Weights, gradients and both moments in float32; bf16 adds its own weights and saves half of the gradients' partner.
-BYTES_PER_PARAMETER = 18
+# Weights and float32 gradients at every data parallel rank; of masters and both moments, in float32, each has a part.
+REPLICATED_BYTES, OPTIMIZER_BYTES = 6, 12
 FROZEN_BYTES = 8  # with low-rank updates: each weight as it is, and as it is computed with, at most in float32
 
 
@@ -101,8 +102,7 @@ class MegatronBackend:
 
     def load(self, checkpoint_path: Path | None) -> None:
         self._check_memory()
-        trainer = self.spec.trainer
-        self.policy = Policy(self.config, trainer, self.dtype, self.groups, self.spec.schedule.seed)
+        self.policy = Policy(self.config, self.spec.trainer, self.dtype, self.groups, self.spec.schedule.seed)
         self.drafter: DrafterTrainer | None = None
         # Also with a checkpoint to come: the optimizer's master copies are made of weights that exist.
         self.policy.load_folder()
@@ -155,9 +155,11 @@ class MegatronBackend:
 
     def _check_memory(self) -> None:
         """Raise MemoryTooSmall when weights, gradients and optimizer alone do not fit; activations come on top."""
-        each = BYTES_PER_PARAMETER if self.spec.trainer.lora is None else FROZEN_BYTES
+        mine = self.config.num_parameters // (self.groups.tensor.size * self.groups.pipeline.size)
         reference = self.dtype.itemsize if self.spec.trainer.loss.reference_kl is not None else 0
-        needed = (each + reference) * self.config.num_parameters // self.groups.tensor.size
+        shared_by = self.groups.data_size * self.groups.context.size
+        trained = REPLICATED_BYTES + OPTIMIZER_BYTES // shared_by
+        needed = mine * ((trained if self.spec.trainer.lora is None else FROZEN_BYTES) + reference)
         if self.groups.device.type == "cuda":
             free, place = torch.cuda.mem_get_info()[0], "GPU"
         else:
@@ -165,7 +167,8 @@ class MegatronBackend:
         if needed > free:
             raise MemoryTooSmall(
                 f"the trainer must hold {needed / 2**30:.1f} GiB of weights and optimizer state a rank, got "
-                f"{free / 2**30:.1f} GiB free on this {place}; use a smaller model or more trainer.parallelism.tensor"
+                f"{free / 2**30:.1f} GiB free on this {place}; use a smaller model, or more trainer.parallelism.tensor "
+                "or pipeline"
             )
 
     def status(self) -> TrainerStatus:
@@ -209,8 +212,8 @@ class MegatronBackend:
         tokens = sum(item.rollout.sampled_length for item in batch.rollouts)
         nats = torch.zeros((), dtype=torch.float64, device=self.groups.device)
 
-        def loss(number: int, logits_TW: torch.Tensor) -> torch.Tensor:
-            found = -self.policy.logprobs(logits_TW, cuts[number].target_T).sum()
+        def loss(number: int, logits_LW: torch.Tensor) -> torch.Tensor:
+            found = -self.policy.logprobs(logits_LW, cuts[number]).sum()
             nats.add_(found.detach())
             return found / tokens
 
@@ -249,7 +252,7 @@ class MegatronBackend:
         longest = self.spec.generation.sampling.max_tokens
         policy_loss = losses.PolicyLoss(self.spec.trainer.loss, longest, tokens, len(batch.rollouts))
 
-        def loss(number: int, logits_TW: torch.Tensor) -> losses.LossTerms:
+        def loss(number: int, logits_LW: torch.Tensor) -> losses.LossTerms:
             cut = cuts[number]
             sampled = losses.SampledTokens(
                 proximal_T=proximal[number],
@@ -258,15 +261,15 @@ class MegatronBackend:
                 sequences=losses.Sequences(cut.sequence_T, len(cut.indices)),
                 reference_T=reference[number] if reference else None,
             )
-            return policy_loss(self.policy.logprobs(logits_TW, cut.target_T), sampled)
+            return policy_loss(self.policy.logprobs(logits_LW, cut), sampled)
 
         norms, found = self._updates_of_step(batch.step, cuts, loss, lessons)
         drafter_metrics = drafter.finish(group=dist.group.WORLD) if drafter is not None else None
         self._step = batch.step
         train_s = time.perf_counter() - started
 
-        mismatch = [
-            losses.sampler_mismatch(p, cut.sampler_T, cut.is_current_T) for cut, p in zip(cuts, proximal, strict=True)
+        mismatch = [  # at the last stage
+            losses.sampler_mismatch(p, cut.sampler_T, cut.is_current_T) for cut, p in zip(cuts, proximal, strict=False)
         ]
         difference, kl, compared, entropy = self._over_data(
             [
@@ -351,18 +354,30 @@ class MegatronBackend:
 
     def _micro_batches(self, rollouts: Sequence[TrainRollout]) -> list[MicroBatch]:
         """This rank's share of a batch, in forward passes."""
-        lengths = [len(item.prompt_token_ids) + item.rollout.length for item in rollouts]
-        share = micro_batches.cut(lengths, self.groups.data_size, self.spec.trainer.micro_batch_tokens)
-        mine = share[self.groups.data_rank]
-        return [micro_batch(rollouts, indices, self._step, self.groups.device) for indices in mine]
+        context = self.groups.context.size
+        lengths = [padded(len(item.prompt_token_ids) + item.rollout.length, context) for item in rollouts]
+        trainer, groups = self.spec.trainer, self.groups
+        # The interleaved schedule goes round the pipeline with as many micro-batches as it has ranks.
+        together = groups.pipeline.size if trainer.parallelism.virtual_stages > 1 else 1
+        room = trainer.micro_batch_tokens * context
+        cuts = micro_batches.cut(lengths, groups.data_size, room, together)[groups.data_rank]
+        multiple = math.lcm(padded(1, context), groups.tensor.size * context)
+        sizes = micro_batches.sizes(cuts, lengths, multiple, is_even=groups.pipeline.size > 1)
+        return [
+            micro_batch(rollouts, indices, self._step, groups, tokens)
+            for indices, tokens in zip(cuts, sizes, strict=True)
+        ]
 
     def _proximal(self, cuts: Sequence[MicroBatch]) -> tuple[list[torch.Tensor], float]:
-        """Log-probabilities [T] of every micro-batch under the present policy, and the sum of entropies."""
+        """Log-probabilities [T] of every micro-batch under the present policy, and the sum of entropies.
+
+        Both at the last stage; nothing, and 0, elsewhere.
+        """
         found, entropies = [], []
 
-        def keep(number: int, logits_TW: torch.Tensor) -> None:
-            entropies.append(float(self.policy.entropies(logits_TW).double().sum()))
-            found.append(self.policy.logprobs(logits_TW, cuts[number].target_T))
+        def keep(number: int, logits_LW: torch.Tensor) -> None:
+            entropies.append(float(self.policy.entropies(logits_LW, cuts[number]).double().sum()))
+            found.append(self.policy.logprobs(logits_LW, cuts[number]))
 
         self.policy.passes(cuts, keep, self.temperature)
         return found, sum(entropies)
@@ -397,8 +412,8 @@ class MegatronBackend:
         if self.reference is not None:
             policy = self.reference
 
-            def keep(number: int, logits_TW: torch.Tensor) -> None:
-                found.append(policy.logprobs(logits_TW, cuts[number].target_T))
+            def keep(number: int, logits_LW: torch.Tensor) -> None:
+                found.append(policy.logprobs(logits_LW, cuts[number]))
 
             policy.passes(cuts, keep, self.temperature)
         return found
@@ -418,10 +433,10 @@ class MegatronBackend:
         if kl is None or kl.place is not KlPlace.REWARD:
             return cuts
         costs_N = torch.zeros(len(batch.rollouts), dtype=torch.float64, device=self.groups.device)
-        for cut, proximal_T, reference_T in zip(cuts, proximal, reference, strict=False):  # where there are logits
+        for cut, proximal_T, reference_T in zip(cuts, proximal, reference, strict=False):  # at the last stage
             cost_T = losses.reference_kl(proximal_T, reference_T, kl.estimator).double()
             costs_N[list(cut.indices)] = losses.Sequences(cut.sequence_T, len(cut.indices)).sums(cost_T)
-        dist.all_reduce(costs_N, group=self.groups.data)
+        dist.all_reduce(self.groups.from_last_stage(costs_N), group=self.groups.data)
         # What is not finite here makes gradients that are not either, and the step is skipped for them.
         charged_N = np.array([item.reward for item in batch.rollouts]) - float(kl.coefficient) * costs_N.cpu().numpy()
         charged_N = np.nan_to_num(charged_N, posinf=0.0, neginf=0.0).astype(np.float32)
@@ -441,35 +456,35 @@ class MegatronBackend:
         self.policy.zero_gradients()
         sums_N = torch.zeros(len(losses.SUMS), dtype=torch.float64, device=self.groups.device)
 
-        def differentiated(number: int, logits_TW: torch.Tensor) -> torch.Tensor:
-            terms = loss(number, logits_TW)
+        def differentiated(number: int, logits_LW: torch.Tensor) -> torch.Tensor:
+            terms = loss(number, logits_LW)
             sums_N.add_(terms.sums_N)
             return terms.loss
 
-        mine = [self._dealt([lesson for lesson in lessons if lesson.index in cut.indices]) for cut in cuts]
-        rows = [[cut.indices.index(lesson.index) for lesson in dealt] for cut, dealt in zip(cuts, mine, strict=True)]
+        taught = [[lesson for lesson in lessons if lesson.index in cut.indices] for cut in cuts]
+        rows = [[cut.indices.index(lesson.index) for lesson in some] for cut, some in zip(cuts, taught, strict=True)]
         states = self.policy.passes(cuts, differentiated, self.temperature, is_training=True, rows=rows)
-        for dealt, kept in zip(mine, states, strict=True):
+        for some, kept in zip(taught, states, strict=True):
             if kept is not None:
                 assert self.drafter is not None
-                self.drafter.accumulate(
-                    kept.cut([lesson.context for lesson in dealt], [lesson.length for lesson in dealt])
-                )
+                whole = kept.cut([lesson.context for lesson in some], [lesson.length for lesson in some])
+                self._teach(self.drafter, whole)
         return sums_N
 
     def _dealt(self, items: Sequence[T]) -> Sequence[T]:
-        """This rank's share of what its tensor parallel group holds: they see the same states."""
-        return items[self.groups.tensor.rank :: self.groups.tensor.size]
+        """This rank's share of what its replica holds: all of its ranks get the same states."""
+        return items[self.groups.replica_rank :: self.groups.replica_size]
 
     def _teach(self, drafter: DrafterTrainer, states: HeadBatch) -> None:
-        """Train on this tensor parallel rank's share of the sequences."""
+        """Train on this rank's share of its replica's sequences."""
         mine = self._dealt(range(len(states.lengths_B)))
         if mine:
             drafter.accumulate(states.rows(mine))
 
     def _over_data(self, values: Sequence[float], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[float]:
-        """Reduce scalars over data parallel ranks; tensor parallel ranks hold equal ones."""
+        """Reduce scalars of the last stages over data parallel ranks; tensor parallel ranks hold equal ones."""
         tensor = torch.tensor(values, dtype=torch.float64, device=self.groups.device)
+        self.groups.from_last_stage(tensor)
         dist.all_reduce(tensor, op, group=self.groups.data)
         found: list[float] = tensor.tolist()
         return found
@@ -543,15 +558,15 @@ class MegatronBackend:
         whole = torch.zeros(int(ends[-1]), device=self.groups.device)
         cuts = self._micro_batches(rollouts)
 
-        def keep(number: int, logits_TW: torch.Tensor) -> None:
-            found_T = self.policy.logprobs(logits_TW, cuts[number].target_T)
+        def keep(number: int, logits_LW: torch.Tensor) -> None:
+            found_T = self.policy.logprobs(logits_LW, cuts[number])
             for index, part in zip(
                 cuts[number].indices, found_T.split([counts[i] for i in cuts[number].indices]), strict=True
             ):
                 whole[ends[index] : ends[index + 1]] = part
 
         self.policy.passes(cuts, keep, self.temperature)
-        dist.all_reduce(whole, group=self.groups.data)
+        dist.all_reduce(self.groups.from_last_stage(whole), group=self.groups.data)
         return [part.cpu().numpy() for part in torch.split(whole, counts)]
 
     # -- weights ------------------------------------------------------------------------------------------------------
@@ -562,7 +577,7 @@ class MegatronBackend:
 
         found = [
             meta(name, WeightOwner.POLICY, self.dtype, shape)
-            for item in self.policy.map
+            for item in self.policy.map.items
             for name, shape in zip(item.names, hf_weights.full_shapes(self.config, item), strict=True)
         ]
         for name, tensor in self._drafter_tensors():
@@ -646,6 +661,6 @@ class MegatronBackend:
 
     def _exhaust(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Ranks that share tensors with rank 0 gather to the end, whatever became of what rank 0 does with them."""
-        if self.groups.data_rank == 0:
+        if self.groups.data_rank == self.groups.context.rank == 0:
             for _ in tensors:
                 pass

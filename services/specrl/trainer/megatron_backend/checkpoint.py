@@ -99,18 +99,18 @@ class Saver:
 
 
 def snapshot(policy: Policy, drafter: DrafterTrainer | None, state: State, groups: Groups) -> Snapshot:
-    """Copies of what the next step changes. A collective; the tensors of a kind are dealt to the ranks that share them.
+    """Copies of what the next step changes. A collective; the tensors of a kind are dealt to all ranks.
 
     On a rank's host that is 12 bytes for each of its parameters, while they are written.
     """
-    found: dict[str, Tensors] = {}
-    if groups.data_rank == 0:  # the other data parallel ranks hold the same
-        for kind, tensors in policy.state().items():
-            found[kind] = {
-                name: _copy(tensor)
-                for place, (name, tensor) in enumerate(tensors)
-                if place % groups.tensor.size == groups.tensor.rank
-            }
+    found = {
+        kind: {
+            name: _copy(tensor)
+            for place, (name, tensor) in enumerate(tensors)
+            if place % groups.world_size == groups.rank
+        }
+        for kind, tensors in policy.state().items()
+    }
     others: dict[str, Tensors] = {}
     if groups.rank == 0:
         others[RANDOM] = {"cpu": torch.get_rng_state()}

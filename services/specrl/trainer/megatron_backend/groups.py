@@ -1,7 +1,8 @@
 """Process groups of the trainer's ranks: torch.distributed's default group, and Megatron's on top of it.
 
 Ranks come from torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); without it there is one rank.
-NCCL where CUDA is available, Gloo otherwise. Tensor parallel ranks are neighbours; rank 0 is first in both directions.
+NCCL where CUDA is available, Gloo otherwise. Tensor parallel ranks are neighbours, then
+context, data and pipeline parallel ones; rank 0 is first in every direction.
 """
 
 from __future__ import annotations
@@ -17,22 +18,45 @@ from torch._C._distributed_c10d import HashStore  # torch.distributed re-exports
 
 from specrl.errors import TrainerFailed
 from specrl.spec.trainer import Parallelism
-from specrl.trainer.megatron_backend.hf_weights import TensorParallel
+from specrl.trainer.megatron_backend.hf_weights import Place
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # of one collective; a rank that died breaks it at once, a hanging one so
 
 
 @dataclass(frozen=True)
 class Groups:
-    """This rank's place. `data` is the group of ranks that hold the same shard."""
+    """This rank's place in each direction. `data` is the group of ranks that hold the same shard.
+
+    A replica is the ranks that work on the same rollouts: those of one tensor, context and pipeline group.
+    """
 
     rank: int
     world_size: int
-    tensor: TensorParallel
+    tensor: Place
+    context: Place
+    pipeline: Place
     data_rank: int
     data_size: int
     data: dist.ProcessGroup
     device: torch.device
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks of a replica."""
+        return self.tensor.size * self.context.size * self.pipeline.size
+
+    @property
+    def replica_rank(self) -> int:
+        """This rank's number among them."""
+        outer = self.pipeline.rank * self.context.size + self.context.rank
+        return outer * self.tensor.size + self.tensor.rank
+
+    def from_last_stage(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What the ranks of the last stage hold in `tensor`, in place. A collective of the pipeline."""
+        if self.pipeline.size > 1:
+            last = dist.get_global_rank(self.pipeline.group, self.pipeline.size - 1)
+            dist.broadcast(tensor, last, group=self.pipeline.group)
+        return tensor
 
 
 def join(parallelism: Parallelism, seed: int) -> Groups:
@@ -41,26 +65,34 @@ def join(parallelism: Parallelism, seed: int) -> Groups:
     world_size = dist.get_world_size()
     if world_size != parallelism.world_size:
         raise TrainerFailed(
-            f"the trainer must run as trainer.parallelism.tensor * data = {parallelism.world_size} ranks, "
+            f"the trainer must run as tensor * context * pipeline * data = {parallelism.world_size} ranks, "
             f"got {world_size}; start it with torchrun --nproc-per-node={parallelism.world_size}"
         )
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=parallelism.tensor)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallelism.tensor,
+        context_parallel_size=parallelism.context,
+        pipeline_model_parallel_size=parallelism.pipeline,
+        virtual_pipeline_model_parallel_size=parallelism.virtual_stages if parallelism.virtual_stages > 1 else None,
+        create_gloo_process_groups=False,
+    )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     torch.manual_seed(seed)
     is_cuda = torch.cuda.is_available()
     return Groups(
         rank=dist.get_rank(),
         world_size=world_size,
-        tensor=TensorParallel(
-            parallel_state.get_tensor_model_parallel_rank(),
-            parallelism.tensor,
-            parallel_state.get_tensor_model_parallel_group(),
-        ),
+        tensor=_place(parallel_state.get_tensor_model_parallel_group()),
+        context=_place(parallel_state.get_context_parallel_group()),
+        pipeline=_place(parallel_state.get_pipeline_model_parallel_group()),
         data_rank=parallel_state.get_data_parallel_rank(),
         data_size=parallelism.data,
         data=parallel_state.get_data_parallel_group(),
         device=torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu"),
     )
+
+
+def _place(group: dist.ProcessGroup) -> Place:
+    return Place(dist.get_rank(group), dist.get_world_size(group), group)
 
 
 def _join_default() -> None:

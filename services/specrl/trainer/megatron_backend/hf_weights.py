@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,49 +45,64 @@ _EXPERT: dict[str, tuple[tuple[str, ...], str]] = {
     "linear_fc1.weight": (("gate_proj.weight", "up_proj.weight"), "stacked"),
     "linear_fc2.weight": (("down_proj.weight",), "whole"),
 }
+_EMBEDDING = "embedding.word_embeddings.weight"
 _ENDS: dict[str, tuple[tuple[str, ...], str]] = {
-    "embedding.word_embeddings.weight": (("model.embed_tokens.weight",), "vocabulary"),
+    _EMBEDDING: (("model.embed_tokens.weight",), "vocabulary"),
     "decoder.final_layernorm.weight": (("model.norm.weight",), "whole"),
     "output_layer.weight": (("lm_head.weight",), "vocabulary"),
 }
+_FIRST, _LAST = -1, 1 << 30
 Of = Callable[[torch.Tensor], torch.Tensor]
+Put = Callable[[torch.Tensor, torch.Tensor], None]
 _IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _IN_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
-
 _IN_ADAPTER = re.compile(r"(.+)\.parametrizations\.weight\.0\.(down|up)\.(\d+)")
 
 
 @dataclass(frozen=True)
-class Mapped:
-    """One Megatron parameter and what it is made of."""
-
-    parameter: torch.Tensor
-    names: tuple[str, ...]
-    layout: str
-    megatron_name: str
-
-
-@dataclass(frozen=True)
-class TensorParallel:
-    """Place of this rank among those that share a tensor."""
+class Place:
+    """This rank's place among the ranks of a process group."""
 
     rank: int
     size: int
-    group: dist.ProcessGroup | None
+    group: dist.ProcessGroup
 
 
-def weight_map(model: torch.nn.Module, *, is_adapters: bool = False) -> list[Mapped]:
-    """Every parameter of a GPTModel (unwrapped) with its Hugging Face names, in order; or those of its adapters.
+@dataclass(frozen=True)
+class Mapped:
+    """One Megatron parameter and what it is made of.
+
+    order: layer (embedding -1, ends last), and place in it. stage: the pipeline rank that has the parameter.
+    """
+
+    order: tuple[int, int]
+    megatron_name: str
+    names: tuple[str, ...]
+    layout: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stage: int
+    parameter: torch.Tensor | None = field(default=None, compare=False)
+
+
+def of_chunk(chunk: Any, stage: int = 0, *, is_adapters: bool = False) -> Iterator[Mapped]:
+    """Every parameter of a GPTModel (unwrapped) with its Hugging Face names; or those of its adapters.
 
     Raises CheckpointInvalid for a parameter without a name.
     """
-    found = []
-    for name, parameter in model.named_parameters():
+    copy = output_copy([chunk])
+    for place, (name, parameter) in enumerate(chunk.named_parameters()):
         adapter = _IN_ADAPTER.fullmatch(name)
-        if (adapter is not None) == is_adapters:
-            names, layout = _named(name) if adapter is None else _of_adapter(adapter)
-            found.append(Mapped(parameter, names, layout, name))
-    return found
+        if parameter is copy or (adapter is not None) != is_adapters:
+            continue
+        in_layer = _IN_LAYER.fullmatch(name)
+        layer, whole = _FIRST if name == _EMBEDDING else _LAST, name
+        if in_layer:
+            layer = chunk.decoder.layers[int(in_layer[1])].layer_number - 1  # counted over all stages
+            whole = f"decoder.layers.{layer}.{in_layer[2]}"
+        adapter = _IN_ADAPTER.fullmatch(whole)
+        names, layout = _named(whole) if adapter is None else _of_adapter(adapter)
+        yield Mapped((layer, place), name, names, layout, tuple(parameter.shape), parameter.dtype, stage, parameter)
 
 
 def _of_adapter(found: re.Match[str]) -> tuple[tuple[str, ...], str]:
@@ -119,32 +134,32 @@ def full_shapes(config: PolicyConfig, item: Mapped) -> list[tuple[int, ...]]:
     if item.layout == "gate_up":
         return [(config.intermediate_size, hidden)] * 2
     if item.layout == "stacked":
-        return [(item.parameter.shape[0] // 2, hidden)] * 2
+        return [(item.shape[0] // 2, hidden)] * 2
     if item.layout == "vocabulary":
         return [(config.vocab_size, hidden)]
     if item.layout == "rows":
         wide = config.intermediate_size if "down_proj" in item.names[0] else config.num_heads * dim
         return [(hidden, wide)]
-    return [tuple(item.parameter.shape)]
+    return [item.shape]
 
 
-def shard(config: PolicyConfig, item: Mapped, parts: list[torch.Tensor], parallel: TensorParallel) -> torch.Tensor:
+def shard(config: PolicyConfig, item: Mapped, parts: list[torch.Tensor], tensor: Place) -> torch.Tensor:
     """This rank's parameter out of full Hugging Face tensors."""
     if item.layout == "whole":
         return parts[0]
     if item.layout == "rows":
-        return parts[0].chunk(parallel.size, 1)[parallel.rank]
+        return parts[0].chunk(tensor.size, 1)[tensor.rank]
     if item.layout == "gate_up":
-        return torch.cat([part.chunk(parallel.size)[parallel.rank] for part in parts])
+        return torch.cat([part.chunk(tensor.size)[tensor.rank] for part in parts])
     if item.layout == "stacked":
         return torch.cat(parts)
     if item.layout == "vocabulary":
-        padded = item.parameter.shape[0] * parallel.size - config.vocab_size
+        padded = item.shape[0] * tensor.size - config.vocab_size
         whole = torch.cat([parts[0], parts[0].new_zeros(padded, config.hidden_size)])
-        return whole.chunk(parallel.size)[parallel.rank]
+        return whole.chunk(tensor.size)[tensor.rank]
     groups, dim, hidden = config.num_groups, config.head_dim, config.hidden_size
     by_group = [part.view(groups, -1, dim, hidden) for part in parts]
-    return torch.cat(by_group, 1).reshape(-1, hidden).chunk(parallel.size)[parallel.rank]
+    return torch.cat(by_group, 1).reshape(-1, hidden).chunk(tensor.size)[tensor.rank]
 
 
 def unshard(config: PolicyConfig, item: Mapped, shards: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -166,50 +181,93 @@ def unshard(config: PolicyConfig, item: Mapped, shards: list[torch.Tensor]) -> l
 
 
 def itself(parameter: torch.Tensor) -> torch.Tensor:
-    """What `load` fills and `export` yields unless told otherwise."""
+    """What `WeightMap.export` yields unless told otherwise."""
     return parameter
 
 
 @torch.no_grad()
-def load(
-    items: Sequence[Mapped], config: PolicyConfig, parallel: TensorParallel, folder: Path, of: Of = itself
-) -> None:
-    """Fill parameters from a folder; with `of`, what belongs to each (a master copy, a moment).
-
-    Raises CheckpointInvalid when a tensor is missing or unfit.
-    """
-    reader = FolderReader(folder)
-    for item in items:
-        parts = [reader.read(name) for name in item.names]
-        for name, part, shape in zip(item.names, parts, full_shapes(config, item), strict=True):
-            if tuple(part.shape) != shape:
-                raise CheckpointInvalid(
-                    f"{name} must be {shape}, got {tuple(part.shape)} in {folder}; it is of another model"
-                )
-        of(item.parameter).copy_(shard(config, item, parts, parallel))
+def fill(parameter: torch.Tensor, values: torch.Tensor) -> None:
+    """What `WeightMap.load` does with a parameter unless told otherwise."""
+    parameter.copy_(values)
 
 
-@torch.no_grad()
-def export(
-    items: Sequence[Mapped],
-    config: PolicyConfig,
-    parallel: TensorParallel,
-    wanted: AbstractSet[str] | None = None,
-    of: Of = itself,
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (Hugging Face name, full tensor) in map order, gathering one parameter at a time; `wanted` names alone.
+class WeightMap:
+    """Every parameter of the whole model with its Hugging Face names, in the model's order, the same at all ranks."""
 
-    A collective over the tensor parallel group: every rank must exhaust it.
-    """
-    for item in items:
-        if wanted is not None and wanted.isdisjoint(item.names):
-            continue
-        mine = of(item.parameter).detach().contiguous()
-        shards = [mine]
-        if parallel.size > 1 and item.layout not in {"whole", "stacked"}:
-            shards = [torch.empty_like(mine) for _ in range(parallel.size)]
-            dist.all_gather(shards, mine, group=parallel.group)
-        yield from zip(item.names, unshard(config, item, shards), strict=True)
+    def __init__(
+        self, chunks: Sequence[Any], config: PolicyConfig, places: tuple[Place, Place], *, is_adapters: bool = False
+    ) -> None:
+        """chunks: this rank's GPTModels, unwrapped. places: among tensor parallel ranks, and in the pipeline.
+
+        is_adapters: parameters of low-rank updates instead. A collective of the pipeline. Raises CheckpointInvalid for
+        a parameter without a name.
+        """
+        tensor, pipeline = places
+        self._config, self._tensor, self._pipeline = config, tensor, pipeline
+        self._device = next(chunks[0].parameters()).device
+        self._copy = None if is_adapters else output_copy(chunks)
+        items = [item for chunk in chunks for item in of_chunk(chunk, pipeline.rank, is_adapters=is_adapters)]
+        if pipeline.size > 1:
+            everyones: list[list[Mapped]] = [[] for _ in range(pipeline.size)]
+            dist.all_gather_object(everyones, [replace(item, parameter=None) for item in items], group=pipeline.group)
+            everyones[pipeline.rank] = items
+            items = [item for some in everyones for item in some]
+        self.items = sorted(items, key=lambda item: item.order)
+
+    @torch.no_grad()
+    def load(self, folder: Path, put: Put = fill) -> None:
+        """Read this rank's parameters from a folder, and `put` each.
+
+        Raises CheckpointInvalid when a tensor is missing or unfit.
+        """
+        reader = FolderReader(folder)
+        for item in self.items:
+            copy = self._copy if item.layout == "vocabulary" and item.order[0] == _FIRST else None
+            parameters = [found for found in (item.parameter, copy) if found is not None]
+            if not parameters:
+                continue
+            parts = [reader.read(name) for name in item.names]
+            for name, part, shape in zip(item.names, parts, full_shapes(self._config, item), strict=True):
+                if tuple(part.shape) != shape:
+                    raise CheckpointInvalid(
+                        f"{name} must be {shape}, got {tuple(part.shape)} in {folder}; it is of another model"
+                    )
+            for parameter in parameters:
+                put(parameter, shard(self._config, item, parts, self._tensor))
+
+    @torch.no_grad()
+    def export(
+        self, wanted: AbstractSet[str] | None = None, of: Of = itself, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (Hugging Face name, full tensor) in map order, gathering one parameter at a time; `wanted` names alone.
+
+        of: what is yielded of a parameter, in `dtype` if that is not the parameter's. A collective of the tensor
+        parallel ranks and the pipeline: every rank must exhaust it.
+        """
+        for item in self.items:
+            if wanted is not None and wanted.isdisjoint(item.names):
+                continue
+            if item.parameter is not None:
+                mine = of(item.parameter).detach().contiguous()
+            else:
+                mine = torch.empty(item.shape, dtype=dtype or item.dtype, device=self._device)
+            if self._pipeline.size > 1:
+                owner = dist.get_global_rank(self._pipeline.group, item.stage)
+                dist.broadcast(mine, owner, group=self._pipeline.group)
+            shards = [mine]
+            if self._tensor.size > 1 and item.layout not in {"whole", "stacked"}:
+                shards = [torch.empty_like(mine) for _ in range(self._tensor.size)]
+                dist.all_gather(shards, mine, group=self._tensor.group)
+            yield from zip(item.names, unshard(self._config, item, shards), strict=True)
+
+
+def output_copy(chunks: Sequence[Any]) -> torch.Tensor | None:
+    """The last stage's copy of a tied embedding that the first stage has, too; it has no name of its own."""
+    for chunk in chunks:
+        if chunk.post_process and not chunk.pre_process and chunk.share_embeddings_and_output_weights:
+            found: torch.Tensor = chunk.output_layer.weight
+            return found
+    return None
 
 
 class FolderReader:

@@ -19,11 +19,13 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch.nn import functional
 
 from specrl.drafting.policy_config import PolicyConfig
-from specrl.errors import CheckpointInvalid
-from specrl.spec.trainer import Parallelism
+from specrl.errors import CheckpointInvalid, SpecInvalid
+from specrl.spec.trainer import Parallelism, Recompute, Trainer
+from specrl.trainer.layout import layout_problems
 from specrl.trainer.megatron_backend import rope
 from specrl.trainer.megatron_backend.attention import PackedAttention
 
@@ -33,27 +35,21 @@ VOCABULARY_MULTIPLE = 128  # Megatron's own default
 
 
 def check_layout(config: PolicyConfig, parallelism: Parallelism) -> None:
-    """Raise CheckpointInvalid unless tensor parallel ranks share heads, groups and feed-forward evenly.
-
-    Experts are not shared out.
-    """
+    """Raise SpecInvalid unless ranks share heads, widths and layers evenly; CheckpointInvalid if experts would be."""
     if config.experts is not None and parallelism.world_size != parallelism.data:
         raise CheckpointInvalid(
             f"trainer.parallelism of a mixture of experts must have data parallel ranks alone, got "
             f"{parallelism.world_size} ranks and data={parallelism.data}; leave the others at 1"
         )
-    tensor = parallelism.tensor
     sizes = {
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_groups,
         "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
     }
-    for name, size in sizes.items():
-        if size % tensor:
-            raise CheckpointInvalid(
-                f"trainer.parallelism.tensor must divide the policy's {name}={size}, got tensor={tensor}; "
-                f"use a divisor of {math.gcd(*sizes.values())}"
-            )
+    problems = layout_problems(parallelism, sizes)
+    if problems:
+        raise SpecInvalid(tuple(problems))
 
 
 def padded_vocabulary(config: PolicyConfig, tensor: int) -> int:
@@ -62,9 +58,10 @@ def padded_vocabulary(config: PolicyConfig, tensor: int) -> int:
     return -(-config.vocab_size // multiple) * multiple
 
 
-def transformer_config(config: PolicyConfig, parallelism: Parallelism, dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(config: PolicyConfig, trainer: Trainer, dtype: torch.dtype) -> TransformerConfig:
     """The policy in Megatron's words. Fused kernels are off: they exist for CUDA only, and change rounding."""
-    is_cpu = not torch.cuda.is_available()
+    is_cpu, parallelism = not torch.cuda.is_available(), trainer.parallelism
+    is_recomputed = trainer.recompute is Recompute.LAYERS
     mixture: dict[str, Any] = {}
     if config.experts is not None:
         mixture = {
@@ -97,6 +94,15 @@ def transformer_config(config: PolicyConfig, parallelism: Parallelism, dtype: to
         bias_activation_fusion=False,
         gradient_accumulation_fusion=False,
         tensor_model_parallel_size=parallelism.tensor,
+        sequence_parallel=parallelism.tensor > 1,
+        context_parallel_size=parallelism.context,
+        pipeline_model_parallel_size=parallelism.pipeline,
+        virtual_pipeline_model_parallel_size=parallelism.virtual_stages if parallelism.virtual_stages > 1 else None,
+        batch_p2p_comm=parallelism.virtual_stages == 1,
+        overlap_p2p_comm=parallelism.virtual_stages > 1,  # else two interleaved ranks take messages for one another
+        recompute_granularity="full" if is_recomputed else None,
+        recompute_method="uniform" if is_recomputed else None,
+        recompute_num_layers=1 if is_recomputed else None,
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -116,26 +122,51 @@ def _scale_attention(found: TransformerConfig, factor: float) -> None:
             setattr(found, f"yarn_{name}", value)
 
 
-def build_model(config: PolicyConfig, parallelism: Parallelism, dtype: torch.dtype) -> GPTModel:
-    """An unwrapped GPTModel with arbitrary weights, in `dtype`, on this rank's device. Needs initialised groups."""
-    check_layout(config, parallelism)
+class Norm(torch.nn.RMSNorm):
+    """Megatron's own refuses sequence parallelism, in which each rank sees the gradient of its own tokens."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps)
+        # An attribute that Megatron looks for: such gradients are summed over tensor parallel ranks.
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 - no attribute of its type
+
+
+def build_model(config: PolicyConfig, trainer: Trainer, dtype: torch.dtype) -> list[GPTModel]:
+    """This rank's stages, unwrapped, with arbitrary weights in `dtype`, on its device. Needs initialised groups."""
+    check_layout(config, trainer.parallelism)
+    return [_stage(config, trainer, dtype, number) for number in range(trainer.parallelism.virtual_stages)]
+
+
+def _stage(config: PolicyConfig, trainer: Trainer, dtype: torch.dtype, number: int) -> GPTModel:
+    megatron, parallelism = transformer_config(config, trainer, dtype), trainer.parallelism
+    virtual = number if parallelism.virtual_stages > 1 else None
     layer = get_gpt_layer_local_spec(
         num_experts=config.experts.count if config.experts is not None else None,
         qk_layernorm=config.family.has_qk_norm,
         normalization="RMSNorm",
     )
-    layer.submodules.self_attention.submodules.core_attention = PackedAttention
+    parts, attention = layer.submodules, layer.submodules.self_attention.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = Norm
+    if config.family.has_qk_norm:
+        attention.q_layernorm = attention.k_layernorm = Norm
+    attention.core_attention = PackedAttention
     model = GPTModel(
-        transformer_config(config, parallelism, dtype),
-        layer,
+        megatron,
+        TransformerBlockSubmodules([layer] * get_num_layers_to_build(megatron, virtual), Norm),
         vocab_size=padded_vocabulary(config, parallelism.tensor),
         max_sequence_length=config.max_length,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual),
         position_embedding_type="rope",
         rotary_base=config.rope_theta,
         share_embeddings_and_output_weights=config.is_tied,
         parallel_output=True,
+        vp_stage=virtual,
     )
     model.rotary_pos_emb.inv_freq = rope.inverse_frequencies(config).to(model.rotary_pos_emb.inv_freq.device)
+    if model.post_process:
+        # Under sequence parallelism it would gather its input by itself; `schedule.py` gathers, then picks rows.
+        model.output_layer.sequence_parallel, model.output_layer.allreduce_dgrad = False, parallelism.tensor > 1
     if dtype == torch.bfloat16:
         model = model.bfloat16()
     return model.cuda() if torch.cuda.is_available() else model

@@ -5,8 +5,8 @@ passes of one rollout each would give, and computes nothing twice or for nothing
 sampled token reach the output layer; what a tool wrote is read and nothing else: it has no place in loss, ratio,
 entropy or mismatch that could be forgotten to be masked.
 
-Shapes: B rollouts, P packed tokens of all of them, T sampled tokens of all of them, one completion after another, S
-tokens of the longest.
+Shapes: B rollouts; A packed tokens of all of them, P of those on this context parallel rank; T sampled tokens of all
+rollouts, one completion after another, L of those whose distributions are on this rank; S tokens of the longest.
 """
 
 from __future__ import annotations
@@ -18,23 +18,28 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 
 from specrl.drafting.packing import HeadBatch
 from specrl.records import TrainRollout
+from specrl.trainer.megatron_backend.attention import Packing
+from specrl.trainer.megatron_backend.groups import Groups
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward pass. row_T indexes [P]: the position whose output is the token's distribution. sequence_T: [B]."""
+    """One forward pass. row_L: of what this rank has of the packed tokens, the positions whose output is a distribution
+    of a sampled token; sampled_L: which of the T tokens those are. sequence_T: the rollout [B] that each token is of.
+    All but row_L and sampled_L is the same at all context parallel ranks.
+    """
 
     indices: tuple[int, ...]
-    token_ids_P: torch.Tensor
-    position_P: torch.Tensor
-    packing: PackedSeqParams
+    token_ids_A: torch.Tensor
+    packing: Packing
+    starts_B: tuple[int, ...]
     prompt_lengths_B: tuple[int, ...]
     lengths_B: tuple[int, ...]
-    row_T: torch.Tensor
+    row_L: torch.Tensor
+    sampled_L: torch.Tensor
     target_T: torch.Tensor
     sampler_T: torch.Tensor
     advantage_T: torch.Tensor
@@ -42,63 +47,81 @@ class MicroBatch:
     sequence_T: torch.Tensor
 
     def places(self, rows: Sequence[int]) -> torch.Tensor:
-        """Index [rows, S] into [P] of the tokens of some rollouts; past a rollout's end its last token again."""
-        starts_B = (0, *accumulate(self.lengths_B))
-        longest = max(self.lengths_B[row] for row in rows)
-        firsts, lasts = (torch.tensor(x) for x in zip(*((starts_B[r], starts_B[r + 1] - 1) for r in rows), strict=True))
-        return (firsts[:, None] + torch.arange(longest)).minimum(lasts[:, None]).to(self.token_ids_P.device)
+        """Index [rows, S] into [A] of the tokens of some rollouts; past a rollout's end its last token again."""
+        first_R1, length_R1 = (torch.tensor([x[row] for row in rows])[:, None] for x in (self.starts_B, self.lengths_B))
+        place_RS = torch.arange(int(length_R1.max())).minimum(length_R1 - 1)
+        return (first_R1 + place_RS).to(self.token_ids_A.device)
 
     def head_batch(self, rows: Sequence[int], aux_BSA: torch.Tensor, last_BSH: torch.Tensor) -> HeadBatch:
         """What the drafter learns from some rollouts, given their hidden states in the order of `places`."""
-        device = self.token_ids_P.device
+        device = self.token_ids_A.device
         prompts_B, lengths_B = (
             torch.tensor([values[row] for row in rows], device=device)
             for values in (self.prompt_lengths_B, self.lengths_B)
         )
-        return HeadBatch(self.token_ids_P[self.places(rows)], aux_BSA, last_BSH, prompts_B, lengths_B)
+        return HeadBatch(self.token_ids_A[self.places(rows)], aux_BSA, last_BSH, prompts_B, lengths_B)
+
+
+def padded(length: int, context: int) -> int:
+    """Tokens that a rollout takes in a pass: with context parallel ranks all of their 2 * context chunks are equal."""
+    step = 2 * context if context > 1 else 1
+    return -(-length // step) * step
 
 
 def micro_batch(
-    rollouts: Sequence[TrainRollout], indices: Sequence[int], version: int, device: torch.device, multiple: int = 1
+    rollouts: Sequence[TrainRollout], indices: Sequence[int], version: int, groups: Groups, tokens: int
 ) -> MicroBatch:
     """Tensors of the rollouts at `indices`, which may be none. is_current_T marks those sampled wholly under `version`.
 
-    multiple: of the number of packed tokens; it is reached by a last sequence of zeros, which nothing sees.
+    tokens: how many are packed at all context parallel ranks; what is missing is a last sequence of zeros, which
+    nothing sees.
     """
     chosen = [rollouts[i] for i in indices]
     prompts_B = [len(item.prompt_token_ids) for item in chosen]
     lengths_B = [prompt + item.rollout.length for prompt, item in zip(prompts_B, chosen, strict=True)]
     counts_B = [item.rollout.sampled_length for item in chosen]
-    padding = -sum(lengths_B) % multiple if chosen else multiple
-    packed_B = [*lengths_B, padding] if padding else lengths_B
-    starts_B = list(accumulate(packed_B, initial=0))
+    starts_B = list(accumulate((padded(length, groups.context.size) for length in lengths_B), initial=0))
+    ends = starts_B if starts_B[-1] == tokens else [*starts_B, tokens]
+    packing = Packing(ends=torch.tensor(ends, dtype=torch.int32), context=groups.context)
     sampled = [item.rollout.sampled_N for item in chosen]
 
     def joined(arrays: Sequence[Any], dtype: type[np.generic]) -> torch.Tensor:
         values = np.concatenate([np.zeros(0, dtype), *(np.asarray(array, dtype) for array in arrays)])
-        return torch.from_numpy(values).to(device)
+        return torch.from_numpy(values)
 
     def of_sampled(arrays: Sequence[Any], dtype: type[np.generic]) -> torch.Tensor:
         return joined([array[places] for array, places in zip(arrays, sampled, strict=True)], dtype)
 
-    tokens = [part for item in chosen for part in (item.prompt_token_ids, item.rollout.token_ids_T)]
+    token_ids_A = np.zeros(tokens, dtype=np.int64)
+    for start, prompt, length, item in zip(starts_B, prompts_B, lengths_B, chosen, strict=False):
+        token_ids_A[start : start + prompt] = item.prompt_token_ids
+        token_ids_A[start + prompt : start + length] = item.rollout.token_ids_T
     firsts = [start + prompt - 1 for start, prompt in zip(starts_B, prompts_B, strict=False)]
-    ends = torch.tensor(starts_B, dtype=torch.int32)  # on the CPU: read by the host alone
+    row_T = joined([first + places for first, places in zip(firsts, sampled, strict=True)], np.int64)
+    number_A = torch.full((tokens,), -1).index_copy(0, row_T, torch.arange(len(row_T)))
+    number_P = packing.mine(number_A)
+    row_L = (number_P >= 0).nonzero()[:, 0]
+    tensors = {
+        "token_ids_A": torch.from_numpy(token_ids_A),
+        "row_L": row_L,
+        "sampled_L": number_P[row_L],
+        "target_T": of_sampled([item.rollout.token_ids_T for item in chosen], np.int64),
+        "sampler_T": of_sampled([item.rollout.sampler_logprobs_T for item in chosen], np.float32),
+        "advantage_T": joined(
+            [np.repeat(item.advantage, n) for item, n in zip(chosen, counts_B, strict=True)], np.float32
+        ),
+        "sequence_T": joined([np.repeat(row, n) for row, n in enumerate(counts_B)], np.int64),
+        "is_current_T": joined(
+            [np.repeat(_is_current(item, version), n) for item, n in zip(chosen, counts_B, strict=True)], np.bool_
+        ),
+    }
     return MicroBatch(
         indices=tuple(indices),
-        token_ids_P=joined([*tokens, np.zeros(padding)], np.int64),
-        position_P=joined([np.arange(length) for length in packed_B], np.int64),
-        packing=PackedSeqParams("thd", ends, ends, max_seqlen_q=max(packed_B), max_seqlen_kv=max(packed_B)),
+        packing=packing,
+        starts_B=tuple(starts_B[: len(chosen)]),
         prompt_lengths_B=tuple(prompts_B),
         lengths_B=tuple(lengths_B),
-        row_T=joined([first + places for first, places in zip(firsts, sampled, strict=True)], np.int64),
-        target_T=of_sampled([item.rollout.token_ids_T for item in chosen], np.int64),
-        sampler_T=of_sampled([item.rollout.sampler_logprobs_T for item in chosen], np.float32),
-        advantage_T=joined([np.repeat(i.advantage, n) for i, n in zip(chosen, counts_B, strict=True)], np.float32),
-        is_current_T=joined(
-            [np.repeat(_is_current(i, version), n) for i, n in zip(chosen, counts_B, strict=True)], np.bool_
-        ),
-        sequence_T=joined([np.repeat(row, n) for row, n in enumerate(counts_B)], np.int64),
+        **{name: tensor.to(groups.device) for name, tensor in tensors.items()},
     )
 
 
