@@ -261,7 +261,9 @@ READERS = {
     "drafter's weights": Reader(_in_head("model.safetensors"), lambda f: load_head(f.parent, _policy(f.parent))),
     "drafter's config, exported": Reader(_in_head("config.json"), lambda f: formats.named_policy(f.parent), True),
     "checkpoint's state": Reader(
-        _written("state.json", json.dumps(asdict(State(3, True, True))).encode()), lambda f: read_state(f.parent), True
+        _written("state.json", json.dumps(asdict(State(3, True, True, 3, 0))).encode()),
+        lambda f: read_state(f.parent),
+        True,
     ),
     "checkpoint's checksums": Reader(_checksums, lambda f: checksums.damages(f.parent), True),
     "step's answer": Reader(_step_answer, _read_step_answer, is_done_without=True, examples=30),
