@@ -1,8 +1,8 @@
 """The process that `telemetry_overhead.py` measures: a coordinator whose telemetry is switched while it runs.
 
-    python -m benchmarks.telemetry_coordinator RUN-DIRECTORY COLLECTOR   # prints its gRPC port; then, for each line of
-                                                                         # input, which names a level, the CPU seconds
-                                                                         # that it has used so far
+    python -m benchmarks.telemetry_coordinator RUN-DIRECTORY COLLECTOR   # prints its gRPC and HTTP ports; then, for
+                                                                         # each line of input, which names a level,
+                                                                         # the CPU seconds that it has used so far
 
 A level takes effect once what the one before has queued is exported, so that CPU time lies with the level that caused
 it. Each level has all that those before it have.
@@ -12,19 +12,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import prometheus_client
 import structlog
+import uvicorn
 from benchmarks.scale_coordinator import Grader, Prompts
 from prometheus_client.metrics import MetricWrapperBase
 
 from specrl.coordinator.board import Board
+from specrl.coordinator.controls import Controls
 from specrl.coordinator.loop import Loop
 from specrl.coordinator.parts import Parts
 from specrl.coordinator.registry import Registry
@@ -32,15 +34,15 @@ from specrl.coordinator.run_spans import RunSpans
 from specrl.coordinator.service import CoordinatorService
 from specrl.coordinator.store import claim_for, open_store
 from specrl.coordinator.store_link import StoreLink
+from specrl.coordinator.timeline import Timeline
+from specrl.coordinator.web import make_app
 from specrl.rpc.server import serve
 from specrl.spec import digest, load_spec
 from specrl.telemetry import metrics
 from specrl.telemetry.otel import TraceSink, otlp_exporter
-from specrl.telemetry.spans import Recorder, Sink, Span
+from specrl.telemetry.spans import Recorder, Sink
 
 LEVELS = ("off", "metrics", "spans", "traces")
-KEPT = 20_000
-"""Spans that a page would keep."""
 
 
 class NoMetric:
@@ -62,16 +64,17 @@ class Telemetry:
 
     def __init__(self, collector: str) -> None:
         self._metrics = {name: value for name, value in vars(metrics).items() if isinstance(value, MetricWrapperBase)}
-        self._kept: deque[Span] = deque(maxlen=KEPT)
+        self.timeline = Timeline()
         self._traces = TraceSink(otlp_exporter(collector), {"service.name": "specrl-coordinator"})
         self._sinks: dict[str, tuple[Sink, ...]] = {
             "off": (),
             "metrics": (),
-            "spans": (self._kept.append,),
-            "traces": (self._kept.append, self._traces),
+            "spans": (self.timeline,),
+            "traces": (self.timeline, self._traces),
         }
         self._level = "off"
         self.recorder = Switched()
+        self.timeline.ask(self.recorder)
 
     def switch(self, level: str) -> None:
         """Export what is queued, then be at `level`. Metrics are scraped here once, as a Prometheus would."""
@@ -96,13 +99,29 @@ async def coordinate(folder: Path, collector: str) -> None:
     _, port = await serve(service.add_to, "127.0.0.1", 0)
     spans = RunSpans(telemetry.recorder, claim.run_id)
     prompts = Prompts(spec.prompts.max_tokens)
-    parts = Parts(spec, folder, registry, store, board, prompts, (), Grader(), spans=spans)
+    parts = Parts(
+        spec=spec,
+        directory=folder,
+        registry=registry,
+        store=store,
+        board=board,
+        controls=Controls(spec, folder, store, board),
+        prompts=prompts,
+        validation_prompts=(),
+        grader=Grader(),
+        spans=spans,
+        timeline=telemetry.timeline,
+    )
     running = asyncio.create_task(Loop(parts).run())
-    say(port)
+    listener = socket.create_server(("127.0.0.1", 0))
+    web = uvicorn.Server(uvicorn.Config(make_app(parts), log_config=None, access_log=False))
+    serving = asyncio.create_task(web.serve([listener]))
+    say(f"{port} {listener.getsockname()[1]}")
     while level := (await asyncio.to_thread(sys.stdin.readline)).strip():
         telemetry.switch(level)
         say(time.process_time())
-    running.cancel()
+    for task in (running, serving):
+        task.cancel()
 
 
 def say(value: Any) -> None:

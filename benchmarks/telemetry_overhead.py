@@ -1,4 +1,4 @@
-"""What do metrics, spans and traces cost, as a share of a step's time? On and off by turns, in one process.
+"""What do metrics, spans, traces and a page that is open cost, as a share of a step's time? By turns, in one process.
 
     python -m benchmarks.telemetry_overhead --run runs/demo-1     # a finished run of this machine, for example the demo
 
@@ -8,13 +8,16 @@ and as long ones, as RUN has. Blocks of steps at four levels take turns, each wi
 
     off       metrics are replaced by objects that do nothing, and nobody hears of spans
     metrics   as they are, and scraped once a block
-    spans     kept in memory, as a live page keeps them
+    spans     kept in memory, from which the live page draws its timeline
     traces    exported over OTLP to a collector, another process, which reads them
 
 Cost is the CPU time of the coordinator's process, all of its threads, which wall time on a shared machine would blur;
 it is an upper bound of what telemetry adds to a step's wall time, since most of it is spent while the trainer and the
 replicas compute. It is divided by the median step's wall time in RUN. Replicas and trainer are not counted: a replica
 makes one span and its parts for each rollout, the coordinator two and more.
+
+A page that somebody looks at costs by the second and not by the step: it follows the stream, and asks for timeline and
+curves as often as it may. So it is measured after the steps, by turns with and without a page, over wall time.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,6 +40,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import httpx
 import numpy as np
 import structlog
 from benchmarks.scale_peers import Peers
@@ -51,6 +56,10 @@ OUTSTANDING = 16
 """Free seats of the closed load: rollouts finish as fast as the coordinator takes them."""
 LAG = 6
 """So that the bound never keeps a seat free."""
+LOOKED_ON_S = 8.0
+"""One turn with a page, and one without."""
+ASKED = {"/timeline?steps=4&points=240": 1.0, "/curves?first=1&points=240": 2.0}
+"""What a page asks for again and again, and every how many seconds at most (web/assets/main.js)."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +136,7 @@ class Coordinator:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
         )
-        self.port = int(self._line())
+        self.port, self.http_port = map(int, self._line().split())
 
     def switch(self, level: str) -> float:
         """Go to a level; returns the CPU seconds used before it."""
@@ -148,8 +157,46 @@ class Coordinator:
         return line
 
 
-async def measure(pattern: Pattern, rounds: int, steps: int) -> list[dict[str, float]]:
-    """CPU seconds of a step at each level, for each round."""
+async def look_on(port: int) -> None:
+    """Do what an open page does, until cancelled."""
+    async with (
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as client,
+        asyncio.TaskGroup() as group,
+    ):
+
+        async def follow() -> None:
+            async with client.stream("GET", "/stream") as answer:
+                async for _ in answer.aiter_bytes():
+                    pass
+
+        async def ask(path: str, every_s: float) -> None:
+            while True:
+                (await client.get(path)).raise_for_status()
+                await asyncio.sleep(every_s)
+
+        group.create_task(follow())
+        for path, every_s in ASKED.items():
+            group.create_task(ask(path, every_s))
+
+
+async def page_share(coordinator: Coordinator) -> float:
+    """CPU of a page over wall time: that of a turn with one less that of a turn without."""
+    used = []
+    for is_open in (False, True):
+        page = asyncio.create_task(look_on(coordinator.http_port)) if is_open else None
+        await asyncio.sleep(1)  # to open it is not to look at it
+        began_s, began = time.monotonic(), await asyncio.to_thread(coordinator.switch, "spans")
+        await asyncio.sleep(LOOKED_ON_S)
+        ended = await asyncio.to_thread(coordinator.switch, "spans")
+        used.append((ended - began) / (time.monotonic() - began_s))
+        if page is not None:
+            page.cancel()
+            await asyncio.wait([page])
+    return used[1] - used[0]
+
+
+async def measure(pattern: Pattern, rounds: int, steps: int) -> tuple[list[dict[str, float]], list[float]]:
+    """CPU seconds of a step at each level, for each round; and of a page, shares of wall time."""
     with tempfile.TemporaryDirectory() as scratch, collector() as address:
         folder, spec = Path(scratch), pattern.endless()
         (folder / "run.yaml").write_text(dump(spec), encoding="utf-8")
@@ -167,12 +214,13 @@ async def measure(pattern: Pattern, rounds: int, steps: int) -> list[dict[str, f
                         ended = await asyncio.to_thread(coordinator.switch, level)
                         costs[level] = (ended - began) / steps
                     found.append(costs)
-                return found[1:]  # the first fills caches, connections and buffers
+                pages = [await page_share(coordinator) for _ in range(min(rounds, 5))]
+                return found[1:], pages  # the first round fills caches, connections and buffers
         finally:
             coordinator.kill()
 
 
-def show(pattern: Pattern, found: list[dict[str, float]], console: Console) -> None:
+def show(pattern: Pattern, found: list[dict[str, float]], pages: list[float], console: Console) -> None:
     """Medians and ranges over the rounds."""
     table = Table("level", "CPU of the coordinator, over off", "share of a step's time", "range over rounds")
     for level in LEVELS[1:]:
@@ -184,6 +232,7 @@ def show(pattern: Pattern, found: list[dict[str, float]], console: Console) -> N
             f"{np.median(shares):.3%}",
             f"{shares.min():.3%} to {shares.max():.3%}",
         )
+    table.add_row("a page that is open", "", f"{np.median(pages):.3%}", f"{min(pages):.3%} to {max(pages):.3%}")
     console.print(table)
     off = np.median([costs["off"] for costs in found]) / pattern.step_s
     console.print(f"{pattern.rollouts} rollouts a step, {len(found)} rounds; the coordinator itself takes {off:.2%}")
@@ -199,7 +248,7 @@ def main() -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     os.environ["GRPC_VERBOSITY"] = "NONE"
     pattern = Pattern.of(arguments.run)
-    show(pattern, asyncio.run(measure(pattern, arguments.rounds, arguments.steps)), Console(width=150))
+    show(pattern, *asyncio.run(measure(pattern, arguments.rounds, arguments.steps)), Console(width=150))
 
 
 if __name__ == "__main__":
