@@ -1,8 +1,8 @@
 """Process groups of the trainer's ranks: torch.distributed's default group, and Megatron's on top of it.
 
 Ranks come from torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); without it there is one rank.
-NCCL where CUDA is available, Gloo otherwise. Tensor parallel ranks are neighbours, then
-context, data and pipeline parallel ones; rank 0 is first in every direction.
+NCCL where CUDA is available, Gloo otherwise. Tensor parallel ranks are neighbours, then context, data and pipeline
+parallel ones; rank 0 is first in every direction.
 """
 
 from __future__ import annotations
