@@ -8,10 +8,11 @@ A parameter that is not in the map is an error, never skipped.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -207,12 +208,8 @@ class WeightMap:
         self._device = next(chunks[0].parameters()).device
         self._copy = None if is_adapters else output_copy(chunks)
         items = [item for chunk in chunks for item in of_chunk(chunk, pipeline.rank, is_adapters=is_adapters)]
-        if pipeline.size > 1:
-            everyones: list[list[Mapped]] = [[] for _ in range(pipeline.size)]
-            dist.all_gather_object(everyones, [replace(item, parameter=None) for item in items], group=pipeline.group)
-            everyones[pipeline.rank] = items
-            items = [item for some in everyones for item in some]
-        self.items = sorted(items, key=lambda item: item.order)
+        others = [item for item in _of_all_stages(items, pipeline, self._device) if item.stage != pipeline.rank]
+        self.items = sorted([*items, *others], key=lambda item: item.order)
 
     @torch.no_grad()
     def load(self, folder: Path, put: Put = fill) -> None:
@@ -259,6 +256,27 @@ class WeightMap:
                 shards = [torch.empty_like(mine) for _ in range(self._tensor.size)]
                 dist.all_gather(shards, mine, group=self._tensor.group)
             yield from zip(item.names, unshard(self._config, item, shards), strict=True)
+
+
+def _of_all_stages(items: Sequence[Mapped], pipeline: Place, device: torch.device) -> list[Mapped]:
+    """Items of every stage, without their parameters. A collective of the pipeline; what travels is JSON."""
+    rows = [
+        (item.order, item.megatron_name, item.names, item.layout, item.shape, str(item.dtype), item.stage)
+        for item in items
+    ]
+    mine = torch.frombuffer(bytearray(json.dumps(rows).encode()), dtype=torch.uint8).to(device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(pipeline.size)]
+    dist.all_gather(sizes, torch.tensor([len(mine)], device=device), group=pipeline.group)
+    longest = int(max(sizes))
+    texts = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in sizes]
+    dist.all_gather(texts, torch.nn.functional.pad(mine, (0, longest - len(mine))), group=pipeline.group)
+    return [
+        Mapped(
+            tuple(order), name, tuple(names), layout, tuple(shape), getattr(torch, dtype.removeprefix("torch.")), stage
+        )
+        for text, size in zip(texts, sizes, strict=True)
+        for order, name, names, layout, shape, dtype, stage in json.loads(bytes(text[: int(size)].tolist()))
+    ]
 
 
 def output_copy(chunks: Sequence[Any]) -> torch.Tensor | None:
