@@ -29,7 +29,7 @@ from tests.unit.operator.world import a_pod
 from specrl_operator.api import COORDINATOR, DEPLOYMENT, GENERATION, JOB_SET, RLJOB, STATEFUL_SET, TRAINER
 
 NAME = "observed"
-STEPS, VALIDATED = 24, 10
+STEPS, VALIDATED = 40, 10
 QUESTIONS = [f"box {letter}" for letter in "abcdefghijklmnop"]
 START_S, RUN_S = 400.0, 400.0
 
