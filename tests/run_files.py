@@ -56,7 +56,7 @@ def a_run(folder: Path, **changes: Any) -> dict[str, Any]:
         "prompts": {"source": {"generated": {"family": "ledger", "count": 8}}, "maxTokens": 80},
         "rewards": {"exact": {}},
         "generation": {"sampling": {"maxTokens": 16}},
-        "trainer": {"optimizer": {"learningRate": "1e-3"}, "microBatchTokens": 512},
+        "trainer": {"optimizer": {"learningRate": "1e-3"}, "microBatchTokens": 1024},
         "schedule": {"steps": 2, "promptsPerStep": 2, "groupSize": 2},
     }
     return run | changes
