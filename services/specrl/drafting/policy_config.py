@@ -153,6 +153,17 @@ def read_policy_config(path: Path) -> PolicyConfig:
     )
 
 
+def read_reference_config(path: Path, policy: PolicyConfig) -> PolicyConfig:
+    """Of the frozen policy that the divergence is measured from. Raises CheckpointInvalid unless it can be."""
+    reference = read_policy_config(path)
+    if reference.vocab_size != policy.vocab_size:
+        raise CheckpointInvalid(
+            f"trainer.loss.referenceKl.path must have the policy's vocabulary of {policy.vocab_size}, got "
+            f"vocab_size={reference.vocab_size} in {path}; use the policy that it was trained from"
+        )
+    return reference
+
+
 def _is_positive(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
 

@@ -17,7 +17,7 @@ import psutil
 
 from specrl.coordinator.sinks import check_sinks
 from specrl.coordinator.store import check_server
-from specrl.drafting.policy_config import ARCHITECTURES, read_policy_config
+from specrl.drafting.policy_config import ARCHITECTURES, read_policy_config, read_reference_config
 from specrl.errors import CheckpointInvalid, Problem, SpecInvalid
 from specrl.generation.vllm_backend import checkpoint
 from specrl.generation.vllm_backend.mechanisms import check_mechanism, drafting_model, surroundings
@@ -131,14 +131,8 @@ def check_reference(spec: RunSpec, policy: ModelFolder) -> None:
     kl = spec.trainer.loss.reference_kl
     if kl is None or kl.path is None:
         return
-    field = "trainer.loss.referenceKl.path"
-    reference = read_model_folder(Path(kl.path), field)
-    read_policy_config(reference.path)
-    if reference.number("vocab_size") != policy.number("vocab_size"):
-        raise CheckpointInvalid(
-            f"{field} must have the policy's vocabulary of {policy.number('vocab_size')}, got "
-            f"vocab_size={reference.number('vocab_size')} in {reference.path}; use the policy that it was trained from"
-        )
+    reference = read_model_folder(Path(kl.path), "trainer.loss.referenceKl.path")
+    read_reference_config(reference.path, read_policy_config(policy.path))
 
 
 def check_drafter(spec: RunSpec, policy: ModelFolder) -> None:

@@ -44,7 +44,8 @@ class Shards:
 
 def write_weights(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int) -> str:
     """Write one file, or shards with an index. Returns the dtype."""
-    shards = write_shards(folder, "model", tensors, shard_bytes)
+    copies = ((name, tensor.detach().to("cpu", copy=True).contiguous()) for name, tensor in tensors)
+    shards = write_shards(folder, "model", copies, shard_bytes)
     files = set(shards.places.values())
     if len(files) == 1:
         (folder / files.pop()).rename(folder / "model.safetensors")
@@ -54,7 +55,10 @@ def write_weights(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], sha
 
 
 def write_shards(folder: Path, stem: str, tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int) -> Shards:
-    """Write files STEM-00001.safetensors and so on, of at most `shard_bytes`, or one larger tensor."""
+    """Write files STEM-00001.safetensors and so on, of at most `shard_bytes`, or one larger tensor.
+
+    tensors: contiguous on the host, each with memory of its own, which stay as they are.
+    """
     places: dict[str, str] = {}
     shard: dict[str, torch.Tensor] = {}
     files, total, dtype = 0, 0, "float32"
@@ -70,7 +74,7 @@ def write_shards(folder: Path, stem: str, tensors: Iterable[tuple[str, torch.Ten
             if shard:
                 flush()
             files += 1
-        shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        shard[name] = tensor
         total, dtype = total + tensor.nbytes, str(tensor.dtype).removeprefix("torch.")
     if shard:
         flush()

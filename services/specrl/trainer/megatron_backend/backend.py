@@ -32,7 +32,7 @@ from specrl.drafting.criteria import Criterion
 from specrl.drafting.head import Eagle3Head, head_config, load_head, save_head
 from specrl.drafting.online import DrafterTrainer, PolicyEnds
 from specrl.drafting.packing import HeadBatch
-from specrl.drafting.policy_config import PolicyConfig, read_policy_config
+from specrl.drafting.policy_config import PolicyConfig, read_policy_config, read_reference_config
 from specrl.errors import (
     CheckpointInvalid,
     MemoryTooSmall,
@@ -122,12 +122,7 @@ class MegatronBackend:
         kl = self.spec.trainer.loss.reference_kl
         if kl is None:
             return
-        config = read_policy_config(Path(kl.path or self.spec.model.path))
-        if config.vocab_size != self.config.vocab_size:
-            raise CheckpointInvalid(
-                f"trainer.loss.referenceKl.path must have the policy's vocabulary of {self.config.vocab_size}, got "
-                f"vocab_size={config.vocab_size} in {config.path}; use the policy that it was trained from"
-            )
+        config = read_reference_config(Path(kl.path or self.spec.model.path), self.config)
         frozen = self.spec.trainer.model_copy(update={"lora": None})
         self.reference = Policy(config, frozen, self.dtype, self.groups, self.spec.schedule.seed)
         self.reference.freeze_folder()

@@ -29,10 +29,11 @@ from safetensors.torch import load_file, save_file
 
 from specrl.drafting.online import DrafterTrainer
 from specrl.errors import CheckpointInvalid, CollectiveFailed, SpecrlError, StoreFailed
-from specrl.files import SMALL_BYTES, parse_object, read_object
+from specrl.files import SMALL_BYTES, read_object
 from specrl.trainer import checksums
 from specrl.trainer.checkpoints import DRAFTER, POLICY, STATE, temporary
 from specrl.trainer.hf_folder import SHARD_BYTES, Shards, write_index, write_shards
+from specrl.trainer.megatron_backend.exchange import exchange
 from specrl.trainer.megatron_backend.groups import Groups
 from specrl.trainer.megatron_backend.policy import Policy
 
@@ -149,31 +150,23 @@ def _agree(work: Callable[[], dict[str, Any]], target: Path, meeting: dist.Proce
         mine = work()
     except (OSError, SafetensorError) as error:  # what safetensors writes fails with its own error
         mine = {"error": str(error)}
-    found = _exchange(mine, meeting)
+    found = _of_all_ranks(mine, meeting)
     errors = [part["error"] for part in found if "error" in part]
     if errors:
         raise StoreFailed(f"a checkpoint must be written to {target}, got {errors[0]}; make room on the disk")
     return found
 
 
-def _exchange(mine: dict[str, Any], meeting: dist.ProcessGroup | None) -> list[dict[str, Any]]:
-    """Every rank's JSON, at every rank."""
+def _of_all_ranks(mine: dict[str, Any], meeting: dist.ProcessGroup | None) -> list[dict[str, Any]]:
+    """Every rank's answer, at every rank."""
     if meeting is None:
         return [mine]
-    content = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
     try:
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(meeting.size())]
-        dist.all_gather(sizes, torch.tensor([len(content)]), group=meeting)
-        longest = max(int(size) for size in sizes)
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: len(content)] = content
-        rows = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
-        dist.all_gather(rows, padded, group=meeting)
+        return exchange(mine, meeting, torch.device("cpu"))
     except (RuntimeError, dist.DistError) as error:
         raise CollectiveFailed(
             f"all trainer ranks must live until a checkpoint is complete, got {error}; start them again"
         ) from error
-    return [parse_object(row[: int(size)].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
 def _write_share(scratch: Path, taken: Snapshot, rank: int) -> dict[str, Any]:

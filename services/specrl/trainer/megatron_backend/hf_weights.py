@@ -8,7 +8,6 @@ A parameter that is not in the map is an error, never skipped.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
@@ -24,6 +23,7 @@ from specrl.drafting.policy_config import PolicyConfig
 from specrl.errors import CheckpointInvalid
 from specrl.files import read_object
 from specrl.trainer import lora
+from specrl.trainer.megatron_backend.exchange import exchange
 
 # Megatron name -> (Hugging Face names, layout). The layer_norm_weight rows are Transformer Engine's fused modules.
 _LAYER: dict[str, tuple[tuple[str, ...], str]] = {
@@ -259,23 +259,17 @@ class WeightMap:
 
 
 def _of_all_stages(items: Sequence[Mapped], pipeline: Place, device: torch.device) -> list[Mapped]:
-    """Items of every stage, without their parameters. A collective of the pipeline; what travels is JSON."""
+    """Items of every stage, without their parameters. A collective of the pipeline."""
     rows = [
         (item.order, item.megatron_name, item.names, item.layout, item.shape, str(item.dtype), item.stage)
         for item in items
     ]
-    mine = torch.frombuffer(bytearray(json.dumps(rows).encode()), dtype=torch.uint8).to(device)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(pipeline.size)]
-    dist.all_gather(sizes, torch.tensor([len(mine)], device=device), group=pipeline.group)
-    longest = int(max(sizes))
-    texts = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in sizes]
-    dist.all_gather(texts, torch.nn.functional.pad(mine, (0, longest - len(mine))), group=pipeline.group)
     return [
         Mapped(
             tuple(order), name, tuple(names), layout, tuple(shape), getattr(torch, dtype.removeprefix("torch.")), stage
         )
-        for text, size in zip(texts, sizes, strict=True)
-        for order, name, names, layout, shape, dtype, stage in json.loads(bytes(text[: int(size)].tolist()))
+        for told in exchange({"items": rows}, pipeline.group, device)
+        for order, name, names, layout, shape, dtype, stage in told["items"]
     ]
 
 
