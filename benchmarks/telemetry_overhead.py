@@ -16,8 +16,8 @@ it is an upper bound of what telemetry adds to a step's wall time, since most of
 replicas compute. It is divided by the median step's wall time in RUN. Replicas and trainer are not counted: a replica
 makes one span and its parts for each rollout, the coordinator two and more.
 
-A page that somebody looks at costs by the second and not by the step: it follows the stream, and asks for timeline and
-curves as often as it may. So it is measured after the steps, by turns with and without a page, over wall time.
+A page that somebody looks at costs by the second: it follows the stream, and asks for the timeline every second and for
+the curves with every step. So it is measured after the steps, by turns with and without a page, over wall time.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ LAG = 6
 """So that the bound never keeps a seat free."""
 LOOKED_ON_S = 8.0
 """One turn with a page, and one without."""
-ASKED = {"/timeline?steps=4&points=240": 1.0, "/curves?first=1&points=240": 2.0}
-"""What a page asks for again and again, and every how many seconds at most (web/assets/main.js)."""
+ASKED_S = {"/timeline?steps=4&points=240": 1.0, "/curves?first=1&points=240": 2.0}
+"""What a page asks for again and again, and how many seconds it lets pass at least (web/assets/main.js)."""
 
 
 @dataclass(frozen=True)
@@ -157,8 +157,8 @@ class Coordinator:
         return line
 
 
-async def look_on(port: int) -> None:
-    """Do what an open page does, until cancelled."""
+async def look_on(port: int, step_s: float) -> None:
+    """Do what an open page does in a run with steps of `step_s` seconds, until cancelled."""
     async with (
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as client,
         asyncio.TaskGroup() as group,
@@ -175,15 +175,15 @@ async def look_on(port: int) -> None:
                 await asyncio.sleep(every_s)
 
         group.create_task(follow())
-        for path, every_s in ASKED.items():
-            group.create_task(ask(path, every_s))
+        for path, least_s in ASKED_S.items():
+            group.create_task(ask(path, max(least_s, step_s) if path.startswith("/curves") else least_s))
 
 
-async def page_share(coordinator: Coordinator) -> float:
+async def page_share(coordinator: Coordinator, step_s: float) -> float:
     """CPU of a page over wall time: that of a turn with one less that of a turn without."""
     used = []
     for is_open in (False, True):
-        page = asyncio.create_task(look_on(coordinator.http_port)) if is_open else None
+        page = asyncio.create_task(look_on(coordinator.http_port, step_s)) if is_open else None
         await asyncio.sleep(1)  # to open it is not to look at it
         began_s, began = time.monotonic(), await asyncio.to_thread(coordinator.switch, "spans")
         await asyncio.sleep(LOOKED_ON_S)
@@ -214,7 +214,7 @@ async def measure(pattern: Pattern, rounds: int, steps: int) -> tuple[list[dict[
                         ended = await asyncio.to_thread(coordinator.switch, level)
                         costs[level] = (ended - began) / steps
                     found.append(costs)
-                pages = [await page_share(coordinator) for _ in range(min(rounds, 5))]
+                pages = [await page_share(coordinator, pattern.step_s) for _ in range(min(rounds, 5))]
                 return found[1:], pages  # the first round fills caches, connections and buffers
         finally:
             coordinator.kill()

@@ -1,14 +1,16 @@
-"""Files that are read and written whole.
+"""Files that are read and written whole, and files of lines that grow.
 
 Reading: no more of a file than it may be large, and JSON that cannot be read is a ValueError. Below everything, since
 every part reads some file that another program, version or hand has written. A reader catches OSError and ValueError,
 and says which file it is and what to do. Writing: a reader finds the old content or the new, never half of one.
+Following: lines, as another process adds them.
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,9 @@ SMALL_BYTES = 1 << 20
 
 JSON_BYTES = 256 << 20
 """Of a model's JSON. The largest in use are tokenizers of some 250,000 tokens, 35 MB; indices are smaller."""
+
+CHUNK_BYTES = 1 << 20
+"""Of a file that is followed, at once: a long run's is not in memory."""
 
 
 def read_bytes(path: Path, most_bytes: int) -> bytes:
@@ -54,3 +59,27 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"must be a JSON object, got {type(found).__name__}")
     return found
+
+
+class Follow:
+    """The lines of a file that grows. One that is cut back is read anew; one that is not there has none yet."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._at = path, 0
+
+    def lines(self) -> list[bytes]:
+        """Whole lines since the last call, some of them where there are many: call again until there are none.
+
+        A line without its end is being written, and comes later. Raises OSError.
+        """
+        try:
+            with self._path.open("rb") as file:
+                if file.seek(0, os.SEEK_END) < self._at:
+                    self._at = 0
+                file.seek(self._at)
+                read = file.read(CHUNK_BYTES)
+        except FileNotFoundError:
+            return []
+        whole = read[: read.rfind(b"\n") + 1]
+        self._at += len(whole)
+        return whole.splitlines()

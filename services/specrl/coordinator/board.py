@@ -6,7 +6,7 @@ to decide anything.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,6 +110,7 @@ class Board:
         self._files.append_validations(self.validations())
         reports = self._all_reports()
         self._curves = Curves(reports)
+        self._recent = deque(reports, maxlen=RECENT_STEPS)
         settled = {group for report in reports for group in report.failed}
         self._given_up = len(settled)
         self._left_out = sum(_count_left_out(report) for report in reports)
@@ -332,8 +333,7 @@ class Board:
 
     def exposure(self) -> Exposure:
         """Exposed generation over the last steps."""
-        recent = self.reports(after=max(0, self._published - RECENT_STEPS))
-        return exposure(recent, self._spec, len(self._registry.serving()))
+        return exposure([*self._recent], self._spec, len(self._registry.serving()))
 
     def progress(self, prompts_per_step: int) -> Progress:
         """How far the stream is settled, by the newest trained step's report, complete or not."""
@@ -437,6 +437,7 @@ class Board:
         await self._store.set_report(report.step, report.model_dump(by_alias=True))
         self._published = report.step
         self._curves.add(report)
+        self._recent.append(report)
         self._files.append(self.reports(after=self._files.last_step))
         self._files.write_status(self.status())
 

@@ -96,10 +96,13 @@ class Curves:
         for name in LARGEST:
             column = _COLUMNS.index(name)
             values_PC[:, column] = np.where(is_known_PSC, rows_PSC, -np.inf)[:, :, column].max(axis=1)
-        return {
-            name: [
-                float(f"{value:.4g}") if count else None
-                for value, count in zip(values_PC[:, column], counts_PC[:, column], strict=True)
-            ]
-            for column, name in enumerate(_COLUMNS)
-        }
+        drawn_PC = _rounded(values_PC).astype(object)
+        drawn_PC[counts_PC == 0] = None
+        return {name: drawn_PC[:, column].tolist() for column, name in enumerate(_COLUMNS)}
+
+
+def _rounded(values: np.ndarray) -> np.ndarray:
+    """To four digits, which are what is sent."""
+    is_exact = (values == 0) | ~np.isfinite(values)
+    place = 10.0 ** (3 - np.floor(np.log10(np.abs(np.where(is_exact, 1.0, values)))))
+    return np.where(is_exact, values, np.round(values * place) / place)

@@ -221,14 +221,16 @@ class Timeline:
         points = min(points, count)
         edges = first + np.arange(points + 1) * count // points
         cells = {lane: busy.between(first, first + count) for lane, busy in self._busy.items()}
+        begun: dict[str, list[int]] = {}
         for span in self._open(CROWDED) if is_live else ():
-            values = cells.setdefault(span.lane, np.zeros(count, dtype=np.float32))
-            values[max(0, int(span.began_s / self._cell_s) - first) :] += 1
+            begun.setdefault(span.lane, []).append(min(max(0, int(span.began_s / self._cell_s) - first), count - 1))
+        for lane, places in begun.items():
+            cells[lane] = cells.get(lane, 0) + np.bincount(places, minlength=count).cumsum()
         shown = {}
         for lane, values in cells.items():
             means = np.add.reduceat(values, edges[:-1] - first) / np.diff(edges)
             if means.any():
-                shown[lane] = [round(float(mean), 2) for mean in means]
+                shown[lane] = np.round(means.astype(float), 2).tolist()
         return shown
 
 

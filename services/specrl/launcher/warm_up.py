@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from specrl.errors import RunInvalid, TrainerFailed
-from specrl.files import parse_object, read_object
+from specrl.files import Follow, parse_object, read_object
 from specrl.launcher import environment, leash, preflight
 from specrl.launcher.ports import free_port
 from specrl.spec import RunSpec, dump
@@ -120,20 +120,20 @@ class WarmUp:
 
         Raises TrainerFailed with the last words of the rank that ended first.
         """
-        shown = _Tail(self.folder / "metrics.jsonl")
+        shown = Follow(self.folder / "metrics.jsonl")
         with self._ranks() as ranks:
             try:
                 while any(rank.poll() is None for rank in ranks):
                     if any(rank.poll() for rank in ranks):
                         break  # the others wait for it
-                    for line in shown.new():
+                    for line in _new(shown):
                         show(line)
                     time.sleep(TURN_S)
             except KeyboardInterrupt:
                 ranks[0].terminate()
                 _wait(ranks, GRACE_S)
                 return False
-        for line in shown.new():
+        for line in _new(shown):
             show(line)
         failed = [number for number, rank in enumerate(ranks) if rank.returncode]
         if failed:
@@ -178,27 +178,13 @@ class WarmUp:
         return lines[-1] if lines else f"rank {rank} must come to the end, got killed; look at the machine's memory"
 
 
-class _Tail:
-    """Whole lines that a file has gained."""
-
-    def __init__(self, file: Path) -> None:
-        self._file, self._read = file, 0
-
-    def new(self) -> Iterator[dict[str, Any]]:
-        """A line that cannot be read is passed over: it is only shown."""
-        try:
-            with self._file.open("rb") as file:
-                if file.seek(0, os.SEEK_END) < self._read:  # cut back to the checkpoint that is gone on from
-                    self._read = 0
-                file.seek(self._read)
-                content = file.read()
-        except OSError:
-            return
-        whole = content[: content.rfind(b"\n") + 1]
-        self._read += len(whole)
-        for line in whole.splitlines():
-            with suppress(ValueError):
-                yield parse_object(line)
+def _new(file: Follow) -> Iterator[dict[str, Any]]:
+    """What can be read of the lines that it has gained: they are only shown."""
+    with suppress(OSError):
+        while lines := file.lines():
+            for line in lines:
+                with suppress(ValueError):
+                    yield parse_object(line)
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], seconds: float) -> None:

@@ -1,6 +1,6 @@
 """Finished spans as OpenTelemetry spans, sent in batches by a thread of the SDK. The one module that imports it.
 
-    Span --TraceSink--> SDK's span, of the same ids --queue--> batch --OTLP over HTTP--> collector
+    Span --TraceSink--> SDK's span --queue--> batch --OTLP over HTTP--> collector
 
 The event loop only fills the queue. A collector that is slow, away or hostile costs spans and nothing else: the queue
 is bounded, what does not fit is dropped, and what cannot be delivered is dropped too, which is said once.
@@ -19,17 +19,9 @@ from opentelemetry.sdk.environment_variables import OTEL_BSP_MAX_QUEUE_SIZE
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
-from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import Decision
-from opentelemetry.trace import (
-    Link,
-    NonRecordingSpan,
-    SpanKind,
-    Status,
-    StatusCode,
-    TraceFlags,
-    set_span_in_context,
-)
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import Link, SpanKind, Status, StatusCode, TraceFlags
 from opentelemetry.trace import SpanContext as OtelContext
 
 from specrl.telemetry.spans import METHOD, Span, SpanContext
@@ -41,6 +33,8 @@ CLOSE_S = 5.0
 """For what is left in the queue when the process ends; a collector that is away must not keep it."""
 
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
+_SCOPE = InstrumentationScope("specrl")
+_UNSET = Status(StatusCode.UNSET)
 
 log = structlog.get_logger(__name__)
 
@@ -56,54 +50,43 @@ class TraceSink:
     def __init__(self, exporter: SpanExporter, about: Mapping[str, str]) -> None:
         # The exporter repeats itself at every batch; `_Watched` says the same once.
         logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)
-        self._ids = _GivenIds()
-        self._provider = TracerProvider(
-            resource=Resource.create({**about}), id_generator=self._ids, shutdown_on_exit=False
-        )
+        # For its sampler and its resource, which OTEL_* variables say. Its tracer makes spans that begin now, under ids
+        # of its own; ours are finished, and have theirs.
+        self._provider = TracerProvider(resource=Resource.create({**about}), shutdown_on_exit=False)
         size = None if OTEL_BSP_MAX_QUEUE_SIZE in os.environ else QUEUE
-        self._provider.add_span_processor(BatchSpanProcessor(_Watched(exporter), max_queue_size=size))
-        self._tracer = self._provider.get_tracer("specrl")
+        self._processor = BatchSpanProcessor(_Watched(exporter), max_queue_size=size)
 
     def __call__(self, span: Span) -> None:
         """Queue a span, if its trace is sampled: every process decides alike, by the trace's id."""
         sampling = self._provider.sampler.should_sample(None, span.context.trace_id, span.name)
         if sampling.decision is not Decision.RECORD_AND_SAMPLE:
             return
-        self._ids.next = span.context
-        parent = None if span.parent is None else NonRecordingSpan(_context(span.parent))
         method = span.attributes.get(METHOD)
-        found = self._tracer.start_span(
-            str(method or span.name),
-            set_span_in_context(parent) if parent is not None else None,
-            kind=SpanKind.SERVER if method else SpanKind.INTERNAL,
-            attributes={f"specrl.{name}": value for name, value in span.attributes.items()}
-            | {"specrl.lane": span.lane}
-            | ({} if span.step is None else {"specrl.step": span.step}),
-            links=[Link(_context(link)) for link in span.links],
-            start_time=round(span.began_s * 1e9),
+        attributes = {f"specrl.{name}": value for name, value in span.attributes.items()}
+        attributes["specrl.lane"] = span.lane
+        if span.step is not None:
+            attributes["specrl.step"] = span.step
+        self._processor.on_end(
+            ReadableSpan(
+                str(method or span.name),
+                _context(span.context, is_remote=False),
+                None if span.parent is None else _context(span.parent),
+                self._provider.resource,
+                attributes,
+                links=[Link(_context(link)) for link in span.links],
+                kind=SpanKind.SERVER if method else SpanKind.INTERNAL,
+                status=Status(StatusCode.ERROR, span.error) if span.error else _UNSET,
+                start_time=round(span.began_s * 1e9),
+                end_time=round(span.ended_s * 1e9),
+                instrumentation_scope=_SCOPE,
+            )
         )
-        if span.error:
-            found.set_status(Status(StatusCode.ERROR, span.error))
-        found.end(round(span.ended_s * 1e9))
 
     def close(self) -> None:
         """Send what is left; what is not sent after `CLOSE_S` is lost. Bounds what the SDK's own shutdown waits."""
-        closing = threading.Thread(target=self._provider.shutdown, name="close-traces", daemon=True)
+        closing = threading.Thread(target=self._processor.shutdown, name="close-traces", daemon=True)
         closing.start()
         closing.join(CLOSE_S)
-
-
-class _GivenIds(IdGenerator):
-    """The ids of a span that has them already."""
-
-    def __init__(self) -> None:
-        self.next = SpanContext(1, 1)
-
-    def generate_trace_id(self) -> int:
-        return self.next.trace_id
-
-    def generate_span_id(self) -> int:
-        return self.next.span_id
 
 
 class _Watched(SpanExporter):
@@ -128,5 +111,5 @@ class _Watched(SpanExporter):
         self._exporter.shutdown()
 
 
-def _context(context: SpanContext) -> OtelContext:
-    return OtelContext(context.trace_id, context.span_id, is_remote=True, trace_flags=_SAMPLED)
+def _context(context: SpanContext, *, is_remote: bool = True) -> OtelContext:
+    return OtelContext(context.trace_id, context.span_id, is_remote=is_remote, trace_flags=_SAMPLED)

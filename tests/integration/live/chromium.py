@@ -80,8 +80,10 @@ class Browser:
         """Whether a canvas has anything on it."""
         return bool(
             self.evaluate(
+                # Of a copy: of the page's own the browser would say that it is read too often.
                 f"const c = document.querySelector('{selector}'); if (!c.width) return false;"
-                "return c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some((x) => x > 0);"
+                "const d = new OffscreenCanvas(c.width, c.height).getContext('2d', {willReadFrequently: true});"
+                "d.drawImage(c, 0, 0); return d.getImageData(0, 0, c.width, c.height).data.some((x) => x > 0);"
             )
         )
 

@@ -1,4 +1,4 @@
-"""One small run for all that looks at it; who changes it leaves it going on."""
+"""One small run for all tests of a file; who changes it leaves it going on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.integration.coordinator.small_run import a_spec
 from tests.integration.live.live_run import LiveRun
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRun]:
     """A run that goes on as long as anybody looks, with at least three steps behind it."""
     folder = tmp_path_factory.mktemp("live")

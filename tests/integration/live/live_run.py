@@ -77,8 +77,14 @@ class LiveRun(Served):
         await self.run.start_coordinator()
         self.serve(self._app())
 
-    def _app(self) -> Any:
-        return make_app(self.run.parts, actors=ByToken(self.folder))
+    async def admit(self, *, everybody: bool) -> None:
+        """From now on everybody reads at its address, or whoever shows the token."""
+        await self.unserve()
+        self.serve(self._app(everybody=everybody))
+
+    def _app(self, *, everybody: bool = True) -> Any:
+        owner = ByToken(self.folder)
+        return make_app(self.run.parts, None if everybody else owner, owner)
 
     def _note(self, level: str, name: str, facts: Mapping[str, Any]) -> None:
         self.run.parts.events.note(level, name, facts)

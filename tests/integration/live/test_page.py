@@ -78,6 +78,31 @@ def test_page_is_taken_up_again_after_the_coordinator_was_restarted(window: Brow
     assert "ERR_CONNECTION_REFUSED" in " ".join(window.complaints())
 
 
+def test_page_asks_for_a_token_where_readers_need_one(window: Browser, live: LiveRun) -> None:
+    def show(token: str) -> None:
+        window.until(lambda: window.evaluate("return !document.getElementById('token-form').hidden"))
+        field = window.driver.find_element(By.ID, "token")
+        assert field == window.driver.switch_to.active_element
+        field.send_keys(token, Keys.ENTER)
+
+    live.do(live.admit(everybody=False))
+    try:
+        window.driver.get(live.url)
+        show("another run's")
+        assert window.text("#run") != "small"
+        show((live.folder / "token").read_text())
+        window.until(lambda: window.text("#connection") == "live")
+        assert window.text("#run") == "small"
+        window.until(lambda: window.all("#stages tbody tr") and window.painted("#gantt-canvas"))
+        window.driver.refresh()
+        window.until(lambda: window.text("#connection") == "live", "the token is the tab's")
+        assert "401" in " ".join(window.complaints())
+    finally:
+        window.evaluate("sessionStorage.clear()")
+        window.driver.get("about:blank")
+        live.do(live.admit(everybody=True))
+
+
 def test_everything_is_reached_and_done_with_the_keyboard(page: Browser) -> None:
     body = page.driver.find_element(By.TAG_NAME, "body")
     body.send_keys(Keys.TAB)

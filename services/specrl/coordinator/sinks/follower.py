@@ -24,6 +24,7 @@ from pydantic import ValidationError
 from specrl.coordinator.report import Phase, Report, StepReport, ValidationReport
 from specrl.coordinator.report_files import METRICS, VALIDATIONS
 from specrl.coordinator.sinks.contract import Received, Sink, SinkRun
+from specrl.files import Follow
 from specrl.telemetry import metrics
 
 LOOK_S = 1.0
@@ -32,8 +33,6 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """After a failure; doubled each time."""
 THREAD = "sink-"
 """How the threads' names begin."""
-CHUNK_BYTES = 1 << 20
-"""Read at once, so that a long run's files are not in memory."""
 
 R = TypeVar("R", bound=Report)
 
@@ -138,12 +137,11 @@ class _Tail(Generic[R]):
     """What is added to a file of reports. last: the number of the last report that is not wanted again."""
 
     def __init__(self, path: Path, kind: type[R], number: Callable[[R], int], last: int) -> None:
-        self._path, self._kind, self._number, self._last = path, kind, number, last
-        self._at = 0
+        self._file, self._kind, self._number, self._last = Follow(path), kind, number, last
 
     def new(self) -> Iterator[list[R]]:
         """Reports since the last call, in lists that are not empty. The next list is read when one is taken."""
-        while lines := self._lines():
+        while lines := self._file.lines():
             found = [report for report in map(self._parsed, lines) if report is not None]
             wanted = []
             for report in found:
@@ -152,18 +150,6 @@ class _Tail(Generic[R]):
                     self._last = self._number(report)
             if wanted:
                 yield wanted
-
-    def _lines(self) -> list[bytes]:
-        """The next whole lines; a line without its end is being written."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._at)
-                read = file.read(CHUNK_BYTES)
-        except FileNotFoundError:
-            return []
-        whole = read[: read.rfind(b"\n") + 1]
-        self._at += len(whole)
-        return whole.splitlines()
 
     def _parsed(self, line: bytes) -> R | None:
         try:
