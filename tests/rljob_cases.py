@@ -148,6 +148,11 @@ RUN = (
         {"trainer.parallelism": {"virtualStages": 2}},
         {"trainer.parallelism": {"virtualStages": 2, "pipeline": 2}},
     ),
+    Case(
+        "trainer.parallelism.expert",
+        {"trainer.parallelism": {"tensor": 2, "data": 2, "expert": 3}},
+        {"trainer.parallelism": {"tensor": 2, "data": 2, "expert": 4}},
+    ),
     _at("trainer.microBatchTokens", 512 + 64 - 1, 512 + 64),
     Case(
         "model.maxLength",

@@ -119,11 +119,19 @@ class PolicyConfig:
         return self.intermediate_size if experts is None else experts.per_token * experts.intermediate_size
 
     @property
+    def num_expert_parameters(self) -> int:
+        """Weights of all experts; 0 without."""
+        experts = self.experts
+        if experts is None:
+            return 0
+        return self.num_layers * experts.count * 3 * self.hidden_size * experts.intermediate_size
+
+    @property
     def num_parameters(self) -> int:
         """Weights of the policy, those of all experts included."""
         mlp = 3 * self.hidden_size * self.intermediate_size
         if self.experts is not None:
-            mlp = self.experts.count * self.hidden_size * (3 * self.experts.intermediate_size + 1)
+            mlp = self.num_expert_parameters // self.num_layers + self.experts.count * self.hidden_size
         attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_groups)
         norms = 2 * self.hidden_size + (2 * self.head_dim if self.family.has_qk_norm else 0)
         layer = attention + norms + mlp

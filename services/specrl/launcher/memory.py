@@ -9,21 +9,23 @@ P: parameters of the policy, b: bytes of its dtype, V: vocabulary, H: width, L: 
                  the KV cache, and 3 float32 rows of V for each live rollout and drafted token
     trainer      1.0 GiB of libraries a rank, (b + 4) P: weights and gradients in float32, and 8 P: AdamW's two moments,
                  plus 4 P for float32 master weights unless they are float32 already, shared by the data and context
-                 ranks; all of it divided by the tensor and pipeline ranks (with low-rank updates 2 b P: the weights,
-                 and what they are computed with); 12 P once, while a checkpoint's snapshot is written; and
-                 T (12 V + 34 b' H L) bytes of logits and activations divided by the tensor ranks (34: Korthikanti et
-                 al., arXiv:2205.05198, which counts 34 s b h at two bytes a number; b' = b / 2; a pipeline rank holds
-                 those of as many passes as there are stages)
+                 ranks; all of it divided by the tensor and pipeline ranks, of experts by the expert and pipeline ones
+                 (with low-rank updates 2 b P: the weights, and what they are computed with); 12 P once, while a
+                 checkpoint's snapshot is written; and T (12 V + 34 b' H L) bytes of logits and activations divided by
+                 the tensor ranks (34: Korthikanti et al., arXiv:2205.05198, which counts 34 s b h at two bytes a
+                 number; b' = b / 2; a pipeline rank holds those of as many passes as there are stages)
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from specrl.drafting.policy_config import read_policy_config
 from specrl.errors import MemoryTooSmall
 from specrl.launcher.model_folder import ModelFolder
 from specrl.spec import RunSpec
 from specrl.spec.run import Dtype
+from specrl.trainer.layout import shares
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -60,11 +62,11 @@ def estimate_memory(spec: RunSpec, policy: ModelFolder, draft_model_parameters: 
         + 3 * 4 * vocabulary * rows
     )
     ranks = trainer.parallelism
-    optimizer = (8 + (0 if item_bytes == 4 else 4)) / (ranks.data * ranks.context)
-    trained = 4 + optimizer if trainer.lora is None else item_bytes
-    state = (item_bytes + trained) * parameters / (ranks.tensor * ranks.pipeline)
-    if trainer.loss.reference_kl is not None:
-        state += item_bytes * policy.parameters / (ranks.tensor * ranks.pipeline)
+    state = 0.0
+    for mine, shared_by in shares(ranks, parameters, read_policy_config(policy.path).num_expert_parameters):
+        optimizer = (8 + (0 if item_bytes == 4 else 4)) / shared_by
+        reference = item_bytes if trainer.loss.reference_kl is not None else 0
+        state += mine * (item_bytes + reference + (4 + optimizer if trainer.lora is None else item_bytes))
     width_times_depth = (policy.number("hidden_size") or 0) * (policy.number("num_hidden_layers") or 0)
     activations = _tokens_of_a_pass(spec) * (12 * vocabulary + 17 * item_bytes * width_times_depth) / ranks.tensor
     snapshot = 12 * parameters if trainer.lora is None else 0  # low-rank updates are small

@@ -28,7 +28,7 @@ from specrl.launcher.ports import choose_ports
 from specrl.spec import RunSpec
 from specrl.telemetry import traces
 from specrl.trainer import mirror
-from specrl.trainer.layout import SHARED_BY_TENSOR, layout_problems
+from specrl.trainer.layout import layout_problems
 
 
 @dataclass(frozen=True)
@@ -171,11 +171,12 @@ def check_drafter(spec: RunSpec, policy: ModelFolder) -> None:
 
 
 def check_parallelism(spec: RunSpec, policy: ModelFolder) -> None:
-    """Ranks share heads, widths and layers evenly. Raises SpecInvalid with every number that does not divide."""
+    """Ranks share heads, widths, layers and experts evenly. Raises SpecInvalid with every number that does not."""
     ranks = spec.generation.tensor_parallel
-    problems = layout_problems(
-        spec.trainer.parallelism, {name: policy.number(name) for name in (*SHARED_BY_TENSOR, "num_hidden_layers")}
-    )
+    problems = layout_problems(spec.trainer.parallelism, read_policy_config(policy.path))
+    kl = spec.trainer.loss.reference_kl
+    if kl is not None and kl.path is not None:
+        problems += layout_problems(spec.trainer.parallelism, read_policy_config(Path(kl.path)), "the reference's")
     problems += [
         Problem("generation.tensorParallel", f"must divide the model's {field}={heads}, got {ranks}", "use a divisor")
         for field in ("num_attention_heads", "num_key_value_heads")

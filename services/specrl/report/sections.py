@@ -134,12 +134,16 @@ def _setting(run: Reading) -> Section:
     """What the run was."""
     spec = run.spec
     ranks = spec.trainer.parallelism
+    experts = f", experts on {ranks.expert}" if ranks.expert > 1 else ""
     rows = [
         ("model", f"{spec.model.path} ({spec.model.dtype.value})"),
         ("prompts", f"{spec.prompts.source.kind}, judged by {spec.rewards.kind}"),
         ("batch", workload(run)),
         ("generation", f"{spec.generation.replicas} replicas x {spec.generation.tensor_parallel} ranks"),
-        ("trainer", f"{ranks.data} data x {ranks.pipeline} pipeline x {ranks.context} context x {ranks.tensor} tensor"),
+        (
+            "trainer",
+            f"{ranks.data} data x {ranks.pipeline} pipeline x {ranks.context} context x {ranks.tensor} tensor{experts}",
+        ),
         *run.origin.items(),
     ]
     if not run.origin:

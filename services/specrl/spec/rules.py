@@ -147,6 +147,14 @@ PARALLELISM = (
         lambda it: str(it.virtual_stages) if it.virtual_stages > 1 and it.pipeline == 1 else None,
         "self.virtualStages == 1 || self.pipeline > 1",
     ),
+    Rule(
+        Parallelism,
+        "expert",
+        "must divide tensor x context x data",
+        "use a divisor, or raise data: expert parallel ranks are taken from these",
+        lambda it: f"{it.expert} for {it.stage_size} ranks" if it.stage_size % it.expert else None,
+        "self.tensor * self.context * self.data % self.expert == 0",
+    ),
 )
 
 

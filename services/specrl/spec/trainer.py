@@ -28,10 +28,19 @@ class Parallelism(Section):
     """Stages of each pipeline rank, taken in turns (interleaved schedule): less waiting, more messages."""
     data: Ranks = 1
     """Data parallel ranks: rollouts of a batch are dealt to them, and each keeps its part of the optimizer's state."""
+    expert: Ranks = 1
+    """Expert parallel ranks: the experts of each layer are dealt to them, whole. Not ranks of their own: the tensor,
+    context and data parallel ones of a stage form groups of this size. It must divide the model's experts. 1: every
+    rank has all experts of its layers."""
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of a pipeline stage."""
+        return self.tensor * self.context * self.data
 
     @property
     def world_size(self) -> int:
-        return self.tensor * self.context * self.pipeline * self.data
+        return self.stage_size * self.pipeline
 
 
 class Decay(StrEnum):

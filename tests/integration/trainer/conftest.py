@@ -46,11 +46,10 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 class Launch:
     """The processes that form some layouts one after another, and the folder in which they leave what they saw."""
 
-    def __init__(self, out: Path, policy: Path, layouts: Sequence[str], resume: Path | None = None) -> None:
-        self.out, self.layouts = out, layouts
-        ranks = Parallelism.model_validate(sizes(layouts[0])).world_size
-        port, arguments = free_port(), [str(policy), str(out), json.dumps(layouts), *([str(resume)] if resume else [])]
-        command = [sys.executable, "-m", "tests.integration.trainer.worker", *arguments]
+    def __init__(self, out: Path, ranks: int, worker: str, arguments: Sequence[str], sends: Sequence[str]) -> None:
+        """sends: the folders in `out` of whoever broadcasts, one after another."""
+        self.out, self.sends, port = out, sends, free_port()
+        command = [sys.executable, "-m", f"tests.integration.trainer.{worker}", *arguments]
         out.mkdir(parents=True)
         self.processes = []
         for rank in range(ranks):
@@ -70,11 +69,18 @@ class Launch:
         """Receive their broadcasts as a replica would, wait for their end, return their folder."""
         from tests.integration.trainer.receiver import receive_broadcasts
 
-        for layout in self.layouts:
-            receive_broadcasts(self, self.out / layout)
+        for folder in self.sends:
+            receive_broadcasts(self, self.out / folder)
         codes = self.codes()
         assert codes == expected, f"exit codes {codes}\n{self.log()}"
         return self.out
+
+
+def all_of(policy: Path, layouts: Sequence[str], out: Path, resume: Path | None = None) -> Launch:
+    """`worker.py` in some layouts with as many ranks."""
+    ranks = Parallelism.model_validate(sizes(layouts[0])).world_size
+    arguments = [str(policy), str(out), json.dumps(layouts), *([str(resume)] if resume else [])]
+    return Launch(out, ranks, "worker", arguments, layouts)
 
 
 @pytest.fixture(scope="session")
@@ -94,17 +100,17 @@ def tied_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def single(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One rank."""
-    return Launch(tmp_path_factory.mktemp("single") / "out", policy, [ALONE]).finish([9]) / ALONE
+    return all_of(policy, [ALONE], tmp_path_factory.mktemp("single") / "out").finish([9]) / ALONE
 
 
 @pytest.fixture(scope="session")
 def two_ranks(policy: Path, single: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Layouts of two ranks, each of which afterwards resumes the single rank's checkpoint."""
     out, resume = tmp_path_factory.mktemp("two") / "out", checkpoints.newest(single)
-    return Launch(out, policy, TWO_RANKS, resume).finish([0, 0])
+    return all_of(policy, TWO_RANKS, out, resume).finish([0, 0])
 
 
 @pytest.fixture(scope="session")
 def four_ranks(tied_policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Layouts of four ranks, of another policy."""
-    return Launch(tmp_path_factory.mktemp("four") / "out", tied_policy, FOUR_RANKS).finish([0] * 4)
+    return all_of(tied_policy, FOUR_RANKS, tmp_path_factory.mktemp("four") / "out").finish([0] * 4)

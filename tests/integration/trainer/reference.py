@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from tests.integration.trainer.runs import (
     CAP,
     EPSILON,
@@ -23,6 +24,37 @@ from specrl.records import Batch, TrainRollout
 
 def load(policy: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).eval()
+
+
+def as_stored(model: PreTrainedModel, folder: Path) -> dict[str, torch.Tensor]:
+    """Tensors by the names of a folder; in memory transformers 5 has other names, and holds experts in one tensor."""
+    model.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+class Adapted(torch.nn.Module):
+    """A linear layer as peft computes it: y = W x + s B (A x)."""
+
+    def __init__(self, linear: torch.nn.Linear, down_RI: torch.Tensor, up_OR: torch.Tensor, scale: float) -> None:
+        super().__init__()
+        self.linear, self.scale = linear.requires_grad_(False), scale
+        self.down, self.up = torch.nn.Parameter(down_RI.clone()), torch.nn.Parameter(up_OR.clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.linear(x) + self.scale * (x @ self.down.T) @ self.up.T
+        return found
+
+
+def adapted(policy: Path, factors: dict[str, torch.Tensor], scale: float) -> tuple[PreTrainedModel, dict[str, Adapted]]:
+    """The reference with these updates, and its layers by the beginning of their factors' names."""
+    model, layers = load(policy).requires_grad_(False), {}
+    for name, module in list(model.named_modules()):
+        stem = f"base_model.model.{name}"
+        if f"{stem}.lora_A.weight" in factors:
+            pair = (factors[f"{stem}.lora_{part}.weight"] for part in "AB")
+            layers[stem] = Adapted(module, *pair, scale)
+            model.set_submodule(name, layers[stem])
+    return model, layers
 
 
 def logprobs(model: PreTrainedModel, item: TrainRollout) -> torch.Tensor:

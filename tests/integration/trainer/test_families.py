@@ -16,7 +16,7 @@ from tests.integration.trainer import reference
 from tests.integration.trainer.conftest import VOCAB
 from tests.integration.trainer.runs import a_batch, a_spec
 from tests.tiny_models import Shape, make_policy
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -92,7 +92,7 @@ def test_three_steps_equal_a_plain_training(trained: Trained, tmp_path: Path) ->
     expected = reference.train(model, trained.batches)
     for found, wanted in zip(trained.metrics, expected, strict=True):
         assert found == pytest.approx(wanted, rel=1e-4, abs=1e-6)
-    plain = as_stored(model, tmp_path)
+    plain = reference.as_stored(model, tmp_path)
     assert plain.keys() == trained.weights.keys()
     for name, tensor in plain.items():
         assert (trained.weights[name] - tensor).abs().max() <= 2e-6, name
@@ -100,15 +100,9 @@ def test_three_steps_equal_a_plain_training(trained: Trained, tmp_path: Path) ->
 
 
 def test_exported_folder_is_a_model_of_transformers(trained: Trained, tmp_path: Path) -> None:
-    found = as_stored(reference.load(trained.exported), tmp_path)
+    found = reference.as_stored(reference.load(trained.exported), tmp_path)
     assert found.keys() == trained.weights.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in trained.weights.items())
-
-
-def as_stored(model: PreTrainedModel, folder: Path) -> dict[str, torch.Tensor]:
-    """Tensors by the names of a folder; in memory transformers 5 has other names, and holds experts in one tensor."""
-    model.save_pretrained(folder)
-    return load_file(folder / "model.safetensors")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from tests.integration.trainer import reference
 from tests.integration.trainer.conftest import VOCAB
 from tests.integration.trainer.runs import a_batch, a_spec
 from tests.tiny_models import Shape, make_policy
-from transformers import PreTrainedModel
 
 from specrl.trainer import checkpoint_export, checkpoints
 
@@ -71,30 +70,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return Trained(policy, first, factors, metrics, weights, resumed, exported, moments)
 
 
-class Adapted(torch.nn.Module):
-    """A linear layer as peft computes it: y = W x + s B (A x)."""
-
-    def __init__(self, linear: torch.nn.Linear, down_RI: torch.Tensor, up_OR: torch.Tensor) -> None:
-        super().__init__()
-        self.linear = linear.requires_grad_(False)
-        self.down, self.up = torch.nn.Parameter(down_RI.clone()), torch.nn.Parameter(up_OR.clone())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.linear(x) + ALPHA / RANK * (x @ self.down.T) @ self.up.T
-        return found
-
-
-def adapted(policy: Path, factors: Tensors) -> tuple[PreTrainedModel, dict[str, Adapted]]:
-    """The reference with these updates, and its layers by the beginning of their factors' names."""
-    model, layers = reference.load(policy).requires_grad_(False), {}
-    for name, module in list(model.named_modules()):
-        if name.endswith(TARGETS):
-            stem = f"base_model.model.{name}"
-            layers[stem] = Adapted(module, factors[f"{stem}.lora_A.weight"], factors[f"{stem}.lora_B.weight"])
-            model.set_submodule(name, layers[stem])
-    return model, layers
-
-
 def test_updates_start_from_nothing(trained: Trained) -> None:
     for name, tensor in trained.first.items():
         is_up = name.endswith("lora_B.weight")
@@ -104,7 +79,7 @@ def test_updates_start_from_nothing(trained: Trained) -> None:
 
 
 def test_factors_after_three_steps_equal_a_plain_training(trained: Trained) -> None:
-    model, layers = adapted(trained.policy, trained.first)
+    model, layers = reference.adapted(trained.policy, trained.first, ALPHA / RANK)
     expected = reference.train(model, [a_batch(step, VOCAB) for step in (1, 2, 3)])
     for found, wanted in zip(trained.metrics, expected, strict=True):
         assert found == pytest.approx(wanted, rel=1e-4, abs=1e-6)

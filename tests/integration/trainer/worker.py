@@ -154,7 +154,19 @@ def save_states(out: Path, states: list[Any]) -> None:
 
 
 def broadcast(backend: MegatronBackend, out: Path) -> None:
-    """Send the weights twice to whoever reads the port; then fail to find anyone, and go on."""
+    """Send the weights to whoever reads the port; then fail to find anyone, and go on."""
+    send(backend, out)
+    lonely = WeightGroup("epoch-2", "127.0.0.1", 0, 0, 2, 1.0, "gloo")
+    backend.open_weight_group(lonely)
+    try:
+        backend.broadcast_weights(lonely.group_id)
+    except SpecrlError as error:
+        if is_first():
+            (out / "lonely").write_text(type(error).__name__)
+
+
+def send(backend: MegatronBackend, out: Path) -> None:
+    """Send the weights twice to whoever reads the port."""
     manifest = backend.describe_weights()
     port = backend.open_weight_group(GROUP)
     if is_first():
@@ -164,13 +176,6 @@ def broadcast(backend: MegatronBackend, out: Path) -> None:
     sent = [backend.broadcast_weights(GROUP.group_id) for _ in range(2)]
     if is_first():
         (out / "sent.json").write_text(json.dumps([list(item.checksums) for item in sent]))
-    lonely = WeightGroup("epoch-2", "127.0.0.1", 0, 0, 2, 1.0, "gloo")
-    backend.open_weight_group(lonely)
-    try:
-        backend.broadcast_weights(lonely.group_id)
-    except SpecrlError as error:
-        if is_first():
-            (out / "lonely").write_text(type(error).__name__)
 
 
 def alone(spec: RunSpec, out: Path) -> None:

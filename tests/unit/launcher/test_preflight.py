@@ -185,6 +185,36 @@ def test_every_number_that_does_not_divide_the_model_is_listed(tmp_path: Path) -
     ]
 
 
+@pytest.mark.parametrize(
+    ("config", "refused"),
+    [
+        ({}, "must be 1, since the model's layers have no experts, got 4"),
+        (
+            {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+            "must divide the model's num_experts=6, got 4",
+        ),
+        # Nothing but heads is cut: 128 columns of an MLP that a mixture does not have are no hindrance.
+        ({"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 33, "intermediate_size": 127}, None),
+    ],
+)
+def test_experts_that_cannot_be_dealt_out_are_refused(
+    tmp_path: Path, config: dict[str, Any], refused: str | None
+) -> None:
+    if config:
+        config = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], **config}
+    policy = read_model_folder(a_model_folder(tmp_path / "model", **config), "model.path")
+    layout = {"tensor": 2, "data": 2, "expert": 4}
+    spec = a_spec(tmp_path, trainer={"optimizer": {"learningRate": "1e-3"}, "parallelism": layout})
+    if refused is None:
+        preflight.check_parallelism(spec, policy)
+        return
+    with pytest.raises(SpecInvalid) as caught:
+        preflight.check_parallelism(spec, policy)
+    assert [(problem.path, problem.rule) for problem in caught.value.problems] == [
+        ("trainer.parallelism.expert", refused)
+    ]
+
+
 def test_malformed_line_is_named_by_file_and_line(tmp_path: Path) -> None:
     a_model_folder(tmp_path / "model")
     data = tmp_path / "train.jsonl"

@@ -17,7 +17,8 @@ from torch.nn.utils import parametrize
 from specrl.drafting.policy_config import PolicyConfig
 from specrl.spec.trainer import Lora
 from specrl.trainer import lora as low_rank
-from specrl.trainer.megatron_backend.hf_weights import Of, Place, full_shapes, of_chunk, shard
+from specrl.trainer.megatron_backend.groups import Place
+from specrl.trainer.megatron_backend.hf_weights import Of, full_shapes, of_chunk, shard
 
 _LINEAR = {"qkv", "gate_up", "rows"}  # layouts of what is adapted
 Cut = Callable[[list[torch.Tensor]], torch.Tensor]

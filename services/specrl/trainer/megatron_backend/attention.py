@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
-from specrl.trainer.megatron_backend.hf_weights import Place
+from specrl.trainer.megatron_backend.groups import Place
 
 
 @dataclass(kw_only=True)

@@ -61,6 +61,7 @@ from specrl.spec.generation import DraftSampling
 from specrl.spec.trainer import KlPlace
 from specrl.trainer import hf_folder, losses, micro_batches
 from specrl.trainer.backend import SupervisedMetrics
+from specrl.trainer.layout import shares
 from specrl.trainer.learning_rate import learning_rate
 from specrl.trainer.megatron_backend import checkpoint, cpu_shim, groups, hf_weights, initialisation
 from specrl.trainer.megatron_backend.groups import Groups
@@ -150,11 +151,12 @@ class MegatronBackend:
 
     def _check_memory(self) -> None:
         """Raise MemoryTooSmall when weights, gradients and optimizer alone do not fit; activations come on top."""
-        mine = self.config.num_parameters // (self.groups.tensor.size * self.groups.pipeline.size)
         reference = self.dtype.itemsize if self.spec.trainer.loss.reference_kl is not None else 0
-        shared_by = self.groups.data_size * self.groups.context.size
-        trained = REPLICATED_BYTES + OPTIMIZER_BYTES // shared_by
-        needed = mine * ((trained if self.spec.trainer.lora is None else FROZEN_BYTES) + reference)
+        needed = 0.0
+        weights, of_experts = self.config.num_parameters, self.config.num_expert_parameters
+        for mine, shared_by in shares(self.spec.trainer.parallelism, weights, of_experts):
+            trained = REPLICATED_BYTES + OPTIMIZER_BYTES / shared_by
+            needed += mine * ((trained if self.spec.trainer.lora is None else FROZEN_BYTES) + reference)
         if self.groups.device.type == "cuda":
             free, place = torch.cuda.mem_get_info()[0], "GPU"
         else:
@@ -162,8 +164,8 @@ class MegatronBackend:
         if needed > free:
             raise MemoryTooSmall(
                 f"the trainer must hold {needed / 2**30:.1f} GiB of weights and optimizer state a rank, got "
-                f"{free / 2**30:.1f} GiB free on this {place}; use a smaller model, or more trainer.parallelism.tensor "
-                "or pipeline"
+                f"{free / 2**30:.1f} GiB free on this {place}; use a smaller model, or more "
+                "trainer.parallelism.tensor, pipeline or, of a mixture, expert"
             )
 
     def status(self) -> TrainerStatus:
@@ -656,6 +658,6 @@ class MegatronBackend:
 
     def _exhaust(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Ranks that share tensors with rank 0 gather to the end, whatever became of what rank 0 does with them."""
-        if self.groups.data_rank == self.groups.context.rank == 0:
+        if self.groups.gathers_with_rank_0:
             for _ in tensors:
                 pass

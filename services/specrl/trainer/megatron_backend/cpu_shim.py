@@ -1,7 +1,8 @@
 """Lets Megatron-Core run without CUDA: Gloo groups, CPU tensors. Does nothing where CUDA is available.
 
-Megatron 0.16.1 names CUDA in four ways: `device="cuda"` in factory calls, CUDA random states, streams and events,
-and `Tensor.type() == "torch.cuda.FloatTensor"` where it clips gradients. `install` rebinds the global name `torch` of
+Megatron 0.16.1 names CUDA in five ways: `device="cuda"` in factory calls, CUDA random states, streams and events,
+`Tensor.type() == "torch.cuda.FloatTensor"` where it clips gradients, and `Tensor.is_cuda` where it makes of counts of
+tokens the array that an all-to-all takes. `install` rebinds the global name `torch` of
 Megatron's own modules to a stand-in in which "cuda" means "cpu", and makes four tensor methods answer Megatron, and
 nobody else, as on CUDA. torch itself stays as it is: transformers 5 looks factory functions up by identity while it
 builds models, and with those replaced its rotary frequencies stay uninitialised, silently.
@@ -68,6 +69,12 @@ def install() -> None:
     random = sys.modules["megatron.core.tensor_parallel.random"]
     random.__dict__["_set_cuda_rng_state"] = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     random.__dict__["_get_cuda_rng_state"] = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    dispatcher = sys.modules["megatron.core.transformer.moe.token_dispatcher"]
+    dispatcher.__dict__["maybe_move_tensor_to_cpu"] = _brought_to_the_host
+
+
+def _brought_to_the_host(found: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return found.numpy() if as_numpy and isinstance(found, torch.Tensor) else found
 
 
 @contextlib.contextmanager

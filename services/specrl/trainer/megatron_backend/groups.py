@@ -7,6 +7,7 @@ parallel ones; rank 0 is first in every direction.
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,16 +19,25 @@ from torch._C._distributed_c10d import HashStore  # torch.distributed re-exports
 
 from specrl.errors import TrainerFailed
 from specrl.spec.trainer import Parallelism
-from specrl.trainer.megatron_backend.hf_weights import Place
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # of one collective; a rank that died breaks it at once, a hanging one so
+
+
+@dataclass(frozen=True)
+class Place:
+    """This rank's place among the ranks of a process group."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup
 
 
 @dataclass(frozen=True)
 class Groups:
     """This rank's place in each direction. `data` is the group of ranks that hold the same shard.
 
-    A replica is the ranks that work on the same rollouts: those of one tensor, context and pipeline group.
+    A replica is the ranks that work on the same rollouts: those of one tensor, context and pipeline group. Expert
+    parallel ranks are neighbours among the tensor, context and data parallel ones of a stage, in that order.
     """
 
     rank: int
@@ -35,6 +45,7 @@ class Groups:
     tensor: Place
     context: Place
     pipeline: Place
+    expert: Place
     data_rank: int
     data_size: int
     data: dist.ProcessGroup
@@ -50,6 +61,14 @@ class Groups:
         """This rank's number among them."""
         outer = self.pipeline.rank * self.context.size + self.context.rank
         return outer * self.tensor.size + self.tensor.rank
+
+    @property
+    def gathers_with_rank_0(self) -> bool:
+        """Whether this rank is in a tensor or expert group with rank 0, directly or through others, or in their
+        pipelines."""
+        data_and_context = self.data_rank * self.context.size + self.context.rank
+        in_stage = data_and_context * self.tensor.size + self.tensor.rank
+        return in_stage < math.lcm(self.tensor.size, self.expert.size)
 
     def from_last_stage(self, tensor: torch.Tensor) -> torch.Tensor:
         """What the ranks of the last stage hold in `tensor`, in place. A collective of the pipeline."""
@@ -73,6 +92,8 @@ def join(parallelism: Parallelism, seed: int) -> Groups:
         context_parallel_size=parallelism.context,
         pipeline_model_parallel_size=parallelism.pipeline,
         virtual_pipeline_model_parallel_size=parallelism.virtual_stages if parallelism.virtual_stages > 1 else None,
+        expert_model_parallel_size=parallelism.expert,
+        expert_tensor_parallel_size=1,
         create_gloo_process_groups=False,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -84,6 +105,7 @@ def join(parallelism: Parallelism, seed: int) -> Groups:
         tensor=_place(parallel_state.get_tensor_model_parallel_group()),
         context=_place(parallel_state.get_context_parallel_group()),
         pipeline=_place(parallel_state.get_pipeline_model_parallel_group()),
+        expert=_place(parallel_state.get_expert_model_parallel_group()),
         data_rank=parallel_state.get_data_parallel_rank(),
         data_size=parallelism.data,
         data=parallel_state.get_data_parallel_group(),

@@ -2,8 +2,7 @@
 
 Megatron interleaves q, k and v by key/value group, fuses gate with up, pads the vocabulary, and shards by columns
 (output features), rows (input features) or vocabulary. Experts are dealt out whole. `load` and `export` are inverse to
-each other, bit for bit.
-A parameter that is not in the map is an error, never skipped.
+each other, bit for bit. A parameter that is not in the map is an error, never skipped.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from specrl.errors import CheckpointInvalid
 from specrl.files import read_object
 from specrl.trainer import lora
 from specrl.trainer.megatron_backend.exchange import exchange
+from specrl.trainer.megatron_backend.groups import Groups, Place
 
 # Megatron name -> (Hugging Face names, layout). The layer_norm_weight rows are Transformer Engine's fused modules.
 _LAYER: dict[str, tuple[tuple[str, ...], str]] = {
@@ -53,43 +53,37 @@ _ENDS: dict[str, tuple[tuple[str, ...], str]] = {
     "output_layer.weight": (("lm_head.weight",), "vocabulary"),
 }
 _FIRST, _LAST = -1, 1 << 30
+_EXPERTS = "mlp.experts.local_experts."
 Of = Callable[[torch.Tensor], torch.Tensor]
 Put = Callable[[torch.Tensor, torch.Tensor], None]
 _IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_IN_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
+_IN_EXPERT = re.compile(re.escape(_EXPERTS) + r"(\d+)\.(.+)")
 _IN_ADAPTER = re.compile(r"(.+)\.parametrizations\.weight\.0\.(down|up)\.(\d+)")
-
-
-@dataclass(frozen=True)
-class Place:
-    """This rank's place among the ranks of a process group."""
-
-    rank: int
-    size: int
-    group: dist.ProcessGroup
 
 
 @dataclass(frozen=True)
 class Mapped:
     """One Megatron parameter and what it is made of.
 
-    order: layer (embedding -1, ends last), and place in it. stage: the pipeline rank that has the parameter.
+    order: layer (embedding -1, ends last), expert (-1: of none), and place in it. stage: the pipeline rank that has the
+    parameter. expert_rank: of an expert's, the expert parallel rank that has it; None: all of them have.
     """
 
-    order: tuple[int, int]
+    order: tuple[int, int, int]
     megatron_name: str
     names: tuple[str, ...]
     layout: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     stage: int
+    expert_rank: int | None = None
     parameter: torch.Tensor | None = field(default=None, compare=False)
 
 
-def of_chunk(chunk: Any, stage: int = 0, *, is_adapters: bool = False) -> Iterator[Mapped]:
+def of_chunk(chunk: Any, stage: int = 0, expert_rank: int = 0, *, is_adapters: bool = False) -> Iterator[Mapped]:
     """Every parameter of a GPTModel (unwrapped) with its Hugging Face names; or those of its adapters.
 
-    Raises CheckpointInvalid for a parameter without a name.
+    stage, expert_rank: of this rank. Raises CheckpointInvalid for a parameter without a name.
     """
     copy = output_copy([chunk])
     for place, (name, parameter) in enumerate(chunk.named_parameters()):
@@ -97,13 +91,28 @@ def of_chunk(chunk: Any, stage: int = 0, *, is_adapters: bool = False) -> Iterat
         if parameter is copy or (adapter is not None) != is_adapters:
             continue
         in_layer = _IN_LAYER.fullmatch(name)
-        layer, whole = _FIRST if name == _EMBEDDING else _LAST, name
+        layer, expert, whole = _FIRST if name == _EMBEDDING else _LAST, None, name
         if in_layer:
-            layer = chunk.decoder.layers[int(in_layer[1])].layer_number - 1  # counted over all stages
-            whole = f"decoder.layers.{layer}.{in_layer[2]}"
+            module = chunk.decoder.layers[int(in_layer[1])]
+            layer, rest = module.layer_number - 1, in_layer[2]  # counted over all stages
+            in_expert = _IN_EXPERT.fullmatch(rest)
+            if in_expert:
+                expert = module.mlp.local_expert_indices[int(in_expert[1])]  # counted over all expert parallel ranks
+                rest = f"{_EXPERTS}{expert}.{in_expert[2]}"
+            whole = f"decoder.layers.{layer}.{rest}"
         adapter = _IN_ADAPTER.fullmatch(whole)
         names, layout = _named(whole) if adapter is None else _of_adapter(adapter)
-        yield Mapped((layer, place), name, names, layout, tuple(parameter.shape), parameter.dtype, stage, parameter)
+        yield Mapped(
+            order=(layer, -1 if expert is None else expert, place),
+            megatron_name=name,
+            names=names,
+            layout=layout,
+            shape=tuple(parameter.shape),
+            dtype=parameter.dtype,
+            stage=stage,
+            expert_rank=None if expert is None else expert_rank,
+            parameter=parameter,
+        )
 
 
 def _of_adapter(found: re.Match[str]) -> tuple[tuple[str, ...], str]:
@@ -196,20 +205,24 @@ class WeightMap:
     """Every parameter of the whole model with its Hugging Face names, in the model's order, the same at all ranks."""
 
     def __init__(
-        self, chunks: Sequence[Any], config: PolicyConfig, places: tuple[Place, Place], *, is_adapters: bool = False
+        self, chunks: Sequence[Any], config: PolicyConfig, groups: Groups, *, is_adapters: bool = False
     ) -> None:
-        """chunks: this rank's GPTModels, unwrapped. places: among tensor parallel ranks, and in the pipeline.
+        """chunks: this rank's GPTModels, unwrapped. is_adapters: parameters of low-rank updates instead.
 
-        is_adapters: parameters of low-rank updates instead. A collective of the pipeline. Raises CheckpointInvalid for
-        a parameter without a name.
+        A collective of pipeline and expert ranks. Raises CheckpointInvalid for a parameter without a name.
         """
-        tensor, pipeline = places
-        self._config, self._tensor, self._pipeline = config, tensor, pipeline
-        self._device = next(chunks[0].parameters()).device
+        self._config, self._groups = config, groups
         self._copy = None if is_adapters else output_copy(chunks)
-        items = [item for chunk in chunks for item in of_chunk(chunk, pipeline.rank, is_adapters=is_adapters)]
-        others = [item for item in _of_all_stages(items, pipeline, self._device) if item.stage != pipeline.rank]
-        self.items = sorted([*items, *others], key=lambda item: item.order)
+        places = groups.pipeline, groups.expert
+        items = [
+            item
+            for chunk in chunks
+            for item in of_chunk(chunk, *(place.rank for place in places), is_adapters=is_adapters)
+        ]
+        for place in places:
+            known = {item.names for item in items}
+            items += [item for item in _told(items, place.group, groups.device) if item.names not in known]
+        self.items = sorted(items, key=lambda item: item.order)
 
     @torch.no_grad()
     def load(self, folder: Path, put: Put = fill) -> None:
@@ -230,7 +243,7 @@ class WeightMap:
                         f"{name} must be {shape}, got {tuple(part.shape)} in {folder}; it is of another model"
                     )
             for parameter in parameters:
-                put(parameter, shard(self._config, item, parts, self._tensor))
+                put(parameter, shard(self._config, item, parts, self._groups.tensor))
 
     @torch.no_grad()
     def export(
@@ -238,38 +251,41 @@ class WeightMap:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (Hugging Face name, full tensor) in map order, gathering one parameter at a time; `wanted` names alone.
 
-        of: what is yielded of a parameter, in `dtype` if that is not the parameter's. A collective of the tensor
-        parallel ranks and the pipeline: every rank must exhaust it.
+        of: what is yielded of a parameter, in `dtype` if that is not the parameter's. A collective of tensor, pipeline
+        and expert ranks: every rank must exhaust it.
         """
+        tensor = self._groups.tensor
         for item in self.items:
             if wanted is not None and wanted.isdisjoint(item.names):
                 continue
             if item.parameter is not None:
                 mine = of(item.parameter).detach().contiguous()
             else:
-                mine = torch.empty(item.shape, dtype=dtype or item.dtype, device=self._device)
-            if self._pipeline.size > 1:
-                owner = dist.get_global_rank(self._pipeline.group, item.stage)
-                dist.broadcast(mine, owner, group=self._pipeline.group)
+                mine = torch.empty(item.shape, dtype=dtype or item.dtype, device=self._groups.device)
+            self._bring(mine, item)
             shards = [mine]
-            if self._tensor.size > 1 and item.layout not in {"whole", "stacked"}:
-                shards = [torch.empty_like(mine) for _ in range(self._tensor.size)]
-                dist.all_gather(shards, mine, group=self._tensor.group)
+            if tensor.size > 1 and item.layout not in {"whole", "stacked"}:
+                shards = [torch.empty_like(mine) for _ in range(tensor.size)]
+                dist.all_gather(shards, mine, group=tensor.group)
             yield from zip(item.names, unshard(self._config, item, shards), strict=True)
 
+    def _bring(self, mine: torch.Tensor, item: Mapped) -> None:
+        """Fill `mine` with what the item's stage has, and of an expert its expert parallel rank."""
+        pipeline, expert = self._groups.pipeline, self._groups.expert
+        if pipeline.size > 1 and item.expert_rank in (None, expert.rank):  # the same one in all stages
+            dist.broadcast(mine, dist.get_global_rank(pipeline.group, item.stage), group=pipeline.group)
+        if expert.size > 1 and item.expert_rank is not None:
+            dist.broadcast(mine, dist.get_global_rank(expert.group, item.expert_rank), group=expert.group)
 
-def _of_all_stages(items: Sequence[Mapped], pipeline: Place, device: torch.device) -> list[Mapped]:
-    """Items of every stage, without their parameters. A collective of the pipeline."""
-    rows = [
-        (item.order, item.megatron_name, item.names, item.layout, item.shape, str(item.dtype), item.stage)
-        for item in items
-    ]
+
+def _told(items: Sequence[Mapped], group: dist.ProcessGroup, device: torch.device) -> list[Mapped]:
+    """Items of all ranks of a group, without their parameters. A collective of the group."""
+    rows = [{**vars(item), "dtype": str(item.dtype).removeprefix("torch."), "parameter": None} for item in items]
+    tuples = ("order", "names", "shape")
     return [
-        Mapped(
-            tuple(order), name, tuple(names), layout, tuple(shape), getattr(torch, dtype.removeprefix("torch.")), stage
-        )
-        for told in exchange({"items": rows}, pipeline.group, device)
-        for order, name, names, layout, shape, dtype, stage in told["items"]
+        Mapped(**row | {name: tuple(row[name]) for name in tuples} | {"dtype": getattr(torch, row["dtype"])})
+        for told in exchange({"items": rows}, group, device)
+        for row in told["items"]
     ]
 
 

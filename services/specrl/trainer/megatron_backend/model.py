@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch.nn import functional
 
 from specrl.drafting.policy_config import PolicyConfig
-from specrl.errors import CheckpointInvalid, SpecInvalid
+from specrl.errors import SpecInvalid
 from specrl.spec.trainer import Parallelism, Recompute, Trainer
 from specrl.trainer.layout import layout_problems
 from specrl.trainer.megatron_backend import rope
@@ -35,19 +35,8 @@ VOCABULARY_MULTIPLE = 128  # Megatron's own default
 
 
 def check_layout(config: PolicyConfig, parallelism: Parallelism) -> None:
-    """Raise SpecInvalid unless ranks share heads, widths and layers evenly; CheckpointInvalid if experts would be."""
-    if config.experts is not None and parallelism.world_size != parallelism.data:
-        raise CheckpointInvalid(
-            f"trainer.parallelism of a mixture of experts must have data parallel ranks alone, got "
-            f"{parallelism.world_size} ranks and data={parallelism.data}; leave the others at 1"
-        )
-    sizes = {
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_groups,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-    }
-    problems = layout_problems(parallelism, sizes)
+    """Raise SpecInvalid unless ranks share heads, widths, layers and experts evenly."""
+    problems = layout_problems(parallelism, config)
     if problems:
         raise SpecInvalid(tuple(problems))
 
@@ -73,6 +62,7 @@ def transformer_config(config: PolicyConfig, trainer: Trainer, dtype: torch.dtyp
             "moe_router_load_balancing_type": "none",
             "moe_router_dtype": "fp32",
             "moe_token_dispatcher_type": "alltoall",
+            "expert_model_parallel_size": parallelism.expert,
             "expert_tensor_parallel_size": 1,
         }
     found = TransformerConfig(
@@ -167,6 +157,11 @@ def _stage(config: PolicyConfig, trainer: Trainer, dtype: torch.dtype, number: i
     if model.post_process:
         # Under sequence parallelism it would gather its input by itself; `schedule.py` gathers, then picks rows.
         model.output_layer.sequence_parallel, model.output_layer.allreduce_dgrad = False, parallelism.tensor > 1
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            # Else Megatron, where experts are not dealt out, takes them for shards of tensor parallel ranks, whose
+            # gradients need no sum over these ranks and count for themselves in the norm.
+            setattr(parameter, "allreduce", False)  # noqa: B010 - no attribute of its type
     if dtype == torch.bfloat16:
         model = model.bfloat16()
     return model.cuda() if torch.cuda.is_available() else model

@@ -38,14 +38,13 @@ class Policy:
         """seed: of what a low-rank update starts from."""
         self.config, self.groups, self.settings, self.dtype = config, groups, trainer.optimizer, dtype
         self.chunks = build_model(config, trainer, dtype)
-        places = (groups.tensor, groups.pipeline)
         if trainer.lora is not None:
             for chunk in self.chunks:
                 adapters.adapt(chunk, config, groups.tensor, trainer.lora, seed)
-        self.map = WeightMap(self.chunks, config, places)
+        self.map = WeightMap(self.chunks, config, groups)
         self.trained = self.map
         if trainer.lora is not None:
-            self.trained = WeightMap(self.chunks, config, places, is_adapters=True)
+            self.trained = WeightMap(self.chunks, config, groups, is_adapters=True)
         self.schedule = Schedule(self.chunks, groups)
         self._is_wrapped = False
 
@@ -179,7 +178,7 @@ class Policy:
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def tensors(self, wanted: AbstractSet[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, full tensor), gathered one at a time. A collective of tensor ranks and pipeline."""
+        """(Hugging Face name, full tensor), gathered one at a time. A collective, see `WeightMap.export`."""
         return self.map.export(wanted, adapters.merged(self.chunks))
 
     def state(self) -> dict[str, Iterator[tuple[str, torch.Tensor]]]:
@@ -208,7 +207,7 @@ class Policy:
 
     @torch.no_grad()
     def ends(self) -> PolicyEnds:
-        """Full copies of embedding, final norm and output layer. A collective of tensor ranks and pipeline."""
+        """Full copies of embedding, final norm and output layer. A collective, as `tensors`."""
         wanted = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
         found = {name: tensor.clone() for name, tensor in self.tensors(wanted)}
         embedding = found["model.embed_tokens.weight"]

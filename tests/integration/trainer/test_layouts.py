@@ -1,0 +1,197 @@
+"""Mixtures of experts, and low-rank updates of them and of dense policies, in layouts of two and four ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.integration.trainer import reference
+from tests.integration.trainer.conftest import VOCAB, Launch
+from tests.integration.trainer.runs import a_batch, a_spec
+from tests.tiny_models import Shape, make_policy
+
+from specrl.trainer import checkpoints
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]  # Megatron warns about itself
+
+Tensors = dict[str, torch.Tensor]
+SHAPES = {
+    "mixture": Shape(heads=4, groups=2, vocab=VOCAB, family="qwen3_moe"),
+    "dense": Shape(heads=4, groups=2, vocab=VOCAB, family="llama", is_tied=True),
+}
+# policy, layout, whether low-rank updates are trained
+TWO_RANKS = (
+    ("mixture", "tensor=2", False),
+    ("mixture", "tensor=2,expert=2", False),
+    ("mixture", "data=2,expert=2", False),
+    ("mixture", "pipeline=2", False),
+    ("mixture", "context=2,expert=2", False),
+    ("mixture", "tensor=2,expert=2", True),
+    ("dense", "tensor=2", True),
+    ("dense", "pipeline=2", True),
+    ("dense", "context=2", True),
+)
+FOUR_RANKS = (
+    ("mixture", "tensor=2,data=2,expert=4", False),
+    ("mixture", "tensor=2,context=2,expert=2", False),
+    ("mixture", "tensor=2,pipeline=2,virtualStages=2,expert=2", False),
+    ("mixture", "pipeline=2,data=2,expert=2", True),
+)
+
+
+def name(case: tuple[str, str, bool]) -> str:
+    policy, layout, is_lora = case
+    return f"{policy}{'-lora' if is_lora else ''}-{layout}"
+
+
+@pytest.fixture(scope="module")
+def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("policies")
+    return {key: make_policy(folder / key, seed=5, sharpness=4.0, shape=shape) for key, shape in SHAPES.items()}
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(policies: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a mixture that one rank has trained for two steps, with its checkpoint."""
+    from specrl.trainer.megatron_backend import MegatronBackend
+
+    out = tmp_path_factory.mktemp("one")
+    backend = MegatronBackend(a_spec(policies["mixture"], speculation={"none": {}}))
+    backend.load(None)
+    for step in (1, 2):
+        backend.train_step(a_batch(step, VOCAB))
+    backend.save(checkpoints.directory(out, 2)).result()
+    backend.close()
+    return out
+
+
+def launch(
+    cases: Sequence[tuple[str, str, bool]], ranks: int, policies: dict[str, Path], first: Path, out: Path
+) -> Path:
+    """Every case goes on with the checkpoint of the one before it that trains the same, or of one rank."""
+    from tests.integration.trainer.layout_worker import Job
+
+    jobs: list[Job] = []
+    for case in cases:
+        policy, layout, is_lora = case
+        like = [job for job in jobs if (job.policy, job.is_lora) == (str(policies[policy]), is_lora)]
+        before = str(out / like[-1].name) if like else str(first) if case == cases[0] else None
+        jobs.append(Job(name(case), str(policies[policy]), layout, is_lora, before))
+    arguments = [str(out), json.dumps([asdict(job) for job in jobs])]
+    return Launch(out, ranks, "layout_worker", arguments, [job.name for job in jobs]).finish([0] * ranks)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(policies: dict[str, Path], on_one_rank: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return launch(TWO_RANKS, 2, policies, on_one_rank, tmp_path_factory.mktemp("two") / "out")
+
+
+@pytest.fixture(scope="module")
+def four_ranks(policies: dict[str, Path], two_ranks: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first goes on with a checkpoint of two ranks."""
+    first = two_ranks / name(TWO_RANKS[1])
+    return launch(FOUR_RANKS, 4, policies, first, tmp_path_factory.mktemp("four") / "out")
+
+
+CASES = [*(("two_ranks", case) for case in TWO_RANKS), *(("four_ranks", case) for case in FOUR_RANKS)]
+
+
+@pytest.fixture(params=CASES, ids=lambda found: name(found[1]))
+def case(request: pytest.FixtureRequest) -> tuple[str, str, bool]:
+    found: tuple[str, str, bool] = request.param[1]
+    return found
+
+
+@pytest.fixture
+def out(case: tuple[str, str, bool], request: pytest.FixtureRequest) -> Path:
+    folder: Path = request.getfixturevalue("two_ranks" if case in TWO_RANKS else "four_ranks")
+    return folder / name(case)
+
+
+@pytest.fixture
+def policy(case: tuple[str, str, bool], policies: dict[str, Path]) -> Path:
+    return policies[case[0]]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Weights or factors, and loss and gradient norm of each step, after three steps of transformers and torch."""
+    found: dict[tuple[Path, bool], tuple[Tensors, list[tuple[float, float]]]] = {}
+
+    def train(policy: Path, first: Tensors, *, is_lora: bool) -> tuple[Tensors, list[tuple[float, float]]]:
+        if (policy, is_lora) not in found:
+            model, layers = reference.load(policy), {}
+            if is_lora:
+                model, layers = reference.adapted(policy, first, 2.0)
+            seen = reference.train(model, [a_batch(step, VOCAB) for step in (1, 2, 3)])
+            weights = {} if is_lora else reference.as_stored(model, tmp_path_factory.mktemp("plain"))
+            for stem, layer in layers.items():
+                weights |= {f"{stem}.lora_A.weight": layer.down.data, f"{stem}.lora_B.weight": layer.up.data}
+            found[policy, is_lora] = weights, seen
+        return found[policy, is_lora]
+
+    return train
+
+
+def furthest(one: Tensors, other: Tensors) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[key].double() - other[key].double()).abs().max()) for key in one)
+
+
+def test_log_probabilities_equal_transformers(out: Path, policy: Path) -> None:
+    model, scores = reference.load(policy), load_file(out / "scores.safetensors")
+    with torch.no_grad():
+        for i, item in enumerate(a_batch(1, VOCAB).rollouts):
+            assert (scores[str(i)] - reference.logprobs(model, item)).abs().max() <= 1e-5
+
+
+def test_loaded_weights_are_exported_bit_for_bit_in_their_order(out: Path, policy: Path) -> None:
+    initial, stored = load_file(out / "initial.safetensors"), load_file(policy / "model.safetensors")
+    assert furthest(initial, stored) == 0
+
+
+def test_three_steps_equal_a_plain_training(out: Path, policy: Path, case: tuple[str, str, bool], plain: Any) -> None:
+    first = load_file(out / "first.safetensors")
+    weights, expected = plain(policy, first, is_lora=case[2])
+    metrics = json.loads((out / "seen.json").read_text())["metrics"]
+    for found, wanted in zip(metrics, expected, strict=True):
+        assert found == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+    found = load_file(out / "trained.safetensors")
+    assert furthest(found, weights) <= 2e-6
+    assert furthest(found, first) > 1e-4
+
+
+def test_checkpoint_of_another_layout_is_gone_on_with(out: Path) -> None:
+    if (out / "resumed.safetensors").exists():
+        assert furthest(load_file(out / "resumed.safetensors"), load_file(out / "trained.safetensors")) <= 2e-6
+
+
+def test_checkpoint_of_expert_ranks_is_gone_on_with_by_one(four_ranks: Path, policies: dict[str, Path]) -> None:
+    from specrl.trainer.megatron_backend import MegatronBackend
+
+    out = four_ranks / name(FOUR_RANKS[2])
+    backend = MegatronBackend(a_spec(policies["mixture"], speculation={"none": {}}))
+    backend.load(checkpoints.newest(out))
+    backend.train_step(a_batch(3, VOCAB))
+    found = {key: tensor.clone() for key, tensor in backend.policy.tensors()}
+    backend.close()
+    assert furthest(found, load_file(out / "weights.safetensors")) <= 2e-6
+
+
+def test_step_whose_gradients_are_not_finite_leaves_the_policy(out: Path) -> None:
+    assert json.loads((out / "seen.json").read_text())["is_skipped"]
+    assert furthest(load_file(out / "skipped.safetensors"), load_file(out / "weights.safetensors")) == 0
+
+
+def test_replicas_and_folders_get_the_weights_that_were_trained(out: Path) -> None:
+    expected = load_file(out / "weights.safetensors")
+    sent, received = (json.loads((out / file).read_text()) for file in ("sent.json", "received.json"))
+    assert sent == received
+    assert furthest(load_file(out / "received.safetensors"), expected) == 0
+    assert furthest(load_file(out / "export" / "policy" / "model.safetensors"), expected) == 0
