@@ -80,7 +80,7 @@ class Telemetry:
         """Export what is queued, then be at `level`. Metrics are scraped here once, as a Prometheus would."""
         if self._level != "off":
             prometheus_client.generate_latest()
-        self._traces._provider.force_flush()  # waits until all is sent, which a run never does
+        self._traces._processor.force_flush()  # waits until all is sent, which a run never does
         self._level = level
         self.recorder.listen(*self._sinks[level])
         for name, metric in self._metrics.items():

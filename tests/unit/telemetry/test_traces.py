@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -23,7 +24,7 @@ from specrl.errors import SpecInvalid
 from specrl.launcher import preflight
 from specrl.launcher.memory import GIB
 from specrl.spec import RunSpec, parse_spec
-from specrl.telemetry import traces
+from specrl.telemetry import otel, traces
 from specrl.telemetry.otel import TraceSink, otlp_exporter
 from specrl.telemetry.spans import COORDINATOR, METHOD, TRAINER, Recorder, SpanContext, SpanName
 
@@ -170,6 +171,18 @@ def test_a_collector_that_is_not_there_stops_nobody(monkeypatch: pytest.MonkeyPa
             a_step(Recorder(sink))
         sink.close()
     assert [line["event"] for line in logs] == ["traces_lost"]
+
+
+def test_a_collector_that_never_answers_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(otel, "CLOSE_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # the system takes connections and bytes; nobody reads them
+        sink = TraceSink(otlp_exporter(f"http://127.0.0.1:{silent.getsockname()[1]}"), {})
+        for _ in range(600):  # more than a batch: the exporter hangs in the first
+            a_step(Recorder(sink))
+        closing = threading.Thread(target=sink.close, daemon=True)
+        closing.start()
+        closing.join(timeout=8)
+        assert not closing.is_alive(), "the exporter's own deadline is 10 s"
 
 
 def test_a_sampler_takes_whole_traces_or_nothing_of_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Server-sent events of a run: what has changed, at most twice a second, to however many pages look on.
+"""Server-sent events of a run: what has changed, at most once a second, to however many pages look on.
 
     event: beat      status, exposure, and which start of the coordinator this is; when one of them has changed
     event: happened  one event of the run, with its id
@@ -19,7 +19,7 @@ from specrl.coordinator.exposure import Exposure
 from specrl.coordinator.parts import Parts
 from specrl.coordinator.report import Report, Status
 
-BEAT_S = 0.5
+BEAT_S = 1.0
 QUIET_S = 15.0
 MOST_STREAMS = 64
 
