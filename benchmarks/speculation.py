@@ -146,7 +146,7 @@ async def begin_anew(modes: Sequence[Mode]) -> list[Mode]:
     """Have the controllers decide from what they see from now on. Returns their modes."""
     controlled = [mode for mode in modes if mode.name in CONTROLLED]
     for mode in controlled:
-        await drafting.begin_anew(mode.engine._llm)
+        await mode.engine.decide_anew()
     return controlled
 
 
@@ -262,7 +262,7 @@ async def run(arguments: argparse.Namespace, console: Console) -> None:
             found[DRAIN] = await speeds_of_drain(modes, spec, arguments.turns, advance)
             reports = {name: await drafting.report(engines[name]._llm) for name in CONTROLLED}
         finally:
-            await close_engines(dict(engines))
+            await close_engines(engines)
     rows = rows_of(found)
     for table in tables(rows):
         console.print(table)

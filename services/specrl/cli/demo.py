@@ -81,7 +81,7 @@ def compare_speculation(run: RunDirectory, spec: RunSpec) -> None:
 
     In a process of its own, which needs vLLM. A comparison that fails costs nothing but itself: the run is done.
     """
-    typer.echo("speculation against none, same prompts, same sampling, measured in turns (about a minute) ...")
+    typer.echo("speculation against none, same prompts, same sampling, measured in turns (a minute or two) ...")
     result, log = run.path / "comparison.json", run.logs / "comparison.log"
     arguments = [
         *(sys.executable, "-m", "specrl.generation.compare", "--spec", str(run.run_file)),

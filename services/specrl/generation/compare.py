@@ -5,6 +5,7 @@
 
 All engines are started first, then measured in turns, so that a noisy machine disturbs all of them alike. One turn
 keeps `batch` rollouts of the run's own prompts in flight until a fixed number has finished, at the run's own sampling.
+Each batch is a load by itself: a draft length that adapts is decided anew for it, in turns that are not counted.
 Figures are ratios to the first mechanism, median and range over the turns; absolute times are not shown on purpose.
 Called by the demo for its closing comparison and by benchmarks/rollout_speed.py.
 """
@@ -16,11 +17,11 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import Progress
@@ -34,9 +35,13 @@ from specrl.spec import RunSpec, load_spec
 from specrl.spec.base import Empty
 from specrl.spec.generation import DraftLength, Eagle3, Ngram, Speculation
 
+if TYPE_CHECKING:
+    from specrl.generation.vllm_backend.engine import VllmEngine
+
 Generation = dict[str, Any]
 LONGEST_ADAPTIVE = 5
 """Most draft tokens of a mechanism that is named without k."""
+WARM_UP_TURNS = 2
 
 
 @dataclass(frozen=True)
@@ -123,16 +128,18 @@ async def turn(engine: Engine, requests: Sequence[RolloutRequest], batch: int) -
 
 
 async def compare(
-    engines: dict[str, Engine], spec: RunSpec, batches: Sequence[int], turns: int, progress: Progress
+    engines: dict[str, VllmEngine], spec: RunSpec, batches: Sequence[int], turns: int, progress: Progress
 ) -> list[Row]:
     """Measure started engines in turns; the first one is what the others are relative to."""
     prompts = load_prompts(spec)
     rows: list[Row] = []
-    task = progress.add_task("measuring", total=len(batches) * (turns + 1) * len(engines))
+    task = progress.add_task("measuring", total=len(batches) * (turns + WARM_UP_TURNS) * len(engines))
     for batch in batches:
         count = max(2 * batch, 8)
+        for engine in engines.values():
+            await engine.decide_anew()
         measured: dict[str, list[Turn]] = {name: [] for name in engines}
-        for number in range(turns + 1):
+        for number in range(turns + WARM_UP_TURNS):
             requests = [
                 a_request(spec, prompts.prompt(place).token_ids, f"{number}-{batch}-{place}", 1000 * number + place)
                 for place in range(count)
@@ -140,7 +147,7 @@ async def compare(
             for name, engine in engines.items():
                 named = [replace(request, rollout_id=f"{name}-{request.rollout_id}") for request in requests]
                 result = await turn(engine, named, batch)
-                if number > 0:  # the first turn warms up
+                if number >= WARM_UP_TURNS:
                     measured[name].append(result)
                 progress.advance(task)
         first = measured[next(iter(engines))]
@@ -171,11 +178,11 @@ def table(rows: Sequence[Row]) -> Table:
 
 async def start_engines(
     spec: RunSpec, mechanisms: Sequence[str], policy: str, drafter: str | None
-) -> dict[str, Engine]:
+) -> dict[str, VllmEngine]:
     """One started vLLM engine per mechanism. Closes those already started when one fails."""
     from specrl.generation.vllm_backend.engine import VllmEngine
 
-    engines: dict[str, Engine] = {}
+    engines: dict[str, VllmEngine] = {}
     try:
         for name in mechanisms:
             engine = VllmEngine(with_speculation(spec, mechanism(name, drafter), policy), name)
@@ -187,7 +194,7 @@ async def start_engines(
     return engines
 
 
-async def close_engines(engines: dict[str, Engine]) -> None:
+async def close_engines(engines: Mapping[str, Engine]) -> None:
     """Stop all of them."""
     for engine in engines.values():
         await engine.close()
@@ -223,7 +230,7 @@ def main() -> None:
         "--mechanism", action="append", required=True, help="none, ngram[:k] or eagle3[:k], adaptive without k; repeat"
     )
     parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")], default=[8], help="1,8")
-    parser.add_argument("--turns", type=int, default=3, help="measured turns of each (default: %(default)s)")
+    parser.add_argument("--turns", type=int, default=5, help="measured turns of each (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="also write the rows here")
     try:
         asyncio.run(_main(parser.parse_args()))

@@ -10,11 +10,11 @@ import numpy as np
 from specrl.coordinator.calibration import Calibration
 from specrl.errors import SpecInvalid
 from specrl.simulator.scenario import Mechanism, Scenario
+from specrl.simulator.search import SHARES
 from specrl.simulator.simulate import NO_DRAFTS, batch_s, means, prepare, run
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8)
 CHANCES = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5)
-SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 LAGS = (0, 1, 2, 3)
 
 Map = list[list[float | None]]
