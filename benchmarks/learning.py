@@ -14,42 +14,32 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 from statistics import mean, variance
 
+from demo_runs import run
 from rich.console import Console
 from rich.table import Table
 
-from specrl.coordinator.store import SqliteStore
+from specrl.launcher.run_directory import RunDirectory
+from specrl.report.reading import read
 
-RUN_FILE = Path(__file__).resolve().parents[1] / "examples" / "demo" / "run.yaml"
-SPECRL = Path(sys.executable).with_name("specrl")
 KINDS = {"none": "{none: {}}", "eagle3": "{eagle3: {numDraftTokens: 3}}"}
 Z = 3.0
 
 
-def train(kind: str, seed: int, arguments: argparse.Namespace) -> Path:
-    """One run to its end; returns its folder."""
-    runs: Path = arguments.out / f"{kind}-{seed}"
-    if not list(runs.glob("*/export")):
-        overrides = [
-            *("--set", f"model.path={json.dumps(str(arguments.policy.resolve()))}"),
-            *("--set", f"generation.speculation={KINDS[kind]}"),
-            *("--set", f"schedule.seed={seed}", "--set", f"schedule.steps={arguments.steps}"),
-            *("--set", f"validation.everySteps={max(1, arguments.steps // 3)}"),
-        ]
-        subprocess.run([SPECRL, "run", "-f", RUN_FILE, "--runs", runs, "--plain", *overrides], check=True)
-    return next(iter(runs.glob("*/export"))).parent
-
-
-def accuracies(run: Path) -> dict[int, tuple[float, int]]:
-    """Accuracy and number of problems by policy version."""
-    store = SqliteStore(run / "store.db")
-    found = {v["policyVersion"]: (v["accuracy"], v["problems"]) for v in store.fact("validations") or []}
-    store.close()
-    return found
+def accuracies(kind: str, seed: int, arguments: argparse.Namespace) -> dict[int, tuple[float, int]]:
+    """Accuracy and number of problems by policy version, of one run to its end."""
+    fields = {
+        "model.path": json.dumps(str(arguments.policy.resolve())),
+        "generation.speculation": KINDS[kind],
+        "schedule.seed": str(seed),
+        "schedule.steps": str(arguments.steps),
+        "validation.everySteps": str(max(1, arguments.steps // 3)),
+    }
+    found = read(RunDirectory(run(fields, arguments.out.resolve() / f"{kind}-{seed}")))
+    return {report.policy_version: (report.accuracy, report.problems) for report in found.validations}
 
 
 def distance(first: list[float], second: list[float], problems: int) -> float:
@@ -69,7 +59,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2])
     arguments = parser.parse_args()
     console = Console()
-    curves = {kind: [accuracies(train(kind, s, arguments)) for s in arguments.seeds] for kind in KINDS}
+    curves = {kind: [accuracies(kind, s, arguments) for s in arguments.seeds] for kind in KINDS}
     versions = sorted(set.intersection(*(set(curve) for kind in curves.values() for curve in kind)))
     table = Table("version", *(f"{kind} seed {seed}" for kind in KINDS for seed in arguments.seeds), "distance")
     limit, worst = Z + math.sqrt(2 * math.log(len(versions))), 0.0

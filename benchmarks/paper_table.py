@@ -28,12 +28,12 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from demo_runs import DEMO, Failed, begin, call, run
 from paper_rows import (
     CONFIGURATIONS,
     IN_DOMAIN,
@@ -58,12 +58,6 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from specrl.coordinator.report import Phase
-from specrl.spec import digest, load_spec
-
-DEMO = Path(__file__).resolve().parents[1] / "examples" / "demo"
-RUN_FILE = DEMO / "run.yaml"
-SPECRL = Path(sys.executable).with_name("specrl")
 LAYERS = 24
 WIDTH = 120  # of the tables in a file
 
@@ -92,34 +86,6 @@ OTHER_FAMILY = {"prompts.source.generated.family": "ledger", "prompts.source.gen
 DRAFTERS: dict[str, dict[str, str]] = {IN_DOMAIN: {}, WEAK: OTHER_FAMILY}
 
 
-class Failed(Exception):
-    """A command that had to succeed did not; the text names its log."""
-
-
-def call(command: Sequence[str], log: Path) -> None:
-    """Run a command to its end, its output in `log`. Raises Failed. On Ctrl-C the command ends cleanly first."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w", encoding="utf-8") as file, subprocess.Popen(command, stdout=file, stderr=file) as process:
-        try:
-            code = process.wait()
-        except KeyboardInterrupt:
-            process.wait()  # it has had the same signal from the terminal
-            raise
-    if code:
-        raise Failed(f"exit code {code}; see {log}")
-
-
-def overrides_of(fields: Mapping[str, str]) -> list[str]:
-    """`path=value` for each field."""
-    return [f"{path}={value}" for path, value in fields.items()]
-
-
-def begin(fields: Mapping[str, str], runs: Path, *command: str) -> list[str]:
-    """Command line of specrl for the demo's run file with these fields."""
-    settings = [word for override in overrides_of(fields) for word in ("--set", override)]
-    return [str(SPECRL), *command, "-f", str(RUN_FILE), "--runs", str(runs), "--plain", *settings]
-
-
 def prepare(workload: Workload, folder: Path, drafters: Sequence[str], console: Console) -> None:
     """Make the workload's policy and the drafters named, unless they are there."""
     policy = folder / "policy"
@@ -146,26 +112,8 @@ def run_once(workload: Workload, configuration: Configuration, number: int, fold
     runs = folder / "runs" / f"{configuration.name.replace(':', '-')}-round{number}"
     fields = fields_of(workload, folder) | configuration.overrides(folder)
     fields |= {"schedule.steps": str(steps), "schedule.seed": str(number), "prompts.shuffleSeed": str(number)}
-    wanted = digest(load_spec(RUN_FILE, overrides_of(fields)))
-    found = finished(runs, wanted)
-    if found is None:
-        shutil.rmtree(runs, ignore_errors=True)
-        call(begin(fields, runs, "run"), runs.with_suffix(".log"))
-        found = finished(runs, wanted)
-        if found is None:
-            raise Failed(f"no finished run; see {runs.with_suffix('.log')}")
-        for unread in ("checkpoints", "export"):  # tens of MB a run
-            shutil.rmtree(found.parent / unread, ignore_errors=True)
-    return read_steps(found.read_text(encoding="utf-8"), number)
-
-
-def finished(runs: Path, wanted: str) -> Path | None:
-    """The metrics of the run below `runs` that has finished, if its run file has this digest."""
-    for status in runs.glob("*/status.json"):
-        is_finished = json.loads(status.read_text(encoding="utf-8"))["phase"] == Phase.FINISHED
-        if is_finished and digest(load_spec(status.parent / "run.yaml")) == wanted:
-            return status.parent / "metrics.jsonl"
-    return None
+    metrics = run(fields, runs) / "metrics.jsonl"
+    return read_steps(metrics.read_text(encoding="utf-8"), number)
 
 
 def measure(arguments: argparse.Namespace, console: Console) -> tuple[dict[str, dict[str, Steps]], int]:
