@@ -35,7 +35,7 @@ def demo(
     ] = False,
     plain: Plain = False,
 ) -> None:
-    """Train a tiny model on this machine's CPU: make a base policy, then run examples/demo/run.yaml with it.
+    """Train a tiny model on this machine's CPU: make a base policy by `specrl sft`, then run examples/demo/run.yaml.
 
     Nothing is downloaded. The summary says what improved, and compares with a run without speculation.
     """
@@ -46,7 +46,8 @@ def demo(
     overrides += [] if seed is None else [f"schedule.seed={seed}"]
     spec = load_spec(folder / "run.yaml", overrides)
     if not (keep_policy and policy.exists()):
-        make_policy(folder / "make_policy.py", policy, [] if seed is None else ["--seed", str(seed)])
+        options = [] if seed is None else ["--seed", str(seed)]
+        make_policy(folder / "make_policy.py", policy, [*options, *(["--plain"] if plain else [])])
     view = view_for(Console(), plain)
     launched = launch.begin(spec, out, view)
     conclude(launched, view)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from decimal import Decimal, InvalidOperation
@@ -17,6 +18,9 @@ from specrl.cli.endings import INTERRUPTED_CODE, complain
 from specrl.cli.options import Overrides, Plain, RunFile
 from specrl.launcher.warm_up import WarmUp, Wish, plan
 from specrl.spec import load_spec
+
+PLAIN_LINES = 50
+"""Most steps that have a line where there is no terminal; all are in metrics.jsonl."""
 
 
 def _positive(text: str | Decimal) -> Decimal:
@@ -82,9 +86,15 @@ def sft(  # noqa: PLR0913, PLR0917 - one argument per option
 
 @contextmanager
 def _shown(console: Console, steps: int, *, is_plain: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A bar on a terminal, a line for every step elsewhere."""
+    """A bar on a terminal; elsewhere lines of steps at equal distances, and of every one with a held-out loss."""
     if is_plain:
-        yield lambda line: typer.echo(_text(line, steps))
+        distance = math.ceil(steps / PLAIN_LINES)
+
+        def say(line: dict[str, Any]) -> None:
+            if line["step"] % distance == 0 or line["step"] == steps or line.get("heldOutLoss") is not None:
+                typer.echo(_text(line, steps))
+
+        yield say
         return
     bar = (TextColumn("sft"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     columns = (*bar, TextColumn("{task.fields[loss]}"))
