@@ -17,6 +17,7 @@ from specrl.errors import CheckpointInvalid, RecordInvalid, SpecrlError, StoreFa
 from specrl.records import (
     Batch,
     OutputSpan,
+    StreamPlace,
     TrainMetrics,
     TrainRollout,
     VersionSpan,
@@ -284,12 +285,15 @@ def test_checkpoint_brings_everything_back(make: Make, tmp_path: Path) -> None:
     first.train_drafter(rollouts(), 1)
     first.train_step(Batch(1, rollouts()))
     target = checkpoints.directory(tmp_path, 1)
-    first.save(target).result()
+    place = StreamPlace(7, (9, 12), 40, "0f3a")
+    first.save(target, place).result()
     assert first.status().checkpoint_step == 1
+    assert first.status().stream == checkpoints.stream_in(target) == place
     expected = (without_seconds(first.train_step(Batch(2, rollouts(2)))), scores(first))
     second = make()
     second.load(target)
     assert (second.status().step, second.status().checkpoint_step) == (1, 1)
+    assert second.status().stream == place
     assert second.status().is_drafter_initialised
     found = (without_seconds(second.train_step(Batch(2, rollouts(2)))), scores(second))
     assert found[0] == expected[0]

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,7 @@ from specrl.records import (
     NO_DRAFTER,
     Batch,
     DrafterMetrics,
+    StreamPlace,
     TensorMeta,
     TrainerStatus,
     TrainMetrics,
@@ -36,7 +38,7 @@ from specrl.records import (
 )
 from specrl.trainer import checksums
 from specrl.trainer.backend import SupervisedMetrics
-from specrl.trainer.checkpoints import STATE, temporary
+from specrl.trainer.checkpoints import STATE, stream_of, temporary
 from specrl.weights.files import write
 from specrl.weights.group import BroadcastGroup, listen
 from specrl.weights.stream import send
@@ -53,6 +55,7 @@ class StandInBackend:
         self._group: WeightGroup | None = None
         self._joined: BroadcastGroup | None = None
         self._step, self._checkpoint_step, self._is_initialised = 0, 0, False
+        self._stream: StreamPlace | None = None
         self._writer = ThreadPoolExecutor(max_workers=1)
 
     def load(self, checkpoint: Path | None) -> None:
@@ -66,10 +69,11 @@ class StandInBackend:
         except (OSError, ValueError) as error:
             raise CheckpointInvalid(f"a checkpoint must be complete, got {checkpoint}: {error}; delete it") from error
         self._step = self._checkpoint_step = state["step"]
+        self._stream = stream_of(state.get("stream"))
         self._is_initialised = state["is_drafter_initialised"]
 
     def status(self) -> TrainerStatus:
-        return TrainerStatus(self._step, self._checkpoint_step, self._is_initialised, 1)
+        return TrainerStatus(self._step, self._checkpoint_step, self._is_initialised, 1, self._stream)
 
     def check_alive(self) -> None:
         """One rank is always alive."""
@@ -201,13 +205,14 @@ class StandInBackend:
     def _checksums(self, sums: tuple[int, ...]) -> WeightChecksums:
         return WeightChecksums(self._step, sums, self._step if self.has_drafter else NO_DRAFTER)
 
-    def save(self, directory: Path) -> Future[None]:
+    def save(self, directory: Path, stream: StreamPlace | None = None) -> Future[None]:
         taken = {"policy": self.policy_VV.copy(), "drafter": self.drafter_VV.copy()}
         state = {"step": self._step, "is_drafter_initialised": self._is_initialised}
+        state |= {"stream": asdict(stream) if stream is not None else None}
         return self._writer.submit(self.write_checkpoint, directory, taken, state)
 
     def write_checkpoint(
-        self, directory: Path, taken: dict[str, npt.NDArray[np.float32]], state: dict[str, int]
+        self, directory: Path, taken: dict[str, npt.NDArray[np.float32]], state: dict[str, Any]
     ) -> None:
         """What the thread does; tests may have it refuse, or take its time."""
         scratch = temporary(directory)
@@ -218,7 +223,7 @@ class StandInBackend:
         checksums.write(scratch, checksums.of_folder(scratch))
         shutil.rmtree(directory, ignore_errors=True)  # of the same step, when its drafter was not yet initialised
         scratch.rename(directory)
-        self._checkpoint_step = state["step"]
+        self._checkpoint_step, self._stream = state["step"], stream_of(state["stream"])
 
     def export(self, directory: Path) -> tuple[Path, Path | None]:
         policy, drafter = directory / "policy", directory / "drafter"

@@ -24,6 +24,7 @@ from specrl.errors import CheckpointInvalid, RunInvalid
 from specrl.launcher import run_directory
 from specrl.launcher.asking import ask
 from specrl.launcher.run_directory import RunDirectory
+from specrl.records import StreamPlace
 from specrl.spec import load_spec
 from specrl.trainer import checkpoints, checksums, mirror
 
@@ -38,7 +39,11 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON, for prog
 
 @dataclass(frozen=True)
 class Listed:
-    """One checkpoint in the run's folder. kept: why it stays when the next is written. written: seconds since 1970."""
+    """One checkpoint in the run's folder. kept: why it stays when the next is written. written: seconds since 1970.
+
+    cursor, problems: the first prompt of the stream that it has not settled, and how many an epoch has; None of one
+    that does not say.
+    """
 
     step: int
     path: str
@@ -47,6 +52,8 @@ class Listed:
     has_drafter: bool
     kept: str
     is_mirrored: bool
+    cursor: int | None
+    problems: int | None
 
 
 @app.command()
@@ -173,12 +180,21 @@ def _checkpoint(directory: RunDirectory, step: int) -> Path:
 
 
 def _table(found: Sequence[Listed]) -> Table:
-    table = Table("step", "written", "size", "drafter", "copy", "kept as", box=box.SIMPLE_HEAD)
+    table = Table("step", "written", "size", "next prompt", "drafter", "copy", "kept as", box=box.SIMPLE_HEAD)
     for item in found:
         written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(item.written))
         has_drafter, has_copy = ("yes" if it else "no" for it in (item.has_drafter, item.is_mirrored))
-        table.add_row(str(item.step), written, _size(item.size_bytes), has_drafter, has_copy, item.kept)
+        place = _place(item.cursor, item.problems)
+        table.add_row(str(item.step), written, _size(item.size_bytes), place, has_drafter, has_copy, item.kept)
     return table
+
+
+def _place(cursor: int | None, problems: int | None) -> str:
+    """Where in which epoch the stream goes on, both from 1."""
+    if cursor is None or problems is None:
+        return "not kept"
+    epoch, place = divmod(cursor, problems)
+    return f"{place + 1} of {problems}, epoch {epoch + 1}"
 
 
 def _listed(directory: RunDirectory, mirrored: Sequence[int]) -> list[Listed]:
@@ -202,9 +218,20 @@ def _listed(directory: RunDirectory, mirrored: Sequence[int]) -> list[Listed]:
             has_drafter=(path / checkpoints.DRAFTER).exists(),
             kept=kept(step),
             is_mirrored=step in mirrored,
+            cursor=place.cursor if place is not None else None,
+            problems=place.problems if place is not None else None,
         )
         for step, path in found
+        for place in [_stream_in(path)]
     ]
+
+
+def _stream_in(path: Path) -> StreamPlace | None:
+    """None also of a damaged one, which `verify` names."""
+    try:
+        return checkpoints.stream_in(path)
+    except CheckpointInvalid:
+        return None
 
 
 def _damages(path: Path) -> list[str]:

@@ -24,6 +24,10 @@ def run(  # noqa: PLR0913, PLR0917 - one argument per option
     ] = None,
     overrides: Overrides = [],  # noqa: B006 - typer copies it
     runs: Runs = RUNS,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="With -f: go on from this checkpoint of another run, with its next prompts."),
+    ] = None,
     plain: Plain = False,
     serve: Annotated[
         bool, typer.Option("--serve", help="Keep the coordinator's page up after the end, until Ctrl-C.")
@@ -36,9 +40,11 @@ def run(  # noqa: PLR0913, PLR0917 - one argument per option
     """
     if (file is None) == (resume is None):
         raise typer.BadParameter("give either -f FILE for a new run, or --resume RUN")
+    if checkpoint is not None and file is None:
+        raise typer.BadParameter("--checkpoint DIR begins a new run with -f FILE; --resume RUN uses the run's own")
     view = view_for(Console(), plain)
     if file is not None:
-        launched = launch.begin(load_spec(file, overrides), runs, view, serve)
+        launched = launch.begin(load_spec(file, overrides), runs, view, serve, checkpoint)
     else:
         assert resume is not None
         launched = launch.resume(run_directory.find(resume, runs), overrides, view, serve)

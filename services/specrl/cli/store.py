@@ -73,8 +73,8 @@ def reset(
     """Delete all of a run's state, to free a server's memory or to begin anew. There is no way back.
 
     The run must not be under way here; one that is under way elsewhere is shut out. Its folder stays, with logs,
-    metrics and checkpoints. Delete the checkpoints too before it is resumed: a trainer that is ahead of its store is
-    refused.
+    metrics and checkpoints: a run that is resumed then goes on from its newest checkpoint. Delete those too, and it
+    begins anew.
     """
     directory = run_directory.find(run, runs)
     with directory.lock():

@@ -338,8 +338,9 @@ class Board:
     def progress(self, prompts_per_step: int) -> Progress:
         """How far the stream is settled, by the newest trained step's report, complete or not."""
         step = self._store.trained()
-        if step == 0:
-            return Progress()
+        begun = self._store.begun_after()
+        if step == begun.step:
+            return begun
         report = StepReport.model_validate(self._store.reports(after=step - 1)[-1])
         return Progress.reported(step, report.cursor, report.ahead, prompts_per_step)
 

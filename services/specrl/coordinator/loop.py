@@ -1,6 +1,6 @@
 """The story of a run. Read this first.
 
-    wait for trainer and replicas
+    wait for trainer and replicas; a store that knows nothing takes up where the trainer's checkpoint stands
     publish version 0; initialise the drafter on the policy's own rollouts; publish again
     for each step s:
         generation   wait until P groups can be chosen for step s            (rollouts.py fills them all the while)
@@ -34,6 +34,7 @@ from specrl.batching import assemble
 from specrl.coordinator import drafter_start
 from specrl.coordinator.board import CHECKPOINTS, TrainedStep
 from specrl.coordinator.canary import Canary
+from specrl.coordinator.continuation import place_of, take_up
 from specrl.coordinator.order import deadlines
 from specrl.coordinator.parts import Parts
 from specrl.coordinator.registry import Replica, Trainer
@@ -46,7 +47,7 @@ from specrl.coordinator.sync import TrainerLost, Transfer, WeightSync
 from specrl.coordinator.trainer_link import TrainerLink, once, stored_batch
 from specrl.coordinator.validation import is_due, validate
 from specrl.errors import CollectiveFailed, DeadlineExceeded, PeerUnavailable, StoreFailed, VersionConflict
-from specrl.records import Batch, GradedRollout, Group, Rollout, wire
+from specrl.records import Batch, GradedRollout, Group, Rollout, StreamPlace, wire
 from specrl.telemetry.spans import COORDINATOR, TRAINER, SpanName
 
 GATHERING_PATIENCE_S = 300.0
@@ -85,6 +86,9 @@ class Loop:
 
     async def run(self) -> None:
         """Run to the end. Cancelling it at any await leaves a store that resumes. Raises what cannot be survived."""
+        progress = await take_up(self._parts, self._link)
+        if progress.step > self._scheduler.trained:
+            self._scheduler.begin_after(progress)
         await self._stage.restore()
         stage = asyncio.create_task(self._stage.run(), name="rollouts")
         try:
@@ -110,7 +114,7 @@ class Loop:
         """Checkpoint the present step if the trainer is at rest; for a clean stop."""
         if self._link.state == "ready" and self._registry.trainer is not None:
             step = self._scheduler.trained
-            await self._registry.trainer.client.save_checkpoint(step, CHECKPOINT_DEADLINE_S)
+            await self._registry.trainer.client.save_checkpoint(step, CHECKPOINT_DEADLINE_S, self._place())
             await self._checkpointed(step)
 
     # -- before the first step -----------------------------------------------------------------------------------
@@ -339,7 +343,10 @@ class Loop:
     async def _checkpoint(self, step: int) -> str:
         """Have the trainer write one, and wait for it; returns its folder. Raises StoreFailed when its disk refuses."""
         with self._recorder.begin(SpanName.CHECKPOINT, TRAINER):
-            path, _ = await self._link.call(lambda trainer: trainer.client.save_checkpoint(step, CHECKPOINT_DEADLINE_S))
+            place = self._place()
+            path, _ = await self._link.call(
+                lambda trainer: trainer.client.save_checkpoint(step, CHECKPOINT_DEADLINE_S, place)
+            )
         await self._checkpointed(step)
         return path
 
@@ -348,8 +355,10 @@ class Loop:
         with self._watch.stage("checkpoint"):
             await self._finish_checkpoint()
 
+            place = self._place()
+
             async def begin(trainer: Trainer) -> Trainer:
-                await trainer.client.save_checkpoint(step, CHECKPOINT_DEADLINE_S, in_background=True)
+                await trainer.client.save_checkpoint(step, CHECKPOINT_DEADLINE_S, place, in_background=True)
                 return trainer
 
             try:
@@ -371,6 +380,10 @@ class Loop:
             log.warning("checkpoint_lost", step=step, reason=str(error))  # with its trainer; the next one will do
         else:
             await self._checkpointed(step)
+
+    def _place(self) -> StreamPlace:
+        """Where the data stand with the present step."""
+        return place_of(self._scheduler.progress, self._parts.prompts)
 
     async def _finish_checkpoint(self) -> None:
         """Wait for the checkpoint under way."""

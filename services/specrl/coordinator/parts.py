@@ -26,6 +26,12 @@ class PromptStream(Protocol):
     def prompt(self, position: int) -> Prompt:
         """The prompt at this place of the shuffled stream, from 0, over all epochs."""
 
+    def __len__(self) -> int:
+        """Prompts of one epoch."""
+
+    def identity(self) -> str:
+        """Digest: streams of one identity have the same problem at every place."""
+
 
 class Grader(Protocol):
     """What the loop needs of `specrl.rewards`."""

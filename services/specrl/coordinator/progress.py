@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,15 @@ class Progress:
     def reported(cls, step: int, cursor: int | None, ahead: Sequence[int], prompts_per_step: int) -> Progress:
         """As the report of `step` says; one without a cursor is of a run that knew no order but InOrder."""
         return cls(step, step * prompts_per_step if cursor is None else cursor, frozenset(ahead))
+
+    @classmethod
+    def from_fact(cls, fact: dict[str, Any] | None) -> Progress:
+        """The inverse of `to_fact`; the beginning for None."""
+        return cls() if fact is None else cls(fact["step"], fact["cursor"], frozenset(fact["ahead"]))
+
+    def to_fact(self) -> dict[str, Any]:
+        """As JSON, for the store."""
+        return {"step": self.step, "cursor": self.cursor, "ahead": sorted(self.ahead)}
 
     def is_settled(self, position: int) -> bool:
         """Whether a trained step took the prompt at this place."""

@@ -209,6 +209,11 @@ class Scheduler(Generic[R]):
         """Last step trained."""
         return self.progress.step
 
+    def begin_after(self, progress: Progress) -> None:
+        """Take the stream up where another run has left it; before anything else is asked or told."""
+        assert not self._groups, "nothing has begun"
+        self.progress = progress
+
     # -- what may start ------------------------------------------------------------------------------------------
 
     def take(self, policy_version: int, room: int) -> list[SlotId]:

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import structlog
 
+from specrl.coordinator.progress import Progress
 from specrl.coordinator.store import REPORTS_KEPT, Store, StoredRollout
 from specrl.errors import SpecrlError, StoreFailed
 from specrl.telemetry import metrics
@@ -38,6 +39,9 @@ OPERATIONS = (
     *("put_rollouts", "put_batch", "set_fact", "finish_step", "set_report", "forget_batches"),
 )
 """What metrics call the reads and writes."""
+
+BEGUN_AFTER = "begunAfter"
+"""Fact of the store: how far the stream was settled by the checkpoint that the run was begun with."""
 
 T = TypeVar("T")
 Sleep = Callable[[float], Awaitable[object]]
@@ -78,7 +82,7 @@ class StoreLink:
         self._turn = asyncio.Lock()
         self._is_given_up = False
         self._facts = store.facts()
-        self._trained = store.trained()
+        self._trained = max(store.trained(), Progress.from_fact(self._facts.get(BEGUN_AFTER)).step)
         self._reports = {int(report["step"]): report for report in store.reports()}
         self._finished: list[StoredRollout] = []
         self._written = 0
@@ -109,6 +113,10 @@ class StoreLink:
     def reports(self, after: int = 0) -> list[dict[str, Any]]:
         """Reports of steps > `after`, ascending, of the last `REPORTS_KEPT` steps."""
         return [self._reports[step] for step in sorted(self._reports) if step > after]
+
+    def begun_after(self) -> Progress:
+        """Where the stream stood when this store was begun."""
+        return Progress.from_fact(self.fact(BEGUN_AFTER))
 
     # -- read ----------------------------------------------------------------------------------------------------
 
@@ -149,6 +157,11 @@ class StoreLink:
         """Set or replace a named JSON value."""
         await self._do("set_fact", lambda: self._store.set_fact(name, value))
         self._facts[name] = value
+
+    async def begin_after(self, progress: Progress) -> None:
+        """This run goes on after a step that another store has seen: `trained` is that step until one is trained."""
+        await self.set_fact(BEGUN_AFTER, progress.to_fact())
+        self._trained = max(self._trained, progress.step)
 
     async def finish_step(self, step: int, report: dict[str, Any], kept: Sequence[tuple[int, int]] = ()) -> None:
         """Step `step` is trained: keep its report, forget the rollouts of steps up to it but those of `kept`."""

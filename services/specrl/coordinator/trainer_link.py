@@ -57,6 +57,15 @@ class TrainerLink:
         """The trainer's own view of itself."""
         return await self.call(lambda trainer: trainer.client.status())
 
+    async def found(self) -> TrainerStatus:
+        """Where the trainer stands that is there first, whatever the store says."""
+        while True:
+            trainer = await self._present()
+            try:
+                return await once(trainer, lambda it: it.client.status())
+            except (PeerUnavailable, DeadlineExceeded) as error:
+                self._lost(trainer, error)
+
     async def train(self, batch: Batch) -> TrainMetrics:
         """Train the batch's step, on another incarnation of the trainer if need be."""
         with self._recorder.begin(SpanName.TRAIN_STEP, TRAINER, rollouts=len(batch.rollouts)) as span:

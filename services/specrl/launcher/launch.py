@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specrl.errors import RunInvalid
+from specrl.errors import CheckpointInvalid, RunInvalid
 from specrl.launcher import preflight, run_directory
 from specrl.launcher.local_run import LocalRun, Outcome
 from specrl.launcher.ports import HOST
@@ -19,6 +19,7 @@ from specrl.launcher.reports import CoordinatorReports
 from specrl.launcher.run_directory import RunDirectory
 from specrl.launcher.view import View
 from specrl.spec import RunSpec, digest, load_spec
+from specrl.trainer import checkpoints, checksums
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,33 @@ class Launched:
     outcome: Outcome
 
 
-def begin(spec: RunSpec, runs: Path, view: View, keep_serving: bool = False) -> Launched:
-    """Start a new run below `runs` and drive it to its end. Raises the SpecrlErrors of preflight, RunInvalid."""
+def begin(
+    spec: RunSpec, runs: Path, view: View, keep_serving: bool = False, checkpoint: Path | None = None
+) -> Launched:
+    """Start a new run below `runs` and drive it to its end. Raises the SpecrlErrors of preflight, RunInvalid.
+
+    checkpoint: of another run, which this one goes on from; it gets a copy. Raises CheckpointInvalid.
+    """
     ready = preflight.check(spec)
+    if checkpoint is not None:
+        _check_checkpoint(checkpoint, spec)
     directory = run_directory.create(runs, spec)
     with directory.lock():
+        if checkpoint is not None:
+            checkpoints.copy_into(directory.path, checkpoint)
         return _drive(spec, directory, ready, view, keep_serving)
+
+
+def _check_checkpoint(checkpoint: Path, spec: RunSpec) -> None:
+    """Before a folder is made for it. Raises CheckpointInvalid, RunInvalid."""
+    step = checkpoints.complete_step(checkpoint)
+    damages = checksums.damages(checkpoint)
+    if damages:
+        raise CheckpointInvalid(f"{checkpoint} must be as it was written, got {'; '.join(damages)}; use another one")
+    if step >= spec.schedule.steps:
+        raise RunInvalid(
+            f"schedule.steps must be more than the step of the checkpoint, {step}, got {spec.schedule.steps}; raise it"
+        )
 
 
 def resume(directory: RunDirectory, overrides: Sequence[str], view: View, keep_serving: bool = False) -> Launched:

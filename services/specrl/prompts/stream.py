@@ -26,6 +26,9 @@ from specrl.telemetry import metrics
 
 log = structlog.get_logger(__name__)
 
+IDENTIFYING = 256
+"""Problems that a stream's identity is made of: they are from all over the source."""
+
 _MASK = 2**64 - 1
 _EPOCHS_CACHED = 2
 """Around an epoch's end, groups of two epochs are in flight."""
@@ -45,7 +48,7 @@ class PromptStream:
 
     def __init__(self, source: ProblemSource, template: PromptTemplate, shuffle_seed: int) -> None:
         self._source = source
-        self._template = template
+        self._template, self._shuffle_seed = template, shuffle_seed
         # Bound to this stream, and freed with it.
         self._order = lru_cache(_EPOCHS_CACHED)(lambda epoch: epoch_order(len(source), shuffle_seed, epoch))
         self._made = lru_cache(_PROMPTS_CACHED)(self._make)
@@ -58,6 +61,15 @@ class PromptStream:
     def source(self) -> ProblemSource:
         """The problems, in the order of the file."""
         return self._source
+
+    def identity(self) -> str:
+        """Digest of the problems, by the first ones of the stream, their number and their order.
+
+        The same for every template and tokenizer. Streams of one identity have the same problem at every position.
+        """
+        first = [self._source.problem(int(index)) for index in self._order(0)[:IDENTIFYING]]
+        words = [str(len(self._source)), str(self._shuffle_seed), *(f"{it.question}\0{it.answer}" for it in first)]
+        return xxhash.xxh3_128_hexdigest("\0\0".join(words).encode())
 
     def prompt(self, position: int) -> Prompt:
         """The prompt at a position, in any order of asking."""

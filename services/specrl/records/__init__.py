@@ -24,6 +24,7 @@ from specrl.records.status import (
     TrainMetrics,
 )
 from specrl.records.step_costs import StepCost
+from specrl.records.stream_place import StreamPlace
 from specrl.records.weights import (
     NO_DRAFTER,
     TensorMeta,
@@ -55,6 +56,7 @@ __all__ = [
     "Sampling",
     "SpeculationCounters",
     "StepCost",
+    "StreamPlace",
     "TensorMeta",
     "TrainMetrics",
     "TrainRollout",

@@ -9,6 +9,7 @@ from operator import mul
 
 from specrl.errors import RecordInvalid
 from specrl.records.step_costs import MOST_BINS, StepCost
+from specrl.records.stream_place import StreamPlace
 from specrl.records.weights import NO_DRAFTER
 
 DRAFTING_STATES = ("drafting", "off", "trial")
@@ -175,3 +176,5 @@ class TrainerStatus:
     checkpoint_step: int
     is_drafter_initialised: bool
     world_size: int
+    stream: StreamPlace | None = None
+    """Where the data stand with checkpoint_step; None of the initial model, and of checkpoints that do not say."""

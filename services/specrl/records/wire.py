@@ -36,6 +36,7 @@ from specrl.records.status import (
     TrainMetrics,
 )
 from specrl.records.step_costs import StepCost
+from specrl.records.stream_place import StreamPlace
 from specrl.records.weights import NO_DRAFTER, TensorMeta, WeightChecksums, WeightGroup, WeightManifest, WeightOwner
 
 _FINISH = {
@@ -550,4 +551,21 @@ def trainer_status_to_wire(record: TrainerStatus) -> trainer_pb2.TrainerStatus:
 
 
 def trainer_status_from_wire(message: trainer_pb2.TrainerStatus) -> TrainerStatus:
-    return TrainerStatus(message.step, message.checkpoint_step, message.is_drafter_initialised, message.world_size)
+    return TrainerStatus(
+        message.step,
+        message.checkpoint_step,
+        message.is_drafter_initialised,
+        message.world_size,
+        stream_place_from_wire(message.stream) if message.HasField("stream") else None,
+    )
+
+
+def stream_place_to_wire(record: StreamPlace) -> trainer_pb2.StreamPlace:
+    return trainer_pb2.StreamPlace(**asdict(record))
+
+
+def stream_place_from_wire(message: trainer_pb2.StreamPlace) -> StreamPlace:
+    """Raises RecordInvalid."""
+    place = StreamPlace(message.cursor, tuple(message.ahead), message.problems, message.identity)
+    place.check()
+    return place

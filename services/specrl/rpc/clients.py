@@ -44,6 +44,7 @@ from specrl.records import (
     Registration,
     Rollout,
     RolloutRequest,
+    StreamPlace,
     TrainerStatus,
     TrainMetrics,
     TrainRollout,
@@ -367,12 +368,15 @@ class TrainerClient(_Client["trainer_pb2_grpc.TrainerServiceAsyncStub"]):
         reply = await self._call(self._stub.WriteWeights, trainer_pb2.WriteWeightsRequest(anew=anew), deadline_s)
         return wire.checksums_from_wire(reply.written), reply.folder, reply.size_bytes
 
-    async def save_checkpoint(self, step: int, deadline_s: float, *, in_background: bool = False) -> tuple[str, float]:
+    async def save_checkpoint(
+        self, step: int, deadline_s: float, stream: StreamPlace | None = None, *, in_background: bool = False
+    ) -> tuple[str, float]:
         """Write a checkpoint of `step`, the present one unless it has been begun before. Returns (path, seconds).
 
-        in_background: only until the next step may be trained.
+        stream: where the data stand with that step. in_background: only until the next step may be trained.
         """
-        request = trainer_pb2.SaveCheckpointRequest(step=step, in_background=in_background)
+        place = wire.stream_place_to_wire(stream) if stream is not None else None
+        request = trainer_pb2.SaveCheckpointRequest(step=step, in_background=in_background, stream=place)
         reply = await self._ask(self._stub.SaveCheckpoint, request, deadline_s)
         return reply.path, reply.seconds
 

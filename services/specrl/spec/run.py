@@ -121,7 +121,7 @@ _MIRROR = r"^[a-z][a-z0-9+.-]*://[^@\s]+$"
 
 
 class Checkpoint(Section):
-    """Trainer checkpoints: policy, drafter, optimizers, random state."""
+    """Trainer checkpoints: policy, drafter, optimizers, random state, place in the data."""
 
     every_steps: Positive = 10
     """Steps between checkpoints; one is always written after the last step."""

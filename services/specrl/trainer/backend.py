@@ -18,6 +18,7 @@ import numpy.typing as npt
 from specrl.records import (
     Batch,
     DrafterMetrics,
+    StreamPlace,
     TrainerStatus,
     TrainMetrics,
     TrainRollout,
@@ -100,11 +101,11 @@ class TrainerBackend(Protocol):
         Raises StoreFailed when it cannot be written.
         """
 
-    def save(self, directory: Path) -> Future[None]:
+    def save(self, directory: Path, stream: StreamPlace | None = None) -> Future[None]:
         """Take a snapshot of the present step, and write it into `directory` in a thread, whole or not at all.
 
-        Waits for the save before. The future is done when the checkpoint is durable, and raises StoreFailed when it
-        cannot be written.
+        stream: where the data stand with that step, for the status of whoever loads it. Waits for the save before. The
+        future is done when the checkpoint is durable, and raises StoreFailed when it cannot be written.
         """
 
     def export(self, directory: Path) -> tuple[Path, Path | None]:

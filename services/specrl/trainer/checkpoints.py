@@ -14,10 +14,13 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import structlog
 
 from specrl.errors import CheckpointInvalid
+from specrl.files import SMALL_BYTES, read_object
+from specrl.records import StreamPlace
 from specrl.telemetry import metrics
 
 log = structlog.get_logger(__name__)
@@ -85,6 +88,46 @@ def newest(run: Path) -> Path | None:
     """The newest complete checkpoint."""
     found = complete(run)
     return found[-1][1] if found else None
+
+
+def complete_step(path: Path) -> int:
+    """The step of a checkpoint that people name. Raises CheckpointInvalid for a folder that is none."""
+    step = step_of(path.resolve().name)
+    if step is None or not (path / STATE).is_file():
+        raise CheckpointInvalid(
+            f"a checkpoint must be a complete folder step-NNNNNN, got {path}; `specrl checkpoint list` shows a run's"
+        )
+    return step
+
+
+def copy_into(run: Path, source: Path) -> None:
+    """Give a run the complete checkpoint of another, by one rename. Raises CheckpointInvalid, OSError."""
+    target = directory(run, complete_step(source))
+    shutil.copytree(source, temporary(target))
+    temporary(target).rename(target)
+
+
+def stream_in(path: Path) -> StreamPlace | None:
+    """Where the data stand with a checkpoint; None when it does not say. Raises CheckpointInvalid."""
+    try:
+        return stream_of(read_object(path / STATE, SMALL_BYTES).get("stream"))
+    except (OSError, ValueError) as error:
+        raise CheckpointInvalid(f"{path / STATE} must be as it was written, got {error}; use another one") from error
+
+
+def stream_of(value: Any) -> StreamPlace | None:
+    """A place in the data stream from JSON. Raises ValueError."""
+    if value is None:
+        return None
+    try:
+        place = StreamPlace(**value | {"ahead": tuple(value["ahead"])})
+        types = [type(it) for it in (place.cursor, *place.ahead, place.problems)]
+        if set(types) != {int} or not isinstance(place.identity, str):
+            raise TypeError(f"got {str(value)[:200]}")
+        place.check()
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"stream must be a cursor, places ahead, problems and an identity: {error}") from error
+    return place
 
 
 def load_newest(run: Path, load: Callable[[Path | None], None]) -> Path | None:

@@ -32,6 +32,7 @@ from specrl.errors import SpecrlError, TrainerFailed
 from specrl.records import (
     Batch,
     DrafterMetrics,
+    StreamPlace,
     TrainerStatus,
     TrainMetrics,
     TrainRollout,
@@ -40,6 +41,7 @@ from specrl.records import (
     WeightManifest,
     wire,
 )
+from specrl.trainer import checkpoints
 from specrl.trainer.backend import SupervisedMetrics, TrainerBackend
 
 T = TypeVar("T")
@@ -153,8 +155,9 @@ class RankedBackend:
         found: WeightChecksums = self._run("write_weights", {"directory": str(folder)})
         return found
 
-    def save(self, directory: Path) -> Future[None]:
-        found: Future[None] = self._run("save", {"directory": str(directory)})
+    def save(self, directory: Path, stream: StreamPlace | None = None) -> Future[None]:
+        place = asdict(stream) if stream is not None else None
+        found: Future[None] = self._run("save", {"directory": str(directory), "stream": place})
         return found
 
     def export(self, directory: Path) -> tuple[Path, Path | None]:
@@ -216,7 +219,9 @@ def dispatch(backend: TrainerBackend, method: str, arguments: dict[str, Any], ba
         return backend.load(Path(arguments["checkpoint"]) if arguments["checkpoint"] else None)
     if method == "open_weight_group":
         return backend.open_weight_group(WeightGroup(**arguments))
-    if method in ("write_weights", "save", "export"):
+    if method == "save":
+        return backend.save(Path(arguments["directory"]), checkpoints.stream_of(arguments["stream"]))
+    if method in ("write_weights", "export"):
         return getattr(backend, method)(Path(arguments["directory"]))
     assert method in ("describe_weights", "broadcast_weights", "close"), method
     return getattr(backend, method)(**arguments)

@@ -25,7 +25,7 @@ from google.protobuf.message import DecodeError, Message
 from specrl.api.v1 import trainer_pb2, trainer_pb2_grpc, weights_pb2
 from specrl.errors import PeerUnavailable, RecordInvalid, SpecrlError, StoreFailed, VersionConflict
 from specrl.files import SMALL_BYTES, read_bytes
-from specrl.records import Batch, WeightGroup, wire
+from specrl.records import Batch, StreamPlace, WeightGroup, wire
 from specrl.rpc.server import count_from_zero
 from specrl.spec.run import RunSpec
 from specrl.telemetry import metrics as telemetry
@@ -279,18 +279,19 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
             saving = self._saving
             present = self._present()
             if saving is None or saving.state[0] != request.step or saving.may_be_repeated(present):
-                saving = self._saving = await self._begin_saving(request.step)
+                place = wire.stream_place_from_wire(request.stream) if request.HasField("stream") else None
+                saving = self._saving = await self._begin_saving(request.step, place)
         if request.in_background:
             return trainer_pb2.SaveCheckpointReply(path=str(saving.path), seconds=saving.snapshot_s)
         return await asyncio.shield(saving.completion)
 
-    async def _begin_saving(self, step: int) -> _Saving:
+    async def _begin_saving(self, step: int, place: StreamPlace | None) -> _Saving:
         """Wait for the save before, then have a snapshot taken. What becomes of it `completion` knows."""
         if self._saving is not None:
             await asyncio.wait([self._saving.completion])
         started = time.perf_counter()
         path, state = checkpoints.directory(self._run, step), self._present()
-        writing = await self._do(lambda: self._snapshot(step, path))
+        writing = await self._do(lambda: self._snapshot(step, path, place))
         snapshot_s = time.perf_counter() - started
         if writing is not None:
             telemetry.TRAINER_CHECKPOINT_SNAPSHOT_SECONDS.observe(snapshot_s)
@@ -298,7 +299,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         completion = asyncio.create_task(self._complete(state, path, writing, started), name=f"checkpoint-{step}")
         return _Saving(state, path, snapshot_s, completion)
 
-    def _snapshot(self, step: int, path: Path) -> Future[None] | None:
+    def _snapshot(self, step: int, path: Path, place: StreamPlace | None) -> Future[None] | None:
         """None when the checkpoint is complete already."""
         present = self._present()
         if step != present[0]:
@@ -309,7 +310,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
             return None
         if self._last is not None:
             _write(checkpoints.metrics_file(self._run, step), self._last)
-        return self._backend.save(path)
+        return self._backend.save(path, place)
 
     def _present(self) -> tuple[int, bool]:
         """What a checkpoint made now would be of: the step, and whether its drafter is initialised."""

@@ -46,7 +46,7 @@ from specrl.launcher.model_folder import read_model_folder
 from specrl.launcher.run_directory import RunDirectory
 from specrl.prompts.sources import open_source
 from specrl.prompts.templates import PromptTemplate
-from specrl.records import GradedRollout, Group, Prompt, Reward, TrainerStatus, wire
+from specrl.records import GradedRollout, Group, Prompt, Reward, StreamPlace, TrainerStatus, wire
 from specrl.report import reading
 from specrl.rpc import tls
 from specrl.simulator.measured import MeasuredCosts, read_calibration
@@ -227,6 +227,7 @@ def _read_store(file: Path) -> object:
 _ITEM = a_batch(1, 32, rollouts=1).rollouts[0]
 _GRADED = wire.graded_to_bytes(GradedRollout(_ITEM.rollout, Reward(1.0)))
 _GROUP = wire.group_to_bytes(Group("g0", Prompt("p0", 0, (3, 4), "a", "1"), 1, (_ITEM.rollout,), (Reward(1.0),)))
+_PLACE = StreamPlace(12, (14, 15), 64, "0f3a")
 _VALIDATION = b'{"policyVersion": 0, "accuracy": 0.5, "problems": 4, "seconds": 1.0}\n'
 _REPORT = json.dumps({"step": 1, "policyVersion": 1}).encode() + b"\n"
 
@@ -261,8 +262,13 @@ READERS = {
     "drafter's weights": Reader(_in_head("model.safetensors"), lambda f: load_head(f.parent, _policy(f.parent))),
     "drafter's config, exported": Reader(_in_head("config.json"), lambda f: formats.named_policy(f.parent), True),
     "checkpoint's state": Reader(
-        _written("state.json", json.dumps(asdict(State(3, True, True, 3, 0))).encode()),
+        _written("state.json", json.dumps(asdict(State(3, True, True, 3, 0, _PLACE))).encode()),
         lambda f: read_state(f.parent),
+        True,
+    ),
+    "checkpoint's place in the data": Reader(
+        _written("state.json", json.dumps({"stream": asdict(_PLACE)}).encode()),
+        lambda f: checkpoints.stream_in(f.parent),
         True,
     ),
     "checkpoint's checksums": Reader(_checksums, lambda f: checksums.damages(f.parent), True),
@@ -459,6 +465,7 @@ COVERED = {
     "simulator/models.py": "config, simulator",
     "simulator/scenario_file.py": "scenario",
     "spec/load.py": "run file, RLJob",
+    "trainer/checkpoints.py": "checkpoint's place in the data",
     "trainer/megatron_backend/checkpoint.py": "checkpoint's state; its tensors: trainer/test_bad_disk.py",
     "trainer/checkpoint_export.py": "a checkpoint, whose checksums were compared before",
     "trainer/checksums.py": "checkpoint's checksums",

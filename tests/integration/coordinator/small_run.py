@@ -80,6 +80,12 @@ class TableStream:
     def prompt(self, position: int) -> Prompt:
         return Prompt(f"p{position}", position, (2 + position % (VOCAB - 2), 5), str(position), "3")
 
+    def __len__(self) -> int:
+        return 7
+
+    def identity(self) -> str:
+        return "positions"
+
 
 @dataclass
 class LengthGrader:

@@ -6,6 +6,7 @@ Real loop, scheduler, store, gRPC and weight broadcast; stand-in engine and trai
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
@@ -34,6 +35,7 @@ from specrl.records import (
 from specrl.spec import RunSpec
 from specrl.spec.run import Order, Transport
 from specrl.spec.trainer import WithoutSignal
+from specrl.trainer import checkpoints
 
 
 def distinct(trained: Sequence[Batch]) -> dict[int, Batch]:
@@ -591,6 +593,41 @@ async def test_steps_are_trained_while_a_checkpoint_is_written_and_count_on_the_
         assert run.trainer.backend.status().step == 2
         await run.finish()
         check_promises(run)
+
+
+@pytest.mark.parametrize("order", list(Order))
+@pytest.mark.parametrize("is_old", [False, True])
+async def test_a_run_from_a_checkpoint_alone_trains_exactly_the_prompts_that_follow(
+    tmp_path: Path, order: Order, is_old: bool
+) -> None:
+    """Another folder, another store; the coordinator is killed on the way, before a step of its own and after."""
+    before, after = tmp_path / "before", tmp_path / "after"
+    before.mkdir()
+    lag = {"maxPolicyLag": 0 if is_old else 2}  # an old one does not say what has overtaken what
+    async with Run(before, a_spec(before, order=order.value, **lag)) as run:
+        await run.finish()
+        settled = {position for batch in run.trained if batch.step <= 4 for position in batch.positions}
+        policy = run.trainer.backend.tables[4]
+    source = before / "checkpoints" / "step-000004"
+    if is_old:
+        state = json.loads((source / "state.json").read_text())
+        (source / "state.json").write_text(json.dumps(state | {"stream": None}))
+    checkpoints.copy_into(after, source)
+    async with Run(after, a_spec(after, steps=8, order=order.value, **lag)) as run:
+        await run.until(lambda: run.link.trained() == 4)
+        await run.restart_coordinator()
+        await run.until(lambda: run.link.trained() == 6)
+        await run.restart_coordinator()
+        await run.finish()
+        assert np.array_equal(run.trainer.backend.tables[4], policy)
+        batches = distinct(run.trained)
+        assert sorted(batches) == [5, 6, 7, 8]
+        taken = [position for step in sorted(batches) for position in batches[step].positions]
+        assert len(taken) == len(set(taken)) == 12
+        assert settled.isdisjoint(taken)
+        assert settled.union(taken) == set(range(24))
+        assert run.board.status().counters["discardedForAge"] == 0
+        assert [report.step for report in run.board.reports()] == [5, 6, 7, 8]
 
 
 async def test_a_checkpoint_that_cannot_be_read_costs_the_steps_since_the_one_before(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from typer.testing import CliRunner, Result
 
 from specrl.cli import app
 from specrl.launcher import run_directory
+from specrl.records import StreamPlace
 from specrl.spec import load_spec
 from specrl.trainer import checkpoints, checksums
 
@@ -47,7 +49,8 @@ def a_checkpoint(run: Path, step: int, policy: Path) -> None:
     weights = folder / checkpoints.POLICY / checkpoints.WEIGHTS
     weights.mkdir(parents=True)
     shutil.copy(policy / "model.safetensors", weights)
-    (folder / checkpoints.STATE).write_text("{}")
+    place = StreamPlace(70 * step, (), 64, "0f3a") if step > 2 else None  # the first is of a version before
+    (folder / checkpoints.STATE).write_text(json.dumps({"stream": asdict(place)} if place is not None else {}))
     checksums.write(folder, checksums.of_folder(folder))
 
 
@@ -65,8 +68,11 @@ def test_list_says_why_each_is_kept(run: Path) -> None:
         (10, "one of the 2 newest"),
     ]
     assert all(item["size_bytes"] > 0 for item in found)
+    assert [(item["cursor"], item["problems"]) for item in found[:2]] == [(None, None), (280, 64)]
     table = specrl_command("list", str(run)).stdout
     assert "milestone, one of the 2 newest" in table
+    assert "25 of 64, epoch 5" in table
+    assert "not kept" in table
 
 
 def test_prune_keeps_the_newest_and_the_milestones_and_asks_first(run: Path) -> None:
@@ -98,7 +104,8 @@ def test_verify_names_what_is_cut_altered_and_missing(run: Path) -> None:
     damages = {int(step): found for step, found in json.loads(result.stdout).items()}
     assert damages[2] == [f"{weights} must have {len(content)} bytes, got {len(content) - 100}"]
     assert damages[4][0].startswith(f"{weights} must have the checksum")
-    assert damages[6] == ["state.json must have 2 bytes, got 3"]
+    assert damages[6][0].startswith("state.json must have ")
+    assert damages[6][0].endswith(" bytes, got 3")
     assert "must have its checksums.json" in damages[8][0]
     assert damages[10] == [f"{weights} must be readable, got No such file or directory"]
     assert "5 of 5 checkpoints" in specrl_command("verify", str(run)).stderr
@@ -119,5 +126,5 @@ def test_export_is_a_hugging_face_folder_and_refuses_a_damaged_checkpoint(run: P
     (checkpoints.directory(run, 10) / checkpoints.STATE).write_text("{ }")
     refused = specrl_command("export", str(run), "--out", str(run.parent / "other"))
     assert refused.exit_code == 2
-    assert "state.json must have 2 bytes, got 3; export another one" in refused.stderr
+    assert "bytes, got 3; export another one" in refused.stderr
     assert not (run.parent / "other").exists()

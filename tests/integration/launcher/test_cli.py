@@ -27,6 +27,7 @@ from specrl.launcher.run_directory import RunDirectory
 from specrl.launcher.supervisor import Program, Rank
 from specrl.spec import RunSpec, load_spec, parse_spec
 from specrl.spec.generation import Eagle3
+from specrl.trainer import checksums
 
 FAKE = str(Path(__file__).with_name("fake_program.py"))
 SUMMARY: dict[str, Any] = {
@@ -133,6 +134,29 @@ def test_a_sink_that_cannot_be_reached_from_here(place: Path, monkeypatch: pytes
     a_model_folder(place / "model")
     file = a_run_file(place, telemetry={"sinks": {"mlflow": {}}})
     assert_refused(specrl_command("run", "-f", str(file)), "telemetry.sinks.mlflow.trackingUri: must be given")
+
+
+def test_run_from_a_checkpoint_has_a_copy_and_refuses_what_is_none(place: Path, fakes: Callable[..., Path]) -> None:
+    a_model_folder(place / "model")
+    file = a_run_file(place)
+    source = place / "other" / "checkpoints" / "step-000001"
+    source.mkdir(parents=True)
+    refused = specrl_command("run", "-f", str(file), "--checkpoint", str(source))
+    assert_refused(refused, "must be a complete folder step-NNNNNN", "specrl checkpoint list")
+    (source / "state.json").write_text('{"step": 1}')
+    checksums.write(source, checksums.of_folder(source))
+    steps = load_spec(file).schedule.steps
+    refused = specrl_command("run", "-f", str(file), "--checkpoint", str(source), "--set", "schedule.steps=1")
+    assert_refused(refused, "schedule.steps must be more than the step of the checkpoint, 1, got 1")
+    fakes("finished", summary=SUMMARY)
+    result = specrl_command("run", "-f", str(file), "--checkpoint", str(source), "--set", f"schedule.steps={steps + 1}")
+    assert result.exit_code == 0, result.output
+    copy = place / "runs/tiny-1/checkpoints/step-000001/state.json"
+    assert copy.read_text() == '{"step": 1}'
+    (source / "state.json").write_text('{"step": 9}')
+    refused = specrl_command("run", "-f", str(file), "--checkpoint", str(source), "--runs", "others")
+    assert refused.exit_code == 2
+    assert "must be as it was written, got state.json must have the checksum" in refused.stderr
 
 
 def test_unreadable_dataset(place: Path) -> None:
@@ -501,7 +525,7 @@ def test_demo_makes_a_policy_and_runs_with_it(place: Path, examples: Path, fakes
     spec = load_spec(place / "out/tiny-1/run.yaml")
     assert (spec.schedule.steps, spec.schedule.seed) == (5, 3)
     assert spec.model.path == str(place / "out/demo-policy-3")
-    assert (place / "made").read_text() == "--seed 3\n"
+    assert (place / "made").read_text() == "--seed 3 --plain\n"
     assert "validation accuracy: 0.250 -> 0.500" in result.stdout
 
 

@@ -26,6 +26,7 @@ from specrl.records import (
     RolloutRequest,
     Sampling,
     SpeculationCounters,
+    StreamPlace,
     TensorMeta,
     TrainerStatus,
     TrainMetrics,
@@ -92,7 +93,13 @@ train_metrics = st.builds(
     },
     drafter=st.none() | drafter_metrics,
 )
-trainer_statuses = st.builds(TrainerStatus, int64, int64, st.booleans(), int32)
+stream_places = st.builds(
+    lambda places, problems, identity: StreamPlace(places[0], tuple(places[1:]), problems, identity),
+    st.lists(st.integers(0, 2**40), min_size=1, max_size=5, unique=True).map(sorted),
+    st.integers(1, 2**40),
+    st.text("0123456789abcdef", min_size=1, max_size=32),
+)
+trainer_statuses = st.builds(TrainerStatus, int64, int64, st.booleans(), int32, st.none() | stream_places)
 
 
 def plain(record: Any) -> Any:

@@ -498,23 +498,65 @@ class WriteWeightsReply(_message.Message):
 Global___WriteWeightsReply: _TypeAlias = WriteWeightsReply  # noqa: Y015
 
 @_typing.final
+class StreamPlace(_message.Message):
+    """How far steps have settled the stream of prompts: trained them, or reported them as failed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CURSOR_FIELD_NUMBER: _builtins.int
+    AHEAD_FIELD_NUMBER: _builtins.int
+    PROBLEMS_FIELD_NUMBER: _builtins.int
+    IDENTITY_FIELD_NUMBER: _builtins.int
+    cursor: _builtins.int
+    """first place that is not settled"""
+    problems: _builtins.int
+    """of one epoch"""
+    identity: _builtins.str
+    """digest of the problems, their number and their order"""
+    @_builtins.property
+    def ahead(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """settled places beyond it, ascending"""
+
+    def __init__(
+        self,
+        *,
+        cursor: _builtins.int = ...,
+        ahead: _abc.Iterable[_builtins.int] | None = ...,
+        problems: _builtins.int = ...,
+        identity: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "cursor", b"cursor", "identity", b"identity", "problems", b"problems"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StreamPlace: _TypeAlias = StreamPlace  # noqa: Y015
+
+@_typing.final
 class SaveCheckpointRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     STEP_FIELD_NUMBER: _builtins.int
     IN_BACKGROUND_FIELD_NUMBER: _builtins.int
+    STREAM_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     in_background: _builtins.bool
     """answer as soon as the next step may be trained; asking again then waits"""
+    @_builtins.property
+    def stream(self) -> Global___StreamPlace:
+        """where the data stand with this step; absent: the checkpoint does not say"""
+
     def __init__(
         self,
         *,
         step: _builtins.int = ...,
         in_background: _builtins.bool = ...,
+        stream: Global___StreamPlace | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["stream", b"stream"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_background", b"in_background", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_background", b"in_background", "step", b"step", "stream", b"stream"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -608,12 +650,17 @@ class TrainerStatus(_message.Message):
     CHECKPOINT_STEP_FIELD_NUMBER: _builtins.int
     IS_DRAFTER_INITIALISED_FIELD_NUMBER: _builtins.int
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    STREAM_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """last step trained or loaded; the policy version"""
     checkpoint_step: _builtins.int
     """newest complete checkpoint; 0 is the initial model"""
     is_drafter_initialised: _builtins.bool
     world_size: _builtins.int
+    @_builtins.property
+    def stream(self) -> Global___StreamPlace:
+        """of checkpoint_step; absent: the initial model, or a checkpoint that does not say"""
+
     def __init__(
         self,
         *,
@@ -621,10 +668,11 @@ class TrainerStatus(_message.Message):
         checkpoint_step: _builtins.int = ...,
         is_drafter_initialised: _builtins.bool = ...,
         world_size: _builtins.int = ...,
+        stream: Global___StreamPlace | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["stream", b"stream"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_step", b"checkpoint_step", "is_drafter_initialised", b"is_drafter_initialised", "step", b"step", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_step", b"checkpoint_step", "is_drafter_initialised", b"is_drafter_initialised", "step", b"step", "stream", b"stream", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -46,6 +46,7 @@ from specrl.records import (
     NO_DRAFTER,
     Batch,
     DrafterMetrics,
+    StreamPlace,
     TensorMeta,
     TrainerStatus,
     TrainMetrics,
@@ -96,7 +97,8 @@ class MegatronBackend:
         self._weight_store: TCPStore | None = None
         self._weight_group: WeightGroup | None = None
         self._joined: weight_group.BroadcastGroup | None = None
-        self._step, self._checkpoint_step, self._is_drafter_initialised = 0, 0, False
+        self._step, self._is_drafter_initialised = 0, False
+        self._checkpoint: tuple[int, StreamPlace | None] = (0, None)
         self._updates, self._skipped_in_a_row = 0, 0
 
     # -- state --------------------------------------------------------------------------------------------------------
@@ -113,7 +115,7 @@ class MegatronBackend:
             self._start_drafter()
         if checkpoint_path is not None:
             state = checkpoint.load(checkpoint_path, self.policy, self.drafter, self.groups)
-            self._step = self._checkpoint_step = state.step
+            self._step, self._checkpoint = state.step, (state.step, state.stream)
             self._is_drafter_initialised = state.is_drafter_initialised
             self._updates, self._skipped_in_a_row = state.updates, state.skipped_in_a_row
 
@@ -169,21 +171,23 @@ class MegatronBackend:
             )
 
     def status(self) -> TrainerStatus:
-        return TrainerStatus(self._step, self._checkpoint_step, self._is_drafter_initialised, self.groups.world_size)
+        world_size, (step, stream) = self.groups.world_size, self._checkpoint
+        return TrainerStatus(self._step, step, self._is_drafter_initialised, world_size, stream)
 
-    def save(self, directory: Path) -> Future[None]:
+    def save(self, directory: Path, stream: StreamPlace | None = None) -> Future[None]:
         state = checkpoint.State(
             self._step,
             self._is_drafter_initialised,
             self.drafter is not None,
             self._updates,
             self._skipped_in_a_row,
+            stream,
         )
         writing = self._saver.save(directory, self.policy, self.drafter, state)
 
         def note(written: Future[None]) -> None:
             if written.exception() is None:
-                self._checkpoint_step = state.step
+                self._checkpoint = state.step, stream
 
         writing.add_done_callback(note)
         return writing

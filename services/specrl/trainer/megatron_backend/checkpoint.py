@@ -30,8 +30,9 @@ from safetensors.torch import load_file, save_file
 from specrl.drafting.online import DrafterTrainer
 from specrl.errors import CheckpointInvalid, CollectiveFailed, SpecrlError, StoreFailed
 from specrl.files import SMALL_BYTES, read_object
+from specrl.records import StreamPlace
 from specrl.trainer import checksums
-from specrl.trainer.checkpoints import DRAFTER, POLICY, STATE, temporary
+from specrl.trainer.checkpoints import DRAFTER, POLICY, STATE, stream_of, temporary
 from specrl.trainer.hf_folder import SHARD_BYTES, Shards, write_index, write_shards
 from specrl.trainer.megatron_backend.exchange import exchange
 from specrl.trainer.megatron_backend.groups import Groups
@@ -52,6 +53,8 @@ class State:
     """That the policy's optimizer has made: not one for each step, since steps are skipped, and some make several."""
     skipped_in_a_row: int
     """Steps up to this one that were skipped, one after another."""
+    stream: StreamPlace | None = None
+    """Where the data stand; checkpoints of a supervised warm-up, and old ones, do not say."""
 
 
 Tensors = dict[str, torch.Tensor]
@@ -221,8 +224,9 @@ def _sync(path: Path) -> None:
 def read_state(source: Path) -> State:
     """Raises CheckpointInvalid for a folder that is no complete checkpoint."""
     try:
-        state = State(**read_object(source / STATE, SMALL_BYTES))
-        is_whole = [type(value) for value in astuple(state)] == [int, bool, bool, int, int]
+        found = read_object(source / STATE, SMALL_BYTES)
+        state = State(**found | {"stream": stream_of(found.get("stream"))})
+        is_whole = [type(value) for value in astuple(state)[:5]] == [int, bool, bool, int, int]
         if not is_whole or min(state.step, state.updates, state.skipped_in_a_row) < 0:
             raise ValueError(f"got {state}")
         return state
