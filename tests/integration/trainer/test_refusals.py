@@ -32,12 +32,12 @@ def test_tensor_parallel_size_that_does_not_divide_the_heads(policy: Path) -> No
         MegatronBackend(a_spec(policy, tensor=3))
 
 
-def test_layout_of_a_mixture_that_cuts_or_deals_out_its_layers(tmp_path: Path) -> None:
+def test_experts_that_cannot_be_dealt_out(tmp_path: Path) -> None:
     from specrl.trainer.megatron_backend import MegatronBackend
 
     mixture = make_policy(tmp_path, shape=Shape(family="qwen3_moe"))
-    with pytest.raises(CheckpointInvalid, match="data parallel ranks alone, got 2 ranks and data=1"):
-        MegatronBackend(a_spec(mixture, tensor=2))
+    with pytest.raises(SpecInvalid, match="num_experts=4"):
+        MegatronBackend(a_spec(mixture, data=3, expert=3))
 
 
 def test_number_of_processes_that_is_not_the_run_files(policy: Path) -> None:
