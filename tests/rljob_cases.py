@@ -474,6 +474,7 @@ NEVER: dict[str, tuple[Any, ...]] = {
     "trainer.drafter": ({}, {"online": False}, {"tokenBudget": 1}),
     "trainer.microBatchTokens": (1024, 2048),
     "trainer.recompute": ("Nothing", "Layers"),
+    "trainer.routing": ("Anew", "Replay"),
     "trainer.threads": (1, 2),
     "trainer.numNodes": (1, 2),
     "trainer.gpusPerNode": (0, 2),

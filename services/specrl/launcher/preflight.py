@@ -26,6 +26,7 @@ from specrl.launcher.memory import check_memory, estimate_memory
 from specrl.launcher.model_folder import ModelFolder, read_model_folder
 from specrl.launcher.ports import choose_ports
 from specrl.spec import RunSpec
+from specrl.spec.trainer import Routing
 from specrl.telemetry import traces
 from specrl.trainer import mirror
 from specrl.trainer.layout import layout_problems
@@ -173,7 +174,14 @@ def check_drafter(spec: RunSpec, policy: ModelFolder) -> None:
 def check_parallelism(spec: RunSpec, policy: ModelFolder) -> None:
     """Ranks share heads, widths, layers and experts evenly. Raises SpecInvalid with every number that does not."""
     ranks = spec.generation.tensor_parallel
-    problems = layout_problems(spec.trainer.parallelism, read_policy_config(policy.path))
+    config = read_policy_config(policy.path)
+    problems = layout_problems(spec.trainer.parallelism, config)
+    if spec.trainer.routing is Routing.REPLAY and config.experts is None:
+        problems.append(
+            Problem(
+                "trainer.routing", "must be Anew, since the model's layers have no experts, got Replay", "leave it out"
+            )
+        )
     kl = spec.trainer.loss.reference_kl
     if kl is not None and kl.path is not None:
         problems += layout_problems(spec.trainer.parallelism, read_policy_config(Path(kl.path)), "the reference's")

@@ -3,6 +3,7 @@
 from specrl.records.peer import Acknowledgement, HeldRollout, Peer, Registration, Role
 from specrl.records.rollout import (
     Batch,
+    ExpertArray,
     FinishReason,
     GradedRollout,
     Group,
@@ -40,6 +41,7 @@ __all__ = [
     "Batch",
     "DrafterMetrics",
     "Drafting",
+    "ExpertArray",
     "FinishReason",
     "GenerationStatus",
     "GradedRollout",

@@ -3,7 +3,8 @@
 A rollout that calls tools has turns, in which the policy samples, and between them the tools' outputs, which it only
 reads. They are one sequence of tokens; whatever is trained, measured or compared is about the sampled ones alone.
 
-Shapes: T tokens of one completion, N of them sampled (N = T without tools), G rollouts of one group.
+Shapes: T tokens of one completion, N of them sampled (N = T without tools), G rollouts of one group; S tokens of prompt
+and completion but the last one, L layers, K experts of each token.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +22,7 @@ from specrl.errors import RecordInvalid
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
+ExpertArray = npt.NDArray[np.unsignedinteger[Any]]
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ class Rollout:
 
     versions cover the sampled tokens, outputs the others, whose log-probability is written as 0. text is what was
     sampled, a tool's output left out. stop is the stop string that ended the last turn, empty where none did.
+    experts_SLK [S, L, K] uint8 or uint16 are the experts that the sampler sent tokens to, with trainer.routing Replay.
     message is what it was read from, to be passed on as it is (docs/decisions/0017); None where it was made here. The
     arrays cannot be written to then, and a copy with other values has none.
     """
@@ -104,6 +108,7 @@ class Rollout:
     seconds: float
     outputs: tuple[OutputSpan, ...] = ()
     stop: str = ""
+    experts_SLK: ExpertArray | None = None
     message: bytes | None = field(default=None, init=False, repr=False)
 
     @property
@@ -225,6 +230,22 @@ class TrainRollout:
     rollout: Rollout
     advantage: float
     reward: float = 0.0
+
+    def check_experts(self, shape: tuple[int, int, int]) -> None:
+        """Raise RecordInvalid unless its experts, if it has any, are those of a mixture.
+
+        shape: layers, experts of each token, and experts that each layer has.
+        """
+        experts_SLK = self.rollout.experts_SLK
+        if experts_SLK is None:
+            return
+        tokens, (layers, each, count) = len(self.prompt_token_ids) + self.rollout.length - 1, shape
+        if experts_SLK.shape != (tokens, layers, each) or (experts_SLK.size and int(experts_SLK.max()) >= count):
+            highest = int(experts_SLK.max()) if experts_SLK.size else -1
+            raise RecordInvalid(
+                f"rollout {self.rollout.rollout_id[:64]}: experts must be {tokens} tokens x {layers} layers x {each}, "
+                f"each < {count}, got {experts_SLK.shape} up to {highest}: sampler and trainer have different models"
+            )
 
     def check(self, max_length: int, vocab_size: int) -> None:
         """Raise RecordInvalid unless a model of this length and vocabulary can be trained on it."""

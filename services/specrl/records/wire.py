@@ -15,6 +15,7 @@ from specrl.errors import RecordInvalid
 from specrl.records.peer import HeldRollout, Peer, Role
 from specrl.records.rollout import (
     Batch,
+    ExpertArray,
     FinishReason,
     GradedRollout,
     Group,
@@ -52,6 +53,7 @@ _OWNER = {
 _OWNER_BACK = {number: owner for owner, number in _OWNER.items()}
 
 _TOKEN, _LOGPROB = np.dtype("<i4"), np.dtype("<f4")
+_EXPERT: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<u2")}  # by the bytes of a number
 """Numbers of a rollout's tokens as they lie in a message: a copy of memory. As repeated fields they cost some
 forty times as much (docs/decisions/0011)."""
 
@@ -150,7 +152,34 @@ def rollout_to_wire(record: Rollout) -> rollout_pb2.Rollout:
         seconds=record.seconds,
         outputs=[rollout_pb2.OutputSpan(**vars(span)) for span in record.outputs],
         stop=record.stop,
+        **_experts_to_wire(record.experts_SLK),
     )
+
+
+def _experts_to_wire(experts_SLK: ExpertArray | None) -> dict[str, Any]:
+    if experts_SLK is None:
+        return {}
+    width = experts_SLK.itemsize
+    return {
+        "packed_experts": experts_SLK.astype(_EXPERT[width], copy=False).tobytes(),
+        "expert_layers": experts_SLK.shape[1],
+        "experts_per_token": experts_SLK.shape[2],
+        "expert_bytes": width,
+    }
+
+
+def _experts_from_wire(message: rollout_pb2.Rollout) -> ExpertArray | None:
+    packed, layers, each = message.packed_experts, message.expert_layers, message.experts_per_token
+    if not packed:
+        return None
+    kind = _EXPERT.get(message.expert_bytes)
+    if kind is None or layers < 1 or each < 1 or len(packed) % (layers * each * kind.itemsize):
+        raise RecordInvalid(
+            f"rollout {message.rollout_id[:64]}: experts must be whole tokens of {layers} layers x {each} experts of "
+            f"{message.expert_bytes} bytes, got {len(packed)} bytes; use the same version everywhere"
+        )
+    found: ExpertArray = np.frombuffer(packed, dtype=kind).astype(kind.newbyteorder("=")).reshape(-1, layers, each)
+    return found
 
 
 def rollout_to_bytes(record: Rollout) -> bytes:
@@ -169,8 +198,9 @@ def rollout_from_bytes(data: bytes) -> Rollout:
             f"a rollout must be the protobuf message of its name, got {len(data)} other bytes; use the same version of "
             "specrl everywhere"
         ) from error
-    for numbers_T in (rollout.token_ids_T, rollout.sampler_logprobs_T):
-        numbers_T.flags.writeable = False
+    for numbers in (rollout.token_ids_T, rollout.sampler_logprobs_T, rollout.experts_SLK):
+        if numbers is not None:
+            numbers.flags.writeable = False
     object.__setattr__(rollout, "message", data)  # frozen for everybody else
     return rollout
 
@@ -193,6 +223,7 @@ def rollout_from_wire(message: rollout_pb2.Rollout) -> Rollout:
         seconds=message.seconds,
         outputs=tuple(OutputSpan(span.first, span.end) for span in message.outputs),
         stop=message.stop,
+        experts_SLK=_experts_from_wire(message),
     )
 
 
@@ -235,7 +266,7 @@ def graded_to_json(data: bytes) -> dict[str, Any]:
     """A stored rollout for people to read: protobuf's JSON, in which 64-bit numbers are text."""
     rollout = graded_from_bytes(data).rollout
     found: dict[str, Any] = MessageToDict(rollout_pb2.GradedRollout.FromString(data))
-    for name in ("packedTokenIds", "packedSamplerLogprobs"):
+    for name in ("packedTokenIds", "packedSamplerLogprobs", "packedExperts"):  # experts are nothing to be read
         found["rollout"].pop(name, None)
     found["rollout"] |= {
         "tokenIds": rollout.token_ids_T.tolist(),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specrl.spec import RunSpec
+from specrl.spec.trainer import Routing
 
 LARGEST_BYTES = (1 << 31) - 1
 """Of a protobuf message, whatever is asked for; and of what gRPC's options can say."""
@@ -44,7 +45,12 @@ WIDEST = MessageLimits()
 
 
 def message_limits(spec: RunSpec) -> MessageLimits:
-    """A run's limits; LARGEST_BYTES where they would be beyond: rollouts are mostly shorter than they may be."""
+    """A run's limits; LARGEST_BYTES where they would be beyond: rollouts are mostly shorter than they may be.
+
+    So it is for rollouts that hold experts, whose number is the model's.
+    """
+    if spec.trainer.routing is Routing.REPLAY:
+        return WIDEST
     schedule, prompt = spec.schedule, spec.prompts.max_tokens * ID_BYTES
     batch = schedule.prompts_per_step * schedule.group_size
     start = spec.trainer.drafter.initialisation

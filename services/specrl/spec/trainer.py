@@ -278,6 +278,11 @@ class Recompute(StrEnum):
     LAYERS = "Layers"
 
 
+class Routing(StrEnum):
+    ANEW = "Anew"
+    REPLAY = "Replay"
+
+
 class Trainer(Section):
     """The trainer service: Megatron-Core ranks."""
 
@@ -296,6 +301,11 @@ class Trainer(Section):
     recompute: Recompute = Recompute.NOTHING
     """What the backward pass computes again. `Layers`: every layer, of which its input alone is kept; about a third
     more time, and far less memory where sequences are long."""
+    routing: Routing = Routing.ANEW
+    """Of a mixture, which experts the tokens of rollouts go to. `Anew`: those that the policy's router chooses in the
+    trainer. `Replay`: those that it chose in the replica, which sends them along (R3, arXiv:2510.11370): a byte for
+    each token, layer and expert of the token, two with more than 256 experts. The experts' weights are the trainer's
+    in either case, and so are gradients."""
     threads: Positive = 1
     """CPU threads of one rank."""
     num_nodes: Annotated[NodeCount, OnCluster.ONLY] = 1

@@ -21,7 +21,7 @@ import numpy as np
 
 from specrl.errors import Problem, SpecInvalid
 from specrl.prompts.templates import load_tokenizer
-from specrl.records import FinishReason, OutputSpan, Rollout, RolloutRequest, VersionSpan
+from specrl.records import ExpertArray, FinishReason, OutputSpan, Rollout, RolloutRequest, VersionSpan
 from specrl.spec.tools import Tools
 
 
@@ -182,6 +182,7 @@ class Episode:
             outputs=tuple(outputs),
             finish_reason=self._finish,
             text=text,
+            experts_SLK=_experts(self._turns),
             seconds=sum(turn.seconds for turn in self._turns),
         )
 
@@ -193,6 +194,16 @@ class Episode:
     def _room(self) -> int:
         used = sum(turn.length for turn in self._turns) + sum(map(len, self._outputs))
         return self.first.sampling.max_tokens - used
+
+
+def _experts(turns: Sequence[Rollout]) -> ExpertArray | None:
+    """Of each token those of the first turn that it was in: a later one may have computed it under another version."""
+    found: list[ExpertArray] = []
+    for turn in turns:
+        if turn.experts_SLK is None:
+            return None
+        found.append(turn.experts_SLK[sum(map(len, found)) :])
+    return np.concatenate(found)
 
 
 def _joined(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:

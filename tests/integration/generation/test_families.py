@@ -1,4 +1,7 @@
-"""Every family that is trained is served: log-probabilities of the weights that were sent last are transformers'."""
+"""Every family that is trained is served: log-probabilities of the weights that were sent last are transformers'.
+
+Mixtures are in test_routed_experts.py.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,6 @@ SHAPES = {
     "llama, tied, stretched": Shape(
         groups=1, family="llama", is_tied=True, rope={**LLAMA3, "original_max_position_embeddings": 32}
     ),
-    "qwen3_moe": Shape(family="qwen3_moe"),
     "qwen3, YaRN": Shape(rope={"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 32}),
 }
 

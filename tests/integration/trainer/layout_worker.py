@@ -16,48 +16,53 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tests.integration.trainer.runs import a_batch, a_poisoned_batch, a_spec
+from tests.integration.trainer.runs import a_batch, a_poisoned_batch, a_spec, with_experts
 from tests.integration.trainer.worker import STEPS, is_first, send
 from tests.integration.trainer.worker_group import sizes
 
 from specrl.trainer import checkpoints
 from specrl.trainer.megatron_backend import MegatronBackend
 
-LORA = {"rank": 4, "alpha": "8"}
+KINDS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "lora": {"lora": {"rank": 4, "alpha": "8"}},
+    "replayed": {"routing": "Replay", "recompute": "Layers"},
+}
 
 
 @dataclass(frozen=True)
 class Job:
-    """layout: fields of `trainer.parallelism`. resume: the folder of another job whose checkpoint is gone on with."""
+    """layout: fields of `trainer.parallelism`. kind: what is trained and how, of `KINDS`. resume: the folder of another
+    job whose checkpoint is gone on with."""
 
     name: str
     policy: str
     layout: str
-    is_lora: bool = False
+    kind: str = "whole"
     resume: str | None = None
 
 
 def run(job: Job, out: Path) -> None:
     """Score, three steps with a checkpoint after the second, a step that is skipped, weights out; then resume."""
     out.mkdir(parents=True, exist_ok=True)  # every rank does
-    lora = LORA if job.is_lora else None
-    spec = a_spec(Path(job.policy), speculation={"none": {}}, lora=lora, **sizes(job.layout))
+    spec = a_spec(Path(job.policy), speculation={"none": {}}, **KINDS[job.kind], **sizes(job.layout))
+    routed = with_experts if job.kind == "replayed" else lambda batch: batch
     backend = MegatronBackend(spec)
     backend.load(None)
     vocab = backend.config.vocab_size
-    scores = backend.score(a_batch(1, vocab).rollouts)
+    scores = backend.score(routed(a_batch(1, vocab)).rollouts)
     keep(out / "initial.safetensors", backend)
     keep_trained(out / "first.safetensors", backend)
     seen: dict[str, Any] = {"metrics": []}
     for step in range(1, STEPS + 1):
-        metrics = backend.train_step(a_batch(step, vocab))
+        metrics = backend.train_step(routed(a_batch(step, vocab)))
         seen["metrics"].append([metrics.loss, metrics.grad_norm])
         if step == STEPS - 1:
             saved = backend.save(checkpoints.directory(out, step))
     saved.result()
     keep(out / "weights.safetensors", backend)
     keep_trained(out / "trained.safetensors", backend)
-    seen["is_skipped"] = backend.train_step(a_poisoned_batch(STEPS + 1, vocab)).is_skipped
+    seen["is_skipped"] = backend.train_step(routed(a_poisoned_batch(STEPS + 1, vocab))).is_skipped
     keep(out / "skipped.safetensors", backend)
     send(backend, out)
     backend.export(out / "export")
@@ -65,7 +70,7 @@ def run(job: Job, out: Path) -> None:
     if job.resume is not None:
         resumed = MegatronBackend(spec)
         resumed.load(checkpoints.newest(Path(job.resume)))
-        resumed.train_step(a_batch(STEPS, vocab))
+        resumed.train_step(routed(a_batch(STEPS, vocab)))
         keep_trained(out / "resumed.safetensors", resumed)
         resumed.close()
     if is_first():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -55,6 +56,34 @@ def adapted(policy: Path, factors: dict[str, torch.Tensor], scale: float) -> tup
             layers[stem] = Adapted(module, *pair, scale)
             model.set_submodule(name, layers[stem])
     return model, layers
+
+
+def replay(model: PreTrainedModel, rollouts: Sequence[TrainRollout]) -> None:
+    """Have a mixture's routers send the tokens of these rollouts where they say, by weights that are the router's own.
+
+    Of two experts for each token; where both are the same, to those that the router chooses. Which rollout it is, is
+    seen from the tokens that are embedded.
+    """
+    by_tokens = {(*i.prompt_token_ids, *i.rollout.token_ids_T.tolist()): i.rollout.experts_SLK for i in rollouts}
+    now: list[torch.Tensor] = []
+
+    def see(_module: torch.nn.Module, arguments: tuple[torch.Tensor]) -> None:
+        now[:] = [torch.from_numpy(by_tokens[tuple(arguments[0][0].tolist())]).long()]
+
+    def routed(number: int) -> Any:
+        def chosen(
+            _gate: torch.nn.Module, _arguments: Any, found: tuple[torch.Tensor, ...]
+        ) -> tuple[torch.Tensor, ...]:
+            logits_SE, _, own_SK = found
+            told_SK = torch.cat([now[0][:, number], own_SK[len(now[0]) :]])
+            experts_SK = torch.where(told_SK[:, :1] == told_SK[:, 1:], own_SK, told_SK)
+            return logits_SE, logits_SE.gather(1, experts_SK).softmax(-1), experts_SK
+
+        return chosen
+
+    model.model.embed_tokens.register_forward_pre_hook(see)
+    for number, layer in enumerate(model.model.layers):
+        layer.mlp.gate.register_forward_hook(routed(number))
 
 
 def logprobs(model: PreTrainedModel, item: TrainRollout) -> torch.Tensor:

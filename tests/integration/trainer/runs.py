@@ -47,6 +47,7 @@ def a_spec(
     lora: dict[str, Any] | None = None,
     dtype: str = "float32",
     recompute: str = "Nothing",
+    routing: str = "Anew",
     **parallelism: int,
 ) -> RunSpec:
     """A run of `policy`, with micro-batches small enough that a batch needs several.
@@ -78,6 +79,7 @@ def a_spec(
                 "microBatchTokens": 128,
                 "lora": lora,
                 "recompute": recompute,
+                "routing": routing,
             },
             "schedule": {"steps": 3, "promptsPerStep": 2, "groupSize": 4},
             "weights": {"timeoutS": 30},
@@ -117,3 +119,17 @@ def a_batch(step: int, vocab: int, rollouts: int = 8) -> Batch:
     """The batch of one step: the same one in every process."""
     generator = np.random.default_rng([7, step])
     return Batch(step, tuple(a_rollout(generator, i, vocab, step - 1) for i in range(rollouts)))
+
+
+def with_experts(batch: Batch) -> Batch:
+    """The same with two of four experts for every token but the last, in each of four layers, at random.
+
+    But for one token in one layer, which is to go to one expert twice: nobody can do as it says.
+    """
+    generator, found = np.random.default_rng([8, batch.step]), []
+    for item in batch.rollouts:
+        tokens = len(item.prompt_token_ids) + item.rollout.length - 1
+        of_all = generator.permuted(np.tile(np.arange(4, dtype=np.uint8), (tokens, 4, 1)), axis=-1)
+        of_all[0, 1] = 3
+        found.append(replace(item, rollout=replace(item.rollout, experts_SLK=of_all[..., :2])))
+    return replace(batch, rollouts=tuple(found))

@@ -1,4 +1,5 @@
-"""Mixtures of experts, and low-rank updates of them and of dense policies, in layouts of two and four ranks."""
+"""Mixtures of experts, with the sampler's experts or the router's own, and low-rank updates of them and of dense
+policies, in layouts of two and four ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from tests.integration.trainer import reference
 from tests.integration.trainer.conftest import VOCAB, Launch
-from tests.integration.trainer.runs import a_batch, a_spec
+from tests.integration.trainer.runs import a_batch, a_spec, with_experts
 from tests.tiny_models import Shape, make_policy
 
 from specrl.trainer import checkpoints
@@ -25,29 +26,30 @@ SHAPES = {
     "mixture": Shape(heads=4, groups=2, vocab=VOCAB, family="qwen3_moe"),
     "dense": Shape(heads=4, groups=2, vocab=VOCAB, family="llama", is_tied=True),
 }
-# policy, layout, whether low-rank updates are trained
+Case = tuple[str, str, str]  # policy, layout, kind of job
 TWO_RANKS = (
-    ("mixture", "tensor=2", False),
-    ("mixture", "tensor=2,expert=2", False),
-    ("mixture", "data=2,expert=2", False),
-    ("mixture", "pipeline=2", False),
-    ("mixture", "context=2,expert=2", False),
-    ("mixture", "tensor=2,expert=2", True),
-    ("dense", "tensor=2", True),
-    ("dense", "pipeline=2", True),
-    ("dense", "context=2", True),
+    ("mixture", "tensor=2", "whole"),
+    ("mixture", "tensor=2,expert=2", "whole"),
+    ("mixture", "data=2,expert=2", "whole"),
+    ("mixture", "pipeline=2", "whole"),
+    ("mixture", "context=2,expert=2", "whole"),
+    ("mixture", "pipeline=2", "replayed"),
+    ("mixture", "tensor=2,expert=2", "lora"),
+    ("dense", "tensor=2", "lora"),
+    ("dense", "pipeline=2", "lora"),
+    ("dense", "context=2", "lora"),
 )
 FOUR_RANKS = (
-    ("mixture", "tensor=2,data=2,expert=4", False),
-    ("mixture", "tensor=2,context=2,expert=2", False),
-    ("mixture", "tensor=2,pipeline=2,virtualStages=2,expert=2", False),
-    ("mixture", "pipeline=2,data=2,expert=2", True),
+    ("mixture", "tensor=2,data=2,expert=4", "whole"),
+    ("mixture", "tensor=2,context=2,expert=2", "replayed"),
+    ("mixture", "tensor=2,pipeline=2,virtualStages=2,expert=2", "whole"),
+    ("mixture", "pipeline=2,data=2,expert=2", "lora"),
 )
 
 
-def name(case: tuple[str, str, bool]) -> str:
-    policy, layout, is_lora = case
-    return f"{policy}{'-lora' if is_lora else ''}-{layout}"
+def name(case: Case) -> str:
+    policy, layout, kind = case
+    return f"{policy}-{kind}-{layout}"
 
 
 @pytest.fixture(scope="module")
@@ -71,18 +73,16 @@ def on_one_rank(policies: dict[str, Path], tmp_path_factory: pytest.TempPathFact
     return out
 
 
-def launch(
-    cases: Sequence[tuple[str, str, bool]], ranks: int, policies: dict[str, Path], first: Path, out: Path
-) -> Path:
+def launch(cases: Sequence[Case], ranks: int, policies: dict[str, Path], first: Path, out: Path) -> Path:
     """Every case goes on with the checkpoint of the one before it that trains the same, or of one rank."""
     from tests.integration.trainer.layout_worker import Job
 
     jobs: list[Job] = []
     for case in cases:
-        policy, layout, is_lora = case
-        like = [job for job in jobs if (job.policy, job.is_lora) == (str(policies[policy]), is_lora)]
+        policy, layout, kind = case
+        like = [job for job in jobs if (job.policy, job.kind) == (str(policies[policy]), kind)]
         before = str(out / like[-1].name) if like else str(first) if case == cases[0] else None
-        jobs.append(Job(name(case), str(policies[policy]), layout, is_lora, before))
+        jobs.append(Job(name(case), str(policies[policy]), layout, kind, before))
     arguments = [str(out), json.dumps([asdict(job) for job in jobs])]
     return Launch(out, ranks, "layout_worker", arguments, [job.name for job in jobs]).finish([0] * ranks)
 
@@ -103,38 +103,42 @@ CASES = [*(("two_ranks", case) for case in TWO_RANKS), *(("four_ranks", case) fo
 
 
 @pytest.fixture(params=CASES, ids=lambda found: name(found[1]))
-def case(request: pytest.FixtureRequest) -> tuple[str, str, bool]:
-    found: tuple[str, str, bool] = request.param[1]
+def case(request: pytest.FixtureRequest) -> Case:
+    found: Case = request.param[1]
     return found
 
 
 @pytest.fixture
-def out(case: tuple[str, str, bool], request: pytest.FixtureRequest) -> Path:
+def out(case: Case, request: pytest.FixtureRequest) -> Path:
     folder: Path = request.getfixturevalue("two_ranks" if case in TWO_RANKS else "four_ranks")
     return folder / name(case)
 
 
 @pytest.fixture
-def policy(case: tuple[str, str, bool], policies: dict[str, Path]) -> Path:
+def policy(case: Case, policies: dict[str, Path]) -> Path:
     return policies[case[0]]
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Weights or factors, and loss and gradient norm of each step, after three steps of transformers and torch."""
-    found: dict[tuple[Path, bool], tuple[Tensors, list[tuple[float, float]]]] = {}
+    found: dict[tuple[Path, str], tuple[Tensors, list[tuple[float, float]]]] = {}
 
-    def train(policy: Path, first: Tensors, *, is_lora: bool) -> tuple[Tensors, list[tuple[float, float]]]:
-        if (policy, is_lora) not in found:
+    def train(policy: Path, first: Tensors, kind: str) -> tuple[Tensors, list[tuple[float, float]]]:
+        if (policy, kind) not in found:
             model, layers = reference.load(policy), {}
-            if is_lora:
+            batches = [a_batch(step, VOCAB) for step in (1, 2, 3)]
+            if kind == "lora":
                 model, layers = reference.adapted(policy, first, 2.0)
-            seen = reference.train(model, [a_batch(step, VOCAB) for step in (1, 2, 3)])
-            weights = {} if is_lora else reference.as_stored(model, tmp_path_factory.mktemp("plain"))
+            if kind == "replayed":
+                batches = [with_experts(batch) for batch in batches]
+                reference.replay(model, [item for batch in batches for item in batch.rollouts])
+            seen = reference.train(model, batches)
+            weights = {} if kind == "lora" else reference.as_stored(model, tmp_path_factory.mktemp("plain"))
             for stem, layer in layers.items():
                 weights |= {f"{stem}.lora_A.weight": layer.down.data, f"{stem}.lora_B.weight": layer.up.data}
-            found[policy, is_lora] = weights, seen
-        return found[policy, is_lora]
+            found[policy, kind] = weights, seen
+        return found[policy, kind]
 
     return train
 
@@ -144,10 +148,14 @@ def furthest(one: Tensors, other: Tensors) -> float:
     return max(float((one[key].double() - other[key].double()).abs().max()) for key in one)
 
 
-def test_log_probabilities_equal_transformers(out: Path, policy: Path) -> None:
+def test_log_probabilities_equal_transformers(out: Path, policy: Path, case: Case) -> None:
     model, scores = reference.load(policy), load_file(out / "scores.safetensors")
+    batch = a_batch(1, VOCAB)
+    if case[2] == "replayed":
+        batch = with_experts(batch)
+        reference.replay(model, batch.rollouts)
     with torch.no_grad():
-        for i, item in enumerate(a_batch(1, VOCAB).rollouts):
+        for i, item in enumerate(batch.rollouts):
             assert (scores[str(i)] - reference.logprobs(model, item)).abs().max() <= 1e-5
 
 
@@ -156,9 +164,9 @@ def test_loaded_weights_are_exported_bit_for_bit_in_their_order(out: Path, polic
     assert furthest(initial, stored) == 0
 
 
-def test_three_steps_equal_a_plain_training(out: Path, policy: Path, case: tuple[str, str, bool], plain: Any) -> None:
+def test_three_steps_equal_a_plain_training(out: Path, policy: Path, case: Case, plain: Any) -> None:
     first = load_file(out / "first.safetensors")
-    weights, expected = plain(policy, first, is_lora=case[2])
+    weights, expected = plain(policy, first, case[2])
     metrics = json.loads((out / "seen.json").read_text())["metrics"]
     for found, wanted in zip(metrics, expected, strict=True):
         assert found == pytest.approx(wanted, rel=1e-4, abs=1e-6)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from specrl.errors import EngineFailed
@@ -17,7 +18,7 @@ def a_delta(tokens: list[int], **fields: Any) -> Any:
     logprobs = [{token: SimpleNamespace(logprob=-0.5 * token)} for token in tokens]
     text = "".join(chr(96 + token) for token in tokens)
     given = {"token_ids": tokens, "logprobs": logprobs, "text": text, "finish_reason": None, "weight_versions": None}
-    given["stop_reason"] = None
+    given |= {"stop_reason": None, "routed_experts": None}
     return SimpleNamespace(**(given | fields))
 
 
@@ -45,6 +46,16 @@ def test_deltas_are_joined_in_order(completion: Any) -> None:
     assert rollout.versions == (VersionSpan(4, 0, 1), VersionSpan(5, 1, 3))
     assert (rollout.rollout_id, rollout.group_id, rollout.sample_index) == ("r", "g", 3)
     assert (rollout.finish_reason, rollout.replica_id) == (FinishReason.STOP, "gen-0")
+
+
+def test_experts_are_those_of_every_token_but_the_last(completion: Any) -> None:
+    """Of two tokens of a prompt and three that came; vLLM knows those after a stop string, too."""
+    rows = np.arange(10, dtype=np.uint8).reshape(5, 2, 1)
+    last = a_delta([1, 2, 3], finish_reason="stop", routed_experts=rows)
+    completion.add(last)
+    assert completion.rollout(last, "gen-0").experts_SLK.tolist() == rows[:4].tolist()
+    with pytest.raises(EngineFailed, match="must come with the experts of 4 tokens, got 3"):
+        completion.rollout(a_delta([], finish_reason="stop", routed_experts=rows[:3]), "gen-0")
 
 
 def test_restart_forgets_what_came_before(completion: Any) -> None:

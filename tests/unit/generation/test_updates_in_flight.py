@@ -34,6 +34,7 @@ class Collector:
             finish_reason=finish,
             stop_reason=None,
             weight_versions=[SimpleNamespace(version=v, start=first, end=end) for v, first, end in versions],
+            routed_experts=None,
         )
         self._outputs.put_nowait(SimpleNamespace(finished=finish is not None, outputs=[delta], metrics=None))
 

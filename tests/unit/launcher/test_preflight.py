@@ -215,6 +215,16 @@ def test_experts_that_cannot_be_dealt_out_are_refused(
     ]
 
 
+def test_routing_of_a_dense_model_cannot_be_replayed(tmp_path: Path) -> None:
+    policy = read_model_folder(a_model_folder(tmp_path / "model"), "model.path")
+    spec = a_spec(tmp_path, trainer={"optimizer": {"learningRate": "1e-3"}, "routing": "Replay"})
+    with pytest.raises(SpecInvalid) as caught:
+        preflight.check_parallelism(spec, policy)
+    assert [(problem.path, problem.rule) for problem in caught.value.problems] == [
+        ("trainer.routing", "must be Anew, since the model's layers have no experts, got Replay")
+    ]
+
+
 def test_malformed_line_is_named_by_file_and_line(tmp_path: Path) -> None:
     a_model_folder(tmp_path / "model")
     data = tmp_path / "train.jsonl"

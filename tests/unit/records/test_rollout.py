@@ -98,6 +98,20 @@ def test_policy_lag_counts_from_the_oldest_token() -> None:
     assert batch.policy_lags == [4, 5]
 
 
+def test_experts_must_be_the_mixtures() -> None:
+    """One for each token but the last, of a prompt of two and a completion of three."""
+
+    def check(*shape: int, highest: int = 3) -> None:
+        experts_SLK = np.full(shape, highest, np.uint8)
+        TrainRollout((1, 2), a_rollout(experts_SLK=experts_SLK), 0.0).check_experts((6, 2, 4))
+
+    check(4, 6, 2)
+    TrainRollout((1, 2), a_rollout(), 0.0).check_experts((6, 2, 4))
+    for shape, highest in (((5, 6, 2), 3), ((4, 5, 2), 3), ((4, 6, 1), 3), ((4, 6, 2), 4)):
+        with pytest.raises(RecordInvalid, match="experts must be 4 tokens x 6 layers x 2, each < 4"):
+            check(*shape, highest=highest)
+
+
 def with_outputs(*outputs: tuple[int, int], **changes: Any) -> Rollout:
     """Seven tokens, of which a tool wrote those of `outputs`."""
     spans = tuple(OutputSpan(*span) for span in outputs)

@@ -52,6 +52,11 @@ def many(elements: st.SearchStrategy[Any], most: int = 4) -> st.SearchStrategy[t
 samplings = st.builds(Sampling, int32, number, number, int32, st.none() | int64, many(text))
 prompts = st.builds(Prompt, text, int64, many(int32), text, text)
 requests = st.builds(RolloutRequest, text, text, int32, many(int32), samplings)
+experts = st.builds(
+    lambda shape, kind: np.arange(np.prod(shape)).astype(kind).reshape(shape),
+    st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3)),
+    st.sampled_from([np.uint8, np.uint16]),
+)
 rollouts = st.builds(
     Rollout,
     rollout_id=text,
@@ -66,6 +71,7 @@ rollouts = st.builds(
     seconds=number,
     outputs=many(st.builds(OutputSpan, int32, int32)),
     stop=text,
+    experts_SLK=st.none() | experts,
 )
 rewards = st.builds(Reward, st.none() | number, text)
 groups = st.builds(Group, text, prompts, int64, many(rollouts, 3), many(rewards, 3))
@@ -252,6 +258,14 @@ def test_a_rollout_that_was_stored_before_numbers_were_packed_is_read() -> None:
 def test_packed_numbers_that_were_cut_short_are_refused(name: str) -> None:
     message = rollout_pb2.Rollout(rollout_id="r", finish_reason=rollout_pb2.FINISH_REASON_STOP, **{name: bytes(7)})
     with pytest.raises(RecordInvalid, match=r"rollout r: packed numbers must be of 4 bytes each, got 7 bytes"):
+        wire.rollout_from_wire(message)
+
+
+@pytest.mark.parametrize("changes", [{"expert_bytes": 4}, {"expert_layers": 0}, {"packed_experts": bytes(7)}])
+def test_experts_that_are_no_whole_tokens_are_refused(changes: dict[str, Any]) -> None:
+    sound = {"packed_experts": bytes(12), "expert_layers": 3, "experts_per_token": 2, "expert_bytes": 1}
+    message = rollout_pb2.Rollout(rollout_id="r", finish_reason=rollout_pb2.FINISH_REASON_STOP, **(sound | changes))
+    with pytest.raises(RecordInvalid, match="rollout r: experts must be whole tokens"):
         wire.rollout_from_wire(message)
 
 

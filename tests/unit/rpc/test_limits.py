@@ -61,6 +61,13 @@ def test_limits_end_at_what_protobuf_can_hold() -> None:
     assert message_limits(a_spec(100_000, 100)).trainer == LARGEST_BYTES
 
 
+def test_rollouts_that_hold_experts_may_be_as_large_as_can_be() -> None:
+    run = a_run(Path("/none"))
+    assert (
+        message_limits(parse_spec(run | {"trainer": run["trainer"] | {"routing": "Replay"}})).trainer == LARGEST_BYTES
+    )
+
+
 async def test_message_beyond_the_limit_is_not_sent() -> None:
     spec = a_spec()
     async with TrainerClient("127.0.0.1:1", limit_bytes=1000) as client:

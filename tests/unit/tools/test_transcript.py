@@ -89,6 +89,20 @@ def test_turns_extend_the_tokens_that_were_sampled_and_no_text_is_tokenized_agai
     assert episode.completion == "<tool>1+2</tool><output>3</output>#### 3"
 
 
+def test_experts_of_a_token_are_those_of_the_first_turn_that_had_it(delimiters: Delimiters) -> None:
+    episode = an_episode(delimiters)
+    tokens, turns = 0, []
+    for number, (ids, stop) in enumerate((([200, 201, 202], "</tool>"), ([210, 211], ""))):
+        tokens = len(episode.request.prompt_token_ids) + len(ids) - 1
+        of_turn = np.full((tokens, 2, 1), number, np.uint8)
+        turns.append(replace(a_turn(episode, ids, "<tool>1" if stop else "#### 1", stop), experts_SLK=of_turn))
+        if episode.sampled(turns[-1]) is Ending.GOES_ON:
+            episode.answered("1")
+    experts = episode.rollout().experts_SLK
+    assert experts is not None
+    assert experts[:, 1, 0].tolist() == [0] * 4 + [1] * (tokens - 4)
+
+
 def test_a_turn_without_a_call_is_the_rollout_as_it_came(delimiters: Delimiters) -> None:
     episode = an_episode(delimiters)
     turn = a_turn(episode, [200, 201], "#### 3")

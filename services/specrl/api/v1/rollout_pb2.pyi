@@ -198,6 +198,10 @@ class Rollout(_message.Message):
     STOP_FIELD_NUMBER: _builtins.int
     PACKED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     PACKED_SAMPLER_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PACKED_EXPERTS_FIELD_NUMBER: _builtins.int
+    EXPERT_LAYERS_FIELD_NUMBER: _builtins.int
+    EXPERTS_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    EXPERT_BYTES_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     group_id: _builtins.str
     sample_index: _builtins.int
@@ -214,6 +218,18 @@ class Rollout(_message.Message):
     """int32, little-endian, one after the other"""
     packed_sampler_logprobs: _builtins.bytes
     """float32, little-endian; nats, of the distribution that was sampled from; 0"""
+    packed_experts: _builtins.bytes
+    """in a tool's output
+    of each token but the last, the prompt's first, in each layer, the experts that
+    """
+    expert_layers: _builtins.int
+    """it was sent to; absent: none were kept
+    layers of packed_experts
+    """
+    experts_per_token: _builtins.int
+    """experts of each token in each layer there"""
+    expert_bytes: _builtins.int
+    """of each of their numbers, unsigned and little-endian: 1 or 2"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of rollouts stored before there was packed_token_ids; empty beside it"""
@@ -247,10 +263,14 @@ class Rollout(_message.Message):
         stop: _builtins.str = ...,
         packed_token_ids: _builtins.bytes = ...,
         packed_sampler_logprobs: _builtins.bytes = ...,
+        packed_experts: _builtins.bytes = ...,
+        expert_layers: _builtins.int = ...,
+        experts_per_token: _builtins.int = ...,
+        expert_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "group_id", b"group_id", "outputs", b"outputs", "packed_sampler_logprobs", b"packed_sampler_logprobs", "packed_token_ids", b"packed_token_ids", "replica_id", b"replica_id", "rollout_id", b"rollout_id", "sample_index", b"sample_index", "sampler_logprobs", b"sampler_logprobs", "seconds", b"seconds", "stop", b"stop", "text", b"text", "token_ids", b"token_ids", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expert_bytes", b"expert_bytes", "expert_layers", b"expert_layers", "experts_per_token", b"experts_per_token", "finish_reason", b"finish_reason", "group_id", b"group_id", "outputs", b"outputs", "packed_experts", b"packed_experts", "packed_sampler_logprobs", b"packed_sampler_logprobs", "packed_token_ids", b"packed_token_ids", "replica_id", b"replica_id", "rollout_id", b"rollout_id", "sample_index", b"sample_index", "sampler_logprobs", b"sampler_logprobs", "seconds", b"seconds", "stop", b"stop", "text", b"text", "token_ids", b"token_ids", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -18,6 +18,7 @@ from specrl.records import RolloutRequest
 from specrl.spec import RunSpec
 from specrl.spec.generation import DraftLength
 from specrl.spec.run import LogLevel
+from specrl.spec.trainer import Routing
 
 CPU_KV_CACHE_MIB = 256
 SMALLEST_STEP_TOKENS = 2048  # vLLM's own default for one step
@@ -87,7 +88,15 @@ def engine_arguments(spec: RunSpec, head: Path | None, is_cpu: bool) -> dict[str
         "worker_extension_cls": WORKER_EXTENSION,
         "speculative_config": speculative,
         **graph_arguments(spec, is_cpu),
+        **_routing(spec, is_cpu),
     }
+
+
+def _routing(spec: RunSpec, is_cpu: bool) -> dict[str, Any]:
+    """Experts are returned with the tokens where they are replayed: on CPUs by `routed_experts`, a step at a time."""
+    if spec.trainer.routing is not Routing.REPLAY:
+        return {}
+    return {"enable_return_routed_experts": True} | ({"async_scheduling": False} if is_cpu else {})
 
 
 def unchunked(spec: RunSpec) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from specrl.errors import EngineFailed
-from specrl.records import FinishReason, Rollout, RolloutRequest, Sampling, VersionSpan
+from specrl.records import ExpertArray, FinishReason, Rollout, RolloutRequest, Sampling, VersionSpan
 from specrl.telemetry.spans import Recorder, SpanContext, SpanName
 
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
@@ -75,7 +75,21 @@ class Completion:
             text="".join(self.text),
             seconds=time.monotonic() - self.began,
             stop=output.stop_reason if isinstance(output.stop_reason, str) else "",
+            experts_SLK=self._experts(output.routed_experts),
         )
+
+    def _experts(self, rows: Any) -> ExpertArray | None:
+        """Of every token but the last; vLLM gives them with the last delta, of tokens after a stop string, too."""
+        if rows is None:
+            return None
+        tokens = len(self.request.prompt_token_ids) + len(self.token_ids) - 1
+        if len(rows) < tokens:
+            raise EngineFailed(
+                f"rollout {self.request.rollout_id} must come with the experts of {tokens} tokens, got {len(rows)}; it "
+                "is generated again"
+            )
+        found: ExpertArray = rows[:tokens]
+        return found
 
     def tell(self, recorder: Recorder, lane: str, stats: Any) -> None:
         """Record where the time of a finished request went, below the span that asked for it.

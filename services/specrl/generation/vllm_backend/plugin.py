@@ -12,7 +12,7 @@ import os
 import threading
 from typing import Any
 
-from specrl.generation.vllm_backend import cpu_kernels, cpu_repair
+from specrl.generation.vllm_backend import cpu_kernels, cpu_repair, routed_experts
 
 
 def register() -> None:
@@ -20,6 +20,7 @@ def register() -> None:
     cpu_repair.repair_if_needed()
     cpu_repair.let_top_k_pass_without_drafts()
     cpu_kernels.register()
+    routed_experts.permit()
     _let_front_end_reach_the_scheduler()
     _die_with_parent()
 

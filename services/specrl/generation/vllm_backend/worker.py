@@ -36,7 +36,7 @@ from typing import Any
 import torch
 
 from specrl.errors import BY_NAME, CollectiveFailed, EngineFailed, SpecrlError
-from specrl.generation.vllm_backend import cpu_repair, draft_rest
+from specrl.generation.vllm_backend import cpu_repair, draft_rest, routed_experts
 from specrl.records import TensorMeta, WeightGroup, WeightManifest, WeightOwner
 from specrl.weights import files
 from specrl.weights.group import BroadcastGroup
@@ -90,6 +90,7 @@ class WorkerExtension:
         model, drafter = self.model_runner.get_model(), self._specrl_drafter()
         found = {"is_sampling_right": _is_bound_kernel_right(), "shares_embedding": None, "shares_lm_head": None}
         found["can_rest"] = draft_rest.install(self.model_runner)
+        routed_experts.install(self.model_runner)
         if drafter is not None and self.vllm_config.speculative_config.method == "eagle3":
             found["shares_embedding"] = drafter.model.embed_tokens is model.model.embed_tokens
             found["shares_lm_head"] = drafter.lm_head is model.lm_head

@@ -32,13 +32,15 @@ class Packing(PackedSeqParams):  # type: ignore[misc]  # Megatron has no types
     """Where sequences end, and which of the tokens are on which context parallel rank.
 
     ends: [sequences + 1] int32 on the CPU, so that reading it does not wait for a device. order_A: where each token is
-    among those of one rank after another; None where there is one rank. local_P: the tokens of this rank.
+    among those of one rank after another; None where there is one rank. local_P: the tokens of this rank. experts_PLK:
+    of a mixture, the experts that these go to in each layer, -1 where none is known; None: of all (`replay.py`).
     """
 
     ends: torch.Tensor
     context: Place
     order_A: torch.Tensor | None = None
     local_P: torch.Tensor | None = None
+    experts_PLK: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         self.qkv_format = "thd"

@@ -59,7 +59,7 @@ from specrl.records import (
 from specrl.records.rollout import FloatArray
 from specrl.spec import RunSpec
 from specrl.spec.generation import DraftSampling
-from specrl.spec.trainer import KlPlace
+from specrl.spec.trainer import KlPlace, Routing
 from specrl.trainer import hf_folder, losses, micro_batches
 from specrl.trainer.backend import SupervisedMetrics
 from specrl.trainer.layout import shares
@@ -126,7 +126,7 @@ class MegatronBackend:
         if kl is None:
             return
         config = read_reference_config(Path(kl.path or self.spec.model.path), self.config)
-        frozen = self.spec.trainer.model_copy(update={"lora": None})
+        frozen = self.spec.trainer.model_copy(update={"lora": None, "routing": Routing.ANEW})
         self.reference = Policy(config, frozen, self.dtype, self.groups, self.spec.schedule.seed)
         self.reference.freeze_folder()
 
@@ -236,6 +236,7 @@ class MegatronBackend:
             self._step = batch.step
             return TrainMetrics.of_nothing(self._learning_rate(batch.step))
         self._check(batch.rollouts)
+        self._check_experts(batch.rollouts)
         started = time.perf_counter()
         cuts = self._micro_batches(batch.rollouts)
         proximal, entropy_sum = self._proximal(cuts)
@@ -352,6 +353,21 @@ class MegatronBackend:
             raise RecordInvalid("a batch must hold rollouts, got none; send the groups of its step")
         for item in rollouts:
             item.check(self.config.max_length, self.config.vocab_size)
+            item.check_experts(self._shape_of_experts())
+
+    def _shape_of_experts(self) -> tuple[int, int, int]:
+        """Layers, experts of a token, and experts there are; zeros without."""
+        experts = self.config.experts
+        return (self.config.num_layers, experts.per_token, experts.count) if experts is not None else (0, 0, 0)
+
+    def _check_experts(self, rollouts: Sequence[TrainRollout]) -> None:
+        """Refuse rollouts that do not say what is to be replayed. Nobody sampled what is not trained by its rewards."""
+        missing = [item.rollout.rollout_id for item in rollouts if item.rollout.experts_SLK is None]
+        if missing and self.spec.trainer.routing is Routing.REPLAY:
+            raise RecordInvalid(
+                f"rollouts must hold the experts that the sampler chose, with trainer.routing Replay, got {missing[0]} "
+                "without; use replicas of the same run"
+            )
 
     def _micro_batches(self, rollouts: Sequence[TrainRollout]) -> list[MicroBatch]:
         """This rank's share of a batch, in forward passes."""

@@ -24,9 +24,9 @@ from torch.nn import functional
 
 from specrl.drafting.policy_config import PolicyConfig
 from specrl.errors import SpecInvalid
-from specrl.spec.trainer import Parallelism, Recompute, Trainer
+from specrl.spec.trainer import Parallelism, Recompute, Routing, Trainer
 from specrl.trainer.layout import layout_problems
-from specrl.trainer.megatron_backend import rope
+from specrl.trainer.megatron_backend import replay, rope
 from specrl.trainer.megatron_backend.attention import PackedAttention
 
 moe_utils.__dict__.setdefault("te_general_gemm", None)  # without Transformer Engine 0.16.1 forgets to define it
@@ -162,6 +162,10 @@ def _stage(config: PolicyConfig, trainer: Trainer, dtype: torch.dtype, number: i
             # Else Megatron, where experts are not dealt out, takes them for shards of tensor parallel ranks, whose
             # gradients need no sum over these ranks and count for themselves in the norm.
             setattr(parameter, "allreduce", False)  # noqa: B010 - no attribute of its type
+    if config.experts is not None and trainer.routing is Routing.REPLAY:
+        for built in model.decoder.layers:
+            rank = parallel_state.get_tensor_model_parallel_rank()
+            replay.install(built, rank, parallelism.tensor)
     if dtype == torch.bfloat16:
         model = model.bfloat16()
     return model.cuda() if torch.cuda.is_available() else model

@@ -83,6 +83,9 @@ def micro_batch(
     starts_B = list(accumulate((padded(length, groups.context.size) for length in lengths_B), initial=0))
     ends = starts_B if starts_B[-1] == tokens else [*starts_B, tokens]
     packing = Packing(ends=torch.tensor(ends, dtype=torch.int32), context=groups.context)
+    experts_ALK = _experts(chosen, starts_B, tokens)
+    if experts_ALK is not None:
+        packing.experts_PLK = packing.mine(experts_ALK).to(groups.device)
     sampled = [item.rollout.sampled_N for item in chosen]
 
     def joined(arrays: Sequence[Any], dtype: type[np.generic]) -> torch.Tensor:
@@ -123,6 +126,23 @@ def micro_batch(
         lengths_B=tuple(lengths_B),
         **{name: tensor.to(groups.device) for name, tensor in tensors.items()},
     )
+
+
+def _experts(chosen: Sequence[TrainRollout], starts_B: Sequence[int], tokens: int) -> torch.Tensor | None:
+    """Experts [A, L, K] int32 that the sampler sent tokens to, -1 where none is known; None where all are not.
+
+    One that is named twice is no choice that a router makes, and would break the dispatch of tokens: it is not known.
+    """
+    known = [(start, item.rollout.experts_SLK) for start, item in zip(starts_B, chosen, strict=False)]
+    shapes = [experts_SLK.shape[1:] for _, experts_SLK in known if experts_SLK is not None]
+    if not shapes:
+        return None
+    experts_ALK = torch.full((tokens, *shapes[0]), -1, dtype=torch.int32)
+    for start, experts_SLK in known:
+        if experts_SLK is not None:
+            experts_ALK[start : start + len(experts_SLK)] = torch.from_numpy(experts_SLK.astype(np.int32))
+    is_choice_AL = (experts_ALK.sort(-1).values.diff(dim=-1) > 0).all(-1)
+    return experts_ALK.where(is_choice_AL[..., None], -1)
 
 
 def _is_current(item: TrainRollout, version: int) -> bool:
