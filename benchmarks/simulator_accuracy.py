@@ -1,8 +1,7 @@
-"""How well `specrl simulate` predicts published figures, and runs of this machine. It predicts first, then scores.
+"""How well `specrl simulate` predicts what others have published. It predicts first, then scores.
 
-    python benchmarks/simulator_accuracy.py predict     # writes benchmarks/simulator_predictions.json
-    python benchmarks/simulator_accuracy.py score       # that beside what is published
-    python benchmarks/simulator_accuracy.py runs --calibration RUN/calibration.json ... RUN ...    # other runs of here
+    python -m benchmarks.simulator_accuracy predict     # writes benchmarks/simulator_predictions.json
+    python -m benchmarks.simulator_accuracy score       # that beside what is published
 
 Published are speed-ups of arXiv:2604.26779 (Qwen3-8B on 32 GB200). Batch size, length cap, spread of lengths and
 parallelism are not, so an ensemble over plausible ones is calibrated, each member by itself, on RL-Zero: the median
@@ -10,7 +9,8 @@ length on its column without speculation, the processor's time of drafting on it
 beyond that (steps that no CUDA graph covers) is calibrated on RL-Zero at k = 5 in a second ensemble; the first has the
 default. RL-Think's lengths are calibrated on its column without speculation. A prediction is the median over members,
 its band p10 to p90. Members whose calibration needs impossible values (drafting below 0 or above 24 ms) are dropped,
-and counted. "extrapolated": a k or mechanism that nothing was calibrated on.
+and counted. "extrapolated": a k or mechanism that nothing was calibrated on. NeMo-RL's own rows: simulator_nemo_rl.py;
+runs of this machine: simulator_runs.py.
 """
 
 from __future__ import annotations
@@ -25,20 +25,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from benchmarks import simulator_nemo_rl as nemo_rl
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from scipy.optimize import brentq
 
-from specrl.coordinator.report import StepReport
 from specrl.errors import SpecInvalid
 from specrl.simulator.drain import drain_s
-from specrl.simulator.from_run import scenario_of
-from specrl.simulator.measured import read_calibrations
 from specrl.simulator.scenario import Mechanism, Scenario
 from specrl.simulator.scenario_file import find, parse, read_mapping
 from specrl.simulator.simulate import prepare, simulate
-from specrl.spec import load_spec
 
 STORED = Path(__file__).with_name("simulator_predictions.json")
 
@@ -182,30 +179,85 @@ def predict() -> dict[str, Any]:
                 if how[:2] == ["eagle3", 3]
                 else "extrapolated",
             }
-    for name, overrides in scenarios():
-        outcome = simulate(parse(read_mapping(find(name)), overrides))
-        key = " ".join([name, *overrides])
-        found["scenarios"][key] = {
-            key: round(value, 3) for key, value in outcome.as_json().items() if key != "stages_s"
-        }  # type: ignore[call-overload]
+    for name, variants in scenarios(members(calibrates_cliff=True)[0]):
+        found["scenarios"][name] = _bands(variants)
+    found["nemo_rl_step_s"] = nemo_rl.predict()
     return found
 
 
-def scenarios() -> Iterator[tuple[str, list[str]]]:
-    """Single scenarios of examples/plan/, as they are: the two 8B ones at other k, and all the larger ones."""
-    yield "paper-8b-think-async", []
+def scenarios(calibrated: list[Member]) -> Iterator[tuple[str, list[Scenario]]]:
+    """What nothing here was calibrated on, each as the workloads that it could have had.
+
+    The asynchronous 8B layout: RL-Think's ensemble. 235B: spread of lengths, what kernels reach, and, where training
+    has GPUs of its own, the split, which is not published.
+    """
+    asynchronous = parse(read_mapping(find("paper-8b-think-async")))
+    for mechanism, length in (("none", None), ("eagle3", 2.77)):
+        given = [drafting(member.think, mechanism, 3, length) for member in calibrated]
+        yield (
+            f"paper-8b-think-async, {mechanism}",
+            [
+                one.with_(
+                    cluster=dict(asynchronous.cluster),
+                    layout=dict(asynchronous.layout) | {"tensor_parallel": one.layout.tensor_parallel},
+                    schedule={"max_policy_lag": 1, "steps": 8},
+                )
+                for one in given
+            ],
+        )
     for k, length in itertools.product((3, 5, 7), (3, 4, 5, 8)):
         if length <= k + 1:
-            yield "paper-235b-sync-512", [f"speculation.k={k}", f"speculation.acceptanceLength={length}"]
-    yield "paper-235b-sync-512", ["engine.hasHostCosts=true"]
+            base = drafting(parse(read_mapping(find("paper-235b-sync-512"))), "eagle3", k, length)
+            yield f"paper-235b-sync-512, k={k}, acceptance {length}", list(_plausible(base))
+    base = parse(read_mapping(find("paper-235b-sync-512"))).with_(engine={"has_host_costs": True})
+    yield "paper-235b-sync-512, k=3, acceptance 3, with processors' costs", list(_plausible(base))
     for lag in (0, 1, 2):
-        yield "paper-235b-async-2048", [f"schedule.maxPolicyLag={lag}"]
+        base = parse(read_mapping(find("paper-235b-async-2048"))).with_(schedule={"max_policy_lag": lag})
+        splits = [
+            base.with_(layout={"generation_gpus": gpus, "training_gpus": 2048 - gpus}) for gpus in (640, 832, 1024)
+        ]
+        yield f"paper-235b-async-2048, lag {lag}", [one for split in splits for one in _plausible(split)]
+
+
+def _plausible(base: Scenario) -> Iterator[Scenario]:
+    """With other spreads of lengths of the same mean, and kernels that reach less or more."""
+    mean = prepare(base).lengths.mean
+    for sigma, (flops, bandwidth) in itertools.product((0.6, 0.8, 1.0), ((0.6, 0.75), (0.8, 0.9))):
+        other = base.with_(workload={"sigma": sigma}, efficiency={"flops": flops, "memory_bandwidth": bandwidth})
+        cap = base.workload.max_tokens
+        yield lengths(other, brentq(partial(_mean_off, other, mean), 0.2 * mean, cap))
+
+
+def _mean_off(scenario: Scenario, mean: float, median_tokens: float) -> float:
+    return prepare(lengths(scenario, median_tokens)).lengths.mean - mean
+
+
+def _bands(variants: list[Scenario]) -> dict[str, Any]:
+    """Over those that can be: median and p10 to p90 of every number, and the reason of the last that cannot."""
+    outcomes, dropped = [], ""
+    for scenario in track(variants, variants[0].name, transient=True):
+        try:
+            outcomes.append(simulate(scenario))
+        except SpecInvalid as error:
+            dropped = str(error)
+    values: dict[str, list[float]] = {
+        "rollout_speedup": [one.rollout_speedup for one in outcomes],
+        "step_speedup": [one.step_speedup for one in outcomes],
+        "step_s": [one.speculative.step_s for one in outcomes],
+        "exposed_generation_s": [one.speculative.exposed_generation_s for one in outcomes],
+    }
+    return {
+        "members": len(outcomes),
+        "dropped": dropped,
+        **{name: nemo_rl.band(found) for name, found in values.items() if found},
+    }
 
 
 def score() -> None:
     """Beside what is published."""
-    stored = json.loads(STORED.read_text())["rollout_speedup"]
-    for ensemble, predictions in stored.items():
+    stored = json.loads(STORED.read_text(encoding="utf-8"))
+    score_nemo_rl(stored["nemo_rl_step_s"])
+    for ensemble, predictions in stored["rollout_speedup"].items():
         table = Table(
             "rollout speed-up", "p10", "median", "p90", "published", "median is off by", "kind", title=ensemble
         )
@@ -226,30 +278,21 @@ def score() -> None:
         Console(width=110).print(table)
 
 
-def score_runs(calibrations: list[Path], runs: list[Path]) -> None:
-    """Predict each run from other runs' calibrations; then read what it measured."""
-    measured = read_calibrations(calibrations)
-    table = Table("run", "step, s", "measured", "off by", "exposed, s", "measured", "notes")
+def score_nemo_rl(stored: dict[str, Any]) -> None:
+    """Beside what NeMo-RL publishes of itself."""
+    table = Table("NeMo-RL row", "p10, s", "median, s", "p90, s", "published, s", "off by", title="seconds of a step")
     errors = []
-    for folder in runs:
-        outcome = simulate(parse(scenario_of(load_spec(folder / "run.yaml"), measured, None)), measured)
-        lines = (folder / "metrics.jsonl").read_text().splitlines()
-        steps = [StepReport.model_validate_json(line) for line in lines][1:]  # the first one warms it up
-        names = ("data", "prepare", "generation", "logprob", "train")
-        seconds = float(np.mean([sum(getattr(step.stages, name) for name in names) for step in steps]))
-        exposed = float(np.mean([step.exposed_generation for step in steps]))
-        errors.append(outcome.speculative.step_s / seconds - 1)
-        table.add_row(
-            folder.name,
-            f"{outcome.speculative.step_s:.3g}",
-            f"{seconds:.3g}",
-            f"{errors[-1]:+.0%}",
-            f"{outcome.speculative.exposed_generation_s:.3g}",
-            f"{exposed:.3g}",
-            "; ".join(outcome.warnings),
-        )
-    Console(width=150).print(table)
-    print(f"median error {np.median(np.abs(errors)):.1%}, worst {np.max(np.abs(errors)):.1%}")
+    for row, found in nemo_rl.scored(stored):
+        if "stepS" not in found:
+            table.add_row(row.name, "", "", "", f"{row.step_s:g}", found["dropped"])
+            continue
+        band = found["stepS"]
+        errors.append(band["median"] / row.step_s - 1)
+        table.add_row(row.name, *(f"{band[name]:.3g}" for name in band), f"{row.step_s:g}", f"{errors[-1]:+.0%}")
+    Console(width=120).print(table)
+    distances = np.abs(errors)
+    within = int(np.sum(distances <= 0.2))
+    print(f"median error {np.median(distances):.0%}, {within} of {len(errors)} within 20 %")
 
 
 def main() -> None:
@@ -257,14 +300,10 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("predict")
     commands.add_parser("score")
-    runs = commands.add_parser("runs")
-    runs.add_argument("--calibration", type=Path, action="append", required=True)
-    runs.add_argument("runs", nargs="+", type=Path, metavar="RUN")
     asked = parser.parse_args()
     actions: dict[str, Callable[[], None]] = {
         "predict": lambda: print(STORED.write_text(json.dumps(predict(), indent=1) + "\n"), "bytes stored"),
         "score": score,
-        "runs": partial(score_runs, getattr(asked, "calibration", []), getattr(asked, "runs", [])),
     }
     actions[asked.command]()
 

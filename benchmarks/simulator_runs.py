@@ -1,0 +1,194 @@
+"""How well `specrl simulate` predicts runs of this machine: from two of them, twelve others, before they are measured.
+
+    python -m benchmarks.simulator_runs --run runs/demo-1 --out runs/simulator      # a finished run with a drafter
+
+The run's trained policy and drafter train for a few steps under each configuration: draft length, live rollouts, length
+cap, replicas, policy lag. Two more runs come first, one without drafts and one with, at the largest batch and the
+longest answers; their calibration.json is all that the predictions know, which are written to OUT/predictions.json
+before any of the twelve begins. These then take turns, every turn in another order, the same prompts and seeds in each.
+
+Measured is the median over turns of a run's mean step, the first step left out; its noise is the median distance of a
+turn from that. "gain" is the speed of generation against the same configuration without drafts, where that is one of
+the twelve and nothing is trained meanwhile. Runs that have finished are kept: after Ctrl-C the same command goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+from benchmarks import demo_runs
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from specrl.coordinator.report import StepReport
+from specrl.simulator.from_run import scenario_of
+from specrl.simulator.measured import read_calibrations
+from specrl.simulator.scenario_file import parse
+from specrl.simulator.simulate import simulate
+from specrl.spec import load_spec
+
+STAGES = ("data", "prepare", "generation", "logprob", "train")
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One of those that are compared. k 0: no drafts. rollouts: of a step, in groups of 8."""
+
+    k: int
+    rollouts: int
+    longest: int = 112
+    replicas: int = 1
+    lag: int = 0
+
+    @property
+    def name(self) -> str:
+        """Also its folder's."""
+        return f"k{self.k}-rollouts{self.rollouts}-longest{self.longest}-replicas{self.replicas}-lag{self.lag}"
+
+    @property
+    def plain(self) -> Configuration:
+        """The same without drafts."""
+        return Configuration(0, self.rollouts, self.longest, self.replicas, self.lag)
+
+    def fields(self, run: Path, steps: int) -> dict[str, str]:
+        """Of the demo's run file."""
+        export = (run / "export").resolve()
+        speculation = "{none: {}}"
+        if self.k:
+            speculation = f"{{eagle3: {{numDraftTokens: {self.k}, path: {json.dumps(str(export / 'drafter'))}}}}}"
+        return {
+            "model.path": json.dumps(str(export / "policy")),
+            "generation.speculation": speculation,
+            "generation.sampling.maxTokens": str(self.longest),
+            "generation.replicas": str(self.replicas),
+            "generation.maxLiveRollouts": str(max(1, self.rollouts // self.replicas)),
+            "trainer.parallelism.data": "1",
+            "trainer.drafter": "null",
+            "schedule.promptsPerStep": str(self.rollouts // 8),
+            "schedule.maxPolicyLag": str(self.lag),
+            "schedule.steps": str(steps),
+            "validation": "null",
+            "canary.everySteps": "0",
+            "checkpoint.everySteps": "1000",
+        }
+
+
+CALIBRATIONS = (Configuration(0, 96), Configuration(3, 96))
+CONFIGURATIONS = (
+    Configuration(0, 64),
+    Configuration(3, 64),
+    Configuration(1, 64),
+    Configuration(5, 64),
+    Configuration(0, 16),
+    Configuration(3, 16),
+    Configuration(0, 64, longest=64),
+    Configuration(3, 64, longest=64),
+    Configuration(0, 64, lag=1),
+    Configuration(3, 64, lag=1),
+    Configuration(3, 32, replicas=2),
+    Configuration(3, 32, lag=2),
+)
+
+
+def predict(run: Path, steps: int, calibrations: list[Path]) -> dict[str, Any]:
+    """Seconds of a step, seconds of it that are exposed, and the gain, by configuration."""
+    measured = read_calibrations(calibrations)
+    found = {}
+    for configuration in CONFIGURATIONS:
+        spec = load_spec(demo_runs.RUN_FILE, demo_runs.overrides_of(configuration.fields(run, steps)))
+        outcome = simulate(parse(scenario_of(spec, measured, None)), measured)
+        found[configuration.name] = {
+            "stepS": outcome.speculative.step_s,
+            "exposedS": outcome.speculative.exposed_generation_s,
+            "gain": outcome.rollout_speedup,
+            "notes": outcome.warnings,
+        }
+    return found
+
+
+def measured_of(folder: Path) -> dict[str, float]:
+    """Means over the steps of a run after its first."""
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    steps = [StepReport.model_validate_json(line) for line in lines][1:]
+    return {
+        "stepS": fmean(sum(getattr(step.stages, name) for name in STAGES) for step in steps),
+        "exposedS": fmean(step.exposed_generation for step in steps),
+        "generationS": fmean(step.stages.generation for step in steps),
+    }
+
+
+def score(predictions: Mapping[str, Any], turns: Mapping[str, list[dict[str, float]]], console: Console) -> None:
+    """Predicted beside measured, and how far off."""
+    table = Table(
+        "configuration", "step, s", "measured", "off by", "noise", "exposed, s", "measured", "gain", "measured"
+    )
+    errors, noises = [], []
+    for configuration in CONFIGURATIONS:
+        name, own = configuration.name, predictions[configuration.name]
+        found = {key: [turn[key] for turn in turns[name]] for key in ("stepS", "exposedS", "generationS")}
+        step_s = median(found["stepS"])
+        errors.append(own["stepS"] / step_s - 1)
+        noises.append(median(abs(value / step_s - 1) for value in found["stepS"]))
+        gain = ""
+        if configuration.k and not configuration.lag and configuration.plain in CONFIGURATIONS:
+            plain = [turn["generationS"] for turn in turns[configuration.plain.name]]
+            gain = f"{median(one / other for one, other in zip(plain, found['generationS'], strict=True)):.2f}"
+        table.add_row(
+            *(name, f"{own['stepS']:.3g}", f"{step_s:.3g}", f"{errors[-1]:+.0%}", f"{noises[-1]:.0%}"),
+            *(f"{own['exposedS']:.3g}", f"{median(found['exposedS']):.3g}"),
+            *((f"{own['gain']:.2f}", gain) if gain else ("", "")),
+        )
+    console.print(table)
+    distances = np.abs(errors)
+    console.print(
+        f"{len(errors)} configurations, {len(next(iter(turns.values())))} turns: "
+        f"median error {np.median(distances):.1%}, worst {distances.max():.1%}"
+    )
+    console.print(f"a turn is {median(noises):.1%} off its configuration's median")
+
+
+def main() -> None:
+    """Calibrate, predict, measure, score."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=Path, required=True, help="a finished run of the demo: its policy and drafter")
+    parser.add_argument("--out", type=Path, required=True, help="folder of runs and predictions")
+    parser.add_argument("--turns", type=int, default=5, help="of every configuration (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=5, help="of a run, the first not counted (default: %(default)s)")
+    asked = parser.parse_args()
+    console = Console(width=150)
+    order = [
+        (configuration, turn)
+        for turn in range(asked.turns)
+        for configuration in random.Random(turn).sample(CONFIGURATIONS, len(CONFIGURATIONS))  # noqa: S311 - no secret
+    ]
+    with Progress(console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("calibrating", total=len(CALIBRATIONS) + len(order))
+
+        def run(configuration: Configuration, name: str) -> Path:
+            bar.update(task, description=name)
+            found = demo_runs.run(configuration.fields(asked.run, asked.steps), asked.out / name)
+            bar.advance(task)
+            return found
+
+        calibrations = [run(one, f"calibration-{one.name}") / "calibration.json" for one in CALIBRATIONS]
+        stored = asked.out / "predictions.json"
+        if not stored.exists():
+            found = predict(asked.run, asked.steps, calibrations)
+            stored.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        turns: dict[str, list[dict[str, float]]] = {configuration.name: [] for configuration in CONFIGURATIONS}
+        for configuration, turn in order:
+            turns[configuration.name].append(measured_of(run(configuration, f"{configuration.name}-turn{turn}")))
+    score(json.loads(stored.read_text(encoding="utf-8")), turns, console)
+
+
+if __name__ == "__main__":
+    main()
