@@ -178,15 +178,16 @@ def picture(found: Found, data: str) -> str:
         for lag in LAGS
         if any(Kind(data, loss, lag, correction) in found for loss in LOSSES)
     ]
+    columns = sorted({lag for lag, _ in places})
     parts = [_key(data)]
     height = HEAD
     for correction in CORRECTIONS:
         row = [lag for lag, it in places if it == correction]
         for lag in row:
-            x = (GAP + charts.WIDTH) * LAGS.index(lag)
+            x = (GAP + charts.WIDTH) * columns.index(lag)
             parts.append(_panel(found, Kind(data, "", lag, correction), x, height))
         height += (HEAD + charts.HEIGHT + GAP) * bool(row)
-    width = (GAP + charts.WIDTH) * len(LAGS)
+    width = (GAP + charts.WIDTH) * max(2, len(columns))  # the key stands above the second
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">'
         f"<style>{SHEET}</style>"
