@@ -442,7 +442,6 @@ COVERED = {
     "coordinator/origin.py": "the kernel's own",
     "coordinator/report_files.py": "metrics, coordinator; validations",
     "coordinator/rljob.py": "the pod's token, which may be any text",
-    "coordinator/sinks/follower.py": "metrics, sinks",
     "coordinator/sinks/wandb.py": "its own, replaced in one piece; anything else is none",
     "coordinator/store/__init__.py": "store's id",
     "coordinator/store/redis_server.py": "a secret, which may be any text",
