@@ -355,7 +355,18 @@ PLACEMENT = (
         {"trainer.gpusPerNode": 8, "trainer.parallelism": {"tensor": 8}, "placement": {"gpusPerNode": 8}},
         "must be <= placement",
     ),
-    _at("generation.gpusPerReplica", 6, 8, "must be <= placement.gpusPerNode or"),
+    Case(
+        "generation.gpusPerReplica",
+        {"generation.gpusPerReplica": 6, "generation.tensorParallel": 6},
+        {"generation.gpusPerReplica": 8, "generation.tensorParallel": 8},
+        "must be <= placement.gpusPerNode or",
+    ),
+    Case(
+        "generation.gpusPerReplica",
+        {"generation.gpusPerReplica": 8, "generation.tensorParallel": 4},
+        {"generation.gpusPerReplica": 8, "generation.tensorParallel": 8},
+        "must be tensorParallel",
+    ),
     _gb200(
         "trainer.gpusPerNode",
         {"placement.nvlink": "Required", "trainer.gpusPerNode": 2, "trainer.numNodes": 2},
@@ -370,8 +381,8 @@ PLACEMENT = (
     ),
     _gb200(
         "generation.gpusPerReplica",
-        {"generation.gpusPerReplica": 76},
-        {"generation.gpusPerReplica": 72},
+        {"generation.gpusPerReplica": 76, "generation.tensorParallel": 76},
+        {"generation.gpusPerReplica": 72, "generation.tensorParallel": 72},
         "must be <= placement.nodesPerDomain",
     ),
     *(

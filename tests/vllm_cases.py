@@ -14,6 +14,7 @@ import torch
 from tests.tiny_models import make_bigram_drafter, make_draft_model, make_mtp_policy, make_policy, perturb
 from tests.weight_sender import Tensors, WeightSender, folder_tensors, update
 
+from specrl.generation.nodes import ONE_NODE, Nodes
 from specrl.generation.vllm_backend import mechanisms
 from specrl.generation.vllm_backend.engine import VllmEngine
 from specrl.records import Rollout, RolloutRequest, Sampling, WeightOwner
@@ -151,9 +152,9 @@ class Engines:
 
 
 @asynccontextmanager
-async def running(spec: RunSpec, replica_id: str = "gen-0") -> AsyncIterator[VllmEngine]:
+async def running(spec: RunSpec, replica_id: str = "gen-0", nodes: Nodes = ONE_NODE) -> AsyncIterator[VllmEngine]:
     """A started engine, closed at the end."""
-    engine = VllmEngine(spec, replica_id)
+    engine = VllmEngine(spec, replica_id, nodes=nodes)
     await engine.start()
     try:
         yield engine

@@ -33,17 +33,19 @@ def manifest_of(tensors: Tensors) -> WeightManifest:
 
 
 class WeightSender:
-    """Rank 0 of a weight group of one replica. `send` may be called again and again; the group stays joined."""
+    """Rank 0 of a weight group of one replica, of so many ranks. `send` may be called again and again; the group stays
+    joined."""
 
-    def __init__(self, timeout_s: float = 60.0) -> None:
-        self._store: Any = listen(2, timeout_s, "127.0.0.1")
+    def __init__(self, timeout_s: float = 60.0, ranks: int = 1) -> None:
+        self._members = 1 + ranks
+        self._store: Any = listen(self._members, timeout_s, "127.0.0.1")
         self._joined: BroadcastGroup | None = None
         self._group_id = uuid.uuid4().hex
         self._timeout_s = timeout_s
 
     def group(self, rank: int = 1) -> WeightGroup:
         """The group as the member of `rank` is told of it."""
-        return WeightGroup(self._group_id, "127.0.0.1", self._store.port, rank, 2, self._timeout_s, "gloo")
+        return WeightGroup(self._group_id, "127.0.0.1", self._store.port, rank, self._members, self._timeout_s, "gloo")
 
     async def send(self, tensors: Tensors, policy_version: int, corrupt: str | None = None) -> WeightChecksums:
         """Broadcast; returns the checksums of the true tensors. `corrupt` names one in which a bit is flipped."""

@@ -44,7 +44,7 @@ class Refusal:
 
 def refusal_of(job: Job, facts: Facts) -> Refusal | None:
     """The first reason not to run the job here, with every problem in its message; None when it can be run."""
-    found = [*_missing(job, facts), *_unsupported(job)]
+    found = list(_missing(job, facts))
     if not found:
         return None
     return Refusal(found[0].reason, "; ".join(problem.message for problem in found))
@@ -103,14 +103,3 @@ def _missing(job: Job, facts: Facts) -> Iterator[Refusal]:
                 f"{needed_by} needs {kind.name} of {kind.api_version}, which this cluster does not serve; "
                 f"install it{where}, or {remedy}",
             )
-
-
-def _unsupported(job: Job) -> Iterator[Refusal]:
-    if placement.replica_shape(job).pods > 1:
-        # `children.py` makes the LeaderWorkerSet; what is lacking is a specrl-generation that spans nodes.
-        yield Refusal(
-            "Unsupported",
-            "generation.gpusPerReplica must be <= placement.gpusPerNode: this version's generation service runs one "
-            f"replica on one node, got {job.spec.generation.gpus_per_replica} and {job.spec.placement.gpus_per_node}; "
-            "lower it and raise generation.replicas",
-        )

@@ -108,23 +108,32 @@ def trainer_pod(job: Job, facts: Facts, address: str) -> Object:
 
 
 def replica_pod(job: Job, facts: Facts, *, is_leader: bool = True) -> Object:
-    """The template of a replica's first pod, which serves, or of the others of a replica larger than a node."""
-    generation = job.spec.generation
+    """The template of a replica's first pod, which serves, or of the others of a replica larger than a node.
+
+    LeaderWorkerSet tells each pod where its group's first one is, and which one it is itself.
+    """
+    generation, nodes = job.spec.generation, placement.replica_shape(job).pods
     command = [
         *("specrl-generation", "--spec", SPEC_FILE, "--replica-id", "$(POD_NAME)"),
-        *("--coordinator", f"{job.child(COORDINATOR)}:{GRPC_PORT}"),
-        *("--host", "$(POD_IP)", "--port", str(REPLICA_PORT), "--metrics-port", str(METRICS_PORT)),
+        *("--coordinator", f"{job.child(COORDINATOR)}:{GRPC_PORT}", "--host", "$(POD_IP)"),
     ]
+    if is_leader:
+        command += ["--port", str(REPLICA_PORT), "--metrics-port", str(METRICS_PORT)]
+    if nodes > 1:
+        command += [
+            *(f"--nnodes={nodes}", f"--node-rank={0 if is_leader else '$(LWS_WORKER_INDEX)'}"),
+            *("--master-addr=$(LWS_LEADER_ADDRESS)", f"--master-port={MASTER_PORT}"),
+        ]
     container = _container(GENERATION, facts.settings.generation_image, command, facts)
     own = {"OMP_NUM_THREADS": str(generation.threads)}
     if not generation.gpus_per_replica:
         own["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # the pod's own cores are the limit
     container["env"] = _environment(own)
-    container["ports"] = [
-        {"name": "grpc", "containerPort": REPLICA_PORT},
-        {"name": "metrics", "containerPort": METRICS_PORT},
-    ]
     if is_leader:
+        container["ports"] = [
+            {"name": "grpc", "containerPort": REPLICA_PORT},
+            {"name": "metrics", "containerPort": METRICS_PORT},
+        ]
         container["startupProbe"] = _port_probe(periodSeconds=10, failureThreshold=STARTUP_S // 10)
         container["readinessProbe"] = _port_probe(periodSeconds=5)
     pod = _pod(job, facts, GENERATION, container, generation.drain_s + STOP_S)

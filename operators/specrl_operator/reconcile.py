@@ -23,7 +23,7 @@ from typing import Protocol
 import structlog
 
 from specrl.errors import SpecInvalid
-from specrl.spec.cluster import NvLink
+from specrl.spec.cluster import NvLink, Profile
 from specrl_operator import children, events, placement, pods, tls
 from specrl_operator.acceptance import Refusal, refusal_of, secret_refusal
 from specrl_operator.api import (
@@ -72,6 +72,7 @@ from specrl_operator.status import (
     summarize,
     want_of,
 )
+from specrl_operator.topology import Topology
 
 RUN_ONCE = (JOB_SET, JOB)
 MADE_ONCE = (*RUN_ONCE, COMPUTE_DOMAIN)
@@ -114,6 +115,7 @@ class Reconciler:
         show: is told of every look, with a job's status before and after.
         """
         self._cluster, self._settings, self._now, self._cache, self._show = cluster, settings, now, cache, show
+        self._topology = Topology(cluster, now)
 
     def reconcile(self, namespace: str, name: str) -> float | None:
         """Look at one RLJob once. Returns the seconds until the next look; None: when something changes.
@@ -186,11 +188,16 @@ class Reconciler:
         if placement.has_domain(job, facts):
             template = self._cluster.get(CLAIM_TEMPLATE, job.namespace, placement.claim_template(job))
         of_job = [pod for pod in self._labelled(POD, job) if pod["metadata"]["labels"].get(COMPONENT_LABEL)]
+        domain = None
+        if job.spec.placement.profile is Profile.GB200:
+            bound = [pod["spec"].get("nodeName") for pod in of_job if _is_part(pod, TRAINER)]
+            domain = self._topology.domains(filter(None, bound), job.spec.placement.topology_key)
         return Observed(
             trainer=trainers[0] if trainers else None,
             generation=replicas[0] if replicas else None,
             pods=tuple(of_job),
             has_claim_template=template is not None,
+            domain=domain,
         )
 
     # -- to what is wanted -----------------------------------------------------------------------------------------

@@ -69,6 +69,8 @@ class Observed:
     generation: Object | None = None
     pods: tuple[Object, ...] = ()
     has_claim_template: bool = False
+    domain: str | None = None
+    """Of the nodes that the trainer's pods are bound to."""
     refusal: Refusal | None = None
     """Why the job is not accepted, or an object that it needs could not be applied."""
 
@@ -218,10 +220,16 @@ def summarize(job: Job, facts: Facts, observed: Observed, now: datetime) -> Obje
     if ending is not None:
         say(ending.condition, True, ending.reason, ending.message)
     more = {"restarts": _all_restarts(job, observed), **roles}
-    if job.spec.placement.nvlink is not NvLink.DISABLED:
-        active = placement.is_nvlink_active(job, facts)
-        more["placement"] = {"multiNodeNVLink": "Active" if active else "Inactive"}
+    if where := _where(job, facts, observed):
+        more["placement"] = where
     return _assembled(job, found, more, now)
+
+
+def _where(job: Job, facts: Facts, observed: Observed) -> Object:
+    where: Object = {} if observed.domain is None else {"domain": observed.domain}
+    if job.spec.placement.nvlink is not NvLink.DISABLED:
+        where["multiNodeNVLink"] = "Active" if placement.is_nvlink_active(job, facts) else "Inactive"
+    return where
 
 
 def _placed(job: Job, facts: Facts, observed: Observed) -> tuple[bool, str, str]:

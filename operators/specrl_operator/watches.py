@@ -154,26 +154,35 @@ class Watches:
         """List and watch one kind until the process ends."""
         pause_s = PAUSE_S
         while not self._stop.is_set():
+            listed_at = None
             try:
-                self._round(kind, namespace)
+                version = self._list(kind, namespace)
+                listed_at = time.monotonic()
+                self._follow(kind, namespace, version)
                 pause_s = PAUSE_S
             except ClusterError as error:
                 if error.status == 404:  # its definition is gone, and everything of its kind with it
                     self._take_all(kind, namespace, [])
                 if not isinstance(error, Gone):
                     log.warning("watch_failed", kind=kind.plural, namespace=namespace, reason=str(error))
+                    if listed_at is not None and time.monotonic() - listed_at > pause_s:
+                        pause_s = PAUSE_S  # it worked for longer than the last pause: this is a new failure
                     self._stop.wait(pause_s)
                     pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             except Exception:  # the edge of a thread: without it this kind would be forgotten in silence
                 log.exception("watch_broke", kind=kind.plural)
                 self._stop.wait(LONGEST_PAUSE_S)
 
-    def _round(self, kind: Kind, namespace: str | None) -> None:
-        selector = "" if kind is RLJOB else f"{MANAGED_LABEL}={MANAGER}"
-        listing = self._cluster.list(kind, namespace, selector)
+    def _list(self, kind: Kind, namespace: str | None) -> str:
+        """Take all that there is; returns from where to watch on."""
+        listing = self._cluster.list(kind, namespace, _selector(kind))
         self._take_all(kind, namespace, listing.items)
         self._listed.add((kind, namespace))
-        version, until = listing.resource_version, time.monotonic() + RELIST_S
+        return listing.resource_version
+
+    def _follow(self, kind: Kind, namespace: str | None, version: str) -> None:
+        """Take every change from a version on, until it is time to list again."""
+        selector, until = _selector(kind), time.monotonic() + RELIST_S
         while not self._stop.is_set() and time.monotonic() < until:
             self._beats[kind, namespace] = time.monotonic()
             with closing(self._cluster.watch(kind, namespace, selector, version)) as changes:  # type: ignore[type-var]
@@ -188,6 +197,10 @@ class Watches:
         self._beats[kind, namespace] = time.monotonic()
         for key in self._cache.replace(kind, namespace, items):
             self._wake(key)
+
+
+def _selector(kind: Kind) -> str:
+    return "" if kind is RLJOB else f"{MANAGED_LABEL}={MANAGER}"
 
 
 def _job_of(kind: Kind, item: Object) -> Key | None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
+import pytest
+from tests.e2e import binaries
 from tests.e2e.harness.api import RLJOBS, Api, Object, condition, until
 from tests.e2e.harness.nodes import OURS
 from tests.e2e.harness.played import STORAGE_CLASS
@@ -115,6 +119,18 @@ def explain(api: Api, job: Object) -> str:
         f"{p['metadata']['name']} on {p['spec'].get('nodeName')}: {p['status'].get('phase')}" for p in pods_of(api, job)
     ]
     return "\n".join(lines)
+
+
+def kubectl(api: Api, folder: Path, *arguments: str) -> str:
+    """What kubectl says. Skips the test where there is none."""
+    try:
+        program = binaries.find("kubectl")
+    except binaries.BinaryMissing as missing:
+        pytest.skip(f"{missing}: unproven is what kubectl shows of RLJobs")
+    command = [program, "--kubeconfig", api.kubeconfig(folder / "kubeconfig"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def left_of(api: Api, job: Object, *more: str) -> list[str]:

@@ -75,21 +75,19 @@ def test_jobset_is_used_as_soon_as_it_is_there(admin: Api, place: str, jobset: W
     assert admin.find("batch/v1/jobs", "set-trainer", place) is None
 
 
-def test_replica_larger_than_a_node_is_refused_and_says_what_lacks(
+def test_replica_larger_than_a_node_waits_for_leaderworkerset_and_says_so(
     admin: Api, place: str, racks: dict[str, str], jobset: Workloads, without_lws: Callable[[], None]
 ) -> None:
-    """Without LeaderWorkerSet it says so; with it, what this version's generation service cannot do is left."""
     manifest = gb200_job("large", place, replicas=2, trainer_nodes=2)
     manifest["spec"]["generation"] |= {"gpusPerReplica": 8, "tensorParallel": 8}
     job = admin.create(manifest)
     said = condition(until_condition(admin, job, "Accepted", "False", "DependencyMissing"), "Accepted")["message"]
     assert "LeaderWorkerSet" in said
     assert "https://" in said, "where to get it"
+    assert left_of(admin, job) == [], "no half-created job"
     without_lws()
-    said = condition(until_condition(admin, job, "Accepted", "False", "Unsupported", timeout_s=300), "Accepted")
-    assert "gpusPerReplica must be <= placement.gpusPerNode" in said["message"]
-    assert "LeaderWorkerSet" not in said["message"]
-    assert left_of(admin, job, LEADER_WORKER_SETS) == [], "no half-created job"
+    until_condition(admin, job, "Ready", timeout_s=300)
+    assert admin.find(LEADER_WORKER_SETS, "large-generation", place) is not None
 
 
 def test_without_compute_domain_required_nvlink_is_refused_and_preferred_is_left_out(

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from tests.e2e.harness import compute_domain
-from tests.e2e.harness.api import RLJOBS, Api, condition, until
+from tests.e2e.harness.api import RLJOBS, Api, Object, condition, holds, until
 from tests.e2e.harness.control_plane import ControlPlane
+from tests.e2e.harness.nodes import CLUSTER
 from tests.e2e.harness.release import Release
 from tests.e2e.harness.workloads import Workloads
-from tests.e2e.jobs import claim, cliques_of, gb200_job, left_of, pods_of, until_condition
+from tests.e2e.jobs import claim, cliques_of, gb200_job, kubectl, left_of, pods_of, until_condition
 
 JOB_SETS = "jobset.x-k8s.io/v1alpha2/jobsets"
 
@@ -117,6 +120,54 @@ def test_scaling_moves_replicas_and_leaves_the_trainer_alone(admin: Api, place: 
         )
     assert [pod["metadata"]["uid"] for pod in pods_of(admin, job, "trainer")] == trainer
     assert len(cliques_of(admin, job, racks)["generation"]) == 1
+
+
+def test_replicas_of_two_nodes_are_groups_that_stay_in_one_domain(
+    admin: Api, place: str, racks: dict[str, str], lws: Workloads, tmp_path: Path
+) -> None:
+    """Placed, counted, scaled by their leaders, and made anew as a whole when one pod's container was restarted."""
+    manifest = gb200_job("large", place, replicas=9, layout="SeparateDomains")
+    manifest["spec"]["generation"] |= {"gpusPerReplica": 8, "tensorParallel": 8}
+    job = admin.create(manifest)
+    ready = until_condition(admin, job, "Ready")
+
+    def groups() -> dict[str, list[Object]]:
+        """Leader's name to the pods of its group, in their order."""
+        found: dict[str, list[Object]] = defaultdict(list)
+        for pod in pods_of(admin, job, "generation"):
+            found["-".join(pod["metadata"]["name"].split("-")[:3])].append(pod)
+        return {
+            name: pods for name, pods in found.items() if len(pods) == 2 and all(holds(pod, "Ready") for pod in pods)
+        }
+
+    until(lambda: len(groups()) == 9, "nine groups are ready")
+    for leader, pods in groups().items():
+        assert [pod["metadata"]["name"] for pod in pods] == [leader, f"{leader}-1"]
+        assert len({racks[pod["spec"]["nodeName"]] for pod in pods}) == 1, "no replica straddles domains"
+        told = [{each["name"]: each.get("value") for each in pod["spec"]["containers"][0]["env"]} for pod in pods]
+        assert [env["LWS_WORKER_INDEX"] for env in told] == ["0", "1"]
+        assert {env["LWS_LEADER_ADDRESS"] for env in told} == {f"{leader}.large-generation.{place}"}
+    assert len({pod["spec"]["nodeName"] for pods in groups().values() for pod in pods}) == 18, "whole nodes"
+    (trainers,) = cliques_of(admin, job, racks)["trainer"]
+    domain = f"{CLUSTER}.{trainers}"
+    assert ready["status"]["placement"]["domain"] == domain
+    described = kubectl(admin, tmp_path, "describe", "rljob/large", "--namespace", place)
+    assert re.search(rf"Placement:\s+Domain:\s+{re.escape(domain)}\s", described), described
+    scale = admin.get(RLJOBS, "large", place, "scale")["status"]
+    assert (scale["replicas"], len(admin.list("v1/pods", place, scale["selector"]))) == (9, 9), "leaders alone"
+
+    admin.scale(RLJOBS, "large", place, 3)
+    until(lambda: len(pods_of(admin, job, "generation")) == 6, "three groups are left")
+    before = {name: [pod["metadata"]["uid"] for pod in pods] for name, pods in groups().items()}
+    member = "large-generation-1-1"
+    admin.patch("v1/pods", member, {"metadata": {"annotations": {"specrl.dev/plays": "CrashLooping"}}}, place)
+
+    def anew() -> dict[str, bool]:
+        now = {name: [pod["metadata"]["uid"] for pod in pods] for name, pods in groups().items()}
+        return {name: set(uids).isdisjoint(now[name]) for name, uids in before.items()} if len(now) == 3 else {}
+
+    wanted = {"large-generation-0": False, "large-generation-1": True, "large-generation-2": False}
+    until(lambda: anew() == wanted, "the whole group is another one, and no other group is", explain=anew)
 
 
 def test_deleted_job_leaves_nothing(admin: Api, place: str) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.e2e import binaries
 from tests.e2e.harness.api import RLJOBS, Api, Object, Refused, condition, holds, path_of, until
+from tests.e2e.jobs import kubectl
 from tests.rljob_cases import AT_ANY_TIME, CASES, NEVER, WHILE_SUSPENDED, Case, a_job, changes_of
 
 from specrl.spec.crd import definition
@@ -123,9 +122,9 @@ def test_status_is_written_apart_from_the_spec(admin: Api, place: str) -> None:
 
 def test_kubectl_shows_the_columns(admin: Api, place: str, tmp_path: Path) -> None:
     _create(admin, place, a_job())
-    said = _kubectl(admin, tmp_path, "get", "rlj", "--namespace", place)
+    said = kubectl(admin, tmp_path, "get", "rlj", "--namespace", place)
     assert said.splitlines()[0].split() == COLUMNS.split()
-    explained = _kubectl(admin, tmp_path, "explain", "rljob.spec.placement.layout")
+    explained = kubectl(admin, tmp_path, "explain", "rljob.spec.placement.layout")
     assert "SameDomain" in explained
 
 
@@ -159,14 +158,3 @@ def _change(api: Api, stored: Object, wanted: Object) -> list[tuple[str, str]]:
 def _established(api: Api) -> Object | None:
     found = api.get(DEFINITIONS, CRD)
     return found if holds(found, "Established") else None
-
-
-def _kubectl(api: Api, folder: Path, *arguments: str) -> str:
-    try:
-        kubectl = binaries.find("kubectl")
-    except binaries.BinaryMissing as missing:
-        pytest.skip(f"{missing}: unproven is what kubectl shows of RLJobs")
-    command = [kubectl, "--kubeconfig", api.kubeconfig(folder / "kubeconfig"), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout

@@ -2,9 +2,15 @@
 
     specrl-generation --spec run.yaml --replica-id gen-0 --coordinator 127.0.0.1:7000
 
+A replica that is larger than a node is one such process on each of its nodes, of which the first serves and the others
+follow it (`nodes.py`):
+
+    ... --nnodes 2 --node-rank 0 --master-addr gen-0-0 --master-port 29500
+
 It ends when it is told to, with exit code 0: at SIGTERM, or when the coordinator dismisses it, after it has drained
 (generation.drainS); at SIGINT at once. It ends with one line on standard error and `SpecrlError.exit_code` when the
-coordinator refuses it for good, or when its engine dies.
+coordinator refuses it for good, or when its engine dies. A process that follows ends with exit code 0 when its leader
+is gone, SIGTERM or not, so that the leader can drain; before it has met one, SIGTERM ends it at once.
 """
 
 from __future__ import annotations
@@ -22,6 +28,7 @@ import structlog
 
 from specrl.errors import SpecrlError
 from specrl.generation.engine import Engine
+from specrl.generation.nodes import ONE_NODE, Nodes, until_leader_is_gone
 from specrl.generation.service import GenerationService
 from specrl.records import Peer, Role
 from specrl.rpc import tls
@@ -53,6 +60,7 @@ class Options:
     port: int
     metrics_port: int | None
     identity: tls.Identity | None = None
+    nodes: Nodes = ONE_NODE
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -78,23 +86,52 @@ def parse(arguments: Sequence[str] | None) -> Options:
     parser.add_argument(
         "--metrics-port", type=int, default=None, help="Prometheus port; 0 any free one; left out: none"
     )
+    parser.add_argument("--nnodes", type=int, default=1, help="nodes that the replica spans, a process on each")
+    parser.add_argument("--node-rank", type=int, default=0, help="which of them this is; 0 serves")
+    parser.add_argument("--master-addr", default="127.0.0.1", help="host of node 0, where the ranks of all nodes meet")
+    parser.add_argument("--master-port", type=int, default=29500, help="port on it, free on node 0")
     tls.add_arguments(parser)
     found = vars(parser.parse_args(arguments))
+    count, rank = found.pop("nnodes"), found.pop("node_rank")
+    if not 0 <= rank < count:
+        parser.error(f"--node-rank must be >= 0 and < --nnodes, got {rank} of {count}; count nodes from 0")
+    nodes = Nodes(count, rank, found.pop("master_addr"), found.pop("master_port"), found["host"])
     identity = tls.identity_of(found.pop("tls"), found.pop("tls_domain"))
-    return Options(**found, identity=identity)
+    return Options(**found, identity=identity, nodes=nodes)
 
 
 async def run(spec: RunSpec, options: Options) -> None:
     """Serve until told to stop. Raises SpecrlError when the engine cannot start or dies, or the run is another one."""
+    if not options.nodes.is_leader:
+        await follow(spec, options.nodes)
+        return
     from specrl.generation.vllm_backend.engine import VllmEngine
 
     with traces.recorder(spec, "generation", options.replica_id) as recorder:
-        engine = VllmEngine(spec, options.replica_id, recorder)
+        engine = VllmEngine(spec, options.replica_id, recorder, options.nodes)
         await engine.start()
         try:
             await run_engine(engine, spec, options, recorder)
         finally:
             await engine.close()
+
+
+async def follow(spec: RunSpec, nodes: Nodes) -> None:
+    """Compute one node's share of a replica for as long as it has a leader. Raises SpecrlError when a rank is lost."""
+    from specrl.generation.vllm_backend.member import Member
+
+    met, member = asyncio.Event(), Member(spec, nodes)
+
+    async def stopped_alone() -> None:
+        await told_to_stop(signal.SIGTERM)
+        if met.is_set():
+            log.info("stop_left_to_leader", node=nodes.rank)
+            await asyncio.Event().wait()
+
+    try:
+        await first_to_end(member.run(), until_leader_is_gone(nodes, met), stopped_alone(), told_to_stop(signal.SIGINT))
+    finally:
+        member.close()
 
 
 async def run_engine(engine: Engine, spec: RunSpec, options: Options, recorder: Recorder = SILENT) -> None:

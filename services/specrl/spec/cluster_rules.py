@@ -272,6 +272,21 @@ PLACEMENT = (
         "self.generation.gpusPerReplica <= self.placement.gpusPerNode || "
         "self.generation.gpusPerReplica % self.placement.gpusPerNode == 0",
     ),
+    Rule(
+        RunSpec,
+        "generation.gpusPerReplica",
+        "must be tensorParallel where it is more than placement.gpusPerNode",
+        "a replica of several nodes has a rank on every GPU of them",
+        _unless(
+            lambda spec: (
+                spec.generation.gpus_per_replica > spec.placement.gpus_per_node
+                and spec.generation.gpus_per_replica != spec.generation.tensor_parallel
+            ),
+            lambda spec: f"{spec.generation.gpus_per_replica} with {spec.generation.tensor_parallel}",
+        ),
+        "self.generation.gpusPerReplica <= self.placement.gpusPerNode || "
+        "self.generation.gpusPerReplica == self.generation.tensorParallel",
+    ),
     # A node's IMEX channel, which NVLink between nodes needs, goes to one pod.
     Rule(
         RunSpec,

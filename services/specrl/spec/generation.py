@@ -154,8 +154,9 @@ class Generation(Section):
     threads: Positive = 1
     """CPU threads of one replica's computation."""
     gpus_per_replica: Annotated[int, Field(ge=0, le=1024, strict=True), OnCluster.ONLY] = 0
-    """GPUs that one replica's pods take together on a cluster, at least tensorParallel. 0: the replica computes on
-    CPUs. A local run does not use it, nor the two fields below."""
+    """GPUs that one replica's pods take together on a cluster, at least tensorParallel, and no more than that if they
+    are more than a node has: such a replica takes whole nodes, a pod on each. 0: the replica computes on CPUs. A local
+    run does not use it, nor the two fields below."""
     autoscaling: Annotated[Autoscaling | None, Change.ANY_TIME, OnCluster.ONLY] = None
     """Null: replicas is what users set."""
     pod_template: Annotated[PodTemplate | None, Change.SUSPENDED, OnCluster.ONLY] = None

@@ -20,6 +20,8 @@ from tests.e2e.harness.network import NoNetwork, PodNetwork
 from tests.e2e.harness.programs import Program, free_port
 
 ISSUER = "https://kubernetes.default.svc.cluster.local"
+QPS = 500
+"""Requests a second of controllers and scheduler each. Their own 20 and 50 protect API servers that others share."""
 
 
 class ControlPlane:
@@ -125,6 +127,8 @@ class ControlPlane:
             leader_elect="false",
             service_account_private_key_file=self.folder / "service-accounts.key",
             root_ca_file=self.folder / "apiserver" / "apiserver.crt",
+            kube_api_qps=QPS,
+            kube_api_burst=2 * QPS,
             profiling="false",
         ).wait_until(self._makes_accounts, "default service account")
         port = free_port()
@@ -136,6 +140,8 @@ class ControlPlane:
             bind_address="127.0.0.1",
             secure_port=port,
             leader_elect="false",
+            kube_api_qps=QPS,
+            kube_api_burst=2 * QPS,
             profiling="false",
         ).wait_until(lambda: _answers(f"https://127.0.0.1:{port}/healthz", verify=False), "answer")
 

@@ -88,7 +88,8 @@ def an_engine(kv_cache: str) -> tuple[VllmEngine, StandInLlm]:
     generation = {"sampling": {"maxTokens": 16}, "speculation": {"none": {}}, "draftLength": "Fixed"}
     spec = parse_spec(a_run(Path("run"), generation=generation, weights={"kvCache": kv_cache}))
     engine, llm = VllmEngine(spec, "gen-0"), StandInLlm()
-    engine._llm, engine._policy = llm, SimpleNamespace(config={"vocab_size": 64})  # type: ignore[assignment]
+    engine._llm = llm
+    engine._folders = SimpleNamespace(policy=SimpleNamespace(config={"vocab_size": 64}))  # type: ignore[assignment]
     engine._counters = CountingLogger()
     return engine, llm
 

@@ -41,6 +41,10 @@ PAPER: Object = {
 """12 nodes generate, 4 train: the paper's asynchronous layout."""
 
 
+LARGE: Object = {"generation": {"replicas": 3, "gpusPerReplica": 8, "tensorParallel": 8}}
+"""Replicas of two nodes."""
+
+
 def merge(base: Object, over: Object) -> Object:
     """`base` with `over` merged into it; None removes."""
     found = copy.deepcopy(base)

@@ -1,13 +1,19 @@
-"""What is kept of what was listed and watched. The threads themselves are in tests/integration/operator."""
+"""What is kept of what was listed and watched, and how soon it is tried again. Threads are in tests/integration."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 from tests.unit.operator.builders import an_rljob
 from tests.unit.operator.world import a_pod
 
+from specrl_operator import watches
 from specrl_operator.api import DEPLOYMENT, JOB_LABEL, POD, RLJOB, Object
-from specrl_operator.cluster import Change
-from specrl_operator.watches import Cache
+from specrl_operator.cluster import Change, ClusterError, Listing
+from specrl_operator.watches import Cache, Watches
 
 
 def pod(name: str, job: str = "tiny", namespace: str = "rl") -> Object:
@@ -57,3 +63,42 @@ def test_a_listing_replaces_what_was_known_and_names_those_who_lost_something() 
     assert names(cache, namespace="elsewhere") == ["c"]  # another listing's
     assert len(cache.find(RLJOB, "rl", "tiny")) == 1  # another kind's
     assert cache.replace(POD, None, []) == {("rl", "tiny"), ("elsewhere", "tiny")}
+
+
+class Broken:
+    """An API server that fails as told, on a clock of its own: at a listing, or so many seconds after one."""
+
+    def __init__(self, failures: list[float | None]) -> None:
+        self.now, self.failures = 0.0, failures
+
+    def list(self, *_: object) -> Listing:
+        if self.failures[0] is None:
+            self.failures.pop(0)
+            raise ClusterError(0, "connection refused")
+        return Listing([], "1")
+
+    def watch(self, *_: object) -> Iterator[Change]:
+        self.now += self.failures.pop(0) or 0.0
+        raise ClusterError(0, "the watch broke")
+        yield
+
+
+@pytest.mark.parametrize(
+    ("failures", "pauses"),
+    [
+        ([None, None, None, None], [1, 2, 4, 8]),
+        ([None, None, None, 100.0, 0.0], [1, 2, 4, 1, 2]),  # it has worked since
+        ([0.0, 0.0, 0.0, 0.0], [1, 2, 4, 8]),  # each time just a listing: no reason to ask for one every second
+        ([10.0, 10.0, 10.0], [1, 1, 1]),
+    ],
+    ids=["not reached", "worked since", "breaks at once", "breaks now and then"],
+)
+def test_pauses_grow_while_nothing_works_and_begin_anew_afterwards(
+    failures: list[float | None], pauses: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, waited = Broken(failures), list[float]()
+    monkeypatch.setattr(watches, "time", SimpleNamespace(monotonic=lambda: server.now))
+    found: Any = Watches(server, Cache(), [None], lambda key: None)  # type: ignore[arg-type]
+    found._stop = SimpleNamespace(is_set=lambda: not server.failures, wait=waited.append)
+    found._keep(POD, None)
+    assert waited == pauses

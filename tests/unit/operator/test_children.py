@@ -16,8 +16,10 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.operator.builders import ALL, GB200, PAPER, a_job, facts
+from tests.unit.operator.builders import ALL, GB200, LARGE, PAPER, a_job, facts
 
+from specrl.generation.main import parse
+from specrl.generation.nodes import Nodes
 from specrl.launcher import environment
 from specrl.spec import digest, load_spec
 from specrl_operator import placement, pods
@@ -31,6 +33,7 @@ from specrl_operator.api import (
     GENERATION,
     JOB_LABEL,
     JOB_SET,
+    LEADER_LABEL,
     LEADER_WORKER_SET,
     MANAGED_LABEL,
     STATEFUL_SET,
@@ -45,7 +48,6 @@ from specrl_operator.schedulers.templates import templates, workloads
 
 GOLDEN = Path(__file__).parent / "golden"
 NONE: frozenset[Kind] = frozenset()
-LARGE = {"generation": {"replicas": 3, "gpusPerReplica": 8, "tensorParallel": 8}}
 SEPARATE = {"placement": {"layout": "SeparateDomains", "nvlink": "Preferred"}}
 ANY = {"placement": {"layout": "Any", "nvlink": "Preferred"}}
 
@@ -140,7 +142,11 @@ def jobs(draw: Any) -> Job:
     gpus = whole if nvlink != "Disabled" or draw(st.booleans()) else draw(st.integers(1, per_node))
     replicas = draw(st.integers(1, 300))
     change = {
-        "generation": {"replicas": replicas, "gpusPerReplica": gpus if on_gpus else 0},
+        "generation": {
+            "replicas": replicas,
+            "gpusPerReplica": gpus if on_gpus else 0,
+            "tensorParallel": gpus if on_gpus and gpus > per_node else 1,
+        },
         "trainer": {
             "numNodes": nodes if on_gpus else 1,
             "gpusPerNode": per_node if on_gpus else 0,
@@ -431,11 +437,21 @@ def test_what_a_job_does_without_is_said(changes: list[Object], served: frozense
     assert any(note in it for it in notes_of(job, given_facts))
 
 
-def test_a_replica_that_the_generation_service_cannot_run_is_not_started() -> None:
-    refusal = refusal_of(a_job(PAPER, LARGE), facts(ALL))
-    assert refusal is not None
-    assert refusal.reason == "Unsupported"
-    assert "one replica on one node" in refusal.message
+def test_a_replica_of_several_nodes_is_one_engine_that_its_leader_serves() -> None:
+    job = a_job(PAPER, LARGE)
+    assert refusal_of(job, facts()) is None
+    group = find(desired(job, facts()), LEADER_WORKER_SET, GENERATION)["spec"]["leaderWorkerTemplate"]
+    assert (group["size"], group["restartPolicy"]) == (2, "RecreateGroupOnPodRestart")
+    pods = [group["leaderTemplate"], group["workerTemplate"]]
+    told = {"$(LWS_LEADER_ADDRESS)": "gen-0.gen.rl", "$(LWS_WORKER_INDEX)": "1", "$(POD_IP)": "10.0.0.7"}
+    for rank, pod in enumerate(pods):
+        (container,) = pod["spec"]["containers"]
+        command = [re.sub(r"\$\(\w+\)", lambda it: told.get(it[0], it[0]), word) for word in container["command"]]
+        options = parse(command[1:])  # as the program itself reads them
+        assert options.nodes == Nodes(2, rank, "gen-0.gen.rl", 29500, "10.0.0.7")
+        assert ("readinessProbe" in container) == ("ports" in container) == (rank == 0)
+        assert pod["metadata"]["labels"].get(LEADER_LABEL) == ("true" if rank == 0 else None)
+    assert variables(pods[0]["spec"]["containers"][0]) == variables(pods[1]["spec"]["containers"][0])  # NCCL's, too
 
 
 def test_multi_node_nvlink_is_on_only_where_all_ranks_share_a_domain() -> None:

@@ -3,9 +3,11 @@ was interrupted."""
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 from tests.stand_ins.api_server import CORE, Killed
-from tests.unit.operator.builders import PAPER, an_rljob
+from tests.unit.operator.builders import LARGE, PAPER, an_rljob
 from tests.unit.operator.world import EVERYTHING, JOBSET_ONLY, World, a_pod
 
 from specrl_operator.api import (
@@ -16,6 +18,7 @@ from specrl_operator.api import (
     GENERATION,
     JOB,
     JOB_SET,
+    LEADER_WORKER_SET,
     POD,
     RLJOB,
     SECRET,
@@ -24,12 +27,14 @@ from specrl_operator.api import (
     TRAINER,
     Kind,
     Object,
+    is_controlled_by,
 )
 from specrl_operator.cluster import ClusterError
 from specrl_operator.facts import Settings
 from specrl_operator.reconcile import Reconciler
 
 SUSPENDED = {"suspend": True}
+CLIQUE = "nvidia.com/gpu.clique"
 
 
 def test_a_job_gets_its_children_and_becomes_ready() -> None:
@@ -104,13 +109,21 @@ def test_killed_after_any_call_the_next_operator_ends_in_the_same_state(changes:
     assert number > 60  # it was killed at least so often
 
 
-@pytest.mark.parametrize("verb", ["suspend", "complete", "fail", "expire"])
-def test_killed_on_the_way_down_it_ends_in_the_same_state(verb: str) -> None:
+@pytest.mark.parametrize("verb", ["suspend", "resume", "scale", "complete", "fail", "expire"])
+@pytest.mark.parametrize("changes", [(), (PAPER, LARGE)], ids=["minimal", "groups"])
+def test_killed_on_the_way_to_another_state_it_ends_in_the_same(verb: str, changes: tuple[Object, ...]) -> None:
     def begun() -> World:
-        world = World({"ttlSecondsAfterFinished": 0} if verb == "expire" else {})
+        ttl: Object = {"ttlSecondsAfterFinished": 0} if verb == "expire" else {}
+        world = World(*changes, ttl, served=EVERYTHING)
         world.settle()
-        if verb == "suspend":
+        if verb == "resume":
             world.edit(suspend=True)
+            world.settle()
+            world.edit(suspend=False)
+        elif verb == "suspend":
+            world.edit(suspend=True)
+        elif verb == "scale":
+            world.edit(generation={"replicas": 2})
         elif verb == "fail":
             world.end_pod("tiny-trainer-0", 2, "model.path must hold a model")
         else:
@@ -132,6 +145,81 @@ def test_killed_on_the_way_down_it_ends_in_the_same_state(verb: str) -> None:
         except Killed:
             world.server.kill_after = None
         assert settled(world).state() == whole.state(), number
+
+
+def test_killed_while_the_job_is_deleted_it_leaves_nothing() -> None:
+    """The user deletes the job after the operator's n-th call, its last."""
+    number = 0
+    while True:
+        number += 1
+        world = World(served=EVERYTHING)
+        world.server.kill_after = number
+        try:
+            world.reconcile()
+            break
+        except Killed:
+            world.server.kill_after = None
+        world.server.delete(RLJOB, world.rljob)
+        assert world.settle() is None
+        assert world.names() == set(), number
+    assert number > 40
+
+
+def test_job_that_is_deleted_during_a_look_gets_no_more_than_garbage() -> None:
+    world = World(served=EVERYTHING)
+    uid = world.rljob["metadata"]["uid"]
+    refused = world.server.refuse
+
+    def delete_first(verb: str, body: Object) -> ClusterError | None:
+        if verb == "apply" and "tiny" in world.server.of(RLJOB):
+            world.server.delete(RLJOB, world.rljob)
+        return refused(verb, body)
+
+    world.server.refuse = delete_first
+    with suppress(ClusterError):
+        world.reconcile()
+    left = [item for place, item in world.server.objects.items() if place[1] != "Event"]
+    assert left, "it was deleted before there was anything"
+    assert all(is_controlled_by(item, uid) for item in left), "Kubernetes removes what an absent owner owned"
+
+
+def test_replicas_of_several_nodes_are_scaled_and_counted_by_their_leaders() -> None:
+    world = World(PAPER, LARGE, served=EVERYTHING)
+    world.settle()
+    world.edit(generation={"replicas": 4})
+    world.settle()
+    assert world.server.of(LEADER_WORKER_SET)["tiny-generation"]["spec"]["replicas"] == 4
+    assert len([name for name in world.server.of(POD) if "generation" in name]) == 8
+    assert world.status["generation"]["replicas"] == world.status["generation"]["readyReplicas"] == 4
+    selected = dict(part.split("=") for part in world.status["generation"]["selector"].split(","))
+    labels = [pod["metadata"]["labels"] for pod in world.server.of(POD).values()]
+    assert sum(selected.items() <= its.items() for its in labels) == 4, "one pod of each"
+
+
+def test_the_domain_of_the_trainer_s_nodes_is_shown_and_not_asked_for_at_every_look() -> None:
+    world = World(PAPER, served=EVERYTHING)
+    for node, labels in (("a", {CLIQUE: "rack.1"}), ("b", {CLIQUE: "rack.2"}), ("c", {})):
+        world.server.put({"apiVersion": "v1", "kind": "Node", "metadata": {"name": node, "labels": labels}})
+    world.settle()
+    assert "domain" not in world.status["placement"], "nothing is bound yet"
+
+    def bind(*nodes: str) -> str | None:
+        for number, node in enumerate(nodes):
+            pod = world.server.of(POD)[f"tiny-trainer-{number}"]
+            world.server.put({**pod, "spec": {"nodeName": node}})
+        operator.reconcile("rl", "tiny")
+        return world.status["placement"].get("domain")  # type: ignore[no-any-return]
+
+    operator = Reconciler(world.server, world.settings, lambda: world.now)
+    assert bind("a", "a", "a", "a") == "rack.1"
+    before = len(world.server.calls)
+    operator.reconcile("rl", "tiny")
+    assert ("get", "Node") not in world.server.calls[before:]
+    assert bind("a", "b") == "rack.1, rack.2"
+    assert bind("c", "c", "c", "c") is None
+    world.server.put({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "c", "labels": {CLIQUE: "rack.3"}}})
+    world.later(601)
+    assert bind("c", "c", "c", "c") == "rack.3", "a label that came later"
 
 
 def test_scaling_changes_the_replicas_alone() -> None:

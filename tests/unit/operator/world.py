@@ -18,6 +18,8 @@ from specrl_operator.api import (
     GENERATION,
     JOB,
     JOB_SET,
+    LEADER_LABEL,
+    LEADER_WORKER_SET,
     OPTIONAL,
     POD,
     RLJOB,
@@ -98,12 +100,19 @@ class World:
                         count = 0 if ended else _pods_of(item)
                     for number in range(count):
                         wanted[f"{item['metadata']['name']}-{number}"] = component, item
+        for item in self.server.of(LEADER_WORKER_SET).values():
+            size = item["spec"]["leaderWorkerTemplate"]["size"]
+            for number in range(item["spec"]["replicas"]):
+                name = f"{item['metadata']['name']}-{number}"
+                wanted |= {name + (f"-{rank}" if rank else ""): (GENERATION, item) for rank in range(size)}
         there = self.server.of(POD)
         for name in set(there) - set(wanted):
             self.server.delete(POD, there[name])
             self.server.calls.pop()
         for name in sorted(set(wanted) - set(there)):
-            self.server.put(a_pod(name, wanted[name][0], wanted[name][1]))
+            component, item = wanted[name]
+            is_member = LEADER_WORKER_SET.is_of(item) and name.count("-") > item["metadata"]["name"].count("-") + 1
+            self.server.put(a_pod(name, component, item, is_leader=not is_member))
         made = False
         for domain in self.server.of(COMPUTE_DOMAIN).values():
             template = domain["spec"]["channel"]["resourceClaimTemplate"]["name"]
@@ -178,11 +187,11 @@ def _pods_of(item: Object) -> int:
     )
 
 
-def a_pod(name: str, component: str, owner: Object, *, is_ready: bool = True) -> Object:
-    """A pod as a kubelet reports it."""
+def a_pod(name: str, component: str, owner: Object, *, is_ready: bool = True, is_leader: bool = True) -> Object:
+    """A pod as a kubelet reports it. is_leader: of its replica; other roles have none."""
     labels = {**owner["metadata"]["labels"], COMPONENT_LABEL: component}
-    if component == GENERATION:
-        labels["specrl.dev/replica-leader"] = "true"
+    if component == GENERATION and is_leader:
+        labels[LEADER_LABEL] = "true"
     reference = {"kind": owner["kind"], "uid": owner["metadata"]["uid"], "controller": True}
     said = "True" if is_ready else "False"
     return {

@@ -14,6 +14,7 @@ from typing import Any
 
 from specrl.errors import RecordInvalid, RunInvalid
 from specrl.generation.draft_length import OFF
+from specrl.generation.nodes import ONE_NODE, Nodes
 from specrl.records import RolloutRequest
 from specrl.spec import RunSpec
 from specrl.spec.generation import DraftLength
@@ -26,9 +27,10 @@ SMALLEST_TEMPERATURE = 0.01  # vLLM raises anything between this and 0 to it
 WORKER_EXTENSION = "specrl.generation.vllm_backend.worker.WorkerExtension"
 
 
-def environment(spec: RunSpec) -> dict[str, str]:
+def environment(spec: RunSpec, nodes: Nodes = ONE_NODE) -> dict[str, str]:
     """Variables that vLLM reads while it is imported. No network, no statistics, no thread binding."""
-    return {
+    own_address = {"VLLM_HOST_IP": nodes.host} if nodes.count > 1 else {}  # where its message queues listen
+    return own_address | {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
@@ -65,7 +67,7 @@ def kv_cache_bytes(spec: RunSpec, is_cpu: bool) -> int | None:
     return None if mib is None else mib << 20
 
 
-def engine_arguments(spec: RunSpec, head: Path | None, is_cpu: bool) -> dict[str, Any]:
+def engine_arguments(spec: RunSpec, head: Path | None, is_cpu: bool, nodes: Nodes = ONE_NODE) -> dict[str, Any]:
     """Keyword arguments of vllm's AsyncEngineArgs. `head` is the folder of the EAGLE-3 head."""
     generation = spec.generation
     speculative = speculative_config(spec, head)
@@ -89,6 +91,20 @@ def engine_arguments(spec: RunSpec, head: Path | None, is_cpu: bool) -> dict[str
         "speculative_config": speculative,
         **graph_arguments(spec, is_cpu),
         **_routing(spec, is_cpu),
+        **node_arguments(nodes),
+    }
+
+
+def node_arguments(nodes: Nodes) -> dict[str, Any]:
+    """Where the ranks of a replica of several nodes meet; vLLM gives each node as many of them, in the nodes' order."""
+    if nodes.count == 1:
+        return {}
+    return {
+        "nnodes": nodes.count,
+        "node_rank": nodes.rank,
+        "master_addr": nodes.address,
+        "master_port": nodes.port,
+        "distributed_executor_backend": "mp",
     }
 
 

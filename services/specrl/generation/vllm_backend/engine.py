@@ -21,11 +21,9 @@ Stop strings are the exception: vLLM finds them in the front end, so the slot is
 from __future__ import annotations
 
 import asyncio
-import os
-import shutil
-import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -41,8 +39,8 @@ from specrl.errors import (
     VersionConflict,
 )
 from specrl.generation.engine import LoadTiming
-from specrl.generation.vllm_backend import arguments, checkpoint, drafting, mechanisms, memory, worker
-from specrl.generation.vllm_backend.checkpoint import ModelFolder
+from specrl.generation.nodes import ONE_NODE, Nodes
+from specrl.generation.vllm_backend import arguments, checkpoint, drafting, launch, worker
 from specrl.generation.vllm_backend.translation import translated
 from specrl.records import (
     NO_DRAFTER,
@@ -72,8 +70,9 @@ log = structlog.get_logger(__name__)
 class VllmEngine:
     """One replica's vLLM. Built cheaply; `start` loads."""
 
-    def __init__(self, spec: RunSpec, replica_id: str, recorder: Recorder = SILENT) -> None:
-        self._spec = spec
+    def __init__(self, spec: RunSpec, replica_id: str, recorder: Recorder = SILENT, nodes: Nodes = ONE_NODE) -> None:
+        """nodes: those that the replica spans; this process is their leader."""
+        self._spec, self._nodes = spec, nodes
         self._replica_id, self._recorder = replica_id, recorder
         self._lock = asyncio.Lock()
         self._transfer = asyncio.Lock()
@@ -87,12 +86,10 @@ class VllmEngine:
         self._staged_names: list[str] = []
         self._staged_has_drafter = False
         self._failure: SpecrlError | None = None
-        self._scratch: Path | None = None
         self._llm: Any = None
         self._counters: Any = None
-        self._policy: ModelFolder
-        self._head: ModelFolder | None = None  # of EAGLE-3: what an update holds beside the policy
-        self._draft_model: ModelFolder | None = None
+        self._folders: launch.Folders
+        self._cleanup = ExitStack()
 
     async def start(self) -> None:
         """Check folders and memory, start vLLM, check what it made of them. Blocks the event loop meanwhile.
@@ -100,13 +97,10 @@ class VllmEngine:
         Raises SpecInvalid, CheckpointInvalid, MemoryTooSmall or EngineFailed; nothing is left running then.
         """
         began = time.monotonic()
-        mechanisms.check_mechanism(self._spec, mechanisms.surroundings())
-        self._policy = checkpoint.read_policy(Path(self._spec.model.path), self._spec.model.max_length)
-        self._draft_model = mechanisms.drafting_model(self._spec, self._policy)
-        os.environ.update(arguments.environment(self._spec))
+        self._folders = launch.read_folders(self._spec)
+        self._cleanup.callback(self._folders.clear)
         try:
-            self._head = self._prepare_head()
-            self._start_vllm()
+            self._start_vllm(launch.configure(self._spec, self._folders, self._nodes))
             await self._inspect()
             if self._draft_lengths:
                 await drafting.calibrate(self._llm, self._calibration_file(), self._calibration_sampling)
@@ -118,65 +112,28 @@ class VllmEngine:
             raise
         log.info("engine_started", replica=self._replica_id, seconds=round(time.monotonic() - began, 1))
 
-    def _prepare_head(self) -> ModelFolder | None:
-        """The EAGLE-3 head's folder: the run's own, or an untrained one in a scratch folder."""
-        eagle3 = self._spec.generation.speculation.eagle3
-        if eagle3 is None:
-            return None
-        if eagle3.path is not None:
-            return checkpoint.read_head(Path(eagle3.path), self._policy)
-        from specrl.drafting.head import write_untrained
-
-        self._scratch = Path(tempfile.mkdtemp(prefix="specrl-head-"))
-        write_untrained(self._scratch, self._policy.path, eagle3, self._spec.schedule.seed)
-        return checkpoint.read_head(self._scratch, self._policy)
-
-    def _start_vllm(self) -> None:
-        from vllm import AsyncEngineArgs
-        from vllm.platforms import current_platform
+    def _start_vllm(self, config: Any) -> None:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         from specrl.generation.vllm_backend.counters import CountingLogger
 
-        is_cpu = bool(current_platform.is_cpu())
-        os.environ.update(arguments.eager_environment(self._spec, is_cpu))
-        if is_cpu:
-            self._check_memory()
         self._counters = CountingLogger()
-        keywords = arguments.engine_arguments(self._spec, self._drafter.path if self._drafter else None, is_cpu)
-        try:
-            config = AsyncEngineArgs(**keywords).create_engine_config()
-        except Exception as error:  # vLLM checks in many places and raises many types
-            raise CheckpointInvalid(
-                f"vLLM must accept {self._policy.path} as the run file asks, got {type(error).__name__}: {error}; "
-                "change the run file or the model"
-            ) from error
-        if is_cpu and self._spec.generation.tensor_parallel == 1:
-            # vLLM 0.32 starts a worker process on CPUs only to set its OpenMP threads; `environment` has set them
-            # already, and the process would cost 1 GB and ten seconds of imports.
-            config.parallel_config.distributed_executor_backend = "uni"
-        arguments.check_graph_coverage(self._spec, config.compilation_config.max_cudagraph_capture_size, is_cpu)
         if self._draft_lengths:
             drafting.configure(config, self._draft_lengths)
         try:
             self._llm = AsyncLLM.from_vllm_config(config, stat_loggers=[self._counters])
         except Exception as error:  # the engine core is another process; its own words are in the log
             raise EngineFailed(
-                f"vLLM must start with {self._policy.path}, got {type(error).__name__}: {error}; "
+                f"vLLM must start with {self._folders.policy.path}, got {type(error).__name__}: {error}; "
                 "see the log above for the engine core's own words"
             ) from error
-
-    @property
-    def _drafter(self) -> ModelFolder | None:
-        """The folder that drafts are made from, where it is not the policy's."""
-        return self._head or self._draft_model
 
     @property
     def _draft_lengths(self) -> tuple[int, ...]:
         return arguments.draft_lengths(self._spec)
 
     def _calibration_file(self) -> Path:
-        folders = (self._policy, self._drafter)
+        folders = (self._folders.policy, self._folders.drafter)
         return drafting.calibration_file(self._spec, [folder.config for folder in folders if folder])
 
     @property
@@ -186,12 +143,6 @@ class VllmEngine:
         longest = spec.model.max_length - drafting.PROMPT_TOKENS - generation.speculation.num_draft_tokens - 1
         sampling = generation.sampling
         return Sampling(longest, float(sampling.temperature), float(sampling.top_p), sampling.top_k)
-
-    def _check_memory(self) -> None:
-        dtype = self._spec.model.dtype.value
-        weights = self._policy.weight_bytes(dtype) + (self._drafter.weight_bytes(dtype) if self._drafter else 0)
-        kv_cache = arguments.kv_cache_bytes(self._spec, is_cpu=True) or 0
-        memory.check(memory.needed_bytes(weights, kv_cache), memory.available_bytes())
 
     async def _inspect(self) -> None:
         """Raise unless vLLM samples right and shares with the drafter what must be shared, and nothing else."""
@@ -215,13 +166,13 @@ class VllmEngine:
                 )
 
     def _head_path(self) -> Path | None:
-        return self._head.path if self._head is not None else None
+        return self._folders.head.path if self._folders.head is not None else None
 
     async def generate(self, requests: Sequence[RolloutRequest], admit_together: bool) -> AsyncIterator[Rollout]:
         """Yield each rollout when it finishes. Closing the iterator aborts the unfinished ones."""
         self._check_alive()
         for request in requests:
-            arguments.check_request(request, self._spec, self._policy.config["vocab_size"])
+            arguments.check_request(request, self._spec, self._folders.policy.config["vocab_size"])
         admitted = await self._admit(requests, admit_together)
         tasks = [asyncio.create_task(self._follow(completion)) for completion in admitted]
         try:
@@ -328,7 +279,7 @@ class VllmEngine:
     async def receive(self, group: WeightGroup, manifest: WeightManifest, policy_version: int) -> WeightChecksums:
         """Take part in one broadcast into the workers' staging areas, while rollouts go on. Loads nothing."""
         self._check_alive()
-        checkpoint.check_manifest(manifest, self._policy, self._head)
+        checkpoint.check_manifest(manifest, self._folders.policy, self._folders.head)
         async with self._transfer:
             self._staged = None
             rows = worker.manifest_to_rows(manifest)
@@ -450,9 +401,7 @@ class VllmEngine:
             if llm.output_handler is not None:
                 llm.output_handler.cancel()  # or it logs the core's end as a failure
             await asyncio.to_thread(llm.shutdown, CLOSE_GRACE_S)
-        if self._scratch is not None:
-            shutil.rmtree(self._scratch, ignore_errors=True)
-            self._scratch = None
+        self._cleanup.close()
 
     def _check_alive(self) -> None:
         if self._failure is not None:
