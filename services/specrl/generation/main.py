@@ -129,7 +129,9 @@ async def follow(spec: RunSpec, nodes: Nodes) -> None:
             await asyncio.Event().wait()
 
     try:
-        await first_to_end(member.run(), until_leader_is_gone(nodes, met), stopped_alone(), told_to_stop(signal.SIGINT))
+        await first_to_end(
+            member.run(met), until_leader_is_gone(nodes, met), stopped_alone(), told_to_stop(signal.SIGINT)
+        )
     finally:
         member.close()
 

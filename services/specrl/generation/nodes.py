@@ -1,6 +1,6 @@
 """The nodes that one replica spans. Node 0 leads: it serves, and its engine commands the ranks of all of them.
 
-    member   JOINING (no leader yet) -> FOLLOWING -> the leader is gone
+    member   WAITING (no leader yet) -> FOLLOWING -> the leader is gone
 
 A member has no service of its own. It lives as long as its leader: `until_leader_is_gone` holds a connection on which
 nothing is ever said, and which the leader's end, or the loss of its node, breaks.

@@ -36,6 +36,7 @@ KUBERNETES = "1.36"
 # Kinds of operators that no offline schema is to be had for; helm installs them, and their webhooks judge them.
 FOREIGN = {"ServiceMonitor", "PodMonitor", "PrometheusRule"}
 CLUSTER_SCOPED = {"ClusterRole", "ClusterRoleBinding", "CustomResourceDefinition"}
+NODES = {"apiGroups": [""], "resources": ["nodes"], "verbs": ["get"]}
 EVERYTHING = ("--set", "valkey.enabled=true,valkey.existingSecret=store-users,operator.replicas=2", *MONITORING)
 RENDERS = {
     "defaults": (),
@@ -186,7 +187,7 @@ def test_namespaced_mode_asks_for_nothing_of_the_cluster() -> None:
         )
         assert binding["roleRef"]["name"] == role["metadata"]["name"]
         assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "specrl", "namespace": "specrl-system"}]
-    assert roles[0]["rules"] == operator_rules(render())
+    assert [*roles[0]["rules"], NODES] == operator_rules(render()), "nodes belong to no namespace"
     assert [word for word in arguments_of(objects) if word.startswith("--namespace=")] == [
         "--namespace=team-a",
         "--namespace=team-a-dev",

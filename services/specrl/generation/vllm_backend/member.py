@@ -1,6 +1,6 @@
 """A node of a replica that is larger than one: vLLM's ranks of this node, and nothing beside them.
 
-    JOINING (waits for the leader's ranks) -> COMPUTING -> a rank has died
+    WAITING (for the leader's ranks, whatever time its image or weights take) -> COMPUTING -> a rank has died
 
 What they compute, the leader's engine core decides (`engine.py`), over vLLM's own message queues; weights come to them
 as to every rank (`worker.py`). Read from vLLM 0.32, `entrypoints.cli.serve.run_headless`.
@@ -28,15 +28,16 @@ class Member:
         self._executor: Any = None
         self._cleanup = ExitStack()
 
-    async def run(self) -> None:
-        """Compute with the leader. Never returns: raises EngineFailed once a rank has died or cannot start.
+    async def run(self, met: asyncio.Event) -> None:
+        """Compute with the leader, once it is met. Never returns: raises EngineFailed when a rank has died.
 
         Raises SpecInvalid, CheckpointInvalid or MemoryTooSmall for what this node lacks; blocks the event loop until
-        then. Afterwards it blocks a thread that nobody waits for: what hangs in a rendezvous ends with the process.
+        then. Later it blocks a thread that nobody waits for: what hangs in a rendezvous ends with the process.
         """
         folders = launch.read_folders(self._spec)
         self._cleanup.callback(folders.clear)
         config = launch.configure(self._spec, folders, self._nodes)
+        await met.wait()
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
         def compute() -> None:
