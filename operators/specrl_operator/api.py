@@ -102,6 +102,9 @@ CHILDREN = (
 """Kinds that the operator makes, finds again by label, and removes when a job no longer wants them. Secrets are not
 among them: it may make and read them by name, and never list them."""
 
+SEEN = ("replicas", "suspend", "nodeName", "schedulingGates")
+"""Fields of a child's or a pod's spec that decisions rest on."""
+
 JOB_LABEL = "specrl.dev/rljob"
 COMPONENT_LABEL = "app.kubernetes.io/component"
 LEADER_LABEL = "specrl.dev/replica-leader"
@@ -182,6 +185,18 @@ def read_job(item: Object) -> Job:
         spec=parse_rljob(item),
         status=item.get("status") or {},
     )
+
+
+def seen(item: Object) -> Object:
+    """What a look reads of an object that was listed or watched: its metadata, its status, and SEEN of its spec.
+
+    An operator keeps every child of every job in memory, and what they were made of, and by whom each of their fields
+    is managed, is nine tenths of them.
+    """
+    found: Object = {name: item[name] for name in ("apiVersion", "kind", "status") if name in item}
+    found["metadata"] = {name: value for name, value in item["metadata"].items() if name != "managedFields"}
+    spec = item.get("spec") or {}
+    return found | {"spec": {name: spec[name] for name in SEEN if name in spec}}
 
 
 def key_of(item: Mapping[str, Any]) -> tuple[str, str]:

@@ -59,10 +59,10 @@ class Cluster(Protocol):
         """One object; None when there is none."""
 
     def list(self, kind: Kind, namespace: str | None, selector: str = "") -> Listing:
-        """All objects that carry these labels, of one namespace or of all."""
+        """All objects that carry these labels, of one namespace or of all; of each what `api.seen` keeps."""
 
     def watch(self, kind: Kind, namespace: str | None, selector: str, resource_version: str) -> Iterator[Change]:
-        """What changes from there on; ends by itself within minutes. Raises Gone."""
+        """What changes from there on, as in a list; ends by itself within minutes. Raises Gone."""
 
     def apply(self, kind: Kind, body: Object, manager: str) -> Object:
         """Server-side apply under that field manager, by force. Makes the object, or changes the manager's fields."""

@@ -1,9 +1,12 @@
-"""Kubernetes events: one for each child made, one for each condition that turns. Their reasons are all here. Pure."""
+"""Kubernetes events: one for all children that a look has made, one for each condition that turns. Pure.
+
+Their reasons are all here.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from specrl_operator.api import EVENT, MANAGER, RLJOB, Job, Kind, Object, condition_of
 from specrl_operator.status import COLLECTIVE_READY, LONGEST_MESSAGE, RUN_FINISHED
@@ -23,9 +26,10 @@ TOLD = {
 WARNINGS = ("NotAccepted", "Failed")
 
 
-def created(job: Job, kind: Kind, name: str) -> Object:
-    """A child was made."""
-    return _event(job, f"Created{kind.name}", f"created {kind.name} {name}", "Normal", name)
+def created(job: Job, made: Sequence[tuple[Kind, str]]) -> Object:
+    """Children were made. One event for all: each costs a request, and a job has a dozen children."""
+    names = ", ".join(f"{kind.name} {name}" for kind, name in made)
+    return _event(job, "Created", f"created {names}", "Normal", names)
 
 
 def transitions(job: Job, status: Object) -> Iterator[Object]:

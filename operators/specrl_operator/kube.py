@@ -15,7 +15,7 @@ from urllib.parse import urlencode
 import kubernetes
 import urllib3
 
-from specrl_operator.api import Kind, Object
+from specrl_operator.api import Kind, Object, seen
 from specrl_operator.cluster import Change, ClusterError, Gone, Listing
 
 DEADLINE_S = 15.0
@@ -72,7 +72,7 @@ class KubeCluster:
         while True:
             page = self._ask("GET", kind.path(namespace), query)
             # A list's items say neither kind nor version.
-            items += [{"apiVersion": kind.api_version, "kind": kind.name, **item} for item in page["items"]]
+            items += [seen({"apiVersion": kind.api_version, "kind": kind.name, **item}) for item in page["items"]]
             more = page["metadata"].get("continue")
             if not more:
                 return Listing(items, page["metadata"]["resourceVersion"])
@@ -96,7 +96,7 @@ class KubeCluster:
                     if status.get("code") == 410:
                         raise Gone(status.get("message", ""))
                     raise ClusterError(int(status.get("code", 0)), status.get("message", "a watch failed"))
-                yield Change(event["type"], event["object"])
+                yield Change(event["type"], seen(event["object"]))
         except (urllib3.exceptions.HTTPError, OSError, ValueError) as error:
             raise ClusterError(0, f"the watch of {kind.plural} broke: {error}") from error
         finally:

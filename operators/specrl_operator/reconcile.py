@@ -217,10 +217,15 @@ class Reconciler:
             refusal = self._keep_secrets(job)
             if refusal is not None:
                 return refusal
+        refusal, made = None, list[tuple[Kind, str]]()
         for child in wanted:
-            refusal = self._keep(job, child, known.get((child["kind"], child["metadata"]["name"])))
+            refusal = self._keep(job, child, known.get((child["kind"], child["metadata"]["name"])), made)
             if refusal is not None:
-                return refusal  # what comes after needs what comes before
+                break  # what comes after needs what comes before
+        if made:
+            self._tell(events.created(job, made))
+        if refusal is not None:
+            return refusal
         kept = {(child["kind"], child["metadata"]["name"]) for child in wanted}
         for kind in reversed(CHILDREN):
             for item in owned[kind]:
@@ -263,8 +268,8 @@ class Reconciler:
         notes[HASH_ANNOTATION] = _hash(complete)
         return complete
 
-    def _keep(self, job: Job, child: Object, known: Object | None) -> Refusal | None:
-        """Make or change one child, unless it is as it is to be."""
+    def _keep(self, job: Job, child: Object, known: Object | None, made: list[tuple[Kind, str]]) -> Refusal | None:
+        """Make or change one child, unless it is as it is to be. What was made is added to `made`."""
         kind = _kind_of(child)
         if known is not None:
             if kind in MADE_ONCE or _note(known, HASH_ANNOTATION) == _note(child, HASH_ANNOTATION):
@@ -287,7 +292,7 @@ class Reconciler:
             return Refusal("ChildRejected", f"{kind.name} {name} was refused: {error}; change the job accordingly")
         if there is None:
             log.info("child_created", kind=kind.name, namespace=job.namespace, name=name)
-            self._tell(events.created(job, kind, name))
+            made.append((kind, name))
         return None
 
     def _scale(self, kind: Kind, child: Object, known: Object) -> None:

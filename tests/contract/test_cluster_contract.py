@@ -17,7 +17,7 @@ from tests.stand_ins.api_server import FakeApiServer
 from tests.stand_ins.api_server_http import TOKEN, HttpApiServer
 from tests.unit.operator.builders import an_rljob
 
-from specrl_operator.api import CONFIG_MAP, DEPLOYMENT, JOB_SET, LEASE, RLJOB, Object
+from specrl_operator.api import CONFIG_MAP, DEPLOYMENT, JOB_SET, LEASE, RLJOB, Object, seen
 from specrl_operator.cluster import Cluster, ClusterError, Gone
 from specrl_operator.kube import KubeCluster, connect
 
@@ -170,6 +170,7 @@ def test_lists_are_by_label_whole_and_say_what_they_hold(cluster: Cluster, name:
         found = cluster.list(CONFIG_MAP, "default", f"contract={name}").items
         assert [it["metadata"]["name"] for it in found] == names
         assert all(CONFIG_MAP.is_of(it) for it in found)
+        assert all(it == seen(it) for it in found), "what nobody looks at takes no memory"
         assert len(cluster.list(CONFIG_MAP, None, f"contract={name},number=3").items) == 1
         assert cluster.list(CONFIG_MAP, "kube-system", f"contract={name}").items == []
     finally:
@@ -186,10 +187,11 @@ def test_a_watch_tells_what_changed_since_a_listing(cluster: Cluster, name: str)
     cluster.delete(CONFIG_MAP, item)
     found = []
     for change in cluster.watch(CONFIG_MAP, "default", f"contract={name}", version):
-        found.append((change.what, change.item["data"]["a"]))
+        found.append((change.what, change.item["metadata"]["uid"]))
         if change.what == "DELETED":
             break
-    assert found == [("MODIFIED", "2" * 500), ("DELETED", "2" * 500)]
+    uid = item["metadata"]["uid"]
+    assert found == [("MODIFIED", uid), ("DELETED", uid)]
 
 
 def test_create_and_replace_are_refused_where_somebody_was_faster(cluster: Cluster, name: str) -> None:

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from specrl_operator.api import Kind, Object, is_controlled_by
+from specrl_operator.api import Kind, Object, is_controlled_by, seen
 from specrl_operator.cluster import Change, ClusterError, Gone, Listing
 
 CORE = frozenset(
@@ -80,7 +80,7 @@ class FakeApiServer:
     def list(self, kind: Kind, namespace: str | None, selector: str = "") -> Listing:
         self._serves(kind)
         found = [
-            _sent(item)
+            seen(_sent(item))
             for place, item in sorted(self.objects.items())
             if place[:2] == (kind.api_version, kind.name)
             and namespace in (None, place[2])
@@ -97,7 +97,7 @@ class FakeApiServer:
         for version, what, place, item in list(self._log):
             is_asked = place[:2] == (kind.api_version, kind.name) and namespace in (None, place[2])
             if version > int(resource_version) and is_asked and _selected(item, selector):
-                yield Change(what, _sent(item))
+                yield Change(what, seen(_sent(item)))
 
     def apply(self, kind: Kind, body: Object, manager: str) -> Object:
         return self._apply(kind, body, manager, "")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 from tests.vllm_cases import a_spec
 
-from specrl.generation.main import parse
+from specrl.generation.main import follow, parse
 from specrl.generation.nodes import Nodes, until_leader_is_gone
+from specrl.generation.vllm_backend import member
 from specrl.generation.vllm_backend.arguments import engine_arguments, environment
 from specrl.launcher.ports import free_port
 
@@ -38,6 +41,54 @@ async def test_member_waits_for_its_leader_and_ends_with_it() -> None:
         leader.kill()
         await leader.wait()
     await asyncio.wait_for(following, WAIT_S)
+
+
+class Ranks:
+    """In place of vLLM's ranks: they compute for as long as they are let."""
+
+    def __init__(self) -> None:
+        self.is_closed, self.met = False, asyncio.Event()
+
+    async def run(self, met: asyncio.Event) -> None:
+        await met.wait()
+        self.met.set()
+        await asyncio.Event().wait()
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.mark.asyncio
+async def test_told_to_stop_it_leaves_first_what_has_no_leader_and_last_what_has_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Pods of a group are told at the same moment, and the leader needs its members to finish what it has."""
+    ranks = Ranks()
+    monkeypatch.setattr(member, "Member", lambda *_: ranks)
+    nodes, spec = Nodes(count=2, rank=1, port=free_port()), a_spec(tmp_path)
+
+    async def told() -> None:
+        """Returns when it has been heard: only the first SIGTERM is waited for."""
+        while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # noqa: ASYNC110 - it is about to be handled
+            await asyncio.sleep(0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        while signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+    alone = asyncio.create_task(follow(spec, nodes))
+    await told()
+    await asyncio.wait_for(alone, WAIT_S)
+    assert ranks.is_closed
+
+    came = asyncio.Queue[asyncio.StreamWriter]()
+    async with await asyncio.start_server(lambda _, writer: came.put_nowait(writer), nodes.address, nodes.port):
+        led = asyncio.create_task(follow(spec, nodes))
+        connection = await asyncio.wait_for(came.get(), WAIT_S)
+        await asyncio.wait_for(ranks.met.wait(), WAIT_S)
+        await told()
+        assert not led.done()
+        connection.close()
+        await asyncio.wait_for(led, WAIT_S)
 
 
 def test_each_node_is_told_its_place_and_one_node_nothing(tmp_path: Path) -> None:

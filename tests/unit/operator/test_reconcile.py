@@ -623,7 +623,7 @@ def test_every_turn_is_told_once() -> None:
     for _ in range(3):
         world.reconcile()
     reasons = world.reasons()
-    assert reasons.count("Ready") == reasons.count("Accepted") == reasons.count("CreatedJobSet") == 1
+    assert reasons.count("Ready") == reasons.count("Accepted") == reasons.count("Created") == 1
 
 
 def test_the_store_s_password_is_made_once() -> None:
