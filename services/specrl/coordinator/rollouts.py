@@ -40,6 +40,7 @@ from specrl.coordinator.store import StoredRollout
 from specrl.errors import EngineFailed, PeerUnavailable, RecordInvalid, SpecrlError, ToolFailed
 from specrl.records import GradedRollout, Prompt, Reward, Rollout, RolloutRequest, Sampling, wire
 from specrl.spec import RunSpec
+from specrl.spec.trainer import Routing
 from specrl.telemetry import metrics
 from specrl.telemetry.spans import VERIFIERS, OpenSpan, SpanName
 
@@ -318,6 +319,8 @@ class RolloutStage:
         rollout = ended.rollout
         try:
             rollout.check(self._spec.generation.sampling.max_tokens, versions)
+            if self._spec.trainer.routing is Routing.REPLAY:
+                rollout.check_replayed(len(self._prompt(slot).token_ids))
         except RecordInvalid as error:
             log.error("rollout_poisoned", slot=str(slot), replica=rollout.replica_id, reason=str(error))
             self._refuse(slot, "poisoned", str(error))

@@ -160,6 +160,16 @@ class Rollout:
             refuse("token ids must be >= 0, got a negative one")
         self._check_spans(refuse, versions)
 
+    def check_replayed(self, prompt_tokens: int) -> None:
+        """Raise RecordInvalid unless it holds experts for every token of the prompt and of its own but the last one."""
+        wanted = prompt_tokens + self.length - 1
+        held = 0 if self.experts_SLK is None else len(self.experts_SLK)
+        if held != wanted:
+            raise RecordInvalid(
+                f"rollout {self.rollout_id}: with trainer.routing Replay experts must be those of {wanted} tokens, got "
+                f"{held}; it is generated again"
+            )
+
     def _check_spans(self, refuse: Callable[[str], None], versions: range | None) -> None:
         """Every token was sampled under one version, or is of one output; outputs stand between what was sampled."""
         got = f"{self.versions} and {self.outputs}" if self.outputs else f"{self.versions}"

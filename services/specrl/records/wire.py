@@ -52,8 +52,8 @@ _OWNER = {
 }
 _OWNER_BACK = {number: owner for owner, number in _OWNER.items()}
 
-_TOKEN, _LOGPROB = np.dtype("<i4"), np.dtype("<f4")
 _EXPERT: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<u2")}  # by the bytes of a number
+_TOKEN, _LOGPROB = np.dtype("<i4"), np.dtype("<f4")
 """Numbers of a rollout's tokens as they lie in a message: a copy of memory. As repeated fields they cost some
 forty times as much (docs/decisions/0011)."""
 

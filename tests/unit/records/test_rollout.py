@@ -112,6 +112,13 @@ def test_experts_must_be_the_mixtures() -> None:
             check(*shape, highest=highest)
 
 
+def test_what_is_replayed_is_known_of_every_token() -> None:
+    a_rollout(experts_SLK=np.zeros((4, 6, 2), np.uint8)).check_replayed(prompt_tokens=2)
+    for experts_SLK in (None, np.zeros((3, 6, 2), np.uint8)):
+        with pytest.raises(RecordInvalid, match=r"experts must be those of 4 tokens, got [03]"):
+            a_rollout(experts_SLK=experts_SLK).check_replayed(prompt_tokens=2)
+
+
 def with_outputs(*outputs: tuple[int, int], **changes: Any) -> Rollout:
     """Seven tokens, of which a tool wrote those of `outputs`."""
     spans = tuple(OutputSpan(*span) for span in outputs)
