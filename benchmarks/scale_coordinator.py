@@ -10,6 +10,7 @@ Prompts are made up and verdicts take no time, so that what is measured is the c
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import sys
 import threading
@@ -39,6 +40,12 @@ class Prompts:
 
     def prompt(self, position: int) -> Prompt:
         return Prompt(f"p{position}", position, self._token_ids, "a prompt", "3")
+
+    def __len__(self) -> int:
+        return 1
+
+    def identity(self) -> str:
+        return hashlib.sha256(b"a prompt").hexdigest()
 
 
 class Grader:

@@ -22,6 +22,7 @@ import random
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from specrl.records import (
     Rollout,
     RolloutRequest,
     SpeculationCounters,
+    StreamPlace,
     TensorMeta,
     TrainerStatus,
     TrainMetrics,
@@ -253,7 +255,10 @@ class CountingBackend:
     def broadcast_weights(self, group_id: str) -> WeightChecksums:
         return WeightChecksums(self.step, CHECKSUMS, NO_DRAFTER)
 
-    def save(self, directory: Path) -> None: ...
+    def save(self, directory: Path, stream: StreamPlace | None = None) -> Future[None]:
+        saved: Future[None] = Future()
+        saved.set_result(None)
+        return saved
 
 
 @dataclass
