@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import warnings
 from collections.abc import AsyncIterator, Callable
 from functools import cache
@@ -37,7 +38,14 @@ then runs those of one mechanism after each other, in whatever modules they are,
 
 @pytest.fixture
 def forkable() -> None:
-    """Before a sandbox: OpenTelemetry's exporters of earlier tests, which start a thread in every fork, are gone."""
+    """Before a sandbox: OpenTelemetry's exporters of earlier tests, which start a thread in every fork, are gone.
+
+    One whose collector does not answer holds its worker after it was closed, until its own deadline.
+    """
+    for thread in threading.enumerate():
+        if thread.name.startswith(("OtelBatch", "close-traces")):
+            thread.join(timeout=60)
+            assert not thread.is_alive(), f"{thread.name} of an earlier test must end: is its sink closed?"
     gc.collect()
 
 
