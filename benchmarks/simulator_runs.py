@@ -29,14 +29,14 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from specrl.coordinator.report import StepReport
+from specrl.launcher.run_directory import RunDirectory
+from specrl.report.reading import read
 from specrl.simulator.from_run import scenario_of
 from specrl.simulator.measured import read_calibrations
+from specrl.simulator.pipeline import STAGES
 from specrl.simulator.scenario_file import parse
 from specrl.simulator.simulate import simulate
 from specrl.spec import load_spec
-
-STAGES = ("data", "prepare", "generation", "logprob", "train")
 
 
 @dataclass(frozen=True)
@@ -117,12 +117,10 @@ def predict(run: Path, steps: int, calibrations: list[Path]) -> dict[str, Any]:
 
 def measured_of(folder: Path) -> dict[str, float]:
     """Means over the steps of a run after its first."""
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    steps = [StepReport.model_validate_json(line) for line in lines][1:]
+    steps = read(RunDirectory(folder)).steps[1:]
     return {
         "stepS": fmean(sum(getattr(step.stages, name) for name in STAGES) for step in steps),
         "exposedS": fmean(step.exposed_generation for step in steps),
-        "generationS": fmean(step.stages.generation for step in steps),
     }
 
 
@@ -134,14 +132,14 @@ def score(predictions: Mapping[str, Any], turns: Mapping[str, list[dict[str, flo
     errors, noises = [], []
     for configuration in CONFIGURATIONS:
         name, own = configuration.name, predictions[configuration.name]
-        found = {key: [turn[key] for turn in turns[name]] for key in ("stepS", "exposedS", "generationS")}
+        found = {key: [turn[key] for turn in turns[name]] for key in ("stepS", "exposedS")}
         step_s = median(found["stepS"])
         errors.append(own["stepS"] / step_s - 1)
         noises.append(median(abs(value / step_s - 1) for value in found["stepS"]))
-        gain = ""
+        gain = ""  # where nothing is trained meanwhile, all of generation is exposed
         if configuration.k and not configuration.lag and configuration.plain in CONFIGURATIONS:
-            plain = [turn["generationS"] for turn in turns[configuration.plain.name]]
-            gain = f"{median(one / other for one, other in zip(plain, found['generationS'], strict=True)):.2f}"
+            plain = [turn["exposedS"] for turn in turns[configuration.plain.name]]
+            gain = f"{median(one / other for one, other in zip(plain, found['exposedS'], strict=True)):.2f}"
         table.add_row(
             *(name, f"{own['stepS']:.3g}", f"{step_s:.3g}", f"{errors[-1]:+.0%}", f"{noises[-1]:.0%}"),
             *(f"{own['exposedS']:.3g}", f"{median(found['exposedS']):.3g}"),

@@ -135,12 +135,13 @@ def _read(
 
 def _write_outcome(out: Path, outcome: Any, measured: Calibration | None) -> None:
     from specrl.simulator import figures, maps, pages
+    from specrl.simulator.search import SHARES
 
     scenario = outcome.scenario
     with _progress("drawing", 8 * 8 + 4 * 9) as advance:
         by_acceptance = maps.over_acceptance(scenario, measured, advance)
         by_split = maps.over_splits(scenario, measured, advance)
-    chances, shares = [f"{p:.0%}" for p in maps.CHANCES], [f"{s:.0%}" for s in maps.SHARES]
+    chances, shares = [f"{p:.0%}" for p in maps.CHANCES], [f"{s:.0%}" for s in SHARES]
     lengths, lags = [str(k) for k in maps.LENGTHS], [str(lag) for lag in maps.LAGS]
     over_k = figures.Heatmap("Speed-up of rollouts", ("k", "token accepted"), lengths, chances, by_acceptance)
     over_lag = figures.Heatmap("Seconds of a step", ("GPUs that generate", "policy lag"), shares, lags, by_split)

@@ -11,7 +11,7 @@ generator Philox4x64 under the key (shuffleSeed, e). numpy promises that a bit g
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -67,6 +67,10 @@ class PromptStream:
 
         The same for every template and tokenizer. Streams of one identity have the same problem at every position.
         """
+        return self._identity
+
+    @cached_property
+    def _identity(self) -> str:
         first = [self._source.problem(int(index)) for index in self._order(0)[:IDENTIFYING]]
         words = [str(len(self._source)), str(self._shuffle_seed), *(f"{it.question}\0{it.answer}" for it in first)]
         return xxhash.xxh3_128_hexdigest("\0\0".join(words).encode())

@@ -13,8 +13,6 @@ from specrl.simulator.scenario import Mechanism, Scenario
 from specrl.simulator.search import SHARES
 from specrl.simulator.simulate import NO_DRAFTS, batch_s, means, prepare, run
 
-__all__ = ["CHANCES", "LAGS", "LENGTHS", "SHARES", "over_acceptance", "over_splits"]
-
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8)
 CHANCES = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5)
 LAGS = (0, 1, 2, 3)

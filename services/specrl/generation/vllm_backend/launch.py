@@ -59,8 +59,12 @@ def read_folders(spec: RunSpec) -> Folders:
     from specrl.drafting.head import write_untrained
 
     scratch = Path(tempfile.mkdtemp(prefix="specrl-head-"))
-    write_untrained(scratch, policy.path, eagle3, spec.schedule.seed)
-    return Folders(policy, checkpoint.read_head(scratch, policy), draft_model, scratch)
+    try:
+        write_untrained(scratch, policy.path, eagle3, spec.schedule.seed)
+        return Folders(policy, checkpoint.read_head(scratch, policy), draft_model, scratch)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
 
 
 def configure(spec: RunSpec, folders: Folders, nodes: Nodes) -> Any:

@@ -163,8 +163,8 @@ def _stage(config: PolicyConfig, trainer: Trainer, dtype: torch.dtype, number: i
             # gradients need no sum over these ranks and count for themselves in the norm.
             setattr(parameter, "allreduce", False)  # noqa: B010 - no attribute of its type
     if config.experts is not None and trainer.routing is Routing.REPLAY:
+        rank = parallel_state.get_tensor_model_parallel_rank()
         for built in model.decoder.layers:
-            rank = parallel_state.get_tensor_model_parallel_rank()
             replay.install(built, rank, parallelism.tensor)
     if dtype == torch.bfloat16:
         model = model.bfloat16()
