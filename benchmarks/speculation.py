@@ -11,8 +11,9 @@ believed. The adaptive length and the fixed ones share an engine.
 
 Two measurements on the same prompts:
     load    so many rollouts live all the time in every engine; all engines are paused but one, which computes for a
-            fifth of a second, then the next one, in another order every round, so that noise meets all alike. The
-            controllers begin each load anew, and have twelve seconds to know it
+            fifth of a second, then the next one, in another order every round, so that noise meets all alike. Before
+            its turn an engine computes all that is live anew, uncounted, so that no drafter lacks what was decoded
+            without it in the turn of another length. The controllers have twelve seconds to know each load
     drain   a full batch at once, until the last one has finished: the live batch falls from full to 1; in turns
 Speeds are tokens per second relative to `none` in the same round or turn: median, and the interval that holds the true
 one with 95 %. "against the best" divides by the best fixed length at that load, which nobody told the controller. Which
@@ -116,9 +117,13 @@ class Load:
                 self._finished += rollout.length
 
     async def speed(self, seconds: float) -> float:
-        """Tokens per second while the engine computes for so long."""
-        before, began = self._tokens(), time.perf_counter()
+        """Tokens per second while the engine computes for so long, after what is live has been computed anew."""
+        await self._engine._llm.reset_prefix_cache(reset_running_requests=True)
+        anew = self._tokens() + 2 * len(self._tasks)
         await self._engine.resume()
+        while self._tokens() < anew:  # noqa: ASYNC110 - no event says so
+            await asyncio.sleep(SETTLE_S)
+        before, began = self._tokens(), time.perf_counter()
         await asyncio.sleep(seconds)
         await self._engine.pause()
         took = time.perf_counter() - began
@@ -142,14 +147,6 @@ async def choose(mode: Mode) -> None:
         await drafting.fix(mode.engine._llm, mode.length)
 
 
-async def begin_anew(modes: Sequence[Mode]) -> list[Mode]:
-    """Have the controllers decide from what they see from now on. Returns their modes."""
-    controlled = [mode for mode in modes if mode.name in CONTROLLED]
-    for mode in controlled:
-        await mode.engine.decide_anew()
-    return controlled
-
-
 async def speeds_at(
     live: int, modes: Sequence[Mode], spec: RunSpec, rounds: int, advance: Callable[[], None]
 ) -> dict[str, list[float]]:
@@ -159,8 +156,10 @@ async def speeds_at(
     for engine in engines:
         await engine.pause()
     loads = {id(engine): Load(engine, spec, prompts, live) for engine in engines}
-    for mode in await begin_anew(modes):
-        await loads[id(mode.engine)].speed(LEARNING_S)
+    for mode in modes:
+        if mode.name in CONTROLLED:
+            await choose(mode)
+            await loads[id(mode.engine)].speed(LEARNING_S)
     speeds: dict[str, list[float]] = {mode.name: [] for mode in modes}
     for number in range(rounds + WARM_UP):
         for mode in in_order(modes, number):
@@ -179,7 +178,6 @@ async def speeds_of_drain(
 ) -> dict[str, list[float]]:
     """Tokens per second of a full batch until it is empty by mode, one value a turn."""
     prompts, full = load_prompts(spec), spec.generation.max_live_rollouts
-    await begin_anew(modes)
     speeds: dict[str, list[float]] = {mode.name: [] for mode in modes}
     for number in range(turns + WARM_UP):
         requests = [

@@ -30,16 +30,20 @@ CLOSE = 8  # batches that differ by no more than such a part of them cost the sa
 
 @dataclass(frozen=True)
 class Step:
-    """When it was scheduled, how many requests are in it, how many tokens each drafts, whether all of them decode."""
+    """When it was scheduled, how many requests are in it, how many tokens each drafts, how many of prompts are read."""
 
     at_s: float
     batch: int
     length: int
-    decodes: bool
+    read: int
+    is_catch_up: bool = False
+    """What is read had been read before, without the drafter."""
 
     def is_measured(self, two_before: Step, before: Step) -> bool:
         """Whether the time from this step to the next is what its length costs at its batch."""
-        is_pure = self.decodes and before.decodes and abs(self.batch - before.batch) * CLOSE <= self.batch
+        is_pure = (
+            self.batch > 0 and self.read == before.read == 0 and abs(self.batch - before.batch) * CLOSE <= self.batch
+        )
         return is_pure and two_before.length == before.length == self.length
 
 

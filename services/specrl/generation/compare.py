@@ -136,8 +136,6 @@ async def compare(
     task = progress.add_task("measuring", total=len(batches) * (turns + WARM_UP_TURNS) * len(engines))
     for batch in batches:
         count = max(2 * batch, 8)
-        for engine in engines.values():
-            await engine.decide_anew()
         measured: dict[str, list[Turn]] = {name: [] for name in engines}
         for number in range(turns + WARM_UP_TURNS):
             requests = [

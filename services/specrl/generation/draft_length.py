@@ -1,60 +1,63 @@
 """Chooses how many tokens to draft for the batch that is live now, 0 and "not at all" included. Pure.
 
-    E(k)        = 1 + d * (a_1 + ... + a_k)   tokens that a request emits per step
-    a_i         chance that the first i draft tokens are accepted
-    c(B, k)     seconds of a step of B requests that verifies and drafts k tokens each; calibrated, then followed
-    d           share of requests that have a draft at all (n-gram look-up may find none); c is mixed accordingly
-    speed(B, k) = B * E(k) / c(B, k)
+    E(k)          = 1 + d * (a_1 + ... + a_k)   tokens that a request emits per step
+    a_i           chance that the first i draft tokens are accepted
+    c(B, k)       seconds of a step of B requests that verifies and drafts k tokens each; calibrated, then followed
+    d             share of requests that have a draft at all (n-gram look-up may find none); c is mixed accordingly
+    gain(B, k)    = kept * E(k) * c(B, OFF) / c(B, k)   how much faster than decoding without a drafter
+    kept          how much of what was promised by E and c has come true: they know nothing of what drafters read,
+                  and a step after one of another length is dearer than both
 
-    DRAFTING --drafts do not pay at the loads of the last versions--> OFF
-    OFF --a request begins after enough steps, fewer after new weights--> TRIAL
-    TRIAL --they pay--> DRAFTING        TRIAL --they do not, or too few were seen--> OFF
+`OFF` is a length, too: no drafter runs. Each batch size has its own, so that a batch which drains is decoded plainly
+while it is full, and drafted for when it is small. A learned drafter has no KV cache of what it has missed, so that
+whoever was decoded without it has to be read again first: all live requests are computed anew, once. That is due when
+drafts would have saved, since the batch is small, what the reading costs (who rents skis until the rent has cost a
+pair pays twice the least that he could have paid, at worst): `catch_up_is_due`.
 
-In DRAFTING each batch size has its own k. k = 0 still runs the drafter once a step, so that its KV cache stays whole
-and the same requests can be drafted for when the batch has drained; `OFF` runs no drafter at all. A trial counts fresh
-requests only, since the drafter has no KV cache of older ones; so it begins with one. Nothing here changes what is
-sampled, only how fast.
+What is accepted is seen only of requests that the drafter has read in whole. When none was seen for long, because
+drafts pay at no load (OFF) or not at the one that is (DRAFTING), a trial shows whether that is still true:
 
-Whether drafts pay is asked of all loads between two versions of the weights, since a batch drains from the first to the
-second: what they cost while it is full is held against what they save when it is nearly empty. And it is asked of all
-steps: a drafter reads prompts, too, and a step after one of another length is dearer than both, of which c knows
-nothing. So what the formula promises is multiplied by the share of such promises that has been kept so far.
+    DRAFTING --drafts pay at no batch size--> OFF
+    DRAFTING, OFF --a request begins, enough steps after the last draft, fewer after new weights--> TRIAL
+    TRIAL --enough were seen, or too few for too long--> DRAFTING or OFF
 
-Called by the engine core's scheduler (vllm_backend/scheduler.py) at every step; the simulator may call it as well.
-Seconds, tokens. B live requests, k draft tokens.
+Nothing here changes what is sampled, only how fast.
+
+Called by the engine core's scheduler (vllm_backend/scheduler.py) at every step. Seconds, tokens. B live requests, k
+draft tokens.
 """
 
 from __future__ import annotations
 
 import bisect
 import math
+import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 OFF = -1
 """Length that means: do not run the drafter at all."""
 
 HORIZON_DRAFTS = 4096  # counts are halved here: acceptance is that of the last few thousand drafts
 PRIOR_DRAFTS = 16.0  # weight of what is believed of a position before it was reached
-PRIOR_CHANCE = 0.7  # ... and of the first one: high enough that drafting is tried
-ENOUGH_DRAFTS = 64.0  # with fewer, drafting is not given up, and every request is taken to have had a draft
-LOAD_KEPT = 0.75  # of earlier loads with each new version: about the last four count, whatever part this one is in
-HISTORY_SECONDS = 1800.0  # how far back the load counts, roughly, if no new weights come meanwhile
-WINDOW_SECONDS = 30.0  # how far back the measured gain looks, roughly
-TRIAL_DRAFTS = 192  # of fresh requests, until a trial is decided
-TRIAL_STEPS = 192  # a trial ends here in any case, as many as one request needs; what it did not prove is not so
-REST_STEPS = 6000  # of OFF between trials without new weights: a trial must cost next to nothing
+PRIOR_CHANCE = 0.7  # ... and of the first one
+ENOUGH_DRAFTS = 192  # with fewer, drafting is not given up, no trial decided, every request taken to have had one
+KEPT_SECONDS = 1800.0  # how far back kept promises count, roughly
+KEPT_PRIOR_STEPS = 256  # full ones that are believed to have kept what was promised, before any is seen
+WINDOW_SECONDS = 30.0  # how far back the gains that are reported look, roughly
+TRIAL_STEPS = 192  # a trial ends here in any case, as many as one request needs; with too few it has shown nothing
+REST_STEPS = 6000  # without a draft, between trials without new weights: a trial must cost next to nothing
 REST_STEPS_AFTER_WEIGHTS = 1500  # ... and with them
-LONGEST_BACK_OFF = 8  # each trial in a row that proves nothing doubles the next rest, up to so many times the first
+LONGEST_BACK_OFF = 8  # each trial in a row that changes nothing doubles the next rest, up to so many times the first
 REVISE_STEPS = 32  # the table is computed anew this often
 EARLY_STEPS = frozenset({4, 8, 16})  # ... and so soon in a new state: a full batch must not wait for what is plain
 SWITCH_GAIN = 1.01  # a length replaces the present one if it is this much faster: no flutter between equals
 WORTH_GAIN = 1.01  # drafting must be this much faster than not drafting
-KEPT_PRIOR_STEPS = 256  # full ones that are believed to have kept what was promised, before any is seen
 ROW_RATE = 0.1  # how fast the costs of one batch size follow what is seen: the machine gets slower or faster
 # ... and one cell by itself. Much slower: a machine that slows down must not look like one length that got dearer, or
 # the lengths that are not in use would seem cheap.
@@ -62,6 +65,8 @@ CELL_RATE = 0.02
 DOUBTFUL_GAIN = 1.3  # below this, probes also leave the drafter out: an old calibration must not decide that it pays
 PROBE_EVERY, PROBE_STEPS = 64, 4  # of so many steps, so few use the next shorter or longer draft, to know their costs
 OUTLIER = 3.0  # a step this much slower or faster than expected was disturbed, and teaches nothing
+DISTURBED_STEPS = 32  # ... but after so many of them in a row the machine is another one
+READING_KEPT = 0.9  # of what earlier steps say of a prompt token's cost, with each that reads some
 
 
 class State(StrEnum):
@@ -114,6 +119,11 @@ class StepCosts:
         place, share = self.place(batch)
         return row[place] + share * (row[min(place + 1, len(row) - 1)] - row[place])
 
+    def row(self, k: int) -> npt.NDArray[np.float64]:
+        """Seconds [batch sizes from 1 to the largest]."""
+        found: npt.NDArray[np.float64] = np.interp(np.arange(1, self.nodes[-1] + 1), self.nodes, self.seconds[k])
+        return found
+
     def correct(self, batch: int, k: int, ratio: float) -> None:
         """A step took `ratio` times what was expected: move this cell a little, and its batch size's row more."""
         place, share = self.place(batch)
@@ -123,6 +133,10 @@ class StepCosts:
                 for row in self.seconds.values():
                     row[node] *= together
                 self.seconds[k][node] *= ratio ** (CELL_RATE * weight)
+
+    def scale(self, ratio: float) -> None:
+        """All steps take `ratio` times what they took."""
+        self.seconds = {k: [cost * ratio for cost in row] for k, row in self.seconds.items()}
 
     def as_json(self) -> dict[str, Any]:
         """For the calibration file."""
@@ -232,21 +246,35 @@ class DraftLengths:
     state: State = field(default=State.DRAFTING, init=False)
     table: list[int] = field(init=False)
     """Length by batch size; index 0 is not used."""
-    load_s: list[float] = field(init=False)
-    """Seconds spent near each node of the costs, fading."""
-    window: Window = field(init=False)
+    measured: Window = field(init=False)
+    """Otherwise: without drafts."""
+    predicted: Window = field(init=False)
+    """Of the same steps, what they had taken by E and c alone; otherwise: without drafts."""
     events: list[dict[str, Any]] = field(default_factory=list, init=False)
-    predicted_gain: float = field(default=1.0, init=False)
 
     def __post_init__(self) -> None:
         self.lengths = tuple(sorted(self.lengths))
         self.costs = StepCosts(batch_nodes(self.max_batch), self.lengths)
-        self.acceptance = Acceptance(max(self.lengths))
-        self._forget_loads()
-        self._calls = self._steps = self._state_steps = self._trial_drafts = 0
-        self._rest_steps, self._back_off = REST_STEPS, 1
+        self._calls = self._steps = 0
+        self._outliers: list[float] = []
+        self._read_s = self._read_tokens = 0.0
+        self._catch_ups = 0
+        self._know_nothing()
+
+    def _know_nothing(self) -> None:
+        """Of the drafter. What steps cost stays known."""
+        self.acceptance = self._before_trial = Acceptance(max(self.lengths))
+        self.measured, self.predicted = Window(WINDOW_SECONDS), Window(WINDOW_SECONDS)
+        self._kept = Window(KEPT_SECONDS)  # of steps with drafts; otherwise: if all were as fast as promised
         self.table = [max(self.lengths)] * (self.max_batch + 1)
-        self._probe = self.table
+        self._gains = np.ones(self.max_batch + 1)  # of the best length that drafts, by batch size
+        self._probe: list[int] | None = None
+        self.state = State.DRAFTING
+        self._is_tried = False  # whether enough was seen to give drafting up
+        self._state_steps = self._idle_steps = self._trial_drafts = 0
+        self._last_batch = 1
+        self._rest_steps, self._back_off = REST_STEPS, 1
+        self._missed_s = 0.0
 
     # -- what happens ---------------------------------------------------------------------------------------------
 
@@ -257,39 +285,63 @@ class DraftLengths:
         self._calls += 1
         phase = self._calls % PROBE_EVERY
         if phase >= PROBE_STEPS or self.state is not State.DRAFTING:
-            return self.table
-        if phase == 0:
+            self._probe = None
+        elif phase == 0:
             self._probe = self._next_probe(self._calls // PROBE_EVERY % 3)
-        return self._probe
+        return self._probe or self.table
+
+    @property
+    def is_probing(self) -> bool:
+        """Whether the last `lookup` was of a probe: a drafter that misses its few steps goes on all the same."""
+        return self._probe is not None
 
     def _next_probe(self, turn: int) -> list[int]:
-        """In turn: one token more, one fewer, and, if it is in doubt whether drafts pay at all, none."""
+        """In turn: one token more, one fewer, and, where it is in doubt whether drafts pay at all, none."""
         if turn == 2:
-            is_doubtful = OFF in self.lengths and self.predicted_gain < DOUBTFUL_GAIN
-            return [OFF] * len(self.table) if is_doubtful else self.table
+            can_rest = OFF in self.lengths
+            return [
+                OFF if can_rest and gain < DOUBTFUL_GAIN else k
+                for k, gain in zip(self.table, self._gains.tolist(), strict=True)
+            ]
         shift = 1 if turn == 1 else -1
         drafting = [k for k in self.lengths if k != OFF]
-        return [min(max(k + shift, drafting[0]), drafting[-1]) for k in self.table]
+        return [k if k == OFF else min(max(k + shift, drafting[0]), drafting[-1]) for k in self.table]
 
-    def saw_request(self) -> bool:
-        """A request is about to begin, and with it a trial that is due. True if it is one that the trial judges by."""
-        is_rested = self._state_steps >= self._rest_steps * self._back_off
-        if self.state is State.OFF and is_rested and self.fixed is None:
-            self.acceptance = Acceptance(max(self.lengths))
+    def catch_up_is_due(self, batch: int, tokens: int) -> bool:
+        """Whether to compute `batch` live requests anew, of `tokens` tokens in all, now that drafts pay for so few.
+
+        Asked before each step in which the drafter has missed any of them. Until it is due, they are not drafted for.
+        """
+        if self.state is not State.DRAFTING or self.table[batch] == OFF or not self.costs.is_known:
+            self._missed_s = 0.0
+            return False
+        plain = self.costs.at(batch, self._undrafted)
+        self._missed_s += plain * (1 - 1 / max(1.0, float(self._gains[batch])))
+        reading_s = tokens * self._read_s / self._read_tokens if self._read_tokens else 0.0
+        if self._missed_s < reading_s + plain:  # the step that is under way is lost
+            return False
+        self._missed_s = 0.0
+        self._catch_ups += 1
+        return True
+
+    def saw_request(self) -> None:
+        """A request is about to begin, and with it a trial that is due."""
+        is_rested = self._idle_steps >= self._rest_steps * self._back_off
+        if self.state is not State.TRIAL and is_rested and self.fixed is None:
+            self._before_trial, self.acceptance = self.acceptance, Acceptance(max(self.lengths))
             self._trial_drafts = 0
             self._move(State.TRIAL)
-            self._fill_table()
-        return self.state is State.TRIAL
+            shortest = min((k for k in self.lengths if k > 0), default=0)
+            self.table[1:] = [shortest] * self.max_batch
 
-    def saw_draft(self, length: int, accepted: int, is_fresh: bool) -> None:
-        """A request's draft was verified. is_fresh: the request is younger than the present state."""
-        if self.fixed is not None:
+    def saw_draft(self, length: int, accepted: int, is_whole: bool) -> None:
+        """A request's draft was verified. is_whole: the drafter has read all of the request."""
+        if self.fixed is not None or not is_whole:
             return
-        if self.state is State.TRIAL:
-            if not is_fresh:
-                return
-            self._trial_drafts += 1
+        self._idle_steps = 0
+        self._trial_drafts += 1
         self.acceptance.observe(length, accepted)
+        self._is_tried = self._is_tried or self.acceptance.drafts >= ENOUGH_DRAFTS
 
     def saw_step(self, batch: int, k: int, tokens: int, seconds: float) -> None:
         """A step of decoding ended: `batch` requests, k tokens drafted and verified each, `tokens` emitted.
@@ -300,105 +352,119 @@ class DraftLengths:
             return
         ratio = seconds / self._cost(batch, k)
         if not 1 / OUTLIER < ratio < OUTLIER:
+            self._outliers.append(ratio)
+            if len(self._outliers) == DISTURBED_STEPS:
+                self.costs.scale(statistics.median(self._outliers))
+                self._outliers.clear()
             return
+        self._outliers.clear()
         self.costs.correct(batch, k, ratio)
         if k > 0:
             self.acceptance.request_steps += batch
         undrafted_s = tokens / batch * self.costs.at(batch, self._undrafted)
-        self._count(seconds, undrafted_s, promised_s=seconds)
-        self._remember_load(batch, seconds)
+        self._count(batch, k, seconds, undrafted_s, promised_s=seconds)
+        self._last_batch = batch
         self._steps += 1
         self._state_steps += 1
+        self._idle_steps += 1
         if self._steps % REVISE_STEPS == 0 or self._is_due():
             self.revise()
 
-    def saw_other_step(self, batch: int, k: int, tokens: int, seconds: float, begins: bool) -> None:
-        """A step ended that says nothing of what lengths cost, but took its time. begins: requests began with it."""
+    def saw_other_step(self, batch: int, k: int, tokens: int, seconds: float) -> None:
+        """A step of decoding ended that says nothing of what lengths cost, but took its time."""
+        if self._learns(k) and seconds < OUTLIER * self.costs.at(batch, max(self.lengths)):
+            undrafted_s = tokens / batch * self.costs.at(batch, self._undrafted)
+            self._count(batch, k, seconds, undrafted_s, undrafted_s / self._promise(batch, k))
+
+    def saw_reading(self, batch: int, k: int, read: int, seconds: float, is_catch_up: bool) -> None:
+        """A step ended that read `read` tokens of prompts. is_catch_up: without a drafter it had read nothing."""
         if not self._learns(k):
             return
-        plain = self.costs.at(batch, self._undrafted)
-        if begins:  # with a drafter, prompts took a pass of it more, as steps do that draft nothing
+        expected_s = self.costs.at(batch, k)
+        self._read_s = READING_KEPT * self._read_s + max(0.0, seconds - expected_s)
+        self._read_tokens = READING_KEPT * self._read_tokens + read
+        if is_catch_up:
+            self._count(batch, k, seconds, undrafted_s=0.0, promised_s=0.0)
+        else:  # with a drafter, prompts took a pass of it more, as steps do that draft nothing
+            plain = self.costs.at(batch, self._undrafted)
             undrafted_s = seconds * plain / self.costs.at(batch, 0) if k != OFF and 0 in self.lengths else seconds
-            self._count(seconds, undrafted_s, undrafted_s / self._costed_gain())
-        elif seconds < OUTLIER * self.costs.at(batch, max(self.lengths)):
-            undrafted_s = tokens / batch * plain
-            self._count(seconds, undrafted_s, undrafted_s / self._gain_at(batch))
+            self._count(batch, k, seconds, undrafted_s, undrafted_s / self._promise(batch, k))
 
     def fix(self, length: int | None) -> None:
         """Use this length from now on, and learn nothing; None: go on with what was decided before."""
         self.fixed = length
-
-    def begin_anew(self) -> None:
-        """Decide by the loads that are seen from now on. Costs and acceptance stay known."""
-        self.fixed = None
-        self._forget_loads()
-        self.table[:] = [max(self.lengths)] * (self.max_batch + 1)
-        self.state, self._state_steps, self._back_off = State.DRAFTING, 0, 1
-        self.revise()
+        self._probe = None
 
     def drafter_replaced(self) -> None:
         """Another drafter serves under the same policy, as after its initialisation: nothing that is known is of it."""
-        self.acceptance = Acceptance(max(self.lengths))
-        self.begin_anew()
+        self._know_nothing()
+        self.revise()
 
     def weights_changed(self) -> None:
         """A new version of policy and drafter serves: what was accepted before counts half, and a rest is shorter."""
         self.acceptance.fade(0.5)
-        self.load_s = [seconds * LOAD_KEPT for seconds in self.load_s]
         self._rest_steps = REST_STEPS_AFTER_WEIGHTS
 
     # -- what is decided ------------------------------------------------------------------------------------------
 
     def revise(self) -> None:
-        """Decide the state and the table anew. Without costs nothing is decided."""
+        """Decide the table and the state anew. Without costs nothing is decided."""
         if self.fixed is not None or not self.costs.is_known:
             return
-        self.predicted_gain = self._gain()
         if self.state is State.TRIAL:
-            if self._trial_drafts >= TRIAL_DRAFTS or self._state_steps >= TRIAL_STEPS:
-                is_proved = self._trial_drafts >= TRIAL_DRAFTS and self.predicted_gain >= WORTH_GAIN
-                self._back_off = 1 if is_proved else min(2 * self._back_off, LONGEST_BACK_OFF)
-                self._move(State.DRAFTING if is_proved else State.OFF)
-        elif (
-            self.state is State.DRAFTING
-            and self.predicted_gain < WORTH_GAIN
-            and self.acceptance.drafts >= ENOUGH_DRAFTS
-            and OFF in self.lengths
-        ):
-            self._move(State.OFF)
+            if self._trial_drafts >= ENOUGH_DRAFTS or self._state_steps >= TRIAL_STEPS:
+                self._end_trial()
+        elif self.state is State.DRAFTING:
+            self._fill_table()
+            if self._rests_always:
+                self._move(State.OFF)
+
+    def _end_trial(self) -> None:
+        if self._trial_drafts < ENOUGH_DRAFTS // 2:
+            self.acceptance = self._before_trial
         self._fill_table()
+        self._move(State.OFF if self._rests_always else State.DRAFTING)
+        is_changed = self.table[self._last_batch] != OFF
+        self._back_off = 1 if is_changed else min(2 * self._back_off, LONGEST_BACK_OFF)
+        self._idle_steps = 0
+
+    @property
+    def _rests_always(self) -> bool:
+        return all(k == OFF for k in self.table[1:])
 
     def _is_due(self) -> bool:
         """Whether a state's end should not wait for the next revision."""
-        return self._state_steps in EARLY_STEPS or (self.state is State.TRIAL and self._trial_drafts >= TRIAL_DRAFTS)
+        return self._state_steps in EARLY_STEPS or (self.state is State.TRIAL and self._trial_drafts >= ENOUGH_DRAFTS)
 
     def _move(self, state: State) -> None:
         self.events.append(
             {
                 "before": self.state.value,
                 "after": state.value,
-                "predicted_gain": round(self.predicted_gain, 3),
+                "best_gain": round(float(self._gains[1:].max()), 3),
                 "acceptance": [round(chance, 3) for chance in self.acceptance.chances()],
             }
         )
         self.state, self._state_steps = state, 0
-        if state is State.OFF:
+        if state is not State.TRIAL:
             self._rest_steps = REST_STEPS
 
     def _fill_table(self) -> None:
-        allowed = [k for k in self.lengths if k != OFF] or [OFF]
-        if self.state is State.DRAFTING:
-            emitted = self.acceptance.emitted(allowed)
-            self.table[1:] = [self._best(batch, emitted) for batch in range(1, self.max_batch + 1)]
-        else:
-            shortest = min((k for k in allowed if k > 0), default=0)
-            self.table[1:] = [OFF if self.state is State.OFF else shortest] * self.max_batch
-
-    def _best(self, batch: int, emitted: dict[int, float]) -> int:
-        """Of the lengths with so many tokens emitted per step."""
-        speed = {k: tokens / self._cost(batch, k) for k, tokens in emitted.items()}
-        best, now = max(speed, key=lambda k: speed[k]), self.table[batch]
-        return now if now in speed and speed[best] < SWITCH_GAIN * speed[now] else best
+        """The fastest length of each batch size, and how much faster than none it is."""
+        drafting = [k for k in self.lengths if k != OFF]
+        emitted, rate = self.acceptance.emitted(drafting), self.acceptance.draft_rate
+        undrafted = self.costs.row(self._undrafted)
+        costs = {k: self.costs.row(k) for k in drafting}
+        mixed = {k: rate * costs[k] + (1 - rate) * undrafted if k > 0 else costs[k] for k in drafting}
+        lengths, gains = np.array(drafting), np.stack([emitted[k] * undrafted / mixed[k] for k in drafting])
+        now = np.array(self.table[1:])
+        best = gains.argmax(axis=0)
+        stays = (lengths[:, None] == now) & (gains.max(axis=0) < SWITCH_GAIN * gains)
+        best = np.where(stays.any(axis=0), stays.argmax(axis=0), best)
+        found = gains[best, np.arange(self.max_batch)] * self._kept_share()
+        self._gains[1:] = found
+        rests = (found < WORTH_GAIN) & (OFF in self.lengths) & self._is_tried
+        self.table[1:] = np.where(rests, OFF, lengths[best]).tolist()
 
     @property
     def _undrafted(self) -> int:
@@ -408,64 +474,41 @@ class DraftLengths:
     def _learns(self, k: int) -> bool:
         return self.fixed is None and self.costs.is_known and k in self.lengths
 
-    def _count(self, seconds: float, undrafted_s: float, promised_s: float) -> None:
-        """A step ended; by what c promises of drafts, what it did had taken so long."""
-        self.window.add(seconds, undrafted_s)
-        if self.state is State.DRAFTING:
+    def _count(self, batch: int, k: int, seconds: float, undrafted_s: float, promised_s: float) -> None:
+        """A step ended; by what E and c promise of drafts, what it did had taken so long."""
+        self.measured.add(seconds, undrafted_s)
+        self.predicted.add(undrafted_s / self._promise(batch, k), undrafted_s)
+        if k != OFF and self.state is State.DRAFTING:
             self._kept.add(seconds, promised_s)
 
-    def _gain(self) -> float:
-        """Speed with the best lengths over speed without drafts, over the loads of the last versions of the weights."""
-        prior_s = KEPT_PRIOR_STEPS * self.costs.at(self.max_batch, self._undrafted)
-        return self._costed_gain() * (self._kept.gain(prior_s) or 1.0)
+    def _kept_share(self) -> float:
+        return self._kept.gain(KEPT_PRIOR_STEPS * self.costs.at(self.max_batch, self._undrafted)) or 1.0
 
-    def _gain_at(self, batch: int) -> float:
-        """What is promised of the length that is used at this load."""
-        k = self.table[batch]
-        return self.acceptance.emitted([k])[k] * self.costs.at(batch, self._undrafted) / self._cost(batch, k)
-
-    def _costed_gain(self) -> float:
-        """What is promised of all loads, if steps are as long as c says."""
-        drafted = undrafted = 0.0
-        emitted = self.acceptance.emitted(k for k in self.lengths if k != OFF)
-        for node, seconds in zip(self.costs.nodes, self.load_s, strict=True):
-            # A load is a number of steps without drafts; with drafts there are fewer, and each takes longer.
-            plain = self.costs.at(node, self._undrafted)
-            steps = seconds / plain
-            undrafted += seconds
-            drafted += steps * min(self._cost(node, k) / tokens for k, tokens in emitted.items())
-        return undrafted / drafted
+    def _promise(self, batch: int, k: int) -> float:
+        """How much faster than without drafts a length is, by E and c alone."""
+        emitted = self.acceptance.emitted([k])[k]
+        return emitted * self.costs.at(batch, self._undrafted) / self._cost(batch, k)
 
     def _cost(self, batch: int, k: int) -> float:
         """Seconds of a step in which the usual share of requests has a draft of k tokens."""
         rate = self.acceptance.draft_rate if k > 0 else 1.0
         return rate * self.costs.at(batch, k) + (1 - rate) * self.costs.at(batch, self._undrafted)
 
-    def _forget_loads(self) -> None:
-        self.load_s = [1e-3] * len(self.costs.nodes)
-        self.window = Window(WINDOW_SECONDS)  # otherwise: without drafts
-        self._kept = Window(HISTORY_SECONDS)  # of DRAFTING; otherwise: if all steps were as fast as c promises
-
-    def _remember_load(self, batch: int, seconds: float) -> None:
-        fade = math.exp(-seconds / HISTORY_SECONDS)
-        place, share = self.costs.place(batch)
-        self.load_s = [value * fade for value in self.load_s]
-        self.load_s[place] += (1 - share) * seconds
-        self.load_s[min(place + 1, len(self.load_s) - 1)] += share * seconds
-
     # -- what is reported -----------------------------------------------------------------------------------------
 
     def report(self) -> dict[str, Any]:
-        """State, table by batch size in runs, acceptance, gains, costs, and the events since the last report."""
+        """State, table by batch size in runs, acceptance, gains, costs; events and catch-ups since the last report."""
         events, self.events = self.events, []
+        catch_ups, self._catch_ups = self._catch_ups, 0
         return {
             "state": self.state.value,
             "table": [list(run) for run in _runs(self.table[1:])],
             "acceptance": self.acceptance.chances(),
-            "predicted_gain": self.predicted_gain,
-            "measured_gain": self.window.gain(),
+            "predicted_gain": self.predicted.gain() or 1.0,
+            "measured_gain": self.measured.gain(),
             "costs": self.costs.as_json(),
             "events": events,
+            "catch_ups": catch_ups,
         }
 
 

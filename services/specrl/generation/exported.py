@@ -8,7 +8,8 @@ from specrl.telemetry import metrics
 
 
 def show_drafting(report: dict[str, Any]) -> None:
-    """`DraftLengths.report`: the chosen length at each batch size whose costs are known, these costs, and the gains."""
+    """`DraftLengths.report`: the chosen length at each batch size whose costs are known, these costs, and so on."""
+    metrics.CATCH_UPS.inc(report["catch_ups"])
     costs = report["costs"]
     for live in costs["nodes"]:
         chosen = next(length for first, last, length in report["table"] if first <= live <= last)

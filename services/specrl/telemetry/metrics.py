@@ -189,6 +189,11 @@ STEP_COST_SECONDS = Gauge(
     "what is seen since. draft_length -1: the drafter rests.",
     ["live", "draft_length"],
 )
+CATCH_UPS = Counter(
+    "specrl_generation_catch_ups_total",
+    "Times that all live requests were computed anew, for the drafter to read what was decoded without it while the "
+    "batch was too large for drafts to pay. Adaptive draft length only.",
+)
 REPLICA_GAIN = Gauge(
     "specrl_generation_replica_speculation_gain",
     "Speed over the calibrated speed without drafts, at this replica's recent loads: predicted from costs and "

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import structlog
+from prometheus_client import REGISTRY
 from tests.vllm_cases import (
     DRAFT_MODEL,
     EAGLE3,
@@ -67,6 +68,10 @@ async def change_lengths(engine: VllmEngine) -> None:
             await asyncio.sleep(0.03)
 
 
+def catch_ups() -> float:
+    return REGISTRY.get_sample_value("specrl_generation_catch_ups_total") or 0.0
+
+
 async def collect_while_changing(engine: VllmEngine, requests: Any) -> Any:
     changing = asyncio.create_task(change_lengths(engine))
     try:
@@ -74,7 +79,7 @@ async def collect_while_changing(engine: VllmEngine, requests: Any) -> Any:
     finally:
         changing.cancel()
         await asyncio.gather(changing, return_exceptions=True)
-        await drafting.begin_anew(engine._llm)
+        await drafting.fix(engine._llm, None)
 
 
 async def test_costs_are_calibrated_at_start_and_kept(engine: VllmEngine, cache: Path) -> None:
@@ -107,6 +112,37 @@ async def test_samples_follow_the_policy_while_the_length_changes(engine: VllmEn
     assert abs(scores).max() < Z_LIMIT, scores
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_a_batch_is_decoded_plainly_while_it_is_full_and_drafted_for_at_its_end(
+    models: Models, cache: Path, temperature: float
+) -> None:
+    spec = a_spec(models.first.policy, speculation(EAGLE3, models.first, k=1), generation={"draftLength": "Adaptive"})
+    judge = Judge(models.first.policy)
+    async with running(spec) as started:
+        costs = (await drafting.report(started._llm))["costs"]
+        # Made up, since drafts of so small a policy may pay everywhere or nowhere: they pay up to four, by far.
+        plain = costs["seconds"][str(OFF)]
+        drafted = [cost * (1.0 if live <= 4 else 2.5) for live, cost in zip(costs["nodes"], plain, strict=True)]
+        rows = {k: plain if int(k) == OFF else drafted for k in costs["seconds"]}
+        assert await drafting._call(started._llm, "take_costs", {"nodes": costs["nodes"], "seconds": rows})
+        before, drafted_before = catch_ups(), (await started.status()).speculation
+        requests = [
+            *some_requests(24, 120, temperature),
+            *(replace(item, rollout_id=f"long-{item.rollout_id}") for item in some_requests(3, 300, temperature)),
+        ]
+        rollouts = await collect(started, requests)
+        await asyncio.sleep(2 * drafting.REPORT_S)
+        since = (await started.status()).speculation.minus(drafted_before)
+    assert catch_ups() > before
+    assert 100 < since.drafts < 1000, "of the first steps, which show what is accepted, and of the batch's end"
+    assert since.accepted_per_position[0] > 0.5 * since.drafts, "the drafter has read what it missed"
+    for request, rollout in zip(requests, rollouts, strict=True):
+        if temperature == 0:
+            assert margins_of(judge, request, rollout.token_ids_T.tolist()).max() < 1e-3
+        else:
+            assert errors_of(judge, request, rollout).max() < 1e-4
+
+
 async def test_useless_drafter_is_switched_off_and_tried_again_after_new_weights(
     engine: VllmEngine, models: Models, tmp_path: Path
 ) -> None:
@@ -116,7 +152,6 @@ async def test_useless_drafter_is_switched_off_and_tried_again_after_new_weights
     try:
         with structlog.testing.capture_logs() as events:
             await update(engine, sender, [*models.first.tensors(False), *useless], 1)
-            await drafting.begin_anew(engine._llm)
             await generate_until(engine, "drafter_switched_off", events)
             resting = (await engine.status()).drafting
             await update(engine, sender, models.first.tensors(True), 2)

@@ -77,12 +77,12 @@ def test_steps_of_another_batch_or_length_are_not_counted() -> None:
 def test_a_step_tells_what_its_length_costs_when_it_verified_drafts_of_that_length(
     steps: list[tuple[int, int]], is_measured: bool
 ) -> None:
-    *before, last = (Step(float(at), batch, length, True) for at, (batch, length) in enumerate(steps))
+    *before, last = (Step(float(at), batch, length, 0) for at, (batch, length) in enumerate(steps))
     assert last.is_measured(*before) is is_measured
 
 
 def test_steps_that_read_prompts_tell_nothing() -> None:
-    decodes, reads = Step(0.0, 4, 1, True), Step(0.0, 4, 1, False)
+    decodes, reads = Step(0.0, 4, 1, 0), Step(0.0, 4, 1, 9)
     assert decodes.is_measured(reads, decodes)
     assert not decodes.is_measured(decodes, reads)
     assert not reads.is_measured(decodes, decodes)

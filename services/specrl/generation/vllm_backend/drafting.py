@@ -47,7 +47,7 @@ def configure(config: Any, lengths: Sequence[int]) -> None:
     kind = "AsyncDraftLengthScheduler" if config.scheduler_config.async_scheduling else "DraftLengthScheduler"
     config.scheduler_config.scheduler_cls = f"{SCHEDULERS}.{kind}"
     is_lookup = config.speculative_config.method == "ngram"
-    config.additional_config["specrl"] = {"lengths": list(lengths), "must_force": is_lookup}
+    config.additional_config["specrl"] = {"lengths": list(lengths), "is_lookup": is_lookup}
 
 
 async def calibrate(llm: Any, file: Path, sampling: Sampling) -> None:
@@ -112,11 +112,6 @@ async def forbid_rest(llm: Any) -> None:
 async def fix(llm: Any, length: int | None) -> None:
     """Always draft `length` tokens; None goes on with what was decided before. For measurements."""
     await _call(llm, "fix", length)
-
-
-async def begin_anew(llm: Any) -> None:
-    """Decide by the loads that are seen from now on. For measurements."""
-    await _call(llm, "begin_anew")
 
 
 async def report(llm: Any) -> dict[str, Any]:

@@ -387,11 +387,6 @@ class VllmEngine:
             step_costs=self._counters.times.costs(),
         )
 
-    async def decide_anew(self) -> None:
-        """Have a draft length that adapts decided by the loads that are seen from now on. For measurements."""
-        if self._draft_lengths:
-            await drafting.begin_anew(self._llm)
-
     async def close(self) -> None:
         """Stop vLLM and its processes, remove the scratch folder. Idempotent."""
         llm, self._llm = self._llm, None

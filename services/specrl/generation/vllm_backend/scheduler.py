@@ -9,6 +9,10 @@ reached from the front end through `EngineCore.specrl_drafting` (plugin.py).
 A step's duration is the time between two calls of `schedule`, which in a busy engine is what a step really costs, host
 work included. Of which steps it is known what they cost: `calibration.Step`.
 
+A learned drafter that was left out for some steps has not read the requests that were in them. They are decoded without
+it until `DraftLengths.catch_up_is_due`; then all live requests are computed anew, drafter included, as for new weights
+with `weights.kvCache: Recompute`. What they have sampled so far stays; a step that is under way is dropped unseen.
+
 In a calibration, look-up mechanisms find nothing in random prompts; `FORCED` asks the worker for drafts all the same.
 """
 
@@ -22,7 +26,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from specrl.generation.calibration import Calibration, Step
-from specrl.generation.draft_length import OFF, DraftLengths
+from specrl.generation.draft_length import OFF, DraftLengths, State
 from specrl.generation.vllm_backend.draft_rest import FORCED
 
 SETTINGS = "specrl"  # of vLLM's additional_config
@@ -37,12 +41,12 @@ class DraftLengthScheduler(Scheduler):
         config: Any = self.vllm_config  # typed as something to hash, which is not what it is here
         settings: dict[str, Any] = config.additional_config[SETTINGS]
         self._drafting = DraftLengths(self.scheduler_config.max_num_seqs, tuple(settings["lengths"]))
-        self._must_force = settings["must_force"]
+        self._is_lookup = settings["is_lookup"]
         self._calibration: Calibration | None = None
         self._recent: deque[Step] = deque(maxlen=MEASURED_AFTER + 1)
         self._emitted = 0
-        self._fresh: set[str] = set()
-        self._known_state = self._drafting.state
+        self._missed: set[str] = set()
+        self._left_to_read = 0
         self.dynamic_sd_lookup = self._drafting.table
 
     # -- vLLM's own calls -----------------------------------------------------------------------------------------
@@ -50,22 +54,39 @@ class DraftLengthScheduler(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Note how long the last step took, then schedule the next one with the length of its batch."""
         now = time.perf_counter()
-        calibration = self._calibration
-        if calibration is not None:
-            length = calibration.length + (FORCED if self._must_force and calibration.length > 0 else 0)
-            self.dynamic_sd_lookup = [length] * len(self._drafting.table)
-        else:
-            self.dynamic_sd_lookup = self._drafting.lookup()
+        self.dynamic_sd_lookup = self._next_lookup()
         output = super().schedule(*args, **kwargs)
-        batch, length = len(output.num_scheduled_tokens), output.num_spec_tokens_to_schedule % FORCED
-        if output.num_spec_tokens_to_schedule < 0:
-            length = output.num_spec_tokens_to_schedule
-        decodes = batch > 0 and not output.scheduled_new_reqs and not output.scheduled_cached_reqs.resumed_req_ids
+        scheduled, drafted = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
+        batch, length = len(scheduled), output.num_spec_tokens_to_schedule
+        self._missed -= output.finished_req_ids
+        if length == OFF and not self._is_lookup and (self._missed or not self._drafting.is_probing):
+            self._missed.update(scheduled)
         if self._recent:
             self._saw_step(now)
         self._emitted = 0
-        self._recent.append(Step(now, batch, length, decodes))
+        read = output.total_num_scheduled_tokens - batch - sum(len(tokens) for tokens in drafted.values())
+        is_catch_up = read > 0 and self._left_to_read > 0
+        self._left_to_read -= min(read, self._left_to_read)
+        length = length if length == OFF else length % FORCED
+        self._recent.append(Step(now, batch, length, read, is_catch_up))
         return output
+
+    def _next_lookup(self) -> list[int]:
+        """Length by batch size for the step that is about to be scheduled."""
+        calibration = self._calibration
+        if calibration is not None:
+            length = calibration.length + (FORCED if self._is_lookup and calibration.length > 0 else 0)
+            return [length] * len(self._drafting.table)
+        lookup = self._drafting.lookup()
+        if not self._missed or self._drafting.fixed is not None or self._drafting.state is State.TRIAL:
+            return lookup
+        batch = min(len(self.running) + len(self.waiting), self._drafting.max_batch)
+        tokens = sum(request.num_computed_tokens for request in self.running)
+        if not self._drafting.catch_up_is_due(batch, tokens):
+            return [OFF] * len(lookup)
+        self._left_to_read = tokens
+        self.reset_prefix_cache(reset_running_requests=True)
+        return lookup
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
         """Count what was emitted; an engine without work has no steps to measure."""
@@ -78,16 +99,20 @@ class DraftLengthScheduler(Scheduler):
     def make_spec_decoding_stats(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM calls this for every draft that was verified."""
         if self._calibration is None:
-            is_fresh = kwargs["request_id"] in self._fresh
-            self._drafting.saw_draft(kwargs["num_draft_tokens"], kwargs["num_accepted_tokens"], is_fresh)
+            is_whole = kwargs["request_id"] not in self._missed
+            self._drafting.saw_draft(kwargs["num_draft_tokens"], kwargs["num_accepted_tokens"], is_whole)
         return super().make_spec_decoding_stats(*args, **kwargs)
 
     def add_request(self, request: Any) -> None:
-        """Remember the requests that a trial judges by; nobody asks for others."""
-        if self._drafting.saw_request():
-            self._note_state()
-            self._fresh.add(request.request_id)
+        """A trial begins with a request that the drafter can read from its beginning."""
+        self._drafting.saw_request()
         super().add_request(request)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """What is computed anew is read by the drafter, too, unless it is left out again."""
+        if reset_running_requests:
+            self._missed.clear()
+        return super().reset_prefix_cache(reset_running_requests, reset_connector)
 
     def set_pause_state(self, *args: Any, **kwargs: Any) -> None:
         """No step lasts from before a pause until after it."""
@@ -105,14 +130,10 @@ class DraftLengthScheduler(Scheduler):
             return
         if is_measured:
             self._drafting.saw_step(last.batch, last.length, self._emitted, seconds)
+        elif last.read > 0:
+            self._drafting.saw_reading(last.batch, last.length, last.read, seconds, last.is_catch_up)
         elif last.batch > 0:
-            self._drafting.saw_other_step(last.batch, last.length, self._emitted, seconds, begins=not last.decodes)
-        self._note_state()
-
-    def _note_state(self) -> None:
-        if self._drafting.state is not self._known_state:
-            self._known_state = self._drafting.state
-            self._fresh.clear()
+            self._drafting.saw_other_step(last.batch, last.length, self._emitted, seconds)
 
     # -- commands of the front end, by name: EngineCore.specrl_drafting ---------------------------------------------
 
@@ -123,10 +144,6 @@ class DraftLengthScheduler(Scheduler):
     def drafting_fix(self, length: int | None) -> None:
         """Always draft this many tokens; None: go on deciding."""
         self._drafting.fix(length)
-
-    def drafting_begin_anew(self) -> None:
-        """Decide by the loads that are seen from now on."""
-        self._drafting.begin_anew()
 
     def drafting_forbid_rest(self) -> None:
         """The workers cannot leave the drafter out."""
@@ -141,7 +158,6 @@ class DraftLengthScheduler(Scheduler):
     def drafting_drafter_replaced(self) -> None:
         """Another drafter serves under the same policy."""
         self._drafting.drafter_replaced()
-        self._note_state()
 
     def drafting_calibrate(self, batch: int) -> None:
         """Measure steps of this batch size from now on; the front end provides the requests."""
@@ -179,7 +195,6 @@ class DraftLengthScheduler(Scheduler):
 
     def _begin(self) -> None:
         self._recent.clear()
-        self._fresh.clear()
         self.dynamic_sd_lookup = self._drafting.table
         self._drafting.revise()
 
