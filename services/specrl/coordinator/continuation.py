@@ -13,6 +13,7 @@ import structlog
 from specrl.coordinator.board import CHECKPOINTS
 from specrl.coordinator.parts import Parts, PromptStream
 from specrl.coordinator.progress import Progress
+from specrl.coordinator.report import Phase
 from specrl.coordinator.trainer_link import TrainerLink
 from specrl.errors import RunInvalid
 from specrl.records import StreamPlace, TrainerStatus
@@ -29,6 +30,7 @@ async def take_up(parts: Parts, link: TrainerLink) -> Progress:
     store = parts.store
     if store.trained() or await store.batch(1) is not None:
         return parts.board.progress(parts.spec.schedule.prompts_per_step)
+    parts.board.say(Phase.WAITING, "waiting for the trainer, which may have a checkpoint", 0, 1)
     status = await link.found()
     if status.step == 0:
         return Progress()
