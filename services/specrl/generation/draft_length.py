@@ -451,7 +451,9 @@ class DraftLengths:
 
     def _fill_table(self) -> None:
         """The fastest length of each batch size, and how much faster than none it is."""
-        drafting = [k for k in self.lengths if k != OFF]
+        drafting = [
+            k for k in self.lengths if k > 0 or OFF not in self.lengths
+        ]  # 0 is slower than none, and shows nothing
         emitted, rate = self.acceptance.emitted(drafting), self.acceptance.draft_rate
         undrafted = self.costs.row(self._undrafted)
         costs = {k: self.costs.row(k) for k in drafting}

@@ -196,6 +196,15 @@ def test_useless_drafter_is_switched_off_and_tried_again_rarely() -> None:
     assert ("trial", "drafting") not in moves
 
 
+@pytest.mark.parametrize("batch", [1, 4, 64])
+def test_useless_drafter_is_found_out_at_any_load(batch: int) -> None:
+    """Even where a single token that is never accepted seems too dear to be tried."""
+    engine = FormulaEngine(DraftLengths(64, LENGTHS), 0.0, cost=lambda batch, k: 0.01 * (1 + (k + 1) * 0.8))
+    engine.calibrate()
+    engine.run(batch, 800)
+    assert engine.drafting.state is State.OFF
+
+
 def test_drafter_that_recovers_is_switched_on_again_after_new_weights() -> None:
     engine = an_engine(0.0)
     engine.run(16, 500)
