@@ -2,12 +2,12 @@
 
     python benchmarks/speculation.py --run runs/demo-1                # the demo's policy with its trained drafter
 
-Engines side by side: `none`; the trained drafter, in turns left to the controller and held at a length of 1 to 5, from
-which the controller learns nothing; and under the controller two more drafters: a useless one (random weights), and an
-adversarial one (the trained head with its output layer negated, so that it proposes what the policy likes least).
-Engines are processes, and two processes that do the same differ by some per cent for as long as they live, by where the
-machine put them. So another `none` is measured, too: what it says against the first is how far "against none" can be
-believed. The adaptive length and the fixed ones share an engine.
+Engines side by side: `none`; the trained drafter, left to the controller; the same held at a length of 1 to 5; and
+under the controller two more drafters: a useless one (random weights), and an adversarial one (the trained head with
+its output layer negated, so that it proposes what the policy likes least). Engines are processes, and two processes
+that do the same differ by some per cent for as long as they live, by where the machine put them. So another `none` is
+measured, too: what it says against the first is how far any of the ratios can be believed. The fixed lengths share an
+engine.
 
 Two measurements on the same prompts:
     load    so many rollouts live all the time in every engine; all engines are paused but one, which computes for a
@@ -52,10 +52,11 @@ from specrl.prompts.stream import PromptStream
 from specrl.spec import RunSpec, load_spec
 from specrl.spec.generation import Eagle3
 
-NONE, ANOTHER, ADAPTIVE, USELESS, ADVERSARIAL = (
+NONE, ANOTHER, ADAPTIVE, FIXED, USELESS, ADVERSARIAL = (
     "none",
     "another none",
     "adaptive",
+    "fixed",
     "useless drafter",
     "adversarial drafter",
 )
@@ -83,7 +84,7 @@ async def start(spec: RunSpec, policy: Path, drafter: Path, scratch: Path) -> di
     head = load_head(drafter, config)
     head.lm_head.weight.data.neg_()
     save_head(scratch / "adversarial", head, head.lm_head.weight.dtype)
-    heads = {ADAPTIVE: drafter, USELESS: scratch / "useless", ADVERSARIAL: scratch / "adversarial"}
+    heads = {ADAPTIVE: drafter, FIXED: drafter, USELESS: scratch / "useless", ADVERSARIAL: scratch / "adversarial"}
     engines: dict[str, VllmEngine] = {}
     for name in (NONE, ANOTHER, *heads):
         fields = mechanism("eagle3", str(heads[name])) if name in heads else mechanism("none", "")
@@ -94,7 +95,7 @@ async def start(spec: RunSpec, policy: Path, drafter: Path, scratch: Path) -> di
 
 def modes_of(engines: dict[str, VllmEngine], lengths: Sequence[int]) -> list[Mode]:
     """What is measured; 3 is always among the fixed lengths."""
-    fixed = [Mode(f"k = {k}", engines[ADAPTIVE], k) for k in sorted({3, *lengths})]
+    fixed = [Mode(f"k = {k}", engines[FIXED], k) for k in sorted({3, *lengths})]
     plain = [Mode(name, engines[name], None) for name in (NONE, ANOTHER)]
     return [*plain, *fixed, *(Mode(name, engines[name], None) for name in CONTROLLED)]
 
