@@ -41,10 +41,9 @@ class Step:
 
     def is_measured(self, two_before: Step, before: Step) -> bool:
         """Whether the time from this step to the next is what its length costs at its batch."""
-        is_pure = (
-            self.batch > 0 and self.read == before.read == 0 and abs(self.batch - before.batch) * CLOSE <= self.batch
-        )
-        return is_pure and two_before.length == before.length == self.length
+        is_pure = self.batch > 0 and self.read == before.read == 0
+        is_alike = abs(self.batch - before.batch) * CLOSE <= self.batch
+        return is_pure and is_alike and two_before.length == before.length == self.length
 
 
 class Calibration:

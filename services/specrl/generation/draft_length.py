@@ -307,8 +307,8 @@ class DraftLengths:
         drafting = [k for k in self.lengths if k != OFF]
         return [k if k == OFF else min(max(k + shift, drafting[0]), drafting[-1]) for k in self.table]
 
-    def catch_up_is_due(self, batch: int, tokens: int) -> bool:
-        """Whether to compute `batch` live requests anew, of `tokens` tokens in all, now that drafts pay for so few.
+    def catch_up_is_due(self, batch: int, tokens: Iterable[int]) -> bool:
+        """Whether to compute `batch` live requests anew, each of so many tokens, now that drafts pay for so few.
 
         Asked before each step in which the drafter has missed any of them. Until it is due, they are not drafted for.
         """
@@ -317,7 +317,7 @@ class DraftLengths:
             return False
         plain = self.costs.at(batch, self._undrafted)
         self._missed_s += plain * (1 - 1 / max(1.0, float(self._gains[batch])))
-        reading_s = tokens * self._read_s / self._read_tokens if self._read_tokens else 0.0
+        reading_s = sum(tokens) * self._read_s / self._read_tokens if self._read_tokens else 0.0
         if self._missed_s < reading_s + plain:  # the step that is under way is lost
             return False
         self._missed_s = 0.0
@@ -451,14 +451,12 @@ class DraftLengths:
 
     def _fill_table(self) -> None:
         """The fastest length of each batch size, and how much faster than none it is."""
-        drafting = [
-            k for k in self.lengths if k > 0 or OFF not in self.lengths
-        ]  # 0 is slower than none, and shows nothing
+        # 0 is slower than none, and shows nothing of what would be accepted.
+        drafting = [k for k in self.lengths if k > 0 or OFF not in self.lengths]
         emitted, rate = self.acceptance.emitted(drafting), self.acceptance.draft_rate
         undrafted = self.costs.row(self._undrafted)
-        costs = {k: self.costs.row(k) for k in drafting}
-        mixed = {k: rate * costs[k] + (1 - rate) * undrafted if k > 0 else costs[k] for k in drafting}
-        lengths, gains = np.array(drafting), np.stack([emitted[k] * undrafted / mixed[k] for k in drafting])
+        costs = {k: rate * self.costs.row(k) + (1 - rate) * undrafted for k in drafting}
+        lengths, gains = np.array(drafting), np.stack([emitted[k] * undrafted / costs[k] for k in drafting])
         now = np.array(self.table[1:])
         best = gains.argmax(axis=0)
         stays = (lengths[:, None] == now) & (gains.max(axis=0) < SWITCH_GAIN * gains)

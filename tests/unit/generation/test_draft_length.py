@@ -110,7 +110,7 @@ class FormulaEngine:
         k = self.drafting.lookup()[batch]
         is_missed = any(not request.is_whole for request in self.live)
         if is_missed and self.drafting.fixed is None and self.drafting.state is not State.TRIAL:
-            if self.drafting.catch_up_is_due(batch, sum(request.context for request in self.live)):
+            if self.drafting.catch_up_is_due(batch, (request.context for request in self.live)):
                 self.read(k, is_catch_up=True)
                 self.catch_ups += 1
             else:

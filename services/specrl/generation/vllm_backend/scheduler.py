@@ -81,10 +81,9 @@ class DraftLengthScheduler(Scheduler):
         if not self._missed or self._drafting.fixed is not None or self._drafting.state is State.TRIAL:
             return lookup
         batch = min(len(self.running) + len(self.waiting), self._drafting.max_batch)
-        tokens = sum(request.num_computed_tokens for request in self.running)
-        if not self._drafting.catch_up_is_due(batch, tokens):
+        if not self._drafting.catch_up_is_due(batch, (request.num_computed_tokens for request in self.running)):
             return [OFF] * len(lookup)
-        self._left_to_read = tokens
+        self._left_to_read = sum(request.num_computed_tokens for request in self.running)
         self.reset_prefix_cache(reset_running_requests=True)
         return lookup
 
