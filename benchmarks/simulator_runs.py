@@ -2,14 +2,18 @@
 
     python -m benchmarks.simulator_runs --run runs/demo-1 --out runs/simulator      # a finished run with a drafter
 
-The run's trained policy and drafter train for a few steps under each configuration: draft length, live rollouts, length
-cap, replicas, policy lag. Two more runs come first, one without drafts and one with, at the largest batch and the
-longest answers; their calibration.json is all that the predictions know, which are written to OUT/predictions.json
-before any of the twelve begins. These then take turns, every turn in another order, the same prompts and seeds in each.
+The run's trained policy and drafter train on 24 prompts, epoch after epoch, under each configuration: draft length,
+live rollouts, length cap, replicas, policy lag. Two more, one without drafts and one with, at the largest batch and the
+longest answers, calibrate: their calibration.json are all that the predictions know, which are written to
+OUT/predictions.json before any of the twelve is read. All fourteen take turns, every turn in another order, the same
+seeds in each, so that a slow hour of the machine meets what predicts and what is predicted. Whole epochs are compared,
+since the prompts decide how long answers are, and answers what a step takes; for that the policy learns next to nothing
+(a learning rate of 1e-9).
 
-Measured is the median over turns of a run's mean step, the first step left out; its noise is the median distance of a
-turn from that. "gain" is the speed of generation against the same configuration without drafts, where that is one of
-the twelve and nothing is trained meanwhile. Runs that have finished are kept: after Ctrl-C the same command goes on.
+Measured is the median over turns of a run's mean step, its first epoch left out, in which a trainer's memory grows; its
+noise is the median distance of a turn from that. "gain" is the speed of generation against the same configuration
+without drafts, where that is one of the twelve and nothing is trained meanwhile. Runs that have finished are kept:
+after Ctrl-C the same command goes on.
 """
 
 from __future__ import annotations
@@ -38,10 +42,13 @@ from specrl.simulator.scenario_file import parse
 from specrl.simulator.simulate import simulate
 from specrl.spec import load_spec
 
+PROMPTS, GROUP = 24, 8
+"""Of an epoch, and rollouts of each."""
+
 
 @dataclass(frozen=True)
 class Configuration:
-    """One of those that are compared. k 0: no drafts. rollouts: of a step, in groups of 8."""
+    """One of those that are compared. k 0: no drafts. rollouts: of a step, in groups of GROUP."""
 
     k: int
     rollouts: int
@@ -59,7 +66,12 @@ class Configuration:
         """The same without drafts."""
         return Configuration(0, self.rollouts, self.longest, self.replicas, self.lag)
 
-    def fields(self, run: Path, steps: int) -> dict[str, str]:
+    @property
+    def epoch_steps(self) -> int:
+        """Steps in which every prompt is trained on once."""
+        return PROMPTS * GROUP // self.rollouts
+
+    def fields(self, run: Path, epochs: int) -> dict[str, str]:
         """Of the demo's run file."""
         export = (run / "export").resolve()
         speculation = "{none: {}}"
@@ -67,15 +79,18 @@ class Configuration:
             speculation = f"{{eagle3: {{numDraftTokens: {self.k}, path: {json.dumps(str(export / 'drafter'))}}}}}"
         return {
             "model.path": json.dumps(str(export / "policy")),
+            "prompts.source.generated.count": str(PROMPTS),
             "generation.speculation": speculation,
             "generation.sampling.maxTokens": str(self.longest),
             "generation.replicas": str(self.replicas),
             "generation.maxLiveRollouts": str(max(1, self.rollouts // self.replicas)),
             "trainer.parallelism.data": "1",
-            "trainer.drafter": "null",
-            "schedule.promptsPerStep": str(self.rollouts // 8),
+            "trainer.optimizer.learningRate": "1e-9",
+            "trainer.drafter.online": "false",
+            "schedule.promptsPerStep": str(self.rollouts // GROUP),
+            "schedule.groupSize": str(GROUP),
             "schedule.maxPolicyLag": str(self.lag),
-            "schedule.steps": str(steps),
+            "schedule.steps": str(epochs * self.epoch_steps),
             "validation": "null",
             "canary.everySteps": "0",
             "checkpoint.everySteps": "1000",
@@ -99,12 +114,12 @@ CONFIGURATIONS = (
 )
 
 
-def predict(run: Path, steps: int, calibrations: list[Path]) -> dict[str, Any]:
+def predict(run: Path, epochs: int, calibrations: list[Path]) -> dict[str, Any]:
     """Seconds of a step, seconds of it that are exposed, and the gain, by configuration."""
     measured = read_calibrations(calibrations)
     found = {}
     for configuration in CONFIGURATIONS:
-        spec = load_spec(demo_runs.RUN_FILE, demo_runs.overrides_of(configuration.fields(run, steps)))
+        spec = load_spec(demo_runs.RUN_FILE, demo_runs.overrides_of(configuration.fields(run, epochs)))
         outcome = simulate(parse(scenario_of(spec, measured, None)), measured)
         found[configuration.name] = {
             "stepS": outcome.speculative.step_s,
@@ -115,9 +130,9 @@ def predict(run: Path, steps: int, calibrations: list[Path]) -> dict[str, Any]:
     return found
 
 
-def measured_of(folder: Path) -> dict[str, float]:
-    """Means over the steps of a run after its first."""
-    steps = read(RunDirectory(folder)).steps[1:]
+def measured_of(configuration: Configuration, folder: Path) -> dict[str, float]:
+    """Means over the steps of a run after its first epoch."""
+    steps = read(RunDirectory(folder)).steps[configuration.epoch_steps :]
     return {
         "stepS": fmean(sum(getattr(step.stages, name) for name in STAGES) for step in steps),
         "exposedS": fmean(step.exposed_generation for step in steps),
@@ -155,36 +170,29 @@ def score(predictions: Mapping[str, Any], turns: Mapping[str, list[dict[str, flo
 
 
 def main() -> None:
-    """Calibrate, predict, measure, score."""
+    """Run all in turns; predict from those that calibrate; score."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, required=True, help="a finished run of the demo: its policy and drafter")
     parser.add_argument("--out", type=Path, required=True, help="folder of runs and predictions")
     parser.add_argument("--turns", type=int, default=5, help="of every configuration (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=5, help="of a run, the first not counted (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=3, help="of a run, the first not counted (default: %(default)s)")
     asked = parser.parse_args()
     console = Console(width=150)
-    order = [
-        (configuration, turn)
-        for turn in range(asked.turns)
-        for configuration in random.Random(turn).sample(CONFIGURATIONS, len(CONFIGURATIONS))  # noqa: S311 - no secret
-    ]
+    every = (*CALIBRATIONS, *CONFIGURATIONS)
+    folders: dict[Configuration, list[Path]] = {configuration: [] for configuration in every}
     with Progress(console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("calibrating", total=len(CALIBRATIONS) + len(order))
-
-        def run(configuration: Configuration, name: str) -> Path:
-            bar.update(task, description=name)
-            found = demo_runs.run(configuration.fields(asked.run, asked.steps), asked.out / name)
-            bar.advance(task)
-            return found
-
-        calibrations = [run(one, f"calibration-{one.name}") / "calibration.json" for one in CALIBRATIONS]
-        stored = asked.out / "predictions.json"
-        if not stored.exists():
-            found = predict(asked.run, asked.steps, calibrations)
-            stored.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        turns: dict[str, list[dict[str, float]]] = {configuration.name: [] for configuration in CONFIGURATIONS}
-        for configuration, turn in order:
-            turns[configuration.name].append(measured_of(run(configuration, f"{configuration.name}-turn{turn}")))
+        task = bar.add_task("", total=asked.turns * len(every))
+        for turn in range(asked.turns):
+            for configuration in random.Random(turn).sample(every, len(every)):  # noqa: S311 - no secret
+                name = f"{configuration.name}-turn{turn}"
+                bar.update(task, description=name)
+                run = demo_runs.run(configuration.fields(asked.run, asked.epochs), asked.out / name)
+                folders[configuration].append(run)
+                bar.advance(task)
+    stored = asked.out / "predictions.json"
+    calibrations = [folder / "calibration.json" for one in CALIBRATIONS for folder in folders[one]]
+    stored.write_text(json.dumps(predict(asked.run, asked.epochs, calibrations), indent=1) + "\n", encoding="utf-8")
+    turns = {one.name: [measured_of(one, folder) for folder in folders[one]] for one in CONFIGURATIONS}
     score(json.loads(stored.read_text(encoding="utf-8")), turns, console)
 
 

@@ -214,8 +214,9 @@ class Board:
             }
         )
         self._exported.step(report, step.batch.policy_lags)
-        statuses = [replica.status for replica in self._registry.replicas.values() if replica.status]
-        self._calibration.step_ended(report, step.groups, [cost for status in statuses for cost in status.step_costs])
+        statuses = {name: replica.status for name, replica in self._registry.replicas.items() if replica.status}
+        costs = {name: status.step_costs for name, status in statuses.items()}
+        self._calibration.step_ended(report, step.groups, costs)
         if is_validating:
             await self._store.set_report(report.step, report.model_dump(by_alias=True))
             self._withheld = report

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import platform
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -81,6 +81,9 @@ class Calibration(Report):
     group_correlation: Chance = 0.0
     """Share of the variance of log-lengths that is between prompts."""
     prompt_tokens: Annotated[float, Field(ge=0, lt=1e12)] = 0.0
+    starting_seconds: Annotated[float, Field(ge=0, lt=1e12)] | None = None
+    """What each rollout adds to its replica's time in which nothing is decoded: its prompt is read, its request and
+    its answer are on their way, its verdict is given. Null: not known, since generation went on beside other stages."""
     steps: tuple[TrainedStages, ...] = ()
 
 
@@ -95,10 +98,11 @@ class CalibrationFile:
         self._prompts: deque[int] = deque(maxlen=GROUPS_KEPT)
         self._steps: deque[TrainedStages] = deque(maxlen=STEPS_KEPT)
         self._accepted: deque[list[float]] = deque(maxlen=STEPS_KEPT)
+        self._decoding = _Decoding()
         self._is_behind = False
 
-    def step_ended(self, report: StepReport, groups: Sequence[Group], costs: Iterable[StepCost]) -> None:
-        """Take up a step, and write. costs: of all replicas, from their starts on."""
+    def step_ended(self, report: StepReport, groups: Sequence[Group], costs: Mapping[str, Sequence[StepCost]]) -> None:
+        """Take up a step, and write. costs: by replica, from its start on."""
         for group in groups:
             lengths = [float(rollout.sampled_length) for rollout in group.rollouts]
             logs = np.log(lengths)
@@ -118,18 +122,20 @@ class CalibrationFile:
                 load_seconds=sync.get("pause", 0.0) + sync.get("resume", 0.0),
             )
         )
-        self._write(self._found(costs))
+        self._decoding.step_ended(report, costs)
+        self._write(self._found())
 
-    def _found(self, costs: Iterable[StepCost]) -> Calibration:
+    def _found(self) -> Calibration:
         return Calibration(
             run=self._spec.name,
             hardware=f"{platform.machine()} {platform.processor()}".strip(),
-            engine_steps=tuple(merged(costs)),
+            engine_steps=tuple(merged(self._decoding.costs)),
             acceptance=tuple(_conditional(self._accepted)),
             draft_tokens=self._spec.generation.speculation.num_draft_tokens,
             length_quantiles=self._quantiles(),
             group_correlation=self._correlation(),
             prompt_tokens=float(np.mean(self._prompts)) if self._prompts else 0.0,
+            starting_seconds=None if self._spec.schedule.max_policy_lag else self._decoding.starting_seconds,
             steps=tuple(self._steps),
         )
 
@@ -156,6 +162,42 @@ class CalibrationFile:
             self._is_behind = True
         else:
             self._is_behind = False
+
+
+class _Decoding:
+    """What engines decoded since the first step ended, which warms them up, and what else there was of generation.
+
+    Costs that a replica reports are from its start on, which may be before this coordinator's.
+    """
+
+    def __init__(self) -> None:
+        self._before: Mapping[str, dict[tuple[int, int, int], StepCost]] | None = None
+        self.costs: list[StepCost] = []
+        self._decoded_s = 0.0
+        self._generated_s = 0.0
+        self._rollouts = 0.0
+
+    def step_ended(self, report: StepReport, costs: Mapping[str, Sequence[StepCost]]) -> None:
+        """costs: by replica, from its start on."""
+        self.costs = [cost for replica in costs.values() for cost in replica]
+        if self._before is None:
+            self._before = {name: {cost.bin: cost for cost in replica} for name, replica in costs.items()}
+            return
+        before = self._before
+        self.costs = [
+            cost.minus(before[name].get(cost.bin)) if name in before else cost
+            for name, replica in costs.items()
+            for cost in replica
+        ]
+        replicas = max(1, len(costs))
+        self._decoded_s = sum(cost.seconds_sum for cost in self.costs) / replicas
+        self._generated_s += report.stages.generation
+        self._rollouts += report.rollouts / replicas
+
+    @property
+    def starting_seconds(self) -> float | None:
+        """Of a rollout; None before the second step."""
+        return max(0.0, self._generated_s - self._decoded_s) / self._rollouts if self._rollouts else None
 
 
 def merged(costs: Iterable[StepCost]) -> list[EngineStep]:

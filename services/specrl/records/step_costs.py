@@ -31,6 +31,18 @@ class StepCost:
         steps = max(1, self.steps)
         return bin_of(self.live_sum / steps, self.draft_tokens, self.context_sum / steps)
 
+    def minus(self, before: StepCost | None) -> StepCost:
+        """What was added since; all of it when the engine has begun anew since then."""
+        if before is None or before.steps > self.steps:
+            return self
+        return StepCost(
+            self.draft_tokens,
+            self.steps - before.steps,
+            self.live_sum - before.live_sum,
+            self.context_sum - before.context_sum,
+            self.seconds_sum - before.seconds_sum,
+        )
+
     def check(self) -> None:
         """Raise RecordInvalid unless these are sums that steps can have."""
         values = (self.draft_tokens, self.steps, self.live_sum, self.context_sum, self.seconds_sum)

@@ -16,8 +16,11 @@ class Costs(Protocol):
     def step_s(self, batch_B: Floats, k: int, context: float) -> Floats:
         """One engine step for each of these batch sizes: drafting and verifying k tokens a rollout; 0: one token."""
 
-    def prefill_s(self, tokens: float) -> float:
-        """Reading prompts of so many tokens altogether, at one replica."""
+    def start_s(self, rollouts: int, tokens: float) -> float:
+        """What so many rollouts that start together cost their replica, beside decoding.
+
+        tokens: of their prompts, each counted once, which are read.
+        """
 
     def data_s(self) -> float:
         """Assembling a batch and carrying it to the trainer."""

@@ -11,7 +11,7 @@ from specrl.spec import RunSpec
 from specrl.spec.generation import DraftLength
 
 SIMULATED_STEPS = 24
-"""Of a run that has more: what comes after is like the last of these."""
+"""Of a longer run what comes after is like the last of these; of a shorter one few steps are few draws of lengths."""
 
 
 def scenario_of(spec: RunSpec, calibration: Calibration | None, cluster: dict[str, Any] | None) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def scenario_of(spec: RunSpec, calibration: Calibration | None, cluster: dict[st
     generation, schedule = spec.generation, spec.schedule
     gpus_per_replica = max(generation.gpus_per_replica, generation.tensor_parallel)
     generating, training = generation.replicas * gpus_per_replica, spec.trainer.parallelism.world_size
-    steps = max(min(schedule.steps, SIMULATED_STEPS), 2 * (schedule.max_policy_lag + 2))
+    steps = max(SIMULATED_STEPS, 2 * (schedule.max_policy_lag + 2))
     return {
         "name": spec.name,
         "model": {"path": spec.model.path},

@@ -1,8 +1,9 @@
 """Costs as a run measured them: its engines' steps, fitted; its stages, by tokens.
 
-    step(B, k, s) = a + b B + c B s + [k > 0] d + e k + f k B        all >= 0, least squares of relative errors
+    step(B, k, s) = h(B) + c B s + [k > 0] d + e k + f k B        h rising by pieces of lines; all >= 0
 
-So k is extrapolated along a line, and a batch or context beyond what was seen along another: `extrapolations` says so.
+by least squares of relative errors. h is no line, since few rollouts cost more than their share of many. What drafts
+add lies on a line, and so does a batch or context beyond what was seen: `extrapolations` says so.
 """
 
 from __future__ import annotations
@@ -23,12 +24,18 @@ from specrl.simulator.scenario import Mechanism, Scenario
 WARM_UP_STEPS = 1
 """The first step of a run warms it up; its stages are left out where there are others."""
 
+ENOUGH_SETTLED = 3
+"""Steps no larger than one before; of fewer, all after the first are taken."""
+
+ENOUGH_SPREAD = 2.0
+"""Between the smallest step and the largest, in tokens, for what any step takes to be told from what a token takes."""
+
 BEYOND = 1.25
 """A batch, context or draft this much larger than the largest that was measured is called extrapolated."""
 
 
 def read_calibrations(files: Sequence[Path]) -> Calibration:
-    """One of several runs: engine steps of all, acceptance of the first that has any, all else of the first.
+    """One of several runs: engine steps and stages of all, acceptance of the first that has any, the rest of the first.
 
     A run that drafts measures no step without drafts, and the other way round; two of them make a comparison.
     """
@@ -37,6 +44,7 @@ def read_calibrations(files: Sequence[Path]) -> Calibration:
     return found[0].model_copy(
         update={
             "engine_steps": tuple(step for one in found for step in one.engine_steps),
+            "steps": tuple(step for one in found for step in one.steps),
             "acceptance": drafting.acceptance,
             "draft_tokens": drafting.draft_tokens,
         }
@@ -44,7 +52,10 @@ def read_calibrations(files: Sequence[Path]) -> Calibration:
 
 
 def read_calibration(file: Path) -> Calibration:
-    """Read calibration.json. Raises SpecInvalid when it is missing, damaged, or holds no engine step."""
+    """Read calibration.json, less the steps that warmed the run up.
+
+    Raises SpecInvalid when it is missing, damaged, or holds no engine step.
+    """
     try:
         found = Calibration.model_validate_json(read_text(file, JSON_BYTES))
     except FileNotFoundError as error:
@@ -58,7 +69,7 @@ def read_calibration(file: Path) -> Calibration:
     if len(found.engine_steps) < 2 or not found.steps:
         rule = f"must hold engine steps and trained steps, got {len(found.engine_steps)} and {len(found.steps)}"
         raise SpecInvalid((Problem(str(file), rule, "let the run go on for some steps"),))
-    return found
+    return found.model_copy(update={"steps": tuple(_settled(found.steps))})
 
 
 class MeasuredCosts:
@@ -70,11 +81,12 @@ class MeasuredCosts:
         steps = calibration.engine_steps
         batch = np.array([step.live for step in steps])
         lengths = np.array([float(step.draft_tokens) for step in steps])
+        self._bends = _bends(batch)
         context = np.array([step.context for step in steps])
         seconds = np.array([step.seconds for step in steps])
         weight = np.sqrt(np.array([float(step.steps) for step in steps])) / seconds
-        self._coefficients = _least_squares(_features(batch, lengths, context), seconds, weight)
-        stages = calibration.steps[WARM_UP_STEPS:] or calibration.steps
+        self._coefficients = _least_squares(self._features(batch, lengths, context), seconds, weight)
+        stages = calibration.steps
         self._logprob = _per_token(stages, [step.stages.logprob for step in stages], calibration.prompt_tokens)
         self._train = _per_token(stages, [step.stages.train for step in stages], calibration.prompt_tokens)
         self._data = median(step.stages.data for step in stages)
@@ -84,11 +96,14 @@ class MeasuredCosts:
     def step_s(self, batch_B: Floats, k: int, context: float) -> Floats:
         """See the module."""
         lengths = np.full_like(batch_B, float(k))
-        return _features(batch_B, lengths, np.full_like(batch_B, context)) @ self._coefficients
+        return self._features(batch_B, lengths, np.full_like(batch_B, context)) @ self._coefficients
 
-    def prefill_s(self, tokens: float) -> float:
-        """Prompts are read beside decoding; a token costs what one more live rollout does."""
-        return float(self._coefficients[1]) * tokens
+    def start_s(self, rollouts: int, tokens: float) -> float:
+        """As measured; where that is not known, a prompt's token costs what one more live rollout does."""
+        if self._seen.starting_seconds is not None:
+            return self._seen.starting_seconds * rollouts
+        few, many = self.step_s(np.array([1.0, self._bends[-1]]), 0, 0.0)
+        return float(many - few) / float(self._bends[-1]) * tokens
 
     def data_s(self) -> float:
         """Median of the run."""
@@ -132,10 +147,30 @@ class MeasuredCosts:
             if wanted > seen * BEYOND
         ]
 
+    def _features(self, batch: Floats, lengths: Floats, context: Floats) -> Floats:
+        drafts = (lengths > 0).astype(np.float64)
+        ends = [*self._bends[1:], np.inf]
+        rises = [np.clip(batch, low, high) - low for low, high in zip(self._bends, ends, strict=True)]
+        return np.stack([np.ones_like(batch), *rises, batch * context, drafts, lengths, lengths * batch], axis=-1)
 
-def _features(batch: Floats, lengths: Floats, context: Floats) -> Floats:
-    drafts = (lengths > 0).astype(np.float64)
-    return np.stack([np.ones_like(batch), batch, batch * context, drafts, lengths, lengths * batch], axis=-1)
+
+def _bends(batch: Floats) -> Floats:
+    """Where h may bend: at measured batches, each at least twice the one before, up to half of the largest."""
+    found = [float(batch.min())]
+    for value in np.unique(batch):
+        if 2 * found[-1] <= value <= batch.max() / 2:
+            found.append(float(value))
+    return np.array(found)
+
+
+def _settled(steps: Sequence[TrainedStages]) -> Sequence[TrainedStages]:
+    """Those no larger than one before. A trainer's largest step so far is the first to touch some of its memory."""
+    found, most = [], 0
+    for step in steps:
+        if step.tokens <= most:
+            found.append(step)
+        most = max(most, step.tokens)
+    return found if len(found) >= ENOUGH_SETTLED else steps[WARM_UP_STEPS:] or steps
 
 
 def _least_squares(features: Floats, values: Floats, weight: Floats) -> Floats:
@@ -147,8 +182,9 @@ def _least_squares(features: Floats, values: Floats, weight: Floats) -> Floats:
 
 
 def _per_token(stages: Sequence[TrainedStages], seconds: Sequence[float], prompt_tokens: float) -> tuple[float, float]:
-    """(seconds of any step, seconds of a token), neither below 0."""
+    """(seconds of any step, seconds of a token), neither below 0; the first 0 where steps are too much alike."""
     tokens = np.array([step.tokens + step.rollouts * prompt_tokens for step in stages])
-    features = np.stack([np.ones_like(tokens), tokens], axis=-1)
+    ones = np.ones_like(tokens) if tokens.max() >= ENOUGH_SPREAD * tokens.min() else np.zeros_like(tokens)
+    features = np.stack([ones, tokens], axis=-1)
     constant, slope = _least_squares(features, np.asarray(seconds), np.ones_like(tokens))
     return float(constant), float(slope)

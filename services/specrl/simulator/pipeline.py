@@ -244,7 +244,8 @@ class Pipeline:
             replica.waiting.append(slot)
             groups.add(place)
         self._seat(replica)
-        replica.debt_s += self._costs.prefill_s(len(groups) * self._scenario.workload.prompt_tokens)
+        tokens = len(groups) * self._scenario.workload.prompt_tokens
+        replica.debt_s += self._costs.start_s(len(slots) * self._grain, tokens)
         self._set_timer(replica)
 
     def _seat(self, replica: _Replica) -> None:

@@ -62,8 +62,8 @@ class Roofline:
             host = host + np.where(queries_B > captured, eager_s, 0.0)
         return gpu + host
 
-    def prefill_s(self, tokens: float) -> float:
-        """Reading prompts of so many tokens altogether, at one replica."""
+    def start_s(self, rollouts: int, tokens: float) -> float:
+        """Reading the prompts."""
         return float(self._products(np.array([tokens]))[0]) if tokens else 0.0
 
     def _products(self, tokens_B: Floats) -> Floats:

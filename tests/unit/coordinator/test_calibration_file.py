@@ -10,6 +10,7 @@ from tests.run_files import a_run
 from tests.unit.coordinator.test_report_files import a_report
 
 from specrl.coordinator.calibration import Calibration, CalibrationFile
+from specrl.coordinator.report import StageSeconds
 from specrl.records import FinishReason, Group, Prompt, Reward, Rollout, StepCost, VersionSpan
 from specrl.spec.load import parse_spec
 
@@ -43,11 +44,11 @@ def written(folder: Path) -> Calibration:
 
 def test_lengths_acceptance_stages_and_costs_of_all_steps_are_there(tmp_path: Path) -> None:
     file = a_file(tmp_path)
-    costs = [StepCost(3, 10, 80, 1000, 0.5)]
+    costs = {"a": [StepCost(3, 10, 80, 1000, 0.5)]}
     first = a_report(1).model_copy(update={"accepted_per_position": [0.8, 0.4], "tokens": 30, "rollouts": 4})
     file.step_ended(first, [a_group(5, 5), a_group(10, 10)], costs)
     assert written(tmp_path).group_correlation == 1  # equal within a group, different between them
-    file.step_ended(a_report(2), [a_group(5, 10), a_group(5, 10)], costs)
+    file.step_ended(a_report(2), [a_group(5, 10), a_group(5, 10)], {"a": [StepCost(3, 30, 240, 3000, 1.5)]})
     found = written(tmp_path)
     assert found.acceptance == pytest.approx((0.8, 0.5))
     assert (found.length_quantiles[0], found.length_quantiles[-1]) == (5, 10)
@@ -57,7 +58,23 @@ def test_lengths_acceptance_stages_and_costs_of_all_steps_are_there(tmp_path: Pa
     assert [(step.live, step.context, step.seconds) for step in found.engine_steps] == [(8, 100, 0.05)]
 
 
+@pytest.mark.parametrize(("lag", "expected"), [(0, 0.05), (1, None)])
+def test_what_of_generation_is_no_decoding_is_known_where_nothing_else_goes_on(
+    tmp_path: Path, lag: int, expected: float | None
+) -> None:
+    """Two replicas with 8 of 16 rollouts each; what they counted up to the first step may be of before a restart."""
+    run = a_run(tmp_path)
+    file = CalibrationFile(parse_spec(run | {"schedule": run["schedule"] | {"maxPolicyLag": lag}}), tmp_path)
+    for step, decoded_s in ((1, 7.0), (2, 8.6), (3, 10.2)):
+        report = a_report(step).model_copy(update={"rollouts": 16, "stages": StageSeconds(generation=2.0)})
+        costs = [StepCost(3, 10 * step, 80 * step, 1000 * step, decoded_s)]
+        file.step_ended(report, [a_group(5, 5)], {"a": costs, "b": costs})
+    found = written(tmp_path)
+    assert found.starting_seconds == pytest.approx(expected)
+    assert [(step.steps, step.live, step.seconds) for step in found.engine_steps] == [(40, 8, pytest.approx(0.16))]
+
+
 def test_a_disk_that_refuses_stops_nothing(tmp_path: Path) -> None:
     (tmp_path / "calibration.json.part").mkdir()
-    a_file(tmp_path).step_ended(a_report(1), [a_group(5, 5)], [])
+    a_file(tmp_path).step_ended(a_report(1), [a_group(5, 5)], {})
     assert not (tmp_path / "calibration.json").exists()

@@ -35,7 +35,7 @@ def a_calibration(*lengths: int) -> Calibration:
             tokens=tokens,
             load_seconds=0.1,
         )
-        for step, tokens in enumerate((9000, 9000, 12000, 15000), start=1)
+        for step, tokens in enumerate((9000, 9000, 12000, 21000), start=1)
     ]
     return Calibration(
         run="small",
@@ -78,6 +78,33 @@ def test_a_fit_gives_measured_costs_back_and_says_what_is_extrapolated() -> None
     assert costs.train_s(20000) == pytest.approx(6.5, rel=0.02)
     assert [told.split(":")[0] for told in costs.extrapolations(64)] == ["extrapolated"]  # of context: 200 + 2000 / 2
     assert len(costs.extrapolations(200)) == 2
+
+
+def test_few_rollouts_may_cost_more_than_their_share() -> None:
+    """A step of 8 costs nearly what a step of 1 does, and a step of 64 little more than one of 32."""
+    known = {1.0: 0.005, 8.0: 0.006, 16.0: 0.010, 32.0: 0.016, 64.0: 0.018}
+    steps = [EngineStep(live=live, draft_tokens=0, context=100.0, seconds=s, steps=50) for live, s in known.items()]
+    costs = MeasuredCosts(a_calibration(0).model_copy(update={"engine_steps": tuple(steps)}), a_scenario())
+    assert costs.step_s(np.array(list(known)), 0, 100.0) == pytest.approx(list(known.values()), rel=0.02)
+
+
+def test_starting_rollouts_costs_what_it_did() -> None:
+    found = a_calibration(0, 3)
+    read = MeasuredCosts(found, a_scenario()).start_s(16, 200.0)
+    assert read == pytest.approx(200 * 0.0005, rel=0.1)  # a token of a prompt, like one more live rollout
+    assert MeasuredCosts(found.model_copy(update={"starting_seconds": 0.01}), a_scenario()).start_s(16, 200.0) == 0.16
+
+
+def test_a_trainers_largest_step_so_far_says_nothing_of_the_next(tmp_path: Path) -> None:
+    stages = [
+        TrainedStages(step=n, stages=StageSeconds(train=s), rollouts=0, tokens=tokens, load_seconds=0.0)
+        for n, (tokens, s) in enumerate(((100, 9.0), (80, 0.8), (120, 4.0), (110, 1.1), (60, 0.6)), start=1)
+    ]
+    written = a_calibration(0).model_copy(update={"steps": tuple(stages)})
+    (tmp_path / "one").write_text(written.model_dump_json(by_alias=True))
+    found = read_calibrations([tmp_path / "one"] * 2)
+    assert [step.step for step in found.steps] == [2, 4, 5] * 2
+    assert MeasuredCosts(found, a_scenario()).train_s(200.0) == pytest.approx(2.0)
 
 
 def test_a_run_that_always_drafted_cannot_say_what_drafts_gain() -> None:
