@@ -9,11 +9,14 @@ that do the same differ by some per cent for as long as they live, by where the 
 measured, too: what it says against the first is how far any of the ratios can be believed. The fixed lengths share an
 engine.
 
+So every table is printed a second time "at mean costs", by which engines no longer differ in how fast they are, but
+only in what they do: each step that did nothing but decode is taken at the mean of all engines' steps of its kind (live
+rollouts by half powers of two, draft length; with a drafter and without apart), all else at the time it took.
+
 Two measurements on the same prompts:
     load    so many rollouts live all the time in every engine; all engines are paused but one, which computes for a
-            fifth of a second, then the next one, in another order every round, so that noise meets all alike. Before
-            its turn an engine computes all that is live anew, uncounted, so that no drafter lacks what was decoded
-            without it in the turn of another length. The controllers have twelve seconds to know each load
+            fifth of a second, then the next one, in another order every round, so that noise meets all alike. The
+            controllers have twelve seconds to know each load
     drain   a full batch at once, until the last one has finished: the live batch falls from full to 1; in turns
 Speeds are tokens per second relative to `none` in the same round or turn: median, and the interval that holds the true
 one with 95 %. "against the best" divides by the best fixed length at that load, which nobody told the controller. Which
@@ -31,7 +34,7 @@ import math
 import random
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -49,6 +52,7 @@ from specrl.generation.vllm_backend import drafting
 from specrl.generation.vllm_backend.engine import VllmEngine
 from specrl.prompts import load_prompts
 from specrl.prompts.stream import PromptStream
+from specrl.records import StepCost
 from specrl.spec import RunSpec, load_spec
 from specrl.spec.generation import Eagle3
 
@@ -75,6 +79,54 @@ class Mode:
     name: str
     engine: VllmEngine
     length: int | None
+
+
+Bin = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """What an engine did in its turn. steps: those that did nothing but decode, and their seconds, by kind."""
+
+    tokens: int
+    seconds: float
+    steps: dict[Bin, tuple[int, float]]
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second, as measured."""
+        return self.tokens / self.seconds
+
+    def speed_at(self, mean_s: Mapping[Bin, float]) -> float:
+        """The same, had each step taken what its kind takes on average."""
+        counted = sum(seconds for _, seconds in self.steps.values())
+        expected = sum(count * mean_s[kind] for kind, (count, _) in self.steps.items())
+        return self.tokens / (self.seconds - counted + expected)
+
+
+async def costs_of(engine: VllmEngine) -> dict[Bin, StepCost]:
+    """What its steps have taken so far, by kind."""
+    return {cost.bin: cost for cost in (await engine.status()).step_costs}
+
+
+def since(before: Mapping[Bin, StepCost], now: Mapping[Bin, StepCost]) -> dict[Bin, tuple[int, float]]:
+    """Steps and their seconds that came on top."""
+    found = {kind: cost.minus(before.get(kind)) for kind, cost in now.items()}
+    return {kind: (cost.steps, cost.seconds_sum) for kind, cost in found.items() if cost.steps}
+
+
+def at_mean_costs(slices: Mapping[str, Sequence[Slice]]) -> dict[str, list[float]]:
+    """Speeds by mode, every step at the mean of its kind over all engines with a drafter, or over those without."""
+    found: dict[str, list[float]] = {}
+    for names in ((NONE, ANOTHER), [name for name in slices if name not in (NONE, ANOTHER)]):
+        sums: dict[Bin, tuple[int, float]] = {}
+        for one in (one for name in names for one in slices[name]):
+            for kind, (count, seconds) in one.steps.items():
+                known = sums.get(kind, (0, 0.0))
+                sums[kind] = known[0] + count, known[1] + seconds
+        mean_s = {kind: seconds / count for kind, (count, seconds) in sums.items()}
+        found |= {name: [one.speed_at(mean_s) for one in slices[name]] for name in names}
+    return found
 
 
 async def start(spec: RunSpec, policy: Path, drafter: Path, scratch: Path) -> dict[str, VllmEngine]:
@@ -117,19 +169,15 @@ class Load:
             async for rollout in self._engine.generate([request], admit_together=False):
                 self._finished += rollout.length
 
-    async def speed(self, seconds: float) -> float:
-        """Tokens per second while the engine computes for so long, after what is live has been computed anew."""
-        await self._engine._llm.reset_prefix_cache(reset_running_requests=True)
-        anew = self._tokens() + 2 * len(self._tasks)
+    async def compute(self, seconds: float) -> Slice:
+        """Let the engine compute for so long."""
+        before, tokens, began = await costs_of(self._engine), self._tokens(), time.perf_counter()
         await self._engine.resume()
-        while self._tokens() < anew:  # noqa: ASYNC110 - no event says so
-            await asyncio.sleep(SETTLE_S)
-        before, began = self._tokens(), time.perf_counter()
         await asyncio.sleep(seconds)
         await self._engine.pause()
         took = time.perf_counter() - began
         await asyncio.sleep(SETTLE_S)
-        return (self._tokens() - before) / took
+        return Slice(self._tokens() - tokens, took, since(before, await costs_of(self._engine)))
 
     def _tokens(self) -> int:
         return self._finished + sum(len(completion.token_ids) for completion in self._engine._live.values())
@@ -148,10 +196,10 @@ async def choose(mode: Mode) -> None:
         await drafting.fix(mode.engine._llm, mode.length)
 
 
-async def speeds_at(
+async def at_load(
     live: int, modes: Sequence[Mode], spec: RunSpec, rounds: int, advance: Callable[[], None]
-) -> dict[str, list[float]]:
-    """Tokens per second at one load by mode, one value a round."""
+) -> dict[str, list[Slice]]:
+    """One load by mode, one slice a round."""
     prompts = load_prompts(spec)
     engines = list({id(mode.engine): mode.engine for mode in modes}.values())
     for engine in engines:
@@ -160,26 +208,26 @@ async def speeds_at(
     for mode in modes:
         if mode.name in CONTROLLED:
             await choose(mode)
-            await loads[id(mode.engine)].speed(LEARNING_S)
-    speeds: dict[str, list[float]] = {mode.name: [] for mode in modes}
+            await loads[id(mode.engine)].compute(LEARNING_S)
+    slices: dict[str, list[Slice]] = {mode.name: [] for mode in modes}
     for number in range(rounds + WARM_UP):
         for mode in in_order(modes, number):
             await choose(mode)
-            speed = await loads[id(mode.engine)].speed(SLICE_S)
+            one = await loads[id(mode.engine)].compute(SLICE_S)
             if number >= WARM_UP:
-                speeds[mode.name].append(speed)
+                slices[mode.name].append(one)
             advance()
     for load in loads.values():
         await load.close()
-    return speeds
+    return slices
 
 
-async def speeds_of_drain(
+async def drain(
     modes: Sequence[Mode], spec: RunSpec, turns: int, advance: Callable[[], None]
-) -> dict[str, list[float]]:
-    """Tokens per second of a full batch until it is empty by mode, one value a turn."""
+) -> dict[str, list[Slice]]:
+    """A full batch until it is empty by mode, one slice a turn."""
     prompts, full = load_prompts(spec), spec.generation.max_live_rollouts
-    speeds: dict[str, list[float]] = {mode.name: [] for mode in modes}
+    slices: dict[str, list[Slice]] = {mode.name: [] for mode in modes}
     for number in range(turns + WARM_UP):
         requests = [
             a_request(spec, prompts.prompt(place).token_ids, f"{number}-{place}", 1000 * number + place)
@@ -188,11 +236,13 @@ async def speeds_of_drain(
         for mode in in_order(modes, number):
             await choose(mode)
             named = [replace(request, rollout_id=f"{mode.name}-{request.rollout_id}") for request in requests]
-            speed = (await turn(mode.engine, named, full)).tokens_per_s
+            before = await costs_of(mode.engine)
+            done = await turn(mode.engine, named, full)
             if number >= WARM_UP:
-                speeds[mode.name].append(speed)
+                steps = since(before, await costs_of(mode.engine))
+                slices[mode.name].append(Slice(done.tokens, done.seconds, steps))
             advance()
-    return speeds
+    return slices
 
 
 def in_order(modes: Sequence[Mode], number: int) -> list[Mode]:
@@ -232,10 +282,10 @@ def _spread(ratios: Sequence[float]) -> dict[str, float]:
     return {"speed": median(ranked), "low": ranked[low], "high": ranked[high]}
 
 
-def tables(rows: Sequence[dict[str, Any]]) -> list[Table]:
+def tables(rows: Sequence[dict[str, Any]], title: str) -> list[Table]:
     """For people."""
-    speeds = Table("live", "mode", "speed (median)", "95 %")
-    against = Table("live", "adaptive against", "speed (median)", "95 %")
+    speeds = Table("live", "mode", "speed (median)", "95 %", title=title)
+    against = Table("live", "adaptive against", "speed (median)", "95 %", title=title)
     for row in rows:
         shown = f"{row['speed']:.3f}x", f"{row['low']:.3f}-{row['high']:.3f}"
         if "against" in row:
@@ -257,19 +307,23 @@ async def run(arguments: argparse.Namespace, console: Console) -> None:
             advance = partial(bar.advance, bar.add_task("measuring", total=total))
             found = {}
             for live in arguments.batches:
-                found[str(live)] = await speeds_at(live, modes, spec, arguments.rounds, advance)
-            found[DRAIN] = await speeds_of_drain(modes, spec, arguments.turns, advance)
+                found[str(live)] = await at_load(live, modes, spec, arguments.rounds, advance)
+            found[DRAIN] = await drain(modes, spec, arguments.turns, advance)
             reports = {name: await drafting.report(engines[name]._llm) for name in CONTROLLED}
         finally:
             await close_engines(engines)
-    rows = rows_of(found)
-    for table in tables(rows):
-        console.print(table)
+    rows = rows_of({load: {name: [one.speed for one in own] for name, own in by.items()} for load, by in found.items()})
+    at_mean = rows_of({load: at_mean_costs(by) for load, by in found.items()})
+    for title, shown in (("as measured", rows), ("at mean costs", at_mean)):
+        for table in tables(shown, title):
+            console.print(table)
     for name, report in reports.items():
         shares = " ".join(f"{share:.2f}" for share in report["acceptance"])
         console.print(f"{name}: {report['state']}, lengths by batch {report['table']}, first i accepted {shares}")
     if arguments.json:
-        arguments.json.write_text(json.dumps({"rows": rows, "reports": reports}, indent=1) + "\n", encoding="utf-8")
+        arguments.json.write_text(
+            json.dumps({"rows": rows, "atMeanCosts": at_mean, "reports": reports}, indent=1) + "\n", encoding="utf-8"
+        )
 
 
 def main() -> None:

@@ -48,8 +48,13 @@ WARM_UP_TURNS = 2
 class Turn:
     """One engine, one batch size, once."""
 
-    tokens_per_s: float
+    tokens: int
+    seconds: float
     counters: SpeculationCounters
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,7 @@ async def turn(engine: Engine, requests: Sequence[RolloutRequest], batch: int) -
     began = time.perf_counter()
     await asyncio.gather(*(worker() for _ in range(batch)))
     seconds = time.perf_counter() - began
-    return Turn(tokens / seconds, (await engine.status()).speculation.minus(before))
+    return Turn(tokens, seconds, (await engine.status()).speculation.minus(before))
 
 
 async def compare(

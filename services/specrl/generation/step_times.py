@@ -22,6 +22,10 @@ class StepTimes:
         self._sums: dict[tuple[int, int, int], StepCost] = {}
         self._before: tuple[float, int, bool] | None = None
 
+    def interrupted(self) -> None:
+        """The engine stood still: how long its next step has taken is not known."""
+        self._before = None
+
     def ended(self, at_s: float, live: int, draft_tokens: int, context: float, *, decodes: bool) -> None:
         """A step ended. live: rollouts that go on; decodes: it read no prompt. context: mean, in tokens."""
         before, self._before = self._before, (at_s, live, decodes)

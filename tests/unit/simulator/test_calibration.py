@@ -61,6 +61,17 @@ def test_steps_of_decoding_alone_are_summed_up_by_batch_and_length() -> None:
     assert cost.seconds_sum == pytest.approx(1.9)
 
 
+def test_a_step_that_a_pause_held_up_is_not_counted() -> None:
+    times = StepTimes()
+    for at_s in (0.0, 0.1, 0.2):
+        times.ended(at_s, 8, 3, 100.0, decodes=True)
+    times.interrupted()
+    for at_s in (0.4, 0.5):
+        times.ended(at_s, 8, 3, 100.0, decodes=True)
+    (cost,) = times.costs()
+    assert (cost.steps, cost.seconds_sum) == (3, pytest.approx(0.3))
+
+
 def test_like_steps_of_two_replicas_are_one() -> None:
     one, other = StepTimes(), StepTimes()
     for times, gap in ((one, 0.1), (other, 0.3)):

@@ -262,6 +262,7 @@ class VllmEngine:
 
     async def _resume(self) -> None:
         if self._is_paused:
+            self._counters.times.interrupted()
             await self._release()
             self._is_paused = False
 
