@@ -11,7 +11,7 @@ GENERATED := $(API) docs/run-file.md docs/metrics.md docs/logs.md $(CRD) $(DASHB
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup suffix sinks demo test controlplane test-e2e fuzz chaos check gen lock lint format bench clean
+.PHONY: help setup suffix sinks s3 demo test controlplane test-e2e fuzz chaos check gen lock lint format bench clean
 
 help: ## show this table
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,6 +28,10 @@ suffix: setup ## add suffix decoding (arctic-inference) to .venv: compiles C++, 
 # 150 MB, and mlflow-skinny asks for an older cachetools than the lock has: so they are no part of setup.
 sinks: setup ## add the sinks to .venv: TensorBoard, Weights & Biases, MLflow; without them their tests are skipped
 	$(BIN)/uv pip install --python $(BIN)/python "tensorboard>=2.20,<3" "wandb>=0.24,<0.32" "mlflow-skinny>=3.5,<4"
+
+# Twenty packages, and an older dateutil than the lock has: so they are no part of setup.
+s3: setup ## add s3fs, and a server that speaks S3, to .venv: without them the tests of copies on S3 are skipped
+	$(BIN)/uv pip install --python $(BIN)/python "s3fs>=2026.2" "moto[s3]>=5.2,<6" flask flask-cors
 
 demo: setup ## train a tiny model on this machine's CPU, with every part running
 	$(BIN)/specrl demo
