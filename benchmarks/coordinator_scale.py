@@ -151,9 +151,9 @@ def running(folder: Path) -> Iterator[tuple[psutil.Process, int, int]]:
 
 
 async def drive(load: Load, spec: RunSpec, folder: Path, port: int, used: Used) -> dict[str, Any]:
-    """Fill all seats, then both loads. Returns fields of the outcome."""
-    watching = asyncio.create_task(used.watch())
-    try:
+    """Fill all seats, then both loads. Returns fields of the outcome. A coordinator that dies ends it with an error."""
+    async with asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(used.watch())
         async with Peers(spec, folder, f"127.0.0.1:{port}", load.tokens) as peers:
             floor = peers.floor
             await floor.fill(load.replicas * load.live)
@@ -165,9 +165,8 @@ async def drive(load: Load, spec: RunSpec, folder: Path, port: int, used: Used) 
             floor.latencies_s.clear()
             await floor.pace(load.measured // 2, PACED_SHARE * load.measured / seconds)
             latencies_ms = [1000 * latency for latency in floor.latencies_s]
-            return {"seconds": seconds, "cpu_s": cpu_s, "durable_s": durable_s, "latencies_ms": latencies_ms}
-    finally:
         watching.cancel()
+    return {"seconds": seconds, "cpu_s": cpu_s, "durable_s": durable_s, "latencies_ms": latencies_ms}
 
 
 def measure(load: Load, kind: str) -> Outcome:
