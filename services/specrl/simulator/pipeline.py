@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
@@ -259,11 +260,28 @@ class Pipeline:
             heapq.heappush(replica.seated, (replica.clock + slot.longest, name))
         self._note(replica)
 
-    def _pace_at(self, live: int, clock: float, end: float, began: float) -> float:
-        """Between two places of a clock: at the middle context, since costs are linear in it."""
-        context = self._prompt_tokens + (clock + end) / 2 - began / live
-        row = self._pace.rows[live]
-        return row[min(int(context / self._pace.bin_tokens), len(row) - 1)]
+    def _walk(self, replica: _Replica, seconds: float, target: float) -> tuple[float, float, int, float]:
+        """Along the replica's clock, until so many seconds are spent or a place on it is reached.
+
+        Returns the clock, `began`, how many rollouts ended on the way, and the seconds spent. Between two ends the pace
+        is that of the middle context, since costs are linear in it. Most of a simulation's time is spent here.
+        """
+        ends, clock, began = replica.ends, replica.clock, replica.began
+        rows, bin_tokens, prompt_tokens = self._pace.rows, self._pace.bin_tokens, self._prompt_tokens
+        last, live, ended, spent = len(rows[0]) - 1, len(ends), 0, 0.0
+        while live and clock < target:
+            end = ends[ended]
+            place = int((prompt_tokens + (clock + end) / 2 - began / live) / bin_tokens)
+            pace = rows[live][place if place < last else last]
+            span = (end - clock) * pace
+            if spent + span > seconds:
+                return clock + (seconds - spent) / pace, began, ended, seconds
+            spent += span
+            began -= began / live
+            clock = end
+            ended += 1
+            live -= 1
+        return clock, began, ended, spent
 
     def _catch_up(self, replica: _Replica) -> None:
         """Move the replica's clock to now; rollouts that end on the way leave the live batch."""
@@ -271,22 +289,11 @@ class Pipeline:
         replica.at_s = self._env.now
         paid = min(left, replica.debt_s)
         replica.debt_s -= paid
-        left -= paid
         replica.busy_s += paid
-        ended = 0
-        while left > 0 and replica.live > ended:
-            live = replica.live - ended
-            pace = self._pace_at(live, replica.clock, replica.ends[ended], replica.began)
-            span = (replica.ends[ended] - replica.clock) * pace
-            if span > left:
-                replica.clock += left / pace
-                replica.busy_s += left
-                break
-            replica.busy_s += span
-            left -= span
-            replica.began -= replica.began / live
-            replica.clock = replica.ends[ended]
-            ended += 1
+        if left <= paid:
+            return
+        replica.clock, replica.began, ended, spent = self._walk(replica, left - paid, math.inf)
+        replica.busy_s += spent
         if ended:
             del replica.ends[:ended]
             if not replica.ends:
@@ -299,15 +306,8 @@ class Pipeline:
         if not replica.seated or not replica.is_serving:
             return
         target = replica.seated[0][0]
-        seconds, clock, began, ended = replica.debt_s, replica.clock, replica.began, 0
-        while ended < replica.live and clock < target:
-            live = replica.live - ended
-            pace = self._pace_at(live, clock, replica.ends[ended], began)
-            seconds += (replica.ends[ended] - clock) * pace
-            began -= began / live
-            clock = replica.ends[ended]
-            ended += 1
-        timeout = self._env.timeout(seconds, value=(replica, replica.timer, target))
+        *_, seconds = self._walk(replica, math.inf, target)
+        timeout = self._env.timeout(replica.debt_s + seconds, value=(replica, replica.timer, target))
         assert timeout.callbacks is not None
         timeout.callbacks.append(self._slot_ended)
 
@@ -329,7 +329,8 @@ class Pipeline:
             is_kept = self._scheduler.graded(name, (slot.version, sum(slot.lengths)), slot.version)
             self._counts["graded"] += is_kept * len(slot.lengths)
         self._seat(replica)
-        self._dispatch([replica])
+        if self._lag:  # without lag a step's slots were all given out when it began
+            self._dispatch([replica])
         self._set_timer(replica)
         # Fewer rollouts than a step trains let no step be chosen; of more, the scheduler is asked.
         if self._counts["graded"] - self._counts["taken"] >= self._wanted and not self._changed.triggered:
