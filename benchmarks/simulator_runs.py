@@ -189,11 +189,11 @@ def main() -> None:
                 run = demo_runs.run(configuration.fields(asked.run, asked.epochs), asked.out / name)
                 folders[configuration].append(run)
                 bar.advance(task)
-    stored = asked.out / "predictions.json"
     calibrations = [folder / "calibration.json" for one in CALIBRATIONS for folder in folders[one]]
-    stored.write_text(json.dumps(predict(asked.run, asked.epochs, calibrations), indent=1) + "\n", encoding="utf-8")
+    predictions = predict(asked.run, asked.epochs, calibrations)
+    (asked.out / "predictions.json").write_text(json.dumps(predictions, indent=1) + "\n", encoding="utf-8")
     turns = {one.name: [measured_of(one, folder) for folder in folders[one]] for one in CONFIGURATIONS}
-    score(json.loads(stored.read_text(encoding="utf-8")), turns, console)
+    score(predictions, turns, console)
 
 
 if __name__ == "__main__":

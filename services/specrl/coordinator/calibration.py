@@ -185,9 +185,7 @@ class _Decoding:
             return
         before = self._before
         self.costs = [
-            cost.minus(before[name].get(cost.bin)) if name in before else cost
-            for name, replica in costs.items()
-            for cost in replica
+            cost.minus(before.get(name, {}).get(cost.bin)) for name, replica in costs.items() for cost in replica
         ]
         replicas = max(1, len(costs))
         self._decoded_s = sum(cost.seconds_sum for cost in self.costs) / replicas

@@ -34,8 +34,10 @@ async def test_what_arrives_is_staged_and_can_be_dropped() -> None:
     sender, receiver, manifest = WeightSender(), a_worker(), manifest_of(TENSORS)
     answer, sent = await asyncio.gather(_receive(receiver, sender, manifest), sender.send(TENSORS, 1))
     assert worker.unwrap(answer) == list(sent.checksums)
+    assert worker.unwrap(receiver.specrl_received()) == list(sent.checksums)  # as while another rank is slower
     assert receiver.specrl_staged is not None
-    for (meta, tensor), (expected_meta, expected) in zip(receiver.specrl_staged, TENSORS, strict=True):
+    tensors, _ = receiver.specrl_staged
+    for (meta, tensor), (expected_meta, expected) in zip(tensors, TENSORS, strict=True):
         assert meta == expected_meta
         assert torch.equal(tensor, expected)
     assert worker.unwrap(receiver.specrl_discard()) is None
@@ -79,7 +81,7 @@ async def test_one_transfer_at_a_time_and_none_is_received_that_was_not_begun() 
 def test_loading_is_refused_when_the_thread_count_changed() -> None:
     """Packed weights would silently give wrong products; see the module's docstring."""
     receiver = a_worker()
-    receiver.specrl_staged, receiver.specrl_threads = list(TENSORS), torch.get_num_threads() + 1
+    receiver.specrl_staged, receiver.specrl_threads = (list(TENSORS), ()), torch.get_num_threads() + 1
     with pytest.raises(EngineFailed, match="threads"):
         worker.unwrap(receiver.specrl_load())
 

@@ -112,7 +112,7 @@ def test_upload_that_breaks_at_any_file_leaves_the_copy_before(
         put(source, target)
 
     monkeypatch.setattr(mirror._files, "put_file", breaks)
-    with pytest.raises(StoreFailed, match=r"must take a checkpoint, got (memory|s3).*the network is gone"):
+    with pytest.raises(StoreFailed, match=f"must take a checkpoint, got {mirror.url}.*the network is gone"):
         mirror.upload(tmp_path / "run", 2)
     assert mirror.steps() == [1]
     monkeypatch.undo()

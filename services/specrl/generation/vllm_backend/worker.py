@@ -43,7 +43,8 @@ from specrl.weights.group import BroadcastGroup
 from specrl.weights.stream import receive
 
 Answer = dict[str, Any]
-Staged = list[tuple[TensorMeta, torch.Tensor]]
+Tensors = list[tuple[TensorMeta, torch.Tensor]]
+Staged = tuple[Tensors, tuple[int, ...]]  # with their checksums
 
 
 def unwrap(answer: Answer) -> Any:
@@ -58,7 +59,7 @@ class WorkerExtension:
 
     specrl_group: BroadcastGroup | None = None
     specrl_staged: Staged | None = None
-    specrl_arriving: Future[tuple[Staged, tuple[int, ...]]] | None = None
+    specrl_arriving: Future[Staged] | None = None
     specrl_threads: int = 0
     rank: int
     model_runner: Any
@@ -73,7 +74,8 @@ class WorkerExtension:
         return _answer(lambda: self._specrl_receive(WeightGroup(**group), manifest_from_rows(tensors, bucket_bytes)))
 
     def specrl_received(self) -> Answer:
-        """Has everything arrived? Value: the checksums of what did; None while something is on its way."""
+        """Has everything arrived? Value: the checksums of what did; None while something is on its way. May be asked
+        again, as it is while another rank is slower."""
         return _answer(self._specrl_received)
 
     def specrl_load(self) -> Answer:
@@ -107,7 +109,7 @@ class WorkerExtension:
         self.specrl_staged = None
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
-        def arrive() -> tuple[Staged, tuple[int, ...]]:
+        def arrive() -> Staged:
             if device is not None:
                 torch.cuda.set_device(device)  # each thread has its own
             if group.folder:
@@ -119,15 +121,17 @@ class WorkerExtension:
         thread.shutdown(wait=False)
 
     def _specrl_received(self) -> list[int] | None:
-        arriving = self.specrl_arriving
-        if arriving is None:
-            raise CollectiveFailed("weights must be on their way to be received, got nothing; the transfer is repeated")
-        if not arriving.done():
-            return None
-        if arriving.exception() is not None:
-            self._specrl_leave()  # a collective that broke leaves the group unusable
-        self.specrl_arriving = None
-        self.specrl_staged, checksums = arriving.result()
+        if self.specrl_staged is None:
+            arriving = self.specrl_arriving
+            if arriving is None:
+                raise CollectiveFailed("weights must be on their way to be received, got nothing; repeat the transfer")
+            if not arriving.done():
+                return None
+            if arriving.exception() is not None:
+                self._specrl_leave()  # a collective that broke leaves the group unusable
+            self.specrl_arriving = None
+            self.specrl_staged = arriving.result()
+        _, checksums = self.specrl_staged
         return list(checksums)
 
     def _specrl_join(self, group: WeightGroup) -> BroadcastGroup | HostStaging:
@@ -154,11 +158,11 @@ class WorkerExtension:
                 f"weights must be loaded with the {self.specrl_threads} threads of the start, got "
                 f"{torch.get_num_threads()}; a library changed OpenMP's setting, and products go wrong; start again"
             )
-        config = self.vllm_config
-        self._specrl_load_into(self.model_runner.get_model(), config.model_config, _owned(staged, WeightOwner.POLICY))
-        drafter_tensors = _owned(staged, WeightOwner.DRAFTER)
+        config, (tensors, _) = self.vllm_config, staged
+        self._specrl_load_into(self.model_runner.get_model(), config.model_config, _owned(tensors, WeightOwner.POLICY))
+        drafter_tensors = _owned(tensors, WeightOwner.DRAFTER)
         if config.speculative_config is not None and config.speculative_config.method == "mtp":
-            drafter_tensors = _owned(staged, WeightOwner.POLICY)  # its own loader picks the heads
+            drafter_tensors = _owned(tensors, WeightOwner.POLICY)  # its own loader picks the heads
         if drafter_tensors:
             draft_config = config.speculative_config.draft_model_config
             self._specrl_load_into(self._specrl_drafter(), draft_config, drafter_tensors)
@@ -213,8 +217,8 @@ def manifest_from_rows(rows: list[list[Any]], bucket_bytes: int) -> WeightManife
     return WeightManifest(tensors, bucket_bytes)
 
 
-def _owned(staged: Staged, owner: WeightOwner) -> list[tuple[str, torch.Tensor]]:
-    return [(meta.name, tensor) for meta, tensor in staged if meta.owner is owner]
+def _owned(tensors: Tensors, owner: WeightOwner) -> list[tuple[str, torch.Tensor]]:
+    return [(meta.name, tensor) for meta, tensor in tensors if meta.owner is owner]
 
 
 def _repack_output_layers(model: torch.nn.Module) -> None:
