@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
-import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +26,7 @@ import httpx
 import structlog
 from fastapi import HTTPException, Request
 
+from specrl.coordinator import run_token
 from specrl.coordinator.rljob import Place
 from specrl.spec.rljob import API_VERSION, PLURAL
 
@@ -35,8 +34,6 @@ AUDIENCE = "specrl.dev"
 REMEMBERED_S = 60.0
 MOST_REMEMBERED = 1000
 LONGEST_TOKEN = 16 << 10
-TOKEN_FILE = "token"  # noqa: S105 - a file's name
-"""In the run's folder, mode 0600; another one at every start of the coordinator."""
 
 _ROLES = {"get": "viewer", "update": "editor"}
 
@@ -69,13 +66,8 @@ class ByToken:
     """Admits those who can read the run's folder: its token file is what they show."""
 
     def __init__(self, directory: Path) -> None:
-        """Draws a token and writes it into `directory`, whole, readable by the owner alone."""
-        self._token = secrets.token_urlsafe(32)
-        part = directory / f"{TOKEN_FILE}.part"
-        part.unlink(missing_ok=True)
-        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-            file.write(self._token)
-        part.replace(directory / TOKEN_FILE)
+        """Draws a token and writes it into `directory`."""
+        self._token = run_token.write(directory)
 
     async def admit(self, request: Request) -> None:
         """Raise HTTPException 401 unless the request shows the token. The comparison takes as long for every guess."""
@@ -84,8 +76,8 @@ class ByToken:
             raise _refusal(
                 Verdict(
                     HTTPStatus.UNAUTHORIZED,
-                    f"send Authorization: Bearer TOKEN with the content of the file {TOKEN_FILE} in the run's folder; "
-                    "`specrl pause`, `resume`, `checkpoint` and `scale` do",
+                    f"send Authorization: Bearer TOKEN with the content of the file {run_token.TOKEN_FILE} in the "
+                    "run's folder; `specrl pause`, `resume`, `checkpoint` and `scale` do",
                 )
             )
 

@@ -83,7 +83,7 @@ class Shape:
         return self.position(own_step, index)
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True, order=True, slots=True)
 class SlotId:
     """Sample `sample` of the prompt at place `index` of its own step; `attempt` counts samples refused before it.
 
@@ -121,7 +121,7 @@ class SlotState(StrEnum):
     DONE = "done"
 
 
-@dataclass
+@dataclass(slots=True)
 class _Slot(Generic[R]):
     """latest: last step that may train what is under way or done here."""
 
@@ -131,7 +131,7 @@ class _Slot(Generic[R]):
     result: R | None = None
 
 
-@dataclass
+@dataclass(slots=True)
 class _Group(Generic[R]):
     position: int
     slots: list[_Slot[R]]
@@ -147,8 +147,11 @@ class _Group(Generic[R]):
         return self.failure is not None or self.is_complete
 
     @property
-    def is_waiting(self) -> bool:
-        return self.failure is None and any(slot.state is SlotState.WAITING for slot in self.slots)
+    def waiting(self) -> list[int]:
+        """Samples that wait to be started."""
+        if self.failure is not None:
+            return []
+        return [sample for sample, slot in enumerate(self.slots) if slot.state is SlotState.WAITING]
 
     @property
     def done(self) -> int:
@@ -223,11 +226,9 @@ class Scheduler(Generic[R]):
         """
         taken: list[SlotId] = []
         for group in self._admissible(policy_version):
-            for sample, slot in enumerate(group.slots):
-                if len(taken) >= room:
-                    return taken
-                if slot.state is SlotState.WAITING:
-                    taken.append(self._start(group, sample, policy_version))
+            taken += self._start(group, group.waiting[: room - len(taken)], policy_version)
+            if len(taken) == room:
+                break
         return taken
 
     def deal(self, replicas: list[str], policy_version: int) -> dict[str, list[SlotId]]:
@@ -235,9 +236,7 @@ class Scheduler(Generic[R]):
         dealt: dict[str, list[SlotId]] = {replica: [] for replica in replicas}
         for group in self._admissible(policy_version) if replicas else ():
             replica = replicas[self.shape.index(group.position) % len(replicas)]
-            for sample, slot in enumerate(group.slots):
-                if slot.state is SlotState.WAITING:
-                    dealt[replica].append(self._start(group, sample, policy_version))
+            dealt[replica] += self._start(group, group.waiting, policy_version)
         return dealt
 
     # -- what happened -------------------------------------------------------------------------------------------
@@ -266,8 +265,11 @@ class Scheduler(Generic[R]):
                 f"{slot_id} must be trainable until step {slot.latest}, got oldest_version={oldest_version}; "
                 "this is a bug"
             )
-        slot.state, slot.result, slot.latest = SlotState.DONE, result, latest
-        self._note_deadline(group)
+        slot.state, slot.result = SlotState.DONE, result
+        if latest != slot.latest:
+            slot.latest = latest
+            self._note_deadline(group)
+        self._note_end(group)
         return True
 
     def refuse(self, slot_id: SlotId, reason: str) -> None:
@@ -319,6 +321,8 @@ class Scheduler(Generic[R]):
         slot.state, slot.result, slot.attempt = SlotState.DONE, result, slot_id.attempt
         slot.latest = self._latest(oldest_version)
         self._note_deadline(group)
+        self._note_start(group)
+        self._note_end(group)
         return True
 
     def resume(self, slot_id: SlotId, policy_version: int) -> bool:
@@ -340,7 +344,7 @@ class Scheduler(Generic[R]):
         if not self._may_start(position, group.deadline, policy_version):
             return False
         slot.attempt = slot_id.attempt
-        self._start(group, slot_id.sample, policy_version)
+        self._start(group, [slot_id.sample], policy_version)
         return True
 
     def fail(self, position: int, reason: str) -> None:
@@ -462,28 +466,34 @@ class Scheduler(Generic[R]):
                 self._due[self._groups[new].deadline] += 1
                 self._waiting.add(new)
 
-    def _start(self, group: _Group[R], sample: int, policy_version: int) -> SlotId:
-        slot = group.slots[sample]
-        slot.state, slot.latest = SlotState.INFLIGHT, self._latest(policy_version)
+    def _start(self, group: _Group[R], samples: list[int], policy_version: int) -> list[SlotId]:
+        latest = self._latest(policy_version)
+        for sample in samples:
+            slot = group.slots[sample]
+            slot.state, slot.latest = SlotState.INFLIGHT, latest
         self._note_deadline(group)
-        shape = self.shape
-        return SlotId(shape.own_step(group.position), shape.index(group.position), sample, slot.attempt)
+        self._note_start(group)
+        step, index = self.shape.own_step(group.position), self.shape.index(group.position)
+        return [SlotId(step, index, sample, group.slots[sample].attempt) for sample in samples]
 
     def _release(self, group: _Group[R], slot: _Slot[R]) -> None:
         slot.state, slot.latest = SlotState.WAITING, None
         self._note_deadline(group)
+        self._waiting.add(group.position)
 
     def _note_deadline(self, group: _Group[R]) -> None:
-        """Something started, ended or was lost: the group's oldest rollout may be another one now."""
+        """Something started or was lost: the group's oldest rollout may be another one now."""
         deadline = self._deadline(group.position, [slot.latest for slot in group.slots if slot.latest is not None])
         if deadline != group.deadline:
             self._due -= Counter((group.deadline,))  # which also drops what became zero
             self._due[deadline] += 1
             group.deadline, self._has_moved = deadline, True
-        if group.is_waiting:
-            self._waiting.add(group.position)
-        else:
+
+    def _note_start(self, group: _Group[R]) -> None:
+        if not group.waiting:
             self._waiting.discard(group.position)
+
+    def _note_end(self, group: _Group[R]) -> None:
         if group.is_finished:
             self._finished.add(group.position)
             self._has_moved = True

@@ -10,10 +10,10 @@ from typing import Any
 
 import httpx
 
-from specrl.coordinator.admission import TOKEN_FILE
+from specrl.coordinator import run_token
 from specrl.coordinator.report import Status
 from specrl.errors import RunInvalid
-from specrl.files import SMALL_BYTES, parse_object, read_text
+from specrl.files import parse_object
 from specrl.launcher.reports import http_address
 from specrl.launcher.run_directory import RunDirectory
 
@@ -30,7 +30,7 @@ def ask(directory: RunDirectory, method: str, path: str, body: dict[str, Any] | 
             f"go on with `specrl run --resume {directory.path}`"
         )
     try:
-        token = read_text(directory.path / TOKEN_FILE, SMALL_BYTES).strip()
+        token = run_token.read(directory.path)
         # trust_env: a proxy of the user's has no business between us and our own machine.
         answer = httpx.request(
             method,

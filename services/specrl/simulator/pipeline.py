@@ -74,7 +74,7 @@ class Trace:
     held: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Slot:
     """What was given to a replica: lengths of its rollouts, and the version that it was given them under."""
 
@@ -83,7 +83,7 @@ class _Slot:
     version: int
 
 
-@dataclass
+@dataclass(slots=True)
 class _Replica:
     """clock: tokens that each live rollout has emitted since the replica began. ends: ascending places on the clock."""
 
@@ -120,7 +120,7 @@ class Pipeline:
         self._shape = Shape(schedule.steps, schedule.prompts_per_step, schedule.group_size // self._grain, self._lag)
         self._scheduler: Scheduler[tuple[int, float]] = Scheduler(self._shape, deadlines(schedule.order))
         random = np.random.default_rng(schedule.seed)
-        self._lengths_PG = lengths.draw(self._shape.prompts, schedule.group_size, random)
+        self._lengths_PG = lengths.draw(self._shape.prompts, schedule.group_size, random).tolist()
         self._env = simpy.Environment()
         self._replicas = [_Replica(number) for number in range(scenario.layout.replicas)]
         self._gate_open, self._version = True, 0
@@ -240,7 +240,7 @@ class Pipeline:
         for slot in slots:
             place = self._shape.position(slot.step, slot.index)
             first = slot.sample * self._grain
-            lengths = self._lengths_PG[place, first : first + self._grain].tolist()
+            lengths = self._lengths_PG[place][first : first + self._grain]
             replica.slots[slot] = _Slot(lengths, max(lengths), replica.version)
             replica.waiting.append(slot)
             groups.add(place)

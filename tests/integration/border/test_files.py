@@ -453,7 +453,7 @@ COVERED = {
     "generation/vllm_backend/memory.py": "the kernel's own",
     "launcher/model_folder.py": "config, launcher; tokenizer, launcher; index, launcher; weights, launcher",
     "launcher/preflight.py": "the kernel's own",
-    "launcher/asking.py": "the token, which may be any text",
+    "coordinator/run_token.py": "the token, which may be any text",
     "launcher/reports.py": "status, endpoints, metrics, launcher",
     "launcher/warm_up.py": "what it was asked for, which is compared; the end of a log",
     "launcher/supervisor.py": "the end of a log, which may be any bytes",

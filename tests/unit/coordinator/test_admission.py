@@ -16,11 +16,11 @@ from specrl.coordinator.admission import (
     LONGEST_TOKEN,
     MOST_REMEMBERED,
     REMEMBERED_S,
-    TOKEN_FILE,
     ByReview,
     ByToken,
 )
 from specrl.coordinator.rljob import Place
+from specrl.coordinator.run_token import TOKEN_FILE
 
 ADA = {"username": "ada", "groups": ["team-a"], "uid": "7", "extra": {"scopes": ["all"]}}
 
