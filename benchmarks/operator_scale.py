@@ -199,7 +199,14 @@ def show(jobs: int, phases: list[Phase], latencies_s: list[float]) -> None:
     table = Table(title=f"{jobs} RLJobs, {os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}")
     for name in ("phase", "s", "looks", "p50 ms", "p99 ms", "reads/look", "writes/look", "CPU ms/look", "MiB"):
         table.add_column(name, justify="right")
-    for phase in phases:
+    whole = Phase(
+        "all",
+        [look for phase in phases for look in phase.looks],
+        sum(phase.seconds for phase in phases),
+        sum(phase.cpu_s for phase in phases),
+        max(phase.peak_bytes for phase in phases),
+    )
+    for phase in (*phases, whole):
         seconds = [look[0] for look in phase.looks]
         if len(seconds) < 2:  # too short to say anything
             table.add_row(phase.name, f"{phase.seconds:.0f}", str(len(seconds)), *["-"] * 6)

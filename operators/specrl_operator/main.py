@@ -62,7 +62,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--namespace", action="append", default=[], help="watch this namespace alone; may be given again (default: all)"
     )
     add("--context", help="context of the kubeconfig; '' its current one (default: the pod's own cluster)")
-    add("--workers", type=int, default=4, help="jobs that are looked at together (default: %(default)s)")
+    add("--workers", type=int, default=2, help="jobs that are looked at together (default: %(default)s)")
     add("--host", default="0.0.0.0", help="address of metrics and probes (default: %(default)s)")  # noqa: S104 - a pod's
     add("--port", type=int, default=8080, help="port of metrics and probes (default: %(default)s)")
     add("--log-level", default="info", choices=("debug", "info", "warning"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any
@@ -42,10 +43,11 @@ class HttpApiServer:
                 body = json.loads(self.rfile.read(length)) if length else None
                 try:
                     outer._check(self.headers)
-                    self._answer(200, outer._do(self.command, self.path, body, self.headers))
+                    code, found = 200, outer._do(self.command, self.path, body, self.headers)
                 except ClusterError as error:
-                    status = {"kind": "Status", "code": error.status, "message": str(error)}
-                    self._answer(error.status, status)
+                    code, found = error.status, {"kind": "Status", "code": error.status, "message": str(error)}
+                with suppress(BrokenPipeError, ConnectionResetError):  # who asked may have ended
+                    self._answer(code, found)
 
             do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _serve
 

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -69,6 +69,14 @@ def specrl_says(*arguments: str) -> str:
 
 
 @pytest.fixture
+def interrupts_hit_the_run_alone() -> Iterator[None]:
+    """One that comes when the run has ended by itself must fail the test, not end pytest."""
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
 def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher starts stand-ins for engine and trainer; all else is the product's."""
     before = programs._script
@@ -85,9 +93,8 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
-def test_a_run_is_scaled_down_and_up_and_a_replica_that_was_dismissed_stays_away(
-    tmp_path: Path, stand_ins: None
-) -> None:
+@pytest.mark.usefixtures("stand_ins", "interrupts_hit_the_run_alone")
+def test_a_run_is_scaled_down_and_up_and_a_replica_that_was_dismissed_stays_away(tmp_path: Path) -> None:
     a_model_folder(tmp_path / "model")
     schedule = {"steps": 100_000, "promptsPerStep": 2, "groupSize": 2}
     generation = {"replicas": 2, "sampling": {"maxTokens": 16}}
