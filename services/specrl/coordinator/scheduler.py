@@ -83,7 +83,7 @@ class Shape:
         return self.position(own_step, index)
 
 
-@dataclass(frozen=True, order=True, slots=True)
+@dataclass(frozen=True, order=True)
 class SlotId:
     """Sample `sample` of the prompt at place `index` of its own step; `attempt` counts samples refused before it.
 
@@ -121,7 +121,7 @@ class SlotState(StrEnum):
     DONE = "done"
 
 
-@dataclass(slots=True)
+@dataclass
 class _Slot(Generic[R]):
     """latest: last step that may train what is under way or done here."""
 
@@ -131,7 +131,7 @@ class _Slot(Generic[R]):
     result: R | None = None
 
 
-@dataclass(slots=True)
+@dataclass
 class _Group(Generic[R]):
     position: int
     slots: list[_Slot[R]]

@@ -74,7 +74,7 @@ class Trace:
     held: int
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True)
 class _Slot:
     """What was given to a replica: lengths of its rollouts, and the version that it was given them under."""
 
@@ -83,7 +83,7 @@ class _Slot:
     version: int
 
 
-@dataclass(slots=True)
+@dataclass
 class _Replica:
     """clock: tokens that each live rollout has emitted since the replica began. ends: ascending places on the clock."""
 

@@ -91,15 +91,19 @@ class Browser:
         """Keep the whole page as build/screenshots/NAME.png."""
         width, height = self.evaluate("return [innerWidth, document.documentElement.scrollHeight]")
         self.resize(width, height)
-        # The size is noticed, then laid out in one frame and drawn in the next.
-        self.driver.execute_async_script(
-            "const done = arguments[0];setTimeout(() => requestAnimationFrame(() => requestAnimationFrame(done)), 300);"
-        )
+        self._settle()
         SCREENSHOTS.mkdir(parents=True, exist_ok=True)
         shot = self.driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png"})
         (SCREENSHOTS / f"{name}.png").write_bytes(base64.b64decode(shot["data"]))
         self.resize(width, 900)
+        self._settle()
         return SCREENSHOTS / f"{name}.png"
+
+    def _settle(self) -> None:
+        """Another size is noticed, then laid out in one frame and drawn in the next."""
+        self.driver.execute_async_script(
+            "const done = arguments[0];setTimeout(() => requestAnimationFrame(() => requestAnimationFrame(done)), 300);"
+        )
 
     def complaints(self) -> list[str]:
         """Warnings and errors of the console since the last call."""

@@ -122,17 +122,20 @@ class WorkerExtension:
 
     def _specrl_received(self) -> list[int] | None:
         if self.specrl_staged is None:
-            arriving = self.specrl_arriving
-            if arriving is None:
-                raise CollectiveFailed("weights must be on their way to be received, got nothing; repeat the transfer")
-            if not arriving.done():
-                return None
-            if arriving.exception() is not None:
-                self._specrl_leave()  # a collective that broke leaves the group unusable
-            self.specrl_arriving = None
-            self.specrl_staged = arriving.result()
-        _, checksums = self.specrl_staged
-        return list(checksums)
+            self.specrl_staged = self._specrl_arrived()
+        return None if self.specrl_staged is None else list(self.specrl_staged[1])
+
+    def _specrl_arrived(self) -> Staged | None:
+        """What has arrived, taken once. None while something is on its way."""
+        arriving = self.specrl_arriving
+        if arriving is None:
+            raise CollectiveFailed("weights must be on their way to be received, got nothing; the transfer is repeated")
+        if not arriving.done():
+            return None
+        if arriving.exception() is not None:
+            self._specrl_leave()  # a collective that broke leaves the group unusable
+        self.specrl_arriving = None
+        return arriving.result()
 
     def _specrl_join(self, group: WeightGroup) -> BroadcastGroup | HostStaging:
         """This worker's membership: the replica's first rank plus the worker's own."""
