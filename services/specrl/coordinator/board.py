@@ -190,9 +190,18 @@ class Board:
         await self._store.finish_step(step.batch.step, report.model_dump(by_alias=True), step.overtaken)
 
     async def step_served(
-        self, step: TrainedStep, transfer: Transfer, stages: StageSeconds, *, is_validating: bool
+        self,
+        step: TrainedStep,
+        transfer: Transfer,
+        stages: StageSeconds,
+        busy_cores: tuple[float | None, float | None],
+        *,
+        is_validating: bool,
     ) -> None:
-        """Report a step whose version is served; while that is being validated, the report waits for the accuracy."""
+        """Report a step whose version is served; while that is being validated, the report waits for the accuracy.
+
+        busy_cores: of this machine, while the trainer waited for rollouts and while it trained.
+        """
         counters = self._registry.speculation()
         since, self._counted = counters.minus(self._counted), counters
         canary, self._canary = self._canary, Comparison()
@@ -216,7 +225,7 @@ class Board:
         self._exported.step(report, step.batch.policy_lags)
         statuses = {name: replica.status for name, replica in self._registry.replicas.items() if replica.status}
         costs = {name: status.step_costs for name, status in statuses.items()}
-        self._calibration.step_ended(report, step.groups, costs)
+        self._calibration.step_ended(report, step.groups, costs, busy_cores)
         if is_validating:
             await self._store.set_report(report.step, report.model_dump(by_alias=True))
             self._withheld = report

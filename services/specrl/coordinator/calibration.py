@@ -2,6 +2,7 @@
 
     step costs     what a step of the engines took, by live rollouts and drafted tokens (from the replicas)
     acceptance, lengths, how alike a group's are, prompts, and the stages of every step (from the reports)
+    alone          with maxPolicyLag 0, what generation and training are like while the other stands still
 
 Written again after every step, so that a run which is under way, or was killed, can be simulated too. `simulator` and
 nothing else reads it. Seconds, tokens; camelCase in the file.
@@ -9,10 +10,13 @@ nothing else reads it. Seconds, tokens; camelCase in the file.
 
 from __future__ import annotations
 
+import os
 import platform
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated
 
 import numpy as np
@@ -67,6 +71,24 @@ class TrainedStages(Report):
     """In which replicas stood still for new weights."""
 
 
+class Alone(Report):
+    """Of a run in which generation and training take turns: its maxPolicyLag is 0."""
+
+    draft_tokens: Annotated[int, Field(ge=0, le=LONGEST_DRAFT)]
+    """k of the run file."""
+    starting_seconds: Annotated[float, Field(ge=0, lt=1e12)]
+    """What each rollout adds to its replica's time in which nothing is decoded: its prompt is read, its request and
+    its answer are on their way, its verdict is given."""
+    cores: Annotated[int, Field(ge=1, lt=2**31)]
+    """Of the coordinator's machine, which other parts of the run may share, or not."""
+    threads: Annotated[int, Field(ge=1, lt=2**31)]
+    """That an engine computes with: the cores that it keeps busy."""
+    core_seconds: Annotated[float, Field(ge=0, lt=1e12)]
+    """Of all other processes, for each token that is sampled: it is decoded to text, sent, kept, graded."""
+    cores_training: Annotated[float, Field(ge=0, lt=2**31)]
+    """Busy while the trainer trained, whoever kept them so."""
+
+
 class Calibration(Report):
     """The file."""
 
@@ -81,9 +103,8 @@ class Calibration(Report):
     group_correlation: Chance = 0.0
     """Share of the variance of log-lengths that is between prompts."""
     prompt_tokens: Annotated[float, Field(ge=0, lt=1e12)] = 0.0
-    starting_seconds: Annotated[float, Field(ge=0, lt=1e12)] | None = None
-    """What each rollout adds to its replica's time in which nothing is decoded: its prompt is read, its request and
-    its answer are on their way, its verdict is given. Null: not known, since generation went on beside other stages."""
+    alone: tuple[Alone, ...] = ()
+    """Empty: not known, since generation went on beside other stages. Of several files that are read as one, each's."""
     steps: tuple[TrainedStages, ...] = ()
 
 
@@ -99,10 +120,17 @@ class CalibrationFile:
         self._steps: deque[TrainedStages] = deque(maxlen=STEPS_KEPT)
         self._accepted: deque[list[float]] = deque(maxlen=STEPS_KEPT)
         self._decoding = _Decoding()
+        self._cores: deque[_Cores] = deque(maxlen=STEPS_KEPT)
         self._is_behind = False
 
-    def step_ended(self, report: StepReport, groups: Sequence[Group], costs: Mapping[str, Sequence[StepCost]]) -> None:
-        """Take up a step, and write. costs: by replica, from its start on."""
+    def step_ended(
+        self,
+        report: StepReport,
+        groups: Sequence[Group],
+        costs: Mapping[str, Sequence[StepCost]],
+        busy_cores: tuple[float | None, float | None],
+    ) -> None:
+        """Take up a step, and write. costs: by replica, from its start on. busy_cores: of this machine, as `Alone`."""
         for group in groups:
             lengths = [float(rollout.sampled_length) for rollout in group.rollouts]
             logs = np.log(lengths)
@@ -122,6 +150,11 @@ class CalibrationFile:
                 load_seconds=sync.get("pause", 0.0) + sync.get("resume", 0.0),
             )
         )
+        generating, training = busy_cores
+        if generating is not None and training is not None and self._decoding.is_warm:
+            engines = len(costs) * self._spec.generation.threads
+            others_s = (generating - engines) * report.stages.generation
+            self._cores.append(_Cores(others_s, report.tokens, training))
         self._decoding.step_ended(report, costs)
         self._write(self._found())
 
@@ -135,9 +168,25 @@ class CalibrationFile:
             length_quantiles=self._quantiles(),
             group_correlation=self._correlation(),
             prompt_tokens=float(np.mean(self._prompts)) if self._prompts else 0.0,
-            starting_seconds=None if self._spec.schedule.max_policy_lag else self._decoding.starting_seconds,
+            alone=self._alone(),
             steps=tuple(self._steps),
         )
+
+    def _alone(self) -> tuple[Alone, ...]:
+        starting_seconds = self._decoding.starting_seconds
+        if self._spec.schedule.max_policy_lag or starting_seconds is None or not self._cores:
+            return ()
+        generation, cores = self._spec.generation, self._cores
+        others_s, tokens = sum(step.others_s for step in cores), sum(step.tokens for step in cores)
+        found = Alone(
+            draft_tokens=generation.speculation.num_draft_tokens,
+            starting_seconds=starting_seconds,
+            cores=os.cpu_count() or 1,
+            threads=generation.threads,
+            core_seconds=max(0.0, others_s) / max(1, tokens),
+            cores_training=fmean(step.training for step in cores),
+        )
+        return (found,)
 
     def _quantiles(self) -> tuple[float, ...]:
         places = np.linspace(0, 1, QUANTILES)
@@ -162,6 +211,15 @@ class CalibrationFile:
             self._is_behind = True
         else:
             self._is_behind = False
+
+
+@dataclass(frozen=True)
+class _Cores:
+    """Of a step: core-seconds of all but the engines while they generated its tokens, cores busy while it trained."""
+
+    others_s: float
+    tokens: int
+    training: float
 
 
 class _Decoding:
@@ -191,6 +249,11 @@ class _Decoding:
         self._decoded_s = sum(cost.seconds_sum for cost in self.costs) / replicas
         self._generated_s += report.stages.generation
         self._rollouts += report.rollouts / replicas
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether the first step has ended."""
+        return self._before is not None
 
     @property
     def starting_seconds(self) -> float | None:

@@ -203,7 +203,8 @@ class Loop:
                 with self._watch.stage("validation"):
                     await self._finish_validation()
         is_validating = self._validation is not None
-        await self._board.step_served(trained, transfer, self._watch.lap(), is_validating=is_validating)
+        cores = self._watch.busy_cores("generation"), self._watch.busy_cores("train")
+        await self._board.step_served(trained, transfer, self._watch.lap(), cores, is_validating=is_validating)
         self._stage.open_gate()
 
     async def _batch(self, step: int) -> tuple[Choice[GradedRollout], Batch, list[Group]]:

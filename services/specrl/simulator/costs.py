@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """One machine that computes everything: what each part asks of its cores, alone on it.
+
+    replica: by a replica that generates; token: core-seconds, for each token sampled; trainer: while it trains.
+    """
+
+    cores: float
+    replica: float
+    token: float
+    trainer: float
+
+    def slowdown(self, replicas: int, tokens_per_s: float, *, is_training: bool) -> float:
+        """How many times longer everything takes beside each other: all get as much of what they ask for."""
+        asked = replicas * self.replica + tokens_per_s * self.token + is_training * self.trainer
+        return max(1.0, asked / self.cores)
 
 
 class Costs(Protocol):
@@ -36,3 +55,6 @@ class Costs(Protocol):
 
     def load_s(self) -> float:
         """The part of `prepare_s` in which a replica emits no tokens."""
+
+    def sharing(self) -> Sharing | None:
+        """How replicas and trainer share a machine's processors; None where they do not."""

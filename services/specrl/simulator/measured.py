@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from specrl.coordinator.calibration import Calibration, TrainedStages
 from specrl.errors import Problem, SpecInvalid
 from specrl.files import JSON_BYTES, read_text
-from specrl.simulator.costs import Floats
+from specrl.simulator.costs import Floats, Sharing
 from specrl.simulator.scenario import Mechanism, Scenario
 
 WARM_UP_STEPS = 1
@@ -35,7 +35,7 @@ BEYOND = 1.25
 
 
 def read_calibrations(files: Sequence[Path]) -> Calibration:
-    """One of several runs: engine steps and stages of all, acceptance of the first that has any, the rest of the first.
+    """One of several runs: what was measured in all, acceptance of the first that has any, the rest of the first.
 
     A run that drafts measures no step without drafts, and the other way round; two of them make a comparison.
     """
@@ -45,6 +45,7 @@ def read_calibrations(files: Sequence[Path]) -> Calibration:
         update={
             "engine_steps": tuple(step for one in found for step in one.engine_steps),
             "steps": tuple(step for one in found for step in one.steps),
+            "alone": tuple(alone for one in found for alone in one.alone),
             "acceptance": drafting.acceptance,
             "draft_tokens": drafting.draft_tokens,
         }
@@ -92,6 +93,9 @@ class MeasuredCosts:
         self._data = median(step.stages.data for step in stages)
         self._prepare = median(step.stages.prepare for step in stages)
         self._load = median(step.load_seconds for step in stages)
+        k = 0 if scenario.speculation.mechanism is Mechanism.NONE else scenario.speculation.k
+        like = [one for one in calibration.alone if (one.draft_tokens > 0) == (k > 0)]
+        self._starting = [one.starting_seconds for one in like or calibration.alone]
 
     def step_s(self, batch_B: Floats, k: int, context: float) -> Floats:
         """See the module."""
@@ -99,9 +103,12 @@ class MeasuredCosts:
         return self._features(batch_B, lengths, np.full_like(batch_B, context)) @ self._coefficients
 
     def start_s(self, rollouts: int, tokens: float) -> float:
-        """As measured; where that is not known, a prompt's token costs what one more live rollout does."""
-        if self._seen.starting_seconds is not None:
-            return self._seen.starting_seconds * rollouts
+        """As measured, in runs that draft or do not, like this one; else in the others.
+
+        Where it was not measured, a prompt's token costs what one more live rollout does.
+        """
+        if self._starting:
+            return median(self._starting) * rollouts
         few, many = self.step_s(np.array([1.0, self._bends[-1]]), 0, 0.0)
         return float(many - few) / float(self._bends[-1]) * tokens
 
@@ -124,6 +131,18 @@ class MeasuredCosts:
     def load_s(self) -> float:
         """Median of the run."""
         return self._load
+
+    def sharing(self) -> Sharing | None:
+        """As measured without GPUs, where generation and training took turns."""
+        alone = self._seen.alone
+        if self._scenario.cluster.gpu is not None or not alone:
+            return None
+        return Sharing(
+            cores=median(one.cores for one in alone),
+            replica=median(one.threads for one in alone),
+            token=median(one.core_seconds for one in alone),
+            trainer=median(one.cores_training for one in alone),
+        )
 
     def extrapolations(self, live: int) -> list[str]:
         """What of the scenario lies beyond what was measured."""

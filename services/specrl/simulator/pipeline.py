@@ -12,6 +12,10 @@ All live rollouts of a replica emit tokens at one pace, so a replica has one clo
 a place on it where it ends; between two ends the pace is constant. One event is one slot that ends. In large runs a
 slot is a bundle of rollouts of one group that go to one replica, as groups mostly do: `grain` of them, counted one by
 one in everything but the scheduler. Seconds, tokens.
+
+Where trainer and replicas share processors, all of them get slower together while more of them compute. So events keep
+the time that they would take undisturbed, and a second clock says what time it is: it goes as many times
+faster as all of them are slower (`costs.Sharing`).
 """
 
 from __future__ import annotations
@@ -99,6 +103,7 @@ class _Replica:
     at_s: float = 0.0  # when clock was true
     debt_s: float = 0.0  # prompts to be read, and weights to be loaded, before it emits again
     busy_s: float = 0.0
+    tokens_per_s: float = 0.0  # with none beside it
     timer: int = 0
 
     @property
@@ -122,6 +127,8 @@ class Pipeline:
         random = np.random.default_rng(schedule.seed)
         self._lengths_PG = lengths.draw(self._shape.prompts, schedule.group_size, random).tolist()
         self._env = simpy.Environment()
+        self._sharing = costs.sharing()
+        self._time_s, self._time_at, self._slowdown, self._is_training = 0.0, 0.0, 1.0, False
         self._replicas = [_Replica(number) for number in range(scenario.layout.replicas)]
         self._gate_open, self._version = True, 0
         self._changed = self._env.event()
@@ -147,12 +154,13 @@ class Pipeline:
         env, costs = self._env, self._costs
         self._dispatch(self._replicas)
         for step in range(1, self._shape.steps + 1):
-            began = env.now
+            began, undisturbed = self._now(), env.now
             busy_before = sum(replica.busy_s for replica in self._replicas)
             while (choice := self._scheduler.choose()) is None:
                 self._changed = env.event()
                 yield self._changed
-            generation = env.now - began
+            generation = self._now() - began
+            self._trainer_computes(True)
             if self._lag == 0:
                 self._gate_open = False
             else:  # groups that the choice has taken stand in no other group's way any more
@@ -162,17 +170,17 @@ class Pipeline:
             rollouts = len(results) * self._grain
             self._counts["taken"] += rollouts
             trained_tokens = tokens + rollouts * self._scenario.workload.prompt_tokens
-            stages = {
-                "data": costs.data_s(),
-                "prepare": costs.prepare_s(),
-                "generation": generation,
-                "logprob": costs.logprob_s(trained_tokens),
-                "train": costs.train_s(trained_tokens),
-            }
-            yield env.timeout(stages["data"] + stages["logprob"] + stages["train"])
+            stages = {"generation": generation}
+            for stage, seconds in (
+                ("data", costs.data_s()),
+                ("logprob", costs.logprob_s(trained_tokens)),
+                ("train", costs.train_s(trained_tokens)),
+            ):
+                stages[stage] = yield from self._spend(seconds)
             self._scheduler.mark_trained(step)
             self._counts["trained"] += rollouts
-            yield env.timeout(stages["prepare"])
+            stages["prepare"] = yield from self._spend(costs.prepare_s())
+            self._trainer_computes(False)
             self._publish()
             for replica in self._replicas:
                 self._catch_up(replica)
@@ -185,7 +193,7 @@ class Pipeline:
                     tokens=tokens,
                     rollouts=rollouts,
                     policy_lag_max=max((step - 1 - version for version, _ in results), default=0),
-                    busy_share=busy / max(1e-12, (env.now - began) * len(self._replicas)),
+                    busy_share=busy / max(1e-12, (env.now - undisturbed) * len(self._replicas)),
                 )
             )
             if self._tick is not None:
@@ -203,6 +211,37 @@ class Pipeline:
                 self._set_timer(replica)
         self._gate_open = True
         self._dispatch(self._replicas)
+
+    # -- the second clock ------------------------------------------------------------------------------------------
+
+    def _now(self) -> float:
+        """What time it is."""
+        self._time_s += (self._env.now - self._time_at) * self._slowdown
+        self._time_at = self._env.now
+        return self._time_s
+
+    def _spend(self, seconds: float) -> Generator[simpy.Event, Any, float]:
+        """What the trainer does undisturbed in so many seconds. Returns those that it takes."""
+        began = self._now()
+        yield self._env.timeout(seconds)
+        return self._now() - began
+
+    def _trainer_computes(self, is_training: bool) -> None:
+        self._is_training = is_training
+        self._share()
+
+    def _replica_computes(self, replica: _Replica) -> None:
+        """As many rollouts as are live in it now."""
+        if self._sharing is not None:
+            row = self._pace.rows[replica.live]
+            replica.tokens_per_s = replica.live / row[len(row) // 2]
+            self._share()
+
+    def _share(self) -> None:
+        if self._sharing is not None:
+            self._now()
+            rates = [replica.tokens_per_s for replica in self._replicas if replica.live]
+            self._slowdown = self._sharing.slowdown(len(rates), sum(rates), is_training=self._is_training)
 
     # -- replicas --------------------------------------------------------------------------------------------------
 
@@ -337,13 +376,17 @@ class Pipeline:
             self._changed.succeed()
 
     def _note(self, replica: _Replica) -> None:
+        self._replica_computes(replica)
         if len(self._live) < TIMELINE:
-            self._live.append((self._env.now, replica.number, replica.live))
+            self._live.append((self._now(), replica.number, replica.live))
 
     # -- failures --------------------------------------------------------------------------------------------------
 
     def _fail(self, replica: _Replica, at_s: float, back_after_s: float | None) -> Generator[simpy.Event, Any, None]:
-        """Its unfinished rollouts wait again; when it is back it catches up with the present version and serves."""
+        """Its unfinished rollouts wait again; when it is back it catches up with the present version and serves.
+
+        Both times are of the events' clock.
+        """
         yield self._env.timeout(at_s)
         self._catch_up(replica)
         replica.is_serving = False

@@ -157,3 +157,6 @@ class Roofline:
         """Copying what arrived over the weights that serve, and the change of versions around it."""
         sent = self._shape.parameters * self.bytes_per_weight / self._layout.gpus_per_replica
         return 0.2 + 2 * sent / self._bandwidth
+
+    def sharing(self) -> None:
+        """GPUs are not shared."""

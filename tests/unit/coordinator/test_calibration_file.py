@@ -46,9 +46,9 @@ def test_lengths_acceptance_stages_and_costs_of_all_steps_are_there(tmp_path: Pa
     file = a_file(tmp_path)
     costs = {"a": [StepCost(3, 10, 80, 1000, 0.5)]}
     first = a_report(1).model_copy(update={"accepted_per_position": [0.8, 0.4], "tokens": 30, "rollouts": 4})
-    file.step_ended(first, [a_group(5, 5), a_group(10, 10)], costs)
+    file.step_ended(first, [a_group(5, 5), a_group(10, 10)], costs, (1.5, 1.0))
     assert written(tmp_path).group_correlation == 1  # equal within a group, different between them
-    file.step_ended(a_report(2), [a_group(5, 10), a_group(5, 10)], {"a": [StepCost(3, 30, 240, 3000, 1.5)]})
+    file.step_ended(a_report(2), [a_group(5, 10), a_group(5, 10)], {"a": [StepCost(3, 30, 240, 3000, 1.5)]}, (1.5, 1.0))
     found = written(tmp_path)
     assert found.acceptance == pytest.approx((0.8, 0.5))
     assert (found.length_quantiles[0], found.length_quantiles[-1]) == (5, 10)
@@ -62,19 +62,25 @@ def test_lengths_acceptance_stages_and_costs_of_all_steps_are_there(tmp_path: Pa
 def test_what_of_generation_is_no_decoding_is_known_where_nothing_else_goes_on(
     tmp_path: Path, lag: int, expected: float | None
 ) -> None:
-    """Two replicas with 8 of 16 rollouts each; what they counted up to the first step may be of before a restart."""
+    """Two replicas with 8 of 16 rollouts each; what they counted up to the first step may be of before a restart.
+
+    An engine computes with one thread; all cores of the machine that are busy are 2.5 while they generate, in a later
+    step 2.7, and one while the trainer trains.
+    """
     run = a_run(tmp_path)
     file = CalibrationFile(parse_spec(run | {"schedule": run["schedule"] | {"maxPolicyLag": lag}}), tmp_path)
     for step, decoded_s in ((1, 7.0), (2, 8.6), (3, 10.2)):
-        report = a_report(step).model_copy(update={"rollouts": 16, "stages": StageSeconds(generation=2.0)})
+        seen = {"rollouts": 16, "tokens": 600, "stages": StageSeconds(generation=2.0)}
+        report = a_report(step).model_copy(update=seen)
         costs = [StepCost(3, 10 * step, 80 * step, 1000 * step, decoded_s)]
-        file.step_ended(report, [a_group(5, 5)], {"a": costs, "b": costs})
+        file.step_ended(report, [a_group(5, 5)], {"a": costs, "b": costs}, (2.1 + step / 5, 1.0))
     found = written(tmp_path)
-    assert found.starting_seconds == pytest.approx(expected)
+    assert [one.starting_seconds for one in found.alone] == ([] if expected is None else [pytest.approx(expected)])
+    assert all(one.core_seconds == pytest.approx(0.002) and one.cores_training == 1 for one in found.alone)
     assert [(step.steps, step.live, step.seconds) for step in found.engine_steps] == [(40, 8, pytest.approx(0.16))]
 
 
 def test_a_disk_that_refuses_stops_nothing(tmp_path: Path) -> None:
     (tmp_path / "calibration.json.part").mkdir()
-    a_file(tmp_path).step_ended(a_report(1), [a_group(5, 5)], {})
+    a_file(tmp_path).step_ended(a_report(1), [a_group(5, 5)], {}, (None, None))
     assert not (tmp_path / "calibration.json").exists()

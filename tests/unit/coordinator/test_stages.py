@@ -47,6 +47,21 @@ def test_a_trainer_that_reports_more_than_its_call_took_cannot_inflate_the_step(
     assert watch.lap().total == 2
 
 
+def test_what_the_machine_computed_is_told_by_stage_whoever_computed_it() -> None:
+    clock, cores = Clock(), Clock()
+    watch = Stopwatch(clock, cores)
+    with watch.stage("generation"):
+        clock.now, cores.now = clock.now + 4, cores.now + 6
+    with watch.left_out():
+        clock.now, cores.now = clock.now + 4, cores.now + 8
+    with watch.stage("train"):
+        clock.now, cores.now = clock.now + 2, cores.now + 4
+    watch.split("train", {"logprob": 0.5, "train": 1})
+    assert (watch.busy_cores("generation"), watch.busy_cores("train"), watch.busy_cores("prepare")) == (1.5, 2, None)
+    watch.lap()
+    assert watch.busy_cores("generation") is None
+
+
 def test_what_is_left_out_belongs_to_no_stage() -> None:
     clock = Clock()
     watch = Stopwatch(clock)

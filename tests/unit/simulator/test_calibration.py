@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tests.unit.simulator.scenarios import a_scenario
 
-from specrl.coordinator.calibration import Calibration, EngineStep, TrainedStages, merged
+from specrl.coordinator.calibration import Alone, Calibration, EngineStep, TrainedStages, merged
 from specrl.coordinator.report import StageSeconds
 from specrl.errors import SpecInvalid
 from specrl.generation.step_times import StepTimes
@@ -44,6 +44,17 @@ def a_calibration(*lengths: int) -> Calibration:
         acceptance=(0.7, 0.6),
         draft_tokens=3,
         steps=tuple(stages),
+    )
+
+
+def alone(draft_tokens: int, starting_seconds: float) -> Alone:
+    return Alone(
+        draft_tokens=draft_tokens,
+        starting_seconds=starting_seconds,
+        cores=4,
+        threads=1,
+        core_seconds=0.001,
+        cores_training=2.0,
     )
 
 
@@ -103,7 +114,42 @@ def test_starting_rollouts_costs_what_it_did() -> None:
     found = a_calibration(0, 3)
     read = MeasuredCosts(found, a_scenario()).start_s(16, 200.0)
     assert read == pytest.approx(200 * 0.0005, rel=0.1)  # a token of a prompt, like one more live rollout
-    assert MeasuredCosts(found.model_copy(update={"starting_seconds": 0.01}), a_scenario()).start_s(16, 200.0) == 0.16
+    measured = found.model_copy(update={"alone": (alone(0, 0.05), alone(3, 0.01), alone(3, 0.02), alone(3, 0.01))})
+    assert MeasuredCosts(measured, a_scenario()).start_s(16, 200.0) == 0.16
+    assert MeasuredCosts(measured, a_scenario("speculation=none")).start_s(16, 200.0) == 0.8
+    plain = found.model_copy(update={"alone": (alone(0, 0.05),)})
+    assert MeasuredCosts(plain, a_scenario()).start_s(16, 200.0) == 0.8
+
+
+def test_those_that_share_a_machines_cores_slow_each_other_down_once_there_are_too_few() -> None:
+    found = a_calibration(0).model_copy(update={"alone": (alone(0, 0.05),)})
+    sharing = MeasuredCosts(found, a_scenario("cluster.gpu=null")).sharing()
+    assert sharing is not None
+    assert [sharing.slowdown(replicas, 1000.0, is_training=False) for replicas in (1, 3, 5)] == [1, 1, 1.5]
+    assert [sharing.slowdown(replicas, 1000.0, is_training=True) for replicas in (0, 1, 2)] == [1, 1, 1.25]
+    assert sharing.slowdown(1, 2000.0, is_training=True) == 1.25
+    assert MeasuredCosts(found, a_scenario()).sharing() is None  # GPUs
+    assert MeasuredCosts(a_calibration(0), a_scenario("cluster.gpu=null")).sharing() is None
+
+
+def test_overlap_gains_less_where_it_has_to_share() -> None:
+    """With all cores taken by either, nothing is gained: a step takes what its parts take one after the other."""
+    found = a_calibration(0, 3)
+    crowded = alone(0, 0.0).model_copy(update={"threads": 4, "core_seconds": 0.0, "cores_training": 4.0})
+    fields = ("cluster.gpu=null", "layout.generationGpus=1", "schedule.steps=12", "speculation=none")
+    seconds = {
+        (lag, has_room): simulate(
+            a_scenario(*fields, f"schedule.maxPolicyLag={lag}"),
+            found.model_copy(
+                update={"alone": (crowded.model_copy(update={"cores_training": 0.0} if has_room else {}),)}
+            ),
+        ).speculative.step_s
+        for lag in (0, 1)
+        for has_room in (True, False)
+    }
+    assert seconds[0, True] == seconds[0, False]
+    assert seconds[1, True] < 0.9 * seconds[0, True]
+    assert seconds[1, False] == pytest.approx(seconds[0, False], rel=0.1)  # waiting for the longest is hidden still
 
 
 def test_a_trainers_largest_step_so_far_says_nothing_of_the_next(tmp_path: Path) -> None:
