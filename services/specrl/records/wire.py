@@ -379,6 +379,7 @@ def train_step_parts(record: Batch) -> Iterator[bytes]:
     They are put together from their parts' bytes, which is what a message with these fields is: protobuf's encoding has
     no header and no checksum.
     """
+    total = trainer_pb2.TrainStepRequest(rollouts_total=len(record.rollouts)).SerializeToString(deterministic=True)
     head = rollout_pb2.Batch(step=record.step, positions=record.positions).SerializeToString(deterministic=True)
     parts, size_bytes = [head], len(head)
     for item, outline in zip(record.rollouts, _outlines(record), strict=True):
@@ -386,28 +387,37 @@ def train_step_parts(record: Batch) -> Iterator[bytes]:
         inner = _prefix(rollout_pb2.TrainRollout.ROLLOUT_FIELD_NUMBER, len(rollout))
         length = len(outline) + len(inner) + len(rollout)
         if size_bytes + length > PART_BYTES and len(parts) > 1:
-            yield _train_step_request(parts, size_bytes)
+            yield _train_step_request(parts, size_bytes, total)
             head = rollout_pb2.Batch(step=record.step).SerializeToString(deterministic=True)
             parts, size_bytes = [head], len(head)
         outer = _prefix(rollout_pb2.Batch.ROLLOUTS_FIELD_NUMBER, length)
         parts += [outer, outline, inner, rollout]
         size_bytes += len(outer) + length
-    yield _train_step_request(parts, size_bytes)
+    yield _train_step_request(parts, size_bytes, total)
 
 
-def batch_from_parts(parts: Sequence[Batch]) -> Batch:
-    """The batch that was sent in parts. Raises RecordInvalid unless all are of one step, and none but one is empty."""
+def batch_from_parts(parts: Sequence[Batch], rollouts_total: int) -> Batch:
+    """The batch that was sent in parts. rollouts_total: how many it has, as its parts say.
+
+    Raises RecordInvalid unless the parts are of one step, and have every rollout of it once.
+    """
     if not parts:
         raise RecordInvalid("a batch must have at least one part, got none; send one also when it has no rollouts")
     steps = sorted({part.step for part in parts})
     if len(steps) > 1:
         raise RecordInvalid(f"all parts of a batch must be of one step, got {steps[:8]}; send one batch in a call")
     rollouts = tuple(item for part in parts for item in part.rollouts)
+    distinct = len({item.rollout.rollout_id for item in rollouts})
+    if not distinct == len(rollouts) == rollouts_total:
+        raise RecordInvalid(
+            f"all parts of a batch must have its {rollouts_total} rollouts, each once, got {len(rollouts)}, of which "
+            f"{distinct} are different; send it again, whole"
+        )
     return Batch(steps[0], rollouts, tuple(position for part in parts for position in part.positions))
 
 
-def _train_step_request(parts: Sequence[bytes], size_bytes: int) -> bytes:
-    return b"".join((_prefix(trainer_pb2.TrainStepRequest.BATCH_FIELD_NUMBER, size_bytes), *parts))
+def _train_step_request(parts: Sequence[bytes], size_bytes: int, total: bytes) -> bytes:
+    return b"".join((_prefix(trainer_pb2.TrainStepRequest.BATCH_FIELD_NUMBER, size_bytes), *parts, total))
 
 
 def _outlines(record: Batch) -> Iterator[bytes]:

@@ -154,13 +154,20 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         self, request_iterator: AsyncIterator[trainer_pb2.TrainStepRequest], context: Any
     ) -> trainer_pb2.TrainStepReply:
         parts: list[Batch] = []
+        total = 0
         async for request in request_iterator:
             part = wire.batch_from_wire(request.batch)
             if parts and not part.rollouts:
                 raise RecordInvalid("every part of a batch but the first must have rollouts, got none; do not send it")
+            if parts and request.rollouts_total != total:
+                raise RecordInvalid(
+                    f"all parts of a batch must say how many rollouts it has, got {total} and "
+                    f"{request.rollouts_total}; send one batch in a call"
+                )
             parts.append(part)
+            total = request.rollouts_total
             self._check_count(parts)
-        return await self._train(wire.batch_from_parts(parts))
+        return await self._train(wire.batch_from_parts(parts, total))
 
     def _check_count(self, parts: Sequence[Batch]) -> None:
         """A call in parts has no size of its own that could be limited: its run's largest batch limits it."""

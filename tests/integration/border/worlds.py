@@ -283,7 +283,7 @@ class TrainerWorld(World):
         batch = wire.batch_to_wire(a_batch(1, VOCAB, rollouts=2))
         return {
             "TrainStep": trainer_pb2.TrainStepRequest(batch=batch),
-            "TrainParts": trainer_pb2.TrainStepRequest(batch=batch),
+            "TrainParts": trainer_pb2.TrainStepRequest(batch=batch, rollouts_total=len(batch.rollouts)),
             "TrainDrafter": trainer_pb2.TrainDrafterRequest(rollouts=batch.rollouts, epochs=1),
             "EvaluateDrafter": trainer_pb2.EvaluateDrafterRequest(rollouts=batch.rollouts),
             "Score": trainer_pb2.ScoreRequest(rollouts=batch.rollouts),

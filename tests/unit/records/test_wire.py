@@ -176,7 +176,19 @@ def test_a_rollout_is_passed_on_as_the_bytes_that_came(rollout: Rollout) -> None
     assert b"\xf8\x3f\x07" in graded
 
 
-@given(batch=batches, part_bytes=st.integers(1, 2000))
+def numbered(batch: Batch) -> Batch:
+    """Its rollouts have names of their own, as those of a step have."""
+    return Batch(
+        batch.step,
+        tuple(
+            replace(item, rollout=replace(item.rollout, rollout_id=f"r{place}"))
+            for place, item in enumerate(batch.rollouts)
+        ),
+        batch.positions,
+    )
+
+
+@given(batch=batches.map(numbered), part_bytes=st.integers(1, 2000))
 def test_a_batch_arrives_in_parts_as_it_was(batch: Batch, part_bytes: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wire, "PART_BYTES", part_bytes)
@@ -184,15 +196,27 @@ def test_a_batch_arrives_in_parts_as_it_was(batch: Batch, part_bytes: int) -> No
     messages = [trainer_pb2.TrainStepRequest.FromString(part) for part in sent]
     assert all(message.batch.rollouts for message in messages[1:])
     parts = [wire.batch_from_wire(message.batch) for message in messages]
-    assert plain(wire.batch_from_parts(parts)) == plain(batch)
+    assert {message.rollouts_total for message in messages} == {len(batch.rollouts)}
+    assert plain(wire.batch_from_parts(parts, len(batch.rollouts))) == plain(batch)
     assert all(len(part) <= part_bytes + 16 for part, read in zip(sent, parts, strict=True) if len(read.rollouts) > 1)
 
 
 def test_parts_of_no_batch_and_of_two_are_refused() -> None:
     with pytest.raises(RecordInvalid, match="at least one part, got none"):
-        wire.batch_from_parts([])
+        wire.batch_from_parts([], 0)
     with pytest.raises(RecordInvalid, match=r"one step, got \[1, 2\]"):
-        wire.batch_from_parts([Batch(2, ()), Batch(1, ())])
+        wire.batch_from_parts([Batch(2, ()), Batch(1, ())], 0)
+
+
+@given(batch=batches.filter(lambda batch: len(batch.rollouts) > 1).map(numbered))
+def test_a_batch_that_lacks_a_part_or_has_one_twice_is_refused(batch: Batch) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "PART_BYTES", 1)
+        sent = [trainer_pb2.TrainStepRequest.FromString(part) for part in wire.train_step_parts(batch)]
+    parts, total = [wire.batch_from_wire(message.batch) for message in sent], sent[0].rollouts_total
+    for wrong in (parts[:-1], parts[1:], [*parts, parts[-1]], [*parts[:-1], parts[0]]):
+        with pytest.raises(RecordInvalid, match="each once, got"):
+            wire.batch_from_parts(wrong, total)
 
 
 @given(batch=batches)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import numpy as np
 import pytest
 from tests.integration.trainer.runs import a_batch, a_spec
@@ -38,6 +39,7 @@ class CountingBackend(StandInBackend):
     def __init__(self) -> None:
         super().__init__(VOCAB)
         self.trained: list[int] = []
+        self.token_counts: list[int] = []
         self.is_lost = False
 
     def train_step(self, batch: Batch) -> TrainMetrics:
@@ -45,6 +47,7 @@ class CountingBackend(StandInBackend):
             raise RankLost("all trainer ranks must live, got one that died; start all of them again")
         metrics = super().train_step(batch)
         self.trained.append(batch.step)
+        self.token_counts.append(sum(len(item.rollout.token_ids_T) for item in batch.rollouts))
         return metrics
 
 
@@ -70,6 +73,30 @@ async def test_repeated_step_is_answered_and_not_trained_again(tmp_path: Path) -
         first = await client.train_step(a_batch(1, VOCAB), DEADLINE_S)
         assert await client.train_step(a_batch(1, VOCAB), DEADLINE_S) == first
     assert backend.trained == [1]
+
+
+async def test_a_batch_whose_stream_was_broken_off_is_not_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sender that dies may leave a stream that looks ended; the step must not be taken for trained by its rest."""
+    monkeypatch.setattr(wire, "PART_BYTES", 1)
+    backend, batch = CountingBackend(), a_batch(1, VOCAB, rollouts=4)
+    parts = list(wire.train_step_parts(batch))
+    assert len(parts) == 4
+    async with a_trainer(tmp_path, backend) as (client, _):
+        for wrong in (parts[:-1], parts[:1], [*parts, parts[1]]):
+            call = client._stub.TrainParts(iter(wrong), timeout=DEADLINE_S)
+            with pytest.raises(grpc.aio.AioRpcError, match="each once, got") as refusal:
+                await call
+            assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        for count in range(1, 4):
+            call = client._stub.TrainParts(timeout=DEADLINE_S)
+            for part in parts[:count]:
+                await call.write(part)
+            call.cancel()
+        assert (await client.train_step(batch, DEADLINE_S)).tokens > 0
+    assert backend.trained == [1]
+    assert backend.token_counts == [sum(len(item.rollout.token_ids_T) for item in batch.rollouts)]
 
 
 async def test_a_checkpoint_in_the_background_lets_steps_be_trained_and_is_complete_when_it_is_answered(

@@ -26,7 +26,7 @@ from specrl.api.v1 import rollout_pb2 as specrl_dot_api_dot_v1_dot_rollout__pb2
 from specrl.api.v1 import weights_pb2 as specrl_dot_api_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bspecrl/api/v1/trainer.proto\x12\rspecrl.api.v1\x1a\x1bspecrl/api/v1/rollout.proto\x1a\x1bspecrl/api/v1/weights.proto\"7\n\x10TrainStepRequest\x12#\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x14.specrl.api.v1.Batch\"c\n\x0e\x44rafterMetrics\x12\x0c\n\x04loss\x18\x01 \x01(\x01\x12\x11\n\tgrad_norm\x18\x02 \x01(\x01\x12\x1f\n\x17\x61\x63\x63\x65ptance_per_position\x18\x03 \x03(\x01\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"\xa5\x04\n\x0cTrainMetrics\x12\x0c\n\x04loss\x18\x01 \x01(\x01\x12\x11\n\tgrad_norm\x18\x02 \x01(\x01\x12\x15\n\rlearning_rate\x18\x03 \x01(\x01\x12\x0e\n\x06tokens\x18\x04 \x01(\x03\x12\x17\n\x0flogprob_seconds\x18\x05 \x01(\x01\x12\x15\n\rtrain_seconds\x18\x06 \x01(\x01\x12\x19\n\x11mismatch_mean_abs\x18\x07 \x01(\x01\x12\x18\n\x10mismatch_max_abs\x18\x08 \x01(\x01\x12\x13\n\x0bmismatch_kl\x18\t \x01(\x01\x12\x17\n\x0fmismatch_tokens\x18\n \x01(\x03\x12\x1e\n\x16importance_weight_mean\x18\x0b \x01(\x01\x12\x15\n\rclip_fraction\x18\x0c \x01(\x01\x12\x0f\n\x07\x65ntropy\x18\r \x01(\x01\x12\x1d\n\x15\x65\x66\x66\x65\x63tive_sample_size\x18\x0e \x01(\x01\x12\x33\n\x07\x64rafter\x18\x0f \x01(\x0b\x32\x1d.specrl.api.v1.DrafterMetricsH\x00\x88\x01\x01\x12\x1a\n\x12\x63lip_fraction_high\x18\x10 \x01(\x01\x12\"\n\x1aimportance_capped_fraction\x18\x11 \x01(\x01\x12\x17\n\x0fmasked_fraction\x18\x12 \x01(\x01\x12\x14\n\x0creference_kl\x18\x13 \x01(\x01\x12\x0f\n\x07updates\x18\x14 \x01(\x03\x12\x12\n\nis_skipped\x18\x15 \x01(\x08\x42\n\n\x08_drafter\"V\n\x0eTrainStepReply\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12,\n\x07metrics\x18\x02 \x01(\x0b\x32\x1b.specrl.api.v1.TrainMetrics\"T\n\x13TrainDrafterRequest\x12-\n\x08rollouts\x18\x01 \x03(\x0b\x32\x1b.specrl.api.v1.TrainRollout\x12\x0e\n\x06\x65pochs\x18\x02 \x01(\x05\"B\n\x11TrainDrafterReply\x12-\n\x06\x65pochs\x18\x01 \x03(\x0b\x32\x1d.specrl.api.v1.DrafterMetrics\"G\n\x16\x45valuateDrafterRequest\x12-\n\x08rollouts\x18\x01 \x03(\x0b\x32\x1b.specrl.api.v1.TrainRollout\"F\n\x14\x45valuateDrafterReply\x12.\n\x07metrics\x18\x01 \x01(\x0b\x32\x1d.specrl.api.v1.DrafterMetrics\"=\n\x0cScoreRequest\x12-\n\x08rollouts\x18\x01 \x03(\x0b\x32\x1b.specrl.api.v1.TrainRollout\"!\n\rTokenLogprobs\x12\x10\n\x08logprobs\x18\x01 \x03(\x02\"<\n\nScoreReply\x12.\n\x08rollouts\x18\x01 \x03(\x0b\x32\x1c.specrl.api.v1.TokenLogprobs\"\x18\n\x16\x44\x65scribeWeightsRequest\"d\n\x16OpenWeightGroupRequest\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x12\n\nworld_size\x18\x02 \x01(\x05\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\x12\x11\n\ttransport\x18\x04 \x01(\t\"5\n\x14OpenWeightGroupReply\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0c\n\x04port\x18\x02 \x01(\x05\"+\n\x17\x42roadcastWeightsRequest\x12\x10\n\x08group_id\x18\x01 \x01(\t\"j\n\x15\x42roadcastWeightsReply\x12,\n\x04sent\x18\x01 \x01(\x0b\x32\x1e.specrl.api.v1.WeightChecksums\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\"#\n\x13WriteWeightsRequest\x12\x0c\n\x04\x61new\x18\x01 \x01(\x08\"h\n\x11WriteWeightsReply\x12/\n\x07written\x18\x01 \x01(\x0b\x32\x1e.specrl.api.v1.WeightChecksums\x12\x0e\n\x06\x66older\x18\x02 \x01(\t\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\"P\n\x0bStreamPlace\x12\x0e\n\x06\x63ursor\x18\x01 \x01(\x03\x12\r\n\x05\x61head\x18\x02 \x03(\x03\x12\x10\n\x08problems\x18\x03 \x01(\x03\x12\x10\n\x08identity\x18\x04 \x01(\t\"h\n\x15SaveCheckpointRequest\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x15\n\rin_background\x18\x02 \x01(\x08\x12*\n\x06stream\x18\x03 \x01(\x0b\x32\x1a.specrl.api.v1.StreamPlace\"4\n\x13SaveCheckpointReply\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"\'\n\x12\x45xportModelRequest\x12\x11\n\tdirectory\x18\x01 \x01(\t\"=\n\x10\x45xportModelReply\x12\x13\n\x0bpolicy_path\x18\x01 \x01(\t\x12\x14\n\x0c\x64rafter_path\x18\x02 \x01(\t\"\x19\n\x17GetTrainerStatusRequest\"\x96\x01\n\rTrainerStatus\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x17\n\x0f\x63heckpoint_step\x18\x02 \x01(\x03\x12\x1e\n\x16is_drafter_initialised\x18\x03 \x01(\x08\x12\x12\n\nworld_size\x18\x04 \x01(\x05\x12*\n\x06stream\x18\x05 \x01(\x0b\x32\x1a.specrl.api.v1.StreamPlace2\x9c\x08\n\x0eTrainerService\x12K\n\tTrainStep\x12\x1f.specrl.api.v1.TrainStepRequest\x1a\x1d.specrl.api.v1.TrainStepReply\x12N\n\nTrainParts\x12\x1f.specrl.api.v1.TrainStepRequest\x1a\x1d.specrl.api.v1.TrainStepReply(\x01\x12T\n\x0cTrainDrafter\x12\".specrl.api.v1.TrainDrafterRequest\x1a .specrl.api.v1.TrainDrafterReply\x12]\n\x0f\x45valuateDrafter\x12%.specrl.api.v1.EvaluateDrafterRequest\x1a#.specrl.api.v1.EvaluateDrafterReply\x12?\n\x05Score\x12\x1b.specrl.api.v1.ScoreRequest\x1a\x19.specrl.api.v1.ScoreReply\x12W\n\x0f\x44\x65scribeWeights\x12%.specrl.api.v1.DescribeWeightsRequest\x1a\x1d.specrl.api.v1.WeightManifest\x12]\n\x0fOpenWeightGroup\x12%.specrl.api.v1.OpenWeightGroupRequest\x1a#.specrl.api.v1.OpenWeightGroupReply\x12`\n\x10\x42roadcastWeights\x12&.specrl.api.v1.BroadcastWeightsRequest\x1a$.specrl.api.v1.BroadcastWeightsReply\x12T\n\x0cWriteWeights\x12\".specrl.api.v1.WriteWeightsRequest\x1a .specrl.api.v1.WriteWeightsReply\x12Z\n\x0eSaveCheckpoint\x12$.specrl.api.v1.SaveCheckpointRequest\x1a\".specrl.api.v1.SaveCheckpointReply\x12Q\n\x0b\x45xportModel\x12!.specrl.api.v1.ExportModelRequest\x1a\x1f.specrl.api.v1.ExportModelReply\x12X\n\x10GetTrainerStatus\x12&.specrl.api.v1.GetTrainerStatusRequest\x1a\x1c.specrl.api.v1.TrainerStatusb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bspecrl/api/v1/trainer.proto\x12\rspecrl.api.v1\x1a\x1bspecrl/api/v1/rollout.proto\x1a\x1bspecrl/api/v1/weights.proto\"O\n\x10TrainStepRequest\x12#\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x14.specrl.api.v1.Batch\x12\x16\n\x0erollouts_total\x18\x02 \x01(\x03\"c\n\x0e\x44rafterMetrics\x12\x0c\n\x04loss\x18\x01 \x01(\x01\x12\x11\n\tgrad_norm\x18\x02 \x01(\x01\x12\x1f\n\x17\x61\x63\x63\x65ptance_per_position\x18\x03 \x03(\x01\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"\xa5\x04\n\x0cTrainMetrics\x12\x0c\n\x04loss\x18\x01 \x01(\x01\x12\x11\n\tgrad_norm\x18\x02 \x01(\x01\x12\x15\n\rlearning_rate\x18\x03 \x01(\x01\x12\x0e\n\x06tokens\x18\x04 \x01(\x03\x12\x17\n\x0flogprob_seconds\x18\x05 \x01(\x01\x12\x15\n\rtrain_seconds\x18\x06 \x01(\x01\x12\x19\n\x11mismatch_mean_abs\x18\x07 \x01(\x01\x12\x18\n\x10mismatch_max_abs\x18\x08 \x01(\x01\x12\x13\n\x0bmismatch_kl\x18\t \x01(\x01\x12\x17\n\x0fmismatch_tokens\x18\n \x01(\x03\x12\x1e\n\x16importance_weight_mean\x18\x0b \x01(\x01\x12\x15\n\rclip_fraction\x18\x0c \x01(\x01\x12\x0f\n\x07\x65ntropy\x18\r \x01(\x01\x12\x1d\n\x15\x65\x66\x66\x65\x63tive_sample_size\x18\x0e \x01(\x01\x12\x33\n\x07\x64rafter\x18\x0f \x01(\x0b\x32\x1d.specrl.api.v1.DrafterMetricsH\x00\x88\x01\x01\x12\x1a\n\x12\x63lip_fraction_high\x18\x10 \x01(\x01\x12\"\n\x1aimportance_capped_fraction\x18\x11 \x01(\x01\x12\x17\n\x0fmasked_fraction\x18\x12 \x01(\x01\x12\x14\n\x0creference_kl\x18\x13 \x01(\x01\x12\x0f\n\x07updates\x18\x14 \x01(\x03\x12\x12\n\nis_skipped\x18\x15 \x01(\x08\x42\n\n\x08_drafter\"V\n\x0eTrainStepReply\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12,\n\x07metrics\x18\x02 \x01(\x0b\x32\x1b.specrl.api.v1.TrainMetrics\"T\n\x13TrainDrafterRequest\x12-\n\x08rollouts\x18\x01 \x03(\x0b\x32\x1b.specrl.api.v1.TrainRollout\x12\x0e\n\x06\x65pochs\x18\x02 \x01(\x05\"B\n\x11TrainDrafterReply\x12-\n\x06\x65pochs\x18\x01 \x03(\x0b\x32\x1d.specrl.api.v1.DrafterMetrics\"G\n\x16\x45valuateDrafterRequest\x12-\n\x08rollouts\x18\x01 \x03(\x0b\x32\x1b.specrl.api.v1.TrainRollout\"F\n\x14\x45valuateDrafterReply\x12.\n\x07metrics\x18\x01 \x01(\x0b\x32\x1d.specrl.api.v1.DrafterMetrics\"=\n\x0cScoreRequest\x12-\n\x08rollouts\x18\x01 \x03(\x0b\x32\x1b.specrl.api.v1.TrainRollout\"!\n\rTokenLogprobs\x12\x10\n\x08logprobs\x18\x01 \x03(\x02\"<\n\nScoreReply\x12.\n\x08rollouts\x18\x01 \x03(\x0b\x32\x1c.specrl.api.v1.TokenLogprobs\"\x18\n\x16\x44\x65scribeWeightsRequest\"d\n\x16OpenWeightGroupRequest\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x12\n\nworld_size\x18\x02 \x01(\x05\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\x12\x11\n\ttransport\x18\x04 \x01(\t\"5\n\x14OpenWeightGroupReply\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0c\n\x04port\x18\x02 \x01(\x05\"+\n\x17\x42roadcastWeightsRequest\x12\x10\n\x08group_id\x18\x01 \x01(\t\"j\n\x15\x42roadcastWeightsReply\x12,\n\x04sent\x18\x01 \x01(\x0b\x32\x1e.specrl.api.v1.WeightChecksums\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\"#\n\x13WriteWeightsRequest\x12\x0c\n\x04\x61new\x18\x01 \x01(\x08\"h\n\x11WriteWeightsReply\x12/\n\x07written\x18\x01 \x01(\x0b\x32\x1e.specrl.api.v1.WeightChecksums\x12\x0e\n\x06\x66older\x18\x02 \x01(\t\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\"P\n\x0bStreamPlace\x12\x0e\n\x06\x63ursor\x18\x01 \x01(\x03\x12\r\n\x05\x61head\x18\x02 \x03(\x03\x12\x10\n\x08problems\x18\x03 \x01(\x03\x12\x10\n\x08identity\x18\x04 \x01(\t\"h\n\x15SaveCheckpointRequest\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x15\n\rin_background\x18\x02 \x01(\x08\x12*\n\x06stream\x18\x03 \x01(\x0b\x32\x1a.specrl.api.v1.StreamPlace\"4\n\x13SaveCheckpointReply\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"\'\n\x12\x45xportModelRequest\x12\x11\n\tdirectory\x18\x01 \x01(\t\"=\n\x10\x45xportModelReply\x12\x13\n\x0bpolicy_path\x18\x01 \x01(\t\x12\x14\n\x0c\x64rafter_path\x18\x02 \x01(\t\"\x19\n\x17GetTrainerStatusRequest\"\x96\x01\n\rTrainerStatus\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x17\n\x0f\x63heckpoint_step\x18\x02 \x01(\x03\x12\x1e\n\x16is_drafter_initialised\x18\x03 \x01(\x08\x12\x12\n\nworld_size\x18\x04 \x01(\x05\x12*\n\x06stream\x18\x05 \x01(\x0b\x32\x1a.specrl.api.v1.StreamPlace2\x9c\x08\n\x0eTrainerService\x12K\n\tTrainStep\x12\x1f.specrl.api.v1.TrainStepRequest\x1a\x1d.specrl.api.v1.TrainStepReply\x12N\n\nTrainParts\x12\x1f.specrl.api.v1.TrainStepRequest\x1a\x1d.specrl.api.v1.TrainStepReply(\x01\x12T\n\x0cTrainDrafter\x12\".specrl.api.v1.TrainDrafterRequest\x1a .specrl.api.v1.TrainDrafterReply\x12]\n\x0f\x45valuateDrafter\x12%.specrl.api.v1.EvaluateDrafterRequest\x1a#.specrl.api.v1.EvaluateDrafterReply\x12?\n\x05Score\x12\x1b.specrl.api.v1.ScoreRequest\x1a\x19.specrl.api.v1.ScoreReply\x12W\n\x0f\x44\x65scribeWeights\x12%.specrl.api.v1.DescribeWeightsRequest\x1a\x1d.specrl.api.v1.WeightManifest\x12]\n\x0fOpenWeightGroup\x12%.specrl.api.v1.OpenWeightGroupRequest\x1a#.specrl.api.v1.OpenWeightGroupReply\x12`\n\x10\x42roadcastWeights\x12&.specrl.api.v1.BroadcastWeightsRequest\x1a$.specrl.api.v1.BroadcastWeightsReply\x12T\n\x0cWriteWeights\x12\".specrl.api.v1.WriteWeightsRequest\x1a .specrl.api.v1.WriteWeightsReply\x12Z\n\x0eSaveCheckpoint\x12$.specrl.api.v1.SaveCheckpointRequest\x1a\".specrl.api.v1.SaveCheckpointReply\x12Q\n\x0b\x45xportModel\x12!.specrl.api.v1.ExportModelRequest\x1a\x1f.specrl.api.v1.ExportModelReply\x12X\n\x10GetTrainerStatus\x12&.specrl.api.v1.GetTrainerStatusRequest\x1a\x1c.specrl.api.v1.TrainerStatusb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,55 +34,55 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'specrl.api.v1.trainer_pb2',
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_TRAINSTEPREQUEST']._serialized_start=104
-  _globals['_TRAINSTEPREQUEST']._serialized_end=159
-  _globals['_DRAFTERMETRICS']._serialized_start=161
-  _globals['_DRAFTERMETRICS']._serialized_end=260
-  _globals['_TRAINMETRICS']._serialized_start=263
-  _globals['_TRAINMETRICS']._serialized_end=812
-  _globals['_TRAINSTEPREPLY']._serialized_start=814
-  _globals['_TRAINSTEPREPLY']._serialized_end=900
-  _globals['_TRAINDRAFTERREQUEST']._serialized_start=902
-  _globals['_TRAINDRAFTERREQUEST']._serialized_end=986
-  _globals['_TRAINDRAFTERREPLY']._serialized_start=988
-  _globals['_TRAINDRAFTERREPLY']._serialized_end=1054
-  _globals['_EVALUATEDRAFTERREQUEST']._serialized_start=1056
-  _globals['_EVALUATEDRAFTERREQUEST']._serialized_end=1127
-  _globals['_EVALUATEDRAFTERREPLY']._serialized_start=1129
-  _globals['_EVALUATEDRAFTERREPLY']._serialized_end=1199
-  _globals['_SCOREREQUEST']._serialized_start=1201
-  _globals['_SCOREREQUEST']._serialized_end=1262
-  _globals['_TOKENLOGPROBS']._serialized_start=1264
-  _globals['_TOKENLOGPROBS']._serialized_end=1297
-  _globals['_SCOREREPLY']._serialized_start=1299
-  _globals['_SCOREREPLY']._serialized_end=1359
-  _globals['_DESCRIBEWEIGHTSREQUEST']._serialized_start=1361
-  _globals['_DESCRIBEWEIGHTSREQUEST']._serialized_end=1385
-  _globals['_OPENWEIGHTGROUPREQUEST']._serialized_start=1387
-  _globals['_OPENWEIGHTGROUPREQUEST']._serialized_end=1487
-  _globals['_OPENWEIGHTGROUPREPLY']._serialized_start=1489
-  _globals['_OPENWEIGHTGROUPREPLY']._serialized_end=1542
-  _globals['_BROADCASTWEIGHTSREQUEST']._serialized_start=1544
-  _globals['_BROADCASTWEIGHTSREQUEST']._serialized_end=1587
-  _globals['_BROADCASTWEIGHTSREPLY']._serialized_start=1589
-  _globals['_BROADCASTWEIGHTSREPLY']._serialized_end=1695
-  _globals['_WRITEWEIGHTSREQUEST']._serialized_start=1697
-  _globals['_WRITEWEIGHTSREQUEST']._serialized_end=1732
-  _globals['_WRITEWEIGHTSREPLY']._serialized_start=1734
-  _globals['_WRITEWEIGHTSREPLY']._serialized_end=1838
-  _globals['_STREAMPLACE']._serialized_start=1840
-  _globals['_STREAMPLACE']._serialized_end=1920
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=1922
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=2026
-  _globals['_SAVECHECKPOINTREPLY']._serialized_start=2028
-  _globals['_SAVECHECKPOINTREPLY']._serialized_end=2080
-  _globals['_EXPORTMODELREQUEST']._serialized_start=2082
-  _globals['_EXPORTMODELREQUEST']._serialized_end=2121
-  _globals['_EXPORTMODELREPLY']._serialized_start=2123
-  _globals['_EXPORTMODELREPLY']._serialized_end=2184
-  _globals['_GETTRAINERSTATUSREQUEST']._serialized_start=2186
-  _globals['_GETTRAINERSTATUSREQUEST']._serialized_end=2211
-  _globals['_TRAINERSTATUS']._serialized_start=2214
-  _globals['_TRAINERSTATUS']._serialized_end=2364
-  _globals['_TRAINERSERVICE']._serialized_start=2367
-  _globals['_TRAINERSERVICE']._serialized_end=3419
+  _globals['_TRAINSTEPREQUEST']._serialized_end=183
+  _globals['_DRAFTERMETRICS']._serialized_start=185
+  _globals['_DRAFTERMETRICS']._serialized_end=284
+  _globals['_TRAINMETRICS']._serialized_start=287
+  _globals['_TRAINMETRICS']._serialized_end=836
+  _globals['_TRAINSTEPREPLY']._serialized_start=838
+  _globals['_TRAINSTEPREPLY']._serialized_end=924
+  _globals['_TRAINDRAFTERREQUEST']._serialized_start=926
+  _globals['_TRAINDRAFTERREQUEST']._serialized_end=1010
+  _globals['_TRAINDRAFTERREPLY']._serialized_start=1012
+  _globals['_TRAINDRAFTERREPLY']._serialized_end=1078
+  _globals['_EVALUATEDRAFTERREQUEST']._serialized_start=1080
+  _globals['_EVALUATEDRAFTERREQUEST']._serialized_end=1151
+  _globals['_EVALUATEDRAFTERREPLY']._serialized_start=1153
+  _globals['_EVALUATEDRAFTERREPLY']._serialized_end=1223
+  _globals['_SCOREREQUEST']._serialized_start=1225
+  _globals['_SCOREREQUEST']._serialized_end=1286
+  _globals['_TOKENLOGPROBS']._serialized_start=1288
+  _globals['_TOKENLOGPROBS']._serialized_end=1321
+  _globals['_SCOREREPLY']._serialized_start=1323
+  _globals['_SCOREREPLY']._serialized_end=1383
+  _globals['_DESCRIBEWEIGHTSREQUEST']._serialized_start=1385
+  _globals['_DESCRIBEWEIGHTSREQUEST']._serialized_end=1409
+  _globals['_OPENWEIGHTGROUPREQUEST']._serialized_start=1411
+  _globals['_OPENWEIGHTGROUPREQUEST']._serialized_end=1511
+  _globals['_OPENWEIGHTGROUPREPLY']._serialized_start=1513
+  _globals['_OPENWEIGHTGROUPREPLY']._serialized_end=1566
+  _globals['_BROADCASTWEIGHTSREQUEST']._serialized_start=1568
+  _globals['_BROADCASTWEIGHTSREQUEST']._serialized_end=1611
+  _globals['_BROADCASTWEIGHTSREPLY']._serialized_start=1613
+  _globals['_BROADCASTWEIGHTSREPLY']._serialized_end=1719
+  _globals['_WRITEWEIGHTSREQUEST']._serialized_start=1721
+  _globals['_WRITEWEIGHTSREQUEST']._serialized_end=1756
+  _globals['_WRITEWEIGHTSREPLY']._serialized_start=1758
+  _globals['_WRITEWEIGHTSREPLY']._serialized_end=1862
+  _globals['_STREAMPLACE']._serialized_start=1864
+  _globals['_STREAMPLACE']._serialized_end=1944
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=1946
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=2050
+  _globals['_SAVECHECKPOINTREPLY']._serialized_start=2052
+  _globals['_SAVECHECKPOINTREPLY']._serialized_end=2104
+  _globals['_EXPORTMODELREQUEST']._serialized_start=2106
+  _globals['_EXPORTMODELREQUEST']._serialized_end=2145
+  _globals['_EXPORTMODELREPLY']._serialized_start=2147
+  _globals['_EXPORTMODELREPLY']._serialized_end=2208
+  _globals['_GETTRAINERSTATUSREQUEST']._serialized_start=2210
+  _globals['_GETTRAINERSTATUSREQUEST']._serialized_end=2235
+  _globals['_TRAINERSTATUS']._serialized_start=2238
+  _globals['_TRAINERSTATUS']._serialized_end=2388
+  _globals['_TRAINERSERVICE']._serialized_start=2391
+  _globals['_TRAINERSERVICE']._serialized_end=3443
 # @@protoc_insertion_point(module_scope)

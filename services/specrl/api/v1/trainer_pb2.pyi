@@ -25,16 +25,20 @@ class TrainStepRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     BATCH_FIELD_NUMBER: _builtins.int
+    ROLLOUTS_TOTAL_FIELD_NUMBER: _builtins.int
+    rollouts_total: _builtins.int
+    """of TrainParts: how many all parts have"""
     @_builtins.property
     def batch(self) -> _rollout_pb2.Batch: ...
     def __init__(
         self,
         *,
         batch: _rollout_pb2.Batch | None = ...,
+        rollouts_total: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "rollouts_total", b"rollouts_total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -109,8 +109,10 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def TrainParts(self, request_iterator, context):
-        """TrainStep with its batch in parts, so that neither side handles all of it at once: every part names the step, the
-        rollouts of all parts in their order are the batch's, and so are the positions. One part at least.
+        """TrainStep with its batch in parts, so that neither side handles all of it at once: every part names the step and how
+        many rollouts there are in all of them, the rollouts of all parts in their order are the batch's, and so are the
+        positions. One part at least. A batch of which a part is missing is refused: a stream that was broken off looks like
+        one that has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

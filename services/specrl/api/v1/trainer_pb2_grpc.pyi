@@ -37,8 +37,10 @@ class TrainerServiceStub:
     FAILED_PRECONDITION otherwise (after a restart, ask the status and replay).
     """
     TrainParts: _grpc.StreamUnaryMultiCallable[_trainer_pb2.TrainStepRequest, _trainer_pb2.TrainStepReply]
-    """TrainStep with its batch in parts, so that neither side handles all of it at once: every part names the step, the
-    rollouts of all parts in their order are the batch's, and so are the positions. One part at least.
+    """TrainStep with its batch in parts, so that neither side handles all of it at once: every part names the step and how
+    many rollouts there are in all of them, the rollouts of all parts in their order are the batch's, and so are the
+    positions. One part at least. A batch of which a part is missing is refused: a stream that was broken off looks like
+    one that has ended.
     """
     TrainDrafter: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.TrainDrafterRequest, _trainer_pb2.TrainDrafterReply]
     """Trains the drafter alone on rollouts of the present policy (initialisation). The policy does not move.
@@ -73,8 +75,10 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     FAILED_PRECONDITION otherwise (after a restart, ask the status and replay).
     """
     TrainParts: _aio.StreamUnaryMultiCallable[_trainer_pb2.TrainStepRequest, _trainer_pb2.TrainStepReply]  # type: ignore[assignment]
-    """TrainStep with its batch in parts, so that neither side handles all of it at once: every part names the step, the
-    rollouts of all parts in their order are the batch's, and so are the positions. One part at least.
+    """TrainStep with its batch in parts, so that neither side handles all of it at once: every part names the step and how
+    many rollouts there are in all of them, the rollouts of all parts in their order are the batch's, and so are the
+    positions. One part at least. A batch of which a part is missing is refused: a stream that was broken off looks like
+    one that has ended.
     """
     TrainDrafter: _aio.UnaryUnaryMultiCallable[_trainer_pb2.TrainDrafterRequest, _trainer_pb2.TrainDrafterReply]  # type: ignore[assignment]
     """Trains the drafter alone on rollouts of the present policy (initialisation). The policy does not move.
@@ -118,8 +122,10 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_trainer_pb2.TrainStepRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.TrainStepReply, _abc.Awaitable[_trainer_pb2.TrainStepReply]]:
-        """TrainStep with its batch in parts, so that neither side handles all of it at once: every part names the step, the
-        rollouts of all parts in their order are the batch's, and so are the positions. One part at least.
+        """TrainStep with its batch in parts, so that neither side handles all of it at once: every part names the step and how
+        many rollouts there are in all of them, the rollouts of all parts in their order are the batch's, and so are the
+        positions. One part at least. A batch of which a part is missing is refused: a stream that was broken off looks like
+        one that has ended.
         """
 
     @_abc_1.abstractmethod
