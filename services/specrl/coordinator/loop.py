@@ -37,14 +37,14 @@ from specrl.coordinator.canary import Canary
 from specrl.coordinator.continuation import place_of, take_up
 from specrl.coordinator.order import deadlines
 from specrl.coordinator.parts import Parts
-from specrl.coordinator.registry import Replica, Trainer
+from specrl.coordinator.registry import Replica, Trainer, while_there
 from specrl.coordinator.replica_states import COMMITTED, ReplicaState
 from specrl.coordinator.report import Phase, ValidationReport
 from specrl.coordinator.rollouts import PROVED_VERSION, RolloutStage, sample_and_grade
 from specrl.coordinator.scheduler import Choice, Scheduler, Shape
 from specrl.coordinator.stages import Stopwatch
 from specrl.coordinator.sync import TrainerLost, Transfer, WeightSync
-from specrl.coordinator.trainer_link import TrainerLink, once, stored_batch
+from specrl.coordinator.trainer_link import TrainerLink, stored_batch
 from specrl.coordinator.validation import is_due, validate
 from specrl.errors import CollectiveFailed, DeadlineExceeded, PeerUnavailable, StoreFailed, VersionConflict
 from specrl.records import Batch, GradedRollout, Group, Rollout, StreamPlace, wire
@@ -374,7 +374,7 @@ class Loop:
         """Count a checkpoint once it is durable. When it fails the last one stays, and so do the batches since."""
         try:
             with self._recorder.begin(SpanName.WRITE, TRAINER):
-                await once(trainer, lambda it: it.client.save_checkpoint(step, CHECKPOINT_DEADLINE_S))
+                await while_there(trainer, trainer.client.save_checkpoint(step, CHECKPOINT_DEADLINE_S))
         except StoreFailed as error:
             self._board.checkpoint_failed(str(error))
         except (PeerUnavailable, DeadlineExceeded, CollectiveFailed, VersionConflict) as error:

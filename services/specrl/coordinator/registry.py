@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import structlog
 
@@ -39,6 +40,8 @@ MISSED_HEARTBEATS = 5
 """After so many a peer is dead ..."""
 SUSPECT_HEARTBEATS = 3
 """... and after so many a replica is suspect: with two it may only have been late."""
+
+T = TypeVar("T")
 
 log = structlog.get_logger(__name__)
 
@@ -109,6 +112,20 @@ class Trainer:
     client: TrainerClient
     last_seen_s: float = 0.0
     gone: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+async def while_there(peer: Replica | Trainer, call: Awaitable[T]) -> T:
+    """What a call to it answers. Raises PeerUnavailable as soon as it is lost, however far the call's deadline is."""
+    answer = asyncio.ensure_future(call)
+    gone = asyncio.ensure_future(peer.gone.wait())
+    try:
+        await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if answer.done():
+            return answer.result()
+        raise PeerUnavailable(f"{peer.peer.peer_id} must stay, got lost in the middle of a call; it is repeated")
+    finally:
+        gone.cancel()
+        answer.cancel()
 
 
 @dataclass(frozen=True)
@@ -243,8 +260,14 @@ class Registry:
         """Keep a replica's newest status; say so when its drafter was switched."""
         before, now = replica.status.drafting if replica.status else None, status.drafting
         if now is not None and now.state != (before.state if before is not None else "drafting"):
-            gain = round(now.predicted_gain, 3)
-            log.info("drafter_moved", replica=replica.replica_id, state=now.state, predicted_gain=gain)
+            predicted, measured = round(now.predicted_gain, 3), now.measured_gain
+            log.info(
+                "drafter_moved",
+                replica=replica.replica_id,
+                state=now.state,
+                predicted_gain=predicted,
+                measured_gain=None if measured is None else round(measured, 3),
+            )
         replica.status = status
         self._counted[replica.peer.incarnation] = status.speculation
 

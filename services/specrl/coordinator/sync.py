@@ -8,7 +8,8 @@ from the first call on that they leave unanswered, and each attempt begins with 
 `weights.attempts` times is STALE. Either serves again only after it has caught up.
 
 Only the loop calls this, never while the trainer trains, so transfers never overlap. Every wait is a call with a
-deadline or a collective with the group's time-out.
+deadline or a collective with the group's time-out; a replica that is given up meanwhile, since its heartbeats have
+stopped, is waited for no longer.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dataclasses import dataclass, field, replace
 import structlog
 import xxhash
 
-from specrl.coordinator.registry import Registry, Replica, Trainer
+from specrl.coordinator.registry import Registry, Replica, Trainer, while_there
 from specrl.coordinator.replica_states import IN_UPDATE, RECEIVING, UPDATABLE
 from specrl.errors import (
     ChecksumMismatch,
@@ -205,7 +206,9 @@ class WeightSync:
 
         async def receive(replica: Replica, group: WeightGroup) -> tuple[WeightChecksums, float]:
             with self._recorder.begin(SpanName.RECEIVE, replica.replica_id):
-                return await replica.client.receive_weights(transfer.policy_version, group, manifest)
+                return await while_there(
+                    replica, replica.client.receive_weights(transfer.policy_version, group, manifest)
+                )
 
         calls = [receive(replica, group) for replica, group in zip(replicas, groups, strict=True)]
         return await asyncio.gather(*calls, return_exceptions=True)
@@ -252,7 +255,7 @@ class WeightSync:
 
         async def commit(replica: Replica) -> UpdateTiming:
             with self._recorder.begin(SpanName.COMMIT, replica.replica_id) as span:
-                took = await replica.client.commit_update(checksums, deadline_s)
+                took = await while_there(replica, replica.client.commit_update(checksums, deadline_s))
                 span.end_in(
                     (SpanName.VERIFY, took.verify_s),
                     (SpanName.PAUSE, took.pause_s),

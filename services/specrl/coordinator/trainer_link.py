@@ -9,13 +9,12 @@ store: the same batches in the same order give the same weights.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import structlog
 
-from specrl.coordinator.registry import Registry, Trainer
+from specrl.coordinator.registry import Registry, Trainer, while_there
 from specrl.coordinator.store_link import StoreLink
 from specrl.errors import DeadlineExceeded, PeerUnavailable, RunInvalid
 from specrl.records import Batch, TrainerStatus, TrainMetrics, wire
@@ -62,7 +61,7 @@ class TrainerLink:
         while True:
             trainer = await self._present()
             try:
-                return await once(trainer, lambda it: it.client.status())
+                return await while_there(trainer, trainer.client.status())
             except (PeerUnavailable, DeadlineExceeded) as error:
                 self._lost(trainer, error)
 
@@ -80,7 +79,7 @@ class TrainerLink:
             trainer = await self.ready()
             self.state = state
             try:
-                return await once(trainer, work)
+                return await while_there(trainer, work(trainer))
             except (PeerUnavailable, DeadlineExceeded) as error:
                 self._lost(trainer, error)
             finally:
@@ -122,20 +121,6 @@ class TrainerLink:
         if self._registry.trainer is trainer:
             self._registry.lose_trainer(str(error))
         self.state = "absent"
-
-
-async def once(trainer: Trainer, work: Callable[[Trainer], Awaitable[T]]) -> T:
-    """Run `work` on this trainer. Raises PeerUnavailable as soon as it is lost."""
-    call = asyncio.ensure_future(work(trainer))
-    gone = asyncio.ensure_future(trainer.gone.wait())
-    try:
-        await asyncio.wait({call, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if call.done():
-            return call.result()
-        raise PeerUnavailable("the trainer must stay, got lost in the middle of a call; it is called again")
-    finally:
-        gone.cancel()
-        call.cancel()
 
 
 async def stored_batch(store: StoreLink, step: int) -> Batch | None:

@@ -163,6 +163,7 @@ class Run:
     make_engine: Callable[[str], TableEngine] = lambda name: TableEngine(
         name, seed=7, shape=TableShape(VOCAB, 128, 0.001)
     )
+    make_service: Callable[..., GenerationService] = GenerationService
     open_store: Callable[[Path], Store] = lambda folder: SqliteStore(folder / "store.db")
     trained: list[Batch] = field(default_factory=list)
     replicas: dict[str, Replica] = field(default_factory=dict)
@@ -233,7 +234,7 @@ class Run:
         engine = self.make_engine(name)
         await engine.start()
         recorder = Recorder(*self.peer_sinks(name))
-        service = GenerationService(engine, self.spec.weights, float(self.spec.generation.reattach_s), recorder)
+        service = self.make_service(engine, self.spec.weights, float(self.spec.generation.reattach_s), recorder)
         server, port = await serve(service.add_to, "127.0.0.1", 0, Border(recorder=recorder, lane=name))
         peer = Peer(name, Role.GENERATION, f"127.0.0.1:{port}", digest(self.spec))
         staying = stay_registered(self.client, peer, engine.status, service.held)

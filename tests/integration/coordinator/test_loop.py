@@ -21,6 +21,8 @@ from tests.stand_ins.engine import TableEngine, TableShape
 from specrl.coordinator.report import Phase
 from specrl.coordinator.store import SqliteStore
 from specrl.errors import StoreFailed
+from specrl.generation.engine import LoadTiming
+from specrl.generation.service import GenerationService
 from specrl.records import (
     Batch,
     Prompt,
@@ -276,6 +278,87 @@ async def test_what_is_sampled_beside_the_steps_comes_without_a_replica_that(
         await run.finish()
         check_promises(run)
         assert [v.policy_version for v in run.board.validations() if v is not None] == [0, 3, 6]
+
+
+class Misanswering(GenerationService):
+    """Answers the first calls in a way that no replica should."""
+
+    kind = ""
+    left = 6
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        is_wrong, Misanswering.left = Misanswering.left > 0, Misanswering.left - 1
+        async for message in super().Generate(request, context):
+            if not is_wrong:
+                yield message
+            elif self.kind == "ends early":
+                return
+            elif self.kind == "of nobody":
+                stranger = type(message)()
+                stranger.CopyFrom(message)
+                stranger.rollout_id = "000099-0000-00-0"
+                yield stranger
+                yield message
+            elif self.kind == "twice":
+                yield message
+                yield message
+            elif self.kind == "as another's":
+                message.rollout_id = request.requests[-1].rollout_id
+                yield message
+            else:
+                message.finish_reason = 0
+                message.sampler_logprobs = b"xyz"
+                yield message
+
+
+@pytest.mark.parametrize("kind", ["ends early", "of nobody", "twice", "as another's", "malformed"])
+async def test_whatever_a_replica_answers_every_prompt_is_trained_once(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Misanswering, "kind", kind)
+    monkeypatch.setattr(Misanswering, "left", 6)
+    async with Run(tmp_path, a_spec(tmp_path), make_service=Misanswering) as run:
+        await run.finish()
+        check_promises(run)
+    assert Misanswering.left <= 0
+
+
+class StuckInUpdate(TableEngine):
+    """Never comes back from one call of the update to version 2."""
+
+    def __init__(self, call: str) -> None:
+        super().__init__("gen-1", seed=7, shape=TableShape(VOCAB, 128, 0.001))
+        self.call = call
+        self.begun = asyncio.Event()
+
+    async def receive(self, group: WeightGroup, manifest: WeightManifest, policy_version: int) -> WeightChecksums:
+        await self._stick("receive", policy_version)
+        return await super().receive(group, manifest, policy_version)
+
+    async def load(self, sent: WeightChecksums) -> LoadTiming:
+        await self._stick("load", sent.policy_version)
+        return await super().load(sent)
+
+    async def _stick(self, call: str, policy_version: int) -> None:
+        if (call, policy_version) == (self.call, 2):
+            self.begun.set()
+            await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(("call", "timeout_s"), [("receive", 5), ("load", 300)])
+async def test_a_replica_that_hangs_in_an_update_is_waited_for_no_longer_than_its_heartbeats_are(
+    tmp_path: Path, call: str, timeout_s: int
+) -> None:
+    """The others wait for it in a collective as long as that may take, and for nothing else that it does not answer."""
+    spec = a_spec(tmp_path)
+    spec = spec.model_copy(update={"weights": spec.weights.model_copy(update={"timeout_s": timeout_s})})
+    stuck, healthy = StuckInUpdate(call), TableEngine("gen-0", seed=7, shape=TableShape(VOCAB, 128, 0.001))
+    async with Run(tmp_path, spec, make_engine=lambda name: stuck if name == "gen-1" else healthy) as run:
+        await run.until(stuck.begun.is_set)
+        run.replicas["gen-1"].membership.cancel()  # as if it were stopped: its connections stay open
+        await run.until(lambda: run.store.trained() >= 4, timeout_s=20)  # a call's own deadline is 30 s, or 300
+        await run.finish()
+        check_promises(run)
 
 
 async def test_a_run_waits_when_all_replicas_die_and_goes_on_when_one_comes_back(tmp_path: Path) -> None:

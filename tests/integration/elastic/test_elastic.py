@@ -131,8 +131,15 @@ def test_joiners_catch_up_while_the_others_go_on_generating(tmp_path: Path) -> N
         cluster.start("coordinator", "trainer", "gen-0", "gen-1")
         cluster.until(lambda: cluster.status().get("step", 0) >= 1)
         cluster.start("gen-2", "gen-3")
+        moved = {name: len(cluster.moves(name)) for name in ("gen-0", "gen-1")}
+        cluster.until(lambda: cluster.replica("gen-2").get("state") == "serving")
+        for name, before in moved.items():
+            others = cluster.moves(name)[before:]
+            assert set(others) <= {"serving", "updating"}, "no more than an ordinary update asks of them"
+            assert cluster.replica(name)["state"] in ("serving", "updating")
         status = cluster.finish()
         check_all_trained(cluster, status)
+        assert status["counters"]["requeued"] == 0, "what they had under way went on"
         for name in ("gen-2", "gen-3"):
             assert cluster.moves(name)[:2] == ["catchingUp", "serving"]
             assert cluster.replica(name)["policyVersion"] == steps
