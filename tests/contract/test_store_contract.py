@@ -529,6 +529,23 @@ def test_another_programs_database_is_refused_and_left_alone(tmp_path: Path) -> 
     other.close()
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "insert into facts values ('a', '{')",
+        "insert into facts values ('a', '" + "[" * 100_000 + "')",
+        "insert into steps values (1, '')",
+    ],
+    ids=["a fact", "a fact without end", "a report"],
+)
+def test_a_file_with_what_specrl_did_not_write_is_refused_in_words(tmp_path: Path, damage: str) -> None:
+    store = SqliteStore(tmp_path / "store.db", Claim())
+    store._connection.execute(damage)
+    with pytest.raises(StoreInvalid, match=r"must hold what specrl wrote, got .* in .*store\.db"):
+        content(store)
+    store.close()
+
+
 # -- what stops it for a while -----------------------------------------------------------------------------------
 
 

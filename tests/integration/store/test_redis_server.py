@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +221,36 @@ def test_another_runs_keys_are_refused_and_left_alone(start: Start) -> None:
         other.hset("theirs:facts", "colour", "green")
     with pytest.raises(StoreInvalid, match="nothing but specrl's keys"):
         RedisStore(settings(server), "theirs", Claim())
+
+
+DAMAGE = {
+    "a fact that is no JSON": ("HSET", "{p}:facts", "a", b"{"),
+    "a fact without end": ("HSET", "{p}:facts", "a", b"[" * 100_000),
+    "a fact's name that is no text": ("HSET", "{p}:facts", b"\xff", b"1"),
+    "a report that is no JSON": ("HSET", "{p}:reports", "1", b"\xff"),
+    "a report of no step": ("HSET", "{p}:reports", "first", b"{}"),
+    "a batch of no step": ("HSET", "{p}:batches", "first", b""),
+    "rollouts of no step": ("SADD", "{p}:steps", "first"),
+    "a rollout of no prompt": ("HSET", "{p}:rollouts:2", "0", b"    "),
+    "a rollout of no number": ("HSET", "{p}:rollouts:2", "a:b", b"    "),
+    "prompts that are none": ("HSET", "{p}:prompts", "1", b"1"),
+    "no number of the last step": ("HSET", "{p}:meta", "trained", b"last"),
+    "no number of the last write": ("HSET", "{p}:meta", "sequence", b"last"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_what_specrl_did_not_write_is_refused_in_words(start: Start, damage: Sequence[Any]) -> None:
+    server = start()
+    store = RedisStore(settings(server), "specrl:test", Claim("run"))
+    for write in WRITES:
+        write(store)
+    command, key, *rest = damage
+    with server.client() as client:
+        client.execute_command(command, key.format(p="specrl:test"), *rest)
+    with pytest.raises(StoreInvalid, match="must hold what specrl wrote, got"):
+        content(store)
+    store.close()
 
 
 def test_all_keys_are_under_the_prefix(start: Start) -> None:

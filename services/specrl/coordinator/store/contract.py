@@ -13,9 +13,12 @@ from __future__ import annotations
 import os
 import socket
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from specrl.errors import StoreInvalid
 
 SCHEMA_VERSION = 3
 """Of what is stored. 1: SQLite without claims; 2: batches with all tokens in them. Both are migrated when a
@@ -23,6 +26,21 @@ coordinator opens them, and can be read as they are."""
 
 REPORTS_KEPT = 1000
 """Newest reports of steps that stay in the store; older ones are in the run's metrics.jsonl."""
+
+
+@contextmanager
+def as_written(place: str) -> Iterator[None]:
+    """Raise StoreInvalid for what no specrl has stored: text that is no JSON, names that are no numbers."""
+    try:
+        yield
+    except StoreInvalid:
+        raise
+    except (ValueError, TypeError, IndexError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise StoreInvalid(
+            f"the store must hold what specrl wrote, got {reason} in {place}; restore its data, or reset it "
+            "(specrl store reset) and resume the run from its last checkpoint"
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 import redis
 
-from specrl.coordinator.store.contract import REPORTS_KEPT, SCHEMA_VERSION, Claim, StoredRollout
+from specrl.coordinator.store.contract import REPORTS_KEPT, SCHEMA_VERSION, Claim, StoredRollout, as_written
 from specrl.coordinator.store.redis_server import RedisServer
 from specrl.errors import StoreFailed, StoreInvalid
 from specrl.spec.store import RedisStore as Settings
@@ -153,12 +153,18 @@ class RedisStore:
             raise
 
     def fact(self, name: str) -> Any | None:
-        value = self._read(lambda client: client.execute_command("HGET", self._facts, name))
-        return json.loads(value) if value is not None else None
+        def read(client: redis.Redis) -> Any | None:
+            value = client.execute_command("HGET", self._facts, name)
+            return json.loads(value) if value is not None else None
+
+        return self._read(read)
 
     def facts(self) -> dict[str, Any]:
-        found = self._read(lambda client: client.execute_command("HGETALL", self._facts))
-        return {name.decode(): json.loads(found[name]) for name in sorted(found)}
+        def read(client: redis.Redis) -> dict[str, Any]:
+            found = client.execute_command("HGETALL", self._facts)
+            return {name.decode(): json.loads(found[name]) for name in sorted(found)}
+
+        return self._read(read)
 
     def set_fact(self, name: str, value: Any) -> None:
         self._write("fact", name, json.dumps(value))
@@ -238,7 +244,7 @@ class RedisStore:
         return found
 
     def batches(self) -> list[int]:
-        return sorted(map(int, self._read(lambda client: client.execute_command("HKEYS", self._batches))))
+        return self._read(lambda client: sorted(map(int, client.execute_command("HKEYS", self._batches))))
 
     def finish_step(self, step: int, report: dict[str, Any], kept: Sequence[tuple[int, int]] = ()) -> None:
         marks = [number for prompt in kept for number in prompt]
@@ -248,12 +254,15 @@ class RedisStore:
         self._write("report", step, json.dumps(report))
 
     def trained(self) -> int:
-        return int(self._read(lambda client: client.execute_command("HGET", self._meta, "trained")) or 0)
+        return self._read(lambda client: int(client.execute_command("HGET", self._meta, "trained") or 0))
 
     def reports(self, after: int = 0) -> list[dict[str, Any]]:
-        found = self._read(lambda client: client.execute_command("HGETALL", self._reports))
-        steps = sorted((int(step), report) for step, report in found.items())
-        return [json.loads(report) for step, report in steps if step > after]
+        def read(client: redis.Redis) -> list[dict[str, Any]]:
+            found = client.execute_command("HGETALL", self._reports)
+            steps = sorted((int(step), report) for step, report in found.items())
+            return [json.loads(report) for step, report in steps if step > after]
+
+        return self._read(read)
 
     def forget_batches(self, up_to: int) -> None:
         self._write("forget", up_to)
@@ -262,15 +271,18 @@ class RedisStore:
         self._write("reset")
 
     def describe(self) -> dict[str, Any]:
-        meta = self._read(lambda client: client.execute_command("HGETALL", self._meta))
-        found = {name.decode(): value.decode() for name, value in meta.items()}
-        return {
-            "kind": "redis",
-            "place": f"{self._server.place} {self._prefix}:*",
-            "schemaVersion": int(found.get("schema", SCHEMA_VERSION)),
-            "claimedBy": found.get("owner"),
-            "writes": int(found.get("sequence", 0)),
-        }
+        def read(client: redis.Redis) -> dict[str, Any]:
+            meta = client.execute_command("HGETALL", self._meta)
+            found = {name.decode(): value.decode() for name, value in meta.items()}
+            return {
+                "kind": "redis",
+                "place": self._place,
+                "schemaVersion": int(found.get("schema", SCHEMA_VERSION)),
+                "claimedBy": found.get("owner"),
+                "writes": int(found.get("sequence", 0)),
+            }
+
+        return self._read(read)
 
     def close(self) -> None:
         self._server.drop()
@@ -372,12 +384,17 @@ class RedisStore:
         outcome, said = reply
         return outcome.decode(), said.decode() if isinstance(said, bytes) else str(said)
 
+    @property
+    def _place(self) -> str:
+        return f"{self._server.place} {self._prefix}:*"
+
     def _read(self, work: Callable[[redis.Redis], T]) -> T:
         """Read, and make sure afterwards that it was read from a server that has everything."""
 
         def checked(client: redis.Redis) -> T:
-            found = work(client)
-            reason = self._why_not(client)
+            with as_written(self._place):
+                found = work(client)
+                reason = self._why_not(client)
             if reason:
                 raise StoreFailed(f"the store must have every write, got a server that {reason}")
             return found

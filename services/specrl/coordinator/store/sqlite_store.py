@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from specrl.coordinator.store.contract import REPORTS_KEPT, SCHEMA_VERSION, Claim, StoredRollout
+from specrl.coordinator.store.contract import REPORTS_KEPT, SCHEMA_VERSION, Claim, StoredRollout, as_written
 from specrl.errors import SpecrlError, StoreFailed, StoreInvalid
 
 LOCK_WAIT_S = 5.0
@@ -118,10 +118,13 @@ class SqliteStore:
 
     def fact(self, name: str) -> Any | None:
         rows = self._read("select value from facts where name = ?", name)
-        return json.loads(rows[0][0]) if rows else None
+        with as_written(str(self._path)):
+            return json.loads(rows[0][0]) if rows else None
 
     def facts(self) -> dict[str, Any]:
-        return {name: json.loads(value) for name, value in self._read("select name, value from facts order by name")}
+        rows = self._read("select name, value from facts order by name")
+        with as_written(str(self._path)):
+            return {name: json.loads(value) for name, value in rows}
 
     def set_fact(self, name: str, value: Any) -> None:
         self._write(("insert or replace into facts values (?, ?)", [(name, json.dumps(value))]))
@@ -177,7 +180,8 @@ class SqliteStore:
 
     def reports(self, after: int = 0) -> list[dict[str, Any]]:
         rows = self._read("select report from steps where step > ? order by step", after)
-        return [json.loads(row[0]) for row in rows]
+        with as_written(str(self._path)):
+            return [json.loads(row[0]) for row in rows]
 
     def forget_batches(self, up_to: int) -> None:
         self._write(
