@@ -4,8 +4,8 @@
     Complete | Failed       each the last word: never taken back
 
 What came before counts for three things alone: when a condition last changed, when the job started, and a last word.
-Under other field managers, and untouched here: `status.progress` and the conditions RunFinished and CollectiveReady,
-which the coordinator writes.
+Under other field managers, and untouched here: `status.progress` and the conditions RunFinished, CollectiveReady and
+DrafterReady, which the coordinator writes.
 """
 
 from __future__ import annotations

@@ -120,6 +120,11 @@ def _conditions(status: Status) -> list[dict[str, str]]:
                 "NetworkPolicies",
             )
         )
+    if status.phase is Phase.INITIALISING:
+        progress = f" ({status.done} of {status.total})" if status.total else ""
+        conditions.append(_condition("DrafterReady", False, "Initialising", f"{status.detail}{progress}"))
+    elif status.phase is not Phase.WAITING and any(replica.drafter_version >= 0 for replica in status.replicas):
+        conditions.append(_condition("DrafterReady", True, "Serves", "replicas have the drafter that this run trains"))
     if status.phase is Phase.FINISHED:
         where = f"; the policy is in {status.summary.policy_path}" if status.summary else ""
         conditions.append(

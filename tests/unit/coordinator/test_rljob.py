@@ -68,6 +68,18 @@ def test_the_first_weights_are_the_preflight() -> None:
     assert condition(healed, "CollectiveReady")["status"] == "True"
 
 
+def test_a_drafter_s_initialisation_is_a_condition_until_it_serves() -> None:
+    replica = ReplicaReport(id="tiny-generation-0", state="serving", policy_version=0, live_rollouts=0)
+    served = [replica.model_copy(update={"drafter_version": 0})]
+    assert condition(a_status(phase=Phase.WAITING, replicas=served), "DrafterReady") == {}, "it is untrained yet"
+    begun = a_status(phase=Phase.INITIALISING, replicas=served, detail="drafter: training", done=1, total=3)
+    found = condition(begun, "DrafterReady")
+    assert (found["status"], found["reason"]) == ("False", "Initialising")
+    assert found["message"] == "drafter: training (1 of 3)"
+    assert condition(a_status(replicas=served), "DrafterReady")["status"] == "True"
+    assert condition(a_status(replicas=[replica]), "DrafterReady") == {}, "a run without one"
+
+
 def test_a_run_is_finished_when_it_says_so_and_not_when_its_steps_are_done() -> None:
     assert condition(a_status(step=4), "RunFinished") == {}
     assert condition(a_status(step=4, phase=Phase.FAILED), "RunFinished") == {}
