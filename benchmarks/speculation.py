@@ -17,7 +17,9 @@ Two measurements on the same prompts:
     load    so many rollouts live all the time in every engine; all engines are paused but one, which computes for a
             fifth of a second, then the next one, in another order every round, so that noise meets all alike. The
             controllers have twelve seconds to know each load
-    drain   a full batch at once, until the last one has finished: the live batch falls from full to 1; in turns
+    drain   a full batch at once, until the last one has finished: the live batch falls from full to 1; in turns. How
+            long answers are is long-tailed, as in RL: log-normal, unless they end by themselves before. The engine is
+            not told: who watches it aborts each where it ends
 Speeds are tokens per second relative to `none` in the same round or turn: median, and the interval that holds the true
 one with 95 %. "against the best" divides by the best fixed length at that load, which nobody told the controller. Which
 one that is, odd rounds say for even ones and even for odd: the best of several medians is lucky in the rounds that
@@ -41,18 +43,19 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 from specrl.drafting.head import load_head, save_head, write_untrained
 from specrl.drafting.policy_config import read_policy_config
-from specrl.generation.compare import LONGEST_ADAPTIVE, a_request, close_engines, mechanism, turn, with_speculation
+from specrl.generation.compare import LONGEST_ADAPTIVE, a_request, close_engines, mechanism, with_speculation
 from specrl.generation.vllm_backend import drafting
 from specrl.generation.vllm_backend.engine import VllmEngine
 from specrl.prompts import load_prompts
 from specrl.prompts.stream import PromptStream
-from specrl.records import StepCost
+from specrl.records import RolloutRequest, StepCost
 from specrl.spec import RunSpec, load_spec
 from specrl.spec.generation import Eagle3
 
@@ -66,6 +69,8 @@ NONE, ANOTHER, ADAPTIVE, FIXED, USELESS, ADVERSARIAL = (
 )
 CONTROLLED = (ADAPTIVE, USELESS, ADVERSARIAL)
 DRAIN = "drain"
+MEDIAN_TOKENS, SIGMA = 20, 1.0  # of a drain's answers, log-normal
+WATCH_S = 0.002  # a tenth of a step of a full batch
 SLICE_S = 0.2  # ten steps or more; whatever else the machine does lasts longer, and meets the neighbours, too
 SETTLE_S = 0.02  # outputs of a paused engine's last step arrive
 LEARNING_S = 12.0  # of a load, for each controller
@@ -222,6 +227,31 @@ async def at_load(
     return slices
 
 
+async def answer(engine: VllmEngine, requests: Sequence[RolloutRequest], most: Sequence[int]) -> tuple[int, float]:
+    """Have all requests answered at once, each until it ends or has so many tokens. Returns tokens and seconds."""
+    emitted: dict[str, int] = {}
+
+    async def one(request: RolloutRequest) -> None:
+        async for rollout in engine.generate([request], admit_together=False):
+            emitted[request.rollout_id] = rollout.length
+
+    began = time.perf_counter()
+    tasks = {request.rollout_id: asyncio.create_task(one(request)) for request in requests}
+    limits = {request.rollout_id: limit for request, limit in zip(requests, most, strict=True)}
+    while not all(task.done() for task in tasks.values()):
+        await asyncio.sleep(WATCH_S)
+        for completion in list(engine._live.values()):
+            name, tokens = completion.request.rollout_id, len(completion.token_ids)
+            if tokens >= limits[name] and name not in emitted:
+                emitted[name] = tokens
+                tasks[name].cancel()
+    seconds = time.perf_counter() - began
+    for ended in await asyncio.gather(*tasks.values(), return_exceptions=True):
+        if isinstance(ended, Exception):  # which a task that was cancelled has not
+            raise ended
+    return sum(emitted.values()), seconds
+
+
 async def drain(
     modes: Sequence[Mode], spec: RunSpec, turns: int, advance: Callable[[], None]
 ) -> dict[str, list[Slice]]:
@@ -233,14 +263,15 @@ async def drain(
             a_request(spec, prompts.prompt(place).token_ids, f"{number}-{place}", 1000 * number + place)
             for place in range(full)
         ]
+        tokens = np.random.default_rng(number).lognormal(math.log(MEDIAN_TOKENS), SIGMA, full)
         for mode in in_order(modes, number):
             await choose(mode)
             named = [replace(request, rollout_id=f"{mode.name}-{request.rollout_id}") for request in requests]
             before = await costs_of(mode.engine)
-            done = await turn(mode.engine, named, full)
+            emitted, seconds = await answer(mode.engine, named, np.ceil(tokens).astype(int).tolist())
             if number >= WARM_UP:
                 steps = since(before, await costs_of(mode.engine))
-                slices[mode.name].append(Slice(done.tokens, done.seconds, steps))
+                slices[mode.name].append(Slice(emitted, seconds, steps))
             advance()
     return slices
 

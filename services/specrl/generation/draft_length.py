@@ -12,7 +12,8 @@
 while it is full, and drafted for when it is small. A learned drafter has no KV cache of what it has missed, so that
 whoever was decoded without it has to be read again first: all live requests are computed anew, once. That is due when
 drafts would have saved, since the batch is small, what the reading costs (who rents skis until the rent has cost a
-pair pays twice the least that he could have paid, at worst): `catch_up_is_due`.
+pair pays twice the least that he could have paid, at worst), unless so few tokens are left at most that they cannot
+save as much: `catch_up_is_due`.
 
 What is accepted is seen only of requests that the drafter has read in whole. When none was seen for long, because
 drafts pay at no load (OFF) or not at the one that is (DRAFTING), a trial shows whether that is still true:
@@ -62,8 +63,11 @@ ROW_RATE = 0.1  # how fast the costs of one batch size follow what is seen: the 
 # ... and one cell by itself. Much slower: a machine that slows down must not look like one length that got dearer, or
 # the lengths that are not in use would seem cheap.
 CELL_RATE = 0.02
+CALIBRATED_STEPS = 8.0  # what a calibrated cost counts for; until a cell has seen many more steps, it follows each more
 DOUBTFUL_GAIN = 1.3  # below this, probes also leave the drafter out: an old calibration must not decide that it pays
 PROBE_EVERY, PROBE_STEPS = 64, 4  # of so many steps, so few use the next shorter or longer draft, to know their costs
+PROBE_SELDOM = 512  # ... and of so many where longer gaps, each twice the one before, have changed nothing
+PROBES = 3  # kinds of them: longer, shorter, none
 OUTLIER = 3.0  # a step this much slower or faster than expected was disturbed, and teaches nothing
 DISTURBED_STEPS = 32  # ... but after so many of them in a row the machine is another one
 READING_KEPT = 0.9  # of what earlier steps say of a prompt token's cost, with each that reads some
@@ -97,6 +101,7 @@ class StepCosts:
     def __init__(self, nodes: Sequence[int], lengths: Sequence[int]) -> None:
         self.nodes, self.lengths = tuple(nodes), tuple(sorted(lengths))
         self.seconds: dict[int, list[float]] = {}
+        self._seen = {k: [0.0] * len(self.nodes) for k in self.lengths}
 
     @property
     def is_known(self) -> bool:
@@ -132,7 +137,9 @@ class StepCosts:
                 together = ratio ** (ROW_RATE * weight)
                 for row in self.seconds.values():
                     row[node] *= together
-                self.seconds[k][node] *= ratio ** (CELL_RATE * weight)
+                rate = max(CELL_RATE, 1 / (CALIBRATED_STEPS + self._seen[k][node]))
+                self.seconds[k][node] *= ratio ** (rate * weight)
+                self._seen[k][node] += weight
 
     def scale(self, ratio: float) -> None:
         """All steps take `ratio` times what they took."""
@@ -255,7 +262,7 @@ class DraftLengths:
     def __post_init__(self) -> None:
         self.lengths = tuple(sorted(self.lengths))
         self.costs = StepCosts(batch_nodes(self.max_batch), self.lengths)
-        self._calls = self._steps = 0
+        self._steps = self._place = 0
         self._outliers: list[float] = []
         self._read_s = self._read_tokens = 0.0
         self._catch_ups = 0
@@ -268,13 +275,15 @@ class DraftLengths:
         self._kept = Window(KEPT_SECONDS)  # of steps with drafts; otherwise: if all were as fast as promised
         self.table = [max(self.lengths)] * (self.max_batch + 1)
         self._gains = np.ones(self.max_batch + 1)  # of the best length that drafts, by batch size
+        self._calls = self._probes = self._probe_ends = 0
+        self._probe_gap = self._probe_due = PROBE_EVERY
         self._probe: list[int] | None = None
         self.state = State.DRAFTING
         self._is_tried = False  # whether enough was seen to give drafting up
         self._state_steps = self._idle_steps = self._trial_drafts = 0
         self._last_batch = 1
         self._rest_steps, self._back_off = REST_STEPS, 1
-        self._missed_s = 0.0
+        self._missed_s, self._is_fed = 0.0, False  # since drafts pay for the batch that is live; requests begin
 
     # -- what happens ---------------------------------------------------------------------------------------------
 
@@ -283,17 +292,25 @@ class DraftLengths:
         if self.fixed is not None:
             return [self.fixed] * len(self.table)
         self._calls += 1
-        phase = self._calls % PROBE_EVERY
-        if phase >= PROBE_STEPS or self.state is not State.DRAFTING:
+        if self.state is not State.DRAFTING or self._calls == self._probe_ends:
             self._probe = None
-        elif phase == 0:
-            self._probe = self._next_probe(self._calls // PROBE_EVERY % 3)
+        elif self._calls >= self._probe_due:
+            self._probe = self._next_probe(self._probes % PROBES)
+            self._probes += 1
+            if self._probes % PROBES == 0:
+                self._probe_gap = min(2 * self._probe_gap, PROBE_SELDOM)
+            self._probe_due, self._probe_ends = self._calls + self._probe_gap, self._calls + PROBE_STEPS
         return self._probe or self.table
 
     @property
     def is_probing(self) -> bool:
         """Whether the last `lookup` was of a probe: a drafter that misses its few steps goes on all the same."""
         return self._probe is not None
+
+    def _probe_soon(self) -> None:
+        """What is known of neighbours' costs may not be true any more: another load, other lengths, other weights."""
+        self._probe_gap = PROBE_EVERY
+        self._probe_due = min(self._probe_due, self._calls + PROBE_EVERY)
 
     def _next_probe(self, turn: int) -> list[int]:
         """In turn: one token more, one fewer, and, where it is in doubt whether drafts pay at all, none."""
@@ -307,25 +324,29 @@ class DraftLengths:
         drafting = [k for k in self.lengths if k != OFF]
         return [k if k == OFF else min(max(k + shift, drafting[0]), drafting[-1]) for k in self.table]
 
-    def catch_up_is_due(self, batch: int, tokens: Iterable[int]) -> bool:
+    def catch_up_is_due(self, batch: int, tokens: Iterable[int], left: int) -> bool:
         """Whether to compute `batch` live requests anew, each of so many tokens, now that drafts pay for so few.
 
-        Asked before each step in which the drafter has missed any of them. Until it is due, they are not drafted for.
+        left: none of them can emit more tokens than that; who comes after them would be drafted for, too. Asked before
+        each step in which the drafter has missed any. Until it is due, they are not drafted for.
         """
         if self.state is not State.DRAFTING or self.table[batch] == OFF or not self.costs.is_known:
-            self._missed_s = 0.0
+            self._missed_s, self._is_fed = 0.0, False
             return False
         plain = self.costs.at(batch, self._undrafted)
-        self._missed_s += plain * (1 - 1 / max(1.0, float(self._gains[batch])))
+        saved_s = plain * (1 - 1 / max(1.0, float(self._gains[batch])))
+        self._missed_s += saved_s
         reading_s = sum(tokens) * self._read_s / self._read_tokens if self._read_tokens else 0.0
-        if self._missed_s < reading_s + plain:  # the step that is under way is lost
+        most_s = math.inf if self._is_fed else left * saved_s
+        if min(self._missed_s, most_s) < reading_s + plain:  # the step that is under way is lost
             return False
-        self._missed_s = 0.0
+        self._missed_s, self._is_fed = 0.0, False
         self._catch_ups += 1
         return True
 
     def saw_request(self) -> None:
         """A request is about to begin, and with it a trial that is due."""
+        self._is_fed = True
         is_rested = self._idle_steps >= self._rest_steps * self._back_off
         if self.state is not State.TRIAL and is_rested and self.fixed is None:
             self._before_trial, self.acceptance = self.acceptance, Acceptance(max(self.lengths))
@@ -364,6 +385,10 @@ class DraftLengths:
         undrafted_s = tokens / batch * self.costs.at(batch, self._undrafted)
         self._count(batch, k, seconds, undrafted_s, promised_s=seconds)
         self._last_batch = batch
+        place, _ = self.costs.place(batch)
+        if place != self._place:
+            self._place = place
+            self._probe_soon()
         self._steps += 1
         self._state_steps += 1
         self._idle_steps += 1
@@ -404,6 +429,7 @@ class DraftLengths:
         """A new version of policy and drafter serves: what was accepted before counts half, and a rest is shorter."""
         self.acceptance.fade(0.5)
         self._rest_steps = REST_STEPS_AFTER_WEIGHTS
+        self._probe_soon()
 
     # -- what is decided ------------------------------------------------------------------------------------------
 
@@ -464,7 +490,10 @@ class DraftLengths:
         found = gains[best, np.arange(self.max_batch)] * self._kept_share()
         self._gains[1:] = found
         rests = (found < WORTH_GAIN) & (OFF in self.lengths) & self._is_tried
-        self.table[1:] = np.where(rests, OFF, lengths[best]).tolist()
+        table = np.where(rests, OFF, lengths[best]).tolist()
+        if table != self.table[1:]:
+            self.table[1:] = table
+            self._probe_soon()
 
     @property
     def _undrafted(self) -> int:

@@ -54,6 +54,8 @@ class FormulaEngine:
     cost: Callable[[int, int], float] = a_cost
     seed: int = 0
     reading_s: float = 0.0
+    is_limited: bool = False
+    """The longest request that is live ends where it has to, not before."""
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)  # noqa: S311 - no secret
@@ -110,7 +112,8 @@ class FormulaEngine:
         k = self.drafting.lookup()[batch]
         is_missed = any(not request.is_whole for request in self.live)
         if is_missed and self.drafting.fixed is None and self.drafting.state is not State.TRIAL:
-            if self.drafting.catch_up_is_due(batch, (request.context for request in self.live)):
+            left = max(round(request.left) for request in self.live) if self.is_limited else 1000
+            if self.drafting.catch_up_is_due(batch, [request.context for request in self.live], left):
                 self.read(k, is_catch_up=True)
                 self.catch_ups += 1
             else:
@@ -266,13 +269,13 @@ def a_dear_step(batch: int, k: int) -> float:
 
 
 def after_drains(
-    chance: float, reading_s: float = 0.0, tokens: Sequence[float] = LONG_TAILED
+    chance: float, reading_s: float = 0.0, tokens: Sequence[float] = LONG_TAILED, *, is_limited: bool = False
 ) -> tuple[FormulaEngine, list[tuple[int, int]], float]:
     """After some versions: the engine, its last batch, and its speed relative to that without drafts.
 
     The first two are left out of the speed.
     """
-    engine = FormulaEngine(DraftLengths(64, LENGTHS), chance, a_dear_step, reading_s=reading_s)
+    engine = FormulaEngine(DraftLengths(64, LENGTHS), chance, a_dear_step, reading_s=reading_s, is_limited=is_limited)
     engine.calibrate()
     used: list[tuple[int, int]] = []
     for version in range(12):
@@ -305,6 +308,31 @@ def test_a_batch_that_ends_as_soon_as_it_is_small_is_not_read_again_for_ever() -
     tokens = [100.0] * 60 + [112.0] * 4
     _, _, speed = after_drains(0.8, reading_s=3e-4, tokens=tokens)
     assert speed > 0.97
+
+
+def test_a_batch_is_not_read_again_for_the_few_tokens_that_it_can_have_left() -> None:
+    tokens = [100.0] * 60 + [112.0] * 4
+    engine, *_ = after_drains(0.8, reading_s=3e-4, tokens=tokens, is_limited=True)
+    assert engine.catch_ups == 0
+    engine, _, speed = after_drains(0.8, reading_s=1e-5, is_limited=True)
+    assert engine.catch_ups == 12, "once a batch"
+    assert speed > 1.3
+
+
+def test_a_load_that_has_fallen_is_drafted_for_although_each_request_is_short() -> None:
+    engine = FormulaEngine(DraftLengths(64, LENGTHS), 0.8, a_dear_step, reading_s=1e-3, is_limited=True)
+    engine.calibrate()
+    engine.run(64, 300)
+    assert engine.drafting.table[64] == OFF
+    assert sum(k > 0 for k in engine.run(4, 1000, tokens=20.0)[-500:]) > 400
+
+
+def test_neighbours_are_tried_ever_less_often_while_nothing_changes() -> None:
+    engine = an_engine(0.7)
+    used = engine.run(8, 20_000)
+    chosen = engine.drafting.table[8]
+    early, late = used[:2000], used[-8000:]
+    assert sum(k != chosen for k in late) / len(late) < 0.015 < sum(k != chosen for k in early) / len(early)
 
 
 def test_a_load_that_moves_around_the_size_at_which_drafts_begin_to_pay_costs_nothing() -> None:
@@ -380,6 +408,19 @@ def test_wrong_calibration_is_corrected_by_what_is_seen() -> None:
     spoilt[:] = [value * 1.3 for value in spoilt]
     engine.run(4, 6000)
     assert engine.drafting.costs.at(4, 3) == pytest.approx(a_cost(4, 3), rel=0.06)
+
+
+def test_a_few_probes_put_a_length_right_that_was_calibrated_a_little_wrong() -> None:
+    engine = an_engine(0.7)
+    best = best_length(0.7, 4)
+    spoilt = engine.drafting.costs.seconds[best]
+    spoilt[:] = [value * 1.08 for value in spoilt]
+    engine.run(4, 300)
+    assert engine.drafting.table[4] != best
+    engine.run(4, 3000)
+    costs = engine.drafting.costs
+    for k in (best - 1, best + 1):
+        assert costs.at(4, best) / costs.at(4, k) == pytest.approx(a_cost(4, best) / a_cost(4, k), rel=0.03)
 
 
 def test_useless_drafter_is_found_out_although_calibration_favoured_it() -> None:
