@@ -10,6 +10,7 @@ tested beside it.
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +21,12 @@ from typing import Any
 
 import torch
 
-from specrl.generation.vllm_backend import arguments, worker
+from specrl.generation.draft_length import OFF
+from specrl.generation.vllm_backend import arguments, drafting, worker
 from specrl.spec import parse_spec
+
+LIVE_LENGTHS = (2, 2, OFF, 1, 2, 0, OFF, 2, 1)
+"""Step by step, over and over, with a live draft length; those that a mechanism does not have are left out."""
 
 ONE_PROCESS = {
     "OMP_NUM_THREADS": "1",  # read when torch is imported: more threads wait for each other actively, and for longer
@@ -161,14 +166,47 @@ def run(job: Job) -> list[Outcome]:
 
     spec = parse_spec(job.raw)
     keywords = arguments.engine_arguments(spec, Path(job.drafter) if job.drafter else None, is_cpu=True)
-    llm = LLM(**keywords, distributed_executor_backend="uni", disable_log_stats=False)
+    keywords["distributed_executor_backend"] = "uni"
+    lengths = arguments.draft_lengths(spec)
+    if lengths:
+        keywords |= live_length_arguments(keywords, lengths)
+    llm = LLM(**keywords, disable_log_stats=False)
     try:
+        if lengths:
+            change_lengths(llm, [length for length in LIVE_LENGTHS if length in lengths])
         return [take(llm, turn) for turn in job.turns]
     finally:
         llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
         cleanup_dist_env_and_memory()
+
+
+def live_length_arguments(keywords: dict[str, Any], lengths: Sequence[int]) -> dict[str, Any]:
+    """What `drafting.configure` makes of an engine's config, as arguments, since LLM makes its config itself."""
+    from vllm import EngineArgs
+
+    config = EngineArgs(**keywords).create_engine_config()
+    drafting.configure(config, lengths)
+    scheduler = config.scheduler_config
+    return {
+        "scheduler_cls": scheduler.scheduler_cls,
+        "async_scheduling": scheduler.async_scheduling,
+        "additional_config": {"specrl": config.additional_config["specrl"]},
+    }
+
+
+def change_lengths(llm: Any, lengths: Sequence[int]) -> None:
+    """Have every step draft another number of tokens."""
+    llm.collective_rpc("specrl_inspect")  # which also lets the drafter rest
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    schedule, wanted = scheduler.schedule, itertools.cycle(lengths)
+
+    def schedule_another(*args: Any, **kwargs: Any) -> Any:
+        scheduler.drafting_fix(next(wanted))
+        return schedule(*args, **kwargs)
+
+    scheduler.schedule = schedule_another
 
 
 def bind_kernels_once() -> None:
