@@ -50,6 +50,7 @@ POINTS: dict[str, tuple[Point, ...]] = {
         "put_batch": "a step's batch is fixed",
         "finish_step": "a step counts as trained",
         "set_report": "a report is completed",
+        "set_fact": "what the run must remember is written: a failed prompt, a proved version, where it began",
         "forget_batches": "a checkpoint makes batches needless",
     }.items()
 } | {
