@@ -232,10 +232,9 @@ class Pipeline:
 
     def _replica_computes(self, replica: _Replica) -> None:
         """As many rollouts as are live in it now."""
-        if self._sharing is not None:
-            row = self._pace.rows[replica.live]
-            replica.tokens_per_s = replica.live / row[len(row) // 2]
-            self._share()
+        row = self._pace.rows[replica.live]
+        replica.tokens_per_s = replica.live / row[len(row) // 2]
+        self._share()
 
     def _share(self) -> None:
         if self._sharing is not None:
@@ -376,7 +375,8 @@ class Pipeline:
             self._changed.succeed()
 
     def _note(self, replica: _Replica) -> None:
-        self._replica_computes(replica)
+        if self._sharing is not None:
+            self._replica_computes(replica)
         if len(self._live) < TIMELINE:
             self._live.append((self._now(), replica.number, replica.live))
 
