@@ -263,12 +263,13 @@ async def drain(
             a_request(spec, prompts.prompt(place).token_ids, f"{number}-{place}", 1000 * number + place)
             for place in range(full)
         ]
-        tokens = np.random.default_rng(number).lognormal(math.log(MEDIAN_TOKENS), SIGMA, full)
+        drawn = np.random.default_rng(number).lognormal(math.log(MEDIAN_TOKENS), SIGMA, full)
+        most = np.ceil(drawn).astype(int).tolist()
         for mode in in_order(modes, number):
             await choose(mode)
             named = [replace(request, rollout_id=f"{mode.name}-{request.rollout_id}") for request in requests]
             before = await costs_of(mode.engine)
-            emitted, seconds = await answer(mode.engine, named, np.ceil(tokens).astype(int).tolist())
+            emitted, seconds = await answer(mode.engine, named, most)
             if number >= WARM_UP:
                 steps = since(before, await costs_of(mode.engine))
                 slices[mode.name].append(Slice(emitted, seconds, steps))

@@ -324,11 +324,12 @@ class DraftLengths:
         drafting = [k for k in self.lengths if k != OFF]
         return [k if k == OFF else min(max(k + shift, drafting[0]), drafting[-1]) for k in self.table]
 
-    def catch_up_is_due(self, batch: int, tokens: Iterable[int], left: int) -> bool:
+    def catch_up_is_due(self, batch: int, tokens: Iterable[int], left: Iterable[int]) -> bool:
         """Whether to compute `batch` live requests anew, each of so many tokens, now that drafts pay for so few.
 
-        left: none of them can emit more tokens than that; who comes after them would be drafted for, too. Asked before
-        each step in which the drafter has missed any. Until it is due, they are not drafted for.
+        left: tokens that each of them can emit yet, at most; who comes after them would be drafted for, too. Both are
+        read only where drafts pay. Asked before each step in which the drafter has missed any. Until it is due, they
+        are not drafted for.
         """
         if self.state is not State.DRAFTING or self.table[batch] == OFF or not self.costs.is_known:
             self._missed_s, self._is_fed = 0.0, False
@@ -337,7 +338,7 @@ class DraftLengths:
         saved_s = plain * (1 - 1 / max(1.0, float(self._gains[batch])))
         self._missed_s += saved_s
         reading_s = sum(tokens) * self._read_s / self._read_tokens if self._read_tokens else 0.0
-        most_s = math.inf if self._is_fed else left * saved_s
+        most_s = math.inf if self._is_fed else max(left, default=0) * saved_s
         if min(self._missed_s, most_s) < reading_s + plain:  # the step that is under way is lost
             return False
         self._missed_s, self._is_fed = 0.0, False

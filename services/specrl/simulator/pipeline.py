@@ -14,8 +14,8 @@ slot is a bundle of rollouts of one group that go to one replica, as groups most
 one in everything but the scheduler. Seconds, tokens.
 
 Where trainer and replicas share processors, all of them get slower together while more of them compute. So events keep
-the time that they would take undisturbed, and a second clock says what time it is: it goes as many times
-faster as all of them are slower (`costs.Sharing`).
+the time that they would take undisturbed, and a second clock says what time it is: it goes as many times faster as all
+of them are slower (`costs.Sharing`).
 """
 
 from __future__ import annotations

@@ -112,8 +112,8 @@ class FormulaEngine:
         k = self.drafting.lookup()[batch]
         is_missed = any(not request.is_whole for request in self.live)
         if is_missed and self.drafting.fixed is None and self.drafting.state is not State.TRIAL:
-            left = max(round(request.left) for request in self.live) if self.is_limited else 1000
-            if self.drafting.catch_up_is_due(batch, [request.context for request in self.live], left):
+            left = (round(request.left) if self.is_limited else 1000 for request in self.live)
+            if self.drafting.catch_up_is_due(batch, (request.context for request in self.live), left):
                 self.read(k, is_catch_up=True)
                 self.catch_ups += 1
             else:

@@ -81,11 +81,11 @@ class DraftLengthScheduler(Scheduler):
         if not self._missed or self._drafting.fixed is not None or self._drafting.state is State.TRIAL:
             return lookup
         batch = min(len(self.running) + len(self.waiting), self._drafting.max_batch)
-        computed = [request.num_computed_tokens for request in self.running]
-        left = max((request.max_tokens - request.num_output_tokens for request in self.running), default=0)
+        computed = (request.num_computed_tokens for request in self.running)
+        left = (request.max_tokens - request.num_output_tokens for request in self.running)
         if not self._drafting.catch_up_is_due(batch, computed, left):
             return [OFF] * len(lookup)
-        self._left_to_read = sum(computed)
+        self._left_to_read = sum(request.num_computed_tokens for request in self.running)
         self.reset_prefix_cache(reset_running_requests=True)
         return lookup
 
