@@ -374,7 +374,8 @@ class Loop:
         """Count a checkpoint once it is durable. When it fails the last one stays, and so do the batches since."""
         try:
             with self._recorder.begin(SpanName.WRITE, TRAINER):
-                await while_there(trainer, trainer.client.save_checkpoint(step, CHECKPOINT_DEADLINE_S))
+                async with while_there(trainer):
+                    await trainer.client.save_checkpoint(step, CHECKPOINT_DEADLINE_S)
         except StoreFailed as error:
             self._board.checkpoint_failed(str(error))
         except (PeerUnavailable, DeadlineExceeded, CollectiveFailed, VersionConflict) as error:

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import structlog
 
@@ -40,8 +40,6 @@ MISSED_HEARTBEATS = 5
 """After so many a peer is dead ..."""
 SUSPECT_HEARTBEATS = 3
 """... and after so many a replica is suspect: with two it may only have been late."""
-
-T = TypeVar("T")
 
 log = structlog.get_logger(__name__)
 
@@ -114,18 +112,34 @@ class Trainer:
     gone: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-async def while_there(peer: Replica | Trainer, call: Awaitable[T]) -> T:
-    """What a call to it answers. Raises PeerUnavailable as soon as it is lost, however far the call's deadline is."""
-    answer = asyncio.ensure_future(call)
+@asynccontextmanager
+async def while_there(peer: Replica | Trainer) -> AsyncIterator[None]:
+    """Interrupt the body, which asks something of the peer, with PeerUnavailable as soon as the peer is lost.
+
+    A call to one that hangs has no end but its own deadline, and a stream of one none at all. One task for a stream,
+    and none for what arrives on it.
+    """
     gone = asyncio.ensure_future(peer.gone.wait())
+    limit = asyncio.timeout(None)
+
+    def lost(_: object) -> None:
+        if not gone.cancelled():
+            limit.reschedule(asyncio.get_running_loop().time())
+
     try:
-        await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if answer.done():
-            return answer.result()
-        raise PeerUnavailable(f"{peer.peer.peer_id} must stay, got lost in the middle of a call; it is repeated")
-    finally:
-        gone.cancel()
-        answer.cancel()
+        async with limit:
+            gone.add_done_callback(lost)
+            try:
+                yield
+            finally:  # a callback that is due by now would find the limit over
+                if gone.remove_done_callback(lost):
+                    gone.cancel()
+                elif not limit.expired():
+                    await asyncio.sleep(0)
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise PeerUnavailable(f"{peer.peer.peer_id} must stay, got lost; what it had to do is asked again") from error
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,7 +32,7 @@ from specrl.coordinator import turns
 from specrl.coordinator.board import FAILED_PROMPTS
 from specrl.coordinator.dispatch import Seats, share_out
 from specrl.coordinator.parts import Grader, Parts
-from specrl.coordinator.registry import Replica
+from specrl.coordinator.registry import Replica, while_there
 from specrl.coordinator.replica_states import ReplicaState
 from specrl.coordinator.restart import Finished, Remains, take_up
 from specrl.coordinator.scheduler import Choice, Scheduler, SlotId
@@ -268,7 +268,7 @@ class RolloutStage:
         waiting = {str(slot): slot for slot in spans}
         lost_by = "unanswered"
         try:
-            async with _while_there(replica), aclosing(stream) as arrivals:
+            async with while_there(replica), aclosing(stream) as arrivals:
                 async for ended in arrivals:
                     slot = waiting.get(ended.rollout.rollout_id)
                     if slot is not None:
@@ -372,35 +372,6 @@ def _serving(replicas: Iterable[Replica]) -> list[Replica]:
     return [r for r in replicas if r.state is ReplicaState.SERVING and not r.gone.is_set()]
 
 
-@asynccontextmanager
-async def _while_there(replica: Replica) -> AsyncIterator[None]:
-    """Interrupt the body with PeerUnavailable as soon as the replica is lost.
-
-    A stream of one that hangs, or is cut off, never breaks. One task for a stream, and none for what arrives on it.
-    """
-    gone = asyncio.ensure_future(replica.gone.wait())
-    limit = asyncio.timeout(None)
-
-    def lost(_: object) -> None:
-        if not gone.cancelled():
-            limit.reschedule(asyncio.get_running_loop().time())
-
-    try:
-        async with limit:
-            gone.add_done_callback(lost)
-            try:
-                yield
-            finally:  # a callback that is due by now would find the limit over
-                if gone.remove_done_callback(lost):
-                    gone.cancel()
-                elif not limit.expired():
-                    await asyncio.sleep(0)
-    except TimeoutError as error:
-        if not limit.expired():
-            raise
-        raise PeerUnavailable(f"{replica.replica_id} must stay, got lost; its rollouts are requeued") from error
-
-
 def _came_back(span: OpenSpan, ended: turns.Ended) -> None:
     """End the span of a rollout that its replica has finished, with what is worth seeing of it."""
     span.note(tokens=len(ended.rollout.token_ids_T), finish_reason=ended.rollout.finish_reason.value)
@@ -475,7 +446,7 @@ async def sample_and_grade(
                     for request, prompt in share
                 ]
                 stream = turns.generate(parts.turns, unbounded, traced, True)
-                async with _while_there(replica), aclosing(stream) as arrivals:
+                async with while_there(replica), aclosing(stream) as arrivals:
                     async for ended in arrivals:
                         finished[ended.rollout.rollout_id] = ended
                         _came_back(spans[ended.rollout.rollout_id], ended)

@@ -206,9 +206,8 @@ class WeightSync:
 
         async def receive(replica: Replica, group: WeightGroup) -> tuple[WeightChecksums, float]:
             with self._recorder.begin(SpanName.RECEIVE, replica.replica_id):
-                return await while_there(
-                    replica, replica.client.receive_weights(transfer.policy_version, group, manifest)
-                )
+                async with while_there(replica):
+                    return await replica.client.receive_weights(transfer.policy_version, group, manifest)
 
         calls = [receive(replica, group) for replica, group in zip(replicas, groups, strict=True)]
         return await asyncio.gather(*calls, return_exceptions=True)
@@ -255,7 +254,8 @@ class WeightSync:
 
         async def commit(replica: Replica) -> UpdateTiming:
             with self._recorder.begin(SpanName.COMMIT, replica.replica_id) as span:
-                took = await while_there(replica, replica.client.commit_update(checksums, deadline_s))
+                async with while_there(replica):
+                    took = await replica.client.commit_update(checksums, deadline_s)
                 span.end_in(
                     (SpanName.VERIFY, took.verify_s),
                     (SpanName.PAUSE, took.pause_s),

@@ -61,7 +61,8 @@ class TrainerLink:
         while True:
             trainer = await self._present()
             try:
-                return await while_there(trainer, trainer.client.status())
+                async with while_there(trainer):
+                    return await trainer.client.status()
             except (PeerUnavailable, DeadlineExceeded) as error:
                 self._lost(trainer, error)
 
@@ -79,7 +80,8 @@ class TrainerLink:
             trainer = await self.ready()
             self.state = state
             try:
-                return await while_there(trainer, work(trainer))
+                async with while_there(trainer):
+                    return await work(trainer)
             except (PeerUnavailable, DeadlineExceeded) as error:
                 self._lost(trainer, error)
             finally:
