@@ -12,7 +12,6 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 FAULTS = (
     "kill engine of gen-0",
-    "kill trainer-1",
     "freeze trainer-1",
     "freeze coordinator",
     "point store.finish_step.after SIGKILL",

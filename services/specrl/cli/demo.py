@@ -26,18 +26,21 @@ from specrl.spec import RunSpec, load_spec
 COMPARED_BATCHES = "8,64"
 
 
-def demo(
+def demo(  # noqa: PLR0913, PLR0917 - one argument per option
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the policy and the run.")] = RUNS,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps, other than the run file's.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of policy and run, other than the defaults.")] = None,
     keep_policy: Annotated[
         bool, typer.Option("--keep-policy", help="Use the policy that an earlier demo left in DIR, if there is one.")
     ] = False,
+    compare: Annotated[
+        bool, typer.Option(help="Measure rollouts with and without speculation at the end: minutes more.")
+    ] = True,
     plain: Plain = False,
 ) -> None:
     """Train a tiny model on this machine's CPU: make a base policy by `specrl sft`, then run examples/demo/run.yaml.
 
-    Nothing is downloaded. The summary says what improved, and compares with a run without speculation.
+    Nothing is downloaded. The summary says what improved, and compares with rollouts without speculation.
     """
     folder = examples_folder()
     policy = (out / ("demo-policy" if seed is None else f"demo-policy-{seed}")).absolute()
@@ -51,7 +54,8 @@ def demo(
     view = view_for(Console(), plain)
     launched = launch.begin(spec, out, view)
     conclude(launched, view)
-    compare_speculation(launched.directory, spec)
+    if compare:
+        compare_speculation(launched.directory, spec)
 
 
 def examples_folder() -> Path:
@@ -82,7 +86,7 @@ def compare_speculation(run: RunDirectory, spec: RunSpec) -> None:
 
     In a process of its own, which needs vLLM. A comparison that fails costs nothing but itself: the run is done.
     """
-    typer.echo("speculation against none, same prompts, same sampling, measured in turns (a minute or two) ...")
+    typer.echo("speculation against none, same prompts, same sampling, measured in turns (some minutes) ...")
     result, log = run.path / "comparison.json", run.logs / "comparison.log"
     arguments = [
         *(sys.executable, "-m", "specrl.generation.compare", "--spec", str(run.run_file)),
