@@ -383,6 +383,14 @@ def test_users_add_to_pods_what_the_operator_does_not_know_of() -> None:
     assert second == {"name": "sidecar", "image": "side:1"}
 
 
+def test_a_runtime_class_reaches_the_pod_that_runs_the_policys_programs_and_no_other() -> None:
+    job = a_job(PAPER, {"coordinator": {"podTemplate": {"spec": {"runtimeClassName": "kata"}}}})
+    objects = desired(job, facts())
+    template = find(objects, DEPLOYMENT, COORDINATOR)["spec"]["template"]
+    assert template["spec"]["runtimeClassName"] == "kata"
+    assert str(objects).count("runtimeClassName") == 1
+
+
 def test_null_in_a_users_part_removes_a_field() -> None:
     part = {"spec": {"securityContext": {"runAsUser": None}}}
     job = a_job({"coordinator": {"podTemplate": part}})
