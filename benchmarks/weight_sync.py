@@ -210,7 +210,7 @@ def _receive(way: str, group: WeightGroup, manifest: WeightManifest, turns: int,
     torch.set_num_threads(1)
     joined = BroadcastGroup(group)
     for _ in range(turns):
-        done.put(receive(_way(way, joined), manifest)[1])
+        done.put(receive(_way(way, joined), manifest).checksums)
 
 
 def by_files(size_bytes: int, count: int, turns: int) -> Row:
@@ -235,7 +235,7 @@ def by_files(size_bytes: int, count: int, turns: int) -> Row:
 def _read(order: Any, manifest: WeightManifest, turns: int, done: Any) -> None:
     torch.set_num_threads(1)
     for _ in range(turns):
-        done.put(files.read(Path(order.get(timeout=TIMEOUT_S)), manifest)[1])
+        done.put(files.read(Path(order.get(timeout=TIMEOUT_S)), manifest).checksums)
 
 
 def check(received: Sequence[tuple[int, ...]], sent: tuple[int, ...]) -> None:

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 
 from specrl.records import TensorMeta, WeightChecksums, WeightGroup, WeightManifest, WeightOwner
 from specrl.weights.group import BroadcastGroup, listen
-from specrl.weights.stream import checksum, send
+from specrl.weights.staging import checksum
+from specrl.weights.stream import send
 
 Tensors = Sequence[tuple[TensorMeta, torch.Tensor]]
 BUCKET_BYTES = 1 << 16  # small, so that tiny models take several buckets

@@ -309,7 +309,7 @@ def receive_once(backend: TrainerBackend, group: WeightGroup) -> tuple[int, ...]
     """Be a replica of the group, next to the backend's thread."""
     joined = BroadcastGroup(replace(group, rank=1))
     try:
-        return receive(joined, backend.describe_weights())[1]
+        return receive(joined, backend.describe_weights()).checksums
     finally:
         joined.close()
 
@@ -328,7 +328,7 @@ def test_broadcast_sends_what_is_described(backend: TrainerBackend) -> None:
 def test_written_weights_are_those_that_a_broadcast_sends(backend: TrainerBackend, tmp_path: Path) -> None:
     backend.train_step(Batch(1, rollouts()))
     written = backend.write_weights(tmp_path / "weights" / "version")
-    assert files.read(tmp_path / "weights" / "version", backend.describe_weights())[1] == written.checksums
+    assert files.read(tmp_path / "weights" / "version", backend.describe_weights()).checksums == written.checksums
     port = backend.open_weight_group(GROUP)
     with ThreadPoolExecutor(1) as replica:
         received = replica.submit(receive_once, backend, replace(GROUP, port=port))

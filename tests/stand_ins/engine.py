@@ -147,9 +147,9 @@ class TableEngine:
     async def receive(self, group: WeightGroup, manifest: WeightManifest, policy_version: int) -> WeightChecksums:
         self._check_alive()
         self._staged = None
-        arrived, sums = await asyncio.to_thread(self._receive, group, manifest)
-        checksums = WeightChecksums(policy_version, sums)
-        self._staged = (checksums, [meta.name for meta in manifest.tensors], self._table_of(arrived, sums))
+        area = await asyncio.to_thread(self._receive, group, manifest)
+        checksums = WeightChecksums(policy_version, area.checksums)
+        self._staged = (checksums, [meta.name for meta in manifest.tensors], self._table_of(area))
         self._staged_has_drafter = manifest.has_drafter
         return checksums
 
@@ -168,11 +168,11 @@ class TableEngine:
             self._group = None
             raise
 
-    def _table_of(self, arrived: Any, sums: Sequence[int]) -> np.ndarray:
-        for meta, tensor in arrived:
+    def _table_of(self, area: Any) -> np.ndarray:
+        for meta, tensor in area.tensors:
             if meta.name in ("table", "policy.weight") and meta.shape == self.table_VV.shape:
                 return np.asarray(tensor.numpy(), dtype=np.float64)
-        return seeded_table(sum(sums) % 2**63, self.shape.vocab)
+        return seeded_table(sum(area.checksums) % 2**63, self.shape.vocab)
 
     async def load(self, sent: WeightChecksums) -> LoadTiming:
         self._check_alive()

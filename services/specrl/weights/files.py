@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 
 from specrl.errors import ChecksumMismatch, StoreFailed
 from specrl.records import TensorMeta, WeightManifest
-from specrl.weights.stream import check_meta, checksum
+from specrl.weights.staging import WHOLE, Share, StagingArea, checksum, slots
+from specrl.weights.stream import check_meta
 
 
 def write(folder: Path, manifest: WeightManifest, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[int, ...]:
@@ -48,30 +49,31 @@ def write(folder: Path, manifest: WeightManifest, tensors: Iterable[tuple[str, t
     return tuple(checksums)
 
 
-def read(folder: Path, manifest: WeightManifest) -> tuple[list[tuple[TensorMeta, torch.Tensor]], tuple[int, ...]]:
-    """Read a version. Returns the tensors, in manifest order and in memory of their own, and their checksums.
+def read(folder: Path, manifest: WeightManifest, share: Share = WHOLE) -> StagingArea:
+    """Read a version's share into memory of its own. Returns it with its checksums.
 
     Raises ChecksumMismatch when a file is missing, torn or not the manifest's: the transfer may be repeated.
     """
-    arrived: list[tuple[TensorMeta, torch.Tensor]] = []
+    area = StagingArea(manifest, share)
     try:
-        for number, bucket in enumerate(manifest.buckets()):
+        for number in filter(share.keeps, range(len(area.buckets))):
             with safe_open(_file(folder, number), framework="pt") as opened:
-                for meta in bucket:
-                    # A copy: what is loaded later must be what was summed, whatever becomes of the file.
-                    tensor = opened.get_tensor(_key(meta)).clone()
+                for meta, slot in slots(area.buckets[number], area.bucket(number)):
+                    tensor = opened.get_tensor(_key(meta))
                     if tuple(tensor.shape) != meta.shape or str(tensor.dtype) != f"torch.{meta.dtype}":
                         raise ChecksumMismatch(
                             f"weights in {folder} must be the manifest's, got {tuple(tensor.shape)} {tensor.dtype} for "
                             f"{meta}; the transfer is repeated"
                         )
-                    arrived.append((meta, tensor))
+                    # Summed is the copy: what is loaded later is that, whatever becomes of the file.
+                    slot.copy_(_bytes(tensor))
+            area.sum(number)
     except (OSError, SafetensorError) as error:
         raise ChecksumMismatch(
             f"weights must be whole in a folder that trainer and replicas share, got {folder}: {error}; mount the "
             "run's directory at every replica, or use another weights.transport"
         ) from error
-    return arrived, tuple(checksum(_bytes(tensor)) for _, tensor in arrived)
+    return area
 
 
 def _file(folder: Path, number: int) -> Path:

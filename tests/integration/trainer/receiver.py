@@ -33,11 +33,14 @@ def receive_broadcasts(launch: Launch, out: Path) -> None:
     group = BroadcastGroup(replace(GROUP, port=int(port_file.read_text()), rank=1))
     received = []
     for _ in range(BROADCASTS):
-        arrived, checksums = receive(group, WeightManifest(tuple(metas), 64 << 20))
-        received.append(list(checksums))
+        area = receive(group, WeightManifest(tuple(metas), 64 << 20))
+        received.append(list(area.checksums))
     group.close()
     save_file(
-        {("drafter." if meta.owner is WeightOwner.DRAFTER else "") + meta.name: tensor for meta, tensor in arrived},
+        {
+            ("drafter." if meta.owner is WeightOwner.DRAFTER else "") + meta.name: tensor
+            for meta, tensor in area.tensors
+        },
         out / "received.safetensors",
     )
     (out / "received.json").write_text(json.dumps(received))

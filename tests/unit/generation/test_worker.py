@@ -12,6 +12,8 @@ from tests.weight_sender import WeightSender, manifest_of
 from specrl.errors import ChecksumMismatch, CollectiveFailed, DeadlineExceeded, EngineFailed
 from specrl.generation.vllm_backend import worker
 from specrl.records import TensorMeta, WeightManifest, WeightOwner
+from specrl.weights import staging
+from specrl.weights.staging import Tensors
 
 TENSORS = [
     (TensorMeta("a", WeightOwner.POLICY, "float32", (3, 2)), torch.arange(6.0).reshape(3, 2)),
@@ -33,23 +35,59 @@ def test_manifest_survives_vllms_encoding() -> None:
 async def test_what_arrives_is_staged_and_can_be_dropped() -> None:
     sender, receiver, manifest = WeightSender(), a_worker(), manifest_of(TENSORS)
     answer, sent = await asyncio.gather(_receive(receiver, sender, manifest), sender.send(TENSORS, 1))
-    assert worker.unwrap(answer) == list(sent.checksums)
-    assert worker.unwrap(receiver.specrl_received()) == list(sent.checksums)  # as while another rank is slower
-    assert receiver.specrl_staged is not None
-    tensors, _ = receiver.specrl_staged
-    for (meta, tensor), (expected_meta, expected) in zip(tensors, TENSORS, strict=True):
-        assert meta == expected_meta
-        assert torch.equal(tensor, expected)
+    share = worker.unwrap(answer)
+    assert share == {"checksums": list(sent.checksums), "address": None}
+    assert worker.unwrap(receiver.specrl_received()) == share  # as while another rank is slower
+    assert worker.unwrap(receiver.specrl_gather([share["address"]])) is None
+    assert_whole(receiver, TENSORS)
     assert worker.unwrap(receiver.specrl_discard()) is None
-    assert receiver.specrl_staged is None
+    assert receiver.specrl_staged is receiver.specrl_whole is None
     receiver._specrl_leave()
     sender.close()
 
 
-async def _receive(receiver: worker.WorkerExtension, sender: WeightSender, manifest: WeightManifest) -> worker.Answer:
+def assert_whole(receiver: worker.WorkerExtension, expected: Tensors) -> None:
+    assert receiver.specrl_whole is not None
+    for (meta, tensor), (expected_meta, expected_tensor) in zip(receiver.specrl_whole, expected, strict=True):
+        assert meta == expected_meta
+        assert torch.equal(tensor, expected_tensor)
+
+
+async def test_ranks_of_a_node_keep_a_version_once_and_each_of_them_loads_all_of_it() -> None:
+    """Two nodes of two ranks each; of seven tensors in five buckets."""
+    shapes = [(3, 2), (5,), (1, 4), (16384,), (7,), (2, 2, 2), (16384,)]
+    tensors = [
+        (TensorMeta(f"t{n}", WeightOwner.POLICY, "float32", shape), torch.rand(shape)) for n, shape in enumerate(shapes)
+    ]
+    manifest, sender, ranks = manifest_of(tensors), WeightSender(ranks=4), [a_worker(rank) for rank in range(4)]
+    assert len(manifest.buckets()) > 2
+    *answers, sent = await asyncio.gather(
+        *(_receive(rank, sender, manifest, ranks_of_node=2) for rank in ranks), sender.send(tensors, 1)
+    )
+    shares = [worker.unwrap(answer) for answer in answers]
+    for node in (shares[:2], shares[2:]):
+        assert staging.merged(manifest, [share["checksums"] for share in node]) == sent.checksums
+    kept = [0 if rank.specrl_staged is None else rank.specrl_staged._memory.numel() for rank in ranks]
+    size = sum(meta.size_bytes for meta, _ in tensors)
+    for node_bytes in (kept[0] + kept[1], kept[2] + kept[3]):
+        assert size <= node_bytes < size + len(manifest.buckets()) * staging.ALIGNMENT
+    for rank in ranks:
+        assert worker.unwrap(rank.specrl_gather([share["address"] for share in shares])) is None
+    for rank in (ranks[0], ranks[3]):
+        worker.unwrap(rank.specrl_discard())
+    for rank in (ranks[1], ranks[2]):
+        assert_whole(rank, tensors)  # whoever else has dropped it
+    for rank in ranks:
+        rank._specrl_leave()
+    sender.close()
+
+
+async def _receive(
+    receiver: worker.WorkerExtension, sender: WeightSender, manifest: WeightManifest, ranks_of_node: int = 1
+) -> worker.Answer:
     """Begin, and ask until everything has arrived, as the engine does."""
-    rows = worker.manifest_to_rows(manifest)
-    assert worker.unwrap(receiver.specrl_receive(vars(sender.group()), rows, manifest.bucket_bytes)) is None
+    rows, group = worker.manifest_to_rows(manifest), vars(sender.group())
+    assert worker.unwrap(receiver.specrl_receive(group, rows, manifest.bucket_bytes, ranks_of_node)) is None
     while (answer := receiver.specrl_received()) == {"value": None}:  # noqa: ASYNC110 - another thread
         await asyncio.sleep(0.002)
     return answer
@@ -70,9 +108,9 @@ async def test_one_transfer_at_a_time_and_none_is_received_that_was_not_begun() 
     rows = worker.manifest_to_rows(manifest)
     with pytest.raises(CollectiveFailed, match="got nothing"):
         worker.unwrap(receiver.specrl_received())
-    worker.unwrap(receiver.specrl_receive(vars(sender.group()), rows, manifest.bucket_bytes))
+    worker.unwrap(receiver.specrl_receive(vars(sender.group()), rows, manifest.bucket_bytes, 1))
     with pytest.raises(CollectiveFailed, match="one transfer at a time"):
-        worker.unwrap(receiver.specrl_receive(vars(sender.group()), rows, manifest.bucket_bytes))
+        worker.unwrap(receiver.specrl_receive(vars(sender.group()), rows, manifest.bucket_bytes, 1))
     while receiver.specrl_received() == {"value": None}:  # noqa: ASYNC110 - another thread
         await asyncio.sleep(0.002)
     sender.close()
@@ -81,7 +119,7 @@ async def test_one_transfer_at_a_time_and_none_is_received_that_was_not_begun() 
 def test_loading_is_refused_when_the_thread_count_changed() -> None:
     """Packed weights would silently give wrong products; see the module's docstring."""
     receiver = a_worker()
-    receiver.specrl_staged, receiver.specrl_threads = (list(TENSORS), ()), torch.get_num_threads() + 1
+    receiver.specrl_whole, receiver.specrl_threads = list(TENSORS), torch.get_num_threads() + 1
     with pytest.raises(EngineFailed, match="threads"):
         worker.unwrap(receiver.specrl_load())
 

@@ -278,7 +278,7 @@ async def test_weights_go_through_a_group_that_the_client_opens(tmp_path: Path) 
         def replica() -> tuple[int, ...]:
             joined = BroadcastGroup(replace(group, address=address, port=port, rank=1))
             try:
-                return receive(joined, manifest)[1]
+                return receive(joined, manifest).checksums
             finally:
                 joined.close()
 

@@ -40,30 +40,30 @@ def folder(tmp_path: Path) -> Path:
 
 def test_what_is_written_is_read_with_the_same_checksums(tmp_path: Path) -> None:
     sums = files.write(tmp_path / "version", MANIFEST, some_tensors())
-    arrived, received = files.read(tmp_path / "version", MANIFEST)
-    assert received == sums
-    for (meta, mine), expected_meta, (_, expected) in zip(arrived, MANIFEST.tensors, some_tensors(), strict=True):
+    area = files.read(tmp_path / "version", MANIFEST)
+    assert area.checksums == sums
+    for (meta, mine), expected_meta, (_, expected) in zip(area.tensors, MANIFEST.tensors, some_tensors(), strict=True):
         assert meta == expected_meta
         assert torch.equal(mine, expected)
     assert [path.name for path in tmp_path.iterdir()] == ["version"]
 
 
 def test_what_was_read_stays_what_it_was_when_the_files_change(folder: Path) -> None:
-    arrived, _ = files.read(folder, MANIFEST)
+    area = files.read(folder, MANIFEST)
     data = (folder / FIRST).read_bytes()
     with (folder / FIRST).open("r+b") as opened:
         opened.write(bytes(len(data)))
-    for (_, mine), (_, expected) in zip(arrived, some_tensors(), strict=True):
+    for (_, mine), (_, expected) in zip(area.tensors, some_tensors(), strict=True):
         assert torch.equal(mine, expected)
 
 
 @pytest.mark.parametrize("place", [-1, -13, -24])
 def test_a_flipped_bit_changes_a_checksum(folder: Path, place: int) -> None:
-    _, before = files.read(folder, MANIFEST)
+    before = files.read(folder, MANIFEST).checksums
     data = bytearray((folder / SECOND).read_bytes())
     data[place] ^= 1
     (folder / SECOND).write_bytes(data)
-    assert files.read(folder, MANIFEST)[1] != before
+    assert files.read(folder, MANIFEST).checksums != before
 
 
 @pytest.mark.parametrize("size", [0, 7, 40, -1])

@@ -79,10 +79,10 @@ def test_what_is_sent_arrives_bit_for_bit(kinds: list[tuple[str, tuple[int, ...]
     wire, manifest = Wire(), manifest_of(kinds, bucket_bytes)
     sums = send(wire, manifest, tensors_of(manifest))
     wire.is_receiving = True
-    arrived, received = receive(wire, manifest)
-    assert received == sums
-    assert [meta for meta, _ in arrived] == list(manifest.tensors)
-    for (_, mine), (_, sent) in zip(arrived, tensors_of(manifest), strict=True):
+    area = receive(wire, manifest)
+    assert area.checksums == sums
+    assert [meta for meta, _ in area.tensors] == list(manifest.tensors)
+    for (_, mine), (_, sent) in zip(area.tensors, tensors_of(manifest), strict=True):
         assert mine.dtype == sent.dtype
         assert torch.equal(mine, sent)
 
@@ -105,13 +105,13 @@ def test_the_next_bucket_is_made_while_one_is_on_the_wire() -> None:
 
 
 def test_a_bucket_is_summed_while_the_next_one_is_on_the_wire(monkeypatch: pytest.MonkeyPatch) -> None:
-    from specrl.weights import stream
+    from specrl.weights import staging
 
     manifest, wire = manifest_of([("float32", (8,))] * 2, 32), Wire()
     send(wire, manifest, tensors_of(manifest))
     wire.events, wire.is_receiving = [], True
-    sums = stream.checksum
-    monkeypatch.setattr(stream, "checksum", lambda slot: (wire.events.append("sum"), sums(slot))[1])
+    sums = staging.checksum
+    monkeypatch.setattr(staging, "checksum", lambda slot: (wire.events.append("sum"), sums(slot))[1])
     receive(wire, manifest)
     assert wire.events == ["start 0", "end 0", "start 1", "sum", "end 1", "sum"]
 

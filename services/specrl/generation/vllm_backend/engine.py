@@ -56,6 +56,7 @@ from specrl.spec import RunSpec
 from specrl.spec.run import KvCache
 from specrl.telemetry import metrics
 from specrl.telemetry.spans import SILENT, Recorder
+from specrl.weights.staging import merged
 
 INITIAL_VERSION = -1
 CLOSE_GRACE_S = 20.0  # for the engine core to end by itself before it is killed
@@ -283,25 +284,32 @@ class VllmEngine:
         checkpoint.check_manifest(manifest, self._folders.policy, self._folders.head)
         async with self._transfer:
             self._staged = None
-            rows = worker.manifest_to_rows(manifest)
-            await self._call_workers("specrl_receive", asdict(group), rows, manifest.bucket_bytes)
+            rows, per_node = worker.manifest_to_rows(manifest), self._ranks_of_node
+            await self._call_workers("specrl_receive", asdict(group), rows, manifest.bucket_bytes, per_node)
             received = await self._arrival(policy_version, 2 * group.timeout_s + COLLECTIVE_MARGIN_S)
-            if any(checksums != received[0] for checksums in received):
+            shares = [rank["checksums"] for rank in received]
+            nodes = [merged(manifest, shares[first : first + per_node]) for first in range(0, len(shares), per_node)]
+            if any(checksums != nodes[0] for checksums in nodes):
                 raise ChecksumMismatch(
-                    f"all ranks of {self._replica_id} must receive the same weights of version {policy_version}, got "
+                    f"all nodes of {self._replica_id} must receive the same weights of version {policy_version}, got "
                     "different checksums; the transfer is repeated"
                 )
-            self._staged = WeightChecksums(policy_version, tuple(received[0]))
+            await self._call_workers("specrl_gather", [rank["address"] for rank in received])
+            self._staged = WeightChecksums(policy_version, nodes[0])
             self._staged_names = [meta.name for meta in manifest.tensors]
             self._staged_has_drafter = manifest.has_drafter
         return self._staged
 
-    async def _arrival(self, policy_version: int, within_s: float) -> list[list[int]]:
-        """Every worker's checksums, once all have everything. Raises what a worker met, or DeadlineExceeded."""
+    @property
+    def _ranks_of_node(self) -> int:
+        return self._spec.generation.tensor_parallel // self._nodes.count
+
+    async def _arrival(self, policy_version: int, within_s: float) -> list[dict[str, Any]]:
+        """Every worker's share, once all have theirs. Raises what a worker met, or DeadlineExceeded."""
         began = time.monotonic()
         while time.monotonic() - began < within_s:
             found = await self._call_workers("specrl_received")
-            if all(checksums is not None for checksums in found):
+            if all(share is not None for share in found):
                 return found
             await asyncio.sleep(ARRIVAL_POLL_S)
         raise DeadlineExceeded(

@@ -1,9 +1,10 @@
 """Methods that vLLM mixes into its workers (`worker_extension_cls`), called by the engine through `collective_rpc`.
 
-    EMPTY --receive--> ARRIVING --received--> STAGED --load--> EMPTY (the model is the new version)
-    STAGED --discard / receive--> EMPTY
+    EMPTY --receive--> ARRIVING --received--> STAGED --gather--> WHOLE --load--> EMPTY (the model is the new version)
+    STAGED, WHOLE --discard / receive--> EMPTY
 
 ARRIVING is a thread: the worker's own goes on computing tokens. It ends by the deadlines of the group's collectives.
+STAGED is this rank's share alone, and the other ranks of its node have the rest (weights/staging.py).
 
 The model changes in `load` only, which nobody calls before every rank's checksums have been compared, so a corrupt or
 broken transfer never reaches it. Policy and drafter are loaded in one call, while the scheduler is paused.
@@ -28,7 +29,7 @@ put unpacked where packed ones are expected. So `_forget_expert_kernels` has the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -40,11 +41,10 @@ from specrl.generation.vllm_backend import cpu_repair, draft_rest, routed_expert
 from specrl.records import TensorMeta, WeightGroup, WeightManifest, WeightOwner
 from specrl.weights import files
 from specrl.weights.group import BroadcastGroup
+from specrl.weights.staging import Address, Share, StagingArea, Tensors
 from specrl.weights.stream import receive
 
 Answer = dict[str, Any]
-Tensors = list[tuple[TensorMeta, torch.Tensor]]
-Staged = tuple[Tensors, tuple[int, ...]]  # with their checksums
 
 
 def unwrap(answer: Answer) -> Any:
@@ -58,8 +58,9 @@ class WorkerExtension:
     """Mixed into vLLM's Worker: `self` has its attributes (rank, model_runner, vllm_config). Every name is prefixed."""
 
     specrl_group: BroadcastGroup | None = None
-    specrl_staged: Staged | None = None
-    specrl_arriving: Future[Staged] | None = None
+    specrl_staged: StagingArea | None = None
+    specrl_whole: Tensors | None = None
+    specrl_arriving: Future[StagingArea] | None = None
     specrl_threads: int = 0
     rank: int
     model_runner: Any
@@ -69,22 +70,29 @@ class WorkerExtension:
         """What the engine must know before it serves: is sampling right, who owns the drafter's ends."""
         return _answer(self._specrl_inspect)
 
-    def specrl_receive(self, group: dict[str, Any], tensors: list[list[Any]], bucket_bytes: int) -> Answer:
+    def specrl_receive(
+        self, group: dict[str, Any], tensors: list[list[Any]], bucket_bytes: int, ranks_of_node: int
+    ) -> Answer:
         """Begin to join the group, if needed, and to take part in one broadcast, or to read files. Value: None."""
-        return _answer(lambda: self._specrl_receive(WeightGroup(**group), manifest_from_rows(tensors, bucket_bytes)))
+        manifest, share = manifest_from_rows(tensors, bucket_bytes), Share(self.rank % ranks_of_node, ranks_of_node)
+        return _answer(lambda: self._specrl_receive(WeightGroup(**group), manifest, share))
 
     def specrl_received(self) -> Answer:
-        """Has everything arrived? Value: the checksums of what did; None while something is on its way. May be asked
-        again, as it is while another rank is slower."""
+        """Has everything arrived? Value: checksums of this rank's share, and its address; None while something is on
+        its way. May be asked again, as it is while another rank is slower."""
         return _answer(self._specrl_received)
 
+    def specrl_gather(self, addresses: list[Address | None]) -> Answer:
+        """Make the shares of this node's ranks whole. addresses: of all ranks of the replica, in order. Value: None."""
+        return _answer(lambda: self._specrl_gather(addresses))
+
     def specrl_load(self) -> Answer:
-        """Load the staged policy and drafter. Value: seconds. After an error the model is in an unknown state."""
+        """Load the whole policy and drafter. Value: seconds. After an error the model is in an unknown state."""
         return _answer(self._specrl_load)
 
     def specrl_discard(self) -> Answer:
         """Drop what is staged. What is still arriving ends by its deadline, and is never asked for. Value: None."""
-        self.specrl_staged = None
+        self._specrl_drop()
         return _answer(lambda: None)
 
     def _specrl_inspect(self) -> dict[str, Any]:
@@ -102,30 +110,40 @@ class WorkerExtension:
         """The drafter's module, or None. n-gram proposers have no model."""
         return self.model_runner.get_draft_model()
 
-    def _specrl_receive(self, group: WeightGroup, manifest: WeightManifest) -> None:
+    def _specrl_drop(self) -> None:
+        self.specrl_staged = self.specrl_whole = None
+
+    def _specrl_receive(self, group: WeightGroup, manifest: WeightManifest, share: Share) -> None:
         before = self.specrl_arriving
         if before is not None and not before.done():
             raise CollectiveFailed("a worker must be in one transfer at a time, got another; it ends by its deadline")
-        self.specrl_staged = None
+        self._specrl_drop()
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
-        def arrive() -> Staged:
+        def arrive() -> StagingArea:
             if device is not None:
                 torch.cuda.set_device(device)  # each thread has its own
             if group.folder:
-                return files.read(Path(group.folder), manifest)
-            return receive(self._specrl_join(group), manifest)
+                return files.read(Path(group.folder), manifest, share)
+            return receive(self._specrl_join(group), manifest, share)
 
         thread = ThreadPoolExecutor(1, thread_name_prefix="specrl-receive")
         self.specrl_arriving = thread.submit(arrive)
         thread.shutdown(wait=False)
 
-    def _specrl_received(self) -> list[int] | None:
+    def _specrl_received(self) -> dict[str, Any] | None:
         if self.specrl_staged is None:
             self.specrl_staged = self._specrl_arrived()
-        return None if self.specrl_staged is None else list(self.specrl_staged[1])
+        staged = self.specrl_staged
+        return None if staged is None else {"checksums": list(staged.checksums), "address": staged.address}
 
-    def _specrl_arrived(self) -> Staged | None:
+    def _specrl_gather(self, addresses: Sequence[Address | None]) -> None:
+        staged = self.specrl_staged
+        assert staged is not None, "gathering without a staged version; the engine checks this first"
+        first = self.rank - staged.share.index
+        self.specrl_whole = staged.gathered(addresses[first : first + staged.share.count])
+
+    def _specrl_arrived(self) -> StagingArea | None:
         """What has arrived, taken once. None while something is on its way."""
         arriving = self.specrl_arriving
         if arriving is None:
@@ -137,15 +155,13 @@ class WorkerExtension:
         self.specrl_arriving = None
         return arriving.result()
 
-    def _specrl_join(self, group: WeightGroup) -> BroadcastGroup | HostStaging:
+    def _specrl_join(self, group: WeightGroup) -> BroadcastGroup:
         """This worker's membership: the replica's first rank plus the worker's own."""
         if self.specrl_group is None or self.specrl_group.group.group_id != group.group_id:
             self._specrl_leave()
             mine = WeightGroup(**{**vars(group), "rank": group.rank + self.rank})
             self.specrl_group = BroadcastGroup(mine)
-        if self.specrl_group.device.type == "cpu":
-            return self.specrl_group
-        return HostStaging(self.specrl_group)
+        return self.specrl_group
 
     def _specrl_leave(self) -> None:
         group, self.specrl_group = self.specrl_group, None
@@ -154,14 +170,15 @@ class WorkerExtension:
 
     def _specrl_load(self) -> float:
         began = time.monotonic()
-        staged, self.specrl_staged = self.specrl_staged, None
-        assert staged is not None, "load without a staged version; the engine checks this first"
+        tensors = self.specrl_whole
+        assert tensors is not None, "load without a whole version; the engine checks this first"
+        self._specrl_drop()
         if torch.get_num_threads() != self.specrl_threads:
             raise EngineFailed(
                 f"weights must be loaded with the {self.specrl_threads} threads of the start, got "
                 f"{torch.get_num_threads()}; a library changed OpenMP's setting, and products go wrong; start again"
             )
-        config, (tensors, _) = self.vllm_config, staged
+        config = self.vllm_config
         self._specrl_load_into(self.model_runner.get_model(), config.model_config, _owned(tensors, WeightOwner.POLICY))
         drafter_tensors = _owned(tensors, WeightOwner.DRAFTER)
         if config.speculative_config is not None and config.speculative_config.method == "mtp":
@@ -187,26 +204,6 @@ class WorkerExtension:
                 f"new weights must load into {type(model).__name__}, got {type(error).__name__}: {error}; "
                 "the replica is started again"
             ) from error
-
-
-class HostStaging:
-    """Receives through a device but stages on the host, so that an update needs one bucket of device memory."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, group: BroadcastGroup) -> None:
-        self._group = group
-
-    def start(self, buffer: torch.Tensor) -> Callable[[], None]:
-        """Begin to fill a host buffer with rank 0's bytes; returns the wait for the end of it."""
-        on_device = torch.empty_like(buffer, device=self._group.device)
-        arrived = self._group.start(on_device)
-
-        def wait() -> None:
-            arrived()
-            buffer.copy_(on_device)
-
-        return wait
 
 
 def manifest_to_rows(manifest: WeightManifest) -> list[list[Any]]:
