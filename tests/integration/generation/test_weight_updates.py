@@ -25,6 +25,7 @@ from tests.vllm_cases import (
     running,
     some_requests,
     speculation,
+    z_scores,
 )
 from tests.weight_sender import Tensors, WeightSender, folder_tensors, manifest_of, update
 
@@ -113,6 +114,34 @@ async def test_recomputed_rollouts_continue_as_the_new_policy_would(
             assert margins_of(new, continued, tokens[cut:]).max() < 1e-3
             crossed += 1
     assert crossed
+
+
+async def test_samples_follow_the_policy_of_their_own_version_through_every_swap(
+    recompute_engine: VllmEngine, models: Models, sender: WeightSender
+) -> None:
+    """Two policies in turn, under rollouts at temperature 1 whose next drafts were made before the swap."""
+    base, policies = (await recompute_engine.status()).policy_version + 1, (models.first, models.second)
+    requests, swaps = some_requests(24, 100), 5
+    for number in range(swaps + 1):
+        version = policies[number % 2]
+        await update(recompute_engine, sender, [*version.tensors(False), *reduced(version)], base + number)
+        if number == 0:
+            waiting = asyncio.create_task(collect(recompute_engine, requests))
+        await until_generated(recompute_engine, 200)
+    parts: list[list[tuple[RolloutRequest, list[int]]]] = [[], []]
+    crossed = 0
+    for request, rollout in zip(requests, await waiting, strict=True):
+        tokens = rollout.token_ids_T.tolist()
+        crossed += len(rollout.versions) - 1
+        for span in rollout.versions:
+            begun = replace(request, prompt_token_ids=(*request.prompt_token_ids, *tokens[: span.first]))
+            parts[(span.policy_version - base) % 2].append((begun, tokens[span.first : span.end]))
+    assert crossed >= swaps
+    judges = [Judge(version.policy) for version in policies]
+    for number, judge in enumerate(judges):
+        mine, others = (tuple(zip(*parts[place], strict=True)) for place in (number, 1 - number))
+        assert np.abs(z_scores(judge, *mine)).max() < 4.5
+        assert np.abs(z_scores(judge, *others)).max() > 9, "the other policy's tokens would be seen"
 
 
 async def test_output_layer_tied_to_the_embedding_changes_with_it(tmp_path: Path, sender: WeightSender) -> None:
