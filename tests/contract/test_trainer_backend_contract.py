@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -64,6 +65,7 @@ def make(request: pytest.FixtureRequest, tiny_policy: Path) -> Iterator[Make]:
     yield one
     while made:
         made.pop().close()
+    gc.collect()  # a model is a cycle, and holds its process groups, whose threads are many
 
 
 @pytest.fixture

@@ -138,6 +138,15 @@ def _join_default() -> None:
 
 
 def leave() -> None:
-    """Leave Megatron's groups. The default group stays: it is the process's, and another backend may use it."""
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
+    """Leave Megatron's groups. The default group stays: it is the process's, and another backend may use it.
+
+    Megatron forgets its groups, torch keeps them: a Gloo group's threads would go on looking for work, hundreds of
+    times a second each. An NCCL group ends with its process: to leave it is to wait for ranks that may be gone.
+    """
+    if not parallel_state.model_parallel_is_initialized():
+        return
+    made: list[dist.ProcessGroup | None] = parallel_state._global_process_group_list  # None: the default group
+    parallel_state.destroy_model_parallel()
+    for group in made:
+        if group is not None and dist.get_backend(group) == "gloo":
+            dist.destroy_process_group(group)
