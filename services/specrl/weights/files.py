@@ -56,7 +56,7 @@ def read(folder: Path, manifest: WeightManifest, share: Share = WHOLE) -> Stagin
     """
     area = StagingArea(manifest, share)
     try:
-        for number in filter(share.keeps, range(len(area.buckets))):
+        for number in area.kept:
             with safe_open(_file(folder, number), framework="pt") as opened:
                 for meta, slot in slots(area.buckets[number], area.bucket(number)):
                     tensor = opened.get_tensor(_key(meta))

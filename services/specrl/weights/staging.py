@@ -70,10 +70,14 @@ class StagingArea:
         return tuple(self._sums)
 
     @property
+    def kept(self) -> list[int]:
+        """Numbers of the share's buckets."""
+        return [number for number in range(len(self.buckets)) if self.share.keeps(number)]
+
+    @property
     def tensors(self) -> Tensors:
         """The share's, in manifest order."""
-        kept = (number for number in range(len(self.buckets)) if self.share.keeps(number))
-        return [item for number in kept for item in self._typed(number, self._memory)]
+        return [item for number in self.kept for item in self._tensors_of(number, self._memory)]
 
     def bucket(self, number: int) -> torch.Tensor:
         """[N] uint8: memory of a bucket of the share."""
@@ -90,10 +94,12 @@ class StagingArea:
         """
         memories = [self._mapped(index, address) for index, address in enumerate(addresses)]
         count = self.share.count
-        return [item for number in range(len(self.buckets)) for item in self._typed(number, memories[number % count])]
+        return [
+            item for number in range(len(self.buckets)) for item in self._tensors_of(number, memories[number % count])
+        ]
 
     def _mapped(self, index: int, address: Address | None) -> torch.Tensor:
-        if index == self.share.index or address is None:
+        if index == self.share.index or address is None:  # without an address it keeps no bucket, and is not asked for
             return self._memory
         process, descriptor = address
         try:
@@ -111,7 +117,7 @@ class StagingArea:
         first = self._firsts[number]
         return memory[first : first + size_bytes(self.buckets[number])]
 
-    def _typed(self, number: int, memory: torch.Tensor) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
+    def _tensors_of(self, number: int, memory: torch.Tensor) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
         for meta, slot in slots(self.buckets[number], self._slot(number, memory)):
             yield meta, _typed(meta, slot)
 

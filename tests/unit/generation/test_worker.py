@@ -54,7 +54,7 @@ def assert_whole(receiver: worker.WorkerExtension, expected: Tensors) -> None:
 
 
 async def test_ranks_of_a_node_keep_a_version_once_and_each_of_them_loads_all_of_it() -> None:
-    """Two nodes of two ranks each; of seven tensors in five buckets."""
+    """Two nodes of two ranks each; seven tensors in four buckets."""
     shapes = [(3, 2), (5,), (1, 4), (16384,), (7,), (2, 2, 2), (16384,)]
     tensors = [
         (TensorMeta(f"t{n}", WeightOwner.POLICY, "float32", shape), torch.rand(shape)) for n, shape in enumerate(shapes)

@@ -30,7 +30,7 @@ def a_manifest(found: list[tuple[str, list[int]]], bucket_bytes: int) -> WeightM
 def filled(manifest: WeightManifest, share: Share) -> StagingArea:
     """Each tensor's bytes are its place in the manifest."""
     area, places = StagingArea(manifest, share), {meta: n for n, meta in enumerate(manifest.tensors)}
-    for number in filter(share.keeps, range(len(area.buckets))):
+    for number in area.kept:
         for meta, slot in slots(area.buckets[number], area.bucket(number)):
             slot.fill_(places[meta])
         area.sum(number)
