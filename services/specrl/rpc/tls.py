@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ssl
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,6 +32,8 @@ COORDINATOR, GENERATION, TRAINER = "coordinator", Role.GENERATION.value, Role.TR
 FILES = ("tls.crt", "tls.key", "ca.crt")
 LOOK_S = 10.0
 """How often a web server looks for newer certificates, which come days before the old ones end."""
+PAUSE_S = 0.1
+"""How long a gRPC server's new connections wait once when its certificates are renewed, see Guard.credentials."""
 
 log = structlog.get_logger(__name__)
 
@@ -110,12 +113,25 @@ class Guard:
         return Guard(self.identity, self.callers & {role})
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Of a server that shows the present certificate to every new connection, and asks for one."""
-        return grpc.dynamic_ssl_server_credentials(self._configuration(), self._configuration, True)
+        """Of a server that shows the present certificate to every new connection, and asks for one.
 
-    def _configuration(self) -> grpc.ServerCertificateConfiguration:
-        now = self.identity.present()
-        return grpc.ssl_server_certificate_configuration([(now.key, now.chain)], now.authorities)
+        gRPC asks for newer certificates under a lock, at every connection, and frees the older ones at once when it
+        gets some, although a connection that has just left the lock may be about to use them (grpc issue 36693). So it
+        gets some only when they are newer, and after a pause in which nobody can take the lock but those before are
+        served.
+        """
+        shown = self.identity.present()
+
+        def newer() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal shown
+            if (now := self.identity.present()) is shown:
+                return None
+            time.sleep(PAUSE_S)
+            shown = now
+            return _configuration(now)
+
+        # None is "unchanged", which gRPC's stubs do not know
+        return grpc.dynamic_ssl_server_credentials(_configuration(shown), newer, True)  # type: ignore[arg-type]
 
     def check(self, method: str, caller: Mapping[str, Sequence[bytes]]) -> None:
         """Raise CallerRefused unless the caller's certificate, as gRPC has checked it, names a role that may call."""
@@ -126,6 +142,10 @@ class Guard:
                 f"a caller of {method} must have a certificate of {' or '.join(sorted(self.callers))} in "
                 f"{self.identity.domain}, got {shown}; give every role the certificate that is its own"
             )
+
+
+def _configuration(now: Certificates) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(now.key, now.chain)], now.authorities)
 
 
 def guard_of(identity: Identity | None, *callers: str) -> Guard | None:

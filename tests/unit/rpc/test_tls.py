@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import ssl
 import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -136,6 +138,29 @@ async def test_calls_under_way_go_on_while_their_client_connects_anew(
         mount(folder, authority.secret([f"{tls.TRAINER}.{DOMAIN}"]))
         await client.heartbeat("peer", "1", None)
         assert not any(answer.is_known for answer in await asyncio.gather(*before))
+
+
+async def test_many_connections_at_once_are_served_while_certificates_are_renewed(
+    port: int, tmp_path: Path, authority: Authority
+) -> None:
+    """What gRPC frees at every change ended the process within a second when each connection was a change."""
+    folder = tmp_path / "caller"
+    identity(folder, authority, tls.TRAINER)
+    context = ssl.create_default_context(cafile=folder / "ca.crt")
+    context.check_hostname = False
+    context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
+    context.set_alpn_protocols(["h2"])
+
+    def connect(times: int) -> None:
+        for _ in range(times):
+            with socket.create_connection(("127.0.0.1", port)) as raw, context.wrap_socket(raw) as secured:
+                assert secured.version()
+
+    callers = [asyncio.create_task(asyncio.to_thread(connect, 250)) for _ in range(8)]
+    for _ in range(3):
+        await asyncio.sleep(0.1)
+        mount(tmp_path / "coordinator", authority.secret([f"{tls.COORDINATOR}.{DOMAIN}"]))
+    await asyncio.gather(*callers)
 
 
 @pytest.mark.parametrize("missing", tls.FILES)
