@@ -5,8 +5,7 @@
 Each part does with a rollout of 8192 tokens what the coordinator does with it, in a process that does nothing else, and
 is counted in CPU time of that process. The whole is a row of `coordinator_scale.py` with 8 replicas. What the parts
 do not explain is the scheduler, the tasks of the event loop and the board; and what they cost each other in caches.
-Printed: each part as a share of the whole. `a message on an open stream` is not a part: it is what `a call of its own`
-would cost if all rollouts of a replica came over one stream.
+Printed: each part as a share of the whole.
 """
 
 from __future__ import annotations
@@ -74,9 +73,6 @@ async def answer() -> None:
     """Serve calls that send a rollout, or take a part of a batch; print the port."""
     message = a_message()
 
-    async def one(_request: bytes, _context: Any) -> Any:
-        yield message
-
     async def one_each(requests: Any, _context: Any) -> Any:
         async for _ in requests:
             yield message
@@ -87,7 +83,6 @@ async def answer() -> None:
         return b""
 
     methods = {
-        "call": grpc.unary_stream_rpc_method_handler(one),
         "stream": grpc.stream_stream_rpc_method_handler(one_each),
         "take": grpc.stream_unary_rpc_method_handler(take),
     }
@@ -103,15 +98,7 @@ async def over_the_wire(port: int, batch: Batch) -> dict[str, float]:
     """CPU seconds of a rollout on this side of the wire."""
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         request = bytes(PROMPT_TOKENS * 3)
-        call: Any = channel.unary_stream("/budget/call")
         take: Any = channel.stream_unary("/budget/take")
-
-        async def calls() -> None:
-            async def one() -> None:
-                async for _ in call(request):
-                    pass
-
-            await asyncio.gather(*(one() for _ in range(GROUP)))
 
         stream: Any = channel.stream_stream("/budget/stream")()
 
@@ -129,8 +116,7 @@ async def over_the_wire(port: int, batch: Batch) -> dict[str, float]:
             await sending
 
         found = {
-            "gRPC: its request and its message, a call of its own": await of_cpu_async(calls),
-            "(the same as a message on an open stream)": await of_cpu_async(messages),
+            "gRPC: its request and its message": await of_cpu_async(messages),
             "gRPC: its part of a batch": await of_cpu_async(send),
         }
         await stream.done_writing()

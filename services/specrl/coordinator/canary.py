@@ -8,8 +8,8 @@ Checksums prove what arrived, not what an engine computes with it; and the misma
 the trainer's own version, of which there are none in steady state with maxPolicyLag >= 1. So the loop asks here after
 every transfer, while the trainer still stands at the version that was sent, at any lag.
 
-A rollout that a replica finishes between its commit and the verdict is held by its stream (`RolloutStage`); when the
-verdict is bad the replica starts over: its streams end, what they held is asked again, and nothing of it was stored.
+A rollout that a replica finishes between its commit and the verdict is held by its line (`RolloutStage`); when the
+verdict is bad the replica starts over: its line ends, what it held is asked again, and nothing of it was stored.
 
 Waits: a replica's rollouts for `canary.timeoutS`, since they may queue behind running ones, or until the replica is
 gone; the scores for `weights.timeoutS`, or until the trainer is gone. Neither a lost replica nor a late one disagrees.

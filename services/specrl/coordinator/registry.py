@@ -58,7 +58,7 @@ class Replica:
     held: rollouts that it had under way, or finished, when it registered; until they are looked at.
     inflight: rollouts of the stream of steps that it was given and that have not come back.
     moved: set when its state, its trust or its load changes, for whoever waits for one of them.
-    gone: set when the record is over, DEAD or STALE: its streams end.
+    gone: set when the record is over, DEAD or STALE: calls of it end.
     """
 
     peer: Peer
@@ -333,7 +333,7 @@ class Registry:
         replica.moved.set()
 
     def start_over(self, replica: Replica) -> Replica:
-        """Take a live replica for one that just joined: streams of the old record end, what they had is requeued."""
+        """Take a live replica for one that just joined: calls of the old record end, what it had is requeued."""
         fresh = Replica(
             replica.peer,
             replica.client,
@@ -352,7 +352,7 @@ class Registry:
     # -- what goes wrong -------------------------------------------------------------------------------------------
 
     def suspect(self, replica: Replica, reason: str) -> None:
-        """It may be gone: no new rollouts, and its streams live on until patience ends or it gives a sign of life."""
+        """It may be gone: no new rollouts, and those under way go on until patience ends or it gives a sign of life."""
         if replica.state in (ReplicaState.SUSPECT, ReplicaState.STALE, ReplicaState.DEAD):
             return
         before = replica.state
@@ -370,7 +370,7 @@ class Registry:
             self._move(replica, ReplicaState.JOINING)
 
     def fail(self, replica: Replica, error: SpecrlError) -> None:
-        """A call or stream of it broke. SUSPECT if it cannot be reached, STALE if it can: it must join anew."""
+        """A call of it broke. SUSPECT if it cannot be reached, STALE if it can: it must join anew."""
         if isinstance(error, PeerUnavailable):
             self.suspect(replica, str(error))
         else:
@@ -378,13 +378,13 @@ class Registry:
             self.make_stale(replica, str(error))
 
     def make_stale(self, replica: Replica, reason: str) -> None:
-        """It must register again, and catch up, before it is given anything. Its streams end."""
+        """It must register again, and catch up, before it is given anything. Its calls end."""
         if replica.state not in (ReplicaState.STALE, ReplicaState.DEAD):
             self._move(replica, ReplicaState.STALE, reason)
             replica.gone.set()
 
     def remove(self, replica: Replica, reason: str) -> None:
-        """A replica is gone. Its streams end, its slots are requeued by whoever reads them. Idempotent."""
+        """A replica is gone. Its calls end, its slots are requeued by whoever waits for them. Idempotent."""
         if self.replicas.get(replica.replica_id) is replica:
             del self.replicas[replica.replica_id]
             self._move(replica, ReplicaState.DEAD, reason)

@@ -6,7 +6,7 @@
                       +--- the trainer was lost before its canary had spoken, or in the update ----------+
                       +--- alive again, and behind --- SUSPECT --- alive again ---> SERVING, DRAINING
 
-    any but STALE   --a call failed, heartbeats missed-->  SUSPECT    new rollouts: none; its streams live on
+    any but STALE   --a call failed, heartbeats missed-->  SUSPECT    new rollouts: none; what it has goes on
     any             --failed beyond repair-->              STALE      until it registers again, as a new record
     any but STALE   --it leaves, or was told to-->         DRAINING   new rollouts: none; what it has is finished
     any             --patience over, left, replaced-->     DEAD       the end of the record

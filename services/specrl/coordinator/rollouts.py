@@ -1,12 +1,13 @@
 """The generation stage: keeps every serving replica busy with admissible rollouts, grades what comes back, stores it.
 
-    scheduler slot -> replica's stream -> record check -> verifier -> store -> scheduler
+    scheduler slot -> replica's line -> record check -> verifier -> store -> scheduler
 
-One task per stream, one per verdict, all on the coordinator's event loop. Who wakes whom: `Registry.changed` and
-`wake()` (a rollout finished, a version was committed, the gate opened, the run was resumed) wake the dispatcher;
-`changed` wakes whoever waits for a step to be ready. What bounds each wait: a dead replica breaks its stream or misses
-heartbeats (`Replica.gone`), a verifier has the pool's time limit; a rollout that is held for its replica's canary is
-let go by the loop after every transfer (`Registry.trust`), or asked again.
+One task for each replica's line (the open call over which it is asked for all that it is given), one for each verdict,
+all on the coordinator's event loop. Who wakes whom: `Registry.changed` and `wake()` (a rollout finished, a version was
+committed, the gate opened, the run was resumed) wake the dispatcher; `changed` wakes whoever waits for a step to be
+ready. What bounds each wait: a dead replica breaks its call or misses heartbeats (`Replica.gone`), a verifier has the
+pool's time limit; a rollout that is held for its replica's canary is let go by the loop after every transfer
+(`Registry.trust`), or asked again.
 
 A replica that registers says what it holds from before the coordinator was started again: those rollouts are INFLIGHT
 there once more, and nothing of them is computed twice (`_resume`).
@@ -20,15 +21,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import structlog
 
-from specrl.coordinator import turns
 from specrl.coordinator.board import FAILED_PROMPTS
 from specrl.coordinator.dispatch import Seats, share_out
 from specrl.coordinator.parts import Grader, Parts
@@ -37,8 +36,10 @@ from specrl.coordinator.replica_states import ReplicaState
 from specrl.coordinator.restart import Finished, Remains, take_up
 from specrl.coordinator.scheduler import Choice, Scheduler, SlotId
 from specrl.coordinator.store import StoredRollout
+from specrl.coordinator.turns import Ended, Talk
 from specrl.errors import EngineFailed, PeerUnavailable, RecordInvalid, SpecrlError, ToolFailed
 from specrl.records import GradedRollout, Prompt, Reward, Rollout, RolloutRequest, Sampling, wire
+from specrl.rpc.clients import Terms
 from specrl.spec import RunSpec
 from specrl.spec.trainer import Routing
 from specrl.telemetry import metrics
@@ -69,6 +70,23 @@ def training_sampling(spec: RunSpec, seed: int) -> Sampling:
     )
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """A slot that a replica was given, and the oldest version that a token of it may have."""
+
+    slot: SlotId
+    oldest_version: int
+    span: OpenSpan
+
+
+@dataclass
+class _Line:
+    """The call over which one replica is asked for rollouts for as long as it is there. asked: by rollout id."""
+
+    talk: Talk
+    asked: dict[str, _Asked] = field(default_factory=dict)
+
+
 class RolloutStage:
     """Feeds replicas from the scheduler until cancelled."""
 
@@ -78,6 +96,7 @@ class RolloutStage:
         self._turns, self._spans = parts.turns, parts.spans
         self._controls, self._samples = parts.controls, parts.samples
         self._tasks: set[asyncio.Task[None]] = set()
+        self._lines: dict[Replica, _Line] = {}
         self._wake = asyncio.Event()
         self._freed: dict[str, Replica] | None = None
         self._gate_open = False
@@ -237,60 +256,51 @@ class RolloutStage:
         admit_together: bool = False,
         resumes: bool = False,
     ) -> None:
-        """Spawn the stream of INFLIGHT slots. What it asks for outlives it, and this coordinator.
+        """Ask the replica for INFLIGHT slots. What it is asked for outlives the call, and this coordinator.
 
         Not where a rollout has several turns: a coordinator that was started again does not know those before.
-        """
-        replica.add_load(len(slots))
-        spans = {slot: self._spans.rollout(slot, replica.replica_id, oldest_version) for slot in slots}
-        requests = [(self._request(slot, span.traceparent), self._prompt(slot)) for slot, span in spans.items()]
-        ask = partial(
-            replica.client.generate,
-            min_policy_version=oldest_version,
-            outlives_call=self._turns is None,
-            resumes=resumes,
-        )
-        stream = turns.generate(self._turns, ask, requests, admit_together)
-        self._spawn(self._stream(replica, spans, oldest_version, stream), f"stream-{replica.replica_id}")
-
-    async def _stream(
-        self,
-        replica: Replica,
-        spans: dict[SlotId, OpenSpan],
-        oldest_version: int,
-        stream: AsyncGenerator[turns.Ended],
-    ) -> None:
-        """One Generate call: INFLIGHT slots of one replica until each came back or the replica is lost.
-
-        oldest_version: what the replica served when the slots were given to it; the lag bound rests on it, so the
+        oldest_version: what the replica served when the slots were given to it. The lag bound rests on it, so the
         replica refuses to sample under an older one, and a rollout that has an older token is refused here.
         """
-        waiting = {str(slot): slot for slot in spans}
+        replica.add_load(len(slots))
+        line = self._lines.get(replica) or self._open(replica)
+        requests = []
+        for slot in slots:
+            span = self._spans.rollout(slot, replica.replica_id, oldest_version)
+            line.asked[str(slot)] = _Asked(slot, oldest_version, span)
+            requests.append((self._request(slot, span.traceparent), self._prompt(slot)))
+        outlives_call = self._turns is None
+        line.talk.begin(requests, Terms(admit_together, oldest_version, outlives_call, resumes))
+
+    def _open(self, replica: Replica) -> _Line:
+        line = self._lines[replica] = _Line(Talk(self._turns, replica.client.converse()))
+        self._spawn(self._listen(replica, line), f"line-{replica.replica_id}")
+        return line
+
+    async def _listen(self, replica: Replica, line: _Line) -> None:
+        """Take what a replica finishes, until it is gone; what it then has not finished waits again."""
         lost_by = "unanswered"
         try:
-            async with while_there(replica), aclosing(stream) as arrivals:
+            async with while_there(replica), aclosing(line.talk.rollouts()) as arrivals:
                 async for ended in arrivals:
-                    slot = waiting.get(ended.rollout.rollout_id)
-                    if slot is not None:
-                        _came_back(spans[slot], ended)
+                    asked = line.asked[ended.rollout.rollout_id]
+                    _came_back(asked.span, ended)
                     await _until_trusted(replica)
-                    if slot is not None:
-                        del waiting[str(slot)]
-                        replica.add_load(-1)
-                        self.wake(replica)
-                        self._accept(slot, ended, range(oldest_version, replica.policy_version + 1))
-                    if not waiting:
-                        break
+                    del line.asked[ended.rollout.rollout_id]
+                    replica.add_load(-1)
+                    self.wake(replica)
+                    self._accept(asked.slot, ended, range(asked.oldest_version, replica.policy_version + 1))
         except ToolFailed:  # no replica's fault: no call can be answered any more, and the run ends
             raise
         except SpecrlError as error:
             lost_by = type(error).__name__
             self._registry.fail(replica, error)
         finally:
-            for slot in waiting.values():
-                spans[slot].end(lost_by)
-            replica.add_load(-len(waiting))
-            lost = self._scheduler.requeue(waiting.values())
+            del self._lines[replica]
+            for asked in line.asked.values():
+                asked.span.end(lost_by)
+            replica.add_load(-len(line.asked))
+            lost = self._scheduler.requeue(asked.slot for asked in line.asked.values())
             self._count("requeued", lost)
             self.wake(None if lost else replica)
 
@@ -310,7 +320,7 @@ class RolloutStage:
 
     # -- back ----------------------------------------------------------------------------------------------------
 
-    def _accept(self, slot: SlotId, ended: turns.Ended, versions: range) -> None:
+    def _accept(self, slot: SlotId, ended: Ended, versions: range) -> None:
         if not self._scheduler.sampled(slot):
             return
         if ended.failure:
@@ -372,7 +382,7 @@ def _serving(replicas: Iterable[Replica]) -> list[Replica]:
     return [r for r in replicas if r.state is ReplicaState.SERVING and not r.gone.is_set()]
 
 
-def _came_back(span: OpenSpan, ended: turns.Ended) -> None:
+def _came_back(span: OpenSpan, ended: Ended) -> None:
     """End the span of a rollout that its replica has finished, with what is worth seeing of it."""
     span.note(tokens=len(ended.rollout.token_ids_T), finish_reason=ended.rollout.finish_reason.value)
     span.end("tool" if ended.failure else "")
@@ -429,7 +439,7 @@ async def sample_and_grade(
     def begin(replica: Replica, request: RolloutRequest) -> OpenSpan:
         return parts.spans.recorder.begin(SpanName.ROLLOUT, replica.replica_id, rollout=request.rollout_id)
 
-    finished: dict[str, turns.Ended] = {}
+    finished: dict[str, Ended] = {}
     while len(finished) < len(requests):
         serving = registry.serving()
         if not serving:
@@ -438,15 +448,16 @@ async def sample_and_grade(
 
         async def ask(replica: Replica, share: list[tuple[RolloutRequest, Prompt]]) -> None:
             spans = {request.rollout_id: begin(replica, request) for request, _ in share}
+            traced = [
+                (replace(request, traceparent=spans[request.rollout_id].traceparent), prompt)
+                for request, prompt in share
+            ]
             lost_by = "unanswered"
             try:
-                unbounded = partial(replica.client.generate, min_policy_version=0)
-                traced = [
-                    (replace(request, traceparent=spans[request.rollout_id].traceparent), prompt)
-                    for request, prompt in share
-                ]
-                stream = turns.generate(parts.turns, unbounded, traced, True)
-                async with while_there(replica), aclosing(stream) as arrivals:
+                talk = Talk(parts.turns, replica.client.converse())
+                talk.begin(traced, Terms(admit_together=True, min_policy_version=0))
+                talk.end()
+                async with while_there(replica), aclosing(talk.rollouts()) as arrivals:
                     async for ended in arrivals:
                         finished[ended.rollout.rollout_id] = ended
                         _came_back(spans[ended.rollout.rollout_id], ended)
@@ -462,7 +473,7 @@ async def sample_and_grade(
         asked = serving[: len(open_requests)]  # a call without requests is refused
         await asyncio.gather(*(ask(r, open_requests[place :: len(asked)]) for place, r in enumerate(asked)))
 
-    async def graded(ended: turns.Ended, prompt: Prompt) -> GradedRollout:
+    async def graded(ended: Ended, prompt: Prompt) -> GradedRollout:
         if ended.failure or grader is None:
             return GradedRollout(ended.rollout, Reward(None, ended.failure or "not graded"))
         with parts.spans.recorder.begin(SpanName.REWARD, VERIFIERS, rollout=ended.rollout.rollout_id):

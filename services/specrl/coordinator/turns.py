@@ -1,8 +1,8 @@
 """Rollouts of several turns: the policy samples, calls a tool, reads its output and goes on, until it is done.
 
-Stands between the stages and a replica: what `generate` yields is whole, so that nothing behind it knows of turns. One
-Generate request a turn, all of a rollout's at one replica: there the prefix cache holds the turn before, if it is of
-the same policy version. The rollout keeps its seat meanwhile.
+Stands between the stages and a replica: what a `Talk` yields is whole, so that nothing behind it knows of turns. One
+request a turn, all of a rollout's at one replica: there the prefix cache holds the turn before, if it is of the same
+policy version. The rollout keeps its seat meanwhile.
 
     request --> turn --ended--> Ended(rollout)
                  |  ^
@@ -14,19 +14,20 @@ The lag bound. A turn is asked for under the version that the replica served whe
 replica's version never falls: so no token of any turn is older, however long tools take, and what the scheduler
 promised holds.
 
-Waits: for a turn, until the replica's stream ends or breaks; for a tool, as `rewards.workers` bounds it. Closing the
-generator, as a stage does when the replica is gone, cancels both; the rollout then begins again, at its first turn.
+Waits: for a turn, until the replica's call ends or breaks; for a tool, as `rewards.workers` bounds it. Closing the
+iterator, as a stage does when the replica is gone, cancels both; the rollout then begins again, at its first turn.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from specrl.records import Prompt, Rollout, RolloutRequest
+from specrl.rpc.clients import Terms
+from specrl.rpc.inflow import Inflow
 from specrl.spec import RunSpec
 from specrl.telemetry import metrics
 from specrl.tools import Delimiters, Ending, Episode, Output
@@ -39,8 +40,17 @@ class Answerer(Protocol):
         """The output of one call, or why there is none. Raises ToolFailed when none can be answered any more."""
 
 
-Ask = Callable[[Sequence[RolloutRequest], bool], AsyncGenerator[Rollout]]
-"""`GenerationClient.generate` of one replica: requests, and whether to admit them together; yields completions."""
+class Call(Protocol):
+    """`GenerationCall` of one replica, or an engine without a wire."""
+
+    def ask(self, requests: Sequence[RolloutRequest], terms: Terms) -> None:
+        """Send for completions."""
+
+    def end(self) -> None:
+        """Nothing more is asked for."""
+
+    def rollouts(self) -> AsyncGenerator[Rollout]:
+        """Completions as they finish."""
 
 
 @dataclass(frozen=True)
@@ -68,94 +78,92 @@ class Ended:
     failure: str = ""
 
 
-async def generate(
-    turns: Turns | None, ask: Ask, requests: Sequence[tuple[RolloutRequest, Prompt]], admit_together: bool
-) -> AsyncGenerator[Ended]:
-    """Yield each rollout when its last turn is over. Raises what `ask` raises.
+@dataclass(frozen=True)
+class _Conversation:
+    """A rollout of several turns, and what its turns are asked for with."""
 
-    turns: None where a rollout has one turn. admit_together: of first turns; later ones start when their tools answer.
+    episode: Episode
+    prompt: Prompt
+    terms: Terms
+
+
+class Talk:
+    """All that one replica is asked for over one call: `begin` at any time, take rollouts as they end.
+
+    With tools: a task that waits for turns, and one for every call of a tool.
     """
-    if turns is None:
-        async with aclosing(ask([item for item, _ in requests], admit_together)) as stream:
-            async for rollout in stream:
-                yield Ended(rollout)
-        return
-    talk = _Talk(turns, ask)
-    talk.start(requests, admit_together)
-    try:
-        while (ended := await talk.next()) is not None:
-            yield ended
-    finally:
-        await talk.close()
 
+    def __init__(self, turns: Turns | None, call: Call) -> None:
+        """turns: None where a rollout has one turn."""
+        self._turns, self._call = turns, call
+        self._sampling: dict[str, _Conversation] = {}  # by the name of the turn
+        self._open, self._is_ending = 0, False
+        self._ended: Inflow[Ended] = Inflow()
 
-class _Talk:
-    """The rollouts of one call of `generate`. A task for every stream, and one for every call of a tool."""
+    def begin(self, requests: Sequence[tuple[RolloutRequest, Prompt]], terms: Terms) -> None:
+        """Ask for rollouts. `terms.admit_together` is of first turns; later ones start when their tools answer."""
+        if self._turns is None:
+            self._call.ask([request for request, _ in requests], terms)
+            return
+        delimiters, most = self._turns.delimiters, self._turns.max_turns
+        self._open += len(requests)
+        self._ask([_Conversation(Episode(item, delimiters, most), prompt, terms) for item, prompt in requests], terms)
 
-    def __init__(self, turns: Turns, ask: Ask) -> None:
-        self._turns, self._ask = turns, ask
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._arrived: asyncio.Queue[Ended | BaseException | None] = asyncio.Queue()
+    def end(self) -> None:
+        """Nothing more is begun: the last rollout ends the call."""
+        self._is_ending = True
+        if not self._open:
+            self._call.end()
 
-    def start(self, requests: Sequence[tuple[RolloutRequest, Prompt]], admit_together: bool) -> None:
-        """Ask for the first turns."""
-        episodes = [
-            (Episode(request, self._turns.delimiters, self._turns.max_turns), prompt) for request, prompt in requests
-        ]
-        self._spawn(self._sample(episodes, admit_together))
+    async def rollouts(self) -> AsyncGenerator[Ended]:
+        """Yield each rollout when its last turn is over, until the call ends. Raises what breaks it, or a tool."""
+        if self._turns is None:
+            async with aclosing(self._call.rollouts()) as sampled:
+                async for rollout in sampled:
+                    yield Ended(rollout)
+            return
+        self._ended.spawn(self._take(self._turns))
+        async with aclosing(self._ended.items()) as rollouts:
+            async for ended in rollouts:
+                yield ended
 
-    async def next(self) -> Ended | None:
-        """What ends next; None when nothing is under way any more. Raises what broke a task."""
-        while self._tasks or not self._arrived.empty():
-            item = await self._arrived.get()
-            if isinstance(item, BaseException):
-                raise item
-            if item is not None:
-                return item
-        return None
+    def _ask(self, conversations: Sequence[_Conversation], terms: Terms) -> None:
+        """For the next turn of each."""
+        requests = [conversation.episode.request for conversation in conversations]
+        self._sampling |= {
+            request.rollout_id: conversation for request, conversation in zip(requests, conversations, strict=True)
+        }
+        self._call.ask(requests, terms)
 
-    async def close(self) -> None:
-        """Abort whatever is under way."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _sample(self, episodes: Sequence[tuple[Episode, Prompt]], admit_together: bool) -> None:
-        """One Generate call: the next turn of each episode."""
-        requests = [episode.request for episode, _ in episodes]
-        waiting = {request.rollout_id: pair for request, pair in zip(requests, episodes, strict=True)}
-        async with aclosing(self._ask(requests, admit_together)) as stream:
-            async for turn in stream:
-                episode, prompt = waiting.pop(turn.rollout_id)
-                if episode.sampled(turn) is Ending.GOES_ON:
-                    self._spawn(self._answer(episode, prompt))
+    async def _take(self, turns: Turns) -> None:
+        """What the replica has sampled, turn by turn."""
+        async with aclosing(self._call.rollouts()) as sampled:
+            async for turn in sampled:
+                conversation = self._sampling.pop(turn.rollout_id)
+                if conversation.episode.sampled(turn) is Ending.GOES_ON:
+                    self._ended.spawn(self._answer(turns, conversation))
                 else:
-                    self._arrived.put_nowait(Ended(episode.rollout()))
+                    self._over(Ended(conversation.episode.rollout()))
 
-    async def _answer(self, episode: Episode, prompt: Prompt) -> None:
-        """Have a call answered, and go on with the next turn."""
+    async def _answer(self, turns: Turns, conversation: _Conversation) -> None:
+        """Have a call of the tool answered, and go on with the next turn."""
+        episode = conversation.episode
         call = episode.call
         if call is None:  # the policy's mistake, which it reads
-            output, outcome = Output(f"Error: a call must begin with {self._turns.delimiters.start}"), "malformed"
+            output, outcome = Output(f"Error: a call must begin with {turns.delimiters.start}"), "malformed"
         else:
-            output = await self._turns.tool.answer(prompt, episode.completion, call)
+            output = await turns.tool.answer(conversation.prompt, episode.completion, call)
             outcome = "failed" if output.failure else "answered"
-        metrics.TOOL_CALLS.labels(self._turns.run, outcome).inc()
+        metrics.TOOL_CALLS.labels(turns.run, outcome).inc()
         if output.failure:
-            self._arrived.put_nowait(Ended(episode.rollout(), f"tool: {output.failure}"))
+            self._over(Ended(episode.rollout(), f"tool: {output.failure}"))
         elif episode.answered(output.text) is Ending.GOES_ON:
-            await self._sample([(episode, prompt)], admit_together=False)
+            self._ask([conversation], replace(conversation.terms, admit_together=False))
         else:
-            self._arrived.put_nowait(Ended(episode.rollout()))
+            self._over(Ended(episode.rollout()))
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        """Wake `next`, which raises what broke the task, or sees that nothing is under way any more."""
-        self._tasks.discard(task)
-        if not task.cancelled():
-            self._arrived.put_nowait(task.exception())
+    def _over(self, ended: Ended) -> None:
+        self._ended.put(ended)
+        self._open -= 1
+        if self._is_ending and not self._open:
+            self._call.end()

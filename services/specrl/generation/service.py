@@ -23,6 +23,7 @@ from specrl.errors import RecordInvalid, VersionConflict
 from specrl.generation.engine import Engine
 from specrl.generation.holdings import Holdings
 from specrl.records import HeldRollout, Rollout, RolloutRequest, wire
+from specrl.rpc.inflow import Inflow
 from specrl.rpc.server import count_from_zero
 from specrl.spec.run import Weights
 from specrl.telemetry.spans import SILENT, OpenSpan, Recorder, SpanContext, SpanName
@@ -46,36 +47,48 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         count_from_zero(generation_pb2.DESCRIPTOR.services_by_name["GenerationService"])
 
     async def Generate(
-        self, request: generation_pb2.GenerateRequest, context: Any
+        self, request_iterator: AsyncIterator[generation_pb2.GenerateRequest], context: Any
     ) -> AsyncIterator[rollout_pb2.Rollout]:
         """Stream each rollout when it finishes; cancelling the call aborts what does not outlive it."""
-        requests = [wire.request_from_wire(item) for item in request.requests]
-        _check_requests(requests)
+        spans: dict[str, OpenSpan] = {}
+        rollouts: Inflow[Rollout] = Inflow()
+
+        async def begin() -> None:
+            async for request in request_iterator:
+                rollouts.add(await self._begun(request, spans))
+
+        rollouts.spawn(begin())
+        try:
+            async with aclosing(rollouts.items()) as finished:
+                async for rollout in finished:
+                    if (span := spans.pop(rollout.rollout_id, None)) is not None:
+                        span.note(tokens=len(rollout.token_ids_T))
+                        span.end()
+                    yield wire.rollout_to_wire(rollout)
+        finally:
+            for span in spans.values():  # what the caller did not wait for, or the engine did not finish
+                span.end("unfinished")
+
+    async def _begun(
+        self, request: generation_pb2.GenerateRequest, spans: dict[str, OpenSpan]
+    ) -> AsyncGenerator[Rollout]:
+        """What one request asks for, as it finishes. Its rollouts' spans are open from now on."""
+        asked = [wire.request_from_wire(item) for item in request.requests]
+        _check_requests(asked)
         status = await self._engine.status()
         served = status.policy_version
         if served < request.min_policy_version:
             raise VersionConflict(
                 f"policy version must be >= {request.min_policy_version}, got {served}; update the replica first"
             )
-        spans = {item.rollout_id: self._span(item, status.replica_id) for item in requests}
+        begun = {item.rollout_id: self._span(item, status.replica_id) for item in asked}
+        spans |= begun
         if self._recorder.is_heard:
-            requests = [replace(item, traceparent=spans[item.rollout_id].traceparent) for item in requests]
+            asked = [replace(item, traceparent=begun[item.rollout_id].traceparent) for item in asked]
         if request.outlives_call:
-            stream = self._holdings.stream(
-                requests, served, admit_together=request.admit_together, resumes=request.resumes
-            )
-        else:
-            # Every engine's `generate` is an async generator; the protocol cannot say so.
-            stream = cast(AsyncGenerator[Rollout], self._engine.generate(requests, request.admit_together))
-        try:
-            async with aclosing(stream) as rollouts:
-                async for rollout in rollouts:
-                    spans[rollout.rollout_id].note(tokens=len(rollout.token_ids_T))
-                    spans[rollout.rollout_id].end()
-                    yield wire.rollout_to_wire(rollout)
-        finally:
-            for span in spans.values():  # what the caller did not wait for, or the engine did not finish
-                span.end("unfinished")
+            return self._holdings.stream(asked, served, admit_together=request.admit_together, resumes=request.resumes)
+        # Every engine's `generate` is an async generator; the protocol cannot say so.
+        return cast(AsyncGenerator[Rollout], self._engine.generate(asked, request.admit_together))
 
     def _span(self, request: RolloutRequest, replica_id: str) -> OpenSpan:
         """Of one rollout: below the caller's, or else below the call."""
@@ -131,9 +144,9 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
 
 
 def _check_requests(requests: Sequence[RolloutRequest]) -> None:
-    """Raise RecordInvalid for an empty call or for two requests of one name; the engine checks each request itself."""
+    """Raise RecordInvalid for no rollout or for two of one name; the engine checks each itself."""
     if not requests:
-        raise RecordInvalid("a Generate call must have at least one request, got none; do not call")
+        raise RecordInvalid("a Generate request must ask for at least one rollout, got none; do not send it")
     unfit = [request.rollout_id[:64] for request in requests if not 0 < len(request.rollout_id) <= LONGEST_ID]
     if unfit:
         raise RecordInvalid(f"rollout ids must be 1 to {LONGEST_ID} characters, got {unfit[0]!r}; name each sample")
@@ -141,4 +154,4 @@ def _check_requests(requests: Sequence[RolloutRequest]) -> None:
         raise RecordInvalid("stop strings must not be empty, got an empty one; leave it out")
     twice = [name for name, count in Counter(request.rollout_id for request in requests).items() if count > 1]
     if twice:
-        raise RecordInvalid(f"rollout ids must be unique within a call, got {twice[0]!r} twice; name each sample")
+        raise RecordInvalid(f"rollout ids must be unique within a request, got {twice[0]!r} twice; name each sample")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar, cast
 
@@ -187,7 +188,7 @@ def _generation_stub(channel: grpc.aio.Channel) -> generation_pb2_grpc.Generatio
     """The generated stub, whose rollouts come as bytes: they are read once, and passed on as they are."""
     stub = generation_pb2_grpc.GenerationServiceStub(channel)
     untyped: Any = channel  # the stubs' types know no codec but protobuf's
-    stub.Generate = untyped.unary_stream(
+    stub.Generate = untyped.stream_stream(
         "/specrl.api.v1.GenerationService/Generate",
         request_serializer=generation_pb2.GenerateRequest.SerializeToString,
     )
@@ -204,6 +205,76 @@ def _trainer_stub(channel: grpc.aio.Channel) -> trainer_pb2_grpc.TrainerServiceA
     return stub
 
 
+@dataclass(frozen=True)
+class Terms:
+    """How rollouts are generated.
+
+    admit_together: the engine takes all of a request before it computes any. min_policy_version: the replica refuses to
+    serve an older one. outlives_call: what is unfinished when the call breaks goes on for a while, to be resumed.
+    resumes: what the replica holds of these is taken, the rest begun.
+    """
+
+    admit_together: bool
+    min_policy_version: int
+    outlives_call: bool = False
+    resumes: bool = False
+
+
+class GenerationCall:
+    """One Generate call: ask at any time, take rollouts as they finish.
+
+    It has no deadline of its own: a dead replica breaks the call or its heartbeat.
+    """
+
+    def __init__(self, peer: str, limit_bytes: int, method: Callable[[], Any]) -> None:
+        """method: `Generate` over the present channel; it is called when rollouts are first waited for."""
+        self._peer, self._limit_bytes, self._method = peer, limit_bytes, method
+        self._asked: asyncio.Queue[generation_pb2.GenerateRequest | None] = asyncio.Queue()
+        self._missing: set[str] = set()
+
+    def ask(self, requests: Sequence[RolloutRequest], terms: Terms) -> None:
+        """Send for rollouts. Raises MessageTooLarge."""
+        message = generation_pb2.GenerateRequest(
+            requests=[wire.request_to_wire(item) for item in requests],
+            admit_together=terms.admit_together,
+            min_policy_version=terms.min_policy_version,
+            outlives_call=terms.outlives_call,
+            resumes=terms.resumes,
+        )
+        check_size(f"a request to {self._peer}", message.ByteSize(), self._limit_bytes)
+        self._missing.update(item.rollout_id for item in requests)
+        self._asked.put_nowait(message)
+
+    def end(self) -> None:
+        """Nothing more is asked for: the last rollout ends the call."""
+        self._asked.put_nowait(None)
+
+    async def rollouts(self) -> AsyncGenerator[Rollout]:
+        """Yield each rollout when it finishes, until the call ends. Raises PeerUnavailable when it breaks.
+
+        Closing the iterator aborts what is unfinished, unless it outlives the call. A rollout that was not asked for,
+        or has come already, is passed over; what the call then ends without is asked for again.
+        """
+        call = self._method()(self._requests(), metadata=_metadata())
+        try:
+            async for data in call:
+                rollout = wire.rollout_from_bytes(data)
+                if rollout.rollout_id in self._missing:
+                    self._missing.remove(rollout.rollout_id)
+                    yield rollout
+                else:
+                    log.warning("rollout_unasked", peer=self._peer, rollout_id=rollout.rollout_id)
+        except grpc.aio.AioRpcError as error:
+            raise translate(error, self._peer) from error
+        finally:
+            call.cancel()
+            self.end()  # gRPC's task that waits for requests does not end with a call that has failed
+
+    async def _requests(self) -> AsyncGenerator[generation_pb2.GenerateRequest]:
+        while (message := await self._asked.get()) is not None:
+            yield message
+
+
 class GenerationClient(_Client["generation_pb2_grpc.GenerationServiceAsyncStub"]):
     """One replica."""
 
@@ -217,6 +288,10 @@ class GenerationClient(_Client["generation_pb2_grpc.GenerationServiceAsyncStub"]
         service = _Service(GENERATION, _generation_stub)
         super().__init__(service, address, replica_id, limit_bytes, identity)
 
+    def converse(self) -> GenerationCall:
+        """A call over which rollouts are asked for as seats become free."""
+        return GenerationCall(self.peer, self._limit_bytes, lambda: cast(Any, self._stub.Generate))
+
     async def generate(
         self,
         requests: Sequence[RolloutRequest],
@@ -226,34 +301,13 @@ class GenerationClient(_Client["generation_pb2_grpc.GenerationServiceAsyncStub"]
         outlives_call: bool = False,
         resumes: bool = False,
     ) -> AsyncGenerator[Rollout]:
-        """Yield rollouts as they finish. No deadline of its own: a dead replica breaks the stream or its heartbeat.
-
-        Raises PeerUnavailable when the stream breaks; closing the iterator aborts what is unfinished, unless it
-        `outlives_call`. resumes: what the replica holds of these is taken, the rest begun. A rollout that was not asked
-        for, or has come already, is passed over; what the stream then ends without is asked for again.
-        """
-        missing = {item.rollout_id for item in requests}
-        request = generation_pb2.GenerateRequest(
-            requests=[wire.request_to_wire(item) for item in requests],
-            admit_together=admit_together,
-            min_policy_version=min_policy_version,
-            outlives_call=outlives_call,
-            resumes=resumes,
-        )
-        check_size(f"a request to {self.peer}", request.ByteSize(), self._limit_bytes)
-        call = self._stub.Generate(request, metadata=_metadata())
-        try:
-            async for data in call:
-                rollout = wire.rollout_from_bytes(cast(Any, data))
-                if rollout.rollout_id in missing:
-                    missing.remove(rollout.rollout_id)
-                    yield rollout
-                else:
-                    log.warning("rollout_unasked", peer=self.peer, rollout_id=rollout.rollout_id)
-        except grpc.aio.AioRpcError as error:
-            raise translate(error, self.peer) from error
-        finally:
-            call.cancel()
+        """Yield these rollouts as they finish, over a call of their own; see `GenerationCall`."""
+        call = self.converse()
+        call.ask(requests, Terms(admit_together, min_policy_version, outlives_call, resumes))
+        call.end()
+        async with aclosing(call.rollouts()) as rollouts:
+            async for rollout in rollouts:
+                yield rollout
 
     async def receive_weights(
         self, policy_version: int, group: WeightGroup, manifest: WeightManifest

@@ -108,7 +108,7 @@ async def serve(
 
 
 class _Checks(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # the stubs' generics do not exist at run time
-    """Wraps every handler of this server's three call shapes: unary-unary, unary-stream and stream-unary.
+    """Wraps every handler of this server's three call shapes: unary-unary, stream-stream and stream-unary.
 
     gRPC would read requests itself, and answer what it cannot read in words of its own: so it is given no codec, and
     hands over bytes. Untyped inside: the published stubs of grpc.aio describe neither handlers nor interceptors.
@@ -130,9 +130,11 @@ class _Checks(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # the stub
             continue_from(caller)
             return self._border.recorder.begin(SpanName.CALL, self._border.lane, **{METHOD: method.removeprefix("/")})
 
-        def request_of(data: bytes, context: Any) -> Any:
+        def admit(context: Any) -> None:
             if self._guard is not None:
                 self._guard.check(method, context.auth_context())
+
+        def request_of(data: bytes) -> Any:
             check_size(f"a request to {method}", len(data), self._limit_bytes)
             try:
                 return handler.request_deserializer(data)
@@ -150,30 +152,31 @@ class _Checks(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # the stub
         async def answer(data: bytes, context: Any) -> Any:
             with span() as open_span:
                 try:
-                    return bytes_of(await handler.unary_unary(request_of(data, context), context))
+                    admit(context)
+                    return bytes_of(await handler.unary_unary(request_of(data), context))
                 except Exception as error:  # noqa: BLE001 - the edge of the process: answer, count, go on
                     open_span.end(type(error).__name__)
                     await _refuse(method, context, error)
 
-        async def stream(data: bytes, context: Any) -> AsyncIterator[Any]:
-            with span() as open_span:
-                try:
-                    async for item in handler.unary_stream(request_of(data, context), context):
-                        yield bytes_of(item)
-                except Exception as error:  # noqa: BLE001 - the edge of the process: answer, count, go on
-                    open_span.end(type(error).__name__)
-                    await _refuse(method, context, error)
-
-        async def requests_of(parts: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
+        async def requests_of(parts: AsyncIterator[bytes]) -> AsyncIterator[Any]:
             async for data in parts:
-                yield request_of(data, context)
+                yield request_of(data)
 
         async def gather(parts: AsyncIterator[bytes], context: Any) -> Any:
             with span() as open_span:
                 try:
-                    if self._guard is not None:  # also of a caller that sends nothing
-                        self._guard.check(method, context.auth_context())
-                    return bytes_of(await handler.stream_unary(requests_of(parts, context), context))
+                    admit(context)
+                    return bytes_of(await handler.stream_unary(requests_of(parts), context))
+                except Exception as error:  # noqa: BLE001 - the edge of the process: answer, count, go on
+                    open_span.end(type(error).__name__)
+                    await _refuse(method, context, error)
+
+        async def converse(parts: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
+            with span() as open_span:
+                try:
+                    admit(context)
+                    async for item in handler.stream_stream(requests_of(parts), context):
+                        yield bytes_of(item)
                 except Exception as error:  # noqa: BLE001 - the edge of the process: answer, count, go on
                     open_span.end(type(error).__name__)
                     await _refuse(method, context, error)
@@ -182,7 +185,7 @@ class _Checks(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # the stub
             return grpc.stream_unary_rpc_method_handler(gather)
         if handler.unary_unary is not None:
             return grpc.unary_unary_rpc_method_handler(answer)
-        return grpc.unary_stream_rpc_method_handler(stream)
+        return grpc.stream_stream_rpc_method_handler(converse)
 
 
 def _caller(metadata: Any) -> str:

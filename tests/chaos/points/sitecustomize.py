@@ -57,9 +57,7 @@ POINTS: dict[str, tuple[Point, ...]] = {
     "call.train_step": (
         Point("specrl.rpc.clients", "TrainerClient.train_step", "coordinator", "the trainer trains a step"),
     ),
-    "stream.generate": (
-        Point("specrl.generation.service", "GenerationService.Generate", "replica", "rollouts are streamed"),
-    ),
+    "stream.generate": (Point("specrl.generation.holdings", "Holdings.stream", "replica", "rollouts are streamed"),),
     "weights.join": (
         Point("specrl.weights.group", "BroadcastGroup.__init__", "trainer or engine", "members of a group meet"),
     ),

@@ -98,11 +98,11 @@ class World(ABC):
         shape = next(m for m in self.service.methods if method.endswith(f"/{m.name}"))
         counted = {name: _counted(method, name) for name in (*BY_NAME, "Unexpected")}
         try:
-            if shape.client_streaming:
-                await self.channel.stream_unary(method)(iter([request]), timeout=PATIENCE_S)
-            elif shape.server_streaming:
-                async for _ in self.channel.unary_stream(method)(request, timeout=PATIENCE_S):
+            if shape.client_streaming and shape.server_streaming:
+                async for _ in self.channel.stream_stream(method)(iter([request]), timeout=PATIENCE_S):
                     pass
+            elif shape.client_streaming:
+                await self.channel.stream_unary(method)(iter([request]), timeout=PATIENCE_S)
             else:
                 await self.channel.unary_unary(method)(request, timeout=PATIENCE_S)
         except grpc.aio.AioRpcError as error:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tests.engine_call import EngineCall
 from tests.integration.coordinator.small_run import VOCAB, Run, a_spec
 from tests.stand_ins.engine import TableEngine, TableShape, log_softmax
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -22,6 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from specrl.coordinator.turns import turns_of
 from specrl.errors import ToolFailed
 from specrl.records import FinishReason, Prompt, Reward, Rollout, Sampling
+from specrl.rpc.clients import Terms
 from specrl.spec import RunSpec
 from specrl.tools import Output
 
@@ -162,7 +164,7 @@ async def test_whoever_dies_in_the_middle_of_turns_no_prompt_is_lost(tmp_path: P
 async def test_closing_aborts_turns_and_calls(tmp_path: Path) -> None:
     """Nothing is under way at a replica, or waits for a tool, once a stage has let go."""
     from specrl.coordinator.rollouts import side_requests
-    from specrl.coordinator.turns import generate
+    from specrl.coordinator.turns import Talk
 
     spec = a_run_with_tools(tmp_path)
     engine = TableEngine("gen-0", seed=7, shape=TableShape(VOCAB, 128, 0.001))
@@ -170,7 +172,9 @@ async def test_closing_aborts_turns_and_calls(tmp_path: Path) -> None:
 
     prompts = [Prompt(f"p{place}", place, (2 + place, 5), "", "3") for place in range(8)]
     requests = side_requests("side", prompts, 4, lambda place, sample: Sampling(60, seed=place * 10 + sample))
-    stream = generate(turns_of(spec, Answers()), engine.generate, requests, True)
+    talk = Talk(turns_of(spec, Answers()), EngineCall(engine))
+    talk.begin(requests, Terms(admit_together=True, min_policy_version=-1))
+    stream = talk.rollouts()
     await anext(stream)
     await stream.aclose()
     await asyncio.sleep(0.05)

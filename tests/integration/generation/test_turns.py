@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 import pytest
+from tests.engine_call import EngineCall
 from tests.vllm_cases import EAGLE3, NGRAM, Engines, Judge, collect, errors_of, some_requests
 from tests.weight_sender import WeightSender, update
 
-from specrl.coordinator.turns import Turns, generate
+from specrl.coordinator.turns import Talk, Turns
 from specrl.generation.vllm_backend.engine import VllmEngine
 from specrl.records import Prompt, Rollout, RolloutRequest, Sampling, WeightChecksums
+from specrl.rpc.clients import Terms
 from specrl.spec.tools import AnsweredBy, CodeTool, Tools
 from specrl.tools import Delimiters, Output
 
@@ -21,19 +22,6 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session")]
 
 LARGEST_ERROR = 1e-2  # nats, as in test_weight_updates; another context gives nats
 PROMPT = Prompt("p", 0, (), "", "")
-
-
-@dataclass
-class Replica:
-    """An engine without a wire; remembers what it was asked."""
-
-    engine: VllmEngine
-    asked: list[RolloutRequest] = field(default_factory=list)
-
-    async def generate(self, requests: Sequence[RolloutRequest], admit_together: bool) -> AsyncGenerator[Rollout]:
-        self.asked += requests
-        async for rollout in self.engine.generate(requests, admit_together):
-            yield rollout
 
 
 class Echo:
@@ -51,19 +39,26 @@ async def turns_that_happen(engine: VllmEngine, model: str, requests: Sequence[R
     return Turns("test", Delimiters(tools, model), Echo(), max_turns=4)
 
 
+async def whole(turns: Turns, call: EngineCall, requests: Sequence[RolloutRequest]) -> dict[str, Rollout]:
+    """Rollouts of several turns, by name."""
+    talk = Talk(turns, call)
+    talk.begin([(request, PROMPT) for request in requests], Terms(admit_together=True, min_policy_version=-1))
+    talk.end()
+    return {ended.rollout.rollout_id: ended.rollout async for ended in talk.rollouts()}
+
+
 @pytest.mark.parametrize("kind", [EAGLE3, NGRAM])
 async def test_every_turn_continues_the_tokens_that_were_sampled(kind: str, engines: Engines) -> None:
     served = await engines.serving(kind)
     await served.publish(0)
     requests = some_requests(24, 96)
     turns = await turns_that_happen(served.engine, str(served.versions[0].policy), requests)
-    replica, judge = Replica(served.engine), Judge(served.versions[0].policy)
+    call, judge = EngineCall(served.engine), Judge(served.versions[0].policy)
     before = (await served.engine.status()).speculation
-    stream = generate(turns, replica.generate, [(request, PROMPT) for request in requests], True)
-    found = {ended.rollout.rollout_id: ended.rollout async for ended in stream}
+    found = await whole(turns, call, requests)
     drafted = (await served.engine.status()).speculation.minus(before)
     assert drafted.accepted_tokens > 0, "with drafts"
-    asked = {request.rollout_id: request for request in replica.asked}
+    asked = {request.rollout_id: request for request in call.asked}
     for request in requests:
         rollout = found[request.rollout_id]
         rollout.check(96)
@@ -102,8 +97,7 @@ async def test_a_turn_after_an_update_is_of_the_new_policy_and_reads_no_cache_of
             return await super().answer(prompt, completion, call)
 
     turns = Turns("test", turns.delimiters, Publisher(), turns.max_turns)
-    stream = generate(turns, Replica(eagle3_engine).generate, [(request, PROMPT) for request in requests], True)
-    found = {ended.rollout.rollout_id: ended.rollout async for ended in stream}
+    found = await whole(turns, EngineCall(eagle3_engine), requests)
     sender.close()
     judge, turns_of_new = Judge(second.policy), 0
     for request in requests:

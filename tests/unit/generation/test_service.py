@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from specrl.api.v1 import generation_pb2_grpc
 from specrl.errors import ChecksumMismatch, EngineFailed, PeerUnavailable, RecordInvalid, VersionConflict
 from specrl.generation.service import GenerationService
 from specrl.records import RolloutRequest, Sampling, TensorMeta, WeightChecksums, WeightGroup, WeightOwner
-from specrl.rpc.clients import GenerationClient
+from specrl.rpc.clients import GenerationClient, Terms
 from specrl.rpc.server import serve
 from specrl.spec.run import Weights
 from specrl.weights import files
@@ -119,6 +120,52 @@ async def test_bad_calls_are_refused_before_anything_runs(replica: Replica, requ
     with pytest.raises(RecordInvalid):
         await anext(replica.client.generate(requests, False, -1))
     assert (await replica.client.status()).live_requests == 0
+
+
+def named(name: str, max_tokens: int = 8) -> RolloutRequest:
+    return RolloutRequest(name, "g", 0, (3,), Sampling(max_tokens, seed=1))
+
+
+@pytest.mark.parametrize("outlives_call", [False, True])
+async def test_one_call_is_asked_while_others_are_under_way_and_ends_when_told(
+    replica: Replica, outlives_call: bool
+) -> None:
+    terms = Terms(admit_together=False, min_policy_version=-1, outlives_call=outlives_call)
+    call = replica.client.converse()
+    call.ask([named("long", 100)], terms)
+    async with aclosing(call.rollouts()) as rollouts:
+        for number in range(3):
+            call.ask([named(f"short-{number}", 1)], terms)
+            assert (await anext(rollouts)).rollout_id == f"short-{number}"
+        call.end()
+        assert [rollout.rollout_id async for rollout in rollouts] == ["long"]
+    assert (await replica.client.status()).live_requests == 0
+
+
+async def test_a_request_that_is_refused_ends_the_call_and_what_does_not_outlive_it(replica: Replica) -> None:
+    await replica.engine.pause()
+    call = replica.client.converse()
+    call.ask([named("long", 100)], Terms(admit_together=False, min_policy_version=-1))
+    call.ask([named("kept", 100)], Terms(admit_together=False, min_policy_version=-1, outlives_call=True))
+    call.ask([named("too-new")], Terms(admit_together=False, min_policy_version=3))
+    with pytest.raises(VersionConflict, match="must be >= 3, got -1"):
+        await anext(call.rollouts())
+    assert [held.rollout_id for held in replica.service.held()] == ["kept"]
+    async with asyncio.timeout(DEADLINE_S):
+        while (await replica.client.status()).live_requests > 1:  # noqa: ASYNC110 - a counter
+            await asyncio.sleep(0.01)
+
+
+async def test_nothing_waits_for_requests_once_a_call_is_over(replica: Replica) -> None:
+    before = asyncio.all_tasks()
+    replica.engine.die()
+    call = replica.client.converse()
+    call.ask([named("r")], Terms(admit_together=False, min_policy_version=-1))
+    with pytest.raises(EngineFailed):
+        await anext(call.rollouts())
+    async with asyncio.timeout(DEADLINE_S):
+        while asyncio.all_tasks() - before:  # noqa: ASYNC110 - tasks of gRPC
+            await asyncio.sleep(0.01)
 
 
 async def test_cancelled_call_aborts_what_is_unfinished(replica: Replica) -> None:

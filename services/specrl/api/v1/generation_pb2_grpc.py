@@ -35,7 +35,7 @@ class GenerationServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.Generate = channel.unary_stream(
+        self.Generate = channel.stream_stream(
                 '/specrl.api.v1.GenerationService/Generate',
                 request_serializer=specrl_dot_api_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=specrl_dot_api_dot_v1_dot_rollout__pb2.Rollout.FromString,
@@ -60,8 +60,10 @@ class GenerationServiceStub(object):
 class GenerationServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
-    def Generate(self, request, context):
-        """Streams each rollout when it finishes. Cancelling the call aborts what is unfinished, unless it outlives the call.
+    def Generate(self, request_iterator, context):
+        """Requests come as seats become free, each rollout goes back when it finishes; one call serves a replica's life. It ends
+        when the caller asks for nothing more and has everything, or with the first request that is refused. Cancelling it
+        aborts what is unfinished, unless that outlives the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -92,7 +94,7 @@ class GenerationServiceServicer(object):
 
 def add_GenerationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Generate': grpc.unary_stream_rpc_method_handler(
+            'Generate': grpc.stream_stream_rpc_method_handler(
                     servicer.Generate,
                     request_deserializer=specrl_dot_api_dot_v1_dot_generation__pb2.GenerateRequest.FromString,
                     response_serializer=specrl_dot_api_dot_v1_dot_rollout__pb2.Rollout.SerializeToString,
@@ -124,7 +126,7 @@ class GenerationService(object):
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
-    def Generate(request,
+    def Generate(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -134,8 +136,8 @@ class GenerationService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
             '/specrl.api.v1.GenerationService/Generate',
             specrl_dot_api_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,

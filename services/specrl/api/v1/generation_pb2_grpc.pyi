@@ -32,8 +32,11 @@ class GenerationServiceStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> GenerationServiceAsyncStub: ...
-    Generate: _grpc.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _rollout_pb2.Rollout]
-    """Streams each rollout when it finishes. Cancelling the call aborts what is unfinished, unless it outlives the call."""
+    Generate: _grpc.StreamStreamMultiCallable[_generation_pb2.GenerateRequest, _rollout_pb2.Rollout]
+    """Requests come as seats become free, each rollout goes back when it finishes; one call serves a replica's life. It ends
+    when the caller asks for nothing more and has everything, or with the first request that is refused. Cancelling it
+    aborts what is unfinished, unless that outlives the call.
+    """
     ReceiveWeights: _grpc.UnaryUnaryMultiCallable[_generation_pb2.ReceiveWeightsRequest, _generation_pb2.ReceiveWeightsReply]
     """Joins the weight group if it has not yet, and takes part in one broadcast into a staging area, while rollouts go on;
     or reads the version from the group's folder. Loads nothing.
@@ -47,8 +50,11 @@ class GenerationServiceStub:
 @_typing.type_check_only
 class GenerationServiceAsyncStub(GenerationServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Generate: _aio.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _rollout_pb2.Rollout]  # type: ignore[assignment]
-    """Streams each rollout when it finishes. Cancelling the call aborts what is unfinished, unless it outlives the call."""
+    Generate: _aio.StreamStreamMultiCallable[_generation_pb2.GenerateRequest, _rollout_pb2.Rollout]  # type: ignore[assignment]
+    """Requests come as seats become free, each rollout goes back when it finishes; one call serves a replica's life. It ends
+    when the caller asks for nothing more and has everything, or with the first request that is refused. Cancelling it
+    aborts what is unfinished, unless that outlives the call.
+    """
     ReceiveWeights: _aio.UnaryUnaryMultiCallable[_generation_pb2.ReceiveWeightsRequest, _generation_pb2.ReceiveWeightsReply]  # type: ignore[assignment]
     """Joins the weight group if it has not yet, and takes part in one broadcast into a staging area, while rollouts go on;
     or reads the version from the group's folder. Loads nothing.
@@ -63,10 +69,13 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Generate(
         self,
-        request: _generation_pb2.GenerateRequest,
+        request_iterator: _MaybeAsyncIterator[_generation_pb2.GenerateRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_rollout_pb2.Rollout], _abc.AsyncIterator[_rollout_pb2.Rollout]]:
-        """Streams each rollout when it finishes. Cancelling the call aborts what is unfinished, unless it outlives the call."""
+        """Requests come as seats become free, each rollout goes back when it finishes; one call serves a replica's life. It ends
+        when the caller asks for nothing more and has everything, or with the first request that is refused. Cancelling it
+        aborts what is unfinished, unless that outlives the call.
+        """
 
     @_abc_1.abstractmethod
     def ReceiveWeights(
