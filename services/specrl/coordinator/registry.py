@@ -54,6 +54,7 @@ class Replica:
     canary, canary_skips: its last comparison, and canaries in a row that it did not answer.
     reason: why it is in its state, where that was not as planned. before_suspicion: where SUSPECT leads back to.
     is_receiving: it is in a weight group with others that wait for it.
+    has_manifest: it knows what a version consists of.
     is_leaving: it is to be DRAINING as soon as no update is under way. must_leave: it has yet to be told so.
     held: rollouts that it had under way, or finished, when it registered; until they are looked at.
     inflight: rollouts of the stream of steps that it was given and that have not come back.
@@ -73,6 +74,7 @@ class Replica:
     reason: str = ""
     before_suspicion: ReplicaState | None = None
     is_receiving: bool = False
+    has_manifest: bool = False
     is_leaving: bool = False
     must_leave: bool = False
     last_seen_s: float = 0.0

@@ -207,7 +207,12 @@ class WeightSync:
         async def receive(replica: Replica, group: WeightGroup) -> tuple[WeightChecksums, float]:
             with self._recorder.begin(SpanName.RECEIVE, replica.replica_id):
                 async with while_there(replica):
-                    return await replica.client.receive_weights(transfer.policy_version, group, manifest)
+                    known, replica.has_manifest = replica.has_manifest, False
+                    received = await replica.client.receive_weights(
+                        transfer.policy_version, group, None if known else manifest
+                    )
+                    replica.has_manifest = True
+                    return received
 
         calls = [receive(replica, group) for replica, group in zip(replicas, groups, strict=True)]
         return await asyncio.gather(*calls, return_exceptions=True)

@@ -22,7 +22,7 @@ from specrl.api.v1 import generation_pb2, generation_pb2_grpc, rollout_pb2
 from specrl.errors import RecordInvalid, VersionConflict
 from specrl.generation.engine import Engine
 from specrl.generation.holdings import Holdings
-from specrl.records import HeldRollout, Rollout, RolloutRequest, wire
+from specrl.records import HeldRollout, Rollout, RolloutRequest, WeightManifest, wire
 from specrl.rpc.inflow import Inflow
 from specrl.rpc.server import count_from_zero
 from specrl.spec.run import Weights
@@ -40,6 +40,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self._engine, self._recorder = engine, recorder
         self._timeout_s = float(weights.timeout_s)
         self._holdings = Holdings(engine, reattach_s)
+        self._manifest: WeightManifest | None = None
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Serve the calls of this service."""
@@ -104,7 +105,13 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         group.check(self._timeout_s)
         if group.rank == 0 and not group.folder:
             raise RecordInvalid("a replica's rank in a weight group must be >= 1, got 0, the trainer's; count from 1")
-        received = await self._engine.receive(group, wire.manifest_from_wire(request.manifest), request.policy_version)
+        manifest = wire.manifest_from_wire(request.manifest) if request.HasField("manifest") else self._manifest
+        if manifest is None:
+            raise RecordInvalid(
+                "the first transfer to a replica must have a manifest, got none; send what DescribeWeights says"
+            )
+        received = await self._engine.receive(group, manifest, request.policy_version)
+        self._manifest = manifest
         seconds = time.monotonic() - began
         log.info("weights_received", policy_version=request.policy_version, seconds=round(seconds, 3))
         return generation_pb2.ReceiveWeightsReply(received=wire.checksums_to_wire(received), broadcast_seconds=seconds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -454,6 +455,7 @@ def _prefix(number: int, size_bytes: int) -> bytes:
     return bytes(found)
 
 
+@lru_cache(maxsize=1)  # it is the same for every replica, and of a mixture of experts tens of thousands of tensors
 def manifest_to_wire(record: WeightManifest) -> weights_pb2.WeightManifest:
     return weights_pb2.WeightManifest(
         tensors=[

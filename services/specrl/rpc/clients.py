@@ -310,13 +310,17 @@ class GenerationClient(_Client["generation_pb2_grpc.GenerationServiceAsyncStub"]
                 yield rollout
 
     async def receive_weights(
-        self, policy_version: int, group: WeightGroup, manifest: WeightManifest
+        self, policy_version: int, group: WeightGroup, manifest: WeightManifest | None
     ) -> tuple[WeightChecksums, float]:
-        """Take part in one broadcast. Returns the checksums of what arrived, and the seconds that it took."""
+        """Take part in one broadcast. Returns the checksums of what arrived, and the seconds that it took.
+
+        manifest: None for that of the last transfer that succeeded here; it may be megabytes. Raises RecordInvalid when
+        there was none.
+        """
         request = generation_pb2.ReceiveWeightsRequest(
             policy_version=policy_version,
             group=wire.weight_group_to_wire(group),
-            manifest=wire.manifest_to_wire(manifest),
+            manifest=wire.manifest_to_wire(manifest) if manifest is not None else None,
         )
         reply = await self._call(self._stub.ReceiveWeights, request, 2 * group.timeout_s + STATUS_DEADLINE_S)
         return wire.checksums_from_wire(reply.received), reply.broadcast_seconds

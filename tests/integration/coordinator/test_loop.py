@@ -361,6 +361,31 @@ async def test_a_replica_that_hangs_in_an_update_is_waited_for_no_longer_than_it
         check_promises(run)
 
 
+class Listing(TableEngine):
+    """Keeps each manifest that it is told to receive: the very object."""
+
+    def __init__(self, name: str, told: list[WeightManifest]) -> None:
+        super().__init__(name, seed=7)
+        self.told = told
+
+    async def receive(self, group: WeightGroup, manifest: WeightManifest, policy_version: int) -> WeightChecksums:
+        self.told.append(manifest)
+        return await super().receive(group, manifest, policy_version)
+
+
+async def test_a_replica_is_told_once_what_versions_consist_of_and_again_when_it_was_started_again(
+    tmp_path: Path,
+) -> None:
+    told: list[WeightManifest] = []
+    async with Run(tmp_path, a_spec(tmp_path), make_engine=lambda name: Listing(name, told)) as run:
+        await run.until(lambda: run.store.trained() >= 2)
+        await run.restart_replica("gen-0")
+        await run.finish()
+        check_promises(run)
+    assert len({id(manifest) for manifest in told}) == 3, "two replicas, and one of them anew"
+    assert len(told) > 2 * run.spec.schedule.steps
+
+
 async def test_a_run_waits_when_all_replicas_die_and_goes_on_when_one_comes_back(tmp_path: Path) -> None:
     async with Run(tmp_path, a_spec(tmp_path)) as run:
         await run.until(lambda: run.store.trained() >= 2)

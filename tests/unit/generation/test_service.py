@@ -86,6 +86,16 @@ async def test_weights_can_arrive_as_files(replica: Replica, tmp_path: Path) -> 
         await replica.client.receive_weights(5, lost, manifest_of(TENSORS))
 
 
+async def test_what_a_version_consists_of_is_said_once(replica: Replica, tmp_path: Path) -> None:
+    sums = files.write(tmp_path / "version", manifest_of(TENSORS), [(meta.name, tensor) for meta, tensor in TENSORS])
+    group = WeightGroup("", "", 0, 0, 1, DEADLINE_S, "checkpoint", str(tmp_path / "version"))
+    with pytest.raises(RecordInvalid, match="the first transfer to a replica must have a manifest"):
+        await replica.client.receive_weights(1, group, None)
+    for version, manifest in ((1, manifest_of(TENSORS)), (2, None), (3, None)):
+        received, _ = await replica.client.receive_weights(version, group, manifest)
+        assert received == WeightChecksums(version, sums)
+
+
 async def test_replica_that_serves_another_drafter_than_was_sent_is_an_error(replica: Replica) -> None:
     sender = WeightSender()
     _, sent = await asyncio.gather(

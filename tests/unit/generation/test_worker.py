@@ -86,8 +86,8 @@ async def _receive(
     receiver: worker.WorkerExtension, sender: WeightSender, manifest: WeightManifest, ranks_of_node: int = 1
 ) -> worker.Answer:
     """Begin, and ask until everything has arrived, as the engine does."""
-    rows, group = worker.manifest_to_rows(manifest), vars(sender.group())
-    assert worker.unwrap(receiver.specrl_receive(group, rows, manifest.bucket_bytes, ranks_of_node)) is None
+    assert worker.unwrap(receiver.specrl_expect(worker.manifest_to_rows(manifest), manifest.bucket_bytes)) is None
+    assert worker.unwrap(receiver.specrl_receive(vars(sender.group()), ranks_of_node)) is None
     while (answer := receiver.specrl_received()) == {"value": None}:  # noqa: ASYNC110 - another thread
         await asyncio.sleep(0.002)
     return answer
@@ -105,12 +105,12 @@ async def test_broken_transfer_stages_nothing_and_leaves_the_group() -> None:
 
 async def test_one_transfer_at_a_time_and_none_is_received_that_was_not_begun() -> None:
     sender, receiver, manifest = WeightSender(timeout_s=0.5), a_worker(), manifest_of(TENSORS)
-    rows = worker.manifest_to_rows(manifest)
+    worker.unwrap(receiver.specrl_expect(worker.manifest_to_rows(manifest), manifest.bucket_bytes))
     with pytest.raises(CollectiveFailed, match="got nothing"):
         worker.unwrap(receiver.specrl_received())
-    worker.unwrap(receiver.specrl_receive(vars(sender.group()), rows, manifest.bucket_bytes, 1))
+    worker.unwrap(receiver.specrl_receive(vars(sender.group()), 1))
     with pytest.raises(CollectiveFailed, match="one transfer at a time"):
-        worker.unwrap(receiver.specrl_receive(vars(sender.group()), rows, manifest.bucket_bytes, 1))
+        worker.unwrap(receiver.specrl_receive(vars(sender.group()), 1))
     while receiver.specrl_received() == {"value": None}:  # noqa: ASYNC110 - another thread
         await asyncio.sleep(0.002)
     sender.close()

@@ -104,7 +104,9 @@ class ReceiveWeightsRequest(_message.Message):
     @_builtins.property
     def group(self) -> _weights_pb2.WeightGroup: ...
     @_builtins.property
-    def manifest(self) -> _weights_pb2.WeightManifest: ...
+    def manifest(self) -> _weights_pb2.WeightManifest:
+        """absent: that of the last call that succeeded"""
+
     def __init__(
         self,
         *,

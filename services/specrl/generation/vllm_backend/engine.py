@@ -84,6 +84,7 @@ class VllmEngine:
         self._loads = 0
         self._is_paused = False
         self._staged: WeightChecksums | None = None
+        self._expected: WeightManifest | None = None
         self._staged_names: list[str] = []
         self._staged_has_drafter = False
         self._failure: SpecrlError | None = None
@@ -281,11 +282,13 @@ class VllmEngine:
     async def receive(self, group: WeightGroup, manifest: WeightManifest, policy_version: int) -> WeightChecksums:
         """Take part in one broadcast into the workers' staging areas, while rollouts go on. Loads nothing."""
         self._check_alive()
-        checkpoint.check_manifest(manifest, self._folders.policy, self._folders.head)
         async with self._transfer:
-            self._staged = None
-            rows, per_node = worker.manifest_to_rows(manifest), self._ranks_of_node
-            await self._call_workers("specrl_receive", asdict(group), rows, manifest.bucket_bytes, per_node)
+            if manifest != self._expected:
+                checkpoint.check_manifest(manifest, self._folders.policy, self._folders.head)
+                await self._call_workers("specrl_expect", worker.manifest_to_rows(manifest), manifest.bucket_bytes)
+                self._expected = manifest
+            self._staged, per_node = None, self._ranks_of_node
+            await self._call_workers("specrl_receive", asdict(group), per_node)
             received = await self._arrival(policy_version, 2 * group.timeout_s + COLLECTIVE_MARGIN_S)
             shares = [rank["checksums"] for rank in received]
             nodes = [merged(manifest, shares[first : first + per_node]) for first in range(0, len(shares), per_node)]

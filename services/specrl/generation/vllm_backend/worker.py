@@ -57,6 +57,7 @@ def unwrap(answer: Answer) -> Any:
 class WorkerExtension:
     """Mixed into vLLM's Worker: `self` has its attributes (rank, model_runner, vllm_config). Every name is prefixed."""
 
+    specrl_manifest: WeightManifest | None = None
     specrl_group: BroadcastGroup | None = None
     specrl_staged: StagingArea | None = None
     specrl_whole: Tensors | None = None
@@ -70,12 +71,15 @@ class WorkerExtension:
         """What the engine must know before it serves: is sampling right, who owns the drafter's ends."""
         return _answer(self._specrl_inspect)
 
-    def specrl_receive(
-        self, group: dict[str, Any], tensors: list[list[Any]], bucket_bytes: int, ranks_of_node: int
-    ) -> Answer:
+    def specrl_expect(self, tensors: list[list[Any]], bucket_bytes: int) -> Answer:
+        """Every version consists of these from now on. Value: None."""
+        self.specrl_manifest = manifest_from_rows(tensors, bucket_bytes)
+        return _answer(lambda: None)
+
+    def specrl_receive(self, group: dict[str, Any], ranks_of_node: int) -> Answer:
         """Begin to join the group, if needed, and to take part in one broadcast, or to read files. Value: None."""
-        manifest, share = manifest_from_rows(tensors, bucket_bytes), Share(self.rank % ranks_of_node, ranks_of_node)
-        return _answer(lambda: self._specrl_receive(WeightGroup(**group), manifest, share))
+        share = Share(self.rank % ranks_of_node, ranks_of_node)
+        return _answer(lambda: self._specrl_receive(WeightGroup(**group), share))
 
     def specrl_received(self) -> Answer:
         """Has everything arrived? Value: checksums of this rank's share, and its address; None while something is on
@@ -113,8 +117,9 @@ class WorkerExtension:
     def _specrl_drop(self) -> None:
         self.specrl_staged = self.specrl_whole = None
 
-    def _specrl_receive(self, group: WeightGroup, manifest: WeightManifest, share: Share) -> None:
-        before = self.specrl_arriving
+    def _specrl_receive(self, group: WeightGroup, share: Share) -> None:
+        before, manifest = self.specrl_arriving, self.specrl_manifest
+        assert manifest is not None, "the engine says what to expect before anything arrives"
         if before is not None and not before.done():
             raise CollectiveFailed("a worker must be in one transfer at a time, got another; it ends by its deadline")
         self._specrl_drop()
