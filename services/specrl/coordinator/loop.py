@@ -306,7 +306,6 @@ class Loop:
             except TrainerLost as error:
                 self._registry.lose_trainer(str(error))
                 continue
-            await self._registry.refresh()
             await self._store.set_fact(PROVED_VERSION, transfer.policy_version)
             self._board.version_served(transfer)
             self._stage.wake()

@@ -15,7 +15,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import structlog
 
@@ -257,7 +257,8 @@ class Registry:
         if replica.state is ReplicaState.SUSPECT:
             self._clear(replica)
         if status is not None:
-            self.note_status(replica, status)
+            known = replica.status.step_costs if replica.status is not None else ()
+            self.note_status(replica, replace(status, step_costs=known))  # a heartbeat leaves them out
         return True
 
     def is_dismissed(self, peer_id: str) -> bool:

@@ -218,7 +218,7 @@ class WeightSync:
         return await asyncio.gather(*calls, return_exceptions=True)
 
     async def _probe(self, replicas: list[Replica]) -> None:
-        """Suspect those that do not answer, before all others wait for them in a collective."""
+        """Suspect those that do not answer, before all others wait for them in a collective; note what others say."""
         deadline_s = min(PROBE_S, float(self._spec.weights.timeout_s))
         answers = await asyncio.gather(
             *(replica.client.probe(deadline_s) for replica in replicas), return_exceptions=True
@@ -226,6 +226,8 @@ class WeightSync:
         for replica, answer in zip(replicas, answers, strict=True):
             if isinstance(answer, BaseException):
                 self._note_failure(replica, answer, is_own_deadline=True)
+            else:
+                self._registry.note_status(replica, answer)
 
     async def _form(self, trainer: Trainer, replicas: list[Replica]) -> WeightGroup:
         """The group of exactly these members: the present one, or a new epoch."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Self, TypeVar, cast
 
 import grpc
@@ -340,9 +340,10 @@ class GenerationClient(_Client["generation_pb2_grpc.GenerationServiceAsyncStub"]
             )
         return UpdateTiming(reply.verify_seconds, reply.pause_seconds, reply.load_seconds, reply.resume_seconds)
 
-    async def probe(self, deadline_s: float) -> None:
-        """Ask once whether the replica answers. Raises PeerUnavailable or DeadlineExceeded."""
-        await self._call(self._stub.GetGenerationStatus, generation_pb2.GetGenerationStatusRequest(), deadline_s)
+    async def probe(self, deadline_s: float) -> GenerationStatus:
+        """`status`, asked once. Raises PeerUnavailable or DeadlineExceeded."""
+        request = generation_pb2.GetGenerationStatusRequest()
+        return wire.generation_status_from_wire(await self._call(self._stub.GetGenerationStatus, request, deadline_s))
 
     async def status(self) -> GenerationStatus:
         """Versions and counters of the replica."""
@@ -475,8 +476,9 @@ class CoordinatorClient(_Client["coordinator_pb2_grpc.CoordinatorServiceAsyncStu
         return Registration(reply.run, reply.heartbeat_interval_s)
 
     async def heartbeat(self, peer_id: str, incarnation: str, generation: GenerationStatus | None) -> Acknowledgement:
-        """Say that the peer lives."""
-        status = wire.generation_status_to_wire(generation) if generation is not None else None
+        """Say that the peer lives. What its steps cost is left out: that is asked for, once a step."""
+        brief = replace(generation, step_costs=()) if generation is not None else None
+        status = wire.generation_status_to_wire(brief) if brief is not None else None
         request = coordinator_pb2.HeartbeatRequest(peer_id=peer_id, incarnation=incarnation, generation=status)
         reply = await self._call(self._stub.Heartbeat, request, STATUS_DEADLINE_S)
         return Acknowledgement(reply.is_known, reply.must_leave)

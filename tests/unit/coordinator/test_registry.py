@@ -9,7 +9,7 @@ import pytest
 from specrl.coordinator.registry import Registry, Replica
 from specrl.coordinator.replica_states import ReplicaState
 from specrl.errors import EngineFailed, PeerUnavailable, RunInvalid, TransitionForbidden, VersionConflict
-from specrl.records import Peer, Role, WeightChecksums
+from specrl.records import GenerationStatus, Peer, Role, StepCost, WeightChecksums
 
 LOST = PeerUnavailable("gen-0 must be reachable, got nothing; it is taken for lost until it registers")
 
@@ -235,6 +235,14 @@ async def test_a_replica_that_leaves_in_an_update_drains_under_the_version_that_
     assert (replica.state, replica.is_trusted) == (ReplicaState.DRAINING, False)
     registry.trust(replica, 1)
     assert replica.is_trusted
+
+
+async def test_a_heartbeat_says_nothing_of_what_steps_cost_and_takes_nothing_of_it_away(registry: Registry) -> None:
+    replica = serving(registry)
+    costs = (StepCost(3, 10, 40.0, 900.0, 0.5),)
+    registry.note_status(replica, GenerationStatus("gen-0", 0, False, 4, step_costs=costs))
+    registry.heartbeat("gen-0", replica.peer.incarnation, GenerationStatus("gen-0", 0, False, 7))
+    assert replica.status == GenerationStatus("gen-0", 0, False, 7, step_costs=costs)
 
 
 async def test_a_dismissed_replica_drains_at_once_and_is_told_at_its_next_heartbeat(registry: Registry) -> None:

@@ -350,7 +350,7 @@ class GenerationStatus(_message.Message):
 
     @_builtins.property
     def step_costs(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepCost]:
-        """since the replica's start; absent: it counts none"""
+        """since the replica's start; absent: it counts none, or in a heartbeat"""
 
     def __init__(
         self,
