@@ -8,7 +8,7 @@ The real coordinator (loop, scheduler, registry, store, board) runs in a process
 loopback to replicas and a trainer that compute nothing (`scale_peers.py`). Every rollout is 8192 tokens with
 log-probabilities and text, is checked, graded (at once), made durable, put into a group of 16, batched, made durable
 again with its batch, and sent to the trainer; every step is published to every replica. A step takes 16 rollouts of
-each replica (8 of each of 512), so that rows differ in scale and in little else.
+each replica, so that rows differ in scale and in little else.
 
 Beside it the same flow through Ray, as NeMo-RL and verl have it (`scale_ray.py`): actors that generate, a controller
 that keeps their seats filled and collects groups, an actor that is the queue, a trainer that takes batches out of it.
@@ -52,8 +52,6 @@ from specrl.spec.load import dump
 REPOSITORY = Path(__file__).parents[1]
 GROUP = 16
 PROMPT_TOKENS = 256
-MOST_PROMPTS = 256
-"""Of a step. Its batch is 400 MB then; Redis keeps no value of more than 512 MB."""
 PACED_SHARE = 0.5
 """Of the rate of the closed load: latency is that of a coordinator that keeps up."""
 
@@ -291,7 +289,7 @@ def main() -> None:
             arguments.live,
             arguments.rollouts,
             arguments.tokens,
-            min(replicas, MOST_PROMPTS),
+            replicas,
             arguments.outstanding,
         )
 
