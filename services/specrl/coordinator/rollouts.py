@@ -168,7 +168,7 @@ class RolloutStage:
             self._freed[replica.replica_id] = replica
 
     async def run(self) -> None:
-        """Give out work until cancelled; then abort every stream."""
+        """Give out work until cancelled; then end every call."""
         try:
             while True:
                 self._wake.clear()
@@ -177,6 +177,9 @@ class RolloutStage:
                 if self._gate_open and not self._controls.is_paused:
                     self._dispatch(freed)
                 await self._wake.wait()
+        except Exception as error:
+            self._fail(error)
+            raise
         finally:
             for task in self._tasks:
                 task.cancel()
@@ -185,7 +188,8 @@ class RolloutStage:
     async def collect(self) -> Choice[GradedRollout]:
         """Wait until what the next step trains can be chosen; returns the choice.
 
-        Raises whatever broke a stream's or verdict's task (a bug or a dead store), so that the run ends with it.
+        Raises whatever broke the dispatcher, or a line's or verdict's task (a bug or a dead store), so that the run
+        ends with it.
         """
         while (choice := self._scheduler.choose()) is None:
             self.raise_failure()
@@ -270,7 +274,10 @@ class RolloutStage:
             line.asked[str(slot)] = _Asked(slot, oldest_version, span)
             requests.append((self._request(slot, span.traceparent), self._prompt(slot)))
         outlives_call = self._turns is None
-        line.talk.begin(requests, Terms(admit_together, oldest_version, outlives_call, resumes))
+        try:
+            line.talk.begin(requests, Terms(admit_together, oldest_version, outlives_call, resumes))
+        except SpecrlError as error:
+            self._registry.fail(replica, error)
 
     def _open(self, replica: Replica) -> _Line:
         line = self._lines[replica] = _Line(Talk(self._turns, replica.client.converse()))
@@ -278,7 +285,10 @@ class RolloutStage:
         return line
 
     async def _listen(self, replica: Replica, line: _Line) -> None:
-        """Take what a replica finishes, until it is gone; what it then has not finished waits again."""
+        """Take what a replica finishes, until it is gone; what it then has not finished waits again.
+
+        While one rollout is held for the replica's canary, those behind it are not read.
+        """
         lost_by = "unanswered"
         try:
             async with while_there(replica), aclosing(line.talk.rollouts()) as arrivals:
@@ -372,9 +382,13 @@ class RolloutStage:
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self.failure = self.failure or task.exception()
-            self.changed.set()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """Have `collect` raise it."""
+        self.failure = self.failure or error
+        self.changed.set()
 
 
 def _serving(replicas: Iterable[Replica]) -> list[Replica]:

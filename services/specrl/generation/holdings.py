@@ -5,8 +5,8 @@
 
 A call that breaks leaves its rollouts unattended: they go on, and are kept when finished; so are those that were
 delivered, since whoever took them may have died before they were stored. A replica lists what it holds when it
-registers, and a call that `resumes` attends to what is here. Any other call for the same name begins anew: what was
-begun for somebody who thinks it lost may be older than the caller can use, or sampled from weights that were bad.
+registers, and a request that `resumes` attends to what is here. Any other for the same name begins anew: what was begun
+for somebody who thinks it lost may be older than the caller can use, or sampled from weights that were bad.
 
 One task for each engine call; timers of the event loop end what nobody attends to. Called by the service alone.
 """

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Container, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, cast
@@ -19,7 +19,7 @@ import grpc.aio
 import structlog
 
 from specrl.api.v1 import generation_pb2, generation_pb2_grpc, rollout_pb2
-from specrl.errors import RecordInvalid, VersionConflict
+from specrl.errors import EngineFailed, RecordInvalid, VersionConflict
 from specrl.generation.engine import Engine
 from specrl.generation.holdings import Holdings
 from specrl.records import HeldRollout, Rollout, RolloutRequest, WeightManifest, wire
@@ -56,15 +56,16 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
 
         async def begin() -> None:
             async for request in request_iterator:
-                rollouts.add(await self._begun(request, spans))
+                asked, stream = await self._begun(request, spans)
+                rollouts.add(_whole(asked, stream))
 
         rollouts.spawn(begin())
         try:
             async with aclosing(rollouts.items()) as finished:
                 async for rollout in finished:
-                    if (span := spans.pop(rollout.rollout_id, None)) is not None:
-                        span.note(tokens=len(rollout.token_ids_T))
-                        span.end()
+                    span = spans.pop(rollout.rollout_id)
+                    span.note(tokens=len(rollout.token_ids_T))
+                    span.end()
                     yield wire.rollout_to_wire(rollout)
         finally:
             for span in spans.values():  # what the caller did not wait for, or the engine did not finish
@@ -72,10 +73,10 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
 
     async def _begun(
         self, request: generation_pb2.GenerateRequest, spans: dict[str, OpenSpan]
-    ) -> AsyncGenerator[Rollout]:
-        """What one request asks for, as it finishes. Its rollouts' spans are open from now on."""
+    ) -> tuple[list[RolloutRequest], AsyncGenerator[Rollout]]:
+        """What one request asks for, as it finishes. spans: of all that is under way in the call, by name."""
         asked = [wire.request_from_wire(item) for item in request.requests]
-        _check_requests(asked)
+        _check_requests(asked, spans)
         status = await self._engine.status()
         served = status.policy_version
         if served < request.min_policy_version:
@@ -87,9 +88,10 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         if self._recorder.is_heard:
             asked = [replace(item, traceparent=begun[item.rollout_id].traceparent) for item in asked]
         if request.outlives_call:
-            return self._holdings.stream(asked, served, admit_together=request.admit_together, resumes=request.resumes)
+            terms = {"admit_together": request.admit_together, "resumes": request.resumes}
+            return asked, self._holdings.stream(asked, served, **terms)
         # Every engine's `generate` is an async generator; the protocol cannot say so.
-        return cast(AsyncGenerator[Rollout], self._engine.generate(asked, request.admit_together))
+        return asked, cast(AsyncGenerator[Rollout], self._engine.generate(asked, request.admit_together))
 
     def _span(self, request: RolloutRequest, replica_id: str) -> OpenSpan:
         """Of one rollout: below the caller's, or else below the call."""
@@ -150,8 +152,27 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self._holdings.close()
 
 
-def _check_requests(requests: Sequence[RolloutRequest]) -> None:
-    """Raise RecordInvalid for no rollout or for two of one name; the engine checks each itself."""
+async def _whole(asked: Sequence[RolloutRequest], stream: AsyncGenerator[Rollout]) -> AsyncGenerator[Rollout]:
+    """The rollouts of a request, each once. Raises EngineFailed for others, and when it ends without all: whoever waits
+    for them over a call that goes on would wait for ever."""
+    missing = {request.rollout_id for request in asked}
+    async with aclosing(stream) as rollouts:
+        async for rollout in rollouts:
+            if rollout.rollout_id not in missing:
+                raise EngineFailed(
+                    f"an engine must answer what it was asked, got {rollout.rollout_id!r}; the replica is at fault"
+                )
+            missing.remove(rollout.rollout_id)
+            yield rollout
+    if missing:
+        raise EngineFailed(
+            f"an engine must finish what it takes, got none of {min(missing)!r} and {len(missing) - 1} more; the "
+            "replica is at fault"
+        )
+
+
+def _check_requests(requests: Sequence[RolloutRequest], under_way: Container[str]) -> None:
+    """Raise RecordInvalid for no rollout, or for one whose name is another's of the call; engines check the rest."""
     if not requests:
         raise RecordInvalid("a Generate request must ask for at least one rollout, got none; do not send it")
     unfit = [request.rollout_id[:64] for request in requests if not 0 < len(request.rollout_id) <= LONGEST_ID]
@@ -159,6 +180,7 @@ def _check_requests(requests: Sequence[RolloutRequest]) -> None:
         raise RecordInvalid(f"rollout ids must be 1 to {LONGEST_ID} characters, got {unfit[0]!r}; name each sample")
     if any(stop == "" for request in requests for stop in request.sampling.stop):
         raise RecordInvalid("stop strings must not be empty, got an empty one; leave it out")
-    twice = [name for name, count in Counter(request.rollout_id for request in requests).items() if count > 1]
+    names = Counter(request.rollout_id for request in requests)
+    twice = [name for name, count in names.items() if count > 1 or name in under_way]
     if twice:
-        raise RecordInvalid(f"rollout ids must be unique within a request, got {twice[0]!r} twice; name each sample")
+        raise RecordInvalid(f"rollout ids must be unique within a call, got {twice[0]!r} twice; name each sample")

@@ -79,7 +79,9 @@ def translate(error: grpc.aio.AioRpcError, peer: str) -> SpecrlError:
         return BY_NAME[name](details)
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineExceeded(f"a call to {peer} must answer within its deadline, got none; it is taken for lost")
-    if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+    # Without a name INTERNAL is no peer's: grpc.aio says so when it could not send a message (grpc/grpc#36066).
+    is_unsent = error.code() is grpc.StatusCode.INTERNAL and not name
+    if is_unsent or error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
         return PeerUnavailable(f"{peer} must be reachable, got {details!r}; it is taken for lost until it registers")
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return MessageTooLarge(
@@ -230,7 +232,7 @@ class GenerationCall:
         """method: `Generate` over the present channel; it is called when rollouts are first waited for."""
         self._peer, self._limit_bytes, self._method = peer, limit_bytes, method
         self._asked: asyncio.Queue[generation_pb2.GenerateRequest | None] = asyncio.Queue()
-        self._missing: set[str] = set()
+        self._missing: dict[str, tuple[str, int]] = {}  # group and sample of what has not come back, by rollout id
 
     def ask(self, requests: Sequence[RolloutRequest], terms: Terms) -> None:
         """Send for rollouts. Raises MessageTooLarge."""
@@ -242,7 +244,7 @@ class GenerationCall:
             resumes=terms.resumes,
         )
         check_size(f"a request to {self._peer}", message.ByteSize(), self._limit_bytes)
-        self._missing.update(item.rollout_id for item in requests)
+        self._missing |= {item.rollout_id: (item.group_id, item.sample_index) for item in requests}
         self._asked.put_nowait(message)
 
     def end(self) -> None:
@@ -250,20 +252,28 @@ class GenerationCall:
         self._asked.put_nowait(None)
 
     async def rollouts(self) -> AsyncGenerator[Rollout]:
-        """Yield each rollout when it finishes, until the call ends. Raises PeerUnavailable when it breaks.
+        """Yield each rollout when it finishes, until the call ends.
 
-        Closing the iterator aborts what is unfinished, unless it outlives the call. A rollout that was not asked for,
-        or has come already, is passed over; what the call then ends without is asked for again.
+        Closing the iterator aborts what is unfinished, unless it outlives the call. Raises PeerUnavailable when the
+        call breaks, RecordInvalid for a rollout that was not asked for or has come already: another is missing then.
         """
         call = self._method()(self._requests(), metadata=_metadata())
         try:
             async for data in call:
                 rollout = wire.rollout_from_bytes(data)
-                if rollout.rollout_id in self._missing:
-                    self._missing.remove(rollout.rollout_id)
-                    yield rollout
-                else:
-                    log.warning("rollout_unasked", peer=self._peer, rollout_id=rollout.rollout_id)
+                place = rollout.group_id, rollout.sample_index
+                if self._missing.pop(rollout.rollout_id, None) != place:
+                    raise RecordInvalid(
+                        f"a rollout of {self._peer} must be one that it was asked for and has not sent yet, got "
+                        f"{rollout.rollout_id[:64]!r} as sample {place[1]} of {place[0][:64]!r}; the replica is at "
+                        "fault, and asked anew"
+                    )
+                yield rollout
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise PeerUnavailable(f"a call to {self._peer} must go on, got cancelled; it is made anew") from error
         except grpc.aio.AioRpcError as error:
             raise translate(error, self._peer) from error
         finally:

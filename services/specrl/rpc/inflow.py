@@ -65,5 +65,4 @@ class Inflow(Generic[T]):
     def _ended(self, task: asyncio.Task[None]) -> None:
         """Wake `items`, which raises what broke the task, or sees that none is left."""
         self._tasks.discard(task)
-        if not task.cancelled():
-            self._arrived.put_nowait(_TaskEnded(task.exception()))
+        self._arrived.put_nowait(_TaskEnded(asyncio.CancelledError() if task.cancelled() else task.exception()))

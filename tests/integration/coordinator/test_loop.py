@@ -281,17 +281,25 @@ async def test_what_is_sampled_beside_the_steps_comes_without_a_replica_that(
 
 
 class Misanswering(GenerationService):
-    """Answers the first calls in a way that no replica should."""
+    """Answers the first requests of the stream of steps in a way that no replica should."""
 
     kind = ""
     left = 6
 
-    async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        is_wrong, Misanswering.left = Misanswering.left > 0, Misanswering.left - 1
-        async for message in super().Generate(request, context):
-            if not is_wrong:
+    async def Generate(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
+        asked: list[str] = []
+
+        async def noted() -> AsyncIterator[Any]:
+            async for request in request_iterator:
+                asked.extend(item.rollout_id for item in request.requests)
+                yield request
+
+        async for message in super().Generate(noted(), context):
+            if not Misanswering.left or not message.rollout_id[0].isdigit():
                 yield message
-            elif self.kind == "ends early":
+                continue
+            Misanswering.left -= 1
+            if self.kind == "ends early":
                 return
             elif self.kind == "of nobody":
                 stranger = type(message)()
@@ -303,7 +311,7 @@ class Misanswering(GenerationService):
                 yield message
                 yield message
             elif self.kind == "as another's":
-                message.rollout_id = request.requests[-1].rollout_id
+                message.rollout_id = next(name for name in reversed(asked) if name != message.rollout_id)
                 yield message
             else:
                 message.finish_reason = 0
@@ -320,7 +328,7 @@ async def test_whatever_a_replica_answers_every_prompt_is_trained_once(
     async with Run(tmp_path, a_spec(tmp_path), make_service=Misanswering) as run:
         await run.finish()
         check_promises(run)
-    assert Misanswering.left <= 0
+    assert Misanswering.left == 0
 
 
 class StuckInUpdate(TableEngine):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from tests.weight_sender import WeightSender, manifest_of
 from specrl.api.v1 import generation_pb2_grpc
 from specrl.errors import ChecksumMismatch, EngineFailed, PeerUnavailable, RecordInvalid, VersionConflict
 from specrl.generation.service import GenerationService
-from specrl.records import RolloutRequest, Sampling, TensorMeta, WeightChecksums, WeightGroup, WeightOwner
+from specrl.records import Rollout, RolloutRequest, Sampling, TensorMeta, WeightChecksums, WeightGroup, WeightOwner
 from specrl.rpc.clients import GenerationClient, Terms
 from specrl.rpc.server import serve
 from specrl.spec.run import Weights
@@ -164,6 +164,43 @@ async def test_a_request_that_is_refused_ends_the_call_and_what_does_not_outlive
     async with asyncio.timeout(DEADLINE_S):
         while (await replica.client.status()).live_requests > 1:  # noqa: ASYNC110 - a counter
             await asyncio.sleep(0.01)
+
+
+class Forgetful(TableEngine):
+    """Ends without the last rollout of every request, or answers as another."""
+
+    def __init__(self, rename: str = "") -> None:
+        super().__init__()
+        self.rename = rename
+
+    async def generate(self, requests: Sequence[RolloutRequest], admit_together: bool) -> AsyncIterator[Rollout]:
+        async for rollout in super().generate(requests[:-1], admit_together):
+            yield replace(rollout, rollout_id=self.rename or rollout.rollout_id)
+
+
+@pytest.mark.parametrize(("rename", "words"), [("", "must finish what it takes"), ("r9", "must answer what it was")])
+async def test_an_engine_that_answers_less_or_other_than_it_was_asked_ends_the_call(rename: str, words: str) -> None:
+    """Over a call that goes on nobody would notice that something never comes."""
+    engine = Forgetful(rename)
+    await engine.start()
+    server, port = await serve(GenerationService(engine, Weights(), reattach_s=REATTACH_S).add_to, "127.0.0.1", 0)
+    try:
+        async with GenerationClient(f"127.0.0.1:{port}", "gen-0") as client:
+            call = client.converse()
+            call.ask(some(3), Terms(admit_together=False, min_policy_version=-1))
+            with pytest.raises(EngineFailed, match=words):
+                _ = [rollout async for rollout in call.rollouts()]
+    finally:
+        await server.stop(None)
+
+
+async def test_a_name_that_is_under_way_in_the_call_is_refused(replica: Replica) -> None:
+    await replica.engine.pause()
+    call = replica.client.converse()
+    for _ in range(2):
+        call.ask([named("r")], Terms(admit_together=False, min_policy_version=-1))
+    with pytest.raises(RecordInvalid, match="unique within a call, got 'r' twice"):
+        await anext(call.rollouts())
 
 
 async def test_nothing_waits_for_requests_once_a_call_is_over(replica: Replica) -> None:

@@ -66,6 +66,18 @@ async def test_what_was_there_before_a_failure_comes_first_and_the_others_are_cl
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
+async def test_a_task_that_is_cancelled_by_somebody_else_does_not_go_unseen() -> None:
+    inflow: Inflow[int] = Inflow()
+
+    async def cancelled() -> None:
+        raise asyncio.CancelledError
+
+    inflow.spawn(asyncio.Event().wait())  # type: ignore[arg-type]  # whose value nobody reads
+    inflow.spawn(cancelled())
+    with pytest.raises(asyncio.CancelledError):
+        await anext(inflow.items())
+
+
 async def test_whoever_stops_iterating_closes_every_source() -> None:
     inflow: Inflow[int] = Inflow()
     closed: list[int] = []

@@ -73,8 +73,7 @@ class WorkerExtension:
 
     def specrl_expect(self, tensors: list[list[Any]], bucket_bytes: int) -> Answer:
         """Every version consists of these from now on. Value: None."""
-        self.specrl_manifest = manifest_from_rows(tensors, bucket_bytes)
-        return _answer(lambda: None)
+        return _answer(lambda: self._specrl_expect(manifest_from_rows(tensors, bucket_bytes)))
 
     def specrl_receive(self, group: dict[str, Any], ranks_of_node: int) -> Answer:
         """Begin to join the group, if needed, and to take part in one broadcast, or to read files. Value: None."""
@@ -113,6 +112,9 @@ class WorkerExtension:
     def _specrl_drafter(self) -> Any:
         """The drafter's module, or None. n-gram proposers have no model."""
         return self.model_runner.get_draft_model()
+
+    def _specrl_expect(self, manifest: WeightManifest) -> None:
+        self.specrl_manifest = manifest
 
     def _specrl_drop(self) -> None:
         self.specrl_staged = self.specrl_whole = None
