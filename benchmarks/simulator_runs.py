@@ -10,10 +10,10 @@ seeds in each, so that a slow hour of the machine meets what predicts and what i
 since the prompts decide how long answers are, and answers what a step takes; for that the policy learns next to nothing
 (a learning rate of 1e-9).
 
-Measured is the median over turns of a run's mean step, its first epoch left out, in which a trainer's memory grows; its
-noise is the median distance of a turn from that. "gain" is the speed of generation against the same configuration
-without drafts, where that is one of the twelve and nothing is trained meanwhile. Runs that have finished are kept:
-after Ctrl-C the same command goes on.
+Measured is the median over turns of a run's mean step, its first epochs left out, until it has warmed up as it has for
+a calibration; its noise is the median distance of a turn from that. "gain" is the speed of generation against the same
+configuration without drafts, where that is one of the twelve and nothing is trained meanwhile. Runs that have finished
+are kept: after Ctrl-C the same command goes on.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from specrl.coordinator.calibration import WARM_UP_STEPS
 from specrl.launcher.run_directory import RunDirectory
 from specrl.report.reading import read
 from specrl.simulator.from_run import scenario_of
@@ -44,6 +45,9 @@ from specrl.spec import load_spec
 
 PROMPTS, GROUP = 24, 8
 """Of an epoch, and rollouts of each."""
+
+MEASURED_STEPS = 3
+"""Of a run, at least: whole epochs of them."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,20 @@ class Configuration:
         """Steps in which every prompt is trained on once."""
         return PROMPTS * GROUP // self.rollouts
 
-    def fields(self, run: Path, epochs: int) -> dict[str, str]:
+    @property
+    def warm_up_steps(self) -> int:
+        """Whole epochs of steps that are not compared."""
+        return self._whole(WARM_UP_STEPS)
+
+    @property
+    def steps(self) -> int:
+        """Of a run."""
+        return self.warm_up_steps + self._whole(MEASURED_STEPS)
+
+    def _whole(self, steps: int) -> int:
+        return -(-steps // self.epoch_steps) * self.epoch_steps
+
+    def fields(self, run: Path) -> dict[str, str]:
         """Of the demo's run file."""
         export = (run / "export").resolve()
         speculation = "{none: {}}"
@@ -90,7 +107,7 @@ class Configuration:
             "schedule.promptsPerStep": str(self.rollouts // GROUP),
             "schedule.groupSize": str(GROUP),
             "schedule.maxPolicyLag": str(self.lag),
-            "schedule.steps": str(epochs * self.epoch_steps),
+            "schedule.steps": str(self.steps),
             "validation": "null",
             "canary.everySteps": "0",
             "checkpoint.everySteps": "1000",
@@ -114,12 +131,12 @@ CONFIGURATIONS = (
 )
 
 
-def predict(run: Path, epochs: int, calibrations: list[Path]) -> dict[str, Any]:
+def predict(run: Path, calibrations: list[Path]) -> dict[str, Any]:
     """Seconds of a step, seconds of it that are exposed, and the gain, by configuration."""
     measured = read_calibrations(calibrations)
     found = {}
     for configuration in CONFIGURATIONS:
-        spec = load_spec(demo_runs.RUN_FILE, demo_runs.overrides_of(configuration.fields(run, epochs)))
+        spec = load_spec(demo_runs.RUN_FILE, demo_runs.overrides_of(configuration.fields(run)))
         outcome = simulate(parse(scenario_of(spec, measured, None)), measured)
         found[configuration.name] = {
             "stepS": outcome.speculative.step_s,
@@ -131,8 +148,8 @@ def predict(run: Path, epochs: int, calibrations: list[Path]) -> dict[str, Any]:
 
 
 def measured_of(configuration: Configuration, folder: Path) -> dict[str, float]:
-    """Means over the steps of a run after its first epoch."""
-    steps = read(RunDirectory(folder)).steps[configuration.epoch_steps :]
+    """Means over the steps of a run after those in which it warms up."""
+    steps = read(RunDirectory(folder)).steps[configuration.warm_up_steps :]
     return {
         "stepS": fmean(sum(getattr(step.stages, name) for name in STAGES) for step in steps),
         "exposedS": fmean(step.exposed_generation for step in steps),
@@ -175,7 +192,6 @@ def main() -> None:
     parser.add_argument("--run", type=Path, required=True, help="a finished run of the demo: its policy and drafter")
     parser.add_argument("--out", type=Path, required=True, help="folder of runs and predictions")
     parser.add_argument("--turns", type=int, default=5, help="of every configuration (default: %(default)s)")
-    parser.add_argument("--epochs", type=int, default=3, help="of a run, the first not counted (default: %(default)s)")
     asked = parser.parse_args()
     console = Console(width=150)
     every = (*CALIBRATIONS, *CONFIGURATIONS)
@@ -186,11 +202,11 @@ def main() -> None:
             for configuration in random.Random(turn).sample(every, len(every)):  # noqa: S311 - no secret
                 name = f"{configuration.name}-turn{turn}"
                 bar.update(task, description=name)
-                run = demo_runs.run(configuration.fields(asked.run, asked.epochs), asked.out / name)
+                run = demo_runs.run(configuration.fields(asked.run), asked.out / name)
                 folders[configuration].append(run)
                 bar.advance(task)
     calibrations = [folder / "calibration.json" for one in CALIBRATIONS for folder in folders[one]]
-    predictions = predict(asked.run, asked.epochs, calibrations)
+    predictions = predict(asked.run, calibrations)
     (asked.out / "predictions.json").write_text(json.dumps(predictions, indent=1) + "\n", encoding="utf-8")
     turns = {one.name: [measured_of(one, folder) for folder in folders[one]] for one in CONFIGURATIONS}
     score(predictions, turns, console)

@@ -1,7 +1,7 @@
 """What a run has measured that a simulation needs, in one file beside it: calibration.json.
 
     step costs     what a step of the engines took, by live rollouts and drafted tokens (from the replicas)
-    acceptance, lengths, how alike a group's are, prompts, and the stages of every step (from the reports)
+    acceptance, the lengths of every group, prompts, and the stages of every step (from the reports)
     alone          with maxPolicyLag 0, what generation and training are like while the other stands still
 
 Written again after every step, so that a run which is under way, or was killed, can be simulated too. `simulator` and
@@ -28,17 +28,15 @@ from specrl.records import Group, StepCost
 from specrl.records.status import LONGEST_DRAFT
 from specrl.spec import RunSpec
 
-QUANTILES = 129
-"""Of the lengths: equally spaced probabilities from 0 to 1, every 1/128."""
-
 STEPS_KEPT = 200
 """Of the stages and the acceptance: the newest steps."""
 
-GROUPS_KEPT = 5_000
-"""Of the newest groups: how alike their rollouts are, and their prompts."""
+WARM_UP_STEPS = 5
+"""Of this coordinator, in which every process touches memory for the first time and fills its caches: a step of a small
+model takes up to a half more for a while. What was measured in them stands until there is anything else."""
 
-LENGTHS_KEPT = 20_000
-"""Of the newest rollouts."""
+GROUPS_KEPT = 512
+"""Of the newest groups: the lengths of their rollouts, and their prompts'."""
 
 Measured = Annotated[float, Field(gt=0, lt=1e12)]
 Counted = Annotated[int, Field(ge=0, lt=2**53)]
@@ -99,9 +97,8 @@ class Calibration(Report):
     """Chance of each position that its token is accepted when those before it were; empty without speculation."""
     draft_tokens: Annotated[int, Field(ge=0, le=LONGEST_DRAFT)] = 0
     """k of the run file."""
-    length_quantiles: tuple[Measured, ...] = ()
-    group_correlation: Chance = 0.0
-    """Share of the variance of log-lengths that is between prompts."""
+    groups: tuple[tuple[Measured, ...], ...] = ()
+    """Sampled tokens of each rollout of a prompt."""
     prompt_tokens: Annotated[float, Field(ge=0, lt=1e12)] = 0.0
     alone: tuple[Alone, ...] = ()
     """Empty: not known, since generation went on beside other stages. Of several files that are read as one, each's."""
@@ -113,13 +110,12 @@ class CalibrationFile:
 
     def __init__(self, spec: RunSpec, directory: Path) -> None:
         self._spec, self._file = spec, directory / "calibration.json"
-        self._lengths: deque[float] = deque(maxlen=LENGTHS_KEPT)
-        self._within: deque[float] = deque(maxlen=GROUPS_KEPT)
-        self._between: deque[float] = deque(maxlen=GROUPS_KEPT)
+        self._groups: deque[tuple[int, ...]] = deque(maxlen=GROUPS_KEPT)
         self._prompts: deque[int] = deque(maxlen=GROUPS_KEPT)
         self._steps: deque[TrainedStages] = deque(maxlen=STEPS_KEPT)
         self._accepted: deque[list[float]] = deque(maxlen=STEPS_KEPT)
         self._decoding = _Decoding()
+        self._seen = 0
         self._cores: deque[_Cores] = deque(maxlen=STEPS_KEPT)
         self._is_behind = False
 
@@ -131,12 +127,13 @@ class CalibrationFile:
         busy_cores: tuple[float | None, float | None],
     ) -> None:
         """Take up a step, and write. costs: by replica, from its start on. busy_cores: of this machine, as `Alone`."""
+        if self._seen == WARM_UP_STEPS:
+            self._steps.clear()
+            self._cores.clear()
+            self._decoding.begin_anew()
+        self._seen += 1
         for group in groups:
-            lengths = [float(rollout.sampled_length) for rollout in group.rollouts]
-            logs = np.log(lengths)
-            self._within.append(float(logs.var(ddof=1)) if len(logs) > 1 else 0.0)
-            self._between.append(float(logs.mean()))
-            self._lengths.extend(lengths)
+            self._groups.append(tuple(rollout.sampled_length for rollout in group.rollouts))
             self._prompts.append(len(group.prompt.token_ids))
         if report.accepted_per_position:
             self._accepted.append(report.accepted_per_position)
@@ -165,8 +162,7 @@ class CalibrationFile:
             engine_steps=tuple(merged(self._decoding.costs)),
             acceptance=tuple(_conditional(self._accepted)),
             draft_tokens=self._spec.generation.speculation.num_draft_tokens,
-            length_quantiles=self._quantiles(),
-            group_correlation=self._correlation(),
+            groups=tuple(self._groups),
             prompt_tokens=float(np.mean(self._prompts)) if self._prompts else 0.0,
             alone=self._alone(),
             steps=tuple(self._steps),
@@ -187,18 +183,6 @@ class CalibrationFile:
             cores_training=fmean(step.training for step in cores),
         )
         return (found,)
-
-    def _quantiles(self) -> tuple[float, ...]:
-        places = np.linspace(0, 1, QUANTILES)
-        return tuple(np.quantile(self._lengths, places).tolist()) if self._lengths else ()
-
-    def _correlation(self) -> float:
-        """One-way random effects: the variance between groups' means less what their own rollouts put into it."""
-        if len(self._between) < 2:
-            return 0.0
-        within, means = float(np.mean(self._within)), float(np.var(self._between, ddof=1))
-        between = max(0.0, means - within / self._spec.schedule.group_size)
-        return between / (between + within) if between + within > 0 else 0.0
 
     def _write(self, found: Calibration) -> None:
         part = self._file.with_suffix(".json.part")
@@ -230,6 +214,7 @@ class _Decoding:
 
     def __init__(self) -> None:
         self._before: Mapping[str, dict[tuple[int, int, int], StepCost]] | None = None
+        self._newest: Mapping[str, Sequence[StepCost]] = {}
         self.costs: list[StepCost] = []
         self._decoded_s = 0.0
         self._generated_s = 0.0
@@ -237,9 +222,9 @@ class _Decoding:
 
     def step_ended(self, report: StepReport, costs: Mapping[str, Sequence[StepCost]]) -> None:
         """costs: by replica, from its start on."""
-        self.costs = [cost for replica in costs.values() for cost in replica]
+        self.costs, self._newest = [cost for replica in costs.values() for cost in replica], costs
         if self._before is None:
-            self._before = {name: {cost.bin: cost for cost in replica} for name, replica in costs.items()}
+            self._before = _by_bin(costs)
             return
         before = self._before
         self.costs = [
@@ -250,6 +235,11 @@ class _Decoding:
         self._generated_s += report.stages.generation
         self._rollouts += report.rollouts / replicas
 
+    def begin_anew(self) -> None:
+        """Forget all up to the newest step."""
+        self._before = _by_bin(self._newest)
+        self._decoded_s = self._generated_s = self._rollouts = 0.0
+
     @property
     def is_warm(self) -> bool:
         """Whether the first step has ended."""
@@ -259,6 +249,10 @@ class _Decoding:
     def starting_seconds(self) -> float | None:
         """Of a rollout; None before the second step."""
         return max(0.0, self._generated_s - self._decoded_s) / self._rollouts if self._rollouts else None
+
+
+def _by_bin(costs: Mapping[str, Sequence[StepCost]]) -> dict[str, dict[tuple[int, int, int], StepCost]]:
+    return {name: {cost.bin: cost for cost in replica} for name, replica in costs.items()}
 
 
 def merged(costs: Iterable[StepCost]) -> list[EngineStep]:

@@ -49,11 +49,10 @@ def scenario_of(spec: RunSpec, calibration: Calibration | None, cluster: dict[st
 
 def _workload(spec: RunSpec, calibration: Calibration | None) -> dict[str, Any]:
     known = {"maxTokens": spec.generation.sampling.max_tokens, "promptTokens": spec.prompts.max_tokens}
-    if calibration is None or not calibration.length_quantiles:
+    if calibration is None or not calibration.groups:
         return known
     return known | {
-        "quantiles": [min(length, known["maxTokens"]) for length in calibration.length_quantiles],
-        "groupCorrelation": calibration.group_correlation,
+        "groups": [[min(length, known["maxTokens"]) for length in group] for group in calibration.groups],
         "promptTokens": max(1, round(calibration.prompt_tokens)),
     }
 

@@ -1,12 +1,16 @@
-"""How long rollouts are: a log-normal that ends at a cap, or what a run measured; alike within a prompt's group.
+"""How long rollouts are, and how alike those of a prompt's group: a distribution that ends at a cap, or a run's groups.
 
-Completions of one prompt resemble each other. With correlation c a rollout's normal deviate is
-sqrt(c) * its group's + sqrt(1 - c) * its own, which goes through the distribution's quantile function.
+Completions of one prompt resemble each other. Where a distribution is all that is known, with correlation c a rollout's
+normal deviate is sqrt(c) * its group's + sqrt(1 - c) * its own, which goes through the quantile function. A run knows
+more: which prompts are answered at length, and how far their answers differ. So a measured prompt is drawn with its own
+lengths, and how long the last rollout of a step takes comes out as it was.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +18,19 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 
+class Lengths(Protocol):
+    """Of the rollouts of a workload."""
+
+    def draw(self, groups: int, size: int, random: np.random.Generator) -> Floats:
+        """[groups, size] lengths in tokens, at least 1, at most the longest."""
+
+    @property
+    def mean(self) -> float:
+        """Tokens."""
+
+
 @dataclass(frozen=True)
-class Lengths:
+class Distribution:
     """quantiles_Q: tokens at equally spaced probabilities from 0 to 1, ascending. correlation: of a group, 0 to 1."""
 
     quantiles_Q: Floats
@@ -23,7 +38,7 @@ class Lengths:
     longest: int
 
     def draw(self, groups: int, size: int, random: np.random.Generator) -> Floats:
-        """[groups, size] lengths in tokens, at least 1, at most `longest`."""
+        """See Lengths."""
         shared = random.standard_normal((groups, 1)) * np.sqrt(self.correlation)
         own = random.standard_normal((groups, size)) * np.sqrt(1 - self.correlation)
         levels = _normal_cdf(shared + own)
@@ -35,15 +50,36 @@ class Lengths:
         return float(np.clip(self.quantiles_Q, 1, self.longest).mean())
 
 
-def log_normal(median: float, sigma: float, longest: int, correlation: float) -> Lengths:
+@dataclass(frozen=True)
+class Groups:
+    """lengths: of every measured prompt's rollouts."""
+
+    lengths: Sequence[Sequence[float]]
+    longest: int
+
+    def draw(self, groups: int, size: int, random: np.random.Generator) -> Floats:
+        """See Lengths. Prompts come in passes, in another order each, as from a run's stream."""
+        passes = -(-groups // len(self.lengths))
+        order = np.concatenate([random.permutation(len(self.lengths)) for _ in range(passes)])[:groups]
+        found = np.stack([_of_group(self.lengths[place], size, random) for place in order])
+        return np.clip(np.round(found), 1, self.longest)
+
+    @property
+    def mean(self) -> float:
+        return float(np.mean([np.clip(group, 1, self.longest).mean() for group in self.lengths]))
+
+
+def _of_group(lengths: Sequence[float], size: int, random: np.random.Generator) -> Floats:
+    """[size] lengths: the very ones in groups of their own size, of another size what lies between them."""
+    if len(lengths) == size:
+        return random.permutation(np.asarray(lengths, dtype=np.float64))
+    return np.asarray(np.quantile(lengths, random.random(size)), dtype=np.float64)
+
+
+def log_normal(median: float, sigma: float, longest: int, correlation: float) -> Distribution:
     """Log-normal lengths; what would be longer than `longest` is cut off there, as an engine does."""
     levels = (np.arange(2048) + 0.5) / 2048
-    return Lengths(np.minimum(median * np.exp(sigma * _normal_quantile(levels)), longest), correlation, longest)
-
-
-def measured(quantiles: list[float], longest: int, correlation: float) -> Lengths:
-    """As a run found them."""
-    return Lengths(np.asarray(quantiles, dtype=np.float64), correlation, longest)
+    return Distribution(np.minimum(median * np.exp(sigma * _normal_quantile(levels)), longest), correlation, longest)
 
 
 def _normal_cdf(values: Floats) -> Floats:

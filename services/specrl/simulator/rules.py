@@ -85,8 +85,8 @@ def _layout(scenario: Scenario) -> Iterator[Problem]:
 def _workload(scenario: Scenario) -> Iterator[Problem]:
     work = scenario.workload
     log_normal = work.median_tokens is not None or work.sigma is not None
-    if (work.named is not None) + log_normal + (work.quantiles is not None) != 1:
-        rule = "must have lengths from exactly one of named, medianTokens with sigma, and quantiles"
+    if (work.named is not None) + log_normal + (work.quantiles is not None) + (work.groups is not None) != 1:
+        rule = "must have lengths from exactly one of named, medianTokens with sigma, quantiles, and groups"
         yield Problem("workload", rule, "keep one")
     elif log_normal and (work.median_tokens is None or work.sigma is None):
         yield Problem("workload", "must have both medianTokens and sigma, got one", "add the other")
@@ -101,6 +101,10 @@ def _workload(scenario: Scenario) -> Iterator[Problem]:
         elif work.quantiles[-1] > work.max_tokens:
             rule = f"must be at most maxTokens={work.max_tokens}, got {work.quantiles[-1]:g}"
             yield Problem("workload.quantiles", rule, "raise maxTokens")
+    longest = max((max(group) for group in work.groups or ()), default=0.0)
+    if longest > work.max_tokens:
+        rule = f"must be at most maxTokens={work.max_tokens}, got {longest:g}"
+        yield Problem("workload.groups", rule, "raise maxTokens")
 
 
 def _schedule(scenario: Scenario) -> Iterator[Problem]:

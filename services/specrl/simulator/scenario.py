@@ -18,6 +18,7 @@ Above = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 AtLeastZero = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Chance = Annotated[float, Field(ge=0, le=1)]
+Group = Annotated[tuple[Above, ...], Field(min_length=1, max_length=4096)]
 
 
 class Precision(StrEnum):
@@ -73,17 +74,19 @@ class Workload(Section):
     """What a step is made of. Lengths are of completions, in tokens."""
 
     named: str | None = None
-    """A length distribution of simulator/workloads.py instead of the three fields below."""
+    """A length distribution of simulator/workloads.py instead of the four fields below."""
     median_tokens: Above | None = None
     """Median of log-normal lengths before they are cut off at maxTokens."""
     sigma: Annotated[float, Field(ge=0, le=4)] | None = None
     """Standard deviation of their logarithm."""
     quantiles: Annotated[tuple[Above, ...], Field(min_length=2, max_length=4097)] | None = None
-    """Or lengths at equally spaced probabilities from 0 to 1, as a run measured them."""
+    """Or lengths at equally spaced probabilities from 0 to 1."""
+    groups: Annotated[tuple[Group, ...], Field(min_length=1, max_length=4096)] | None = None
+    """Or the lengths of each prompt's rollouts, as a run measured them."""
     max_tokens: Positive
     """No rollout is longer."""
     group_correlation: Chance = 0.5
-    """How alike the lengths of one prompt's rollouts are: 0 not at all, 1 equal."""
+    """How alike the lengths of one prompt's rollouts are: 0 not at all, 1 equal. Groups say so themselves."""
     prompt_tokens: Positive = 200
     """Mean length of prompts."""
 

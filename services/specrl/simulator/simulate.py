@@ -8,11 +8,13 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from statistics import fmean
 
+import numpy as np
+
 from specrl.coordinator.calibration import Calibration
 from specrl.errors import SpecInvalid
 from specrl.simulator.costs import Costs
 from specrl.simulator.hardware import GPUS
-from specrl.simulator.lengths import Lengths, log_normal, measured
+from specrl.simulator.lengths import Distribution, Groups, Lengths, log_normal
 from specrl.simulator.measured import MeasuredCosts
 from specrl.simulator.memory import Memory, memory_of, memory_problems
 from specrl.simulator.models import MODELS, ModelShape, read_shape
@@ -181,8 +183,10 @@ def _read_shape(folder: Path) -> ModelShape:
 
 def _lengths(scenario: Scenario) -> Lengths:
     work = scenario.workload
+    if work.groups is not None:
+        return Groups(work.groups, work.max_tokens)
     if work.quantiles is not None:
-        return measured(list(work.quantiles), work.max_tokens, work.group_correlation)
+        return Distribution(np.asarray(work.quantiles), work.group_correlation, work.max_tokens)
     median, sigma = NAMED[work.named] if work.named is not None else (work.median_tokens, work.sigma)
     assert median is not None  # rules.py
     assert sigma is not None

@@ -9,7 +9,7 @@ import pytest
 from tests.run_files import a_run
 from tests.unit.coordinator.test_report_files import a_report
 
-from specrl.coordinator.calibration import Calibration, CalibrationFile
+from specrl.coordinator.calibration import WARM_UP_STEPS, Calibration, CalibrationFile
 from specrl.coordinator.report import StageSeconds
 from specrl.records import FinishReason, Group, Prompt, Reward, Rollout, StepCost, VersionSpan
 from specrl.spec.load import parse_spec
@@ -47,12 +47,10 @@ def test_lengths_acceptance_stages_and_costs_of_all_steps_are_there(tmp_path: Pa
     costs = {"a": [StepCost(3, 10, 80, 1000, 0.5)]}
     first = a_report(1).model_copy(update={"accepted_per_position": [0.8, 0.4], "tokens": 30, "rollouts": 4})
     file.step_ended(first, [a_group(5, 5), a_group(10, 10)], costs, (1.5, 1.0))
-    assert written(tmp_path).group_correlation == 1  # equal within a group, different between them
     file.step_ended(a_report(2), [a_group(5, 10), a_group(5, 10)], {"a": [StepCost(3, 30, 240, 3000, 1.5)]}, (1.5, 1.0))
     found = written(tmp_path)
     assert found.acceptance == pytest.approx((0.8, 0.5))
-    assert (found.length_quantiles[0], found.length_quantiles[-1]) == (5, 10)
-    assert found.group_correlation < 1
+    assert found.groups == ((5, 5), (10, 10), (5, 10), (5, 10))
     assert found.prompt_tokens == 3
     assert [step.step for step in found.steps] == [1, 2]
     assert [(step.live, step.context, step.seconds) for step in found.engine_steps] == [(8, 100, 0.05)]
@@ -78,6 +76,29 @@ def test_what_of_generation_is_no_decoding_is_known_where_nothing_else_goes_on(
     assert [one.starting_seconds for one in found.alone] == ([] if expected is None else [pytest.approx(expected)])
     assert all(one.core_seconds == pytest.approx(0.002) and one.cores_training == 1 for one in found.alone)
     assert [(step.steps, step.live, step.seconds) for step in found.engine_steps] == [(40, 8, pytest.approx(0.16))]
+
+
+def test_the_first_steps_count_until_there_are_others(tmp_path: Path) -> None:
+    """Every step is 16 rollouts, 10 engine steps and 2 s of generation; those of the first five take twice as long."""
+    run = a_run(tmp_path)
+    file = CalibrationFile(parse_spec(run | {"schedule": run["schedule"] | {"maxPolicyLag": 0}}), tmp_path)
+    decoded_s, seen = 0.0, []
+    for step in range(1, 9):
+        decoded_s += 1.6 if step <= WARM_UP_STEPS else 0.8
+        report = a_report(step).model_copy(
+            update={"rollouts": 16, "tokens": 600, "stages": StageSeconds(generation=2.0)}
+        )
+        file.step_ended(
+            report,
+            [a_group(step, step)],
+            {"a": [StepCost(3, 10 * step, 80 * step, 1000 * step, decoded_s)]},
+            (1.5, 1.0),
+        )
+        found = written(tmp_path)
+        seen.append(([one.step for one in found.steps], [round(one.seconds, 3) for one in found.engine_steps]))
+    assert seen[4:] == [([1, 2, 3, 4, 5], [0.16]), ([6], [0.08]), ([6, 7], [0.08]), ([6, 7, 8], [0.08])]
+    assert [one.starting_seconds for one in found.alone] == [pytest.approx((2.0 - 0.8) / 16)]
+    assert found.groups == tuple((step, step) for step in range(1, 9))
 
 
 def test_a_disk_that_refuses_stops_nothing(tmp_path: Path) -> None:

@@ -90,17 +90,31 @@ def test_steps_add_up(vllm_imported: None) -> None:
     drafted = SimpleNamespace(
         num_drafts=2, num_draft_tokens=6, num_accepted_tokens=3, num_accepted_tokens_per_pos=[2, 1, 0]
     )
-    config = SimpleNamespace(cache_config=SimpleNamespace(num_gpu_blocks=8, block_size=16))
 
     def stats(drafts: SimpleNamespace | None) -> SimpleNamespace:
-        return SimpleNamespace(spec_decoding_stats=drafts, num_running_reqs=2, kv_cache_usage=0.5)
+        return SimpleNamespace(spec_decoding_stats=drafts, num_running_reqs=2)
 
     def tokens(count: int) -> SimpleNamespace:
         return SimpleNamespace(num_generation_tokens=count, num_prompt_tokens=0)
 
-    logger(config, 0).record(stats(drafted), tokens(5))
+    logger(SimpleNamespace(), 0).record(stats(drafted), tokens(5))
     logger.record(stats(None), tokens(1))
     logger.record(None, None)
     logger.record(stats(drafted), tokens(5))
     assert logger.total == SpeculationCounters(4, 12, 6, (4, 2, 0), 11)
     assert logger.total.acceptance_length == 2.5
+
+
+def test_context_is_the_mean_of_what_is_under_way(vllm_imported: None) -> None:
+    from specrl.generation.vllm_backend.counters import CountingLogger
+
+    def request(prompt_tokens: int, generated: int) -> SimpleNamespace:
+        return SimpleNamespace(prompt_len=prompt_tokens, stats=SimpleNamespace(num_generation_tokens=generated))
+
+    logger, stats = CountingLogger(), SimpleNamespace(spec_decoding_stats=None, num_running_reqs=2)
+    requests = {"a": request(10, 5), "b": request(20, 1)}
+    logger.watch(requests)
+    for _ in range(3):
+        logger.record(stats, SimpleNamespace(num_generation_tokens=2, num_prompt_tokens=0))
+    (cost,) = logger.times.costs()
+    assert cost.context_sum == 18 * cost.steps

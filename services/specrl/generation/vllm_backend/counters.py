@@ -6,6 +6,7 @@ A stat logger of our own rather than vLLM's Prometheus counters, since those are
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from vllm.v1.metrics.loggers import StatLoggerBase
@@ -20,13 +21,16 @@ class CountingLogger(StatLoggerBase):
     def __init__(self, vllm_config: Any = None, engine_index: int = 0) -> None:
         self.total = SpeculationCounters()
         self.times = StepTimes()
-        self._cache_tokens = 0
+        self._requests: Mapping[str, Any] = {}
 
     def __call__(self, vllm_config: Any, engine_index: int = 0) -> CountingLogger:
         """vLLM calls a factory for each engine core; we have one core, and this is its logger."""
-        cache = vllm_config.cache_config
-        self._cache_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
         return self
+
+    def watch(self, requests: Mapping[str, Any]) -> None:
+        """requests: what vLLM's front end knows of each request under way, from which contexts are read. The use of the
+        KV cache does not tell them: it counts whole blocks, and a prompt that several share once."""
+        self._requests = requests
 
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
@@ -52,8 +56,14 @@ class CountingLogger(StatLoggerBase):
         spec, live = scheduler_stats.spec_decoding_stats, scheduler_stats.num_running_reqs
         drafted = round(spec.num_draft_tokens / spec.num_drafts) if spec is not None and spec.num_drafts else 0
         decodes = iteration_stats is None or iteration_stats.num_prompt_tokens == 0
-        context = scheduler_stats.kv_cache_usage * self._cache_tokens / live if live else 0.0
-        self.times.ended(time.monotonic(), live, drafted, context, decodes=decodes)
+        self.times.ended(time.monotonic(), live, drafted, self._context(), decodes=decodes)
+
+    def _context(self) -> float:
+        """Mean tokens of the requests under way, prompts included."""
+        tokens: int = sum(
+            request.prompt_len + request.stats.num_generation_tokens for request in self._requests.values()
+        )
+        return tokens / max(1, len(self._requests))
 
     def log_engine_initialized(self) -> None:
         """Nothing to say; the engine logs its own start."""

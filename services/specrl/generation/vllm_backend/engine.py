@@ -124,6 +124,7 @@ class VllmEngine:
             drafting.configure(config, self._draft_lengths)
         try:
             self._llm = AsyncLLM.from_vllm_config(config, stat_loggers=[self._counters])
+            self._counters.watch(self._llm.output_processor.request_states)
         except Exception as error:  # the engine core is another process; its own words are in the log
             raise EngineFailed(
                 f"vLLM must start with {self._folders.policy.path}, got {type(error).__name__}: {error}; "
