@@ -473,4 +473,5 @@ COVERED = {
     "trainer/megatron_backend/initialisation.py": "tests/integration/trainer/test_megatron_backend.py",
     "trainer/service.py": "step's answer",
     "trainer/sft.py": "its own curves, of which lines that cannot be read are dropped",
+    "weights/staging.py": "memory of a rank of the same node, whose tensors' checksums were compared",
 }
