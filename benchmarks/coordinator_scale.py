@@ -40,7 +40,7 @@ from typing import Any
 import numpy as np
 import psutil
 import structlog
-from benchmarks.scale_peers import Peers, Used
+from benchmarks.scale_peers import GROUP, Peers, Used
 from rich.console import Console
 from rich.table import Table
 from tests.integration.coordinator.small_run import a_spec
@@ -50,7 +50,6 @@ from specrl.spec import RunSpec, parse_spec
 from specrl.spec.load import dump
 
 REPOSITORY = Path(__file__).parents[1]
-GROUP = 16
 PROMPT_TOKENS = 256
 PACED_SHARE = 0.5
 """Of the rate of the closed load: latency is that of a coordinator that keeps up."""

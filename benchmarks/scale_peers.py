@@ -3,9 +3,9 @@
     live --its turn comes--> finished --stream--> coordinator --stream--> the next request: a dispatch
 
 One process holds all replicas: each is a real GenerationService with its own port over an engine that computes
-nothing. Rollouts finish about in the order in which they started: each is overtaken by those of two later steps at the
-most, drawn at random, so that replicas take turns. Its payload exists when it finishes. The trainer is a real
-TrainerService that counts steps; an update moves no weights, but every call of it is made.
+nothing. Rollouts finish about in the order of the stream, wherever they are: each is overtaken by those of two later
+steps at the most, drawn at random, so that replicas take turns. Its payload exists when it finishes. The trainer is a
+real TrainerService that counts steps; an update moves no weights, but every call of it is made.
 
 A load is closed or open. Closed: at most `outstanding` seats are free at any time, at most four steps of rollouts are
 finished and not trained yet, and the next rollout finishes as soon as both allow it: as many rollouts a second as the
@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 import psutil
 
+from specrl.coordinator.scheduler import SlotId
 from specrl.generation.engine import LoadTiming
 from specrl.generation.service import GenerationService
 from specrl.records import (
@@ -59,6 +60,7 @@ from specrl.spec import RunSpec, digest
 from specrl.trainer.service import TrainerService
 
 CHECKSUMS = (1,)
+GROUP = 16
 VOCAB = 150_000
 CHARACTERS_PER_TOKEN = 4
 
@@ -91,12 +93,12 @@ class Live:
 class Floor:
     """All replicas, and what is measured on them.
 
-    spread: how many rollouts that started later may finish before one. filled: seats that were filled after one was
-    freed. latencies_s: of those that no update interrupted.
+    rollouts_per_step: twice as many that come later in the stream may finish before one.
+    filled: seats that were filled after one was freed. latencies_s: of those that no update interrupted.
     """
 
     payload: Payload
-    spread: int
+    rollouts_per_step: int
     engines: list[IdleEngine] = field(default_factory=list)
     started: int = 0
     finished: int = 0
@@ -114,7 +116,11 @@ class Floor:
     def start(self, item: Live) -> None:
         """A rollout is under way."""
         self.started += 1
-        heapq.heappush(self._order, (self.started + self._random.uniform(0, self.spread), self.started, item))
+        slot = SlotId.parse(item.request.rollout_id)
+        assert slot is not None, "all rollouts are of the stream"
+        place = slot.step * self.rollouts_per_step + slot.index * GROUP + slot.sample
+        late = self._random.uniform(0, 2 * self.rollouts_per_step)
+        heapq.heappush(self._order, (place + late, self.started, item))
         self.was_filled.set()
 
     async def fill(self, seats: int) -> None:
@@ -298,7 +304,7 @@ class Peers:
         self._spec, self._folder = spec, folder
         self._client = CoordinatorClient(address)
         self.backend = CountingBackend(spec.schedule.prompts_per_step * spec.schedule.group_size)
-        self.floor = Floor(Payload.of(tokens), 2 * self.backend.rollouts_per_step)
+        self.floor = Floor(Payload.of(tokens), self.backend.rollouts_per_step)
         self._servers: list[Any] = []
         self._memberships: list[asyncio.Task[None]] = []
 
