@@ -78,6 +78,11 @@ def test_an_unknown_path_is_refused_with_the_nearest_one() -> None:
         (("layout.colocated=true",), "schedule.maxPolicyLag"),
         (("workload.named=chat",), "workload"),
         (("workload.medianTokens=5000",), "workload.medianTokens"),
+        (("workload.groups=[[10, 20]]",), "workload"),
+        (
+            ("workload.groups=[[10, 20], [5, 2001]]", "workload.medianTokens=null", "workload.sigma=null"),
+            "workload.groups",
+        ),
         (("cluster.gpu=A100", "model.precision=fp8"), "model.precision"),
         (("cluster.gpu=null",), "cluster.gpu"),
         (("speculation.k=0",), "speculation.k"),
