@@ -10,10 +10,12 @@ concurrently with `generate`.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
+from specrl.errors import EngineFailed
 from specrl.records import GenerationStatus, Rollout, RolloutRequest, WeightChecksums, WeightGroup, WeightManifest
 
 
@@ -66,3 +68,24 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Stop the engine and its processes. Idempotent."""
+
+
+async def answers(engine: Engine, requests: Sequence[RolloutRequest], admit_together: bool) -> AsyncGenerator[Rollout]:
+    """What `engine.generate` yields, each rollout once. Raises EngineFailed for others, and when it ends without all:
+    whoever waits for them over a call that goes on would wait for ever."""
+    missing = {request.rollout_id for request in requests}
+    # Every engine's `generate` is an async generator; the protocol cannot say so.
+    stream = cast(AsyncGenerator[Rollout], engine.generate(requests, admit_together))
+    async with aclosing(stream) as rollouts:
+        async for rollout in rollouts:
+            if rollout.rollout_id not in missing:
+                raise EngineFailed(
+                    f"an engine must answer what it was asked, got {rollout.rollout_id!r}; the replica is at fault"
+                )
+            missing.remove(rollout.rollout_id)
+            yield rollout
+    if missing:
+        raise EngineFailed(
+            f"an engine must finish what it takes, got none of {min(missing)!r} and {len(missing) - 1} more; the "
+            "replica is at fault"
+        )

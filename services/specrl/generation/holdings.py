@@ -17,12 +17,11 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import cast
 
 import structlog
 
 from specrl.errors import EngineFailed, PeerUnavailable, SpecrlError
-from specrl.generation.engine import Engine
+from specrl.generation.engine import Engine, answers
 from specrl.records import HeldRollout, Rollout, RolloutRequest
 
 log = structlog.get_logger(__name__)
@@ -105,10 +104,8 @@ class Holdings:
     ) -> None:
         """One engine call; every arrival has a result or an error when it ends."""
         failure: SpecrlError = EngineFailed("an engine must finish what it takes, got less; the replica is at fault")
-        # Every engine's `generate` is an async generator; the protocol cannot say so.
-        stream = cast(AsyncGenerator[Rollout], self._engine.generate(requests, admit_together))
         try:
-            async with aclosing(stream) as rollouts:
+            async with aclosing(answers(self._engine, requests, admit_together)) as rollouts:
                 async for rollout in rollouts:
                     if not arrivals[rollout.rollout_id].done():  # it may be forgotten, and its siblings not
                         arrivals[rollout.rollout_id].set_result(rollout)

@@ -13,14 +13,14 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Container, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import grpc.aio
 import structlog
 
 from specrl.api.v1 import generation_pb2, generation_pb2_grpc, rollout_pb2
-from specrl.errors import EngineFailed, RecordInvalid, VersionConflict
-from specrl.generation.engine import Engine
+from specrl.errors import RecordInvalid, VersionConflict
+from specrl.generation.engine import Engine, answers
 from specrl.generation.holdings import Holdings
 from specrl.records import HeldRollout, Rollout, RolloutRequest, WeightManifest, wire
 from specrl.rpc.inflow import Inflow
@@ -56,8 +56,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
 
         async def begin() -> None:
             async for request in request_iterator:
-                asked, stream = await self._begun(request, spans)
-                rollouts.add(_whole(asked, stream))
+                rollouts.add(await self._begun(request, spans))
 
         rollouts.spawn(begin())
         try:
@@ -73,7 +72,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
 
     async def _begun(
         self, request: generation_pb2.GenerateRequest, spans: dict[str, OpenSpan]
-    ) -> tuple[list[RolloutRequest], AsyncGenerator[Rollout]]:
+    ) -> AsyncGenerator[Rollout]:
         """What one request asks for, as it finishes. spans: of all that is under way in the call, by name."""
         asked = [wire.request_from_wire(item) for item in request.requests]
         _check_requests(asked, spans)
@@ -88,10 +87,8 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         if self._recorder.is_heard:
             asked = [replace(item, traceparent=begun[item.rollout_id].traceparent) for item in asked]
         if request.outlives_call:
-            terms = {"admit_together": request.admit_together, "resumes": request.resumes}
-            return asked, self._holdings.stream(asked, served, **terms)
-        # Every engine's `generate` is an async generator; the protocol cannot say so.
-        return asked, cast(AsyncGenerator[Rollout], self._engine.generate(asked, request.admit_together))
+            return self._holdings.stream(asked, served, admit_together=request.admit_together, resumes=request.resumes)
+        return answers(self._engine, asked, request.admit_together)
 
     def _span(self, request: RolloutRequest, replica_id: str) -> OpenSpan:
         """Of one rollout: below the caller's, or else below the call."""
@@ -150,25 +147,6 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     def close(self) -> None:
         """Abort what is under way."""
         self._holdings.close()
-
-
-async def _whole(asked: Sequence[RolloutRequest], stream: AsyncGenerator[Rollout]) -> AsyncGenerator[Rollout]:
-    """The rollouts of a request, each once. Raises EngineFailed for others, and when it ends without all: whoever waits
-    for them over a call that goes on would wait for ever."""
-    missing = {request.rollout_id for request in asked}
-    async with aclosing(stream) as rollouts:
-        async for rollout in rollouts:
-            if rollout.rollout_id not in missing:
-                raise EngineFailed(
-                    f"an engine must answer what it was asked, got {rollout.rollout_id!r}; the replica is at fault"
-                )
-            missing.remove(rollout.rollout_id)
-            yield rollout
-    if missing:
-        raise EngineFailed(
-            f"an engine must finish what it takes, got none of {min(missing)!r} and {len(missing) - 1} more; the "
-            "replica is at fault"
-        )
 
 
 def _check_requests(requests: Sequence[RolloutRequest], under_way: Container[str]) -> None:

@@ -487,8 +487,7 @@ class CoordinatorClient(_Client["coordinator_pb2_grpc.CoordinatorServiceAsyncStu
 
     async def heartbeat(self, peer_id: str, incarnation: str, generation: GenerationStatus | None) -> Acknowledgement:
         """Say that the peer lives. What its steps cost is left out: that is asked for, once a step."""
-        brief = replace(generation, step_costs=()) if generation is not None else None
-        status = wire.generation_status_to_wire(brief) if brief is not None else None
+        status = wire.generation_status_to_wire(replace(generation, step_costs=())) if generation is not None else None
         request = coordinator_pb2.HeartbeatRequest(peer_id=peer_id, incarnation=incarnation, generation=status)
         reply = await self._call(self._stub.Heartbeat, request, STATUS_DEADLINE_S)
         return Acknowledgement(reply.is_known, reply.must_leave)
