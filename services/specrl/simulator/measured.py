@@ -3,7 +3,8 @@
     step(B, k, s) = h(B) + c B s + [k > 0] d + e k + f k B        h rising by pieces of lines; all >= 0
 
 by least squares of relative errors. h is no line, since few rollouts cost more than their share of many. What drafts
-add lies on a line, and so does a batch or context beyond what was seen: `extrapolations` says so.
+add lies on a line, and so does a batch or context beyond what was seen: `extrapolations` says so. Drafts of one length
+alone cannot tell what any draft adds (d) from what each of its tokens does (e); then the latter is taken to be all.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ class MeasuredCosts:
         steps = calibration.engine_steps
         batch = np.array([step.live for step in steps])
         lengths = np.array([float(step.draft_tokens) for step in steps])
+        self._tells_drafts_apart = len(np.unique(lengths[lengths > 0])) > 1
         self._bends = _bends(batch)
         context = np.array([step.context for step in steps])
         seconds = np.array([step.seconds for step in steps])
@@ -167,7 +169,7 @@ class MeasuredCosts:
         ]
 
     def _features(self, batch: Floats, lengths: Floats, context: Floats) -> Floats:
-        drafts = (lengths > 0).astype(np.float64)
+        drafts = ((lengths > 0) & self._tells_drafts_apart).astype(np.float64)
         ends = [*self._bends[1:], np.inf]
         rises = [np.clip(batch, low, high) - low for low, high in zip(self._bends, ends, strict=True)]
         return np.stack([np.ones_like(batch), *rises, batch * context, drafts, lengths, lengths * batch], axis=-1)

@@ -102,6 +102,19 @@ def test_a_fit_gives_measured_costs_back_and_says_what_is_extrapolated() -> None
     assert len(costs.extrapolations(200)) == 2
 
 
+def test_drafts_of_one_length_say_what_a_token_of_them_adds_and_those_of_two_what_any_draft_does() -> None:
+    found = MeasuredCosts(a_calibration(0, 3), a_scenario()).step_s(np.array([2.0, 32.0]), 1, 250.0)
+    assert found == pytest.approx([seconds(2, 1, 250), seconds(32, 1, 250)], rel=0.02)
+    several = a_calibration(0, 2, 4)
+    dearer = [
+        step.model_copy(update={"seconds": step.seconds + 0.01 * bool(step.draft_tokens)})
+        for step in several.engine_steps
+    ]
+    costs = MeasuredCosts(several.model_copy(update={"engine_steps": tuple(dearer)}), a_scenario())
+    for k in (1, 3, 5):
+        assert costs.step_s(np.array([2.0]), k, 250.0) == pytest.approx([seconds(2, k, 250) + 0.01], rel=0.02)
+
+
 def test_few_rollouts_may_cost_more_than_their_share() -> None:
     """A step of 8 costs nearly what a step of 1 does, and a step of 64 little more than one of 32."""
     known = {1.0: 0.005, 8.0: 0.006, 16.0: 0.010, 32.0: 0.016, 64.0: 0.018}
