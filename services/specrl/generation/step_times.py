@@ -1,7 +1,8 @@
 """How long an engine's steps take, summed up over like ones. Pure; fed after every step by the engine's statistics.
 
 The time between the ends of two steps is the second one's, if rollouts were live all the while and both did nothing but
-decode: a step that read prompts, or that began on an idle engine, says nothing of decoding.
+decode: a step that read prompts, or that began on an idle engine, says nothing of decoding. Its batch is what went on
+after the one before: in a batch that drains several rollouts may end in a step, which computed them, too.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ class StepTimes:
         began_s, live_before, decoded_before = before
         if live_before < live or not decoded_before:
             return
-        key = bin_of(live, draft_tokens, context)
+        key = bin_of(live_before, draft_tokens, context)
         known, seconds = self._sums.get(key), at_s - began_s
         if known is None:
             if len(self._sums) < MOST_BINS:
-                self._sums[key] = StepCost(draft_tokens, 1, live, context, seconds)
+                self._sums[key] = StepCost(draft_tokens, 1, live_before, context, seconds)
             return
         if known.steps >= ENOUGH and seconds > DISTURBED * known.seconds_sum / known.steps:
             return
         self._sums[key] = StepCost(
             draft_tokens,
             known.steps + 1,
-            known.live_sum + live,
+            known.live_sum + live_before,
             known.context_sum + context,
             known.seconds_sum + seconds,
         )

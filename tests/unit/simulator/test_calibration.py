@@ -72,6 +72,13 @@ def test_steps_of_decoding_alone_are_summed_up_by_batch_and_length() -> None:
     assert cost.seconds_sum == pytest.approx(1.9)
 
 
+def test_a_step_in_which_rollouts_end_has_computed_them_too() -> None:
+    times = StepTimes()
+    for place, live in enumerate((32, 32, 16, 4)):
+        times.ended(0.1 * place, live, 3, 100.0, decodes=True)
+    assert {(cost.steps, cost.live_sum) for cost in times.costs()} == {(2, 2 * 32), (1, 16)}
+
+
 def test_a_step_that_a_pause_held_up_is_not_counted() -> None:
     times = StepTimes()
     for at_s in (0.0, 0.1, 0.2):
