@@ -184,8 +184,8 @@ def score(predictions: Mapping[str, Any], turns: Mapping[str, list[dict[str, flo
         )
     console.print(table)
     console.print(f"{len(errors)} configurations, {len(next(iter(turns.values())))} turns")
-    for what, found in (("a step", errors), ("a gain", gains), ("exposed generation, in shares of a step", exposed)):
-        distances = np.abs(found)
+    for what, off_by in (("a step", errors), ("a gain", gains), ("exposed generation, in shares of a step", exposed)):
+        distances = np.abs(off_by)
         console.print(f"{what}: median error {np.median(distances):.1%}, worst {distances.max():.1%}")
     console.print(f"a turn is {median(noises):.1%} off its configuration's median")
 
