@@ -1,18 +1,18 @@
-"""How well `specrl simulate` predicts runs of this machine: from two of them, twelve others, before they are measured.
+"""How well `specrl simulate` predicts runs of this machine: from two, thirteen others, before they are measured.
 
     python -m benchmarks.simulator_runs --run runs/demo-1 --out runs/simulator      # a finished run with a drafter
 
 The run's trained policy and drafter train on 24 prompts, epoch after epoch, under each configuration: draft length,
-live rollouts, length cap, replicas, policy lag. Two more, one without drafts and one with, at the largest batch and the
-longest answers, calibrate: their calibration.json are all that the predictions know, which are written to
-OUT/predictions.json before any of the twelve is read. All fourteen take turns, every turn in another order, the same
+live rollouts, length cap, replicas, policy lag, group size. Two more, one without drafts and one with, at the largest
+batch and the longest answers, calibrate: their calibration.json are all that the predictions know, which are written to
+OUT/predictions.json before any of the thirteen is read. All fifteen take turns, every turn in another order, the same
 seeds in each, so that a slow hour of the machine meets what predicts and what is predicted. Whole epochs are compared,
 since the prompts decide how long answers are, and answers what a step takes; for that the policy learns next to nothing
 (a learning rate of 1e-9).
 
 Measured is the median over turns of a run's mean step, its first epochs left out, until it has warmed up as it has for
 a calibration; its noise is the median distance of a turn from that. "gain" is the speed of generation against the same
-configuration without drafts, where that is one of the twelve and nothing is trained meanwhile. Exposed generation is
+configuration without drafts, where that is one of the thirteen and nothing is trained meanwhile. Exposed generation is
 next to nothing in some configurations, so its error is told in shares of the measured step. Runs that have finished are
 kept: after Ctrl-C the same command goes on.
 """
@@ -23,7 +23,7 @@ import argparse
 import json
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -44,8 +44,8 @@ from specrl.simulator.scenario_file import parse
 from specrl.simulator.simulate import simulate
 from specrl.spec import load_spec
 
-PROMPTS, GROUP = 24, 8
-"""Of an epoch, and rollouts of each."""
+PROMPTS = 24
+"""Of an epoch."""
 
 MEASURED_STEPS = 3
 """Of a run, at least: whole epochs of them."""
@@ -53,28 +53,30 @@ MEASURED_STEPS = 3
 
 @dataclass(frozen=True)
 class Configuration:
-    """One of those that are compared. k 0: no drafts. rollouts: of a step, in groups of GROUP."""
+    """One of those that are compared. k 0: no drafts. rollouts: of a step, in groups of `group`."""
 
     k: int
     rollouts: int
     longest: int = 112
     replicas: int = 1
     lag: int = 0
+    group: int = 8
 
     @property
     def name(self) -> str:
         """Also its folder's."""
-        return f"k{self.k}-rollouts{self.rollouts}-longest{self.longest}-replicas{self.replicas}-lag{self.lag}"
+        load = f"rollouts{self.rollouts}-group{self.group}-longest{self.longest}"
+        return f"k{self.k}-{load}-replicas{self.replicas}-lag{self.lag}"
 
     @property
     def plain(self) -> Configuration:
         """The same without drafts."""
-        return Configuration(0, self.rollouts, self.longest, self.replicas, self.lag)
+        return replace(self, k=0)
 
     @property
     def epoch_steps(self) -> int:
         """Steps in which every prompt is trained on once."""
-        return PROMPTS * GROUP // self.rollouts
+        return PROMPTS * self.group // self.rollouts
 
     @property
     def warm_up_steps(self) -> int:
@@ -105,8 +107,8 @@ class Configuration:
             "trainer.parallelism.data": "1",
             "trainer.optimizer.learningRate": "1e-9",
             "trainer.drafter.online": "false",
-            "schedule.promptsPerStep": str(self.rollouts // GROUP),
-            "schedule.groupSize": str(GROUP),
+            "schedule.promptsPerStep": str(self.rollouts // self.group),
+            "schedule.groupSize": str(self.group),
             "schedule.maxPolicyLag": str(self.lag),
             "schedule.steps": str(self.steps),
             "validation": "null",
@@ -129,6 +131,7 @@ CONFIGURATIONS = (
     Configuration(3, 64, lag=1),
     Configuration(3, 32, replicas=2),
     Configuration(3, 32, lag=2),
+    Configuration(3, 64, group=16),
 )
 
 
