@@ -12,9 +12,10 @@ since the prompts decide how long answers are, and answers what a step takes; fo
 
 Measured is the median over turns of a run's mean step, its first epochs left out, until it has warmed up as it has for
 a calibration; its noise is the median distance of a turn from that. "gain" is the speed of generation against the same
-configuration without drafts, where that is one of the thirteen and nothing is trained meanwhile. Exposed generation is
-next to nothing in some configurations, so its error is told in shares of the measured step. Runs that have finished are
-kept: after Ctrl-C the same command goes on.
+configuration without drafts, where that is one of the thirteen and nothing is trained meanwhile. A gain is as noisy as
+two engines are, and its prediction as two more, so these runs and those that calibrate have more turns. Exposed
+generation is next to nothing in some configurations, so its error is told in shares of the measured step. Runs that
+have finished are kept: after Ctrl-C the same command goes on.
 """
 
 from __future__ import annotations
@@ -135,6 +136,10 @@ CONFIGURATIONS = (
 )
 
 
+COMPARED = tuple(one for one in CONFIGURATIONS if one.k and not one.lag and one.plain in CONFIGURATIONS)
+"""Those whose gain is compared: with the same without drafts. Where training goes on meanwhile, it is not told."""
+
+
 def predict(run: Path, calibrations: list[Path]) -> dict[str, Any]:
     """Seconds of a step, seconds of it that are exposed, and the gain, by configuration."""
     measured = read_calibrations(calibrations)
@@ -165,7 +170,7 @@ def score(predictions: Mapping[str, Any], turns: Mapping[str, list[dict[str, flo
     table = Table(
         "configuration", "step, s", "measured", "off by", "noise", "exposed, s", "measured", "gain", "measured"
     )
-    errors, gains, exposed, noises = [], [], [], []
+    errors, gains, exposed, noises, gain_noises = [], [], [], [], []
     for configuration in CONFIGURATIONS:
         name, own = configuration.name, predictions[configuration.name]
         found = {key: [turn[key] for turn in turns[name]] for key in ("stepS", "exposedS")}
@@ -175,22 +180,24 @@ def score(predictions: Mapping[str, Any], turns: Mapping[str, list[dict[str, flo
         exposed_s = median(found["exposedS"])
         exposed.append((own["exposedS"] - exposed_s) / step_s)
         gain = ""  # where nothing is trained meanwhile, all of generation is exposed
-        if configuration.k and not configuration.lag and configuration.plain in CONFIGURATIONS:
+        if configuration in COMPARED:
             plain = [turn["exposedS"] for turn in turns[configuration.plain.name]]
-            measured = median(one / other for one, other in zip(plain, found["exposedS"], strict=True))
-            gains.append(own["gain"] / measured - 1)
-            gain = f"{measured:.2f}"
+            each = [one / other for one, other in zip(plain, found["exposedS"], strict=True)]
+            gains.append(own["gain"] / median(each) - 1)
+            gain_noises.append(median(abs(value / median(each) - 1) for value in each))
+            gain = f"{median(each):.2f}"
         table.add_row(
             *(name, f"{own['stepS']:.3g}", f"{step_s:.3g}", f"{errors[-1]:+.0%}", f"{noises[-1]:.0%}"),
             *(f"{own['exposedS']:.3g}", f"{exposed_s:.3g}"),
             *((f"{own['gain']:.2f}", gain) if gain else ("", "")),
         )
     console.print(table)
-    console.print(f"{len(errors)} configurations, {len(next(iter(turns.values())))} turns")
+    counts = sorted({len(own) for own in turns.values()})
+    console.print(f"{len(errors)} configurations, {' or '.join(map(str, counts))} turns")
     for what, off_by in (("a step", errors), ("a gain", gains), ("exposed generation, in shares of a step", exposed)):
         distances = np.abs(off_by)
         console.print(f"{what}: median error {np.median(distances):.1%}, worst {distances.max():.1%}")
-    console.print(f"a turn is {median(noises):.1%} off its configuration's median")
+    console.print(f"a turn is {median(noises):.1%} off its configuration's median, a gain {median(gain_noises):.1%}")
 
 
 def main() -> None:
@@ -199,14 +206,23 @@ def main() -> None:
     parser.add_argument("--run", type=Path, required=True, help="a finished run of the demo: its policy and drafter")
     parser.add_argument("--out", type=Path, required=True, help="folder of runs and predictions")
     parser.add_argument("--turns", type=int, default=5, help="of every configuration (default: %(default)s)")
+    parser.add_argument(
+        "--more-turns",
+        type=int,
+        default=4,
+        help="after those: of what calibrates, and of what a gain is measured with (default: %(default)s)",
+    )
     asked = parser.parse_args()
     console = Console(width=150)
     every = (*CALIBRATIONS, *CONFIGURATIONS)
+    noisy = (*CALIBRATIONS, *dict.fromkeys(one for pair in COMPARED for one in (pair, pair.plain)))
+    order = [(turn, every) for turn in range(asked.turns)]
+    order += [(asked.turns + turn, noisy) for turn in range(asked.more_turns)]
     folders: dict[Configuration, list[Path]] = {configuration: [] for configuration in every}
     with Progress(console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=asked.turns * len(every))
-        for turn in range(asked.turns):
-            for configuration in random.Random(turn).sample(every, len(every)):  # noqa: S311 - no secret
+        task = bar.add_task("", total=sum(len(configurations) for _, configurations in order))
+        for turn, configurations in order:
+            for configuration in random.Random(turn).sample(configurations, len(configurations)):  # noqa: S311
                 name = f"{configuration.name}-turn{turn}"
                 bar.update(task, description=name)
                 run = demo_runs.run(configuration.fields(asked.run), asked.out / name)

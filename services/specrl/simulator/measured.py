@@ -4,7 +4,8 @@
 
 by least squares of relative errors. h is no line, since few rollouts cost more than their share of many. What drafts
 add lies on a line, and so does a batch or context beyond what was seen: `extrapolations` says so. Drafts of one length
-alone cannot tell what any draft adds (d) from what each of its tokens does (e); then the latter is taken to be all.
+alone cannot tell what any draft adds (d) from what each of its tokens does; then any draft is taken to add as much as
+one token of it (d = e + f B), which is near to where more lengths were measured.
 """
 
 from __future__ import annotations
@@ -169,7 +170,9 @@ class MeasuredCosts:
         ]
 
     def _features(self, batch: Floats, lengths: Floats, context: Floats) -> Floats:
-        drafts = ((lengths > 0) & self._tells_drafts_apart).astype(np.float64)
+        drafts = (lengths > 0).astype(np.float64)
+        if not self._tells_drafts_apart:
+            lengths, drafts = lengths + drafts, np.zeros_like(drafts)
         ends = [*self._bends[1:], np.inf]
         rises = [np.clip(batch, low, high) - low for low, high in zip(self._bends, ends, strict=True)]
         return np.stack([np.ones_like(batch), *rises, batch * context, drafts, lengths, lengths * batch], axis=-1)

@@ -109,9 +109,12 @@ def test_a_fit_gives_measured_costs_back_and_says_what_is_extrapolated() -> None
     assert len(costs.extrapolations(200)) == 2
 
 
-def test_drafts_of_one_length_say_what_a_token_of_them_adds_and_those_of_two_what_any_draft_does() -> None:
-    found = MeasuredCosts(a_calibration(0, 3), a_scenario()).step_s(np.array([2.0, 32.0]), 1, 250.0)
-    assert found == pytest.approx([seconds(2, 1, 250), seconds(32, 1, 250)], rel=0.02)
+def test_drafts_of_one_length_add_a_token_more_than_they_have_and_those_of_two_what_they_do() -> None:
+    live = np.array([2.0, 32.0])
+    plain, drafting = (np.array([seconds(2, k, 250), seconds(32, k, 250)]) for k in (0, 3))
+    costs = MeasuredCosts(a_calibration(0, 3), a_scenario())
+    for k in (1, 5):
+        assert costs.step_s(live, k, 250.0) == pytest.approx(plain + (k + 1) / 4 * (drafting - plain), rel=0.02)
     several = a_calibration(0, 2, 4)
     dearer = [
         step.model_copy(update={"seconds": step.seconds + 0.01 * bool(step.draft_tokens)})
