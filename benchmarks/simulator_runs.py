@@ -23,7 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -135,7 +135,6 @@ CONFIGURATIONS = (
     Configuration(3, 64, group=16),
 )
 
-
 COMPARED = tuple(one for one in CONFIGURATIONS if one.k and not one.lag and one.plain in CONFIGURATIONS)
 """Those whose gain is compared: with the same without drafts. Where training goes on meanwhile, it is not told."""
 
@@ -165,6 +164,12 @@ def measured_of(configuration: Configuration, folder: Path) -> dict[str, float]:
     }
 
 
+def noise_of(values: Sequence[float]) -> float:
+    """How far one of them is from their median as a rule, relative to it."""
+    middle = median(values)
+    return median(abs(value / middle - 1) for value in values)
+
+
 def score(predictions: Mapping[str, Any], turns: Mapping[str, list[dict[str, float]]], console: Console) -> None:
     """Predicted beside measured, and how far off."""
     table = Table(
@@ -176,16 +181,17 @@ def score(predictions: Mapping[str, Any], turns: Mapping[str, list[dict[str, flo
         found = {key: [turn[key] for turn in turns[name]] for key in ("stepS", "exposedS")}
         step_s = median(found["stepS"])
         errors.append(own["stepS"] / step_s - 1)
-        noises.append(median(abs(value / step_s - 1) for value in found["stepS"]))
+        noises.append(noise_of(found["stepS"]))
         exposed_s = median(found["exposedS"])
         exposed.append((own["exposedS"] - exposed_s) / step_s)
         gain = ""  # where nothing is trained meanwhile, all of generation is exposed
         if configuration in COMPARED:
             plain = [turn["exposedS"] for turn in turns[configuration.plain.name]]
             each = [one / other for one, other in zip(plain, found["exposedS"], strict=True)]
-            gains.append(own["gain"] / median(each) - 1)
-            gain_noises.append(median(abs(value / median(each) - 1) for value in each))
-            gain = f"{median(each):.2f}"
+            measured = median(each)
+            gains.append(own["gain"] / measured - 1)
+            gain_noises.append(noise_of(each))
+            gain = f"{measured:.2f}"
         table.add_row(
             *(name, f"{own['stepS']:.3g}", f"{step_s:.3g}", f"{errors[-1]:+.0%}", f"{noises[-1]:.0%}"),
             *(f"{own['exposedS']:.3g}", f"{exposed_s:.3g}"),
@@ -198,6 +204,11 @@ def score(predictions: Mapping[str, Any], turns: Mapping[str, list[dict[str, flo
         distances = np.abs(off_by)
         console.print(f"{what}: median error {np.median(distances):.1%}, worst {distances.max():.1%}")
     console.print(f"a turn is {median(noises):.1%} off its configuration's median, a gain {median(gain_noises):.1%}")
+
+
+def shuffled(configurations: Sequence[Configuration], turn: int) -> list[Configuration]:
+    """Another order every turn, the same in every run of this program."""
+    return random.Random(turn).sample(configurations, len(configurations))  # noqa: S311 - no secret
 
 
 def main() -> None:
@@ -216,18 +227,19 @@ def main() -> None:
     console = Console(width=150)
     every = (*CALIBRATIONS, *CONFIGURATIONS)
     noisy = (*CALIBRATIONS, *dict.fromkeys(one for pair in COMPARED for one in (pair, pair.plain)))
-    order = [(turn, every) for turn in range(asked.turns)]
-    order += [(asked.turns + turn, noisy) for turn in range(asked.more_turns)]
+    order = [
+        (configuration, turn)
+        for turn in range(asked.turns + asked.more_turns)
+        for configuration in shuffled(every if turn < asked.turns else noisy, turn)
+    ]
     folders: dict[Configuration, list[Path]] = {configuration: [] for configuration in every}
     with Progress(console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=sum(len(configurations) for _, configurations in order))
-        for turn, configurations in order:
-            for configuration in random.Random(turn).sample(configurations, len(configurations)):  # noqa: S311
-                name = f"{configuration.name}-turn{turn}"
-                bar.update(task, description=name)
-                run = demo_runs.run(configuration.fields(asked.run), asked.out / name)
-                folders[configuration].append(run)
-                bar.advance(task)
+        task = bar.add_task("", total=len(order))
+        for configuration, turn in order:
+            name = f"{configuration.name}-turn{turn}"
+            bar.update(task, description=name)
+            folders[configuration].append(demo_runs.run(configuration.fields(asked.run), asked.out / name))
+            bar.advance(task)
     calibrations = [folder / "calibration.json" for one in CALIBRATIONS for folder in folders[one]]
     predictions = predict(asked.run, calibrations)
     (asked.out / "predictions.json").write_text(json.dumps(predictions, indent=1) + "\n", encoding="utf-8")
