@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import socket
+import contextlib
 import ssl
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -140,27 +140,63 @@ async def test_calls_under_way_go_on_while_their_client_connects_anew(
         assert not any(answer.is_known for answer in await asyncio.gather(*before))
 
 
-async def test_many_connections_at_once_are_served_while_certificates_are_renewed(
-    port: int, tmp_path: Path, authority: Authority
-) -> None:
-    """What gRPC frees at every change ended the process within a second when each connection was a change."""
-    folder = tmp_path / "caller"
+@pytest.fixture
+def connect(tmp_path: Path, authority: Authority) -> Callable[[int], Awaitable[None]]:
+    """Shakes hands with a port, as a caller that may call, and hangs up."""
+    folder = tmp_path / "connecting"
     identity(folder, authority, tls.TRAINER)
     context = ssl.create_default_context(cafile=folder / "ca.crt")
     context.check_hostname = False
     context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
     context.set_alpn_protocols(["h2"])
 
-    def connect(times: int) -> None:
-        for _ in range(times):
-            with socket.create_connection(("127.0.0.1", port)) as raw, context.wrap_socket(raw) as secured:
-                assert secured.version()
+    async def connect(port: int) -> None:
+        _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+        writer.transport.abort()
 
-    callers = [asyncio.create_task(asyncio.to_thread(connect, 250)) for _ in range(8)]
+    return connect
+
+
+async def test_many_connections_at_once_are_served_while_certificates_are_renewed(
+    port: int, tmp_path: Path, authority: Authority, connect: Callable[[int], Awaitable[None]]
+) -> None:
+    """What gRPC frees at every change ended the process within a second when each connection was a change."""
+
+    async def connect_often() -> None:
+        for _ in range(250):
+            await connect(port)
+
+    callers = [asyncio.create_task(connect_often()) for _ in range(8)]
     for _ in range(3):
         await asyncio.sleep(0.1)
         mount(tmp_path / "coordinator", authority.secret([f"{tls.COORDINATOR}.{DOMAIN}"]))
     await asyncio.gather(*callers)
+
+
+async def test_servers_stop_while_callers_connect(
+    tmp_path: Path, authority: Authority, connect: Callable[[int], Awaitable[None]]
+) -> None:
+    """gRPC 1.78 ended the process when a handshake was under way at that moment, within a hundred servers or so."""
+    guard = tls.guard_of(identity(tmp_path / "server", authority, tls.COORDINATOR), tls.TRAINER)
+    present, connected = 0, 0
+
+    async def connect_until_the_end() -> None:
+        nonlocal connected
+        while present:
+            with contextlib.suppress(OSError):  # the server has stopped
+                await connect(present)
+                connected += 1
+
+    server, present = await serve(lambda _: None, "127.0.0.1", 0, Border(guard=guard))
+    callers = [asyncio.create_task(connect_until_the_end()) for _ in range(8)]
+    for _ in range(100):
+        await asyncio.sleep(0.02)
+        await server.stop(None)
+        server, present = await serve(lambda _: None, "127.0.0.1", 0, Border(guard=guard))
+    present = 0
+    await asyncio.gather(*callers)
+    await server.stop(None)
+    assert connected > 100  # so there were handshakes to interrupt
 
 
 @pytest.mark.parametrize("missing", tls.FILES)
