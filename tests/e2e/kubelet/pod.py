@@ -4,7 +4,8 @@
     RUNNING --all ended, and none is to be restarted--> Succeeded | Failed
     any --deletionTimestamp--> TERMINATING --all ended, or the grace period is over--> deleted from the API
 
-The status is written only when it differs from what was written last.
+The status is written only when it differs from what was written last, and one write after the other: a container that
+has ended must not be said to run by a write that was overtaken.
 """
 
 from __future__ import annotations
@@ -101,6 +102,7 @@ class Pod:
         self._initialised = False
         self._stopping = False
         self._written: Object = {}
+        self._writing = asyncio.Lock()
         self._conditions: dict[str, Object] = {}
         self._began = now()
         self._task: asyncio.Task[None] | None = None
@@ -326,11 +328,16 @@ class Pod:
         await self._report()
 
     async def _report(self) -> None:
-        status = self._status()
-        if status == self._written:
-            return
-        self._written = status
-        await write_status(self._machine.client, self._path, status)
+        """Have the status written as it is then. A probe that is cancelled meanwhile leaves the write to its end."""
+        await asyncio.shield(self._write())
+
+    async def _write(self) -> None:
+        async with self._writing:
+            status = self._status()
+            if status == self._written:
+                return
+            self._written = status
+            await write_status(self._machine.client, self._path, status)
 
     def _status(self) -> Object:
         codes = [slot.exit_code for slot in self._main]
