@@ -200,10 +200,12 @@ def measure_ray(load: Load, python: Path) -> Outcome:
 
 
 def has_ray(python: Path) -> bool:
-    """Whether this interpreter can import Ray."""
-    return (
-        subprocess.run([str(python), "-c", "import ray"], check=False, capture_output=True, timeout=120).returncode == 0
-    )
+    """Whether this is an interpreter that has Ray, and what `scale_ray.py` needs beside it."""
+    command = [str(python), "-c", "import numpy, psutil, ray"]
+    try:
+        return subprocess.run(command, check=False, capture_output=True, timeout=120).returncode == 0
+    except OSError:
+        return False
 
 
 # -- the table -----------------------------------------------------------------------------------------------------
@@ -302,7 +304,7 @@ def main() -> None:
             outcomes.append(measure_ray(load_of(replicas), arguments.ray_python))
     else:
         console.print(
-            f"Ray's rows are skipped: {arguments.ray_python} cannot import ray; install ray, numpy and psutil into "
+            f"Ray's rows are skipped: {arguments.ray_python} cannot import ray, numpy and psutil; install them into "
             "an environment of their own (python -m venv) and name its interpreter with --ray-python"
         )
     show(outcomes, console)

@@ -1,15 +1,18 @@
 """What the parts of a rollout's way through the coordinator cost by themselves, beside the whole.
 
     python -m benchmarks.rollout_budget
+    python -m benchmarks.rollout_budget --ray-python RAY/bin/python   # an interpreter with ray, numpy and psutil
 
 Each part does with a rollout of 8192 tokens what the coordinator does with it, in a process that does nothing else, and
 is counted in CPU time of that process. The whole is a row of `coordinator_scale.py` with 8 replicas. What the parts
 do not explain is the scheduler, the tasks of the event loop and the board; and what they cost each other in caches.
-Printed: each part as a share of the whole.
+Printed: each part as a share of the whole; with Ray, what its flow costs beside it, and how much faster than Ray a
+coordinator would be that did nothing but to take rollouts from one gRPC call and to pass them on over another.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import subprocess
 import sys
@@ -21,7 +24,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from benchmarks.coordinator_scale import Load, measure, quieten
+from benchmarks.coordinator_scale import Load, has_ray, measure, measure_ray, quieten
 from benchmarks.scale_peers import Payload
 from rich.console import Console
 from rich.table import Table
@@ -154,6 +157,15 @@ def in_the_store(message: bytes) -> dict[str, float]:
 
 def main() -> None:
     """Measure all parts and the whole, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ray-python", type=Path, help="an interpreter that has Ray")
+    parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.answer:
+        asyncio.run(answer())
+        return
+    if arguments.ray_python is not None and not has_ray(arguments.ray_python):
+        parser.error(f"--ray-python must import ray, numpy and psutil, got {arguments.ray_python}; install them there")
     quieten()
     message = a_message()
     rollout = wire.rollout_from_bytes(message)
@@ -164,23 +176,27 @@ def main() -> None:
     ) as other:
         assert other.stdout is not None
         try:
-            parts |= asyncio.run(over_the_wire(int(other.stdout.readline()), batch))
+            on_the_wire = asyncio.run(over_the_wire(int(other.stdout.readline()), batch))
         finally:
             other.kill()
-    parts |= in_the_store(message)
-    row = measure(Load(8, 16, 2000, TOKENS, 8, 64), "sqlite")
+    parts |= on_the_wire | in_the_store(message)
+    load = Load(8, 16, 2000, TOKENS, 8, 64)
+    row = measure(load, "sqlite")
     whole = row.cpu_s / row.rollouts
     table = Table("part", "of the whole")
     for name, cpu_s in parts.items():
         table.add_row(name, f"{cpu_s / whole:.2f}")
     table.add_row("the coordinator: all of a rollout", "1.00")
     table.add_row("  of it on the thread of the store", f"{row.durable_s / row.cpu_s:.2f}")
-    Console(width=100).print(table)
-    Console(width=100).print(f"the whole took {1000 * whole:.2f} ms here")
+    limit = ""
+    if arguments.ray_python is not None:
+        ray = 1 / measure_ray(load, arguments.ray_python).per_core
+        table.add_row("Ray: all of a rollout, not checked and not kept", f"{ray / whole:.2f}")
+        limit = f"; gRPC's parts alone are {ray / sum(on_the_wire.values()):.1f}x as fast as Ray's whole"
+    console = Console(width=100)
+    console.print(table)
+    console.print(f"the whole took {1000 * whole:.2f} ms here{limit}")
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--answer"]:
-        asyncio.run(answer())
-    else:
-        main()
+    main()

@@ -87,6 +87,7 @@ class SqliteStore:
         self._connection.execute("pragma journal_mode=wal")
         self._connection.execute(f"pragma wal_autocheckpoint={LOG_PAGES}")
         self._connection.execute("pragma synchronous=full")
+        self._connection.execute("pragma secure_delete=off")  # Debian builds it on: what is forgotten would be zeroed
         with self._transaction():
             for statement in self._check_version():
                 self._connection.execute(statement)
