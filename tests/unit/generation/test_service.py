@@ -216,7 +216,7 @@ async def test_nothing_waits_for_requests_once_a_call_is_over(replica: Replica) 
     with pytest.raises(EngineFailed):
         await anext(call.rollouts())
     async with asyncio.timeout(DEADLINE_S):
-        while kinds_of_tasks() - before:
+        while kinds_of_tasks() - before:  # noqa: ASYNC110 - tasks of gRPC
             await asyncio.sleep(0.01)
 
 
