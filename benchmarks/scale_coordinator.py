@@ -10,6 +10,7 @@ Prompts are made up and verdicts take no time, so that what is measured is the c
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import logging
 import sys
@@ -22,6 +23,7 @@ import structlog
 from specrl.coordinator.board import Board
 from specrl.coordinator.controls import Controls
 from specrl.coordinator.loop import Loop
+from specrl.coordinator.main import GARBAGE_THRESHOLDS
 from specrl.coordinator.parts import Parts
 from specrl.coordinator.registry import Registry
 from specrl.coordinator.service import CoordinatorService
@@ -74,4 +76,5 @@ async def coordinate(folder: Path) -> None:
 
 if __name__ == "__main__":
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    gc.set_threshold(*GARBAGE_THRESHOLDS)
     asyncio.run(coordinate(Path(sys.argv[1])))
