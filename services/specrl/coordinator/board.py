@@ -223,9 +223,8 @@ class Board:
             }
         )
         self._exported.step(report, step.batch.policy_lags)
-        statuses = {name: replica.status for name, replica in self._registry.replicas.items() if replica.status}
-        costs = {name: status.step_costs for name, status in statuses.items()}
-        self._calibration.step_ended(report, step.groups, costs, busy_cores)
+        replicas = sum(replica.status is not None for replica in self._registry.replicas.values())
+        self._calibration.step_ended(report, step.groups, self._registry.step_costs(), replicas, busy_cores)
         if is_validating:
             await self._store.set_report(report.step, report.model_dump(by_alias=True))
             self._withheld = report

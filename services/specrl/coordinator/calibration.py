@@ -124,9 +124,14 @@ class CalibrationFile:
         report: StepReport,
         groups: Sequence[Group],
         costs: Mapping[str, Sequence[StepCost]],
+        replicas: int,
         busy_cores: tuple[float | None, float | None],
     ) -> None:
-        """Take up a step, and write. costs: by replica, from its start on. busy_cores: of this machine, as `Alone`."""
+        """Take up a step, and write.
+
+        costs: by engine, from its start on, those that are gone included. replicas: that are there. busy_cores: of this
+        machine, as `Alone`.
+        """
         if self._seen == WARM_UP_STEPS:
             self._steps.clear()
             self._cores.clear()
@@ -149,10 +154,10 @@ class CalibrationFile:
         )
         generating, training = busy_cores
         if generating is not None and training is not None and self._decoding.is_warm:
-            engines = len(costs) * self._spec.generation.threads
+            engines = replicas * self._spec.generation.threads
             others_s = (generating - engines) * report.stages.generation
             self._cores.append(_Cores(others_s, report.tokens, training))
-        self._decoding.step_ended(report, costs)
+        self._decoding.step_ended(report, costs, max(1, replicas))
         self._write(self._found())
 
     def _found(self) -> Calibration:
@@ -209,7 +214,7 @@ class _Cores:
 class _Decoding:
     """What engines decoded since the first step ended, which warms them up, and what else there was of generation.
 
-    Costs that a replica reports are from its start on, which may be before this coordinator's.
+    Costs of an engine are from its start on, which may be before this coordinator's.
     """
 
     def __init__(self) -> None:
@@ -220,17 +225,16 @@ class _Decoding:
         self._generated_s = 0.0
         self._rollouts = 0.0
 
-    def step_ended(self, report: StepReport, costs: Mapping[str, Sequence[StepCost]]) -> None:
-        """costs: by replica, from its start on."""
-        self.costs, self._newest = [cost for replica in costs.values() for cost in replica], costs
+    def step_ended(self, report: StepReport, costs: Mapping[str, Sequence[StepCost]], replicas: int) -> None:
+        """costs: by engine, from its start on, those that are gone included."""
+        self.costs, self._newest = [cost for engine in costs.values() for cost in engine], costs
         if self._before is None:
             self._before = _by_bin(costs)
             return
         before = self._before
         self.costs = [
-            cost.minus(before.get(name, {}).get(cost.bin)) for name, replica in costs.items() for cost in replica
+            cost.minus(before.get(name, {}).get(cost.bin)) for name, engine in costs.items() for cost in engine
         ]
-        replicas = max(1, len(costs))
         self._decoded_s = sum(cost.seconds_sum for cost in self.costs) / replicas
         self._generated_s += report.stages.generation
         self._rollouts += report.rollouts / replicas
@@ -252,7 +256,7 @@ class _Decoding:
 
 
 def _by_bin(costs: Mapping[str, Sequence[StepCost]]) -> dict[str, dict[tuple[int, int, int], StepCost]]:
-    return {name: {cost.bin: cost for cost in replica} for name, replica in costs.items()}
+    return {name: {cost.bin: cost for cost in engine} for name, engine in costs.items()}
 
 
 def merged(costs: Iterable[StepCost]) -> list[EngineStep]:

@@ -15,7 +15,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import structlog
 
@@ -29,6 +29,7 @@ from specrl.records import (
     Peer,
     Role,
     SpeculationCounters,
+    StepCost,
     WeightChecksums,
 )
 from specrl.rpc.clients import GenerationClient, TrainerClient
@@ -180,6 +181,7 @@ class Registry:
         self._replaced: set[str] = set()
         self._holders: list[Replica] = []
         self._counted: dict[str, SpeculationCounters] = {}
+        self._step_costs: dict[str, Sequence[StepCost]] = {}
         self.replicas: dict[str, Replica] = {}
         self.trainer: Trainer | None = None
         self._sends_trainer_home = False
@@ -257,8 +259,7 @@ class Registry:
         if replica.state is ReplicaState.SUSPECT:
             self._clear(replica)
         if status is not None:
-            known = replica.status.step_costs if replica.status is not None else ()
-            self.note_status(replica, replace(status, step_costs=known))  # a heartbeat leaves them out
+            self.note_status(replica, status)
         return True
 
     def is_dismissed(self, peer_id: str) -> bool:
@@ -287,6 +288,8 @@ class Registry:
             )
         replica.status = status
         self._counted[replica.peer.incarnation] = status.speculation
+        if status.step_costs:  # a heartbeat leaves them out
+            self._step_costs[replica.peer.incarnation] = status.step_costs
 
     # -- updates ---------------------------------------------------------------------------------------------------
 
@@ -489,3 +492,7 @@ class Registry:
         for counters in self._counted.values():
             total = total.plus(counters)
         return total
+
+    def step_costs(self) -> dict[str, Sequence[StepCost]]:
+        """What steps took, of each engine from its start on, by its replica's incarnation; those gone included."""
+        return dict(self._step_costs)

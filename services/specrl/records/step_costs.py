@@ -32,16 +32,17 @@ class StepCost:
         return bin_of(self.live_sum / steps, self.draft_tokens, self.context_sum / steps)
 
     def minus(self, before: StepCost | None) -> StepCost:
-        """What was added since; all of it when the engine has begun anew since then."""
-        if before is None or before.steps > self.steps:
+        """What the same engine added since; all of it when a sum is smaller now, which then began anew."""
+        if before is None:
             return self
-        return StepCost(
+        since = StepCost(
             self.draft_tokens,
             self.steps - before.steps,
             self.live_sum - before.live_sum,
             self.context_sum - before.context_sum,
             self.seconds_sum - before.seconds_sum,
         )
+        return since if min(since.steps, since.live_sum, since.context_sum, since.seconds_sum) >= 0 else self
 
     def check(self) -> None:
         """Raise RecordInvalid unless these are sums that steps can have."""

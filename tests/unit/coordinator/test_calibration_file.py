@@ -46,8 +46,9 @@ def test_lengths_acceptance_stages_and_costs_of_all_steps_are_there(tmp_path: Pa
     file = a_file(tmp_path)
     costs = {"a": [StepCost(3, 10, 80, 1000, 0.5)]}
     first = a_report(1).model_copy(update={"accepted_per_position": [0.8, 0.4], "tokens": 30, "rollouts": 4})
-    file.step_ended(first, [a_group(5, 5), a_group(10, 10)], costs, (1.5, 1.0))
-    file.step_ended(a_report(2), [a_group(5, 10), a_group(5, 10)], {"a": [StepCost(3, 30, 240, 3000, 1.5)]}, (1.5, 1.0))
+    file.step_ended(first, [a_group(5, 5), a_group(10, 10)], costs, 1, (1.5, 1.0))
+    costs = {"a": [StepCost(3, 30, 240, 3000, 1.5)]}
+    file.step_ended(a_report(2), [a_group(5, 10), a_group(5, 10)], costs, 1, (1.5, 1.0))
     found = written(tmp_path)
     assert found.acceptance == pytest.approx((0.8, 0.5))
     assert found.groups == ((5, 5), (10, 10), (5, 10), (5, 10))
@@ -71,7 +72,7 @@ def test_what_of_generation_is_no_decoding_is_known_where_nothing_else_goes_on(
         seen = {"rollouts": 16, "tokens": 600, "stages": StageSeconds(generation=2.0)}
         report = a_report(step).model_copy(update=seen)
         costs = [StepCost(3, 10 * step, 80 * step, 1000 * step, decoded_s)]
-        file.step_ended(report, [a_group(5, 5)], {"a": costs, "b": costs}, (2.1 + step / 5, 1.0))
+        file.step_ended(report, [a_group(5, 5)], {"a": costs, "b": costs}, 2, (2.1 + step / 5, 1.0))
     found = written(tmp_path)
     assert [one.starting_seconds for one in found.alone] == ([] if expected is None else [pytest.approx(expected)])
     assert all(one.core_seconds == pytest.approx(0.002) and one.cores_training == 1 for one in found.alone)
@@ -92,6 +93,7 @@ def test_the_first_steps_count_until_there_are_others(tmp_path: Path) -> None:
             report,
             [a_group(step, step)],
             {"a": [StepCost(3, 10 * step, 80 * step, 1000 * step, decoded_s)]},
+            1,
             (1.5, 1.0),
         )
         found = written(tmp_path)
@@ -101,7 +103,20 @@ def test_the_first_steps_count_until_there_are_others(tmp_path: Path) -> None:
     assert found.groups == tuple((step, step) for step in range(1, 9))
 
 
+def test_what_an_engine_decoded_counts_when_it_is_gone_and_its_replica_has_another(tmp_path: Path) -> None:
+    """The second engine took fewer seconds for its steps than the first had by the step after which both count."""
+    run = a_run(tmp_path)
+    file = CalibrationFile(parse_spec(run | {"schedule": run["schedule"] | {"maxPolicyLag": 0}}), tmp_path)
+    gone = StepCost(3, 20, 160, 2000, 8.0)
+    for step, first, second in ((1, StepCost(3, 10, 80, 1000, 7.0), []), (2, gone, [StepCost(3, 30, 240, 3000, 0.6)])):
+        report = a_report(step).model_copy(update={"rollouts": 16, "stages": StageSeconds(generation=2.0)})
+        file.step_ended(report, [a_group(5, 5)], {"first": [first], "second": second}, 1, (1.5, 1.0))
+    found = written(tmp_path)
+    assert [(one.steps, one.seconds) for one in found.engine_steps] == [(40, pytest.approx(1.6 / 40))]
+    assert [one.starting_seconds for one in found.alone] == [pytest.approx(0.4 / 16)]
+
+
 def test_a_disk_that_refuses_stops_nothing(tmp_path: Path) -> None:
     (tmp_path / "calibration.json.part").mkdir()
-    a_file(tmp_path).step_ended(a_report(1), [a_group(5, 5)], {}, (None, None))
+    a_file(tmp_path).step_ended(a_report(1), [a_group(5, 5)], {}, 0, (None, None))
     assert not (tmp_path / "calibration.json").exists()

@@ -237,12 +237,16 @@ async def test_a_replica_that_leaves_in_an_update_drains_under_the_version_that_
     assert replica.is_trusted
 
 
-async def test_a_heartbeat_says_nothing_of_what_steps_cost_and_takes_nothing_of_it_away(registry: Registry) -> None:
+async def test_what_steps_cost_is_kept_by_incarnation_and_no_heartbeat_takes_it_away(registry: Registry) -> None:
     replica = serving(registry)
-    costs = (StepCost(3, 10, 40.0, 900.0, 0.5),)
+    costs, fewer = (StepCost(3, 10, 40.0, 900.0, 0.5),), (StepCost(3, 2, 8.0, 180.0, 0.1),)
     registry.note_status(replica, GenerationStatus("gen-0", 0, False, 4, step_costs=costs))
     registry.heartbeat("gen-0", replica.peer.incarnation, GenerationStatus("gen-0", 0, False, 7))
-    assert replica.status == GenerationStatus("gen-0", 0, False, 7, step_costs=costs)
+    assert registry.step_costs() == {replica.peer.incarnation: costs}
+    assert replica.status == GenerationStatus("gen-0", 0, False, 7)
+    another = serving(registry)
+    registry.note_status(another, GenerationStatus("gen-0", 0, False, 4, step_costs=fewer))
+    assert registry.step_costs() == {replica.peer.incarnation: costs, another.peer.incarnation: fewer}
 
 
 async def test_a_dismissed_replica_drains_at_once_and_is_told_at_its_next_heartbeat(registry: Registry) -> None:
