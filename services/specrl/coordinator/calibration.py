@@ -25,7 +25,7 @@ from pydantic import Field
 
 from specrl.coordinator.report import Report, StageSeconds, StepReport
 from specrl.records import Group, StepCost
-from specrl.records.status import LONGEST_DRAFT
+from specrl.records.step_costs import LONGEST_DRAFT
 from specrl.spec import RunSpec
 
 STEPS_KEPT = 200
@@ -263,7 +263,7 @@ def merged(costs: Iterable[StepCost]) -> list[EngineStep]:
     """Like steps of all replicas as one, by live rollouts and draft length."""
     bins: dict[tuple[int, int, int], list[StepCost]] = {}
     for cost in costs:
-        if cost.steps:
+        if cost.steps and cost.live_sum and cost.seconds_sum:
             bins.setdefault(cost.bin, []).append(cost)
     found = []
     for key in sorted(bins):

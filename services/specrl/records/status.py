@@ -8,14 +8,11 @@ from itertools import accumulate, zip_longest
 from operator import mul
 
 from specrl.errors import RecordInvalid
-from specrl.records.step_costs import MOST_BINS, StepCost
+from specrl.records.step_costs import LONGEST_DRAFT, MOST_BINS, StepCost
 from specrl.records.stream_place import StreamPlace
 from specrl.records.weights import NO_DRAFTER
 
 DRAFTING_STATES = ("drafting", "off", "trial")
-
-LONGEST_DRAFT = 1024
-"""Positions of a draft. Drafts are shorter than a hundred tokens."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 from specrl.errors import RecordInvalid
 
+LONGEST_DRAFT = 1024
+"""Positions of a draft. Drafts are shorter than a hundred tokens."""
+
 MOST_BINS = 512
 """Of one engine; steps of others are not counted. Three times what 64 live rollouts and 8 draft tokens can have."""
 
@@ -46,9 +49,15 @@ class StepCost:
 
     def check(self) -> None:
         """Raise RecordInvalid unless these are sums that steps can have."""
-        values = (self.draft_tokens, self.steps, self.live_sum, self.context_sum, self.seconds_sum)
+        sums = (self.live_sum, self.context_sum, self.seconds_sum)
+        values = (self.draft_tokens, self.steps, *sums)
         if not all(math.isfinite(value) and 0 <= value < 1e18 for value in values):
             raise RecordInvalid(f"a step's cost must be of finite sums from 0 up, got {values}; count again")
+        if self.draft_tokens > LONGEST_DRAFT or max(sums) >= 1e12 * max(1, self.steps):
+            raise RecordInvalid(
+                f"a step's cost must be of at most {LONGEST_DRAFT} draft tokens and means below 1e12, got {values}; "
+                "count again"
+            )
 
 
 def bin_of(live: float, draft_tokens: int, context: float) -> tuple[int, int, int]:

@@ -116,6 +116,12 @@ def test_what_an_engine_decoded_counts_when_it_is_gone_and_its_replica_has_anoth
     assert [one.starting_seconds for one in found.alone] == [pytest.approx(0.4 / 16)]
 
 
+def test_steps_that_took_no_time_or_had_no_rollouts_are_left_out(tmp_path: Path) -> None:
+    costs = [StepCost(3, 10, 80, 1000, 0.0), StepCost(0, 10, 0, 1000, 0.5), StepCost(1, 10, 80, 1000, 0.5)]
+    a_file(tmp_path).step_ended(a_report(1), [a_group(5, 5)], {"a": costs}, 1, (None, None))
+    assert [step.draft_tokens for step in written(tmp_path).engine_steps] == [1]
+
+
 def test_a_disk_that_refuses_stops_nothing(tmp_path: Path) -> None:
     (tmp_path / "calibration.json.part").mkdir()
     a_file(tmp_path).step_ended(a_report(1), [a_group(5, 5)], {}, 0, (None, None))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specrl.errors import RecordInvalid
 from specrl.records import StepCost
 
 SUMS = st.floats(0, 1e6, allow_nan=False)
@@ -21,3 +23,17 @@ def test_sums_of_which_one_has_fallen_began_anew(now: StepCost, before: StepCost
     since.check()
     sums = [(vars(now)[name], vars(before)[name]) for name in ("steps", "live_sum", "context_sum", "seconds_sum")]
     assert (since == now) or all(mine >= theirs for mine, theirs in sums)
+
+
+@pytest.mark.parametrize(
+    "cost",
+    [
+        StepCost(3, 10, 80, 1000, -0.5),
+        StepCost(3, 10, 80, float("nan"), 0.5),
+        StepCost(1025, 10, 80, 1000, 0.5),
+        StepCost(3, 10, 80, 1000, 1e13),
+    ],
+)
+def test_sums_that_no_steps_can_have_are_refused(cost: StepCost) -> None:
+    with pytest.raises(RecordInvalid, match="a step's cost must be"):
+        cost.check()
