@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from specrl.generation.draft_length import calibrated_lengths
 
@@ -28,8 +28,7 @@ PASS_STEPS = 2  # of each length in a pass; the quicker one counts
 CLOSE = 8  # batches that differ by no more than such a part of them cost the same
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """When it was scheduled, how many requests are in it, how many tokens each drafts, how many of prompts are read."""
 
     at_s: float

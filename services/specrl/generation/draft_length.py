@@ -59,13 +59,12 @@ REVISE_STEPS = 32  # the table is computed anew this often
 EARLY_STEPS = frozenset({4, 8, 16})  # ... and so soon in a new state: a full batch must not wait for what is plain
 SWITCH_GAIN = 1.01  # a length replaces the present one if it is this much faster: no flutter between equals
 WORTH_GAIN = 1.01  # drafting must be this much faster than not drafting
-ROW_RATE = 0.1  # how fast the costs of one batch size follow what is seen: the machine gets slower or faster
-# ... and one cell by itself. Much slower: a machine that slows down must not look like one length that got dearer, or
-# the lengths that are not in use would seem cheap.
-CELL_RATE = 0.02
-CALIBRATED_STEPS = 8.0  # what a calibrated cost counts for; until a cell has seen many more steps, it follows each more
+# Of the logarithm of a step's time, variances:
+STEP_NOISE = 0.01  # of one step
+SPEED_UNKNOWN, SPEED_DRIFT = 0.1, 1e-4  # of how fast all of a batch size is: at first; on top with each step
+LENGTH_UNKNOWN, LENGTH_DRIFT = 2.5e-3, 1e-7  # of what one length costs beside the others: the same
 DOUBTFUL_GAIN = 1.3  # below this, probes also leave the drafter out: an old calibration must not decide that it pays
-PROBE_EVERY, PROBE_STEPS = 64, 4  # of so many steps, so few use the next shorter or longer draft, to know their costs
+PROBE_EVERY, PROBE_STEPS = 64, 8  # of so many steps, so few use the next shorter or longer draft, to know their costs
 PROBE_SELDOM = 512  # ... and of so many where longer gaps, each twice the one before, have changed nothing
 PROBES = 3  # kinds of them: longer, shorter, none
 OUTLIER = 3.0  # a step this much slower or faster than expected was disturbed, and teaches nothing
@@ -96,17 +95,26 @@ def calibrated_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
 
 
 class StepCosts:
-    """c(B, k): seconds [lengths, nodes], interpolated between nodes, and corrected by every step that is seen."""
+    """c(B, k): seconds [lengths, nodes], interpolated between nodes, and corrected by every step that is seen.
+
+    A step that was not as expected tells of the machine, which is slower or faster for all lengths of a batch size, or
+    of its length. Which it is, the uncertainty of each says, as in a Kalman filter with these two for states
+    (covariances left out). A machine's speed changes quickly, what lengths cost beside each other hardly; so a length
+    that is in use for long tells of the machine, and one that is tried for a few steps beside it, of itself. Otherwise
+    lengths that are not in use would seem cheap when the machine slows down, and dear when it recovers.
+    """
 
     def __init__(self, nodes: Sequence[int], lengths: Sequence[int]) -> None:
         self.nodes, self.lengths = tuple(nodes), tuple(sorted(lengths))
         self.seconds: dict[int, list[float]] = {}
-        self._seen = {k: [0.0] * len(self.nodes) for k in self.lengths}
+        self._places = [self._between(batch) for batch in range(self.nodes[-1] + 1)]
+        self._speed_unknown = [SPEED_UNKNOWN] * len(self.nodes)
+        self._length_unknown = {k: [LENGTH_UNKNOWN] * len(self.nodes) for k in self.lengths}
 
     @property
     def is_known(self) -> bool:
         """Whether every length has a cost at every node."""
-        return all(k in self.seconds for k in self.lengths)
+        return len(self.seconds) == len(self.lengths)
 
     def fill(self, measured: dict[int, list[float]]) -> None:
         """Take measured rows [nodes] by length; lengths between two measured ones are interpolated.
@@ -119,10 +127,10 @@ class StepCosts:
             self.seconds[k] = [float(np.interp(k, known, costs)) for costs in by_node]
 
     def at(self, batch: int, k: int) -> float:
-        """Seconds of a step; linear between nodes, proportional to the last two beyond them."""
+        """Seconds of a step; linear between nodes."""
         row = self.seconds[k]
         place, share = self.place(batch)
-        return row[place] + share * (row[min(place + 1, len(row) - 1)] - row[place])
+        return row[place] + share * (row[place + 1] - row[place]) if share else row[place]
 
     def row(self, k: int) -> npt.NDArray[np.float64]:
         """Seconds [batch sizes from 1 to the largest]."""
@@ -130,16 +138,19 @@ class StepCosts:
         return found
 
     def correct(self, batch: int, k: int, ratio: float) -> None:
-        """A step took `ratio` times what was expected: move this cell a little, and its batch size's row more."""
+        """A step took `ratio` times what was expected."""
         place, share = self.place(batch)
-        for node, weight in ((place, 1 - share), (place + 1, share)):
-            if weight > 0 and node < len(self.nodes):
-                together = ratio ** (ROW_RATE * weight)
-                for row in self.seconds.values():
-                    row[node] *= together
-                rate = max(CELL_RATE, 1 / (CALIBRATED_STEPS + self._seen[k][node]))
-                self.seconds[k][node] *= ratio ** (rate * weight)
-                self._seen[k][node] += weight
+        nodes = [(node, weight) for node, weight in ((place, 1 - share), (place + 1, share)) if weight > 0]
+        speed, length = self._speed_unknown, self._length_unknown[k]
+        unexplained = STEP_NOISE + sum(weight**2 * (speed[node] + length[node]) for node, weight in nodes)
+        for node, weight in nodes:
+            its_speed, its_length = weight * speed[node] / unexplained, weight * length[node] / unexplained
+            together = ratio**its_speed
+            for row in self.seconds.values():
+                row[node] *= together
+            self.seconds[k][node] *= ratio**its_length
+            speed[node] += SPEED_DRIFT - weight * its_speed * speed[node]
+            length[node] += LENGTH_DRIFT - weight * its_length * length[node]
 
     def scale(self, ratio: float) -> None:
         """All steps take `ratio` times what they took."""
@@ -163,6 +174,9 @@ class StepCosts:
 
     def place(self, batch: int) -> tuple[int, float]:
         """Node at or below `batch`, and how far it is to the next one, 0 to 1."""
+        return self._places[min(batch, self.nodes[-1])]
+
+    def _between(self, batch: int) -> tuple[int, float]:
         place = max(0, min(bisect.bisect_right(self.nodes, batch) - 1, len(self.nodes) - 2))
         if len(self.nodes) == 1:
             return 0, 0.0
@@ -273,6 +287,7 @@ class DraftLengths:
         self.acceptance = self._before_trial = Acceptance(max(self.lengths))
         self.measured, self.predicted = Window(WINDOW_SECONDS), Window(WINDOW_SECONDS)
         self._kept = Window(KEPT_SECONDS)  # of steps with drafts; otherwise: if all were as fast as promised
+        self._emitted = self.acceptance.emitted(self.lengths)  # E(k) as of the last revision
         self.table = [max(self.lengths)] * (self.max_batch + 1)
         self._gains = np.ones(self.max_batch + 1)  # of the best length that drafts, by batch size
         self._calls = self._probes = self._probe_ends = 0
@@ -358,7 +373,10 @@ class DraftLengths:
 
     def saw_draft(self, length: int, accepted: int, is_whole: bool) -> None:
         """A request's draft was verified. is_whole: the drafter has read all of the request."""
-        if self.fixed is not None or not is_whole:
+        if self.fixed is not None:
+            return
+        if not is_whole:
+            self.acceptance.request_steps -= 1  # it had a draft, of which nothing can be learnt
             return
         self._idle_steps = 0
         self._trial_drafts += 1
@@ -372,7 +390,8 @@ class DraftLengths:
         """
         if not self._learns(k):
             return
-        ratio = seconds / self._cost(batch, k)
+        cost, undrafted = self._cost(batch, k), self.costs.at(batch, self._undrafted)
+        ratio = seconds / cost
         if not 1 / OUTLIER < ratio < OUTLIER:
             self._outliers.append(ratio)
             if len(self._outliers) == DISTURBED_STEPS:
@@ -383,8 +402,8 @@ class DraftLengths:
         self.costs.correct(batch, k, ratio)
         if k > 0:
             self.acceptance.request_steps += batch
-        undrafted_s = tokens / batch * self.costs.at(batch, self._undrafted)
-        self._count(batch, k, seconds, undrafted_s, promised_s=seconds)
+        undrafted_s = tokens / batch * undrafted
+        self._count(k, seconds, undrafted_s, self._emitted[k] * undrafted / cost, promised_s=seconds)
         self._last_batch = batch
         place, _ = self.costs.place(batch)
         if place != self._place:
@@ -399,22 +418,22 @@ class DraftLengths:
     def saw_other_step(self, batch: int, k: int, tokens: int, seconds: float) -> None:
         """A step of decoding ended that says nothing of what lengths cost, but took its time."""
         if self._learns(k) and seconds < OUTLIER * self.costs.at(batch, max(self.lengths)):
-            undrafted_s = tokens / batch * self.costs.at(batch, self._undrafted)
-            self._count(batch, k, seconds, undrafted_s, undrafted_s / self._promise(batch, k))
+            undrafted_s, promise = tokens / batch * self.costs.at(batch, self._undrafted), self._promise(batch, k)
+            self._count(k, seconds, undrafted_s, promise, undrafted_s / promise)
 
     def saw_reading(self, batch: int, k: int, read: int, seconds: float, is_catch_up: bool) -> None:
         """A step ended that read `read` tokens of prompts. is_catch_up: without a drafter it had read nothing."""
         if not self._learns(k):
             return
-        expected_s = self.costs.at(batch, k)
+        expected_s, promise = self.costs.at(batch, k), self._promise(batch, k)
         self._read_s = READING_KEPT * self._read_s + max(0.0, seconds - expected_s)
         self._read_tokens = READING_KEPT * self._read_tokens + read
         if is_catch_up:
-            self._count(batch, k, seconds, undrafted_s=0.0, promised_s=0.0)
+            self._count(k, seconds, 0.0, promise, promised_s=0.0)
         else:  # with a drafter, prompts took a pass of it more, as steps do that draft nothing
             plain = self.costs.at(batch, self._undrafted)
             undrafted_s = seconds * plain / self.costs.at(batch, 0) if k != OFF and 0 in self.lengths else seconds
-            self._count(batch, k, seconds, undrafted_s, undrafted_s / self._promise(batch, k))
+            self._count(k, seconds, undrafted_s, promise, undrafted_s / promise)
 
     def fix(self, length: int | None) -> None:
         """Use this length from now on, and learn nothing; None: go on with what was decided before."""
@@ -438,6 +457,7 @@ class DraftLengths:
         """Decide the table and the state anew. Without costs nothing is decided."""
         if self.fixed is not None or not self.costs.is_known:
             return
+        self._emitted = self.acceptance.emitted(self.lengths)
         if self.state is State.TRIAL:
             if self._trial_drafts >= ENOUGH_DRAFTS or self._state_steps >= TRIAL_STEPS:
                 self._end_trial()
@@ -504,10 +524,10 @@ class DraftLengths:
     def _learns(self, k: int) -> bool:
         return self.fixed is None and self.costs.is_known and k in self.lengths
 
-    def _count(self, batch: int, k: int, seconds: float, undrafted_s: float, promised_s: float) -> None:
+    def _count(self, k: int, seconds: float, undrafted_s: float, promise: float, promised_s: float) -> None:
         """A step ended; by what E and c promise of drafts, what it did had taken so long."""
         self.measured.add(seconds, undrafted_s)
-        self.predicted.add(undrafted_s / self._promise(batch, k), undrafted_s)
+        self.predicted.add(undrafted_s / promise, undrafted_s)
         if k != OFF and self.state is State.DRAFTING:
             self._kept.add(seconds, promised_s)
 
@@ -516,8 +536,7 @@ class DraftLengths:
 
     def _promise(self, batch: int, k: int) -> float:
         """How much faster than without drafts a length is, by E and c alone."""
-        emitted = self.acceptance.emitted([k])[k]
-        return emitted * self.costs.at(batch, self._undrafted) / self._cost(batch, k)
+        return self._emitted[k] * self.costs.at(batch, self._undrafted) / self._cost(batch, k)
 
     def _cost(self, batch: int, k: int) -> float:
         """Seconds of a step in which the usual share of requests has a draft of k tokens."""

@@ -3,7 +3,8 @@
 vLLM 0.32 runs a learned drafter once a step even for length 0, to keep its KV cache whole, and prepares every step for
 drafts that it may not have; for a drafter that does not pay that would be wasted for ever. So a step that has no drafts
 to verify and is to make none runs as in an engine without speculation: its model runner has no speculative config for
-so long. One that has drafts of the step before it runs as always, but for the drafter.
+so long. One that has drafts of the step before it runs as always, but for the drafter. What a policy computes for a
+drafter beside its answer, EAGLE-3's hidden states of some layers, is left out, too, where no compiled graph has it in.
 
 With drafting on, a step may still come without any (vLLM's dynamic speculation asked for none, a look-up found none);
 it is sampled without the rejection sampler and its preparation, which takes a tenth less time.
@@ -38,23 +39,32 @@ def install(model_runner: Any) -> bool:
     prepare_and_propose = model_runner.propose_draft_token_ids
     execute_model, sample_tokens = model_runner.execute_model, model_runner.sample_tokens
 
+    observed = _observed(model_runner)
+
     @contextmanager
-    def resting_if(rests: bool) -> Iterator[None]:
-        config = model_runner.speculative_config
-        if rests:
-            model_runner.speculative_config = None
+    def resting() -> Iterator[None]:
+        config, layers = model_runner.speculative_config, observed and observed.aux_hidden_state_layers
+        model_runner.speculative_config = None
+        if observed is not None:
+            observed.aux_hidden_state_layers, model_runner.use_aux_hidden_state_outputs = (), False
         try:
             yield
         finally:
             model_runner.speculative_config = config
+            if observed is not None:
+                observed.aux_hidden_state_layers, model_runner.use_aux_hidden_state_outputs = layers, True
 
     def execute_or_rest(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        with resting_if(_rests(scheduler_output)):
+        if not rests(scheduler_output):
+            return execute_model(scheduler_output, *args, **kwargs)
+        with resting():
             return execute_model(scheduler_output, *args, **kwargs)
 
     def sample_tokens_or_rest(*args: Any, **kwargs: Any) -> Any:
         state = model_runner.execute_model_state
-        with resting_if(state is not None and _rests(state.scheduler_output)):
+        if state is None or not rests(state.scheduler_output):
+            return sample_tokens(*args, **kwargs)
+        with resting():
             return sample_tokens(*args, **kwargs)
 
     def sample_as_drafted(logits: Any, metadata: Any) -> Any:
@@ -87,9 +97,23 @@ def install(model_runner: Any) -> bool:
     return True
 
 
-def _rests(scheduler_output: Any) -> bool:
+def rests(scheduler_output: Any) -> bool:
     """Whether a step neither verifies drafts nor makes any."""
     return scheduler_output.num_spec_tokens_to_schedule == OFF and not scheduler_output.scheduled_spec_decode_tokens
+
+
+def _observed(model_runner: Any) -> Any:
+    """The policy's module that gives hidden states of some layers to the drafter; None where it must go on giving them.
+
+    In a compiled model or a captured graph they are computed whatever the module says afterwards.
+    """
+    from vllm.config import CompilationMode, CUDAGraphMode
+
+    compilation = model_runner.vllm_config.compilation_config
+    is_eager = compilation.mode == CompilationMode.NONE and compilation.cudagraph_mode == CUDAGraphMode.NONE
+    if not is_eager or not model_runner.use_aux_hidden_state_outputs:
+        return None
+    return next(module for module in model_runner.model.modules() if getattr(module, "aux_hidden_state_layers", ()))
 
 
 def _has_drafts(metadata: Any) -> bool:

@@ -22,6 +22,7 @@ def register() -> None:
     cpu_kernels.register()
     routed_experts.permit()
     _let_front_end_reach_the_scheduler()
+    _do_not_fetch_drafts_at_rest()
     _die_with_parent()
 
 
@@ -37,6 +38,19 @@ def _let_front_end_reach_the_scheduler() -> None:
         return getattr(self.scheduler, f"drafting_{name}")(*args)
 
     EngineCore.specrl_drafting = specrl_drafting  # type: ignore[attr-defined]  # that is the point
+
+
+def _do_not_fetch_drafts_at_rest() -> None:
+    """Spare steps that make no drafts the call to the workers which fetches them."""
+    from vllm.v1.engine.core import EngineCore
+
+    post_step = EngineCore.post_step
+
+    def post_step_with_drafts(self: Any, model_executed: bool) -> None:
+        if not getattr(self.scheduler, "rests", False):
+            post_step(self, model_executed)
+
+    EngineCore.post_step = post_step_with_drafts  # type: ignore[method-assign]
 
 
 def _die_with_parent() -> None:

@@ -27,7 +27,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from specrl.generation.calibration import Calibration, Step
 from specrl.generation.draft_length import OFF, DraftLengths, State
-from specrl.generation.vllm_backend.draft_rest import FORCED
+from specrl.generation.vllm_backend.draft_rest import FORCED, rests
 
 SETTINGS = "specrl"  # of vLLM's additional_config
 MEASURED_AFTER = 2  # steps of its length: `calibration.Step`
@@ -46,6 +46,7 @@ class DraftLengthScheduler(Scheduler):
         self._recent: deque[Step] = deque(maxlen=MEASURED_AFTER + 1)
         self._emitted = 0
         self._missed: set[str] = set()
+        self.rests = False  # whether the last step that was scheduled neither verifies drafts nor makes any
         self._left_to_read = 0
         self.dynamic_sd_lookup = self._drafting.table
 
@@ -69,6 +70,7 @@ class DraftLengthScheduler(Scheduler):
         self._left_to_read -= min(read, self._left_to_read)
         length = length if length == OFF else length % FORCED
         self._recent.append(Step(now, batch, length, read, is_catch_up))
+        self.rests = rests(output)
         return output
 
     def _next_lookup(self) -> list[int]:
