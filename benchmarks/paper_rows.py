@@ -121,8 +121,8 @@ QUICK = ("none", "eagle3:3", "adaptive", "ngram")
 WORKLOADS = (
     Workload(
         "base",
-        "a base model, as RL-Zero: it works its answers out, and often wrongly",
-        warm_up=80,
+        "a base model, as RL-Zero: it works its answers out, and mostly wrongly",
+        warm_up=250,
         difficulty=12,
         max_tokens=176,
         rows=tuple(configuration.name for configuration in CONFIGURATIONS if not configuration.lag),
@@ -130,8 +130,8 @@ WORKLOADS = (
     # The paper's asynchronous run is of this one.
     Workload(
         "reasoning",
-        "a model that has learnt to reason, as RL-Think: longer answers, mostly right",
-        warm_up=100,
+        "a model trained for longer on longer answers, as RL-Think",
+        warm_up=300,
         difficulty=24,
         max_tokens=256,
         rows=("none", "eagle3:3", "adaptive", "online", "ngram", "none-lag1", "adaptive-lag1"),
