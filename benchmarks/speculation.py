@@ -372,7 +372,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=60, help="measured rounds at each load (default: %(default)s)")
     parser.add_argument("--turns", type=int, default=16, help="measured turns of the drain (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="also write the rows here")
-    asyncio.run(run(parser.parse_args(), Console()))
+    arguments = parser.parse_args()
+    if min(arguments.rounds, arguments.turns) < 2:  # one that chooses the best length, one that is judged
+        parser.error(f"rounds and turns must be 2 or more, got {arguments.rounds} and {arguments.turns}")
+    asyncio.run(run(arguments, Console()))
 
 
 if __name__ == "__main__":
