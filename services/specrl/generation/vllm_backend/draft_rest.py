@@ -17,7 +17,7 @@ own `propose`. Installed by `worker`, in each of vLLM's workers.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -38,12 +38,12 @@ def install(model_runner: Any) -> bool:
     propose, sample = drafter.propose, model_runner._sample
     prepare_and_propose = model_runner.propose_draft_token_ids
     execute_model, sample_tokens = model_runner.execute_model, model_runner.sample_tokens
-
     observed = _observed(model_runner)
+    layers = () if observed is None else observed.aux_hidden_state_layers
 
     @contextmanager
     def resting() -> Iterator[None]:
-        config, layers = model_runner.speculative_config, observed and observed.aux_hidden_state_layers
+        config = model_runner.speculative_config
         model_runner.speculative_config = None
         if observed is not None:
             observed.aux_hidden_state_layers, model_runner.use_aux_hidden_state_outputs = (), False
@@ -55,16 +55,12 @@ def install(model_runner: Any) -> bool:
                 observed.aux_hidden_state_layers, model_runner.use_aux_hidden_state_outputs = layers, True
 
     def execute_or_rest(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        if not rests(scheduler_output):
-            return execute_model(scheduler_output, *args, **kwargs)
-        with resting():
+        with resting() if rests(scheduler_output) else nullcontext():
             return execute_model(scheduler_output, *args, **kwargs)
 
     def sample_tokens_or_rest(*args: Any, **kwargs: Any) -> Any:
         state = model_runner.execute_model_state
-        if state is None or not rests(state.scheduler_output):
-            return sample_tokens(*args, **kwargs)
-        with resting():
+        with resting() if state is not None and rests(state.scheduler_output) else nullcontext():
             return sample_tokens(*args, **kwargs)
 
     def sample_as_drafted(logits: Any, metadata: Any) -> Any:
@@ -113,7 +109,8 @@ def _observed(model_runner: Any) -> Any:
     is_eager = compilation.mode == CompilationMode.NONE and compilation.cudagraph_mode == CUDAGraphMode.NONE
     if not is_eager or not model_runner.use_aux_hidden_state_outputs:
         return None
-    return next(module for module in model_runner.model.modules() if getattr(module, "aux_hidden_state_layers", ()))
+    modules = model_runner.model.modules()
+    return next((module for module in modules if getattr(module, "aux_hidden_state_layers", ())), None)
 
 
 def _has_drafts(metadata: Any) -> bool:

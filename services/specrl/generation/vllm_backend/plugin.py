@@ -41,7 +41,7 @@ def _let_front_end_reach_the_scheduler() -> None:
 
 
 def _do_not_fetch_drafts_at_rest() -> None:
-    """Spare steps that make no drafts the call to the workers which fetches them."""
+    """Spare steps that make no drafts the call to the workers by which vLLM 0.32 fetches them after each step."""
     from vllm.v1.engine.core import EngineCore
 
     post_step = EngineCore.post_step
