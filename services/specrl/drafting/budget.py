@@ -1,5 +1,7 @@
 """Which of a step's tokens the drafter is trained on: as many as are paid for, another part of the batch at each step.
 
+And in how many updates: a small model learns more from many short steps than from one good one (docs/decisions/0029).
+
 Pure: lengths and the step's number in, the same lessons out on every rank and in every repetition. The price is
 counted in floating-point operations, not in seconds, so that a run's result does not depend on the machine's mood.
 
@@ -21,7 +23,9 @@ POLICY_FORWARDS = 4  # of a step: log-probabilities, then forward and backward; 
 DRAFTER_FORWARDS = 3  # forward and backward
 # Of the policy's own operations. The trainer's time then grows by at most 7 % on CPUs: by the operations' share, and by
 # what does not shrink with it, the head's optimizer and its hidden states (benchmarks/adaptation.py).
-ONLINE_SHARE = 0.035
+ONLINE_SHARE = 0.03
+UPDATE_STARTS = 100  # of an update, about: of fewer its gradient is noise, and too few rows share each weight
+MOST_UPDATES = 16  # of a step
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,13 @@ def choose_lessons(
         if count < starts:
             break
     return sorted(found, key=lambda lesson: lesson.index)
+
+
+def updates(lessons: Sequence[Lesson]) -> list[list[Lesson]]:
+    """The lessons of each update of a step, the same on every number of ranks; without lessons one update of none."""
+    starts = sum(lesson.completion - 1 for lesson in lessons)
+    count = max(1, min(MOST_UPDATES, len(lessons), round(starts / UPDATE_STARTS)))
+    return [list(lessons[number::count]) for number in range(count)]
 
 
 def turns(group_ids: Sequence[str], step: int) -> list[int]:

@@ -10,7 +10,8 @@ at t+1+j. So start m (t = P-1+m) is trained in pass j if m + j < T-1. Pass 0 att
 as vLLM's drafter does to verified tokens; pass j in addition to its own passes 1..j at t, which is how drafted tokens
 see each other. Tokens of later passes are the rollout's own (teacher forcing). EAGLE-3, arXiv 2503.01840, section 3.
 
-`budget.py` decides which rollouts of a step are used; `criteria.py` says what is minimised, and what acceptance is.
+`budget.py` decides which rollouts of a step are used, in how many updates; `criteria.py` says what is minimised, and
+what acceptance is.
 
 Shapes: R packed rows, W tokens, M starts, H hidden, G key/value groups, Q query heads of one group, N = G * Q, D head
 size, X anything, V policy vocabulary, K draft vocabulary, E starts that count in a pass, J passes.
@@ -22,6 +23,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 import torch.distributed as dist
@@ -36,9 +38,9 @@ from specrl.records import DrafterMetrics
 
 PASS_DECAY = 0.8  # weight of pass j is 0.8^j, as in the EAGLE-3 authors' training code
 BETAS = (0.9, 0.95)
-# A step's gradient is the noisier the fewer starts it is of, and AdamW makes every update as long as the learning rate:
-# few and fresh moments would push a good head off its place faster than the policy moves.
-FULL_RATE_STARTS = 2048  # with fewer starts in a step the learning rate falls with their square root
+# A gradient is the noisier the fewer starts it is of, and AdamW makes every update as long as the learning rate: small
+# batches and fresh moments would push a good head off its place faster than the policy moves.
+FULL_RATE_STARTS = 128  # of an update with fewer starts the learning rate falls with their square root
 WARM_UP_UPDATES = 8  # of an optimizer without moments, as a head that was trained elsewhere has
 BLOCK_STARTS = 1024  # attention of more starts than this is computed in blocks, and again in the backward pass
 
@@ -58,7 +60,7 @@ def starts_per_pass(completion_lengths: Sequence[int], passes: int) -> list[int]
 
 
 def online_rate(learning_rate: float, starts: int, updates: int) -> float:
-    """Learning rate of a step on so many starts, after so many updates by the same optimizer."""
+    """Learning rate of an update on so many starts, after so many by the same optimizer."""
     return learning_rate * min(1.0, math.sqrt(starts / FULL_RATE_STARTS)) * min(1.0, (updates + 1) / WARM_UP_UPDATES)
 
 
@@ -212,10 +214,37 @@ class _Attention:
         return x_RWX.view(*x_RWX.shape[:2], -1, self.dim).transpose(1, 2)
 
 
-class DrafterTrainer:
-    """A head, its optimizer, and one step after another: `begin`, `accumulate` for each micro-batch, `finish`.
+@dataclass(frozen=True)
+class Update:
+    """What one update, or one look, saw over all ranks: sums_J3 as in `PassSums`, starts_J, and the gradient's norm.
 
-    `measured` instead of `finish` ends a step that looks and does not learn.
+    seconds: of this rank.
+    """
+
+    sums_J3: torch.Tensor
+    starts_J: Sequence[int]
+    grad_norm: float
+    seconds: float
+
+
+def metrics_of(updates: Sequence[Update]) -> DrafterMetrics:
+    """Of all that these saw, each start counting once; the gradient's norm is their mean."""
+    loss_J, alive_J, accepted_J = torch.stack([update.sums_J3 for update in updates]).sum(0).T.tolist()
+    starts_J = [sum(counts) for counts in zip(*(update.starts_J for update in updates), strict=True)]
+    return DrafterMetrics(
+        loss=sum(PASS_DECAY**j * loss_J[j] / max(1, count) for j, count in enumerate(starts_J)),
+        grad_norm=fmean(update.grad_norm for update in updates),
+        acceptance_per_position=tuple(
+            kept / alive if alive else 0.0 for kept, alive in zip(accepted_J, alive_J, strict=True)
+        ),
+        seconds=sum(update.seconds for update in updates),
+    )
+
+
+class DrafterTrainer:
+    """A head, its optimizer, and one update after another: `begin`, `accumulate` some sequences, `finish`.
+
+    `measured` instead of `finish` ends what looks and does not learn.
     """
 
     def __init__(
@@ -235,7 +264,7 @@ class DrafterTrainer:
         )
 
     def begin(self, ends: PolicyEnds, completion_lengths: Sequence[int], criterion: Criterion | None = None) -> None:
-        """Start a step on rollouts of these lengths, over all ranks; `ends` are of the version that gave the states."""
+        """Start an update on completions of these lengths, over all ranks; `ends` are of the states' version."""
         self.ends, self.now = ends, criterion or self.criterion
         self.starts_J = starts_per_pass(completion_lengths, self.passes)
         self.sums_J3 = torch.zeros(self.passes, 3, dtype=torch.float64, device=ends.norm_H.device)
@@ -243,7 +272,7 @@ class DrafterTrainer:
         self.optimizer.zero_grad()
 
     def accumulate(self, batch: HeadBatch) -> None:
-        """Add the gradients of one micro-batch, unless gradients are off; its sums count in any case."""
+        """Add the gradients of some sequences, unless gradients are off; their sums count in any case."""
         started = time.perf_counter()
         longest = int((batch.lengths_B - batch.prompt_lengths_B).max()) - 1
         if longest > 0:
@@ -256,10 +285,10 @@ class DrafterTrainer:
             self.sums_J3 += torch.stack([sums.loss_sums_J, sums.alive_J, sums.accepted_J], 1)
         self.seconds += time.perf_counter() - started
 
-    def finish(self, learning_rate: float | None = None, group: dist.ProcessGroup | None = None) -> DrafterMetrics:
-        """Sum gradients over `group`, clip, step. A gradient that is not finite is dropped, and the metrics show it.
+    def finish(self, learning_rate: float | None = None, group: dist.ProcessGroup | None = None) -> Update:
+        """Sum gradients over `group`, clip, step. A gradient that is not finite is dropped, and its norm shows it.
 
-        learning_rate: of this step; None for that of a step within the RL loop.
+        learning_rate: of this update; None for that of one within the RL loop.
         """
         started = time.perf_counter()
         parameters = list(self.head.parameters())
@@ -277,24 +306,17 @@ class DrafterTrainer:
             self.optimizer.step()
         self.optimizer.zero_grad()
         self.seconds += time.perf_counter() - started
-        return self._metrics(norm)
+        return Update(self.sums_J3, self.starts_J, norm, self.seconds)
 
     def _updates(self) -> int:
         """How many the optimizer has made."""
         return int(next((state["step"] for state in self.optimizer.state.values() if "step" in state), 0))
 
-    def measured(self, group: dist.ProcessGroup | None = None) -> DrafterMetrics:
+    def measured(self, group: dist.ProcessGroup | None = None) -> Update:
         """Sum over `group` what was accumulated without gradients."""
         if group is not None and dist.get_world_size(group) > 1:
             dist.all_reduce(self.sums_J3, group=group)
-        return self._metrics(0.0)
-
-    def _metrics(self, norm: float) -> DrafterMetrics:
-        loss_J, alive_J, accepted_J = self.sums_J3.T.tolist()
-        weights = [PASS_DECAY**j for j in range(self.passes)]
-        loss = sum(w * value / max(1, n) for w, value, n in zip(weights, loss_J, self.starts_J, strict=True))
-        acceptance = tuple(kept / alive if alive else 0.0 for kept, alive in zip(accepted_J, alive_J, strict=True))
-        return DrafterMetrics(loss, norm, acceptance, self.seconds)
+        return Update(self.sums_J3, self.starts_J, 0.0, self.seconds)
 
     def _all_reduce(self, parameters: list[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
         flat = torch.cat([weight.grad.flatten() for weight in parameters if weight.grad is not None])

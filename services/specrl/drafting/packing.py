@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,23 @@ class HeadBatch:
             self.last_BSH[index],
             self.prompt_lengths_B[index],
             self.lengths_B[index],
+        )
+
+    @staticmethod
+    def joined(batches: Sequence[HeadBatch]) -> HeadBatch:
+        """The sequences of all of them, one or more; what is longer than the longest one is left out."""
+        longest = max(int(batch.lengths_B.max()) for batch in batches)
+
+        def fit(x_BSX: torch.Tensor) -> torch.Tensor:
+            x_BSX = x_BSX[:, :longest]
+            return functional.pad(x_BSX, (0, 0) * (x_BSX.dim() - 2) + (0, longest - x_BSX.shape[1]))
+
+        return HeadBatch(
+            torch.cat([fit(batch.token_ids_BS) for batch in batches]),
+            torch.cat([fit(batch.aux_BSA) for batch in batches]),
+            torch.cat([fit(batch.last_BSH) for batch in batches]),
+            torch.cat([batch.prompt_lengths_B for batch in batches]),
+            torch.cat([batch.lengths_B for batch in batches]),
         )
 
     def cut(self, contexts: Sequence[int], lengths: Sequence[int]) -> HeadBatch:

@@ -268,7 +268,7 @@ class DrafterTraining(Section):
     """Train the head at every step on the policy's forward pass. False keeps it as it was initialised."""
     token_budget: Positive | None = None
     """Most tokens of a step that the head is trained to draft from; the rollouts take turns. Null: as many as a fixed
-    share (3.5 %) of the policy's floating-point operations pays for, which keeps the step's time within 7 %."""
+    share (3 %) of the policy's floating-point operations pays for, which keeps the step's time within 7 %."""
     initialisation: DrafterInitialisation = DrafterInitialisation()
     """How a fresh head starts; not used when `generation.speculation.eagle3.path` is set."""
 

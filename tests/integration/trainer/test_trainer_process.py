@@ -61,7 +61,9 @@ class Trainer:
         return "\n".join(log.read_text()[-2000:] for log in self.logs)
 
     def codes(self) -> list[int]:
-        return [process.wait(timeout=60) for process in self.processes]
+        """As a pod has them: a signal that comes before the process handles it leaves the same one."""
+        found = [process.wait(timeout=60) for process in self.processes]
+        return [code if code >= 0 else 128 - code for code in found]
 
     def kill(self) -> None:
         for process in self.processes:

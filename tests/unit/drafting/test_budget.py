@@ -6,7 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.drafting.builders import a_head, a_policy
 
-from specrl.drafting.budget import Sample, choose_lessons, drafter_flops, policy_flops, turns
+from specrl.drafting.budget import (
+    MOST_UPDATES,
+    UPDATE_STARTS,
+    Lesson,
+    Sample,
+    choose_lessons,
+    drafter_flops,
+    policy_flops,
+    turns,
+    updates,
+)
 
 SAMPLES = st.lists(
     st.builds(Sample, st.sampled_from("abcd"), st.integers(1, 30), st.integers(1, 40)), min_size=1, max_size=16
@@ -48,6 +58,17 @@ def test_rollout_that_does_not_fit_gives_another_stretch_at_each_step() -> None:
     sample = Sample("a", 10, 1000)
     places = {choose_lessons([sample], step, starts, 100)[0].context for step in range(1, 9)}
     assert len(places) > 4
+
+
+@given(st.lists(st.integers(1, 400), max_size=60))
+def test_each_lesson_is_of_one_update_and_updates_are_few_and_large(starts: list[int]) -> None:
+    lessons = [Lesson(index, 10, 11 + count) for index, count in enumerate(starts)]
+    parts = updates(lessons)
+    assert sorted(lesson.index for part in parts for lesson in part) == list(range(len(lessons)))
+    assert 1 <= len(parts) <= MOST_UPDATES
+    assert len(parts) == 1 or (all(parts) and sum(starts) / len(parts) >= UPDATE_STARTS / 1.5)
+    if sum(starts) >= 2 * UPDATE_STARTS and len(lessons) > 1:
+        assert len(parts) > 1
 
 
 def test_operations_grow_with_what_is_computed() -> None:

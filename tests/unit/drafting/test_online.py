@@ -23,6 +23,7 @@ from specrl.drafting.online import (
     WARM_UP_UPDATES,
     DrafterTrainer,
     PolicyEnds,
+    metrics_of,
     online_rate,
     starts_per_pass,
     training_time_test,
@@ -116,7 +117,7 @@ def test_too_short_completions_are_no_error() -> None:
     trainer = DrafterTrainer(a_head(), 1e-3, 1.0, PASSES)
     trainer.begin(some_ends(), [1, 1])
     trainer.accumulate(some_states([3, 2], [4, 3]))
-    metrics = trainer.finish()
+    metrics = metrics_of([trainer.finish()])
     assert metrics.loss == 0
     assert metrics.acceptance_per_position == (0.0, 0.0, 0.0)
 
@@ -237,7 +238,7 @@ def test_head_learns_a_policy_that_can_be_learnt() -> None:
     for _ in range(30):
         trainer.begin(plain, [10] * 64)
         trainer.accumulate(batch)
-        history.append(trainer.finish(1e-2))
+        history.append(metrics_of([trainer.finish(1e-2)]))
     assert history[-1].loss < history[0].loss / 4
     assert min(history[-1].acceptance_per_position) > 0.9
 
@@ -248,7 +249,7 @@ def test_state_brings_the_optimizer_back() -> None:
     def step(trainer: DrafterTrainer) -> float:
         trainer.begin(ends, [6, 4])
         trainer.accumulate(batch)
-        return trainer.finish().loss
+        return metrics_of([trainer.finish()]).loss
 
     first, second = (DrafterTrainer(a_head(seed=seed), 1e-2, 1.0, PASSES) for seed in (0, 9))
     step(first)
@@ -332,6 +333,32 @@ def speculators_loss(folder: Path, head: Eagle3Head, ends: PolicyEnds, batch: He
             )
             found.append([float(metrics[f"loss_{j}_sum"]) for j in range(PASSES)])
     return [sum(column) / sequences for column in zip(*found, strict=True)]
+
+
+def test_metrics_count_each_start_once_however_many_updates_saw_it() -> None:
+    sequences, lengths = some_states([3, 2, 4], [13, 6, 8]), [10, 4, 4]
+    looks = []
+    with torch.no_grad():
+        for some in ([0, 1, 2], [0], [1, 2]):
+            trainer = DrafterTrainer(a_head(), 1e-3, 1.0, PASSES)
+            trainer.begin(some_ends(), [lengths[i] for i in some])
+            trainer.accumulate(sequences.rows(some))
+            looks.append(trainer.measured())
+    whole, parts = metrics_of(looks[:1]), metrics_of(looks[1:])
+    assert parts.loss == pytest.approx(whole.loss, rel=1e-6)
+    assert parts.acceptance_per_position == pytest.approx(whole.acceptance_per_position, rel=1e-6)
+
+
+def test_sequences_of_several_passes_are_taught_as_if_they_were_of_one() -> None:
+    head, ends = a_head(), some_ends()
+    short = some_states([3], [8], padding=4)
+    long = some_states([2, 5], [20, 11], seed=3).cut([2, 5], [16, 11])
+    together = HeadBatch.joined([short, long])
+    assert together.token_ids_BS.shape == (3, 16)
+    found = loss_of(head, ends, together)
+    alone = [loss_of(head, ends, batch) for batch in (short, long)]
+    torch.testing.assert_close(found.loss_sums_J, alone[0].loss_sums_J + alone[1].loss_sums_J)
+    torch.testing.assert_close(found.accepted_J, alone[0].accepted_J + alone[1].accepted_J)
 
 
 def test_learning_rate_of_the_loop_is_whole_for_many_starts_after_the_warm_up() -> None:

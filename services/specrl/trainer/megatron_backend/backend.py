@@ -1,8 +1,8 @@
 """TrainerBackend on Megatron-Core: tensor and data parallel ranks, Gloo on CPUs, NCCL on CUDA.
 
 One step: `logprob` recomputes the proximal log-probabilities; `train` runs forward and backward again with gradient,
-and hands each micro-batch's hidden states to the drafter before the next one overwrites them; then both optimizers
-step. The same batches and seed give the same weights, bit for bit, on the same number of ranks and threads.
+and keeps the hidden states of what the drafter learns from; then both optimizers step, the drafter's once for each part
+of that. The same batches and seed give the same weights, bit for bit, on the same number of ranks and threads.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from specrl.drafting import budget
 from specrl.drafting.budget import Lesson
 from specrl.drafting.criteria import Criterion
 from specrl.drafting.head import Eagle3Head, head_config, load_head, save_head
-from specrl.drafting.online import DrafterTrainer, PolicyEnds
+from specrl.drafting.online import DrafterTrainer, PolicyEnds, metrics_of
 from specrl.drafting.packing import HeadBatch
 from specrl.drafting.policy_config import PolicyConfig, read_policy_config, read_reference_config
 from specrl.errors import (
@@ -247,10 +247,8 @@ class MegatronBackend:
         started = time.perf_counter()
         tokens = sum(item.rollout.sampled_length for item in batch.rollouts)
         drafter = self.drafter if self.spec.trainer.drafter.online else None
-        lessons: list[Lesson] = []
-        if drafter is not None:
-            lessons = self._lessons(drafter, batch)
-            drafter.begin(self.policy.ends(), [lesson.completion for lesson in lessons])
+        lessons = self._lessons(drafter, batch) if drafter is not None else []
+        ends = self.policy.ends() if drafter is not None else None  # of the version that gives the hidden states
         longest = self.spec.generation.sampling.max_tokens
         policy_loss = losses.PolicyLoss(self.spec.trainer.loss, longest, tokens, len(batch.rollouts))
 
@@ -265,8 +263,10 @@ class MegatronBackend:
             )
             return policy_loss(self.policy.logprobs(logits_LW, cut), sampled)
 
-        norms, found = self._updates_of_step(batch.step, cuts, loss, lessons)
-        drafter_metrics = drafter.finish(group=dist.group.WORLD) if drafter is not None else None
+        norms, found, states = self._updates_of_step(batch.step, cuts, loss, lessons)
+        drafter_metrics = None
+        if drafter is not None and ends is not None:
+            drafter_metrics = self._adapt(drafter, ends, lessons, states)
         self._step = batch.step
         train_s = time.perf_counter() - started
 
@@ -316,24 +316,26 @@ class MegatronBackend:
         cuts: Sequence[MicroBatch],
         loss: Callable[[int, torch.Tensor], losses.LossTerms],
         lessons: Sequence[Lesson],
-    ) -> tuple[list[float], dict[str, float]]:
+    ) -> tuple[list[float], dict[str, float], list[tuple[list[Lesson], HeadBatch]]]:
         """Make the step's updates of the policy, until one has gradients that are not finite, at all ranks alike.
 
-        The drafter learns its lessons with the first. Returns the gradient's norm at each update that was made, and
-        their `losses.SUMS`, added up over ranks. Raises TrainerFailed after too many steps in a row that were skipped.
+        Returns the gradient's norm at each update that was made; their `losses.SUMS`, added up over ranks; and what the
+        first passes left behind for the lessons. Raises TrainerFailed after too many steps in a row that were skipped.
         """
         settings, norms = self.spec.trainer.optimizer, list[float]()
+        states: list[tuple[list[Lesson], HeadBatch]] = []
         sums_N = torch.zeros(len(losses.SUMS), dtype=torch.float64, device=self.groups.device)
         is_skipped = False
         while len(norms) < settings.updates_per_step and not is_skipped:
-            found_N = self._gradients(cuts, loss, [] if norms else lessons)
+            found_N, kept = self._gradients(cuts, loss, [] if norms else lessons)
+            states += kept
             norm = self.policy.step(self._learning_rate(step))
             is_skipped = norm is None
             if norm is not None:
                 norms.append(norm)
                 sums_N += found_N
         self._count_updates(step, len(norms), is_skipped=is_skipped)
-        return norms, dict(zip(losses.SUMS, self._over_data(sums_N.tolist()), strict=True))
+        return norms, dict(zip(losses.SUMS, self._over_data(sums_N.tolist()), strict=True)), states
 
     def _count_updates(self, step: int, updates: int, *, is_skipped: bool) -> None:
         """Of a step. Raises TrainerFailed when it is one too many in a row whose gradients are not finite."""
@@ -468,8 +470,8 @@ class MegatronBackend:
         cuts: Sequence[MicroBatch],
         loss: Callable[[int, torch.Tensor], losses.LossTerms],
         lessons: Sequence[Lesson],
-    ) -> torch.Tensor:
-        """Accumulate both models' gradients. Returns this rank's `losses.SUMS`."""
+    ) -> tuple[torch.Tensor, list[tuple[list[Lesson], HeadBatch]]]:
+        """Accumulate the policy's gradients. Returns this rank's `losses.SUMS`, and its lessons with their states."""
         self.policy.zero_gradients()
         sums_N = torch.zeros(len(losses.SUMS), dtype=torch.float64, device=self.groups.device)
 
@@ -481,12 +483,29 @@ class MegatronBackend:
         taught = [[lesson for lesson in lessons if lesson.index in cut.indices] for cut in cuts]
         rows = [[cut.indices.index(lesson.index) for lesson in some] for cut, some in zip(cuts, taught, strict=True)]
         states = self.policy.passes(cuts, differentiated, self.temperature, is_training=True, rows=rows)
-        for some, kept in zip(taught, states, strict=True):
-            if kept is not None:
-                assert self.drafter is not None
-                whole = kept.cut([lesson.context for lesson in some], [lesson.length for lesson in some])
-                self._teach(self.drafter, whole)
-        return sums_N
+        return sums_N, [
+            (some, kept.cut([lesson.context for lesson in some], [lesson.length for lesson in some]))
+            for some, kept in zip(taught, states, strict=True)
+            if kept is not None
+        ]
+
+    def _adapt(
+        self,
+        drafter: DrafterTrainer,
+        ends: PolicyEnds,
+        lessons: Sequence[Lesson],
+        states: Sequence[tuple[Sequence[Lesson], HeadBatch]],
+    ) -> DrafterMetrics:
+        """Make the step's updates of the drafter: each on a part of the lessons, of whose states this rank has some."""
+        done = []
+        for part in budget.updates(lessons):
+            drafter.begin(ends, [lesson.completion for lesson in part])
+            rows = [([i for i, lesson in enumerate(some) if lesson in part], batch) for some, batch in states]
+            held = [batch.rows(chosen) for chosen, batch in rows if chosen]
+            if held:
+                self._teach(drafter, HeadBatch.joined(held))
+            done.append(drafter.finish(group=dist.group.WORLD))
+        return metrics_of(done)
 
     def _dealt(self, items: Sequence[T]) -> Sequence[T]:
         """This rank's share of what its replica holds: all of its ranks get the same states."""
@@ -533,7 +552,7 @@ class MegatronBackend:
         drafter.begin(self.policy.ends(), turn_lengths(rollouts))
         for states in self.hidden_states(rollouts):
             self._teach(drafter, states)
-        return drafter.measured(dist.group.WORLD)
+        return metrics_of([drafter.measured(dist.group.WORLD)])
 
     def _drafter_for(self, rollouts: Sequence[TrainRollout]) -> DrafterTrainer:
         """The drafter, when there is one and the rollouts are fit to be trained on."""

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from specrl.drafting.online import DrafterTrainer, PolicyEnds
+from specrl.drafting.online import DrafterTrainer, PolicyEnds, metrics_of
 from specrl.drafting.packing import HeadBatch
 from specrl.errors import StoreFailed
 from specrl.records import DrafterMetrics, TrainRollout
@@ -34,7 +34,8 @@ from specrl.trainer.megatron_backend.turns import turn_lengths
 
 log = structlog.get_logger(__name__)
 
-STEPS_PER_EPOCH = 32  # optimizer steps
+UPDATES_PER_EPOCH = 32  # at least, of as many rollouts
+MOST_PER_UPDATE = 32  # rollouts
 LAST_RATE = 0.1  # the learning rate falls linearly to this share
 CACHED_STATES_BYTES = 2 << 30  # hidden states are kept up to this size, else recomputed in every epoch
 
@@ -79,22 +80,22 @@ class Initialisation:
     def epoch(self, number: int, ends: PolicyEnds, teach: Callable[[HeadBatch], None]) -> DrafterMetrics:
         """Train one epoch, from 0. teach: accumulate this rank's part of some states."""
         plan, drafter = self._plan, self._drafter
-        steps = _steps(plan.rollouts)
-        order = np.random.default_rng([plan.seed, number]).permutation(len(steps))
+        parts = _parts(len(plan.rollouts), plan.seed)
+        order = np.random.default_rng([plan.seed, number]).permutation(len(parts))
         # Total variation has almost no gradient while the head knows nothing.
         is_early = number < (plan.epochs + 1) // 2
         early = replace(drafter.criterion, loss=DrafterLoss.SOFT_CROSS_ENTROPY)
         criterion = early if is_early else drafter.criterion
-        done = []
+        started, done = time.perf_counter(), []
         for place, chosen in enumerate(order):
-            progress = (number * len(steps) + place) / (plan.epochs * len(steps))
-            drafter.begin(ends, turn_lengths([plan.rollouts[i] for i in steps[chosen]]), criterion)
-            started = time.perf_counter()
-            for states in self._cached(int(chosen), steps[chosen]):
+            progress = (number * len(parts) + place) / (plan.epochs * len(parts))
+            drafter.begin(ends, turn_lengths([plan.rollouts[i] for i in parts[chosen]]), criterion)
+            for states in self._cached(int(chosen), parts[chosen]):
                 teach(states)
             rate = drafter.learning_rate * (1 - (1 - LAST_RATE) * progress)
-            done.append((drafter.finish(rate, dist.group.WORLD), time.perf_counter() - started))
-        return _mean(done)
+            done.append(drafter.finish(rate, dist.group.WORLD))
+        # The policy's forward passes included.
+        return replace(metrics_of(done), seconds=time.perf_counter() - started)
 
     def keep(self, metrics: Sequence[DrafterMetrics]) -> None:
         """Write the drafter as it is after these epochs, whole or not at all. Raises StoreFailed."""
@@ -130,15 +131,15 @@ class Initialisation:
             log.warning("drafter_progress_passed_over", path=str(file), reason=str(error))
             return None, {}
 
-    def _cached(self, step: int, indices: Sequence[int]) -> list[HeadBatch]:
-        """Hidden states of one step's rollouts: the policy does not move, so one forward pass serves all epochs."""
-        if step in self._kept:
-            return self._kept[step]
+    def _cached(self, part: int, indices: Sequence[int]) -> list[HeadBatch]:
+        """Hidden states of one part's rollouts: the policy does not move, so one forward pass serves all epochs."""
+        if part in self._kept:
+            return self._kept[part]
         found = self._states([self._plan.rollouts[i] for i in indices])
         size = sum(item.aux_BSA.nbytes + item.last_BSH.nbytes for item in found)
         if size <= self._room:
             self._room -= size
-            self._kept[step] = found
+            self._kept[part] = found
         return found
 
 
@@ -150,22 +151,11 @@ def _metrics_of(metadata: dict[str, str]) -> list[DrafterMetrics]:
     ]
 
 
-def _steps(rollouts: Sequence[TrainRollout]) -> list[list[int]]:
-    """Rollout indices of each optimizer step of an epoch: similar lengths together, at most 32 steps."""
-    per_step = -(-len(rollouts) // STEPS_PER_EPOCH)
-    by_length = sorted(range(len(rollouts)), key=lambda i: (rollouts[i].rollout.length, i))
-    return [by_length[first : first + per_step] for first in range(0, len(by_length), per_step)]
+def _parts(count: int, seed: int) -> list[list[int]]:
+    """Rollout indices of each update of an epoch, drawn at random: the same in all epochs, so that states can be kept.
 
-
-def _mean(steps: Sequence[tuple[DrafterMetrics, float]]) -> DrafterMetrics:
-    """Means of an epoch's steps; seconds are summed, the policy's forward passes included."""
-    metrics = [item for item, _ in steps]
-    passes = range(len(metrics[0].acceptance_per_position))
-    return DrafterMetrics(
-        loss=float(np.mean([item.loss for item in metrics])),
-        grad_norm=float(np.mean([item.grad_norm for item in metrics])),
-        acceptance_per_position=tuple(
-            float(np.mean([item.acceptance_per_position[j] for item in metrics])) for j in passes
-        ),
-        seconds=sum(seconds for _, seconds in steps),
-    )
+    Rollouts of like lengths are of like content, and updates on one kind after another would undo each other.
+    """
+    drawn = np.random.default_rng([seed]).permutation(count).tolist()
+    size = min(MOST_PER_UPDATE, -(-count // UPDATES_PER_EPOCH))
+    return [drawn[first : first + size] for first in range(0, count, size)]
