@@ -1,6 +1,6 @@
 """What does keeping the drafter in step bring, and what does it cost? Runs of the demo, and trainer steps side by side.
 
-    python benchmarks/adaptation.py --policy runs/demo-policy --out runs/adaptation [--steps 16] [--turns 8]
+    python benchmarks/adaptation.py --policy runs/demo-policy --out runs/adaptation [--steps 16] [--turns 16]
 
 Two drafters are initialised on the policy's own rollouts: `in-domain` on the run's prompts, `weak` on those of another
 problem family. Three runs of examples/demo/run.yaml differ in the drafter that they start from and in
@@ -93,9 +93,12 @@ def acceptance(setting: Setting, start: str, *, is_adapted: bool) -> list[float]
     return found
 
 
-def a_batch(step: int, lengths: tuple[int, int], vocabulary: int) -> Batch:
-    """Random tokens, as long as rollouts of the demo are: what a step costs does not depend on what they say."""
-    rng = np.random.default_rng([5, step])
+def a_batch(step: int, turn: int, lengths: tuple[int, int], vocabulary: int) -> Batch:
+    """Random tokens, as long as rollouts of the demo are: what a step costs does not depend on what they say.
+
+    All batches of a turn are the same.
+    """
+    rng = np.random.default_rng([5, turn])
     rollouts = []
     for i in range(ROLLOUTS):
         length = int(rng.integers(*lengths))
@@ -136,7 +139,7 @@ def time_ratios(setting: Setting, lengths: tuple[int, int], console: Console) ->
         seconds = {}
         for is_adapted in (True, False) if turn % 2 else (False, True):
             backend.spec = adapting(spec, is_adapted=is_adapted)
-            batch = a_batch(backend.status().step + 1, lengths, backend.config.vocab_size)
+            batch = a_batch(backend.status().step + 1, turn, lengths, backend.config.vocab_size)
             started = time.process_time()  # of this process: others may be busy on the machine
             backend.train_step(batch)
             seconds[is_adapted] = time.process_time() - started
@@ -153,7 +156,7 @@ def main() -> None:
     parser.add_argument("--policy", type=Path, required=True, help="base policy, as `specrl demo` leaves it")
     parser.add_argument("--out", type=Path, required=True, help="folder for drafters and runs")
     parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--turns", type=int, default=16)
     setting = Setting(**vars(parser.parse_args()))
     setting.out.mkdir(parents=True, exist_ok=True)
     console = Console()

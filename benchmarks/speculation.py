@@ -7,7 +7,8 @@ under the controller two more drafters: a useless one (random weights), and an a
 its output layer negated, so that it proposes what the policy likes least). Engines are processes, and two processes
 that do the same differ by some per cent for as long as they live, by where the machine put them. So another `none` is
 measured, too: what it says against the first is how far any of the ratios can be believed. The fixed lengths share an
-engine.
+engine, which changes places with the adaptive one halfway: a round, or a turn, is one of the first half and one of the
+second together.
 
 So every table is printed a second time "at mean costs", by which engines no longer differ in how fast they are, but
 only in what they do: each step that did nothing but decode is taken at the mean of all engines' steps of its kind (live
@@ -36,7 +37,7 @@ import math
 import random
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -102,6 +103,13 @@ class Slice:
         """Tokens a second, as measured."""
         return self.tokens / self.seconds
 
+    def plus(self, other: Slice) -> Slice:
+        """Both together."""
+        kinds = self.steps.keys() | other.steps.keys()
+        pairs = {kind: (self.steps.get(kind, (0, 0.0)), other.steps.get(kind, (0, 0.0))) for kind in kinds}
+        steps = {kind: (one[0] + two[0], one[1] + two[1]) for kind, (one, two) in pairs.items()}
+        return Slice(self.tokens + other.tokens, self.seconds + other.seconds, steps)
+
     def speed_at(self, mean_s: Mapping[Bin, float]) -> float:
         """The same, had each step taken what its kind takes on average."""
         counted = sum(seconds for _, seconds in self.steps.values())
@@ -155,6 +163,19 @@ def modes_of(engines: dict[str, VllmEngine], lengths: Sequence[int]) -> list[Mod
     fixed = [Mode(f"k = {k}", engines[FIXED], k) for k in sorted({3, *lengths})]
     plain = [Mode(name, engines[name], None) for name in (NONE, ANOTHER)]
     return [*plain, *fixed, *(Mode(name, engines[name], None) for name in CONTROLLED)]
+
+
+async def both_ways(
+    engines: dict[str, VllmEngine],
+    lengths: Sequence[int],
+    measure: Callable[[list[Mode]], Awaitable[dict[str, list[Slice]]]],
+) -> dict[str, list[Slice]]:
+    """Half of it with the engines as they are, half with the adaptive and the fixed one in each other's place."""
+    swapped = engines | {ADAPTIVE: engines[FIXED], FIXED: engines[ADAPTIVE]}
+    first, second = [await measure(modes_of(placed, lengths)) for placed in (engines, swapped)]
+    return {
+        name: [one.plus(other) for one, other in zip(own, second[name], strict=True)] for name, own in first.items()
+    }
 
 
 class Load:
@@ -334,13 +355,15 @@ async def run(arguments: argparse.Namespace, console: Console) -> None:
     with tempfile.TemporaryDirectory() as scratch, Progress(console=console, disable=not console.is_terminal) as bar:
         engines = await start(spec, export / "policy", export / "drafter", Path(scratch))
         try:
-            modes = modes_of(engines, arguments.lengths)
-            total = len(modes) * (len(arguments.batches) * (arguments.rounds + WARM_UP) + arguments.turns + WARM_UP)
+            slices = len(arguments.batches) * (arguments.rounds + WARM_UP) + arguments.turns + WARM_UP
+            total = 2 * len(modes_of(engines, arguments.lengths)) * slices
             advance = partial(bar.advance, bar.add_task("measuring", total=total))
+            both = partial(both_ways, engines, arguments.lengths)
             found = {}
             for live in arguments.batches:
-                found[str(live)] = await at_load(live, modes, spec, arguments.rounds, advance)
-            found[DRAIN] = await drain(modes, spec, arguments.turns, advance)
+                at_this = partial(at_load, live, spec=spec, rounds=arguments.rounds, advance=advance)
+                found[str(live)] = await both(at_this)
+            found[DRAIN] = await both(partial(drain, spec=spec, turns=arguments.turns, advance=advance))
             reports = {name: await drafting.report(engines[name]._llm) for name in CONTROLLED}
         finally:
             await close_engines(engines)
@@ -369,8 +392,8 @@ def main() -> None:
         default=list(range(1, LONGEST_ADAPTIVE + 1)),
         help=f"fixed lengths that the adaptive one is held against (default: 1 to {LONGEST_ADAPTIVE})",
     )
-    parser.add_argument("--rounds", type=int, default=60, help="measured rounds at each load (default: %(default)s)")
-    parser.add_argument("--turns", type=int, default=16, help="measured turns of the drain (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=30, help="measured rounds at each load (default: %(default)s)")
+    parser.add_argument("--turns", type=int, default=8, help="measured turns of the drain (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="also write the rows here")
     arguments = parser.parse_args()
     if min(arguments.rounds, arguments.turns) < 2:  # one that chooses the best length, one that is judged

@@ -254,8 +254,8 @@ class DrafterTraining(Section):
     """The EAGLE-3 head's own optimizer; it never touches the policy's gradients."""
 
     learning_rate: DecimalString = Field(default="1e-3", validate_default=True)
-    """AdamW step size. During the run it is less in steps on few tokens, and in the first steps of a head that was
-    trained elsewhere (`drafting/online.py`)."""
+    """AdamW step size. Of the run's updates, several a step, it is less in those on few tokens, and in the first ones
+    of a head that was trained elsewhere (`drafting/online.py`)."""
     clip_norm: DecimalString = Field(default="1", validate_default=True)
     """Largest gradient norm of the head, clipped apart from the policy's."""
     passes: Positive = 3

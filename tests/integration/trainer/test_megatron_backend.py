@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from specrl.drafting.head import auxiliary_layers
 from specrl.trainer import checkpoint_export, checkpoints
+from specrl.trainer.megatron_backend.initialisation import MOST_PER_UPDATE, UPDATES_PER_EPOCH, parts_of
 
 LAYOUTS = [
     ("single", "."),
@@ -178,6 +179,16 @@ def test_drafter_moves_unless_it_is_not_adapted(single: Path) -> None:
     assert furthest(drafter("not-adapted"), drafter("initial")) == 0
     for name in ("trained", "share-of-operations", "total-variation"):
         assert furthest(drafter(name), drafter("initial")) > 1e-5
+
+
+@pytest.mark.parametrize("count", [1, 31, 32, 33, 144, 5000])
+def test_an_epoch_of_the_initialisation_has_each_rollout_once_in_an_order_of_its_own(count: int) -> None:
+    parts = parts_of(count, seed=3)
+    places = [place for part in parts for place in part]
+    assert sorted(places) == list(range(count))
+    assert max(map(len, parts)) <= MOST_PER_UPDATE
+    assert len(parts) <= UPDATES_PER_EPOCH or len(parts[0]) == MOST_PER_UPDATE
+    assert count == 1 or places != sorted(places)
 
 
 def test_captured_hidden_states_are_those_of_transformers(layout: Path, source: Path) -> None:

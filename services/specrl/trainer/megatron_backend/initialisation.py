@@ -34,8 +34,8 @@ from specrl.trainer.megatron_backend.turns import turn_lengths
 
 log = structlog.get_logger(__name__)
 
-UPDATES_PER_EPOCH = 32  # at least, of as many rollouts
-MOST_PER_UPDATE = 32  # rollouts
+UPDATES_PER_EPOCH = 32  # at most; more where one would be of more rollouts than
+MOST_PER_UPDATE = 32
 LAST_RATE = 0.1  # the learning rate falls linearly to this share
 CACHED_STATES_BYTES = 2 << 30  # hidden states are kept up to this size, else recomputed in every epoch
 
@@ -80,7 +80,7 @@ class Initialisation:
     def epoch(self, number: int, ends: PolicyEnds, teach: Callable[[HeadBatch], None]) -> DrafterMetrics:
         """Train one epoch, from 0. teach: accumulate this rank's part of some states."""
         plan, drafter = self._plan, self._drafter
-        parts = _parts(len(plan.rollouts), plan.seed)
+        parts = parts_of(len(plan.rollouts), plan.seed)
         order = np.random.default_rng([plan.seed, number]).permutation(len(parts))
         # Total variation has almost no gradient while the head knows nothing.
         is_early = number < (plan.epochs + 1) // 2
@@ -151,7 +151,7 @@ def _metrics_of(metadata: dict[str, str]) -> list[DrafterMetrics]:
     ]
 
 
-def _parts(count: int, seed: int) -> list[list[int]]:
+def parts_of(count: int, seed: int) -> list[list[int]]:
     """Rollout indices of each update of an epoch, drawn at random: the same in all epochs, so that states can be kept.
 
     Rollouts of like lengths are of like content, and updates on one kind after another would undo each other.
