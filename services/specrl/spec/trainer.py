@@ -254,7 +254,8 @@ class DrafterTraining(Section):
     """The EAGLE-3 head's own optimizer; it never touches the policy's gradients."""
 
     learning_rate: DecimalString = Field(default="1e-3", validate_default=True)
-    """AdamW step size. Of the run's updates, several a step, it is less in those on few tokens, and in the first ones
+    """AdamW step size. The default suits heads of millions of parameters; published ones as wide as an 8B model are
+    trained with 1e-4. Of the run's updates, several a step, it is less in those on few tokens, and in the first ones
     of a head that was trained elsewhere (`drafting/online.py`)."""
     clip_norm: DecimalString = Field(default="1", validate_default=True)
     """Largest gradient norm of the head, clipped apart from the policy's."""
