@@ -88,7 +88,7 @@ def test_dead_rank_ends_the_others_and_a_restart_resumes(policy: Path, tmp_path:
     try:
         asyncio.run(a_step_and_a_checkpoint(first.address()))
         first.processes[1].kill()
-        assert first.codes() == [1, -signal.SIGKILL], first.log()
+        assert first.codes() == [1, 128 + signal.SIGKILL], first.log()
     finally:
         first.kill()
     (last_line,) = [line for line in first.logs[0].read_text().splitlines() if line.startswith("specrl-trainer:")]
