@@ -37,7 +37,7 @@ import math
 import random
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -105,9 +105,7 @@ class Slice:
 
     def plus(self, other: Slice) -> Slice:
         """Both together."""
-        kinds = self.steps.keys() | other.steps.keys()
-        pairs = {kind: (self.steps.get(kind, (0, 0.0)), other.steps.get(kind, (0, 0.0))) for kind in kinds}
-        steps = {kind: (one[0] + two[0], one[1] + two[1]) for kind, (one, two) in pairs.items()}
+        steps = added([self.steps, other.steps])
         return Slice(self.tokens + other.tokens, self.seconds + other.seconds, steps)
 
     def speed_at(self, mean_s: Mapping[Bin, float]) -> float:
@@ -128,15 +126,21 @@ def since(before: Mapping[Bin, StepCost], now: Mapping[Bin, StepCost]) -> dict[B
     return {kind: (cost.steps, cost.seconds_sum) for kind, cost in found.items() if cost.steps}
 
 
+def added(parts: Iterable[Mapping[Bin, tuple[int, float]]]) -> dict[Bin, tuple[int, float]]:
+    """Steps and their seconds of all of them, by kind."""
+    sums: dict[Bin, tuple[int, float]] = {}
+    for part in parts:
+        for kind, (count, seconds) in part.items():
+            known = sums.get(kind, (0, 0.0))
+            sums[kind] = known[0] + count, known[1] + seconds
+    return sums
+
+
 def at_mean_costs(slices: Mapping[str, Sequence[Slice]]) -> dict[str, list[float]]:
     """Speeds by mode, every step at the mean of its kind over all engines with a drafter, or over those without."""
     found: dict[str, list[float]] = {}
     for names in ((NONE, ANOTHER), [name for name in slices if name not in (NONE, ANOTHER)]):
-        sums: dict[Bin, tuple[int, float]] = {}
-        for one in (one for name in names for one in slices[name]):
-            for kind, (count, seconds) in one.steps.items():
-                known = sums.get(kind, (0, 0.0))
-                sums[kind] = known[0] + count, known[1] + seconds
+        sums = added(one.steps for name in names for one in slices[name])
         mean_s = {kind: seconds / count for kind, (count, seconds) in sums.items()}
         found |= {name: [one.speed_at(mean_s) for one in slices[name]] for name in names}
     return found

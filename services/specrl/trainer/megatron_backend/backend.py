@@ -76,6 +76,8 @@ from specrl.weights import group as weight_group
 cpu_shim.install()
 
 T = TypeVar("T")
+Taught = list[tuple[list[Lesson], HeadBatch]]
+"""Lessons that this rank has, a micro-batch's together, with the hidden states that its forward pass left behind."""
 
 # Weights and float32 gradients at every data parallel rank; of masters and both moments, in float32, each has a part.
 REPLICATED_BYTES, OPTIMIZER_BYTES = 6, 12
@@ -263,10 +265,10 @@ class MegatronBackend:
             )
             return policy_loss(self.policy.logprobs(logits_LW, cut), sampled)
 
-        norms, found, states = self._updates_of_step(batch.step, cuts, loss, lessons)
+        norms, found, taught = self._updates_of_step(batch.step, cuts, loss, lessons)
         drafter_metrics = None
         if drafter is not None and ends is not None:
-            drafter_metrics = self._adapt(drafter, ends, lessons, states)
+            drafter_metrics = self._adapt(drafter, ends, lessons, taught)
         self._step = batch.step
         train_s = time.perf_counter() - started
 
@@ -316,26 +318,26 @@ class MegatronBackend:
         cuts: Sequence[MicroBatch],
         loss: Callable[[int, torch.Tensor], losses.LossTerms],
         lessons: Sequence[Lesson],
-    ) -> tuple[list[float], dict[str, float], list[tuple[list[Lesson], HeadBatch]]]:
+    ) -> tuple[list[float], dict[str, float], Taught]:
         """Make the step's updates of the policy, until one has gradients that are not finite, at all ranks alike.
 
         Returns the gradient's norm at each update that was made; their `losses.SUMS`, added up over ranks; and what the
         first passes left behind for the lessons. Raises TrainerFailed after too many steps in a row that were skipped.
         """
         settings, norms = self.spec.trainer.optimizer, list[float]()
-        states: list[tuple[list[Lesson], HeadBatch]] = []
+        taught: Taught = []
         sums_N = torch.zeros(len(losses.SUMS), dtype=torch.float64, device=self.groups.device)
         is_skipped = False
         while len(norms) < settings.updates_per_step and not is_skipped:
             found_N, kept = self._gradients(cuts, loss, [] if norms else lessons)
-            states += kept
+            taught += kept
             norm = self.policy.step(self._learning_rate(step))
             is_skipped = norm is None
             if norm is not None:
                 norms.append(norm)
                 sums_N += found_N
         self._count_updates(step, len(norms), is_skipped=is_skipped)
-        return norms, dict(zip(losses.SUMS, self._over_data(sums_N.tolist()), strict=True)), states
+        return norms, dict(zip(losses.SUMS, self._over_data(sums_N.tolist()), strict=True)), taught
 
     def _count_updates(self, step: int, updates: int, *, is_skipped: bool) -> None:
         """Of a step. Raises TrainerFailed when it is one too many in a row whose gradients are not finite."""
@@ -470,7 +472,7 @@ class MegatronBackend:
         cuts: Sequence[MicroBatch],
         loss: Callable[[int, torch.Tensor], losses.LossTerms],
         lessons: Sequence[Lesson],
-    ) -> tuple[torch.Tensor, list[tuple[list[Lesson], HeadBatch]]]:
+    ) -> tuple[torch.Tensor, Taught]:
         """Accumulate the policy's gradients. Returns this rank's `losses.SUMS`, and its lessons with their states."""
         self.policy.zero_gradients()
         sums_N = torch.zeros(len(losses.SUMS), dtype=torch.float64, device=self.groups.device)
@@ -480,27 +482,23 @@ class MegatronBackend:
             sums_N.add_(terms.sums_N)
             return terms.loss
 
-        taught = [[lesson for lesson in lessons if lesson.index in cut.indices] for cut in cuts]
-        rows = [[cut.indices.index(lesson.index) for lesson in some] for cut, some in zip(cuts, taught, strict=True)]
+        mine = [[lesson for lesson in lessons if lesson.index in cut.indices] for cut in cuts]
+        rows = [[cut.indices.index(lesson.index) for lesson in some] for cut, some in zip(cuts, mine, strict=True)]
         states = self.policy.passes(cuts, differentiated, self.temperature, is_training=True, rows=rows)
         return sums_N, [
             (some, kept.cut([lesson.context for lesson in some], [lesson.length for lesson in some]))
-            for some, kept in zip(taught, states, strict=True)
+            for some, kept in zip(mine, states, strict=True)
             if kept is not None
         ]
 
     def _adapt(
-        self,
-        drafter: DrafterTrainer,
-        ends: PolicyEnds,
-        lessons: Sequence[Lesson],
-        states: Sequence[tuple[Sequence[Lesson], HeadBatch]],
+        self, drafter: DrafterTrainer, ends: PolicyEnds, lessons: Sequence[Lesson], taught: Taught
     ) -> DrafterMetrics:
         """Make the step's updates of the drafter: each on a part of the lessons, of whose states this rank has some."""
         done = []
         for part in budget.updates(lessons):
             drafter.begin(ends, [lesson.completion for lesson in part])
-            rows = [([i for i, lesson in enumerate(some) if lesson in part], batch) for some, batch in states]
+            rows = [([i for i, lesson in enumerate(some) if lesson in part], batch) for some, batch in taught]
             held = [batch.rows(chosen) for chosen, batch in rows if chosen]
             if held:
                 self._teach(drafter, HeadBatch.joined(held))

@@ -71,7 +71,7 @@ class Initialisation:
     def finished_epochs(self) -> list[DrafterMetrics]:
         """Of an earlier call with the same plan that was interrupted, or came to its end; none where there was none."""
         metadata = self._read()[0]
-        return _metrics_of(metadata) if metadata is not None else []
+        return _epochs_in(metadata) if metadata is not None else []
 
     def restore(self) -> None:
         """Give the drafter what it had after the last finished epoch."""
@@ -124,7 +124,7 @@ class Initialisation:
                 metadata = content.metadata() or {}
                 if metadata.get("plan") != self._plan.digest():
                     return None, {}
-                _metrics_of(metadata)
+                _epochs_in(metadata)
                 return metadata, {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118 - no mapping
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             telemetry.FILES_PASSED_OVER.labels("drafter_progress").inc()
@@ -143,7 +143,7 @@ class Initialisation:
         return found
 
 
-def _metrics_of(metadata: dict[str, str]) -> list[DrafterMetrics]:
+def _epochs_in(metadata: dict[str, str]) -> list[DrafterMetrics]:
     """Of every finished epoch. Raises ValueError, KeyError or TypeError for what `keep` did not write."""
     return [
         DrafterMetrics(item["loss"], item["grad_norm"], tuple(item["acceptance_per_position"]), item["seconds"])
