@@ -2,8 +2,8 @@
 
 Reading: no more of a file than it may be large, and JSON that cannot be read is a ValueError. Below everything, since
 every part reads some file that another program, version or hand has written. A reader catches OSError and ValueError,
-and says which file it is and what to do. Writing: a reader finds the old content or the new, never half of one.
-Following: lines, as another process adds them.
+and says which file it is and what to do. Writing: a reader finds the old content or the new, never half of one. Every
+file that is replaced goes through `replace_file`. Following: lines, as another process adds them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +41,70 @@ def read_text(path: Path, most_bytes: int = SMALL_BYTES) -> str:
     return read_bytes(path, most_bytes).decode("utf-8")
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replace a file's content, in one rename. Not synced: for what a power cut may take. Raises OSError."""
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
+@contextmanager
+def replace_file(path: Path, *, mode: int = 0o666, is_synced: bool = False) -> Iterator[Path]:
+    """Give a scratch file in `path`'s folder to write; it takes the name `path` when the context ends without an error.
+
+    After an error the old file stays as it was, and the scratch file is deleted. That includes a full disk.
+
+    mode: permissions of the file before the process's umask. is_synced: the new content survives a power cut once the
+    context has ended; without it a power cut may leave the old content or the new. Raises OSError.
+    """
+    with _scratch_file(path, mode) as scratch:
+        yield scratch
+        if is_synced:
+            sync(scratch)  # before the rename: a name that survives must not lead to content that did not
+        scratch.replace(path)
+    if is_synced:
+        sync(path.parent)
+
+
+def write_bytes(path: Path, content: bytes, *, mode: int = 0o666, is_synced: bool = False) -> None:
+    """Replace a file's content; see `replace_file`. Raises OSError."""
+    with replace_file(path, mode=mode, is_synced=is_synced) as scratch:
+        scratch.write_bytes(content)
+
+
+def write_text(path: Path, text: str, *, mode: int = 0o666, is_synced: bool = False) -> None:
+    """Replace a file's content with UTF-8 text; see `replace_file`. Raises OSError."""
+    write_bytes(path, text.encode("utf-8"), mode=mode, is_synced=is_synced)
+
+
+def create_text(path: Path, text: str) -> None:
+    """Write a file that does not exist yet, as `write_text` does with `is_synced`.
+
+    Of several processes that create the same file, one succeeds. Raises OSError, FileExistsError for the others.
+    """
+    with _scratch_file(path, 0o666) as scratch:
+        scratch.write_text(text, encoding="utf-8")
+        sync(scratch)
+        os.link(scratch, path)  # a rename would replace the other process's file
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Make a file's content, or the names in a folder, survive a power cut. Raises OSError."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def _scratch_file(path: Path, mode: int) -> Iterator[Path]:
+    """An empty file beside `path`, which is gone when the context ends.
+
+    Its name is drawn, so that two writers of one file never write into one scratch file. The price: the scratch file of
+    a process that is killed stays. It is hidden, and ends in .part.
+    """
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
+    os.close(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
+    try:
+        yield scratch
+    finally:
+        with suppress(OSError):  # it was renamed; or it must not hide the error that led here
+            scratch.unlink()
 
 
 def read_object(path: Path, most_bytes: int = JSON_BYTES) -> dict[str, Any]:

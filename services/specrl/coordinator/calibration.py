@@ -24,6 +24,7 @@ import structlog
 from pydantic import Field
 
 from specrl.coordinator.report import Report, StageSeconds, StepReport
+from specrl.files import write_text
 from specrl.records import Group, StepCost
 from specrl.records.step_costs import LONGEST_DRAFT
 from specrl.spec import RunSpec
@@ -190,10 +191,8 @@ class CalibrationFile:
         return (found,)
 
     def _write(self, found: Calibration) -> None:
-        part = self._file.with_suffix(".json.part")
         try:
-            part.write_text(found.model_dump_json(by_alias=True), encoding="utf-8")
-            part.replace(self._file)
+            write_text(self._file, found.model_dump_json(by_alias=True))
         except OSError as error:
             if not self._is_behind:
                 log.warning("calibration_not_written", reason=str(error))

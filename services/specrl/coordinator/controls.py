@@ -80,7 +80,7 @@ class Controls:
         """Have the launcher keep so many replicas. Durable, in the run file, when this returns. Raises OSError."""
         generation = self.spec.generation.model_copy(update={"replicas": replicas})
         spec = self.spec.model_copy(update={"generation": generation})
-        write_text(self._run_file, dump(spec))
+        write_text(self._run_file, dump(spec), is_synced=True)
         self.spec = spec
         log.info("run_scaled", replicas=replicas)
         self._board.scaled(replicas)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from pathlib import Path
 
-from specrl.files import SMALL_BYTES, read_text
+from specrl.files import SMALL_BYTES, read_text, write_text
 
 TOKEN_FILE = "token"  # noqa: S105 - a file's name
 """In the run's folder, mode 0600; another one at every start of the coordinator."""
@@ -15,11 +14,7 @@ TOKEN_FILE = "token"  # noqa: S105 - a file's name
 def write(directory: Path) -> str:
     """Draw a token and write it into `directory`, whole, readable by the owner alone; returns it."""
     token = secrets.token_urlsafe(32)
-    part = directory / f"{TOKEN_FILE}.part"
-    part.unlink(missing_ok=True)
-    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        file.write(token)
-    part.replace(directory / TOKEN_FILE)
+    write_text(directory / TOKEN_FILE, token, mode=0o600)
     return token
 
 

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import IO
 
 from specrl.errors import RunInvalid
+from specrl.files import write_text
 from specrl.spec import RunSpec, dump
 
 RUN_FILE = "run.yaml"
@@ -105,9 +106,7 @@ class RunDirectory:
 
     def write_run_file(self, spec: RunSpec) -> None:
         """Replace the run file, in one piece."""
-        unfinished = self.path / f".{RUN_FILE}"
-        unfinished.write_text(dump(spec), encoding="utf-8")
-        unfinished.replace(self.run_file)
+        write_text(self.run_file, dump(spec), is_synced=True)
 
 
 def create(runs: Path, spec: RunSpec) -> RunDirectory:

@@ -24,7 +24,7 @@ from google.protobuf.message import DecodeError, Message
 
 from specrl.api.v1 import trainer_pb2, trainer_pb2_grpc, weights_pb2
 from specrl.errors import PeerUnavailable, RecordInvalid, SpecrlError, StoreFailed, VersionConflict
-from specrl.files import SMALL_BYTES, read_bytes
+from specrl.files import SMALL_BYTES, read_bytes, write_bytes
 from specrl.records import Batch, StreamPlace, WeightGroup, wire
 from specrl.rpc.server import count_from_zero
 from specrl.spec.run import RunSpec
@@ -380,11 +380,9 @@ def _gone(error: RankLost) -> PeerUnavailable:
 
 
 def _write(file: Path, message: Message) -> None:
-    """Replace a file in one rename. Raises StoreFailed."""
-    scratch = file.with_suffix(".tmp")
+    """Replace a file, as durably as the checkpoint that it goes with. Raises StoreFailed."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_bytes(message.SerializeToString())
-        scratch.replace(file)
+        write_bytes(file, message.SerializeToString(), is_synced=True)
     except OSError as error:
         raise StoreFailed(f"{file} must be writable, got {error.strerror}; make room on the disk") from error

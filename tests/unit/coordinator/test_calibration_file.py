@@ -123,6 +123,6 @@ def test_steps_that_took_no_time_or_had_no_rollouts_are_left_out(tmp_path: Path)
 
 
 def test_a_disk_that_refuses_stops_nothing(tmp_path: Path) -> None:
-    (tmp_path / "calibration.json.part").mkdir()
+    (tmp_path / "calibration.json" / "in the way").mkdir(parents=True)
     a_file(tmp_path).step_ended(a_report(1), [a_group(5, 5)], {}, 0, (None, None))
-    assert not (tmp_path / "calibration.json").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["calibration.json"]

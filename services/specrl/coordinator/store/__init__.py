@@ -6,15 +6,15 @@ by `coordinator/store_link.py` alone, which waits for a store that is away, and 
 
 from __future__ import annotations
 
-import os
 import re
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 from specrl.coordinator.store.contract import REPORTS_KEPT, SCHEMA_VERSION, Claim, Store, StoredRollout
 from specrl.coordinator.store.sqlite_store import SqliteStore
 from specrl.errors import StoreFailed, StoreInvalid
-from specrl.files import read_text
+from specrl.files import create_text, read_text
 from specrl.spec import RunSpec
 
 __all__ = [
@@ -75,14 +75,8 @@ def claim_for(directory: Path, run_id: str | None = None) -> Claim:
     path = directory / "store-id"
     try:
         if not path.exists():
-            part = directory / f".store-id-{uuid.uuid4().hex}"
-            part.write_text(run_id or uuid.uuid4().hex, encoding="utf-8")
-            try:
-                os.link(part, path)  # unlike a rename it fails when somebody was faster
-            except FileExistsError:
-                pass
-            finally:
-                part.unlink()
+            with suppress(FileExistsError):  # another process was faster; both read what it wrote
+                create_text(path, run_id or uuid.uuid4().hex)
         found = read_text(path).strip()
         if re.fullmatch(r"[0-9a-f]{32}", found) is None:
             raise StoreInvalid(f"{path} must hold the run's id, 32 hexadecimal digits, got another; restore it")

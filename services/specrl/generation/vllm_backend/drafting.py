@@ -24,7 +24,7 @@ from typing import Any
 import structlog
 
 from specrl.errors import EngineFailed
-from specrl.files import SMALL_BYTES, read_object
+from specrl.files import SMALL_BYTES, read_object, write_text
 from specrl.generation.exported import show_drafting
 from specrl.generation.vllm_backend import cpu_repair
 from specrl.generation.vllm_backend.translation import translated
@@ -216,10 +216,8 @@ def _pass_over(file: Path, reason: str) -> None:
 
 
 def _write(file: Path, costs: dict[str, Any]) -> None:
-    scratch = file.with_name(f"{file.name}.{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_text(json.dumps(costs), encoding="utf-8")
-        scratch.replace(file)
+        write_text(file, json.dumps(costs))
     except OSError as error:
         log.warning("draft_costs_unsaved", file=str(file), reason=str(error))

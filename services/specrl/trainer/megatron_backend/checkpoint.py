@@ -13,7 +13,6 @@ Megatron's dist_checkpointing was tried and left (docs/decisions/0003).
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -29,7 +28,7 @@ from safetensors.torch import load_file, save_file
 
 from specrl.drafting.online import DrafterTrainer
 from specrl.errors import CheckpointInvalid, CollectiveFailed, SpecrlError, StoreFailed
-from specrl.files import SMALL_BYTES, read_object
+from specrl.files import SMALL_BYTES, read_object, sync
 from specrl.records import StreamPlace
 from specrl.trainer import checksums
 from specrl.trainer.checkpoints import DRAFTER, POLICY, STATE, stream_of, temporary
@@ -184,7 +183,7 @@ def _write_share(scratch: Path, taken: Snapshot, rank: int) -> dict[str, Any]:
     files = [Path(POLICY, kind, file) for kind, item in shards.items() for file in set(item.places.values())]
     files += [Path(name) for name in taken.others]
     for file in files:
-        _sync(scratch / file)
+        sync(scratch / file)
     return {
         "shards": {kind: asdict(item) for kind, item in shards.items()},
         "checksums": {str(file): asdict(checksums.checksum(scratch / file)) for file in files},
@@ -202,23 +201,14 @@ def _complete(target: Path, scratch: Path, state: State, parts: list[dict[str, A
     small = [path for path in scratch.rglob("*.json") if path.is_file()]
     checksums.write(scratch, found | {str(path.relative_to(scratch)): checksums.checksum(path) for path in small})
     for path in (*scratch.rglob("*"), scratch):
-        _sync(path)
+        sync(path)
     before = target.with_name(f".{target.name}.before.tmp")  # a name that `prune` clears away
     if target.exists():  # written before, by a step that is now replayed
         target.rename(before)
     scratch.rename(target)
-    _sync(target.parent)
+    sync(target.parent)
     shutil.rmtree(before, ignore_errors=True)
     return {}
-
-
-def _sync(path: Path) -> None:
-    """Make a file, or the names in a folder, survive a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def read_state(source: Path) -> State:

@@ -26,10 +26,10 @@ from safetensors.torch import save_file
 from specrl.drafting.online import DrafterTrainer, PolicyEnds, metrics_of
 from specrl.drafting.packing import HeadBatch
 from specrl.errors import StoreFailed
+from specrl.files import replace_file
 from specrl.records import DrafterMetrics, TrainRollout
 from specrl.spec.trainer import DrafterLoss
 from specrl.telemetry import metrics as telemetry
-from specrl.trainer.checkpoints import temporary
 from specrl.trainer.megatron_backend.turns import turn_lengths
 
 log = structlog.get_logger(__name__)
@@ -106,10 +106,9 @@ class Initialisation:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self._drafter.state().items()}
-            save_file(tensors, temporary(file), metadata)
-            temporary(file).replace(file)
+            with replace_file(file) as scratch:
+                save_file(tensors, scratch, metadata)
         except (OSError, SafetensorError) as error:
-            temporary(file).unlink(missing_ok=True)
             raise StoreFailed(
                 f"the drafter's progress must be written to {file}, got {error}; make room on the disk"
             ) from error
