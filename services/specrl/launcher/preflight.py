@@ -13,8 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from specrl.coordinator.sinks import check_sinks
 from specrl.coordinator.store import check_server
 from specrl.drafting.policy_config import ARCHITECTURES, read_policy_config, read_reference_config
@@ -25,6 +23,7 @@ from specrl.launcher.environment import visible_gpus
 from specrl.launcher.memory import check_memory, estimate_memory
 from specrl.launcher.model_folder import ModelFolder, read_model_folder
 from specrl.launcher.ports import choose_ports
+from specrl.machine import available_memory_bytes
 from specrl.spec import RunSpec
 from specrl.spec.trainer import Routing
 from specrl.telemetry import traces
@@ -43,16 +42,6 @@ class Readiness:
     http_port: int
     notices: tuple[str, ...] = ()
     replica_bytes: int = 0
-
-
-def available_memory_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Memory that can be had without swapping, in a container no more than its limit leaves (cgroup v2)."""
-    available = int(psutil.virtual_memory().available)
-    try:
-        limit, used = ((cgroup / name).read_text().strip() for name in ("memory.max", "memory.current"))
-    except OSError:  # no container, or an older kernel
-        return available
-    return available if limit == "max" else min(available, int(limit) - int(used))
 
 
 def check(spec: RunSpec, available_bytes: Callable[[], int] = available_memory_bytes) -> Readiness:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from specrl.launcher.preflight import available_memory_bytes
 from specrl.launcher.programs import replica
 from specrl.launcher.run_directory import RunDirectory
 from specrl.launcher.supervisor import Supervisor
 from specrl.launcher.view import View
+from specrl.machine import available_memory_bytes
 from specrl.spec import RunSpec
 
 ENDING_S = 15.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from tests.integration.trainer.runs import a_spec
 from tests.tiny_models import Shape, make_policy
@@ -16,10 +17,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Megatron warns about itself
 
 
 def test_model_that_does_not_fit_into_memory(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from specrl.trainer.megatron_backend import MegatronBackend, backend
+    from specrl.trainer.megatron_backend import MegatronBackend
 
     one = MegatronBackend(a_spec(policy))
-    monkeypatch.setattr(backend.psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 20))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 20))
     with pytest.raises(MemoryTooSmall, match="GiB"):
         one.load(None)
     one.close()

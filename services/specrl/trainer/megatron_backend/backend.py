@@ -19,7 +19,6 @@ from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import psutil
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
@@ -42,6 +41,7 @@ from specrl.errors import (
     TrainerFailed,
     VersionConflict,
 )
+from specrl.machine import available_memory_bytes
 from specrl.records import (
     NO_DRAFTER,
     Batch,
@@ -164,7 +164,7 @@ class MegatronBackend:
         if self.groups.device.type == "cuda":
             free, place = torch.cuda.mem_get_info()[0], "GPU"
         else:
-            free, place = psutil.virtual_memory().available, "machine"
+            free, place = available_memory_bytes(), "machine"
         if needed > free:
             raise MemoryTooSmall(
                 f"the trainer must hold {needed / 2**30:.1f} GiB of weights and optimizer state a rank, got "

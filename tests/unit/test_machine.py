@@ -1,0 +1,91 @@
+"""Memory that a container's limit leaves, by every kind of cgroup, and by files that nobody expected."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from specrl.machine import available_memory_bytes
+
+FREE = 64 << 30
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with 64 GiB of available memory."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=FREE))
+
+
+def a_cgroup(place: Path, **files: str | bytes) -> Path:
+    """Files of cgroup v2 (`memory_max`), or of v1 (`v1_limit_in_bytes`), with this content."""
+    (place / "memory").mkdir()
+    for name, content in files.items():
+        version, _, rest = name.partition("_")
+        path = place / "memory" / f"memory.{rest}" if version == "v1" else place / f"memory.{rest}"
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return place
+
+
+@pytest.mark.parametrize(
+    ("files", "available"),
+    [
+        pytest.param({}, FREE, id="no cgroup"),
+        pytest.param({"memory_max": "5000\n", "memory_current": "1000\n"}, 4000, id="v2"),
+        pytest.param({"memory_max": "max\n", "memory_current": "1000\n"}, FREE, id="v2 without a limit"),
+        pytest.param({"memory_max": "5000\n", "memory_current": "6000\n"}, 0, id="v2 above its limit"),
+        pytest.param({"memory_max": f"{FREE * 2}\n", "memory_current": "0\n"}, FREE, id="v2 above the machine"),
+        pytest.param(
+            {"memory_max": "5000", "memory_current": "4500", "memory_stat": "anon 500\ninactive_file 3000\n"},
+            3500,
+            id="v2, most of it cache of files",
+        ),
+        pytest.param({"v1_limit_in_bytes": "5000\n", "v1_usage_in_bytes": "1000\n"}, 4000, id="v1"),
+        pytest.param(
+            {"v1_limit_in_bytes": "9223372036854771712\n", "v1_usage_in_bytes": "1000\n"}, FREE, id="v1 without a limit"
+        ),
+        pytest.param(
+            {
+                "v1_limit_in_bytes": "5000",
+                "v1_usage_in_bytes": "4500",
+                "v1_stat": "inactive_file 1\ntotal_inactive_file 3000\n",
+            },
+            3500,
+            id="v1, most of it cache of files",
+        ),
+        pytest.param(
+            {
+                "memory_max": "5000",
+                "memory_current": "0",
+                "v1_limit_in_bytes": "3000",
+                "v1_usage_in_bytes": "0",
+            },
+            3000,
+            id="both, as hybrid hierarchies have",
+        ),
+    ],
+)
+def test_a_containers_limit_counts_where_it_is_lower(tmp_path: Path, files: dict[str, str], available: int) -> None:
+    assert available_memory_bytes(a_cgroup(tmp_path, **files)) == available
+
+
+@pytest.mark.parametrize(
+    "content", ["", "\n", "many", "-1", "1.5", "5000 6000", b"\xff\xfe", "9" * 5000, "1" * 2000000]
+)
+def test_a_malformed_limit_is_none(tmp_path: Path, content: str | bytes) -> None:
+    """The launcher's own reader raised ValueError, and `specrl run` ended with a traceback."""
+    assert available_memory_bytes(a_cgroup(tmp_path, memory_max=content, v1_limit_in_bytes=content)) == FREE
+
+
+@pytest.mark.parametrize("content", ["", "many", "-1", b"\xff\xfe", "inactive_file\n", "inactive_file many\n"])
+def test_a_limit_counts_where_what_is_used_cannot_be_read(tmp_path: Path, content: str | bytes) -> None:
+    cgroup = a_cgroup(tmp_path, memory_max="5000", memory_current=content, memory_stat=content)
+    assert available_memory_bytes(cgroup) == 5000
+
+
+def test_a_limit_counts_where_what_is_used_is_missing_or_a_folder(tmp_path: Path) -> None:
+    cgroup = a_cgroup(tmp_path, memory_max="5000")
+    (tmp_path / "memory.stat").mkdir()
+    assert available_memory_bytes(cgroup) == 5000
