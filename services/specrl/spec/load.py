@@ -6,9 +6,9 @@ written, with defaults filled in.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,43 +17,17 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from specrl.errors import Problem, SpecInvalid
-from specrl.files import read_text
 from specrl.spec.base import OnCluster
 from specrl.spec.cluster_rules import CLUSTER_RULES
 from specrl.spec.rljob import envelope_problems, is_rljob, run_fields
 from specrl.spec.rule import broken
 from specrl.spec.rules import RULES
 from specrl.spec.run import RunSpec
-from specrl.spec.stand_ins import field_at, lasting_problems, section_of
-
-UNREADABLE = (yaml.YAMLError, ValueError, RecursionError)
-"""What PyYAML raises. ValueError: of a date with 13 months, and of bytes that are not UTF-8."""
+from specrl.spec.stand_ins import lasting_problems, section_of
+from specrl.spec.yaml_input import parse_override, problem_of, read_documents
 
 _DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 """libyaml where PyYAML was built with it: the operator writes a run file at every look at a job."""
-
-_REMEDIES = {
-    "missing": "add it",
-    "extra_forbidden": "remove it",
-    "greater_than_equal": "raise it",
-    "less_than_equal": "lower it",
-    "enum": "use one of the values listed",
-    "int_parsing": "write a whole number",
-    "int_type": "write a whole number",
-    "int_from_float": "write a whole number",
-    "bool_parsing": "write true or false",
-    "string_type": "write text",
-    "string_too_long": "shorten it",
-    "string_too_short": "write text",
-    "too_long": "remove some",
-    "value_error": "write it as the rule says",
-    "string_pattern_mismatch": "use at most 34 lower-case letters, digits and dashes",
-    "model_type": "write a mapping of its fields",
-    "model_attributes_type": "write a mapping of its fields",
-}
-
-_VERBS = ("match", "have")
-"""How pydantic begins a rule that `must be` does not fit."""
 
 
 def load_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
@@ -63,16 +37,7 @@ def load_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
     read as the run that it stands for, and the rules of clusters are tried on it. Raises SpecInvalid with every problem
     found.
     """
-    try:
-        documents = list(yaml.safe_load_all(read_text(path)))
-    except OSError as error:
-        raise SpecInvalid(
-            (Problem(str(path), f"must be a readable file, got {error.strerror}", "check the path"),)
-        ) from error
-    except UNREADABLE as error:
-        reason = str(error).replace("\n", " ")
-        raise SpecInvalid((Problem(str(path), f"must be YAML, got {reason}", "fix the syntax"),)) from error
-    raw = _the_run(documents, path)
+    raw = _the_run(read_documents(path), path)
     is_manifest = is_rljob(raw)
     if is_manifest:
         raw = _run_of(raw)
@@ -161,53 +126,20 @@ def _of_the_run(section: type[BaseModel], fields: dict[str, Any]) -> dict[str, A
 
 
 def _apply(raw: dict[str, Any], override: str) -> Iterator[Problem]:
-    """`a.b.c=value`: value is YAML, except that a fraction stays text, since run files have no floats."""
-    path, separator, text = override.partition("=")
-    *parents, last = path.split(".")
-    if not separator or not all([*parents, last]):
-        yield Problem("--set", f"must be path=value, got {override!r}", "as in schedule.maxPolicyLag=1")
-        return
+    """Set a field to what an override says, except that a fraction stays text, since run files have no floats."""
     try:
-        value = yaml.safe_load(text)
-    except UNREADABLE:
-        yield Problem(f"--set {path}", f"must be YAML, got {text!r}", "quote the value")
+        given = parse_override(override, "schedule.maxPolicyLag=1")
+    except SpecInvalid as error:
+        yield from error.problems
         return
-    if isinstance(value, float):
-        value = text
-    place = raw
-    for key in parents:
-        if not isinstance(place.get(key), dict):
-            place[key] = {}
-        place = place[key]
-    place[last] = value
-
-
-def _path(location: Sequence[int | str]) -> str:
-    return ".".join(str(part) for part in location)
+    if isinstance(given.value, float):
+        given = replace(given, value=given.text)
+    given.set_in(raw)
 
 
 def _problem(detail: ErrorDetails, is_rljob: bool) -> Problem:
-    location, kind = detail["loc"], detail["type"]
-    if is_rljob and location == ("name",):
-        location = ("metadata", "name")
-    message = detail["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-    message = message.removeprefix("String should ").removeprefix("Tuple should ")
-    remedy = _REMEDIES.get(kind, "see docs/run-file.md")
-    if kind == "missing":
-        return Problem(_path(location), "must be given", remedy)
-    if kind == "extra_forbidden":
-        close = difflib.get_close_matches(str(location[-1]), _fields_at(location[:-1]), n=1)
-        return Problem(_path(location), "is not a field here", f"did you mean {close[0]}?" if close else remedy)
-    rule = message if message.startswith("must") else f"must {'' if message.startswith(_VERBS) else 'be '}{message}"
-    shown = detail["input"] if not isinstance(detail["input"], dict | list) else type(detail["input"]).__name__
-    return Problem(_path(location), f"{rule}, got {shown!r}", remedy)
-
-
-def _fields_at(location: Sequence[int | str]) -> list[str]:
-    """Names, as written in files, of the fields of the section at `location`."""
-    field = field_at(RunSpec, location)
-    section = RunSpec if not location else section_of(field) if field is not None else None
-    return [str(field.alias) for field in section.model_fields.values()] if section is not None else []
+    problem = problem_of(detail, RunSpec, "see docs/run-file.md")
+    return replace(problem, path="metadata.name") if is_rljob and problem.path == "name" else problem
 
 
 def _with_absolute_paths(spec: RunSpec, base: Path) -> RunSpec:

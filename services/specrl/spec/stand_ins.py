@@ -47,10 +47,15 @@ def lasting_problems(raw: dict[str, Any], errors: Sequence[ErrorDetails], rules:
 
 
 def field_at(model: type[BaseModel], location: Location) -> FieldInfo | None:
-    """The field that a location in a file leads to, by names as written there or in Python; None if there is none."""
+    """The field that a location in a file leads to, by names as written there or in Python; None if there is none.
+
+    A number is a place in the list before it, and leads to what the list holds.
+    """
     found: FieldInfo | None = None
     section: type[BaseModel] | None = model
     for part in location:
+        if isinstance(part, int):
+            continue
         if section is None:
             return None
         fields = section.model_fields.items()

@@ -64,8 +64,33 @@ def test_an_unknown_path_is_refused_with_the_nearest_one() -> None:
         a_scenario("speculation.acceptancelength=3", "schedule.maxLag=1", "schedule.steps=-1")
     told = str(caught.value)
     assert "did you mean acceptanceLength?" in told
-    assert "--set schedule.maxLag: is not a field of a scenario" in told
+    assert "--set schedule.maxLag: is not a field here" in told
     assert "schedule.steps: must be greater than or equal to 1, got -1" in told
+
+
+def test_a_scenario_is_refused_in_the_words_of_run_files() -> None:
+    """They had words of their own, without a remedy, and took a place in a list for a field."""
+    with pytest.raises(SpecInvalid) as caught:
+        a_scenario("schedule.steps=x", "model=8b", "failures=[{replica: 0, atS: 1, backAfter: 2}]")
+    found = {problem.path: f"{problem.rule}; {problem.remedy}" for problem in caught.value.problems}
+    assert found["schedule.steps"].endswith("got 'x'; write a whole number")
+    assert found["model"].endswith("got '8b'; write a mapping of its fields")
+    assert found["failures.0.backAfter"] == "is not a field here; did you mean backAfterS?"
+
+
+def test_all_malformed_overrides_of_a_scenario_are_named_at_once() -> None:
+    with pytest.raises(SpecInvalid) as caught:
+        a_scenario("noequals", "speculation.k=[", "=3", "name.x=1", "speculation.eagle3.kk=1")
+    paths = [problem.path for problem in caught.value.problems]
+    assert paths == ["--set", "--set speculation.k", "--set", "--set name.x", "--set speculation.eagle3.kk"]
+
+
+@pytest.mark.parametrize("content", ["", "- 1", "a: 1\n---\nb: 2\n"])
+def test_a_file_that_is_not_one_mapping_is_no_scenario(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "scenario.yaml"
+    file.write_text(content)
+    with pytest.raises(SpecInvalid, match="must be one mapping of sections; see examples/plan/"):
+        read_mapping(file)
 
 
 @pytest.mark.parametrize(

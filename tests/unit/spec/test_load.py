@@ -383,7 +383,7 @@ def test_what_is_wrong_in_a_list_of_sections_is_named_with_its_place() -> None:
     found = problems(a_run(volumes=[{"claimName": "", "mountPath": "/models"}, {"claimNam": "b"}], zzz=1))
     wrong = [f"volumes.{place}" for place in ("0.claimName", "1.claimName", "1.mountPath", "1.claimNam")]
     assert list(found) == [*wrong, "zzz"]
-    assert "remove it" in found["volumes.1.claimNam"]
+    assert found["volumes.1.claimNam"].endswith("did you mean claimName?")
 
 
 @pytest.mark.parametrize(
