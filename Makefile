@@ -70,11 +70,13 @@ check: lint ## everything but the tests: lint, and generated files equal to thei
 	  test -z "$$new" || { echo "generated, but not added to git: $$new"; exit 1; }
 	@$(BIN)/python tools/py313.py || true
 
-lint: setup ## ruff, mypy, import-linter
+lint: setup ## ruff, mypy, import-linter, deptry
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/deptry services operators examples
+	$(BIN)/deptry services operators examples tools tests benchmarks --ignore DEP002,DEP004
 
 format: setup ## rewrite the sources as the formatter wants them
 	$(BIN)/ruff check --fix .
