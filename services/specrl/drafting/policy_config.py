@@ -1,7 +1,9 @@
 """What trainer and drafter must know of a policy, read once from its Hugging Face folder and checked there.
 
-Read as JSON, without transformers: the same facts stand under different keys in transformers 4 and 5 (`rope_theta`
-moved into `rope_parameters`), and a key that is silently missed gives a model that is silently wrong.
+Read as JSON, without transformers. Its config classes give an absent field a default, and keep a value that our
+trainer does not implement (a rotary scaling, a sliding window, a bias). Either gives a model that is silently wrong, so
+both are refused here. Checkpoints written by transformers 4 and 5 are read; some keys differ (`rope_theta` moved into
+`rope_parameters`).
 """
 
 from __future__ import annotations
