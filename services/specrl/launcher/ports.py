@@ -44,18 +44,19 @@ def free_port() -> int:
 def _held(field: str, port: int) -> Iterator[int]:
     """Occupy the port (0: any free one) for a moment, so that the next choice is another. Raises PortTaken."""
     choices = [port] if port else random.sample(LISTENED, CHOICES)
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # remains of closed connections are no obstacle
-        for choice in choices:
+    for choice in choices:
+        # A socket for each try: one that was bound, and could not listen, can never be bound again.
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # remains of closed connections do not count
             try:
                 listener.bind((HOST, choice))
                 listener.listen(1)
-                break
             except OSError as error:
                 reason = error
-        else:
-            raise PortTaken(
-                f"{field} must be a free port, got {field}={port}: {reason.strerror}; "
-                "stop what listens there, choose another port, or use 0 for a free one"
-            ) from reason
-        yield choice
+                continue
+            yield choice
+            return
+    raise PortTaken(
+        f"{field} must be a free port, got {field}={port}: {reason.strerror}; "
+        "stop what listens there, choose another port, or use 0 for a free one"
+    ) from reason
