@@ -62,7 +62,6 @@ from specrl.trainer.service import TrainerService
 CHECKSUMS = (1,)
 GROUP = 16
 VOCAB = 150_000
-CHARACTERS_PER_TOKEN = 4
 
 
 @dataclass

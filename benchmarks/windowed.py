@@ -116,7 +116,6 @@ class Outcome:
 
     seconds: float
     exposed: float
-    lag_max: int
     lag_mean: float
     overtaken: int
 
@@ -155,7 +154,6 @@ async def measure(spec: RunSpec, folder: Path) -> Outcome:
     return Outcome(
         seconds=seconds,
         exposed=sum(report.exposed_generation for report in reports) / seconds,
-        lag_max=max(lags),
         lag_mean=sum(lags) / len(lags),
         overtaken=sum(bool(report.ahead) for report in reports),
     )

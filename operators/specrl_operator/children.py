@@ -40,7 +40,7 @@ SCALE_DOWN_S = 900
 
 def desired(job: Job, facts: Facts) -> list[Object]:
     """All children of the job, as they are to be. Each is complete but for owner, namespace and hash."""
-    children = [*access.objects(job), *network.objects(job, facts), *tls.objects(job), run_file(job, facts)]
+    children = [*access.objects(job), *network.objects(job, facts), *tls.objects(job), run_file(job)]
     children += [service(job, COORDINATOR, {"grpc": pods.GRPC_PORT, "http": pods.HTTP_PORT}, is_headless=False)]
     children += [service(job, GENERATION, {"grpc": pods.REPLICA_PORT, "metrics": pods.METRICS_PORT})]
     if pods.needs_store(job):
@@ -55,10 +55,10 @@ def desired(job: Job, facts: Facts) -> list[Object]:
     running.append(coordinator(job, facts))
     if facts.want is Want.RUNNING and job.spec.generation.autoscaling is not None:
         running.append(autoscaler(job, facts))
-    return schedulers.decorate(children + running, job, facts)
+    return schedulers.decorate(children + running, job)
 
 
-def run_file(job: Job, facts: Facts) -> Object:
+def run_file(job: Job) -> Object:
     """The run file of all pods, with the operator's own Redis server where the job names no store."""
     spec = job.spec
     if pods.needs_store(job):

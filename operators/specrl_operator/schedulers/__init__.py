@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from specrl.spec.cluster import Gang
 from specrl_operator.api import KAI_QUEUE, LOCAL_QUEUE, POD_GROUP, Job, Kind, Object
-from specrl_operator.facts import Facts
 from specrl_operator.schedulers import kai, kueue, volcano
 
 NEEDS: dict[Gang, Kind] = {Gang.KUEUE: LOCAL_QUEUE, Gang.KAI: KAI_QUEUE, Gang.VOLCANO: POD_GROUP}
@@ -27,7 +26,7 @@ def gang_of(job: Job) -> Gang:
     return Gang.KUEUE if job.spec.scheduling.queue_name is not None else Gang.NONE
 
 
-def decorate(objects: list[Object], job: Job, facts: Facts) -> list[Object]:
+def decorate(objects: list[Object], job: Job) -> list[Object]:
     """`objects` with what the job's scheduler reads of them, and what it needs beside them."""
     decorate_ = _DECORATE.get(gang_of(job))
     return objects if decorate_ is None else decorate_(objects, job)

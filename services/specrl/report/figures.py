@@ -17,8 +17,6 @@ OTHERS = ("validation", "checkpoint")
 EDGE_STEPS = 5
 """What a run began and ended with is the mean of so many steps, as in its summary."""
 
-"""Half-width of a 95 % interval in standard errors."""
-
 CAUSES = {
     "buffer_wait": "too few rollouts were finished",
     "sync_drain": "replicas that joined were given weights",
@@ -64,7 +62,6 @@ class Figures:
     weight_sync_s: dict[str, float]
     """Mean seconds of a step by stage of the update."""
     mismatch_kl: float | None
-    failed_prompts: int
 
     def stage(self, name: str) -> Stage:
         return next(stage for stage in self.stages if stage.name == name)
@@ -108,7 +105,6 @@ def figures(steps: Sequence[StepReport]) -> Figures:
             for name in dict.fromkeys(name for report in steps for name in report.weight_sync)
         },
         mismatch_kl=mean(compared),
-        failed_prompts=sum(len(report.failed) for report in steps),
     )
 
 

@@ -42,13 +42,13 @@ def document(run: Reading) -> Document:
     return Document(
         title=run.name,
         subtitle=f"{run.standing} after {found.steps} of {run.spec.schedule.steps} steps · {workload(run)}",
-        headline=headline(run, found),
+        headline=headline(found),
         notices=notices(run),
         sections=(*sections, _events(run, found), _every_step(run.steps), _setting(run)),
     )
 
 
-def headline(run: Reading, found: Figures) -> tuple[tuple[str, str], ...]:
+def headline(found: Figures) -> tuple[tuple[str, str], ...]:
     """The figures that matter most, the exposed generation first."""
     shown = [
         (percent(found.exposed_share), "of wall time is exposed generation"),
@@ -110,18 +110,18 @@ def _every_step(steps: Sequence[StepReport]) -> Section:
     size = -(-len(steps) // MOST_ROWS)
     groups = [steps[i : i + size] for i in range(0, len(steps), size)]
 
-    def mean(group: Sequence[StepReport], values: Iterable[float | None], digits: int) -> str:
+    def mean(values: Iterable[float | None], digits: int) -> str:
         known = [value for value in values if value is not None]
         return number(sum(known) / len(known), digits) if known else "-"
 
     rows = tuple(
         (
             str(group[0].step) if size == 1 else f"{group[0].step}-{group[-1].step}",
-            *(mean(group, (getattr(report.stages, name) for report in group), 2) for name in STAGES),
-            mean(group, (report.reward for report in group), 3),
-            mean(group, (report.validation_accuracy for report in group), 3),
-            mean(group, (report.acceptance_length for report in group), 2),
-            mean(group, (report.policy_lag_mean for report in group), 2),
+            *(mean((getattr(report.stages, name) for report in group), 2) for name in STAGES),
+            mean((report.reward for report in group), 3),
+            mean((report.validation_accuracy for report in group), 3),
+            mean((report.acceptance_length for report in group), 2),
+            mean((report.policy_lag_mean for report in group), 2),
         )
         for group in groups
     )

@@ -24,12 +24,12 @@ class VerifierPool(WorkerPool):
         self.graded = 0
         """Verdicts given."""
 
-    async def grade(self, prompt: Prompt, rollout_text: str) -> Reward:
+    async def grade(self, prompt: Prompt, text: str) -> Reward:
         """The verdict on one completion, or an ungraded Reward with the reason.
 
         Raises VerifierFailed only when the pool is closed or cannot be started again: then no rollout can be graded.
         """
-        answer = await self._ask(self._verifier.reward, prompt.answer, rollout_text)
+        answer = await self._ask(self._verifier.reward, prompt.answer, text)
         if not answer.failure and not (isinstance(answer.value, float) and math.isfinite(answer.value)):
             got = answer.value if isinstance(answer.value, float) else type(answer.value).__name__
             answer = self._failed(FailureKind.ERROR, f"the verifier must answer a finite number, got {got}")

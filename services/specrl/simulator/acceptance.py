@@ -24,12 +24,3 @@ def constant_chance(acceptance_length: float, k: int) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if emitted([middle], k) < acceptance_length else (low, middle)
     return (low + high) / 2
-
-
-def conditional(accepted_per_position: Sequence[float]) -> list[float]:
-    """a_i from the shares of drafts whose token i was accepted (which fall): each over the one before."""
-    found, before = [], 1.0
-    for share in accepted_per_position:
-        found.append(min(1.0, share / before) if before > 0 else 0.0)
-        before = share
-    return found

@@ -49,11 +49,10 @@ Tick = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Tried:
-    """One layout: its scenario and means; None where it is impossible, with why."""
+    """One layout: its scenario and means; None where it is impossible."""
 
     scenario: Scenario
     means: Means | None
-    why_not: str = ""
 
 
 @dataclass(frozen=True)
@@ -191,8 +190,8 @@ def _as_chance(today: Scenario) -> dict[str, object]:
 def _try(scenario: Scenario, calibration: Calibration | None) -> Tried:
     try:
         return Tried(scenario, _means(prepare(scenario, calibration)))
-    except SpecInvalid as error:
-        return Tried(scenario, None, "; ".join(str(problem) for problem in error.problems))
+    except SpecInvalid:
+        return Tried(scenario, None)
 
 
 def _means(prepared: Prepared) -> Means:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ssl
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -130,10 +130,6 @@ class Api:
     def create(self, manifest: Object, **params: Any) -> Object:
         kind, namespace = self._place(manifest)
         return self.call("POST", path_of(kind, namespace), manifest, **params)
-
-    def create_all(self, manifests: Iterable[Object]) -> None:
-        for manifest in manifests:
-            self.create(manifest)
 
     def apply(self, manifest: Object, manager: str = "tests", **params: Any) -> Object:
         """Server-side apply, by force."""

@@ -48,9 +48,7 @@ async def test_answers_and_epochs_outlive_the_coordinator(tmp_path: Path) -> Non
         assert run.board.status().summary.drafter_start.held_out_prompts == 3
 
 
-async def test_trainer_that_dies_after_the_training_answers_again_without_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_trainer_that_dies_after_the_training_answers_again_without_training(tmp_path: Path) -> None:
     spec = an_initialisation(tmp_path)
     async with Run(tmp_path, spec) as run:
         await run.until((tmp_path / "checkpoints" / "drafter.safetensors").is_file)
