@@ -40,7 +40,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import httpx
+import httpx2
 import numpy as np
 import structlog
 from benchmarks.scale_peers import Peers
@@ -160,7 +160,7 @@ class Coordinator:
 async def look_on(port: int, step_s: float) -> None:
     """Do what an open page does in a run with steps of `step_s` seconds, until cancelled."""
     async with (
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as client,
+        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as client,
         asyncio.TaskGroup() as group,
     ):
 

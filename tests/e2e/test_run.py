@@ -12,7 +12,7 @@ import shutil
 import ssl
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 from tests.certificates import Authority
 from tests.e2e.harness.api import RLJOBS, Api, Object, condition, holds, until
@@ -134,9 +134,9 @@ def _only_readers_of_the_job_read_its_run(admin: Api, job: Object, authority: Au
     address = pods_of(admin, job, "coordinator")[0]["status"]["podIP"]
     trusted = ssl.create_default_context(cafile=str(authority.file))
 
-    def answer(path: str, token: str | None) -> httpx.Response:
+    def answer(path: str, token: str | None) -> httpx2.Response:
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        with httpx.Client(verify=trusted, trust_env=False, timeout=30) as client:
+        with httpx2.Client(verify=trusted, trust_env=False, timeout=30) as client:
             return client.get(
                 f"https://{address}:8080{path}",
                 headers=headers,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 import yaml
 from tests.integration.runs import StartedRun, start
@@ -102,7 +102,7 @@ def calculated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Calculated]
 def everything_served(run: StartedRun) -> dict[str, str]:
     address = json.loads((run.directory / "endpoints.json").read_text())["http"]
     paths = ("/status", "/steps", "/validations", "/metrics", "/readyz")
-    return {path: httpx.get(f"{address}{path}", trust_env=False).text for path in paths}
+    return {path: httpx2.get(f"{address}{path}", trust_env=False).text for path in paths}
 
 
 def test_sampler_and_trainer_agree_on_every_sampled_token_and_on_no_other(calculated: Calculated) -> None:

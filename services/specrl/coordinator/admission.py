@@ -22,7 +22,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Protocol
 
-import httpx
+import httpx2
 import structlog
 from fastapi import HTTPException, Request
 
@@ -109,7 +109,7 @@ class ByReview:
             return known
         try:
             verdict = await self._review(token)
-        except (httpx.HTTPError, OSError, ValueError) as error:
+        except (httpx2.HTTPError, OSError, ValueError) as error:
             log.warning("token_not_reviewed", reason=str(error))
             return Verdict(HTTPStatus.SERVICE_UNAVAILABLE, f"the API server must review the token, got {error}")
         self._known.pop(key, None)

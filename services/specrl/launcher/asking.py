@@ -8,13 +8,13 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import Any
 
-import httpx
+import httpx2
 
 from specrl.coordinator import run_token
 from specrl.coordinator.report import Status
 from specrl.errors import RunInvalid
 from specrl.files import parse_object
-from specrl.launcher.reports import http_address
+from specrl.launcher.reports import http_address, trust_no_authority
 from specrl.launcher.run_directory import RunDirectory
 
 PATIENCE_S = 30.0
@@ -32,18 +32,19 @@ def ask(directory: RunDirectory, method: str, path: str, body: dict[str, Any] | 
     try:
         token = run_token.read(directory.path)
         # trust_env: a proxy of the user's has no business between us and our own machine.
-        answer = httpx.request(
+        answer = httpx2.request(
             method,
             f"{address}{path}",
             json=body,
             headers={"Authorization": f"Bearer {token}"},
+            verify=trust_no_authority(),
             timeout=PATIENCE_S,
             trust_env=False,
         )
         found = parse_object(answer.content)
         if answer.is_success:
             return Status.model_validate(found)
-    except (OSError, ValueError, httpx.HTTPError) as error:
+    except (OSError, ValueError, httpx2.HTTPError) as error:
         raise RunInvalid(
             f"the coordinator of {directory.path} must answer, got {error}; see {directory.logs}, and ask again"
         ) from error

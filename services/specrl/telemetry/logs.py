@@ -19,7 +19,7 @@ Tap = Callable[[str, str, Mapping[str, Any]], None]
 """Is told of every line: level, event, fields."""
 
 _OF_EVERY_LINE = ("event", "level", "timestamp", "process", "run", "exc_info")
-QUIET = ("httpx", "httpcore", "asyncio", "grpc", "urllib3", "uvicorn")
+QUIET = ("httpx2", "httpcore2", "asyncio", "grpc", "urllib3", "uvicorn")
 """Libraries whose INFO says nothing of a run."""
 
 

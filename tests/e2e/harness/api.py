@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import yaml
 
 Object = dict[str, Any]
@@ -32,7 +32,7 @@ class Refused(Exception):
         """Field and message of each thing that is wrong with an object."""
 
 
-def refusal(response: httpx.Response) -> Refused:
+def refusal(response: httpx2.Response) -> Refused:
     """What a response without success says."""
     try:
         return Refused(response.status_code, response.json())
@@ -55,12 +55,12 @@ class Api:
     server: str
     ca: Path
     token: str
-    _client: httpx.Client = field(init=False, repr=False)
+    _client: httpx2.Client = field(init=False, repr=False)
     _others: list[Api] = field(init=False, default_factory=list, repr=False)
     _plurals: dict[str, dict[str, tuple[str, bool]]] = field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        self._client = httpx.Client(
+        self._client = httpx2.Client(
             base_url=self.server,
             verify=ssl.create_default_context(cafile=str(self.ca)),
             headers={"Authorization": f"Bearer {self.token}"},

@@ -13,7 +13,7 @@ import ssl
 import subprocess
 from pathlib import Path
 
-import httpx
+import httpx2
 from tests.e2e.harness.api import Api, Refused
 from tests.e2e.harness.assets import CONTROL_PLANE, Assets
 from tests.e2e.harness.network import NoNetwork, PodNetwork
@@ -149,7 +149,7 @@ class ControlPlane:
         try:
             self.admin.text("/readyz")
             return self.admin.find("v1/serviceaccounts", "default", "default") is not None
-        except (Refused, httpx.HTTPError):
+        except (Refused, httpx2.HTTPError):
             return False
 
     def _program(self, name: str, **flags: object) -> Program:
@@ -166,7 +166,7 @@ def _answers(url: str, ca: Path | None = None, *, verify: bool = True) -> bool:
     """Any answer will do: who may see health is the server's business."""
     context = ssl.create_default_context(cafile=str(ca)) if ca else verify
     try:
-        httpx.get(url, verify=context, timeout=5, trust_env=False)
-    except (httpx.HTTPError, OSError):
+        httpx2.get(url, verify=context, timeout=5, trust_env=False)
+    except (httpx2.HTTPError, OSError):
         return False
     return True

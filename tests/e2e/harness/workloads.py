@@ -10,7 +10,7 @@ import base64
 import subprocess
 from pathlib import Path
 
-import httpx
+import httpx2
 import yaml
 from tests.e2e.harness.api import Api, Object, condition, until
 from tests.e2e.harness.assets import Assets
@@ -127,6 +127,6 @@ def _is_served(api: Api, definition: str) -> bool:
 
 def _is_ready(port: int) -> bool:
     try:
-        return httpx.get(f"http://127.0.0.1:{port}/readyz", verify=False, timeout=5).is_success  # noqa: S501 - no TLS here
-    except httpx.HTTPError:
+        return httpx2.get(f"http://127.0.0.1:{port}/readyz", verify=False, timeout=5).is_success  # no TLS here
+    except httpx2.HTTPError:
         return False

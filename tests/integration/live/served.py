@@ -9,7 +9,7 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, Self, TypeVar
 
-import httpx
+import httpx2
 import uvicorn
 from starlette.types import ASGIApp
 from tests.redis_servers import free_port
@@ -27,8 +27,8 @@ class Served:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="served")
         self.url = f"http://127.0.0.1:{self._port}"
-        # Unverified, or httpx would read all the machine's certificates.
-        self.client = httpx.Client(base_url=self.url, verify=False, timeout=30, trust_env=False)  # noqa: S501 - no TLS
+        # Unverified, or httpx2 would read all the machine's certificates.
+        self.client = httpx2.Client(base_url=self.url, verify=False, timeout=30, trust_env=False)  # no TLS
 
     def __enter__(self) -> Self:
         self._thread.start()

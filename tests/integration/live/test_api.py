@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 import schemathesis
 import yaml
@@ -157,8 +157,8 @@ async def test_a_run_that_has_not_opted_in_shows_no_rollout_and_a_run_that_is_ov
 ) -> None:
     async with (
         Run(tmp_path, a_spec(tmp_path, steps=2)) as run,
-        httpx.AsyncClient(
-            transport=httpx.ASGITransport(make_app(run.parts, is_local=False)), base_url="http://run"
+        httpx2.AsyncClient(
+            transport=httpx2.ASGITransport(make_app(run.parts, is_local=False)), base_url="http://run"
         ) as client,
     ):
         scaled = await client.put("/scale", json={"replicas": 3})

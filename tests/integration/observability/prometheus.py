@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import yaml
 from tests.integration.chart.rendering import program
 from tests.redis_servers import free_port
@@ -25,9 +25,9 @@ class Prometheus:
         file = folder / "prometheus.yaml"
         file.write_text(yaml.safe_dump(config))
         port = free_port()
-        self._http = httpx.Client(
+        self._http = httpx2.Client(
             base_url=f"http://127.0.0.1:{port}",
-            verify=False,  # noqa: S501 - no TLS here
+            verify=False,  # no TLS here
             trust_env=False,
             timeout=60,
         )
@@ -48,8 +48,8 @@ class Prometheus:
 
     def _is_ready(self) -> bool:
         try:
-            return self._http.get("/-/ready").status_code == httpx.codes.OK
-        except httpx.TransportError:
+            return self._http.get("/-/ready").status_code == httpx2.codes.OK
+        except httpx2.TransportError:
             return False
 
     def over(self, expression: str, began: float, ended: float) -> list[dict[str, str]]:
@@ -67,7 +67,7 @@ class Prometheus:
 
     def _ask(self, path: str, asked: dict[str, Any]) -> Any:
         answer = self._http.post(path, data=asked) if path.endswith("range") else self._http.get(path, params=asked)
-        assert answer.status_code == httpx.codes.OK, answer.text
+        assert answer.status_code == httpx2.codes.OK, answer.text
         return answer.json()["data"]
 
     def close(self) -> None:

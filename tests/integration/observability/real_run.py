@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-import httpx
+import httpx2
 import yaml
 from tests.integration.observability.prometheus import Prometheus
 from tests.integration.observability.scraping import config, rules_each_second
@@ -169,11 +169,11 @@ def _watch(run: StartedRun, page: str, fake: FakeApiServer, found: Observed) -> 
 
 def _note_reports(page: str, found: Observed) -> None:
     """Look for new reports all the time, until the last one is there, or nobody answers any more."""
-    with httpx.Client(verify=False, timeout=30, trust_env=False) as http:  # noqa: S501 - no TLS here
+    with httpx2.Client(verify=False, timeout=30, trust_env=False) as http:  # no TLS here
         while len(found.arrivals) < STEPS:
             try:
                 reports = http.get(f"{page}/steps?after={max(found.arrivals, default=0)}").json()
-            except httpx.TransportError:
+            except httpx2.TransportError:
                 return
             for report in reports:
                 found.reports[report["step"]] = report
@@ -184,7 +184,7 @@ def _note_reports(page: str, found: Observed) -> None:
 def _get(url: str) -> str:
     """A page's text; nothing when it does not answer."""
     try:
-        answer = httpx.get(url, verify=False, timeout=30, trust_env=False)  # noqa: S501 - no TLS here
-    except httpx.TransportError:
+        answer = httpx2.get(url, verify=False, timeout=30, trust_env=False)  # no TLS here
+    except httpx2.TransportError:
         return ""
-    return answer.text if answer.status_code == httpx.codes.OK else ""
+    return answer.text if answer.status_code == httpx2.codes.OK else ""

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 from tests.integration.operator.operator_process import PATIENCE_S, Process
 from tests.stand_ins.api_server import CORE, FakeApiServer
@@ -39,8 +39,8 @@ def start(server: HttpApiServer, tmp_path: Path) -> Iterator[Callable[..., Proce
         process.close()
 
 
-def ask(process: Process, path: str) -> httpx.Response:
-    return httpx.get(process.address() + path, verify=False, timeout=PATIENCE_S, trust_env=False)  # noqa: S501 - no TLS here
+def ask(process: Process, path: str) -> httpx2.Response:
+    return httpx2.get(process.address() + path, verify=False, timeout=PATIENCE_S, trust_env=False)  # no TLS here
 
 
 def test_jobs_are_driven_as_they_come_change_and_go(server: HttpApiServer, start: Callable[..., Process]) -> None:

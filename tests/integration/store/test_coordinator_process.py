@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 from tests.redis_servers import RedisProcess, free_port, needs_redis
 from tests.run_files import a_model_folder, a_run
@@ -61,7 +61,7 @@ def until(is_so: Callable[[], bool], process: subprocess.Popen[str]) -> None:
 
 def ready(directory: RunDirectory) -> tuple[int, str]:
     address = json.loads(directory.endpoints_file.read_text())["http"]
-    answer = httpx.get(f"{address}/readyz", verify=False, timeout=PATIENCE_S, trust_env=False)  # noqa: S501 - no TLS here
+    answer = httpx2.get(f"{address}/readyz", verify=False, timeout=PATIENCE_S, trust_env=False)  # no TLS here
     return answer.status_code, answer.json()["detail"]
 
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 from tests.integration.coordinator.small_run import Run, a_spec
 from tests.integration.coordinator.test_loop import check_promises
@@ -44,9 +44,9 @@ def on_redis(folder: Path, *servers: RedisProcess, **fields: int) -> Run:
 
 
 @asynccontextmanager
-async def page(run: Run) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(make_app(run.parts))
-    async with httpx.AsyncClient(transport=transport, base_url="http://coordinator") as client:
+async def page(run: Run) -> AsyncIterator[httpx2.AsyncClient]:
+    transport = httpx2.ASGITransport(make_app(run.parts))
+    async with httpx2.AsyncClient(transport=transport, base_url="http://coordinator") as client:
         yield client
 
 

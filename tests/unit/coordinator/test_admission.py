@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from fastapi import Depends, FastAPI, HTTPException, Request
 
@@ -65,10 +65,10 @@ class Service:
         async def status() -> str:
             return "all of it"
 
-    async def asked(self, authorization: str | None) -> httpx.Response:
+    async def asked(self, authorization: str | None) -> httpx2.Response:
         headers = {} if authorization is None else {"Authorization": authorization}
-        transport = httpx.ASGITransport(app=self._app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://run") as client:
+        transport = httpx2.ASGITransport(app=self._app)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://run") as client:
             return await client.get("/status", headers=headers)
 
 
@@ -125,7 +125,7 @@ async def test_verdicts_are_remembered_for_a_minute(service: Service) -> None:
     assert len(service.cluster.asked) == 4
 
 
-@pytest.mark.parametrize("error", [httpx.ConnectError("refused"), OSError("no token"), ValueError("certificate")])
+@pytest.mark.parametrize("error", [httpx2.ConnectError("refused"), OSError("no token"), ValueError("certificate")])
 async def test_while_the_api_server_is_away_nobody_new_gets_in_and_nothing_is_remembered(
     service: Service, error: Exception
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import httpx
+import httpx2
 
 from specrl.launcher.reports import CoordinatorReports, http_address, stored_status, stored_steps
 from specrl.launcher.run_directory import RunDirectory
@@ -18,7 +18,7 @@ STEP = (
 
 
 def answering(status_code: int, text: str) -> CoordinatorReports:
-    transport = httpx.MockTransport(lambda request: httpx.Response(status_code, text=text))
+    transport = httpx2.MockTransport(lambda request: httpx2.Response(status_code, text=text))
     return CoordinatorReports("127.0.0.1:1", transport)
 
 
@@ -30,10 +30,10 @@ def test_status_is_parsed() -> None:
 
 
 def test_coordinator_that_does_not_answer_is_none() -> None:
-    def refuse(request: httpx.Request) -> httpx.Response:
-        raise httpx.ConnectError("refused", request=request)
+    def refuse(request: httpx2.Request) -> httpx2.Response:
+        raise httpx2.ConnectError("refused", request=request)
 
-    with CoordinatorReports("127.0.0.1:1", httpx.MockTransport(refuse)) as reports:
+    with CoordinatorReports("127.0.0.1:1", httpx2.MockTransport(refuse)) as reports:
         assert reports.status() is None
         assert reports.steps(0) == []
         assert reports.validations() == []

@@ -30,7 +30,7 @@ thread = threading.Thread(target=elsewhere)
 thread.start()
 thread.join()
 warnings.warn("old")
-logging.getLogger("httpx").info("GET /")
+logging.getLogger("httpx2").info("GET /")
 print("went on")
 """
 
