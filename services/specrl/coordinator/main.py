@@ -2,7 +2,8 @@
 
 Exit codes: 0 stopped or finished and told to stop, otherwise `SpecrlError.exit_code`. A run that has failed is shown
 until the process is told to stop; in a pod (`--rljob`) the process ends with it, and whoever runs the pod decides.
-SIGTERM and SIGINT stop it cleanly: the loop is cancelled, the trainer is asked for a checkpoint if it is at rest.
+SIGTERM and SIGINT stop it cleanly: the loop is cancelled, the trainer is asked for a checkpoint if it is at rest. Until
+that is complete, page, REST and probes answer.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -196,6 +197,7 @@ async def _drive(parts: Parts, stop: asyncio.Event, teller: Teller | None) -> No
         store.give_up()  # whatever waits for it would wait for ever
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
+        board.say(board.status().phase, "stopping; a trainer at rest saves its step first")
         with contextlib.suppress(SpecrlError):
             await loop.save()
         board.say(Phase.STOPPED, "stopped; `specrl run --resume` goes on")
@@ -233,6 +235,15 @@ async def _expire(registry: Registry, heartbeat_s: float) -> None:
         registry.expire()
 
 
+class _WebServer(uvicorn.Server):
+    """Takes no signals: uvicorn's own handlers would close the page while the last checkpoint is still written."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As read from uvicorn 0.54, which documents no such switch; tests/integration/coordinator/test_stop.py."""
+        yield
+
+
 def _web_server(parts: Parts, identity: tls.Identity | None, place: Place | None) -> uvicorn.Server:
     """The HTTP server: with TLS where peers have it; in a cluster for those who may read, or update, the RLJob."""
     if place is None:
@@ -248,9 +259,7 @@ def _web_server(parts: Parts, identity: tls.Identity | None, place: Place | None
         ssl_keyfile=None if identity is None else identity.folder / "tls.key",
     )
     config.load()
-    server = uvicorn.Server(config)
-    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]  # the signals are ours
-    return server
+    return _WebServer(config)
 
 
 def _listen(host: str, port: int) -> socket.socket:

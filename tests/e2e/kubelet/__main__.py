@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import signal
 import subprocess
@@ -78,7 +79,7 @@ def _log_server(kubelet: Kubelet, folder: Path, port: int) -> uvicorn.Server:
             access_log=False,
         )
     )
-    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]  # the signals are ours
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]  # the signals are ours
     return server
 
 
