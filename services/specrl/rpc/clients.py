@@ -174,7 +174,10 @@ class _Client(Generic[Stub]):
             raise translate(error, self.peer) from error
 
     async def _ask(self, call: Callable[..., Awaitable[T]], request: Any, deadline_s: float = STATUS_DEADLINE_S) -> T:
-        """`_call`, repeated with doubling pauses while the error is retryable. Only for calls that may run twice."""
+        """`_call`, repeated with doubling pauses while the error is retryable. Only for calls that may run twice.
+
+        Without jitter: the coordinator alone asks so, and each peer once at a time.
+        """
         for attempt in range(1, ATTEMPTS):
             try:
                 return await self._call(call, request, deadline_s)

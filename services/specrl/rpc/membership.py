@@ -5,13 +5,15 @@
     any --told to stop, or the coordinator answers "leave"--> LEAVING --drained, or nobody is there--> (ends)
 
 The loop never gives up by itself: a coordinator that is down comes back under the same address, and a peer that nobody
-wants is stopped by whoever started it. Pauses between attempts grow to `MAX_PAUSE_S`.
+wants is stopped by whoever started it. Pauses between attempts grow to `MAX_PAUSE_S`, less up to a half at random: the
+peers of a run lose their coordinator at the same moment, and must not all ask the next one at the same moments.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import random
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 import structlog
 
@@ -24,27 +26,44 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 2.0
 log = structlog.get_logger(__name__)
 
 
-async def stay_registered(
+def draw_pauses(draw: Callable[[], float]) -> Iterator[float]:
+    """Seconds to wait before each further attempt, without end. draw: uniform in [0, 1).
+
+    A pause has a ceiling, which doubles from FIRST_PAUSE_S to MAX_PAUSE_S, and lies between its half and itself ("equal
+    jitter"). So no peer asks again at once. "Full jitter", between 0 and the ceiling, would let some.
+    """
+    ceiling_s = FIRST_PAUSE_S
+    while True:
+        yield ceiling_s * (1.0 - draw() / 2)
+        ceiling_s = min(2 * ceiling_s, MAX_PAUSE_S)
+
+
+async def stay_registered(  # noqa: PLR0913 - the source of chance is a parameter for tests alone
     coordinator: CoordinatorClient,
     peer: Peer,
     generation_status: Callable[[], Awaitable[GenerationStatus]] | None = None,
     held: Callable[[], Sequence[HeldRollout]] = tuple,
     leaving: asyncio.Event | None = None,
+    *,
+    draw: Callable[[], float] = random.random,
 ) -> None:
     """Register and heartbeat until cancelled. `generation_status` rides along with all that a replica says.
 
     held: what a replica that registers holds from before.
     leaving: set when the coordinator wants the peer to leave; once it is set nobody registers any more.
+    draw: uniform in [0, 1), for the pauses between attempts.
     Raises RunInvalid when the coordinator refuses this peer for good: it runs another run file.
     """
     leaving = leaving or asyncio.Event()
-    interval_s, pause_s, is_known = 1.0, FIRST_PAUSE_S, False
+    interval_s, is_known, is_reported = 1.0, False, False
+    pauses = draw_pauses(draw)
     while True:
         try:
             if not is_known and not leaving.is_set():
                 status = await generation_status() if generation_status is not None else None
                 reply = await coordinator.register(peer, status, held())
-                interval_s, pause_s, is_known = reply.heartbeat_interval_s, FIRST_PAUSE_S, True
+                interval_s, is_known, is_reported = reply.heartbeat_interval_s, True, False
+                pauses = draw_pauses(draw)
                 log.info("registered", peer=peer.peer_id, run=reply.run)
             await asyncio.sleep(interval_s)
             status = await generation_status() if generation_status is not None else None
@@ -56,11 +75,10 @@ async def stay_registered(
         except RunInvalid:
             raise
         except SpecrlError as error:
-            if is_known or pause_s == FIRST_PAUSE_S:
+            if not is_reported:
                 log.warning("coordinator_lost" if is_known else "coordinator_not_reached", reason=str(error))
-            is_known = False
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+            is_known, is_reported = False, True
+            await asyncio.sleep(next(pauses))
 
 
 async def drain_when_told(
