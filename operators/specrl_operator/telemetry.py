@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Lock, Thread
+from functools import partial
+from http import HTTPStatus
+from http.server import ThreadingHTTPServer
+from threading import Lock
 
-from prometheus_client import CONTENT_TYPE_LATEST, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import Counter, Gauge, Histogram
 
+from specrl.telemetry.exporter import Answer, metrics_page, serve_pages
 from specrl_operator.api import Object, condition_of, is_true, read_time
 from specrl_operator.queue import Key
 
@@ -78,28 +81,11 @@ def forget(key: Key) -> None:
 
 def serve(host: str, port: int, checks: Mapping[str, Callable[[], str | None]]) -> ThreadingHTTPServer:
     """Serve metrics and probes in a thread. checks: path to what is wrong, None when nothing is. Raises OSError."""
+    probes = {path: partial(_probe, check) for path, check in checks.items()}
+    return serve_pages(host, port, {"/metrics": metrics_page} | probes, "http")
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            if self.path == "/metrics":
-                self._answer(200, CONTENT_TYPE_LATEST, generate_latest())
-            elif self.path in checks:
-                wrong = checks[self.path]()
-                self._answer(503 if wrong else 200, "text/plain; charset=utf-8", (wrong or "ok").encode() + b"\n")
-            else:
-                self._answer(404, "text/plain; charset=utf-8", b"not found\n")
 
-        def _answer(self, status: int, kind: str, body: bytes) -> None:
-            self.send_response(status)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            """Probes are not logged."""
-
-    server = ThreadingHTTPServer((host, port), Handler)
-    server.daemon_threads = True
-    Thread(target=server.serve_forever, name="http", daemon=True).start()
-    return server
+def _probe(check: Callable[[], str | None]) -> Answer:
+    wrong = check()
+    status = HTTPStatus.SERVICE_UNAVAILABLE if wrong else HTTPStatus.OK
+    return Answer((wrong or "ok").encode() + b"\n", status=status)

@@ -1,0 +1,33 @@
+"""What the operator serves to Prometheus and to the kubelet."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+
+from specrl_operator.telemetry import serve
+
+
+def test_metrics_and_probes_are_served_and_nothing_else() -> None:
+    wrong: list[str] = []
+    server = serve("127.0.0.1", 0, {"/readyz": lambda: wrong[0] if wrong else None})
+
+    def answer(path: str) -> tuple[int, str, str]:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}{path}", timeout=60) as found:
+                return found.status, found.headers["Content-Type"], found.read().decode()
+        except urllib.error.HTTPError as refusal:
+            with refusal:
+                return refusal.code, refusal.headers["Content-Type"], refusal.read().decode()
+
+    try:
+        code, kind, page = answer("/metrics")
+        assert (code, kind.split(";")[0]) == (200, "text/plain")
+        assert "specrl_operator_is_leader 0.0" in page.splitlines()
+        assert answer("/readyz") == (200, "text/plain; charset=utf-8", "ok\n")
+        wrong.append("no watch is synced")
+        assert answer("/readyz") == (503, "text/plain; charset=utf-8", "no watch is synced\n")
+        assert answer("/healthz")[0] == 404
+    finally:
+        server.shutdown()
+        server.server_close()
