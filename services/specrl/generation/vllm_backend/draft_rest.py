@@ -11,14 +11,20 @@ it is sampled without the rejection sampler and its preparation, which takes a t
 
 Look-up mechanisms draft only what they find, so a calibration, which needs the cost of full drafts, asks for them with
 `FORCED` added to the length. Both are lengths that vLLM itself never uses, and are taken out in front of the proposer's
-own `propose`. Installed by `worker`, in each of vLLM's workers.
+own `propose`. Installed by `worker`, in each of vLLM's workers, which tells the engine what it can be asked for: a
+length that nobody takes out would be drafted as it stands.
+
+vLLM has two model runners. All of this wraps the first one (`vllm.v1.worker.gpu_model_runner`, 0.32 and 0.33), which
+runs on CPUs. On GPUs vLLM chooses the second one (`vllm.v1.worker.gpu.model_runner`) for every mechanism but suffix
+decoding. That one has no `drafter`, `_sample` or `propose_draft_token_ids`, so that it is left as it is. It needs no
+`FORCED`: its look-up drafts for every request, found or not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,12 +34,21 @@ FORCED = 1000
 """Added to a length: every request gets a draft of it, of a token that means nothing, whatever was found."""
 
 
-def install(model_runner: Any) -> bool:
-    """Wrap a model runner's drafting. False where there is none, or none that takes a length."""
+class Abilities(NamedTuple):
+    """Which lengths beyond vLLM's own a worker takes out again."""
+
+    can_rest: bool
+    """`OFF`: the drafter is left out."""
+    can_force: bool
+    """Lengths with `FORCED` added."""
+
+
+def install(model_runner: Any) -> Abilities:
+    """Wrap a model runner's drafting. It is able to do nothing where it has none, or none that takes a length."""
     drafter: Any = getattr(model_runner, "drafter", None)
     seams = ("propose_draft_token_ids", "_sample", "execute_model_state")
     if not hasattr(drafter, "propose") or not all(hasattr(model_runner, seam) for seam in seams):
-        return False
+        return Abilities(can_rest=False, can_force=False)
     is_lookup = not hasattr(drafter, "model")
     propose, sample = drafter.propose, model_runner._sample
     prepare_and_propose = model_runner.propose_draft_token_ids
@@ -90,7 +105,7 @@ def install(model_runner: Any) -> bool:
     drafter.propose, model_runner._sample = propose_or_rest, sample_as_drafted
     model_runner.propose_draft_token_ids = prepare_and_propose_as_drafted
     model_runner.execute_model, model_runner.sample_tokens = execute_or_rest, sample_tokens_or_rest
-    return True
+    return Abilities(can_rest=True, can_force=is_lookup)
 
 
 def rests(scheduler_output: Any) -> bool:

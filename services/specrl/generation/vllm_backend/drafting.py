@@ -1,6 +1,7 @@
 """The front end's side of the live draft length: scheduler and settings at start, calibration, reports.
 
-    configure -> (vLLM starts) -> calibrate: costs from a file, or measured in a few seconds and written to it
+    configure -> (vLLM starts) -> set_abilities: lengths that its workers can do
+              -> calibrate: costs from a file, or measured in a few seconds and written to it
     report: what the controller in the engine core has decided since the last one
 
 A calibration file belongs to hardware, models, mechanism and versions, all of which are in its name. One that cannot be
@@ -25,8 +26,10 @@ import structlog
 
 from specrl.errors import EngineFailed
 from specrl.files import SMALL_BYTES, read_object, write_text
+from specrl.generation.draft_length import OFF
 from specrl.generation.exported import show_drafting
 from specrl.generation.vllm_backend import cpu_repair
+from specrl.generation.vllm_backend.draft_rest import Abilities
 from specrl.generation.vllm_backend.translation import translated
 from specrl.records import Drafting, Sampling
 from specrl.spec import RunSpec
@@ -38,6 +41,14 @@ NODE_PATIENCE_S = 60.0  # a batch size that takes longer is given up, and with i
 POLL_S = 0.02
 REPORT_S = 1.0
 _SWITCHED = {"off": "drafter_switched_off", "trial": "drafter_tried", "drafting": "drafter_switched_on"}
+_CANNOT_SWITCH_OFF = (
+    "drafts cannot be switched off on this model runner of vLLM: every step drafts and verifies at least one token, "
+    "even where that does not pay"
+)
+_CANNOT_LEAVE_OUT = (
+    "the drafter cannot be left out on this model runner of vLLM: every step pays for one pass of it, even where "
+    "drafts do not pay and none is made"
+)
 
 log = structlog.get_logger(__name__)
 
@@ -104,9 +115,22 @@ async def weights_changed(llm: Any, is_same_policy: bool) -> None:
     await _call(llm, "drafter_replaced" if is_same_policy else "weights_changed")
 
 
-async def forbid_rest(llm: Any) -> None:
-    """This engine's drafter cannot be left out: 0 is the least."""
-    await _call(llm, "forbid_rest")
+async def set_abilities(llm: Any, lengths: Sequence[int], workers: Sequence[dict[str, Any]], replica_id: str) -> None:
+    """Use of `lengths` only what every worker can do; warn where the drafter cannot be left out.
+
+    workers: what each said of its model runner (`worker.specrl_inspect`): `draft_rest.Abilities`, `model_runner`.
+    """
+    abilities = {name: all(found[name] for found in workers) for name in Abilities._fields}
+    await _call(llm, "set_abilities", abilities)
+    if not abilities["can_rest"]:
+        smallest = min(k for k in lengths if k != OFF)
+        log.warning(
+            "drafter_rest_not_supported",
+            replica=replica_id,
+            model_runner=workers[0]["model_runner"],
+            smallest_length=smallest,
+            meaning=_CANNOT_SWITCH_OFF if smallest > 0 else _CANNOT_LEAVE_OUT,
+        )
 
 
 async def fix(llm: Any, length: int | None) -> None:
@@ -160,6 +184,7 @@ def _rounded(gain: float | None) -> float | None:
 
 
 async def _call(llm: Any, name: str, *args: Any) -> Any:
+    """Run `drafting_<name>` of the scheduler. args: one at most, since vLLM counts `*args` of a utility call as one."""
     with translated(f"answer drafting_{name}"):
         return await llm.engine_core.call_utility_async("specrl_drafting", name, *args)
 

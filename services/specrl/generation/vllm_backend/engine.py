@@ -148,15 +148,17 @@ class VllmEngine:
         return Sampling(longest, float(sampling.temperature), float(sampling.top_p), sampling.top_k)
 
     async def _inspect(self) -> None:
-        """Raise unless vLLM samples right and shares with the drafter what must be shared, and nothing else."""
-        for found in await self._call_workers("specrl_inspect"):
+        """Raise unless vLLM samples right and shares with the drafter what must be shared, and nothing else.
+
+        Then restrict the draft lengths to what the workers can do.
+        """
+        workers = await self._call_workers("specrl_inspect")
+        for found in workers:
             if not found["is_sampling_right"]:
                 raise EngineFailed(
                     "vLLM's CPU kernels must sample right with speculation, got vllm-project/vllm#55005 unrepaired; "
                     "install specrl with its vllm.general_plugins entry point and leave VLLM_PLUGINS unset"
                 )
-            if self._draft_lengths and not found["can_rest"]:
-                await drafting.forbid_rest(self._llm)
             if found["shares_embedding"] is False:
                 raise CheckpointInvalid(
                     f"the drafter must share the policy's embedding, got another embed_tokens in {self._head_path()}; "
@@ -167,6 +169,8 @@ class VllmEngine:
                     f"the drafter must own its lm_head, got the policy's in {self._head_path()}: vLLM would share one "
                     "tensor, and an update of the drafter would overwrite the policy; train the head first"
                 )
+        if self._draft_lengths:
+            await drafting.set_abilities(self._llm, self._draft_lengths, workers, self._replica_id)
 
     def _head_path(self) -> Path | None:
         return self._folders.head.path if self._folders.head is not None else None

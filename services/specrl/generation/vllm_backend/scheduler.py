@@ -13,7 +13,9 @@ A learned drafter that was left out for some steps has not read the requests tha
 it until `DraftLengths.catch_up_is_due`; then all live requests are computed anew, drafter included, as for new weights
 with `weights.kvCache: Recompute`. What they have sampled so far stays; a step that is under way is dropped unseen.
 
-In a calibration, look-up mechanisms find nothing in random prompts; `FORCED` asks the worker for drafts all the same.
+In a calibration, look-up mechanisms find nothing in random prompts; `FORCED` asks the workers for drafts all the same.
+It is added only after all workers have said that they take it out again (`drafting_set_abilities`). To any other worker
+it would be a thousand drafts more, for which vLLM has no room.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ class DraftLengthScheduler(Scheduler):
         settings: dict[str, Any] = config.additional_config[SETTINGS]
         self._drafting = DraftLengths(self.scheduler_config.max_num_seqs, tuple(settings["lengths"]))
         self._is_lookup = settings["is_lookup"]
+        self._can_force = False  # until the workers have said that they can
         self._calibration: Calibration | None = None
         self._recent: deque[Step] = deque(maxlen=MEASURED_AFTER + 1)
         self._emitted = 0
@@ -77,7 +80,7 @@ class DraftLengthScheduler(Scheduler):
         """Length by batch size for the step that is about to be scheduled."""
         calibration = self._calibration
         if calibration is not None:
-            length = calibration.length + (FORCED if self._is_lookup and calibration.length > 0 else 0)
+            length = calibration.length + (FORCED if self._can_force and calibration.length > 0 else 0)
             return [length] * len(self._drafting.table)
         lookup = self._drafting.lookup()
         if not self._missed or self._drafting.fixed is not None or self._drafting.state is State.TRIAL:
@@ -148,11 +151,13 @@ class DraftLengthScheduler(Scheduler):
         """Always draft this many tokens; None: go on deciding."""
         self._drafting.fix(length)
 
-    def drafting_forbid_rest(self) -> None:
-        """The workers cannot leave the drafter out."""
-        allowed = tuple(k for k in self._drafting.lengths if k != OFF)
-        self._drafting = DraftLengths(self._drafting.max_batch, allowed)
-        self.dynamic_sd_lookup = self._drafting.table
+    def drafting_set_abilities(self, abilities: dict[str, bool]) -> None:
+        """What all workers can do, as in `draft_rest.Abilities`. Called once, before the first request."""
+        self._can_force = abilities["can_force"]
+        if not abilities["can_rest"]:
+            allowed = tuple(k for k in self._drafting.lengths if k != OFF)
+            self._drafting = DraftLengths(self._drafting.max_batch, allowed)
+            self.dynamic_sd_lookup = self._drafting.table
 
     def drafting_weights_changed(self) -> None:
         """New weights serve."""

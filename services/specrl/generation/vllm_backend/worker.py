@@ -101,8 +101,13 @@ class WorkerExtension:
     def _specrl_inspect(self) -> dict[str, Any]:
         self.specrl_threads = torch.get_num_threads()
         model, drafter = self.model_runner.get_model(), self._specrl_drafter()
-        found = {"is_sampling_right": _is_bound_kernel_right(), "shares_embedding": None, "shares_lm_head": None}
-        found["can_rest"] = draft_rest.install(self.model_runner)
+        found: dict[str, Any] = {
+            "is_sampling_right": _is_bound_kernel_right(),
+            "shares_embedding": None,
+            "shares_lm_head": None,
+        }
+        found |= draft_rest.install(self.model_runner)._asdict()
+        found["model_runner"] = type(self.model_runner).__module__
         routed_experts.install(self.model_runner)
         if drafter is not None and self.vllm_config.speculative_config.method == "eagle3":
             found["shares_embedding"] = drafter.model.embed_tokens is model.model.embed_tokens

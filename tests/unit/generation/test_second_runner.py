@@ -1,0 +1,211 @@
+"""vLLM's second model runner, that of GPUs, is asked for nothing that it cannot do.
+
+vLLM's model runners, scheduler and engine core are stand-ins here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import structlog
+from tests.vllm_cases import a_spec
+
+from specrl.generation.draft_length import OFF
+from specrl.generation.vllm_backend import draft_rest, drafting
+from specrl.generation.vllm_backend.draft_rest import FORCED, Abilities
+from specrl.generation.vllm_backend.engine import VllmEngine
+
+LIVE = 4  # as many as generation.maxLiveRollouts
+SECOND_RUNNER = "vllm.v1.worker.gpu.model_runner"
+
+
+# -- the worker ------------------------------------------------------------------------------------------------------
+
+
+def a_first_runner(drafter: Any) -> Any:
+    """vLLM's first model runner, as much of it as is wrapped."""
+    from vllm.config import CompilationMode, CUDAGraphMode
+
+    eager = SimpleNamespace(mode=CompilationMode.NONE, cudagraph_mode=CUDAGraphMode.NONE)
+    return SimpleNamespace(
+        drafter=drafter,
+        propose_draft_token_ids=lambda *_: None,
+        _sample=lambda *_: None,
+        execute_model=lambda *_: None,
+        sample_tokens=lambda *_: None,
+        execute_model_state=None,
+        vllm_config=SimpleNamespace(compilation_config=eager),
+        use_aux_hidden_state_outputs=False,
+    )
+
+
+def test_first_runner_lets_its_drafter_rest_and_takes_forced_lengths_out() -> None:
+    asked: list[int] = []
+
+    def propose(length: int) -> list[list[int]]:
+        asked.append(length)
+        return [[7], []]
+
+    runner = a_first_runner(SimpleNamespace(propose=propose))
+    assert draft_rest.install(runner) == Abilities(can_rest=True, can_force=True)
+    assert runner.drafter.propose(FORCED + 3) == [[7, 1, 1], [1, 1, 1]]
+    assert asked == [3]
+
+
+def test_learned_drafters_are_never_forced() -> None:
+    drafter = SimpleNamespace(propose=lambda *_, **__: None, model=object())
+    assert draft_rest.install(a_first_runner(drafter)) == Abilities(can_rest=True, can_force=False)
+
+
+def test_second_runner_is_left_as_it_is_and_can_do_neither() -> None:
+    runner = SimpleNamespace(speculator=SimpleNamespace(propose=print), execute_model=print, sample_tokens=print)
+    before = dict(vars(runner))
+    assert draft_rest.install(runner) == Abilities(can_rest=False, can_force=False)
+    assert vars(runner) == before
+
+
+# -- the scheduler -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def scheduler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`DraftLengthScheduler` on a stand-in of vLLM's: always LIVE requests that decode.
+
+    Parameter: the settings that `drafting.configure` gives it.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    from specrl.generation.vllm_backend.scheduler import DraftLengthScheduler
+
+    settings = dict(request.param)
+
+    def init(self: Any) -> None:
+        self.vllm_config = SimpleNamespace(additional_config={"specrl": settings})
+        self.scheduler_config = SimpleNamespace(max_num_seqs=LIVE)
+        self.running, self.waiting = [None] * LIVE, []
+
+    def schedule(self: Any) -> Any:
+        length = self.dynamic_sd_lookup[LIVE]
+        output = SimpleNamespace(
+            num_scheduled_tokens=dict.fromkeys("abcd", 1),
+            total_num_scheduled_tokens=LIVE,
+            scheduled_spec_decode_tokens={},
+            num_spec_tokens_to_schedule=length,
+            finished_req_ids=set(),
+        )
+        return output
+
+    monkeypatch.setattr(Scheduler, "__init__", init)
+    monkeypatch.setattr(Scheduler, "schedule", schedule)
+    return DraftLengthScheduler()
+
+
+def calibrated(scheduler: Any) -> set[int]:
+    """Calibrate as far as a few hundred steps go; returns the lengths that vLLM was asked for."""
+    scheduler.drafting_calibrate(LIVE)
+    return {scheduler.schedule().num_spec_tokens_to_schedule for _ in range(400)}
+
+
+NGRAM = {"lengths": [OFF, 1, 2, 3], "is_lookup": True}
+LEARNED = {"lengths": [OFF, 0, 1, 2], "is_lookup": False}
+
+
+@pytest.mark.parametrize("scheduler", [NGRAM], indirect=True)
+def test_lengths_are_forced_after_the_workers_said_that_they_can(scheduler: Any) -> None:
+    scheduler.drafting_set_abilities({"can_rest": True, "can_force": True})
+    assert calibrated(scheduler) == {OFF, FORCED + 1, FORCED + 2, FORCED + 3}
+    assert scheduler.drafting_is_calibrated()
+
+
+@pytest.mark.parametrize("scheduler", [NGRAM], indirect=True)
+def test_no_length_is_forced_on_workers_that_said_nothing(scheduler: Any) -> None:
+    assert calibrated(scheduler) == {OFF, 1, 2, 3}
+
+
+@pytest.mark.parametrize("scheduler", [NGRAM], indirect=True)
+def test_no_length_is_forced_on_workers_that_cannot_take_it_out(scheduler: Any) -> None:
+    """An n-gram calibration asked the second model runner for 1003 drafts, which has room for three."""
+    scheduler.drafting_set_abilities({"can_rest": False, "can_force": False})
+    assert calibrated(scheduler) == {1, 2, 3}
+    assert scheduler.drafting_is_calibrated()
+
+
+@pytest.mark.parametrize("scheduler", [LEARNED], indirect=True)
+def test_a_drafter_that_cannot_rest_is_asked_for_lengths_from_0(scheduler: Any) -> None:
+    scheduler.drafting_set_abilities({"can_rest": False, "can_force": False})
+    assert calibrated(scheduler) == {0, 1, 2}
+
+
+# -- the front end ---------------------------------------------------------------------------------------------------
+
+
+class StandInCore:
+    """AsyncLLM with an engine core that only notes its commands."""
+
+    def __init__(self) -> None:
+        self.engine_core, self.calls = self, list[tuple[Any, ...]]()
+        self.answers: list[dict[str, Any]] = []
+        """Of the workers."""
+
+    async def collective_rpc(self, *_: Any, **__: Any) -> list[dict[str, Any]]:
+        return self.answers
+
+    async def call_utility_async(self, method: str, name: str, argument: Any = None) -> None:
+        assert method == "specrl_drafting"
+        self.calls.append((name, argument))
+
+
+def a_worker(can_rest: bool, can_force: bool) -> dict[str, Any]:
+    return {"can_rest": can_rest, "can_force": can_force, "model_runner": SECOND_RUNNER}
+
+
+async def test_only_what_every_worker_can_do_is_asked_for() -> None:
+    core = StandInCore()
+    await drafting.set_abilities(core, (OFF, 1), [a_worker(True, True), a_worker(True, False)], "gen-0")
+    await drafting.set_abilities(core, (OFF, 1), [a_worker(False, True), a_worker(True, True)], "gen-0")
+    assert core.calls == [
+        ("set_abilities", {"can_rest": True, "can_force": False}),
+        ("set_abilities", {"can_rest": False, "can_force": True}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "smallest", "meaning"),
+    [((OFF, 0, 1, 2), 0, "every step pays for one pass"), ((OFF, 1, 2), 1, "cannot be switched off")],
+)
+async def test_a_drafter_that_cannot_rest_is_named_in_the_log_once(
+    lengths: tuple[int, ...], smallest: int, meaning: str
+) -> None:
+    with structlog.testing.capture_logs() as events:
+        await drafting.set_abilities(StandInCore(), lengths, [a_worker(False, False)] * 2, "gen-0")
+    (event,) = events
+    assert event["event"] == "drafter_rest_not_supported"
+    assert event["log_level"] == "warning"
+    assert event["smallest_length"] == smallest
+    assert meaning in event["meaning"]
+    assert event["model_runner"] == SECOND_RUNNER
+    assert event["replica"] == "gen-0"
+
+
+@pytest.mark.parametrize(("length", "expected"), [
+    ("Adaptive", [("set_abilities", {"can_rest": True, "can_force": True})]), ("Fixed", []),
+])  # fmt: skip
+async def test_an_engine_with_a_live_draft_length_passes_on_what_its_workers_said(
+    length: str, expected: list[tuple[Any, ...]]
+) -> None:
+    spec = a_spec(Path("/policy"), {"ngram": {}}, generation={"draftLength": length})
+    engine, core = VllmEngine(spec, "gen-0"), StandInCore()
+    engine._llm = core
+    shared = {"is_sampling_right": True, "shares_embedding": None, "shares_lm_head": None}
+    core.answers = [{"value": shared | a_worker(True, True)}] * 2
+    await engine._inspect()
+    assert core.calls == expected
+
+
+async def test_nothing_is_logged_of_a_drafter_that_can_rest() -> None:
+    with structlog.testing.capture_logs() as events:
+        await drafting.set_abilities(StandInCore(), (OFF, 0, 1), [a_worker(True, False)], "gen-0")
+    assert not events
