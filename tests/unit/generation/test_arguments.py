@@ -115,10 +115,23 @@ def test_numba_leaves_openmp_alone() -> None:
 def test_graphs_are_captured_for_a_full_batch_with_its_drafts() -> None:
     spec = a_spec(POLICY, {"eagle3": {"numDraftTokens": 3}}, generation={"maxLiveRollouts": 256})
     assert arguments.engine_arguments(spec, Path("head"), is_cpu=False)["compilation_config"] == {
-        "max_cudagraph_capture_size": 1024
+        "cudagraph_capture_sizes": [1, 2, 4, *range(8, 256, 8), *range(256, 1025, 16)]
     }
     assert "compilation_config" not in arguments.engine_arguments(spec, Path("head"), is_cpu=True)
     arguments.check_graph_coverage(spec, 1024, is_cpu=False)
+
+
+@pytest.mark.parametrize(
+    "mechanism", [{"none": {}}, {"suffix": {"numDraftTokens": 2}}, {"ngram": {"numDraftTokens": 2}}]
+)
+@pytest.mark.parametrize("length", ["Fixed", "Adaptive"])
+def test_full_batches_have_graphs_where_their_tokens_are_no_round_number(
+    mechanism: dict[str, object], length: str
+) -> None:
+    """Runs of 30 rollouts with 2 drafts each were refused: of 90 tokens, vLLM captures 88 by itself."""
+    spec = a_spec(POLICY, mechanism, generation={"maxLiveRollouts": 30, "draftLength": length})
+    assert arguments.captured_tokens(spec)[-1] == arguments.full_step_tokens(spec)
+    arguments.check_graph_coverage(spec, arguments.captured_tokens(spec)[-1], is_cpu=False)
 
 
 @pytest.mark.parametrize("largest", [None, 512, 1023])
@@ -140,3 +153,31 @@ def test_lengths_follow_the_mechanism() -> None:
     assert lengths({"suffix": {"numDraftTokens": 8}}) == ()
     assert lengths({"none": {}}) == ()
     assert lengths({"eagle3": {"numDraftTokens": 2}}, "Fixed") == ()
+
+
+def test_each_draft_length_is_named_to_vllm_once() -> None:
+    """The longest alone was named, and vLLM's second model runner captured graphs for no other length."""
+
+    def named(longest: int, live: int) -> list[tuple[int, int, int]]:
+        spec = a_spec(
+            POLICY,
+            {"ngram": {"numDraftTokens": longest}},
+            generation={"draftLength": "Adaptive", "maxLiveRollouts": live},
+        )
+        found = arguments.engine_arguments(spec, None, is_cpu=False)["speculative_config"]
+        ranges: list[tuple[int, int, int]] = found["num_speculative_tokens_per_batch_size"]
+        return ranges
+
+    assert named(3, 64) == [(1, 1, 0), (2, 2, 1), (3, 3, 2), (4, 64, 3)]
+    assert named(3, 4) == [(1, 1, 0), (2, 2, 1), (3, 3, 2), (4, 4, 3)]
+    assert named(1, 64) == [(1, 1, 0), (2, 64, 1)]
+    # With fewer batch sizes than lengths: the longest first of all, then 0, then some between.
+    assert named(3, 1) == [(1, 1, 3)]
+    assert named(8, 2) == [(1, 1, 0), (2, 2, 8)]
+    assert named(8, 3) == [(1, 1, 0), (2, 2, 4), (3, 3, 8)]
+
+
+def test_a_fixed_length_is_not_named_by_batch_size() -> None:
+    spec = a_spec(POLICY, {"ngram": {"numDraftTokens": 3}}, generation={"draftLength": "Fixed"})
+    found = arguments.engine_arguments(spec, None, is_cpu=False)["speculative_config"]
+    assert "num_speculative_tokens_per_batch_size" not in found

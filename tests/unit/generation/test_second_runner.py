@@ -1,6 +1,6 @@
-"""vLLM's second model runner, that of GPUs, is asked for nothing that it cannot do.
+"""vLLM's second model runner, that of GPUs, is asked for nothing that it cannot do, and prepared for all that it is.
 
-vLLM's model runners, scheduler and engine core are stand-ins here.
+vLLM's model runners, scheduler and engine core are stand-ins here; its choice of CUDA graphs is vLLM's own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import structlog
 from tests.vllm_cases import a_spec
 
 from specrl.generation.draft_length import OFF
-from specrl.generation.vllm_backend import draft_rest, drafting
+from specrl.generation.vllm_backend import arguments, draft_rest, drafting
 from specrl.generation.vllm_backend.draft_rest import FORCED, Abilities
 from specrl.generation.vllm_backend.engine import VllmEngine
 
@@ -209,3 +209,49 @@ async def test_nothing_is_logged_of_a_drafter_that_can_rest() -> None:
     with structlog.testing.capture_logs() as events:
         await drafting.set_abilities(StandInCore(), (OFF, 0, 1), [a_worker(True, False)], "gen-0")
     assert not events
+
+
+# -- vLLM's CUDA graphs ------------------------------------------------------------------------------------------------
+
+
+def largest_batches(spec: Any) -> dict[int, int]:
+    """The largest batch of each draft length that vLLM's second model runner would capture a full CUDA graph for.
+
+    Runs vLLM's own choice, which needs no GPU, on a manager that has only what is read there.
+    """
+    from vllm.config import CUDAGraphMode
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+    speculation, live = spec.generation.speculation, spec.generation.max_live_rollouts
+    keywords = arguments.engine_arguments(spec, Path("/head"), is_cpu=False)
+    sizes = keywords["compilation_config"]["cudagraph_capture_sizes"]
+    schedule = keywords["speculative_config"]["num_speculative_tokens_per_batch_size"]
+    manager: Any = CudaGraphManager.__new__(CudaGraphManager)
+    manager.vllm_config = SimpleNamespace(
+        num_speculative_tokens=speculation.num_draft_tokens,
+        speculative_config=SimpleNamespace(
+            uses_dynamic_speculative_decoding=lambda: True, num_speculative_tokens_per_batch_size=schedule
+        ),
+        cache_config=SimpleNamespace(use_kda_recoverssm=False),
+    )
+    manager.compilation_config = SimpleNamespace(cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=max(sizes))
+    manager.cudagraph_mode, manager.max_num_reqs = CUDAGraphMode.FULL_AND_PIECEWISE, live
+    manager.decode_query_len, manager.varlen_decode = speculation.num_draft_tokens + 1, False
+    manager.ubatch_runner, manager.lora_capture_cases = None, [0]
+    manager._candidates, manager._capture_descs = {}, {}
+    manager._init_candidates()
+    found: dict[int, int] = {}
+    for graph in manager._capture_descs[CUDAGraphMode.FULL]:
+        length = graph.uniform_token_count - 1
+        found[length] = max(found.get(length, 0), graph.num_reqs)
+    return found
+
+
+@pytest.mark.parametrize(("longest", "live"), [(3, 64), (2, 30), (3, 60), (3, 136), (5, 100), (3, 4)])
+def test_vllm_captures_a_full_batch_of_every_draft_length(longest: int, live: int) -> None:
+    spec = a_spec(
+        Path("/policy"),
+        {"eagle3": {"numDraftTokens": longest}},
+        generation={"draftLength": "Adaptive", "maxLiveRollouts": live},
+    )
+    assert largest_batches(spec) == dict.fromkeys(range(longest + 1), live)

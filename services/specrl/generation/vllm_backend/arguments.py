@@ -72,9 +72,7 @@ def engine_arguments(spec: RunSpec, head: Path | None, is_cpu: bool, nodes: Node
     generation = spec.generation
     speculative = speculative_config(spec, head)
     if speculative is not None and draft_lengths(spec):
-        # What the live lengths start from. vLLM prepares for changing lengths when it is given this.
-        longest = generation.speculation.num_draft_tokens
-        speculative["num_speculative_tokens_per_batch_size"] = [(1, generation.max_live_rollouts, longest)]
+        speculative["num_speculative_tokens_per_batch_size"] = named_lengths(spec)
     return (unchunked(spec) if is_cpu else {}) | {
         "model": spec.model.path,
         "dtype": spec.model.dtype.value,
@@ -151,6 +149,22 @@ def speculative_config(spec: RunSpec, head: Path | None) -> dict[str, Any] | Non
     return config
 
 
+def named_lengths(spec: RunSpec) -> list[tuple[int, int, int]]:
+    """vLLM's `num_speculative_tokens_per_batch_size` of a live draft length: (first batch size, last, length).
+
+    Given this list, vLLM prepares for lengths that change. Its second model runner captures full CUDA graphs for the
+    lengths in it alone (0.32 and 0.33, v1/worker/gpu/cudagraph_utils.py `_init_candidates`). Any other length would run
+    piecewise, be measured as dear, and never be chosen. So every length from 0, which also stands for OFF, to the
+    longest is named once. With fewer batch sizes than lengths, the longest is, then 0, then some between. The batch
+    sizes themselves mean nothing: `scheduler.py` replaces the lookup that vLLM makes of the list.
+    """
+    longest, largest = spec.generation.speculation.num_draft_tokens, spec.generation.max_live_rollouts
+    count = min(longest + 1, largest)
+    lengths = sorted(longest - place * longest // max(1, count - 1) for place in range(count))
+    one_each = [(batch, batch, length) for batch, length in enumerate(lengths, start=1)]
+    return [*one_each[:-1], (count, largest, longest)]
+
+
 def graph_arguments(spec: RunSpec, is_cpu: bool) -> dict[str, Any]:
     """CUDA graphs for every step of a full batch: B * (k + 1) tokens, not B.
 
@@ -159,7 +173,22 @@ def graph_arguments(spec: RunSpec, is_cpu: bool) -> dict[str, Any]:
     """
     if is_cpu or is_eager(spec, is_cpu):
         return {}
-    return {"compilation_config": {"max_cudagraph_capture_size": full_step_tokens(spec)}}
+    return {"compilation_config": {"cudagraph_capture_sizes": captured_tokens(spec)}}
+
+
+def captured_tokens(spec: RunSpec) -> list[int]:
+    """Tokens of the steps that CUDA graphs are captured for, ascending: vLLM's own grid, and full batches.
+
+    The grid is what vLLM 0.32 and 0.33 make of a largest size alone (config/vllm.py `_set_cudagraph_sizes`): multiples
+    of 8, from 256 on of 16. It lacks a full step of 30 rollouts with 2 drafts each, 90 tokens, and
+    `check_graph_coverage` refused such a run. A larger grid would not help: vLLM rounds each size up to whole requests,
+    and drops it where these are more than maxLiveRollouts.
+    """
+    generation, full_step = spec.generation, full_step_tokens(spec)
+    grid = [size for size in (1, 2, 4, *range(8, 256, 8), *range(256, full_step + 1, 16)) if size <= full_step]
+    lengths = draft_lengths(spec) or (generation.speculation.num_draft_tokens,)
+    full_batches = (generation.max_live_rollouts * (max(length, 0) + 1) for length in lengths)
+    return sorted({*grid, *full_batches})
 
 
 def full_step_tokens(spec: RunSpec) -> int:
