@@ -74,13 +74,14 @@ def test_second_runner_is_left_as_it_is_and_can_do_neither() -> None:
 def scheduler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """`DraftLengthScheduler` on a stand-in of vLLM's: always LIVE requests that decode.
 
-    Parameter: the settings that `drafting.configure` gives it.
+    Parameter: the settings that `drafting.configure` gives it, and `skips`, whether vLLM skips all drafts.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
 
     from specrl.generation.vllm_backend.scheduler import DraftLengthScheduler
 
     settings = dict(request.param)
+    skips = settings.pop("skips", None)
 
     def init(self: Any) -> None:
         self.vllm_config = SimpleNamespace(additional_config={"specrl": settings})
@@ -96,6 +97,8 @@ def scheduler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
             num_spec_tokens_to_schedule=length,
             finished_req_ids=set(),
         )
+        if skips is not None:  # vLLM 0.32's output has no such field
+            output.skip_drafts = skips
         return output
 
     monkeypatch.setattr(Scheduler, "__init__", init)
@@ -137,6 +140,19 @@ def test_no_length_is_forced_on_workers_that_cannot_take_it_out(scheduler: Any) 
 def test_a_drafter_that_cannot_rest_is_asked_for_lengths_from_0(scheduler: Any) -> None:
     scheduler.drafting_set_abilities({"can_rest": False, "can_force": False})
     assert calibrated(scheduler) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("scheduler", [LEARNED, LEARNED | {"skips": False}], indirect=True)
+def test_steps_that_draft_are_measured(scheduler: Any) -> None:
+    calibrated(scheduler)
+    assert scheduler.drafting_is_calibrated()
+
+
+@pytest.mark.parametrize("scheduler", [LEARNED | {"skips": True}], indirect=True)
+def test_a_step_whose_drafts_vllm_skipped_is_not_measured_as_one_that_drafts(scheduler: Any) -> None:
+    """vLLM 0.33 names the length of such a step all the same, and it was taken for that length's cost."""
+    assert calibrated(scheduler) == {OFF, 0, 1}, "gets as far as 1, and waits for steps of it"
+    assert not scheduler.drafting_is_calibrated()
 
 
 # -- the front end ---------------------------------------------------------------------------------------------------

@@ -71,8 +71,7 @@ class DraftLengthScheduler(Scheduler):
         read = output.total_num_scheduled_tokens - batch - sum(len(tokens) for tokens in drafted.values())
         is_catch_up = read > 0 and self._left_to_read > 0
         self._left_to_read -= min(read, self._left_to_read)
-        length = length if length == OFF else length % FORCED
-        self._recent.append(Step(now, batch, length, read, is_catch_up))
+        self._recent.append(Step(now, batch, _drafted_length(output), read, is_catch_up))
         self.rests = rests(output)
         return output
 
@@ -205,6 +204,19 @@ class DraftLengthScheduler(Scheduler):
         self._recent.clear()
         self.dynamic_sd_lookup = self._drafting.table
         self._drafting.revise()
+
+
+def _drafted_length(output: Any) -> int:
+    """How many tokens each request of a step drafts, whatever the lookup said.
+
+    vLLM 0.33's second model runner drafts nothing in a step whose drafts no request could use, since each is at its
+    last token or has more of its prompt to read. `num_spec_tokens_to_schedule` names the lookup's length all the same.
+    A learned drafter runs one pass then, as for length 0. vLLM 0.32 has no `skip_drafts`.
+    """
+    length: int = output.num_spec_tokens_to_schedule
+    if length == OFF:
+        return OFF
+    return 0 if getattr(output, "skip_drafts", False) else length % FORCED
 
 
 class AsyncDraftLengthScheduler(DraftLengthScheduler, AsyncScheduler):
