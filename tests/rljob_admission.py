@@ -1,8 +1,8 @@
 """What an API server does to an RLJob that is created or changed, as far as the CRD says it: defaults, schema, CEL.
 
-Written from Kubernetes' documentation of custom resources, with jsonschema and cel-python. It knows no cost limits, no
-type check of CEL before it runs, and no fields that the CRD does not define, which the real server refuses or prunes;
-the e2e tier gives the same cases (`tests/rljob_cases.py`) to a real one.
+Written from Kubernetes' documentation of custom resources, with jsonschema-rs and cel-python. It knows no cost limits,
+no type check of CEL before it runs, and no fields that the CRD does not define, which the real server refuses or
+prunes; the e2e tier gives the same cases (`tests/rljob_cases.py`) to a real one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any
 
 import celpy
-import jsonschema
+import jsonschema_rs
 from celpy.adapter import json_to_cel
 
 from specrl.spec.crd import definition
@@ -42,8 +42,8 @@ def schema() -> dict[str, Any]:
 
 
 @cache
-def _validator() -> jsonschema.Draft7Validator:
-    return jsonschema.Draft7Validator(schema())
+def _validator() -> jsonschema_rs.Draft7Validator:
+    return jsonschema_rs.Draft7Validator(schema())
 
 
 def admit(new: Manifest, old: Manifest | None = None) -> tuple[Manifest, list[Refusal]]:
@@ -51,7 +51,7 @@ def admit(new: Manifest, old: Manifest | None = None) -> tuple[Manifest, list[Re
     new = copy.deepcopy(new)
     _fill(schema(), new)
     refusals = [
-        Refusal(".".join(map(str, error.absolute_path)), error.message) for error in _validator().iter_errors(new)
+        Refusal(".".join(map(str, error.instance_path)), error.message) for error in _validator().iter_errors(new)
     ]
     if not refusals:  # CEL is not run on what the schema refuses
         refusals += refused_by_rules(schema(), new, old)

@@ -177,8 +177,12 @@ class Rewards(Union):
     """Matches the final answer with a regular expression, the prompt's reference. RE2's syntax: its time is linear in
     the answer, and it has neither look-around nor backreferences."""
     json_schema: JsonSchemaVerifier | None = None
-    """Validates an answer in JSON with a JSON Schema, the prompt's reference: draft 2020-12 unless it names another.
-    Patterns are RE2's, references stay within the schema, formats are not asserted."""
+    """Validates an answer in JSON with a JSON Schema, the prompt's reference: draft 2020-12 unless it names 4, 6, 7 or
+    2019-09. Patterns have the syntax of Rust's regex crate, but only ASCII digits and letters count as digits and
+    words: their time is linear in the answer, and they have neither look-around nor backreferences. In drafts 4, 6 and
+    7 they must be valid in ECMA-262, too. Schemas with other patterns, with patterns of more than 64 MiB once compiled,
+    or with references that lead out of the schema or back to themselves are refused before the run. Formats are not
+    asserted."""
     code: CodeVerifier | None = None
     """Runs the answer's Python, its last fenced block, with the prompt's tests in a sandbox of the operating system.
     The reference is `{"inputs": [...], "outputs": [...]}` for standard input and output; the same with `"fn_name"` and
