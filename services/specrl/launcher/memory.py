@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from specrl.drafting.policy_config import read_policy_config
 from specrl.errors import MemoryTooSmall
-from specrl.launcher.model_folder import ModelFolder
+from specrl.launcher.model_folder import ModelSummary
 from specrl.spec import RunSpec
 from specrl.spec.run import Dtype
 from specrl.trainer.layout import shares
@@ -46,7 +46,7 @@ class MemoryNeed:
         return self.coordinator_bytes + self.replicas * self.replica_bytes + self.trainer_bytes
 
 
-def estimate_memory(spec: RunSpec, policy: ModelFolder, draft_model_parameters: int = 0) -> MemoryNeed:
+def estimate_memory(spec: RunSpec, policy: ModelSummary, draft_model_parameters: int = 0) -> MemoryNeed:
     """What the run needs on a CPU, by the formula above. A draft model is in the replicas alone, and never updated."""
     item_bytes = 4 if spec.model.dtype is Dtype.FLOAT32 else 2
     vocabulary = policy.number("vocab_size") or 0
@@ -90,7 +90,7 @@ def check_memory(need: MemoryNeed, available_bytes: int) -> None:
         )
 
 
-def _drafter_parameters(spec: RunSpec, policy: ModelFolder) -> int:
+def _drafter_parameters(spec: RunSpec, policy: ModelSummary) -> int:
     """An EAGLE-3 head: one decoder layer over two streams, the fusion of three, and its own output matrix."""
     eagle3 = spec.generation.speculation.eagle3
     if eagle3 is None:

@@ -6,20 +6,21 @@ A folder that passes is whole: every file is there, every weight file has all it
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from specrl.errors import CheckpointInvalid
-from specrl.files import parse_object, read_object
-
-_LARGEST_HEADER = 100_000_000  # bytes; the format's own limit
+from specrl.files import read_object
+from specrl.tensor_files import read_tensor_shapes
 
 
 @dataclass(frozen=True)
-class ModelFolder:
-    """A complete checkpoint. tokenizer_size: None where the folder has no tokenizer (a drafter uses the policy's)."""
+class ModelSummary:
+    """What preflight checks and estimates memory from.
+
+    tokenizer_size: None where the folder has no tokenizer (a drafter uses the policy's).
+    """
 
     path: Path
     config: dict[str, Any]
@@ -34,14 +35,14 @@ class ModelFolder:
         return None
 
 
-def read_model_folder(path: Path, field: str) -> ModelFolder:
+def read_model_folder(path: Path, field: str) -> ModelSummary:
     """Check a folder and describe it; `field` is where the run file names it. Raises CheckpointInvalid."""
     if not path.is_dir():
         raise CheckpointInvalid(
             f"{field} must be a Hugging Face folder, got {field}={path}; nothing is downloaded: fetch the model first"
         )
     config = _read_json(path / "config.json", field)
-    return ModelFolder(path, config, _count_parameters(path, field), _tokenizer_size(path, field))
+    return ModelSummary(path, config, _count_parameters(path, field), _tokenizer_size(path, field))
 
 
 def _read_json(path: Path, field: str) -> dict[str, Any]:
@@ -69,33 +70,7 @@ def _count_parameters(path: Path, field: str) -> int:
         raise CheckpointInvalid(
             f"{field} must have its weights as safetensors, got none in {path}; convert or fetch the model again"
         )
-    return sum(count for file in files for count in _tensor_sizes(file, field))
-
-
-def _tensor_sizes(file: Path, field: str) -> Iterator[int]:
-    """Numbers of each tensor: an 8-byte length, a JSON header, the bytes (the safetensors format)."""
-    try:
-        with file.open("rb") as content:
-            length = int.from_bytes(content.read(8), "little")
-            header = parse_object(content.read(length) if length <= _LARGEST_HEADER else b"")
-        tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
-        end = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
-        missing = 8 + length + end - file.stat().st_size
-    except OSError as error:
-        raise CheckpointInvalid(
-            f"{field} must have all its weight files, got {file}: {error.strerror}; fetch the model again"
-        ) from error
-    except (ValueError, AttributeError, KeyError, TypeError) as error:
-        raise CheckpointInvalid(
-            f"{field} must have safetensors files, got {file} without a safetensors header; "
-            "fetch the model again (a Git LFS pointer needs `git lfs pull`)"
-        ) from error
-    if missing > 0:
-        raise CheckpointInvalid(
-            f"{field} must have whole weight files, got {file} with {missing} bytes missing; fetch the model again"
-        )
-    for tensor in tensors.values():
-        yield math.prod(tensor["shape"])
+    return sum(math.prod(shape) for file in files for shape in read_tensor_shapes(file, field).values())
 
 
 def _tokenizer_size(path: Path, field: str) -> int | None:

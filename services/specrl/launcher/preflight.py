@@ -21,7 +21,7 @@ from specrl.generation.vllm_backend import checkpoint
 from specrl.generation.vllm_backend.mechanisms import check_mechanism, drafting_model, surroundings
 from specrl.launcher.environment import visible_gpus
 from specrl.launcher.memory import check_memory, estimate_memory
-from specrl.launcher.model_folder import ModelFolder, read_model_folder
+from specrl.launcher.model_folder import ModelSummary, read_model_folder
 from specrl.launcher.ports import choose_ports
 from specrl.machine import available_memory_bytes
 from specrl.spec import RunSpec
@@ -69,7 +69,7 @@ def check(spec: RunSpec, available_bytes: Callable[[], int] = available_memory_b
     return Readiness(grpc_port, http_port, tuple(notices), replica_bytes)
 
 
-def check_policy(spec: RunSpec) -> ModelFolder:
+def check_policy(spec: RunSpec) -> ModelSummary:
     """The model folder is whole, of a family that can be trained, and long enough. Raises CheckpointInvalid."""
     policy = read_model_folder(Path(spec.model.path), "model.path")
     longest = read_policy_config(policy.path).max_length
@@ -116,7 +116,7 @@ def check_draft_model(spec: RunSpec) -> int:
     return sum(math.prod(shape) for shape in model.shapes.values()) if model is not None else 0
 
 
-def check_reference(spec: RunSpec, policy: ModelFolder) -> None:
+def check_reference(spec: RunSpec, policy: ModelSummary) -> None:
     """A reference that is given is a model of the policy's vocabulary. Raises CheckpointInvalid."""
     kl = spec.trainer.loss.reference_kl
     if kl is None or kl.path is None:
@@ -125,7 +125,7 @@ def check_reference(spec: RunSpec, policy: ModelFolder) -> None:
     read_reference_config(reference.path, read_policy_config(policy.path))
 
 
-def check_drafter(spec: RunSpec, policy: ModelFolder) -> None:
+def check_drafter(spec: RunSpec, policy: ModelSummary) -> None:
     """A drafter that is given speaks the policy's vocabulary and has its width. Raises CheckpointInvalid."""
     eagle3 = spec.generation.speculation.eagle3
     if eagle3 is None:
@@ -160,7 +160,7 @@ def check_drafter(spec: RunSpec, policy: ModelFolder) -> None:
         )
 
 
-def check_parallelism(spec: RunSpec, policy: ModelFolder) -> None:
+def check_parallelism(spec: RunSpec, policy: ModelSummary) -> None:
     """Ranks share heads, widths, layers and experts evenly. Raises SpecInvalid with every number that does not."""
     ranks = spec.generation.tensor_parallel
     config = read_policy_config(policy.path)

@@ -62,6 +62,13 @@ def test_copy_that_broke_off_is_refused(policy: Path, cut: int) -> None:
         checkpoint.read_policy(policy, 64)
 
 
+def test_weights_with_bytes_that_no_tensor_has_are_refused(policy: Path) -> None:
+    file = policy / "model.safetensors"
+    file.write_bytes(file.read_bytes() + b"\0")
+    with pytest.raises(CheckpointInvalid, match=f"the policy must have whole safetensors files, got {file} of"):
+        checkpoint.read_policy(policy, 64)
+
+
 @pytest.mark.parametrize("content", [b"", b"no json", b"[]", b"\xff\xff"])
 def test_nonsense_is_refused_whatever_it_is(policy: Path, content: bytes) -> None:
     (policy / "config.json").write_bytes(content)

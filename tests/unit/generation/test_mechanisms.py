@@ -31,7 +31,7 @@ def folder(originals: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(originals, tmp_path / "models"))
 
 
-def model_of(folder: Path, speculation: dict[str, Any], policy: str = "policy") -> checkpoint.ModelFolder | None:
+def model_of(folder: Path, speculation: dict[str, Any], policy: str = "policy") -> checkpoint.EngineModel | None:
     spec = a_spec(folder / policy, speculation)
     return drafting_model(spec, checkpoint.read_policy(folder / policy, 64))
 

@@ -55,14 +55,22 @@ def test_incomplete_model_names_what_is_missing(tmp_path: Path, name: str, messa
 def test_half_downloaded_weights_are_refused(tmp_path: Path) -> None:
     weights = a_model_folder(tmp_path / "model") / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(CheckpointInvalid, match="100 bytes missing"):
+    with pytest.raises(CheckpointInvalid, match=f"model.path must have whole safetensors files, got {weights} of"):
+        preflight.check_policy(a_spec(tmp_path))
+
+
+def test_weights_with_bytes_that_no_tensor_has_are_refused(tmp_path: Path) -> None:
+    """The engine refused such a file and preflight did not, so the run failed after its start."""
+    weights = a_model_folder(tmp_path / "model") / "model.safetensors"
+    weights.write_bytes(weights.read_bytes() + b"\0")
+    with pytest.raises(CheckpointInvalid, match=f"model.path must have whole safetensors files, got {weights} of"):
         preflight.check_policy(a_spec(tmp_path))
 
 
 @pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", b"\xff" * 64])
 def test_weights_that_are_no_safetensors_are_refused(tmp_path: Path, content: bytes) -> None:
     (a_model_folder(tmp_path / "model") / "model.safetensors").write_bytes(content)
-    with pytest.raises(CheckpointInvalid, match="without a safetensors header"):
+    with pytest.raises(CheckpointInvalid, match="must have whole safetensors files"):
         preflight.check_policy(a_spec(tmp_path))
 
 

@@ -12,20 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from specrl.errors import CheckpointInvalid, EngineFailed
-from specrl.files import parse_object, read_object
+from specrl.files import read_object
 from specrl.records import WeightManifest, WeightOwner
 from specrl.records.weights import ITEM_BYTES
+from specrl.tensor_files import read_tensor_shapes
 
 Shape = tuple[int, ...]
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
-HEADER_LIMIT_BYTES = 100_000_000  # of the safetensors format
 DERIVED = {"t2d", "embed_tokens.weight"}  # of a head: the inverse of d2t, and the policy's own embedding
 
 
 @dataclass(frozen=True)
-class ModelFolder:
-    """A Hugging Face folder: its config and the shapes of its tensors. `what` names it in messages."""
+class EngineModel:
+    """A model that the engine loads: the config and the tensor shapes of its folder. `what` names it in messages."""
 
     what: str
     path: Path
@@ -42,7 +42,7 @@ class ModelFolder:
         return bool(self.config.get("tie_word_embeddings", False))
 
 
-def read_policy(path: Path, max_length: int) -> ModelFolder:
+def read_policy(path: Path, max_length: int) -> EngineModel:
     """Read the policy's folder. Raises CheckpointInvalid when it is missing or broken, or too short for the run."""
     folder = read_folder("the policy", path, "model.path")
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
@@ -56,7 +56,7 @@ def read_policy(path: Path, max_length: int) -> ModelFolder:
     return folder
 
 
-def read_head(path: Path, policy: ModelFolder) -> ModelFolder:
+def read_head(path: Path, policy: EngineModel) -> EngineModel:
     """Read the drafter's folder. Raises CheckpointInvalid when it is broken or belongs to another policy."""
     head = read_folder("the drafter", path, "generation.speculation.eagle3.path")
     for key in ("vocab_size", "hidden_size"):
@@ -72,7 +72,7 @@ def read_head(path: Path, policy: ModelFolder) -> ModelFolder:
     return head
 
 
-def read_draft_model(path: Path, policy: ModelFolder, max_length: int) -> ModelFolder:
+def read_draft_model(path: Path, policy: EngineModel, max_length: int) -> EngineModel:
     """Read a draft model's folder. Raises CheckpointInvalid unless it speaks the policy's tokens, as far as the run."""
     model = read_folder("the draft model", path, "generation.speculation.draftModel.path")
     mine, theirs = model.config.get("vocab_size"), policy.config.get("vocab_size")
@@ -91,7 +91,7 @@ def read_draft_model(path: Path, policy: ModelFolder, max_length: int) -> ModelF
     return model
 
 
-def _require_same_tokenizer(model: ModelFolder, policy: ModelFolder) -> None:
+def _require_same_tokenizer(model: EngineModel, policy: EngineModel) -> None:
     """A model that was trained with another tokenizer drafts nonsense, or token ids that the policy does not have."""
     if (model.path / "tokenizer.json").is_file() and (policy.path / "tokenizer.json").is_file():
         _check_same_tokenizer(model, policy)
@@ -104,7 +104,7 @@ def _require_same_tokenizer(model: ModelFolder, policy: ModelFolder) -> None:
         )
 
 
-def _check_same_tokenizer(head: ModelFolder, policy: ModelFolder) -> None:
+def _check_same_tokenizer(head: EngineModel, policy: EngineModel) -> None:
     """A head may come without a tokenizer; with one, it must map text to the same ids."""
     mine, theirs = head.path / "tokenizer.json", policy.path / "tokenizer.json"
     if mine.is_file() and theirs.is_file() and _vocabulary(mine) != _vocabulary(theirs):
@@ -123,7 +123,7 @@ def _vocabulary(path: Path) -> tuple[Any, Any]:
         raise CheckpointInvalid(f"a tokenizer must be readable, got {path}: {error}; copy it again") from error
 
 
-def read_folder(what: str, path: Path, field: str) -> ModelFolder:
+def read_folder(what: str, path: Path, field: str) -> EngineModel:
     """Config and tensor shapes of a Hugging Face folder. Raises CheckpointInvalid; `field` is where to mend it."""
     if not path.is_dir():
         raise CheckpointInvalid(f"{what} must be a Hugging Face folder, got no folder at {path}; check {field}")
@@ -138,9 +138,9 @@ def read_folder(what: str, path: Path, field: str) -> ModelFolder:
         raise CheckpointInvalid(f"{what} must have safetensors, got none in {path}; check {field}")
     shapes: dict[str, Shape] = {}
     for file in files:
-        shapes.update(_shapes(what, file))
+        shapes.update(read_tensor_shapes(file, what))
     _check_index(what, path, shapes)
-    return ModelFolder(what, path, config, shapes)
+    return EngineModel(what, path, config, shapes)
 
 
 def _check_index(what: str, path: Path, shapes: dict[str, Shape]) -> None:
@@ -160,24 +160,7 @@ def _check_index(what: str, path: Path, shapes: dict[str, Shape]) -> None:
         )
 
 
-def _shapes(what: str, file: Path) -> dict[str, Shape]:
-    """Tensor shapes from a safetensors header; the data's length is checked too, since copies break off."""
-    try:
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if not 0 < length <= HEADER_LIMIT_BYTES:
-                raise ValueError(f"a header of {length} bytes")
-            header: dict[str, Any] = parse_object(stream.read(length))
-        header.pop("__metadata__", None)
-        end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        if file.stat().st_size != end:
-            raise ValueError(f"{file.stat().st_size} bytes instead of {end}")
-        return {name: tuple(entry["shape"]) for name, entry in header.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointInvalid(f"{what} must have whole safetensors, got {file}: {error}; copy it again") from error
-
-
-def check_manifest(manifest: WeightManifest, policy: ModelFolder, head: ModelFolder | None) -> None:
+def check_manifest(manifest: WeightManifest, policy: EngineModel, head: EngineModel | None) -> None:
     """Raise EngineFailed unless the manifest has exactly the tensors that the engine was started with."""
     given = {
         owner: {_plain(meta.name): meta.shape for meta in manifest.tensors if meta.owner is owner}
@@ -193,7 +176,7 @@ def check_manifest(manifest: WeightManifest, policy: ModelFolder, head: ModelFol
         )
 
 
-def _check_shapes(folder: ModelFolder, given: dict[str, Shape], optional: set[str]) -> None:
+def _check_shapes(folder: EngineModel, given: dict[str, Shape], optional: set[str]) -> None:
     mine = {_plain(name): shape for name, shape in folder.shapes.items()}
     wrong = [
         f"{name} {given.get(name, 'missing')}"

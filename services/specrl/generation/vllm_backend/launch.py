@@ -16,7 +16,7 @@ from typing import Any
 from specrl.errors import CheckpointInvalid
 from specrl.generation.nodes import Nodes
 from specrl.generation.vllm_backend import arguments, checkpoint, mechanisms, memory
-from specrl.generation.vllm_backend.checkpoint import ModelFolder
+from specrl.generation.vllm_backend.checkpoint import EngineModel
 from specrl.machine import available_memory_bytes
 from specrl.spec import RunSpec
 
@@ -28,13 +28,13 @@ class Folders:
     head: of EAGLE-3, what an update holds beside the policy. scratch: removed by `clear`.
     """
 
-    policy: ModelFolder
-    head: ModelFolder | None = None
-    draft_model: ModelFolder | None = None
+    policy: EngineModel
+    head: EngineModel | None = None
+    draft_model: EngineModel | None = None
     scratch: Path | None = None
 
     @property
-    def drafter(self) -> ModelFolder | None:
+    def drafter(self) -> EngineModel | None:
         """The folder that drafts are made from, where it is not the policy's."""
         return self.head or self.draft_model
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from pydantic.alias_generators import to_camel
 
 from specrl.errors import Problem, SpecInvalid
-from specrl.generation.vllm_backend.checkpoint import ModelFolder, read_draft_model
+from specrl.generation.vllm_backend.checkpoint import EngineModel, read_draft_model
 from specrl.spec import RunSpec
 
 SUFFIX_PACKAGE = "arctic_inference"
@@ -60,7 +60,7 @@ def check_mechanism(spec: RunSpec, here: Surroundings) -> None:
         )
 
 
-def drafting_model(spec: RunSpec, policy: ModelFolder) -> ModelFolder | None:
+def drafting_model(spec: RunSpec, policy: EngineModel) -> EngineModel | None:
     """The checked folder of `draftModel`; None for other mechanisms. Raises CheckpointInvalid or SpecInvalid.
 
     For `mtp` the drafter is in the policy's own folder, which is checked for it.
@@ -91,7 +91,7 @@ def _refuse_misleading(field: str, path: Path) -> None:
         )
 
 
-def _check_heads(policy: ModelFolder, num_draft_tokens: int) -> None:
+def _check_heads(policy: EngineModel, num_draft_tokens: int) -> None:
     config = policy.config | (policy.config.get("text_config") or {})
     heads = next((config[name] for name in HEADS if config.get(name)), 0)
     if not heads:
