@@ -72,7 +72,7 @@ log = structlog.get_logger(__name__)
 
 def translate(error: grpc.aio.AioRpcError, peer: str) -> SpecrlError:
     """The SpecrlError that the peer raised; PeerUnavailable or DeadlineExceeded when it could not say."""
-    trailing = cast(Any, error.trailing_metadata() or ())  # iterates over pairs, whatever its stubs say
+    trailing = error.trailing_metadata() or ()
     name = next((value for key, value in trailing if key == ERROR_CLASS_KEY), "")
     details = error.details() or error.code().name
     if name in BY_NAME:
@@ -192,7 +192,7 @@ class _Client(Generic[Stub]):
 def _generation_stub(channel: grpc.aio.Channel) -> generation_pb2_grpc.GenerationServiceAsyncStub:
     """The generated stub, whose rollouts come as bytes: they are read once, and passed on as they are."""
     stub = generation_pb2_grpc.GenerationServiceStub(channel)
-    untyped: Any = channel  # the stubs' types know no codec but protobuf's
+    untyped: Any = channel  # the generated stub's types have messages where these calls have bytes
     stub.Generate = untyped.stream_stream(
         "/specrl.api.v1.GenerationService/Generate",
         request_serializer=generation_pb2.GenerateRequest.SerializeToString,

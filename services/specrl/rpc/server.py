@@ -9,7 +9,7 @@ counted, and the server goes on.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -34,6 +34,8 @@ DETAILS_BYTES = 2000
 
 UNEXPECTED = "Unexpected"
 """In place of the error's class where it is none of ours: a bug."""
+
+type Context = grpc.aio.ServicerContext[Any, Any]
 
 log = structlog.get_logger(__name__)
 
@@ -107,18 +109,18 @@ async def serve(
     return server, bound
 
 
-class _Checks(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # the stubs' generics do not exist at run time
+class _Checks(grpc.aio.ServerInterceptor):
     """Wraps every handler of this server's three call shapes: unary-unary, stream-stream and stream-unary.
 
     gRPC would read requests itself, and answer what it cannot read in words of its own: so it is given no codec, and
-    hands over bytes. Untyped inside: the published stubs of grpc.aio describe neither handlers nor interceptors.
+    hands over bytes. Handlers are untyped: types-grpcio describes those of the server with threads alone.
     """
 
     def __init__(self, border: Border) -> None:
         self._border = border
         self._limit_bytes, self._guard = border.limit_bytes, border.guard
 
-    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+    async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
         handler = await continuation(handler_call_details)
         if handler is None:
             return handler
@@ -128,9 +130,10 @@ class _Checks(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # the stub
         def span() -> OpenSpan:
             """Of this call, if it is part of one of the caller's. The task is the call's own."""
             continue_from(caller)
-            return self._border.recorder.begin(SpanName.CALL, self._border.lane, **{METHOD: method.removeprefix("/")})
+            name = method.removeprefix("/")
+            return self._border.recorder.begin(SpanName.CALL, self._border.lane, None, **{METHOD: name})
 
-        def admit(context: Any) -> None:
+        def admit(context: Context) -> None:
             if self._guard is not None:
                 self._guard.check(method, context.auth_context())
 
@@ -149,7 +152,7 @@ class _Checks(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # the stub
             check_size(f"an answer of {method}", len(data), self._limit_bytes)
             return data
 
-        async def answer(data: bytes, context: Any) -> Any:
+        async def answer(data: bytes, context: Context) -> Any:
             with span() as open_span:
                 try:
                     admit(context)
@@ -162,7 +165,7 @@ class _Checks(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # the stub
             async for data in parts:
                 yield request_of(data)
 
-        async def gather(parts: AsyncIterator[bytes], context: Any) -> Any:
+        async def gather(parts: AsyncIterator[bytes], context: Context) -> Any:
             with span() as open_span:
                 try:
                     admit(context)
@@ -171,7 +174,7 @@ class _Checks(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # the stub
                     open_span.end(type(error).__name__)
                     await _refuse(method, context, error)
 
-        async def converse(parts: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
+        async def converse(parts: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
             with span() as open_span:
                 try:
                     admit(context)
@@ -188,13 +191,13 @@ class _Checks(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # the stub
         return grpc.stream_stream_rpc_method_handler(converse)
 
 
-def _caller(metadata: Any) -> str:
+def _caller(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
     """The traceparent of a call, or what was sent in its place; empty without one."""
     found = next((value for key, value in metadata or () if key == TRACEPARENT), "")
     return found if isinstance(found, str) else ""
 
 
-async def _refuse(method: str, context: Any, error: Exception) -> NoReturn:
+async def _refuse(method: str, context: Context, error: Exception) -> NoReturn:
     """Answer a call with an error."""
     if isinstance(error, grpc.aio.AbortError):  # a servicer has answered already
         raise error

@@ -16,7 +16,7 @@ import argparse
 import asyncio
 import ssl
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -130,12 +130,12 @@ class Guard:
             shown = now
             return _configuration(now)
 
-        # None is "unchanged", which gRPC's stubs do not know
+        # None is "unchanged", which types-grpcio does not know
         return grpc.dynamic_ssl_server_credentials(_configuration(shown), newer, True)  # type: ignore[arg-type]
 
-    def check(self, method: str, caller: Mapping[str, Sequence[bytes]]) -> None:
+    def check(self, method: str, caller: Mapping[str, Iterable[bytes]]) -> None:
         """Raise CallerRefused unless the caller's certificate, as gRPC has checked it, names a role that may call."""
-        names = caller.get("x509_subject_alternative_name", ())
+        names = tuple(caller.get("x509_subject_alternative_name", ()))
         if self._names.isdisjoint(names):
             shown = ", ".join(name.decode("utf-8", "replace") for name in names) or "no name"
             raise CallerRefused(
