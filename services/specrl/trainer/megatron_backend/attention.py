@@ -42,7 +42,7 @@ class Packing(PackedSeqParams):  # type: ignore[misc]  # Megatron has no types
     local_P: torch.Tensor | None = None
     experts_PLK: torch.Tensor | None = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self) -> None:  # Megatron's own computes what Mamba layers read; there are none
         self.qkv_format = "thd"
         self.cu_seqlens_q = self.cu_seqlens_kv = self.ends
         self.max_seqlen_q = self.max_seqlen_kv = int(self.ends.diff().max())

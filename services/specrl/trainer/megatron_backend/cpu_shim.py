@@ -1,13 +1,13 @@
 """Lets Megatron-Core run without CUDA: Gloo groups, CPU tensors. Does nothing where CUDA is available.
 
-Megatron 0.16.1 names CUDA in five ways: `device="cuda"` in factory calls, CUDA random states, streams and events,
+Megatron 0.19.2 names CUDA in five ways: `device="cuda"` in factory calls, CUDA random states, streams and events,
 `Tensor.type() == "torch.cuda.FloatTensor"` where it clips gradients, and `Tensor.is_cuda` where it makes of counts of
 tokens the array that an all-to-all takes. `install` rebinds the global name `torch` of
 Megatron's own modules to a stand-in in which "cuda" means "cpu", and makes four tensor methods answer Megatron, and
 nobody else, as on CUDA. torch itself stays as it is: transformers 5 looks factory functions up by identity while it
 builds models, and with those replaced its rotary frequencies stay uninitialised, silently.
 
-Read from megatron-core 0.16.1; another version is refused on CPUs, since what is missed here fails far away.
+Read from megatron-core 0.19.2; another version is refused on CPUs, since what is missed here fails far away.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
+import os
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ import torch
 
 from specrl.errors import TrainerFailed
 
-READ_FROM = "0.16.1"
+READ_FROM = "0.19.2"
 _CPU = torch.device("cpu")
 _FACTORIES = [
     "tensor",
@@ -62,6 +63,8 @@ def install() -> None:
             f"megatron-core must be {READ_FROM} on a machine without CUDA, got {version}; "
             "install that version, or read the new one and extend cpu_shim.py"
         )
+    # Megatron warns where sequence parallelism is on and this is not 1; it is about kernels on CUDA.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     stand_in = _stand_in()
     for name, module in list(sys.modules.items()):
         if _is_megatron(name) and getattr(module, "__dict__", {}).get("torch") is torch:
@@ -81,8 +84,8 @@ def _brought_to_the_host(found: Any, as_numpy: bool = False, record_stream: bool
 def without_compilation() -> Iterator[None]:
     """Import Megatron inside: on CPUs its torch.compile decorators then leave functions as they are.
 
-    They would never be compiled (TORCHDYNAMO_DISABLE), but decorating alone imports the whole of inductor, which is a
-    third of the process's start.
+    They would never be compiled (TORCHDYNAMO_DISABLE), but decorating alone imports the whole of inductor: 3590 modules
+    and 5.1 s of CPU until the trainer is imported, instead of 2880 and 4.0 s.
     """
     if torch.cuda.is_available():
         yield

@@ -18,7 +18,6 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch.nn import functional
 
@@ -28,8 +27,6 @@ from specrl.spec.trainer import Parallelism, Recompute, Routing, Trainer
 from specrl.trainer.layout import layout_problems
 from specrl.trainer.megatron_backend import replay, rope
 from specrl.trainer.megatron_backend.attention import PackedAttention
-
-moe_utils.__dict__.setdefault("te_general_gemm", None)  # without Transformer Engine 0.16.1 forgets to define it
 
 VOCABULARY_MULTIPLE = 128  # Megatron's own default
 
@@ -98,6 +95,7 @@ def transformer_config(config: PolicyConfig, trainer: Trainer, dtype: torch.dtyp
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=is_cpu,
         deterministic_mode=False,
+        cuda_graph_modules=[],  # what Megatron makes of its own default, "full", with a warning that it is deprecated
         calculate_per_token_loss=True,  # gradients are summed over ranks; the loss itself carries the divisor
         **mixture,
     )
@@ -106,7 +104,10 @@ def transformer_config(config: PolicyConfig, trainer: Trainer, dtype: torch.dtyp
 
 
 def _scale_attention(found: TransformerConfig, factor: float) -> None:
-    """Have cosine and sine multiplied by `factor`, in the only words that Megatron 0.16 reads: 0.1 * m * ln(e) + 1."""
+    """Have cosine and sine multiplied by `factor`.
+
+    Megatron reads it as YaRN's fields alone, and computes 0.1 * m * ln(e) + 1 (yarn_rotary_pos_embedding.py:254, 274).
+    """
     if factor != 1:
         for name, value in (("rotary_scaling_factor", math.e), ("mscale", (factor - 1) / 0.1), ("mscale_all_dim", 0.0)):
             setattr(found, f"yarn_{name}", value)

@@ -10,11 +10,14 @@ from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 
@@ -67,7 +70,9 @@ class Policy:
             grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=True
         )
         self.wrapped = [
-            DistributedDataParallel(chunk.config, ddp, chunk, disable_bucketing=number > 0)
+            DistributedDataParallel(
+                chunk.config, ddp, chunk, disable_bucketing=number > 0, full_param_layout=_buffer_layout(chunk, ddp)
+            )
             for number, chunk in enumerate(self.chunks)
         ]
         settings = self.settings
@@ -212,3 +217,17 @@ class Policy:
         found = {name: tensor.clone() for name, tensor in self.tensors(wanted)}
         embedding = found["model.embed_tokens.weight"]
         return PolicyEnds(embedding, found["model.norm.weight"], found.get("lm_head.weight", embedding))
+
+
+def _buffer_layout(chunk: torch.nn.Module, ddp: DistributedDataParallelConfig) -> Any:
+    """Where each trained parameter of a chunk is in the gradient buffers: one bucket, since nothing overlaps.
+
+    Megatron warns where the caller leaves this to DistributedDataParallel (distributed_data_parallel.py:132).
+    """
+    return DistributedOptimizer.compute_full_param_layout(
+        [parameter for parameter in chunk.parameters() if parameter.requires_grad],
+        bucket_size=None,
+        data_parallel_world_size=parallel_state.get_data_parallel_group(with_context_parallel=True).size(),
+        ddp_config=ddp,
+        expert_data_parallel_world_size=parallel_state.get_expert_data_parallel_group().size(),
+    )

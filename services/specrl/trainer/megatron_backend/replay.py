@@ -4,7 +4,7 @@ What is replayed is the choice alone. The weights of the chosen experts are the 
 and so are gradients. Tokens whose experts are not known - the last one of a rollout, padding, rollouts that nobody
 sampled - are routed anew.
 
-Megatron-Core 0.16.1 asks a router's `router_replay`, if it has one, for its experts. Its own class for that holds the
+Megatron-Core 0.19.2 asks a router's `router_replay`, if it has one, for its experts. Its own class for that holds the
 choices of one pass, or a queue of them for recomputation; here each layer takes them from the packing that it is called
 with, which is right whatever passes are under way, and in recomputation.
 
