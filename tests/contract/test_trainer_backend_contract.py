@@ -32,7 +32,6 @@ from specrl.weights.group import BroadcastGroup
 from specrl.weights.stream import receive
 
 # Megatron and torch's checkpoints warn about themselves when they are used in a process with warnings as errors.
-pytestmark = pytest.mark.filterwarnings("ignore")
 
 VOCAB = 264
 GROUP = WeightGroup("epoch-1", "127.0.0.1", 0, 0, 2, 20.0, "gloo")

@@ -87,7 +87,6 @@ def sampled(policy: Path) -> list[TrainRollout]:
     ]
 
 
-@pytest.mark.filterwarnings("ignore")  # Megatron warns about itself
 @pytest.mark.parametrize("draft_vocab_size", [None, 160])
 def test_trained_drafter_is_accepted_by_the_engine(
     draft_vocab_size: int | None, learnable: Path, tmp_path: Path

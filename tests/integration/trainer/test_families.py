@@ -23,8 +23,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from specrl.drafting.policy_config import read_policy_config
 from specrl.records import Batch
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Megatron warns about itself
-
 GROUPED = Shape(heads=4, groups=2, vocab=VOCAB)
 LLAMA3 = {
     "rope_type": "llama3",

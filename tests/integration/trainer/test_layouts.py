@@ -19,7 +19,7 @@ from tests.tiny_models import Shape, make_policy
 
 from specrl.trainer import checkpoints
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]  # Megatron warns about itself
+pytestmark = pytest.mark.slow
 
 Tensors = dict[str, torch.Tensor]
 SHAPES = {

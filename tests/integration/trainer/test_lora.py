@@ -16,8 +16,6 @@ from tests.tiny_models import Shape, make_policy
 
 from specrl.trainer import checkpoint_export, checkpoints
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Megatron warns about itself
-
 RANK, ALPHA = 4, 8
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 Tensors = dict[str, torch.Tensor]

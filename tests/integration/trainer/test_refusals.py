@@ -13,8 +13,6 @@ from tests.tiny_models import Shape, make_policy
 from specrl.errors import CheckpointInvalid, MemoryTooSmall, SpecInvalid, TrainerFailed
 from specrl.trainer import checkpoints
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Megatron warns about itself
-
 
 def test_model_that_does_not_fit_into_memory(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from specrl.trainer.megatron_backend import MegatronBackend
