@@ -29,6 +29,7 @@ SHAPES = {
 Case = tuple[str, str, str]  # policy, layout, kind of job
 TWO_RANKS = (
     ("mixture", "tensor=2", "whole"),
+    ("mixture", "data=2", "whole"),
     ("mixture", "tensor=2,expert=2", "whole"),
     ("mixture", "data=2,expert=2", "whole"),
     ("mixture", "pipeline=2", "whole"),

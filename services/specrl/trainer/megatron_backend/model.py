@@ -158,11 +158,6 @@ def _stage(config: PolicyConfig, trainer: Trainer, dtype: torch.dtype, number: i
     if model.post_process:
         # Under sequence parallelism it would gather its input by itself; `schedule.py` gathers, then picks rows.
         model.output_layer.sequence_parallel, model.output_layer.allreduce_dgrad = False, parallelism.tensor > 1
-    for name, parameter in model.named_parameters():
-        if ".experts." in name:
-            # Else Megatron, where experts are not dealt out, takes them for shards of tensor parallel ranks, whose
-            # gradients need no sum over these ranks and count for themselves in the norm.
-            setattr(parameter, "allreduce", False)  # noqa: B010 - no attribute of its type
     if config.experts is not None and trainer.routing is Routing.REPLAY:
         rank = parallel_state.get_tensor_model_parallel_rank()
         for built in model.decoder.layers:
