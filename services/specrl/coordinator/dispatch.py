@@ -12,11 +12,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeVar
 
 from specrl.coordinator.scheduler import Scheduler, SlotId
-
-R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -29,7 +26,7 @@ class Seats:
     free: int
 
 
-def share_out(scheduler: Scheduler[R], replicas: Iterable[Seats]) -> dict[str, list[SlotId]]:
+def share_out[R](scheduler: Scheduler[R], replicas: Iterable[Seats]) -> dict[str, list[SlotId]]:
     """Make waiting slots INFLIGHT, each at one of these replicas, until seats or slots run out."""
     dealt: dict[str, list[SlotId]] = {}
     heap = [(seats.taken, seats.replica_id, seats.policy_version, seats.free) for seats in replicas if seats.free > 0]

@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import structlog
 import uvicorn
@@ -54,8 +54,6 @@ from specrl.spec import RunSpec, digest, load_spec
 from specrl.telemetry import logs, traces
 from specrl.telemetry.spans import COORDINATOR, Recorder
 from specrl.tools import ToolPool, tool_for
-
-T = TypeVar("T")
 
 log = structlog.get_logger(__name__)
 
@@ -217,7 +215,7 @@ async def _drive(parts: Parts, stop: asyncio.Event, teller: Teller | None) -> No
     await stop.wait()
 
 
-async def _unless_stopped(work: Coroutine[Any, Any, T], stop: asyncio.Event) -> T | None:
+async def _unless_stopped[T](work: Coroutine[Any, Any, T], stop: asyncio.Event) -> T | None:
     """The outcome of `work`; None when `stop` was set before, and `work` is cancelled."""
     doing, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
     try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import BinaryIO, Generic, TypeVar
+from typing import BinaryIO
 
 import structlog
 from pydantic import ValidationError
@@ -21,7 +21,6 @@ from specrl.telemetry import metrics
 
 METRICS, VALIDATIONS = "metrics.jsonl", "validations.jsonl"
 
-R = TypeVar("R", bound=Report)
 
 log = structlog.get_logger(__name__)
 
@@ -75,7 +74,7 @@ class ReportFiles:
             self._behind.add(name)
 
 
-class _Lines(Generic[R]):
+class _Lines[R: Report]:
     """A file of one line a report, ascending by a number that no two share.
 
     last: the number of the last line, -1 before the first.

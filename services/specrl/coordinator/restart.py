@@ -11,16 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 from specrl.coordinator.scheduler import Scheduler, SlotId
 from specrl.errors import RunInvalid
 
-R = TypeVar("R")
-
 
 @dataclass(frozen=True)
-class Finished(Generic[R]):
+class Finished[R]:
     """A slot whose rollout is graded and stored."""
 
     slot: SlotId
@@ -29,7 +26,7 @@ class Finished(Generic[R]):
 
 
 @dataclass(frozen=True)
-class Remains(Generic[R]):
+class Remains[R]:
     """What is durable of steps that are not trained.
 
     failures: reasons by place in the stream; those of settled prompts may be among them.
@@ -41,7 +38,7 @@ class Remains(Generic[R]):
     batch: Sequence[int] | None
 
 
-def take_up(scheduler: Scheduler[R], remains: Remains[R]) -> int:
+def take_up[R](scheduler: Scheduler[R], remains: Remains[R]) -> int:
     """Put what remains into a new scheduler; returns how many rollouts that were. Raises RunInvalid.
 
     A stored batch may have been sent, so its places are chosen again before anything else is decided.

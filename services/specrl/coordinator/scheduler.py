@@ -36,15 +36,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from heapq import nsmallest
-from typing import Generic, TypeVar
 
 from specrl.coordinator.order import NEVER, Deadlines, InOrder
 from specrl.coordinator.progress import Progress
 from specrl.errors import VersionConflict
 
 MAX_ATTEMPTS = 5
-
-R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -122,7 +119,7 @@ class SlotState(StrEnum):
 
 
 @dataclass
-class _Slot(Generic[R]):
+class _Slot[R]:
     """latest: last step that may train what is under way or done here."""
 
     state: SlotState = SlotState.WAITING
@@ -132,7 +129,7 @@ class _Slot(Generic[R]):
 
 
 @dataclass
-class _Group(Generic[R]):
+class _Group[R]:
     position: int
     slots: list[_Slot[R]]
     deadline: int
@@ -159,7 +156,7 @@ class _Group(Generic[R]):
 
 
 @dataclass(frozen=True)
-class Choice(Generic[R]):
+class Choice[R]:
     """What step `step` takes. groups: (position, results in sample order), failures: (position, reason); by position.
 
     progress: how far the stream is settled once the step is trained.
@@ -192,7 +189,7 @@ class Occupancy:
 
 
 @dataclass
-class Scheduler(Generic[R]):
+class Scheduler[R]:
     """State of all groups that are not settled yet. R is what a finished slot holds (a graded rollout)."""
 
     shape: Shape

@@ -19,7 +19,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 import structlog
 
@@ -43,7 +43,6 @@ OPERATIONS = (
 BEGUN_AFTER = "begunAfter"
 """Fact of the store: how far the stream was settled by the checkpoint that the run was begun with."""
 
-T = TypeVar("T")
 Sleep = Callable[[float], Awaitable[object]]
 
 log = structlog.get_logger(__name__)
@@ -207,11 +206,11 @@ class StoreLink:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    async def _do(self, name: str, work: Callable[[], T]) -> T:
+    async def _do[T](self, name: str, work: Callable[[], T]) -> T:
         async with self._turn:
             return await self._repeat(name, work)
 
-    async def _repeat(self, name: str, work: Callable[[], T]) -> T:
+    async def _repeat[T](self, name: str, work: Callable[[], T]) -> T:
         """Attempt `work` until it succeeds. The caller has the turn."""
         waits = _waits()
         while True:

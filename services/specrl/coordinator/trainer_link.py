@@ -10,7 +10,6 @@ store: the same batches in the same order give the same weights.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
 
 import structlog
 
@@ -24,7 +23,6 @@ from specrl.telemetry.spans import SILENT, TRAINER, Recorder, SpanName
 STEP_DEADLINE_S = 3600.0
 """A step that takes longer is taken for hung; heartbeats notice a dead trainer long before."""
 
-T = TypeVar("T")
 
 log = structlog.get_logger(__name__)
 
@@ -74,7 +72,7 @@ class TrainerLink:
             span.end_in((SpanName.LOGPROB, metrics.logprob_seconds), (SpanName.TRAIN, metrics.train_seconds))
             return metrics
 
-    async def call(self, work: Callable[[Trainer], Awaitable[T]], state: str = "ready") -> T:
+    async def call[T](self, work: Callable[[Trainer], Awaitable[T]], state: str = "ready") -> T:
         """Run `work` on a trainer that is up to date; once more from the start whenever the trainer is lost."""
         while True:
             trainer = await self.ready()

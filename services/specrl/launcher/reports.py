@@ -9,7 +9,7 @@ from __future__ import annotations
 import ssl
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import httpx2
 from pydantic import BaseModel, ValidationError
@@ -20,8 +20,6 @@ from specrl.launcher.run_directory import RunDirectory
 
 TIMEOUT_S = 2.0
 PAGE_STEPS = 500
-
-R = TypeVar("R", bound=BaseModel)
 
 
 class CoordinatorReports:
@@ -90,7 +88,7 @@ def stored_steps(directory: RunDirectory) -> list[StepReport]:
     return [*{step.step: step for step in found}.values()]
 
 
-def read_lines(file: Path, kind: type[R]) -> tuple[list[R], int]:
+def read_lines[R: BaseModel](file: Path, kind: type[R]) -> tuple[list[R], int]:
     """What the lines of a file hold, and how many hold something else. A line without its end is being written."""
     if not file.exists():
         return [], 0
@@ -116,13 +114,13 @@ def _json(line: bytes) -> Any:
         return None
 
 
-def _parsed(kind: type[R], content: Any) -> R | None:
+def _parsed[R: BaseModel](kind: type[R], content: Any) -> R | None:
     try:
         return kind.model_validate(content)
     except ValidationError:
         return None
 
 
-def _all_parsed(kind: type[R], content: Any) -> list[R]:
+def _all_parsed[R: BaseModel](kind: type[R], content: Any) -> list[R]:
     found = [_parsed(kind, item) for item in content] if isinstance(content, list) else []
     return [report for report in found if report is not None]

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Self, TypeVar, cast
+from typing import Any, Self, cast
 
 import grpc
 import grpc.aio
@@ -59,9 +59,6 @@ from specrl.rpc.server import ERROR_CLASS_KEY, TRACEPARENT, channel_options, che
 from specrl.rpc.tls import COORDINATOR, GENERATION, TRAINER, Identity
 from specrl.telemetry import metrics
 from specrl.telemetry.spans import present
-
-T = TypeVar("T")
-Stub = TypeVar("Stub")
 
 STATUS_DEADLINE_S = 20.0
 ATTEMPTS = 3
@@ -113,14 +110,14 @@ class UpdateTiming:
 
 
 @dataclass(frozen=True)
-class _Service(Generic[Stub]):
+class _Service[Stub]:
     """What is called: the role that serves it, and its methods over a channel."""
 
     role: str
     over: Callable[[grpc.aio.Channel], Stub]
 
 
-class _Client(Generic[Stub]):
+class _Client[Stub]:
     """A channel to one peer, with deadline, translation and (where harmless) repetition."""
 
     def __init__(
@@ -164,7 +161,7 @@ class _Client(Generic[Stub]):
         for channel in self._channels:
             await channel.close(None)
 
-    async def _call(self, call: Callable[..., Awaitable[T]], request: Any, deadline_s: float) -> T:
+    async def _call[T](self, call: Callable[..., Awaitable[T]], request: Any, deadline_s: float) -> T:
         check_size(f"a request to {self.peer}", request.ByteSize(), self._limit_bytes)
         try:
             return await call(request, timeout=deadline_s, metadata=_metadata())
@@ -173,7 +170,9 @@ class _Client(Generic[Stub]):
         except grpc.aio.AioRpcError as error:
             raise translate(error, self.peer) from error
 
-    async def _ask(self, call: Callable[..., Awaitable[T]], request: Any, deadline_s: float = STATUS_DEADLINE_S) -> T:
+    async def _ask[T](
+        self, call: Callable[..., Awaitable[T]], request: Any, deadline_s: float = STATUS_DEADLINE_S
+    ) -> T:
         """`_call`, repeated with doubling pauses while the error is retryable. Only for calls that may run twice.
 
         Without jitter: the coordinator alone asks so, and each peer once at a time.

@@ -11,9 +11,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
-
-T = TypeVar("T")
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -21,7 +19,7 @@ class _TaskEnded:
     error: BaseException | None
 
 
-class Inflow(Generic[T]):
+class Inflow[T]:
     """Tasks, and what they have put there. Iterated over once."""
 
     def __init__(self) -> None:

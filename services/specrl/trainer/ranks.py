@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -43,8 +43,6 @@ from specrl.records import (
 )
 from specrl.trainer import checkpoints
 from specrl.trainer.backend import SupervisedMetrics, TrainerBackend
-
-T = TypeVar("T")
 
 IDLE_CHECK_S = 5.0
 CONTROL_TIMEOUT = timedelta(hours=1)  # longest difference between two ranks in one method; idle ranks get pings
@@ -227,7 +225,7 @@ def dispatch(backend: TrainerBackend, method: str, arguments: dict[str, Any], ba
     return getattr(backend, method)(**arguments)
 
 
-def _together(control: ControlGroup, method: str, announce: Callable[[], None], run: Callable[[], T]) -> T:
+def _together[T](control: ControlGroup, method: str, announce: Callable[[], None], run: Callable[[], T]) -> T:
     """Run here what all ranks run, and compare how it ended. Raises RankLost, or this rank's own SpecrlError."""
     refusal: SpecrlError | None = None
     try:

@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import httpx2
 import uvicorn
@@ -15,8 +15,6 @@ from starlette.types import ASGIApp
 from tests.redis_servers import free_port
 
 PATIENCE_S = 60.0
-
-T = TypeVar("T")
 
 
 class Served:
@@ -50,7 +48,7 @@ class Served:
         """`unserve`, and clean up."""
         raise NotImplementedError
 
-    def do(self, work: Coroutine[Any, Any, T]) -> T:
+    def do[T](self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the loop, and wait for it."""
         future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
         return future.result(PATIENCE_S)

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Generic, TypeVar
 
 import structlog
 from pydantic import ValidationError
@@ -34,7 +33,6 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 THREAD = "sink-"
 """How the threads' names begin."""
 
-R = TypeVar("R", bound=Report)
 
 log = structlog.get_logger(__name__)
 
@@ -133,7 +131,7 @@ def tails(directory: Path, received: Received) -> tuple[_Tail[StepReport], _Tail
     )
 
 
-class _Tail(Generic[R]):
+class _Tail[R: Report]:
     """What is added to a file of reports. last: the number of the last report that is not wanted again."""
 
     def __init__(self, path: Path, kind: type[R], number: Callable[[R], int], last: int) -> None:

@@ -19,7 +19,7 @@ import ssl
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import redis
 from redis.backoff import NoBackoff
@@ -30,7 +30,6 @@ from redis.retry import Retry
 from specrl.errors import SpecrlError, StoreFailed, StoreInvalid
 from specrl.spec.store import Durability, RedisStore, Secret
 
-T = TypeVar("T")
 Accept = Callable[[redis.Redis], str]
 """Why a primary must not be used, or nothing."""
 
@@ -61,7 +60,7 @@ class RedisServer:
         finally:
             self.drop()
 
-    def call(self, work: Callable[[redis.Redis], T]) -> T:
+    def call[T](self, work: Callable[[redis.Redis], T]) -> T:
         """Do `work` on the primary. After an error the next call looks for one again.
 
         Raises StoreFailed for what may pass, when it is unknown whether `work` was done; StoreInvalid for what stays.

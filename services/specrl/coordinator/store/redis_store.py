@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import redis
 
@@ -38,7 +38,6 @@ BATCHES_WHOLE = 2
 SCAN_COUNT = 64
 """Rollouts in one reply: a rollout of 8k tokens is 100 kB, and a reply should not stall the server."""
 
-T = TypeVar("T")
 Argument = str | bytes | int
 
 _CLAIM = """
@@ -388,7 +387,7 @@ class RedisStore:
     def _place(self) -> str:
         return f"{self._server.place} {self._prefix}:*"
 
-    def _read(self, work: Callable[[redis.Redis], T]) -> T:
+    def _read[T](self, work: Callable[[redis.Redis], T]) -> T:
         """Read, and make sure afterwards that it was read from a server that has everything."""
 
         def checked(client: redis.Redis) -> T:

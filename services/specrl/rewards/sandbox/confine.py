@@ -313,7 +313,7 @@ def _reset_signals() -> None:
 def _close_others(kept: Iterable[int]) -> None:
     lowest = 0
     for number in sorted(set(kept)):
-        if lowest < number:  # CPython 3.11 takes an empty range that begins at 0 for everything
+        if lowest < number:  # CPython up to 3.13 takes an empty range from 0 for everything
             os.closerange(lowest, number)
         lowest = number + 1
     os.closerange(lowest, os.sysconf("SC_OPEN_MAX"))
