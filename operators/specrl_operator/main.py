@@ -18,6 +18,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from importlib.util import find_spec
 
 import structlog
 
@@ -26,7 +27,6 @@ from specrl_operator import leader, telemetry
 from specrl_operator.api import RLJOB
 from specrl_operator.cluster import Cluster, ClusterError
 from specrl_operator.facts import Settings
-from specrl_operator.kube import connect
 from specrl_operator.queue import Key, WorkQueue
 from specrl_operator.reconcile import Reconciler
 from specrl_operator.watches import RELIST_S, Cache, Watches
@@ -44,6 +44,14 @@ log = structlog.get_logger(__name__)
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the operator until it is told to stop, or loses its lease."""
     options = parse(arguments)
+    if find_spec("kubernetes") is None:
+        sys.stderr.write(
+            "specrl-operator: the extra `operator` must be installed, got no kubernetes; "
+            "pip install 'specrl[operator]'\n"
+        )
+        sys.exit(2)
+    from specrl_operator.kube import connect
+
     logs.configure(options.log_level, "operator", "")
     try:
         cluster, elector = connect(options.context), connect(options.context, leader.REQUEST_S)

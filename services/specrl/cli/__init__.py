@@ -14,6 +14,7 @@
     specrl spec       check or show a run file, or an RLJob's
     specrl crd        what a Kubernetes API server must know of RLJobs
     specrl demo       make a tiny policy and train it here
+    specrl engines    the commands that install the engines beside specrl
 
 A SpecrlError is one message on stderr and exit code 2, without a traceback. Exit codes: 0 done, 1 the run failed on its
 way, 2 it cannot run as asked, 130 interrupted.
@@ -21,10 +22,13 @@ way, 2 it cannot run as asked, 130 interrupted.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
-from specrl.cli import checkpoint, control, demo, drafter, report, run, sft, simulate, spec, status, store
+from specrl.cli import checkpoint, control, demo, drafter, engines, report, run, sft, simulate, spec, status, store
 from specrl.cli.endings import Reporting
+from specrl.version import describe_version
 
 app = typer.Typer(
     name="specrl",
@@ -51,6 +55,23 @@ app.command("plan", short_help="The best layout of a cluster.")(simulate.plan)
 app.add_typer(spec.app, name="spec")
 app.command("crd", short_help="Print the CustomResourceDefinition of RLJob.")(spec.crd)
 app.command("demo", short_help="Make a tiny policy and train it here.")(demo.demo)
+app.command("engines", short_help="Commands that install the engines.")(engines.engines)
+
+
+def print_version(is_asked: bool) -> None:
+    """Print version and commit, and end, if the user asked for them."""
+    if is_asked:
+        typer.echo(f"specrl {describe_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print version and commit.")
+    ] = False,
+) -> None:
+    """Options before the command's name."""
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ from specrl.cli.drafter import refuse_existing
 from specrl.cli.endings import FAILED_CODE, complain
 from specrl.cli.options import RUNS, Runs
 from specrl.errors import CheckpointInvalid, RunInvalid
+from specrl.installation import require_engines
 from specrl.launcher import run_directory
 from specrl.launcher.asking import ask
 from specrl.launcher.run_directory import RunDirectory
@@ -123,6 +124,7 @@ def export(
     The newest, or that of --step, in the run's own precision, with the config and tokenizer of model.path. Changes
     nothing; the run may be under way, if the checkpoint is not pruned meanwhile.
     """
+    require_engines("torch")
     refuse_existing(out)
     directory = _find(run, runs)
     checkpoint = checkpoints.newest(directory.path) if step is None else _checkpoint(directory, step)

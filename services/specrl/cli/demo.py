@@ -13,10 +13,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-import specrl
 from specrl.cli.endings import conclude
 from specrl.cli.options import RUNS, Plain
-from specrl.errors import CheckpointInvalid, RunInvalid
+from specrl.errors import CheckpointInvalid
+from specrl.installation import EXAMPLES, require_engines
 from specrl.launcher import launch
 from specrl.launcher.environment import replica_environment, visible_gpus
 from specrl.launcher.run_directory import RunDirectory
@@ -24,6 +24,7 @@ from specrl.launcher.view import view_for
 from specrl.spec import RunSpec, load_spec
 
 COMPARED_BATCHES = "8,64"
+DEMO = EXAMPLES / "demo"
 
 
 def demo(  # noqa: PLR0913, PLR0917 - one argument per option
@@ -42,32 +43,20 @@ def demo(  # noqa: PLR0913, PLR0917 - one argument per option
 
     Nothing is downloaded. The summary says what improved, and compares with rollouts without speculation.
     """
-    folder = examples_folder()
+    require_engines("torch", "megatron", "vllm")
     policy = (out / ("demo-policy" if seed is None else f"demo-policy-{seed}")).absolute()
     overrides = [f"model.path={json.dumps(str(policy))}"]  # JSON text is YAML text, whatever the path holds
     overrides += [] if steps is None else [f"schedule.steps={steps}"]
     overrides += [] if seed is None else [f"schedule.seed={seed}"]
-    spec = load_spec(folder / "run.yaml", overrides)
+    spec = load_spec(DEMO / "run.yaml", overrides)
     if not (keep_policy and policy.exists()):
         options = [] if seed is None else ["--seed", str(seed)]
-        make_policy(folder / "make_policy.py", policy, [*options, *(["--plain"] if plain else [])])
+        make_policy(DEMO / "make_policy.py", policy, [*options, *(["--plain"] if plain else [])])
     view = view_for(Console(), plain)
     launched = launch.begin(spec, out, view)
     conclude(launched, view)
     if compare:
         compare_speculation(launched.directory, spec)
-
-
-def examples_folder() -> Path:
-    """The demo's files beside the source tree. Raises RunInvalid where specrl is installed without them."""
-    folder = Path(specrl.__file__).resolve().parents[2] / "examples" / "demo"
-    for name in ("make_policy.py", "run.yaml"):
-        if not (folder / name).is_file():
-            raise RunInvalid(
-                f"the demo must have its examples, got no {folder / name}; specrl is installed without them: "
-                "run `make demo` in a clone of the repository"
-            )
-    return folder
 
 
 def make_policy(script: Path, policy: Path, arguments: Sequence[str]) -> None:

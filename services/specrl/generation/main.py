@@ -30,6 +30,7 @@ from specrl.errors import SpecrlError
 from specrl.generation.engine import Engine
 from specrl.generation.nodes import ONE_NODE, Nodes, until_leader_is_gone
 from specrl.generation.service import GenerationService
+from specrl.installation import require_engines
 from specrl.records import Peer, Role
 from specrl.rpc import tls
 from specrl.rpc.clients import CoordinatorClient
@@ -102,6 +103,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
 
 async def run(spec: RunSpec, options: Options) -> None:
     """Serve until told to stop. Raises SpecrlError when the engine cannot start or dies, or the run is another one."""
+    require_engines("torch", "vllm")
     if not options.nodes.is_leader:
         await follow(spec, options.nodes)
         return

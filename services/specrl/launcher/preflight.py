@@ -1,8 +1,8 @@
 """Everything that can be known to go wrong before anything is written or started.
 
 Each check raises one SpecrlError whose message says what to do; the command line shows it and exits 2. The order is
-that of a user's reading: the run file (checked when it is loaded), mechanism, traces, model, drafter, parallelism,
-prompts, verifier, tool, store, mirror, sinks, ports, memory.
+that of a user's reading: the run file (checked when it is loaded), engines, mechanism, traces, model, drafter,
+parallelism, prompts, verifier, tool, store, mirror, sinks, ports, memory.
 Processes check again what is theirs; these checks only make sure that a user learns of it in seconds.
 """
 
@@ -19,6 +19,7 @@ from specrl.drafting.policy_config import ARCHITECTURES, read_policy_config, rea
 from specrl.errors import CheckpointInvalid, Problem, SpecInvalid
 from specrl.generation.vllm_backend import checkpoint
 from specrl.generation.vllm_backend.mechanisms import check_mechanism, drafting_model, surroundings
+from specrl.installation import require_engines
 from specrl.launcher.environment import visible_gpus
 from specrl.launcher.memory import check_memory, estimate_memory
 from specrl.launcher.model_folder import ModelSummary, read_model_folder
@@ -46,6 +47,7 @@ class Readiness:
 
 def check(spec: RunSpec, available_bytes: Callable[[], int] = available_memory_bytes) -> Readiness:
     """Raise the first SpecrlError that would end this run on this machine; else the ports to use."""
+    require_engines("torch", "megatron", "vllm")
     check_mechanism(spec, surroundings())
     check_trainable(spec)
     traces.check(spec)

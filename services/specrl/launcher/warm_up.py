@@ -23,6 +23,7 @@ from typing import Any
 
 from specrl.errors import RunInvalid, TrainerFailed
 from specrl.files import Follow, parse_object, read_object
+from specrl.installation import require_engines
 from specrl.launcher import environment, leash, preflight
 from specrl.launcher.ports import free_port
 from specrl.spec import RunSpec, dump
@@ -53,6 +54,7 @@ def plan(spec: RunSpec, wish: Wish) -> RunSpec:
 
     Raises RunInvalid, DatasetInvalid with file and line, CheckpointInvalid, SpecInvalid.
     """
+    require_engines("torch", "megatron")
     source = spec.prompts.source
     if wish.data is not None:
         columns = FieldMapping(question="prompt", answer="completion")

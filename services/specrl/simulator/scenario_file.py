@@ -1,6 +1,6 @@
 """From a name or a file to a Scenario, with `path=value` overrides; every problem at once.
 
-A name is that of a file of examples/plan/, which the wheel carries too. A file is a scenario, a run file, or an RLJob.
+A name is that of a file of examples/plan/. A file is a scenario, a run file, or an RLJob.
 """
 
 from __future__ import annotations
@@ -14,24 +14,25 @@ from typing import Any
 from pydantic import ValidationError
 
 from specrl.errors import Problem, SpecInvalid
+from specrl.installation import EXAMPLES
 from specrl.simulator.scenario import Scenario
 from specrl.spec.stand_ins import field_at
 from specrl.spec.yaml_input import parse_override, problem_of, read_documents, unknown_field
 
-EXAMPLES = Path(__file__).parent / "scenarios"
-"""Named scenarios: examples/plan, which this links to and a wheel has a copy of."""
+SCENARIOS = EXAMPLES / "plan"
+"""Named scenarios, one file each."""
 
 
 def named() -> list[str]:
     """Names of the scenarios that come with specrl."""
-    return sorted(file.stem for file in EXAMPLES.glob("*.yaml"))
+    return sorted(file.stem for file in SCENARIOS.glob("*.yaml"))
 
 
 def find(scenario: str) -> Path:
     """The file that a name or path stands for. Raises SpecInvalid with the names there are."""
     if Path(scenario).is_file():
         return Path(scenario)
-    file = EXAMPLES / f"{scenario}.yaml"
+    file = SCENARIOS / f"{scenario}.yaml"
     if "/" not in scenario and file.is_file():
         return file
     known = ", ".join(named())

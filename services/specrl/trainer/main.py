@@ -21,10 +21,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 
 from specrl.errors import SpecrlError
+from specrl.installation import require_engines
 from specrl.records import Peer, Role
 from specrl.rpc import tls
 from specrl.rpc.clients import CoordinatorClient
@@ -36,8 +38,9 @@ from specrl.spec import RunSpec, digest, load_spec
 from specrl.telemetry import logs, traces
 from specrl.telemetry.exporter import serve_metrics
 from specrl.telemetry.spans import TRAINER, Recorder
-from specrl.trainer.ranks import ControlGroup, RankedBackend, follow
-from specrl.trainer.service import TrainerService
+
+if TYPE_CHECKING:
+    from specrl.trainer.ranks import RankedBackend
 
 GOODBYE_S = 5.0
 STOPPED = 143  # 128 + SIGTERM, as shells say it
@@ -103,7 +106,9 @@ def parse(arguments: Sequence[str] | None) -> Options:
 
 def run(spec: RunSpec, options: Options) -> bool:
     """Be one rank until the end. Returns whether the coordinator sent the trainer home. Raises SpecrlError."""
+    require_engines("torch", "megatron")
     from specrl.trainer.megatron_backend import MegatronBackend
+    from specrl.trainer.ranks import ControlGroup, RankedBackend, follow
 
     backend = MegatronBackend(spec)
     control = ControlGroup()
@@ -122,6 +127,8 @@ async def lead(backend: RankedBackend, spec: RunSpec, options: Options, recorder
 
     Returns whether it was a dismissal.
     """
+    from specrl.trainer.service import TrainerService
+
     service = TrainerService(backend, spec, options.run_directory, options.host)
     await service.load()
     guard = tls.guard_of(options.identity, tls.COORDINATOR)

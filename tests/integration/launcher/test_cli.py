@@ -19,8 +19,7 @@ import yaml
 from tests.run_files import a_model_folder, a_run, a_run_file
 from typer.testing import CliRunner, Result
 
-import specrl
-from specrl.cli import app, drafter
+from specrl.cli import app, demo, drafter
 from specrl.errors import SpecInvalid
 from specrl.launcher import launch, run_directory
 from specrl.launcher.run_directory import RunDirectory
@@ -103,6 +102,7 @@ def test_every_command_explains_itself() -> None:
         "spec check",
         "spec show",
         "demo",
+        "engines",
     )
     for command in commands:
         result = specrl_command(*command.split(), "--help")
@@ -496,15 +496,10 @@ def test_families_are_listed_with_an_example() -> None:
         assert name in result.stdout
 
 
-def test_demo_without_the_examples_says_where_they_are(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(specrl, "__file__", str(place / "lib/python/specrl/__init__.py"))
-    assert_refused(specrl_command("demo"), "the demo must have its examples", "make demo")
-
-
 @pytest.fixture
 def examples(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository whose demo has a run file, and a policy script that writes down how it was called."""
-    folder = place / "repository/examples/demo"
+    """A demo folder with a run file, and a policy script that writes down how it was called."""
+    folder = place / "examples/demo"
     folder.mkdir(parents=True)
     a_run_file(folder)
     (folder / "make_policy.py").write_text(
@@ -514,7 +509,7 @@ def examples(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "a_model_folder(pathlib.Path(sys.argv[2]))\n"
         f"open({str(place / 'made')!r}, 'a').write(' '.join(sys.argv[3:]) + '\\n')\n"
     )
-    monkeypatch.setattr(specrl, "__file__", str(place / "repository/services/specrl/__init__.py"))
+    monkeypatch.setattr(demo, "DEMO", folder)
     return folder
 
 

@@ -1,0 +1,20 @@
+"""What an installation has, and what it says when the engines are missing."""
+
+from __future__ import annotations
+
+import pytest
+
+from specrl.errors import RunInvalid
+from specrl.installation import EXAMPLES, REQUIREMENTS, require_engines
+
+
+def test_a_checkout_has_the_files_that_commands_read() -> None:
+    assert (EXAMPLES / "demo" / "make_policy.py").is_file()
+    assert list((EXAMPLES / "plan").glob("*.yaml"))
+    assert (REQUIREMENTS / "cpu.lock").is_file()
+
+
+def test_every_missing_engine_is_named_with_the_remedy() -> None:
+    require_engines("json")
+    with pytest.raises(RunInvalid, match=r"got no nothing_a, no nothing_b in .*`specrl engines` prints"):
+        require_engines("nothing_a", "json", "nothing_b")
