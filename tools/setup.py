@@ -162,8 +162,8 @@ class Environment:
         written = self.stamp.read_text(encoding="utf-8") if self.stamp.is_file() else ""
         # Without a stamp of this folder, what is installed may be half of it, or belong to a folder that was moved.
         is_complete = written.split("\n")[0] == str(self.folder)
-        reinstall = ["--reinstall"] if force or (self.folder.exists() and not is_complete) else []
-        self.create(versions)
+        is_new = self.create(versions)
+        reinstall = ["--reinstall"] if force or not (is_new or is_complete) else []
         self.stamp.unlink(missing_ok=True)
         self.install_uv()
         if self.lock_name == "cpu":
@@ -178,15 +178,18 @@ class Environment:
             self.run([str(self.python), "-c", VERIFICATION[self.lock_name].strip()])
         self.stamp.write_text(self.expected_stamp(), encoding="utf-8")
 
-    def create(self, versions: Sequence[tuple[int, int]]) -> None:
-        """Create the environment, unless it is there with a suitable Python and with pip, which creation adds last."""
+    def create(self, versions: Sequence[tuple[int, int]]) -> bool:
+        """Create the environment, unless it is there with a suitable Python and with pip, which creation adds last.
+
+        Returns whether it was created. Raises SetupFailed.
+        """
         shown = os.path.relpath(str(self.folder), str(ROOT))
         reason = ""
         if self.folder.exists():
             found = probe_interpreter(str(self.python))
             reason = found if isinstance(found, str) else unsuitable(found, versions) or ""
             if not reason and prints(str(self.python), "-m", "pip", "--version"):
-                return
+                return False
             reason = reason or "has no pip, so its creation was interrupted"
         python = find_python(versions)
         self.check_disk()
@@ -196,6 +199,7 @@ class Environment:
             if self.folder.is_symlink() or self.folder.is_file():
                 self.folder.unlink()
             self.run([python, "-m", "venv", "--clear", str(self.folder)])
+        return True
 
     def check_disk(self) -> None:
         """Raises SetupFailed where a new environment cannot fit."""
