@@ -10,19 +10,24 @@ from pathlib import Path
 import pytest
 
 KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+KEY_IDENTIFIERS = "subjectKeyIdentifier=hash\nauthorityKeyIdentifier=keyid\n"
+KEY_USAGE = ("-addext", "keyUsage=critical,keyCertSign,cRLSign")
 
 
 class Authority:
-    """`folder` gets NAME.pem and NAME.key of the authority, and those of whatever it signs. Skips without openssl."""
+    """`folder` gets NAME.pem and NAME.key of the authority, and those of whatever it signs. Skips without openssl.
 
-    def __init__(self, folder: Path, name: str = "ca") -> None:
+    Python 3.13 refuses authorities without a key usage, which those of older clusters are: `has_key_usage=False`.
+    """
+
+    def __init__(self, folder: Path, name: str = "ca", has_key_usage: bool = True) -> None:
         if shutil.which("openssl") is None:
             pytest.skip("openssl is not on the PATH: unproven is everything about TLS")
         self.folder, self.name = folder, name
         folder.mkdir(parents=True, exist_ok=True)
         self._openssl(
             *("req", "-x509", *KEY, "-days", "2", "-subj", f"/CN={name}", "-keyout", f"{name}.key"),
-            *("-out", f"{name}.pem"),
+            *(*(KEY_USAGE if has_key_usage else ()), "-out", f"{name}.pem"),
         )
 
     @property
@@ -32,7 +37,7 @@ class Authority:
 
     def sign(self, name: str, names: Sequence[str]) -> None:
         """NAME.pem and NAME.key: a certificate for `names`, each as openssl writes them: DNS:example, IP:127.0.0.1."""
-        (self.folder / f"{name}.ext").write_text(f"subjectAltName={','.join(names)}\n")
+        (self.folder / f"{name}.ext").write_text(f"subjectAltName={','.join(names)}\n{KEY_IDENTIFIERS}")
         self._openssl(*("req", *KEY, "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.csr"))
         self._openssl(
             *("x509", "-req", "-in", f"{name}.csr", "-CA", f"{self.name}.pem", "-CAkey", f"{self.name}.key"),
