@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -143,13 +144,18 @@ def _suspended(job: Object, is_suspended: bool) -> Object:
 
 
 def _change(api: Api, stored: Object, wanted: Object) -> list[tuple[str, str]]:
-    """Replace the stored spec, without keeping it: the reasons why that is refused, none if it is not."""
+    """Replace the stored spec, without keeping it: the reasons why that is refused, none if it is not.
+
+    Another writer may change the job at any moment, an operator its status. Then the job is read again.
+    """
     metadata = stored["metadata"]
     new = stored | {"spec": wanted["spec"]}
     try:
         api.call("PUT", path_of(RLJOBS, metadata["namespace"], metadata["name"]), new, dryRun="All")
     except Refused as refused:
-        if refused.status != 422:
+        if refused.status == HTTPStatus.CONFLICT:
+            return _change(api, api.get(RLJOBS, metadata["name"], metadata["namespace"]), wanted)
+        if refused.status != HTTPStatus.UNPROCESSABLE_ENTITY:
             raise
         return refused.causes
     return []
