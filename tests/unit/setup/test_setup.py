@@ -262,3 +262,36 @@ def test_a_wheel_that_cannot_be_had_is_one_message(
     with pytest.raises(setup.SetupFailed, match="run `make setup` again"):
         offline.install(tmp_path / "tiny.lock", ["--no-index", "--find-links", str(tmp_path)])
     assert "tiny" in capfd.readouterr().err
+
+
+@pytest.fixture
+def recording(setup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An environment of Python 3.12 without torch, whose uv writes what it is asked for to `asked`."""
+    monkeypatch.setattr(setup, "TORCH_CPU_INDEX", "http://127.0.0.1:1")  # nobody answers
+    environment = setup.Environment(tmp_path / ".venv", "cpu")
+    answer = {"version": [3, 12], "implementation": "cpython", "free_threaded": False, "missing": []}
+    write_script(environment.python, f"case \"$2\" in *torch*) exit 1;; esac; echo '{json.dumps(answer)}'")
+    write_script(environment.uv, f'echo "$@" >> {tmp_path}/asked')
+    return environment
+
+
+def test_torch_comes_from_a_folder_that_has_its_cpu_build(recording: Any, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "wheels").mkdir()
+    version = (ROOT / "requirements" / "torch-cuda.in").read_text().split("torch==")[-1].strip()
+    (tmp_path / "other" / f"torch-{version}+cpu-cp313-cp313-manylinux_2_28_x86_64.whl").write_text("")
+    (tmp_path / "wheels" / f"torch-{version}+cpu-cp312-cp312-manylinux_2_28_x86_64.whl").write_text("")
+    recording.install_torch([str(tmp_path / name) for name in ("empty", "other", "wheels")], [])
+    (asked,) = (tmp_path / "asked").read_text().splitlines()
+    assert f"--no-index --find-links {tmp_path}/wheels --no-deps --require-hashes" in asked
+    assert asked.endswith("requirements/torch-cpu.lock")
+
+
+def test_torch_is_the_registrys_where_there_is_no_cpu_build(
+    recording: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recording.install_torch([str(tmp_path / "missing")], [])
+    (asked,) = (tmp_path / "asked").read_text().splitlines()
+    assert asked.endswith("--no-deps --require-hashes --requirement " + str(ROOT / "requirements/torch-cuda.lock"))
+    assert "found no CPU build of torch" in capsys.readouterr().out
