@@ -463,6 +463,7 @@ COVERED = {
     "simulator/measured.py": "calibration",
     "simulator/models.py": "config, simulator",
     "spec/yaml_input.py": "run file, RLJob, scenario",
+    "tensor_files.py": "weights, launcher; weights, engine",
     "trainer/checkpoints.py": "checkpoint's place in the data",
     "trainer/megatron_backend/checkpoint.py": "checkpoint's state; its tensors: trainer/test_bad_disk.py",
     "trainer/checkpoint_export.py": "a checkpoint, whose checksums were compared before",
