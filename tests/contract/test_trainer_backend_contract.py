@@ -31,8 +31,6 @@ from specrl.weights import files
 from specrl.weights.group import BroadcastGroup
 from specrl.weights.stream import receive
 
-# Megatron and torch's checkpoints warn about themselves when they are used in a process with warnings as errors.
-
 VOCAB = 264
 GROUP = WeightGroup("epoch-1", "127.0.0.1", 0, 0, 2, 20.0, "gloo")
 
