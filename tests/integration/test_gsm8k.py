@@ -17,7 +17,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from specrl.prompts import PromptStream, load_prompts, load_validation, open_source
 from specrl.records import Prompt
 from specrl.rewards import VerifierPool, check_references, verifier_for
-from specrl.rewards.verifiers import Exact, marked_answer
+from specrl.rewards.exact import Exact
+from specrl.rewards.final_answer import marked_answer
 from specrl.spec import RunSpec, parse_spec
 from specrl.spec.data import RewardPool
 

@@ -27,6 +27,10 @@ class RolloutSample(Report):
     seconds: float
     finish_reason: str
     reward: float | None
+    extracted: str
+    """The answer that the verifier found in the completion; empty: none."""
+    reason: str
+    """Why the reward is what it is."""
     prompt: str
     completion: str
 
@@ -55,6 +59,8 @@ class Samples:
                 seconds=rollout.seconds,
                 finish_reason=rollout.finish_reason.value,
                 reward=graded.reward.value,
+                extracted=graded.reward.extracted,
+                reason=graded.reward.reason,
                 prompt=prompt.text[:LONGEST_TEXT],
                 completion=rollout.text[:LONGEST_TEXT],
             )

@@ -10,7 +10,7 @@ and completion but the last one, L layers, K experts of each token.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -39,13 +39,18 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A task with its verifier's data. `position` is its place in the shuffled stream, from 0, epochs included."""
+    """A task with its verifier's data. `position` is its place in the shuffled stream, from 0, epochs included.
+
+    row: the other columns of its record, for a verifier that asks for them. It stays in the coordinator: no message
+    carries it.
+    """
 
     prompt_id: str
     position: int
     token_ids: tuple[int, ...]
     text: str
     answer: str
+    row: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
@@ -203,6 +208,10 @@ class Reward:
 
     value: float | None
     failure: str = ""
+    extracted: str = ""
+    """The answer that the verifier found in the completion; empty: it found none, or judges the whole completion."""
+    reason: str = ""
+    """Why the value is what it is, in one line."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -241,11 +241,14 @@ def _unpacked(message: rollout_pb2.Rollout, packed: bytes, listed: Sequence[floa
 
 
 def reward_to_wire(record: Reward) -> rollout_pb2.Reward:
-    return rollout_pb2.Reward(value=record.value, failure=record.failure)
+    return rollout_pb2.Reward(
+        value=record.value, failure=record.failure, extracted=record.extracted, reason=record.reason
+    )
 
 
 def reward_from_wire(message: rollout_pb2.Reward) -> Reward:
-    return Reward(message.value if message.HasField("value") else None, message.failure)
+    value = message.value if message.HasField("value") else None
+    return Reward(value, message.failure, message.extracted, message.reason)
 
 
 def graded_to_bytes(record: GradedRollout) -> bytes:

@@ -2,7 +2,16 @@
 
 from specrl.rewards.choice import check_references, check_verifier, verifier_for
 from specrl.rewards.pool import VerifierPool
-from specrl.rewards.verifiers import Verifier
+from specrl.rewards.verifier import Ungraded, Verdict, Verifier
 from specrl.rewards.workers import FailureKind
 
-__all__ = ["FailureKind", "Verifier", "VerifierPool", "check_references", "check_verifier", "verifier_for"]
+__all__ = [
+    "FailureKind",
+    "Ungraded",
+    "Verdict",
+    "Verifier",
+    "VerifierPool",
+    "check_references",
+    "check_verifier",
+    "verifier_for",
+]

@@ -13,8 +13,10 @@ import pebble
 from specrl.errors import DatasetInvalid, Problem, SpecInvalid, VerifierFailed
 from specrl.rewards.code import Code
 from specrl.rewards.custom import Custom, UserFunction
+from specrl.rewards.exact import Exact
+from specrl.rewards.math import Math
 from specrl.rewards.patterns import JsonSchema, Regex
-from specrl.rewards.verifiers import Exact, Math, Verifier
+from specrl.rewards.verifier import Verifier
 from specrl.rewards.workers import Work
 from specrl.spec.data import Match, Rewards
 

@@ -27,7 +27,7 @@ import signal
 import socket
 import symtable
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -39,7 +39,7 @@ from specrl.rewards.sandbox import confine
 from specrl.rewards.sandbox.confine import CannotConfine, Confined, Confinement, Program
 from specrl.rewards.sandbox.inside.codec import Link, decode, encode
 from specrl.rewards.sandbox.inside.tests import BROKEN, FAILED, PASSED
-from specrl.rewards.verifiers import Verifier
+from specrl.rewards.verifier import NO_ANSWER, Verdict, Verifier
 from specrl.spec.data import CodeVerifier, Isolation, SandboxLimits
 
 _FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+-]*)[^\n]*$", re.MULTILINE)
@@ -180,17 +180,19 @@ class Code(Verifier):
     def check_reference(self, reference: str) -> None:
         read_tests(reference)
 
-    def reward(self, reference: str, completion: str) -> float:
+    def grade(self, reference: str, completion: str, row: Mapping[str, Any]) -> Verdict:
         tests, answer = read_tests(reference), answer_code(completion)
         if not answer.strip():
-            return 0.0
+            return NO_ANSWER
         trial = Trial(self.sandbox)
         try:
             if isinstance(tests, ProgramTests):
-                return float(all(_same_text(trial.output(answer, given), out) for given, out in tests.cases))
-            if isinstance(tests, FunctionTests):
-                return float(trial.call_function(answer, tests))
-            return float(trial.run_tests(answer, tests))
+                passed = all(_same_text(trial.output(answer, given), out) for given, out in tests.cases)
+            elif isinstance(tests, FunctionTests):
+                passed = trial.call_function(answer, tests)
+            else:
+                passed = trial.run_tests(answer, tests)
+            return Verdict(float(passed), answer, "passes its tests" if passed else "fails a test")
         except CannotConfine as error:
             raise VerifierFailed(f"the sandbox must start, got {error}; it is ungraded") from error
 

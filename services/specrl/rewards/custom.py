@@ -9,13 +9,14 @@ import importlib
 import math
 import sys
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from specrl.errors import Problem, SpecInvalid, VerifierFailed
-from specrl.rewards.verifiers import Verifier
+from specrl.rewards.verifier import Verdict, Verifier
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Custom(Verifier):
     def ready(self) -> None:
         self.function.ready()
 
-    def reward(self, reference: str, completion: str) -> float:
+    def grade(self, reference: str, completion: str, row: Mapping[str, Any]) -> Verdict:
         name = self.function.name
         try:
             value = self.function(reference, completion)
@@ -74,7 +75,7 @@ class Custom(Verifier):
             raise VerifierFailed(f"{name} must answer a finite number, got {type(value).__name__}")
         if not math.isfinite(value):
             raise VerifierFailed(f"{name} must answer a finite number, got {value}")
-        return float(value)
+        return Verdict(float(value))
 
 
 @lru_cache(maxsize=1)

@@ -12,14 +12,15 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from graphlib import CycleError, TopologicalSorter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specrl.errors import VerifierFailed
-from specrl.rewards.verifiers import Verifier, marked_answer
+from specrl.rewards.final_answer import marked_answer
+from specrl.rewards.verifier import NO_ANSWER, Verdict, Verifier
 
 if TYPE_CHECKING:
     from jsonschema_rs import Resolver, Validator
@@ -55,12 +56,13 @@ class Regex(Verifier):
     def check_reference(self, reference: str) -> None:
         _compiled(reference)
 
-    def reward(self, reference: str, completion: str) -> float:
+    def grade(self, reference: str, completion: str, row: Mapping[str, Any]) -> Verdict:
         pattern, answer = _compiled(reference), marked_answer(completion, self.answer_after)
         if answer is None:
-            return 0.0
+            return NO_ANSWER
         text = _whole_characters(answer)
-        return float((pattern.fullmatch(text) if self.is_whole else pattern.search(text)) is not None)
+        found = pattern.fullmatch(text) if self.is_whole else pattern.search(text)
+        return Verdict(0.0, text, "no match") if found is None else Verdict(1.0, text, "matches")
 
 
 @dataclass(frozen=True)
@@ -75,13 +77,15 @@ class JsonSchema(Verifier):
     def check_reference(self, reference: str) -> None:
         _validator(reference)
 
-    def reward(self, reference: str, completion: str) -> float:
+    def grade(self, reference: str, completion: str, row: Mapping[str, Any]) -> Verdict:
         validator = _validator(reference)
+        text = _after(completion, self.answer_after)
         try:
-            answer = _read_json(_after(completion, self.answer_after))
+            answer = _read_json(text)
         except (ValueError, RecursionError):
-            return 0.0
-        return float(validator.is_valid(answer))
+            return NO_ANSWER
+        is_valid = validator.is_valid(answer)
+        return Verdict(float(is_valid), text, "valid" if is_valid else "not valid under the schema")
 
 
 @lru_cache(maxsize=1024)

@@ -6,11 +6,11 @@ How a verifier's process may end, and what bounds each wait: `workers.py`.
 
 from __future__ import annotations
 
-import math
+import numpy as np
 
 from specrl.errors import VerifierFailed
 from specrl.records import Prompt, Reward
-from specrl.rewards.verifiers import Verifier
+from specrl.rewards.verifier import Verdict, Verifier
 from specrl.rewards.workers import FailureKind, WorkerPool
 from specrl.spec.data import RewardPool
 
@@ -29,12 +29,15 @@ class VerifierPool(WorkerPool):
 
         Raises VerifierFailed only when the pool is closed or cannot be started again: then no rollout can be graded.
         """
-        answer = await self._ask(self._verifier.reward, prompt.answer, text)
-        if not answer.failure and not (isinstance(answer.value, float) and math.isfinite(answer.value)):
-            got = answer.value if isinstance(answer.value, float) else type(answer.value).__name__
-            answer = self._failed(FailureKind.ERROR, f"the verifier must answer a finite number, got {got}")
+        answer = await self._ask(self._verifier.grade, prompt.answer, text, prompt.row)
         if answer.failure:
             return Reward(None, answer.failure)
-        assert isinstance(answer.value, float)
+        verdict = answer.value
+        assert isinstance(verdict, Verdict), "what every verifier returns"
+        with np.errstate(over="ignore"):
+            is_finite = np.isfinite(np.float32(verdict.reward))
+        if not is_finite:
+            rule = f"the verifier must return a finite number (in float32), got {verdict.reward}"
+            return Reward(None, self._failed(FailureKind.ERROR, rule).failure)
         self.graded += 1
-        return Reward(answer.value)
+        return Reward(verdict.reward, extracted=verdict.extracted or "", reason=verdict.reason)

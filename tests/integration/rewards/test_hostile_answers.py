@@ -26,7 +26,7 @@ import pytest
 from specrl.errors import SpecInvalid, VerifierFailed
 from specrl.rewards import code, verifier_for
 from specrl.rewards.code import Code
-from specrl.rewards.verifiers import Verifier
+from specrl.rewards.verifier import Verifier
 from specrl.spec.data import CodeVerifier, Isolation, Rewards
 
 SUM = json.dumps({"inputs": ["1 2\n", "30 4\n"], "outputs": ["3\n", "34\n"]})

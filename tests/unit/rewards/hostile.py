@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from specrl.rewards import Verifier
+from specrl.rewards import Verdict, Verifier
 
 
 @dataclass(frozen=True)
 class Hostile(Verifier):
-    def reward(self, reference: str, completion: str) -> float:
+    def grade(self, reference: str, completion: str, row: Mapping[str, Any]) -> Verdict:
         match completion:
             case "hang":
                 time.sleep(3600)
@@ -26,7 +28,7 @@ class Hostile(Verifier):
             case "raise":
                 raise KeyError(reference)
             case "nonsense":
-                return float("nan")
+                return Verdict(float("nan"))
             case "fill memory":
-                return float(len(bytearray(2**40)))
-        return float(completion == reference)
+                return Verdict(float(len(bytearray(2**40))))
+        return Verdict(float(completion == reference))

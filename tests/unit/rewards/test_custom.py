@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from specrl.errors import SpecInvalid, VerifierFailed
-from specrl.records import Prompt, Reward
+from specrl.records import Prompt
 from specrl.rewards import FailureKind, VerifierPool, check_verifier, choice, verifier_for
 from specrl.rewards.custom import Custom, UserFunction
 from specrl.spec.data import PythonVerifier, RewardPool, Rewards
@@ -40,8 +40,8 @@ async def test_its_number_is_the_reward_and_its_failures_are_counted(folder: Pat
     rewards = Rewards(python=PythonVerifier(function="my_rewards:grade", folder=str(folder)))
     check_verifier(rewards)
     async with VerifierPool(verifier_for(rewards), RewardPool(workers=1, timeout_s=30)) as pool:
-        assert await pool.grade(PROMPT, "banana") == Reward(1.5)
-        assert await pool.grade(PROMPT, "b") == Reward(0.0)
+        assert (await pool.grade(PROMPT, "banana")).value == 1.5
+        assert (await pool.grade(PROMPT, "b")).value == 0.0
         for completion, said in [("raise", "KeyError"), ("nothing", "finite number"), ("infinity", "finite number")]:
             reward = await pool.grade(PROMPT, completion)
             assert reward.value is None

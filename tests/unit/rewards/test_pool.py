@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from specrl.errors import VerifierFailed
-from specrl.records import Prompt, Reward
+from specrl.records import Prompt
 from specrl.rewards import FailureKind, VerifierPool, verifier_for
 from specrl.spec.data import MathVerifier, RewardPool, Rewards
 
@@ -36,8 +36,8 @@ def workers(pool: VerifierPool) -> list[int]:
 
 
 async def test_verdicts_are_the_verifiers_own(pool: VerifierPool) -> None:
-    assert await pool.grade(PROMPT, "right") == Reward(1.0)
-    assert await pool.grade(PROMPT, "wrong") == Reward(0.0)
+    assert (await pool.grade(PROMPT, "right")).value == 1.0
+    assert (await pool.grade(PROMPT, "wrong")).value == 0.0
     assert pool.graded == 2
     assert not pool.failures
 
@@ -62,7 +62,7 @@ async def test_a_failure_is_ungraded_counted_and_over(
     assert reward.failure.startswith(f"{kind}: ")
     assert said in reward.failure
     assert dict(pool.failures) == {kind: 1}
-    assert await pool.grade(PROMPT, "right") == Reward(1.0), "the next rollout meets a sound worker"
+    assert (await pool.grade(PROMPT, "right")).value == 1.0, "the next rollout meets a sound worker"
     assert pool.graded == 1
 
 
@@ -76,7 +76,7 @@ async def test_a_worker_that_dies_idle_costs_no_verdict(pool: VerifierPool) -> N
     for _ in range(2):
         (worker,) = workers(pool)
         os.kill(worker, signal.SIGKILL)
-        assert await pool.grade(PROMPT, "right") == Reward(1.0)
+        assert (await pool.grade(PROMPT, "right")).value == 1.0
     assert not pool.failures
 
 
@@ -86,7 +86,7 @@ async def test_an_abandoned_verdict_frees_its_worker(pool: VerifierPool) -> None
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert await pool.grade(PROMPT, "right") == Reward(1.0)
+    assert (await pool.grade(PROMPT, "right")).value == 1.0
 
 
 async def test_a_closed_pool_leaves_no_process_and_refuses(pool: VerifierPool) -> None:
@@ -109,7 +109,7 @@ async def test_the_math_verifier_works_in_the_pool() -> None:
 PROGRAM = """
 import asyncio, os, signal, sys
 from specrl.rewards import VerifierPool
-from specrl.rewards.verifiers import Exact
+from specrl.rewards.exact import Exact
 from specrl.spec.data import RewardPool
 
 async def main():

@@ -12,11 +12,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from specrl.errors import DatasetInvalid, VerifierFailed
-from specrl.rewards import check_references, verifier_for, verifiers
+from specrl.rewards import check_references, verifier_for
 from specrl.rewards.code import Code
 from specrl.rewards.custom import Custom, UserFunction
+from specrl.rewards.exact import Exact
+from specrl.rewards.final_answer import marked_answer, normalise
+from specrl.rewards.math import Math
+from specrl.rewards.math.verifier import math_expression, unmarked_answer
 from specrl.rewards.patterns import JsonSchema, Regex
-from specrl.rewards.verifiers import Exact, Math, marked_answer, unmarked_answer
 from specrl.spec.data import (
     CodeVerifier,
     ExactVerifier,
@@ -140,8 +143,8 @@ def test_the_mark_is_the_runs(mark: str) -> None:
 def test_reading_never_fails_on_any_text(text: str, mark: str) -> None:
     marked_answer(text, mark)
     unmarked_answer(text)
-    verifiers.math_expression(text)
-    assert verifiers.normalise(verifiers.normalise(text)) is not None
+    math_expression(text)
+    assert normalise(normalise(text)) is not None
     assert Exact("####").reward("18", text) in (0.0, 1.0)
 
 

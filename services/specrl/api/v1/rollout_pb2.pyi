@@ -284,18 +284,26 @@ class Reward(_message.Message):
 
     VALUE_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    EXTRACTED_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     value: _builtins.float
     failure: _builtins.str
     """why there is no value; empty when there is one"""
+    extracted: _builtins.str
+    """the answer that the verifier found; empty: none, or it judges the completion"""
+    reason: _builtins.str
+    """why the value is what it is, in one line"""
     def __init__(
         self,
         *,
         value: _builtins.float | None = ...,
         failure: _builtins.str = ...,
+        extracted: _builtins.str = ...,
+        reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_value", b"_value", "value", b"value"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_value", b"_value", "failure", b"failure", "value", b"value"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_value", b"_value", "extracted", b"extracted", "failure", b"failure", "reason", b"reason", "value", b"value"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__value: _TypeAlias = _typing.Literal["value"]  # noqa: Y015
     _WhichOneofArgType__value: _TypeAlias = _typing.Literal["_value", b"_value"]  # noqa: Y015

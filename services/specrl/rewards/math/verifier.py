@@ -1,24 +1,17 @@
-"""What a verifier is, and the two that compare: 1 for a completion whose final answer is the reference's, else 0.
-
-Stage 3 of the loop. `pool.VerifierPool` calls them, in processes that it can kill. Invariant: a completion that
-cannot be read is wrong (0); a reference that cannot be read, or a library that fails on two readable answers, is
-VerifierFailed and never 0. Time and memory are bounded by the pool, not here.
-
-Reference and completion go through the same reading, so a reference may be a worked solution that ends in
-`#### 18`, as in GSM8K, or the bare answer. A completion without the mark has no final answer for `exact`; `math`
-then reads its last boxed expression or number.
-"""
+"""Verifier `math`: equality of mathematical expressions by math-verify."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from specrl.errors import VerifierFailed
+from specrl.rewards.final_answer import marked_answer, normalise
+from specrl.rewards.verifier import NO_ANSWER, Verdict, Verifier
 
-_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 _NUMBER = re.compile(
     r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?(?:/\d+(?:\.\d+)?)?%?|(?<!\w)[-+]?\.\d+%?"
 )
@@ -26,43 +19,6 @@ _MIXED = re.compile(r"([-+]?)(\d+)\s+(\d+)/(\d+)")
 _TWO_NUMBERS = re.compile(r"\d\s+[-+]?[.\d]")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 _TEXT = re.compile(r"\\(?:text|mathrm|textbf|mbox)\s*\{[^{}]*\}")
-_CURRENCY = re.compile(r"^([-+]?)\s*\\?[$€£]\s*(?=[-+.\d])")
-_CURRENCY_AFTER = re.compile(r"(?<=\d)\s*\\?[$€£]$")
-_DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
-
-
-class Verifier(Protocol):
-    """A verdict on one completion. Instances pickle: they run in other processes."""
-
-    preloads: ClassVar[tuple[str, ...]] = ()
-    """Modules that take long to load; the pool loads them once for all of its workers."""
-
-    def ready(self) -> None:
-        """Once in a worker before the first verdict: raise SpecInvalid when there can be none on this machine."""
-        return
-
-    def check_reference(self, reference: str) -> None:
-        """Raise VerifierFailed when no completion could be compared with this reference. Cheap."""
-        return
-
-    def reward(self, reference: str, completion: str) -> float:
-        """1.0 or 0.0. Raises VerifierFailed when there can be no verdict."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class Exact(Verifier):
-    """Equality of text, once white space, currency signs, thousands separators and a closing full stop are gone."""
-
-    answer_after: str
-
-    def check_reference(self, reference: str) -> None:
-        _reference_answer(reference, self.answer_after)
-
-    def reward(self, reference: str, completion: str) -> float:
-        expected = _reference_answer(reference, self.answer_after)
-        given = marked_answer(completion, self.answer_after)
-        return float(given is not None and normalise(given) == expected)
 
 
 @dataclass(frozen=True)
@@ -78,25 +34,16 @@ class Math(Verifier):
     def check_reference(self, reference: str) -> None:
         _reference_expression(reference, self.answer_after)
 
-    def reward(self, reference: str, completion: str) -> float:
+    def grade(self, reference: str, completion: str, row: Mapping[str, Any]) -> Verdict:
         gold = _parsed_reference(reference, self.answer_after)
         given = marked_answer(completion, self.answer_after)
         expression = math_expression(given if given is not None else unmarked_answer(completion))
         parsed = _parse(expression)
         if not parsed:
-            return 0.0
-        return float(_verify(list(gold), parsed))
-
-
-def marked_answer(text: str, mark: str) -> str | None:
-    """The first line after the last `mark`; None without one. An empty mark stands before the whole text."""
-    if not mark:
-        return text.strip()
-    _, found, after = text.rpartition(mark)
-    if not found:
-        return None
-    lines = after.strip().splitlines()
-    return lines[0].strip() if lines else ""
+            return NO_ANSWER
+        is_equal = _verify(list(gold), parsed)
+        reason = "equal to the reference" if is_equal else "not equal to the reference"
+        return Verdict(float(is_equal), expression, reason)
 
 
 def unmarked_answer(text: str) -> str:
@@ -106,17 +53,6 @@ def unmarked_answer(text: str) -> str:
         return _braced(text, start + len(r"\boxed"))
     numbers = [match.group() for match in _NUMBER.finditer(text)]
     return numbers[-1] if numbers else ""
-
-
-def normalise(answer: str) -> str:
-    """The form in which answers are compared as text: `$1,000.` is `1000`, ` New  York ` is `New York`."""
-    text = " ".join(answer.split()).rstrip(".").rstrip()
-    for opening, closing in _DELIMITERS:
-        if len(text) > len(opening) + len(closing) and text.startswith(opening) and text.endswith(closing):
-            text = text[len(opening) : -len(closing)].strip()
-            break
-    text = _CURRENCY_AFTER.sub("", _CURRENCY.sub(r"\1", text)).rstrip(".").rstrip()
-    return _THOUSANDS.sub(lambda match: match.group().replace(",", ""), text)
 
 
 def math_expression(answer: str) -> str:
@@ -145,14 +81,6 @@ def _braced(text: str, start: int) -> str:
         if depth == 0:
             return text[start + 1 : index]
     return ""
-
-
-def _reference_answer(reference: str, mark: str) -> str:
-    marked = marked_answer(reference, mark)
-    answer = normalise(marked if marked is not None else reference)
-    if not answer:
-        raise VerifierFailed(f"the reference must have a final answer, got {reference[-80:]!r}; correct the data set")
-    return answer
 
 
 def _reference_expression(reference: str, mark: str) -> str:

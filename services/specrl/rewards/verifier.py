@@ -1,0 +1,62 @@
+"""What a verifier is, and what it says: called by `pool.VerifierPool`, in processes that it can kill.
+
+Invariant: an answer cannot choose whether it is graded. Fault is decided by the reference. Once the reference has been
+read without the answer, whatever the answer causes is a verdict of 0. `Ungraded` is for what no answer can cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A verifier's verdict on one completion."""
+
+    reward: float
+    """Finite in float32, the type that advantages are computed in."""
+    extracted: str | None = None
+    """The answer that was found in the completion. None: none was found, and the reward is 0; or the verifier judges
+    the whole completion."""
+    reason: str = ""
+    """Why the reward is what it is, for people: one line."""
+
+
+NO_ANSWER = Verdict(0.0, None, "no answer found")
+"""The completion has no answer that the verifier understands. Its share is counted per step."""
+
+
+class Ungraded(Exception):
+    """Raised by a verifier when there is no verdict for a reason that no answer can cause, as a judge that is away.
+
+    The rollout is sampled again. The message is logged, so it must not quote prompts or completions.
+    """
+
+
+class Verifier(Protocol):
+    """Grades completions. Instances pickle: they run in other processes."""
+
+    preloads: ClassVar[tuple[str, ...]] = ()
+    """Modules that take long to load; the pool loads them once for all of its workers."""
+
+    def ready(self) -> None:
+        """Prepare a worker before its first verdict. Raises SpecInvalid when it cannot work on this machine."""
+        return
+
+    def check_reference(self, reference: str) -> None:
+        """Raise VerifierFailed when no completion could be compared with this reference."""
+        return
+
+    def grade(self, reference: str, completion: str, row: Mapping[str, Any]) -> Verdict:
+        """The verdict on one completion.
+
+        row: the other columns of the prompt's record. Raises VerifierFailed when the reference is at fault, and
+        Ungraded when something else is that no answer can cause.
+        """
+        raise NotImplementedError
+
+    def reward(self, reference: str, completion: str) -> float:
+        """The reward alone, of a completion of a record without other columns."""
+        return self.grade(reference, completion, {}).reward
