@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import builtins
 import pickle
-import re
-from contextlib import suppress
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specrl.errors import DatasetInvalid, VerifierFailed
@@ -18,7 +15,6 @@ from specrl.rewards.custom import Custom, UserFunction
 from specrl.rewards.exact import Exact
 from specrl.rewards.final_answer import marked_answer, normalise
 from specrl.rewards.math import Math
-from specrl.rewards.math.verifier import math_expression, unmarked_answer
 from specrl.rewards.patterns import JsonSchema, Regex
 from specrl.spec.data import (
     CodeVerifier,
@@ -142,8 +138,6 @@ def test_the_mark_is_the_runs(mark: str) -> None:
 @given(text=st.text(), mark=st.text(max_size=4))
 def test_reading_never_fails_on_any_text(text: str, mark: str) -> None:
     marked_answer(text, mark)
-    unmarked_answer(text)
-    math_expression(text)
     assert normalise(normalise(text)) is not None
     assert Exact("####").reward("18", text) in (0.0, 1.0)
 
@@ -156,63 +150,17 @@ def test_numbers_equal_themselves_in_every_spelling_and_no_other(value: int, wro
         assert verifier.reward(f"#### {value}", f"#### {wrong}") == float(value == wrong)
 
 
-@pytest.mark.parametrize(
-    ("completion", "verdict"),
-    [
-        (r"\boxed{17} or \boxed{19}, so \boxed{18}", 1.0),
-        (r"\boxed{18}, no: \boxed{17}", 0.0),
-        (r"\boxed{18} \boxed{", 0.0),
-        (r"\boxed{\boxed{18}}", 1.0),
-        (r"\boxed{17, 18}", 0.0),
-        (r"\boxed{18 or 17}", 0.0),
-        (r"\boxed{\text{18 or 17}}", 0.0),
-        (r"\boxed{x = 18}", 1.0),
-        (r"\boxed{18 = 17}", 0.0),
-        (r"#### \boxed{17} 18", 0.0),
-        ("#### 18\n#### ", 0.0),
-        ("#### 18 #### 17", 0.0),
-        ("the answer is one of 1 2 3 18", 1.0),
-        ("#### \uff11\uff18", 0.0),
-        ("#### \u0661\u0668", 0.0),
-        ("#### 18\u200b", 0.0),
-        ("#### \u221218", 0.0),
-        ("#### 18\u202e", 0.0),
-        (r"#### \int_0^{18} 1 dx", 0.0),
-        (r"#### \{18\}", 1.0),  # to math-verify a set of one is its member
-        ("#### [17, 18]", 0.0),
-        ("#### 18 < x", 0.0),
-        ("#### oo", 0.0),
-        ("#### True", 0.0),
-        ("#### " + "(" * 300 + "18" + ")" * 300, 0.0),
-        ("#### " + "1+" * 200 + "x", 0.0),
-    ],
-)
-def test_math_is_not_led_astray(completion: str, verdict: float) -> None:
-    assert MATH.reward(SOLUTION, completion) == verdict
-
-
 def test_a_reference_that_cannot_be_read_is_no_verdict() -> None:
     for verifier, reference in [(EXACT, "####"), (MATH, "####"), (MATH, "#### Monday"), (MATH, "#### ((")]:
         with pytest.raises(VerifierFailed, match="the reference must"):
             verifier.reward(reference, "#### 18")
 
 
-def test_a_library_that_fails_on_two_readable_answers_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    import math_verify
-
-    def fail(*_: object, **__: object) -> bool:
-        raise RecursionError
-
-    monkeypatch.setattr(math_verify, "verify", fail)
-    with pytest.raises(VerifierFailed, match="got RecursionError"):
-        MATH.reward("#### 18", "#### 18")
-
-
 def test_references_without_an_answer_are_named_before_the_run_starts() -> None:
     exact, math = Rewards(exact=ExactVerifier()), Rewards(math=MathVerifier())
     check_references(exact, [("a:1", SOLUTION), ("a:2", "Monday")])
     check_references(math, [("a:1", SOLUTION), ("a:2", r"\boxed{7}")])
-    with pytest.raises(DatasetInvalid, match="a:2: the reference must end in a mathematical answer"):
+    with pytest.raises(DatasetInvalid, match="a:2: the reference must be one mathematical value"):
         check_references(math, [("a:1", SOLUTION), ("a:2", "#### Monday")])
     with pytest.raises(DatasetInvalid, match="a:1: the reference must have a final answer"):
         check_references(exact, [("a:1", "worked ####")])
@@ -229,54 +177,3 @@ def test_the_runs_verifier_is_built_and_pickles() -> None:
         (Rewards(python=PythonVerifier(function="a.b:c")), Custom(UserFunction("a.b:c", None, "rewards.python"))),
     ]:
         assert pickle.loads(pickle.dumps(verifier_for(section))) == expected  # noqa: S301 - our own bytes
-
-
-HOSTILE = [
-    "__import__('os')",
-    "'a'.__class__",
-    "(lambda: 1)()",
-    "[i for i in (1,)]",
-    "f(x)",
-    "exec",
-    ";",
-    '"',
-    "'",
-    "\n",
-]
-LATEX = [
-    "7",
-    "1.5e3",
-    "x_{",
-    "}",
-    "\\text{",
-    "\\mathrm{",
-    "\\frac{1}{2}",
-    "\\boxed{",
-    "\\{",
-    "\\}",
-    "+",
-    "=",
-    ",",
-    "^",
-    "%",
-]
-
-
-@given(st.lists(st.sampled_from(HOSTILE + LATEX), min_size=1, max_size=6).map("".join))
-@example("__import__('os')")
-@example("\\text{__import__('os')}")
-def test_of_an_answer_only_numbers_and_names_are_evaluated_as_python(answer: str) -> None:
-    """SymPy reads numbers by `eval`; math-verify's grammar must have cut them out of the answer before."""
-    MATH.ready()
-    evaluate, evaluated = builtins.eval, []
-
-    def noted(code: object, *scope: object) -> object:
-        evaluated.append(code)
-        return evaluate(code, *scope)  # type: ignore[arg-type]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(builtins, "eval", noted)
-        with suppress(VerifierFailed):
-            MATH.reward("#### 7", f"#### {answer}")
-    harmless = re.compile(r"(Integer|Float|Rational|Symbol) \('?[\w. +-]*'? ?\)|[A-Z] ")
-    assert [code for code in evaluated if not harmless.fullmatch(str(code))] == []

@@ -1,0 +1,262 @@
+"""The text of an answer, read as one mathematical value.
+
+    text -> decoration gone -> one spelling (notation) -> words apart (words) -> structure (here) -> expressions
+
+Called by `grading.py`. Invariant: what is not understood raises Unreadable; nothing but words is dropped to make the
+rest readable. Structure is read here: the parser of math-verify takes a set for its only member, loses the brackets of
+a tuple and the sign of a degree.
+"""
+
+from __future__ import annotations
+
+import re
+
+from specrl.rewards.math.brackets import depths, split_outside
+from specrl.rewards.math.expressions import read_expression
+from specrl.rewards.math.extraction import LONGEST_ANSWER
+from specrl.rewards.math.notation import to_latex
+from specrl.rewards.math.units import DEGREE, PERCENT, canonical_unit
+from specrl.rewards.math.values import (
+    Choice,
+    Collection,
+    Expression,
+    Matrix,
+    Numeral,
+    PlusMinus,
+    Quantity,
+    Ratio,
+    Relation,
+    SpecialSet,
+    Union,
+    Unreadable,
+    Value,
+)
+from specrl.rewards.math.words import Kind, Names, change_value, split_words
+
+_PAIRS = (("$$", "$$"), (r"\(", r"\)"), (r"\[", r"\]"), ('"', '"'), ("'", "'"))
+_EMPHASIS = re.compile(r"(?<![\w*)}])(\*{1,3}|_{1,3})(?=\S)([^*_]*?)(?<=\S)\1(?![\w*({])")
+_PICTURE = re.compile("[\u2600-\u27bf\ufe0f\U0001f300-\U0001faff]")
+_GROUP = re.compile(r"(?:\\(?:boxed|fbox)\s*)?\{")
+_ALIGNMENT = re.compile(r"\\(?:begin|end)\{(?:equation|align|aligned|gather|gathered|multline|displaymath|split)\*?\}")
+_WORDS_IN_PARENTHESES = re.compile(r"\s\(([^()\d\\=<>]*[a-zA-Z]{3}[^()\d\\=<>]*)\)")
+_CHOICE = re.compile(
+    r"(?:(?i:option|choice|answer)\s*:?\s*)?(?:\\text\s*\{\s*)?"
+    r"(?:\(\s*([A-Ja-j])\s*\)|\b([A-J])(?=\s*(?:$|[.:)}](?!\d))|,?\s(?:because|since|as|which)\b))"
+    r"\s*\}?\s*(?:[.:)]?\s*(.*))?",
+    re.DOTALL,
+)
+_RELATION = re.compile(r"\\(?:le|ge|ne|in|approx)(?![a-zA-Z])|[=<>]")
+_LETTER = r"[a-zA-Z](?:_\{?\w+\}?)?"
+_NAME = re.compile(
+    rf"(?:{_LETTER}|\\[a-z]+(?:_\{{?\w+\}}?)?|[A-Z]{{2,3}}|\\text\s*\{{[^{{}}]*\}})'?\s*(?:\(\s*[\w\\,+\s-]{{1,20}}\s*\))?"
+    rf"|\(\s*{_LETTER}(?:\s*,\s*{_LETTER})+\s*\)"
+    r"|\|\s*[A-Z]{2}\s*\||\\angle\s*[A-Z]{1,3}|\\(?:sin|cos|tan)\s*\\?[a-zA-Z]+"
+)
+"""What can stand on the left of `=` without being an equation to solve: x, f(x), AB, (x, y), P(A)."""
+_SETS = frozenset((r"\emptyset", r"\mathbb{R}", r"\mathbb{Z}", r"\mathbb{N}", r"\mathbb{Q}", r"\mathbb{C}"))
+_MATRIX = re.compile(r"\\begin\{([pbvVB]?(?:small)?matrix|cases|array)\}(?:\{[^{}]*\})?(.*)\\end\{\1\}", re.DOTALL)
+_MATRIX_BRACKETS = re.compile(r"^(?:[\[(]|\\\{)\s*(?=\\begin)|(?<=\})\s*[\])]$")
+_OPENING = re.compile(r"\\\{|\\langle|[(\[]")
+_CLOSING = re.compile(r"(?:\\\}|\\rangle|[)\]])$")
+_SIGN = re.compile(r"\\(?:pm|mp)(?![a-zA-Z])")
+_MONEY = re.compile(r"([-+]?)\s*(\\\$|[€£¥])\s*([-+]?.+)")
+
+
+def read_answer(text: str, names: Names = None) -> Value:
+    """The one value that the text gives; several between "or" and "and" are a list. Raises Unreadable.
+
+    names: the variables of the reference. None: the text is a reference, and no words may stand before its value.
+    """
+    text = _undecorated(text)
+    if len(text) > LONGEST_ANSWER:
+        raise Unreadable(f"longer than {LONGEST_ANSWER} letters")
+    latex = _undecorated(_WORDS_IN_PARENTHESES.sub(r" \1", to_latex(text)))
+    choice = _CHOICE.fullmatch(latex)
+    if choice and not _RELATION.match((choice.group(3) or "").strip()):
+        return Choice((choice.group(1) or choice.group(2)).upper())
+    values = _values(latex, names)
+    return values[0] if len(values) == 1 else Collection("", "", tuple(values))
+
+
+def letters_of(value: object) -> frozenset[str]:
+    """The letters of a value that are variables."""
+    if isinstance(value, Expression):
+        return frozenset(symbol.name for symbol in value.tree.free_symbols)
+    if isinstance(value, tuple):
+        return frozenset().union(*(letters_of(item) for item in value))
+    return frozenset().union(*(letters_of(getattr(value, name)) for name in getattr(value, "__dataclass_fields__", ())))
+
+
+def _undecorated(text: str) -> str:
+    """Without markdown, the delimiters of formulas, a box around all of it, and closing punctuation."""
+    before = None
+    while text != before:
+        before = text
+        text = _EMPHASIS.sub(r"\2", _PICTURE.sub("", text.replace("`", "")).strip()).strip("*#>~ \t\n")
+        for opening, closing in _PAIRS:
+            inside = text[len(opening) : -len(closing)]
+            if text == f"{opening}{inside}{closing}" and inside and opening not in inside and closing not in inside:
+                text = inside
+        group = _GROUP.match(text)
+        if group and text.endswith("}") and 0 not in depths(text)[group.end() : -1]:
+            text = text[group.end() : -1]
+        text = text[:-2] if text.endswith(("\\.", "\\,", "\\!")) else text.rstrip(".,;: \n")
+    if not re.search(r"matrix|cases|array", text):
+        text = re.sub(r"\\\\|&", " ", _ALIGNMENT.sub(" ", text)).strip()
+    dollars = re.findall(r"(?<!\\)\$", text)  # in pairs they are delimiters; one alone is money
+    text = re.sub(r"(?<!\\)\$", "" if len(dollars) % 2 == 0 else r"\\$", text)
+    return re.sub(r"\\[()]", "", re.sub(r"\\[\[\]]", " ", text)).strip()
+
+
+def _values(latex: str, names: Names) -> list[Value]:
+    """The values between separators, each of one formula with words around it."""
+    values: list[Value] = []
+    before, formula, after = "", "", ""
+    for kind, piece in [*split_words(latex, names), (Kind.SEPARATOR, "")]:
+        if kind is Kind.FORMULA and piece.strip(" .,:;"):
+            if formula:
+                raise Unreadable("more than one value")
+            formula = piece
+        elif kind is Kind.WORDS:
+            before, after = (before, f"{after} {piece}") if formula else (f"{before} {piece}", after)
+        elif kind is Kind.SEPARATOR:
+            if not formula.strip(" .,:;-="):
+                raise Unreadable("words without mathematics" if before.strip() else "no mathematics")
+            values.append(_value(before, formula, after, names))
+            before, formula, after = "", "", ""
+    return values
+
+
+def _value(before: str, formula: str, after: str, names: Names) -> Value:
+    if change_value(before, after):
+        raise Unreadable("words that change the value")
+    last_word = before.rsplit(maxsplit=1)[-1] if before.strip() else ""
+    currency = canonical_unit(last_word) if last_word in (r"\$", "€", "£", "¥") else ()
+    if names is None and before.strip() != (last_word if currency else ""):
+        raise Unreadable("words before the value")
+    value = _mathematics(formula.strip(" =:,;").rstrip("."), names)
+    units = currency + canonical_unit(after)
+    return _with_units(value, units) if units else value
+
+
+def _with_units(value: Value, units: tuple[str, ...]) -> Value:
+    if isinstance(value, Relation) and value.terms[-1] is not None:
+        return Relation((*value.terms[:-1], _with_units(value.terms[-1], units)), value.operators, value.names)
+    if isinstance(value, Quantity):
+        return Quantity(value.value, value.units + units)
+    return Quantity(value, units)
+
+
+def _entry(text: str, names: Names) -> Value:
+    """One entry of a list, a bracket or a matrix."""
+    values = _values(text, names)
+    if len(values) > 1:
+        raise Unreadable("more than one value in an entry")
+    return values[0]
+
+
+def _mathematics(text: str, names: Names) -> Value:
+    """A value without words around it: the outermost structure first."""
+    text = text.strip()
+    for separator in (";", ","):
+        entries = split_outside(text, separator)
+        if len(entries) > 1:
+            return Collection("", "", tuple(_entry(entry, names) for entry in entries))
+    relation = _relation(text, names)
+    if relation is not None:
+        return relation
+    members = split_outside(text, r"\cup")
+    if len(members) > 1:
+        return Union(tuple(_mathematics(member, names) for member in members))
+    if text in _SETS:
+        return SpecialSet(text)
+    matrix = _MATRIX.fullmatch(_MATRIX_BRACKETS.sub("", text))
+    if matrix:
+        return _matrix(matrix.group(1), matrix.group(2), names)
+    return (
+        _bracketed(text, names)
+        or _signed_quantity(text, names)
+        or _numeral(text)
+        or _plus_minus(text)
+        or read_expression(text)
+    )
+
+
+def _relation(text: str, names: Names) -> Value | None:
+    """A chain of =, <, > and their kin; `x \\in S` is S. None where there is no such sign."""
+    depth_at = depths(text)
+    found = [match for match in _RELATION.finditer(text) if not depth_at[match.start()]]
+    if not found:
+        return None
+    bounds = [0, *(edge for match in found for edge in match.span()), len(text)]
+    sides = [text[bounds[i] : bounds[i + 1]].strip() for i in range(0, len(bounds), 2)]
+    operators = tuple(match.group() for match in found)
+    if operators == (r"\in",):
+        return _mathematics(sides[1], names)
+    terms = (_left_side(sides[0], names), *(_entry(side, names) for side in sides[1:]))
+    return Relation(terms, operators, tuple("".join(s.split()) if _NAME.fullmatch(s) else "" for s in sides))
+
+
+def _left_side(text: str, names: Names) -> Value | None:
+    """The value of the first term; None where it is empty, or a name that is no expression."""
+    if not text or re.fullmatch(r"[\w\s]*[a-z]{4,}[\w\s]*", text):
+        return None
+    try:
+        return _entry(text, names)
+    except Unreadable:
+        if _NAME.fullmatch(text):
+            return None
+        raise
+
+
+def _matrix(environment: str, content: str, names: Names) -> Value:
+    rows = [split_outside(row, "&") for row in split_outside(content, r"\\") if row.strip()]
+    cells = tuple(tuple(_entry(cell, names) for cell in row if cell.strip()) for row in rows)
+    if not cells or len({len(row) for row in cells}) > 1:
+        raise Unreadable("a matrix with rows of different lengths")
+    return Matrix("cases" if environment == "cases" else "vmatrix" if environment[0] in "vV" else "matrix", cells)
+
+
+def _bracketed(text: str, names: Names) -> Value | None:
+    """Entries between two brackets that hold all of the text; None where the text is not that."""
+    opening, closing = _OPENING.match(text), _CLOSING.search(text)
+    if not opening or not closing or opening.end() > closing.start():
+        return None
+    if 0 in depths(text)[opening.end() : closing.start()]:
+        return None
+    inside = text[opening.end() : closing.start()]
+    entries = split_outside(inside, ",", ";")
+    if len(entries) == 1 and opening.group() == "(" and closing.group() == ")":
+        has_words = any(kind is Kind.WORDS for kind, _ in split_words(inside, names))
+        return _entry(inside, names) if has_words or _signed_quantity(inside, names) else None
+    values = tuple(_entry(entry, names) for entry in entries)
+    return Collection(opening.group().lstrip("\\"), closing.group().lstrip("\\"), values)
+
+
+def _signed_quantity(text: str, names: Names) -> Value | None:
+    """A percentage, degrees or money written with signs; None where the text is none of them."""
+    degrees = re.fullmatch(r"(.+?)\s*\^\\circ\s*([CF])?", text)
+    if degrees and not re.search(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])", text):
+        unit = {"C": "celsius", "F": "fahrenheit"}.get(degrees.group(2) or "", DEGREE)
+        return Quantity(_mathematics(degrees.group(1), names), (unit,))
+    percent = re.fullmatch(r"(.*[^%])\\%", text)
+    if percent:
+        return Quantity(_mathematics(percent.group(1), names), (PERCENT,))
+    money = _MONEY.fullmatch(text)
+    if money:
+        return Quantity(_mathematics(money.group(1) + money.group(3), names), canonical_unit(money.group(2)))
+    return None
+
+
+def _numeral(text: str) -> Value | None:
+    """Numbers that are no expressions: 3:45, and 101 with the base 2."""
+    if re.fullmatch(r"\d{1,9}(?:\s*:\s*\d{1,9}){1,3}", text):
+        return Ratio(tuple(int(term) for term in text.split(":")))
+    based = re.fullmatch(r"(\d{1,200})_\{(\d{1,2})\}", text)
+    return Numeral(based.group(1), int(based.group(2))) if based else None
+
+
+def _plus_minus(text: str) -> Value | None:
+    if len(_SIGN.findall(text)) != 1:
+        return None
+    return PlusMinus(read_expression(_SIGN.sub("+", text).lstrip(" +")), read_expression(_SIGN.sub("-", text)))
