@@ -1,11 +1,16 @@
-"""Verdicts per second by verifier and size of the pool, and what the sandbox costs over a bare subprocess.
+"""Verdicts per second by verifier and size of the pool, what the sandbox costs over a bare subprocess; and accuracy.
 
     python benchmarks/verifiers.py                       # all verifiers, pools of 1, 2 and 4 workers
     python benchmarks/verifiers.py --workers 1,8 --verifiers math,program --turns 5 --json verifiers.json
+    python benchmarks/verifiers.py --accuracy            # of `math`, math-verify alone and TRL's reward
+    python benchmarks/verifiers.py --accuracy --verl FOLDER --held-out --json accuracy.json
 
 Ratios within one run. Throughput: the same verdicts, all asked for at once, from pools of different sizes, relative to
 one worker in the same turn; and each verifier with one worker relative to `exact`. Sandbox: one small program run in
 the sandbox against `subprocess.run` of the same interpreter with the same options, by turns. Medians, and ranges.
+
+Accuracy (answer_accuracy.py): precision and recall on the labelled pairs of tests/data, of `math` and of other graders;
+answer_graders.py says how each is called, and how verl gets into FOLDER.
 """
 
 from __future__ import annotations
@@ -14,12 +19,15 @@ import argparse
 import asyncio
 import json
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from answer_accuracy import measure_accuracy, show_mistakes
+from answer_graders import makers
 from rich.console import Console
 from rich.table import Table
 
@@ -38,6 +46,8 @@ from specrl.spec.data import (
     Rewards,
 )
 
+DATA = Path(__file__).parent.parent / "tests" / "data"
+OPEN, HELD_OUT = DATA / "math_answers.jsonl", DATA / "math_answers_held_out.jsonl"
 SUM = json.dumps({"inputs": ["1 2\n"], "outputs": ["3\n"]})
 PROGRAM = "a, b = map(int, input().split())\nprint(a + b)\n"
 FUNCTION = "def add(a, b):\n    return a + b\n"
@@ -167,6 +177,18 @@ async def measure(arguments: argparse.Namespace, console: Console) -> None:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
+def compare_graders(arguments: argparse.Namespace, console: Console) -> None:
+    """Measure accuracy, print, and write the figures if asked."""
+    files = [OPEN, HELD_OUT] if arguments.held_out else [OPEN]
+    measured = measure_accuracy(files, makers(arguments.verl), arguments.limit_s, console)
+    if arguments.mistakes:  # never those of the held-out file, by which the grader is not to be changed
+        ours = measured[OPEN.name]["ours"]
+        show_mistakes([*ours.false_ones, *ours.false_zeros], console)
+    if arguments.json:
+        figures = {file: {name: tally.figures() for name, tally in found.items()} for file, found in measured.items()}
+        arguments.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description="Verdicts per second, and the cost of the sandbox, as ratios.")
@@ -174,7 +196,17 @@ def main() -> None:
     parser.add_argument("--verifiers", type=lambda text: text.split(","), default=[""], help="beginnings of names")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write the figures here")
-    asyncio.run(measure(parser.parse_args(), Console()))
+    parser.add_argument("--accuracy", action="store_true", help="precision and recall instead, of `math` and others")
+    parser.add_argument("--held-out", action="store_true", help="accuracy: on the held-out pairs, too")
+    parser.add_argument("--mistakes", action="store_true", help="accuracy: list ours, of the open file")
+    parser.add_argument("--verl", type=Path, help="accuracy: the folder that verl is installed in")
+    parser.add_argument("--limit-s", type=float, default=30.0, help="accuracy: seconds for a pair")
+    arguments = parser.parse_args()
+    if arguments.accuracy:
+        # Wide enough for the graders' columns where the output is no terminal.
+        compare_graders(arguments, Console(width=None if sys.stdout.isatty() else 140))
+    else:
+        asyncio.run(measure(arguments, Console()))
 
 
 if __name__ == "__main__":
