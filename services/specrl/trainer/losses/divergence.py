@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from specrl.spec.trainer import KlEstimator
+from specrl.trainer.losses.objectives import MOST_LOG_RATIO
 
 
 def reference_kl(policy_T: torch.Tensor, reference_T: torch.Tensor, estimator: KlEstimator) -> torch.Tensor:
@@ -16,13 +17,20 @@ def reference_kl(policy_T: torch.Tensor, reference_T: torch.Tensor, estimator: K
     the divergence. K3: exp(-d) - 1 + d, unbiased and never negative. As a loss K1 does nothing: its gradient is 0 in
     expectation. Sources: J. Schulman, "Approximating KL divergence", 2020 (joschu.net/blog/kl-approx.html); gradients,
     Tang and Munos, arXiv:2506.09477.
+
+    K3 holds d at -20 or above, where exp(-d) is cut off as all ratios are: below it, at tokens that the policy gives
+    exp(20) times less probability than the reference, its value is that at -20 and its gradient 0. K1 and K2 grow with
+    d and d^2 and need no bound: float32 holds them for all log-probabilities that are finite.
     """
     d_T = policy_T - reference_T.detach()
-    if estimator is KlEstimator.K1:
-        return d_T
-    if estimator is KlEstimator.K2:
-        return d_T.square() / 2
-    return torch.expm1(-d_T) + d_T
+    match estimator:
+        case KlEstimator.K1:
+            return d_T
+        case KlEstimator.K2:
+            return d_T.square() / 2
+        case KlEstimator.K3:
+            d_T = d_T.clamp(min=-MOST_LOG_RATIO)
+            return torch.expm1(-d_T) + d_T
 
 
 @dataclass(frozen=True)
