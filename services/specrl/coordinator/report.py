@@ -119,7 +119,7 @@ class StepReport(Report):
     masked_fraction: float = 0.0
     """Tokens that a mask, of tokens or of rollouts, left out of the policy gradient."""
     reference_kl: float | None = None
-    """Divergence of the policy from its reference, nats per token, k3 estimate; null without a reference."""
+    """Divergence of the policy from its reference, nats per token, weighted k3 estimate; null without a reference."""
     importance_weight_mean: float
     effective_sample_size: float
     mismatch_mean_abs: float

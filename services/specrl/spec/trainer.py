@@ -166,6 +166,11 @@ class ReferenceKl(Section):
     place: KlPlace = KlPlace.LOSS
     """`Loss`: added to the loss, with gradient. `Reward`: summed over each rollout and taken off its reward before
     advantages are made, without gradient."""
+    importance_weighted: bool = True
+    """In the loss, multiply the term of each token by policy over sampler, and take the divergence's own gradient: both
+    are right for tokens that an older policy sampled. False: the term as the policy's own tokens would have it, as in
+    GRPO's paper; with a policy lag of 1 or more its value and gradient are biased. Without effect with `place: Reward`,
+    where the correction weighs the divergence as it weighs the rest of the reward."""
     path: PathText | None = None
     """Hugging Face folder of the reference, of the policy's architecture. Null: model.path, the policy that the run
     starts from."""

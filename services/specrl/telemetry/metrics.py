@@ -238,7 +238,8 @@ TRAINER_MASKED_FRACTION = Gauge(
 )
 TRAINER_REFERENCE_KL = Gauge(
     "specrl_trainer_reference_kl_nats",
-    "Divergence of the policy from its reference at the last step, nats per token (k3); 0 without a reference.",
+    "Divergence of the policy from its reference at the last step, nats per token (k3, weighted by policy over "
+    "sampler); 0 without a reference.",
 )
 TRAINER_STEPS_SKIPPED = Counter(
     "specrl_trainer_steps_skipped_total", "Steps of which an update was not made, since gradients were not finite."

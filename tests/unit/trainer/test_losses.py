@@ -6,7 +6,8 @@ import collections
 import itertools
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from specrl.trainer.losses import (
     effective_sample_size,
     reference_kl,
     sampler_mismatch,
+    weighted_reference_kl,
 )
 
 LENGTHS = (7, 1, 12, 4, 30, 9)
@@ -101,6 +103,7 @@ REST: dict[str, dict[str, Any]] = {
     "plain": {},
     "sequences": {"normaliser": "Sequences", "referenceKl": {"coefficient": "0.1", "estimator": "K2"}},
     "fixed": {"normaliser": "FixedLength", "referenceKl": {"coefficient": "0.1", "estimator": "K3"}},
+    "without weights": {"referenceKl": {"coefficient": "0.1", "estimator": "K2", "importanceWeighted": False}},
     "masked": {"rolloutMask": {"ratioLow": "0.85", "ratioHigh": "1.15"}},
     "near": {"rolloutMask": {"maxDivergence": "0.05"}, "referenceKl": {"coefficient": "1", "place": "Reward"}},
 }
@@ -144,9 +147,11 @@ def by_formula(settings: dict[str, Any], sample: Sample) -> dict[str, float]:
             weight *= math.exp(row[0] - row[2]) if base == 2 else 1
             log_ratio = row[3] - row[0]
             k3 = math.exp(log_ratio) - log_ratio - 1
+            lag_weight = math.exp(row[0] - row[2])
             if kl is not None and kl.get("place") != "Reward":
-                found["loss"] += scale * 0.1 * (k3 if kl["estimator"] == "K3" else log_ratio**2 / 2)
-            found["reference_kl"] += k3 if kl is not None else 0
+                divergence = k3 if kl["estimator"] == "K3" else log_ratio**2 / 2
+                found["loss"] += scale * 0.1 * divergence * (lag_weight if kl.get("importanceWeighted", True) else 1)
+            found["reference_kl"] += lag_weight * k3 if kl is not None else 0
             found["clipped"] += is_held
             found["clipped_high"] += is_held and ratio > 1
             found["weight"] += weight
@@ -174,9 +179,10 @@ def test_ratio_to_the_sampler_is_its_formula(objective: str, sample: Sample) -> 
     assert 0 < expected["clipped_high"] < expected["clipped"]
 
 
-@pytest.mark.parametrize("rest", ["plain", "sequences", "fixed", "masked"])
+@pytest.mark.parametrize("rest", ["plain", "fixed", "without weights", "masked"])
 @pytest.mark.parametrize("objective", ["clip", "gspo"])
 def test_gradient_is_that_of_finite_differences(objective: str, rest: str, sample: Sample) -> None:
+    """Weighted K2 is left out: its weight has no gradient by definition."""
     loss = of_batch(OBJECTIVES[objective] | REST[rest])
     policy_T, sampled = sample.tokens()
     assert torch.autograd.gradcheck(lambda policy_T: loss(policy_T, sampled).loss, policy_T.clone().requires_grad_())
@@ -200,12 +206,20 @@ def test_first_update_is_a_plain_policy_gradient(objective: str, sample: Sample)
     assert sums_N[SUMS.index("clipped")] == 0
 
 
+def trl_arguments(**settings: object) -> SimpleNamespace:
+    return SimpleNamespace(**{"delta": None, "steps_per_generation": 1, "use_bias_correction_kl": False} | settings)
+
+
 # Settings here, and what the same is called in TRL.
 RECIPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "grpo": ({"normaliser": "Sequences"}, {"loss_type": "grpo"}),
     "grpo with kl": (
-        {"normaliser": "Sequences", "referenceKl": {"coefficient": "0.04"}},
+        {"normaliser": "Sequences", "referenceKl": {"coefficient": "0.04", "importanceWeighted": False}},
         {"loss_type": "grpo", "beta": 0.04},
+    ),
+    "grpo with weighted kl": (
+        {"normaliser": "Sequences", "referenceKl": {"coefficient": "0.04"}},
+        {"loss_type": "grpo", "beta": 0.04, "args": trl_arguments(use_bias_correction_kl=True)},
     ),
     "dr. grpo": ({"normaliser": "FixedLength"}, {"loss_type": "dr_grpo"}),
     "dapo": ({"clipHigh": "0.28"}, {"loss_type": "dapo", "epsilon_high": 0.28}),
@@ -228,6 +242,8 @@ RECIPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_recipes_equal_those_of_trl(recipe: str, sample: Sample) -> None:
     trainer_class = pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL is the independent loss").GRPOTrainer
     ours, theirs = RECIPES[recipe]
+    if recipe == "grpo with weighted kl":  # TRL weighs by policy over proximal
+        sample = replace(sample, proximal=sample.sampler)
     weight_T = (sample.proximal - sample.sampler).exp().clamp(max=2)
     weights = torch.nn.utils.rnn.pad_sequence(weight_T.split(LENGTHS), batch_first=True)
     policy = sample.rows("policy").requires_grad_()
@@ -274,7 +290,7 @@ def trl_trainer(trainer_class: type, policy: torch.Tensor, **settings: object) -
         "current_gradient_accumulation_steps": 1,
         "aux_loss_enabled": False,
         "_entropy_bonus_enabled": False,
-        "args": SimpleNamespace(delta=None, steps_per_generation=1, use_bias_correction_kl=False),
+        "args": trl_arguments(),
         "accelerator": SimpleNamespace(num_processes=1, gather=_same, reduce=_same, sync_gradients=True),
         "model": SimpleNamespace(training=True),
         "_metrics": {"train": collections.defaultdict(list)},
@@ -285,11 +301,18 @@ def trl_trainer(trainer_class: type, policy: torch.Tensor, **settings: object) -
 
 
 def test_absurd_ratios_leave_loss_and_gradient_finite(sample: Sample) -> None:
-    """In float32, as a sampler of a wrong model would give them."""
-    sampler_T = sample.sampler.clone()
+    """In float32, as a sampler or a reference of a wrong model would give them."""
+    policy_T, sampler_T = sample.policy.clone(), sample.sampler.clone()
     sampler_T[::3] -= 500
-    absurd = Sample(*(x.float() for x in (sample.policy, sample.proximal, sampler_T)), *list(vars(sample).values())[3:])
-    for settings in ({}, {"correction": {"method": "Mask"}}, {"ratioTo": "Sampler", "correction": {"method": "None"}}):
+    policy_T[::4] -= 500
+    absurd = Sample(*(x.float() for x in (policy_T, sample.proximal, sampler_T)), *list(vars(sample).values())[3:])
+    for settings in (
+        {},
+        {"correction": {"method": "Mask"}},
+        {"ratioTo": "Sampler", "correction": {"method": "None"}},
+        {"referenceKl": {"coefficient": "1", "estimator": "K2"}},
+        {"referenceKl": {"coefficient": "1", "estimator": "K3"}},
+    ):
         loss, gradient_T, sums_N = loss_and_gradient(settings, absurd)
         assert math.isfinite(loss)
         assert gradient_T.isfinite().all()
@@ -415,6 +438,121 @@ def test_gradients_of_k1_vanish_and_those_of_k2_are_the_divergences_own() -> Non
     for estimator, gradient_V in ((KlEstimator.K1, torch.zeros(3).double()), (KlEstimator.K2, expected_V)):
         loss = (POLICY_V * reference_kl(logits_V.log_softmax(0), OTHER_V.log(), estimator)).sum()
         torch.testing.assert_close(torch.autograd.grad(loss, logits_V)[0], gradient_V)
+
+
+@dataclass(frozen=True)
+class Lagging:
+    """Seven tokens, [V] float64: the policy's logits, and log-probabilities of those that differ from it."""
+
+    logits_V: torch.Tensor
+    sampler_V: torch.Tensor
+    proximal_V: torch.Tensor
+    reference_V: torch.Tensor
+
+    def expected(self, cost: Callable[[torch.Tensor], torch.Tensor]) -> tuple[float, torch.Tensor]:
+        """Expectation, over the sampler's tokens, of a cost [V] of the policy's log-probabilities [V]; its gradient."""
+        logits_V = self.logits_V.clone().requires_grad_()
+        value = (self.sampler_V.exp() * cost(logits_V.log_softmax(0))).sum()
+        return float(value.detach()), torch.autograd.grad(value, logits_V)[0]
+
+    def divergence(self) -> tuple[float, torch.Tensor]:
+        """KL(policy || reference), and its gradient by logits."""
+        logits_V = self.logits_V.clone().requires_grad_()
+        policy_V = logits_V.log_softmax(0)
+        value = (policy_V.exp() * (policy_V - self.reference_V)).sum()
+        return float(value.detach()), torch.autograd.grad(value, logits_V)[0]
+
+    def in_loss(self, settings: dict[str, Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The run file's loss [V] of each token as a rollout of its own whose advantage is 0: the divergence alone."""
+        whole = PolicyLoss(Loss.model_validate(settings), longest=1, tokens=1, rollouts=1)
+        nothing, one = torch.zeros(1, dtype=torch.float64), Sequences(torch.zeros(1, dtype=torch.int64), 1)
+
+        def cost(policy_V: torch.Tensor) -> torch.Tensor:
+            rows = zip(policy_V, self.proximal_V, self.sampler_V, self.reference_V, strict=True)
+            return torch.stack(
+                [whole(p[None], SampledTokens(q[None], s[None], nothing, one, r[None])).loss for p, q, s, r in rows]
+            )
+
+        return cost
+
+
+@pytest.fixture
+def lagging() -> Lagging:
+    """The sampler is the policy with logits of several updates ago: theirs plus N(0, 0.5); its proximal is another."""
+    generator = torch.Generator().manual_seed(4)
+    draws_4V = torch.randn(4, 7, generator=generator, dtype=torch.float64)
+    logits_V = draws_4V[0]
+    return Lagging(
+        logits_V,
+        (logits_V + 0.5 * draws_4V[1]).log_softmax(0),
+        (logits_V + 0.1 * draws_4V[2]).log_softmax(0),
+        draws_4V[3].log_softmax(0),
+    )
+
+
+def error(found_V: torch.Tensor, expected_V: torch.Tensor) -> float:
+    """Relative."""
+    return float((found_V - expected_V).norm() / expected_V.norm())
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("estimator", ["K2", "K3"])
+def test_gradient_of_the_divergence_is_right_when_the_sampler_lags(
+    estimator: str, objective: str, correction: str, lagging: Lagging
+) -> None:
+    """The term had no importance weight: with tokens of an older policy its gradient was off by half or more of itself.
+
+    Exact expectations over all tokens, not samples.
+    """
+    settings = OBJECTIVES[objective] | {"correction": CORRECTIONS[correction]}
+    divergence, gradient_V = lagging.divergence()
+    kl = {"coefficient": "1", "estimator": estimator}
+    value, found_V = lagging.expected(lagging.in_loss(settings | {"referenceKl": kl}))
+    assert error(found_V, gradient_V) < 1e-12
+    if estimator == "K3":
+        assert value == pytest.approx(divergence)
+    kl |= {"importanceWeighted": False}
+    value, found_V = lagging.expected(lagging.in_loss(settings | {"referenceKl": kl}))
+    assert error(found_V, gradient_V) > 0.8
+    if estimator == "K3":
+        assert value < 0.8 * divergence
+
+
+def test_reported_divergence_is_right_when_the_sampler_lags(lagging: Lagging) -> None:
+    """Whatever is trained on."""
+    for kl in ({"importanceWeighted": False}, {"place": "Reward", "estimator": "K1"}, {}):
+        whole = PolicyLoss(Loss.model_validate({"referenceKl": {"coefficient": "1"} | kl}), 1, 1, 1)
+        one = Sequences(torch.zeros(1, dtype=torch.int64), 1)
+        policy_V = lagging.logits_V.log_softmax(0)
+        found = 0.0
+        for place, probability in enumerate(lagging.sampler_V.exp().tolist()):
+            row = (x[place : place + 1] for x in (lagging.proximal_V, lagging.sampler_V, torch.zeros(7).double()))
+            sampled = SampledTokens(*row, one, lagging.reference_V[place : place + 1])
+            terms = whole(policy_V[place : place + 1], sampled)
+            found += probability * float(terms.sums_N[SUMS.index("reference_kl")])
+        assert found == pytest.approx(lagging.divergence()[0])
+
+
+def test_weight_changes_no_value_and_not_the_gradient_of_k2_where_the_sampler_is_the_policy(sample: Sample) -> None:
+    """At policy lag 0. K3's gradient does change, from that of KL(reference || policy) to that of KL(policy || it)."""
+    for estimator in KlEstimator:
+        policy_T = sample.policy.clone().requires_grad_()
+        plain_T = reference_kl(policy_T, sample.reference, estimator)
+        weighted_T = weighted_reference_kl(policy_T, sample.policy, sample.reference, estimator)
+        assert torch.equal(plain_T, weighted_T)
+        plain, weighted = (torch.autograd.grad(x.sum(), policy_T)[0] for x in (plain_T, weighted_T))
+        assert torch.equal(weighted, sample.policy - sample.reference)
+        assert torch.equal(plain, weighted) == (estimator is KlEstimator.K2)
+
+
+def test_gradient_of_weighted_k3_is_that_of_its_value(sample: Sample) -> None:
+    """By autograd through the weight as well, where no bound is hit."""
+    policy_T = sample.policy.clone().requires_grad_()
+    naive_T = (policy_T - sample.sampler).exp() * reference_kl(policy_T, sample.reference, KlEstimator.K3)
+    found_T = weighted_reference_kl(policy_T, sample.sampler, sample.reference, KlEstimator.K3)
+    torch.testing.assert_close(found_T, naive_T)
+    torch.testing.assert_close(*(torch.autograd.grad(x.sum(), policy_T)[0] for x in (found_T, naive_T)))
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=50))

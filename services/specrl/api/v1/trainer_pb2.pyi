@@ -132,7 +132,7 @@ class TrainMetrics(_message.Message):
     masked_fraction: _builtins.float
     """tokens that a mask, of tokens or of rollouts, left out of the policy gradient"""
     reference_kl: _builtins.float
-    """nats per token, k3 estimate; 0 without a reference"""
+    """nats per token, weighted k3 estimate; 0 without a reference"""
     updates: _builtins.int
     """optimizer updates that the step has made"""
     is_skipped: _builtins.bool

@@ -18,7 +18,13 @@ Shapes: T sampled tokens of a micro-batch, one rollout after another; S its roll
 that a token is of.
 """
 
-from specrl.trainer.losses.divergence import Mismatch, effective_sample_size, reference_kl, sampler_mismatch
+from specrl.trainer.losses.divergence import (
+    Mismatch,
+    effective_sample_size,
+    reference_kl,
+    sampler_mismatch,
+    weighted_reference_kl,
+)
 from specrl.trainer.losses.policy_loss import SUMS, LossTerms, PolicyLoss, SampledTokens
 from specrl.trainer.losses.sequences import Sequences
 
@@ -32,4 +38,5 @@ __all__ = [
     "effective_sample_size",
     "reference_kl",
     "sampler_mismatch",
+    "weighted_reference_kl",
 ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from specrl.spec.trainer import KlEstimator
-from specrl.trainer.losses.objectives import MOST_LOG_RATIO
+from specrl.trainer.losses.objectives import MOST_LOG_RATIO, ratios
 
 
 def reference_kl(policy_T: torch.Tensor, reference_T: torch.Tensor, estimator: KlEstimator) -> torch.Tensor:
@@ -31,6 +31,23 @@ def reference_kl(policy_T: torch.Tensor, reference_T: torch.Tensor, estimator: K
         case KlEstimator.K3:
             d_T = d_T.clamp(min=-MOST_LOG_RATIO)
             return torch.expm1(-d_T) + d_T
+
+
+def weighted_reference_kl(
+    policy_T: torch.Tensor, sampler_T: torch.Tensor, reference_T: torch.Tensor, estimator: KlEstimator
+) -> torch.Tensor:
+    """Estimates [T] of KL(policy || reference) at tokens of the sampler, differentiable in policy_T.
+
+    The value is w k, with w = policy / sampler (at most exp(20)) and k of `reference_kl`: in expectation over the
+    sampler's tokens what k is over the policy's. The gradient is w d times that of policy, w and d constants: in
+    expectation that of the divergence, whatever the estimator. It is K2's where w has no gradient, and K3's where w has
+    one: w (k + 1 - exp(-d)) = w d. That difference of large numbers is why it is not left to autograd. docs/losses.md
+    derives it. Source: DeepSeek-V3.2, arXiv:2512.02556, section 3.1.
+    """
+    weight_T = ratios((policy_T - sampler_T).detach())
+    value_T = weight_T * reference_kl(policy_T.detach(), reference_T, estimator)
+    gradient_T = weight_T * reference_kl(policy_T, reference_T, KlEstimator.K2)
+    return value_T + (gradient_T - gradient_T.detach())
 
 
 @dataclass(frozen=True)

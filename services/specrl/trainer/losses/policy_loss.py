@@ -8,13 +8,14 @@ import torch
 
 from specrl.spec.trainer import KlEstimator, KlPlace, Loss, Normaliser, Objective, RatioTo
 from specrl.trainer.losses import corrections, objectives
-from specrl.trainer.losses.divergence import reference_kl
+from specrl.trainer.losses.divergence import reference_kl, weighted_reference_kl
 from specrl.trainer.losses.objectives import Clip, Surrogate
 from specrl.trainer.losses.sequences import Sequences
 
 SUMS = ("loss", "clipped", "clipped_high", "weight", "weight_square", "bounded", "masked", "reference_kl")
 """What `LossTerms.sums_N` holds: the loss itself, and sums over tokens. bounded: weights that a bound of the correction
-has truncated or masked. masked: tokens without a part in the policy gradient. reference_kl: k3 estimates, in nats."""
+has truncated or masked. masked: tokens without a part in the policy gradient. reference_kl: weighted k3 estimates,
+in nats."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,14 @@ class PolicyLoss:
         kl = self.settings.reference_kl
         if kl is not None:
             assert sampled.reference_T is not None
-            divergence_T = reference_kl(policy_T.detach(), sampled.reference_T, KlEstimator.K3)
+            sampler_T, reference_T = sampled.sampler_T, sampled.reference_T
+            divergence_T = weighted_reference_kl(policy_T.detach(), sampler_T, reference_T, KlEstimator.K3)
             if kl.place is KlPlace.LOSS:
-                cost_T = reference_kl(policy_T, sampled.reference_T, kl.estimator)
+                cost_T = (
+                    weighted_reference_kl(policy_T, sampler_T, reference_T, kl.estimator)
+                    if kl.importance_weighted
+                    else reference_kl(policy_T, reference_T, kl.estimator)
+                )
                 loss = loss + float(kl.coefficient) * (scale_T * cost_T).sum()
         if self.settings.ratio_to is RatioTo.SAMPLER:  # the ratio is the weight, then
             weight_T = weight_T * objectives.ratios((policy_T - sampled.sampler_T).detach())
