@@ -16,6 +16,8 @@ from specrl.errors import RecordInvalid
 from specrl.spec.trainer import Advantages
 
 GROUPED = [kind for kind in Advantages if kind is not Advantages.BATCH_STANDARDISED]
+STANDARDISED = [kind for kind in Advantages if "Standardised" in kind.value]
+EPSILON = 1e-4  # TRL's
 rewards = hnp.arrays(np.float32, st.integers(2, 16), elements=st.floats(-100, 100, width=16))
 
 
@@ -34,10 +36,10 @@ def by_formula(groups: Sequence[Sequence[float]], kind: Advantages) -> list[list
             [
                 {
                     Advantages.GROUP_CENTRED: reward - mean,
-                    Advantages.GROUP_STANDARDISED: (reward - mean) / deviation if deviation else 0.0,
+                    Advantages.GROUP_STANDARDISED: (reward - mean) / (deviation + EPSILON),
                     Advantages.LEAVE_ONE_OUT: reward - fmean([*group[:i], *group[i + 1 :]]),
-                    Advantages.BATCH_STANDARDISED: (reward - fmean(everything)) / stdev(everything),
-                    Advantages.GROUP_CENTRED_BATCH_STANDARDISED: (reward - mean) / stdev(centred),
+                    Advantages.BATCH_STANDARDISED: (reward - fmean(everything)) / (stdev(everything) + EPSILON),
+                    Advantages.GROUP_CENTRED_BATCH_STANDARDISED: (reward - mean) / (stdev(centred) + EPSILON),
                 }[kind]
                 for i, reward in enumerate(group)
             ]
@@ -75,10 +77,31 @@ def test_one_of_four_right_by_hand() -> None:
     groups = [rewards_of(1, 0, 0, 0)]
     for kind, expected in (
         (Advantages.GROUP_CENTRED, [0.75, -0.25, -0.25, -0.25]),
-        (Advantages.GROUP_STANDARDISED, [1.5, -0.5, -0.5, -0.5]),
+        (Advantages.GROUP_STANDARDISED, [0.75 / 0.5001, *[-0.25 / 0.5001] * 3]),
         (Advantages.LEAVE_ONE_OUT, [1, -1 / 3, -1 / 3, -1 / 3]),
     ):
         np.testing.assert_allclose(batch_advantages(groups, kind)[0], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", STANDARDISED)
+def test_rounding_of_equal_rewards_teaches_next_to_nothing(kind: Advantages) -> None:
+    """Without an epsilon the advantages were -0.5, -0.5, -0.5 and 1.5."""
+    for reward, most in ((0.7, 1e-3), (1000.1, 0.12), (-1e30, 0.12)):
+        same = np.float32(reward)
+        (found_G,) = batch_advantages([rewards_of(same, same, same, np.nextafter(same, np.float32(np.inf)))], kind)
+        assert 0 < np.abs(found_G).max() < most
+
+
+@pytest.mark.parametrize("verdict", [0.0, 1.0])
+@pytest.mark.parametrize("kind", STANDARDISED)
+def test_rounding_of_a_charged_divergence_teaches_little(kind: Advantages, verdict: float) -> None:
+    """referenceKl with place Reward: the first policy is its reference, and their difference is that of rounding.
+
+    A group of equal verdicts had advantages up to 1.8 from it.
+    """
+    charged_G = rewards_of(*(verdict - np.array([4e-6, 0, 1e-6, 0])))
+    (found_G,) = batch_advantages([charged_G], kind)
+    assert np.abs(found_G).max() < 0.05
 
 
 @pytest.mark.parametrize("rewards_G", [rewards_of(), rewards_of(1), np.zeros((2, 2), np.float32)])

@@ -89,7 +89,8 @@ def test_advantages_are_the_groups_own() -> None:
     batch = assemble(5, [a_group(7, (1, 1)), a_group(3, (0, 1))], a_spec())
     assert [item.advantage for item in batch.rollouts] == [-0.5, 0.5, 0.0, 0.0]
     normalised = assemble(5, [a_group(7, (1, 1)), a_group(3, (0, 1))], a_spec(advantages="GroupStandardised"))
-    assert [item.advantage for item in normalised.rollouts] == pytest.approx([-(0.5**0.5), 0.5**0.5, 0, 0])
+    expected = 0.5 / (0.5**0.5 + 1e-4)
+    assert [item.advantage for item in normalised.rollouts] == pytest.approx([-expected, expected, 0, 0])
 
 
 def test_a_rollout_at_the_bound_is_trained_and_one_beyond_it_never() -> None:
