@@ -520,7 +520,7 @@ def test_gradient_of_the_divergence_is_right_when_the_sampler_lags(
 
 
 def test_reported_divergence_is_right_when_the_sampler_lags(lagging: Lagging) -> None:
-    """Whatever is trained on."""
+    """The figure does not depend on what is trained on."""
     for kl in ({"importanceWeighted": False}, {"place": "Reward", "estimator": "K1"}, {}):
         whole = PolicyLoss(Loss.model_validate({"referenceKl": {"coefficient": "1"} | kl}), 1, 1, 1)
         one = Sequences(torch.zeros(1, dtype=torch.int64), 1)

@@ -56,7 +56,8 @@ class PolicyLoss:
         kl = self.settings.reference_kl
         if kl is not None:
             assert sampled.reference_T is not None
-            sampler_T, reference_T = sampled.sampler_T, sampled.reference_T
+            sampler_T = sampled.sampler_T
+            reference_T = sampled.reference_T
             divergence_T = weighted_reference_kl(policy_T.detach(), sampler_T, reference_T, KlEstimator.K3)
             if kl.place is KlPlace.LOSS:
                 cost_T = (
