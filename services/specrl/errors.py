@@ -20,7 +20,7 @@
     ├── SamplerDisagrees     (RuntimeError)     a replica samples from another policy than the trainer's
     ├── StoreFailed          (RuntimeError)     the run's state could not be read or written
     ├── StoreInvalid         (ValueError)       what holds the run's state is not what this coordinator may write to
-    ├── VerifierFailed       (RuntimeError)     a verifier crashed, hung or answered nonsense; never a zero reward
+    ├── VerifierFailed       (RuntimeError)     a reference cannot be read, or no verifier works
     ├── ToolFailed           (RuntimeError)     a tool crashed, hung or answered nonsense; its rollout is sampled again
     ├── TransitionForbidden  (RuntimeError)     a state machine was led where its table has no way: our bug
     └── RunInvalid           (ValueError)       a run directory cannot be started or resumed
@@ -206,7 +206,7 @@ class StoreInvalid(SpecrlError, ValueError):
 
 
 class VerifierFailed(SpecrlError, RuntimeError):
-    """A verifier crashed, hung or answered nonsense. The rollout is ungraded, which is not the same as wrong."""
+    """A reference cannot be compared with any answer, or no verifier can be started. No answer causes it."""
 
 
 class ToolFailed(SpecrlError, RuntimeError):

@@ -204,7 +204,7 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Reward:
-    """A verifier's verdict. `value` None means ungraded, which is not zero; `failure` then says why."""
+    """A verifier's verdict. `value` None means ungraded, for a reason that no answer can cause: `failure` says it."""
 
     value: float | None
     failure: str = ""
@@ -212,6 +212,10 @@ class Reward:
     """The answer that the verifier found in the completion; empty: it found none, or judges the whole completion."""
     reason: str = ""
     """Why the value is what it is, in one line."""
+    lacks_answer: bool = False
+    """The verifier looked for an answer in the completion and found none; the value is 0."""
+    error: str = ""
+    """What the verifier raised while it read the answer, by type and place, or `timeout` or `crash`; the value is 0."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -110,7 +110,14 @@ def sampling_from_wire(message: rollout_pb2.Sampling) -> Sampling:
 
 
 def prompt_to_wire(record: Prompt) -> rollout_pb2.Prompt:
-    return rollout_pb2.Prompt(**asdict(record))
+    """All but its row, which stays in the coordinator."""
+    return rollout_pb2.Prompt(
+        prompt_id=record.prompt_id,
+        position=record.position,
+        token_ids=record.token_ids,
+        text=record.text,
+        answer=record.answer,
+    )
 
 
 def prompt_from_wire(message: rollout_pb2.Prompt) -> Prompt:
@@ -242,13 +249,18 @@ def _unpacked(message: rollout_pb2.Rollout, packed: bytes, listed: Sequence[floa
 
 def reward_to_wire(record: Reward) -> rollout_pb2.Reward:
     return rollout_pb2.Reward(
-        value=record.value, failure=record.failure, extracted=record.extracted, reason=record.reason
+        value=record.value,
+        failure=record.failure,
+        extracted=record.extracted,
+        reason=record.reason,
+        lacks_answer=record.lacks_answer,
+        error=record.error,
     )
 
 
 def reward_from_wire(message: rollout_pb2.Reward) -> Reward:
     value = message.value if message.HasField("value") else None
-    return Reward(value, message.failure, message.extracted, message.reason)
+    return Reward(value, message.failure, message.extracted, message.reason, message.lacks_answer, message.error)
 
 
 def graded_to_bytes(record: GradedRollout) -> bytes:

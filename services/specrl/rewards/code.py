@@ -39,7 +39,7 @@ from specrl.rewards.sandbox import confine
 from specrl.rewards.sandbox.confine import CannotConfine, Confined, Confinement, Program
 from specrl.rewards.sandbox.inside.codec import Link, decode, encode
 from specrl.rewards.sandbox.inside.tests import BROKEN, FAILED, PASSED
-from specrl.rewards.verifier import NO_ANSWER, Verdict, Verifier
+from specrl.rewards.verifier import NO_ANSWER, Ungraded, Verdict, Verifier
 from specrl.spec.data import CodeVerifier, Isolation, SandboxLimits
 
 _FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+-]*)[^\n]*$", re.MULTILINE)
@@ -194,7 +194,7 @@ class Code(Verifier):
                 passed = trial.run_tests(answer, tests)
             return Verdict(float(passed), answer, "passes its tests" if passed else "fails a test")
         except CannotConfine as error:
-            raise VerifierFailed(f"the sandbox must start, got {error}; it is ungraded") from error
+            raise Ungraded(f"the sandbox must start, got {error}") from error
 
 
 class Trial:

@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
+
 
 @dataclass(frozen=True)
 class Verdict:
-    """A verifier's verdict on one completion."""
+    """A verifier's verdict on one completion. Raises ValueError for a reward that is not finite in float32."""
 
     reward: float
     """Finite in float32, the type that advantages are computed in."""
@@ -21,7 +23,16 @@ class Verdict:
     """The answer that was found in the completion. None: none was found, and the reward is 0; or the verifier judges
     the whole completion."""
     reason: str = ""
-    """Why the reward is what it is, for people: one line."""
+    """Why the reward is what it is, for people who see the completion, too: one line."""
+    error: str = ""
+    """What was raised while the answer was read, by type and place: `KeyError at my_rewards.py:12`. The reward is 0
+    then. Counted and logged, so it quotes no completion."""
+
+    def __post_init__(self) -> None:
+        with np.errstate(over="ignore"):
+            is_finite = np.isfinite(np.float32(self.reward))
+        if not is_finite:
+            raise ValueError(f"a reward must be finite in float32, got {self.reward}")
 
 
 NO_ANSWER = Verdict(0.0, None, "no answer found")
@@ -36,24 +47,30 @@ class Ungraded(Exception):
 
 
 class Verifier(Protocol):
-    """Grades completions. Instances pickle: they run in other processes."""
+    """Grades completions. Instances hash, and pickle: they run in other processes."""
 
     preloads: ClassVar[tuple[str, ...]] = ()
     """Modules that take long to load; the pool loads them once for all of its workers."""
+    extracts: ClassVar[bool] = True
+    """Whether it looks for an answer in the completion. A verdict that has none then counts as "no answer found"."""
 
     def ready(self) -> None:
         """Prepare a worker before its first verdict. Raises SpecInvalid when it cannot work on this machine."""
         return
 
     def check_reference(self, reference: str) -> None:
-        """Raise VerifierFailed when no completion could be compared with this reference."""
+        """Raise VerifierFailed when no completion could be compared with this reference.
+
+        Nobody looks for a fault of the reference later: what `grade` raises is the answer's doing.
+        """
         return
 
     def grade(self, reference: str, completion: str, row: Mapping[str, Any]) -> Verdict:
         """The verdict on one completion.
 
-        row: the other columns of the prompt's record. Raises VerifierFailed when the reference is at fault, and
-        Ungraded when something else is that no answer can cause.
+        row: the other columns of the prompt's record, and `prompt`, the text that the policy was given. Raises Ungraded
+        when there is no verdict for a reason that no answer can cause. What else it raises is a verdict of 0
+        (`judging.judge`).
         """
         raise NotImplementedError
 

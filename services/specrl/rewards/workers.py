@@ -6,7 +6,8 @@ it in line is bounded), for the answer (below).
 
     QUEUED -> RUNNING -> ANSWERED                the worker answered
                       -> FAILED(error)           it raised
-                      -> FAILED(crash)           it died; pebble notices within 0.1 s and replaces it
+                      -> FAILED(crash)           it died, or its memory was used up, with which it ends itself; pebble
+                                                 notices within 0.1 s and replaces it
                       -> FAILED(timeout)         no answer in timeoutS; pebble kills the worker and replaces it
 
 Two more clocks stand behind pebble's: the worker's own alarm signal, which ends native code even when this process is
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
 import resource
 import signal
 from collections import Counter
@@ -34,11 +36,17 @@ import pebble
 import structlog
 
 from specrl.errors import SpecInvalid, SpecrlError, ToolFailed, VerifierFailed
+from specrl.rewards.verifier import Ungraded
 from specrl.spec.data import WorkerLimits
 from specrl.telemetry import metrics
 
 _GRACE_S = 10
 """How much later than pebble's time limit the worker's own alarm goes off."""
+_POOLS = 5
+"""Pools that may break in a row before no question can be answered. One question can break two by ending its worker at
+once: pebble then takes the worker for an idle one, now and then."""
+_OUT_OF_MEMORY = 77
+"""Exit status of a worker whose question needed more than memoryMib."""
 _START_S = 60
 """Longest start of a worker on a loaded machine: it imports SymPy, which takes 2 s on an idle one."""
 
@@ -70,6 +78,7 @@ class Answer:
 
     value: object = None
     failure: str = ""
+    failed: FailureKind | None = None
 
 
 class WorkerPool:
@@ -125,19 +134,19 @@ class WorkerPool:
         Raises the pool's error only when it is closed or cannot be started again: then no question can be answered.
         """
         async with self._free:
-            for _ in range(2):
+            for _ in range(_POOLS):
                 answer = await self._attempt(question, arguments)
                 if answer is not None:
                     return answer
         raise self._error(
-            f"{self._noun} workers must stay alive between answers, got two pools in a row that did not; "
+            f"{self._noun} workers must stay alive between answers, got {_POOLS} pools in a row that did not; "
             "see the log above, and the machine's memory"
         )
 
     def _failed(self, kind: FailureKind, reason: str) -> Answer:
         self.failures[kind] += 1
         metrics.WORKER_FAILURES.labels(self._noun, kind.value).inc()
-        return Answer(failure=f"{kind}: {reason}")
+        return Answer(None, f"{kind}: {reason}", kind)
 
     async def _attempt(self, question: Callable[..., object], arguments: tuple[object, ...]) -> Answer | None:
         """One try; None when the pool itself broke, which says nothing about this question."""
@@ -158,18 +167,25 @@ class WorkerPool:
         except TimeoutError:
             return self._failed(FailureKind.TIMEOUT, f"the {self._noun} took longer than timeoutS={limit}")
         except pebble.ProcessExpired as error:
-            return self._failed(
-                FailureKind.CRASH, f"the {self._noun}'s process ended with exit status {error.exitcode}"
-            )
+            return self._ended(error.exitcode)
         except BrokenProcessPool:
             await self._discard(pool)
             return None
-        except (VerifierFailed, ToolFailed) as error:
+        except (VerifierFailed, ToolFailed, Ungraded) as error:
             log.debug("question_failed", asked=self._noun, traceback=str(error.__cause__))
             return self._failed(FailureKind.ERROR, str(error))
         except Exception as error:  # noqa: BLE001 - the edge of a process: whatever is raised there ends here, counted
             log.debug("question_failed", asked=self._noun, traceback=str(error.__cause__))
             return self._failed(FailureKind.ERROR, f"the {self._noun} raised {type(error).__name__}")
+
+    def _ended(self, status: int | None) -> Answer:
+        """The worker has died of the question, by its alarm for one, or somebody has killed it."""
+        limits = self._limits
+        if status == -signal.SIGALRM:
+            return self._failed(FailureKind.TIMEOUT, f"the {self._noun} took longer than timeoutS={limits.timeout_s}")
+        if status == _OUT_OF_MEMORY:
+            return self._failed(FailureKind.CRASH, f"the {self._noun} needed more than memoryMib={limits.memory_mib}")
+        return self._failed(FailureKind.CRASH, f"the {self._noun}'s process ended with exit status {status}")
 
     async def _living(self) -> pebble.ProcessPool:
         if self._is_closed:
@@ -208,5 +224,7 @@ def _answer(question: Callable[..., Any], arguments: tuple[object, ...], limit_s
     signal.alarm(limit_s)
     try:
         return question(*arguments)
+    except MemoryError:  # what the answer has left here would be the next one's want of memory
+        os._exit(_OUT_OF_MEMORY)
     finally:
         signal.alarm(0)

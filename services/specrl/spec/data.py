@@ -190,7 +190,9 @@ class Rewards(Union):
     which call the answer's functions with plain data. An answer that breaks a limit is wrong."""
     python: PythonVerifier | None = None
     """Calls a function of one's own, `def grade(reference: str, completion: str) -> float`, in the pool's processes and
-    without a sandbox. What it raises leaves the rollout ungraded."""
+    without a sandbox. One that has a parameter `row` is given the record's other columns, and the prompt. What it
+    raises is a reward of 0, and counted; it raises `specrl.rewards.Ungraded` for what no answer can cause
+    (docs/rewards.md)."""
 
 
 class WorkerLimits(Section):
@@ -208,7 +210,8 @@ class RewardPool(WorkerLimits):
     """The processes that run verifiers, outside the coordinator's event loop."""
 
     timeout_s: Positive = 10
-    """Time limit of one verdict, in seconds. A verifier that exceeds it is killed, and the rollout is ungraded."""
+    """Time limit of one verdict, in seconds. A verifier that exceeds it is killed, and the reward is 0: the reference
+    alone had been read in that time."""
 
 
 class ValidationSampling(Section):

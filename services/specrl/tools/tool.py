@@ -12,7 +12,8 @@ from typing import ClassVar, Protocol
 from specrl.errors import ToolFailed, VerifierFailed
 from specrl.rewards.choice import check_ready
 from specrl.rewards.code import Sandbox, Trial
-from specrl.rewards.custom import UserFunction, raised
+from specrl.rewards.custom import UserFunction
+from specrl.rewards.judging import raised
 from specrl.rewards.sandbox.confine import CannotConfine
 from specrl.spec.tools import Tools
 

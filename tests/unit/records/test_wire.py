@@ -261,7 +261,13 @@ def test_an_unknown_tensor_owner_is_refused() -> None:
 
 
 def test_zero_is_not_the_same_as_ungraded() -> None:
-    group = Group("g", Prompt("p", 0, (), "", ""), 1, (), (Reward(0.0), Reward(None, "crash: died")))
+    rewards = (
+        Reward(0.0, extracted="7", reason="another number"),
+        Reward(0.0, reason="no answer found", lacks_answer=True),
+        Reward(0.0, error="KeyError at my_rewards.py:12"),
+        Reward(None, "crash: died"),
+    )
+    group = Group("g", Prompt("p", 0, (), "", "", {"points": 3}), 1, (), rewards)
     assert wire.group_from_bytes(wire.group_to_bytes(group)).rewards == group.rewards
 
 

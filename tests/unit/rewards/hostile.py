@@ -1,34 +1,79 @@
-"""A verifier that does what its completion says. In a module of its own, since workers import it by name."""
+"""A verifier that does what its reference and its completion say. In a module of its own: workers import it by name.
+
+A completion that begins with `once` does what it says the first time that it is read, in whichever worker: as a worker
+does that somebody kills from outside. The file that the reference names remembers it.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from specrl.rewards import Verdict, Verifier
+from specrl.errors import VerifierFailed
+from specrl.rewards import Ungraded, Verdict, Verifier
+
+
+class JudgeAway(Ungraded):
+    """A subclass that the coordinator cannot import."""
 
 
 @dataclass(frozen=True)
 class Hostile(Verifier):
+    def check_reference(self, reference: str) -> None:
+        act(reference)
+
     def grade(self, reference: str, completion: str, row: Mapping[str, Any]) -> Verdict:
-        match completion:
-            case "hang":
-                time.sleep(3600)
-            case "hang deaf":
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)
-                time.sleep(3600)
-            case "die":
-                os.kill(os.getpid(), signal.SIGKILL)
-            case "exit":
-                os._exit(3)
-            case "raise":
-                raise KeyError(reference)
-            case "nonsense":
-                return Verdict(float("nan"))
-            case "fill memory":
-                return Verdict(float(len(bytearray(2**40))))
-        return Verdict(float(completion == reference))
+        how, _, what = completion.partition(" once ")
+        if how and what:
+            marker = Path(what)
+            if marker.exists():
+                return Verdict(1.0, "right")
+            marker.touch()
+        act(how)
+        return Verdict(float(completion == reference), completion)
+
+
+def act(what: str) -> None:  # noqa: PLR0912 - a table
+    match what:
+        case "hang":
+            time.sleep(3600)
+        case "hang deaf":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            time.sleep(3600)
+        case "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "end":
+            os.kill(os.getpid(), signal.SIGTERM)
+        case "exit":
+            os._exit(3)
+        case "exit politely":
+            os._exit(0)
+        case "leave":
+            sys.exit()
+        case "raise":
+            raise KeyError(what)
+        case "recurse":
+            act(what)
+        case "blame the reference":
+            raise VerifierFailed("the reference must be better")
+        case "speak":
+            raise SilentError
+        case "nonsense":
+            Verdict(float("nan"))
+        case "too large for float32":
+            Verdict(1e39)
+        case "fill memory":
+            bytearray(2**40)
+        case "judge away":
+            raise JudgeAway("the judge must answer, got nothing")
+
+
+class SilentError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")

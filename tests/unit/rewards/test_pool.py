@@ -1,4 +1,4 @@
-"""Whatever a verifier does, the pool answers: a verdict, or why there is none. It is never a zero."""
+"""Whatever an answer does to its verifier, the pool has a verdict; there is none only for what no answer can cause."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
 from specrl.errors import VerifierFailed
-from specrl.records import Prompt
+from specrl.records import Prompt, Reward
 from specrl.rewards import FailureKind, VerifierPool, verifier_for
 from specrl.spec.data import MathVerifier, RewardPool, Rewards
 
@@ -43,33 +44,75 @@ async def test_verdicts_are_the_verifiers_own(pool: VerifierPool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("completion", "kind", "said"),
+    ("completion", "error", "failures"),
     [
-        ("hang", FailureKind.TIMEOUT, "took longer than timeoutS=1"),
-        ("hang deaf", FailureKind.TIMEOUT, "took longer than timeoutS=1"),
-        ("die", FailureKind.CRASH, "exit status -9"),
-        ("exit", FailureKind.CRASH, "exit status 3"),
-        ("raise", FailureKind.ERROR, "raised KeyError"),
-        ("nonsense", FailureKind.ERROR, "finite number"),
-        ("fill memory", FailureKind.ERROR, "raised MemoryError"),
+        ("hang", "timeout", {FailureKind.TIMEOUT: 1}),
+        ("hang deaf", "timeout", {FailureKind.TIMEOUT: 1}),
+        ("exit politely", "timeout", {FailureKind.TIMEOUT: 1}),
+        ("die", "crash", {FailureKind.CRASH: 2}),
+        ("exit", "crash", {FailureKind.CRASH: 2}),
+        ("fill memory", "crash", {FailureKind.CRASH: 2}),
+        ("leave", "SystemExit at hostile.py:", {}),
+        ("raise", "KeyError at hostile.py:", {}),
+        ("recurse", "RecursionError at hostile.py:", {}),
+        ("speak", "SilentError at hostile.py:", {}),
+        ("blame the reference", "VerifierFailed at hostile.py:", {}),
+        ("nonsense", "ValueError at hostile.py:", {}),
+        ("too large for float32", "ValueError at hostile.py:", {}),
     ],
 )
-async def test_a_failure_is_ungraded_counted_and_over(
-    pool: VerifierPool, completion: str, kind: FailureKind, said: str
+async def test_what_an_answer_causes_is_a_verdict_of_0(
+    pool: VerifierPool, completion: str, error: str, failures: dict[FailureKind, int]
 ) -> None:
+    """It was ungraded, and sampled again: an answer chose whether it was graded."""
     reward = await pool.grade(PROMPT, completion)
-    assert reward.value is None
-    assert reward.failure.startswith(f"{kind}: ")
-    assert said in reward.failure
-    assert dict(pool.failures) == {kind: 1}
+    assert reward.value == 0.0
+    assert reward.error.startswith(error)
+    assert not reward.lacks_answer
+    assert dict(pool.failures) == failures
     assert (await pool.grade(PROMPT, "right")).value == 1.0, "the next rollout meets a sound worker"
-    assert pool.graded == 1
+    assert pool.graded == 2
+
+
+@pytest.mark.parametrize(
+    ("reference", "said"),
+    [
+        ("hang", "timeout: the verifier took longer than timeoutS=1"),
+        ("die", "crash: the verifier's process ended with exit status -9"),
+        ("fill memory", "crash: the verifier needed more than memoryMib=4096"),
+        ("raise", "error: the verifier raised KeyError"),
+        ("blame the reference", "error: the reference must be better"),
+    ],
+)
+async def test_what_a_reference_causes_without_the_answer_is_ungraded(
+    pool: VerifierPool, reference: str, said: str
+) -> None:
+    reward = await pool.grade(replace(PROMPT, answer=reference), "right")
+    assert reward.value is None
+    assert reward.failure == said
+    assert (await pool.grade(PROMPT, "right")).value == 1.0
+
+
+@pytest.mark.parametrize("how", ["die", "end", "exit", "fill memory"])
+async def test_a_worker_that_somebody_else_ended_costs_no_verdict(pool: VerifierPool, tmp_path: Path, how: str) -> None:
+    """An end that does not repeat is not the answer's doing, nor is a want of memory that earlier answers have left."""
+    reward = await pool.grade(PROMPT, f"{how} once {tmp_path / 'marker'}")
+    assert reward == Reward(1.0, extracted="right")
+    assert dict(pool.failures) == {FailureKind.CRASH: 1}
+
+
+async def test_a_judge_that_is_away_leaves_the_rollout_ungraded(pool: VerifierPool) -> None:
+    """Its exception is of a class that only the worker can import."""
+    reward = await pool.grade(PROMPT, "judge away")
+    assert reward.value is None
+    assert reward.failure == "error: the judge must answer, got nothing"
+    assert (await pool.grade(PROMPT, "right")).value == 1.0
 
 
 async def test_verdicts_belong_to_their_rollouts_when_failures_are_between(pool: VerifierPool) -> None:
-    texts = ["right", "wrong", "die", "right", "raise", "wrong", "hang", "right"]
+    texts = ["right", "wrong", "die", "right", "raise", "wrong", "judge away", "right"]
     rewards = await asyncio.gather(*(pool.grade(PROMPT, text) for text in texts))
-    assert [reward.value for reward in rewards] == [1.0, 0.0, None, 1.0, None, 0.0, None, 1.0]
+    assert [reward.value for reward in rewards] == [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, None, 1.0]
 
 
 async def test_a_worker_that_dies_idle_costs_no_verdict(pool: VerifierPool) -> None:

@@ -278,7 +278,7 @@ Global___Rollout: _TypeAlias = Rollout  # noqa: Y015
 
 @_typing.final
 class Reward(_message.Message):
-    """A verifier's verdict. Ungraded (no value) is not zero."""
+    """A verifier's verdict. Ungraded (no value) is not zero, and no answer can cause it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -286,6 +286,8 @@ class Reward(_message.Message):
     FAILURE_FIELD_NUMBER: _builtins.int
     EXTRACTED_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    LACKS_ANSWER_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
     value: _builtins.float
     failure: _builtins.str
     """why there is no value; empty when there is one"""
@@ -293,6 +295,10 @@ class Reward(_message.Message):
     """the answer that the verifier found; empty: none, or it judges the completion"""
     reason: _builtins.str
     """why the value is what it is, in one line"""
+    lacks_answer: _builtins.bool
+    """the verifier looked for an answer and found none; the value is 0"""
+    error: _builtins.str
+    """what it raised while it read the answer, by type and place, or timeout or"""
     def __init__(
         self,
         *,
@@ -300,10 +306,12 @@ class Reward(_message.Message):
         failure: _builtins.str = ...,
         extracted: _builtins.str = ...,
         reason: _builtins.str = ...,
+        lacks_answer: _builtins.bool = ...,
+        error: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_value", b"_value", "value", b"value"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_value", b"_value", "extracted", b"extracted", "failure", b"failure", "reason", b"reason", "value", b"value"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_value", b"_value", "error", b"error", "extracted", b"extracted", "failure", b"failure", "lacks_answer", b"lacks_answer", "reason", b"reason", "value", b"value"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__value: _TypeAlias = _typing.Literal["value"]  # noqa: Y015
     _WhichOneofArgType__value: _TypeAlias = _typing.Literal["_value", b"_value"]  # noqa: Y015
