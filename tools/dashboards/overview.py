@@ -123,6 +123,17 @@ OVERVIEW = Dashboard(
             ((rate(f"{COORDINATOR}_rollouts_total", "outcome"), "{{rljob}} {{outcome}}"),),
         ),
         Panel(
+            "Verdicts on no answer",
+            "Shares of the last step: no answer was found in the completion; the verifier raised, or the answer ended "
+            "it; no verdict, sampled again.",
+            "percentunit",
+            (
+                (latest(f"{COORDINATOR}_no_answer_share"), "{{rljob}} no answer"),
+                (latest(f"{COORDINATOR}_verifier_error_share"), "{{rljob}} verifier errors"),
+                (latest(f"{COORDINATOR}_ungraded_share"), "{{rljob}} ungraded"),
+            ),
+        ),
+        Panel(
             "What failed and was tried again",
             "Verdicts and answers of tools that workers owed, gRPC calls and store operations that were repeated; a "
             "second.",

@@ -66,6 +66,9 @@ PAUSED = "paused"
 CHECKPOINTS = "checkpoints"
 """Fact of the store: the steps of the last two complete checkpoints, the older first."""
 
+MOST_ERRORS = 16
+"""Kinds of a verifier's errors that a step's report names."""
+
 TAIL_STEPS = 5
 """The summary compares the mean of the first and of the last so many steps."""
 
@@ -95,6 +98,7 @@ class Board:
         self._phase, self._detail, self._done, self._total = Phase.WAITING, "starting", 0, 0
         self._served = -1
         self._counted = SpeculationCounters()
+        self._ungraded = 0
         self._canary, self._canary_seconds = Comparison(), 0.0
         self._catching_up_seconds = 0.0
         self._canaries: Counter[str] = Counter()
@@ -115,6 +119,9 @@ class Board:
         self._given_up = len(settled)
         self._left_out = sum(_count_left_out(report) for report in reports)
         self._steps_skipped = sum(report.is_skipped for report in reports)
+        self._verdicts = {"noAnswer": 0, "verifierErrors": 0}
+        for report in reports:
+            self._count_verdicts(report)
         self._failed = {g: reason for g, reason in (store.fact(FAILED_PROMPTS) or {}).items() if g not in settled}
 
     def watch(self, scheduler: Scheduler[GradedRollout], stage: RolloutStage, link: TrainerLink) -> None:
@@ -207,8 +214,11 @@ class Board:
         canary, self._canary = self._canary, Comparison()
         canary_seconds, self._canary_seconds = self._canary_seconds, 0.0
         catching_up_seconds, self._catching_up_seconds = self._catching_up_seconds, 0.0
+        ungraded = self._parts[1].counters["ungraded"] if self._parts else 0
+        ungraded_since, self._ungraded = ungraded - self._ungraded, ungraded
         report = self._report(step, stages, since).model_copy(
             update={
+                "ungraded": ungraded_since,
                 **self._validated(step.batch.step),
                 "weight_sync": transfer.seconds,
                 "checksum": transfer.digest,
@@ -232,10 +242,15 @@ class Board:
             await self._publish(report)
         self._left_out += _count_left_out(report)
         self._steps_skipped += report.is_skipped
+        self._count_verdicts(report)
         if report.failed:
             self._given_up += len(report.failed)
             self._failed = {group: reason for group, reason in self._failed.items() if group not in report.failed}
             await self._store.set_fact(FAILED_PROMPTS, self._failed)
+
+    def _count_verdicts(self, report: StepReport) -> None:
+        self._verdicts["noAnswer"] += report.no_answer
+        self._verdicts["verifierErrors"] += sum(report.verifier_errors.values())
 
     def _report(self, step: TrainedStep, stages: StageSeconds, since: SpeculationCounters) -> StepReport:
         report = _report(step, stages, since)
@@ -414,6 +429,7 @@ class Board:
         self._exported.paused(status.is_paused)
         counters = {name: stage.counters[name] for name in ("requeued", "resumed", "poisoned", "ungraded")}
         counters |= {
+            **self._verdicts,
             "discardedForAge": stage.discarded,
             "failedPrompts": self._given_up + len(self._failed),
             "groupsLeftOut": self._left_out,
@@ -483,6 +499,15 @@ def _left_out(step: TrainedStep) -> dict[str, list[int]]:
     return found
 
 
+def count_errors(errors: Sequence[str]) -> dict[str, int]:
+    """How often each occurs; the rarest together as "other", so that there are at most MOST_ERRORS names."""
+    counts = Counter(errors).most_common()
+    if len(counts) <= MOST_ERRORS:
+        return dict(counts)
+    named = counts[: MOST_ERRORS - 1]
+    return dict(named) | {"other": len(errors) - sum(count for _, count in named)}
+
+
 def _mean(values: Sequence[float]) -> float | None:
     return float(np.mean(values)) if values else None
 
@@ -495,6 +520,7 @@ def _error(values: Sequence[float]) -> float | None:
 def _report(step: TrainedStep, stages: StageSeconds, since: SpeculationCounters) -> StepReport:
     lags = step.batch.policy_lags
     rewards = [float(value) for group in step.groups for value in group.rewards_G]
+    verdicts = [reward for group in step.groups for reward in group.rewards]
     lengths = [item.rollout.sampled_length for item in step.batch.rollouts]
     trained = step.metrics
     return StepReport(
@@ -517,6 +543,9 @@ def _report(step: TrainedStep, stages: StageSeconds, since: SpeculationCounters)
         ahead=sorted(step.progress.ahead),
         left_out=_left_out(step),
         groups_without_signal=sum(not has_signal(group.rewards_G) for group in step.groups),
+        verdicts=len(verdicts),
+        no_answer=sum(reward.lacks_answer for reward in verdicts),
+        verifier_errors=count_errors([reward.error for reward in verdicts if reward.error]),
         is_skipped=trained.is_skipped,
         updates=trained.updates,
         loss=trained.loss,

@@ -16,6 +16,9 @@ from specrl.coordinator.report import Report, StageSeconds, StepReport
 STAGES = tuple(StageSeconds.model_fields)
 NUMBERS = (
     "reward",
+    "no_answer_share",
+    "verifier_error_share",
+    "ungraded_share",
     "validation_accuracy",
     "validation_low",
     "validation_high",

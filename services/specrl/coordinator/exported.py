@@ -13,6 +13,8 @@ from specrl.coordinator.report import ReplicaReport, StepReport, ValidationRepor
 from specrl.spec import RunSpec
 from specrl.telemetry import metrics
 
+MOST_SERIES = 32
+"""Kinds of a verifier's errors that have series of their own; all others are counted as "other"."""
 OUTCOMES = ("trained", "requeued", "resumed", "poisoned", "ungraded")
 WITHOUT_SIGNAL = ("trained", "left_out")
 CANARY_OUTCOMES = ("agreed", "disagreed", "skipped", "lost")
@@ -26,6 +28,7 @@ class Exported:
     def __init__(self, spec: RunSpec) -> None:
         self._run = run = spec.name
         self._shown: set[str] = set()
+        self._errors: set[str] = set()
         minimum = min(spec.failure_policy.min_generation_replicas, spec.generation.replicas)
         metrics.REPLICAS_MINIMUM.labels(run).set(minimum)
         metrics.POLICY_LAG_BOUND.labels(run).set(spec.schedule.max_policy_lag)
@@ -64,6 +67,9 @@ class Exported:
         metrics.DRAFTERS_RESTING.labels(run).set(report.drafters_resting)
         for gauge, value in (
             (metrics.REWARD_MEAN, report.reward),
+            (metrics.NO_ANSWER_SHARE, report.no_answer_share),
+            (metrics.VERIFIER_ERROR_SHARE, report.verifier_error_share),
+            (metrics.UNGRADED_SHARE, report.ungraded_share),
             (metrics.ACCEPTANCE_LENGTH, report.acceptance_length),
             (metrics.DRAFT_LENGTH, report.draft_length),
             (metrics.SPECULATION_GAIN, report.speculation_gain),
@@ -71,6 +77,10 @@ class Exported:
         ):
             if value is not None:
                 gauge.labels(run).set(value)
+        for error, count in report.verifier_errors.items():
+            if len(self._errors) < MOST_SERIES:
+                self._errors.add(error)
+            metrics.VERIFIER_ERRORS.labels(run, error if error in self._errors else "other").inc(count)
         for position, share in enumerate(report.accepted_per_position):
             metrics.ACCEPTED_SHARE.labels(run, str(position)).set(share)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, computed_field
 from pydantic.alias_generators import to_camel
 
 
@@ -102,6 +102,16 @@ class StepReport(Report):
     same; by that reward. Empty unless trainer.loss.withoutSignal is LeaveOut."""
     groups_without_signal: int = 0
     """Groups of the step whose rewards were all the same, trained on or left out."""
+    verdicts: int = 0
+    """Rollouts of the step's groups, each with a verdict; those that are left out included."""
+    no_answer: int = 0
+    """Of these verdicts, those on completions in which the verifier found no answer."""
+    verifier_errors: dict[str, int] = {}
+    """Of these verdicts, those that are 0 because the verifier raised while it read the answer, by type and place
+    (`KeyError at my_rewards.py:12`), or because the answer ended it (`timeout`, `crash`)."""
+    ungraded: int = 0
+    """Rollouts since the step before that have no verdict, for reasons that no answer can cause, and were sampled
+    again."""
     is_skipped: bool = False
     """An update was not made, since its gradients were not finite, nor any after it in this step. With `updates` 0 this
     version's policy is the one before."""
@@ -141,6 +151,24 @@ class StepReport(Report):
     """Wall time of these canaries; in `prepare`, and for a replica that joined in `generation`."""
     checksum: str = ""
     """One digest over the checksums of every tensor of this version; equal at the trainer and at all replicas."""
+
+    @computed_field  # type: ignore[prop-decorator] # mypy has no decorated properties
+    @property
+    def no_answer_share(self) -> float:
+        """Of the step's verdicts."""
+        return self.no_answer / max(self.verdicts, 1)
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def verifier_error_share(self) -> float:
+        """Of the step's verdicts."""
+        return sum(self.verifier_errors.values()) / max(self.verdicts, 1)
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def ungraded_share(self) -> float:
+        """Of the step's verdicts and the ungraded rollouts together."""
+        return self.ungraded / max(self.ungraded + self.verdicts, 1)
 
 
 class PassAt(Report):
@@ -219,8 +247,8 @@ class Status(Report):
     rollouts_wanted: int = 0
     """... of this many."""
     counters: dict[str, int] = {}
-    """requeued, resumed, poisoned, ungraded, discardedForAge, failedPrompts, groupsLeftOut, stepsSkipped,
-    trainerRecoveries, canariesSkipped, canariesDisagreed, storeRetries."""
+    """requeued, resumed, poisoned, ungraded, noAnswer, verifierErrors, discardedForAge, failedPrompts, groupsLeftOut,
+    stepsSkipped, trainerRecoveries, canariesSkipped, canariesDisagreed, storeRetries."""
     error: str | None = None
     summary: Summary | None = None
 

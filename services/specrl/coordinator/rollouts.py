@@ -104,6 +104,7 @@ class RolloutStage:
         self.changed = asyncio.Event()
         self.counters: Counter[str] = Counter()
         self.failure: BaseException | None = None
+        self._errors: dict[str, int] = {}
 
     async def restore(self) -> None:
         """Take up from the store what is finished and not trained."""
@@ -354,6 +355,9 @@ class RolloutStage:
         if reward.value is None:
             self._ungraded(slot, reward.failure)
             return
+        if reward.error and self._errors.get(reward.error, 0) < slot.step:  # once a step
+            self._errors[reward.error] = slot.step
+            log.error("verifier_erred", error=reward.error, slot=str(slot), step=slot.step)
         graded = GradedRollout(rollout, reward)
         row = StoredRollout(slot.step, slot.index, slot.sample, slot.attempt, wire.graded_to_bytes(graded))
         await self._store.put_rollout(row)

@@ -10,6 +10,7 @@ from specrl.report.document import Document, Section, Table
 from specrl.report.figures import STAGES, Figures, figures
 from specrl.report.learning import learning, policy_lag
 from specrl.report.reading import Reading
+from specrl.report.verdicts import verdicts
 from specrl.report.words import number, percent, seconds
 from specrl.spec import dump
 
@@ -20,7 +21,9 @@ COUNTERS = {
     "requeued": "rollouts sampled again after their replica was lost",
     "resumed": "rollouts taken up after a restart of the coordinator",
     "poisoned": "rollouts refused by their checks",
-    "ungraded": "rollouts whose verifier or tool failed",
+    "ungraded": "rollouts without a verdict, through no fault of an answer",
+    "noAnswer": "completions in which the verifier found no answer",
+    "verifierErrors": "completions on which the verifier raised, or that ended it",
     "failedPrompts": "prompts given up",
     "groupsLeftOut": "groups left out, since all of their rewards were the same",
     "stepsSkipped": "steps skipped, since their gradients were not finite",
@@ -38,7 +41,13 @@ COUNTERS = {
 def document(run: Reading) -> Document:
     """The report of one run."""
     found = figures(run.steps)
-    sections = [time_spent(run, found), speculation(run, found), learning(run, found), policy_lag(run, found)]
+    sections = [
+        time_spent(run, found),
+        speculation(run, found),
+        learning(run, found),
+        verdicts(run),
+        policy_lag(run, found),
+    ]
     return Document(
         title=run.name,
         subtitle=f"{run.standing} after {found.steps} of {run.spec.schedule.steps} steps · {workload(run)}",

@@ -45,6 +45,27 @@ TOOL_CALLS = Counter(
     ["rljob", "outcome"],
 )
 REWARD_MEAN = Gauge("specrl_coordinator_reward_mean", "Mean reward of the last trained batch.", ["rljob"])
+NO_ANSWER_SHARE = Gauge(
+    "specrl_coordinator_no_answer_share",
+    "Share of the last step's verdicts on completions in which the verifier found no answer.",
+    ["rljob"],
+)
+VERIFIER_ERROR_SHARE = Gauge(
+    "specrl_coordinator_verifier_error_share",
+    "Share of the last step's verdicts that are 0 because the verifier raised, or was ended by the answer.",
+    ["rljob"],
+)
+VERIFIER_ERRORS = Counter(
+    "specrl_coordinator_verifier_errors_total",
+    "Verdicts of trained steps that are 0 because the verifier raised, by type and place (KeyError at "
+    "my_rewards.py:12), or was ended by the answer (timeout, crash). Rare kinds are counted as other.",
+    ["rljob", "error"],
+)
+UNGRADED_SHARE = Gauge(
+    "specrl_coordinator_ungraded_share",
+    "Share of rollouts without a verdict since the step before, among them and the last step's verdicts.",
+    ["rljob"],
+)
 VALIDATION_ACCURACY = Gauge("specrl_coordinator_validation_accuracy", "Last validation accuracy, 0 to 1.", ["rljob"])
 VALIDATION_PASS_RATE = Gauge(
     "specrl_coordinator_validation_pass_rate",
@@ -270,8 +291,8 @@ RPC_RETRIES = Counter(
 )
 WORKER_FAILURES = Counter(
     "specrl_worker_failures_total",
-    "Questions that workers left unanswered, by pool (verifier, tool) and kind (error, crash, timeout): their rollouts "
-    "are ungraded, and sampled again.",
+    "Questions that workers left unanswered, by pool (verifier, tool) and kind (error, crash, timeout). A verdict that "
+    "fails twice through the answer is 0.",
     ["pool", "kind"],
 )
 

@@ -22,7 +22,7 @@ from tests.stand_ins.trainer_backend import StandInBackend
 from specrl.coordinator.board import Board
 from specrl.coordinator.controls import Controls
 from specrl.coordinator.loop import Loop
-from specrl.coordinator.parts import Parts
+from specrl.coordinator.parts import Grader, Parts
 from specrl.coordinator.registry import Registry
 from specrl.coordinator.run_spans import RunSpans
 from specrl.coordinator.samples import Samples
@@ -159,7 +159,7 @@ class Run:
 
     folder: Path
     spec: RunSpec
-    grader: LengthGrader = field(default_factory=LengthGrader)
+    grader: Grader = field(default_factory=LengthGrader)
     make_engine: Callable[[str], TableEngine] = lambda name: TableEngine(
         name, seed=7, shape=TableShape(VOCAB, 128, 0.001)
     )

@@ -69,6 +69,25 @@ def test_a_finished_run_has_all_of_its_figures_in_both_pages(tmp_path: Path) -> 
     assert "refused by their checks" not in text, "what never happened is not listed"
 
 
+def test_what_completions_had_no_answer_or_broke_the_verifier_is_in_both_pages(tmp_path: Path) -> None:
+    steps = [
+        a_step(1, verdicts=10, no_answer=1, ungraded=10, verifier_errors={"KeyError at rewards.py:12": 3}),
+        a_step(2, verdicts=10, no_answer=4, verifier_errors={"KeyError at rewards.py:12": 1, "timeout": 2}),
+    ]
+    directory = a_folder(tmp_path / "runs", steps)
+    report(directory.path)
+    text = (directory.path / "report.md").read_text()
+    for row in (
+        "| no answer was found | 5 | 25 % | 40 % |",
+        "| the verifier raised, or was ended | 6 | 30 % | 30 % |",
+        "| no verdict; sampled again | 10 | 33 % | 50 % |",
+        "| KeyError at rewards.py:12 | 4 |",
+        "| timeout | 2 |",
+    ):
+        assert row in text, text
+        assert all(cell.strip() in a_page(directory.path) for cell in row.strip("| ").split("|"))
+
+
 def test_the_page_fetches_nothing_and_is_readable_without_seeing_it(tmp_path: Path) -> None:
     directory = a_folder(tmp_path / "runs")
     report(directory.path)

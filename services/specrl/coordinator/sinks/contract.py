@@ -62,7 +62,9 @@ def numbers(report: StepReport) -> dict[str, float]:
     """A step's numbers by name: `reward`, `stages/generation`, `accepted_per_position/1`. What is null is left out."""
     total = report.stages.total
     found: dict[str, float] = {"exposed_generation_share": report.exposed_generation / total if total else 0.0}
-    for name, value in report.model_dump(exclude={"step", "cursor", "ahead", "failed", "checksum"}).items():
+    for name, value in report.model_dump(
+        exclude={"step", "cursor", "ahead", "failed", "left_out", "verifier_errors", "checksum"}
+    ).items():
         parts: dict[str, Any] = {name: value}
         if isinstance(value, dict):
             parts = {f"{name}/{part}": number for part, number in value.items()}
