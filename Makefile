@@ -55,9 +55,9 @@ test-e2e: setup ## chart, CRD and operator against that control plane; ARGS sele
 
 SEED ?= $(shell date +%s)
 
-fuzz: setup ## look longer for messages and files that are not refused properly; SEED=N repeats, EXAMPLES=N each
+fuzz: setup ## look longer for messages, files and answers that are not refused properly; SEED=N repeats, EXAMPLES=N each
 	@echo "make fuzz SEED=$(SEED)"
-	SPECRL_FUZZ_EXAMPLES=$(or $(EXAMPLES),2000) $(BIN)/python -m pytest tests/integration/border \
+	SPECRL_FUZZ_EXAMPLES=$(or $(EXAMPLES),2000) $(BIN)/python -m pytest tests/integration/border tests/integration/rewards/test_any_answer.py \
 	  --hypothesis-seed=$(SEED) --timeout=0 $(ARGS)
 
 chaos: setup ## train under random faults and check every promise; SEED=N repeats a run, MINUTES=30 of CPU time

@@ -1,4 +1,4 @@
-"""How long the fuzz suites of this folder look, and how what they find is found again.
+"""How long the fuzz suites look, and how what they find is found again.
 
 In `make test` a few examples, always the same. `make fuzz` sets SPECRL_FUZZ_EXAMPLES to many, under a seed that it
 prints; `make fuzz SEED=...` repeats it. What fails is printed as Python, with a line that reproduces it.

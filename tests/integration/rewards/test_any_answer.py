@@ -1,0 +1,212 @@
+"""Whatever a policy writes, every verifier has a verdict and every tool an output, and the pool lives.
+
+Verifiers and tools are found in the run file's own unions, so that a new one without a case here fails. `make fuzz`
+looks longer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.integration.border.fuzzing import fuzz
+from tests.integration.rewards.hostile_texts import LONGEST_TEXTS, hostile_texts, programs
+
+from specrl.errors import SpecInvalid
+from specrl.records import Prompt
+from specrl.rewards import VerifierPool, verifier_for
+from specrl.spec.data import Isolation, RewardPool, Rewards
+from specrl.spec.tools import AnsweredBy, Tools
+from specrl.spec.tools import ToolPool as ToolLimits
+from specrl.tools import ToolPool, tool_for
+
+WAIT_S = 600
+"""Longest wait for one verdict: the pool's own limits end far below it, on a loaded machine too."""
+LIMITS = {"cpu_s": 1, "wall_s": 3, "memory_mib": 256, "output_kib": 256}
+MODULE = """
+import ast
+import json
+
+def grade(reference, completion, row):
+    if completion.strip() == reference:
+        return 1.0
+    return json.loads(completion) if len(completion) % 2 else ast.literal_eval(completion)
+
+def answer(reference, completion, call):
+    return call.upper()
+"""
+SUM = json.dumps({"inputs": ["1 2\n", "30 4\n"], "outputs": ["3\n", "34\n"]})
+ADD = json.dumps({"fn_name": "add", "inputs": [[1, 2], [30, 4]], "outputs": [3, 34]})
+ASSERTS = "assert add(1, 2) == 3\nassert add(30, 4) == 34\n"
+A_PROGRAM = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the run file says, references, and an answer that is right for the first of them."""
+
+    settings: dict[str, Any]
+    references: tuple[str, ...] = ("",)
+    right: str = ""
+    is_own: bool = True
+    """Whether it is this project's code, which keeps within its time and memory by itself. A user's may be ended."""
+
+
+MATHS = ("7", "\\frac{1}{2}", "\\sqrt{2}", "(1, 2)", "[0, \\infty)", "\\{1, 2\\}", "18^\\circ", "40\\%", "x^2 + 1")
+VERIFIERS = {
+    "math": [Case({"math": {}}, MATHS, "#### 7")],
+    "exact": [Case({"exact": {}}, ("7", "New York", "#### 1,000"), "#### 7")],
+    "regex": [Case({"regex": {"match": "Whole"}}, ("7", r"(a+)+", r"(.*)(.*)(.*)x", r"\p{L}+"), "#### 7")],
+    "json_schema": [
+        Case(
+            {"json_schema": {}},
+            (
+                "true", '{"multipleOf": 0.01}', '{"uniqueItems": true}', '{"const": {"a": [0.1]}}',
+                '{"type": "array", "items": {"$ref": "#"}}', '{"patternProperties": {"^(a+)+$": false}}',
+                '{"anyOf": [{"type": "number", "minimum": 0.5}, {"contains": {"const": 1}}]}',
+            ),
+            "7",
+        )
+    ],
+    "code": [
+        Case({"code": LIMITS | {"isolation": isolation}}, (SUM, ADD, ASSERTS), A_PROGRAM) for isolation in Isolation
+    ],
+    "python": [Case({"python": {"function": "my_rewards:grade"}}, ("7",), "7", is_own=False)],
+}  # fmt: skip
+TOOLS = {
+    "code": [Case({"code": LIMITS | {"isolation": isolation}}) for isolation in Isolation],
+    "python": [Case({"python": {"function": "my_rewards:answer"}}, is_own=False)],
+}
+
+
+def named(cases: dict[str, list[Case]]) -> list[Any]:
+    return [
+        pytest.param(case, id=f"{kind}-{place}") for kind, found in cases.items() for place, case in enumerate(found)
+    ]
+
+
+def test_every_verifier_and_tool_has_a_case() -> None:
+    assert set(VERIFIERS) == set(Rewards.model_fields)
+    assert set(TOOLS) == set(AnsweredBy.model_fields)
+
+
+@pytest.fixture(scope="module")
+def ask() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
+    """Runs a coroutine in an event loop that lives as long as the pools."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield lambda question: asyncio.run_coroutine_threadsafe(question, loop).result(WAIT_S)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A started pool, its case, and how to ask it."""
+
+    pool: Any
+    case: Case
+    ask: Callable[[Coroutine[Any, Any, Any]], Any]
+
+
+def started(make: Callable[[], Any], case: Case, ask: Callable[..., Any]) -> Judged:
+    pool = make()
+    try:
+        ask(pool.start())
+    except SpecInvalid as error:
+        pytest.skip(f"unproven that {case.settings} holds: {error}")
+    return Judged(pool, case, ask)
+
+
+def settings_of(case: Case, folder: Path) -> dict[str, Any]:
+    (folder / "my_rewards.py").write_text(MODULE)
+    return {
+        kind: section | ({"folder": str(folder)} if kind == "python" else {}) for kind, section in case.settings.items()
+    }
+
+
+@pytest.fixture(scope="module", params=named(VERIFIERS))
+def judged(request: pytest.FixtureRequest, ask: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Judged]:
+    """A pool of one verifier; after all of its answers it still judges the right one."""
+    case: Case = request.param
+    rewards = Rewards.model_validate(settings_of(case, tmp_path_factory.mktemp("code")))
+    found = started(lambda: VerifierPool(verifier_for(rewards), RewardPool(timeout_s=60)), case, ask)
+    yield found
+    try:
+        assert grade(found, case.references[0], case.right).value == 1.0, "the pool is not alive afterwards"
+    finally:
+        ask(found.pool.close())
+
+
+@pytest.fixture(scope="module", params=named(TOOLS))
+def answering(request: pytest.FixtureRequest, ask: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Judged]:
+    case: Case = request.param
+    answered_by = AnsweredBy.model_validate(settings_of(case, tmp_path_factory.mktemp("code")))
+    found = started(lambda: ToolPool(tool_for(Tools(answered_by=answered_by)), ToolLimits(timeout_s=60)), case, ask)
+    yield found
+    try:
+        assert found.ask(found.pool.answer(a_prompt(""), "", "'abc'.upper()")).failure == ""
+    finally:
+        ask(found.pool.close())
+
+
+def a_prompt(reference: str) -> Prompt:
+    return Prompt("p0", 0, (1,), "question", reference, {"points": 1})
+
+
+def grade(judged: Judged, reference: str, text: str) -> Any:
+    return judged.ask(judged.pool.grade(a_prompt(reference), text))
+
+
+def unless_busy(ask: Callable[[], Any]) -> Any:
+    """What comes of a question; asked again when the machine was too busy, which an answer must not make it look."""
+    for _ in range(3):
+        found = ask()
+        if "too busy" not in found.failure:
+            break
+    return found
+
+
+def check_verdict(judged: Judged, reference: str, text: str) -> None:
+    reward = unless_busy(lambda: grade(judged, reference, text))
+    assert reward.value is not None, reward.failure
+    assert math.isfinite(np.float32(reward.value))
+    assert not (reward.value and (reward.error or reward.lacks_answer))
+    if judged.case.is_own:
+        assert reward.error not in ("timeout", "crash"), f"{reward.reason}: {text[:200]!r}"
+
+
+@fuzz(100)
+@given(data=st.data())
+def test_any_answer_has_a_verdict_in_time(judged: Judged, data: st.DataObject) -> None:
+    """A digit loop, a tower of powers, a frame in place of a result: each left its rollout ungraded."""
+    reference = data.draw(st.sampled_from(judged.case.references))
+    texts = hostile_texts | programs if "code" in judged.case.settings else hostile_texts
+    check_verdict(judged, reference, data.draw(texts))
+
+
+def test_an_answer_of_10_mb_has_a_verdict_in_time(judged: Judged) -> None:
+    """Everything that reads a completion is linear in it. What a program of 10 MB costs is the sandbox's affair."""
+    is_run = "code" in judged.case.settings
+    for name in ("fences", "halves") if is_run else LONGEST_TEXTS:
+        check_verdict(judged, judged.case.references[0], LONGEST_TEXTS[name])
+
+
+@fuzz(100)
+@given(call=hostile_texts | programs)
+def test_any_call_of_a_tool_has_an_output_in_time(answering: Judged, call: str) -> None:
+    prompt, completion = a_prompt("7"), f"<tool>{call}</tool>"
+    output = unless_busy(lambda: answering.ask(answering.pool.answer(prompt, completion, call)))
+    assert output.failure == ""
