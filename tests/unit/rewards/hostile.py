@@ -19,10 +19,6 @@ from specrl.errors import VerifierFailed
 from specrl.rewards import Ungraded, Verdict, Verifier
 
 
-class JudgeAway(Ungraded):
-    """A subclass that the coordinator cannot import."""
-
-
 @dataclass(frozen=True)
 class Hostile(Verifier):
     def check_reference(self, reference: str) -> None:
@@ -71,7 +67,7 @@ def act(what: str) -> None:  # noqa: PLR0912 - a table
         case "fill memory":
             bytearray(2**40)
         case "judge away":
-            raise JudgeAway("the judge must answer, got nothing")
+            raise Ungraded("the judge must answer, got nothing")
 
 
 class SilentError(Exception):

@@ -24,6 +24,9 @@ from specrl.rewards import Ungraded
 
 not_a_function = 3
 
+class JudgeAway(Ungraded):
+    pass
+
 RETURNED = {
     "whole": 2, "true": True, "float": 0.5, "float32": np.float32(0.5), "int64": np.int64(2), "bool_": np.bool_(True),
     "fraction": Fraction(1, 2), "decimal": Decimal("0.5"), "largest": 3.4028234e38,
@@ -40,7 +43,7 @@ def grade(reference, completion):
     if completion == "in a library":
         json.loads("no JSON")
     if completion == "judge away":
-        raise Ungraded("the judge must answer, got status 503")
+        raise JudgeAway("the judge must answer, got status 503")
     return completion.count(reference) / 2
 
 def with_row(reference, completion, row):
@@ -93,7 +96,8 @@ def rewards_of(folder: Path, function: str) -> Rewards:
 async def test_it_returns_a_number_and_anything_else_is_0_and_counted(folder: Path) -> None:
     """What it raised, and a list or NaN, left the rollout ungraded: a policy that found such an answer was not graded.
 
-    1e39 is finite in float64 alone; it ended the run, and every later start of it, where the advantages were computed.
+    JudgeAway is a class that this process cannot import, and so cannot unpickle. 1e39 is finite in float64 alone; it
+    ended the run, and every later start of it, where the advantages were computed.
     """
     rewards = rewards_of(folder, "my_rewards:grade")
     check_verifier(rewards)
@@ -124,8 +128,8 @@ async def test_it_returns_a_number_and_anything_else_is_0_and_counted(folder: Pa
             "infinity": "ReturnedInfinity at my_rewards:grade",
             "too large": "ReturnedInfinity at my_rewards:grade",
             "too large for any float": "ReturnedInfinity at my_rewards:grade",
-            "raise": "KeyError at my_rewards.py:24",
-            "in a library": "JSONDecodeError at my_rewards.py:26",
+            "raise": "KeyError at my_rewards.py:27",
+            "in a library": "JSONDecodeError at my_rewards.py:29",
         }.items():
             reward = await pool.grade(PROMPT, completion)
             assert (reward.value, reward.error) == (0.0, error)

@@ -102,7 +102,6 @@ async def test_a_worker_that_somebody_else_ended_costs_no_verdict(pool: Verifier
 
 
 async def test_a_judge_that_is_away_leaves_the_rollout_ungraded(pool: VerifierPool) -> None:
-    """Its exception is of a class that only the worker can import."""
     reward = await pool.grade(PROMPT, "judge away")
     assert reward.value is None
     assert reward.failure == "error: the judge must answer, got nothing"
