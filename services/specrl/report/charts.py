@@ -73,10 +73,13 @@ class _Frame:
 
 
 def lines(series: Sequence[Line], alternative: str, unit: str = "", top: float | None = None) -> str:
-    """Curves over steps, or single versions over policy versions; from 0 up. top: end of the scale, if known."""
+    """Curves over steps, or single versions over policy versions; from 0 up. top: end of the scale, if known.
+
+    Without any point the axes alone are drawn.
+    """
     xs = [x for line in series for x, _ in line.points] or [0.0]
-    ys = [y for line in series for _, y in line.points] + [y for line in series for y in line.high]
-    frame = _Frame((min(xs), max(xs)), (min(0.0, *ys, *(y for line in series for y in line.low)), top or max(ys)), unit)
+    ys = [y for line in series for y in (*(y for _, y in line.points), *line.low, *line.high)]
+    frame = _Frame((min(xs), max(xs)), (min([0.0, *ys]), top or max([0.0, *ys])), unit)
     is_dotted = any(line.is_dotted for line in series)
     drawn = frame.axes("policy version" if is_dotted else "step", _steps(min(xs), max(xs)))
     for line in series:
@@ -85,7 +88,7 @@ def lines(series: Sequence[Line], alternative: str, unit: str = "", top: float |
 
 
 def stacked(stack: Stack, alternative: str, unit: str = "") -> str:
-    """One bar a step, its parts from below in their order."""
+    """One bar a step, its parts from below in their order. At least one."""
     count = len(stack.places)
     totals = [sum(part[i] for part in stack.values) for i in range(count)]
     step = (stack.places[-1] - stack.places[0]) / (count - 1) if count > 1 else 1.0

@@ -42,6 +42,14 @@ def test_a_bar_is_as_high_as_its_parts(values: list[float]) -> None:
     assert all(float(rect["y"]) >= charts.TOP - 0.5 for rect in rects)
 
 
+def test_a_chart_without_a_point_has_its_axes_alone() -> None:
+    """The chart of rewards of a run without any raised a TypeError; so would any series that is never known."""
+    for series in ([], [Line("a", "train", [])], [Line("a", "train", [], is_dotted=True), Line("b", "train", [])]):
+        svg = charts.lines(series, "words")
+        assert places(svg) == []
+        assert "NaN" not in svg
+
+
 def test_negative_rewards_are_drawn_too() -> None:
     found = places(charts.lines([Line("a", "train", [(1.0, -2.0), (2.0, 0.0), (3.0, 1.0)])], "words"))
     assert found[0][1] > found[1][1] > found[2][1]
