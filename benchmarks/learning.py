@@ -39,7 +39,7 @@ def accuracies(kind: str, seed: int, arguments: argparse.Namespace) -> dict[int,
         "validation.everySteps": str(max(1, arguments.steps // 3)),
     }
     found = read(RunDirectory(run(fields, arguments.out.resolve() / f"{kind}-{seed}")))
-    return {report.policy_version: (report.accuracy, report.problems) for report in found.validations}
+    return {report.policy_version: (report.reward, report.problems) for report in found.validations}
 
 
 def distance(first: list[float], second: list[float], problems: int) -> float:

@@ -79,7 +79,7 @@ def outcome(folder: Path) -> Outcome:
     found = read(RunDirectory(folder))
     steps, validations = found.steps, sorted(found.validations, key=lambda report: report.policy_version)
     return Outcome(
-        accuracies=tuple((report.policy_version, report.accuracy) for report in validations),
+        accuracies=tuple((report.policy_version, report.reward) for report in validations),
         problems=validations[-1].problems,
         rewards=tuple(report.reward for report in steps if report.reward is not None),
         lag=mean(report.policy_lag_mean for report in steps),

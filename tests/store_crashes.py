@@ -35,7 +35,7 @@ WRITES: list[Callable[[Store], object]] = [
     lambda store: store.put_rollouts([a_rollout(2, 0, 0), a_rollout(1, 0, 3, attempt=1, data=b"again")]),
     lambda store: store.put_rollouts([a_rollout(1, 1, sample) for sample in range(3)]),
     lambda store: store.finish_step(1, {"step": 1}, [(1, 1)]),
-    lambda store: store.set_fact("validations", [{"accuracy": 0.5}]),
+    lambda store: store.set_fact("validations", [{"reward": 0.5}]),
     lambda store: store.set_report(1, {"step": 1, "reward": 0.25}),
     lambda store: store.put_batch(2, b"second", [(2, 0), (1, 1)]),
     lambda store: store.finish_step(2, {"step": 2}),

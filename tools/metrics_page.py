@@ -30,7 +30,6 @@ UNITS = {
     "step": "step",
     "share": "share of 1",
     "fraction": "share of 1",
-    "accuracy": "share of 1",
     "size": "share of 1",
     "acceptance": "probability",
     "gain": "ratio",

@@ -22,6 +22,7 @@
     ├── StoreInvalid         (ValueError)       what holds the run's state is not what this coordinator may write to
     ├── VerifierFailed       (RuntimeError)     a reference cannot be read, or no verifier works
     ├── ToolFailed           (RuntimeError)     a tool crashed, hung or answered nonsense; its rollout is sampled again
+    ├── NothingGraded        (RuntimeError)     a step has no verdict to learn from: the reward has to be repaired
     ├── TransitionForbidden  (RuntimeError)     a state machine was led where its table has no way: our bug
     └── RunInvalid           (ValueError)       a run directory cannot be started or resumed
 
@@ -213,6 +214,15 @@ class ToolFailed(SpecrlError, RuntimeError):
     """A tool crashed, hung or answered nonsense. What the policy did wrong is no such failure but the tool's output."""
 
 
+class NothingGraded(SpecrlError, RuntimeError):
+    """No rollout of a step has a verdict of the verifier's own, so that the step cannot teach anything.
+
+    A restart would repeat it until the verifier is repaired: the user comes first.
+    """
+
+    exit_code = 2
+
+
 class TransitionForbidden(SpecrlError, RuntimeError):
     """A state machine was led where its table has no way. A bug; the run ends rather than go on in an unknown state."""
 
@@ -247,6 +257,7 @@ BY_NAME: dict[str, type[SpecrlError]] = {
         StoreInvalid,
         VerifierFailed,
         ToolFailed,
+        NothingGraded,
         TransitionForbidden,
         RunInvalid,
     )

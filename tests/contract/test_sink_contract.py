@@ -134,7 +134,7 @@ def reports(*steps: int) -> list[StepReport]:
 
 
 def validations(*versions: int) -> list[ValidationReport]:
-    return [ValidationReport(policy_version=v, accuracy=v / 16, problems=4, seconds=1.0) for v in versions]
+    return [ValidationReport(policy_version=v, reward=v / 16, problems=4, seconds=1.0) for v in versions]
 
 
 def opened(kind: Kind, folder: Path) -> Sink:
@@ -163,7 +163,7 @@ def test_every_step_and_validation_arrives_once_and_a_restart_goes_on(kind: Kind
     follow(kind, tmp_path)
     assert kind.curve(tmp_path, "reward") == {step: [step / 8] for step in (1, 2, 3, 4, 5)}
     assert kind.curve(tmp_path, "stages/generation") == {step: [4.0] for step in (1, 2, 3, 4, 5)}
-    assert kind.curve(tmp_path, "validation/accuracy") == {version: [version / 16] for version in (0, 2, 4)}
+    assert kind.curve(tmp_path, "validation/reward") == {version: [version / 16] for version in (0, 2, 4)}
 
 
 def test_a_sink_that_was_abandoned_knows_what_it_has(kind: Kind, tmp_path: Path) -> None:

@@ -107,12 +107,12 @@ def test_what_was_put_is_there_after_a_restart(place: Place) -> None:
     store = place.open()
     store.put_rollouts([a_rollout(sample=1, data=b"\x00\xff")])
     store.put_batch(1, b"batch")
-    store.set_fact("validations", [{"accuracy": 0.5}])
+    store.set_fact("validations", [{"reward": 0.5}])
     store.close()
     again = place.open()
     assert again.rollouts() == [a_rollout(sample=1, data=b"\x00\xff")]
     assert again.batch(1) == b"batch"
-    assert again.fact("validations") == [{"accuracy": 0.5}]
+    assert again.fact("validations") == [{"reward": 0.5}]
 
 
 def test_rollouts_come_back_in_stream_order(place: Place) -> None:
@@ -205,7 +205,7 @@ def test_hundreds_of_steps_take_no_more_room_than_a_few(place: Place, monkeypatc
         store.put_batch(step, os.urandom(1000), [(step, 0), (step, 1)])
         store.finish_step(step, {"step": step, "words": "w" * 500}, [(step, 2)])
         store.set_report(step, {"step": step, "words": "w" * 600})
-        store.set_fact("validations", [{"accuracy": 0.5}])
+        store.set_fact("validations", [{"reward": 0.5}])
         if step % 5 == 0:
             store.forget_batches(step)
             took[step] = place.room()

@@ -52,7 +52,7 @@ def test_the_demo_learns_and_survives_the_loss_of_any_process(tmp_path: Path) ->
         assert report["canaryMeanAbs"] < 1e-3
         assert report["canaryMaxAbs"] < 1e-2
     assert status["counters"]["canariesDisagreed"] == 0
-    assert summary["lastAccuracy"] - summary["firstAccuracy"] >= 0.20
+    assert summary["lastValidationReward"] - summary["firstValidationReward"] >= 0.20
     assert summary["lastAcceptanceLength"] > 1.8
     assert summary["lastAcceptanceLength"] >= summary["firstAcceptanceLength"]
     for path in (summary["policyPath"], summary["drafterPath"], summary["checkpointPath"]):

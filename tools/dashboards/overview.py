@@ -42,11 +42,11 @@ OVERVIEW = Dashboard(
         ),
         Panel(
             "Reward and validation",
-            "Mean reward of the last trained batch; last validation accuracy.",
+            "Mean reward of the last trained batch; mean reward of the last validation.",
             "short",
             (
                 (latest(f"{COORDINATOR}_reward_mean"), "{{rljob}} reward"),
-                (latest(f"{COORDINATOR}_validation_accuracy"), "{{rljob}} validation"),
+                (latest(f"{COORDINATOR}_validation_reward_mean"), "{{rljob}} validation"),
             ),
             minimum=None,
         ),

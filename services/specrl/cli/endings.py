@@ -7,6 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from specrl.coordinator.report import Phase
 from specrl.errors import SpecrlError
 from specrl.launcher.launch import Launched
 from specrl.launcher.local_run import Ended
@@ -59,7 +60,9 @@ def conclude(launched: Launched, view: View, resume: str = "specrl run --resume 
         complain(f"stopped; go on with `{again}`")
         raise typer.Exit(INTERRUPTED_CODE)
     if outcome.ended is Ended.REFUSED:
-        complain(outcome.message)
+        had_begun = outcome.status is not None and outcome.status.phase is Phase.FAILED
+        after = f"\n  logs: {directory.logs}\n  once that is repaired, go on with `{again}`" if had_begun else ""
+        complain(outcome.message + after)
         raise typer.Exit(REFUSED_CODE)
     complain(f"{outcome.message}\n  logs: {directory.logs}\n  go on with `{again}`")
     raise typer.Exit(FAILED_CODE)

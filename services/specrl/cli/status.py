@@ -14,7 +14,7 @@ from specrl.errors import RunInvalid
 from specrl.launcher import run_directory
 from specrl.launcher.follow import Follower
 from specrl.launcher.reports import CoordinatorReports, http_address, stored_status, stored_steps
-from specrl.launcher.rows import Columns
+from specrl.launcher.rows import Columns, step_notices
 from specrl.launcher.run_directory import RunDirectory
 from specrl.launcher.view import View, live_area, summary_panel, view_for
 
@@ -96,6 +96,8 @@ def show(console: Console, directory: RunDirectory, found: Status, reports: list
         console.print(columns.header(), no_wrap=True)
     for report in reports:
         console.print(columns.step(report), no_wrap=True)
+        for notice in step_notices(report):
+            console.print(notice, markup=False, style="yellow")
     if found.error:
         console.print(found.error, markup=False, style="red")
     if found.summary is not None:

@@ -19,9 +19,11 @@ from specrl.batching import has_signal
 from specrl.coordinator.agreement import Comparison
 from specrl.coordinator.calibration import CalibrationFile
 from specrl.coordinator.curves import Curves, CurvesReport
+from specrl.coordinator.edges import compare_edges, compare_first_with_last
 from specrl.coordinator.exported import Exported, by_cause
 from specrl.coordinator.exposure import RECENT_STEPS, Exposure, exposure
 from specrl.coordinator.progress import Progress
+from specrl.coordinator.reasons import Reasons
 from specrl.coordinator.registry import Registry
 from specrl.coordinator.report import (
     DrafterStart,
@@ -69,9 +71,6 @@ CHECKPOINTS = "checkpoints"
 MOST_ERRORS = 16
 """Kinds of a verifier's errors that a step's report names."""
 
-TAIL_STEPS = 5
-"""The summary compares the mean of the first and of the last so many steps."""
-
 
 @dataclass(frozen=True)
 class TrainedStep:
@@ -106,7 +105,8 @@ class Board:
         self._checkpoints_failed = 0
         self._problems = {"problemsSkipped": 0, "problemsRepeated": 0}
         self._replicas_wanted: int | None = None
-        self._error: str | None = None
+        self._error, self._needs_user = "", False
+        self._verdict_failures = Reasons()
         self._summary: Summary | None = None
         self._parts: tuple[Scheduler[GradedRollout], RolloutStage, TrainerLink] | None = None
         self._published = store.trained()
@@ -116,7 +116,7 @@ class Board:
         self._curves = Curves(reports)
         self._recent = deque(reports, maxlen=RECENT_STEPS)
         settled = {group for report in reports for group in report.failed}
-        self._given_up = len(settled)
+        self._given_up = [reason for report in reports for reason in report.failed.values()]
         self._left_out = sum(_count_left_out(report) for report in reports)
         self._steps_skipped = sum(report.is_skipped for report in reports)
         self._verdicts = {"noAnswer": 0, "verifierErrors": 0}
@@ -180,6 +180,10 @@ class Board:
         self._canary_seconds += seconds
         self._exported.canary_took(seconds)
 
+    def verdict_failed(self, reason: str) -> None:
+        """The verifier has not judged an answer, for this reason; or a tool has failed before it could."""
+        self._verdict_failures.add(reason)
+
     def caught_up(self, seconds: float) -> None:
         """Replicas that joined were given weights for so long, while the trainer waited for rollouts."""
         self._catching_up_seconds += seconds
@@ -205,7 +209,7 @@ class Board:
         *,
         is_validating: bool,
     ) -> None:
-        """Report a step whose version is served; while that is being validated, the report waits for the accuracy.
+        """Report a step whose version is served; while that is being validated, the report waits for its reward.
 
         busy_cores: of this machine, while the trainer waited for rollouts and while it trained.
         """
@@ -244,7 +248,7 @@ class Board:
         self._steps_skipped += report.is_skipped
         self._count_verdicts(report)
         if report.failed:
-            self._given_up += len(report.failed)
+            self._given_up += report.failed.values()
             self._failed = {group: reason for group, reason in self._failed.items() if group not in report.failed}
             await self._store.set_fact(FAILED_PROMPTS, self._failed)
 
@@ -278,6 +282,8 @@ class Board:
     async def validated(self, report: ValidationReport | None) -> None:
         """Keep a validation; None when it was lost with its replicas."""
         if report is not None:
+            for reason, count in report.failures.items():
+                self._verdict_failures.add(reason, count)
             first, newer = self._validations()[:1], self._validations()[1:]
             kept = [*first, *newer[2 - VALIDATIONS_KEPT :], report.model_dump(by_alias=True)]
             await self._store.set_fact(VALIDATIONS, kept)
@@ -298,28 +304,33 @@ class Board:
         return not self._store.away_because
 
     def is_validated(self, version: int) -> bool:
-        """Whether the accuracy of `version` is known already."""
+        """Whether the reward of `version` is known already."""
         return bool(self._validated(version))
 
     async def prompt_failed(self, group: str, reason: str) -> None:
-        """A prompt could not be trained: every sample of it was refused. Durable when this returns."""
+        """A prompt was given up: its samples were refused for this reason. Durable when this returns."""
         self._failed = self._failed | {group: reason}
         await self._store.set_fact(FAILED_PROMPTS, self._failed)
 
     def finish(self, policy_path: str, drafter_path: str, checkpoint_path: str) -> None:
         """The run is over; sum it up."""
         reports = self._all_reports()
-        first, last = reports[:TAIL_STEPS], reports[-TAIL_STEPS:]
-        validations = self._validations()
+        reward = compare_edges([report.reward for report in reports if report.reward is not None])
+        accepted = compare_first_with_last([r.acceptance_length for r in reports if r.acceptance_length is not None])
+        validations = [report.reward for report in self.validations()]
         total = sum(report.stages.total for report in reports)
         self._summary = Summary(
             steps=len(reports),
-            first_accuracy=validations[0]["accuracy"] if validations else None,
-            last_accuracy=validations[-1]["accuracy"] if validations else None,
-            first_reward=_mean([r.reward for r in first if r.reward is not None]),
-            last_reward=_mean([r.reward for r in last if r.reward is not None]),
-            first_acceptance_length=reports[0].acceptance_length if reports else None,
-            last_acceptance_length=_mean([r.acceptance_length for r in last if r.acceptance_length is not None]),
+            first_validation_reward=validations[0] if len(validations) > 1 else None,
+            last_validation_reward=validations[-1] if validations else None,
+            first_reward=reward.first,
+            last_reward=reward.last,
+            reward_steps=reward.steps,
+            first_acceptance_length=accepted.first,
+            last_acceptance_length=accepted.last,
+            groups=sum(report.groups for report in reports),
+            groups_without_signal=sum(report.groups_without_signal for report in reports),
+            given_up=Reasons(self._given_up).counts,
             policy_lag_max=max((report.policy_lag_max for report in reports), default=0),
             rollouts_trained=sum(report.rollouts for report in reports),
             prompts_trained=sum(report.rollouts for report in reports) // self._spec.schedule.group_size,
@@ -332,9 +343,9 @@ class Board:
         )
         self.say(Phase.FINISHED, "finished")
 
-    def fail(self, error: str) -> None:
-        """The run cannot go on."""
-        self._error = error
+    def fail(self, error: str, *, needs_user: bool) -> None:
+        """The run cannot go on. needs_user: nor could it after a restart, until its user has repaired something."""
+        self._error, self._needs_user = error, needs_user
         self.say(Phase.FAILED, "failed")
 
     # -- what people ask -----------------------------------------------------------------------------------------
@@ -417,7 +428,10 @@ class Board:
             is_paused=bool(self._store.fact(PAUSED)),
             replicas_wanted=self._replicas_wanted,
             checkpoint_step=(self._store.fact(CHECKPOINTS) or [0])[-1],
-            error=self._error,
+            verdict_failures=self._verdict_failures.counts,
+            given_up=Reasons([*self._given_up, *self._failed.values()]).counts,
+            error=self._error or None,
+            needs_user=self._needs_user,
             summary=self._summary,
         )
         if self._parts is None:
@@ -431,7 +445,7 @@ class Board:
         counters |= {
             **self._verdicts,
             "discardedForAge": stage.discarded,
-            "failedPrompts": self._given_up + len(self._failed),
+            "failedPrompts": len(self._given_up) + len(self._failed),
             "groupsLeftOut": self._left_out,
             "stepsSkipped": self._steps_skipped,
             "trainerRecoveries": link.recoveries,
@@ -475,14 +489,16 @@ class Board:
     def _validations(self) -> list[dict[str, Any]]:
         return self._store.fact(VALIDATIONS) or []
 
-    def _validated(self, version: int) -> dict[str, float]:
+    def _validated(self, version: int) -> dict[str, float | None]:
         """What a step's report says of its version's validation; nothing before it."""
-        found = next((v for v in self._validations() if v["policyVersion"] == version), None)
+        found = next((report for report in self.validations() if report.policy_version == version), None)
         if found is None:
             return {}
-        first = next(iter(found.get("passAt", ())), None)
-        ends = {"validation_low": first["low"], "validation_high": first["high"]} if first is not None else {}
-        return {"validation_accuracy": found["accuracy"], **ends}
+        return {
+            "validation_reward": found.reward,
+            "validation_low": found.reward_low,
+            "validation_high": found.reward_high,
+        }
 
 
 def _count_left_out(report: StepReport) -> int:
@@ -530,6 +546,7 @@ def _report(step: TrainedStep, stages: StageSeconds, since: SpeculationCounters)
         exposed_generation=stages.generation,
         reward=_mean(rewards),
         reward_error=_error([float(np.mean(group.rewards_G)) for group in step.groups]),
+        groups=len(step.groups),
         rollouts=len(lengths),
         tokens=sum(lengths),
         mean_length=_mean(lengths) or 0.0,

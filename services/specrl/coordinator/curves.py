@@ -19,7 +19,7 @@ NUMBERS = (
     "no_answer_share",
     "verifier_error_share",
     "ungraded_share",
-    "validation_accuracy",
+    "validation_reward",
     "validation_low",
     "validation_high",
     "policy_lag_mean",

@@ -129,7 +129,7 @@ class Exported:
 
     def validated(self, report: ValidationReport) -> None:
         """A version was validated."""
-        metrics.VALIDATION_ACCURACY.labels(self._run).set(report.accuracy)
+        metrics.VALIDATION_REWARD_MEAN.labels(self._run).set(report.reward)
         for item in report.pass_at:
             for bound, value in (("estimate", item.rate), ("low", item.low), ("high", item.high)):
                 metrics.VALIDATION_PASS_RATE.labels(self._run, str(item.k), bound).set(value)

@@ -11,6 +11,9 @@
         checkpoint   now and then: a snapshot, which the trainer writes while the next steps are trained
     export, summarise
 
+A step without a verdict to learn from ends the run with the reason, after a checkpoint (learnable.py). Nothing of that
+step is durable then but its rollouts, so a run that is resumed with a repaired verifier tries it again.
+
 Everything is durable before it is acted on: rollouts when graded, a batch before it is sent, a step before its version
 is published. So a coordinator that is killed anywhere starts this function again and goes on where the store ends;
 while the store is away, every `await` of it waits (store_link.py).
@@ -27,6 +30,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 import structlog
 
@@ -35,6 +39,7 @@ from specrl.coordinator import drafter_start
 from specrl.coordinator.board import CHECKPOINTS, TrainedStep
 from specrl.coordinator.canary import Canary
 from specrl.coordinator.continuation import place_of, take_up
+from specrl.coordinator.learnable import check_learnable
 from specrl.coordinator.order import deadlines
 from specrl.coordinator.parts import Parts
 from specrl.coordinator.registry import Replica, Trainer, while_there
@@ -46,7 +51,15 @@ from specrl.coordinator.stages import Stopwatch
 from specrl.coordinator.sync import TrainerLost, Transfer, WeightSync
 from specrl.coordinator.trainer_link import TrainerLink, stored_batch
 from specrl.coordinator.validation import is_due, validate
-from specrl.errors import CollectiveFailed, DeadlineExceeded, PeerUnavailable, StoreFailed, VersionConflict
+from specrl.errors import (
+    CollectiveFailed,
+    DeadlineExceeded,
+    NothingGraded,
+    PeerUnavailable,
+    SpecrlError,
+    StoreFailed,
+    VersionConflict,
+)
 from specrl.records import Batch, GradedRollout, Group, Rollout, StreamPlace, wire
 from specrl.telemetry.spans import COORDINATOR, TRAINER, SpanName
 
@@ -102,6 +115,13 @@ class Loop:
             await self._finish_validation()
             with self._spans.finish(self._scheduler.trained):
                 await self._finish()
+        except NothingGraded:
+            with suppress(SpecrlError):  # the reason why the run ends is the one to show
+                await self._finish_checkpoint()
+                await self._finish_validation()
+                if self._scheduler.trained:
+                    await self.save()
+            raise
         finally:
             stage.cancel()
             for task in (self._validation, self._checkpointing):
@@ -111,7 +131,7 @@ class Loop:
             self._spans.close()
 
     async def save(self) -> None:
-        """Checkpoint the present step if the trainer is at rest; for a clean stop."""
+        """Checkpoint the present step if the trainer is at rest; for a clean stop, and a run that cannot learn."""
         if self._link.state == "ready" and self._registry.trainer is not None:
             step = self._scheduler.trained
             await self._registry.trainer.client.save_checkpoint(step, CHECKPOINT_DEADLINE_S, self._place())
@@ -210,6 +230,7 @@ class Loop:
     async def _batch(self, step: int) -> tuple[Choice[GradedRollout], Batch, list[Group]]:
         """Collect step `step` and fix what it trains on. A batch that was fixed before a restart is taken as it was."""
         choice = await self._collect(step)
+        check_learnable(choice)
         if self._is_synchronous:
             self._stage.close_gate()
         shape = self._scheduler.shape

@@ -57,6 +57,9 @@ from specrl.tools import ToolPool, tool_for
 
 log = structlog.get_logger(__name__)
 
+NEEDS_USER = 2
+"""Exit code of an error that a restart would repeat (`SpecrlError.exit_code`)."""
+
 GARBAGE_THRESHOLDS = (100_000, 20, 20)
 """Of Python's collector of reference cycles. A rollout in flight is in none; with Python's own thresholds each look at
 100,000 of them stops the event loop for a third of a second, and all looks take a twelfth of its CPU."""
@@ -203,7 +206,7 @@ async def _drive(parts: Parts, stop: asyncio.Event, teller: Teller | None) -> No
         return
     error = running.exception()
     if error is not None:
-        board.fail(str(error))
+        board.fail(str(error), needs_user=isinstance(error, SpecrlError) and error.exit_code == NEEDS_USER)
         log.error("run_failed", reason=str(error), exc_info=None if isinstance(error, SpecrlError) else error)
         if teller is None:
             await stop.wait()

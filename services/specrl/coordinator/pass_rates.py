@@ -1,6 +1,7 @@
 """How often a policy solves a problem within k attempts, and how well a validation knows it. Pure.
 
-An attempt passes with a reward of 1 or more. Intervals are over problems: another draw of problems and attempts.
+An attempt passes with a reward of 1. Called where all rewards are 0 or 1: with others nothing says what is right.
+Intervals are over problems: another draw of problems and attempts.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def pass_at(k: int, attempts: int, passed: int) -> float:
 def pass_rates(counts: Sequence[tuple[int, int]]) -> list[PassAt]:
     """Mean pass@k over problems, each as (attempts, passed), for k = 1, 2, 4 and so on, and the most attempts.
 
-    A problem with fewer than k graded attempts says nothing of pass@k, and is left out of it.
+    A problem with fewer than k attempts says nothing of pass@k, and is left out of it.
     """
     most = max((attempts for attempts, _ in counts), default=0)
     found = []

@@ -64,11 +64,13 @@ class StepReport(Report):
     then, and the numbers of training are 0."""
     reward_error: float | None = None
     """Standard error of `reward`: of the mean over the prompts' means. Null with fewer than two prompts."""
-    validation_accuracy: float | None = None
-    """Accuracy of `policy_version`, when it was validated."""
+    validation_reward: float | None = None
+    """Mean reward of `policy_version` on the validation's problems, when it was validated."""
     validation_low: float | None = None
     validation_high: float | None = None
-    """The 95 % interval of its pass@1, which accuracy is where rewards are 0 and 1."""
+    """Its 95 % interval over problems; null where there is none (ValidationReport)."""
+    groups: int = 0
+    """Groups of the step whose rollouts are graded, trained on or left out; without the prompts that were given up."""
     rollouts: int
     tokens: int
     mean_length: float
@@ -96,12 +98,12 @@ class StepReport(Report):
     ahead: list[int] = []
     """Places beyond the cursor that are settled: they overtook it. Always empty with order InOrder."""
     failed: dict[str, str] = {}
-    """Prompts that this step settled without training them, by group id, each with the reason."""
+    """Prompts that this step gave up, by group id, each with the reason."""
     left_out: dict[str, list[int]] = {}
     """Places of the stream that this step settled without training their groups, since all rewards of a group were the
     same; by that reward. Empty unless trainer.loss.withoutSignal is LeaveOut."""
     groups_without_signal: int = 0
-    """Groups of the step whose rewards were all the same, trained on or left out."""
+    """Of `groups`, those whose rewards were all the same: they teach nothing, trained on or left out."""
     verdicts: int = 0
     """Rollouts of the step's groups, each with a verdict; those that are left out included."""
     no_answer: int = 0
@@ -179,22 +181,35 @@ class PassAt(Report):
     low: float
     high: float
     problems: int
-    """That have at least k graded answers."""
+    """That have at least k answers."""
 
 
 class ValidationReport(Report):
     """One validation, all of it under one policy version."""
 
     policy_version: int
-    accuracy: float
-    """Mean reward of all answers; pass@1 where rewards are 0 and 1."""
+    reward: float
+    """Mean reward of all answers; an answer without a reward counts as 0."""
+    reward_low: float | None = None
+    reward_high: float | None = None
+    """Its 95 % interval over problems: by Student's t over the problems' means; where all rewards are 0 or 1 that of
+    pass@1, which it then is. Null where there is nothing to judge by: one problem, or the same mean for all."""
     problems: int
+    answers: int = 0
+    """problems x validation.sampling.samplesPerPrompt."""
     seconds: float
     pass_at: list[PassAt] = []
-    """For k = 1, 2, 4 and so on up to validation.sampling.samplesPerPrompt. An answer is right with a reward of 1 or
-    more."""
+    """For k = 1, 2, 4 and so on up to validation.sampling.samplesPerPrompt. Empty unless all rewards are 0 or 1: only
+    then is an answer right or wrong. One without a reward is wrong."""
     ungraded: int = 0
-    """Answers that have no reward, and count nowhere."""
+    """Answers that have no reward."""
+    failures: dict[str, int] = {}
+    """Answers that the verifier has not judged, ungraded ones included, by reason."""
+
+    @property
+    def failed(self) -> int:
+        """Answers that the verifier has not judged."""
+        return sum(self.failures.values())
 
 
 class ReplicaReport(Report):
@@ -247,9 +262,14 @@ class Status(Report):
     rollouts_wanted: int = 0
     """... of this many."""
     counters: dict[str, int] = {}
-    """requeued, resumed, poisoned, ungraded, noAnswer, verifierErrors, discardedForAge, failedPrompts, groupsLeftOut,
-    stepsSkipped, trainerRecoveries, canariesSkipped, canariesDisagreed, storeRetries."""
+    """Events since the coordinator started, by name; counters.py has their meaning."""
+    verdict_failures: dict[str, int] = {}
+    """Verdicts that failed since the coordinator started, by reason; validation included."""
+    given_up: dict[str, int] = {}
+    """Prompts of the whole run that were given up, by reason."""
     error: str | None = None
+    needs_user: bool = False
+    """The run has failed, and would fail again: its user must repair something first."""
     summary: Summary | None = None
 
 
@@ -272,14 +292,24 @@ class Summary(Report):
     """What a finished run has achieved, measured."""
 
     steps: int
-    first_accuracy: float | None
-    last_accuracy: float | None
+    first_validation_reward: float | None
+    last_validation_reward: float | None
+    """Mean reward of the first and of the last validation; the first is null where there was one alone."""
     first_reward: float | None
     last_reward: float | None
-    """Mean over the first and the last five steps."""
+    """Mean over the first and over the last `reward_steps` steps that have a reward."""
+    reward_steps: int = 0
+    """At most five, and so few that no step is in both. 0: too few steps to compare; first_reward is null then, and
+    last_reward that of the only step."""
     first_acceptance_length: float | None
     last_acceptance_length: float | None
-    """At the first step, and over the last five."""
+    """At the first step that drafted, and mean over the last steps that did, five at most, without that first one.
+    With one such step alone the first is null."""
+    groups: int = 0
+    groups_without_signal: int = 0
+    """Of all groups that the run has settled, those whose rewards were all the same: they taught nothing."""
+    given_up: dict[str, int] = {}
+    """Prompts that were given up, by reason."""
     policy_lag_max: int
     rollouts_trained: int
     prompts_trained: int

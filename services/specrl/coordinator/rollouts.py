@@ -30,6 +30,7 @@ import structlog
 
 from specrl.coordinator.board import FAILED_PROMPTS
 from specrl.coordinator.dispatch import Seats, share_out
+from specrl.coordinator.learnable import fault_of
 from specrl.coordinator.parts import Grader, Parts
 from specrl.coordinator.registry import Replica, while_there
 from specrl.coordinator.replica_states import ReplicaState
@@ -94,7 +95,7 @@ class RolloutStage:
         self._spec, self._scheduler, self._registry = parts.spec, scheduler, parts.registry
         self._store, self._prompts, self._grader = parts.store, parts.prompts, parts.grader
         self._turns, self._spans = parts.turns, parts.spans
-        self._controls, self._samples = parts.controls, parts.samples
+        self._controls, self._samples, self._board = parts.controls, parts.samples, parts.board
         self._tasks: set[asyncio.Task[None]] = set()
         self._lines: dict[Replica, _Line] = {}
         self._wake = asyncio.Event()
@@ -107,25 +108,42 @@ class RolloutStage:
         self._errors: dict[str, int] = {}
 
     async def restore(self) -> None:
-        """Take up from the store what is finished and not trained."""
+        """Take up from the store what is finished and not trained.
+
+        A verdict on which the verifier failed is asked for again, since the verifier may have been repaired.
+        """
         self.counters["restored"] += take_up(self._scheduler, await self._remains())
 
     async def _remains(self) -> Remains[GradedRollout]:
-        shape, rollouts = self._scheduler.shape, []
+        shape, step = self._scheduler.shape, self._scheduler.trained + 1
+        reasons = self._store.fact(FAILED_PROMPTS) or {}
+        failed = {shape.position_of(group): reason for group, reason in reasons.items()}
+        data = await self._store.batch(step)
+        own = range(shape.position(step, 0), shape.position(step + 1, 0))
+        batch = None if data is None else wire.batch_positions(data) or own
+        rollouts: list[Finished[GradedRollout]] = []
+        doubtful: list[tuple[SlotId, Rollout]] = []
         for row in await self._store.rollouts():
             if row.step < 1:  # not of the stream of prompts: the drafter's
                 continue
             item = wire.graded_from_bytes(row.data)
             slot = SlotId(row.step, row.index, row.sample, row.attempt)
-            rollouts.append(Finished(slot, item, item.rollout.oldest_version))
-        reasons = self._store.fact(FAILED_PROMPTS) or {}
-        failed = {shape.position_of(group): reason for group, reason in reasons.items()}
-        step = self._scheduler.trained + 1
-        data = await self._store.batch(step)
-        if data is None:
-            return Remains(rollouts, failed, None)
-        own = range(shape.position(step, 0), shape.position(step + 1, 0))
-        return Remains(rollouts, failed, wire.batch_positions(data) or own)
+            is_fixed = batch is not None and shape.position(slot.step, slot.index) in batch
+            if fault_of(item.reward) and not is_fixed:
+                doubtful.append((slot, item.rollout))
+            else:
+                rollouts.append(Finished(slot, item, item.rollout.oldest_version))
+        again = await asyncio.gather(*(self._graded_again(slot, rollout) for slot, rollout in doubtful))
+        return Remains([*rollouts, *(found for found in again if found is not None)], failed, batch)
+
+    async def _graded_again(self, slot: SlotId, rollout: Rollout) -> Finished[GradedRollout] | None:
+        """Another verdict on a stored rollout; None when there is none now, and the slot has to be sampled again."""
+        reward = await self._grader.grade(self._prompt(slot), rollout.text)
+        if reward.value is None:
+            return None
+        graded = GradedRollout(rollout, reward)
+        await self._store.put_rollout(_row(slot, graded))
+        return Finished(slot, graded, rollout.oldest_version)
 
     def settled(self, step: int, rollouts: int) -> None:
         """Step `step` was trained, and is durable; its groups have so many rollouts, trained on or left out."""
@@ -358,15 +376,17 @@ class RolloutStage:
         if reward.error and self._errors.get(reward.error, 0) < slot.step:  # once a step
             self._errors[reward.error] = slot.step
             log.error("verifier_erred", error=reward.error, slot=str(slot), step=slot.step)
+        if fault := fault_of(reward):
+            self._board.verdict_failed(fault)
         graded = GradedRollout(rollout, reward)
-        row = StoredRollout(slot.step, slot.index, slot.sample, slot.attempt, wire.graded_to_bytes(graded))
-        await self._store.put_rollout(row)
+        await self._store.put_rollout(_row(slot, graded))
         self._samples.offer(self._prompt(slot), graded)
         self.counters["graded"] += self._scheduler.graded(slot, graded, rollout.oldest_version)
         self.changed.set()
 
     def _ungraded(self, slot: SlotId, reason: str) -> None:
         log.error("rollout_ungraded", slot=str(slot), reason=reason)
+        self._board.verdict_failed(reason)
         self._refuse(slot, "ungraded", reason)
 
     def _refuse(self, slot: SlotId, outcome: str, reason: str) -> None:
@@ -393,6 +413,11 @@ class RolloutStage:
         """Have `collect` raise it."""
         self.failure = self.failure or error
         self.changed.set()
+
+
+def _row(slot: SlotId, graded: GradedRollout) -> StoredRollout:
+    """A graded rollout of a slot, as it is kept."""
+    return StoredRollout(slot.step, slot.index, slot.sample, slot.attempt, wire.graded_to_bytes(graded))
 
 
 def _serving(replicas: Iterable[Replica]) -> list[Replica]:

@@ -33,7 +33,7 @@ _ENDED = (Phase.FINISHED, Phase.FAILED, Phase.STOPPED)
 
 
 class Ended(StrEnum):
-    """How a launch came to its end."""
+    """How a launch came to its end. REFUSED: it would end so again until its user has repaired something."""
 
     FINISHED = "finished"
     FAILED = "failed"
@@ -146,5 +146,6 @@ def _ended(status: Status) -> Outcome:
     if status.phase is Phase.FINISHED:
         return Outcome(Ended.FINISHED, status=status)
     if status.phase is Phase.FAILED:
-        return Outcome(Ended.FAILED, status.error or status.detail or "the run failed", status)
+        ended = Ended.REFUSED if status.needs_user else Ended.FAILED
+        return Outcome(ended, status.error or status.detail or "the run failed", status)
     return Outcome(Ended.INTERRUPTED, "the coordinator was stopped", status)

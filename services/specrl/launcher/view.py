@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specrl.coordinator.report import Phase, ReplicaReport, Status, StepReport, ValidationReport
-from specrl.launcher.rows import Columns, plain_step, plain_validation, printable, summary_lines
+from specrl.launcher.rows import Columns, counter_lines, plain_step, plain_validation, printable, summary_lines
 
 LONGEST_REASON = 60  # letters of why a replica is in its state; `--json` and the log have all of it
 
@@ -40,7 +40,7 @@ class View(Protocol):
         """A step is done."""
 
     def validation(self, report: ValidationReport) -> None:
-        """A version was validated whose step has been shown without it."""
+        """A version was validated, and the row of its step has not shown all of it."""
 
     def message(self, text: str) -> None:
         """Something that happened: a restart, a stop."""
@@ -154,9 +154,8 @@ def live_area(title: str, facts: dict[str, str], status: Status | None) -> Rende
     head.add_row(Text("policy", style="dim"), Text(f"version {status.policy_version}"))
     head.add_row(Text("replicas", style="dim"), _replicas(status))
     head.add_row(Text("trainer", style="dim"), Text(printable(status.trainer)))
-    events = [f"{name} {count}" for name, count in status.counters.items() if count]
-    if events:
-        head.add_row(Text("events", style="dim"), Text(printable(", ".join(events)), style="yellow"))
+    for number, line in enumerate(counter_lines(status)):
+        head.add_row(Text("" if number else "events", style="dim"), Text(printable(line), style="yellow"))
     return Panel(Group(head, _bars(status)), border_style="dim")
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from specrl.errors import RunInvalid
 from specrl.report import charts
 from specrl.report.charts import Line
 from specrl.report.document import Chart, Document, Section, Table
-from specrl.report.figures import STAGES, Figures, accuracies, figures
+from specrl.report.figures import STAGES, Figures, all_validations, figures
+from specrl.report.learning import reward_change
 from specrl.report.reading import Reading
 from specrl.report.sections import notices, workload
 from specrl.report.words import NOTHING, number, percent, seconds, times
@@ -44,7 +46,13 @@ NAMES = ("name",)
 
 
 def document(first: Reading, second: Reading) -> Document:
-    """The report of two runs. Ratios above 1: the second is faster."""
+    """The report of two runs. Ratios above 1: the second is faster. Raises RunInvalid when one trained no step."""
+    for run in (first, second):
+        if not run.steps:
+            raise RunInvalid(
+                f"a run must have trained a step to be compared, got {run.name}, which is {run.standing} and has none; "
+                "report it alone"
+            )
     a, b = figures(first.steps), figures(second.steps)
     differing = differences(
         first.spec.model_dump(mode="json", by_alias=True), second.spec.model_dump(mode="json", by_alias=True)
@@ -142,18 +150,17 @@ def _rest(first: Reading, second: Reading, a: Figures, b: Figures) -> Section:
         ("measured gain of speculation", lambda f: times(f.speculation_gain) if f.speculation_gain else NOTHING),
         ("largest policy lag", lambda f: str(f.policy_lag_max)),
         ("mean policy lag", lambda f: number(f.policy_lag_mean, 2)),
-        ("reward of the first steps", lambda f: number(f.first_reward, 3)),
-        ("reward of the last steps", lambda f: number(f.last_reward, 3)),
+        ("reward, from the first to the last steps", reward_change),
     ]
     rows = [(name, words(a), words(b)) for name, words in shown]
-    last = [_last_accuracy(run) for run in (first, second)]
-    rows.append(("last validation accuracy", last[0], last[1]))
+    last = [_last_validation(run) for run in (first, second)]
+    rows.append(("mean reward of the last validation", last[0], last[1]))
     return Section("Everything else", (), (Table("Figures", ("", first.name, second.name), tuple(rows)),))
 
 
-def _last_accuracy(run: Reading) -> str:
-    found = accuracies(run.steps, run.validations, 0)
-    return number(found[-1].accuracy, 3) if found else NOTHING
+def _last_validation(run: Reading) -> str:
+    found = all_validations(run.steps, run.validations, 0)
+    return number(found[-1].reward, 3) if found else NOTHING
 
 
 def _curves(first: Reading, second: Reading) -> Section:

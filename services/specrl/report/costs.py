@@ -108,8 +108,8 @@ def speculation(run: Reading, found: Figures) -> Section:
         )
         for place in range(min(len(found.accepted_per_position), 8))
     ]
-    first, last = length[0][1], length[-1][1]
-    by_step = f"Acceptance length by step: {number(first, 2)} at first, {number(last, 2)} at last."
+    by_step = f"Acceptance length by step: {number(length[0][1], 2)}"
+    by_step += f" at first, {number(length[-1][1], 2)} at last." if len(length) > 1 else "; one step alone drafted."
     by_place = "Share of drafts accepted up to each position: " + ", ".join(map(percent, found.accepted_per_position))
     series = [Line("acceptance length", "train", length), Line("draft length", "prepare", chosen)]
     shown = [line for line in series if line.points]

@@ -8,14 +8,12 @@ from statistics import median
 
 import numpy as np
 
+from specrl.coordinator.edges import compare_edges
 from specrl.coordinator.report import StepReport, ValidationReport
 
 STAGES = ("data", "prepare", "generation", "logprob", "train")
 OTHERS = ("validation", "checkpoint")
 """What else a step may wait for; the paper's table has neither."""
-
-EDGE_STEPS = 5
-"""What a run began and ended with is the mean of so many steps, as in its summary."""
 
 CAUSES = {
     "buffer_wait": "too few rollouts were finished",
@@ -55,6 +53,9 @@ class Figures:
     """Median over the steps that report one."""
     first_reward: float | None
     last_reward: float | None
+    """Means over the first and over the last `reward_steps` steps, as in the run's summary."""
+    reward_steps: int
+    """0: too few steps to compare; first_reward is None then, and last_reward that of the only step."""
     policy_lags: tuple[int, ...]
     """Rollouts by lag; empty in reports of versions that knew the mean and the largest alone."""
     policy_lag_max: int
@@ -74,6 +75,7 @@ def figures(steps: Sequence[StepReport]) -> Figures:
     drafted = [report for report in steps if report.acceptance_length is not None]
     rewards = [report.reward for report in steps if report.reward is not None]
     rollouts = sum(report.rollouts for report in steps)
+    reward = compare_edges(rewards)
     compared = [report.mismatch_kl for report in steps if report.mismatch_tokens]
     return Figures(
         steps=len(steps),
@@ -95,8 +97,9 @@ def figures(steps: Sequence[StepReport]) -> Figures:
         accepted_per_position=_means([report.accepted_per_position for report in drafted]),
         draft_length=mean([report.draft_length for report in steps if report.draft_length is not None]),
         speculation_gain=_median([r.speculation_gain for r in steps if r.speculation_gain is not None]),
-        first_reward=mean(rewards[:EDGE_STEPS]),
-        last_reward=mean(rewards[-EDGE_STEPS:]),
+        first_reward=reward.first,
+        last_reward=reward.last,
+        reward_steps=reward.steps,
         policy_lags=tuple(int(count) for count in _sums([report.policy_lags for report in steps])),
         policy_lag_max=max(report.policy_lag_max for report in steps),
         policy_lag_mean=sum(report.policy_lag_mean * report.rollouts for report in steps) / max(rollouts, 1),
@@ -108,18 +111,23 @@ def figures(steps: Sequence[StepReport]) -> Figures:
     )
 
 
-def accuracies(
+def all_validations(
     steps: Sequence[StepReport], validations: Sequence[ValidationReport], problems: int
 ) -> list[ValidationReport]:
-    """Every validation, by version. Runs of versions that kept no file of them have those of their steps' reports.
+    """Every validation, by version. One whose line cannot be read is that of its step's report.
 
     problems: how many a validation had, for these.
     """
     known = {report.policy_version: report for report in validations}
     for step in steps:
-        if step.validation_accuracy is not None and step.policy_version not in known:
+        if step.validation_reward is not None and step.policy_version not in known:
             known[step.policy_version] = ValidationReport(
-                policy_version=step.policy_version, accuracy=step.validation_accuracy, problems=problems, seconds=0.0
+                policy_version=step.policy_version,
+                reward=step.validation_reward,
+                reward_low=step.validation_low,
+                reward_high=step.validation_high,
+                problems=problems,
+                seconds=0.0,
             )
     return [known[version] for version in sorted(known)]
 

@@ -48,7 +48,7 @@ class Reading:
 
 
 def read(directory: RunDirectory) -> Reading:
-    """Read a run. Raises SpecInvalid for its run file, RunInvalid when no step was trained."""
+    """Read a run. Raises SpecInvalid for its run file, RunInvalid when it trained no step and did not fail either."""
     spec = load_spec(directory.run_file)
     steps, unreadable = read_lines(directory.metrics_file, StepReport)
     validations, torn = read_lines(directory.validations_file, ValidationReport)
@@ -63,7 +63,8 @@ def read(directory: RunDirectory) -> Reading:
         origin=_origin(directory),
         speed_ups=_speed_ups(directory),
     )
-    if not found.steps:
+    has_failed = found.status is not None and found.status.phase is Phase.FAILED
+    if not found.steps and not has_failed:
         lost = f", and {unreadable} lines that cannot be read" if unreadable else ""
         raise RunInvalid(
             f"a run must have trained a step to be reported, got {directory.path}, which is {found.standing} and has "

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from specrl.coordinator.counters import count_events
 from specrl.coordinator.report import StepReport
+from specrl.launcher.rows import without_signal
 from specrl.report.costs import speculation, time_spent
 from specrl.report.document import Document, Section, Table
 from specrl.report.figures import STAGES, Figures, figures
-from specrl.report.learning import learning, policy_lag
+from specrl.report.learning import learning, policy_lag, reward_change
 from specrl.report.reading import Reading
 from specrl.report.verdicts import verdicts
 from specrl.report.words import number, percent, seconds
@@ -17,43 +19,20 @@ from specrl.spec import dump
 MOST_ROWS = 120
 """Of the table of steps: longer runs are shown as means of neighbours."""
 
-COUNTERS = {
-    "requeued": "rollouts sampled again after their replica was lost",
-    "resumed": "rollouts taken up after a restart of the coordinator",
-    "poisoned": "rollouts refused by their checks",
-    "ungraded": "rollouts without a verdict, through no fault of an answer",
-    "noAnswer": "completions in which the verifier found no answer",
-    "verifierErrors": "completions on which the verifier raised, or that ended it",
-    "failedPrompts": "prompts given up",
-    "groupsLeftOut": "groups left out, since all of their rewards were the same",
-    "stepsSkipped": "steps skipped, since their gradients were not finite",
-    "discardedForAge": "rollouts discarded for their age",
-    "trainerRecoveries": "recoveries of the trainer",
-    "canariesSkipped": "canaries that were not answered in time",
-    "canariesDisagreed": "canaries that disagreed",
-    "storeRetries": "reads and writes of the store that were repeated",
-    "checkpointsFailed": "checkpoints that were not written",
-    "problemsSkipped": "problems left out of the source",
-    "problemsRepeated": "problems that the source has more than once",
-}
-
 
 def document(run: Reading) -> Document:
-    """The report of one run."""
-    found = figures(run.steps)
-    sections = [
-        time_spent(run, found),
-        speculation(run, found),
-        learning(run, found),
-        verdicts(run),
-        policy_lag(run, found),
-    ]
+    """The report of one run. One that failed before its first step has no figures, and says why it failed."""
+    found = figures(run.steps) if run.steps else None
+    sections = [learning(run, found)]
+    if found is not None:
+        sections = [time_spent(run, found), speculation(run, found), *sections, verdicts(run), policy_lag(run, found)]
+    numbers = [_every_step(run.steps)] if run.steps else []
     return Document(
         title=run.name,
-        subtitle=f"{run.standing} after {found.steps} of {run.spec.schedule.steps} steps · {workload(run)}",
-        headline=headline(found),
+        subtitle=f"{run.standing} after {len(run.steps)} of {run.spec.schedule.steps} steps · {workload(run)}",
+        headline=headline(found) if found is not None else (),
         notices=notices(run),
-        sections=(*sections, _events(run, found), _every_step(run.steps), _setting(run)),
+        sections=(*sections, _events(run, found), *numbers, _setting(run)),
     )
 
 
@@ -63,7 +42,7 @@ def headline(found: Figures) -> tuple[tuple[str, str], ...]:
         (percent(found.exposed_share), "of wall time is exposed generation"),
         (seconds(found.step_s), "a step"),
         (number(found.acceptance_length, 2), "tokens a verification") if found.acceptance_length else None,
-        (f"{number(found.first_reward, 2)} → {number(found.last_reward, 2)}", "reward"),
+        (reward_change(found), "reward") if found.last_reward is not None else None,
     ]
     return tuple(item for item in shown if item is not None)
 
@@ -89,29 +68,43 @@ def notices(run: Reading) -> tuple[str, ...]:
         said.append(f"The run failed: {run.status.error or run.status.detail}")
     if run.unreadable:
         said.append(f"{run.unreadable} lines of its files could not be read and are passed over.")
-    missing = run.steps[-1].step - len(run.steps)
+    groups = sum(report.groups for report in run.steps)
+    silent = sum(report.groups_without_signal for report in run.steps)
+    if groups and silent == groups:
+        said.append(f"{without_signal(silent, groups)}.")
+    if all(report.reward is None for report in run.steps):
+        said.append("No rollout was graded: nothing was learnt.")
+    missing = run.steps[-1].step - len(run.steps) if run.steps else 0
     if missing > 0:
         said.append(f"{missing} steps before the last one have no line: the figures are of the others.")
     return tuple(said)
 
 
-def _events(run: Reading, found: Figures) -> Section:
+def _events(run: Reading, found: Figures | None) -> Section:
     status = run.status
     if status is None:
         return Section("What went wrong", ("The run has left no status.",))
-    counted = [(words, status.counters[name]) for name, words in COUNTERS.items() if status.counters.get(name)]
+    events = [(words, str(count)) for _, words, count in count_events(status.counters)]
     moves = sorted(status.replica_transitions.items())
-    text = "Counted since the coordinator's last start." if counted or moves else ""
+    text = "Counted since the coordinator's last start." if events or moves else ""
     tables = []
-    if counted:
-        tables.append(Table("Counted", ("", "times"), tuple((name, str(count)) for name, count in counted)))
+    if events:
+        tables.append(Table("Counted", ("", "times"), tuple(events)))
+    for caption, reasons in (
+        ("Verdicts that failed, by reason", status.verdict_failures),
+        ("Prompts given up, by reason", status.given_up),
+    ):
+        if reasons:
+            rows = tuple((reason, str(count)) for reason, count in reasons.items())
+            tables.append(Table(caption, ("reason", "times"), rows))
     if moves:
         rows = tuple((name.replace("->", "→"), str(count)) for name, count in moves)
         tables.append(Table("Changes of replicas' states", ("change", "times"), rows, is_folded=True))
-    nothing = () if counted else ("Nothing was lost, refused or repeated.",)
+    nothing = () if events or status.verdict_failures else ("Nothing was lost, refused or repeated.",)
     replicas = f"{len(status.replicas)} replicas at its end. {text}".strip()
-    drift = () if found.mismatch_kl is None else (f"Sampler and trainer: KL {found.mismatch_kl:.2g} nats, mean.",)
-    return Section("What went wrong", (*nothing, *drift, replicas), tuple(tables))
+    drift = None if found is None else found.mismatch_kl
+    agreement = () if drift is None else (f"Sampler and trainer: KL {drift:.2g} nats, mean.",)
+    return Section("What went wrong", (*nothing, *agreement, replicas), tuple(tables))
 
 
 def _every_step(steps: Sequence[StepReport]) -> Section:
@@ -128,7 +121,7 @@ def _every_step(steps: Sequence[StepReport]) -> Section:
             str(group[0].step) if size == 1 else f"{group[0].step}-{group[-1].step}",
             *(mean((getattr(report.stages, name) for report in group), 2) for name in STAGES),
             mean((report.reward for report in group), 3),
-            mean((report.validation_accuracy for report in group), 3),
+            mean((report.validation_reward for report in group), 3),
             mean((report.acceptance_length for report in group), 2),
             mean((report.policy_lag_mean for report in group), 2),
         )

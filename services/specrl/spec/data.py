@@ -220,12 +220,12 @@ class ValidationSampling(Section):
     temperature: DecimalString = Field(default="0", validate_default=True)
     """0 is greedy."""
     samples_per_prompt: Positive = 1
-    """Completions per problem. Accuracy is their mean reward; pass@k is told for k up to them, with 95 % intervals over
-    problems (docs/report.md)."""
+    """Completions per problem. Their mean reward is told with its 95 % interval over problems; where all rewards are 0
+    or 1, also pass@k for k up to them (docs/report.md)."""
 
 
 class Validation(Section):
-    """Accuracy on problems that are never trained on, each time under one policy version."""
+    """Mean reward on problems that are never trained on, each time under one policy version."""
 
     source: PromptSource
     """Where validation problems come from."""

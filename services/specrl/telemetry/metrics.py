@@ -66,10 +66,12 @@ UNGRADED_SHARE = Gauge(
     "Share of rollouts without a verdict since the step before, among them and the last step's verdicts.",
     ["rljob"],
 )
-VALIDATION_ACCURACY = Gauge("specrl_coordinator_validation_accuracy", "Last validation accuracy, 0 to 1.", ["rljob"])
+VALIDATION_REWARD_MEAN = Gauge(
+    "specrl_coordinator_validation_reward_mean", "Mean reward of the last validation's answers.", ["rljob"]
+)
 VALIDATION_PASS_RATE = Gauge(
     "specrl_coordinator_validation_pass_rate",
-    "Last validation's pass@k, and the ends of its 95 % interval over problems.",
+    "Last validation's pass@k, and the ends of its 95 % interval over problems; where all rewards are 0 or 1.",
     ["rljob", "k", "bound"],
 )
 GROUPS_IN_FLIGHT = Gauge("specrl_coordinator_groups_in_flight", "Groups begun and not complete.", ["rljob"])

@@ -67,7 +67,7 @@ class SpanName(StrEnum):
     CANARY = "canary"
     """Coordinator: short rollouts of updated replicas, and the trainer's scores of them."""
     VALIDATION = "validation"
-    """Coordinator: accuracy under one version."""
+    """Coordinator: mean reward under one version."""
     CHECKPOINT = "checkpoint"
     """Trainer: it stands still for a snapshot, and for the last one until that is written."""
     WRITE = "write"

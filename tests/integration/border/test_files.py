@@ -228,7 +228,7 @@ _ITEM = a_batch(1, 32, rollouts=1).rollouts[0]
 _GRADED = wire.graded_to_bytes(GradedRollout(_ITEM.rollout, Reward(1.0)))
 _GROUP = wire.group_to_bytes(Group("g0", Prompt("p0", 0, (3, 4), "a", "1"), 1, (_ITEM.rollout,), (Reward(1.0),)))
 _PLACE = StreamPlace(12, (14, 15), 64, "0f3a")
-_VALIDATION = b'{"policyVersion": 0, "accuracy": 0.5, "problems": 4, "seconds": 1.0}\n'
+_VALIDATION = b'{"policyVersion": 0, "reward": 0.5, "problems": 4, "seconds": 1.0}\n'
 _REPORT = json.dumps({"step": 1, "policyVersion": 1}).encode() + b"\n"
 
 

@@ -11,16 +11,19 @@ import threading
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from tests.integration.coordinator.small_run import VOCAB, LengthGrader, Run, a_spec, same_batch
 from tests.stand_ins.engine import TableEngine, TableShape
 
+from specrl.coordinator.counters import COUNTERS
+from specrl.coordinator.main import _drive
 from specrl.coordinator.report import Phase
+from specrl.coordinator.rljob import Teller
 from specrl.coordinator.store import SqliteStore
-from specrl.errors import StoreFailed
+from specrl.errors import NothingGraded, StoreFailed
 from specrl.generation.engine import LoadTiming
 from specrl.generation.service import GenerationService
 from specrl.records import (
@@ -79,6 +82,7 @@ def check_promises(run: Run) -> None:
     status = run.board.status()
     assert status.phase is Phase.FINISHED
     assert status.counters["discardedForAge"] == 0
+    assert set(status.counters) == set(COUNTERS), "each has its words"
     assert status.summary is not None
     assert status.summary.prompts_trained == spec.schedule.steps * spec.schedule.prompts_per_step
     assert run.store.rollouts() == [], "nothing of a trained step is left"
@@ -92,11 +96,12 @@ async def test_a_run_trains_every_prompt_once_within_the_lag_bound(tmp_path: Pat
         check_promises(run)
         reports = run.board.reports()
         assert [v.policy_version for v in run.board.validations()] == [0, 3, 6]
-        assert [r.step for r in reports if r.validation_accuracy is not None] == [3, 6]
+        assert [r.step for r in reports if r.validation_reward is not None] == [3, 6]
         for report, validation in zip((reports[2], reports[5]), run.board.validations()[1:], strict=True):
             first = validation.pass_at[0]
             assert (first.k, first.problems) == (1, 4)
             assert report.validation_low == first.low <= first.rate <= first.high == report.validation_high
+            assert report.validation_reward == validation.reward == first.rate
         assert all(report.checksum for report in reports)
         assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 6
         assert (tmp_path / "validations.jsonl").read_text().count("\n") == 3
@@ -556,7 +561,8 @@ async def test_a_verifiers_failure_is_not_a_zero_reward(tmp_path: Path) -> None:
     async with Run(tmp_path, a_spec(tmp_path), grader=grader) as run:
         await run.finish()
         check_promises(run)
-        assert run.board.status().counters["ungraded"] > 0
+        status = run.board.status()
+        assert 0 < status.counters["ungraded"] <= status.verdict_failures["the verifier hung"]
 
 
 async def test_a_verifier_that_always_fails_on_a_prompt_fails_the_prompt_and_not_the_run(tmp_path: Path) -> None:
@@ -573,6 +579,7 @@ async def test_a_verifier_that_always_fails_on_a_prompt_fails_the_prompt_and_not
         assert {report.step: report.failed for report in run.board.reports() if report.failed} == {
             2: {"000002-00001": "the verifier crashed"}
         }
+        assert run.board.status().given_up == {"the verifier crashed": 1}
         assert run.store.fact("failedPrompts") == {}, "one that they all stayed in would grow with the run"
         assert run.board.status().counters["failedPrompts"] == 1
         groups = {item.rollout.group_id for batch in run.trained for item in batch.rollouts}
@@ -581,43 +588,125 @@ async def test_a_verifier_that_always_fails_on_a_prompt_fails_the_prompt_and_not
 
 
 class StepFails(LengthGrader):
-    """Gives no verdict on any prompt of step 3."""
+    """Gives no verdict of its own on any prompt of step 3 until it is repaired."""
+
+    def __init__(self, how: Reward) -> None:
+        super().__init__()
+        self.how, self.is_repaired = how, False
 
     async def grade(self, prompt: Prompt, text: str) -> Reward:
-        if prompt.position in range(6, 9):
-            return Reward(None, "the verifier crashed")
+        if prompt.position in range(6, 9) and not self.is_repaired:
+            return self.how
         return await super().grade(prompt, text)
 
 
 @pytest.mark.parametrize("order", list(Order))
-@pytest.mark.parametrize("lag", [0, 1])
-async def test_a_step_whose_prompts_all_failed_is_counted_and_trains_nothing(
-    tmp_path: Path, lag: int, order: Order
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        (Reward(None, "KeyError at my_rewards.py:12"), "3 prompts given up: KeyError at my_rewards.py:12"),
+        (Reward(0.0, error="KeyError at my_rewards.py:12"), "the verifier failed: KeyError at my_rewards.py:12"),
+    ],
+    ids=["ungraded", "zero"],
+)
+async def test_a_step_without_a_verdict_to_learn_from_ends_the_run_which_goes_on_once_repaired(
+    tmp_path: Path, how: Reward, said: str, order: Order
 ) -> None:
-    async with Run(tmp_path, a_spec(tmp_path, maxPolicyLag=lag, order=order), grader=StepFails()) as run:
-        await run.until(lambda: run.store.trained() >= 3)
-        await run.restart_trainer()  # which then trains the empty batch again
-        await run.until(lambda: len(run.board.reports()) >= 4)  # its version is served: the report has its checksum
+    """A reward function that always raised trained nothing to the end and was called a success, exit code 0.
+
+    The last checkpoint is kept, nothing of the step is settled, and what its rollouts were given is asked for again.
+    """
+    grader = StepFails(how)
+    async with Run(tmp_path, a_spec(tmp_path, maxPolicyLag=0, order=order), grader=grader) as run:
+        with pytest.raises(NothingGraded, match="step 3 must have a graded rollout to learn from") as ended:
+            await run.finish()
+        assert said in str(ended.value)
+        assert ended.value.exit_code == 2
+        assert [report.step for report in run.board.reports()] == [1, 2]
+        status = run.board.status()
+        assert list(status.verdict_failures) == ["KeyError at my_rewards.py:12"]
+        assert (status.counters["failedPrompts"], status.checkpoint_step) == (0, 2)
+        grader.is_repaired = True
         await run.restart_coordinator()
         await run.finish()
-        failed = [group for report in run.board.reports() for group in report.failed]
-        assert sorted(failed) == [f"000003-{index:05d}" for index in range(3)], "each reported once"
-        assert run.board.status().counters["failedPrompts"] == 3, "by a coordinator that was started since, too"
-        batches = distinct(run.trained)
-        settled = [position for batch in batches.values() for position in batch.positions]
-        assert sorted(settled) == list(range(18)), "each prompt once, the failed ones too"
-        assert sum(len(batch.rollouts) for batch in batches.values()) == 15 * 4
-        assert max(found for batch in batches.values() for found in batch.policy_lags) <= lag
-        reports = run.board.reports()
-        assert [report.policy_version for report in reports] == [1, 2, 3, 4, 5, 6]
-        for report in reports:
-            is_empty = not batches[report.step].rollouts
-            assert (report.reward is None) == (report.tokens == 0) == is_empty
-            assert is_empty == (report.checksum == reports[report.step - 2].checksum), "versions of equal weights"
-        if lag == 0 or order is Order.IN_ORDER:
-            assert [report.step for report in reports if report.reward is None] == [3]
-        assert run.trainer is not None
-        assert run.trainer.backend.status().step == 6
+        check_promises(run)
+        assert not any(report.failed for report in run.board.reports())
+
+
+async def test_the_step_before_one_that_ends_the_run_is_checkpointed(tmp_path: Path) -> None:
+    async with Run(tmp_path, a_spec(tmp_path, maxPolicyLag=0), grader=FailsFrom(3)) as run:
+        with pytest.raises(NothingGraded):
+            await run.finish()
+        assert run.board.status().checkpoint_step == 3, "everySteps is 2"
+        assert checkpoints.complete_step(tmp_path / "checkpoints" / "step-000003") == 3
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+async def test_a_run_in_which_nothing_is_graded_ends_at_its_first_step(tmp_path: Path, lag: int) -> None:
+    async with Run(tmp_path, a_spec(tmp_path, maxPolicyLag=lag), grader=FailsFrom(0)) as run:
+        with pytest.raises(NothingGraded, match="step 1 must have a graded rollout"):
+            await run.finish()
+        assert run.board.reports() == []
+        assert [report.failures for report in run.board.validations()] == [{"TypeError at my_rewards.py:3": 4}]
+        assert run.trained == []
+
+
+class DrivenRun(Run):
+    """Its loop is driven as in a pod."""
+
+    async def start_coordinator(self) -> None:
+        await super().start_coordinator()
+        self.running.cancel()  # before its first step
+        self.running = asyncio.create_task(_drive(self.parts, asyncio.Event(), cast(Teller, object())))
+
+
+async def test_in_a_pod_a_run_that_cannot_learn_ends_its_process_with_the_reason(tmp_path: Path) -> None:
+    """With exit code 2, of which the operator makes Failed (tests/unit/operator/test_reconcile.py)."""
+    async with DrivenRun(tmp_path, a_spec(tmp_path), grader=FailsFrom(0)) as run:
+        with pytest.raises(NothingGraded) as ended:
+            await run.finish()
+        status = run.board.status()
+        assert (status.phase, status.error, status.needs_user) == (Phase.FAILED, str(ended.value), True)
+
+
+class Constant(LengthGrader):
+    """Gives the same reward to everything."""
+
+    async def grade(self, prompt: Prompt, text: str) -> Reward:
+        return Reward(0.5)
+
+
+async def test_constant_rewards_are_counted_as_groups_that_teach_nothing(tmp_path: Path) -> None:
+    """`return 0.5` left no word on terminal, summary or report."""
+    async with Run(tmp_path, a_spec(tmp_path), grader=Constant()) as run:
+        await run.finish()
+        assert [(report.groups, report.groups_without_signal) for report in run.board.reports()] == [(3, 3)] * 6
+        summary = run.board.status().summary
+        assert summary is not None
+        assert (summary.groups, summary.groups_without_signal) == (18, 18)
+        for validation in run.board.validations():
+            assert (validation.reward, validation.reward_low, validation.pass_at) == (0.5, None, [])
+
+
+async def test_the_summary_compares_steps_of_which_none_is_at_both_ends(tmp_path: Path) -> None:
+    async with Run(tmp_path, a_spec(tmp_path, steps=3)) as run:
+        await run.finish()
+        summary, rewards = run.board.status().summary, [report.reward for report in run.board.reports()]
+        assert summary is not None
+        assert (summary.first_reward, summary.last_reward, summary.reward_steps) == (rewards[0], rewards[2], 1)
+
+
+class FailsFrom(LengthGrader):
+    """Gives no verdict on prompts of steps after `step`."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step = step
+
+    async def grade(self, prompt: Prompt, text: str) -> Reward:
+        if prompt.position >= 3 * self.step:
+            return Reward(None, "TypeError at my_rewards.py:3")
+        return await super().grade(prompt, text)
 
 
 class TooEasy(LengthGrader):

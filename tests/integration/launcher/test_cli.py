@@ -17,6 +17,7 @@ import psutil
 import pytest
 import yaml
 from tests.run_files import a_model_folder, a_run, a_run_file
+from tests.unit.report.runs import a_step
 from typer.testing import CliRunner, Result
 
 from specrl.cli import app, demo, drafter
@@ -31,8 +32,8 @@ from specrl.trainer import checksums
 FAKE = str(Path(__file__).with_name("fake_program.py"))
 SUMMARY: dict[str, Any] = {
     "steps": 2,
-    "firstAccuracy": 0.25,
-    "lastAccuracy": 0.5,
+    "firstValidationReward": 0.25,
+    "lastValidationReward": 0.5,
     "firstReward": 0.2,
     "lastReward": 0.4,
     "firstAcceptanceLength": None,
@@ -268,7 +269,7 @@ def test_finished_run_prints_its_summary(place: Path, fakes: Callable[..., Path]
     fakes("finished", summary=SUMMARY, step=2, steps=2)
     result = specrl_command("run", "-f", str(a_run_file(place)), "--plain")
     assert result.exit_code == 0, result.output
-    assert "validation accuracy: 0.250 -> 0.500 (+0.250)" in result.stdout
+    assert "validation reward: 0.250 -> 0.500 (+0.250)" in result.stdout
     assert "policy: /p" in result.stdout
     assert f"logs: {place}/runs/tiny-1/logs" in result.stdout
     assert result.stderr == ""
@@ -283,6 +284,18 @@ def test_failed_run_is_exit_one_with_its_error_and_how_to_go_on(place: Path, fak
     assert result.exit_code == 1
     assert "specrl: the trainer ran out of luck" in result.stderr
     assert f"specrl run --resume {place}/runs/tiny-1" in result.stderr
+
+
+def test_a_run_that_its_user_must_repair_is_exit_two_with_the_reason_and_how_to_go_on(
+    place: Path, fakes: Callable[..., Path]
+) -> None:
+    """Whatever ended the coordinator's run was exit code 1, which says that a restart may help."""
+    a_model_folder(place / "model")
+    fakes("failed", error="step 1 must have a graded rollout to learn from", needsUser=True)
+    result = specrl_command("run", "-f", str(a_run_file(place)), "--plain")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("specrl: step 1 must have a graded rollout to learn from\n")
+    assert f"once that is repaired, go on with `specrl run --resume {place}/runs/tiny-1`" in result.stderr
 
 
 def test_process_that_refuses_is_exit_two_with_its_one_message(place: Path, fakes: Callable[..., Path]) -> None:
@@ -364,6 +377,21 @@ def test_status_of_a_run_whose_launcher_died_says_how_to_go_on(directory: RunDir
     result = specrl_command("status", "tiny-1")
     assert result.exit_code == 0, result.output
     assert f"not running; go on with `specrl run --resume {directory.path}`" in result.stdout
+
+
+def test_status_says_what_went_wrong_in_words_and_which_steps_teach_nothing(directory: RunDirectory) -> None:
+    """`ungraded 36, failedPrompts 2` looked harmless, and a step of equal rewards like any other."""
+    error = "KeyError at my_rewards.py:12"
+    counters = {"ungraded": 36, "failedPrompts": 2}
+    status = {"run": "tiny", "phase": "training", "counters": counters, "givenUp": {error: 2}}
+    directory.status_file.write_text(json.dumps(status))
+    step = a_step(1, groups=4, groups_without_signal=4, failed={"000001-00000": error})
+    directory.metrics_file.write_text(step.model_dump_json(by_alias=True) + "\n")
+    shown = specrl_command("status").stdout
+    assert "rollouts without a verdict, through no fault of an answer; sampled again: 36" in shown
+    assert f"prompts given up by reason: {error} (2)" in shown
+    assert f"step 1: 1 prompt given up: {error} (1)" in shown
+    assert "step 1: 4 of 4 groups teach nothing: all rewards are equal within each" in shown
 
 
 def test_status_as_json_is_the_coordinators_own(directory: RunDirectory) -> None:
@@ -521,7 +549,7 @@ def test_demo_makes_a_policy_and_runs_with_it(place: Path, examples: Path, fakes
     assert (spec.schedule.steps, spec.schedule.seed) == (5, 3)
     assert spec.model.path == str(place / "out/demo-policy-3")
     assert (place / "made").read_text() == "--seed 3 --plain\n"
-    assert "validation accuracy: 0.250 -> 0.500" in result.stdout
+    assert "validation reward: 0.250 -> 0.500" in result.stdout
     assert "speculation against none" not in result.stdout
 
 

@@ -81,7 +81,7 @@ def test_series_of_vllm_join_with_the_coordinators_by_run_and_replica(observed: 
 
 
 def test_the_stages_are_the_wall_time_of_the_steps(observed: Observed) -> None:
-    """Against the clock of somebody who sees reports appear. A validated step's waits for its accuracy."""
+    """Against the clock of somebody who sees reports appear. A validated step's waits for its validation."""
     first, last = 2, STEPS - 1
     assert first % VALIDATED
     assert last % VALIDATED

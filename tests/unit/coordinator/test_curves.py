@@ -35,8 +35,8 @@ def test_a_point_is_the_mean_of_its_steps_and_of_the_lag_the_largest() -> None:
 
 def test_a_report_that_is_completed_replaces_the_one_before() -> None:
     curves = Curves([a_step(1)])
-    curves.add(a_step(1, validation_accuracy=0.75))
-    assert curves.report(1, None, 5).numbers["validation_accuracy"] == [0.75]
+    curves.add(a_step(1, validation_reward=0.75))
+    assert curves.report(1, None, 5).numbers["validation_reward"] == [0.75]
 
 
 def test_positions_that_no_draft_had_are_left_out() -> None:

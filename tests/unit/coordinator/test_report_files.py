@@ -69,7 +69,7 @@ def test_a_page_of_steps_is_read_without_the_rest(tmp_path: Path) -> None:
 
 
 def test_a_validation_has_its_line_too_the_one_before_the_first_step_included(tmp_path: Path) -> None:
-    kept = [ValidationReport(policy_version=version, accuracy=0.5, problems=8, seconds=1.0) for version in (0, 3, 6)]
+    kept = [ValidationReport(policy_version=version, reward=0.5, problems=8, seconds=1.0) for version in (0, 3, 6)]
     ReportFiles(tmp_path).append_validations(kept[:2])
     files = ReportFiles(tmp_path)
     files.append_validations(kept)

@@ -7,7 +7,7 @@ from tests.unit.report.runs import a_step
 
 from specrl.coordinator import exported
 from specrl.coordinator.report import StageSeconds, ValidationReport
-from specrl.report.figures import CAUSES, accuracies, figures
+from specrl.report.figures import CAUSES, all_validations, figures
 
 
 def test_the_stages_are_means_and_their_shares_sum_to_one() -> None:
@@ -38,7 +38,7 @@ def test_lags_of_steps_that_reached_further_are_added_by_place() -> None:
 
 
 def test_a_validation_of_the_file_is_preferred_to_its_step_and_none_is_lost() -> None:
-    kept = [ValidationReport(policy_version=version, accuracy=0.1, problems=50, seconds=1.0) for version in (0, 2)]
-    steps = [a_step(1), a_step(2, validation_accuracy=0.9), a_step(4, validation_accuracy=0.4)]
-    found = accuracies(steps, kept, problems=7)
-    assert [(r.policy_version, r.accuracy, r.problems) for r in found] == [(0, 0.1, 50), (2, 0.1, 50), (4, 0.4, 7)]
+    kept = [ValidationReport(policy_version=version, reward=0.1, problems=50, seconds=1.0) for version in (0, 2)]
+    steps = [a_step(1), a_step(2, validation_reward=0.9), a_step(4, validation_reward=0.4)]
+    found = all_validations(steps, kept, problems=7)
+    assert [(r.policy_version, r.reward, r.problems) for r in found] == [(0, 0.1, 50), (2, 0.1, 50), (4, 0.4, 7)]

@@ -16,6 +16,8 @@ from specrl.coordinator.report import Phase, Status, StepReport, ValidationRepor
 from specrl.report import comparison, render, sections
 from specrl.report.reading import read
 
+KEY_ERROR = "KeyError at my_rewards.py:12"
+
 
 def report(*arguments: str | Path) -> Result:
     return CliRunner().invoke(app, ["report", *map(str, arguments)])
@@ -49,7 +51,12 @@ def a_page(directory: Path) -> str:
 
 
 def test_a_finished_run_has_all_of_its_figures_in_both_pages(tmp_path: Path) -> None:
-    validations = [ValidationReport(policy_version=v, accuracy=0.25 * v, problems=40, seconds=1.0) for v in (0, 2)]
+    validations = [
+        ValidationReport(
+            policy_version=v, reward=0.25 * v, reward_low=v * 0.125, reward_high=0.75, problems=40, seconds=1.0
+        )
+        for v in (0, 2)
+    ]
     directory = a_folder(tmp_path / "runs", validations=validations)
     result = report(directory.path)
     assert result.exit_code == 0, result.output
@@ -59,7 +66,7 @@ def test_a_finished_run_has_all_of_its_figures_in_both_pages(tmp_path: Path) -> 
         "| generation | 4.00 s | 40 % |",
         "| step | 10.0 s | 100 % |",
         "| accepted at position 2 | 30 % |",
-        "| version 2 | 0.500 | 0.352 to 0.648 | 40 |",
+        "| version 2 | 0.500 | 0.250 to 0.750 | 40 | - | - |",
         "| lag 1 | 12 | 75 % |",
         "| rollouts sampled again after their replica was lost | 3 |",
         "| processor | Z80 |",
@@ -147,6 +154,74 @@ def test_a_run_without_steps_is_refused_in_words(tmp_path: Path, lines: str, sai
     assert "a run must have trained a step to be reported" in result.stderr
     assert said in result.stderr
     assert not (directory.path / "report.html").exists()
+
+
+@pytest.mark.parametrize("validations", [(), (0, 2)])
+def test_a_run_without_any_reward_is_reported_in_words(tmp_path: Path, validations: tuple[int, ...]) -> None:
+    """It ended in a traceback of the chart of rewards: when every rollout stays ungraded, one wants the report."""
+    steps = [
+        a_step(step, reward=None, reward_error=None, rollouts=0, tokens=0, policy_lags=[], acceptance_length=None)
+        for step in (1, 2)
+    ]
+    found = [
+        ValidationReport(policy_version=v, reward=0.0, problems=4, answers=4, seconds=1.0, failures={KEY_ERROR: 4})
+        for v in validations
+    ]
+    directory = a_folder(tmp_path / "runs", steps, found)
+    result = report(directory.path)
+    assert result.exit_code == 0, result.output
+    text = (directory.path / "report.md").read_text()
+    assert "> No rollout was graded: nothing was learnt." in text
+    assert "Mean reward of each step" not in text, "an empty chart would say nothing"
+    assert "reward**" not in text.split("##")[0], "there is no change of reward to head the page"
+    assert ("| 0 of 4 graded, 4 failed: KeyError at my\\_rewards.py:12 (4) |" in text) == bool(validations)
+    other = a_folder(tmp_path / "runs", steps)
+    assert report(directory.path, other.path).exit_code == 0, "and compared"
+
+
+def test_a_run_that_failed_before_its_first_step_is_reported_with_the_reason(tmp_path: Path) -> None:
+    """A reward that always fails ends the run at step 1: the report that one then wants was refused."""
+    directory = a_folder(tmp_path / "runs", [], phase=None)
+    status = Status(
+        run="tiny", phase=Phase.FAILED, error="step 1 must have a graded rollout", verdict_failures={KEY_ERROR: 60}
+    )
+    directory.status_file.write_text(status.model_dump_json(by_alias=True))
+    assert report(directory.path).exit_code == 0
+    text = (directory.path / "report.md").read_text()
+    assert "> The run failed: step 1 must have a graded rollout" in text
+    assert "failed after 0 of 2 steps" in text
+    assert "| KeyError at my\\_rewards.py:12 | 60 |" in text
+    whole = a_folder(tmp_path / "runs")
+    refused = report(whole.path, directory.path)
+    assert refused.exit_code == 2
+    assert "must have trained a step to be compared" in refused.stderr
+
+
+def test_a_run_whose_groups_all_teach_nothing_says_so_first(tmp_path: Path) -> None:
+    """The report of a constant reward had no word of it."""
+    silent = [a_step(step, groups=4, groups_without_signal=4) for step in (1, 2)]
+    found = sections.document(read(a_folder(tmp_path / "runs", silent)))
+    assert "8 of 8 groups teach nothing: all rewards are equal within each." in found.notices
+    some = [a_step(1, groups=4, groups_without_signal=4), a_step(2, groups=4, groups_without_signal=3)]
+    found = sections.document(read(a_folder(tmp_path / "runs", some)))
+    assert not any("teach nothing" in notice for notice in found.notices)
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        (1, "Mean reward of each step: 0.10; one step is too few to compare."),
+        (2, "Mean reward of each step: 0.10 → 0.20, from the first step to the last."),
+        (3, "Mean reward of each step: 0.10 → 0.30, from the first step to the last."),
+        (9, "Mean reward of each step: 0.25 → 0.75, means of the first and of the last 4 steps."),
+        (12, "Mean reward of each step: 0.30 → 1.00, means of the first and of the last 5 steps."),
+    ],
+)
+def test_no_step_is_among_the_first_and_the_last(tmp_path: Path, steps: int, said: str) -> None:
+    """Up to 9 steps the windows of five overlapped: "reward 0.485 -> 0.485 (+0.000)" of 0.650 ... 0.300."""
+    directory = a_folder(tmp_path / "runs", [a_step(step, reward=step / 10) for step in range(1, steps + 1)])
+    (learnt,) = [it for it in sections.document(read(directory)).sections if it.title == "What was learnt"]
+    assert learnt.charts[0].alternative == said
 
 
 def test_bad_input_is_one_message_and_exit_code_2(tmp_path: Path) -> None:

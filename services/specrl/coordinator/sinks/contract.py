@@ -76,8 +76,14 @@ def numbers(report: StepReport) -> dict[str, float]:
 
 
 def validation_numbers(report: ValidationReport) -> dict[str, float]:
-    """A validation as numbers by name: accuracy, seconds, and each pass@k with the ends of its interval."""
-    found = {"validation/accuracy": report.accuracy, "validation/seconds": report.seconds}
+    """A validation as numbers by name: mean reward, each pass@k, both with the ends of their interval; seconds."""
+    found = {
+        "validation/reward": report.reward,
+        "validation/failed": float(report.failed),
+        "validation/seconds": report.seconds,
+    }
+    if report.reward_low is not None and report.reward_high is not None:
+        found |= {"validation/reward_low": report.reward_low, "validation/reward_high": report.reward_high}
     for item in report.pass_at:
         name = f"validation/pass_at_{item.k}"
         found |= {name: item.rate, f"{name}_low": item.low, f"{name}_high": item.high}

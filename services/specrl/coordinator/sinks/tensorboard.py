@@ -16,7 +16,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from specrl.coordinator.report import Phase, StepReport, ValidationReport
 from specrl.coordinator.sinks.contract import Received, SinkRun, numbers, validation_numbers
 
-VALIDATION = "validation/accuracy"
+VALIDATION = "validation/reward"
 
 
 class TensorBoardSink:

@@ -31,7 +31,7 @@ const charts = {
   lag: new Chart({ title: "Policy lag", about: "Steps between a rollout's oldest token and its training; never above maxPolicyLag." }),
   acceptance: new Chart({ title: "Acceptance length", about: "Tokens per verification, the bonus token included, and the draft length k that was chosen.", low: null }),
   positions: new Chart({ title: "Accepted drafts, by position", about: "Share of drafts whose token at this position was accepted.", high: 1 }),
-  reward: new Chart({ title: "Reward and validation", about: "Mean reward of the step's rollouts; accuracy of the validated versions, with its 95 % interval.", low: null }),
+  reward: new Chart({ title: "Reward and validation", about: "Mean reward of the step's rollouts; mean reward of the validated versions, with its 95 % interval.", low: null }),
   verdicts: new Chart({ title: "Verdicts on no answer", about: "Shares of a step's rollouts: no answer was found; the verifier raised, or the answer ended it; no verdict, sampled again." }),
   mismatch: new Chart({ title: "Drafter's loss", about: "Of the drafter that is trained beside the policy.", low: null }),
   length: new Chart({ title: "Length of a rollout", about: "Mean sampled tokens: longer rollouts need more generation." }),
@@ -75,7 +75,7 @@ function drawCurves({ steps, stride, stages, numbers }) {
   const positions = Object.keys(numbers).filter((name) => name.startsWith("accepted_"));
   charts.positions.show(steps, stride, positions.map((name, place) =>
     line(name.slice("accepted_".length), numbers[name], "train", { alpha: 1 - (0.75 * place) / Math.max(positions.length - 1, 1) })));
-  charts.reward.show(steps, stride, [line("reward", numbers.reward, "train"), line("validation", numbers.validation_accuracy, "validation", { kind: "points" }),
+  charts.reward.show(steps, stride, [line("reward", numbers.reward, "train"), line("validation", numbers.validation_reward, "validation", { kind: "points" }),
     line("at least", numbers.validation_low, "validation", { kind: "points", alpha: 0.35 }), line("at most", numbers.validation_high, "validation", { kind: "points", alpha: 0.35 })]);
   charts.verdicts.show(steps, stride, [line("no answer", numbers.no_answer_share, "train"), line("verifier errors", numbers.verifier_error_share, "validation"),
     line("ungraded", numbers.ungraded_share, "logprob")]);

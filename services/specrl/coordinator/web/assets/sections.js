@@ -48,6 +48,10 @@ export function showStatus(status) {
   const facts = { trainer: status.trainer, "newest checkpoint": status.checkpointStep ? `step ${status.checkpointStep}` : "none",
     "rollouts of the next step": status.rolloutsWanted ? `${status.rolloutsCollected} of ${status.rolloutsWanted}` : "–" };
   for (const [name, count] of Object.entries(status.counters)) if (count) facts[words(name)] = String(count);
+  for (const [name, reasons] of [["verdicts failed by reason", status.verdictFailures], ["prompts given up by reason", status.givenUp]]) {
+    const counted = Object.entries(reasons).map(([reason, count]) => `${reason} (${count})`);
+    if (counted.length) facts[name] = counted.join(", ");
+  }
   if (status.error) facts.error = status.error;
   byId("counters").replaceChildren(...Object.entries(facts).map(([name, value]) =>
     element("div", {}, element("dt", {}, name), element("dd", {}, value))));
