@@ -1,7 +1,8 @@
 """Stage 1 of the loop: from a data set or a problem family to an endless, seekable stream of prompts."""
 
-from specrl.prompts.sources import Problem, ProblemSource, open_source
-from specrl.prompts.stream import PromptStream, load_prompts, load_validation
+from specrl.prompts.columns import Problem
+from specrl.prompts.sources import ProblemSource, open_source
+from specrl.prompts.stream import PromptStream, Sources, load_prompts, load_validation, open_sources
 from specrl.prompts.templates import PromptTemplate
 
 __all__ = [
@@ -9,7 +10,9 @@ __all__ = [
     "ProblemSource",
     "PromptStream",
     "PromptTemplate",
+    "Sources",
     "load_prompts",
     "load_validation",
     "open_source",
+    "open_sources",
 ]

@@ -1,38 +1,30 @@
 """Where problems come from: JSONL, Parquet, or a generated family, behind one protocol.
 
-Stage 1 of the loop, read once when the coordinator starts (`stream.load_prompts`). Invariant: a source that opens is
+Stage 1 of the loop, read once when the coordinator starts (`stream.open_sources`). Invariant: a source that opens is
 sound. Every record has a question and an answer, and a malformed one stops the run before it starts, named by file,
 line and field; or, with `onBadLine: Skip`, is left out and counted. Problems are held in memory: a million of GSM8K's
-size take about 1 GB.
+size take about 1 GB. What columns hold is read by `columns`.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import BinaryIO, Protocol
 
 from specrl.errors import DatasetInvalid
 from specrl.prompts import families
-from specrl.spec.data import FieldMapping, FileSource, GeneratedSource, OnBadLine, PromptSource
+from specrl.prompts.columns import Problem, Record, json_record, table_references
+from specrl.spec.data import FileSource, GeneratedSource, OnBadLine, PromptSource
 
 LINE_BYTES = 64 << 20
 """Of one record. A line without an end would otherwise be read until memory is full."""
 
-REMEDY = "correct the file, or leave them out with onBadLine: Skip"
+REMEDY = "correct the file, or leave out what is wrong with onBadLine: Skip"
 
-SHOWN = 5
+SHOWN = 10
 """Faults spelled out in one message. More of them are mostly the same fault again; the rest are counted."""
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """A task's text and the verifier's reference."""
-
-    question: str
-    answer: str
 
 
 @dataclass(frozen=True)
@@ -128,35 +120,37 @@ class GeneratedProblems:
 
     def without(self, faults: Mapping[int, str]) -> ProblemSource:
         named = [f"{self.place(index)}: {fault}" for index, fault in faults.items()]
-        raise DatasetInvalid(
-            summarise(f"{self._name}: every problem must fit", named, "raise prompts.maxTokens or lower difficulty")
-        )
+        remedy = "raise prompts.maxTokens, lower difficulty, or use another verifier"
+        raise DatasetInvalid(summarise(f"{self._name}: every problem must fit", named, remedy))
 
 
-def open_source(source: PromptSource, exclude: Collection[str] = ()) -> ProblemSource:
+def open_source(source: PromptSource, exclude: Collection[str] = (), *, keeps_rows: bool = False) -> ProblemSource:
     """Read or generate every problem of `source`. Raises DatasetInvalid unless all of them are sound.
 
     exclude: questions that are trained on, when `source` is for validation. A family draws others in their place;
     a file that holds any of them is refused, since leaving them out would change what its accuracy means.
+    keeps_rows: for a verifier that may ask for the other columns of a record; they stay in memory.
     """
     if source.jsonl is not None:
-        found: ProblemSource = _read(source.jsonl, _jsonl_rows)
+        found: ProblemSource = _read(source.jsonl, _jsonl_rows, keeps_rows)
     elif source.parquet is not None:
-        found = _read(source.parquet, _parquet_rows)
+        found = _read(source.parquet, _parquet_rows, keeps_rows)
     elif source.generated is not None:
         return GeneratedProblems(source.generated, exclude)
     else:
         raise DatasetInvalid("a prompt source must be one of jsonl, parquet, generated, got none; name one in the run")
-    known = [f"{found.place(i)}: is trained on" for i in range(len(found)) if found.problem(i).question in exclude]
+    rule = "validation problems must not be among the run's prompts"
+    fault = "is trained on, which validation problems must not be"
+    known = [f"{found.place(i)}: {fault}" for i in range(len(found)) if found.problem(i).question in exclude]
     if known:
-        raise DatasetInvalid(
-            summarise("validation problems must not be among the run's prompts", known, "take them out of either file")
-        )
+        raise DatasetInvalid(summarise(rule, known, "take them out of either file"))
     return found
 
 
 def summarise(rule: str, faults: list[str], remedy: str) -> str:
-    """One message for many faults: the first few in full, the others as a count."""
+    """One message for all faults: a single one on one line, of many the first in full and the others as a count."""
+    if len(faults) == 1:
+        return f"{faults[0]} ({remedy})"
     lines = "".join(f"\n  {fault}" for fault in faults[:SHOWN])
     more = f"\n  and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
     return f"{rule}, got {len(faults)} that break this; {remedy}:{lines}{more}"
@@ -168,21 +162,11 @@ def _difficulty(source: GeneratedSource) -> families.Difficulty:
     return replace(usual, shortest=usual.shortest + source.difficulty, longest=usual.longest + source.difficulty)
 
 
-_TYPE_NAMES: dict[type, str] = {
-    dict: "an object",
-    list: "a list",
-    str: "text",
-    int: "a number",
-    float: "a number",
-    bool: "true or false",
-    type(None): "null",
-}
-
-Row = tuple[int, Any]
-"""A line or row number from 1, and what stands there: a mapping if it is sound, a str naming the fault if not."""
+Row = tuple[int, Record | str]
+"""A line or row number from 1, and its record, or what is wrong with it."""
 
 
-def _read(source: FileSource, rows: Callable[[FileSource], Iterator[Row]]) -> FileProblems:
+def _read(source: FileSource, rows: Callable[[FileSource, bool], Iterator[Row]], keeps_rows: bool) -> FileProblems:
     path = Path(source.path)
     if not path.is_file():
         raise DatasetInvalid(f"{path}: must be a readable file, got {_kind_of(path)}; check the path in the run file")
@@ -191,11 +175,11 @@ def _read(source: FileSource, rows: Callable[[FileSource], Iterator[Row]]) -> Fi
     faults: list[str] = []
     can_skip = source.on_bad_line is OnBadLine.SKIP
     try:
-        for number, record in rows(source):
-            wrong = list(_faults(record, source.fields))
+        for number, record in rows(source, keeps_rows):
+            wrong = [record] if isinstance(record, str) else list(record.faults(source.fields))
             faults += [f"{path}:{number}: {fault}" for fault in wrong]
-            if not wrong:
-                problems.append(Problem(record[source.fields.question], record[source.fields.answer]))
+            if not wrong and isinstance(record, Record):
+                problems.append(record.problem(source.fields, keeps_rows))
                 numbers.append(number)
     except OSError as error:
         raise DatasetInvalid(
@@ -214,72 +198,56 @@ def _kind_of(path: Path) -> str:
     return "a folder" if path.is_dir() else "something that is no file" if path.exists() else "no file there"
 
 
-def _faults(record: Any, fields: FieldMapping) -> Iterator[str]:
-    """What is wrong with one record, each with its field and remedy."""
-    if isinstance(record, str):
-        yield record
-        return
-    for purpose, name in (("question", fields.question), ("answer", fields.answer)):
-        if name not in record:
-            there = ", ".join(sorted(record)) or "none"
-            yield (
-                f"field {name!r} must be there, got fields {there}; "
-                f"name the column of the {purpose} with fields.{purpose}"
-            )
-        elif not isinstance(record[name], str):
-            got = _TYPE_NAMES.get(type(record[name]), type(record[name]).__name__)
-            yield f"field {name!r} must be text, got {got}; write it in quotes"
-        elif not record[name].strip():
-            yield f"field {name!r} must not be empty, got {record[name]!r}; give the {purpose} or drop the record"
-        elif any("\ud800" <= character <= "\udfff" for character in record[name]):
-            yield f"field {name!r} must be Unicode text, got half of a surrogate pair; correct its \\u escapes"
-
-
-def _jsonl_rows(source: FileSource) -> Iterator[Row]:
-    """Lines of a JSONL file; blank ones are skipped. Only a line feed ends a line: U+2028 may stand inside text."""
+def _jsonl_rows(source: FileSource, _keeps_rows: bool) -> Iterator[Row]:
     with Path(source.path).open("rb") as file:
-        number = 0
-        while line := file.readline(LINE_BYTES + 1):
-            number += 1
-            if len(line) > LINE_BYTES:
-                yield number, f"must be at most {LINE_BYTES} bytes, got more; is this the right file?"
-                while line and not line.endswith(b"\n"):
-                    line = file.readline(LINE_BYTES)
-            elif line.strip():
-                yield number, _json_object(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
+        yield from read_jsonl(file, source.fields.answer)
 
 
-def _json_object(line: bytes) -> Any:
+def read_jsonl(file: BinaryIO, answer: str) -> Iterator[Row]:
+    """Lines of a JSONL file; blank ones are skipped. Only a line feed ends a line: U+2028 may stand inside text.
+
+    answer: the name of the column that holds references.
+    """
+    number = 0
+    while line := file.readline(LINE_BYTES + 1):
+        number += 1
+        if len(line) > LINE_BYTES:
+            yield number, f"must be at most {LINE_BYTES} bytes, got more; is this the right file?"
+            while line and not line.endswith(b"\n"):
+                line = file.readline(LINE_BYTES)
+        elif line.strip():
+            yield number, _line_record(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line, answer)
+
+
+def _line_record(line: bytes, answer: str) -> Record | str:
     try:
-        record = json.loads(line.decode("utf-8"))
+        text = line.decode("utf-8")
     except UnicodeDecodeError as error:
         return f"must be UTF-8, got byte {line[error.start]:#04x} at column {error.start + 1}; convert the file"
-    except (ValueError, RecursionError) as error:  # ValueError: of a number with too many digits, too
-        return f"must be a JSON object on one line, got {error}; correct the syntax"
-    if not isinstance(record, dict):
-        got = _TYPE_NAMES.get(type(record), type(record).__name__)
-        return f"must be a JSON object on one line, got {got}; write one object a line"
-    return record
+    return json_record(text, answer)
 
 
-def _parquet_rows(source: FileSource) -> Iterator[Row]:
-    """Rows of a Parquet file. Only the two columns that are asked for are read."""
+def _parquet_rows(source: FileSource, keeps_rows: bool) -> Iterator[Row]:
+    """Rows of a Parquet file. Only the columns that are asked for are read."""
     import pyarrow
     import pyarrow.parquet
 
+    fields = source.fields
     try:
         with pyarrow.parquet.ParquetFile(source.path) as file:
             there = file.schema_arrow.names
-            wanted = list(dict.fromkeys((source.fields.question, source.fields.answer)))
+            wanted = {name: None for name in (fields.question, fields.answer, fields.solution) if name is not None}
             if not set(wanted) <= set(there):
                 # One row stands for all: the same columns are missing in each of them.
-                yield 1, dict.fromkeys(there, "there")
+                yield 1, Record(dict.fromkeys(there), None)
                 return
             number = 0
-            for batch in file.iter_batches(columns=wanted):
-                for record in batch.to_pylist():
+            for batch in file.iter_batches(columns=None if keeps_rows else list(wanted)):
+                records = batch.to_pylist(maps_as_pydicts="strict")
+                references = table_references(batch.column(fields.answer))
+                for values, reference in zip(records, references, strict=True):
                     number += 1
-                    yield number, record
+                    yield number, Record(values, reference)
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         reason = str(error).partition("\n")[0]
         raise DatasetInvalid(f"{source.path}: must be a Parquet file, got {reason}; check the path") from error

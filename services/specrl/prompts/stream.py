@@ -11,6 +11,8 @@ generator Philox4x64 under the key (shuffleSeed, e). numpy promises that a bit g
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -18,6 +20,7 @@ import numpy.typing as npt
 import structlog
 import xxhash
 
+from specrl.prompts.columns import Problem
 from specrl.prompts.sources import SHOWN, ProblemSource, open_source
 from specrl.prompts.templates import PromptTemplate
 from specrl.records import Prompt
@@ -25,6 +28,9 @@ from specrl.spec import RunSpec
 from specrl.telemetry import metrics
 
 log = structlog.get_logger(__name__)
+
+Judge = Callable[[Problem], str]
+"""Why a problem must not be asked; empty when it may. Its answers do not change while a source is read."""
 
 IDENTIFYING = 256
 """Problems that a stream's identity is made of: they are from all over the source."""
@@ -35,6 +41,11 @@ _EPOCHS_CACHED = 2
 _PROMPTS_CACHED = 1024
 """A group asks for its prompt twice a rollout, to request it and to grade it, and template and tokenizer take a third
 of a millisecond each time. A prompt of 1000 tokens is 36 kB."""
+
+
+def accept_any(_: Problem) -> str:
+    """The judge of those that grade nothing."""
+    return ""
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
@@ -86,31 +97,53 @@ class PromptStream:
         return _prompt(self._source, self._template, int(self._order(epoch)[place]), position)
 
 
-def load_prompts(spec: RunSpec) -> PromptStream:
-    """Open the run's prompts and check every one of them. Paths in `spec` are absolute, as `load_spec` leaves them.
+@dataclass(frozen=True)
+class Sources:
+    """The problems that a run trains on, and those that it validates on."""
 
-    Raises DatasetInvalid for malformed records and for prompts longer than `prompts.maxTokens`, unless they may be
-    skipped (`left_out` of the source); CheckpointInvalid for the policy's tokenizer. All prompts are tokenized once for
-    that: GSM8K's 7,473 took 2.4 s on two busy cores.
+    training: ProblemSource
+    validation: ProblemSource | None
+
+
+def open_sources(spec: RunSpec) -> Sources:
+    """Read the run's problems. Paths in `spec` are absolute, as `load_spec` leaves them.
+
+    Raises DatasetInvalid for malformed records, unless they may be skipped (`left_out` of the source), and when a file
+    for validation holds problems that the run trains on.
+    """
+    keeps_rows = spec.rewards.python is not None  # no other verifier looks at them
+    training = open_source(spec.prompts.source, keeps_rows=keeps_rows)
+    if spec.validation is None:
+        return Sources(training, None)
+    trained = frozenset(training.problem(index).question for index in range(len(training)))
+    return Sources(training, open_source(spec.validation.source, trained, keeps_rows=keeps_rows))
+
+
+def load_prompts(spec: RunSpec, source: ProblemSource | None = None, judge: Judge = accept_any) -> PromptStream:
+    """The run's prompts, every one of them checked. source: its problems, where they have been read before.
+
+    Raises DatasetInvalid for prompts longer than `prompts.maxTokens` and for problems that `judge` refuses, unless they
+    may be skipped (`left_out` of the source); CheckpointInvalid for the policy's tokenizer; without a source, what
+    `open_sources` raises. All prompts are tokenized once for that: GSM8K's 7,473 took 2.4 s on two busy cores.
     """
     template = PromptTemplate(spec.prompts, spec.model.path)
-    source = _fitting(open_source(spec.prompts.source), template, spec.prompts.max_tokens)
+    source = open_sources(spec).training if source is None else source
+    source = _fitting(source, template, spec.prompts.max_tokens, judge)
     return PromptStream(source, template, spec.prompts.shuffle_seed)
 
 
-def load_validation(spec: RunSpec) -> list[Prompt]:
+def load_validation(spec: RunSpec, source: ProblemSource | None = None, judge: Judge = accept_any) -> list[Prompt]:
     """The first `validation.limit` problems of the validation source, formatted like the run's prompts; [] without one.
 
-    `position` is the problem's place in its source. Raises as `load_prompts` does, and DatasetInvalid when a file holds
-    problems that the run trains on.
+    `position` is the problem's place in its source. Raises as `load_prompts` does.
     """
     if spec.validation is None:
         return []
-    training = open_source(spec.prompts.source)
-    trained = frozenset(training.problem(index).question for index in range(len(training)))
+    source = open_sources(spec).validation if source is None else source
+    assert source is not None, "a run with validation has a source for it"
     template = PromptTemplate(spec.prompts, spec.model.path)
     limit = spec.validation.limit
-    source = _fitting(open_source(spec.validation.source, exclude=trained), template, spec.prompts.max_tokens, limit)
+    source = _fitting(source, template, spec.prompts.max_tokens, judge, limit)
     return [_prompt(source, template, index, index, prefix="v") for index in range(min(limit, len(source)))]
 
 
@@ -119,27 +152,30 @@ def _prompt(source: ProblemSource, template: PromptTemplate, index: int, positio
     problem = source.problem(index)
     content = xxhash.xxh3_64_hexdigest(f"{problem.question}\0{problem.answer}".encode())
     text = template.format(problem.question)
-    return Prompt(f"{prefix}{index}-{content[:8]}", position, template.tokenize(text), text, problem.answer)
+    token_ids, row = template.tokenize(text), problem.row or {}
+    return Prompt(f"{prefix}{index}-{content[:8]}", position, token_ids, text, problem.answer, row)
 
 
 def _fitting(
-    source: ProblemSource, template: PromptTemplate, max_tokens: int, limit: int | None = None
+    source: ProblemSource, template: PromptTemplate, max_tokens: int, judge: Judge, limit: int | None = None
 ) -> ProblemSource:
-    """The source without the problems that are too long, where its bad lines may be skipped; says what it is without.
+    """The source without the problems that are too long or that `judge` refuses, where they may be skipped.
 
     limit: only so many problems will be asked for. Raises DatasetInvalid.
     """
-    checked = len(source) if limit is None else min(limit, len(source))
-    texts = [template.format(source.problem(index).question) for index in range(checked)]
+    checked = [source.problem(index) for index in range(len(source) if limit is None else min(limit, len(source)))]
+    texts = [template.format(problem.question) for problem in checked]
     lengths = [len(token_ids) for token_ids in template.tokenize_all(texts)]
-    wrong = {
-        index: f"{length} tokens, which must be 1 to {max_tokens} (prompts.maxTokens); raise it to {max(lengths)}"
-        for index, length in enumerate(lengths)
-        if not 1 <= length <= max_tokens
-    }
+    wrong: dict[int, str] = {}
+    for index, (problem, length) in enumerate(zip(checked, lengths, strict=True)):
+        if not 1 <= length <= max_tokens:
+            rule = f"{length} tokens, which must be 1 to {max_tokens} (prompts.maxTokens)"
+            wrong[index] = f"{rule}; raise it to {max(lengths)}"
+        elif refusal := judge(problem):
+            wrong[index] = refusal
     if wrong:
         # With a limit, others take the place of those that are left out, and must fit, too.
-        return _fitting(source.without(wrong), template, max_tokens, limit)
+        return _fitting(source.without(wrong), template, max_tokens, judge, limit)
     left_out = source.left_out
     if left_out.skipped:
         log.warning("problems_skipped", count=len(left_out.skipped), first=left_out.skipped[:SHOWN])

@@ -41,7 +41,7 @@ class Sampling:
 class Prompt:
     """A task with its verifier's data. `position` is its place in the shuffled stream, from 0, epochs included.
 
-    row: the other columns of its record, for a verifier that asks for them. It stays in the coordinator: no message
+    row: all columns of its record, for a verifier that may ask for them. It stays in the coordinator: no message
     carries it.
     """
 

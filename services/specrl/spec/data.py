@@ -19,7 +19,11 @@ class FieldMapping(Section):
     question: ShortText = "question"
     """Column with the task's text."""
     answer: ShortText = "answer"
-    """Column with the verifier's reference."""
+    """Column with the verifier's reference: text, or any other JSON value but null. A number counts as it is written,
+    an object or a list as its JSON text, so that tests and schemas need no quotes."""
+    solution: ShortText | None = None
+    """Column with the data's own solution, which must pass the record's tests before the run starts; for `code`. Of a
+    list the first is tried; a record where it is null or empty has none. Null: no such column."""
 
 
 class OnBadLine(StrEnum):
@@ -35,8 +39,9 @@ class FileSource(Section):
     fields: FieldMapping = FieldMapping()
     """Column names."""
     on_bad_line: OnBadLine = OnBadLine.FAIL
-    """What becomes of a record that is malformed, not UTF-8, empty, or longer than prompts.maxTokens. `Fail`: nothing
-    starts, and the message has its line. `Skip`: it is left out, and how many are is logged and in the run's status."""
+    """What becomes of a record that is malformed, not UTF-8, empty, longer than prompts.maxTokens, or has a reference
+    that the verifier cannot use (docs/rewards.md). `Fail`: nothing starts, and the message has its line. `Skip`: it is
+    left out, and how many are is logged and in the run's status."""
 
 
 class GeneratedSource(Section):

@@ -34,7 +34,8 @@ from pydantic.alias_generators import to_camel
 
 from specrl.errors import DatasetInvalid, SpecrlError
 from specrl.files import parse_object
-from specrl.prompts.sources import LeftOut, Problem, ProblemSource
+from specrl.prompts.columns import Problem
+from specrl.prompts.sources import LeftOut, ProblemSource
 from specrl.prompts.stream import PromptStream, epoch_order, load_prompts
 from specrl.prompts.templates import PromptTemplate
 from specrl.records import Batch, FinishReason, OutputSpan, Rollout, StreamPlace, TrainRollout, VersionSpan

@@ -35,15 +35,20 @@ def policy_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def a_spec(policy_path: Path) -> Callable[..., RunSpec]:
-    """A run with the given `prompts` section and, optionally, `validation`."""
+    """A run with the given `prompts` section and, optionally, others."""
 
-    def build(prompts: dict[str, Any], validation: dict[str, Any] | None = None, model: Path = policy_path) -> RunSpec:
+    def build(
+        prompts: dict[str, Any],
+        validation: dict[str, Any] | None = None,
+        model: Path = policy_path,
+        rewards: dict[str, Any] | None = None,
+    ) -> RunSpec:
         return parse_spec(
             {
                 "name": "test",
                 "model": {"path": str(model)},
                 "prompts": prompts,
-                "rewards": {"exact": {}},
+                "rewards": rewards or {"exact": {}},
                 "generation": {"sampling": {"maxTokens": 16}},
                 "trainer": {"optimizer": {"learningRate": "1e-3"}},
                 "schedule": {"steps": 1, "promptsPerStep": 2, "groupSize": 2},

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from datetime import date, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ import pytest
 
 from specrl.errors import DatasetInvalid
 from specrl.prompts import sources
-from specrl.prompts.sources import Problem, open_source
+from specrl.prompts.columns import Problem
+from specrl.prompts.sources import open_source
 from specrl.spec.data import FieldMapping, FileSource, GeneratedSource, OnBadLine, PromptSource
 
 
@@ -62,9 +65,12 @@ def test_other_column_names_are_mapped(tmp_path: Path) -> None:
         (b'{"question": "\xff", "answer": "1"}', "must be UTF-8, got byte 0xff at column 15"),
         ('{"question": "a"}', "field 'answer' must be there, got fields question"),
         ('{"answer": "1"}', "field 'question' must be there, got fields answer"),
-        ('{"question": 7, "answer": "1"}', "field 'question' must be text, got a number"),
-        ('{"question": "a", "answer": null}', "field 'answer' must be text, got null"),
-        ('{"question": "a", "answer": true}', "field 'answer' must be text, got true or false"),
+        ('{"question": 7, "answer": "1"}', "field 'question' must be text, got a number; it is what the policy"),
+        (
+            '{"question": "a", "answer": null}',
+            "field 'answer' must be text, a number or other JSON, got null; give",
+        ),
+        ('{"question": "a", "answer": NaN}', "field 'answer' must be a finite number, got NaN"),
         ('{"question": " ", "answer": "1"}', "field 'question' must not be empty"),
         ('{"question": "a", "answer": ""}', "field 'answer' must not be empty"),
         ('{"question": "\\ud800", "answer": "1"}', "field 'question' must be Unicode text"),
@@ -80,9 +86,102 @@ def test_a_malformed_line_is_named_with_file_line_and_remedy(tmp_path: Path, lin
 
 
 def test_many_faults_are_counted_and_the_first_are_shown(tmp_path: Path) -> None:
-    with pytest.raises(DatasetInvalid, match="got 9 that break this") as caught:
-        open_source(jsonl(tmp_path, *["{}"] * 4, record(), "null"))
-    assert "and 4 more" in str(caught.value)
+    with pytest.raises(DatasetInvalid, match="got 15 that break this") as caught:
+        open_source(jsonl(tmp_path, *["{}"] * 7, record(), "null"))
+    assert "and 5 more" in str(caught.value)
+
+
+def test_a_single_fault_is_one_line(tmp_path: Path) -> None:
+    """It was announced by a line that says no more than the fault itself."""
+    with pytest.raises(DatasetInvalid) as caught:
+        open_source(jsonl(tmp_path, record(), "{"))
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith(f"{tmp_path}/data.jsonl:2: must be a JSON object on one line")
+
+
+@pytest.mark.parametrize(
+    ("written", "reference"),
+    [
+        ("18", "18"),
+        ("-0", "-0"),
+        ("3.50", "3.50"),
+        ("0.1000000000000000055", "0.1000000000000000055"),
+        ("1e400", "1e400"),
+        ("true", "true"),
+        ('["a", 1.50]', '["a", 1.50]'),
+        ('{"inputs": ["1 2\\n"], "outputs": [1.50]}', '{"inputs": ["1 2\\n"], "outputs": [1.50]}'),
+        ('"18"', "18"),
+    ],
+)
+def test_a_reference_that_is_no_text_is_taken_as_it_is_written(tmp_path: Path, written: str, reference: str) -> None:
+    """Numbers and objects were refused, with the advice to write them in quotes, an object too."""
+    line = f' {{"id": {{"answer": 1}}, "answer" : {written} , "question":"a, {{b"}} '
+    assert open_source(jsonl(tmp_path, line)).problem(0) == Problem("a, {b", reference)
+
+
+def test_of_two_columns_with_one_name_the_last_counts_for_a_number_too(tmp_path: Path) -> None:
+    (line,) = ['{"answer": 1.0, "question": "a", "answer": 2.0}']
+    assert open_source(jsonl(tmp_path, line)).problem(0).answer == "2.0"
+
+
+@pytest.mark.parametrize(
+    ("column", "reference"),
+    [
+        (pyarrow.array([18]), "18"),
+        (pyarrow.array([18.0]), "18"),  # as pandas writes whole numbers of a column with a gap
+        (pyarrow.array([0.1], pyarrow.float32()), "0.1"),
+        (pyarrow.array([Decimal("3.50")]), "3.50"),
+        (pyarrow.array([True]), "true"),
+        (pyarrow.array([18]).dictionary_encode(), "18"),
+        (pyarrow.array([date(2026, 11, 25)]), "2026-11-25"),
+        (pyarrow.array([{"inputs": ["é"], "fn_name": None}]), '{"inputs": ["é"]}'),
+        (pyarrow.array([[("a", 1)]], pyarrow.map_("string", "int64")), '{"a": 1}'),
+        (pyarrow.array([[1, 2]]), "[1, 2]"),
+    ],
+)
+def test_a_table_s_reference_that_is_no_text_becomes_text(
+    tmp_path: Path, column: pyarrow.Array, reference: str
+) -> None:
+    """They were refused, with the advice to write them in quotes, which a table has no place for."""
+    assert open_source(parquet(tmp_path, {"question": ["a"], "answer": column})).problem(0) == Problem("a", reference)
+
+
+def test_the_data_s_own_solution_is_read_where_its_column_is_named(tmp_path: Path) -> None:
+    lines = [
+        json.dumps({"question": "a", "answer": "1", "code": code}) for code in ("x = 1", ["y = 1", "z"], None, [], " ")
+    ]
+    source = open_source(jsonl(tmp_path, *lines, solution="code"))
+    assert [source.problem(i).solution for i in range(5)] == ["x = 1", "y = 1", None, None, None]
+    with pytest.raises(DatasetInvalid, match=r"jsonl:1: field 'solved' must be there.*with fields\.solution"):
+        open_source(jsonl(tmp_path, lines[0], solution="solved"))
+    with pytest.raises(DatasetInvalid, match=r"jsonl:1: field 'code' must be text or null, got a number"):
+        open_source(jsonl(tmp_path, '{"question": "a", "answer": "1", "code": 7}', solution="code"))
+
+
+def test_a_row_is_kept_where_it_is_asked_for_and_holds_json_values_alone(tmp_path: Path) -> None:
+    line = '{"question": "a", "answer": {"b": 1}, "level": 3.5, "tags": ["x", null]}'
+    assert open_source(jsonl(tmp_path, line)).problem(0).row is None
+    row = open_source(jsonl(tmp_path, line), keeps_rows=True).problem(0).row
+    assert row == {"question": "a", "answer": {"b": 1}, "level": 3.5, "tags": ["x", None]}
+    columns = {
+        "question": ["a"],
+        "answer": ["1"],
+        "image": [b"\xff"],
+        "day": [date(2026, 11, 25)],
+        "at": [datetime(2026, 11, 25, 12, 30)],  # noqa: DTZ001 - a table without time zones
+        "price": [Decimal("3.50")],
+        "nested": [{"prices": [Decimal("1.0")]}],
+    }
+    row = open_source(parquet(tmp_path, columns), keeps_rows=True).problem(0).row
+    assert json.loads(json.dumps(row)) == {
+        "question": "a",
+        "answer": "1",
+        "image": "/w==",
+        "day": "2026-11-25",
+        "at": "2026-11-25T12:30:00",
+        "price": "3.50",
+        "nested": {"prices": ["1.0"]},
+    }
 
 
 def test_a_missing_file_a_folder_and_an_empty_file_are_told_apart(tmp_path: Path) -> None:
@@ -104,7 +203,12 @@ def test_parquet_reads_the_same_problems_as_jsonl(tmp_path: Path) -> None:
     [
         ({"question": ["a", "b"]}, "field 'answer' must be there, got fields question"),
         ({"question": ["a", None], "answer": ["1", "2"]}, "parquet:2: field 'question' must be text, got null"),
-        ({"question": ["a", "b"], "answer": [1, 2]}, "field 'answer' must be text, got a number"),
+        ({"question": ["a", "b"], "answer": ["1", None]}, "parquet:2: field 'answer' must be text, a number or other"),
+        ({"question": ["a", "b"], "answer": [1.5, float("nan")]}, "field 'answer' must be a finite number, got nan"),
+        (
+            {"question": ["a", "b"], "answer": [b"1", b"2"]},
+            "field 'answer' must be text, a number or other JSON, got b",
+        ),
         ({"question": ["a", ""], "answer": ["1", "2"]}, "parquet:2: field 'question' must not be empty"),
         ({"question": pyarrow.array([], "string"), "answer": pyarrow.array([], "string")}, "an empty data set"),
     ],

@@ -150,3 +150,17 @@ def test_torch_is_never_loaded(tmp_path: Path, a_spec: Build) -> None:
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program, spec.model_dump_json(by_alias=True)], check=True, timeout=120)
+
+
+def test_a_python_verifier_gets_the_row_and_others_keep_none_in_memory(tmp_path: Path, a_spec: Build) -> None:
+    """A function got nothing but the reference, so that it could not grade by level, source or test cases."""
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"question": "1+1?", "answer": 2, "level": "easy"}\n')
+    source = {"jsonl": {"path": str(path)}}
+    held_out = tmp_path / "test.jsonl"
+    held_out.write_text('{"question": "1+2?", "answer": 3, "level": "hard"}\n')
+    validation = {"source": {"jsonl": {"path": str(held_out)}}}
+    spec = a_spec({"source": source}, validation, rewards={"python": {"function": "my_rewards:grade"}})
+    assert load_prompts(spec).prompt(0).row == {"question": "1+1?", "answer": 2, "level": "easy"}
+    assert [prompt.row["level"] for prompt in load_validation(spec)] == ["hard"]
+    assert load_prompts(a_spec({"source": source})).prompt(0).row == {}
