@@ -26,6 +26,7 @@ import uvicorn
 
 from specrl.coordinator.admission import ByReview, ByToken
 from specrl.coordinator.board import Board
+from specrl.coordinator.checked_prompts import CheckedPrompts, load_checked_prompts
 from specrl.coordinator.controls import Controls
 from specrl.coordinator.events import EventLog
 from specrl.coordinator.loop import Loop
@@ -45,8 +46,7 @@ from specrl.coordinator.turns import turns_of
 from specrl.coordinator.web import make_app
 from specrl.errors import PortTaken, SpecrlError
 from specrl.files import write_text
-from specrl.prompts import load_prompts, load_validation
-from specrl.rewards import VerifierPool, check_references, verifier_for
+from specrl.rewards import VerifierPool, verifier_for
 from specrl.rpc import tls
 from specrl.rpc.limits import message_limits
 from specrl.rpc.server import Border, serve
@@ -63,6 +63,9 @@ NEEDS_USER = 2
 GARBAGE_THRESHOLDS = (100_000, 20, 20)
 """Of Python's collector of reference cycles. A rollout in flight is in none; with Python's own thresholds each look at
 100,000 of them stops the event loop for a third of a second, and all looks take a twelfth of its CPU."""
+
+CHECK_LOG_S = 10.0
+"""Between two lines of the log about a long check."""
 
 
 def main() -> None:
@@ -113,17 +116,17 @@ async def _serve_run(
     opening = StoreLink.open(spec.name, lambda: open_store(spec, directory, claim))
     store = await _unless_stopped(opening, stop)
     if store is None:
-        return
+        return None
     limits = message_limits(spec)
     registry = Registry(digest(spec), spec.telemetry.heartbeat_s, time.monotonic, spec.name, Calls(limits, identity))
     board = Board(spec, directory, registry, store)
     if place is None:
         board.scaled(spec.generation.replicas)
     sinks = Sinks(spec, directory, claim.run_id)
-    prompts, validation_prompts = load_prompts(spec), load_validation(spec)
-    problems = prompts.source
-    board.prompts_read(len(problems.left_out.skipped), problems.left_out.repeated)
-    check_references(spec.rewards, ((problems.place(i), problems.problem(i).answer) for i in range(len(problems))))
+    tries_verifier = place is not None and not store.trained()
+    checked = await _unless_stopped(_checked_prompts(spec, directory, board, tries_verifier), stop)
+    if checked is None:
+        return await store.close()
     pool = VerifierPool(verifier_for(spec.rewards), spec.reward_pool)
     await pool.start()
     tools = ToolPool(tool_for(spec.tools), spec.tools.pool) if spec.tools is not None else None
@@ -138,8 +141,8 @@ async def _serve_run(
         store=store,
         board=board,
         controls=controls,
-        prompts=prompts,
-        validation_prompts=validation_prompts,
+        prompts=checked.stream,
+        validation_prompts=checked.validation,
         grader=pool,
         turns=turns,
         spans=RunSpans(recorder, claim.run_id),
@@ -182,6 +185,29 @@ async def _serve_run(
         store.give_up()
         await store.close()
         await asyncio.to_thread(sinks.close, board.status())
+
+
+async def _checked_prompts(spec: RunSpec, directory: Path, board: Board, tries_verifier: bool) -> CheckedPrompts:
+    """The run's prompts, and in its folder which of them it does without. Says how far the check is.
+
+    tries_verifier: in a pod, before the first step. Elsewhere the launcher has tried it; and a run that has begun is
+    not ended by a trial, since what a function asks may be away for a while.
+    """
+    told_at = time.monotonic()
+
+    def tell(done: int, total: int) -> None:
+        nonlocal told_at
+        board.say(Phase.WAITING, "checking references", done, total)
+        if done == total or time.monotonic() > told_at + CHECK_LOG_S:
+            log.info("references_checked", done=done, total=total)
+            told_at = time.monotonic()
+
+    workers = spec.reward_pool.workers
+    checked = await load_checked_prompts(spec, directory, tell, workers=workers, tries_verifier=tries_verifier)
+    checked.decision.write(directory)
+    left_out = checked.stream.source.left_out
+    board.prompts_read(len(left_out.skipped), left_out.repeated)
+    return checked
 
 
 async def _drive(parts: Parts, stop: asyncio.Event, teller: Teller | None) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from specrl.errors import CheckpointInvalid, RunInvalid
 from specrl.launcher import preflight, run_directory
+from specrl.launcher.check_progress import CheckProgress
 from specrl.launcher.local_run import LocalRun, Outcome
 from specrl.launcher.ports import HOST
 from specrl.launcher.programs import programs_of
@@ -37,14 +38,23 @@ def begin(
 
     checkpoint: of another run, which this one goes on from; it gets a copy. Raises CheckpointInvalid.
     """
-    ready = preflight.check(spec)
+    ready = _check(spec, None, view)
     if checkpoint is not None:
         _check_checkpoint(checkpoint, spec)
     directory = run_directory.create(runs, spec)
     with directory.lock():
+        ready.decision.write(directory.path)
         if checkpoint is not None:
             checkpoints.copy_into(directory.path, checkpoint)
         return _drive(spec, directory, ready, view, keep_serving)
+
+
+def _check(spec: RunSpec, directory: Path | None, view: View) -> preflight.Readiness:
+    """Preflight, which shows how far it is where that takes long."""
+    try:
+        return preflight.check(spec, directory, CheckProgress(view))
+    finally:
+        view.close()
 
 
 def _check_checkpoint(checkpoint: Path, spec: RunSpec) -> None:
@@ -72,7 +82,7 @@ def resume(directory: RunDirectory, overrides: Sequence[str], view: View, keep_s
             f"{' '.join(f'--set {override}' for override in overrides)}; start a new run with -f {directory.run_file}"
         )
     with directory.lock():
-        ready = preflight.check(spec)
+        ready = _check(spec, directory.path, view)
         if spec != stored:
             directory.write_run_file(spec)
         return _drive(spec, directory, ready, view, keep_serving)

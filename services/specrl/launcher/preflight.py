@@ -2,21 +2,24 @@
 
 Each check raises one SpecrlError whose message says what to do; the command line shows it and exits 2. The order is
 that of a user's reading: the run file (checked when it is loaded), engines, mechanism, traces, model, drafter,
-parallelism, prompts, verifier, tool, store, mirror, sinks, ports, memory.
+parallelism, prompts and verifier, tool, store, mirror, sinks, ports, memory.
 Processes check again what is theirs; these checks only make sure that a user learns of it in seconds.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from specrl.coordinator.checked_prompts import CheckedPrompts, Decision, Progress, load_checked_prompts
 from specrl.coordinator.sinks import check_sinks
 from specrl.coordinator.store import check_server
 from specrl.drafting.policy_config import ARCHITECTURES, read_policy_config, read_reference_config
-from specrl.errors import CheckpointInvalid, Problem, SpecInvalid
+from specrl.errors import CheckpointInvalid, DatasetInvalid, Problem, SpecInvalid, SpecrlError, VerifierFailed
 from specrl.generation.vllm_backend import checkpoint
 from specrl.generation.vllm_backend.mechanisms import check_mechanism, drafting_model, surroundings
 from specrl.installation import require_engines
@@ -25,6 +28,7 @@ from specrl.launcher.memory import check_memory, estimate_memory
 from specrl.launcher.model_folder import ModelSummary, read_model_folder
 from specrl.launcher.ports import choose_ports
 from specrl.machine import available_memory_bytes
+from specrl.rewards import check_verifier
 from specrl.spec import RunSpec
 from specrl.spec.trainer import Routing
 from specrl.telemetry import traces
@@ -34,19 +38,33 @@ from specrl.trainer.layout import layout_problems
 
 @dataclass(frozen=True)
 class Readiness:
-    """What the checks chose on the way: the coordinator's ports; and what the user should know before the start.
+    """What the checks chose on the way: the coordinator's ports, and which references the run does without; and what
+    the user should know before the start.
 
     replica_bytes: memory that one replica takes on a CPU; 0 with GPUs.
     """
 
     grpc_port: int
     http_port: int
+    decision: Decision
     notices: tuple[str, ...] = ()
     replica_bytes: int = 0
 
 
-def check(spec: RunSpec, available_bytes: Callable[[], int] = available_memory_bytes) -> Readiness:
-    """Raise the first SpecrlError that would end this run on this machine; else the ports to use."""
+def ignore_progress(_done: int, _total: int) -> None:
+    """For those who do not show it."""
+
+
+def check(
+    spec: RunSpec,
+    directory: Path | None = None,
+    progress: Progress = ignore_progress,
+    available_bytes: Callable[[], int] = available_memory_bytes,
+) -> Readiness:
+    """Raise the first SpecrlError that would end this run on this machine; else the ports to use.
+
+    directory: of a run that is resumed.
+    """
     require_engines("torch", "megatron", "vllm")
     check_mechanism(spec, surroundings())
     check_trainable(spec)
@@ -56,8 +74,7 @@ def check(spec: RunSpec, available_bytes: Callable[[], int] = available_memory_b
     check_drafter(spec, policy)
     draft_model = check_draft_model(spec)
     check_parallelism(spec, policy)
-    notices = check_prompts(spec)
-    check_rewards(spec)
+    data = check_data(spec, directory, progress)
     check_tools(spec)
     check_server(spec)
     mirror.of_run(spec)
@@ -68,7 +85,7 @@ def check(spec: RunSpec, available_bytes: Callable[[], int] = available_memory_b
         need = estimate_memory(spec, policy, draft_model)
         check_memory(need, available_bytes())
         replica_bytes = need.replica_bytes
-    return Readiness(grpc_port, http_port, tuple(notices), replica_bytes)
+    return Readiness(grpc_port, http_port, data.decision, tuple(data_notices(data)), replica_bytes)
 
 
 def check_policy(spec: RunSpec) -> ModelSummary:
@@ -185,36 +202,46 @@ def check_parallelism(spec: RunSpec, policy: ModelSummary) -> None:
         raise SpecInvalid(tuple(problems))
 
 
-def check_prompts(spec: RunSpec) -> list[str]:
-    """Every problem can be read, fits, and has an answer to compare with. Raises DatasetInvalid with file and line.
+def check_data(spec: RunSpec, directory: Path | None = None, progress: Progress = ignore_progress) -> CheckedPrompts:
+    """Every problem can be read and fits, the verifier works here and can use every reference. All faults at once.
 
-    Returns what a user should know of a source that is used nevertheless: what is left out of it, or there twice.
-
-    Reads what the coordinator will read again: seconds at most for data sets of the usual size.
+    directory: the run's, where it has one. progress: told how many references are checked, of how many. Raises
+    DatasetInvalid with file and line; SpecInvalid for the verifier. What is found of references is kept for the next
+    start; without it a check takes a second or two for each thousand (`math`) or hundred (`code`).
     """
-    from specrl.prompts import load_prompts, load_validation
-    from specrl.rewards import check_references
-
-    source = load_prompts(spec).source
-    check_references(spec.rewards, ((source.place(i), source.problem(i).answer) for i in range(len(source))))
-    validation = load_validation(spec)
-    check_references(
-        spec.rewards, ((f"validation problem {prompt.position + 1}", prompt.answer) for prompt in validation)
-    )
-    found, notices = source.left_out, []
-    if found.skipped:
-        notices.append(f"{len(found.skipped)} problems are left out (onBadLine: Skip), the first: {found.skipped[0]}")
-    if found.repeated:
-        notices.append(
-            f"{found.repeated} problems ask what an earlier one asks, and are asked as often as they are there"
+    errors: list[SpecrlError] = []
+    try:
+        check_rewards(spec)
+    except SpecInvalid as error:
+        errors.append(error)
+    tries_verifier, workers = not errors, max(spec.reward_pool.workers, len(os.sched_getaffinity(0)))
+    try:
+        checked = asyncio.run(
+            load_checked_prompts(spec, directory, progress, workers=workers, tries_verifier=tries_verifier)
         )
-    return notices
+    except (DatasetInvalid, SpecInvalid, VerifierFailed) as error:
+        errors.append(error)
+    if len(errors) > 1:
+        raise DatasetInvalid("\n".join(map(str, errors)))
+    if errors:
+        raise errors[0]
+    return checked
+
+
+def data_notices(data: CheckedPrompts) -> Iterator[str]:
+    """What a user should know of data and a verifier that are used nevertheless."""
+    found = data.stream.source.left_out
+    if found.skipped:
+        yield f"{len(found.skipped)} problems are left out (onBadLine: Skip), the first: {found.skipped[0]}"
+    if found.repeated:
+        yield f"{found.repeated} problems ask what an earlier one asks, and are asked as often as they are there"
+    if data.untried:
+        yield f"{data.untried} references could not be tried on this machine, and are taken for sound"
+    yield from data.failures
 
 
 def check_rewards(spec: RunSpec) -> None:
     """The verifier can work on this machine. Raises SpecInvalid. Takes a second or two, in a process of its own."""
-    from specrl.rewards import check_verifier
-
     if spec.rewards.code is not None or spec.rewards.python is not None:  # the others need nothing of the machine
         check_verifier(spec.rewards)
 

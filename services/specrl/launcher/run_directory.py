@@ -8,6 +8,7 @@
       metrics.jsonl   one line a step                          coordinator
       validations.jsonl  one line a validation                 coordinator
       origin.json     versions and machine, at each start      coordinator
+      references.json references that the run does without     launcher, coordinator
       store.db        progress, unless it is kept in Redis     coordinator
       store-id        the run's id, for a store that it shares coordinator
       checkpoints/, export/                                    trainer

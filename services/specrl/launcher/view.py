@@ -9,8 +9,9 @@ markup, never with control characters.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from textwrap import shorten
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -28,13 +29,18 @@ _PHASE_STYLE = {Phase.FINISHED: "green", Phase.FAILED: "red", Phase.STOPPED: "ye
 
 
 class View(Protocol):
-    """Where a run is shown."""
+    """Where a run is shown. check_every_s: how often it wants to be told of a check."""
+
+    check_every_s: ClassVar[float]
 
     def begin(self, title: str, facts: dict[str, str]) -> None:
         """The run's name, and what a user may want to know of it from the first second: folder, page."""
 
     def show(self, status: Status | None) -> None:
         """The run at this moment; None: the coordinator does not answer (yet)."""
+
+    def check(self, done: int, total: int) -> None:
+        """Before the run begins: references that are checked."""
 
     def step(self, report: StepReport) -> None:
         """A step is done."""
@@ -55,6 +61,8 @@ class View(Protocol):
 class PlainView:
     """One line for each thing that happens."""
 
+    check_every_s: ClassVar[float] = 10.0
+
     def __init__(self, console: Console) -> None:
         self._console = console
         self._detail = ""
@@ -70,6 +78,9 @@ class PlainView:
         if detail != self._detail and (status.phase is not Phase.TRAINING or not self._detail.startswith(status.phase)):
             self._line(detail)
             self._detail = detail
+
+    def check(self, done: int, total: int) -> None:
+        self._line(f"checking references: {done} of {total}")
 
     def step(self, report: StepReport) -> None:
         self._line(plain_step(report))
@@ -94,6 +105,8 @@ class PlainView:
 class LiveView:
     """Rows above a live area. Drawn by whoever calls it: there is no thread, so nothing is drawn behind our back."""
 
+    check_every_s: ClassVar[float] = 0.2
+
     def __init__(self, console: Console) -> None:
         self._console = console
         self._columns = Columns(console.width)
@@ -108,6 +121,10 @@ class LiveView:
 
     def show(self, status: Status | None) -> None:
         self._live.update(live_area(self._title, self._facts, status), refresh=True)
+
+    def check(self, done: int, total: int) -> None:
+        self._live.start()
+        self._live.update(_bar_table([("checking references", done, total)]), refresh=True)
 
     def step(self, report: StepReport) -> None:
         self._head()
@@ -179,6 +196,11 @@ def _bars(status: Status) -> Table:
         ("rollouts of the next step", status.rollouts_collected, status.rollouts_wanted),
         ("steps", status.step, status.steps),
     ]
+    return _bar_table(wanted)
+
+
+def _bar_table(wanted: Sequence[tuple[str, int, int]]) -> Table:
+    """A bar for everything that can be counted: its name, how much is done, of how much."""
     bars = Table.grid(padding=(0, 2))
     bars.add_column(no_wrap=True, max_width=36, overflow="ellipsis")
     for name, done, total in wanted:

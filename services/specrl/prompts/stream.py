@@ -111,12 +111,20 @@ def open_sources(spec: RunSpec) -> Sources:
     Raises DatasetInvalid for malformed records, unless they may be skipped (`left_out` of the source), and when a file
     for validation holds problems that the run trains on.
     """
-    keeps_rows = spec.rewards.python is not None  # no other verifier looks at them
-    training = open_source(spec.prompts.source, keeps_rows=keeps_rows)
+    training = _open_training(spec)
     if spec.validation is None:
         return Sources(training, None)
     trained = frozenset(training.problem(index).question for index in range(len(training)))
-    return Sources(training, open_source(spec.validation.source, trained, keeps_rows=keeps_rows))
+    return Sources(training, open_source(spec.validation.source, trained, keeps_rows=_keeps_rows(spec)))
+
+
+def _open_training(spec: RunSpec) -> ProblemSource:
+    return open_source(spec.prompts.source, keeps_rows=_keeps_rows(spec))
+
+
+def _keeps_rows(spec: RunSpec) -> bool:
+    """No other verifier looks at them."""
+    return spec.rewards.python is not None
 
 
 def load_prompts(spec: RunSpec, source: ProblemSource | None = None, judge: Judge = accept_any) -> PromptStream:
@@ -127,7 +135,7 @@ def load_prompts(spec: RunSpec, source: ProblemSource | None = None, judge: Judg
     `open_sources` raises. All prompts are tokenized once for that: GSM8K's 7,473 took 2.4 s on two busy cores.
     """
     template = PromptTemplate(spec.prompts, spec.model.path)
-    source = open_sources(spec).training if source is None else source
+    source = _open_training(spec) if source is None else source
     source = _fitting(source, template, spec.prompts.max_tokens, judge)
     return PromptStream(source, template, spec.prompts.shuffle_seed)
 

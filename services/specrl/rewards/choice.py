@@ -6,11 +6,10 @@ Called by the coordinator and by the launcher's preflight.
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterable
 
 import pebble
 
-from specrl.errors import DatasetInvalid, Problem, SpecInvalid, VerifierFailed
+from specrl.errors import Problem, SpecInvalid
 from specrl.rewards.code import Code
 from specrl.rewards.custom import Custom, UserFunction
 from specrl.rewards.exact import Exact
@@ -39,20 +38,6 @@ def verifier_for(rewards: Rewards) -> Verifier:
     if rewards.python is not None:
         return Custom(UserFunction(rewards.python.function, rewards.python.folder, "rewards.python"))
     raise ValueError(f"rewards must have exactly one of {', '.join(Rewards.model_fields)}, got none; name one")
-
-
-def check_references(rewards: Rewards, answers: Iterable[tuple[str, str]]) -> None:
-    """Raise DatasetInvalid for the first reference without a final answer that the verifier could compare with.
-
-    answers: (place, reference) of every problem. Cheap, since nothing is computed: for `math` only that there is
-    something to parse, for `code` that the tests can be read.
-    """
-    verifier = verifier_for(rewards)
-    for place, reference in answers:
-        try:
-            verifier.check_reference(reference)
-        except VerifierFailed as error:
-            raise DatasetInvalid(f"{place}: {error}") from error
 
 
 def check_verifier(rewards: Rewards) -> None:

@@ -24,6 +24,8 @@ import numpy as np
 from specrl.errors import Problem, SpecInvalid
 from specrl.rewards.verifier import Verdict, Verifier
 
+_TRL = {"prompts", "completions", "completion_ids"}
+"""Parameters of TRL's reward functions, which are called once for a batch."""
 _LONGEST_WORDS = 300
 """Letters of what a module says when it cannot be imported."""
 
@@ -118,6 +120,13 @@ def _row_parameter(function: UserFunction) -> str | None:
     except (TypeError, ValueError):  # a built-in function need not have one
         return None
     found = signature.parameters
+    if _TRL & found.keys():
+        rule = f"must take (reference, completion) or (reference, completion, row), got TRL's signature {signature}"
+        remedy = (
+            "write def grade(reference: str, completion: str, row: dict) -> float: it is called once for each "
+            "completion, and row has the columns that TRL gives by name"
+        )
+        raise SpecInvalid((Problem(f"{function.path}.function", rule, remedy),))
     positional = [p for p in found.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     third = positional[2] if len(positional) > 2 else None
     row = found.get("row")

@@ -65,6 +65,14 @@ class Verifier(Protocol):
         """
         return
 
+    def try_reference(self, reference: str, solution: str | None) -> None:
+        """Raise VerifierFailed when the reference fails where it is tried: for what takes more than reading it.
+
+        solution: the data's own, which must be right; None where it has none. Called once before the run, after
+        `check_reference`. Raises Ungraded when it cannot be tried for a reason that is not the reference's.
+        """
+        return
+
     def grade(self, reference: str, completion: str, row: Mapping[str, Any]) -> Verdict:
         """The verdict on one completion.
 

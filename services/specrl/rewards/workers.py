@@ -30,7 +30,7 @@ from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import pebble
 import structlog
@@ -84,8 +84,11 @@ class Answer:
 class WorkerPool:
     """Worker processes. Use as `async with ... as pool`, or `start` and `close`.
 
-    noun: what the messages call a worker, "verifier" or "tool"; error: what is raised when no question can be answered.
+    start_method: of processes (multiprocessing). noun: what the messages call a worker, "verifier" or "tool"; error:
+    what is raised when no question can be answered.
     """
+
+    start_method: ClassVar[str] = "forkserver"
 
     def __init__(self, work: Work, limits: WorkerLimits, noun: str, error: type[SpecrlError]) -> None:
         self._work, self._limits, self._noun, self._error = work, limits, noun, error
@@ -191,7 +194,7 @@ class WorkerPool:
         if self._is_closed:
             raise self._error(f"the {self._noun} pool must be open to answer, got a closed one; the run is ending")
         if self._pool is None:
-            context = multiprocessing.get_context("forkserver")
+            context = multiprocessing.get_context(self.start_method)
             context.set_forkserver_preload(["specrl.rewards.choice", *self._work.preloads])
             self._pool = pebble.ProcessPool(
                 self._limits.workers,

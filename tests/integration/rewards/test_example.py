@@ -7,7 +7,7 @@ from pathlib import Path
 
 from specrl.prompts import open_source
 from specrl.records import Prompt, Reward
-from specrl.rewards import VerifierPool, check_references, check_verifier, verifier_for
+from specrl.rewards import VerifierPool, check_verifier, verifier_for
 from specrl.spec import load_spec
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "code" / "run.yaml"
@@ -40,7 +40,8 @@ async def test_right_answers_score_one_wrong_ones_zero_and_hostile_ones_end_with
     spec = load_spec(EXAMPLE)
     source = open_source(spec.prompts.source)
     problems = [source.problem(place) for place in range(len(source))]
-    check_references(spec.rewards, ((source.place(i), problem.answer) for i, problem in enumerate(problems)))
+    for problem in problems:
+        verifier_for(spec.rewards).check_reference(problem.answer)
     check_verifier(spec.rewards)
     prompts = [Prompt(f"p{i}", i, (1,), problem.question, problem.answer) for i, problem in enumerate(problems)]
     hostile = ["```python\nimport os\nwhile True:\n    os.fork()\n```", "```python\nwhile True: pass\n```"] * 2

@@ -238,7 +238,7 @@ def test_malformed_line_is_named_by_file_and_line(tmp_path: Path) -> None:
     data = tmp_path / "train.jsonl"
     data.write_text('{"question": "1+1?", "answer": "2"}\n{"question": \n')
     with pytest.raises(DatasetInvalid, match=r"train\.jsonl:2"):
-        preflight.check_prompts(a_spec(tmp_path, prompts={"source": {"jsonl": {"path": str(data)}}, "maxTokens": 80}))
+        preflight.check_data(a_spec(tmp_path, prompts={"source": {"jsonl": {"path": str(data)}}, "maxTokens": 80}))
 
 
 def test_lines_that_are_left_out_are_told_to_the_user(tmp_path: Path) -> None:
@@ -247,7 +247,8 @@ def test_lines_that_are_left_out_are_told_to_the_user(tmp_path: Path) -> None:
     sound = '{"question": "1+1?", "answer": "2"}\n'
     data.write_text(f'{sound}{{\n{sound}{{"question": "{"x" * 90}", "answer": "1"}}\n')
     source = {"jsonl": {"path": str(data), "onBadLine": "Skip"}}
-    skipped, repeated = preflight.check_prompts(a_spec(tmp_path, prompts={"source": source, "maxTokens": 80}))
+    spec = a_spec(tmp_path, prompts={"source": source, "maxTokens": 80})
+    skipped, repeated = preflight.data_notices(preflight.check_data(spec))
     assert skipped.startswith("2 problems are left out")
     assert "train.jsonl:2: must be a JSON object" in skipped
     assert repeated.startswith("1 problems ask")
@@ -258,7 +259,33 @@ def test_answer_that_the_verifier_cannot_compare_with_is_named_by_file_and_line(
     data = tmp_path / "train.jsonl"
     data.write_text('{"question": "1+1?", "answer": "#### 2"}\n{"question": "1+2?", "answer": "three ####"}\n')
     with pytest.raises(DatasetInvalid, match=r"train\.jsonl:2"):
-        preflight.check_prompts(a_spec(tmp_path, prompts={"source": {"jsonl": {"path": str(data)}}, "maxTokens": 80}))
+        preflight.check_data(a_spec(tmp_path, prompts={"source": {"jsonl": {"path": str(data)}}, "maxTokens": 80}))
+
+
+def test_what_is_wrong_with_data_and_verifier_is_reported_at_once(tmp_path: Path) -> None:
+    """A module that cannot be imported was found only when the data were sound."""
+    a_model_folder(tmp_path / "model")
+    (tmp_path / "my_rewards.py").write_text("import json\n\ndef grade(reference, completion:\n")
+    data = tmp_path / "train.jsonl"
+    data.write_text('{"question": "1+1?", "answer": "2"}\n{"question": \n')
+    changes: dict[str, Any] = {
+        "prompts": {"source": {"jsonl": {"path": str(data)}}, "maxTokens": 80},
+        "rewards": {"python": {"function": "my_rewards:grade", "folder": str(tmp_path)}},
+    }
+    with pytest.raises(DatasetInvalid) as caught:
+        preflight.check_data(a_spec(tmp_path, **changes))
+    assert "got SyntaxError at " in str(caught.value)
+    assert "my_rewards.py:3: " in str(caught.value)
+    assert "train.jsonl:2: must be a JSON object" in str(caught.value)
+
+
+def test_a_function_that_fails_for_every_made_up_completion_is_refused(tmp_path: Path) -> None:
+    """It trained nothing, and the run was called finished."""
+    a_model_folder(tmp_path / "model")
+    (tmp_path / "lists.py").write_text("def grade(reference, completion):\n    return [1.0]\n")
+    rewards = {"python": {"function": "lists:grade", "folder": str(tmp_path)}}
+    with pytest.raises(SpecInvalid, match=r"rewards\.python\.function: must grade made-up completions.*got list"):
+        preflight.check_data(a_spec(tmp_path, rewards=rewards))
 
 
 def test_port_in_use_is_refused_by_its_field(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -10,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from specrl.coordinator.report import PassAt, Status, StepReport, ValidationReport
+from specrl.launcher.check_progress import CheckProgress
 from specrl.launcher.follow import Follower
 from specrl.launcher.rows import (
     COLUMNS,
@@ -348,3 +350,25 @@ def test_summary_of_a_run_without_steps_speaks_of_none() -> None:
 
 def test_control_characters_of_others_become_spaces() -> None:
     assert printable("a\x1b[31m\nb\u2028c") == "a [31m b c"
+
+
+@pytest.mark.parametrize(
+    ("view", "shown"),
+    [
+        (PlainView, ["checking references: 20 of 100", "checking references: 40 of 100"]),
+        (LiveView, ["20/100", "30/100", "40/100"]),
+    ],
+)
+def test_a_check_is_shown_once_it_takes_longer_than_a_second(
+    view: type[PlainView | LiveView], shown: list[str]
+) -> None:
+    """100,000 references would be checked in silence, for minutes."""
+    output = io.StringIO()
+    seen = view(Console(file=output, width=100, force_terminal=True, color_system=None))
+    seconds = iter([0.0, 0.9, 1.1, 5.0, 11.2])
+    progress = CheckProgress(seen, lambda: next(seconds))
+    for done in range(0, 50, 10):
+        progress(done, 100)
+    seen.close()
+    found = re.findall(r"checking references: \d+ of \d+|\d+/\d+", output.getvalue())
+    assert list(dict.fromkeys(found)) == shown  # what is shown live is drawn again at its end

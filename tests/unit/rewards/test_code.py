@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specrl.errors import DatasetInvalid, VerifierFailed
-from specrl.rewards import check_references
+from specrl.errors import VerifierFailed
+from specrl.rewards import verifier_for
 from specrl.rewards.code import FunctionTests, ProgramTests, PythonTests, answer_code, read_tests
 from specrl.rewards.sandbox import seccomp
 from specrl.rewards.sandbox.inside.codec import Link, Malformed, NotData, decode, encode
@@ -66,8 +66,8 @@ def test_tests_are_read_in_every_form() -> None:
 def test_references_that_are_no_tests_are_named_before_the_run(reference: str) -> None:
     with pytest.raises(VerifierFailed, match="correct the data set"):
         read_tests(reference)
-    with pytest.raises(DatasetInvalid, match="b:7: the "):
-        check_references(Rewards(code=CodeVerifier()), [("b:7", reference)])
+    with pytest.raises(VerifierFailed, match="correct the data set"):
+        verifier_for(Rewards(code=CodeVerifier())).check_reference(reference)
 
 
 PLAIN = st.recursive(

@@ -67,6 +67,9 @@ def with_option(reference, completion, tolerance=0.25):
 def of_trl(prompts, completions, **kwargs):
     return [float(bool(kwargs))] * len(completions)
 
+def of_batch(references, answers):
+    return [1.0] * len(answers)
+
 def of_four(reference, completion, row, fourth):
     return 1.0
 
@@ -151,11 +154,11 @@ def test_an_option_of_its_own_is_not_given_the_row(folder: Path) -> None:
     assert verdict == Verdict(0.25)
 
 
-def test_a_reward_function_of_trl_is_told_apart_by_what_it_returns(folder: Path) -> None:
-    """It was called, and its list left every rollout of the run ungraded."""
-    verdict = judge(verifier_for(rewards_of(folder, "my_rewards:of_trl")), "a", "b", {"points": 3})
-    assert verdict.reason == "my_rewards:of_trl must return a number that is finite in float32, got list"
-    assert verdict.error == "ReturnedList at my_rewards:of_trl"
+def test_a_list_of_rewards_is_no_reward(folder: Path) -> None:
+    """The list left every rollout of the run ungraded."""
+    verdict = judge(verifier_for(rewards_of(folder, "my_rewards:of_batch")), "a", "b", {"points": 3})
+    assert verdict.reason == "my_rewards:of_batch must return a number that is finite in float32, got list"
+    assert verdict.error == "ReturnedList at my_rewards:of_batch"
 
 
 @pytest.mark.parametrize(

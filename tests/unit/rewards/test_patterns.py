@@ -12,10 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specrl.errors import DatasetInvalid, VerifierFailed
-from specrl.rewards import check_references
+from specrl.errors import VerifierFailed
 from specrl.rewards.patterns import JsonSchema, Regex
-from specrl.spec.data import JsonSchemaVerifier, RegexVerifier, Rewards
 
 WHOLE, ANYWHERE = Regex("####", is_whole=True), Regex("", is_whole=False)
 SCHEMA = JsonSchema("")
@@ -65,8 +63,8 @@ def test_anywhere_a_part_is_enough() -> None:
 def test_a_pattern_that_cannot_be_matched_in_linear_time_is_refused_before_the_run(pattern: str) -> None:
     with pytest.raises(VerifierFailed, match="must be one of RE2's"):
         WHOLE.reward(pattern, "#### a")
-    with pytest.raises(DatasetInvalid, match="a:1: a regular expression must be one of RE2's"):
-        check_references(Rewards(regex=RegexVerifier()), [("a:1", pattern)])
+    with pytest.raises(VerifierFailed, match="a regular expression must be one of RE2's"):
+        WHOLE.check_reference(pattern)
 
 
 @given(text=st.text())
@@ -185,8 +183,8 @@ def test_the_answer_follows_the_last_mark() -> None:
 def test_a_schema_that_cannot_judge_is_refused_before_the_run(schema: str) -> None:
     with pytest.raises(VerifierFailed, match=r"the reference must be a JSON Schema, got .*; correct the data set"):
         SCHEMA.reward(schema, "{}")
-    with pytest.raises(DatasetInvalid, match="a:1: "):
-        check_references(Rewards(json_schema=JsonSchemaVerifier()), [("a:1", schema)])
+    with pytest.raises(VerifierFailed, match=r"the reference must be a JSON Schema, got .*; correct the data set"):
+        SCHEMA.check_reference(schema)
 
 
 @pytest.mark.parametrize("pattern", ["(?=a)", "(?!x)", "(?<=a)b", r"(a)\1", r"(?P<n>a)(?P=n)", "(?>a)", "("])
@@ -290,8 +288,8 @@ def test_a_schema_that_turns_in_a_circle_is_refused_before_the_run(schema: dict[
     reference = json.dumps(schema)
     with pytest.raises(VerifierFailed, match=r"must not lead back to itself, got .* -> "):
         SCHEMA.reward(reference, "{}")
-    with pytest.raises(DatasetInvalid, match="a:1: a reference of a JSON Schema must not lead back to itself"):
-        check_references(Rewards(json_schema=JsonSchemaVerifier()), [("a:1", reference)])
+    with pytest.raises(VerifierFailed, match="a reference of a JSON Schema must not lead back to itself"):
+        SCHEMA.check_reference(reference)
 
 
 STRICT_TREE = {

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specrl.errors import DatasetInvalid, VerifierFailed
-from specrl.rewards import check_references, verifier_for
+from specrl.errors import VerifierFailed
+from specrl.rewards import verifier_for
 from specrl.rewards.code import Code
 from specrl.rewards.custom import Custom, UserFunction
 from specrl.rewards.exact import Exact
@@ -157,13 +157,14 @@ def test_a_reference_that_cannot_be_read_is_no_verdict() -> None:
 
 
 def test_references_without_an_answer_are_named_before_the_run_starts() -> None:
-    exact, math = Rewards(exact=ExactVerifier()), Rewards(math=MathVerifier())
-    check_references(exact, [("a:1", SOLUTION), ("a:2", "Monday")])
-    check_references(math, [("a:1", SOLUTION), ("a:2", r"\boxed{7}")])
-    with pytest.raises(DatasetInvalid, match="a:2: the reference must be one mathematical value"):
-        check_references(math, [("a:1", SOLUTION), ("a:2", "#### Monday")])
-    with pytest.raises(DatasetInvalid, match="a:1: the reference must have a final answer"):
-        check_references(exact, [("a:1", "worked ####")])
+    for reference in (SOLUTION, "Monday"):
+        EXACT.check_reference(reference)
+    for reference in (SOLUTION, r"\boxed{7}"):
+        MATH.check_reference(reference)
+    with pytest.raises(VerifierFailed, match="the reference must be one mathematical value"):
+        MATH.check_reference("#### Monday")
+    with pytest.raises(VerifierFailed, match="the reference must have a final answer"):
+        EXACT.check_reference("worked ####")
 
 
 def test_the_runs_verifier_is_built_and_pickles() -> None:
