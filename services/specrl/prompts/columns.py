@@ -116,6 +116,8 @@ def json_record(line: str, answer: str) -> Record | str:
     """The record of a line of JSON, or what is wrong with the line. answer: the name of that column."""
     try:
         values = json.loads(line)
+    except json.JSONDecodeError as error:
+        return f"must be a JSON object on one line, got {error.msg} at column {error.colno}; correct the syntax"
     except (ValueError, RecursionError) as error:  # ValueError: of a number with too many digits, too
         return f"must be a JSON object on one line, got {error}; correct the syntax"
     if not isinstance(values, dict):

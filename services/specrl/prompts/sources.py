@@ -224,7 +224,7 @@ def _line_record(line: bytes, answer: str) -> Record | str:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
         return f"must be UTF-8, got byte {line[error.start]:#04x} at column {error.start + 1}; convert the file"
-    return json_record(text, answer)
+    return json_record(text.rstrip("\r\n"), answer)
 
 
 def _parquet_rows(source: FileSource, keeps_rows: bool) -> Iterator[Row]:

@@ -25,7 +25,7 @@ from specrl.rewards.verifier import Ungraded, Verifier
 
 _CHUNK = 256
 """References that a worker gets at once: so many that asking costs little of the time for the cheapest of them."""
-_TURN_S = 1.0
+TURN_S = 1.0
 """After which a worker hands back what it has found. Longer than a chunk of most takes; it bounds what is checked
 twice because of one that hangs."""
 
@@ -66,7 +66,7 @@ class ReferencePool(VerifierPool):
         async def work() -> None:
             while waiting:
                 chunk = waiting.popleft()
-                answer = await self._ask(_findings, self._verifier, chunk)
+                answer = await self._ask(_findings, self._verifier, chunk, TURN_S)
                 if isinstance(answer.value, list):
                     found(list(zip(chunk, answer.value, strict=False)))
                     if len(answer.value) < len(chunk):
@@ -77,14 +77,12 @@ class ReferencePool(VerifierPool):
                 else:
                     waiting.extendleft([reference] for reference in reversed(chunk))
 
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(self._limits.workers):
-                tasks.create_task(work())
+        await asyncio.gather(*(work() for _ in range(self._limits.workers)))
 
 
-def _findings(verifier: Verifier, references: Iterable[Reference]) -> list[Finding]:
-    """In a worker: what is found of the first references, at least of one."""
-    ends, findings = time.monotonic() + _TURN_S, list[Finding]()
+def _findings(verifier: Verifier, references: Iterable[Reference], turn_s: float) -> list[Finding]:
+    """In a worker: what is found in this time of the first references, at least of one."""
+    ends, findings = time.monotonic() + turn_s, list[Finding]()
     for reference in references:
         findings.append(_finding(verifier, reference))
         if time.monotonic() > ends:

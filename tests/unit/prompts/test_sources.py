@@ -59,7 +59,7 @@ def test_other_column_names_are_mapped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("{", "must be a JSON object on one line"),
+        ('{"question": \n', "must be a JSON object on one line, got Expecting value at column 14; correct the syntax"),
         ("[1]", "got a list; write one object a line"),
         ("7", "got a number"),
         (b'{"question": "\xff", "answer": "1"}', "must be UTF-8, got byte 0xff at column 15"),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from specrl.rewards import references
 from specrl.rewards.reference_cache import ReferenceCache
 from specrl.rewards.references import Finding, Reference, ReferencePool
 from specrl.spec.data import ExactVerifier, MathVerifier, RewardPool, Rewards
@@ -21,19 +22,28 @@ async def pool(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ReferencePool]:
         yield pool
 
 
+async def test_a_worker_that_hands_back_a_part_is_given_the_rest(
+    pool: ReferencePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(references, "TURN_S", 0.0)
+    expected, told = [Reference(str(number), None) for number in range(20)], list[Reference]()
+    await pool.check(expected, lambda some: told.extend(reference for reference, _ in some))
+    assert sorted(told) == sorted(expected)
+
+
 async def test_every_reference_is_found_out_whatever_others_do(pool: ReferencePool) -> None:
     """References were not tried at all: one that SymPy hangs at made every answer to it ungraded."""
     sound = [Reference(str(number), None) for number in range(1000)]
     bad = ["blame the reference", "hang", "die", "raise", "fill memory", "judge away"]
-    references = [*sound[:500], *(Reference(what, None) for what in bad), *sound[500:]]
+    everything = [*sound[:500], *(Reference(what, None) for what in bad), *sound[500:]]
     findings: dict[Reference, Finding] = {}
 
     def found(some: Sequence[tuple[Reference, Finding]]) -> None:
         assert not findings.keys() & {reference for reference, _ in some}, "each is told once"
         findings.update(some)
 
-    await pool.check(references, found)
-    assert findings.keys() == set(references)
+    await pool.check(everything, found)
+    assert findings.keys() == set(everything)
     assert {findings[reference] for reference in sound} == {Finding("")}
     blamed, hung, died, raised, filled, away = (findings[Reference(what, None)] for what in bad)
     assert blamed == Finding("the reference must be better")
