@@ -50,7 +50,7 @@ def export(
     """Copy a run's state to files that people and programs can read. Changes nothing; the run may be under way.
 
     DIR gets store.json (what `inspect` shows), facts.json, reports.jsonl (one line a trained step), rollouts.jsonl (one
-    line a finished rollout of an untrained step, with its text) and batches/STEP.pb (specrl.api.v1.Batch).
+    line a finished rollout of an untrained step, with its text and verdict) and batches/STEP.pb (specrl.api.v1.Batch).
     """
     directory = run_directory.find(run, runs)
     with closing(_read(directory)) as store:

@@ -12,7 +12,7 @@ from specrl.coordinator.report import Report
 from specrl.records import GradedRollout, Prompt
 
 LONGEST_TEXT = 16 << 10
-"""Letters of a prompt or completion that are kept: 256 rollouts are 8 MB at most."""
+"""Letters of each text that are kept: 256 rollouts are 16 MB at most."""
 
 
 class RolloutSample(Report):
@@ -59,8 +59,8 @@ class Samples:
                 seconds=rollout.seconds,
                 finish_reason=rollout.finish_reason.value,
                 reward=graded.reward.value,
-                extracted=graded.reward.extracted,
-                reason=graded.reward.reason,
+                extracted=graded.reward.extracted[:LONGEST_TEXT],
+                reason=graded.reward.reason[:LONGEST_TEXT],
                 prompt=prompt.text[:LONGEST_TEXT],
                 completion=rollout.text[:LONGEST_TEXT],
             )

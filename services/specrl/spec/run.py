@@ -170,7 +170,7 @@ class Telemetry(Section):
     grpc_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of the coordinator's gRPC server. 0: any free one."""
     rollouts_shown: Annotated[int, Field(ge=0, le=256)] = 0
-    """Newest rollouts that the coordinator keeps in memory, one of each group, with prompt and completion in full, for
+    """Newest rollouts that the coordinator keeps in memory, one of each group, with prompt, completion and verdict, for
     whoever may read the run (GET /rollouts). 0: none, since prompts may be private."""
     heartbeat_s: Positive = 2
     """Seconds between heartbeats. A peer that misses five is taken for dead."""

@@ -99,7 +99,9 @@ class LengthGrader:
         await asyncio.sleep(0)
         if self.fails(self.calls):
             return Reward(None, "the verifier hung")
-        return Reward(1.0 if len(text.split()) % 2 else 0.0)
+        words = text.split()
+        is_odd = len(words) % 2 == 1
+        return Reward(float(is_odd), extracted=f"{len(words)} words", reason="odd" if is_odd else "even")
 
 
 @dataclass

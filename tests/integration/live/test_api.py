@@ -69,6 +69,8 @@ def test_rollouts_of_a_run_that_opted_in_are_shown_newest_first(live: LiveRun) -
     found = live.client.get("/rollouts").json()
     assert 0 < len(found) <= 8
     assert {"prompt", "completion", "reward", "oldestVersion"} <= found[0].keys()
+    assert found[0]["extracted"] == f"{len(found[0]['completion'].split())} words"
+    assert found[0]["reason"] in {"odd", "even"}
     assert [it["id"] for it in found] == sorted((it["id"] for it in found), reverse=True) or len(found) > 1
 
 

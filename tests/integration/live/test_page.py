@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,6 +47,9 @@ def test_page_says_what_the_run_says(page: Browser, live: LiveRun) -> None:
     assert "maxPolicyLag: 1" in page.text("#spec pre")
     page.evaluate("document.getElementById('rollouts').open = true")
     page.until(lambda: page.all("#rollouts article"))
+    verdicts = page.texts("#rollouts article .verdict")
+    assert len(verdicts) == len(page.all("#rollouts article"))
+    assert all(re.fullmatch(r"reward [01] for \d+ words: (odd|even)", verdict) for verdict in verdicts), verdicts
 
 
 def test_page_goes_on_by_itself(page: Browser) -> None:

@@ -23,6 +23,8 @@ from specrl.launcher.run_directory import RunDirectory
 from specrl.records import Batch, FinishReason, GradedRollout, Reward, Rollout, TrainRollout, VersionSpan, wire
 from specrl.spec import load_spec, parse_spec
 
+VERDICT = Reward(1.0, extracted="18", reason="equal to the reference")
+
 
 def specrl_command(*arguments: str, answer: str | None = None) -> Result:
     return CliRunner().invoke(app, list(arguments), input=answer)
@@ -59,7 +61,7 @@ def directory(
         batch = Batch(1, (TrainRollout((5,), a_rollout("trained"), 0.5),))
         store.put_batch(1, wire.batch_to_bytes(batch))
         store.finish_step(1, {"step": 1, "reward": 0.5, "failed": {"000001-00002": "the verifier hung"}})
-        graded = wire.graded_to_bytes(GradedRollout(a_rollout("die Lösung ist 18"), Reward(1.0)))
+        graded = wire.graded_to_bytes(GradedRollout(a_rollout("die Lösung ist 18"), VERDICT))
         store.put_rollouts([StoredRollout(2, 1, 0, 3, graded), StoredRollout(2, 1, 1, 0, graded)])
         store.set_fact("failedPrompts", {"000001-00001": "the verifier crashed"})
     yield made
@@ -108,7 +110,7 @@ def test_export_can_be_read_without_specrl_and_replayed_with_it(directory: RunDi
     ]
     assert rollouts[0]["rollout"]["text"] == "die Lösung ist 18"
     assert rollouts[0]["rollout"]["tokenIds"] == [1, 2]
-    assert rollouts[0]["reward"] == {"value": 1.0}
+    assert rollouts[0]["reward"] == {"value": 1.0, "extracted": "18", "reason": "equal to the reference"}
     assert [json.loads(line) for line in (out / "reports.jsonl").read_text().splitlines()] == [
         {"step": 1, "reward": 0.5, "failed": {"000001-00002": "the verifier hung"}}
     ]

@@ -155,9 +155,17 @@ async function lookForRollouts() {
     const found = await connection.get("/rollouts?limit=12").catch(() => []);
     box.querySelector("div").replaceChildren(...found.map((one) => element("article", {},
       element("p", { className: "caption" }, `${one.id} · ${one.replica} · versions ${one.oldestVersion} to ${one.newestVersion} · ` +
-        `${plural(one.tokens, "token")} in ${seconds(one.seconds)} · reward ${number(one.reward)}`),
-      element("pre", {}, one.prompt), element("pre", {}, one.completion))));
+        `${plural(one.tokens, "token")} in ${seconds(one.seconds)}`),
+      verdict(one), element("pre", {}, one.prompt), element("pre", {}, one.completion))));
   });
+}
+
+// The reward, what the verifier took for the answer, and why: as text, whatever the policy wrote.
+function verdict({ reward, extracted, reason }) {
+  const made = element("p", { className: "verdict" }, `reward ${number(reward)}`);
+  if (extracted) made.append(" for ", element("code", {}, extracted));
+  if (reason) made.append(`: ${reason}`);
+  return made;
 }
 
 function go(until, steps = view.steps) {
