@@ -7,6 +7,7 @@
     specrl report     figures of a run, or of two, as a page to keep
     specrl sft        train a policy on prompts with completions, before a run
     specrl drafter    init: train a drafter on a policy's own rollouts
+    specrl rewards    grade: try a verifier on completions, or on a run's rollouts
     specrl store      look into a run's state, copy it out, or delete it
     specrl families   problem families that need no data set
     specrl simulate   what a run would take on a cluster
@@ -26,7 +27,21 @@ from typing import Annotated
 
 import typer
 
-from specrl.cli import checkpoint, control, demo, drafter, engines, report, run, sft, simulate, spec, status, store
+from specrl.cli import (
+    checkpoint,
+    control,
+    demo,
+    drafter,
+    engines,
+    report,
+    rewards,
+    run,
+    sft,
+    simulate,
+    spec,
+    status,
+    store,
+)
 from specrl.cli.endings import Reporting
 from specrl.version import describe_version
 
@@ -49,6 +64,7 @@ app.command("sft", short_help="Train a policy on prompts with completions, befor
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(drafter.app, name="drafter")
 app.add_typer(store.app, name="store")
+app.add_typer(rewards.app, name="rewards")
 app.command("families", short_help="Problem families that need no data set.")(spec.families)
 app.command("simulate", short_help="What a run would take on a cluster.")(simulate.simulate)
 app.command("plan", short_help="The best layout of a cluster.")(simulate.plan)

@@ -141,6 +141,19 @@ async def load_checked_prompts(
     return CheckedPrompts(stream, validation, Decision(digest, judge.refused), judge.untried, tuple(failures))
 
 
+def load_decided_prompts(spec: RunSpec, folder: Path) -> PromptStream:
+    """What the run in `folder` asks, without the references that it has refused; nothing is checked.
+
+    For those who look at a run. Raises what `load_prompts` raises.
+    """
+    sources = open_sources(spec)
+    decision = _read_decision(folder, _digest(spec, sources))
+    refused = decision.refused if decision is not None else {}
+    return load_prompts(
+        spec, sources.training, lambda problem: refused.get(Reference(problem.answer, problem.solution).key, "")
+    )
+
+
 def _ask_for_all(spec: RunSpec, sources: Sources, judge: _Judge) -> None:
     for source, limit in _limited(spec, sources):
         for index in range(min(limit, len(source))):

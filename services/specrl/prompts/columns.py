@@ -82,18 +82,22 @@ class Record:
             yield from _text_faults(fields.question, question, "question")
         else:
             yield f"field {fields.question!r} must be text, got {type_name(question)}; it is what the policy is asked"
-        if self.reference is None:
-            got = type_name(self.values[fields.answer])
-            remedy = "give the answer or drop the record"
-            yield f"field {fields.answer!r} must be text, a number or other JSON, got {got}; {remedy}"
-        elif self.reference in _NO_NUMBERS and isinstance(self.values[fields.answer], float):
-            yield f"field {fields.answer!r} must be a finite number, got {self.reference}; give it or drop the record"
-        else:
-            yield from _text_faults(fields.answer, self.reference, "answer")
+        yield from self.reference_faults(fields.answer)
         if fields.solution is not None:
             solution = _first(self.values[fields.solution])
             if solution is not None and not isinstance(solution, str):
                 yield f"field {fields.solution!r} must be text or null, got {type_name(solution)}; correct the record"
+
+    def reference_faults(self, name: str) -> Iterator[str]:
+        """What is wrong with the reference, which is in the column `name`."""
+        if self.reference is None:
+            got = type_name(self.values[name])
+            remedy = "give the answer or drop the record"
+            yield f"field {name!r} must be text, a number or other JSON, got {got}; {remedy}"
+        elif self.reference in _NO_NUMBERS and isinstance(self.values[name], float):
+            yield f"field {name!r} must be a finite number, got {self.reference}; give it or drop the record"
+        else:
+            yield from _text_faults(name, self.reference, "answer")
 
     def _solution(self, fields: FieldMapping) -> str | None:
         solution = None if fields.solution is None else _first(self.values[fields.solution])

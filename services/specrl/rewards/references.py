@@ -22,6 +22,7 @@ import xxhash
 from specrl.errors import VerifierFailed
 from specrl.rewards.pool import VerifierPool
 from specrl.rewards.verifier import Ungraded, Verifier
+from specrl.rewards.workers import Answer
 
 _CHUNK = 256
 """References that a worker gets at once: so many that asking costs little of the time for the cheapest of them."""
@@ -57,6 +58,12 @@ class ReferencePool(VerifierPool):
 
     start_method: ClassVar[str] = "spawn"
 
+    async def check_one(self, reference: Reference) -> Finding:
+        """What is found of one reference. Raises VerifierFailed as `grade` does."""
+        answer = await self._ask(_findings, self._verifier, [reference], TURN_S)
+        finding: Finding = answer.value[0] if isinstance(answer.value, list) else _finding_without(answer)
+        return finding
+
     async def check(
         self, references: Sequence[Reference], found: Callable[[Sequence[tuple[Reference, Finding]]], None]
     ) -> None:
@@ -72,12 +79,16 @@ class ReferencePool(VerifierPool):
                     if len(answer.value) < len(chunk):
                         waiting.appendleft(chunk[len(answer.value) :])
                 elif len(chunk) == 1:
-                    refusal = f"the reference must pass its check before the run, got {answer.failure}"
-                    found([(chunk[0], Finding(refusal, is_certain=False))])
+                    found([(chunk[0], _finding_without(answer))])
                 else:
                     waiting.extendleft([reference] for reference in reversed(chunk))
 
         await asyncio.gather(*(work() for _ in range(self._limits.workers)))
+
+
+def _finding_without(answer: Answer) -> Finding:
+    """Of a reference that has hung or ended its process."""
+    return Finding(f"the reference must pass its check before the run, got {answer.failure}", is_certain=False)
 
 
 def _findings(verifier: Verifier, references: Iterable[Reference], turn_s: float) -> list[Finding]:

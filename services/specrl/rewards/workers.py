@@ -161,7 +161,11 @@ class WorkerPool:
             await self._discard(pool)
             return None
         awaited = asyncio.wrap_future(future)
-        done, _ = await asyncio.wait({awaited}, timeout=limit + _GRACE_S + _START_S)
+        try:
+            done, _ = await asyncio.wait({awaited}, timeout=limit + _GRACE_S + _START_S)
+        except asyncio.CancelledError:
+            awaited.cancel()  # or asyncio complains that nobody looked how it ended
+            raise
         if not done:
             await self._discard(pool)
             return self._failed(FailureKind.TIMEOUT, f"no answer within {limit + _GRACE_S + _START_S} s")

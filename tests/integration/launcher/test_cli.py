@@ -98,6 +98,8 @@ def test_every_command_explains_itself() -> None:
         "store inspect",
         "store export",
         "store reset",
+        "rewards",
+        "rewards grade",
         "families",
         "spec",
         "spec check",
