@@ -22,7 +22,6 @@ from specrl.cli.endings import complain
 from specrl.cli.rewards.grading import Graded
 from specrl.errors import RunInvalid
 from specrl.launcher.rows import printable
-from specrl.rewards.verifier import NO_ANSWER
 
 PLAIN_EVERY_S = 10.0
 """Between two lines of progress where stderr is no terminal."""
@@ -82,7 +81,7 @@ class Tally:
         self.readable += not graded.line.fault
         if graded.reward.value is not None:
             self.rewards.append(graded.reward.value)
-            self.no_answer += graded.reason == NO_ANSWER.reason
+            self.no_answer += graded.reward.lacks_answer
             return
         self.ungraded[graded.reward.failure.partition(", got ")[0]] += 1
         if len(self.failures) < SHOWN:
