@@ -11,7 +11,8 @@ from typing import ClassVar, Protocol
 
 from specrl.errors import ToolFailed, VerifierFailed
 from specrl.rewards.choice import check_ready
-from specrl.rewards.code import Sandbox, Trial
+from specrl.rewards.code.machine_check import check_machine
+from specrl.rewards.code.trial import Sandbox, Trial
 from specrl.rewards.custom import UserFunction
 from specrl.rewards.judging import raised
 from specrl.rewards.sandbox.confine import CannotConfine
@@ -41,7 +42,7 @@ class Interpreter(Tool):
     sandbox: Sandbox
 
     def ready(self) -> None:
-        self.sandbox.try_out()
+        check_machine(self.sandbox)
 
     def answer(self, reference: str, completion: str, call: str) -> str:
         try:

@@ -24,8 +24,8 @@ import psutil
 import pytest
 
 from specrl.errors import SpecInvalid, VerifierFailed
-from specrl.rewards import code, verifier_for
-from specrl.rewards.code import Code
+from specrl.rewards import verifier_for
+from specrl.rewards.code import Code, machine_check
 from specrl.rewards.verifier import Verifier
 from specrl.spec.data import CodeVerifier, Isolation, Rewards
 
@@ -390,8 +390,8 @@ def test_a_machine_without_user_namespaces_is_refused_before_the_run(monkeypatch
 def test_a_trial_that_does_not_end_is_not_reported_as_a_missing_permission(
     verifier: Verifier, monkeypatch: pytest.MonkeyPatch, probe: str, said: str
 ) -> None:
-    monkeypatch.setattr(code, "_TRIAL_S", 1)
-    monkeypatch.setattr(code, "_PROBE", probe)
+    monkeypatch.setattr(machine_check, "_TRIAL_S", 1)
+    monkeypatch.setattr(machine_check, "_PROBE", probe)
     of_a_busy_machine = "an answer must get the processor"
     expected = rf"rewards\.code: must run a trial program .*got ({said}|{of_a_busy_machine}).*less busy"
     with pytest.raises(SpecInvalid, match=expected) as caught:
@@ -405,8 +405,8 @@ def test_a_trial_that_never_had_the_processor_says_so(verifier: Verifier, monkey
     ended = Confined.end
     monkeypatch.setattr(Confined, "is_starved", lambda self: True)
     monkeypatch.setattr(Confined, "end", lambda self: Ending(ended(self).status, 0.01))
-    monkeypatch.setattr(code, "_TRIAL_S", 1)
-    monkeypatch.setattr(code, "_PROBE", "import time\ntime.sleep(99)")
+    monkeypatch.setattr(machine_check, "_TRIAL_S", 1)
+    monkeypatch.setattr(machine_check, "_PROBE", "import time\ntime.sleep(99)")
     with pytest.raises(SpecInvalid, match=r"rewards\.code: must run a trial program .*too busy") as caught:
         verifier.ready()
     assert "permit" not in str(caught.value)
@@ -414,7 +414,7 @@ def test_a_trial_that_never_had_the_processor_says_so(verifier: Verifier, monkey
 
 def test_a_trial_has_more_time_than_an_answer(verifier: Verifier, monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine may take longer to start Python than an answer may take at all."""
-    monkeypatch.setattr(code, "_PROBE", "import time\ntime.sleep(2)\nprint('confined', end='')")
+    monkeypatch.setattr(machine_check, "_PROBE", "import time\ntime.sleep(2)\nprint('confined', end='')")
     assert isinstance(verifier, Code)
     replace(verifier, sandbox=replace(verifier.sandbox, wall_s=1)).ready()
 

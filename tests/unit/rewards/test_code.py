@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from specrl.errors import VerifierFailed
 from specrl.rewards import verifier_for
-from specrl.rewards.code import FunctionTests, ProgramTests, PythonTests, answer_code, read_tests
+from specrl.rewards.code.answers import answer_code
+from specrl.rewards.code.references import FunctionTests, ProgramTests, PythonTests, read_tests
 from specrl.rewards.sandbox import seccomp
 from specrl.rewards.sandbox.inside.codec import Link, Malformed, NotData, decode, encode
 from specrl.spec.data import CodeVerifier, Rewards
