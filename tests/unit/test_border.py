@@ -53,10 +53,15 @@ ALLOWED = {
     ("rewards/sandbox/inside/cell.py", "exec"): "the policy's call, in its sandbox",
     ("rewards/sandbox/inside/cell.py", "eval"): "the same",
     ("rewards/sandbox/inside/cell.py", "compile"): "the same",
+    ("rewards/sandbox/inside/dialect.py", "compile"): "the answer, in its sandbox",
+    ("rewards/sandbox/inside/dialect.py", "__import__"): "modules of a list in the same file",
     ("rewards/sandbox/inside/functions.py", "exec"): "the answer, in its sandbox",
-    ("rewards/sandbox/inside/functions.py", "compile"): "the same",
     ("rewards/sandbox/inside/program.py", "exec"): "the same",
-    ("rewards/sandbox/inside/program.py", "compile"): "the same",
+    (
+        "rewards/sandbox/inside/load_tests.py",
+        "exec",
+    ): "the tests of the user's own data, in a sandbox without an answer",
+    ("rewards/sandbox/inside/load_tests.py", "compile"): "the same",
     ("rewards/sandbox/inside/tests.py", "exec"): "the tests of the user's own data, in a sandbox without an answer",
     ("rewards/sandbox/inside/tests.py", "compile"): "the same",
 }

@@ -1,18 +1,29 @@
 """Processes that may hang or die, and answer without holding up the event loop that asks: for verdicts, and for tools.
 
-`pool.VerifierPool` and `specrl.tools.ToolPool` are such pools. Invariants: an answer is the worker's own; whatever else
-happens there is none, with the reason, and it is counted. And every wait ends: for a free worker (each question before
-it in line is bounded), for the answer (below).
+`pool.VerifierPool` and `specrl.tools.ToolPool` are such pools. Invariants: an answer is the worker's own. Whatever else
+happens there is none, and its kind says what: no question can cause `ungraded`. Every question without an answer is
+counted, and every wait ends.
 
     QUEUED -> RUNNING -> ANSWERED                the worker answered
                       -> FAILED(error)           it raised
-                      -> FAILED(crash)           it died, or its memory was used up, with which it ends itself; pebble
-                                                 notices within 0.1 s and replaces it
-                      -> FAILED(timeout)         no answer in timeoutS; pebble kills the worker and replaces it
+                      -> FAILED(crash)           its process ended, or its memory was used up, with which it ends
+                                                 itself; pebble notices within 0.1 s and replaces it
+                      -> FAILED(timeout)         timeoutS is used up; its worker is killed and replaced
+                      -> FAILED(ungraded)        it raised Ungraded, or waited too long for a processor
 
-Two more clocks stand behind pebble's: the worker's own alarm signal, which ends native code even when this process is
-gone; and a deadline in `_attempt`, after which the whole pool is replaced. Pebble gives up its pool when an idle worker
-dies (pebble 5.2, `find_expired_task`); the pool is replaced then too, and the question asked again.
+Time is the wall time since a worker took the question, less what the worker and its sandboxed programs waited for a
+processor (`question_time`). At most MOST_WAITING times timeoutS is taken off: after that the machine is too busy, and
+nobody can say how long the question takes. What bounds each wait:
+
+- for a free worker: the bounds of the questions before it.
+- for a worker to take the question, and for a replacement to start: `_START_S`, then the whole pool is replaced.
+- for the answer: timeoutS plus the waiting that is taken off. This process looks every `_LOOK_S`, and cancels the
+  question when its time is up. Pebble then ends the worker, by SIGKILL if it must.
+- where this process is gone or stopped: the worker's own alarm, which ends native code, too. It is set to the most that
+  a question can take, and `_GRACE_S`.
+
+Pebble gives up its pool when an idle worker dies (pebble 5.2, `find_expired_task`); the pool is replaced then too, and
+the question asked again.
 
 Workers come from a fork server: started fresh, it never has gRPC's threads, and has loaded what the work needs, so that
 a replacement is there in milliseconds. They ignore Ctrl-C; the coordinator closes the pool.
@@ -25,6 +36,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
@@ -36,12 +48,14 @@ import pebble
 import structlog
 
 from specrl.errors import SpecInvalid, SpecrlError, ToolFailed, VerifierFailed
+from specrl.rewards import question_time
+from specrl.rewards.question_time import MOST_WAITING, QuestionTime, Slots
 from specrl.rewards.verifier import Ungraded
 from specrl.spec.data import WorkerLimits
 from specrl.telemetry import metrics
 
 _GRACE_S = 10
-"""How much later than pebble's time limit the worker's own alarm goes off."""
+"""How much later than this process the worker's own alarm ends a question."""
 _POOLS = 5
 """Pools that may break in a row before no question can be answered. One question can break two by ending its worker at
 once: pebble then takes the worker for an idle one, now and then."""
@@ -49,6 +63,8 @@ _OUT_OF_MEMORY = 77
 """Exit status of a worker whose question needed more than memoryMib."""
 _START_S = 60
 """Longest start of a worker on a loaded machine: it imports SymPy, which takes 2 s on an idle one."""
+_LOOK_S = 1.0
+"""Between two looks at a question's time: a few files of /proc each."""
 
 log = structlog.get_logger(__name__)
 
@@ -59,6 +75,8 @@ class FailureKind(StrEnum):
     ERROR = "error"
     CRASH = "crash"
     TIMEOUT = "timeout"
+    UNGRADED = "ungraded"
+    """For a reason that no question can cause."""
 
 
 class Work(Protocol):
@@ -92,6 +110,8 @@ class WorkerPool:
 
     def __init__(self, work: Work, limits: WorkerLimits, noun: str, error: type[SpecrlError]) -> None:
         self._work, self._limits, self._noun, self._error = work, limits, noun, error
+        self._context = multiprocessing.get_context(self.start_method)
+        self._slots = Slots(limits.workers, self._context)
         self._free = asyncio.Semaphore(limits.workers)
         self._pool: pebble.ProcessPool | None = None
         self._is_closed = False
@@ -154,36 +174,57 @@ class WorkerPool:
     async def _attempt(self, question: Callable[..., object], arguments: tuple[object, ...]) -> Answer | None:
         """One try; None when the pool itself broke, which says nothing about this question."""
         pool = await self._living()
-        limit = self._limits.timeout_s
-        try:
-            future = pool.schedule(_answer, (question, arguments, limit + _GRACE_S), timeout=limit)
-        except RuntimeError:  # broken since the last answer
-            await self._discard(pool)
-            return None
-        awaited = asyncio.wrap_future(future)
-        try:
-            done, _ = await asyncio.wait({awaited}, timeout=limit + _GRACE_S + _START_S)
-        except asyncio.CancelledError:
-            awaited.cancel()  # or asyncio complains that nobody looked how it ended
-            raise
-        if not done:
-            await self._discard(pool)
-            return self._failed(FailureKind.TIMEOUT, f"no answer within {limit + _GRACE_S + _START_S} s")
-        try:
-            return Answer(awaited.result())
-        except TimeoutError:
-            return self._failed(FailureKind.TIMEOUT, f"the {self._noun} took longer than timeoutS={limit}")
-        except pebble.ProcessExpired as error:
-            return self._ended(error.exitcode)
-        except BrokenProcessPool:
-            await self._discard(pool)
-            return None
-        except (VerifierFailed, ToolFailed, Ungraded) as error:
-            log.debug("question_failed", asked=self._noun, traceback=str(error.__cause__))
-            return self._failed(FailureKind.ERROR, str(error))
-        except Exception as error:  # noqa: BLE001 - the edge of a process: whatever is raised there ends here, counted
-            log.debug("question_failed", asked=self._noun, traceback=str(error.__cause__))
-            return self._failed(FailureKind.ERROR, f"the {self._noun} raised {type(error).__name__}")
+        most_s = self._limits.timeout_s * (1 + MOST_WAITING)
+        with self._slots.question() as spent:
+            task = (question, arguments, spent.index, spent.number, most_s + _GRACE_S)
+            try:
+                future = pool.schedule(_answer, task)
+            except RuntimeError:  # broken since the last answer
+                await self._discard(pool)
+                return None
+            awaited = asyncio.wrap_future(future)
+            try:
+                failure = await self._wait(awaited, spent)
+                if failure is not None:
+                    if not spent.has_begun:
+                        await self._discard(pool)
+                    return failure
+                return Answer(awaited.result())
+            except pebble.ProcessExpired as error:
+                return self._ended(error.exitcode)
+            except BrokenProcessPool:
+                await self._discard(pool)
+                return None
+            except Ungraded as error:
+                return self._failed(FailureKind.UNGRADED, str(error))
+            except (VerifierFailed, ToolFailed) as error:
+                log.debug("question_failed", asked=self._noun, traceback=str(error.__cause__))
+                return self._failed(FailureKind.ERROR, str(error))
+            except Exception as error:  # noqa: BLE001 - the edge of a process: whatever is raised there ends here
+                log.debug("question_failed", asked=self._noun, traceback=str(error.__cause__))
+                return self._failed(FailureKind.ERROR, f"the {self._noun} raised {type(error).__name__}")
+            finally:
+                future.cancel()  # type: ignore[no-untyped-call] # of a question that still runs, pebble ends the worker
+                awaited.cancel()  # or asyncio complains that nobody looked how it ended
+
+    async def _wait(self, awaited: asyncio.Future[object], spent: QuestionTime) -> Answer | None:
+        """Wait for the answer until the question's time is up; the failure in that case."""
+        limit_s = self._limits.timeout_s
+        queued_s, left_s = time.monotonic(), float(limit_s)
+        while not (await asyncio.wait({awaited}, timeout=min(_LOOK_S, left_s)))[0]:
+            elapsed_s, waited_s = spent.look()
+            if not spent.has_begun and time.monotonic() - queued_s > _START_S:
+                return self._failed(FailureKind.UNGRADED, f"no {self._noun} worker was ready within {_START_S} s")
+            left_s = limit_s - (elapsed_s - min(waited_s, MOST_WAITING * limit_s))
+            if left_s > 0:
+                continue
+            if waited_s >= MOST_WAITING * limit_s:
+                return self._failed(
+                    FailureKind.UNGRADED,
+                    f"the {self._noun} waited {waited_s:.0f} s for a processor; the machine is too busy",
+                )
+            return self._failed(FailureKind.TIMEOUT, f"the {self._noun} took longer than timeoutS={limit_s}")
+        return None
 
     def _ended(self, status: int | None) -> Answer:
         """The worker has died of the question, by its alarm for one, or somebody has killed it."""
@@ -198,13 +239,12 @@ class WorkerPool:
         if self._is_closed:
             raise self._error(f"the {self._noun} pool must be open to answer, got a closed one; the run is ending")
         if self._pool is None:
-            context = multiprocessing.get_context(self.start_method)
-            context.set_forkserver_preload(["specrl.rewards.choice", *self._work.preloads])
+            self._context.set_forkserver_preload(["specrl.rewards.choice", *self._work.preloads])
             self._pool = pebble.ProcessPool(
                 self._limits.workers,
                 initializer=_prepare_worker,
-                initargs=[self._limits.memory_mib * 2**20],
-                context=context,
+                initargs=[self._limits.memory_mib * 2**20, self._slots.shared],
+                context=self._context,
             )
             # The first look starts the processes.
             await asyncio.to_thread(lambda pool: pool.active, self._pool)
@@ -219,19 +259,25 @@ class WorkerPool:
         await asyncio.to_thread(pool.join)
 
 
-def _prepare_worker(memory_bytes: int) -> None:
+def _prepare_worker(memory_bytes: int, slots: Any) -> None:
     """SymPy needs 0.3 GiB of address space; an answer like 9^9^9^9 would otherwise take the machine's memory."""
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    question_time.enter_worker(slots)
 
 
-def _answer(question: Callable[..., Any], arguments: tuple[object, ...], limit_s: int) -> object:
+def _answer(question: Callable[..., Any], arguments: tuple[object, ...], slot: int, number: int, most_s: int) -> object:
     """In the worker: one answer, ended by the kernel when nobody else ended it."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(limit_s)
+    signal.alarm(most_s)
     try:
+        question_time.begin(slot, number)
         return question(*arguments)
     except MemoryError:  # what the answer has left here would be the next one's want of memory
         os._exit(_OUT_OF_MEMORY)
+    except Exception:
+        raise
+    except BaseException as error:  # SystemExit, for one: raised where the answer is awaited, it would end that process
+        raise VerifierFailed(f"a question must return, got {type(error).__name__}") from error
     finally:
         signal.alarm(0)

@@ -157,7 +157,7 @@ class CodeVerifier(SandboxLimits):
     cpu_s: Positive = 4
     """Processor seconds of each process, in one case of standard input or all calls of a function."""
     wall_s: Positive = 8
-    """Seconds for all tests of one answer. Less than rewardPool.timeoutS."""
+    """Seconds for all tests of one answer, less what it waited for a processor. Less than rewardPool.timeoutS."""
     output_kib: Positive = 1024
     """Longest output, or result of a call, in KiB."""
 
@@ -189,10 +189,11 @@ class Rewards(Union):
     or with references that lead out of the schema or back to themselves are refused before the run. Formats are not
     asserted."""
     code: CodeVerifier | None = None
-    """Runs the answer's Python, its last fenced block, with the prompt's tests in a sandbox of the operating system.
-    The reference is `{"inputs": [...], "outputs": [...]}` for standard input and output; the same with `"fn_name"` and
-    a list of arguments for each input for a function, or a method of the answer's class Solution; or tests in Python,
-    which call the answer's functions with plain data. An answer that breaks a limit is wrong."""
+    """Runs the answer's Python, a fenced block of it, with the prompt's tests in a sandbox of the operating system. The
+    reference is `{"inputs": [...], "outputs": [...]}` for standard input and output; the same with `"fn_name"` and a
+    list of arguments for each input for a function, or a method of the answer's class Solution; tests as APPS, TACO,
+    LiveCodeBench, MBPP and HumanEval have them; or tests in Python, which call the answer with plain data
+    (docs/rewards.md). An answer that breaks a limit is wrong."""
     python: PythonVerifier | None = None
     """Calls a function of one's own, `def grade(reference: str, completion: str) -> float`, in the pool's processes and
     without a sandbox. One that has a parameter `row` is given the record's other columns, and the prompt. What it
@@ -206,7 +207,7 @@ class WorkerLimits(Section):
     workers: Positive = 1
     """Processes."""
     timeout_s: Positive = 10
-    """Time limit of one answer, in seconds."""
+    """Time limit of one answer, in seconds, less what it waited for a processor."""
     memory_mib: Positive = 4096
     """Address space of each process, in MiB."""
 

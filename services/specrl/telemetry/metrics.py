@@ -293,8 +293,8 @@ RPC_RETRIES = Counter(
 )
 WORKER_FAILURES = Counter(
     "specrl_worker_failures_total",
-    "Questions that workers left unanswered, by pool (verifier, tool) and kind (error, crash, timeout). A verdict that "
-    "fails twice through the answer is 0.",
+    "Questions that workers left unanswered, by pool (verifier, tool) and kind: error, crash and timeout, which a "
+    "question may have caused, and ungraded. A verdict that fails through its answer is 0.",
     ["pool", "kind"],
 )
 

@@ -24,7 +24,7 @@ import psutil
 import pytest
 
 from specrl.errors import SpecInvalid, VerifierFailed
-from specrl.rewards import verifier_for
+from specrl.rewards import Ungraded, verifier_for
 from specrl.rewards.code import Code, machine_check
 from specrl.rewards.verifier import Verifier
 from specrl.spec.data import CodeVerifier, Isolation, Rewards
@@ -65,17 +65,6 @@ def open_descriptors() -> set[tuple[str, str]]:
     return found
 
 
-def judged(verifier: Verifier, tests: str, answer: str) -> float:
-    """A verdict; asked for again when the machine was too busy to give one."""
-    for _ in range(3):
-        try:
-            return verifier.reward(tests, answer)
-        except VerifierFailed as error:
-            if "too busy" not in str(error):
-                raise
-    return verifier.reward(tests, answer)
-
-
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     """No process, no descriptor, no file outlives a verdict."""
@@ -109,6 +98,8 @@ BREAKS_A_LIMIT = {
     ),
     "infinite loop": "while True:\n    pass\n",
     "sleep": "import time\ntime.sleep(1000)\n",
+    "sleeps, and spins when its time is up": "import time\ntime.sleep(3.5)\nwhile True:\n    pass\n",
+    "prints a little now and then": "import time\nwhile True:\n    print(end='\\n', flush=True)\n    time.sleep(0.01)\n",
     "closes its output and stays": "import os, time\nprint(3)\nos.close(1)\ntime.sleep(1000)\n",
     "ignores every signal": (
         "import signal\nfor s in signal.valid_signals():\n    try:\n        signal.signal(s, signal.SIG_IGN)\n"
@@ -126,7 +117,7 @@ BREAKS_A_LIMIT = {
 
 @pytest.mark.parametrize("name", BREAKS_A_LIMIT)
 def test_an_answer_that_breaks_a_limit_is_wrong(verifier: Verifier, name: str) -> None:
-    assert judged(verifier, SUM, BREAKS_A_LIMIT[name]) == 0.0
+    assert verifier.reward(SUM, BREAKS_A_LIMIT[name]) == 0.0
 
 
 IMITATES = {
@@ -287,7 +278,55 @@ LIES = {
     "a large number": "def add(a, b): return 1 << (10 ** 5)\n",
     "digits without end": "import os, struct\ndef add(a, b):\n    s = b'{\"result\": ' + b'9' * 200000 + b'}'\n    os.write(3, struct.pack('!I', len(s)) + s)\n",
     "a loop": "def add(a, b):\n    while True: pass\n",
+    "sleep, and a loop when the time is up": "import time\ndef add(a, b):\n    time.sleep(3.5)\n    while True: pass\n",
+    "a class": "class add: pass\n",
+    "a class whose objects equal everything": "class add:\n    def __init__(self, a, b): pass\n    def __eq__(self, o): return True\n    __hash__ = None\n",
+    "a value": "add = 3\n",
+    "a value that is no data": "add = object()\n",
+    "an import that is missing": "import a_module_that_is_not_there\n",
+    "an import that is missing, later": "def add(a, b): import a_module_that_is_not_there\n",
+    "an exception that ends interpreters": "def add(a, b): raise KeyboardInterrupt\n",
+    "no memory": "def add(a, b): raise MemoryError\n",
+    "too much memory for the tests": "def add(a, b): return [[]] * 60000\n",
+    "a process that stops itself": "import ctypes\ndef add(a, b): ctypes.string_at(0)\n",
 }  # fmt: skip
+
+
+FRAMES = {
+    "a list": "[]",
+    "a text": '"result"',
+    "a number": "3",
+    "nothing": "null",
+    "no result": "{}",
+    "an object of the answer's": '{"object": 0}',
+    "an object without a number": '{"object": "0"}',
+    "a dict that is no list": '{"result": {"dict": 3}}',
+    "a dict of triples": '{"result": {"dict": [[1, 2, 3]]}}',
+    "a dict with lists as keys": '{"result": {"dict": [[[1], 2]]}}',
+    "a tuple that is a number": '{"result": {"tuple": 3}}',
+    "an integer that is a list": '{"result": {"int": [3]}}',
+    "an integer that is none": '{"result": {"int": "0xg"}}',
+    "a set of lists": '{"result": {"set": [[1]]}}',
+    "a kind that there is not": '{"result": {"class": "int"}}',
+    "two kinds": '{"result": {"int": "0x3", "float": "3"}}',
+    "an exception that is a list": '{"raised": [], "said": {}}',
+    "arguments that are none": '{"result": 4, "arguments": 7}',
+    "integers of one hash": '{"result": {"set": [' + ", ".join(f'{{"int": "{number * (2**61 - 1):#x}"}}' for number in range(9000)) + "]}}",
+    "keys of one hash": '{"result": {"dict": [' + ", ".join(f'[{{"int": "{number * (2**61 - 1):#x}"}}, 0]' for number in range(8000)) + "]}}",
+}  # fmt: skip
+"""What an answer sends in the place of a result. Two of them take quadratic time where they are hashed."""
+
+
+@pytest.mark.parametrize("tests", [ADD, ASSERTS], ids=["calls", "asserts"])
+@pytest.mark.parametrize("name", FRAMES)
+def test_a_frame_of_the_answers_own_is_wrong(verifier: Verifier, tests: str, name: str) -> None:
+    """A frame `[]` raised a TypeError in the worker, and a set of integers of one hash held it past every limit."""
+    frame = FRAMES[name]
+    answer = (
+        f"import os, struct\nframe = {frame!r}.encode()\nframe = memoryview(struct.pack('!I', len(frame)) + frame)\n"
+        "def add(a, b):\n    sent = 0\n    while sent < len(frame):\n        sent += os.write(3, frame[sent:])\n    return 4\n"
+    )
+    assert verifier.reward(tests, answer) == 0.0
 
 
 @pytest.mark.parametrize("name", LIES)
@@ -295,7 +334,7 @@ LIES = {
     "tests", [ADD, ASSERTS, "assert all(map(lambda c: add(*c[:2]) == c[2], [(1, 2, 3), (30, 4, 34)]))"]
 )
 def test_a_function_that_lies_is_wrong(verifier: Verifier, name: str, tests: str) -> None:
-    assert judged(verifier, tests, LIES[name]) == 0.0
+    assert verifier.reward(tests, LIES[name]) == 0.0
 
 
 def test_an_answer_that_went_away_does_not_pass_tests_that_expect_errors(verifier: Verifier) -> None:
@@ -356,16 +395,78 @@ def test_a_worker_that_is_killed_takes_its_answers_with_it() -> None:
             assert not [left for left in alive if left.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_tests_that_cannot_judge_are_no_verdict(verifier: Verifier) -> None:
-    for tests, answer in [
-        ("import a_module_that_is_not_there\nassert add(1, 2) == 3", "def add(a, b): return 3"),
-        ("assert apply(lambda x: x, 3) == 3", "def apply(f, x): return f(x)"),
-        ("assert Stack().size() == 0", "class Stack:\n    def size(self): return 0"),
+ANSWERS = {
+    "right": "def add(a, b): return a + b\n",
+    "wrong": "def add(a, b): return 0\n",
+    "hostile": "class add: pass\n",
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+@pytest.mark.parametrize(
+    ("tests", "said"),
+    [
+        ("import a_module_that_is_not_there\nassert add(1, 2) == 3", "ModuleNotFoundError: No module named"),
+        ("from math import a_name\nassert add(1, 2) == 3", "ImportError: cannot import name"),
+        ("def check():\n    import a_module_that_is_not_there\nassert add(1, 2) == 3", "ModuleNotFoundError"),
+        ("1 / 0\nassert add(1, 2) == 3", "ZeroDivisionError"),
+        ("import os\nos._exit(0)\nassert add(1, 2) == 3", "ended with exit status 0 before it used"),
+        ("while True: pass\nassert add(1, 2) == 3", "a program that"),
+        ("def never_called(): return add(1, 2)", "never use"),
+    ],
+)
+def test_tests_that_cannot_judge_any_answer_are_no_verdict(
+    verifier: Verifier, tests: str, said: str, answer: str
+) -> None:
+    """They are loaded without an answer, so that no answer has a part in it."""
+    with pytest.raises(Ungraded, match=said):
+        verifier.reward(tests, ANSWERS[answer])
+    assert isinstance(verifier, Code)
+    with pytest.raises(VerifierFailed, match=said):
+        verifier.try_reference(tests, None)
+
+
+@pytest.mark.parametrize(
+    ("tests", "answer"),
+    [
         ("add(1, 2)\nwhile True: pass", "def add(a, b): return 3"),
         ("add(1, 2)\nimport os; os._exit(0)", "def add(a, b): return 3"),
-    ]:
-        with pytest.raises(VerifierFailed, match="the tests must"):
-            verifier.reward(tests, answer)
+        ("def check(f): assert f(lambda x: x, 3) == 3\ncheck(apply)", "def apply(f, x): return f(x)"),
+        ("assert add(1, 2) == 3", "def add(a, b): return a - b"),
+        (ADD, "def add(a, b): return a - b"),
+        (SUM, "print(3)"),
+    ],
+)
+def test_a_solution_that_fails_its_tests_is_found_before_the_run(verifier: Verifier, tests: str, answer: str) -> None:
+    """What tests do once they have the answer is the answer's doing; the data's own solution shows their faults."""
+    assert isinstance(verifier, Code)
+    verifier.try_reference(tests, None)
+    assert verifier.reward(tests, answer) == 0.0
+    with pytest.raises(VerifierFailed, match=r"the data's own solution must pass its tests, got: .+; correct the data"):
+        verifier.try_reference(tests, answer)
+
+
+def test_a_solution_that_passes_its_tests_is_fine(verifier: Verifier) -> None:
+    assert isinstance(verifier, Code)
+    for tests, answer in [(ASSERTS, ANSWERS["right"]), (ADD, ANSWERS["right"]), (SUM, RIGHT)]:
+        verifier.try_reference(tests, answer)
+
+
+def test_tests_may_use_objects_of_the_answers_classes(verifier: Verifier) -> None:
+    """Their methods and plain attributes. Operators are Python's own: an answer's `__eq__` would be a verdict."""
+    tests = (
+        "stack = Stack(2)\nstack.push(3)\nassert stack.pop() == 3\nassert stack.size == 0\n"
+        "try:\n    stack.pop()\nexcept IndexError:\n    pass\nelse:\n    assert False\n"
+    )
+    right = (
+        "class Stack:\n    def __init__(self, most): self.held = []\n    def push(self, x): self.held.append(x)\n"
+        "    def pop(self): return self.held.pop()\n    @property\n    def size(self): return len(self.held)\n"
+    )
+    assert verifier.reward(tests, right) == 1.0
+    assert verifier.reward(tests, right.replace("held.pop()", "held.pop() + 1")) == 0.0
+    assert verifier.reward(tests, "def Stack(most): return most") == 0.0
+    lies = "class Stack:\n    def __init__(self, most): pass\n    def __getattr__(self, name): return self\n    __call__ = __init__\n    def __eq__(self, other): return True\n"
+    assert verifier.reward(tests, lies) == 0.0
 
 
 def test_a_machine_without_user_namespaces_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,22 +493,9 @@ def test_a_trial_that_does_not_end_is_not_reported_as_a_missing_permission(
 ) -> None:
     monkeypatch.setattr(machine_check, "_TRIAL_S", 1)
     monkeypatch.setattr(machine_check, "_PROBE", probe)
-    of_a_busy_machine = "an answer must get the processor"
-    expected = rf"rewards\.code: must run a trial program .*got ({said}|{of_a_busy_machine}).*less busy"
-    with pytest.raises(SpecInvalid, match=expected) as caught:
-        verifier.ready()
-    assert "permit" not in str(caught.value)
-
-
-def test_a_trial_that_never_had_the_processor_says_so(verifier: Verifier, monkeypatch: pytest.MonkeyPatch) -> None:
-    from specrl.rewards.sandbox.confine import Confined, Ending
-
-    ended = Confined.end
-    monkeypatch.setattr(Confined, "is_starved", lambda self: True)
-    monkeypatch.setattr(Confined, "end", lambda self: Ending(ended(self).status, 0.01))
-    monkeypatch.setattr(machine_check, "_TRIAL_S", 1)
-    monkeypatch.setattr(machine_check, "_PROBE", "import time\ntime.sleep(99)")
-    with pytest.raises(SpecInvalid, match=r"rewards\.code: must run a trial program .*too busy") as caught:
+    with pytest.raises(
+        SpecInvalid, match=rf"rewards\.code: must run a trial program .*got {said}.*less busy"
+    ) as caught:
         verifier.ready()
     assert "permit" not in str(caught.value)
 
@@ -428,19 +516,55 @@ def test_a_sandbox_that_cannot_start_is_no_verdict(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(seccomp, "install", refuse)
     for isolation in Isolation:
         for tests in (SUM, ADD, ASSERTS):
-            with pytest.raises(VerifierFailed, match=r"seccomp|sandbox"):
+            with pytest.raises(Ungraded, match=r"the sandbox must start, got .*seccomp"):
                 a_verifier(isolation).reward(tests, "def add(a, b): return a + b\n" + RIGHT)
 
 
-def test_an_answer_that_never_had_the_processor_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine too busy to run a right answer must not make it a wrong one."""
-    from specrl.rewards.sandbox.confine import Confined, Ending
+@pytest.fixture
+def hogs() -> Iterator[int]:
+    """Eight programs that never sleep, on the one processor that this process and what it starts may use; their number.
 
-    verifier = ready_or_skip(a_verifier(Isolation.NAMESPACES, wall_s=1), Isolation.NAMESPACES)
-    ended = Confined.end
-    monkeypatch.setattr(Confined, "is_starved", lambda self: True)
-    monkeypatch.setattr(Confined, "end", lambda self: Ending(ended(self).status, 0.01))
+    Each in a session of its own, since the kernel may share a processor out by sessions.
+    """
+    before = os.sched_getaffinity(0)
+    with contextlib.ExitStack() as started:
+        try:
+            os.sched_setaffinity(0, {min(before)})
+            for _ in range(8):
+                hog = subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True)
+                started.callback(hog.wait)
+                started.callback(hog.kill)
+            yield 8
+        finally:
+            os.sched_setaffinity(0, before)
+
+
+WORKS = "import time\nwhile time.process_time() < 0.4:\n    pass\n"
+"""Takes 3.6 s of a processor that is shared by nine."""
+
+
+@pytest.mark.parametrize("tests", [SUM, ADD, ASSERTS], ids=["program", "calls", "asserts"])
+def test_an_answer_that_waits_for_a_processor_is_given_its_time(verifier: Verifier, hogs: int, tests: str) -> None:
+    """A machine that is busy must not make a right answer a wrong one. Its state when the time was up decided that."""
     assert isinstance(verifier, Code)
+    quick = replace(verifier, sandbox=replace(verifier.sandbox, wall_s=2))
+    assert quick.reward(tests, WORKS + (RIGHT if tests == SUM else ANSWERS["right"])) == 1.0
+
+
+def test_an_answer_that_hardly_gets_a_processor_is_no_verdict(verifier: Verifier, hogs: int) -> None:
+    """At most MOST_WAITING times the limit is added. Past that nobody knows what the answer is worth."""
+    assert isinstance(verifier, Code)
+    quick = replace(verifier, sandbox=replace(verifier.sandbox, wall_s=1))
     for tests in (SUM, ADD):
-        with pytest.raises(VerifierFailed, match="too busy"):
-            verifier.reward(tests, "import time\ntime.sleep(5)\ndef add(a, b): return 3\n")
+        with pytest.raises(Ungraded, match=r"waited . s for one; the machine is too busy"):
+            quick.reward(tests, "while True:\n    pass\n")
+
+
+def test_an_answer_may_not_make_itself_wait(verifier: Verifier) -> None:
+    """With a lower priority, or on a processor that is busy, it would be given time that others seem to take."""
+    attempts = [
+        "os.nice(5)",
+        "os.sched_setaffinity(0, {0})",
+        "os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))",
+    ]
+    assert verifier.reward(SUM, tried(*attempts)) == 0.0

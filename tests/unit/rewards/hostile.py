@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from specrl.errors import VerifierFailed
-from specrl.rewards import Ungraded, Verdict, Verifier
+from specrl.rewards import Ungraded, Verdict, Verifier, question_time
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,19 @@ def act(what: str) -> None:  # noqa: PLR0912 - a table
             Verdict(1e39)
         case "fill memory":
             bytearray(2**40)
+        case "work":
+            os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # where the test's other programs are
+            until = time.process_time() + 0.3
+            while time.process_time() < until:
+                pass
+        case "wait for programs":  # as a sandbox does whose programs get no processor
+            for _ in range(15):
+                time.sleep(0.1)
+                question_time.add_waiting(0.1)
+        case "wait for programs for ever":
+            while True:
+                time.sleep(0.1)
+                question_time.add_waiting(10)
         case "judge away":
             raise Ungraded("the judge must answer, got nothing")
 

@@ -138,8 +138,8 @@ async def test_it_returns_a_number_and_anything_else_is_0_and_counted(folder: Pa
             assert (reward.value, reward.error) == (0.0, error)
             assert reward.reason
         reward = await pool.grade(PROMPT, "judge away")
-        assert reward == Reward(None, "error: the judge must answer, got status 503")
-    assert dict(pool.failures) == {FailureKind.ERROR: 1}
+        assert reward == Reward(None, "ungraded: the judge must answer, got status 503")
+    assert dict(pool.failures) == {FailureKind.UNGRADED: 1}
 
 
 @pytest.mark.parametrize("function", ["with_row", "with_third", "with_keyword", "with_method"])

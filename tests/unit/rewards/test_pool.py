@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -104,7 +104,7 @@ async def test_a_worker_that_somebody_else_ended_costs_no_verdict(pool: Verifier
 async def test_a_judge_that_is_away_leaves_the_rollout_ungraded(pool: VerifierPool) -> None:
     reward = await pool.grade(PROMPT, "judge away")
     assert reward.value is None
-    assert reward.failure == "error: the judge must answer, got nothing"
+    assert reward.failure == "ungraded: the judge must answer, got nothing"
     assert (await pool.grade(PROMPT, "right")).value == 1.0
 
 
@@ -112,6 +112,38 @@ async def test_verdicts_belong_to_their_rollouts_when_failures_are_between(pool:
     texts = ["right", "wrong", "die", "right", "raise", "wrong", "judge away", "right"]
     rewards = await asyncio.gather(*(pool.grade(PROMPT, text) for text in texts))
     assert [reward.value for reward in rewards] == [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, None, 1.0]
+
+
+@pytest.fixture
+def hogs() -> Iterator[None]:
+    """Eight programs that never sleep, on one processor."""
+    first = min(os.sched_getaffinity(0))
+    program = f"import os\nos.sched_setaffinity(0, {{{first}}})\nwhile True: pass"
+    started = [subprocess.Popen([sys.executable, "-c", program], start_new_session=True) for _ in range(8)]
+    yield
+    for hog in started:
+        hog.kill()
+        hog.wait()
+
+
+async def test_a_worker_that_waits_for_a_processor_is_given_its_time(pool: VerifierPool, hogs: None) -> None:
+    """The pool killed it after timeoutS on a clock of its own, however little of it the worker got."""
+    assert (await pool.grade(PROMPT, "work")).value == 0.0
+    assert not pool.failures
+
+
+async def test_a_question_that_waits_for_ever_is_ungraded(pool: VerifierPool) -> None:
+    reward = await pool.grade(PROMPT, "wait for programs for ever")
+    assert reward.value is None
+    assert "the machine is too busy" in reward.failure
+    assert dict(pool.failures) == {FailureKind.UNGRADED: 1}
+
+
+async def test_what_sandboxed_programs_waited_is_not_their_workers_time(pool: VerifierPool) -> None:
+    assert (await pool.grade(PROMPT, "wait for programs")).value == 0.0
+    assert (await pool.grade(PROMPT, "right")).value == 1.0, "and its slot is free for the next question"
+    assert (await pool.grade(PROMPT, "hang")).error == "timeout", "which has no credit of an earlier question"
+    assert dict(pool.failures) == {FailureKind.TIMEOUT: 1}
 
 
 async def test_a_worker_that_dies_idle_costs_no_verdict(pool: VerifierPool) -> None:

@@ -93,7 +93,7 @@ async def test_trl_s_signature_is_refused_with_the_one_that_is_asked_for(folder:
 
 
 async def test_a_judge_that_is_away_is_not_the_run_file_s_fault(folder: Path) -> None:
-    with pytest.raises(VerifierFailed, match=r"for all 12, the first: error: the judge is away.*start"):
+    with pytest.raises(VerifierFailed, match=r"for all 12, the first: ungraded: the judge is away.*start"):
         await tried(folder, "away")
 
 

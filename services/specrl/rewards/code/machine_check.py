@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from specrl.errors import Problem, SpecInvalid, VerifierFailed
+from specrl.errors import Problem, SpecInvalid
 from specrl.rewards.code.trial import Sandbox, Trial
 from specrl.rewards.sandbox.confine import CannotConfine
+from specrl.rewards.verifier import Ungraded
 from specrl.spec.data import Isolation
 
 _TRIAL_S = 30
@@ -26,7 +27,7 @@ def check_machine(sandbox: Sandbox) -> None:
     patient = replace(sandbox, wall_s=_TRIAL_S, limits=replace(sandbox.limits, cpu_s=_TRIAL_S))
     try:
         run = Trial(patient).run("program.py", _PROBE.format(path=__file__), "")
-    except VerifierFailed as error:
+    except Ungraded as error:
         raise SpecInvalid((_busy(sandbox, str(error)),)) from error
     except CannotConfine as error:
         if isinstance(error.__cause__, TimeoutError):

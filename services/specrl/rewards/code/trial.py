@@ -1,25 +1,30 @@
-"""One answer before its tests, in the sandbox."""
+"""One answer before its tests, in the sandbox, until the time for all of them is up.
+
+Called by `verifier.Code` and by `specrl.tools`, in workers. What comes out of a sandbox is a claim: it is read up to a
+size, compared, and never run, unpickled or hashed. When a method returns, nothing that it started lives.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import select
 import signal
 import socket
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from specrl.errors import VerifierFailed
-from specrl.rewards.code.comparison import same_value
-from specrl.rewards.code.references import FunctionTests, PythonTests
+from specrl.rewards.code.comparison import same_text, same_value
+from specrl.rewards.code.references import FunctionTests, ProgramTests, PythonTests
+from specrl.rewards.code.time_limit import TimeLimit
 from specrl.rewards.sandbox import confine
-from specrl.rewards.sandbox.confine import CannotConfine, Confined, Confinement, Program
-from specrl.rewards.sandbox.inside.codec import Link, decode, encode
-from specrl.rewards.sandbox.inside.tests import BROKEN, FAILED, PASSED
+from specrl.rewards.sandbox.confine import Confined, Confinement, Program
+from specrl.rewards.sandbox.inside.codec import Link, Malformed, encode
+from specrl.rewards.sandbox.inside.load_tests import SOUND
+from specrl.rewards.sandbox.inside.tests import PASSED, UNPLAIN
 from specrl.spec.data import SandboxLimits
 
 
@@ -74,87 +79,118 @@ class Run:
 
 
 class Trial:
-    """One answer before its tests, until the time for all of them is up."""
+    """Methods raise CannotConfine when the sandbox does not start, and Ungraded on a machine that is too busy.
+
+    Those that judge return why the answer is wrong; nothing when it is right.
+    """
 
     def __init__(self, sandbox: Sandbox) -> None:
         self._limits = sandbox.limits
         self._largest = sandbox.output_bytes
-        self._wall_s = sandbox.wall_s
-        self._started = time.monotonic()
-        self._deadline = self._started + sandbox.wall_s
-        self._cpu_s = 0.0
+        self._time = TimeLimit(sandbox.wall_s)
 
-    def output(self, answer: str, standard_input: str) -> str | None:
-        """What the answer prints as a program; None when it crashes or breaks a limit."""
-        run = self.run("program.py", answer, standard_input)
-        return run.said.decode(errors="replace") if run.is_success else None
-
-    def run(self, script: str, source: str, standard_input: str) -> Run:
-        """Run `source` by a script of `sandbox/inside`. Raises CannotConfine, and VerifierFailed on a busy machine."""
+    def run(self, script: str, source: str, standard_input: str, arguments: Sequence[str] = ()) -> Run:
+        """Run `source` by a script of `sandbox/inside`."""
         output, theirs = os.pipe()
         with _owned(output), _content(standard_input) as given, _content(source) as file:
             with _owned(theirs):
-                process = confine.start(Program(script, (given, theirs, None, file)), self._limits)
+                program = Program(script, (given, theirs, None, file), tuple(arguments))
+                process = confine.start(program, self._limits)
             try:
-                said, broken = self._read(output, process)
+                with self._time.watch(process):
+                    said, broken = self._read(output, process)
             finally:
                 ending = process.end()
-        self._cpu_s += ending.cpu_s
         return Run(said, ending.status, broken)
 
-    def call_function(self, answer: str, tests: FunctionTests) -> bool:
-        """Whether every call of the answer's function gives what is expected."""
-        ours, theirs = socket.socketpair()
-        with ours, _content(answer) as source:
-            with theirs:
-                process = self._start_functions(theirs, source)
-            link = Link(ours, self._largest, self._deadline)
+    def choose(self, blocks: Sequence[str], names: Sequence[str]) -> str:
+        """The block that is the program; the last one where choosing breaks a limit."""
+        run = self.run("choose.py", json.dumps(list(blocks)), "", names)
+        place = int(run.said) if run.is_success and run.said.isdigit() else -1
+        return blocks[place]
+
+    def run_program(self, answer: str, tests: ProgramTests) -> str:
+        """Judge what the answer prints, case by case."""
+        for number, (given, expected) in enumerate(tests.cases, 1):
+            run = self.run("program.py", answer, given)
+            if not run.is_success:
+                return f"case {number} of {len(tests.cases)}: {run.how}"
+            if not same_text(run.said.decode(errors="replace"), expected):
+                return f"case {number} of {len(tests.cases)}: another output"
+        return ""
+
+    def call_function(self, answer: str, tests: FunctionTests) -> str:
+        """Judge what the answer's function returns, call by call.
+
+        Where each expected result is a list of one, the results may all be the lists or all be what is in them.
+        """
+        forms = {False, True} if tests.may_be_wrapped else {False}
+        with _content(answer) as source, self._functions(source) as connection:
+            link = Link(connection, self._largest, self._wait)
             try:
-                return link.receive().get("failed") == "" and all(
-                    same_value(_call(link, tests.name, arguments), expected) for arguments, expected in tests.cases
-                )
+                if _object(link.receive()).get("failed") != "":
+                    return "it raises when it is loaded"
+                for number, (arguments, expected) in enumerate(tests.cases, 1):
+                    link.send({"call": tests.name, "of": None, "arguments": encode(arguments), "named": encode({})})
+                    reply = _object(link.receive())
+                    if "result" not in reply:
+                        return f"case {number} of {len(tests.cases)}: raises, or returns no plain data"
+                    given = reply["result"]
+                    forms = {form for form in forms if same_value(given, expected[0] if form else expected)}
+                    if not forms:
+                        return f"case {number} of {len(tests.cases)}: another result"
             except TimeoutError:
-                self._check_fault(process)
-                return False
-            except (EOFError, OSError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError):
-                return False  # Malformed, and what comparing absurd values can raise
+                return self._is_over_time
+            except (EOFError, OSError, Malformed):
+                return "its process ended, or sent no reply"
+        return ""
+
+    def run_tests(self, answer: str, tests: PythonTests) -> str:
+        """Judge by tests in Python, which `load_tests` has loaded without an answer before."""
+        with _content(answer) as source, _content(tests.source) as judge, ExitStack() as stack:
+            theirs = stack.enter_context(self._functions(source))
+            arguments = (str(self._largest), *tests.names)
+            program = Program("tests.py", (None, None, None, theirs.fileno(), judge), arguments)
+            judging = confine.start(program, self._limits)
+            theirs.close()
+            try:
+                with self._time.watch(judging):
+                    poll = select.poll()
+                    poll.register(judging.report, select.POLLIN)
+                    has_ended = bool(self._time.poll(poll))
+            finally:
+                status = judging.end().status
+        if status == PASSED:
+            return ""
+        if status == UNPLAIN:
+            return "the tests pass it more than plain data"
+        return "fails a test" if has_ended else self._is_over_time
+
+    def load_tests(self, tests: PythonTests) -> str:
+        """Load tests in Python without an answer; why they cannot judge any, or nothing."""
+        run = self.run("load_tests.py", tests.source, "", tests.names)
+        said = run.said.decode(errors="replace")
+        if not run.is_success or not said:
+            return f"a program that {run.how} before it used the answer"
+        return "" if said == SOUND else said
+
+    @property
+    def _is_over_time(self) -> str:
+        return f"it ran longer than {self._time.wall_s} s"
+
+    @contextmanager
+    def _functions(self, source: int) -> Iterator[socket.socket]:
+        """The answer's functions, behind a socket."""
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                descriptors = (None, None, None, theirs.fileno(), source)
+                process = confine.start(Program("functions.py", descriptors, (str(self._largest),)), self._limits)
+            try:
+                with self._time.watch(process):
+                    yield ours
             finally:
                 process.end()
-
-    def run_tests(self, answer: str, tests: PythonTests) -> bool:
-        """Whether the tests pass. Raises VerifierFailed when they, and not the answer, are at fault."""
-        mine, theirs = socket.socketpair()
-        with _content(answer) as source, _content(tests.source) as judge:
-            with mine, theirs:
-                process = self._start_functions(theirs, source)
-                packages_and_names = (str(self._largest), *tests.names)
-                program = Program("tests.py", (None, None, None, mine.fileno(), judge), packages_and_names)
-                try:
-                    judging = confine.start(program, self._limits)
-                except CannotConfine:
-                    process.end()
-                    raise
-            try:
-                if not self._wait(judging.report):
-                    if judging.is_starved():
-                        raise VerifierFailed("the tests must end in rewards.code.wallS, got neither verdict nor wait")
-                    self._check_fault(process)
-                    return False
-            finally:
-                try:
-                    status = judging.end().status
-                finally:
-                    process.end()
-        if status == PASSED:
-            return True
-        if status == FAILED:
-            return False
-        how = "need more of the answer than plain data, or an import" if status == BROKEN else f"ended with {status}"
-        raise VerifierFailed(f"the tests must be able to judge, got tests that {how}; correct the data set")
-
-    def _start_functions(self, channel: socket.socket, source: int) -> Confined:
-        descriptors = (None, None, None, channel.fileno(), source)
-        return confine.start(Program("functions.py", descriptors, (str(self._largest),)), self._limits)
 
     def _read(self, output: int, process: Confined) -> tuple[bytes, str]:
         """What comes out until the program ends, and the limit it broke: there was too much, or it took too long."""
@@ -163,10 +199,9 @@ class Trial:
         poll.register(output, select.POLLIN)
         poll.register(process.report, select.POLLIN)
         while len(said) <= self._largest:
-            ready = dict(poll.poll(max(0.0, self._deadline - time.monotonic()) * 1000))
+            ready = dict(self._time.poll(poll))
             if not ready:
-                self._check_fault(process)
-                return bytes(said), f"ran longer than {self._wall_s} s"
+                return bytes(said), f"ran longer than {self._time.wall_s} s"
             if output in ready:
                 part = os.read(output, 1 << 16)
                 said += part
@@ -176,27 +211,17 @@ class Trial:
                 return bytes(said), ""
         return bytes(said[: self._largest]), f"printed more than {self._largest} bytes"
 
-    def _wait(self, report: int) -> bool:
+    def _wait(self, connection: socket.socket, is_sending: bool) -> None:
         poll = select.poll()
-        poll.register(report, select.POLLIN)
-        return bool(poll.poll(max(0.0, self._deadline - time.monotonic()) * 1000))
-
-    def _check_fault(self, process: Confined) -> None:
-        """The time is up: raise VerifierFailed if the machine, and not the answer, has used it."""
-        is_starved = process.is_starved()
-        used_s = self._cpu_s + process.end().cpu_s
-        if is_starved and used_s < min(self._limits.cpu_s, (time.monotonic() - self._started) / 2):
-            raise VerifierFailed(
-                f"an answer must get the processor when it could run, got {used_s:.1f} s of it in "
-                f"{time.monotonic() - self._started:.0f} s; the machine is too busy: fewer workers in the pool, or a "
-                "larger wallS"
-            )
+        poll.register(connection, select.POLLOUT if is_sending else select.POLLIN)
+        if not self._time.poll(poll):
+            raise TimeoutError
 
 
-def _call(link: Link, name: str, arguments: list[Any]) -> Any:
-    """A call's result. Raises LookupError when the answer raised instead."""
-    link.send({"call": name, "arguments": encode(arguments), "named": encode({})})
-    return decode(link.receive()["result"])
+def _object(reply: Any) -> dict[str, Any]:
+    if not isinstance(reply, dict):
+        raise Malformed("a reply must be an object")
+    return reply
 
 
 @contextmanager

@@ -1,13 +1,15 @@
 """One untrusted Python program, confined by the operating system, and the news of how it ended.
 
-Called by `code.Code` in a verifier's worker. Invariants: the program inherits nothing but the descriptors it is given;
+Called by `code.Trial` in a worker. Invariants: the program inherits nothing but the descriptors it is given;
 how it ended is said by a guardian that it cannot reach; and when `Confined.end` has returned, no process of it lives.
 
     worker --fork--> guardian --fork--> program                            isolation: Landlock
     worker --fork--> A --fork--> guardian (1 of its namespace) --fork--> program     isolation: Namespaces
 
 The guardian waits for three things: the program's end; its leash, a socket whose other end only the worker has, so
-that it ends with the worker however that dies; its parent's death. Then it kills what is left, reaps it, and reports.
+that it ends with the worker however that dies; its parent's death. When the program has ended it says so, and keeps it
+unreaped until the worker has read the kernel's counters of it (`waiting`) and lets go of the leash. Then it kills what
+is left, reaps it, and reports.
 With namespaces the kernel kills what is left when the guardian is gone, and no process can leave a namespace. Without,
 the program can start none. The worker's waits for a guardian end because killing needs nobody's consent.
 
@@ -23,13 +25,14 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from specrl.rewards.sandbox import filesystem, kernel, landlock, seccomp
+from specrl.rewards.sandbox.waiting import ProgramTree
 from specrl.spec.data import Isolation
 
 _NOBODY = 65534
@@ -47,6 +50,8 @@ _HIGH = 200
 """Descriptors are moved up here while 0, 1, 2... are filled; higher than any of them."""
 _START_S = 10
 """Longest wait for a fork and a few system calls on a loaded machine."""
+_IS_OVER = b"\n"
+_TIME_IS_UP = "time is up"
 _WORDLESS = "the sandbox's guardian ended without a word"
 _SWEEP_MS = 100
 """How often the guardian reaps orphans, which count as processes until then."""
@@ -78,8 +83,6 @@ class Ending:
     """How a program ended: its exit status, negative the signal that killed it; None when its time was up."""
 
     status: int | None
-    cpu_s: float
-    """Of the program and of all that it started."""
 
 
 class CannotConfine(OSError):
@@ -87,10 +90,11 @@ class CannotConfine(OSError):
 
 
 class Confined:
-    """A confined program. `report` becomes readable when it is over."""
+    """A confined program. `report` becomes readable when it is over; its counters can be read until `end`."""
 
-    def __init__(self, pid: int, leash: socket.socket, report: int) -> None:
+    def __init__(self, pid: int, leash: socket.socket, report: int, wrappers: int) -> None:
         self._pid = pid
+        self.tree = ProgramTree(pid, wrappers)
         self._leash = leash
         self.report = report
         self._ending: Ending | None = None
@@ -108,13 +112,6 @@ class Confined:
             self._ending = _read_report(said)
         return self._ending
 
-    def is_starved(self) -> bool:
-        """Whether something in it could run but for want of a processor; also when that cannot be found out."""
-        try:
-            return any(_is_runnable(pid) for pid in _descendants(self._pid))
-        except OSError:
-            return True
-
 
 def start(program: Program, limits: Confinement) -> Confined:
     """Start a program. Raises CannotConfine when the machine refuses; some refusals are only known to `end`."""
@@ -128,7 +125,7 @@ def start(program: Program, limits: Confinement) -> Confined:
         _in_child(lambda: _confine(program, limits, _Ties(worker, theirs, end_of_leash)), theirs)
     os.close(theirs)
     end_of_leash.close()
-    confined = Confined(pid, leash, report)
+    confined = Confined(pid, leash, report, 2 if limits.isolation is Isolation.NAMESPACES else 1)
     if limits.isolation is Isolation.NAMESPACES:
         try:
             _map_users(pid, leash)
@@ -225,16 +222,18 @@ def _guard(program: Program, limits: Confinement, ties: _Ties) -> NoReturn:
             while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and found.si_pid != child:
                 os.waitpid(found.si_pid, 0)
     is_over = any(number == watched for number, _ in ready)
+    if is_over:
+        os.write(ties.report, _IS_OVER)
+        poll.unregister(watched)
+        poll.poll()  # until the worker has read the program's counters and lets go of the leash, or is gone
     with suppress(ProcessLookupError):
         os.kill(-1 if limits.isolation is Isolation.NAMESPACES else child, signal.SIGKILL)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     with suppress(ChildProcessError):
         while True:
             os.waitpid(-1, 0)
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    how = str(status) if is_over else "ended"
     with suppress(OSError):
-        os.write(ties.report, f">{how} {used.ru_utime + used.ru_stime:.3f}".encode())
+        os.write(ties.report, f">{status if is_over else _TIME_IS_UP}".encode())
     os._exit(0)
 
 
@@ -322,24 +321,8 @@ def _close_others(kept: Iterable[int]) -> None:
 def _read_report(said: bytes) -> Ending:
     text = said.decode(errors="replace")
     if text.startswith("!"):
-        raise CannotConfine(text[1:].partition(">")[0])
-    how, _, cpu_s = text.removeprefix(">").partition(" ")
-    if not cpu_s:
+        raise CannotConfine(text[1:].partition(">")[0].strip())
+    _, has_ended, how = text.partition(">")
+    if not has_ended:
         raise CannotConfine(_WORDLESS)
-    return Ending(int(how) if how != "ended" else None, float(cpu_s))
-
-
-def _descendants(pid: int) -> Iterator[int]:
-    """The processes below `pid`, itself left out. Raises OSError where the kernel does not list children."""
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split():
-        yield int(child)
-        with suppress(FileNotFoundError, ProcessLookupError):  # ended in the meantime
-            yield from _descendants(int(child))
-
-
-def _is_runnable(pid: int) -> bool:
-    try:
-        tasks = [Path(task, "stat").read_text(encoding="utf-8") for task in Path(f"/proc/{pid}/task").iterdir()]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return any(task.rpartition(")")[2].split()[0] == "R" for task in tasks)
+    return Ending(None if how == _TIME_IS_UP else int(how))

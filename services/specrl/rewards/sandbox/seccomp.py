@@ -27,6 +27,9 @@ _FORBIDDEN: dict[str, tuple[int | None, int | None]] = {
     # other processes
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
     "pidfd_getfd": (438, 438), "process_madvise": (440, 440), "move_pages": (279, 239), "migrate_pages": (256, 238),
+    # the schedule: an answer that waits for a processor because it wants to would get more time for it
+    "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119), "sched_setattr": (314, 274), "sched_setaffinity": (203, 122),
     # memory that RLIMIT_AS does not count
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196),
     "msgget": (68, 186), "msgsnd": (69, 189), "semget": (64, 190), "mq_open": (240, 180), "vmsplice": (278, 75),
@@ -44,11 +47,9 @@ _FORBIDDEN: dict[str, tuple[int | None, int | None]] = {
 _FORBIDDEN_WITHOUT_NAMESPACES: dict[str, tuple[int | None, int | None]] = {
     # children, whom no process namespace would end
     "fork": (57, None), "vfork": (58, None), "clone": (56, 220),
-    # signals and schedules of the machine's other processes
+    # signals to the machine's other processes
     "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
     "rt_tgsigqueueinfo": (297, 240), "pidfd_open": (434, 434), "pidfd_send_signal": (424, 424),
-    "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setparam": (142, 118),
-    "sched_setscheduler": (144, 119), "sched_setattr": (314, 274), "sched_setaffinity": (203, 122),
     # changes of files that Landlock has no rule for
     "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
     "lchown": (94, None), "fchown": (93, 55), "fchownat": (260, 54), "utime": (132, None), "utimes": (235, None),

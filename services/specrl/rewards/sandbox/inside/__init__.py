@@ -1,4 +1,4 @@
 """Programs that run inside the sandbox, with the standard library alone.
 
-Outside of it only `codec` is imported, and the exit statuses of `tests`.
+Outside of it only `codec` is imported, and what `tests` and `load_tests` say.
 """

@@ -2,7 +2,8 @@
 
 Used inside the sandbox on either side, and by the worker. Invariant: what `decode` returns is built of None, bool, int,
 float, complex, str, bytes, list, tuple, set, frozenset and dict, exactly these types, whatever the other side sent; so
-that comparing, hashing or printing it runs no code of the answer.
+that comparing, hashing or printing it runs no code of the answer. `decode` hashes what it is sent, which can take time
+in the square of its size: it is called inside sandboxes alone. The worker compares what `json` made of a frame.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import math
 import socket
 import struct
-import time
+from collections.abc import Callable
 from typing import Any
 
 _EXACT = 2**53
@@ -78,17 +79,23 @@ def decode(found: Any) -> Any:
 class Link:
     """Frames over a socket: four bytes of length, then JSON."""
 
-    def __init__(self, connection: socket.socket, largest_bytes: int, deadline: float | None = None) -> None:
-        """deadline: on the monotonic clock; None waits for ever, as programs do whose end is seen to by others."""
+    def __init__(
+        self, connection: socket.socket, largest_bytes: int, wait: Callable[[socket.socket, bool], None] | None = None
+    ) -> None:
+        """wait: called before each transfer; returns when the socket can be read, or written if the flag is set, and
+        raises TimeoutError when it will not be. None waits for ever, as programs do whose end is seen to by others."""
         self._connection = connection
         self._largest_bytes = largest_bytes
-        self._deadline = deadline
+        self._wait = wait
 
     def send(self, message: Any) -> None:
-        """Raises OSError when the other side is gone, TimeoutError at the deadline."""
+        """Raises OSError when the other side is gone, TimeoutError."""
         content = json.dumps(message).encode("ascii")
-        self._wait_until_deadline()
-        self._connection.sendall(struct.pack("!I", len(content)) + content)
+        left = memoryview(struct.pack("!I", len(content)) + content)
+        while left:
+            if self._wait is not None:
+                self._wait(self._connection, True)
+            left = left[self._connection.send(left, socket.MSG_DONTWAIT if self._wait is not None else 0) :]
 
     def receive(self) -> Any:
         """The next message. Raises EOFError or OSError when the other side is gone, Malformed, TimeoutError."""
@@ -103,16 +110,10 @@ class Link:
     def _exactly(self, size: int) -> bytes:
         found = bytearray()
         while len(found) < size:
-            self._wait_until_deadline()
+            if self._wait is not None:
+                self._wait(self._connection, False)
             part = self._connection.recv(min(size - len(found), 1 << 16))
             if not part:
                 raise EOFError("the other side is gone")
             found += part
         return bytes(found)
-
-    def _wait_until_deadline(self) -> None:
-        if self._deadline is not None:
-            left = self._deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError("the deadline has passed")
-            self._connection.settimeout(left)

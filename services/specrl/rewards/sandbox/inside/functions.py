@@ -15,13 +15,17 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+_MISSING = object()
+
 
 def main() -> None:
     """Answer requests until the other side hangs up."""
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120 - pathlib is slow to load
     from codec import Link  # type: ignore[import-not-found] # lies beside this file
+    from dialect import compile_answer  # type: ignore[import-not-found] # so does this
 
     link = Link(socket.socket(fileno=3), int(sys.argv[2]))
+    del sys.path[0]
     with os.fdopen(4, "rb") as file:
         source = file.read()
     if sys.argv[1]:
@@ -30,29 +34,38 @@ def main() -> None:
     module = types.ModuleType("answer")
     sys.modules["answer"] = module
     try:
-        exec(compile(source, "answer.py", "exec"), module.__dict__)  # noqa: S102 - what the sandbox is for
+        exec(compile_answer(source, "answer.py"), module.__dict__)  # noqa: S102 - what the sandbox is for
         failed = ""
     except SystemExit:
         failed = ""  # what it has defined by then counts
     except BaseException as error:  # noqa: BLE001 - whatever an answer raises is news for the other side
         failed = type(error).__name__
     link.send({"failed": failed})
+    objects: list[Any] = []
     while True:
         try:
             request = link.receive()
         except (EOFError, OSError):
             return
-        link.send(_answer(request, module.__dict__))
+        link.send(_answer(request, module.__dict__, objects))
 
 
-def _answer(request: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
+def _answer(request: dict[str, Any], names: dict[str, Any], objects: list[Any]) -> dict[str, Any]:
     from codec import NotData, decode, encode
 
     if "describe" in request:
-        return {name: _description(names, name) for name in request["describe"]}
+        return {name: _description(names.get(name, _MISSING)) for name in request["describe"]}
+    if "attribute" in request:
+        return _description(_attribute(objects[request["of"]], request["attribute"]))
     try:
-        function = _function(names, request["call"])
         arguments, named = decode(request["arguments"]), decode(request["named"])
+        if "make" in request:
+            objects.append(names[request["make"]](*arguments, **named))
+            return {"object": len(objects) - 1}
+        if request.get("of") is not None:
+            function = getattr(objects[request["of"]], request["call"])
+        else:
+            function = _function(names, request["call"])
         result = encode(function(*arguments, **named))
     except NotData as error:
         return {"raised": "TypeError", "said": str(error)}
@@ -77,19 +90,26 @@ def _function(names: dict[str, Any], name: str) -> Callable[..., Any]:
     return function
 
 
-def _description(names: dict[str, Any], name: str) -> dict[str, Any]:
+def _description(found: Any) -> dict[str, Any]:
     from codec import NotData, encode
 
-    if name not in names:
+    if found is _MISSING:
         return {"kind": "missing"}
-    if isinstance(names[name], type):
+    if isinstance(found, type):
         return {"kind": "class"}
-    if callable(names[name]):
+    if callable(found):
         return {"kind": "function"}
     try:
-        return {"kind": "value", "value": encode(names[name])}
+        return {"kind": "value", "value": encode(found)}
     except NotData:
         return {"kind": "object"}
+
+
+def _attribute(found: object, name: str) -> Any:
+    try:
+        return getattr(found, name, _MISSING)
+    except Exception:  # noqa: BLE001 - a property of the answer's may raise anything
+        return _MISSING
 
 
 def _builtin(error: BaseException) -> str:

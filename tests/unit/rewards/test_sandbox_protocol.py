@@ -1,4 +1,4 @@
-"""What is read before anything runs: answers in completions, tests in references, values between processes."""
+"""What passes between a worker and its sandboxes: values as frames, and the calls that a filter allows."""
 
 from __future__ import annotations
 
@@ -9,67 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specrl.errors import VerifierFailed
-from specrl.rewards import verifier_for
-from specrl.rewards.code.answers import answer_code
-from specrl.rewards.code.references import FunctionTests, ProgramTests, PythonTests, read_tests
 from specrl.rewards.sandbox import seccomp
 from specrl.rewards.sandbox.inside.codec import Link, Malformed, NotData, decode, encode
-from specrl.spec.data import CodeVerifier, Rewards
-
-
-@pytest.mark.parametrize(
-    ("completion", "code"),
-    [
-        ("print(1)", "print(1)"),
-        ("So:\n```python\nprint(1)\n```\nDone.", "print(1)\n"),
-        ("```\nprint(1)\n```", "print(1)\n"),
-        ("```py\nprint(1)\n```\nor\n```Python3\nprint(2)\n```", "print(2)\n"),
-        ("```python\nprint(1)\n```\n```text\noutput\n```", "print(1)\n"),
-        ("```python\nprint(1)\n```\n```python\nprint(2", "print(2"),
-        ("~~~python\nprint(1)\n~~~", "print(1)\n"),
-        ("````python\ns = '''\n```\n'''\n````", "s = '''\n```\n'''\n"),
-        ("```c\nint main() {}\n```", ""),
-        ("```python", ""),
-        ("", ""),
-    ],
-)
-def test_the_answer_is_the_last_block_of_python(completion: str, code: str) -> None:
-    assert answer_code(completion) == code
-
-
-def test_tests_are_read_in_every_form() -> None:
-    assert read_tests('{"inputs": ["1\\n"], "outputs": ["2"]}') == ProgramTests((("1\n", "2"),))
-    assert read_tests('{"inputs": [["1", "2"]], "outputs": [["3"]]}') == ProgramTests((("1\n2", "3"),))
-    found = read_tests('{"fn_name": "f", "inputs": [[1, [2]]], "outputs": [null]}')
-    assert found == FunctionTests("f", (([1, [2]], None),))
-    source = "import math\ndef check(f):\n    near = math.pi\n    assert f(near) == g\ncheck(add)\n"
-    assert read_tests(source) == PythonTests(source, ("add", "g"))
-
-
-@pytest.mark.parametrize(
-    "reference",
-    [
-        "{",
-        "{}",
-        '{"inputs": [], "outputs": []}',
-        '{"inputs": ["1"], "outputs": []}',
-        '{"inputs": [1], "outputs": [1]}',
-        '{"fn_name": "f", "inputs": [1], "outputs": [1]}',
-        '{"fn_name": 1, "inputs": [[1]], "outputs": [1]}',
-        "assert f(",
-        "assert 1 == 1",
-        "import os\nassert os.sep",
-        "\x00",
-        "def f(): pass\nassert f() is None",
-    ],
-)
-def test_references_that_are_no_tests_are_named_before_the_run(reference: str) -> None:
-    with pytest.raises(VerifierFailed, match="correct the data set"):
-        read_tests(reference)
-    with pytest.raises(VerifierFailed, match="correct the data set"):
-        verifier_for(Rewards(code=CodeVerifier())).check_reference(reference)
-
 
 PLAIN = st.recursive(
     st.none()
@@ -142,11 +83,17 @@ def test_a_frame_that_is_none_is_malformed(sent: bytes) -> None:
             Link(ours, 4096).receive()
 
 
+def never_ready(connection: socket.socket, is_sending: bool) -> None:
+    raise TimeoutError
+
+
 def test_a_frame_that_breaks_off_is_the_end_and_one_that_is_late_is_late() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         with pytest.raises(TimeoutError):
-            Link(ours, 4096, deadline=0.0).receive()
+            Link(ours, 4096, wait=never_ready).receive()
+        with pytest.raises(TimeoutError):
+            Link(ours, 4096, wait=never_ready).send({})
         theirs.sendall(b"\0\0\0\5ab")
         theirs.shutdown(socket.SHUT_WR)
         with pytest.raises(EOFError):
