@@ -18,7 +18,7 @@ class CodeTool(SandboxLimits):
     cpu_s: Positive = 4
     """Processor seconds of each process of one call."""
     wall_s: Positive = 8
-    """Seconds for one call. Less than tools.pool.timeoutS."""
+    """Seconds for one call, less what it waited for a processor. Less than tools.pool.timeoutS."""
     output_kib: Positive = 64
     """Longest output of one call, in KiB; a call that prints more is ended."""
 
@@ -37,15 +37,17 @@ class AnsweredBy(Union):
     python: PythonTool | None = None
     """Calls a function of one's own, `def answer(reference: str, completion: str, call: str) -> str`, in the pool's
     processes and without a sandbox. `reference` is the prompt's, so that it may be a verifier between turns;
-    `completion` is all text since the prompt, earlier outputs included, and the only state there is. What it raises
-    leaves the rollout ungraded; what the policy did wrong it returns as text."""
+    `completion` is all text since the prompt, earlier outputs included, and the only state there is. What it raises is
+    output in words, and counted. It raises `specrl.rewards.Ungraded` for what no call can cause: then the rollout is
+    sampled again."""
 
 
 class ToolPool(WorkerLimits):
     """The processes that answer calls, outside the coordinator's event loop."""
 
     timeout_s: Positive = 10
-    """Time limit of one call, in seconds. A tool that exceeds it is killed, and the rollout is ungraded."""
+    """Time limit of one call, in seconds, less what it waited for a processor. A tool that exceeds it is killed, and
+    the output says so."""
 
 
 class Tools(Section):

@@ -1,7 +1,8 @@
 """What a tool is, and the two that there are. `pool.ToolPool` calls them, in processes that it can kill.
 
-Invariant: what the policy did wrong - a call that is no program, raises, or breaks a limit - is output, in words that
-it reads; what the environment did wrong is ToolFailed. Nothing is ever an empty output that stands for a failure.
+Invariant: a call cannot choose whether it is answered. What it causes - it is no program, raises, breaks a limit, makes
+the tool raise - is output, in words that the policy reads: made here, or in `pool` where the tool could not say it.
+`Ungraded` is for what no call can cause; the rollout is sampled again. No empty output ever stands for a failure.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from specrl.errors import ToolFailed, VerifierFailed
+from specrl.errors import ToolFailed
 from specrl.rewards.choice import check_ready
 from specrl.rewards.code.machine_check import check_machine
 from specrl.rewards.code.trial import Sandbox, Trial
 from specrl.rewards.custom import UserFunction
 from specrl.rewards.judging import raised
 from specrl.rewards.sandbox.confine import CannotConfine
+from specrl.rewards.verifier import Ungraded
 from specrl.spec.tools import Tools
 
 
@@ -31,7 +33,7 @@ class Tool(Protocol):
     def answer(self, reference: str, completion: str, call: str) -> str:
         """The output of one call. reference: the prompt's; completion: all text since the prompt, the call included.
 
-        Raises ToolFailed when there is none through no fault of the policy.
+        Raises Ungraded when there is none for a reason that no call can cause. What else it raises is the call's doing.
         """
 
 
@@ -48,9 +50,7 @@ class Interpreter(Tool):
         try:
             run = Trial(self.sandbox).run("cell.py", call, "")
         except CannotConfine as error:
-            raise ToolFailed(f"the sandbox must start, got {error}; the rollout is sampled again") from error
-        except VerifierFailed as error:
-            raise ToolFailed(str(error)) from error
+            raise Ungraded(f"the sandbox must start, got {error}") from error
         said = run.said.decode(errors="replace").rstrip()
         if run.is_success:
             return said
@@ -70,6 +70,8 @@ class Function(Tool):
         name = self.function.name
         try:
             output = self.function(reference, completion, call)
+        except Ungraded as error:
+            raise Ungraded(str(error)) from None  # a subclass of the user's could not be unpickled elsewhere
         except Exception as error:
             raise ToolFailed(f"{name} must answer, got {raised(error)}") from error
         if not isinstance(output, str):

@@ -18,12 +18,23 @@ PROMPT = Prompt("p0", 0, (1,), "question", "4")
 
 MODULE = """
 import os, time
+from specrl.rewards import Ungraded
 
 def answer(reference, completion, call):
     if call == "raise":
         raise KeyError("no")
     if call == "nothing":
         return None
+    if call == "ungraded":
+        raise Ungraded("the shop is away")
+    if call.startswith("killed once "):
+        try:
+            open(os.path.join(os.path.dirname(__file__), call), "x").close()
+        except FileExistsError:
+            return "alive"
+        os.kill(os.getpid(), 9)
+    if call == "leave":
+        raise SystemExit(3)
     if call == "die":
         os._exit(3)
     if call == "hang":
@@ -81,6 +92,7 @@ def test_a_signal_without_a_name_is_said_by_its_number(interpreter: Tool) -> Non
         ("import ctypes\nctypes.string_at(0)", "Error: the program was killed by SIGSEGV"),
         ("x = []\nwhile True: x.append(bytearray(2**20))", "MemoryError"),
         ("import time\ntime.sleep(1000)", "Error: the program ran longer than 5 s"),
+        ("import time\ntime.sleep(4.5)\nwhile True: pass", "Error: the program ran longer than 5 s"),
         ("print('x' * 5000)", "Error: the program printed more than 1024 bytes"),
         ("import os\nos.close(1)\nwhile True: pass", "Error: the program was killed by SIGKILL"),
     ],
@@ -108,20 +120,30 @@ async def test_a_function_may_judge_between_turns(function: Tools) -> None:
     [
         ("raise", FailureKind.ERROR, "my_tools:answer must answer, got KeyError at my_tools.py"),
         ("nothing", FailureKind.ERROR, "must answer with text, got NoneType"),
+        ("leave", FailureKind.ERROR, "got SystemExit"),
         ("die", FailureKind.CRASH, "exit status 3"),
         ("hang", FailureKind.TIMEOUT, "the tool took longer than timeoutS=2"),
     ],
 )
-async def test_a_tool_that_fails_gives_no_output_and_a_reason(
+async def test_what_a_call_does_to_its_tool_is_output_and_counted(
     function: Tools, call: str, kind: FailureKind, said: str
 ) -> None:
+    """It was ToolFailed, and the rollout was sampled again: a call could choose not to be judged."""
     async with Pool(tool_for(function), function.pool) as pool:
         output = await pool.answer(PROMPT, "", call)
+        assert output.failure == ""
+        assert output.text.startswith(f"Error: {kind}: ")
+        assert said in output.text
+        assert dict(pool.failures) == {kind: 2 if kind is FailureKind.CRASH else 1}
+        assert (await pool.answer(PROMPT, "", "4")).text.startswith("4 is right"), "the next call meets a sound worker"
+
+
+async def test_what_no_call_can_cause_is_no_output(function: Tools) -> None:
+    async with Pool(tool_for(function), function.pool) as pool:
+        output = await pool.answer(PROMPT, "", "ungraded")
         assert output.text == ""
-        assert output.failure.startswith(f"{kind}: ")
-        assert said in output.failure
-        assert dict(pool.failures) == {kind: 1}
-        assert (await pool.answer(PROMPT, "", "4")).failure == "", "the next call meets a sound worker"
+        assert output.failure == "ungraded: the shop is away"
+        assert (await pool.answer(PROMPT, "", "killed once ")).text == "alive", "somebody else killed the first worker"
 
 
 def test_what_cannot_answer_is_refused_before_the_run(function: Tools) -> None:
