@@ -203,6 +203,6 @@ def _read_decision(folder: Path | None, digest: str) -> Decision | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, AttributeError) as error:
-        log.warning("references_decision_unreadable", path=str(folder / DECISION_FILE), reason=str(error))
+        log.warning("references_decision_ignored", path=str(folder / DECISION_FILE), reason=str(error))
         return None
     return decision if decision.digest == digest else None
