@@ -68,7 +68,7 @@ def act(what: str) -> None:  # noqa: PLR0912 - a table
             bytearray(2**40)
         case "work":
             os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # where the test's other programs are
-            until = time.process_time() + 0.3
+            until = time.process_time() + 0.4
             while time.process_time() < until:
                 pass
         case "wait for programs":  # as a sandbox does whose programs get no processor
