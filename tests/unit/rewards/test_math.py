@@ -131,6 +131,12 @@ ENDLESS = {
     "commas": "1," * 400,
     "an integral": r"\int_0^1 x^x dx",
     "half a surrogate pair": "\ud800",
+    "bars": "12b|" * 125,
+    "integrals": r"\int_0^1 [9]" * 90,
+    "functions without brackets": r"\exp" * 15 + "1",
+    "gamma functions": " e!" * 330,
+    "indices": "b_" * 250,
+    "relations": r"\sin2^0.5>" * 90,
 }
 
 

@@ -29,7 +29,7 @@ _POINTS = 6
 _DEFINED_POINTS = 3
 """At how many points both expressions must have a value."""
 _POWERS = ("Pow", "exp")
-_FACTORIALS = ("factorial", "factorial2", "gamma")
+_FACTORIALS = ("factorial", "factorial2", "gamma", "binomial")
 _MOST_MAGNITUDE = 64.0
 """Logarithms of sizes are cut here; what reaches it is far beyond `_MOST_BITS`."""
 
@@ -147,8 +147,13 @@ def _magnitude(tree: Any) -> float:
         found += len(magnitudes) / 2
     elif kind == "Mul":
         found = sum(magnitudes)
-    elif kind in _POWERS and not tree.args[-1].is_negative:
+    elif kind in _POWERS and not _is_negative(tree.args[-1]):
         found = max(magnitudes[0], 2.0) * 2.0 ** magnitudes[-1]
     elif kind in _FACTORIALS:
         found = 2.0 ** magnitudes[0] * max(1.0, magnitudes[0])
     return min(found, _MOST_MAGNITUDE)
+
+
+def _is_negative(tree: Any) -> bool:
+    """Whether it is written with a minus sign. SymPy's `is_negative` computes the value, in unbounded time."""
+    return any(part.is_Rational and part < 0 for part in (tree.args if tree.is_Mul else (tree,)))

@@ -1,7 +1,8 @@
 """An expression of numbers, letters and operations, read by the parser of math-verify.
 
 Called by `reading.py`, which has taken lists, relations, units and words apart. What the parser would read as something
-else than it says is refused before: `17 18`, which it adds up, `9!!`, and binomials, which it computes at once.
+else than it says is spelt out or refused before: `3(4)` and `17 18`, which it adds up, `2_1`, whose index it drops,
+`9!!` and `2^3!`, and binomials, which it computes at once.
 """
 
 from __future__ import annotations
@@ -91,16 +92,38 @@ _COMMANDS = frozenset(
         "Omega",
     ]
 )
-_NOT_EXPRESSIONS = re.compile(r"\d\s+\d|!\s*!|[^\x20-\x7e]|[\"'#&@?:;%$~`]|\d\s*\.\s*\.|\d\.\d+\.")
-_SMALL_ARGUMENTS = r"\s*[{(]\s*-?\w{1,4}\s*(?:\}\s*\{|,)\s*-?\w{1,4}\s*[})]"
-_LARGE_ARGUMENTS = re.compile(rf"\\(?:binom|gcd|lcm|max|min)(?!{_SMALL_ARGUMENTS})")
-_MIXED_NUMBER = re.compile(r"(?<![\d.}])(\d+)\s+(\d+)/(\d+)(?![\d/.])")
+_NOT_EXPRESSIONS = re.compile(
+    r"\d\s+\d|[^\x20-\x7e]|[\"'#&@?:;%$~`]|\.\s*\.|\d\.\d+\."
+    r"|!\s*!|\^\s*(?:\w|\{[^{}]*\})\s*[!^]"
+    r"|\d\s*[_{]|_\s*(?:\w|\{\w*\})\s*_|\\(?:sin|cos|tan|cot|sec|csc)\s*_"
+    r"|\d\s*/\s*\d+\s*(?:\(|\\(?!cdot|times))"  # 1/2\pi is read both ways
+)
+_SMALL = r"\s*-?\w{1,4}(?:\s*[-+]\s*\w{1,4}){0,2}\s*"
+_LARGE_ARGUMENTS = re.compile(
+    rf"\\(?:binom|max|min)(?!\s*[{{(]{_SMALL}(?:\}}\s*\{{|,){_SMALL}[}})])"
+    r"|\\(?:gcd|lcm)(?!\s*\(\s*\d{1,9}\s*,\s*\d{1,9}\s*\))"
+)
+_SLOW = re.compile(r"\\(?:int|lim|sum|prod|[gG]amma)(?![a-zA-Z])|\|")
+_MOST_SLOW = 6
+"""The parser's time grows exponentially with bars, integrals and their kin: 0.1 s at 6."""
+_CALL = re.compile(r"!|\\(?:(?:arc)?(?:sin|cos|tan)h?|cot|sec|csc|log|ln|exp|sqrt|lfloor|lceil)(?![a-zA-Z])")
+_MOST_CALLS = 24
+"""The parser nests functions without brackets, and each costs milliseconds."""
+_SPELT_OUT: tuple[tuple[re.Pattern[str], str], ...] = (
+    (re.compile(r"(?<![\d.}])(\d+)\s+(\d+)/(\d+)(?![\d/.])"), r"\1\\frac{\2}{\3}"),
+    (re.compile(r"(?<![\d.}^_])(\d+)\s*(\\frac\{\d+\}\{\d+\})"), r"(\1+\2)"),
+    (re.compile(r"(?<![\w.}^/])(\d+)/(\d+)(?=\s*[a-zA-Z])"), r"\\frac{\1}{\2}"),
+    (re.compile(r"((?<![\d.])\d+(?:\.\d+)?|\)|\\(?:pi|gamma))\s*(?=\()|(\))\s*(?=\d|\\frac)"), r"\1\2\\cdot "),
+)
+"""Mixed numbers as sums, `1/2x` as a half of x, and products of numbers with their sign."""
 _CONVERSION = ConversionConfig(lowercase_symbols=False)
 
 
 def read_expression(text: str) -> Expression:
     """The expression of LaTeX. Raises Unreadable for what the parser cannot read, or would misread."""
-    text = _MIXED_NUMBER.sub(r"\1\\frac{\2}{\3}", text.strip())
+    text = text.strip()
+    for pattern, replacement in _SPELT_OUT:
+        text = pattern.sub(replacement, text)
     _check(text)
     try:
         tree = latex2sympy(
@@ -125,5 +148,7 @@ def _check(text: str) -> None:
         raise Unreadable("large or nested arguments")
     if max(depths(text), default=0) > _DEEPEST or text.count("^") > _DEEPEST:
         raise Unreadable("nested too deeply")
+    if len(_SLOW.findall(text)) > _MOST_SLOW or len(_CALL.findall(text)) > _MOST_CALLS:
+        raise Unreadable("too many functions")
     if re.search(rf"\d{{{_MOST_DIGITS}}}", text):
         raise Unreadable("a number with too many digits")

@@ -46,6 +46,9 @@ _CHOICE = re.compile(
     re.DOTALL,
 )
 _RELATION = re.compile(r"\\(?:le|ge|ne|in|approx)(?![a-zA-Z])|[=<>]")
+_PART = re.compile(rf"[,;&]|\\\\|{_RELATION.pattern}")
+_MOST_PARTS = 40
+"""Each is read by the parser, in about 10 ms."""
 _LETTER = r"[a-zA-Z](?:_\{?\w+\}?)?"
 _NAME = re.compile(
     rf"(?:{_LETTER}|\\[a-z]+(?:_\{{?\w+\}}?)?|[A-Z]{{2,3}}|\\text\s*\{{[^{{}}]*\}})'?\s*(?:\(\s*[\w\\,+\s-]{{1,20}}\s*\))?"
@@ -71,6 +74,8 @@ def read_answer(text: str, names: Names = None) -> Value:
     if len(text) > LONGEST_ANSWER:
         raise Unreadable(f"longer than {LONGEST_ANSWER} letters")
     latex = _undecorated(_WORDS_IN_PARENTHESES.sub(r" \1", to_latex(text)))
+    if len(_PART.findall(latex)) > _MOST_PARTS:
+        raise Unreadable(f"more than {_MOST_PARTS} parts")
     choice = _CHOICE.fullmatch(latex)
     if choice and not _RELATION.match((choice.group(3) or "").strip()):
         return Choice((choice.group(1) or choice.group(2)).upper())
