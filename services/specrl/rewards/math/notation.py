@@ -32,15 +32,21 @@ _SUBSCRIPTS = {c: str(i) for i, c in enumerate("₀₁₂₃₄₅₆₇₈₉")
 _SUPERSCRIPT = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+")
 _SUBSCRIPT = re.compile(f"[{''.join(_SUBSCRIPTS)}]+")
 
+_MULTIPLES = (("dozen", "12"), ("hundred", "100")) + tuple(
+    (word, rf"10^{{{3 * power}}}") for power, word in enumerate(("thousand", "million", "billion", "trillion"), 1)
+)
 _SPELLINGS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?![a-zA-Z])\s*\.", ""),
         (r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?![a-zA-Z])", ""),
-        (r"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|boldsymbol|phantom)(?![a-zA-Z])", ""),
+        (r"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|phantom)(?![a-zA-Z])", ""),
         (r"\\(?:dfrac|tfrac|cfrac)(?![a-zA-Z])", r"\\frac"),
         (r"\\(?:dbinom|tbinom)(?![a-zA-Z])", r"\\binom"),
+        (r"\\(?:large|Large|LARGE|huge|small|bf|rm)(?![a-zA-Z])", ""),
+        (r"\\(?:mathbf|boldsymbol|bold|mathit)\s*{\s*([a-zA-Z])\s*}", r"\1"),  # a variable; upright letters may be units
         (rf"\\(?:{_FONTS})\s*(?={{)", r"\\text"),
+        (r"\\frac\s*{\s*\\text\s*{([^{}]*)}\s*}\s*{\s*\\text\s*{([^{}]*)}\s*}", r"\\text{\1/\2}"),
         (r"\\text\s*(?={[^{}a-zA-Z]*[\\}])", ""),
         (r"{\\(?:rm|bf|it)\s+", r"\\text{"),
         (r"\\text\s*{\s*(gcd|lcm|max|min|sin|cos|tan|ln|log|arcsin|arccos|arctan)\s*}(?=\s*[\\({\w])", r"\\\1 "),
@@ -78,7 +84,8 @@ _SPELLINGS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         # Numbers.
         (r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,6})(?!\w)", r"\1\\times 10^{\2}"),
         (r"(?<![\w.\\}])\.(?=\d)", "0."),
-        (r"(?<=\d)\.(?!\d)(?=\s*(?:$|[^\w\s\\]))", ""),
+        (r"(?<=\d)\.(?!\d)(?=\s*(?:$|[^\w\s\\.]))", ""),
+        *((rf"(?<=[\d}}])\s*(\\text\s*{{)?\s*{word}(?![\w-])", rf"\\cdot {value}\1") for word, value in _MULTIPLES),
         # Plain text.
         (r"\^\s*\(([^()]*)\)", r"^{\1}"),
         (r"\^\s*([-+]?\d+)", r"^{\1}"),

@@ -36,6 +36,7 @@ from specrl.rewards.math.words import Kind, Names, change_value, split_words
 _PAIRS = (("$$", "$$"), (r"\(", r"\)"), (r"\[", r"\]"), ('"', '"'), ("'", "'"))
 _EMPHASIS = re.compile(r"(?<![\w*)}])(\*{1,3}|_{1,3})(?=\S)([^*_]*?)(?<=\S)\1(?![\w*({])")
 _PICTURE = re.compile("[\u2600-\u27bf\ufe0f\U0001f300-\U0001faff]")
+_FULL_STOP = re.compile(r"(?<!\.)\.$")
 _GROUP = re.compile(r"(?:\\(?:boxed|fbox)\s*)?\{")
 _ALIGNMENT = re.compile(r"\\(?:begin|end)\{(?:equation|align|aligned|gather|gathered|multline|displaymath|split)\*?\}")
 _WORDS_IN_PARENTHESES = re.compile(r"\s\(([^()\d\\=<>]*[a-zA-Z]{3}[^()\d\\=<>]*)\)")
@@ -97,7 +98,7 @@ def _undecorated(text: str) -> str:
     before = None
     while text != before:
         before = text
-        text = _EMPHASIS.sub(r"\2", _PICTURE.sub("", text.replace("`", "")).strip()).strip("*#>~ \t\n")
+        text = _EMPHASIS.sub(r"\2", _PICTURE.sub("", text.replace("`", "")).strip()).strip("*#~ \t\n")
         for opening, closing in _PAIRS:
             inside = text[len(opening) : -len(closing)]
             if text == f"{opening}{inside}{closing}" and inside and opening not in inside and closing not in inside:
@@ -105,7 +106,7 @@ def _undecorated(text: str) -> str:
         group = _GROUP.match(text)
         if group and text.endswith("}") and 0 not in depths(text)[group.end() : -1]:
             text = text[group.end() : -1]
-        text = text[:-2] if text.endswith(("\\.", "\\,", "\\!")) else text.rstrip(".,;: \n")
+        text = text[:-2] if text.endswith(("\\.", "\\,", "\\!")) else _FULL_STOP.sub("", text.rstrip(",;: \n"))
     if not re.search(r"matrix|cases|array", text):
         text = re.sub(r"\\\\|&", " ", _ALIGNMENT.sub(" ", text)).strip()
     dollars = re.findall(r"(?<!\\)\$", text)  # in pairs they are delimiters; one alone is money
@@ -139,7 +140,7 @@ def _value(before: str, formula: str, after: str, names: Names) -> Value:
     currency = canonical_unit(last_word) if last_word in (r"\$", "€", "£", "¥") else ()
     if names is None and before.strip() != (last_word if currency else ""):
         raise Unreadable("words before the value")
-    value = _mathematics(formula.strip(" =:,;").rstrip("."), names)
+    value = _mathematics(_FULL_STOP.sub("", formula.strip(" =:,;")), names)
     units = currency + canonical_unit(after)
     return _with_units(value, units) if units else value
 

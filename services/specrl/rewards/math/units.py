@@ -69,7 +69,7 @@ _FILLER = {"of", "the", "a", "an", "more", "in", "total", "altogether", "each", 
 SYMBOLS = frozenset(
     alias
     for alias in _UNIT_OF
-    if alias.isalpha() and len(alias) in (2, 3, 4) and alias not in ("in", "am", "ton", "day")
+    if alias.isalpha() and len(alias) in (2, 3, 4) and alias not in ("am", "ton", "day")
 )
 """Spellings that are a unit even where they touch the number, as in 18cm."""
 
@@ -84,7 +84,8 @@ def canonical_unit(words: str) -> tuple[str, ...]:
     text = re.sub(r"(?<=[^\s])\s*\^(?=\d)", "^", text)
     found: list[str] = []
     power = ""
-    for spelt in re.findall(r"[^\s,;()*_`~{}]+", text):
+    words = re.findall(r"[^\s,;()*_`~{}]+", text)
+    for place, spelt in enumerate(words, 1):
         word = spelt.strip(".:!?'\"-") or spelt
         if word in ("square", "sq"):
             power = "^2"
@@ -94,7 +95,7 @@ def canonical_unit(words: str) -> tuple[str, ...]:
             found[-1] += "^2"
         elif word == "cubed" and found:
             found[-1] += "^3"
-        elif word and word not in _FILLER:
+        elif word and (word not in _FILLER or (word in _UNIT_OF and place == len(words))):  # `5 in`, not `5 in total`
             found.append("/".join(_singular(part) for part in word.split("/")) + power)
             power = ""
     return tuple(_UNIT_OF.get(unit, unit) for unit in found)
