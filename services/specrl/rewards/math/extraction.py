@@ -24,21 +24,25 @@ _JOINS_BOXES = re.compile(
 """What joins two boxes into one answer, as in `x = \\boxed{6}` or `x = \\boxed{7}`."""
 _JOINED_BOXES = 20
 _ANSWER_IS = re.compile(
-    r"\b(?:answers?|(?:correct|right|best) (?:option|choice))\b[^.\n]{0,60}?(?:\b(?:is|are)\b|[:=])"
+    r"\b(?:answers?|(?:correct|right|best) (?:option|choice))\b[^.\n]{0,60}?(?:\b(?:is|are)(?=\b|n['’]t\b)|[:=])"
     r"|\b(?:respuesta|réponse|antwort|risposta|resposta|ответ)\b[^.\n]{0,60}?(?:\b(?:es|est|ist|lautet|è|é)\b|[:=—-])"
     r"|(?:答案|答え|정답)\s{0,4}(?:是|为|為|は|은|[:=：])",
     re.IGNORECASE,
 )
-_SENTENCE_END = re.compile(r"\.(?=\s+[^\W\d_]|\s*$)|[?;](?=\s|$)|。")
+_CALCULATION = re.compile(r"<<[^<>\n]{0,200}>>")
+"""GSM8K's notes of what its calculator did, in `$<<48/2=24>>24`."""
+_SENTENCE_END = re.compile(r"\.(?=\s+[^\W\d_]|\s*$)|[?;](?=\s|$)|。|,?\s+(?:because|since)\b")
 _CLAUSE_END = re.compile(r"\.(?=\s|$)|[!?;](?=\s|$)|[,(。\n]")
 _NUMBERED_HEADING = re.compile(
     r"\b(?:step|part|case|question|problem|exercise|section|method|example|solution|approach|task)\s+\d+\b", re.I
 )
 _MATHEMATICS = re.compile(r"[\d$\\^=<>|√π∞±½⅓¼¾]")
-_OPTION = re.compile(r"\W*(?:[A-J]\b|\([a-j]\))")
+_OPTION = re.compile(r"\W*(?:(?i:option|choice)\W+)?(?:[A-J]\b|\([a-j]\))")
 _LETTERS = re.compile(r"(?<![\\a-zA-Z])[^\W\d_]{3,}")
 _ENVIRONMENT = re.compile(r"\\(begin|end)\{(?:equation|align|aligned|gather|multline|displaymath|eqnarray)\*?\}")
 _INLINE = re.compile(r"\$[^$\n]{1,400}\$|\\\((?:[^\\\n]|\\[^)]){1,400}\\\)")
+_BOLD = re.compile(r"\*\*(?![\w(-])|(?<![\w)])\*\*")
+"""Two stars between numbers are a power."""
 _ONE_MORE_NUMBER = re.compile(r"(\S*\d\S*)\s{1,3}(?:or|and)\s{1,3}\$?$", re.I)
 
 Span = tuple[int, int]
@@ -51,6 +55,7 @@ def find_answer(text: str, mark: str) -> str | None:
     next formula below it. Without one: the last box, else what follows the last "answer is", else the last display
     formula, else the last number. An empty mark stands before the whole text.
     """
+    text = _CALCULATION.sub("", text)
     if mark.startswith("<"):
         text = text.removesuffix(mark.replace("<", "</", 1))  # <answer>11</answer>
     _, _, after_thoughts = text.rpartition("</think>")
@@ -107,7 +112,7 @@ def last_number(text: str) -> str | None:
 
     A number before it that "or" or "and" joins to it belongs to it, too: then there are two candidates.
     """
-    tail = replace_unicode(text[-_TAIL:])
+    tail = _BOLD.sub("", replace_unicode(text[-_TAIL:]))
     place = max((match.start() for match in re.finditer(r"\d", tail)), default=None)
     if place is None:
         formulas = _INLINE.findall(tail)
@@ -121,7 +126,7 @@ def last_number(text: str) -> str | None:
 
 def is_heading(line: str) -> bool:
     """Whether a line announces an answer and holds none: words, and no mathematics but the number of a step."""
-    words, steps = _NUMBERED_HEADING.subn("", line)
+    words, steps = _NUMBERED_HEADING.subn("", replace_unicode(line))
     if _MATHEMATICS.search(words) or _OPTION.match(words):
         return False
     return steps > 0 or any(word.lower() not in FUNCTION_NAMES for word in _LETTERS.findall(words))

@@ -63,7 +63,8 @@ _MATRIX_BRACKETS = re.compile(r"^(?:[\[(]|\\\{)\s*(?=\\begin)|(?<=\})\s*[\])]$")
 _OPENING = re.compile(r"\\\{|\\langle|[(\[]")
 _CLOSING = re.compile(r"(?:\\\}|\\rangle|[)\]])$")
 _SIGN = re.compile(r"\\(?:pm|mp)(?![a-zA-Z])")
-_MONEY = re.compile(r"([-+]?)\s*(\\\$|[€£¥])\s*([-+]?.+)")
+_MONEY = re.compile(r"(?:(?:^|(?<=[-+/=(])|(?<=\\times)|(?<=\\cdot))\s*)(\\\$|[€£¥])\s*(?=[-+]?[\d.(\\])|(?<=[\d}])\s*(\\\$|[€£¥¢])$")
+"""The sign of a currency: before a number, or at the end."""
 
 
 def read_answer(text: str, names: Names = None) -> Value:
@@ -136,12 +137,10 @@ def _values(latex: str, names: Names) -> list[Value]:
 def _value(before: str, formula: str, after: str, names: Names) -> Value:
     if change_value(before, after):
         raise Unreadable("words that change the value")
-    last_word = before.rsplit(maxsplit=1)[-1] if before.strip() else ""
-    currency = canonical_unit(last_word) if last_word in (r"\$", "€", "£", "¥") else ()
-    if names is None and before.strip() != (last_word if currency else ""):
+    if names is None and before.strip():
         raise Unreadable("words before the value")
     value = _mathematics(_FULL_STOP.sub("", formula.strip(" =:,;")), names)
-    units = currency + canonical_unit(after)
+    units = canonical_unit(after)
     return _with_units(value, units) if units else value
 
 
@@ -248,9 +247,9 @@ def _signed_quantity(text: str, names: Names) -> Value | None:
     percent = re.fullmatch(r"(.*[^%])\\%", text)
     if percent:
         return Quantity(_mathematics(percent.group(1), names), (PERCENT,))
-    money = _MONEY.fullmatch(text)
-    if money:
-        return Quantity(_mathematics(money.group(1) + money.group(3), names), canonical_unit(money.group(2)))
+    signs = {match.group(1) or match.group(2) for match in _MONEY.finditer(text)}
+    if len(signs) == 1:
+        return Quantity(_mathematics(_MONEY.sub(" ", text), names), canonical_unit(signs.pop()))
     return None
 
 

@@ -25,7 +25,6 @@ _WORD = re.compile(
     rf"{_TEXT}{_POWER}{_PER}"
     rf"|(?<=[\d}}\s)])(?<![a-zA-Z])(?:{_UNIT}){_POWER}{_PER}(?![a-zA-Z\d(])"
     rf"|(?:(?<=[\d}}])|(?<=[\d}}]\s))[mgshlLVWNJAKCF]{_POWER}{_PER}(?=\s*$|\s+(?:and|or)\b)"
-    r"|\\\$|[€£¥¢]"
     r"|(?<=\d)\s*/\s*[a-z]{3,}(?![a-zA-Z(])"
     r"|\b[aApP]\.\s?[mM]\b\.?"
     r"|(?<![\\\w])[aA]n?(?=\s+[a-z]{3,})"
