@@ -19,10 +19,10 @@ from specrl.rewards.math.values import (
     Expression,
     Matrix,
     Numeral,
-    PlusMinus,
     Quantity,
     Ratio,
     Relation,
+    SpecialSet,
     Union,
     Value,
 )
@@ -40,7 +40,7 @@ def is_same(reference: Value, answer: Value) -> bool:
         named = reference if isinstance(reference, Relation) else answer
         interval = _interval(named)
         other = answer if named is reference else reference
-        if interval is not None and isinstance(other, Collection | Union):
+        if interval is not None and isinstance(other, Collection | Union | SpecialSet):
             return is_same(interval, other) if named is reference else is_same(other, interval)
         value = _named_value(named)
         if value is None:
@@ -65,12 +65,10 @@ def _same_kind(reference: Value, answer: Value) -> bool:
         return reference.kind == answer.kind and _same_rows(reference.rows, answer.rows)
     if isinstance(reference, Union) and isinstance(answer, Union):
         return _same_entries(list(reference.members), list(answer.members), is_ordered=False)
-    if isinstance(reference, PlusMinus) and isinstance(answer, PlusMinus):
-        return _same_entries([reference.upper, reference.lower], [answer.upper, answer.lower], is_ordered=False)
     if isinstance(reference, Numeral) and isinstance(answer, Expression):
         return answer.tree.is_Integer and str(answer.tree) == reference.digits
-    if isinstance(reference, Ratio | Numeral | Choice) and type(reference) is type(answer):
-        return reference == answer
+    if isinstance(reference, Ratio) and isinstance(answer, Ratio):
+        return _same_entries(reference.terms, answer.terms, is_ordered=True)
     return reference == answer
 
 
@@ -112,10 +110,6 @@ def _parts(value: Value) -> tuple[Value, tuple[str, ...]]:
 
 
 def _same_collections(reference: Value, answer: Value) -> bool:
-    if isinstance(answer, PlusMinus) and isinstance(reference, Collection) and reference.opening in ("", "{"):
-        return _same_entries(list(reference.entries), [answer.upper, answer.lower], is_ordered=False)
-    if isinstance(reference, PlusMinus) and isinstance(answer, Collection) and answer.opening in ("", "{"):
-        return _same_entries([reference.upper, reference.lower], list(answer.entries), is_ordered=False)
     for matrix, collection in ((reference, answer), (answer, reference)):
         if isinstance(matrix, Matrix) and matrix.kind == "cases" and isinstance(collection, Collection):
             entries = [entry for row in matrix.rows for entry in row]
@@ -129,11 +123,11 @@ def _same_collections(reference: Value, answer: Value) -> bool:
         is_ordered = kinds not in ({("", "")}, {("{", "}")})
     elif kinds == {("", ""), ("{", "}")}:
         is_ordered = False
+        if len({name.partition("_")[0] for name in _names(reference, answer)}) > 1:  # `x = 2, y = 3` is not {2, 3}
+            return False
     elif kinds == {("", ""), ("(", ")")}:
         is_ordered = True
-        names = [
-            entry.names[0] for side in (reference, answer) for entry in side.entries if isinstance(entry, Relation)
-        ]
+        names = _names(reference, answer)
         if names != sorted(names):  # `y = 3, x = 4` is not (3, 4)
             return False
     elif ("langle", "rangle") in kinds and ("(", ")") in kinds:
@@ -141,6 +135,11 @@ def _same_collections(reference: Value, answer: Value) -> bool:
     else:
         return False
     return _same_entries(list(reference.entries), list(answer.entries), is_ordered=is_ordered)
+
+
+def _names(*collections: Collection) -> list[str]:
+    """The left sides of equations that are entries."""
+    return [entry.names[0] for side in collections for entry in side.entries if isinstance(entry, Relation)]
 
 
 def _same_entries(expected: Sequence[Value], given: Sequence[Value], *, is_ordered: bool) -> bool:
@@ -231,8 +230,6 @@ def _decimal_places(value: Fraction) -> int | None:
 
 
 def _same_relations(reference: Relation, answer: Relation) -> bool:
-    if len(reference.operators) != len(answer.operators):
-        return False
     flipped = Relation(
         answer.terms[::-1], tuple(_FLIPPED.get(op, "") for op in answer.operators[::-1]), answer.names[::-1]
     )
@@ -273,11 +270,13 @@ def _variable(relation: Relation) -> str:
     return "".join(name for name in relation.names if name)
 
 
-def _interval(value: Value) -> Collection | None:
-    """The interval of `x > 5`, `2 \\le x < 7` and their kin; None for other relations."""
+def _interval(value: Value) -> Value | None:
+    """The set of `x > 5`, `2 \\le x < 7`, `x \\in S` and their kin; None for other relations."""
     if not isinstance(value, Relation):
         return None
     operators, terms = value.operators, value.terms
+    if operators == (r"\in",):
+        return terms[1] if value.names[0] or terms[0] is None else None
     if all(op in (">", r"\ge") for op in operators):
         operators, terms = tuple(_FLIPPED[op] for op in operators[::-1]), terms[::-1]
         names = value.names[::-1]

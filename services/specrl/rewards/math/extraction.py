@@ -179,7 +179,7 @@ def _displays(text: str) -> Iterator[list[Span]]:
     """First and last display formula of each kind, as spans of their contents."""
     marks = [match.span() for match in re.finditer(r"\$\$", text)]
     yield [(opening[1], closing[0]) for opening, closing in zip(marks[::2], marks[1::2], strict=False)]
-    yield _paired(text, re.compile(r"\\[\[\]]"), lambda match: match.group() == r"\[")
+    yield _paired(text, re.compile(r"(?<!\\)\\[\[\]]"), lambda match: match.group() == r"\[")
     yield _paired(text, _ENVIRONMENT, lambda match: match.group(1) == "begin")
 
 

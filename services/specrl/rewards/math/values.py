@@ -52,14 +52,6 @@ class Relation:
 
 
 @dataclass(frozen=True)
-class PlusMinus:
-    """The two values of an expression with one sign ±."""
-
-    upper: Value
-    lower: Value
-
-
-@dataclass(frozen=True)
 class Union:
     """Sets joined by a union sign."""
 
@@ -75,9 +67,9 @@ class Choice:
 
 @dataclass(frozen=True)
 class Ratio:
-    """Whole numbers between colons: a ratio or a time of day."""
+    """Numbers between colons: a ratio or a time of day."""
 
-    terms: tuple[int, ...]
+    terms: tuple[Value, ...]
 
 
 @dataclass(frozen=True)
@@ -96,5 +88,5 @@ class SpecialSet:
 
 
 Value = (
-    Expression | Quantity | Collection | Matrix | Relation | PlusMinus | Union | Choice | Ratio | Numeral | SpecialSet
+    Expression | Quantity | Collection | Matrix | Relation | Union | Choice | Ratio | Numeral | SpecialSet
 )
