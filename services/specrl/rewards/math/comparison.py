@@ -14,7 +14,6 @@ from sympy import Add, Mul, Rational, oo
 from specrl.rewards.math.evaluation import are_equal, are_proportional, real_value
 from specrl.rewards.math.units import DEGREE, PERCENT, is_known
 from specrl.rewards.math.values import (
-    Choice,
     Collection,
     Expression,
     Matrix,

@@ -32,9 +32,14 @@ _SUBSCRIPTS = {c: str(i) for i, c in enumerate("₀₁₂₃₄₅₆₇₈₉")
 _SUPERSCRIPT = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+")
 _SUBSCRIPT = re.compile(f"[{''.join(_SUBSCRIPTS)}]+")
 
-_MULTIPLES = (("dozen", "12"), ("hundred", "100")) + tuple(
-    (word, rf"10^{{{3 * power}}}") for power, word in enumerate(("thousand", "million", "billion", "trillion"), 1)
-)
+_MULTIPLES = {
+    "dozen": "12",
+    "hundred": "100",
+    "thousand": "10^3",
+    "million": "10^6",
+    "billion": "10^9",
+    "trillion": "10^{12}",
+}
 _SPELLINGS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -43,12 +48,12 @@ _SPELLINGS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|phantom)(?![a-zA-Z])", ""),
         (r"\\(?:dfrac|tfrac|cfrac)(?![a-zA-Z])", r"\\frac"),
         (r"\\(?:dbinom|tbinom)(?![a-zA-Z])", r"\\binom"),
-        (r"\\(?:large|Large|LARGE|huge|small|bf|rm)(?![a-zA-Z])", ""),
-        (r"\\(?:mathbf|boldsymbol|bold|mathit)\s*{\s*([a-zA-Z])\s*}", r"\1"),  # a variable; upright letters may be units
+        (r"\\(?:mathbf|boldsymbol|bold|mathit)\s*{\s*([a-zA-Z])\s*}", r"\1"),  # a variable, never a unit
         (rf"\\(?:{_FONTS})\s*(?={{)", r"\\text"),
         (r"\\frac\s*{\s*\\text\s*{([^{}]*)}\s*}\s*{\s*\\text\s*{([^{}]*)}\s*}", r"\\text{\1/\2}"),
         (r"\\text\s*(?={[^{}a-zA-Z]*[\\}])", ""),
         (r"{\\(?:rm|bf|it)\s+", r"\\text{"),
+        (r"\\(?:large|Large|LARGE|huge|small|bf|rm)(?![a-zA-Z])", ""),
         (r"\\text\s*{\s*(gcd|lcm|max|min|sin|cos|tan|ln|log|arcsin|arccos|arctan)\s*}(?=\s*[\\({\w])", r"\\\1 "),
         (r"\\text\s*{\s*([eid])\s*}(?=\s*(?:[\^}]|$|[-+]))|\\text\s*{\s*([eid])\s*}(?=\^)", r"\1\2"),
         (r"(?<![\d}\s])\\text\s*{\s*([A-Z])\s*}", r"\1"),
@@ -96,7 +101,10 @@ _SPELLINGS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,6})(?!\w)", r"\1\\times 10^{\2}"),
         (r"(?<![\w.\\}])\.(?=\d)", "0."),
         (r"(?<=\d)\.(?!\d)(?=\s*(?:$|[^\w\s\\.]))", ""),
-        *((rf"(?<=[\d}}])\s*(\\text\s*{{)?\s*{word}(?![\w-])", rf"\\cdot {value}\1") for word, value in _MULTIPLES),
+        *(
+            (rf"(?<=[\d}}])\s*(\\text\s*{{)?\s*{word}(?![\w-])", rf"\\cdot {value}\1")
+            for word, value in _MULTIPLES.items()
+        ),
         # Plain text.
         (r"\^\s*\(([^()]*)\)", r"^{\1}"),
         (r"\^\s*([-+]?\d+)", r"^{\1}"),

@@ -135,8 +135,7 @@ _CONSTANTS: dict[str, Callable[[], Any]] = {
     "ImaginaryUnit": lambda: mpmath.mpc(0, 1),
 }
 _FUNCTIONS = (
-    "sin cos tan cot sec csc asin acos atan acot asec acsc "
-    "sinh cosh tanh coth sech csch asinh acosh atanh acoth exp"
+    "sin cos tan cot sec csc asin acos atan acot asec acsc sinh cosh tanh coth sech csch asinh acosh atanh acoth exp"
 )
 _OPERATIONS: dict[str, Callable[..., Number]] = {
     "Add": _sum,

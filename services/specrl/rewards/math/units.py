@@ -67,9 +67,7 @@ _UNIT_OF = {alias: unit for unit, aliases in _SPELLINGS.items() for alias in (un
 _IRREGULAR = {"feet": "ft", "children": "child", "people": "person", "men": "man", "women": "woman", "mice": "mouse"}
 _FILLER = {"of", "the", "a", "an", "more", "in", "total", "altogether", "each", "left", "are", "is", "were", "was"}
 SYMBOLS = frozenset(
-    alias
-    for alias in _UNIT_OF
-    if alias.isalpha() and len(alias) in (2, 3, 4) and alias not in ("am", "ton", "day")
+    alias for alias in _UNIT_OF if alias.isalpha() and len(alias) in (2, 3, 4) and alias not in ("am", "ton", "day")
 )
 """Spellings that are a unit even where they touch the number, as in 18cm."""
 
@@ -85,8 +83,8 @@ def canonical_unit(words: str) -> tuple[str, ...]:
     text = re.sub(r"(?<=[^\s])\s*\^(?=\d)", "^", text)
     found: list[str] = []
     power = ""
-    words = re.findall(r"[^\s,;()*_`~{}]+", text)
-    for place, spelt in enumerate(words, 1):
+    spellings = re.findall(r"[^\s,;()*_`~{}]+", text)
+    for place, spelt in enumerate(spellings, 1):
         word = spelt.strip(".:!?'\"-") or spelt
         if word in ("square", "sq"):
             power = "^2"
@@ -96,7 +94,9 @@ def canonical_unit(words: str) -> tuple[str, ...]:
             found[-1] += "^2"
         elif word == "cubed" and found:
             found[-1] += "^3"
-        elif word and (word not in _FILLER or (word in _UNIT_OF and place == len(words))):  # `5 in`, not `5 in total`
+        elif word and (
+            word not in _FILLER or (word in _UNIT_OF and place == len(spellings))
+        ):  # `5 in`, not `5 in total`
             found.append("/".join(_singular(part) for part in word.split("/")) + power)
             power = ""
     return tuple(_UNIT_OF.get(unit, unit) for unit in found)

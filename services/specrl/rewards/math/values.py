@@ -87,6 +87,4 @@ class SpecialSet:
     name: str
 
 
-Value = (
-    Expression | Quantity | Collection | Matrix | Relation | Union | Choice | Ratio | Numeral | SpecialSet
-)
+Value = Expression | Quantity | Collection | Matrix | Relation | Union | Choice | Ratio | Numeral | SpecialSet

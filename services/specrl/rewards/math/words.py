@@ -77,9 +77,8 @@ def _is_word(match: re.Match[str], latex: str, names: Names) -> bool:
     """Whether letters side by side are a word or a unit, not a product of variables or a function."""
     found, before, after = match.group(), latex[: match.start()], latex[match.end() :]
     if found[0].isascii() and found[0].isalpha() and found not in ("a", "A") and found[1:2] in ("", " ", "^", "/"):
-        factors = before.rpartition("=")[2]  # a unit of one letter; behind variables it is one of them, as in \\pi r^2 h
-        if re.search(r"(?<![\\a-zA-Z])[a-zA-Z]", factors):
-            return False
+        if re.search(r"(?<![\\a-zA-Z])[a-zA-Z]", before.rpartition("=")[2]):
+            return False  # a letter behind variables is one of them, as in pi r^2 h
         return before[-1].isspace() if names is None else found[0] not in names
     if found[0] == "/":
         return names is not None and not names.issuperset(found[1:].strip())
