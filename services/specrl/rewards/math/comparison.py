@@ -218,7 +218,7 @@ def _rounds_to(exact: Value, rounded: Value) -> bool:
     if value is None or near is None:
         return False
     places = _decimal_places(near)
-    if places is None or ((exact.tree.is_Rational or exact.tree.is_Float) and _decimal_places(value) is not None):
+    if places is None or (exact.tree.is_Rational and _decimal_places(value) is not None):
         return False
     return abs(value - near) <= Fraction(1, 2 * 10**places)
 

@@ -124,8 +124,6 @@ def _bits(tree: Any) -> float:
     """About how many bits the largest number has on the way to the tree's value."""
     if tree.is_Rational:
         return float(int(tree.p).bit_length() + int(tree.q).bit_length())
-    if tree.is_Float:
-        return 4.0 * len(str(tree)) + (1100.0 if "e" in str(tree) else 0.0)
     kind = type(tree).__name__
     bits = [_bits(argument) for argument in tree.args]
     if kind in _POWERS:

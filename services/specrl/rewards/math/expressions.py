@@ -113,6 +113,8 @@ _SPELT_OUT: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"((?<![\d.])\d+(?:\.\d+)?|\)|\\(?:pi|gamma))\s*(?=\()|(\))\s*(?=\d|\\frac)"), r"\1\2\\cdot "),
 )
 """Mixed numbers as sums, `1/2x` as a half of x, and products of numbers with their sign."""
+_DECIMAL = re.compile(r"(?<![\d.])(\d{1,2000})\.(\d{1,2000})(?![\d.])")
+"""SymPy rounds functions of decimals, as e^{0.5}; fractions are exact."""
 _CONVERSION = ConversionConfig(lowercase_symbols=False)
 
 
@@ -122,6 +124,7 @@ def read_expression(text: str) -> Expression:
     for pattern, replacement in _SPELT_OUT:
         text = pattern.sub(replacement, text)
     _check(text)
+    text = _DECIMAL.sub(_fraction, text)
     try:
         tree = latex2sympy(
             text, is_real=True, convert_degrees=True, normalization_config=None, conversion_config=_CONVERSION
@@ -131,6 +134,11 @@ def read_expression(text: str) -> Expression:
     if not isinstance(tree, Expr) or tree.has(S.ComplexInfinity, S.NaN):
         raise Unreadable("not an expression")
     return Expression(tree)
+
+
+def _fraction(decimal: re.Match[str]) -> str:
+    whole, places = decimal.groups()
+    return rf"\frac{{{int(whole + places)}}}{{1{'0' * len(places)}}}"
 
 
 def _check(text: str) -> None:

@@ -31,7 +31,7 @@ _ANSWER_IS = re.compile(
 )
 _CALCULATION = re.compile(r"<<[^<>\n]{0,200}>>")
 """GSM8K's notes of what its calculator did, in `$<<48/2=24>>24`."""
-_SENTENCE_END = re.compile(r"\.(?=\s+[^\W\d_]|\s*$)|[?;](?=\s|$)|。|,?\s+(?:because|since)\b")
+_SENTENCE_END = re.compile(r"\.(?=\s+[^\W\d_]|\s*$)|\?(?=\s|$)|;(?=\s+[^\W\d_]{2}|\s*$)|。|,?\s+(?:because|since)\b")
 _CLAUSE_END = re.compile(r"\.(?=\s|$)|[!?;](?=\s|$)|[,(。\n]")
 _NUMBERED_HEADING = re.compile(
     r"\b(?:step|part|case|question|problem|exercise|section|method|example|solution|approach|task)\s+\d+\b", re.I
@@ -43,6 +43,7 @@ _ENVIRONMENT = re.compile(r"\\(begin|end)\{(?:equation|align|aligned|gather|mult
 _INLINE = re.compile(r"\$[^$\n]{1,400}\$|\\\((?:[^\\\n]|\\[^)]){1,400}\\\)")
 _BOLD = re.compile(r"\*\*(?![\w(-])|(?<![\w)])\*\*")
 """Two stars between numbers are a power."""
+_POWER_OF_UNIT = re.compile(r"\s(?:[cdkm]?m|in|ft|yd|mi|units?|inches|feet|meters?|miles)\^\{?[23]")
 _ONE_MORE_NUMBER = re.compile(r"(\S*\d\S*)\s{1,3}(?:or|and)\s{1,3}\$?$", re.I)
 
 Span = tuple[int, int]
@@ -113,7 +114,8 @@ def last_number(text: str) -> str | None:
     A number before it that "or" or "and" joins to it belongs to it, too: then there are two candidates.
     """
     tail = _BOLD.sub("", replace_unicode(text[-_TAIL:]))
-    place = max((match.start() for match in re.finditer(r"\d", tail)), default=None)
+    numbers = _POWER_OF_UNIT.sub(lambda power: "^" * len(power.group()), tail)
+    place = max((match.start() for match in re.finditer(r"\d", numbers)), default=None)
     if place is None:
         formulas = _INLINE.findall(tail)
         return formulas[-1] if formulas else tail.strip() if len(tail) <= _SHORT else None

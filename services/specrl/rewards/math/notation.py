@@ -62,6 +62,8 @@ _SPELLINGS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"([-+])\s*(\\\$|[$€£¥])\s*(?=[\d.])", r"\2\1"),
         (r"(?<!\\)\\(?:,|!|:|;|>|thinspace|medspace)", "\x01"),
         (r"\\(?:quad|qquad|enspace|hspace\*?{[^{}]*})(?![a-zA-Z])|(?<!\\)\\ |~", " "),
+        (r"{\s*\\\$\s*}", r"\\$"),
+        (r"(?<=\d)\s+[xX]\s+(?=\d)", r"\\times "),
         (r"(?<=\d)[\x00\x01](?=\d{3}(?!\d))", ""),
         (r"\x00", ","),
         (r"\x01", " "),
@@ -112,6 +114,7 @@ _SPELLINGS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"(?<![\\a-zA-Z])(?:infinity|inf)(?![a-zA-Z])", r"\\infty "),
         (rf"(?<![\\a-zA-Z])({_FUNCTIONS})(?![a-zA-Z])", r"\\\1 "),
         (rf"(?<![\\a-zA-Z])({_LETTERS})(?![a-zA-Z])", r"\\\1 "),
+        (r"(?<![\\a-zA-Z])(gcd|lcm|max|min)(?=\s*\([^(),]+,)", r"\\\1 "),
         (r"(?<![\\a-zA-Z])sqrt(?![a-zA-Z])", r"\\sqrt "),
         (r"(?<![\\a-zA-Z])cbrt(?![a-zA-Z])", r"\\sqrt[3]"),
         # Arguments without braces.

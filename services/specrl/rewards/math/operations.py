@@ -33,8 +33,6 @@ def value_at(tree: Any, point: Mapping[str, Fraction]) -> Number:
     """
     if tree.is_Rational:
         return Fraction(int(tree.p), int(tree.q))
-    if tree.is_Float:
-        return Fraction(str(tree))
     if tree.is_Symbol:
         return mpmath.mpc(0, 1) if tree.name == "i" else point[tree.name]
     kind = type(tree).__name__

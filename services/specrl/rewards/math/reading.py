@@ -58,7 +58,7 @@ _LETTER = r"[a-zA-Z](?:_\{?\w+\}?)?"
 _NAME = re.compile(
     rf"(?:{_LETTER}(?:\^\{{-1\}}(?=\())?|\\[a-z]+(?:_\{{?\w+\}}?)?|[A-Z]{{2,3}}|\\text\s*\{{[^{{}}]*\}})'?\s*(?:\(\s*[\w\\,+\s-]{{1,20}}\s*\))?"
     rf"|\(\s*{_LETTER}(?:\s*,\s*{_LETTER})+\s*\)"
-    r"|\|\s*[A-Z]{2}\s*\||\\angle\s*[A-Z]{1,3}|\\(?:sin|cos|tan)\s*\\?[a-zA-Z]+"
+    r"|\|\s*[A-Z]{2}\s*\||m?\\angle\s*[A-Z]{1,3}|\\(?:sin|cos|tan)\s*\\?[a-zA-Z]+"
 )
 """What can stand on the left of `=` without being an equation to solve: x, f(x), AB, (x, y), P(A)."""
 _SETS = frozenset((r"\emptyset", r"\mathbb{Z}", r"\mathbb{N}", r"\mathbb{Q}", r"\mathbb{C}"))

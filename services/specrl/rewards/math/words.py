@@ -40,7 +40,7 @@ _DENIES = re.compile(
 )
 _CHANGES = re.compile(
     r"\b(?:not|no|isn't|never|neither|nor|but|less|fewer|least|most|under|below|above|over|between|except|unless|if|or|"
-    r"half|twice|double)\b|\bmore than\b|\b(?:root|square|cube|logarithm|reciprocal|inverse) of\s*$",
+    r"half|twice|double|almost|nearly|up to|more than)\b|\b(?:root|square|cube|logarithm|reciprocal|inverse) of\s*$",
     re.IGNORECASE,
 )
 _NUMBER = re.compile(r"(?<![\^{\d])\d")
