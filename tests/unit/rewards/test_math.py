@@ -136,6 +136,7 @@ ENDLESS = {
     "functions without brackets": r"\exp" * 15 + "1",
     "gamma functions": " e!" * 330,
     "indices": "b_" * 250,
+    "ratios": ":99is^99" * 120,
     "currencies": r"\$" * 400,
     "nested sets": "[" * 400 + "]" * 400,
     "relations": r"\sin2^0.5>" * 90,

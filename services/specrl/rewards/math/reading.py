@@ -51,7 +51,7 @@ _CHOICE = re.compile(
     re.DOTALL,
 )
 _RELATION = re.compile(r"\\(?:le|ge|ne|in|approx)(?![a-zA-Z])|[=<>]")
-_PART = re.compile(rf"[,;&]|\\\\|{_RELATION.pattern}")
+_PART = re.compile(rf"[,;:&]|\\\\|{_RELATION.pattern}")
 _MOST_PARTS = 40
 """Each is read by the parser, in about 10 ms."""
 _LETTER = r"[a-zA-Z](?:_\{?\w+\}?)?"
