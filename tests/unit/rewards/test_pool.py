@@ -116,7 +116,7 @@ async def test_verdicts_belong_to_their_rollouts_when_failures_are_between(pool:
 
 @pytest.fixture
 def hogs() -> Iterator[None]:
-    """Three programs that never sleep, on one processor: a fourth takes four times as long, and more on a busy machine."""
+    """Three programs that never sleep, on one processor: a fourth takes four times as long."""
     first = min(os.sched_getaffinity(0))
     program = f"import os\nos.sched_setaffinity(0, {{{first}}})\nwhile True: pass"
     started = [subprocess.Popen([sys.executable, "-c", program], start_new_session=True) for _ in range(3)]
