@@ -41,7 +41,8 @@ _PAIRS = (("$$", "$$"), (r"\(", r"\)"), (r"\[", r"\]"), ('"', '"'), ("'", "'"))
 _EMPHASIS = re.compile(r"(?<![\w*)}])(\*{1,3}|_{1,3})(?=\S)([^*_]*?)(?<=\S)\1(?![\w*({])")
 _PICTURE = re.compile("[\u2600-\u27bf\ufe0f\U0001f300-\U0001faff]")
 _FULL_STOP = re.compile(r"(?<!\.)\.$")
-_GROUP = re.compile(r"(?:\\(?:boxed|fbox)\s*)?\{")
+_GROUP = re.compile(r"(?:\\(?:boxed|fbox)\s*|\\text\s*(?=\{[^{}]*\d))?\{")
+"""Braces, a box, or words with a number in them."""
 _ALIGNMENT = re.compile(r"\\(?:begin|end)\{(?:equation|align|aligned|gather|gathered|multline|displaymath|split)\*?\}")
 _WORDS_IN_PARENTHESES = re.compile(r"\s\(([^()\d\\=<>]*[a-zA-Z]{3}[^()\d\\=<>]*)\)")
 _CHOICE = re.compile(
@@ -110,7 +111,7 @@ def letters_of(value: object) -> frozenset[str]:
 
 
 def _undecorated(text: str) -> str:
-    """Without markdown, the delimiters of formulas, a box around all of it, and closing punctuation."""
+    """Without markdown, the delimiters of formulas, a box or `\\text` around all of it, and closing punctuation."""
     before = None
     while text != before:
         before = text
