@@ -115,7 +115,7 @@ async def load_checked_prompts(
     """
     sources = open_sources(spec)
     digest = _digest(spec, sources)
-    judge = _Judge(spec, _read_decision(folder, digest))
+    judge = _Judge(spec, read_decision(folder, digest))
     pool = ReferencePool(verifier_for(spec.rewards), spec.reward_pool.model_copy(update={"workers": workers}))
     try:
         _ask_for_all(spec, sources, judge)
@@ -147,7 +147,7 @@ def load_decided_prompts(spec: RunSpec, folder: Path) -> PromptStream:
     For those who look at a run. Raises what `load_prompts` raises.
     """
     sources = open_sources(spec)
-    decision = _read_decision(folder, _digest(spec, sources))
+    decision = read_decision(folder, _digest(spec, sources))
     refused = decision.refused if decision is not None else {}
     return load_prompts(
         spec, sources.training, lambda problem: refused.get(Reference(problem.answer, problem.solution).key, "")
@@ -193,7 +193,7 @@ def _digest(spec: RunSpec, sources: Sources) -> str:
     return digest.hexdigest()
 
 
-def _read_decision(folder: Path | None, digest: str) -> Decision | None:
+def read_decision(folder: Path | None, digest: str) -> Decision | None:
     """The run's own, unless it has none or its data are others now."""
     if folder is None:
         return None

@@ -34,18 +34,8 @@ class ReferenceCache:
     def __init__(self, rewards: Rewards, limits: RewardPool) -> None:
         """Read what there is."""
         self._path = _folder() / "references" / f"{_digest(rewards, limits)}.jsonl"
-        self.refusals: dict[str, str] = {}
+        self.refusals = read_refusals(self._path)
         """Key of a reference to why it is refused; empty for one that is sound."""
-        try:
-            lines = self._path.read_bytes().splitlines()
-        except OSError:
-            return
-        for line in lines:
-            try:
-                key, refusal = json.loads(line)
-            except (ValueError, TypeError):  # cut off: the process was killed, or the disk was full
-                continue
-            self.refusals[str(key)] = str(refusal)
 
     def add(self, refusals: Mapping[str, str]) -> None:
         """Keep these findings, too."""
@@ -60,6 +50,22 @@ class ReferenceCache:
                 os.close(handle)
         except OSError as error:
             log.debug("references_not_cached", path=str(self._path), reason=str(error))
+
+
+def read_refusals(path: Path) -> dict[str, str]:
+    """What the file holds; lines that cannot be read are left out, as one that was cut off by a kill or a full disk."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError:
+        return {}
+    refusals: dict[str, str] = {}
+    for line in lines:
+        try:
+            key, refusal = json.loads(line)
+        except (ValueError, TypeError, RecursionError):
+            continue
+        refusals[str(key)] = str(refusal)
+    return refusals
 
 
 def _folder() -> Path:

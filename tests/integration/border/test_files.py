@@ -28,6 +28,7 @@ from tests.stand_ins.trainer_backend import StandInBackend
 from tests.unit.report.runs import a_folder
 
 from specrl.coordinator.calibration import Calibration, EngineStep, TrainedStages
+from specrl.coordinator.checked_prompts import read_decision
 from specrl.coordinator.report import StageSeconds
 from specrl.coordinator.report_files import ReportFiles
 from specrl.coordinator.sinks.contract import Received
@@ -48,6 +49,7 @@ from specrl.prompts.sources import open_source
 from specrl.prompts.templates import PromptTemplate
 from specrl.records import GradedRollout, Group, Prompt, Reward, StreamPlace, TrainerStatus, wire
 from specrl.report import reading
+from specrl.rewards.reference_cache import read_refusals
 from specrl.rpc import tls
 from specrl.simulator.measured import MeasuredCosts, read_calibration
 from specrl.simulator.models import read_shape
@@ -241,7 +243,20 @@ def _certificate(name: str) -> Callable[[Path], Path]:
     return write
 
 
+def _decision(file: Path) -> object:
+    return read_decision(file.parent, "digest")
+
+
 READERS = {
+    "decision on references": Reader(
+        _written("references.json", b'{"digest": "digest", "refused": {"key": "why"}}'),
+        _decision,
+        is_json=True,
+        is_done_without=True,
+    ),
+    "findings on references": Reader(
+        _written("findings.jsonl", b'["key", "why"]\n' * 3), read_refusals, is_done_without=True
+    ),
     "run file": Reader(_run_file, load_spec, examples=150),
     "RLJob": Reader(_written("job.yaml", yaml.safe_dump(a_job()).encode()), load_spec, examples=150),
     "problems, JSONL": Reader(_written("data.jsonl", b'{"question": "a", "answer": "1"}\n' * 3), _read_source("jsonl")),
@@ -440,6 +455,7 @@ def test_every_reader_in_the_services_is_fuzzed() -> None:
 COVERED = {
     "cli/demo.py": "its own comparison's result and log, written a moment before",
     "version.py": "written when the wheel was built; anything but ASCII is no commit",
+    "coordinator/checked_prompts.py": "decision on references",
     "coordinator/origin.py": "the kernel's own",
     "coordinator/report_files.py": "metrics, coordinator; validations",
     "coordinator/rljob.py": "the pod's token, which may be any text",
@@ -459,6 +475,7 @@ COVERED = {
     "launcher/supervisor.py": "the end of a log, which may be any bytes",
     "prompts/sources.py": "problems",
     "report/reading.py": "origin, comparison",
+    "rewards/reference_cache.py": "findings on references",
     "rpc/tls.py": "certificate, certificate's key, authorities",
     "simulator/measured.py": "calibration",
     "simulator/models.py": "config, simulator",

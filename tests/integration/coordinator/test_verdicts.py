@@ -88,7 +88,7 @@ async def test_a_wrong_answer_gains_nothing_by_what_it_does_to_the_verifier(fold
     with capture_logs() as logs:
         escaping, run = await judged_run(folders, "escaping")
     assert [report.reward for report in escaping] == [report.reward for report in honest]
-    assert [report.validation_accuracy for report in escaping] == [report.validation_accuracy for report in honest]
+    assert [report.validation_reward for report in escaping] == [report.validation_reward for report in honest]
     assert [report.verdicts for report in escaping] == [12] * 6
     assert all(0 < report.reward < 1 for report in escaping if report.reward is not None), "there is something to gain"
     for report, other in zip(escaping, honest, strict=True):
