@@ -36,12 +36,11 @@ def is_same(reference: Value, answer: Value) -> bool:
     if alternatives is not None:
         return any(is_same(reference, alternative) for alternative in alternatives)
     if isinstance(reference, Relation) != isinstance(answer, Relation):
-        named = reference if isinstance(reference, Relation) else answer
-        interval = _interval(named)
-        other = answer if named is reference else reference
-        if interval is not None and isinstance(other, Collection | Union | SpecialSet):
-            return is_same(interval, other) if named is reference else is_same(other, interval)
-        value = _named_value(named)
+        named, other = (reference, answer) if isinstance(reference, Relation) else (answer, reference)
+        assert isinstance(named, Relation), "one of the two is"
+        value = _interval(named)
+        if value is None or not isinstance(other, Collection | Union | SpecialSet):
+            value = _named_value(named)
         if value is None:
             return False
         return is_same(value, answer) if named is reference else is_same(reference, value)
@@ -63,7 +62,7 @@ def _same_kind(reference: Value, answer: Value) -> bool:
             return _same_entries(expected, given, is_ordered=False)
         return reference.kind == answer.kind and _same_rows(reference.rows, answer.rows)
     if isinstance(reference, Union) and isinstance(answer, Union):
-        return _same_entries(list(reference.members), list(answer.members), is_ordered=False)
+        return _same_entries(reference.members, answer.members, is_ordered=False)
     if isinstance(reference, Numeral) and isinstance(answer, Expression):
         return answer.tree.is_Integer and str(answer.tree) == reference.digits
     if isinstance(reference, Ratio) and isinstance(answer, Ratio):
@@ -112,7 +111,7 @@ def _same_collections(reference: Value, answer: Value) -> bool:
     for matrix, collection in ((reference, answer), (answer, reference)):
         if isinstance(matrix, Matrix) and matrix.kind == "cases" and isinstance(collection, Collection):
             entries = [entry for row in matrix.rows for entry in row]
-            return collection.opening == "" and _same_entries(entries, list(collection.entries), is_ordered=False)
+            return collection.opening == "" and _same_entries(entries, collection.entries, is_ordered=False)
     if not isinstance(reference, Collection) or not isinstance(answer, Collection):
         alone, other = (reference, answer) if isinstance(reference, Collection) else (answer, reference)
         assert isinstance(alone, Collection), "one of the two is"
@@ -133,7 +132,7 @@ def _same_collections(reference: Value, answer: Value) -> bool:
         is_ordered = True
     else:
         return False
-    return _same_entries(list(reference.entries), list(answer.entries), is_ordered=is_ordered)
+    return _same_entries(reference.entries, answer.entries, is_ordered=is_ordered)
 
 
 def _names(*collections: Collection) -> list[str]:
@@ -162,12 +161,8 @@ def _same_rows(expected: tuple[tuple[Value, ...], ...], given: tuple[tuple[Value
     )
 
 
-def _named_value(value: Value) -> Value | None:
+def _named_value(value: Relation) -> Value | None:
     """What `x = 8` or `3 + 5 = 8` gives; None for an equation that gives no value."""
-    if not isinstance(value, Relation):
-        return None
-    if value.operators[0] in (r"\le", r"\ge", "<", ">") and value.terms[0] is None and len(value.terms) == 2:
-        return None
     if set(value.operators) != {"="}:
         return None
     last, others = value.terms[-1], value.terms[:-1]
@@ -177,9 +172,7 @@ def _named_value(value: Value) -> Value | None:
     if not first_is_name and value.names[-1] and len(value.terms) == 2 and not _letters(value.terms[0]):
         return value.terms[0]
     for place, other in enumerate(others):
-        if place == 0 and first_is_name:
-            continue
-        if _letters(other) and first_is_name:
+        if first_is_name and (place == 0 or _letters(other)):
             continue
         if other is None or last is None or not is_same(other, last):
             return None
@@ -187,10 +180,9 @@ def _named_value(value: Value) -> Value | None:
 
 
 def _letters(value: Value | None) -> frozenset[str]:
+    """Those of an expression, with a unit or without; a list or a matrix counts as having none."""
     value = _parts(value)[0] if value is not None else None
-    return (
-        frozenset(symbol.name for symbol in value.tree.free_symbols) if isinstance(value, Expression) else frozenset()
-    )
+    return value.letters if isinstance(value, Expression) else frozenset()
 
 
 def _approximations(answer: Value) -> list[Value] | None:
@@ -269,18 +261,13 @@ def _variable(relation: Relation) -> str:
     return "".join(name for name in relation.names if name)
 
 
-def _interval(value: Value) -> Value | None:
+def _interval(value: Relation) -> Value | None:
     """The set of `x > 5`, `2 \\le x < 7`, `x \\in S` and their kin; None for other relations."""
-    if not isinstance(value, Relation):
-        return None
-    operators, terms = value.operators, value.terms
+    operators, terms, names = value.operators, value.terms, value.names
     if operators == (r"\in",):
         return terms[1] if value.names[0] or terms[0] is None else None
     if all(op in (">", r"\ge") for op in operators):
-        operators, terms = tuple(_FLIPPED[op] for op in operators[::-1]), terms[::-1]
-        names = value.names[::-1]
-    else:
-        names = value.names
+        operators, terms, names = tuple(_FLIPPED[op] for op in operators[::-1]), terms[::-1], names[::-1]
     if not all(op in _OPEN for op in operators):
         return None
     if len(operators) == 2 and names[1]:

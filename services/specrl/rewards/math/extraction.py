@@ -7,7 +7,7 @@ found here is read as mathematics by `reading.py`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from specrl.rewards.math.notation import FUNCTION_NAMES, replace_unicode
 
@@ -45,6 +45,12 @@ _BOLD = re.compile(r"\*\*(?![\w(-])|(?<![\w)])\*\*")
 """Two stars between numbers are a power."""
 _POWER_OF_UNIT = re.compile(r"\s(?:[cdkm]?m|in|ft|yd|mi|units?|inches|feet|meters?|miles)\^\{?[23]")
 _ONE_MORE_NUMBER = re.compile(r"(\S*\d\S*)\s{1,3}(?:or|and)\s{1,3}\$?$", re.I)
+_DISPLAY_BRACKET = re.compile(r"(?<!\\)\\[\[\]]")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_WHOLE_OF_MIXED = re.compile(r"(?<![\w.])[-+]?\d+\s(?=\d+/\d)")
+"""The 3 of `3 1/2`."""
+_THOUSANDS_BEFORE = re.compile(r"(?<![\w.,])[-+$€£]?\d{1,3}(?: \d{3})*(?: (?=\d{3}(?!\d)))$")
+"""The 10 of `10 000`."""
 
 Span = tuple[int, int]
 
@@ -96,7 +102,7 @@ def last_box(text: str) -> str | None:
 
 def last_display(text: str) -> str | None:
     """The content of the last display formula: between `$$`, in `\\[ \\]`, or in an environment."""
-    spans = [span for spans in _displays(text) if (span := spans[-1] if spans else None)]
+    spans = [spans[-1] for spans in _displays(text) if spans]
     return text[slice(*max(spans, key=lambda span: span[1]))].strip() if spans else None
 
 
@@ -178,19 +184,19 @@ def _opens_display(line: str) -> bool:
 
 
 def _displays(text: str) -> Iterator[list[Span]]:
-    """First and last display formula of each kind, as spans of their contents."""
+    """The display formulas of each kind in order, as spans of their contents."""
     marks = [match.span() for match in re.finditer(r"\$\$", text)]
     yield [(opening[1], closing[0]) for opening, closing in zip(marks[::2], marks[1::2], strict=False)]
-    yield _paired(text, re.compile(r"(?<!\\)\\[\[\]]"), lambda match: match.group() == r"\[")
+    yield _paired(text, _DISPLAY_BRACKET, lambda match: match.group() == r"\[")
     yield _paired(text, _ENVIRONMENT, lambda match: match.group(1) == "begin")
 
 
-def _paired(text: str, border: re.Pattern[str], opens: object) -> list[Span]:
+def _paired(text: str, border: re.Pattern[str], opens: Callable[[re.Match[str]], bool]) -> list[Span]:
     """Spans between an opening border and the closing one after it."""
     spans: list[Span] = []
     opening: int | None = None
     for match in border.finditer(text):
-        if opens(match):  # type: ignore[operator]
+        if opens(match):
             opening = match.end() if opening is None else opening
         elif opening is not None:
             spans.append((opening, match.start()))
@@ -203,7 +209,7 @@ def _braced(text: str, start: int) -> Span | None:
     if text[start : start + 1] != "{":
         return (start, start + 1) if text[start : start + 1].isalnum() else None
     depth = 0
-    for match in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):
+    for match in _BRACE.finditer(text, start):
         depth += {"{": 1, "}": -1}.get(match.group(), 0)
         if depth == 0:
             return start + 1, match.start()
@@ -232,12 +238,10 @@ def _formula_or_word(text: str, place: int) -> Span:
         end = text.rfind(")", start, end)
     if text[start] == "(" and text.count("(", start, end) > text.count(")", start, end):
         start += 1
-    mixed = re.compile(r"(?<![\w.])[-+]?\d+\s(?=\d+/\d)").search(text, max(0, start - 12), start + 12)
+    mixed = _WHOLE_OF_MIXED.search(text, max(0, start - 12), start + 12)
     if mixed and mixed.end() == start:
         start = mixed.start()
-    group = re.compile(r"(?<![\w.,])[-+$€£]?\d{1,3}(?: \d{3})*(?: (?=\d{3}(?!\d)))$").search(
-        text, max(0, start - 24), start
-    )
+    group = _THOUSANDS_BEFORE.search(text, max(0, start - 24), start)
     if group:
         start = group.start()
     return start, end

@@ -104,7 +104,7 @@ def read_answer(text: str, names: Names = None) -> Value:
 def letters_of(value: object) -> frozenset[str]:
     """The letters of a value that are variables."""
     if isinstance(value, Expression):
-        return frozenset(symbol.name for symbol in value.tree.free_symbols)
+        return value.letters
     if isinstance(value, tuple):
         return frozenset().union(*(letters_of(item) for item in value))
     return frozenset().union(*(letters_of(getattr(value, name)) for name in getattr(value, "__dataclass_fields__", ())))

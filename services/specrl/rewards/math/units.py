@@ -77,7 +77,7 @@ def canonical_unit(words: str) -> tuple[str, ...]:
     text = re.sub(r"\\text\s*\{((?:[^{}]|\{[^{}]*\})*)\}", r" \1 ", words.lower())
     text = re.sub(r"\\frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"\1/\2", text)
     text = re.sub(r"degrees?\s+(?=celsius|fahrenheit)", "", text)
-    text = text.replace(r"\$", "$").replace("\\cdot", " ").replace("\\", "\\")
+    text = text.replace(r"\$", "$").replace("\\cdot", " ")
     text = re.sub(r"\^\s*\{?\s*(\d)\s*\}?", r"^\1", text)
     text = re.sub(r"\s*/\s*", "/", re.sub(r"\s+(?:per|an?)\s+(?=\S)", "/", f" {text} "))
     text = re.sub(r"(?<=[^\s])\s*\^(?=\d)", "^", text)

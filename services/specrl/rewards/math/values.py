@@ -16,6 +16,11 @@ class Expression:
 
     tree: Any
 
+    @property
+    def letters(self) -> frozenset[str]:
+        """Its variables."""
+        return frozenset(symbol.name for symbol in self.tree.free_symbols)
+
 
 @dataclass(frozen=True)
 class Quantity:
