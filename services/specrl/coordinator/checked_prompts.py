@@ -16,9 +16,18 @@ from pathlib import Path
 import structlog
 import xxhash
 
-from specrl.errors import DatasetInvalid
+from specrl.errors import CheckpointInvalid, DatasetInvalid
 from specrl.files import read_object, write_text
-from specrl.prompts import Problem, ProblemSource, PromptStream, Sources, load_prompts, load_validation, open_sources
+from specrl.prompts import (
+    Problem,
+    ProblemSource,
+    PromptStream,
+    PromptTemplate,
+    Sources,
+    load_prompts,
+    load_validation,
+    open_sources,
+)
 from specrl.records import Prompt
 from specrl.rewards import verifier_for
 from specrl.rewards.reference_cache import ReferenceCache
@@ -113,7 +122,7 @@ async def load_checked_prompts(
     folder: the run's, where it has one. workers: processes of the check. tries_verifier: have it grade made-up
     completions. Raises DatasetInvalid for all of the data at once, and what `load_prompts` and `try_verifier` raise.
     """
-    sources = open_sources(spec)
+    sources = _open_sources(spec)
     digest = _digest(spec, sources)
     judge = _Judge(spec, read_decision(folder, digest))
     pool = ReferencePool(verifier_for(spec.rewards), spec.reward_pool.model_copy(update={"workers": workers}))
@@ -152,6 +161,19 @@ def load_decided_prompts(spec: RunSpec, folder: Path) -> PromptStream:
     return load_prompts(
         spec, sources.training, lambda problem: refused.get(Reference(problem.answer, problem.solution).key, "")
     )
+
+
+def _open_sources(spec: RunSpec) -> Sources:
+    """Read the run's problems. Raises for them and for the policy's tokenizer at once."""
+    try:
+        PromptTemplate(spec.prompts, spec.model.path)
+    except CheckpointInvalid as no_tokenizer:
+        try:
+            open_sources(spec)
+        except DatasetInvalid as no_problems:
+            raise CheckpointInvalid(f"{no_tokenizer}\n{no_problems}") from no_tokenizer
+        raise
+    return open_sources(spec)
 
 
 def _ask_for_all(spec: RunSpec, sources: Sources, judge: _Judge) -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.run_files import a_model_folder, a_run
 
 from specrl.coordinator.checked_prompts import CheckedPrompts, Decision, load_checked_prompts
-from specrl.errors import DatasetInvalid
+from specrl.errors import CheckpointInvalid, DatasetInvalid
 from specrl.rewards.references import ReferencePool
 from specrl.spec import RunSpec, parse_spec
 
@@ -57,6 +57,17 @@ def load(spec: RunSpec, folder: Path | None = None, said: list[tuple[int, int]] 
 
 def asked(checked: CheckedPrompts) -> list[str]:
     return [checked.stream.source.place(i).rpartition(":")[2] for i in range(len(checked.stream))]
+
+
+def test_a_missing_policy_is_reported_together_with_missing_data(tmp_path: Path, run_folder: Path) -> None:
+    """The data were read first, so a job without either was told of the data alone, and failed again when they came."""
+    spec = a_spec(tmp_path, [GOOD])
+    (tmp_path / "train.jsonl").unlink()
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointInvalid) as refused:
+        load(spec)
+    assert f"{tmp_path}/model: must hold the policy's tokenizer.json" in str(refused.value)
+    assert f"{tmp_path}/train.jsonl" in str(refused.value)
 
 
 def test_references_that_cannot_be_used_are_left_out_and_counted_where_they_may_be(
