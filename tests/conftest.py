@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 from hypothesis import settings
+from tests.costs import Costs
 
 if TYPE_CHECKING:
     from tests.vllm_cases import Engines, Models
@@ -34,6 +35,16 @@ settings.load_profile("specrl")
 MECHANISMS = ("eagle3", "draftModel", "mtp", "suffix", "ngram", "none")
 """Members of generation.speculation. Tests of all of them are `parametrize`d by `kind`, for the whole session: pytest
 then runs those of one mechanism after each other, in whatever modules they are, and each engine starts once."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--costs`."""
+    parser.addoption("--costs", type=Path, metavar="FILE", help="write what each module cost, as JSON")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Every run ends with what it cost."""
+    config.pluginmanager.register(Costs(config.getoption("--costs")))
 
 
 @pytest.fixture

@@ -1,0 +1,120 @@
+"""What the tests cost: wall time, CPU seconds of pytest and all its children, and the processes that were started.
+
+`make test` ends with one line of it. `--costs FILE` writes a row for every module as JSON, which `tools/test_costs.py`
+turns into the table of docs/testing.md. CPU seconds are the figure to compare: wall time depends on who else works here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+LOOK_S = 0.5
+"""Between two looks at the children. A process that lives shorter is paid for, but may not be counted."""
+
+KINDS = (
+    ("engine", ("VLLM::EngineCore",)),
+    ("replica", ("specrl-generation", "specrl.generation")),
+    ("trainer", ("specrl-trainer", "specrl.trainer", "tests.integration.trainer")),
+    ("coordinator", ("specrl-coordinator", "specrl.coordinator")),
+    ("store", ("redis-server", "valkey-server")),
+)
+"""What a process is, by words of its command line. The first that fits counts."""
+
+
+@dataclass
+class Cost:
+    """Of one module. processes: how many were started, by kind."""
+
+    tests: int = 0
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    processes: dict[str, int] = field(default_factory=dict)
+
+
+class Costs:
+    """The plugin. It looks at all children twice a second, in a thread of its own."""
+
+    def __init__(self, file: Path | None) -> None:
+        self.modules: dict[str, Cost] = defaultdict(Cost)
+        self._file = file
+        self._module = ""
+        self._seen: set[tuple[int, float]] = set()
+        self._ended = threading.Event()
+        self._looking = threading.Lock()
+        self._began_s = self._switched_s = time.monotonic()
+        self._cpu_s = 0.0
+        threading.Thread(target=self._keep_looking, name="costs", daemon=True).start()
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """A test begins: what was spent since the last change of modules belongs to the one before."""
+        module = nodeid.partition("::")[0]
+        if module != self._module:
+            self._charge()
+            self._module = module
+        self.modules[module].tests += 1
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """One line; and the file, where one is wanted."""
+        self._ended.set()
+        self._charge()
+        wall_s = time.monotonic() - self._began_s
+        cpu_s = sum(cost.cpu_s for cost in self.modules.values())
+        load = os.getloadavg()[2]
+        terminalreporter.write_line(
+            f"{wall_s / 60:.1f} minutes of wall time, {cpu_s / 60:.1f} of CPU with all children, "
+            f"load {load:.1f} on {os.cpu_count()} cores"
+        )
+        if self._file is not None:
+            rows = {module: asdict(cost) for module, cost in sorted(self.modules.items())}
+            content = {"wall_s": wall_s, "cpu_s": cpu_s, "load": load, "modules": rows}
+            self._file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+    def _charge(self) -> None:
+        with self._looking:
+            cpu_s, now_s = self._look(), time.monotonic()
+            cost = self.modules[self._module]
+            cost.cpu_s += max(0.0, cpu_s - self._cpu_s)  # the children of a child that was killed are lost to us
+            cost.wall_s += now_s - self._switched_s
+            self._cpu_s, self._switched_s = cpu_s, now_s
+
+    def _keep_looking(self) -> None:
+        while not self._ended.wait(LOOK_S):
+            with self._looking:
+                self._look()
+
+    def _look(self) -> float:
+        """Count new children; returns the CPU seconds of all, those that have ended included."""
+        spent_s = 0.0
+        for process in _tree():
+            try:
+                with process.oneshot():
+                    times, identity = process.cpu_times(), (process.pid, process.create_time())
+                    spent_s += times.user + times.system + times.children_user + times.children_system
+                    if identity not in self._seen and process.pid != os.getpid():
+                        self._seen.add(identity)
+                        started, kind = self.modules[self._module].processes, _kind(process)
+                        started[kind] = started.get(kind, 0) + 1
+            except psutil.Error:
+                continue
+        return spent_s
+
+
+def _tree() -> Iterator[psutil.Process]:
+    own = psutil.Process()
+    yield own
+    yield from own.children(recursive=True)
+
+
+def _kind(process: psutil.Process) -> str:
+    line = " ".join(process.cmdline())
+    return next((kind for kind, words in KINDS if any(word in line for word in words)), "other")
