@@ -38,13 +38,23 @@ then runs those of one mechanism after each other, in whatever modules they are,
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--costs`."""
+    """`--costs` and `--deep`."""
     parser.addoption("--costs", type=Path, metavar="FILE", help="write what each module cost, as JSON")
+    parser.addoption("--deep", action="store_true", help="run the tests marked deep, and no others")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Every run ends with what it cost."""
     config.pluginmanager.register(Costs(config.getoption("--costs")))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deep tests and the others never run together: `make test-deep` records what the former found."""
+    chosen = [item for item in items if (item.get_closest_marker("deep") is not None) == config.getoption("--deep")]
+    left_out = set(items).difference(chosen)
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = chosen
 
 
 @pytest.fixture
