@@ -1,7 +1,7 @@
 """What the tests cost: wall time, CPU seconds of pytest and all its children, and the processes that were started.
 
-`make test` ends with one line of it. `--costs FILE` writes a row for every module as JSON, which `tools/test_costs.py`
-turns into the table of docs/testing.md. CPU seconds are the figure to compare: wall time depends on who else works here.
+`make test` ends with one line of it. `--costs FILE` writes a row for every module as JSON. CPU seconds are the figure to
+compare: wall time depends on what else the machine does.
 """
 
 from __future__ import annotations
