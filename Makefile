@@ -11,7 +11,7 @@ GENERATED := $(API) docs/run-file.md docs/metrics.md docs/logs.md $(CRD) $(DASHB
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup suffix sinks s3 demo test test-py313 controlplane test-e2e fuzz chaos check gen lock lint format bench clean
+.PHONY: help setup suffix sinks s3 demo test test-py313 test-deep controlplane test-e2e fuzz chaos check gen lock lint format bench clean
 
 help: ## show this table
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,10 +39,12 @@ test: setup ## run the tests; ARGS="-k name" or ARGS="-m 'not slow'" selects
 	$(BIN)/python -m pytest $(ARGS)
 
 # The environment lies beside .venv, so that both Pythons can be had at once.
-test-py313: ## run the unit and contract tests on Python 3.13, and write down that they passed
+test-py313: ## run the unit and contract tests on Python 3.13; record the result in tests/py313.json
 	@python3 tools/setup.py --python 3.13 --environment .venv-py313 $(if $(FIND_LINKS),--find-links "$(FIND_LINKS)")
-	.venv-py313/bin/python -m pytest tests/unit tests/contract $(ARGS)
-	@test -n "$(ARGS)" || .venv-py313/bin/python tools/py313.py --write
+	.venv-py313/bin/python tools/recorded_tests.py run py313
+
+test-deep: setup ## run the tests whose power is needed after a change of a sampler, a scheduler or a lock; record the result
+	$(BIN)/python tools/recorded_tests.py run deep
 
 controlplane: setup ## build etcd, Kubernetes 1.36, JobSet and LWS for the e2e tests (first time: minutes; needs Go)
 	$(BIN)/python -m tests.e2e.controlplane.build
@@ -68,7 +70,7 @@ check: lint ## everything but the tests: lint, and generated files equal to thei
 	git diff --exit-code -- $(GENERATED)
 	@new=$$(git ls-files --others --exclude-standard -- $(GENERATED)); \
 	  test -z "$$new" || { echo "generated, but not added to git: $$new"; exit 1; }
-	@$(BIN)/python tools/py313.py || true
+	@$(BIN)/python tools/recorded_tests.py check || true
 
 lint: setup ## ruff, mypy, import-linter, deptry
 	$(BIN)/ruff check .

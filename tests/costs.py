@@ -1,7 +1,7 @@
 """What the tests cost: wall time, CPU seconds of pytest and all its children, and the processes that were started.
 
-`make test` ends with one line of it. `--costs FILE` writes a row for every module as JSON. CPU seconds are the figure to
-compare: wall time depends on what else the machine does.
+`make test` ends with one line of it. `--costs FILE` writes a row for every module as JSON. Compare CPU seconds: wall time
+depends on what else the machine does.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ class Costs:
         )
         if self._file is not None:
             rows = {module: asdict(cost) for module, cost in sorted(self.modules.items())}
-            content = {"wall_s": wall_s, "cpu_s": cpu_s, "load": load, "modules": rows}
+            passed = len(terminalreporter.stats.get("passed", []))
+            content = {"wall_s": wall_s, "cpu_s": cpu_s, "load": load, "passed": passed, "modules": rows}
             self._file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     def _charge(self) -> None:

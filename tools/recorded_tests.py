@@ -1,0 +1,140 @@
+"""Tests that a routine run leaves out, because their result depends on a few files that seldom change.
+
+    python tools/recorded_tests.py check         name each record that is older than its files; exit status 1 if any is
+    python tools/recorded_tests.py check deep    the same for one record
+    python tools/recorded_tests.py run deep      run the tests; where they pass, write the record
+
+`py313` is the unit and contract tests on Python 3.13, and depends on what is installed. `deep` is the tests marked
+`deep`: statistical power that is needed after a change of a sampler, a scheduler or a lock. A record is a hash of the
+files and the result of the last run. `make check` reads them; `.ci/run` runs what is old.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def packages_inputs() -> Iterator[tuple[str, bytes]]:
+    """What decides which packages the tests run with: locks, the tables of pyproject.toml that name packages, setup."""
+    yield from _files("requirements/*.lock", "tools/setup.py", "tools/interpreters.py")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    yield "pyproject.toml", json.dumps([project["build-system"], project["project"]], sort_keys=True).encode()
+
+
+def deep_inputs() -> Iterator[tuple[str, bytes]]:
+    """Samplers, schedulers, locks, and the deep tests themselves."""
+    yield from _files(
+        "requirements/*.lock",
+        "services/specrl/generation/vllm_backend/*.py",
+        "services/specrl/generation/draft_length.py",
+        "services/specrl/coordinator/scheduler.py",
+        "services/specrl/coordinator/order.py",
+        "tests/sampling_lab.py",
+    )
+    for name, content in _files("tests/**/test_*.py"):
+        if b"pytest.mark.deep" in content:
+            yield name, content
+
+
+def _files(*patterns: str) -> Iterator[tuple[str, bytes]]:
+    for pattern in patterns:
+        found = sorted(ROOT.glob(pattern))
+        if not found:
+            sys.exit(f"{pattern} must match a file; correct it in {Path(__file__).name}")
+        for path in found:
+            yield str(path.relative_to(ROOT)), path.read_bytes()
+
+
+@dataclass(frozen=True)
+class Record:
+    """One group of tests. inputs: the files, by name and content, that its result depends on."""
+
+    name: str
+    inputs: Callable[[], Iterator[tuple[str, bytes]]]
+    pytest_arguments: tuple[str, ...]
+    changed: str
+
+    @property
+    def file(self) -> Path:
+        """Where its last result is kept."""
+        return ROOT / "tests" / f"{self.name}.json"
+
+    def digest(self) -> str:
+        """Hash of names and contents of all inputs."""
+        total = hashlib.sha256()
+        for name, content in self.inputs():
+            total.update(f"{name}\n{hashlib.sha256(content).hexdigest()}\n".encode())
+        return total.hexdigest()
+
+    def is_current(self) -> bool:
+        """Whether the tests have passed with the files of today."""
+        if not self.file.is_file():
+            return False
+        recorded: object = json.loads(self.file.read_text(encoding="utf-8")).get("tested")
+        return recorded == self.digest()
+
+
+RECORDS = {
+    record.name: record
+    for record in (
+        Record("py313", packages_inputs, ("tests/unit", "tests/contract"), "locks or setup"),
+        Record("deep", deep_inputs, ("tests", "--deep"), "a sampler, a scheduler, a lock or a deep test"),
+    )
+}
+
+
+def check(records: list[Record]) -> int:
+    """Name every record that is older than its files. Returns the exit status."""
+    old = [record for record in records if not record.is_current()]
+    for record in old:
+        path = record.file.relative_to(ROOT)
+        print(f"{path} is old: {record.changed} changed since. Run `make test-{record.name}` and commit the file.")
+    return 1 if old else 0
+
+
+def run(record: Record) -> int:
+    """Run the tests, and write the record where they pass. Returns pytest's exit status."""
+    digest = record.digest()  # before the tests: files that change meanwhile were not tested
+    with tempfile.TemporaryDirectory() as folder:
+        costs = Path(folder) / "costs.json"
+        command = [sys.executable, "-m", "pytest", *record.pytest_arguments, "--costs", str(costs)]
+        status = subprocess.run(command, cwd=ROOT, check=False).returncode
+        if status != 0:
+            return status
+        found = json.loads(costs.read_text(encoding="utf-8"))
+    content = {"tested": digest, "passed": found["passed"], "cpu_minutes": round(found["cpu_s"] / 60, 1)}
+    record.file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    print(f"wrote {record.file.relative_to(ROOT)}; commit it")
+    return 0
+
+
+def main() -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(description="Tests that a routine run leaves out, and when they last passed.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    checking = commands.add_parser("check", help="say which records are older than the files that they depend on")
+    checking.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(RECORDS)} (default: all)")
+    running = commands.add_parser("run", help="run the tests of one record, and write it where they pass")
+    running.add_argument("name", choices=RECORDS)
+    arguments = parser.parse_args()
+    if arguments.command == "run":
+        return run(RECORDS[arguments.name])
+    unknown = [name for name in arguments.names if name not in RECORDS]
+    if unknown:
+        parser.error(f"NAME must be one of {', '.join(RECORDS)}, got {', '.join(unknown)}")
+    return check([RECORDS[name] for name in arguments.names or RECORDS])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
