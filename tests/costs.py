@@ -1,7 +1,7 @@
 """What the tests cost: wall time, CPU seconds of pytest and all its children, and the processes that were started.
 
-`make test` ends with one line of it. `--costs FILE` writes a row for every module as JSON. Compare CPU seconds: wall time
-depends on what else the machine does.
+`make test` ends with one line of it. `--costs FILE` writes a row for every module as JSON. CPU seconds can be compared;
+wall time depends on what else the machine does.
 """
 
 from __future__ import annotations
