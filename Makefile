@@ -11,7 +11,7 @@ GENERATED := $(API) docs/run-file.md docs/metrics.md docs/logs.md $(CRD) $(DASHB
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup suffix sinks s3 demo test test-py313 test-deep controlplane test-e2e fuzz chaos check gen lock lint format bench clean
+.PHONY: help setup suffix sinks s3 demo test test-py313 test-deep controlplane test-e2e fuzz chaos check check-gpu-pins seams gen lock lint format bench clean
 
 help: ## show this table
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -70,7 +70,15 @@ check: lint ## everything but the tests: lint, and generated files equal to thei
 	git diff --exit-code -- $(GENERATED)
 	@new=$$(git ls-files --others --exclude-standard -- $(GENERATED)); \
 	  test -z "$$new" || { echo "generated, but not added to git: $$new"; exit 1; }
+	$(BIN)/python -m tools.gpu_pins --check
 	@$(BIN)/python tools/recorded_tests.py check || true
+
+# The wheels stay in ~/.cache/specrl/wheels (or $$SPECRL_CACHE_DIR/wheels), so a second run downloads nothing.
+check-gpu-pins: setup ## compare vllm, torch and megatron-core of gpu.lock with what our code assumes (docs/seams.md); downloads 800 MB once
+	$(BIN)/python -m tools.gpu_pins
+
+seams: setup ## write what our code uses of the installed vllm, torch and megatron-core, after reading another version
+	$(BIN)/python -m tools.gpu_pins --installed
 
 lint: setup ## ruff, mypy, import-linter, deptry
 	$(BIN)/ruff check .

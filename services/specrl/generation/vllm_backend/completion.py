@@ -51,6 +51,10 @@ class Completion:
         for token, entry in zip(output.token_ids, output.logprobs or (), strict=True):
             self.logprobs.append(entry[token].logprob)
 
+    def mark_for_restart(self) -> None:
+        """Its request is aborted; what `restart` begins comes after that."""
+        self.must_restart = True
+
     def restart(self, collector: Any) -> None:
         """Begin again with another queue of outputs; what came before is forgotten."""
         self.collector, self.must_restart = collector, False

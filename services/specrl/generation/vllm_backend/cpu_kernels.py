@@ -12,19 +12,27 @@ from typing import Any
 
 import torch
 
+from specrl.errors import EngineFailed
+
 PROVIDER = "vllm_c_cpu"
 OPERATIONS = ("rms_norm", "fused_add_rms_norm")
 LANES = 32  # a row must be whole vectors of the kernel, in any dtype
 
 
 def is_supported() -> bool:
-    """Whether this vLLM has the kernels, on a CPU."""
+    """Whether this is vLLM's CPU build, which has the kernels. Raises EngineFailed where it lacks them."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
         return False
     current_platform.import_kernels()
-    return hasattr(torch.ops._C, "rms_norm") and hasattr(torch.ops._C, "fused_add_rms_norm")
+    missing = [name for name in OPERATIONS if not hasattr(torch.ops._C, name)]
+    if missing:
+        raise EngineFailed(
+            f"vLLM's CPU build must have the operators {' and '.join(OPERATIONS)} in torch.ops._C, got no "
+            f"{', no '.join(missing)}; install vLLM again, in a version that specrl was read with"
+        )
+    return True
 
 
 def _rms_norm_fits(

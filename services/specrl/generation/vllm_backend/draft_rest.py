@@ -14,10 +14,11 @@ Look-up mechanisms draft only what they find, so a calibration, which needs the 
 own `propose`. Installed by `worker`, in each of vLLM's workers, which tells the engine what it can be asked for: a
 length that nobody takes out would be drafted as it stands.
 
-vLLM has two model runners. All of this wraps the first one (`vllm.v1.worker.gpu_model_runner`, 0.32 and 0.33), which
-runs on CPUs. On GPUs vLLM chooses the second one (`vllm.v1.worker.gpu.model_runner`) for every mechanism but suffix
-decoding. That one has no `drafter`, `_sample` or `propose_draft_token_ids`, so that it is left as it is. It needs no
-`FORCED`: its look-up drafts for every request, found or not.
+vLLM has two model runners, which are told apart by the name of their class; one that is not named here is an error. All
+of this wraps the first one (`FIRST_RUNNERS`), which runs on CPUs. On GPUs vLLM chooses the second one
+(`SECOND_RUNNERS`) for every mechanism but suffix decoding. That one has no `drafter`, `_sample` or
+`propose_draft_token_ids`, so that it is left as it is, and can do neither; the engine then says so in its log. It needs
+no `FORCED`: its look-up drafts for every request, found or not. In the first one, whatever is missing is an error.
 """
 
 from __future__ import annotations
@@ -28,10 +29,22 @@ from typing import Any, NamedTuple
 
 import torch
 
+from specrl.errors import EngineFailed
 from specrl.generation.draft_length import OFF
 
 FORCED = 1000
 """Added to a length: every request gets a draft of it, of a token that means nothing, whatever was found."""
+
+
+# Classes of vLLM 0.32 and 0.33, by module and name.
+FIRST_RUNNERS = (
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner",
+    "vllm.v1.worker.cpu_model_runner.CPUModelRunner",
+)
+SECOND_RUNNERS = (
+    "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
+    "vllm.v1.worker.cpu.model_runner.CPUModelRunner",
+)
 
 
 class Abilities(NamedTuple):
@@ -44,11 +57,15 @@ class Abilities(NamedTuple):
 
 
 def install(model_runner: Any) -> Abilities:
-    """Wrap a model runner's drafting. It is able to do nothing where it has none, or none that takes a length."""
-    drafter: Any = getattr(model_runner, "drafter", None)
-    seams = ("propose_draft_token_ids", "_sample", "execute_model_state")
-    if not hasattr(drafter, "propose") or not all(hasattr(model_runner, seam) for seam in seams):
+    """Wrap a first model runner's drafting. It is able to do nothing without drafting, as is a second one.
+
+    Raises EngineFailed for a runner that is not known, or that lacks a seam.
+    """
+    if _is_second(model_runner) or model_runner.vllm_config.speculative_config is None:
         return Abilities(can_rest=False, can_force=False)
+    _require(model_runner, *_OF_RUNNER)
+    drafter = model_runner.drafter
+    _require(drafter, "propose")
     is_lookup = not hasattr(drafter, "model")
     propose, sample = drafter.propose, model_runner._sample
     prepare_and_propose = model_runner.propose_draft_token_ids
@@ -108,6 +125,38 @@ def install(model_runner: Any) -> Abilities:
     return Abilities(can_rest=True, can_force=is_lookup)
 
 
+_OF_RUNNER = (
+    "drafter",
+    "speculative_config",
+    "execute_model",
+    "sample_tokens",
+    "_sample",
+    "propose_draft_token_ids",
+    "execute_model_state",
+    "use_aux_hidden_state_outputs",
+)
+
+
+def _is_second(model_runner: Any) -> bool:
+    """Which of vLLM's two model runners this is. Raises EngineFailed for a third one."""
+    name = f"{type(model_runner).__module__}.{type(model_runner).__qualname__}"
+    if name not in FIRST_RUNNERS + SECOND_RUNNERS:
+        raise EngineFailed(
+            f"vLLM's model runner must be one of {', '.join(FIRST_RUNNERS + SECOND_RUNNERS)}, got {name}; install a "
+            "version that specrl was read with"
+        )
+    return name in SECOND_RUNNERS
+
+
+def _require(owner: Any, *names: str) -> None:
+    missing = [name for name in names if not hasattr(owner, name)]
+    if missing:
+        raise EngineFailed(
+            f"vLLM's {type(owner).__module__}.{type(owner).__qualname__} must have {', '.join(names)}, got no "
+            f"{', no '.join(missing)}; install a version that specrl was read with"
+        )
+
+
 def rests(scheduler_output: Any) -> bool:
     """Whether a step neither verifies drafts nor makes any."""
     return scheduler_output.num_spec_tokens_to_schedule == OFF and not scheduler_output.scheduled_spec_decode_tokens
@@ -125,7 +174,13 @@ def _observed(model_runner: Any) -> Any:
     if not is_eager or not model_runner.use_aux_hidden_state_outputs:
         return None
     modules = model_runner.model.modules()
-    return next((module for module in modules if getattr(module, "aux_hidden_state_layers", ())), None)
+    found = next((module for module in modules if getattr(module, "aux_hidden_state_layers", ())), None)
+    if found is None:
+        raise EngineFailed(
+            f"a module of vLLM's {type(model_runner.model).__name__} must have aux_hidden_state_layers, since the "
+            "drafter reads hidden states, got none; install a version that specrl was read with"
+        )
+    return found
 
 
 def _has_drafts(metadata: Any) -> bool:

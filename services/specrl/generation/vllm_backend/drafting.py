@@ -28,10 +28,10 @@ from specrl.errors import EngineFailed
 from specrl.files import SMALL_BYTES, read_object, write_text
 from specrl.generation.draft_length import OFF
 from specrl.generation.exported import show_drafting
-from specrl.generation.vllm_backend import cpu_repair
 from specrl.generation.vllm_backend.draft_rest import Abilities
 from specrl.generation.vllm_backend.translation import translated
 from specrl.records import Drafting, Sampling
+from specrl.seams.versions import installed_version
 from specrl.spec import RunSpec
 from specrl.telemetry import metrics
 
@@ -194,7 +194,7 @@ def calibration_file(spec: RunSpec, model_configs: Sequence[dict[str, Any]]) -> 
     generation = spec.generation
     parts = {
         "hardware": hardware(),
-        "versions": [importlib.metadata.version("specrl"), cpu_repair.vllm_version()],
+        "versions": [importlib.metadata.version("specrl"), installed_version("vllm")],
         "models": model_configs,
         "dtype": spec.model.dtype.value,
         "speculation": generation.speculation.model_dump(mode="json", exclude={"eagle3": {"path"}}),

@@ -377,7 +377,7 @@ class VllmEngine:
         """Abort requests that have no token yet; `_follow` sends them once more, under the new salt."""
         for completion in list(self._live.values()):
             if not completion.token_ids:
-                completion.must_restart = True
+                completion.mark_for_restart()
                 await self._llm.abort(completion.collector.request_id, internal=True)
 
     async def discard(self) -> None:

@@ -18,6 +18,7 @@ from specrl.generation.nodes import Nodes
 from specrl.generation.vllm_backend import arguments, checkpoint, mechanisms, memory
 from specrl.generation.vllm_backend.checkpoint import EngineModel
 from specrl.machine import available_memory_bytes
+from specrl.seams.versions import check_versions
 from specrl.spec import RunSpec
 
 
@@ -47,8 +48,10 @@ class Folders:
 def read_folders(spec: RunSpec) -> Folders:
     """Check the run's mechanism and models; write an untrained head where the run has none.
 
-    Raises SpecInvalid or CheckpointInvalid.
+    The first thing that an engine does, so it refuses versions of vLLM and torch that were not read. Raises RunInvalid,
+    SpecInvalid or CheckpointInvalid.
     """
+    check_versions("vllm", "torch")
     mechanisms.check_mechanism(spec, mechanisms.surroundings())
     policy = checkpoint.read_policy(Path(spec.model.path), spec.model.max_length)
     draft_model = mechanisms.drafting_model(spec, policy)

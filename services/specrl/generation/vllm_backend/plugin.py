@@ -12,17 +12,29 @@ import os
 import threading
 from typing import Any
 
+from specrl.errors import EngineFailed
 from specrl.generation.vllm_backend import cpu_kernels, cpu_repair, routed_experts
+from specrl.seams.versions import check_versions
 
 
 def register() -> None:
-    """Repair and offer kernels, open the way to the scheduler, tie child processes to the life of the replica."""
-    cpu_repair.repair_if_needed()
-    cpu_repair.let_top_k_pass_without_drafts()
-    cpu_kernels.register()
-    routed_experts.permit()
-    _let_front_end_reach_the_scheduler()
-    _do_not_fetch_drafts_at_rest()
+    """Repair and offer kernels, open the way to the scheduler, tie child processes to the life of the replica.
+
+    Raises RunInvalid in a vLLM or torch that was not read, whoever starts it; EngineFailed where a seam is missing.
+    """
+    check_versions("vllm", "torch")
+    try:
+        cpu_repair.repair_if_needed()
+        cpu_repair.let_top_k_pass_without_drafts()
+        cpu_kernels.register()
+        routed_experts.permit()
+        _let_front_end_reach_the_scheduler()
+        _do_not_fetch_drafts_at_rest()
+    except (ImportError, AttributeError) as error:
+        raise EngineFailed(
+            f"vLLM must have all of specrl.seams.table, got {type(error).__name__}: {error}; install a version that "
+            "specrl was read with"
+        ) from error
     _die_with_parent()
 
 

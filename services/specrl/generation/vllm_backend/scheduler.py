@@ -27,11 +27,14 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from specrl.errors import EngineFailed
 from specrl.generation.calibration import Calibration, Step
 from specrl.generation.draft_length import OFF, DraftLengths, State
 from specrl.generation.vllm_backend.draft_rest import FORCED, rests
+from specrl.seams.versions import installed_version
 
 SETTINGS = "specrl"  # of vLLM's additional_config
+LACKS_SKIP_DRAFTS = installed_version("vllm") == "0.32.0"  # `_drafted_length`
 MEASURED_AFTER = 2  # steps of its length: `calibration.Step`
 
 
@@ -40,6 +43,11 @@ class DraftLengthScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if not hasattr(self, "dynamic_sd_lookup"):
+            raise EngineFailed(
+                "vLLM's Scheduler must have dynamic_sd_lookup, from which it takes each step's draft length, got none; "
+                "install a version that specrl was read with"
+            )
         config: Any = self.vllm_config  # typed as something to hash, which is not what it is here
         settings: dict[str, Any] = config.additional_config[SETTINGS]
         self._drafting = DraftLengths(self.scheduler_config.max_num_seqs, tuple(settings["lengths"]))
@@ -211,12 +219,14 @@ def _drafted_length(output: Any) -> int:
 
     vLLM 0.33's second model runner drafts nothing in a step whose drafts no request could use, since each is at its
     last token or has more of its prompt to read. `num_spec_tokens_to_schedule` names the lookup's length all the same.
-    A learned drafter runs one pass then, as for length 0. vLLM 0.32 has no `skip_drafts`.
+    A learned drafter runs one pass then, as for length 0. vLLM 0.32 alone has no `skip_drafts`. From a later version it
+    is read without a default, so that an output that lacks it is an error.
     """
     length: int = output.num_spec_tokens_to_schedule
     if length == OFF:
         return OFF
-    return 0 if getattr(output, "skip_drafts", False) else length % FORCED
+    skips = getattr(output, "skip_drafts", False) if LACKS_SKIP_DRAFTS else output.skip_drafts
+    return 0 if skips else length % FORCED
 
 
 class AsyncDraftLengthScheduler(DraftLengthScheduler, AsyncScheduler):

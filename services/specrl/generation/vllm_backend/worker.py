@@ -246,13 +246,20 @@ def _repack_output_layers(model: torch.nn.Module) -> None:
 
 def _forget_expert_kernels(model: torch.nn.Module) -> None:
     """Have the reload pack the experts' new weights for the CPU's products. See "Experts" above."""
+    from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu():
-        for module in model.modules():
-            method: Any = getattr(module, "quant_method", None)
-            if getattr(method, "moe_kernel", None) is not None:
-                method.moe_kernel = None
+    if not current_platform.is_cpu():
+        return
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if isinstance(method, FusedMoEMethodBase):
+            if not hasattr(method, "moe_kernel"):
+                raise EngineFailed(
+                    f"vLLM's {type(method).__name__} must have moe_kernel, without which new experts would not be "
+                    "packed, got none; install a version that specrl was read with"
+                )
+            method.moe_kernel = None  # type: ignore[assignment]
 
 
 def _answer(call: Callable[[], Any]) -> Answer:

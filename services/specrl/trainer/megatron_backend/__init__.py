@@ -32,7 +32,10 @@ def _is_not_succession(record: logging.LogRecord) -> bool:
 logging.getLogger("megatron").setLevel(logging.WARNING)
 logging.getLogger("megatron.core.models.gpt.gpt_model").addFilter(_is_not_succession)
 
+from specrl.seams.versions import check_versions  # noqa: E402 - after the filters
 from specrl.trainer.megatron_backend import cpu_shim  # noqa: E402 - after the filters
+
+check_versions("megatron-core", "torch")
 
 with cpu_shim.without_compilation():
     from specrl.trainer.megatron_backend.backend import MegatronBackend

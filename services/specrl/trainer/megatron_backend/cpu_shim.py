@@ -7,14 +7,14 @@ Megatron's own modules to a stand-in in which "cuda" means "cpu", and makes four
 nobody else, as on CUDA. torch itself stays as it is: transformers 5 looks factory functions up by identity while it
 builds models, and with those replaced its rotary frequencies stay uninitialised, silently.
 
-Read from megatron-core 0.19.2; another version is refused on CPUs, since what is missed here fails far away.
+Read from megatron-core 0.19.2; `specrl.seams` refuses versions that were not read, since what is missed here fails far
+away.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.metadata
 import os
 import sys
 import types
@@ -25,7 +25,6 @@ import torch
 
 from specrl.errors import TrainerFailed
 
-READ_FROM = "0.19.2"
 _CPU = torch.device("cpu")
 _FACTORIES = [
     "tensor",
@@ -53,27 +52,36 @@ _SILENT = ("synchronize", "empty_cache", "set_device", "reset_peak_memory_stats"
 def install() -> None:
     """Rebind `torch` in every Megatron module that is imported by now. Idempotent; call it after importing more.
 
-    Raises TrainerFailed for a Megatron that this was not read from.
+    Raises TrainerFailed where Megatron lacks what is replaced.
     """
     if torch.cuda.is_available():
         return
-    version = importlib.metadata.version("megatron-core")
-    if version != READ_FROM:
-        raise TrainerFailed(
-            f"megatron-core must be {READ_FROM} on a machine without CUDA, got {version}; "
-            "install that version, or read the new one and extend cpu_shim.py"
-        )
     # Megatron warns where sequence parallelism is on and this is not 1; it is about kernels on CUDA.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     stand_in = _stand_in()
     for name, module in list(sys.modules.items()):
         if _is_megatron(name) and getattr(module, "__dict__", {}).get("torch") is torch:
             module.__dict__["torch"] = stand_in
-    random = sys.modules["megatron.core.tensor_parallel.random"]
-    random.__dict__["_set_cuda_rng_state"] = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
-    random.__dict__["_get_cuda_rng_state"] = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
-    dispatcher = sys.modules["megatron.core.transformer.moe.token_dispatcher"]
-    dispatcher.__dict__["maybe_move_tensor_to_cpu"] = _brought_to_the_host
+    _replace_functions()
+
+
+def _replace_functions() -> None:
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import token_dispatcher
+
+    for module, name in (
+        (random, "_set_cuda_rng_state"),
+        (random, "_get_cuda_rng_state"),
+        (token_dispatcher, "maybe_move_tensor_to_cpu"),
+    ):
+        if not hasattr(module, name):
+            raise TrainerFailed(
+                f"megatron-core must have {module.__name__}.{name}, got none; install a version that specrl was read "
+                "with"
+            )
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    token_dispatcher.maybe_move_tensor_to_cpu = _brought_to_the_host
 
 
 def _brought_to_the_host(found: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -212,6 +220,7 @@ def _patch_methods() -> None:
     def module_cuda(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self if _caller_is_megatron() else real_module_cuda(self, *args, **kwargs)
 
-    patches = ((torch.Tensor, "to", to), (torch.Tensor, "type", type_), (torch.Tensor, "cuda", cuda))
-    for owner, name, method in (*patches, (torch.nn.Module, "cuda", module_cuda)):
-        setattr(owner, name, method)
+    torch.Tensor.to = to  # type: ignore[method-assign]  # that is the point, here and below
+    torch.Tensor.type = type_  # type: ignore[method-assign]
+    torch.Tensor.cuda = cuda  # type: ignore[method-assign]
+    torch.nn.Module.cuda = module_cuda  # type: ignore[method-assign]

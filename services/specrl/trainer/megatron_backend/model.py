@@ -106,11 +106,13 @@ def transformer_config(config: PolicyConfig, trainer: Trainer, dtype: torch.dtyp
 def _scale_attention(found: TransformerConfig, factor: float) -> None:
     """Have cosine and sine multiplied by `factor`.
 
-    Megatron reads it as YaRN's fields alone, and computes 0.1 * m * ln(e) + 1 (yarn_rotary_pos_embedding.py:254, 274).
+    Megatron reads it as YaRN's fields alone, and computes 0.1 * m * ln(e) + 1: `_yarn_get_mscale`, called by
+    `_yarn_get_concentration_factor` of yarn_rotary_pos_embedding.py.
     """
     if factor != 1:
-        for name, value in (("rotary_scaling_factor", math.e), ("mscale", (factor - 1) / 0.1), ("mscale_all_dim", 0.0)):
-            setattr(found, f"yarn_{name}", value)
+        found.yarn_rotary_scaling_factor = math.e
+        found.yarn_mscale = (factor - 1) / 0.1
+        found.yarn_mscale_all_dim = 0.0
 
 
 class Norm(torch.nn.RMSNorm):

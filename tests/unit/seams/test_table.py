@@ -1,0 +1,257 @@
+"""The table of seams is complete, has nothing that is not used, and fits the packages that are installed.
+
+The four mutants at the end are what it is for: a renamed symbol, a changed signature, a changed body, and a use that is
+not in the table. Nothing of the three packages is imported.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+from tests.seam_uses import SeamUse, find_uses, words_of
+from tools import gpu_pins
+from tools.gpu_pins import ROOT
+from tools.seam_reader import NotFound, Reader
+
+from specrl.seams.table import FOUND_BY_SYNTAX, SEAMS, Seam, Use
+from specrl.seams.versions import DISTRIBUTIONS, EXPECTED, GPU_SEAMS, installed_version
+
+SOURCES = (ROOT / "services", ROOT / "operators")
+
+
+def unlisted(uses: Sequence[SeamUse], seams: Sequence[Seam]) -> list[str]:
+    """Uses without a row, each with its file and line."""
+    return [
+        f"{use} must be in services/specrl/seams/table.py"
+        for use in uses
+        if not any(_is_of(use, seam) for seam in seams) and not (use.kind == "override" and not _is_upstream(use.name))
+    ]
+
+
+def unused(seams: Sequence[Seam], uses: Sequence[SeamUse]) -> list[str]:
+    """Rows, or modules of rows, that no source has a use for."""
+    return [
+        f"{seam.name} is not used in {where}"
+        for seam in seams
+        for where in seam.where
+        if words_of(_file(where)).isdisjoint({seam.last, *seam.looks_for})
+        or (seam.use in FOUND_BY_SYNTAX and not any(_is_of(use, seam, where) for use in uses))
+    ]
+
+
+def _is_of(use: SeamUse, seam: Seam, where: str | None = None) -> bool:
+    modules = seam.where if where is None else (where,)
+    is_named = use.name == seam.name if use.is_resolved else use.last in {seam.last, *seam.looks_for}
+    return is_named and use.module.removeprefix("specrl.") in modules
+
+
+def _file(where: str) -> Path:
+    path = ROOT / "services" / "specrl" / where.replace(".", "/")
+    return path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
+
+
+def _is_upstream(name: str) -> bool:
+    """Whether a method or attribute of a subclass of ours is one of theirs, too. What torch promises counts not."""
+    last = name.rpartition(".")[2]
+    if name.startswith("torch.") and (last.endswith("__") or not last.startswith("_")):
+        return False
+    try:
+        _readers()[name.partition(".")[0]].find(name)
+    except NotFound:
+        return False
+    return True
+
+
+@cache
+def _readers() -> dict[str, Reader]:
+    return gpu_pins.installed_readers()
+
+
+@cache
+def the_uses() -> tuple[SeamUse, ...]:
+    return tuple(find_uses(SOURCES, ROOT))
+
+
+def test_every_use_of_a_name_without_a_promise_is_in_the_table() -> None:
+    assert unlisted(the_uses(), SEAMS) == []
+
+
+def test_every_row_of_the_table_is_used_where_it_says() -> None:
+    assert unused(SEAMS, the_uses()) == []
+
+
+def test_no_name_is_in_the_table_twice() -> None:
+    assert len({seam.name for seam in SEAMS}) == len(SEAMS)
+
+
+def test_installed_packages_are_what_our_code_expects() -> None:
+    expected = json.loads(EXPECTED.read_text(encoding="utf-8"))
+    for key, found in gpu_pins.installed(_readers()).items():
+        assert key in expected, f"{key} was not read: compare it, then run `make seams`"
+        told = gpu_pins.differences(expected[key]["seams"], found["seams"])
+        assert told == {}, f"{key} is not what specrl was read with: see docs/seams.md"
+        assert set(expected[key]["seams"]) == set(found["seams"]), "the table has changed: run `make seams`"
+
+
+def test_a_name_is_missing_upstream_only_where_the_table_says_why() -> None:
+    for file in (EXPECTED, GPU_SEAMS):
+        for key, pin in json.loads(file.read_text(encoding="utf-8")).items():
+            reasons = {seam.name: seam.absent for seam in SEAMS}
+            missing = [name for name, row in pin["seams"].items() if row["kind"] == "absent" and not reasons[name]]
+            assert missing == [], key
+
+
+def test_what_we_add_is_missing_upstream() -> None:
+    added = [seam for seam in SEAMS if seam.use is Use.ADDS]
+    assert added
+    for file in (EXPECTED, GPU_SEAMS):
+        pins = gpu_pins.by_package(json.loads(file.read_text(encoding="utf-8")))
+        for seam in added:
+            assert pins[seam.package][1][seam.name] == {"kind": "absent"}
+
+
+def test_all_parameters_that_count_exist_in_every_version_that_was_read() -> None:
+    for file in (EXPECTED, GPU_SEAMS):
+        pins = gpu_pins.by_package(json.loads(file.read_text(encoding="utf-8")))
+        for seam in SEAMS:
+            if seam.only:
+                found = pins[gpu_pins.MODULES[seam.package]][1][seam.name]["signature"].split(", ")
+                assert sorted(found) == sorted(seam.only), seam.name
+
+
+def test_arguments_of_an_engine_are_those_of_the_table(tmp_path: Path) -> None:
+    from tests.vllm_cases import a_spec
+
+    from specrl.generation.nodes import Nodes
+    from specrl.generation.vllm_backend import arguments
+
+    (seam,) = (seam for seam in SEAMS if seam.name == "vllm.AsyncEngineArgs")
+    passed: set[str] = set()
+    for is_cpu in (True, False):
+        spec = a_spec(tmp_path, {"eagle3": {}}, trainer={"optimizer": {"learningRate": "1e-4"}, "routing": "Replay"})
+        passed |= arguments.engine_arguments(spec, None, is_cpu, Nodes(2, 0, "a", 1, "a")).keys()
+    assert passed == set(seam.only)
+
+
+def test_every_difference_of_the_gpu_pins_is_explained() -> None:
+    page = (ROOT / "docs" / "seams.md").read_text(encoding="utf-8")
+    for key, names in gpu_pins.changed_names().items():
+        _, _, section = page.partition(f"\n### {key}\n")
+        rows = section.partition("\n#")[0]
+        told = [line.split("`")[1] for line in rows.splitlines() if line.startswith("| `")]
+        assert sorted(told) == sorted(names), f"docs/seams.md must explain exactly these of {key}"
+
+
+def test_reading_covers_what_the_locks_of_cpus_pin() -> None:
+    versions = {key.partition("==")[::2] for key in json.loads(EXPECTED.read_text(encoding="utf-8"))}
+    assert versions == {(package, installed_version(package)) for package in DISTRIBUTIONS}
+
+
+# -- mutants ---------------------------------------------------------------------------------------------------------
+
+UPSTREAM = '''\
+class Scheduler:
+    """vLLM's."""
+
+    def schedule(self, now, *, is_forced=False):
+        """Old words."""
+        return now + 1
+
+from vllm.inner import helper as offered
+'''
+INNER = "def helper(a, b=2):\n    return a * b\n"
+
+
+class Sources:
+    """A package vllm in memory."""
+
+    def __init__(self, text: str) -> None:
+        self._files = {"vllm/__init__.py": "", "vllm/core.py": text, "vllm/inner.py": INNER}
+
+    def read(self, path: str) -> str | None:
+        return self._files.get(path)
+
+
+@pytest.fixture
+def synthetic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    rows = (
+        Seam("vllm.core.Scheduler.schedule", Use.READS, ("a",), body=True),
+        Seam("vllm.core.offered", Use.IMPORTS, ("a",)),
+    )
+    monkeypatch.setattr(gpu_pins, "SEAMS", rows)
+    return iter(())
+
+
+def compared(after: str) -> dict[str, str]:
+    """What is told of a changed package."""
+    before, now = (gpu_pins.describe(Reader(Sources(text), "vllm")) for text in (UPSTREAM, after))
+    return gpu_pins.differences(before, now)
+
+
+@pytest.mark.usefixtures("synthetic")
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("def schedule", "def schedule_step", "kind: function -> absent"),
+        ("helper as offered", "helper as given", "kind: function -> absent"),
+        (
+            "is_forced=False",
+            "is_forced=True",
+            "signature: self, now, *, is_forced=False -> self, now, *, is_forced=True",
+        ),
+        ("now, *, is_forced", "now, *, is_urgent", "is_urgent=False"),
+        ("now + 1", "now + 2", "another body"),
+    ],
+)
+def test_a_renamed_symbol_a_changed_signature_and_a_changed_body_are_told(old: str, new: str, told: str) -> None:
+    assert old in UPSTREAM
+    (text,) = compared(UPSTREAM.replace(old, new)).values()
+    assert told in text
+
+
+@pytest.mark.usefixtures("synthetic")
+def test_words_comments_and_places_are_no_difference() -> None:
+    assert compared("\n\n# moved\n" + UPSTREAM.replace("Old words", "New words")) == {}
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("from vllm.v1.secret import Thing", "import of vllm.v1.secret.Thing"),
+        ("from torch._inner import thing", "import of torch._inner.thing"),
+        ("class Mine(config.Theirs): ...", "subclass of vllm.config.Theirs"),
+        ("config.default = 3", "assignment of vllm.config.default"),
+        ("setattr(config, 'default', 3)", "assignment of vllm.config.default"),
+        ("config.__dict__['default'] = 3", "assignment of vllm.config.default"),
+        ("x = config._hidden", "private of vllm.config._hidden"),
+        ("def f(runner): runner._state", "private of ?._state"),
+        ("def f(runner): getattr(runner, '_state', None)", "private of ?._state"),
+        ("def f(runner): runner.method = print", "assignment of ?.method"),
+        ("def f(runner):\n    for name in 'ab': setattr(runner, name, 1)", "assignment of ?.<not a constant>"),
+    ],
+)
+def test_a_seam_that_is_not_in_the_table_is_told_with_its_line(tmp_path: Path, line: str, told: str) -> None:
+    package = tmp_path / "specrl" / "generation" / "vllm_backend"
+    package.mkdir(parents=True)
+    (package / "new.py").write_text(f"from vllm import config\n\n{line}\n")
+    uses = [use for use in find_uses([tmp_path], tmp_path) if use.name != "vllm.config"]
+    (text,) = unlisted(uses, SEAMS)
+    number = 2 + (line.count("\n") or 0) + 1
+    assert text == f"specrl/generation/vllm_backend/new.py:{number}: {told} must be in services/specrl/seams/table.py"
+
+
+def test_objects_of_our_own_are_no_seams(tmp_path: Path) -> None:
+    package = tmp_path / "specrl" / "generation" / "vllm_backend"
+    package.mkdir(parents=True)
+    source = "class Ours: ...\n\ndef f(a: Ours) -> None:\n    a.x = 1\n    b = Ours()\n    b._y = a._x\n"
+    (package / "new.py").write_text(source)
+    assert find_uses([tmp_path], tmp_path) == []
+
+
+def test_a_row_that_nothing_uses_is_told() -> None:
+    row = Seam("vllm.v1.core.sched.scheduler.Scheduler.gone", Use.OVERRIDES, ("generation.vllm_backend.scheduler",))
+    assert unused([row], the_uses()) == [f"{row.name} is not used in generation.vllm_backend.scheduler"]
