@@ -9,8 +9,10 @@ from tests.vllm_cases import a_spec
 
 from specrl.errors import MemoryTooSmall, RecordInvalid, RunInvalid
 from specrl.generation.draft_length import OFF
+from specrl.generation.nodes import Nodes
 from specrl.generation.vllm_backend import arguments, memory
 from specrl.records import RolloutRequest, Sampling
+from specrl.seams.table import SEAMS
 
 POLICY = Path("/models/policy")
 
@@ -25,6 +27,14 @@ def test_engine_gets_what_the_run_file_says() -> None:
     assert found["kv_cache_memory_bytes"] == 3 << 20
     assert found["logprobs_mode"] == "processed_logprobs"
     assert found["speculative_config"] is None
+
+
+def test_every_argument_of_an_engine_is_compared_with_vllms_own() -> None:
+    (seam,) = (seam for seam in SEAMS if seam.name == "vllm.AsyncEngineArgs")
+    spec = a_spec(POLICY, {"eagle3": {}}, trainer={"optimizer": {"learningRate": "1e-4"}, "routing": "Replay"})
+    nodes = Nodes(2, 0, "leader", 29500, "leader")
+    passed = [arguments.engine_arguments(spec, None, is_cpu, nodes).keys() for is_cpu in (True, False)]
+    assert set(seam.only) == set().union(*passed)
 
 
 @pytest.mark.parametrize(("eager", "is_cpu", "expected"), [

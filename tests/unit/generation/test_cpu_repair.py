@@ -18,7 +18,7 @@ def _as_shipped(output: torch.Tensor, values: torch.Tensor, ends: torch.Tensor, 
 
 
 def _a_module(kernel: Any) -> Any:
-    return SimpleNamespace(**{cpu_repair.SEAM: kernel})
+    return SimpleNamespace(_expand_kernel_impl=kernel)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.int64])
@@ -34,30 +34,25 @@ def test_replaced_value_is_spread_as_its_replacement() -> None:
     assert output.tolist() == pytest.approx([1, 1, 0.7])
 
 
-def test_wrong_kernel_of_a_known_version_is_replaced_once() -> None:
+def test_wrong_kernel_is_replaced_once() -> None:
     module = _a_module(_as_shipped)
-    assert cpu_repair.repair(module, "0.32.0")
-    assert getattr(module, cpu_repair.SEAM) is cpu_repair.expand
-    assert not cpu_repair.repair(module, "0.32.0")
+    assert cpu_repair.repair(module)
+    assert module._expand_kernel_impl is cpu_repair.expand
+    assert not cpu_repair.repair(module)
 
 
-def test_right_kernel_is_left_alone_in_any_version() -> None:
+def test_right_kernel_is_left_alone() -> None:
     def mended(*arguments: Any, **keywords: Any) -> None:
         cpu_repair.expand(*arguments, **keywords)
 
     module = _a_module(mended)
-    assert not cpu_repair.repair(module, "9.9.9")
-    assert getattr(module, cpu_repair.SEAM) is mended
-
-
-def test_wrong_kernel_of_an_unknown_version_is_an_error() -> None:
-    with pytest.raises(EngineFailed, match=r"9\.9\.9.*55005|55005.*9\.9\.9"):
-        cpu_repair.repair(_a_module(_as_shipped), "9.9.9")
+    assert not cpu_repair.repair(module)
+    assert module._expand_kernel_impl is mended
 
 
 def test_kernel_that_is_gone_is_an_error() -> None:
-    with pytest.raises(EngineFailed, match="no such kernel"):
-        cpu_repair.repair(SimpleNamespace(), "0.32.0")
+    with pytest.raises(EngineFailed, match=r"_expand_kernel_impl .* got no such kernel .*55005"):
+        cpu_repair.repair(SimpleNamespace())
 
 
 def test_kernel_that_ignores_integers_is_wrong() -> None:

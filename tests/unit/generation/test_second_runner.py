@@ -13,6 +13,7 @@ import pytest
 import structlog
 from tests.vllm_cases import a_spec
 
+from specrl.errors import EngineFailed
 from specrl.generation.draft_length import OFF
 from specrl.generation.vllm_backend import arguments, draft_rest, drafting
 from specrl.generation.vllm_backend.draft_rest import FORCED, Abilities
@@ -25,19 +26,29 @@ SECOND_RUNNER = "vllm.v1.worker.gpu.model_runner"
 # -- the worker ------------------------------------------------------------------------------------------------------
 
 
-def a_first_runner(drafter: Any) -> Any:
+def an_instance_of(name: str, **attributes: Any) -> Any:
+    """An object whose class has the dotted name of one of vLLM's."""
+    module, _, last = name.rpartition(".")
+    found = type(last, (), {"__module__": module})()
+    vars(found).update(attributes)
+    return found
+
+
+def a_first_runner(drafter: Any, name: str = draft_rest.FIRST_RUNNERS[0]) -> Any:
     """vLLM's first model runner, as much of it as is wrapped."""
     from vllm.config import CompilationMode, CUDAGraphMode
 
     eager = SimpleNamespace(mode=CompilationMode.NONE, cudagraph_mode=CUDAGraphMode.NONE)
-    return SimpleNamespace(
+    return an_instance_of(
+        name,
         drafter=drafter,
+        speculative_config=object(),
         propose_draft_token_ids=lambda *_: None,
         _sample=lambda *_: None,
         execute_model=lambda *_: None,
         sample_tokens=lambda *_: None,
         execute_model_state=None,
-        vllm_config=SimpleNamespace(compilation_config=eager),
+        vllm_config=SimpleNamespace(compilation_config=eager, speculative_config=object()),
         use_aux_hidden_state_outputs=False,
     )
 
@@ -60,11 +71,49 @@ def test_learned_drafters_are_never_forced() -> None:
     assert draft_rest.install(a_first_runner(drafter)) == Abilities(can_rest=True, can_force=False)
 
 
-def test_second_runner_is_left_as_it_is_and_can_do_neither() -> None:
-    runner = SimpleNamespace(speculator=SimpleNamespace(propose=print), execute_model=print, sample_tokens=print)
+@pytest.mark.parametrize("name", draft_rest.SECOND_RUNNERS)
+def test_second_runner_is_left_as_it_is_and_can_do_neither(name: str) -> None:
+    runner = an_instance_of(name, speculator=SimpleNamespace(propose=print), execute_model=print, sample_tokens=print)
     before = dict(vars(runner))
     assert draft_rest.install(runner) == Abilities(can_rest=False, can_force=False)
     assert vars(runner) == before
+
+
+@pytest.mark.parametrize("name", draft_rest.FIRST_RUNNERS)
+def test_first_runner_that_does_not_speculate_is_left_as_it_is(name: str) -> None:
+    runner = an_instance_of(name, vllm_config=SimpleNamespace(speculative_config=None))
+    before = dict(vars(runner))
+    assert draft_rest.install(runner) == Abilities(can_rest=False, can_force=False)
+    assert vars(runner) == before
+
+
+@pytest.mark.parametrize(
+    "seam", ["drafter", "_sample", "propose_draft_token_ids", "execute_model_state", "use_aux_hidden_state_outputs"]
+)
+def test_first_runner_that_lacks_a_seam_is_an_error(seam: str) -> None:
+    """It was left as it was, without a word: a drafter that did not pay went on costing a pass a step."""
+    runner = a_first_runner(SimpleNamespace(propose=print))
+    delattr(runner, seam)
+    with pytest.raises(EngineFailed, match=rf"gpu_model_runner\.GPUModelRunner must have .*got no {seam};"):
+        draft_rest.install(runner)
+
+
+def test_drafter_that_cannot_propose_is_an_error() -> None:
+    with pytest.raises(EngineFailed, match="must have propose, got no propose"):
+        draft_rest.install(a_first_runner(SimpleNamespace()))
+
+
+def test_policy_that_gives_hidden_states_from_nowhere_is_an_error() -> None:
+    runner = a_first_runner(SimpleNamespace(propose=print))
+    runner.use_aux_hidden_state_outputs = True
+    runner.model = SimpleNamespace(modules=lambda: [SimpleNamespace()])
+    with pytest.raises(EngineFailed, match="must have aux_hidden_state_layers"):
+        draft_rest.install(runner)
+
+
+def test_third_runner_is_an_error() -> None:
+    with pytest.raises(EngineFailed, match=r"must be one of .*, got vllm\.v2\.Runner; install a version"):
+        draft_rest.install(an_instance_of("vllm.v2.Runner", drafter=SimpleNamespace(propose=print)))
 
 
 # -- the scheduler -----------------------------------------------------------------------------------------------------
@@ -82,11 +131,14 @@ def scheduler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
     settings = dict(request.param)
     skips = settings.pop("skips", None)
+    lacks_lookup = settings.pop("lacks_lookup", False)
 
     def init(self: Any) -> None:
         self.vllm_config = SimpleNamespace(additional_config={"specrl": settings})
         self.scheduler_config = SimpleNamespace(max_num_seqs=LIVE)
         self.running, self.waiting = [None] * LIVE, []
+        if not lacks_lookup:
+            self.dynamic_sd_lookup = None
 
     def schedule(self: Any) -> Any:
         length = self.dynamic_sd_lookup[LIVE]
@@ -103,7 +155,7 @@ def scheduler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(Scheduler, "__init__", init)
     monkeypatch.setattr(Scheduler, "schedule", schedule)
-    return DraftLengthScheduler()
+    return DraftLengthScheduler if lacks_lookup else DraftLengthScheduler()
 
 
 def calibrated(scheduler: Any) -> set[int]:
@@ -153,6 +205,19 @@ def test_a_step_whose_drafts_vllm_skipped_is_not_measured_as_one_that_drafts(sch
     """vLLM 0.33 names the length of such a step all the same, and it was taken for that length's cost."""
     assert calibrated(scheduler) == {OFF, 0, 1}, "gets as far as 1, and waits for steps of it"
     assert not scheduler.drafting_is_calibrated()
+
+
+@pytest.mark.parametrize("scheduler", [LEARNED], indirect=True)
+def test_only_vllm_0_32_may_lack_the_field_of_skipped_drafts(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specrl.generation.vllm_backend.scheduler.LACKS_SKIP_DRAFTS", False)
+    with pytest.raises(AttributeError, match="skip_drafts"):
+        calibrated(scheduler)
+
+
+@pytest.mark.parametrize("scheduler", [LEARNED | {"lacks_lookup": True}], indirect=True)
+def test_scheduler_without_a_lookup_of_lengths_is_an_error(scheduler: Any) -> None:
+    with pytest.raises(EngineFailed, match="must have dynamic_sd_lookup"):
+        scheduler()
 
 
 # -- the front end ---------------------------------------------------------------------------------------------------

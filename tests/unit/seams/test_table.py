@@ -123,20 +123,6 @@ def test_all_parameters_that_count_exist_in_every_version_that_was_read() -> Non
                 assert sorted(found) == sorted(seam.only), seam.name
 
 
-def test_arguments_of_an_engine_are_those_of_the_table(tmp_path: Path) -> None:
-    from tests.vllm_cases import a_spec
-
-    from specrl.generation.nodes import Nodes
-    from specrl.generation.vllm_backend import arguments
-
-    (seam,) = (seam for seam in SEAMS if seam.name == "vllm.AsyncEngineArgs")
-    passed: set[str] = set()
-    for is_cpu in (True, False):
-        spec = a_spec(tmp_path, {"eagle3": {}}, trainer={"optimizer": {"learningRate": "1e-4"}, "routing": "Replay"})
-        passed |= arguments.engine_arguments(spec, None, is_cpu, Nodes(2, 0, "a", 1, "a")).keys()
-    assert passed == set(seam.only)
-
-
 def test_every_difference_of_the_gpu_pins_is_explained() -> None:
     page = (ROOT / "docs" / "seams.md").read_text(encoding="utf-8")
     for key, names in gpu_pins.changed_names().items():
