@@ -21,6 +21,7 @@ from pathlib import Path
 _FUNCTION = "<function>"
 NAMED_TUPLE = frozenset({"_asdict", "_fields", "_replace"})
 PACKAGES = ("vllm", "megatron", "torch")
+_IMPORTS = re.compile(rf"^\s*(from|import) .*\b({'|'.join(PACKAGES)})\b", re.MULTILINE)
 BACKENDS = ("specrl.generation.vllm_backend", "specrl.trainer.megatron_backend")
 """Every file of these counts, whatever it imports: objects of the engines pass through all of them as `Any`."""
 
@@ -53,7 +54,10 @@ def find_uses(roots: Sequence[Path], relative_to: Path) -> list[SeamUse]:
     for root in roots:
         for file in sorted(root.rglob("*.py")):
             module = ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
-            tree = ast.parse(file.read_text(encoding="utf-8"), str(file))
+            text = file.read_text(encoding="utf-8")
+            if not module.startswith(BACKENDS) and not _IMPORTS.search(text):
+                continue
+            tree = ast.parse(text, str(file))
             found += _FileUses(tree, module, str(file.relative_to(relative_to))).find()
     return found
 

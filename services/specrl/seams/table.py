@@ -38,7 +38,7 @@ class Seam:
 
     where: our modules, below `specrl`. body: our code relies on how it works, so that its syntax tree is compared, too.
     only: the parameters that we pass by name, where upstream has very many. absent: why it may be missing in a version.
-    looks_for: attributes that we set and that upstream looks up by name, wherever they are. unchecked: why neither sources nor `.pyi` tell of it.
+    looks_for: attributes that we set, and that it looks up. unchecked: why neither sources nor `.pyi` tell of it.
     """
 
     name: str
@@ -82,8 +82,8 @@ _RANDOM = "megatron.core.tensor_parallel.random"
 _ARGUMENTS = (
     "model dtype max_model_len max_num_seqs tensor_parallel_size seed enforce_eager kv_cache_memory_bytes "
     "logprobs_mode enable_prefix_caching use_tqdm_on_load worker_extension_cls speculative_config "
-    "enable_chunked_prefill max_num_batched_tokens compilation_config enable_return_routed_experts async_scheduling nnodes node_rank "
-    "master_addr master_port distributed_executor_backend"
+    "enable_chunked_prefill max_num_batched_tokens compilation_config enable_return_routed_experts async_scheduling "
+    "nnodes node_rank master_addr master_port distributed_executor_backend"
 )
 _SAMPLING = "max_tokens temperature top_p top_k seed stop logprobs skip_special_tokens output_kind ignore_eos"
 _TRANSFORMER = (

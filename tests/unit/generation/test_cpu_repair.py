@@ -51,7 +51,7 @@ def test_right_kernel_is_left_alone() -> None:
 
 
 def test_kernel_that_is_gone_is_an_error() -> None:
-    with pytest.raises(EngineFailed, match=r"_expand_kernel_impl .* got no such kernel .*55005"):
+    with pytest.raises(EngineFailed, match=r"_expand_kernel_impl on a CPU, got no such kernel; .*55005"):
         cpu_repair.repair(SimpleNamespace())
 
 
