@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
+import json
 import os
 import subprocess
 import sys
@@ -12,24 +12,7 @@ from pathlib import Path
 import pytest
 from tests.integration.trainer.runs import a_spec
 
-PRIVATE = {
-    # Replaced by `cpu_shim.py`.
-    "tensor_parallel/random.py": {
-        "_get_cuda_rng_state": ["device", "clone", "graph_safe"],
-        "_set_cuda_rng_state": ["new_state", "device", "graph_safe"],
-    },
-    "transformer/moe/moe_utils.py": {"maybe_move_tensor_to_cpu": ["tensor", "as_numpy", "record_stream"]},
-    # What `replay.py` stands in for.
-    "transformer/moe/router_replay.py": {
-        "get_replay_topk": ["self", "scores", "topk", "num_groups", "group_topk", "default_compute_topk"]
-    },
-    # Called by `optimizer_state.py`.
-    "optimizer/distrib_optimizer.py": {
-        "_get_model_param_range_map": ["self", "param"],
-        "_get_main_param_and_optimizer_states": ["self", "model_param"],
-    },
-}
-"""Files of megatron.core, their functions, and these functions' parameters."""
+from specrl.seams.versions import EXPECTED
 
 UNCOMPILED = """
 import importlib.machinery as machinery
@@ -50,35 +33,19 @@ logging.getLogger("megatron.core.models.gpt.gpt_model").warning("another model")
 """
 
 
-def core() -> Path:
-    """The folder of megatron.core, whose modules may have been patched: sources have not."""
-    import specrl.trainer.megatron_backend  # noqa: F401 - which imports it
-
-    return Path(inspect.getfile(sys.modules["megatron.core"])).parent
-
-
-def parameters_of(file: Path) -> dict[str, list[str]]:
-    """Parameters of every function and method in a file."""
-    functions = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)]
-    return {node.name: [argument.arg for argument in node.args.args] for node in functions}
-
-
-@pytest.mark.parametrize("file", PRIVATE)
-def test_private_functions_have_the_parameters_that_were_read(file: str) -> None:
-    found = parameters_of(core() / file)
-    assert {name: found.get(name) for name in PRIVATE[file]} == PRIVATE[file]
-
-
 def test_the_shims_functions_take_what_those_that_they_replace_take() -> None:
     from specrl.trainer.megatron_backend import cpu_shim
 
     cpu_shim.install()
+    read = json.loads(EXPECTED.read_text(encoding="utf-8"))
+    rows = {name: row for pin in read.values() for name, row in pin["seams"].items()}
     for module, name in (
         ("tensor_parallel.random", "_get_cuda_rng_state"),
         ("tensor_parallel.random", "_set_cuda_rng_state"),
         ("transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu"),
     ):
-        (expected,) = (functions[name] for functions in PRIVATE.values() if name in functions)
+        parameters = rows[f"megatron.core.{module}.{name}"]["signature"].split(", ")
+        expected = [parameter.partition("=")[0] for parameter in parameters]
         function = sys.modules[f"megatron.core.{module}"].__dict__[name]
         assert list(inspect.signature(function).parameters)[1:] == expected[1:], name  # the first goes by its place
 

@@ -259,7 +259,7 @@ def _forget_expert_kernels(model: torch.nn.Module) -> None:
                     f"vLLM's {type(method).__name__} must have moe_kernel, without which new experts would not be "
                     "packed, got none; install a version that specrl was read with"
                 )
-            method.moe_kernel = None  # type: ignore[assignment]
+            method.moe_kernel = None
 
 
 def _answer(call: Callable[[], Any]) -> Answer:

@@ -220,7 +220,7 @@ def _patch_methods() -> None:
     def module_cuda(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self if _caller_is_megatron() else real_module_cuda(self, *args, **kwargs)
 
-    torch.Tensor.to = to  # type: ignore[method-assign]  # that is the point, here and below
-    torch.Tensor.type = type_  # type: ignore[method-assign]
-    torch.Tensor.cuda = cuda  # type: ignore[method-assign]
+    torch.Tensor.to = to  # type: ignore[method-assign, assignment]  # that is the point, here and below
+    torch.Tensor.type = type_  # type: ignore[method-assign, assignment]
+    torch.Tensor.cuda = cuda  # type: ignore[method-assign, assignment]
     torch.nn.Module.cuda = module_cuda  # type: ignore[method-assign]
