@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 
+from specrl.errors import EngineFailed
 from specrl.generation.draft_length import OFF
-from specrl.generation.vllm_backend import arguments, drafting, worker
+from specrl.generation.vllm_backend import arguments, drafting, sampling_check
 from specrl.spec import parse_spec
 
 LIVE_LENGTHS = (2, 2, OFF, 1, 2, 0, OFF, 2, 1)
@@ -66,7 +67,8 @@ class Outcome:
     tokens: list[list[int]]
     logprobs: list[list[float]]
     counts: dict[str, float] = field(default_factory=dict)
-    is_kernel_right: bool = True
+    refusal: str | None = None
+    """Of the check that each worker makes at its start (`sampling_check`), tried on the sampler of this turn."""
 
 
 def write_jobs(exchange: Path, jobs: Sequence[Job]) -> None:
@@ -243,6 +245,7 @@ def take(llm: Any, turn: Turn) -> Outcome:
     before = counts_of(llm)
     with broken(turn.fault):
         done = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+        (refusal,) = llm.collective_rpc(refusal_of)
     return Outcome(
         tokens=[list(output.token_ids) for output in done],
         logprobs=[
@@ -250,8 +253,17 @@ def take(llm: Any, turn: Turn) -> Outcome:
             for output in done
         ],
         counts={name: value - before[name] for name, value in counts_of(llm).items()},
-        is_kernel_right=worker._is_bound_kernel_right(),
+        refusal=refusal,
     )
+
+
+def refusal_of(bound: Any) -> str | None:
+    """What the check at the start of a worker says of the samplers of `bound`; None if they pass."""
+    try:
+        sampling_check.check(bound.model_runner)
+    except EngineFailed as error:
+        return str(error)
+    return None
 
 
 def counts_of(llm: Any) -> dict[str, float]:

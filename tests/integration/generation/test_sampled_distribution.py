@@ -181,6 +181,7 @@ def test_first_tokens_have_their_exact_probabilities(
     found = fit(outcome, logits[folders.policy_of(name)], **setting)
     print(f"{name} {setting}: {found}, accepted {outcome.counts.get('num_accepted_tokens')}")  # noqa: T201
     assert found.p_value > enumeration.ALARM
+    assert outcome.refusal is None
     assert found.cells <= CELLS
     if name.endswith(LIVE):
         assert outcome.counts["num_draft_tokens"] < 2 * outcome.counts["num_drafts"], "lengths did differ"
@@ -200,6 +201,7 @@ def test_broken_sampler_is_caught(
     outcome = outcomes[name][len(VARIANTS[name][2]) + list(sampling_lab.FAULTS).index(fault)]
     found = fit(outcome, logits[folders.policy_of(name)])
     print(f"{name} {fault}: {found}, {outcome.counts}")  # noqa: T201
+    assert outcome.refusal is not None, "no engine would start with this sampler"
     if fault == BONUS_LOST:
         assert outcome.counts["accepted_last"] == 0
     else:
@@ -251,4 +253,6 @@ def test_unrepaired_kernel_is_caught(
     print(f"unrepaired: z {scores.round(1)}, {found}")  # noqa: T201
     assert np.abs(scores).max() > 9
     assert found.p_value < enumeration.ALARM
-    assert not followed.is_kernel_right
+    for refusal in (followed.refusal, counted.refusal):
+        assert refusal is not None
+        assert "55005" in refusal

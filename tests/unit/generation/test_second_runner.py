@@ -280,7 +280,7 @@ async def test_an_engine_with_a_live_draft_length_passes_on_what_its_workers_sai
     spec = a_spec(Path("/policy"), {"ngram": {}}, generation={"draftLength": length})
     engine, core = VllmEngine(spec, "gen-0"), StandInCore()
     engine._llm = core
-    shared = {"is_sampling_right": True, "shares_embedding": None, "shares_lm_head": None}
+    shared = {"shares_embedding": None, "shares_lm_head": None}
     core.answers = [{"value": shared | a_worker(True, True)}] * 2
     await engine._inspect()
     assert core.calls == expected

@@ -8,7 +8,7 @@ vllm-project/vllm#55005.
 
 The kernel is tried on a known case and replaced only if it is wrong, so a vLLM that has been fixed is left alone. The
 version was compared before (`specrl.seams`).
-Called by `plugin.register` in each vLLM process; `worker` checks the kernel that was bound in the end.
+Called by `plugin.register` in each vLLM process; `sampling_check` tries what was bound in the end.
 """
 
 from __future__ import annotations

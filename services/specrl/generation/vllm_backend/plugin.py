@@ -2,7 +2,7 @@
 
 Entry point `vllm.general_plugins: specrl`. vLLM logs and swallows an exception while a plugin is imported, but not one
 that `register` raises; and a plugin may be switched off (`VLLM_PLUGINS`) or not be installed at all. So this is not
-the last line of defence: `worker.specrl_inspect` tries the kernel that was bound, and the engine refuses to start.
+the last line of defence: `sampling_check` tries the samplers that were bound, and the engine refuses to start.
 """
 
 from __future__ import annotations

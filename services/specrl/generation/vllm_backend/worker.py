@@ -37,7 +37,7 @@ from typing import Any
 import torch
 
 from specrl.errors import BY_NAME, CollectiveFailed, EngineFailed, SpecrlError
-from specrl.generation.vllm_backend import cpu_repair, draft_rest, routed_experts
+from specrl.generation.vllm_backend import draft_rest, routed_experts, sampling_check
 from specrl.records import TensorMeta, WeightGroup, WeightManifest, WeightOwner
 from specrl.weights import files
 from specrl.weights.group import BroadcastGroup
@@ -68,7 +68,8 @@ class WorkerExtension:
     vllm_config: Any
 
     def specrl_inspect(self) -> Answer:
-        """What the engine must know before it serves: is sampling right, who owns the drafter's ends."""
+        """Check how this rank samples. Value: what the engine must know before it serves: who owns the drafter's ends,
+        and which draft lengths can be asked for. EngineFailed if sampling is wrong, or cannot be checked."""
         return _answer(self._specrl_inspect)
 
     def specrl_expect(self, tensors: list[list[Any]], bucket_bytes: int) -> Answer:
@@ -100,9 +101,9 @@ class WorkerExtension:
 
     def _specrl_inspect(self) -> dict[str, Any]:
         self.specrl_threads = torch.get_num_threads()
+        sampling_check.check(self.model_runner)
         model, drafter = self.model_runner.get_model(), self._specrl_drafter()
         found: dict[str, Any] = {
-            "is_sampling_right": _is_bound_kernel_right(),
             "shares_embedding": None,
             "shares_lm_head": None,
         }
@@ -267,18 +268,3 @@ def _answer(call: Callable[[], Any]) -> Answer:
         return {"value": call()}
     except SpecrlError as error:
         return {"error": type(error).__name__, "message": str(error)}
-
-
-def _is_bound_kernel_right() -> bool:
-    """Try the expand kernel through the rejection sampler's own function, as sampling calls it."""
-    from vllm.platforms import current_platform
-    from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
-
-    if not current_platform.is_cpu():
-        return True
-
-    def bound(output: torch.Tensor, *inputs: Any, **_: object) -> None:
-        values, ends, replace_from, replace_to = inputs
-        output.copy_(expand_batch_to_tokens(values, ends, len(output), replace_from, replace_to))
-
-    return not cpu_repair.is_wrong(bound)

@@ -1,0 +1,397 @@
+"""The check of sampling at a worker's start: right samplers pass, broken and unknown ones are refused.
+
+vLLM's own samplers are called: those of its first model runner on its CPU kernels, those of its second one with PyTorch
+stand-ins for its Triton kernels. `tests/integration/generation/test_sampled_distribution.py` tries it in real engines.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests import sampling_lab
+
+from specrl.errors import EngineFailed
+from specrl.generation.vllm_backend import cpu_repair, samplers, sampling_check
+from specrl.generation.vllm_backend.sampling_check import (
+    ALARM,
+    CERTAIN_DRAFTS,
+    DRAWN_DRAFTS,
+    NO_DRAFTS,
+    POLICY_KA,
+    ROWS,
+    SETTINGS,
+    VOCABULARY,
+    Case,
+    expected_probs_KA,
+    false_alarm_bound,
+    g_statistic,
+    threshold,
+)
+
+CPU = torch.device("cpu")
+FIRST = CPU, VOCABULARY, ALARM / 18  # as `check` has it: 18 comparisons
+VERIFIED = [Case(drafts, settings) for drafts in (CERTAIN_DRAFTS, DRAWN_DRAFTS) for settings in SETTINGS]
+TEMPERATURES, FILTERS = SETTINGS
+
+
+# -- vLLM's first model runner ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def kernels(vllm_imported: None) -> None:
+    """vLLM's CPU kernels, bound as in a worker. That can be done once in a process."""
+    from vllm.platforms import current_platform
+    from vllm.triton_utils.dispatcher import KernelOverride
+    from vllm.v1.sample import rejection_sampler
+
+    cpu_repair.repair_if_needed()
+    cpu_repair.let_top_k_pass_without_drafts()
+    if not isinstance(rejection_sampler.expand_kernel, KernelOverride):
+        with warnings.catch_warnings():  # of other packages, whose modules it looks through
+            warnings.simplefilter("ignore")
+            current_platform.register_triton_kernel_overrides()
+
+
+def a_speculation(method: str = "standard", num_drafts: int = 3) -> Any:
+    return SimpleNamespace(
+        rejection_sample_method=method, num_speculative_tokens=num_drafts, enable_adaptive_verification=False
+    )
+
+
+@pytest.fixture
+def runner(kernels: None) -> Any:
+    """As much of vLLM's first model runner as samples."""
+    from vllm.v1.sample.logits_processor import LogitsProcessors
+    from vllm.v1.sample.metadata import SamplingMetadata
+    from vllm.v1.sample.rejection_sampler import RejectionSampler
+    from vllm.v1.sample.sampler import Sampler
+
+    sampler, nothing = Sampler(logprobs_mode="processed_logprobs"), torch.empty(0)
+    idle = SamplingMetadata(
+        temperature=None,
+        all_greedy=True,
+        all_random=False,
+        top_p=None,
+        top_k=None,
+        generators={},
+        max_num_logprobs=None,
+        no_penalties=True,
+        prompt_token_ids=None,
+        frequency_penalties=nothing,
+        presence_penalties=nothing,
+        repetition_penalties=nothing,
+        output_token_ids=[],
+        allowed_token_ids_mask=None,
+        bad_words_token_ids={},
+        logitsprocs=LogitsProcessors(),
+    )
+    return SimpleNamespace(
+        device=CPU,
+        sampler=sampler,
+        rejection_sampler=RejectionSampler(sampler, a_speculation(), CPU),
+        vllm_config=SimpleNamespace(speculative_config=a_speculation()),
+        input_batch=SimpleNamespace(sampling_metadata=idle),
+    )
+
+
+def test_right_samplers_pass_and_no_generator_notices(runner: Any) -> None:
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist()
+    bound = dict(vars(runner))
+    sampling_check.check(runner)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert np.random.get_state()[1].tolist() == before[1]
+    assert vars(runner) == bound
+
+
+@pytest.mark.parametrize("case", VERIFIED, ids=str)
+@pytest.mark.parametrize("fault", sampling_lab.FAULTS)
+def test_broken_rejection_sampler_is_refused(fault: str, case: Case, runner: Any) -> None:
+    """By what a look-up drafts and by what a drafter draws, each alone. The faults are those of the real engines."""
+    sign = "chi-square statistic" if fault != "drop_bonus" else "one token more"  # nothing drawn is wrong there
+    with sampling_lab.broken(fault), pytest.raises(EngineFailed, match=f"{sign}.*{case}"):
+        sampling_check.check_case(case, samplers.bound_samplers(runner), *FIRST)
+
+
+def leave_alone(output: torch.Tensor, *inputs: Any) -> None:
+    """The kernel of vLLM 0.32.0 for all but int64: the caller's tensor keeps what was in memory."""
+    output.zero_()
+
+
+def mend_floats_only(output: torch.Tensor, *inputs: Any) -> None:
+    """The same for top-k, with temperature and top-p mended."""
+    if output.dtype.is_floating_point:
+        cpu_repair.expand(output, *inputs)
+    else:
+        output.fill_(VOCABULARY)
+
+
+def give_neighbours(output: torch.Tensor, values: torch.Tensor, *inputs: Any) -> None:
+    """Each request has the temperature, top-k and top-p of the one before it."""
+    cpu_repair.expand(output, values.roll(1), *inputs)
+
+
+@pytest.mark.parametrize("kernel", [leave_alone, mend_floats_only, give_neighbours])
+def test_wrong_expand_kernel_is_refused(
+    kernel: Callable[..., None], runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vllm-project/vllm#55005, as it is in 0.32 and half mended."""
+    monkeypatch.setattr("vllm.v1.sample.rejection_sampler._expand", kernel)
+    with pytest.raises(EngineFailed, match=r"RejectionSampler on cpu must .*55005"):
+        sampling_check.check(runner)
+
+
+def ignore_temperature(logits: torch.Tensor, *_: Any) -> torch.Tensor:
+    return logits
+
+
+def ignore_filters(logits: torch.Tensor, *_: Any) -> torch.Tensor:
+    return logits
+
+
+def sharpen(logits: torch.Tensor, temperature: torch.Tensor, *_: Any) -> torch.Tensor:
+    return logits.div_(temperature[:, None] * 0.75)
+
+
+@pytest.mark.parametrize(
+    ("seam", "fault", "settings"),
+    [
+        ("sampler.Sampler.apply_temperature", staticmethod(ignore_temperature), TEMPERATURES),
+        ("sampler.Sampler.apply_temperature", staticmethod(sharpen), TEMPERATURES),
+        ("ops.topk_topp_sampler.apply_top_k_top_p", ignore_filters, FILTERS),
+    ],
+)
+def test_broken_plain_sampler_is_refused(
+    seam: str, fault: Any, settings: str, runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"vllm.v1.sample.{seam}", fault)
+    runner.vllm_config.speculative_config = None
+    with pytest.raises(EngineFailed, match=rf"sampler\.Sampler on cpu must draw.*{NO_DRAFTS}, {settings}"):
+        sampling_check.check(runner)
+
+
+def test_samplers_without_speculation_pass(runner: Any) -> None:
+    runner.vllm_config.speculative_config, runner.rejection_sampler = None, None
+    sampling_check.check(runner)
+
+
+def test_what_a_kernel_raises_is_an_engine_failure_that_names_the_case(
+    runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr("vllm.v1.sample.rejection_sampler._sample_recovered_tokens", fail)
+    with pytest.raises(EngineFailed, match=r"rows with certain drafts, temperatures, got \w+: "):
+        sampling_check.check(runner)
+
+
+# -- which samplers are known ----------------------------------------------------------------------------------------
+
+
+def test_sampler_of_another_class_is_refused_by_name(runner: Any) -> None:
+    """Even one that inherits from vLLM's: what it draws by may be its own."""
+
+    class Foreign(type(runner.rejection_sampler)):  # type: ignore[misc]
+        pass
+
+    runner.rejection_sampler.__class__ = Foreign
+    with pytest.raises(EngineFailed, match=r"got .*Foreign, method standard"):
+        sampling_check.check(runner)
+
+
+def test_missing_rejection_sampler_is_refused(runner: Any) -> None:
+    del runner.rejection_sampler
+    with pytest.raises(EngineFailed, match="and None, method standard"):
+        sampling_check.check(runner)
+
+
+@pytest.mark.parametrize("method", ["synthetic", "block", "fly"])
+def test_other_methods_of_verifying_are_refused_by_name(method: str, runner: Any) -> None:
+    runner.vllm_config.speculative_config = a_speculation(method)
+    with pytest.raises(EngineFailed, match=f"method {method}"):
+        sampling_check.check(runner)
+
+
+# -- vLLM's second model runner --------------------------------------------------------------------------------------
+
+
+def gumbel_argmax(logits_NV: torch.Tensor) -> torch.Tensor:
+    noise_NV = -torch.empty_like(logits_NV).exponential_().log()
+    return (logits_NV + noise_NV).argmax(-1)
+
+
+def verify_as_the_kernels(  # noqa: PLR0917 - vLLM's parameters
+    target_logits: torch.Tensor,
+    draft_logits: torch.Tensor | None,
+    draft_sampled: torch.Tensor,
+    cu_num_logits: torch.Tensor,
+    pos: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    expanded_idx_mapping: torch.Tensor,
+    expanded_local_pos: torch.Tensor,
+    temperature: torch.Tensor,
+    seed: torch.Tensor,
+    num_speculative_steps: int,
+    *_: Any,
+    **__: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the Triton kernels of `rejection_sample` compute, on any device; noise comes from PyTorch."""
+    assert len(seed.unique()) == len(seed), "each request has a seed of its own"
+    policy_NV = target_logits.softmax(-1)
+    last_N = torch.zeros(len(pos), dtype=torch.bool).index_fill_(0, cu_num_logits[1:].long() - 1, True)
+    draft_N = torch.where(last_N, 0, draft_sampled.roll(-1).long())
+    if draft_logits is None:
+        drafter_NV = torch.nn.functional.one_hot(draft_N, policy_NV.shape[1]).float()
+    else:
+        of_N = expanded_idx_mapping.long()
+        step_N = expanded_local_pos.long().clamp(max=num_speculative_steps - 1)
+        drafter_NV = (draft_logits[of_N, step_N] / temperature[of_N][:, None]).softmax(-1)
+    drafter_NV = torch.where(last_N[:, None], 0.0, drafter_NV)
+    at = torch.arange(len(pos)), draft_N
+    accepted_N = (policy_NV[at] > torch.rand(len(pos)) * drafter_NV[at]) & ~last_N
+    instead_N = gumbel_argmax((policy_NV - drafter_NV).clamp(min=0).log())
+    sampled_RK = torch.full((len(idx_mapping), num_speculative_steps + 1), 7777)  # vLLM leaves what was in memory
+    num_sampled_R = torch.zeros(len(idx_mapping), dtype=torch.int32)
+    for row, (start, end) in enumerate(zip(cu_num_logits[:-1].tolist(), cu_num_logits[1:].tolist(), strict=True)):
+        kept = int(accepted_N[start:end].int().cumprod(0).sum())
+        sampled_RK[row, :kept] = draft_N[start : start + kept]
+        sampled_RK[row, kept] = instead_N[start + kept]
+        num_sampled_R[row] = kept + 1
+    return sampled_RK, num_sampled_R
+
+
+@pytest.fixture
+def second_runner(vllm_imported: None, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """As much of vLLM's second model runner as samples, with room for one request, and two drafts a step."""
+    from vllm.v1.worker.gpu import buffer_utils
+    from vllm.v1.worker.gpu.sample import sampler as plain
+    from vllm.v1.worker.gpu.sample import states
+    from vllm.v1.worker.gpu.spec_decode import rejection_sampler as verifying
+
+    def divide(logits: torch.Tensor, rows: torch.Tensor, temperature: torch.Tensor) -> None:
+        logits.div_(temperature[rows.long()][:, None])
+
+    def gather(ids: torch.Tensor, positions: torch.Tensor, indices: torch.Tensor, *_: Any) -> Any:
+        return ids[indices], positions[indices]
+
+    def count(num_sampled: torch.Tensor, *_: Any) -> Any:
+        return num_sampled, None
+
+    monkeypatch.setattr(buffer_utils, "is_uva_available", lambda: False)
+    monkeypatch.setattr(states, "apply_temperature", divide)
+    monkeypatch.setattr(plain, "gumbel_sample", lambda logits, *_, **__: gumbel_argmax(logits))
+    monkeypatch.setattr(plain, "get_num_sampled_and_rejected", count)
+    monkeypatch.setattr(verifying, "get_num_sampled_and_rejected", count)
+    monkeypatch.setattr(verifying, "gather_draft_sampled", gather)
+    monkeypatch.setattr(verifying, "rejection_sample", verify_as_the_kernels)
+    sampler: Any = plain.Sampler.__new__(plain.Sampler)
+    sampler.logprobs_mode = "processed_logprobs"
+    sampler.compute_nans = sampler.use_fp64_gumbel = sampler.return_sampling_mask = False
+    sampler.use_flashinfer = sampler.use_xpu_sampler = False
+    sampler.trace_replay_state = None
+    speculation = a_speculation(num_drafts=2)
+    return SimpleNamespace(
+        device=CPU,
+        sampler=sampler,
+        rejection_sampler=verifying.RejectionSampler(sampler, speculation, CPU),
+        vllm_config=SimpleNamespace(speculative_config=speculation),
+    )
+
+
+def test_second_runners_samplers_are_called_as_they_expect(second_runner: Any) -> None:
+    before = dict(vars(second_runner.sampler)), dict(vars(second_runner.rejection_sampler))
+    torch.manual_seed(0)
+    sampling_check.check(second_runner)
+    assert (vars(second_runner.sampler), vars(second_runner.rejection_sampler)) == before
+
+
+def test_second_runner_without_speculation_passes(second_runner: Any) -> None:
+    torch.manual_seed(0)
+    second_runner.vllm_config.speculative_config = second_runner.rejection_sampler = None
+    sampling_check.check(second_runner)
+
+
+@pytest.mark.parametrize("case", VERIFIED, ids=str)
+def test_second_runners_broken_sampler_is_refused(
+    case: Case, second_runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It replaces a rejected draft from the policy's own distribution."""
+
+    def redraw(logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sampled_RK, num_sampled_R = verify_as_the_kernels(logits, *args, **kwargs)
+        starts_R = args[2][:-1]
+        for row, (start, number) in enumerate(zip(starts_R.tolist(), num_sampled_R.tolist(), strict=True)):
+            sampled_RK[row, number - 1] = gumbel_argmax(logits[start + number - 1])
+        return sampled_RK, num_sampled_R
+
+    monkeypatch.setattr("vllm.v1.worker.gpu.spec_decode.rejection_sampler.rejection_sample", redraw)
+    torch.manual_seed(0)
+    with pytest.raises(EngineFailed, match=f"chi-square statistic.*{case}"):
+        sampling_check.check_case(case, samplers.bound_samplers(second_runner), *FIRST)
+
+
+# -- statistics ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("x", [0.1, 0.5, 0.9, 0.99])
+@pytest.mark.parametrize("probability", [0.001, 0.1, 0.5])
+@pytest.mark.parametrize("draws", [1, 5, 50, 2000])
+def test_bound_of_the_statistics_moments_holds(draws: int, probability: float, x: float) -> None:
+    """That which `false_alarm_bound` follows from, for two cells, summed exactly. More cells are a chain of two."""
+    from scipy import stats
+
+    probs_A = np.array([probability, 1 - probability])
+    counts = np.arange(draws + 1)
+    statistics = [g_statistic(np.array([count, draws - count]), probs_A) for count in counts]
+    logs = stats.binom.logpmf(counts, draws, probability) + x * np.array(statistics) / 2
+    assert np.exp(logs).sum() <= 1 / (1 - x)
+
+
+def test_false_alarms_are_as_rare_as_stated() -> None:
+    """At a rate that can be counted, for rare tokens and few draws."""
+    random, probs_A, alarm = np.random.default_rng(0), np.array([0.9, 0.06, 0.03, 0.01]), 0.1
+    counts = random.multinomial(30, probs_A, size=20_000)
+    alarms = sum(false_alarm_bound(g_statistic(count_A, probs_A), 3) < alarm for count_A in counts)
+    assert 0 < alarms < 20_000 * alarm
+
+
+@pytest.mark.parametrize("degrees", [2, 3, 6, 24])
+def test_threshold_is_where_the_bound_is_the_alarm(degrees: int) -> None:
+    assert false_alarm_bound(threshold(degrees, ALARM), degrees) == pytest.approx(ALARM)
+    assert false_alarm_bound(np.inf, degrees) == 0
+    assert false_alarm_bound(2 * degrees, degrees) == 1
+
+
+def test_power_is_what_the_architecture_page_says() -> None:
+    """A sampler that moves 0.15 of the first token's probability is found with a probability above 0.999.
+
+    Whichever of the tokens it is moved between, at both temperatures. At least twice 0.15^2 of KL divergence (Pinsker).
+    """
+    random, rows, limit = np.random.default_rng(0), ROWS // 2, threshold(6, ALARM / 18)
+    right = [expected_probs_KA(setting)[0] for setting in SETTINGS[TEMPERATURES]]
+    moves = [(a, b) for a in range(4) for b in range(4) if a != b and all(probs_A[a] > 0.15 for probs_A in right)]
+    assert len(moves) >= 6
+    for source, target in moves:
+        total = np.zeros(5_000)
+        for probs_A in right:
+            moved_A = probs_A.copy()
+            moved_A[source], moved_A[target] = moved_A[source] - 0.15, moved_A[target] + 0.15
+            counts = random.multinomial(rows, moved_A, size=5_000)
+            total += [g_statistic(count_A, probs_A) for count_A in counts]
+        assert (total < limit).mean() < 1e-3
+
+
+def test_expected_probabilities_are_those_of_each_setting() -> None:
+    plain, cold = (expected_probs_KA(setting)[0] for setting in SETTINGS[TEMPERATURES])
+    top_k, top_p = (expected_probs_KA(setting)[0] for setting in SETTINGS[FILTERS])
+    assert plain == pytest.approx(POLICY_KA[0])
+    assert cold == pytest.approx(POLICY_KA[0] ** 2 / (POLICY_KA[0] ** 2).sum())
+    warm = POLICY_KA[0, :3] ** (1 / 1.3)
+    assert top_k == pytest.approx([*(warm / warm.sum()), 0])
+    assert top_p == pytest.approx([2 / 3, 1 / 3, 0, 0])
