@@ -258,7 +258,7 @@ def take(llm: Any, turn: Turn) -> Outcome:
 
 
 def refusal_of(bound: Any) -> str | None:
-    """What the check at the start of a worker says of the samplers of `bound`; None if they pass."""
+    """Make the check of a worker's start on vLLM's worker `bound`. Returns its error, or None if the samplers pass."""
     try:
         sampling_check.check(bound.model_runner)
     except EngineFailed as error:

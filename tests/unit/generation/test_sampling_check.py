@@ -17,7 +17,7 @@ import torch
 from tests import sampling_lab
 
 from specrl.errors import EngineFailed
-from specrl.generation.vllm_backend import cpu_repair, samplers, sampling_check
+from specrl.generation.vllm_backend import cpu_repair, samplers, sampling_check, worker
 from specrl.generation.vllm_backend.sampling_check import (
     ALARM,
     CERTAIN_DRAFTS,
@@ -28,10 +28,10 @@ from specrl.generation.vllm_backend.sampling_check import (
     SETTINGS,
     VOCABULARY,
     Case,
+    alarm_threshold,
     expected_probs_KA,
     false_alarm_bound,
     g_statistic,
-    threshold,
 )
 
 CPU = torch.device("cpu")
@@ -118,6 +118,14 @@ def test_broken_rejection_sampler_is_refused(fault: str, case: Case, runner: Any
         sampling_check.check_case(case, samplers.bound_samplers(runner), *FIRST)
 
 
+def test_worker_reports_a_broken_sampler_as_an_error(runner: Any) -> None:
+    """As data, since vLLM turns exceptions of a worker into others."""
+    rank = worker.WorkerExtension()
+    rank.model_runner = runner
+    with sampling_lab.broken("accept_too_often"), pytest.raises(EngineFailed, match="chi-square statistic"):
+        worker.unwrap(rank.specrl_inspect())
+
+
 def leave_alone(output: torch.Tensor, *inputs: Any) -> None:
     """The kernel of vLLM 0.32.0 for all but int64: the caller's tensor keeps what was in memory."""
     output.zero_()
@@ -146,11 +154,7 @@ def test_wrong_expand_kernel_is_refused(
         sampling_check.check(runner)
 
 
-def ignore_temperature(logits: torch.Tensor, *_: Any) -> torch.Tensor:
-    return logits
-
-
-def ignore_filters(logits: torch.Tensor, *_: Any) -> torch.Tensor:
+def ignore(logits: torch.Tensor, *_: Any) -> torch.Tensor:
     return logits
 
 
@@ -161,9 +165,9 @@ def sharpen(logits: torch.Tensor, temperature: torch.Tensor, *_: Any) -> torch.T
 @pytest.mark.parametrize(
     ("seam", "fault", "settings"),
     [
-        ("sampler.Sampler.apply_temperature", staticmethod(ignore_temperature), TEMPERATURES),
+        ("sampler.Sampler.apply_temperature", staticmethod(ignore), TEMPERATURES),
         ("sampler.Sampler.apply_temperature", staticmethod(sharpen), TEMPERATURES),
-        ("ops.topk_topp_sampler.apply_top_k_top_p", ignore_filters, FILTERS),
+        ("ops.topk_topp_sampler.apply_top_k_top_p", ignore, FILTERS),
     ],
 )
 def test_broken_plain_sampler_is_refused(
@@ -241,7 +245,7 @@ def verify_as_the_kernels(  # noqa: PLR0917 - vLLM's parameters
     *_: Any,
     **__: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the Triton kernels of `rejection_sample` compute, on any device; noise comes from PyTorch."""
+    """Do what the Triton kernels of `rejection_sample` do, with noise from PyTorch."""
     assert len(seed.unique()) == len(seed), "each request has a seed of its own"
     policy_NV = target_logits.softmax(-1)
     last_N = torch.zeros(len(pos), dtype=torch.bool).index_fill_(0, cu_num_logits[1:].long() - 1, True)
@@ -363,7 +367,7 @@ def test_false_alarms_are_as_rare_as_stated() -> None:
 
 @pytest.mark.parametrize("degrees", [2, 3, 6, 24])
 def test_threshold_is_where_the_bound_is_the_alarm(degrees: int) -> None:
-    assert false_alarm_bound(threshold(degrees, ALARM), degrees) == pytest.approx(ALARM)
+    assert false_alarm_bound(alarm_threshold(degrees, ALARM), degrees) == pytest.approx(ALARM)
     assert false_alarm_bound(np.inf, degrees) == 0
     assert false_alarm_bound(2 * degrees, degrees) == 1
 
@@ -373,7 +377,7 @@ def test_power_is_what_the_architecture_page_says() -> None:
 
     Whichever of the tokens it is moved between, at both temperatures. At least twice 0.15^2 of KL divergence (Pinsker).
     """
-    random, rows, limit = np.random.default_rng(0), ROWS // 2, threshold(6, ALARM / 18)
+    random, rows, limit = np.random.default_rng(0), ROWS // 2, alarm_threshold(6, ALARM / 18)
     right = [expected_probs_KA(setting)[0] for setting in SETTINGS[TEMPERATURES]]
     moves = [(a, b) for a in range(4) for b in range(4) if a != b and all(probs_A[a] > 0.15 for probs_A in right)]
     assert len(moves) >= 6

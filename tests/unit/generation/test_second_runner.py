@@ -286,6 +286,15 @@ async def test_an_engine_with_a_live_draft_length_passes_on_what_its_workers_sai
     assert core.calls == expected
 
 
+async def test_an_engine_does_not_serve_when_one_of_its_workers_samples_wrong() -> None:
+    engine, core = VllmEngine(a_spec(Path("/policy")), "gen-0"), StandInCore()
+    engine._llm = core
+    wrong = {"error": "EngineFailed", "message": "the sampler on cuda:1 must draw from the policy's distribution"}
+    core.answers = [{"value": {"shares_embedding": None, "shares_lm_head": None} | a_worker(True, True)}, wrong]
+    with pytest.raises(EngineFailed, match="cuda:1"):
+        await engine._inspect()
+
+
 async def test_nothing_is_logged_of_a_drafter_that_can_rest() -> None:
     with structlog.testing.capture_logs() as events:
         await drafting.set_abilities(StandInCore(), (OFF, 0, 1), [a_worker(True, False)], "gen-0")

@@ -43,7 +43,10 @@ class Setting:
 
 
 class Batch(NamedTuple):
-    """Rows of one call to a sampler, on the CPU. A row has `counts_R[r]` drafts, and one row of logits more."""
+    """Rows of one call to a sampler. A row has `counts_R[r]` drafts, and one row of logits more.
+
+    Tensors are on the device of the samplers.
+    """
 
     settings_R: list[Setting]
     seeds_R: list[int]
@@ -62,7 +65,7 @@ Draw = Callable[[Batch], np.ndarray]
 
 @dataclass(frozen=True)
 class BoundSamplers:
-    """What a model runner samples by: `draw` when no row of a batch has drafts, `verify` when some have."""
+    """How a model runner samples: by `draw` when no row of a batch has drafts, by `verify` when some have."""
 
     draw: Draw
     verify: Draw
@@ -99,7 +102,7 @@ def _by_first_runner(model_runner: Any, names: tuple[str, str | None]) -> BoundS
     device = torch.device(model_runner.device)
     idle = model_runner.input_batch.sampling_metadata  # of no requests
 
-    def metadata(batch: Batch) -> Any:
+    def make_metadata(batch: Batch) -> Any:
         has_filter = any(setting.top_k or setting.top_p < 1 for setting in batch.settings_R)
         top_k = [setting.top_k or batch.logits_NV.shape[1] for setting in batch.settings_R]
         top_p = [setting.top_p for setting in batch.settings_R]
@@ -118,7 +121,7 @@ def _by_first_runner(model_runner: Any, names: tuple[str, str | None]) -> BoundS
         )
 
     def draw(batch: Batch) -> np.ndarray:
-        output = model_runner.sampler(logits=batch.logits_NV.to(device), sampling_metadata=metadata(batch))
+        output = model_runner.sampler(logits=batch.logits_NV, sampling_metadata=make_metadata(batch))
         return np.asarray(output.sampled_token_ids.cpu().numpy())
 
     def verify(batch: Batch) -> np.ndarray:
@@ -129,7 +132,7 @@ def _by_first_runner(model_runner: Any, names: tuple[str, str | None]) -> BoundS
         others_N = np.setdiff1d(np.arange(ends_R[-1]), ends_R - 1)
         draft_probs = None
         if batch.draft_logits_RKV is not None:
-            draft_probs = batch.draft_logits_RKV[torch.from_numpy(is_draft_RK)].exp().to(device)
+            draft_probs = batch.draft_logits_RKV[torch.tensor(is_draft_RK, device=device)].exp()
         drafts = SpecDecodeMetadata(
             draft_token_ids=_int32(batch.drafts_RK[is_draft_RK], device),
             num_draft_tokens=batch.counts_R.tolist(),
@@ -139,7 +142,7 @@ def _by_first_runner(model_runner: Any, names: tuple[str, str | None]) -> BoundS
             bonus_logits_indices=_int32(ends_R - 1, device),
             logits_indices=_int32(np.arange(ends_R[-1]), device),
         )
-        output = model_runner.rejection_sampler(drafts, draft_probs, batch.logits_NV.to(device), metadata(batch))
+        output = model_runner.rejection_sampler(drafts, draft_probs, batch.logits_NV, make_metadata(batch))
         return np.asarray(output.sampled_token_ids.cpu().numpy())
 
     is_speculating = model_runner.vllm_config.speculative_config is not None
@@ -163,17 +166,16 @@ def _by_second_runner(model_runner: Any, names: tuple[str, str | None]) -> Bound
         sampler = copy.copy(model_runner.sampler)
         _give_requests(sampler, batch, device)
         layout = _second_runners_batch(batch, device)
-        logits = batch.logits_NV.to(device)
+        logits = batch.logits_NV
         if not verifies:
             return np.asarray(sampler(logits, layout).sampled_token_ids.cpu().numpy())
         rejection_sampler = copy.copy(model_runner.rejection_sampler)
         rejection_sampler.sampler = sampler
         draft_logits = None
         if batch.draft_logits_RKV is not None:  # kept before temperature, and divided by it when they are read
-            temperature_R = torch.tensor([setting.temperature for setting in batch.settings_R])
-            draft_logits = torch.zeros(len(batch.counts_R), steps, logits.shape[1])
+            temperature_R = torch.tensor([setting.temperature for setting in batch.settings_R], device=device)
+            draft_logits = torch.zeros(len(batch.counts_R), steps, logits.shape[1], device=device)
             draft_logits[:, : batch.draft_logits_RKV.shape[1]] = batch.draft_logits_RKV * temperature_R[:, None, None]
-            draft_logits = draft_logits.to(device)
         output = rejection_sampler(logits, layout, draft_logits)
         tokens_RK = output.sampled_token_ids.cpu().numpy()
         return np.where(
@@ -210,7 +212,10 @@ def _give_requests(sampler: Any, batch: Batch, device: torch.device) -> None:
 
 
 def _second_runners_batch(batch: Batch, device: torch.device) -> Any:
-    """What its samplers read of vLLM's InputBatch: each row is a token that was sampled before, and its drafts."""
+    """The fields of vLLM's InputBatch that its samplers read.
+
+    A row's inputs are the token that was sampled last, and its drafts.
+    """
     rows, lengths_R = len(batch.counts_R), batch.counts_R + 1
     starts_R = np.concatenate([[0], np.cumsum(lengths_R)])
     row_N = np.repeat(np.arange(rows), lengths_R)

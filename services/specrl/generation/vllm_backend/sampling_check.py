@@ -41,10 +41,10 @@ ALARM = 1e-9
 """The probability that a right sampler is refused is below this, for each worker of a replica."""
 
 ROWS = 2048  # of a case: enough for the errors in the tests
-ROWS_PER_CALL = 256  # a batch such as engines have; keeps the logits of a call below 100 MB on GPUs
+ROWS_PER_CALL = 128  # a batch such as engines have; its logits take 41 MB on GPUs, less than vLLM leaves free
 SEED = 20_240_229
-VOCABULARY = 50  # CPU kernels go through it in vectors of 8 or 16, with a remainder
-VOCABULARY_IN_BLOCKS = 20_011  # Triton kernels go through it in blocks of 1024 and 8192
+VOCABULARY = 50  # on CPUs, whose kernels go through it in vectors of 8 or 16
+VOCABULARY_IN_BLOCKS = 20_011  # elsewhere: Triton kernels go through it in blocks of 1024 and 8192
 IMPOSSIBLE = -1000.0  # a logit whose probability is 0 in float32
 
 # Policy and drafter by position. The certain draft is the policy's likeliest token.
@@ -59,7 +59,9 @@ SETTINGS = {
 }
 """Rows take turns with the two settings of a case. Vocabulary ids of the second are in reverse order."""
 
-NO_DRAFTS, CERTAIN_DRAFTS, DRAWN_DRAFTS = "no drafts", "certain drafts", "drawn drafts"
+NO_DRAFTS = "no drafts"
+CERTAIN_DRAFTS = "certain drafts"  # of a look-up, or the likeliest of a drafter
+DRAWN_DRAFTS = "drawn drafts"
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def check_case(case: Case, samplers: BoundSamplers, device: torch.device, vocabu
     num_drafts, draw = (0, samplers.draw) if is_plain else (samplers.num_drafts, samplers.verify)
     where = f"{samplers.names[0 if is_plain else 1]} on {device}"
     found = Counts(num_drafts)
-    for batch in batches(case, num_drafts, vocabulary):
+    for batch in make_batches(case, num_drafts, device, vocabulary):
         try:
             tokens_RK = draw(batch)
         except Exception as error:  # whatever a kernel raises, the log must say what it was tried on
@@ -142,7 +144,7 @@ def vocabulary_ids_2A(vocabulary: int) -> np.ndarray:
     return np.stack([ids_A, ids_A[::-1]])
 
 
-def batches(case: Case, num_drafts: int, vocabulary: int) -> Iterator[Batch]:
+def make_batches(case: Case, num_drafts: int, device: torch.device, vocabulary: int) -> Iterator[Batch]:
     """All rows of a case. One row of a setting in eight has fewer drafts than the others, or none."""
     random = np.random.default_rng(SEED)
     ids_2A = vocabulary_ids_2A(vocabulary)
@@ -166,21 +168,23 @@ def batches(case: Case, num_drafts: int, vocabulary: int) -> Iterator[Batch]:
             [SEED + number for number in numbers],
             counts_R,
             drafts_RK,
-            _spread(np.log(POLICY_KA[position_N]), ids_RA[row_N], vocabulary),
+            _spread(np.log(POLICY_KA[position_N]), ids_RA[row_N], device, vocabulary),
             None
             if case.drafts != DRAWN_DRAFTS
             else _spread(
                 np.log(DRAFTER_KA[None, :num_drafts].repeat(len(number_R), 0)),
                 ids_RA[:, None, :].repeat(num_drafts, 1),
+                device,
                 vocabulary,
             ),
         )
 
 
-def _spread(values: np.ndarray, ids: np.ndarray, vocabulary: int) -> torch.Tensor:
+def _spread(values: np.ndarray, ids: np.ndarray, device: torch.device, vocabulary: int) -> torch.Tensor:
     """[..., A] values, put at the ids of the last axis of a vocabulary in which nothing else is possible."""
-    spread = torch.full((*values.shape[:-1], vocabulary), IMPOSSIBLE)
-    return spread.scatter_(-1, torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(values).float())
+    spread = torch.full((*values.shape[:-1], vocabulary), IMPOSSIBLE, device=device)
+    indices = torch.tensor(ids, dtype=torch.int64, device=device)
+    return spread.scatter_(-1, indices, torch.tensor(values, dtype=torch.float32, device=device))
 
 
 # -- comparing ---------------------------------------------------------------------------------------------------------
@@ -216,11 +220,11 @@ class Counts:
             statistic = sum(g_statistic(count_A, np.append(probs_A, 0.0)) for count_A, probs_A in pairs)
             degrees = sum(int((probs_A > 0).sum()) - 1 for _, probs_A in pairs)
             if false_alarm_bound(statistic, degrees) < alarm:
+                limit = alarm_threshold(degrees, alarm)
                 raise EngineFailed(
                     f"{sampler} must draw from the policy's distribution, got a chi-square statistic of "
                     f"{statistic:.1f} with {degrees} degrees of freedom for token {position + 1} of rows with {case}, "
-                    f"above the threshold {threshold(degrees, alarm):.1f} (false alarms: below {ALARM:g} a start); "
-                    f"{REMEDY}"
+                    f"above the threshold {limit:.1f} (false alarms: below {ALARM:g} a start); {REMEDY}"
                 )
         if self.malformed:
             raise EngineFailed(
@@ -258,7 +262,7 @@ def false_alarm_bound(statistic: float, degrees: int) -> float:
     return 0.0 if math.isinf(half) else math.exp(degrees - half + degrees * math.log(half / degrees))
 
 
-def threshold(degrees: int, alarm: float) -> float:
+def alarm_threshold(degrees: int, alarm: float) -> float:
     """The statistic whose `false_alarm_bound` is `alarm`."""
     half, needed = float(degrees), degrees - math.log(alarm)
     for _ in range(100):  # converges by a factor of degrees / half, below 1/2 for any alarm of use
