@@ -1,23 +1,24 @@
-"""Trainers of several parallel layouts, those with as many ranks in the same processes, one after another."""
+"""Trainers of several parallel layouts, those with as many ranks in the same processes, one after another.
+
+Their ranks are forks of one process (`fork_server.py`).
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import socket
-import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from tests.integration.trainer.fork_server import ROOT, Ranks
 from tests.integration.trainer.worker_group import ALONE, sizes
 from tests.tiny_models import Shape, make_policy
 
 from specrl.spec.trainer import Parallelism
 from specrl.trainer import checkpoints
 
-ROOT = Path(__file__).parents[3]
 VOCAB = 265  # not divisible by 2 ranks, and not by 128: padding has to work
 TWO_RANKS = ["tensor=2", "data=2", "pipeline=2", "context=2", "pipeline=2,virtualStages=2"]
 FOUR_RANKS = ["tensor=2,pipeline=2", "tensor=2,context=2", "pipeline=2,virtualStages=2,data=2"]
@@ -30,33 +31,42 @@ def free_port() -> int:
         return port
 
 
-def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+def rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
     """torchrun's contract."""
-    return os.environ | {
+    return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join((str(ROOT / "services"), str(ROOT))),  # this tree, whatever is installed
     }
+
+
+def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """All variables of a rank that is a program of its own."""
+    python_path = os.pathsep.join((str(ROOT / "services"), str(ROOT)))  # this tree, whatever is installed
+    of_program = {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path}
+    return os.environ | rank_variables(rank, world_size, port) | of_program
 
 
 class Launch:
     """The processes that form some layouts one after another, and the folder in which they leave what they saw."""
 
-    def __init__(self, out: Path, ranks: int, worker: str, arguments: Sequence[str], sends: Sequence[str]) -> None:
-        """sends: the folders in `out` of whoever broadcasts, one after another."""
+    def __init__(self, ranks: Ranks, out: Path, layout: str, program: Sequence[str], sends: Sequence[str]) -> None:
+        """layout: one of them. program: a worker's module and arguments. sends: the folders in `out` of whoever
+        broadcasts, one after another."""
         self.out, self.sends, port = out, sends, free_port()
-        command = [sys.executable, "-m", f"tests.integration.trainer.{worker}", *arguments]
+        count = Parallelism.model_validate(sizes(layout)).world_size
         out.mkdir(parents=True)
-        self.processes = []
-        for rank in range(ranks):
-            with (out / f"rank-{rank}.log").open("w") as log:
-                environment = rank_environment(rank, ranks, port)
-                process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
-            self.processes.append(process)
+        self.processes = [
+            ranks.start(
+                f"tests.integration.trainer.{program[0]}",
+                program[1:],
+                rank_variables(rank, count, port),
+                out / f"rank-{rank}.log",
+            )
+            for rank in range(count)
+        ]
 
     def codes(self) -> list[int]:
         """Exit codes, when all have ended."""
@@ -76,11 +86,18 @@ class Launch:
         return self.out
 
 
-def all_of(policy: Path, layouts: Sequence[str], out: Path, resume: Path | None = None) -> Launch:
+def all_of(ranks: Ranks, policy: Path, layouts: Sequence[str], out: Path, resume: Path | None = None) -> Launch:
     """`worker.py` in some layouts with as many ranks."""
-    ranks = Parallelism.model_validate(sizes(layouts[0])).world_size
     arguments = [str(policy), str(out), json.dumps(layouts), *([str(resume)] if resume else [])]
-    return Launch(out, ranks, "worker", arguments, layouts)
+    return Launch(ranks, out, layouts[0], ["worker", *arguments], layouts)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Starts ranks."""
+    server = Ranks()
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="session")
@@ -98,19 +115,19 @@ def tied_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def single(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def single(ranks: Ranks, policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One rank."""
-    return all_of(policy, [ALONE], tmp_path_factory.mktemp("single") / "out").finish([9]) / ALONE
+    return all_of(ranks, policy, [ALONE], tmp_path_factory.mktemp("single") / "out").finish([9]) / ALONE
 
 
 @pytest.fixture(scope="session")
-def two_ranks(policy: Path, single: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two_ranks(ranks: Ranks, policy: Path, single: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Layouts of two ranks, each of which afterwards resumes the single rank's checkpoint."""
     out, resume = tmp_path_factory.mktemp("two") / "out", checkpoints.newest(single)
-    return all_of(policy, TWO_RANKS, out, resume).finish([0, 0])
+    return all_of(ranks, policy, TWO_RANKS, out, resume).finish([0, 0])
 
 
 @pytest.fixture(scope="session")
-def four_ranks(tied_policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def four_ranks(ranks: Ranks, tied_policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Layouts of four ranks, of another policy."""
-    return all_of(tied_policy, FOUR_RANKS, tmp_path_factory.mktemp("four") / "out").finish([0] * 4)
+    return all_of(ranks, tied_policy, FOUR_RANKS, tmp_path_factory.mktemp("four") / "out").finish([0] * 4)

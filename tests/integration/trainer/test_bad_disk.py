@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.integration.trainer.conftest import VOCAB
+from tests.integration.trainer.fork_server import Ranks
 from tests.integration.trainer.runs import a_batch, a_spec
 from tests.integration.trainer.test_trainer_process import START_S, Trainer
 from tests.small_disk import a_small_disk
@@ -36,11 +37,11 @@ def fill(disk: Path) -> Path:
 
 
 async def test_full_disk_keeps_the_last_checkpoint_and_the_trainer(
-    policy: Path, tmp_path: Path, small_disk: Path
+    ranks: Ranks, policy: Path, tmp_path: Path, small_disk: Path
 ) -> None:
     """Then it has room again; then its newest checkpoint is cut short, and the one before it is used."""
     (tmp_path / "run.yaml").write_text(dump(a_spec(policy, data=2)))
-    first = Trainer(tmp_path, "first")
+    first = Trainer(ranks, tmp_path, "first")
     try:
         async with TrainerClient(first.address()) as client:
             await client.train_step(a_batch(1, VOCAB), START_S)
@@ -59,7 +60,7 @@ async def test_full_disk_keeps_the_last_checkpoint_and_the_trainer(
         first.kill()
     for file in (small_disk / "checkpoints" / "step-000003").rglob("model-*.safetensors"):
         file.write_bytes(file.read_bytes()[:-100])
-    second = Trainer(tmp_path, "second")
+    second = Trainer(ranks, tmp_path, "second")
     try:
         async with TrainerClient(second.address()) as client:
             assert (await client.status()).step == 1, second.log()

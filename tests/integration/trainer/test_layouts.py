@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from tests.integration.trainer import reference
 from tests.integration.trainer.conftest import VOCAB, Launch
+from tests.integration.trainer.fork_server import Ranks
 from tests.integration.trainer.runs import a_batch, a_spec, with_experts
 from tests.tiny_models import Shape, make_policy
 
@@ -74,7 +75,7 @@ def on_one_rank(policies: dict[str, Path], tmp_path_factory: pytest.TempPathFact
     return out
 
 
-def launch(cases: Sequence[Case], ranks: int, policies: dict[str, Path], first: Path, out: Path) -> Path:
+def launch(ranks: Ranks, cases: Sequence[Case], policies: dict[str, Path], first: Path, out: Path) -> Path:
     """Every case goes on with the checkpoint of the one before it that trains the same, or of one rank."""
     from tests.integration.trainer.layout_worker import Job
 
@@ -84,20 +85,25 @@ def launch(cases: Sequence[Case], ranks: int, policies: dict[str, Path], first: 
         like = [job for job in jobs if (job.policy, job.kind) == (str(policies[policy]), kind)]
         before = str(out / like[-1].name) if like else str(first) if case == cases[0] else None
         jobs.append(Job(name(case), str(policies[policy]), layout, kind, before))
-    arguments = [str(out), json.dumps([asdict(job) for job in jobs])]
-    return Launch(out, ranks, "layout_worker", arguments, [job.name for job in jobs]).finish([0] * ranks)
+    program = ["layout_worker", str(out), json.dumps([asdict(job) for job in jobs])]
+    found = Launch(ranks, out, jobs[0].layout, program, [job.name for job in jobs])
+    return found.finish([0] * len(found.processes))
 
 
 @pytest.fixture(scope="module")
-def two_ranks(policies: dict[str, Path], on_one_rank: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return launch(TWO_RANKS, 2, policies, on_one_rank, tmp_path_factory.mktemp("two") / "out")
+def two_ranks(
+    ranks: Ranks, policies: dict[str, Path], on_one_rank: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    return launch(ranks, TWO_RANKS, policies, on_one_rank, tmp_path_factory.mktemp("two") / "out")
 
 
 @pytest.fixture(scope="module")
-def four_ranks(policies: dict[str, Path], two_ranks: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def four_ranks(
+    ranks: Ranks, policies: dict[str, Path], two_ranks: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """The first goes on with a checkpoint of two ranks."""
     first = two_ranks / name(TWO_RANKS[1])
-    return launch(FOUR_RANKS, 4, policies, first, tmp_path_factory.mktemp("four") / "out")
+    return launch(ranks, FOUR_RANKS, policies, first, tmp_path_factory.mktemp("four") / "out")
 
 
 CASES = [*(("two_ranks", case) for case in TWO_RANKS), *(("four_ranks", case) for case in FOUR_RANKS)]

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from tests.integration.trainer.conftest import VOCAB
+from tests.integration.trainer.fork_server import Ranks
 from tests.integration.trainer.runs import a_batch, a_spec
 from tests.integration.trainer.test_trainer_process import START_S, Trainer
 
@@ -21,7 +22,9 @@ from specrl.rpc.server import serve
 from specrl.spec import digest, dump, load_spec
 
 
-async def test_step_whose_rank_1_was_killed_is_trained_by_the_next_trainer(policy: Path, tmp_path: Path) -> None:
+async def test_step_whose_rank_1_was_killed_is_trained_by_the_next_trainer(
+    ranks: Ranks, policy: Path, tmp_path: Path
+) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(dump(a_spec(policy, data=2)))
     spec = load_spec(file)
@@ -30,7 +33,7 @@ async def test_step_whose_rank_1_was_killed_is_trained_by_the_next_trainer(polic
     server, port = await serve(service.add_to, "127.0.0.1", 0)
     store = StoreLink(spec.name, SqliteStore(tmp_path / "store.db"))
     link = TrainerLink(spec.name, registry, store)
-    first = await asyncio.to_thread(Trainer, tmp_path, "first", f"127.0.0.1:{port}")
+    first = await asyncio.to_thread(Trainer, ranks, tmp_path, "first", f"127.0.0.1:{port}")
     second: Trainer | None = None
     try:
         async with asyncio.timeout(START_S):
@@ -45,7 +48,7 @@ async def test_step_whose_rank_1_was_killed_is_trained_by_the_next_trainer(polic
         first.processes[1].kill()
         assert await asyncio.to_thread(first.codes) == [1, -signal.SIGKILL], first.log()
         assert not training.done(), "the coordinator must wait for a trainer, not end with the error of this one"
-        second = await asyncio.to_thread(Trainer, tmp_path, "second", f"127.0.0.1:{port}")
+        second = await asyncio.to_thread(Trainer, ranks, tmp_path, "second", f"127.0.0.1:{port}")
         async with asyncio.timeout(START_S):
             assert (await training).tokens > 0
             assert (await link.status()).step == 2
