@@ -5,18 +5,21 @@ Unproven is what only an engine can show: that the bases exist, that the layers 
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import pytest
 from tests.e2e.binaries import BinaryMissing, find
 
 ROOT = Path(__file__).resolve().parents[3]
+SCRIPTS: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 DOCKERFILE = ROOT / "deploy" / "docker" / "Dockerfile"
 PUSHED = ("control", "generation", "trainer")
 SETUP = re.compile(r"^python3 tools/setup\.py --lock (?P<lock>\S+)$")
@@ -155,19 +158,78 @@ def test_locks_hold_what_their_images_need_and_agree_with_the_tested_one() -> No
     assert gpu["megatron-core"] == cpu["megatron-core"]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)  # 80 packages from a registry
-def test_control_image_is_built_by_its_own_lines(tmp_path: Path) -> None:
-    """What the stages `sources` and `control-build` do, in a folder: COPY, RUN; then the programs answer."""
+def copy_sources(folder: Path) -> Path:
+    """What the stage `sources` copies."""
     for copy in stages()["sources"].of("COPY"):
         *names, target = copy.split()
         for name in names:
-            place = tmp_path / (name if target.endswith("/") else target)
+            place = folder / (name if target.endswith("/") else target)
             place.parent.mkdir(parents=True, exist_ok=True)
             if (ROOT / name).is_dir():
                 shutil.copytree(ROOT / name, place, ignore=shutil.ignore_patterns("__pycache__"))
             else:
                 shutil.copy(ROOT / name, place)
+    return folder
+
+
+PROGRAMS = {name: entry for name, entry in SCRIPTS.items() if name not in ("specrl-generation", "specrl-trainer")}
+"""Of the control image, each with its module and function. The other two need engines."""
+
+CHECK_IMAGE = """
+import sys
+sys.path[:0] = {paths}
+import setup
+exec(setup.VERIFICATION["control"])
+"""
+RUN_AS_PROGRAM = """
+import importlib, sys
+sys.path[:0] = {paths}
+module, function = {entry!r}.split(":")
+getattr(importlib.import_module(module), function)()
+"""
+
+
+def link_package(name: str, folder: Path) -> None:
+    """Make one installed distribution importable from a folder, without its neighbours in a namespace."""
+    files = importlib.metadata.files(name)
+    assert files, f"{name} must be installed, since control.lock has it; run `make setup`"
+    packages = {file.parent for file in files if file.name == "__init__.py"}
+    linked: set[PurePath] = set()
+    for file in files:
+        if ".." in file.parts or file.suffix == ".pyc":
+            continue
+        whole = next((place for place in reversed(file.parents) if place in packages), file)
+        if whole not in linked:
+            linked.add(whole)
+            (folder / whole).parent.mkdir(parents=True, exist_ok=True)
+            (folder / whole).symlink_to(Path(str(file.locate())).parents[len(file.parts) - 1] / whole)
+
+
+def test_programs_of_the_control_image_need_nothing_but_its_sources_and_its_lock(tmp_path: Path) -> None:
+    """Each is started with these alone, and setup.py's own check of the image holds. The packages are the running
+    environment's, of the same versions; test_control_image_is_built_by_its_own_lines downloads them."""
+    sources, packages, nowhere = copy_sources(tmp_path / "image"), tmp_path / "packages", tmp_path / "nowhere"
+    for folder in (packages, nowhere):
+        folder.mkdir()
+    for name in locked("control"):
+        link_package(name, packages)
+    paths = [str(place) for place in (sources / "services", sources / "operators", packages)]
+
+    def run(program: str, *arguments: str) -> None:
+        command = [sys.executable, "-I", "-S", "-c", program, *arguments]
+        done = subprocess.run(command, cwd=nowhere, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+
+    run(CHECK_IMAGE.format(paths=[*paths, str(sources / "tools")]))
+    for entry in PROGRAMS.values():
+        run(RUN_AS_PROGRAM.format(paths=paths, entry=entry), "--help")
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(1800)  # 80 packages from a registry
+def test_control_image_is_built_by_its_own_lines(tmp_path: Path) -> None:
+    """What the stages `sources` and `control-build` do, in a folder: COPY, RUN; then the programs answer."""
+    copy_sources(tmp_path)
     (run,) = [run for run in runs() if run.endswith("--lock control")]
     python = f"{sys.version_info[0]}.{sys.version_info[1]}"
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
@@ -179,7 +241,7 @@ def test_control_image_is_built_by_its_own_lines(tmp_path: Path) -> None:
     assert (folder / f"python{python}").exists() or (folder / "python3").exists()
     nowhere = tmp_path / "elsewhere"
     nowhere.mkdir()
-    for program in ("specrl-operator", "specrl-coordinator", "specrl"):
+    for program in PROGRAMS:
         said = subprocess.run(
             [folder / program, "--help"],
             cwd=nowhere,
