@@ -9,9 +9,11 @@ import json
 import os
 import socket
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from tests.integration.trainer.fork_server import ROOT, Ranks
 from tests.integration.trainer.worker_group import ALONE, sizes
 from tests.tiny_models import Shape, make_policy
@@ -22,6 +24,11 @@ from specrl.trainer import checkpoints
 VOCAB = 265  # not divisible by 2 ranks, and not by 128: padding has to work
 TWO_RANKS = ["tensor=2", "data=2", "pipeline=2", "context=2", "pipeline=2,virtualStages=2"]
 FOUR_RANKS = ["tensor=2,pipeline=2", "tensor=2,context=2", "pipeline=2,virtualStages=2,data=2"]
+DEEP = {"pipeline=2,virtualStages=2", "tensor=2,context=2"}
+"""Formed by deep tests alone. The first is part of the last of four ranks, the second of one in test_layouts.py."""
+LONG = {ALONE, "data=2", "tensor=2,pipeline=2"}
+"""Those in which `make test` goes on after too many skipped steps: what is counted is cut in none, one and two ways.
+Deep tests do it in all of them."""
 
 
 def free_port() -> int:
@@ -86,10 +93,28 @@ class Launch:
         return self.out
 
 
-def all_of(ranks: Ranks, policy: Path, layouts: Sequence[str], out: Path, resume: Path | None = None) -> Launch:
-    """`worker.py` in some layouts with as many ranks."""
-    arguments = [str(policy), str(out), json.dumps(layouts), *([str(resume)] if resume else [])]
-    return Launch(ranks, out, layouts[0], ["worker", *arguments], layouts)
+@dataclass(frozen=True)
+class Trainers:
+    """Starts `worker.py` in some layouts with as many ranks, as deep tests or the others need it."""
+
+    ranks: Ranks
+    is_deep: bool
+
+    def train(self, policy: Path, every: Sequence[str], out: Path, resume: Path | None = None) -> Launch:
+        layouts = [layout for layout in every if self.is_deep or layout not in DEEP]
+        long = layouts if self.is_deep else sorted(LONG.intersection(layouts))
+        arguments = [str(policy), str(out), json.dumps(layouts), json.dumps(long), *([str(resume)] if resume else [])]
+        return Launch(self.ranks, out, layouts[0], ["worker", *arguments], layouts)
+
+
+@pytest.fixture(scope="package", autouse=True)
+def one_thread() -> Iterator[None]:
+    """torch computes in one, as the ranks do. Of several, on tensors this small, most wait for the others: beside busy
+    processes the plain trainings took a minute of CPU instead of a second."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")
@@ -98,6 +123,11 @@ def ranks() -> Iterator[Ranks]:
     server = Ranks()
     yield server
     server.close()
+
+
+@pytest.fixture(scope="session")
+def trainers(ranks: Ranks, request: pytest.FixtureRequest) -> Trainers:
+    return Trainers(ranks, request.config.getoption("--deep"))
 
 
 @pytest.fixture(scope="session")
@@ -115,19 +145,19 @@ def tied_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def single(ranks: Ranks, policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def single(trainers: Trainers, policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One rank."""
-    return all_of(ranks, policy, [ALONE], tmp_path_factory.mktemp("single") / "out").finish([9]) / ALONE
+    return trainers.train(policy, [ALONE], tmp_path_factory.mktemp("single") / "out").finish([9]) / ALONE
 
 
 @pytest.fixture(scope="session")
-def two_ranks(ranks: Ranks, policy: Path, single: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two_ranks(trainers: Trainers, policy: Path, single: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Layouts of two ranks, each of which afterwards resumes the single rank's checkpoint."""
     out, resume = tmp_path_factory.mktemp("two") / "out", checkpoints.newest(single)
-    return all_of(ranks, policy, TWO_RANKS, out, resume).finish([0, 0])
+    return trainers.train(policy, TWO_RANKS, out, resume).finish([0, 0])
 
 
 @pytest.fixture(scope="session")
-def four_ranks(ranks: Ranks, tied_policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def four_ranks(trainers: Trainers, tied_policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Layouts of four ranks, of another policy."""
-    return all_of(ranks, tied_policy, FOUR_RANKS, tmp_path_factory.mktemp("four") / "out").finish([0] * 4)
+    return trainers.train(tied_policy, FOUR_RANKS, tmp_path_factory.mktemp("four") / "out").finish([0] * 4)

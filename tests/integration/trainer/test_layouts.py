@@ -49,6 +49,16 @@ FOUR_RANKS = (
 )
 
 
+DEEP = {
+    ("mixture", "data=2", "whole"),
+    ("mixture", "tensor=2,expert=2", "whole"),
+    ("mixture", "data=2,expert=2", "whole"),
+    ("mixture", "pipeline=2", "whole"),
+    ("mixture", "context=2,expert=2", "whole"),
+}
+"""Deep tests alone form these. What each cuts, some other case cuts, too: of four ranks, replayed or with updates."""
+
+
 def name(case: Case) -> str:
     policy, layout, kind = case
     return f"{policy}-{kind}-{layout}"
@@ -91,10 +101,17 @@ def launch(ranks: Ranks, cases: Sequence[Case], policies: dict[str, Path], first
 
 
 @pytest.fixture(scope="module")
+def is_deep(request: pytest.FixtureRequest) -> bool:
+    found: bool = request.config.getoption("--deep")
+    return found
+
+
+@pytest.fixture(scope="module")
 def two_ranks(
-    ranks: Ranks, policies: dict[str, Path], on_one_rank: Path, tmp_path_factory: pytest.TempPathFactory
+    ranks: Ranks, policies: dict[str, Path], on_one_rank: Path, is_deep: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    return launch(ranks, TWO_RANKS, policies, on_one_rank, tmp_path_factory.mktemp("two") / "out")
+    cases = [case for case in TWO_RANKS if is_deep or case not in DEEP]
+    return launch(ranks, cases, policies, on_one_rank, tmp_path_factory.mktemp("two") / "out")
 
 
 @pytest.fixture(scope="module")
@@ -102,16 +119,19 @@ def four_ranks(
     ranks: Ranks, policies: dict[str, Path], two_ranks: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     """The first goes on with a checkpoint of two ranks."""
-    first = two_ranks / name(TWO_RANKS[1])
+    first = two_ranks / name(TWO_RANKS[0])
     return launch(ranks, FOUR_RANKS, policies, first, tmp_path_factory.mktemp("four") / "out")
 
 
-CASES = [*(("two_ranks", case) for case in TWO_RANKS), *(("four_ranks", case) for case in FOUR_RANKS)]
+CASES = [
+    pytest.param(case, id=name(case), marks=[pytest.mark.deep] if case in DEEP else [])
+    for case in (*TWO_RANKS, *FOUR_RANKS)
+]
 
 
-@pytest.fixture(params=CASES, ids=lambda found: name(found[1]))
+@pytest.fixture(params=CASES)
 def case(request: pytest.FixtureRequest) -> Case:
-    found: Case = request.param[1]
+    found: Case = request.param
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.integration.trainer import reference
-from tests.integration.trainer.conftest import FOUR_RANKS, TWO_RANKS, VOCAB
+from tests.integration.trainer.conftest import DEEP, FOUR_RANKS, LONG, TWO_RANKS, VOCAB
 from tests.integration.trainer.runs import a_batch, a_spec
+from tests.integration.trainer.worker_group import ALONE
 from transformers import AutoModelForCausalLM
 
 from specrl.drafting.head import auxiliary_layers
@@ -20,18 +22,34 @@ from specrl.trainer import checkpoint_export, checkpoints
 from specrl.trainer.megatron_backend.initialisation import MOST_PER_UPDATE, UPDATES_PER_EPOCH, parts_of
 
 LAYOUTS = [
-    ("single", "."),
+    ("single", ALONE),
     *(("two_ranks", name) for name in TWO_RANKS),
     *(("four_ranks", name) for name in FOUR_RANKS),
 ]
 
 
-@pytest.fixture(params=LAYOUTS, ids=lambda found: f"{found[0]}-{found[1]}")
+def parameters(quick: Callable[[str], bool]) -> Any:
+    """All layouts, those that are not `quick` for deep tests alone."""
+    marks = [[] if quick(name) else [pytest.mark.deep] for _, name in LAYOUTS]
+    return [pytest.param(found, id="-".join(found), marks=mark) for found, mark in zip(LAYOUTS, marks, strict=True)]
+
+
+def folder(request: pytest.FixtureRequest) -> Path:
+    launch, name = request.param
+    found: Path = request.getfixturevalue(launch)
+    return found if name == ALONE else found / name
+
+
+@pytest.fixture(params=parameters(lambda name: name not in DEEP))
 def layout(request: pytest.FixtureRequest) -> Path:
     """The folder of every layout."""
-    launch, name = request.param
-    found: Path = request.getfixturevalue(launch) / name
-    return found
+    return folder(request)
+
+
+@pytest.fixture(params=parameters(LONG.__contains__))
+def long_layout(request: pytest.FixtureRequest) -> Path:
+    """The folder of every layout that went on after too many skipped steps."""
+    return folder(request)
 
 
 @pytest.fixture
@@ -40,7 +58,7 @@ def source(layout: Path, policy: Path, tied_policy: Path) -> Path:
     return tied_policy if layout.name in FOUR_RANKS else policy
 
 
-@pytest.fixture(params=TWO_RANKS)
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.deep] if name in DEEP else []) for name in TWO_RANKS])
 def other(request: pytest.FixtureRequest, two_ranks: Path) -> Path:
     """The folder of every layout, but the single rank, that has trained its policy."""
     found: Path = two_ranks / request.param
@@ -62,12 +80,17 @@ def policy_only(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in tensors.items() if not name.startswith("drafter.")}
 
 
-def test_log_probabilities_equal_transformers(layout: Path, source: Path) -> None:
+@functools.cache
+def expected_scores(source: Path) -> list[torch.Tensor]:
     model = reference.load(source)
-    scores = load_file(layout / "scores.safetensors")
     with torch.no_grad():
-        for i, item in enumerate(a_batch(1, VOCAB).rollouts):
-            assert (scores[str(i)] - reference.logprobs(model, item)).abs().max() <= 1e-5
+        return [reference.logprobs(model, item) for item in a_batch(1, VOCAB).rollouts]
+
+
+def test_log_probabilities_equal_transformers(layout: Path, source: Path) -> None:
+    scores = load_file(layout / "scores.safetensors")
+    for i, expected_T in enumerate(expected_scores(source)):
+        assert (scores[str(i)] - expected_T).abs().max() <= 1e-5
 
 
 def test_packing_changes_no_log_probability(layout: Path) -> None:
@@ -97,17 +120,24 @@ def test_loss_gradient_norm_and_weights_equal_a_plain_training(layout: Path, sou
     assert furthest(found, {name: weights[name] for name in found}) <= 2e-6
 
 
+@functools.cache
+def trained_by_gspo(source: Path) -> tuple[dict[str, torch.Tensor], list[tuple[float, float]]]:
+    """As `trained`, after two steps of the other loss."""
+    model = reference.load(source)
+    seen = reference.train_gspo(model, [a_batch(step, VOCAB) for step in (1, 2)])
+    return dict(model.state_dict()), seen
+
+
 def test_two_updates_of_gspo_equal_a_plain_training(layout: Path, source: Path) -> None:
     """With the divergence from the start taken off the rewards, and advantages made of that at the trainer."""
-    model = reference.load(source)
-    expected = reference.train_gspo(model, [a_batch(step, VOCAB) for step in (1, 2)])
+    weights, expected = trained_by_gspo(source)
     for metrics, (loss, norm) in zip(seen(layout)["gspo"]["metrics"], expected, strict=True):
         assert metrics["loss"] == pytest.approx(loss, rel=1e-4, abs=1e-6)
         assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
         assert metrics["updates"] == 2
     assert 0 < seen(layout)["gspo"]["metrics"][1]["clip_fraction"] < 1
     assert seen(layout)["gspo"]["metrics"][1]["reference_kl"] > 0
-    found, weights = load_file(layout / "gspo.safetensors"), model.state_dict()
+    found = load_file(layout / "gspo.safetensors")
     assert furthest(found, {name: weights[name] for name in found}) <= 4e-6
 
 
@@ -116,15 +146,15 @@ def test_step_whose_gradients_are_not_finite_is_skipped_and_leaves_the_policy(la
     assert furthest(load_file(layout / "skipped.safetensors"), load_file(layout / "gspo.safetensors")) == 0
 
 
-def test_too_many_skipped_steps_in_a_row_are_an_error_that_names_the_step(layout: Path) -> None:
+def test_too_many_skipped_steps_in_a_row_are_an_error_that_names_the_step(long_layout: Path) -> None:
     for when in ("too many", "too many after a restart"):
-        assert "step 4" in seen(layout)["gspo"][when]
-        assert "maxSkippedSteps=1" in seen(layout)["gspo"][when]
+        assert "step 4" in seen(long_layout)["gspo"][when]
+        assert "maxSkippedSteps=1" in seen(long_layout)["gspo"][when]
 
 
-def test_checkpoint_counts_the_updates_that_were_made(layout: Path) -> None:
+def test_checkpoint_counts_the_updates_that_were_made(long_layout: Path) -> None:
     """Four of them in three steps; AdamW's bias correction depends on it."""
-    ends = [load_file(layout / f"goes-on-{name}.safetensors") for name in (False, True)]
+    ends = [load_file(long_layout / f"goes-on-{name}.safetensors") for name in (False, True)]
     assert furthest(*ends) == 0
 
 
@@ -191,23 +221,32 @@ def test_an_epoch_of_the_initialisation_has_each_rollout_once_in_an_order_of_its
     assert count == 1 or places != sorted(places)
 
 
-def test_captured_hidden_states_are_those_of_transformers(layout: Path, source: Path) -> None:
-    model = reference.load(source)
-    inputs: list[torch.Tensor] = []
-    model.model.norm.register_forward_pre_hook(lambda _module, arguments: inputs.append(arguments[0]))
+@functools.cache
+def expected_states(source: Path, token_ids_S: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of transformers: the concatenated states that a drafter reads, and the last ones."""
+    model, inputs = model_of(source), []
+    hook = model.model.norm.register_forward_pre_hook(lambda _module, arguments: inputs.append(arguments[0]))
+    with torch.no_grad():
+        states = model(torch.tensor([token_ids_S]), output_hidden_states=True).hidden_states
+    hook.remove()
+    # transformers' last entry is behind the final norm; vLLM's, and ours, is before it.
+    states = (*states[:-1], inputs[-1])
     aux = auxiliary_layers(model.config.num_hidden_layers)
+    return torch.cat([states[index] for index in aux], -1)[0], inputs[-1][0]
+
+
+model_of = functools.cache(reference.load)
+
+
+def test_captured_hidden_states_are_those_of_transformers(layout: Path, source: Path) -> None:
     files = sorted(layout.glob("states-*.safetensors"))
     assert files
     for file in files:
         kept = load_file(file)
         for row, length in enumerate(kept["lengths_B"].tolist()):
-            with torch.no_grad():
-                states = model(kept["token_ids_BS"][row, None, :length], output_hidden_states=True).hidden_states
-            # transformers' last entry is behind the final norm; vLLM's, and ours, is before it.
-            states = (*states[:-1], inputs[-1])
-            expected = torch.cat([states[index] for index in aux], -1)[0]
-            assert (kept["aux_BSA"][row, :length] - expected).abs().max() <= 1e-5
-            assert (kept["last_BSH"][row, :length] - inputs[-1][0]).abs().max() <= 1e-5
+            aux_SA, last_SH = expected_states(source, tuple(kept["token_ids_BS"][row, :length].tolist()))
+            assert (kept["aux_BSA"][row, :length] - aux_SA).abs().max() <= 1e-5
+            assert (kept["last_BSH"][row, :length] - last_SH).abs().max() <= 1e-5
 
 
 def test_broadcast_arrives_as_it_was_sent(layout: Path) -> None:

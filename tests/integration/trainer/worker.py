@@ -1,7 +1,8 @@
 """One rank of a trainer under test: runs the whole backend once and leaves what it saw in a folder.
 
-    RANK=0 WORLD_SIZE=2 ... python -m tests.integration.trainer.worker POLICY OUT '["tensor=2", "data=2"]' [CHECKPOINT]
+    RANK=0 WORLD_SIZE=2 ... python -m tests.integration.trainer.worker POLICY OUT LAYOUTS LONG [CHECKPOINT]
 
+LAYOUTS is JSON, as in '["tensor=2", "data=2"]', and so is LONG: those of them that go on after too many skipped steps.
 Written so that one start of the processes, which costs most of the time, serves all tests of all parallel layouts with
 as many ranks: it forms one after another.
 """
@@ -32,16 +33,20 @@ DIED = 9  # exit code of a death that was planned
 
 
 def main() -> None:
-    policy, out, layouts, *rest = sys.argv[1:]
+    policy, out, layouts, long, *rest = sys.argv[1:]
     for layout in json.loads(layouts):
-        run(a_spec(Path(policy), **sizes(layout)), Path(out) / layout, Path(rest[0]) if rest else None)
+        spec, folder = a_spec(Path(policy), **sizes(layout)), Path(out) / layout
+        seen = run(spec, folder, Path(rest[0]) if rest else None)
+        seen["gspo"] = gspo(spec, folder, is_long=layout in json.loads(long))
+        if is_first():
+            (folder / "seen.json").write_text(json.dumps(seen))
     if torch.distributed.get_world_size() == 1:
         alone(a_spec(Path(policy)), Path(out) / ALONE)
     torch.distributed.destroy_process_group()
 
 
-def run(spec: RunSpec, out: Path, checkpoint_path: Path | None) -> None:
-    """Everything that is done in every layout; a checkpoint of another one is resumed at the end."""
+def run(spec: RunSpec, out: Path, checkpoint_path: Path | None) -> dict[str, Any]:
+    """What is done in every layout; a checkpoint of another one is resumed at the end. Returns what was seen."""
     seen: dict[str, Any] = {}
     out.mkdir(parents=True, exist_ok=True)
     backend = MegatronBackend(spec)
@@ -67,9 +72,7 @@ def run(spec: RunSpec, out: Path, checkpoint_path: Path | None) -> None:
         resumed.train_step(a_batch(STEPS, resumed.config.vocab_size))
         keep(out / "resumed.safetensors", resumed)
         resumed.close()
-    seen["gspo"] = gspo(spec, out)
-    if is_first():
-        (out / "seen.json").write_text(json.dumps(seen))
+    return seen
 
 
 def packing(backend: MegatronBackend, rollouts: Sequence[TrainRollout], scores: Sequence[Any]) -> float:
@@ -107,8 +110,8 @@ def train(backend: MegatronBackend, out: Path) -> list[dict[str, Any]]:
     return metrics
 
 
-def gspo(spec: RunSpec, out: Path) -> dict[str, Any]:
-    """Another loss and two updates a step, of which the third and fourth have gradients that are not finite."""
+def gspo(spec: RunSpec, out: Path, *, is_long: bool) -> dict[str, Any]:
+    """Another loss and two updates a step, of which the third has gradients that are not finite; `too_many` follows."""
     layout = spec.trainer.parallelism.model_dump(by_alias=True)
     spec = a_spec(Path(spec.model.path), speculation={"none": {}}, loss=GSPO, optimizer=TWO_UPDATES, **layout)
     backend = MegatronBackend(spec)
@@ -117,25 +120,31 @@ def gspo(spec: RunSpec, out: Path) -> dict[str, Any]:
     metrics = [backend.train_step(a_batch(step, vocab)) for step in (1, 2)]
     keep(out / "gspo.safetensors", backend)
     seen: dict[str, Any] = {"metrics": [asdict(item) for item in metrics]}
-    poisoned = [a_poisoned_batch(step, vocab) for step in (3, 4)]
-    skipped = backend.train_step(poisoned[0])
+    skipped = backend.train_step(a_poisoned_batch(3, vocab))
     seen["skipped"] = [skipped.is_skipped, skipped.updates, skipped.loss, skipped.grad_norm, backend.status().step]
     keep(out / "skipped.safetensors", backend)
-    backend.save(checkpoints.directory(out / "skips", 3))
-    for again in (False, True):
-        if again:
-            backend.close()
-            backend = MegatronBackend(spec)
-            backend.load(checkpoints.newest(out / "skips"))
-        try:
-            backend.train_step(poisoned[1])
-        except TrainerFailed as error:
-            seen["too many" + (" after a restart" if again else "")] = str(error)
-        assert backend.status().step == 3, "a step that ends the run is not trained"
-        backend.train_step(a_batch(4, vocab))
-        keep(out / f"goes-on-{again}.safetensors", backend)
+    if is_long:
+        backend.save(checkpoints.directory(out / "skips", 3)).result()
+        seen["too many"] = too_many(backend, out / "goes-on-False.safetensors")
+        backend.close()
+        backend = MegatronBackend(spec)
+        backend.load(checkpoints.newest(out / "skips"))
+        seen["too many after a restart"] = too_many(backend, out / "goes-on-True.safetensors")
     backend.close()
     return seen
+
+
+def too_many(backend: MegatronBackend, file: Path) -> str:
+    """Skip a second step in a row, which is refused; go on with a good batch. Returns the error's words."""
+    vocab, found = backend.config.vocab_size, ""
+    try:
+        backend.train_step(a_poisoned_batch(4, vocab))
+    except TrainerFailed as error:
+        found = str(error)
+    assert backend.status().step == 3, "a step that ends the run is not trained"
+    backend.train_step(a_batch(4, vocab))
+    keep(file, backend)
+    return found
 
 
 def keep(file: Path, backend: MegatronBackend) -> None:
