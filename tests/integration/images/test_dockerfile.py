@@ -159,7 +159,7 @@ def test_locks_hold_what_their_images_need_and_agree_with_the_tested_one() -> No
 
 
 def copy_sources(folder: Path) -> Path:
-    """What the stage `sources` copies."""
+    """Copy what the stage `sources` copies."""
     for copy in stages()["sources"].of("COPY"):
         *names, target = copy.split()
         for name in names:

@@ -56,14 +56,14 @@ def arguments_of(command: list[str], option: str) -> list[str]:
 
 
 def requirements_of(files: list[str]) -> dict[str, Requirement]:
-    """What requirements files name; hashes and options of installers are left out."""
+    """Requirements of some files; hashes and options of installers are left out."""
     lines = (line.split("#")[0].strip() for file in files for line in (ROOT / file).read_text().splitlines())
     found = (Requirement(line) for line in lines if line and not line.startswith("-"))
     return {canonicalize_name(item.name): item for item in found}
 
 
 def required(lock: str, environment: dict[str, str]) -> list[Requirement]:
-    """What a lock must fulfil: its inputs, and what the packages in it name, where their metadata is installed."""
+    """All requirements that a lock must fulfil: its inputs, and what the packages in it name, where their metadata is installed."""
     command, pinned = compile_commands()[lock], versions((ROOT / "requirements" / f"{lock}.lock").read_text())
     extras = arguments_of(command, "--extra")
     inputs = [str(item) for item in requirements_of([word for word in command if word.endswith(".in")]).values()]

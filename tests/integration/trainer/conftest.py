@@ -27,8 +27,8 @@ FOUR_RANKS = ["tensor=2,pipeline=2", "tensor=2,context=2", "pipeline=2,virtualSt
 DEEP = {"pipeline=2,virtualStages=2", "tensor=2,context=2"}
 """Formed by deep tests alone. The first is part of the last of four ranks, the second of one in test_layouts.py."""
 LONG = {ALONE, "data=2", "tensor=2,pipeline=2"}
-"""Those in which `make test` goes on after too many skipped steps: what is counted is cut in none, one and two ways.
-Deep tests do it in all of them."""
+"""`make test` goes on after too many skipped steps in these: no, one and two ways of cutting the counters. Deep tests
+do it in all layouts."""
 
 
 def free_port() -> int:

@@ -3,8 +3,8 @@
     python -m tests.integration.trainer.fork_server FD        FD: a socket, on which `Ranks` asks for forks
 
 The imports cost a rank 4 s of CPU; its work in most tests costs less than one. A fork then runs the `main` of a module
-as a program of its own would: with its environment, command line, log and exit code. What a fork does not show is the
-start of an interpreter; tests/integration/trainer/test_trainer_process.py starts the real program for that.
+as a program of its own would: with its environment, command line, log and exit code. A fork does not show
+that an interpreter starts; tests/integration/trainer/test_trainer_process.py starts the real program for that.
 
 Forking is safe here because the server has one thread, which it checks before it serves: it imports, and computes
 nothing. The forks make threads, process groups and tensors of their own.
@@ -15,8 +15,8 @@ nothing. The forks make threads, process groups and tensors of their own.
       Rank.wait <------- exit code --- waitpid <-------- ends ----------+
       close ---- end of file -------> kills its forks, ends
 
-Who waits for whom: the server for orders and for the ends of forks, without bound; `Rank.wait` for an exit code, for
-as long as its caller says. The end of pytest ends the server, because it closes the socket.
+The server waits for orders and for the ends of forks, without bound. `Rank.wait` waits for an exit code, as long as its
+caller says. The end of pytest ends the server, because it closes the socket.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ class Rank:
     """A fork, with what the tests use of `subprocess.Popen`."""
 
     def __init__(self, pid: int, connection: socket.socket) -> None:
-        self.pid, self._connection = pid, connection
+        self.pid = pid
+        self._connection = connection
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -117,7 +118,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class Fork:
-    """What the server knows of a rank. ended: a file descriptor that is readable once it has ended."""
+    """A rank, as the server knows it. ended: a file descriptor that is readable once it has ended."""
 
     pid: int
     ended: int

@@ -136,7 +136,8 @@ def gspo(spec: RunSpec, out: Path, *, is_long: bool) -> dict[str, Any]:
 
 def too_many(backend: MegatronBackend, file: Path) -> str:
     """Skip a second step in a row, which is refused; go on with a good batch. Returns the error's words."""
-    vocab, found = backend.config.vocab_size, ""
+    vocab = backend.config.vocab_size
+    found = ""
     try:
         backend.train_step(a_poisoned_batch(4, vocab))
     except TrainerFailed as error:
