@@ -63,7 +63,7 @@ def requirements_of(files: list[str]) -> dict[str, Requirement]:
 
 
 def required(lock: str, environment: dict[str, str]) -> list[Requirement]:
-    """All requirements that a lock must fulfil: its inputs, and what the packages in it name, where their metadata is installed."""
+    """All requirements that a lock must fulfil: its inputs, and those that installed metadata of its packages names."""
     command, pinned = compile_commands()[lock], versions((ROOT / "requirements" / f"{lock}.lock").read_text())
     extras = arguments_of(command, "--extra")
     inputs = [str(item) for item in requirements_of([word for word in command if word.endswith(".in")]).values()]
