@@ -11,7 +11,7 @@ which are the ones that two managers share. Any other list belongs whole to whoe
 
 from __future__ import annotations
 
-import itertools
+import copy
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -62,8 +62,12 @@ class FakeApiServer:
         self._managed: dict[tuple[Place, str, str], Object] = {}
         self._log: list[tuple[int, str, Place, Object]] = []
         self._oldest = 0
-        self._version, self._uids = 100, itertools.count(1)
+        self._version, self._uid = 100, 0
         self._changed = threading.Condition()
+
+    def copy(self) -> FakeApiServer:
+        """A server of the same state, which goes its own way from here. Nobody watches it yet."""
+        return copy.deepcopy(self, {id(self._changed): threading.Condition()})
 
     # -- the interface ---------------------------------------------------------------------------------------------
 
@@ -188,7 +192,8 @@ class FakeApiServer:
             raise error
 
     def _born(self, kind: Kind | None, item: Object) -> Object:
-        item["metadata"].setdefault("uid", f"00000000-0000-4000-8000-{next(self._uids):012d}")
+        self._uid += 1
+        item["metadata"].setdefault("uid", f"00000000-0000-4000-8000-{self._uid:012d}")
         item["metadata"].setdefault("creationTimestamp", "2026-01-01T00:00:00Z")
         item["metadata"].setdefault("generation", 1)
         return item

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -46,6 +47,12 @@ class World:
         self.now = datetime(2026, 1, 1, tzinfo=UTC)
         self.settings = settings or Settings()
         self.server.put(an_rljob(*changes))
+
+    def copy(self) -> World:
+        """A world of the same state, which goes its own way from here."""
+        found = copy.copy(self)
+        found.server = self.server.copy()
+        return found
 
     def reconcile(self) -> float | None:
         """One look by an operator that remembers nothing."""
