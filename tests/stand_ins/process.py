@@ -11,19 +11,21 @@ import asyncio
 import os
 import sys
 
-from tests.stand_ins.engine import TableEngine, TableShape
-from tests.stand_ins.trainer_backend import StandInBackend
-
-from specrl.generation import main as generation
 from specrl.spec import load_spec
 from specrl.telemetry import logs
 from specrl.telemetry.spans import SILENT
-from specrl.trainer import main as trainer
 
 VOCAB = 264  # of the model folder in tests/run_files.py
 
 
+# Each imports only what it needs: torch, which the trainer alone needs, is most of the CPU time of a start.
+
+
 async def _generate(arguments: list[str]) -> None:
+    from tests.stand_ins.engine import TableEngine, TableShape
+
+    from specrl.generation import main as generation
+
     options = generation.parse(arguments)
     spec = load_spec(options.spec)
     logs.configure("info", options.replica_id, spec.name)
@@ -34,6 +36,10 @@ async def _generate(arguments: list[str]) -> None:
 
 
 async def _train(arguments: list[str]) -> None:
+    from tests.stand_ins.trainer_backend import StandInBackend
+
+    from specrl.trainer import main as trainer
+
     options = trainer.parse(arguments)
     spec = load_spec(options.spec)
     logs.configure("info", options.peer_id, spec.name)

@@ -1,7 +1,8 @@
 """The promises of the schedule under any order of events, and that this suite notices when one of them is broken.
 
 The events and the promises are in `world.py`. Each mutant below is the scheduler with one mistake that a peer of ours
-has made, or that we could make; each of them must be caught.
+has made, or that we could make; each of them must be caught. `make test` tries fewer examples, and the mutants that
+few examples catch. `make test-deep` tries the rest.
 """
 
 from __future__ import annotations
@@ -22,12 +23,25 @@ from specrl.errors import VersionConflict
 BOTH: tuple[Deadlines, ...] = (InOrder(), Windowed())
 
 
-@pytest.mark.parametrize("order", BOTH, ids=["in_order", "windowed"])
+ORDERS = pytest.mark.parametrize("order", BOTH, ids=["in_order", "windowed"])
+
+
+@ORDERS
 def test_any_run_keeps_every_promise(order: Deadlines) -> None:
+    check_any_run(order, examples=50)
+
+
+@pytest.mark.deep
+@ORDERS
+def test_any_of_many_runs_keeps_every_promise(order: Deadlines) -> None:
+    check_any_run(order, examples=1000)
+
+
+def check_any_run(order: Deadlines, examples: int) -> None:
     class Machine(AnyRun):
         deadlines = (order,)
 
-    run_state_machine_as_test(Machine, settings=settings(max_examples=300, stateful_step_count=60))
+    run_state_machine_as_test(Machine, settings=settings(max_examples=examples, stateful_step_count=60))
 
 
 class LagIsOffByOne(Scheduler[Sample]):
@@ -181,41 +195,60 @@ class WaitsForTheWholeWindow(Scheduler[Sample]):
         return super().choose()
 
 
-BROKEN: list[tuple[type[Scheduler[Sample]], Deadlines]] = [
+Broken = tuple[type[Scheduler[Sample]], Deadlines]
+
+BROKEN: list[Broken] = [
     (LagIsOffByOne, InOrder()),
     (LagIsOffByOne, Windowed()),
     (Scheduler, NewestVersionDecides()),
-    (RestartedGroupIsYoung, Windowed()),
     (OverbooksSteps, Windowed()),
-    (OverbooksWhileAStepTrains, Windowed()),
     (OvertakesAtWill, Windowed()),
     (OvertakesAtWill, InOrder()),
     (DiscardsTheOld, InOrder()),
     (DiscardsTheOld, Windowed()),
-    (DiscardsTheLong, InOrder()),
-    (DiscardsTheLong, Windowed()),
     (LosesWhatWasUnderWay, InOrder()),
     (LosesWhatWasUnderWay, Windowed()),
-    (LosesARefusedSlot, Windowed()),
     (TakesDuplicates, Windowed()),
     (ForgetsASlotAtRestart, InOrder()),
     (ForgetsASlotAtRestart, Windowed()),
-    (ForgetsAgesAtRestart, Windowed()),
-    (ForgetsWhoOvertookAtRestart, Windowed()),
-    (ForgetsWhoWasOvertakenAtRestart, Windowed()),
-    (ForgetsTheBatchAtRestart, Windowed()),
-    (ForgetsFailuresAtRestart, InOrder()),
     (ForgetsFailuresAtRestart, Windowed()),
     (TakesFewerThanAStepNeeds, Windowed()),
     (WaitsForTheWholeWindow, InOrder()),
     (WaitsForTheWholeWindow, Windowed()),
 ]
 
+HARDER: list[Broken] = [
+    (RestartedGroupIsYoung, Windowed()),
+    (OverbooksWhileAStepTrains, Windowed()),
+    (DiscardsTheLong, InOrder()),
+    (DiscardsTheLong, Windowed()),
+    (LosesARefusedSlot, Windowed()),
+    (ForgetsAgesAtRestart, Windowed()),
+    (ForgetsWhoOvertookAtRestart, Windowed()),
+    (ForgetsWhoWasOvertakenAtRestart, Windowed()),
+    (ForgetsTheBatchAtRestart, Windowed()),
+    (ForgetsFailuresAtRestart, InOrder()),
+]
+"""Mutants that only an unlikely order of events shows."""
 
-@pytest.mark.parametrize(
-    ("mutant", "order"), BROKEN, ids=[f"{mutant.__name__}-{type(order).__name__}" for mutant, order in BROKEN]
-)
+
+def name_mutant(value: object) -> str:
+    """A part of a test's name: of a mutant, or of an order."""
+    return value.__name__ if isinstance(value, type) else type(value).__name__
+
+
+@pytest.mark.parametrize(("mutant", "order"), BROKEN, ids=name_mutant)
 def test_a_broken_scheduler_is_caught(mutant: type[Scheduler[Sample]], order: Deadlines) -> None:
+    check_mutant_is_caught(mutant, order)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(("mutant", "order"), HARDER, ids=name_mutant)
+def test_a_broken_scheduler_that_is_rarely_seen_is_caught(mutant: type[Scheduler[Sample]], order: Deadlines) -> None:
+    check_mutant_is_caught(mutant, order)
+
+
+def check_mutant_is_caught(mutant: type[Scheduler[Sample]], order: Deadlines) -> None:
     class Machine(AnyRun):
         kind = mutant
         deadlines = (order,)

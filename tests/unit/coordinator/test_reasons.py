@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specrl.coordinator.reasons import (
@@ -15,6 +15,7 @@ from specrl.coordinator.reasons import (
 )
 
 
+@settings(max_examples=25)  # long texts are slow to draw
 @given(st.lists(st.text(max_size=3 * LONGEST_REASON)))
 def test_all_are_counted_and_few_are_named(reasons: list[str]) -> None:
     found = Reasons(reasons)

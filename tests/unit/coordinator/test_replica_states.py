@@ -10,6 +10,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
@@ -169,7 +170,12 @@ class AnyMembership(RuleBasedStateMachine):
 
 
 def test_any_membership_keeps_to_the_table() -> None:
-    run_state_machine_as_test(AnyMembership, settings=settings(max_examples=200, stateful_step_count=50, deadline=None))
+    run_state_machine_as_test(AnyMembership, settings=settings(max_examples=40, stateful_step_count=50))
+
+
+@pytest.mark.deep
+def test_any_of_many_memberships_keeps_to_the_table() -> None:
+    run_state_machine_as_test(AnyMembership, settings=settings(max_examples=1000, stateful_step_count=50))
 
 
 class Life:
