@@ -1,11 +1,13 @@
 """Runs under faults until enough CPU time is spent, each held to its promises at its end. `make chaos`; docs/chaos.md.
 
-    python -m tests.chaos [--seed N] [--minutes M] [--rounds R] [--faults F] [--only FAULT]... [--folder DIR]
+    python -m tests.chaos [--seed N] [--minutes M] [--rounds R] [--faults F] [--only FAULT]... [--steps S] [--ranks K]
+                          [--folder DIR]
 
 A round is one whole run of real processes, to which some faults happen and which must then come to its end. The
 rounds take turns at SQLite and Redis, and at maxPolicyLag 0, 1 and 2. With 0 the trained policy must be that of a run
 without faults, bit for bit: its rollouts are computed one at a time (maxLiveRollouts 1), so that what an engine
-computes depends on nothing but the rollout, whoever computes it and however often it was begun.
+computes depends on nothing but the rollout, whoever computes it and however often it was begun. So the run without
+faults needs one replica alone.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from tests.integration.runs import checksums
 from tests.integration.test_determinism import QUESTIONS, a_policy, a_synchronous_run
 from tests.redis_servers import RedisProcess
 
-STEPS, CHECKPOINT_STEPS = 40, 5
+CHECKPOINT_STEPS = 5
 END_S = 1200.0
 """How long a run may take to begin, and to its end after its last fault. A busy machine is slow, not wrong."""
 RESUMES = 10
@@ -67,12 +69,21 @@ class Violated(Exception):
     """A promise was broken."""
 
 
-def a_run(policy: Path, terrain: Terrain, redis: RedisProcess | None) -> dict[str, Any]:
-    """Two replicas with speculation, two trainer ranks; seconds a step, and deadlines that faults outlast."""
+@dataclass(frozen=True)
+class Size:
+    """Of every run: its steps, and the ranks of its trainer."""
+
+    steps: int
+    ranks: int
+
+
+def a_run(policy: Path, terrain: Terrain, redis: RedisProcess | None, size: Size, replicas: int) -> dict[str, Any]:
+    """Replicas with speculation, trainer ranks; seconds a step, and deadlines that faults outlast."""
     run: dict[str, Any] = a_synchronous_run(policy)
     run["name"] = "chaos"
-    run["generation"] |= {"maxLiveRollouts": 1 if terrain.lag == 0 else 8}
-    run["schedule"] |= {"steps": STEPS, "maxPolicyLag": terrain.lag, "order": terrain.order}
+    run["generation"] |= {"maxLiveRollouts": 1 if terrain.lag == 0 else 8, "replicas": replicas}
+    run["trainer"] |= {"parallelism": {"data": size.ranks}}
+    run["schedule"] |= {"steps": size.steps, "maxPolicyLag": terrain.lag, "order": terrain.order}
     return run | {
         "rewardPool": {"workers": 2, "timeoutS": 60 if terrain.lag == 0 else 10},
         "weights": {"timeoutS": 10},
@@ -88,6 +99,7 @@ class Chaos:
     def __init__(self, options: argparse.Namespace, folder: Path, has_namespace: bool) -> None:
         self._options, self._folder, self._has_namespace = options, folder, has_namespace
         self._began = time.monotonic()
+        self._size = Size(options.steps, options.ranks)
         self._done: Counter[str] = Counter()
         self._history: list[str] = []
         self._policy = folder / "policy"
@@ -99,8 +111,8 @@ class Chaos:
     def go_on(self) -> None:
         """Every round. Raises Violated."""
         a_policy(self._policy)
-        self.say(f"a run without faults, to compare with; {STEPS} steps")
-        undisturbed = self._round("undisturbed", TERRAINS[0], 0)
+        self.say(f"a run without faults, to compare with; {self._size.steps} steps")
+        undisturbed = self._round("undisturbed", TERRAINS[0], 0, replicas=1)
         rounds = itertools.count(1) if self._options.rounds is None else range(1, self._options.rounds + 1)
         for number in rounds:
             terrain = TERRAINS[(number - 1) % len(TERRAINS)]
@@ -129,20 +141,23 @@ class Chaos:
 
     # -- one round -----------------------------------------------------------------------------------------------
 
-    def _round(self, name: str, terrain: Terrain, count: int, from_step: int = 0) -> Mapping[str, str]:
+    def _round(
+        self, name: str, terrain: Terrain, count: int, from_step: int = 0, replicas: int = 2
+    ) -> Mapping[str, str]:
         """One run with `count` faults, the first when `from_step` is trained; returns its tensors' checksums."""
         folder = self._folder / name
         folder.mkdir()
         rows = [{"question": question, "answer": "#### 3"} for question in QUESTIONS]
         (folder / "boxes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         redis = RedisProcess(folder / "redis") if terrain.is_on_redis else None
-        field = Field(folder, a_run(self._policy, terrain, redis), redis, self._has_namespace)
+        run = a_run(self._policy, terrain, redis, self._size, replicas)
+        field = Field(folder, run, redis, self._has_namespace)
         try:
             self._until(field, lambda: field.step() >= from_step, "begin")
             self._befall(field, terrain, count)
             self._until(field, lambda: field.run.process.poll() == 0, "come to its end")
             self._hold_to_promises(field)
-            return checksums(field.run.directory, STEPS)
+            return checksums(field.run.directory, self._size.steps)
         finally:
             field.clear()
 
@@ -178,7 +193,7 @@ class Chaos:
             self._look_after(field)
             if field.step() >= shown + 5:
                 shown = field.step()
-                self.say(f"  step {shown:2} of {STEPS}")
+                self.say(f"  step {shown:2} of {self._size.steps}")
             if time.monotonic() > deadline:
                 raise Violated(f"the run must {goal} in {END_S:g} s, got no further than step {field.step()}")
             time.sleep(0.2)
@@ -203,7 +218,7 @@ class Chaos:
             raise Violated("\n".join(wrong))
         steps = len({batch.step for batch in found.trained})
         lag = max((max(batch.policy_lags, default=0) for batch in found.trained), default=0)
-        prompts = STEPS * found.spec.schedule.prompts_per_step
+        prompts = self._size.steps * found.spec.schedule.prompts_per_step
         self.say(f"  {prompts} prompts settled once each, {len(found.failed)} of them failed with a reason")
         self.say(
             f"  {steps} steps, {len(found.trained) - steps} trained again alike; largest lag {lag}; none discarded"
@@ -228,6 +243,8 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0, help="of CPU time, at least; whole rounds are made")
     parser.add_argument("--rounds", type=int, help="so many, whatever time they take")
     parser.add_argument("--faults", type=int, default=8, help="in each round")
+    parser.add_argument("--steps", type=int, default=40, help="of each run")
+    parser.add_argument("--ranks", type=int, default=2, help="of each run's trainer")
     parser.add_argument("--only", action="append", default=[], help="faults that begin like this; may be repeated")
     parser.add_argument("--folder", type=Path, help="where runs and logs are kept; must not exist")
     parser.add_argument("--is-inside", action="store_true", help=argparse.SUPPRESS)

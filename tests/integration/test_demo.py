@@ -1,6 +1,7 @@
 """The demo as a user runs it, with a SIGKILL of every kind of process on the way: it learns, and keeps its promises.
 
 Thresholds are the product's own claims; the demo's problems, seeds and schedule are fixed, the machine's speed is not.
+Half of the demo's steps do: in them it has learnt most of what it learns (docs/measured.md, Learning).
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ from tests.integration.runs import start
 pytestmark = pytest.mark.slow
 
 START_S, STEPS_S = 600.0, 1500.0
+STEPS = 12
 
 
 @pytest.mark.timeout(3000)
 def test_the_demo_learns_and_survives_the_loss_of_any_process(tmp_path: Path) -> None:
-    run = start(tmp_path, "demo", "--plain", "--no-compare")
+    run = start(tmp_path, "demo", "--plain", "--no-compare", "--steps", str(STEPS))
     try:
-        run.until(lambda: len(run.reports()) >= 3, START_S)
+        run.until(lambda: len(run.reports()) >= 2, START_S)
         run.kill_program("specrl-generation", "gen-1")
-        run.until(lambda: len(run.reports()) >= 8, STEPS_S)
+        run.until(lambda: len(run.reports()) >= 5, STEPS_S)
         run.kill_program("specrl-trainer")
-        run.until(lambda: len(run.reports()) >= 13, STEPS_S)
+        run.until(lambda: len(run.reports()) >= 8, STEPS_S)
         run.kill_program("specrl-coordinator")
         text = run.finish(STEPS_S)
     finally:
@@ -35,9 +37,8 @@ def test_the_demo_learns_and_survives_the_loss_of_any_process(tmp_path: Path) ->
     reports = run.reports()
     status = json.loads((run.directory / "status.json").read_text())
     summary = status["summary"]
-    steps = status["steps"]
-    assert [report["step"] for report in reports] == list(range(1, steps + 1)), "every step once, in order"
-    assert summary["promptsTrained"] == steps * 16
+    assert [report["step"] for report in reports] == list(range(1, STEPS + 1)), "every step once, in order"
+    assert summary["promptsTrained"] == STEPS * 16
     assert summary["discardedForAge"] == 0
     assert status["counters"]["failedPrompts"] == 0
     assert summary["policyLagMax"] <= 1

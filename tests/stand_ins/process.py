@@ -2,7 +2,9 @@
 
     python -m tests.stand_ins.process generation|trainer <the arguments of specrl-generation or specrl-trainer>
 
-TOKEN_SECONDS in the environment is the pace of the stand-in engine. It takes no part in any measurement.
+TOKEN_SECONDS in the environment is the pace of the stand-in engine. GATE names a file: a replica that has imported
+everything writes `GATE.reached` and starts when GATE exists, so that a test decides when it joins, however busy the
+machine is. It takes no part in any measurement.
 """
 
 from __future__ import annotations
@@ -10,36 +12,41 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import time
+from pathlib import Path
 
+from tests.stand_ins.engine import TableEngine, TableShape
+from tests.stand_ins.trainer_backend import StandInBackend
+
+from specrl.generation import main as generation
 from specrl.spec import load_spec
 from specrl.telemetry import logs
 from specrl.telemetry.spans import SILENT
+from specrl.trainer import main as trainer
 
 VOCAB = 264  # of the model folder in tests/run_files.py
 
 
-# Each imports only what it needs: torch, which the trainer alone needs, is most of the CPU time of a start.
-
-
 async def _generate(arguments: list[str]) -> None:
-    from tests.stand_ins.engine import TableEngine, TableShape
-
-    from specrl.generation import main as generation
-
     options = generation.parse(arguments)
     spec = load_spec(options.spec)
     logs.configure("info", options.replica_id, spec.name)
+    if gate := os.environ.get("GATE"):
+        wait_at(Path(gate))
     pace_s = float(os.environ.get("TOKEN_SECONDS", "0.01"))
     engine = TableEngine(options.replica_id, seed=7, shape=TableShape(VOCAB, spec.model.max_length, pace_s))
     await engine.start()
     await generation.run_engine(engine, spec, options)
 
 
+def wait_at(gate: Path) -> None:
+    """Block until the file exists. The test makes it, or kills this process."""
+    gate.with_name(f"{gate.name}.reached").touch()
+    while not gate.exists():
+        time.sleep(0.02)
+
+
 async def _train(arguments: list[str]) -> None:
-    from tests.stand_ins.trainer_backend import StandInBackend
-
-    from specrl.trainer import main as trainer
-
     options = trainer.parse(arguments)
     spec = load_spec(options.spec)
     logs.configure("info", options.peer_id, spec.name)

@@ -51,8 +51,11 @@ class Cluster:
         for process in self.processes.values():
             process.wait(PATIENCE_S)
 
-    def start(self, *names: str) -> None:
-        """Start processes by name: coordinator, trainer, or a replica's name."""
+    def start(self, *names: str, gate: Path | None = None) -> None:
+        """Start processes by name: coordinator, trainer, or a replica's name.
+
+        gate: replicas wait for this file before they start their engine; `open_gate` makes it.
+        """
         for name in names:
             run_file = str(self.directory.run_file)
             peer = ("--spec", run_file, "--coordinator", f"127.0.0.1:{self.port}")
@@ -64,13 +67,23 @@ class Cluster:
                 arguments = ("tests.stand_ins.process", "trainer", *peer, *directory)
             else:
                 arguments = ("tests.stand_ins.process", "generation", *peer, "--replica-id", name)
+            waits = {} if gate is None else {"GATE": f"{gate}-{name}"}
             with self.log(name).open("ab") as output:
                 self.processes[name] = subprocess.Popen(
                     [sys.executable, "-m", *arguments],
-                    env=os.environ | {"HF_HUB_OFFLINE": "1", "TOKEN_SECONDS": str(self.token_seconds)},
+                    env=os.environ | {"HF_HUB_OFFLINE": "1", "TOKEN_SECONDS": str(self.token_seconds)} | waits,
                     stdout=output,
                     stderr=subprocess.STDOUT,
                 )
+
+    def await_gate(self, gate: Path, *names: str) -> None:
+        """Wait until these replicas have come to their gate: they have nothing to import any more."""
+        self.until(lambda: all(Path(f"{gate}-{name}.reached").exists() for name in names))
+
+    def open_gate(self, gate: Path, *names: str) -> None:
+        """Let replicas that wait at the gate start."""
+        for name in names:
+            Path(f"{gate}-{name}").touch()
 
     def log(self, name: str) -> Path:
         """What a process has said, over all of its starts."""

@@ -12,7 +12,7 @@ from specrl.rpc.clients import GenerationClient
 
 REPLICAS = ("gen-0", "gen-1")
 RUN: dict[str, Any] = {
-    "schedule": {"steps": 5, "promptsPerStep": 4, "groupSize": 4, "maxPolicyLag": 1},
+    "schedule": {"steps": 3, "promptsPerStep": 4, "groupSize": 4, "maxPolicyLag": 1},
     "generation": {"replicas": 2, "maxLiveRollouts": 16, "sampling": {"maxTokens": 40}},
     "weights": {"timeoutS": 4},
     "canary": {"everySteps": 0},  # its tokens are nobody's rollout; versions are proved without it
@@ -48,14 +48,6 @@ def check_no_prompt_was_lost(cluster: Cluster, status: dict[str, Any]) -> None:
     assert status["summary"]["promptsTrained"] == schedule.steps * schedule.prompts_per_step
     assert status["summary"]["policyLagMax"] <= schedule.max_policy_lag
     assert status["counters"]["poisoned"] == status["counters"]["discardedForAge"] == 0
-
-
-def test_without_a_kill_replicas_compute_what_is_trained_and_nothing_else(tmp_path: Path) -> None:
-    """What the count below rests on."""
-    with Cluster(tmp_path, RUN) as cluster:
-        cluster.start("coordinator", "trainer", *REPLICAS)
-        check_no_prompt_was_lost(cluster, cluster.finish())
-        assert generated_tokens(cluster) == trained_tokens(cluster)
 
 
 def test_no_token_is_computed_twice_when_the_coordinator_is_killed_in_the_middle_of_generation(tmp_path: Path) -> None:
