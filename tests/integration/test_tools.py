@@ -1,7 +1,7 @@
 """A whole run whose policy calls a tool: real engine, real sandbox, real trainer. And what it says of what it read.
 
-Its prompts and completions hold marks, and its verifier now and then raises an error that quotes a completion. Another
-run of its policy has a verifier that breaks for good.
+Its prompts and completions hold marks, and its verifier now and then raises an error that quotes a completion. A
+verifier that breaks for good needs no engine: tests/integration/launcher/test_broken_reward.py.
 """
 
 from __future__ import annotations
@@ -135,53 +135,3 @@ def ids_of(folder: Path, word: str) -> list[str]:
     ids = Tokenizer.from_file(str(folder / "policy" / "tokenizer.json")).encode(word, add_special_tokens=False).ids
     assert len(ids) >= 3
     return [separator.join(map(str, ids)) for separator in (", ", ",", " ")]
-
-
-BREAKING = f"""
-import pathlib
-
-def grade(reference, completion):
-    if pathlib.Path(__file__).with_name("broken").exists():
-        return {{"reward": 1.0}}["score"]
-    return float(f"#### {{reference}} {SAID}" in completion)
-"""
-
-
-def test_a_run_whose_reward_breaks_on_the_way_ends_with_the_reason_and_goes_on_once_it_is_repaired(
-    calculated: Calculated, tmp_path: Path
-) -> None:
-    """It trained nothing to its last step, said nothing, and ended "finished" with exit code 0."""
-    changes = {
-        "rewards": {"python": {"function": "breaking:grade", "folder": "."}},
-        "schedule": {"steps": 4, "promptsPerStep": 4, "groupSize": 4, "maxPolicyLag": 0},
-        "generation": {"sampling": {"temperature": "1", "maxTokens": 48}, "maxLiveRollouts": 16},
-        "checkpoint": {"everySteps": 100},
-        "trainer": {"optimizer": {"learningRate": "1e-4"}},
-    }
-    spec = {
-        key: value for key, value in a_run(calculated.folder / "policy").items() if key not in ("tools", "validation")
-    }
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(spec | changes))
-    (tmp_path / "sums.jsonl").write_bytes((calculated.folder / "sums.jsonl").read_bytes())
-    (tmp_path / "breaking.py").write_text(BREAKING)
-    run = start(tmp_path, "run", "-f", "run.yaml", "--plain")
-    try:
-        run.until(lambda: len(run.reports()) >= 1, 600)
-        (tmp_path / "broken").touch()
-        code, text = run.process.wait(300), run.output.read_text()
-        last = run.reports()[-1]["step"]
-        assert code == 2, text[-3000:]
-        assert "grading failed: KeyError at breaking.py:6" in text
-        assert f"specrl: step {last + 1} must have a graded rollout to learn from, got none: 16 rollouts" in text
-        assert f"go on with `specrl run --resume {run.directory}`" in text
-        assert (run.directory / "checkpoints" / f"step-{last:06d}" / "state.json").exists()
-        (tmp_path / "broken").unlink()
-    finally:
-        run.stop()
-    resumed = start(tmp_path, "run", "--resume", str(run.directory), "--plain")
-    try:
-        resumed.finish(600)
-    finally:
-        resumed.stop()
-    assert [report["step"] for report in resumed.reports()] == [1, 2, 3, 4]
-    assert not any(report["verifierErrors"] for report in resumed.reports()[last:]), "asked again, and now judged"

@@ -587,6 +587,20 @@ async def test_a_verifier_that_always_fails_on_a_prompt_fails_the_prompt_and_not
         assert "000002-00001" not in groups
 
 
+async def test_another_seed_has_other_rollouts_trained(tmp_path: Path) -> None:
+    """And the same seed the same ones, which tests/integration/test_determinism.py shows of real engines."""
+
+    async def rollouts(name: str, seed: int) -> list[list[int]]:
+        (tmp_path / name).mkdir()
+        async with Run(tmp_path / name, a_spec(tmp_path / name, steps=1, maxPolicyLag=0, seed=seed)) as run:
+            await run.finish()
+            return [item.rollout.token_ids_T.tolist() for item in run.trained[0].rollouts]
+
+    first = await rollouts("first", 1)
+    assert first == await rollouts("again", 1)
+    assert first != await rollouts("other", 2)
+
+
 class StepFails(LengthGrader):
     """Gives no verdict of its own on any prompt of step 3 until it is repaired."""
 

@@ -31,7 +31,6 @@ from specrl.launcher.view import PlainView
 from specrl.rpc.clients import CoordinatorClient
 from specrl.spec import load_spec, parse_spec
 
-ROOT = Path(__file__).parents[3]
 PATIENCE_S = 120.0  # a busy machine is slow, not wrong
 
 
@@ -74,23 +73,6 @@ def interrupts_hit_the_run_alone() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, lambda *_: None)
     yield
     signal.signal(signal.SIGINT, before)
-
-
-@pytest.fixture
-def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launcher starts stand-ins for engine and trainer; all else is the product's."""
-    before = programs._script
-
-    def script(process: str) -> str:
-        if process == "coordinator":
-            return before(process)
-        file = tmp_path / f"stand-in-{process}"
-        file.write_text(f'#!/bin/sh\ncd {ROOT}\nexec {sys.executable} -m tests.stand_ins.process {process} "$@"\n')
-        file.chmod(0o755)
-        return str(file)
-
-    monkeypatch.setattr(programs, "_script", script)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
 @pytest.mark.usefixtures("stand_ins", "interrupts_hit_the_run_alone")

@@ -16,11 +16,16 @@ from tests.redis_servers import free_port
 PATIENCE_S = 180.0  # a busy machine is slow, not wrong
 
 
+def find_prometheus() -> Path:
+    """The program. Skips the test where it is not to be had."""
+    return program("prometheus", "every panel, rule and alert has data in a real run")
+
+
 class Prometheus:
     """Scrapes and evaluates as `config` says. Skips the test where the program is not to be had."""
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
-        path = program("prometheus", "every panel, rule and alert has data in a real run")
+        path = find_prometheus()
         folder.mkdir()
         file = folder / "prometheus.yaml"
         file.write_text(yaml.safe_dump(config))

@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx2
 import yaml
-from tests.integration.observability.prometheus import Prometheus
+from tests.integration.observability.prometheus import Prometheus, find_prometheus
 from tests.integration.observability.scraping import config, rules_each_second
 from tests.integration.operator.operator_process import Process
 from tests.integration.runs import StartedRun, start
@@ -78,7 +78,11 @@ def a_run_file(folder: Path) -> Path:
 
 
 def observe(folder: Path) -> Observed:
-    """Run to the end. The Prometheus of what is returned goes on; whoever called closes it."""
+    """Run to the end. The Prometheus of what is returned goes on; whoever called closes it.
+
+    Skips before anything starts where there is no Prometheus.
+    """
+    find_prometheus()
     a_run_file(folder)
     api = HttpApiServer(FakeApiServer(CORE | {JOB_SET.api_version}))
     api.watch_s = 0.5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,23 @@ GOOD, BAD = "[a-z]+", "(?=a)"
 def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SPECRL_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def checked_before(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The cache after all references of this module were checked, which starts a process."""
+    folder = tmp_path_factory.mktemp("checked")
+    a_model_folder(folder / "model")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("SPECRL_CACHE_DIR", str(folder / "cache"))
+        load(a_spec(folder, [GOOD, BAD, "(", "x", "y", "z"]))
+    return folder / "cache"
+
+
+@pytest.fixture
+def warm_cache(checked_before: Path, cache_folder: Path) -> None:
+    """For tests of what is decided by the checks, not of the checks."""
+    shutil.copytree(checked_before, cache_folder)
 
 
 @pytest.fixture
@@ -129,17 +147,20 @@ def load_one(spec: RunSpec, key: str) -> str:
     return str(line)
 
 
+@pytest.mark.usefixtures("warm_cache")
 def test_a_decision_that_cannot_be_read_is_made_again(tmp_path: Path, run_folder: Path) -> None:
     for content in (b"", b"{}", b'{"digest": "a", "refused": []}', b"\xff"):
         (run_folder / "references.json").write_bytes(content)
         assert asked(load(a_spec(tmp_path, [GOOD, BAD]), run_folder)) == ["1"]
 
 
+@pytest.mark.usefixtures("warm_cache")
 def test_a_validation_problem_that_takes_another_s_place_is_checked_too(tmp_path: Path, run_folder: Path) -> None:
     checked = load(a_spec(tmp_path, [GOOD], [GOOD, BAD, "(", "x", "y"]))
     assert [prompt.answer for prompt in checked.validation] == [GOOD, "x"]
 
 
+@pytest.mark.usefixtures("warm_cache")
 def test_all_faults_of_both_sources_are_reported_at_once(tmp_path: Path, run_folder: Path) -> None:
     """Each start named one more: the first reference, then the next, then a prompt's length."""
     spec = a_spec(tmp_path, [GOOD, BAD, *["("] * 11], [BAD], on="Fail")
