@@ -14,12 +14,18 @@ A random policy is nearly uniform, and a random head never guesses right: tests 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -115,7 +121,28 @@ def make_mtp_policy(
 def make_text_policy(
     path: Path, texts: Sequence[str], *, seed: int = 0, shape: Shape = Shape(), steps: int = 150
 ) -> Path:
-    """Write a Qwen3 trained on `texts`, each followed by the end token. Costs about a second per 20 steps."""
+    """Write a Qwen3 trained on `texts`, each followed by the end token.
+
+    It is trained once, about a second per 20 steps, and kept in $SPECRL_CACHE_DIR by all that makes it.
+    """
+    made_of = (Path(__file__).read_text(), torch.__version__, transformers.__version__, *texts, seed, shape, steps)
+    digest = sha256(repr(made_of).encode()).hexdigest()
+    base = os.environ.get("SPECRL_CACHE_DIR") or Path.home() / ".cache" / "specrl"
+    kept = Path(base) / "test-policies" / digest
+    if not kept.exists():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=kept.parent, ignore_cleanup_errors=True) as folder:
+            fresh = Path(folder) / "policy"
+            _train_text_policy(fresh, texts, seed, shape, steps)
+            with suppress(OSError):  # another process was faster
+                fresh.rename(kept)
+    shutil.copytree(kept, path, dirs_exist_ok=True)
+    return path
+
+
+def _train_text_policy(path: Path, texts: Sequence[str], seed: int, shape: Shape, steps: int) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # products are so small that others would only wait, and spin
     tokenizer = make_tokenizer(path, shape.vocab)
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(_config(shape, tokenizer))
@@ -128,7 +155,7 @@ def make_text_policy(
         loss.backward()
         optimizer.step()
     model.eval().save_pretrained(path)
-    return path
+    torch.set_num_threads(threads)
 
 
 def make_tokenizer(path: Path, vocab: int) -> PreTrainedTokenizerFast:
