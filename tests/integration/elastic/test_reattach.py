@@ -10,13 +10,17 @@ from tests.integration.elastic.cluster import Cluster
 
 from specrl.rpc.clients import GenerationClient
 
-REPLICAS = ("gen-0", "gen-1")
 RUN: dict[str, Any] = {
     "schedule": {"steps": 3, "promptsPerStep": 4, "groupSize": 4, "maxPolicyLag": 1},
     "generation": {"replicas": 2, "maxLiveRollouts": 16, "sampling": {"maxTokens": 40}},
     "weights": {"timeoutS": 4},
     "canary": {"everySteps": 0},  # its tokens are nobody's rollout; versions are proved without it
 }
+
+
+def replicas(cluster: Cluster) -> list[str]:
+    """Names of its replicas."""
+    return [f"gen-{number}" for number in range(cluster.spec.generation.replicas)]
 
 
 def generated_tokens(cluster: Cluster) -> int:
@@ -26,7 +30,7 @@ def generated_tokens(cluster: Cluster) -> int:
         async with GenerationClient(address) as client:
             return (await client.status()).speculation.generated_tokens
 
-    addresses = [cluster.events(name, "generation_served")[-1]["address"] for name in REPLICAS]
+    addresses = [cluster.events(name, "generation_served")[-1]["address"] for name in replicas(cluster)]
     return sum(asyncio.run(ask(address)) for address in addresses)
 
 
@@ -52,7 +56,7 @@ def check_no_prompt_was_lost(cluster: Cluster, status: dict[str, Any]) -> None:
 
 def test_no_token_is_computed_twice_when_the_coordinator_is_killed_in_the_middle_of_generation(tmp_path: Path) -> None:
     with Cluster(tmp_path, RUN, token_seconds=0.15) as cluster:  # six seconds a rollout
-        cluster.start("coordinator", "trainer", *REPLICAS)
+        cluster.start("coordinator", "trainer", *replicas(cluster))
         resumed = 0
         for _ in range(2):
             kill_in_the_middle_of_generation(cluster)
@@ -67,9 +71,9 @@ def test_no_token_is_computed_twice_when_the_coordinator_is_killed_in_the_middle
 
 
 def test_what_nobody_takes_up_in_time_is_generated_anew(tmp_path: Path) -> None:
-    changes = RUN | {"generation": RUN["generation"] | {"reattachS": 0}}
+    changes = RUN | {"generation": RUN["generation"] | {"replicas": 1, "reattachS": 0}}
     with Cluster(tmp_path, changes, token_seconds=0.1) as cluster:
-        cluster.start("coordinator", "trainer", *REPLICAS)
+        cluster.start("coordinator", "trainer", *replicas(cluster))
         kill_in_the_middle_of_generation(cluster)
         cluster.start("coordinator")
         status = cluster.finish()
