@@ -2,9 +2,7 @@
 
     python -m tests.stand_ins.process generation|trainer <the arguments of specrl-generation or specrl-trainer>
 
-TOKEN_SECONDS in the environment is the pace of the stand-in engine. GATE names a file: a replica that has imported
-everything writes `GATE.reached` and starts when GATE exists, so that a test decides when it joins, however busy the
-machine is. It takes no part in any measurement.
+TOKEN_SECONDS in the environment is the pace of the stand-in engine. It takes no part in any measurement.
 """
 
 from __future__ import annotations
@@ -12,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import time
-from pathlib import Path
 
 from tests.stand_ins.engine import TableEngine, TableShape
 from tests.stand_ins.trainer_backend import StandInBackend
@@ -31,19 +27,10 @@ async def _generate(arguments: list[str]) -> None:
     options = generation.parse(arguments)
     spec = load_spec(options.spec)
     logs.configure("info", options.replica_id, spec.name)
-    if gate := os.environ.get("GATE"):
-        wait_at(Path(gate))
     pace_s = float(os.environ.get("TOKEN_SECONDS", "0.01"))
     engine = TableEngine(options.replica_id, seed=7, shape=TableShape(VOCAB, spec.model.max_length, pace_s))
     await engine.start()
     await generation.run_engine(engine, spec, options)
-
-
-def wait_at(gate: Path) -> None:
-    """Block until the file exists. The test makes it, or kills this process."""
-    gate.with_name(f"{gate.name}.reached").touch()
-    while not gate.exists():
-        time.sleep(0.02)
 
 
 async def _train(arguments: list[str]) -> None:
@@ -54,5 +41,10 @@ async def _train(arguments: list[str]) -> None:
     await trainer.lead(backend, spec, options, SILENT)  # type: ignore[arg-type]  # one rank needs no control group
 
 
+def main(arguments: list[str]) -> None:
+    """Be the process that the first argument names, until it ends."""
+    asyncio.run({"generation": _generate, "trainer": _train}[arguments[0]](arguments[1:]))
+
+
 if __name__ == "__main__":
-    asyncio.run({"generation": _generate, "trainer": _train}[sys.argv[1]](sys.argv[2:]))
+    main(sys.argv[1:])

@@ -1,7 +1,7 @@
 """A run of real processes on one machine, for tests that kill and stop them.
 
-The product's coordinator, and replicas and a trainer around stand-ins (tests/stand_ins/process.py). Signals go to
-processes that this module started, and to no others.
+The product's coordinator, and replicas and a trainer around stand-ins (tests/stand_ins/process.py), each a copy of a
+process that has imported what they need. Signals go to processes that this module started, and to no others.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import httpx2
 from tests.redis_servers import free_port
 from tests.run_files import a_model_folder, a_run
+from tests.stand_ins.forking import Forked, fork_server
 
 from specrl.launcher import run_directory
 from specrl.spec import RunSpec, parse_spec
@@ -34,7 +35,7 @@ class Cluster:
     folder: Path
     changes: dict[str, Any] = field(default_factory=dict)
     token_seconds: float = 0.01
-    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    processes: dict[str, subprocess.Popen[bytes] | Forked] = field(default_factory=dict)
 
     def __enter__(self) -> Cluster:
         a_model_folder(self.folder / "model")
@@ -51,39 +52,28 @@ class Cluster:
         for process in self.processes.values():
             process.wait(PATIENCE_S)
 
-    def start(self, *names: str, gate: Path | None = None) -> None:
-        """Start processes by name: coordinator, trainer, or a replica's name.
-
-        gate: replicas wait for this file before they start their engine; `open_gate` makes it.
-        """
+    def start(self, *names: str) -> None:
+        """Start processes by name: coordinator, trainer, or a replica's name."""
         for name in names:
             run_file = str(self.directory.run_file)
             peer = ("--spec", run_file, "--coordinator", f"127.0.0.1:{self.port}")
             if name == "coordinator":
-                ports = ("--port", str(self.port), "--http-port", str(self.http_port))
-                arguments = ("specrl.coordinator.main", "--run-directory", str(self.directory.path), *ports)
-            elif name == "trainer":
-                directory = ("--run-directory", str(self.directory.path))
-                arguments = ("tests.stand_ins.process", "trainer", *peer, *directory)
+                self.processes[name] = self._start_coordinator()
+                continue
+            if name == "trainer":
+                arguments = ("trainer", *peer, "--run-directory", str(self.directory.path))
             else:
-                arguments = ("tests.stand_ins.process", "generation", *peer, "--replica-id", name)
-            waits = {} if gate is None else {"GATE": f"{gate}-{name}"}
-            with self.log(name).open("ab") as output:
-                self.processes[name] = subprocess.Popen(
-                    [sys.executable, "-m", *arguments],
-                    env=os.environ | {"HF_HUB_OFFLINE": "1", "TOKEN_SECONDS": str(self.token_seconds)} | waits,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                )
+                arguments = ("generation", *peer, "--replica-id", name)
+            environment = {"TOKEN_SECONDS": str(self.token_seconds)}
+            self.processes[name] = fork_server().start(arguments, environment, self.log(name))
 
-    def await_gate(self, gate: Path, *names: str) -> None:
-        """Wait until these replicas have come to their gate: they have nothing to import any more."""
-        self.until(lambda: all(Path(f"{gate}-{name}.reached").exists() for name in names))
-
-    def open_gate(self, gate: Path, *names: str) -> None:
-        """Let replicas that wait at the gate start."""
-        for name in names:
-            Path(f"{gate}-{name}").touch()
+    def _start_coordinator(self) -> subprocess.Popen[bytes]:
+        ports = ("--port", str(self.port), "--http-port", str(self.http_port))
+        command = [sys.executable, "-m", "specrl.coordinator.main", "--run-directory", str(self.directory.path), *ports]
+        with self.log("coordinator").open("ab") as output:
+            return subprocess.Popen(
+                command, env=os.environ | {"HF_HUB_OFFLINE": "1"}, stdout=output, stderr=subprocess.STDOUT
+            )
 
     def log(self, name: str) -> Path:
         """What a process has said, over all of its starts."""
