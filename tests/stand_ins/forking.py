@@ -63,7 +63,8 @@ class Forked:
     """A process of the server's: what tests use of subprocess.Popen."""
 
     def __init__(self, server: ForkServer, pid: int) -> None:
-        self.pid, self._server = pid, server
+        self.pid = pid
+        self._server = server
         self._code: int | None = None
 
     def poll(self) -> int | None:
@@ -82,7 +83,7 @@ class Forked:
         return code
 
     def send_signal(self, number: signal.Signals) -> None:
-        """To it alone. Nothing happens when it has ended."""
+        """Send a signal to it alone, unless it has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 

@@ -45,7 +45,8 @@ def test_joiners_catch_up_while_the_others_go_on_and_those_that_leave_finish_wha
         async with CoordinatorClient(f"127.0.0.1:{cluster.port}") as client:
             await client.dismiss(name)
 
-    steps, first, joiners = 24, ("gen-0", "gen-1"), ("gen-2", "gen-3")
+    steps = 24
+    first, joiners = ("gen-0", "gen-1"), ("gen-2", "gen-3")
     with Cluster(tmp_path, a_run_of(steps), token_seconds=0.02) as cluster:
         cluster.start("coordinator", "trainer", *first)
         cluster.until(lambda: cluster.status().get("step", 0) >= 1)
