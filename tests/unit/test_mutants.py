@@ -1,0 +1,97 @@
+"""The list of mutants fits the product of today, so that `make mutants` tries what it says it does."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.mutants.catalog import (
+    BEGIN,
+    END,
+    PAGE,
+    ROOT,
+    Mutant,
+    MutantInvalid,
+    Result,
+    load_mutants,
+    load_results,
+    table,
+)
+
+FEWEST = 2
+"""Mutants of a package."""
+PARTS = (
+    *("coordinator/sinks", "coordinator/store", "coordinator/web", "generation/vllm_backend"),
+    *("rewards/code", "rewards/math", "rewards/sandbox", "trainer/losses", "trainer/megatron_backend"),
+)
+"""Folders of specrl's packages that are as large as packages."""
+MUTANT = Mutant("twice", "a.py", "x = 1", "x = 2", "Nothing.", ("tests/unit",))
+
+
+def packages() -> list[str]:
+    """Folders below the source roots that must have mutants; generated code and links to data have none."""
+    folders = [path for path in (ROOT / "services" / "specrl").iterdir() if path.is_dir() and not path.is_symlink()]
+    found = [f"specrl/{path.name}" for path in folders if path.name != "api" and any(path.glob("*.py"))]
+    return [*sorted(found), *(f"specrl/{part}" for part in PARTS), "specrl_operator"]
+
+
+def test_every_mutant_is_one_line_of_its_file_and_can_be_compiled() -> None:
+    for mutant in load_mutants():
+        text = (ROOT / mutant.file).read_text(encoding="utf-8")
+        changed = mutant.apply(text)
+        different = [pair for pair in zip(text.split("\n"), changed.split("\n"), strict=True) if pair[0] != pair[1]]
+        assert len(different) == 1, mutant.id
+        compile(changed, mutant.file, "exec")
+
+
+def test_every_mutant_has_a_name_of_its_own_a_sentence_and_tests_that_there_are() -> None:
+    mutants = load_mutants()
+    assert [name for name, count in Counter(mutant.id for mutant in mutants).items() if count > 1] == []
+    for mutant in mutants:
+        assert mutant.breaks.endswith("."), mutant.id
+        assert mutant.tests, mutant.id
+        for test in mutant.tests:
+            assert (ROOT / test.partition("::")[0]).exists(), f"{mutant.id}: {test}"
+
+
+def test_every_package_has_mutants() -> None:
+    counts = Counter(str(folder) for mutant in load_mutants() for folder in [mutant.package, *parents(mutant.package)])
+    assert {name: counts[name] for name in packages() if counts[name] < FEWEST} == {}
+
+
+def parents(package: str) -> list[str]:
+    """Folders above it."""
+    return [str(folder) for folder in Path(package).parents]
+
+
+@pytest.mark.parametrize("text", ["y = 1\n", "x = 1\n    x = 1\n"])
+def test_a_stale_mutant_is_refused_by_its_name(text: str) -> None:
+    with pytest.raises(MutantInvalid, match=r"twice: a\.py must have its old line exactly once"):
+        MUTANT.apply(text)
+
+
+def test_a_mutant_of_two_lines_is_refused() -> None:
+    with pytest.raises(MutantInvalid, match="twice: a mutant must replace one line"):
+        replace(MUTANT, new="x = 2\ny = 3").apply("x = 1\n")
+
+
+def test_a_line_keeps_its_indentation() -> None:
+    assert MUTANT.apply("if y:\n    x = 1\n") == "if y:\n    x = 2\n"
+
+
+def test_the_table_shows_who_killed_what_and_what_was_not_tried() -> None:
+    mutants = [replace(MUTANT, id=name) for name in ("killed", "survivor", "new")]
+    results = {"killed": Result("tests/a.py::test_b[x|y]", 3.6), "survivor": Result("", 9.0)}
+    rows = table(mutants, results).splitlines()[2:]
+    assert r"`tests/a.py::test_b[x\|y]` | 4 |" in rows[0]
+    assert "**nothing**" in rows[1]
+    assert "not tried" in rows[2]
+
+
+def test_the_page_has_the_results_as_they_were_written() -> None:
+    mutants, results = load_mutants(), load_results()
+    assert set(results) <= {mutant.id for mutant in mutants}
+    written = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].strip()
+    assert written == table(mutants, results), "python -m tools.mutants --write"

@@ -1,0 +1,186 @@
+"""Run the tests on mutants of the product, each with one line that is wrong, and record which test notices.
+
+python -m tools.mutants                  runs all mutants of tests/mutants/mutants.toml (`make mutants`)
+python -m tools.mutants --only ID        runs this one; may be repeated
+python -m tools.mutants --rest           runs those without a result
+python -m tools.mutants --own            runs the tests that each names and no others: quick, for whoever adds mutants
+python -m tools.mutants --write          writes the table of results into docs/testing.md
+
+For each mutant the tests that it names run first, and the run ends at the first failure. All of `make test` runs only
+for a mutant that survived them. Results are written after each mutant, so that an interrupted run goes on with --rest.
+
+Invariant: the working tree is read and never changed. The tests run in a copy of it, in a temporary folder, with the
+packages of .venv. PYTHONPATH puts the copy's sources before those that .venv was installed from, in every process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from tests.mutants.catalog import (
+    MUTANTS,
+    PAGE,
+    ROOT,
+    Mutant,
+    MutantInvalid,
+    Result,
+    load_mutants,
+    load_results,
+    write_results,
+    write_table,
+)
+
+SOURCES = ("services", "operators")
+OWN_TEST = "tests/unit/test_mutants.py"
+"""Fails on every mutant, since it looks for the line that the mutant replaces."""
+PASSED, FAILED = 0, 1
+"""Exit statuses of pytest; every other one says that the tests did not run."""
+STOP_S = 120.0
+"""For pytest to end its fixtures after an interrupt."""
+
+
+@contextmanager
+def copied_tree() -> Iterator[Path]:
+    """A clone of the repository with the files of the working tree, which is deleted at the end."""
+    with tempfile.TemporaryDirectory(prefix="specrl-mutants-") as folder:
+        copy = Path(folder) / "specrl"
+        subprocess.run(["git", "clone", "--quiet", "--shared", str(ROOT), str(copy)], check=True)
+        listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        for name in subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0"):
+            source, target = ROOT / name, copy / name
+            if not name or name == ".venv":
+                continue
+            target.unlink(missing_ok=True)
+            if source.is_symlink() or source.is_file():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(source, target, follow_symlinks=False)
+        (copy / ".venv").symlink_to(Path(sys.prefix))
+        with (copy / ".git" / "info" / "exclude").open("a", encoding="utf-8") as exclude:
+            exclude.write(".venv\n")
+        yield copy
+
+
+def environment(copy: Path) -> dict[str, str]:
+    """Of the tests: the copy's sources come first. Raises MutantInvalid if Python imports others all the same."""
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(str(copy / source) for source in SOURCES)}
+    ask = "import specrl, specrl_operator; print(specrl.__file__, specrl_operator.__file__)"
+    command = [sys.executable, "-c", ask]
+    said = subprocess.run(command, cwd="/", env=variables, check=True, capture_output=True, text=True).stdout
+    if any(not Path(file).is_relative_to(copy) for file in said.split()):
+        raise MutantInvalid(f"Python must import specrl from {copy}, got {said.strip()}")
+    return variables
+
+
+def try_mutant(mutant: Mutant, copy: Path, variables: Mapping[str, str], *, only_own: bool) -> Result:
+    """Its own tests, then all. Raises MutantInvalid for one that does not apply, or whose tests do not run.
+
+    only_own: never all of them, and raise for one that survives its own.
+    """
+    file = copy / mutant.file
+    text = file.read_text(encoding="utf-8")
+    cpu_s = 0.0
+    try:
+        file.write_text(mutant.apply(text), encoding="utf-8")
+        for tests in (mutant.tests, ("--ignore", OWN_TEST)):
+            killed_by, spent_s = run_tests(mutant, tests, copy, variables)
+            cpu_s = round(cpu_s + spent_s, 1)
+            if killed_by:
+                break
+            if only_own:
+                raise MutantInvalid(f"{mutant.id}: one of its own tests must fail, got none; run it without --own")
+        return Result(killed_by, cpu_s)
+    finally:
+        file.write_text(text, encoding="utf-8")
+
+
+def run_tests(mutant: Mutant, tests: Sequence[str], copy: Path, variables: Mapping[str, str]) -> tuple[str, float]:
+    """The test that failed first, or nothing, and the CPU seconds. Raises MutantInvalid when the tests do not run."""
+    cache, costs = copy / ".pytest_cache", copy.with_name("costs.json")
+    shutil.rmtree(cache, ignore_errors=True)
+    costs.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--costs", str(costs), *tests]
+    with copy.with_name("output.txt").open("w+", encoding="utf-8", errors="replace") as output:
+        running = subprocess.Popen(
+            command, cwd=copy, env=dict(variables), stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            status = running.wait()
+        except KeyboardInterrupt:
+            running.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                running.wait(STOP_S)
+            raise
+        finally:
+            with suppress(ProcessLookupError):  # what a broken product has left running
+                os.killpg(running.pid, signal.SIGKILL)
+        output.seek(0)
+        said = output.read()
+    failed = cache / "v" / "cache" / "lastfailed"
+    killers = list(json.loads(failed.read_text(encoding="utf-8"))) if failed.is_file() else []
+    if status not in (PASSED, FAILED) or (status == FAILED) != bool(killers):
+        raise MutantInvalid(f"{mutant.id}: its tests must run, got exit status {status}:\n{said[-2000:]}")
+    for line in said.splitlines():
+        if line.startswith(("FAILED ", "ERROR ")):
+            print(f"    {line[:300]}")
+    spent_s = json.loads(costs.read_text(encoding="utf-8"))["cpu_s"] if costs.is_file() else 0.0
+    return (killers[0] if killers else ""), spent_s
+
+
+def run(chosen: Sequence[Mutant], mutants: Sequence[Mutant], *, only_own: bool) -> int:
+    """Try the chosen ones; returns the exit status, 1 when one survived or could not be tried."""
+    results, bad = load_results(), 0
+    with copied_tree() as copy:
+        variables = environment(copy)
+        for number, mutant in enumerate(chosen, 1):
+            print(f"[{number}/{len(chosen)}] {mutant.id}", flush=True)
+            try:
+                result = results[mutant.id] = try_mutant(mutant, copy, variables, only_own=only_own)
+            except MutantInvalid as error:
+                results.pop(mutant.id, None)
+                bad += 1
+                print(f"    {error}", flush=True)
+            else:
+                bad += not result.killed_by
+                print(f"    {result.cpu_s:.0f} CPU s, killed by {result.killed_by or 'NOTHING'}", flush=True)
+            write_results(mutants, results)
+    print(f"{len(chosen) - bad} of {len(chosen)} mutants were killed")
+    return 1 if bad else 0
+
+
+def main() -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(description="Run the tests on mutants, and record which test notices each.")
+    parser.add_argument("--only", metavar="ID", action="append", default=[], help="only this mutant; may be repeated")
+    parser.add_argument("--rest", action="store_true", help="only mutants without a result")
+    parser.add_argument("--own", action="store_true", help="only the tests that each mutant names")
+    page = PAGE.relative_to(ROOT)
+    parser.add_argument("--write", action="store_true", help=f"write the table into {page}; run nothing")
+    options = parser.parse_args()
+    mutants = load_mutants()
+    if options.write:
+        write_table(mutants, load_results())
+        return 0
+    unknown = set(options.only).difference(mutant.id for mutant in mutants)
+    if unknown:
+        parser.error(f"--only must name a mutant of {MUTANTS.relative_to(ROOT)}, got {', '.join(sorted(unknown))}")
+    known = load_results() if options.rest else {}
+    chosen = [it for it in mutants if it.id not in known and (not options.only or it.id in options.only)]
+    try:
+        return run(chosen, mutants, only_own=options.own)
+    except KeyboardInterrupt:
+        print("stopped; the results so far are kept, and --rest goes on")
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
