@@ -144,6 +144,29 @@ async def test_a_replica_that_dies_during_its_canary_is_lost_and_does_not_disagr
         assert all(report.canary_tokens > 0 for report in run.board.reports())
 
 
+async def test_a_restarted_coordinator_takes_up_no_rollout_of_a_version_that_no_canary_has_proved(
+    tmp_path: Path,
+) -> None:
+    """Nothing else fails when it takes up all that its replicas hold (mutant resumed-from-a-bad-engine)."""
+    slow = TableShape(VOCAB, 128, 0.02)
+    async with Run(tmp_path, a_spec(tmp_path), make_engine=lambda name: AsksDuringCanary(name, 7, slow)) as run:
+        await run.until(lambda: run.store.trained() >= 2)
+        asked: list[str] = []
+        for replica in run.replicas.values():
+            assert isinstance(replica.engine, AsksDuringCanary)
+            replica.engine.on_canary, replica.engine.is_silent = asked.append, True
+        await run.until(lambda: bool(asked) and any(replica.service.held() for replica in run.replicas.values()))
+        await run.kill_coordinator()
+        assert any(replica.service.held() for replica in run.replicas.values()), "there was something to take up"
+        for replica in run.replicas.values():
+            assert isinstance(replica.engine, AsksDuringCanary)
+            replica.engine.is_silent = False
+        await run.start_coordinator()
+        await run.finish()
+        assert run.board.status().counters["resumed"] == 0
+        assert check_nothing_wrong_was_trained(run) > 0
+
+
 async def test_a_canary_that_is_not_answered_is_skipped_counted_and_complained_of_from_the_third_on(
     tmp_path: Path,
 ) -> None:
