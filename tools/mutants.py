@@ -4,6 +4,7 @@ python -m tools.mutants                  runs all mutants of tests/mutants/mutan
 python -m tools.mutants --only ID        runs this one; may be repeated
 python -m tools.mutants --rest           runs those without a result
 python -m tools.mutants --own            runs the tests that each names and no others: quick, for whoever adds mutants
+python -m tools.mutants --confirm        runs the tests that killed mutants once more without any: all must pass
 python -m tools.mutants --write          writes the table of results into docs/testing.md
 
 For each mutant the tests that it names run first, and the run ends at the first failure. All of `make test` runs only
@@ -23,22 +24,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tests.mutants.catalog import (
-    MUTANTS,
-    PAGE,
-    ROOT,
-    Mutant,
-    MutantInvalid,
-    Result,
-    load_mutants,
-    load_results,
-    write_results,
-    write_table,
-)
+from tests.mutants import catalog
+from tests.mutants.catalog import ROOT, Mutant, MutantInvalid, Result
 
 SOURCES = ("services", "operators")
 OWN_TEST = "tests/unit/test_mutants.py"
@@ -74,14 +65,16 @@ def environment(copy: Path) -> dict[str, str]:
     """Of the tests: the copy's sources come first. Raises MutantInvalid if Python imports others all the same."""
     variables = os.environ | {"PYTHONPATH": os.pathsep.join(str(copy / source) for source in SOURCES)}
     ask = "import specrl, specrl_operator; print(specrl.__file__, specrl_operator.__file__)"
-    command = [sys.executable, "-c", ask]
-    said = subprocess.run(command, cwd="/", env=variables, check=True, capture_output=True, text=True).stdout
+    asked = subprocess.run(
+        [sys.executable, "-c", ask], cwd="/", env=variables, check=True, capture_output=True, text=True
+    )
+    said = asked.stdout
     if any(not Path(file).is_relative_to(copy) for file in said.split()):
         raise MutantInvalid(f"Python must import specrl from {copy}, got {said.strip()}")
     return variables
 
 
-def try_mutant(mutant: Mutant, copy: Path, variables: Mapping[str, str], *, only_own: bool) -> Result:
+def try_mutant(mutant: Mutant, copy: Path, variables: dict[str, str], *, only_own: bool) -> Result:
     """Its own tests, then all. Raises MutantInvalid for one that does not apply, or whose tests do not run.
 
     only_own: never all of them, and raise for one that survives its own.
@@ -92,27 +85,25 @@ def try_mutant(mutant: Mutant, copy: Path, variables: Mapping[str, str], *, only
     try:
         file.write_text(mutant.apply(text), encoding="utf-8")
         for tests in (mutant.tests, ("--ignore", OWN_TEST)):
-            killed_by, spent_s = run_tests(mutant, tests, copy, variables)
+            failed, spent_s = run_tests(mutant.id, ("-x", *tests), copy, variables)
             cpu_s = round(cpu_s + spent_s, 1)
-            if killed_by:
-                break
+            if failed:
+                return Result(failed[0], cpu_s)
             if only_own:
                 raise MutantInvalid(f"{mutant.id}: one of its own tests must fail, got none; run it without --own")
-        return Result(killed_by, cpu_s)
+        return Result("", cpu_s)
     finally:
         file.write_text(text, encoding="utf-8")
 
 
-def run_tests(mutant: Mutant, tests: Sequence[str], copy: Path, variables: Mapping[str, str]) -> tuple[str, float]:
-    """The test that failed first, or nothing, and the CPU seconds. Raises MutantInvalid when the tests do not run."""
+def run_tests(name: str, arguments: Sequence[str], copy: Path, variables: dict[str, str]) -> tuple[list[str], float]:
+    """The tests that failed, and the CPU seconds. Raises MutantInvalid when they do not run."""
     cache, costs = copy / ".pytest_cache", copy.with_name("costs.json")
     shutil.rmtree(cache, ignore_errors=True)
     costs.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--costs", str(costs), *tests]
+    command = [sys.executable, "-m", "pytest", "-q", "--costs", str(costs), *arguments]
     with copy.with_name("output.txt").open("w+", encoding="utf-8", errors="replace") as output:
-        running = subprocess.Popen(
-            command, cwd=copy, env=dict(variables), stdout=output, stderr=output, start_new_session=True
-        )
+        running = subprocess.Popen(command, cwd=copy, env=variables, stdout=output, stderr=output, process_group=0)
         try:
             status = running.wait()
         except KeyboardInterrupt:
@@ -125,20 +116,35 @@ def run_tests(mutant: Mutant, tests: Sequence[str], copy: Path, variables: Mappi
                 os.killpg(running.pid, signal.SIGKILL)
         output.seek(0)
         said = output.read()
-    failed = cache / "v" / "cache" / "lastfailed"
-    killers = list(json.loads(failed.read_text(encoding="utf-8"))) if failed.is_file() else []
-    if status not in (PASSED, FAILED) or (status == FAILED) != bool(killers):
-        raise MutantInvalid(f"{mutant.id}: its tests must run, got exit status {status}:\n{said[-2000:]}")
+    last = cache / "v" / "cache" / "lastfailed"
+    failed = list(json.loads(last.read_text(encoding="utf-8"))) if last.is_file() else []
+    if status not in (PASSED, FAILED) or (status == FAILED) != bool(failed):
+        raise MutantInvalid(f"{name}: its tests must run, got exit status {status}:\n{said[-2000:]}")
     for line in said.splitlines():
         if line.startswith(("FAILED ", "ERROR ")):
             print(f"    {line[:300]}")
     spent_s = json.loads(costs.read_text(encoding="utf-8"))["cpu_s"] if costs.is_file() else 0.0
-    return (killers[0] if killers else ""), spent_s
+    return failed, spent_s
+
+
+def confirm(chosen: Sequence[Mutant], mutants: Sequence[Mutant]) -> int:
+    """Run the tests that killed the chosen ones without any mutant; forget the results of those that fail all the same.
+
+    Returns the exit status.
+    """
+    results = catalog.load_results()
+    killers = {results[it.id].killed_by for it in chosen if it.id in results and results[it.id].killed_by}
+    with copied_tree() as copy:
+        failed, spent_s = run_tests("without a mutant", sorted(killers), copy, environment(copy))
+    kept = {name: result for name, result in results.items() if result.killed_by not in failed}
+    catalog.write_results(mutants, kept)
+    print(f"{len(killers) - len(failed)} of {len(killers)} tests pass without a mutant, {spent_s:.0f} CPU s")
+    return 1 if failed else 0
 
 
 def run(chosen: Sequence[Mutant], mutants: Sequence[Mutant], *, only_own: bool) -> int:
     """Try the chosen ones; returns the exit status, 1 when one survived or could not be tried."""
-    results, bad = load_results(), 0
+    results, bad = catalog.load_results(), 0
     with copied_tree() as copy:
         variables = environment(copy)
         for number, mutant in enumerate(chosen, 1):
@@ -152,7 +158,7 @@ def run(chosen: Sequence[Mutant], mutants: Sequence[Mutant], *, only_own: bool) 
             else:
                 bad += not result.killed_by
                 print(f"    {result.cpu_s:.0f} CPU s, killed by {result.killed_by or 'NOTHING'}", flush=True)
-            write_results(mutants, results)
+            catalog.write_results(mutants, results)
     print(f"{len(chosen) - bad} of {len(chosen)} mutants were killed")
     return 1 if bad else 0
 
@@ -162,20 +168,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Run the tests on mutants, and record which test notices each.")
     parser.add_argument("--only", metavar="ID", action="append", default=[], help="only this mutant; may be repeated")
     parser.add_argument("--rest", action="store_true", help="only mutants without a result")
+    parser.add_argument("--confirm", action="store_true", help="run the tests that killed mutants without any")
     parser.add_argument("--own", action="store_true", help="only the tests that each mutant names")
-    page = PAGE.relative_to(ROOT)
+    page = catalog.PAGE.relative_to(ROOT)
     parser.add_argument("--write", action="store_true", help=f"write the table into {page}; run nothing")
     options = parser.parse_args()
-    mutants = load_mutants()
+    mutants = catalog.load_mutants()
     if options.write:
-        write_table(mutants, load_results())
+        catalog.write_table(mutants, catalog.load_results())
         return 0
     unknown = set(options.only).difference(mutant.id for mutant in mutants)
     if unknown:
-        parser.error(f"--only must name a mutant of {MUTANTS.relative_to(ROOT)}, got {', '.join(sorted(unknown))}")
-    known = load_results() if options.rest else {}
+        parser.error(f"--only must name mutants of {catalog.MUTANTS.name}, got {', '.join(sorted(unknown))}")
+    known = catalog.load_results() if options.rest else {}
     chosen = [it for it in mutants if it.id not in known and (not options.only or it.id in options.only)]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # `make mutants &` ignores it, and so would the tests
     try:
+        if options.confirm:
+            return confirm(chosen, mutants)
         return run(chosen, mutants, only_own=options.own)
     except KeyboardInterrupt:
         print("stopped; the results so far are kept, and --rest goes on")

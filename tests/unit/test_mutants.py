@@ -53,7 +53,9 @@ def test_every_mutant_has_a_name_of_its_own_a_sentence_and_tests_that_there_are(
         assert mutant.breaks.endswith("."), mutant.id
         assert mutant.tests, mutant.id
         for test in mutant.tests:
-            assert (ROOT / test.partition("::")[0]).exists(), f"{mutant.id}: {test}"
+            path, _, name = test.partition("::")
+            assert (ROOT / path).exists(), f"{mutant.id}: {test}"
+            assert not name or f"def {name.partition('[')[0]}(" in (ROOT / path).read_text(encoding="utf-8"), mutant.id
 
 
 def test_every_package_has_mutants() -> None:
