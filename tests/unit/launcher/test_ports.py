@@ -22,6 +22,11 @@ def taken() -> Iterator[int]:
         yield int(listener.getsockname()[1])
 
 
+def test_free_ports_are_none_that_linux_takes_for_outgoing_connections() -> None:
+    """One was taken by somebody's connection before the coordinator listened on it."""
+    assert 1024 <= ports.free_port() < 32768  # Linux's Documentation/networking/ip-sysctl, ip_local_port_range
+
+
 def test_a_port_that_is_taken_is_passed_over(taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
     free = ports.free_port()
     monkeypatch.setattr(random, "sample", lambda *_: [taken, free])
