@@ -16,7 +16,7 @@ from tests.integration.runs import start
 
 pytestmark = pytest.mark.slow
 
-START_S, STEPS_S = 600.0, 1500.0
+START_S, STEPS_S = 1200.0, 1500.0  # a busy machine is slow, not wrong
 STEPS = 12
 
 
