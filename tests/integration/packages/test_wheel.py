@@ -24,6 +24,7 @@ import yaml
 from tests.unit.simulator.scenarios import a_mapping
 
 from specrl import version
+from specrl.seams.versions import read_versions
 
 ROOT = Path(__file__).resolve().parents[3]
 UV = Path(sys.executable).with_name("uv")
@@ -234,6 +235,11 @@ def test_locks_of_the_engines_are_in_the_package(installed: Installation) -> Non
             assert lock.read_bytes() == (ROOT / "requirements" / lock.name).read_bytes()
             found.add(lock.stem)
     assert found == set(LOCKS)
+
+
+def test_the_versions_that_were_read_are_in_the_package(installed: Installation) -> None:
+    found = installed.output("python", "-c", "from specrl.seams.versions import read_versions; print(read_versions())")
+    assert found.strip() == str(read_versions())
 
 
 def test_an_sdist_has_every_file_once_and_no_links(sdist: Path) -> None:
