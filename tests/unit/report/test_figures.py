@@ -32,6 +32,12 @@ def test_a_step_without_drafts_counts_towards_no_acceptance() -> None:
     assert figures([silent]).acceptance_length is None
 
 
+def test_a_step_in_which_nothing_was_compared_says_nothing_of_the_mismatch() -> None:
+    steps = [a_step(1, mismatch_kl=0.004, mismatch_tokens=10), a_step(2, mismatch_kl=0.0, mismatch_tokens=0)]
+    assert figures(steps).mismatch_kl == 0.004
+    assert figures(steps[1:]).mismatch_kl is None
+
+
 def test_lags_of_steps_that_reached_further_are_added_by_place() -> None:
     found = figures([a_step(1, policy_lags=[8]), a_step(2, policy_lags=[1, 2, 5])])
     assert found.policy_lags == (9, 2, 5)
