@@ -41,10 +41,10 @@ async def _train(arguments: list[str]) -> None:
     await trainer.lead(backend, spec, options, SILENT)  # type: ignore[arg-type]  # one rank needs no control group
 
 
-def main(arguments: list[str]) -> None:
+def main() -> None:
     """Be the process that the first argument names, until it ends."""
-    asyncio.run({"generation": _generate, "trainer": _train}[arguments[0]](arguments[1:]))
+    asyncio.run({"generation": _generate, "trainer": _train}[sys.argv[1]](sys.argv[2:]))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -6,6 +6,7 @@ process that has imported what they need. Signals go to processes that this modu
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -14,18 +15,28 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import httpx2
+from tests.fork_server import Forked, ForkServer
 from tests.redis_servers import free_port
 from tests.run_files import a_model_folder, a_run
-from tests.stand_ins.forking import Forked, fork_server
 
 from specrl.launcher import run_directory
 from specrl.spec import RunSpec, parse_spec
 
+STAND_IN = "tests.stand_ins.process"
 PATIENCE_S = 180.0  # a busy machine is slow, not wrong
+
+
+@cache
+def stand_ins() -> ForkServer:
+    """The server that replicas and trainers of this session are forks of."""
+    server = ForkServer(STAND_IN)
+    atexit.register(server.close)
+    return server
 
 
 @dataclass
@@ -64,8 +75,8 @@ class Cluster:
                 arguments = ("trainer", *peer, "--run-directory", str(self.directory.path))
             else:
                 arguments = ("generation", *peer, "--replica-id", name)
-            environment = {"TOKEN_SECONDS": str(self.token_seconds)}
-            self.processes[name] = fork_server().start(arguments, environment, self.log(name))
+            environment = {"HF_HUB_OFFLINE": "1", "TOKEN_SECONDS": str(self.token_seconds)}
+            self.processes[name] = stand_ins().start(STAND_IN, arguments, environment, self.log(name))
 
     def _start_coordinator(self) -> subprocess.Popen[bytes]:
         ports = ("--port", str(self.port), "--http-port", str(self.http_port))

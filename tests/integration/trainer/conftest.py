@@ -1,6 +1,6 @@
 """Trainers of several parallel layouts, those with as many ranks in the same processes, one after another.
 
-Their ranks are forks of one process (`fork_server.py`).
+Their ranks are forks of one process (`tests/fork_server.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.integration.trainer.fork_server import ROOT, Ranks
+from tests.fork_server import ROOT, ForkServer
 from tests.integration.trainer.worker_group import ALONE, sizes
 from tests.tiny_models import Shape, make_policy
 
@@ -24,6 +24,14 @@ from specrl.trainer import checkpoints
 VOCAB = 265  # not divisible by 2 ranks, and not by 128: padding has to work
 TWO_RANKS = ["tensor=2", "data=2", "pipeline=2", "context=2", "pipeline=2,virtualStages=2"]
 FOUR_RANKS = ["tensor=2,pipeline=2", "tensor=2,context=2", "pipeline=2,virtualStages=2,data=2"]
+IMPORTED = (
+    "tests.integration.trainer.worker",
+    "tests.integration.trainer.layout_worker",
+    "specrl.trainer.main",
+    "specrl.trainer.service",
+    "specrl.trainer.ranks",
+    "torch._dynamo",  # which the first optimizer imports
+)
 DEEP = {"pipeline=2,virtualStages=2", "tensor=2,context=2"}
 """Formed by deep tests alone. The first is part of the last of four ranks, the second of one in test_layouts.py."""
 LONG = {ALONE, "data=2", "tensor=2,pipeline=2"}
@@ -59,7 +67,7 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 class Launch:
     """The processes that form some layouts one after another, and the folder in which they leave what they saw."""
 
-    def __init__(self, ranks: Ranks, out: Path, layout: str, program: Sequence[str], sends: Sequence[str]) -> None:
+    def __init__(self, ranks: ForkServer, out: Path, layout: str, program: Sequence[str], sends: Sequence[str]) -> None:
         """layout: one of them. program: a worker's module and arguments. sends: the folders in `out` of whoever
         broadcasts, one after another."""
         self.out, self.sends, port = out, sends, free_port()
@@ -97,7 +105,7 @@ class Launch:
 class Trainers:
     """Starts `worker.py` in some layouts with as many ranks, as deep tests or the others need it."""
 
-    ranks: Ranks
+    ranks: ForkServer
     is_deep: bool
 
     def train(self, policy: Path, every: Sequence[str], out: Path, resume: Path | None = None) -> Launch:
@@ -118,15 +126,15 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Ranks]:
+def ranks() -> Iterator[ForkServer]:
     """Starts ranks."""
-    server = Ranks()
+    server = ForkServer(*IMPORTED)
     yield server
     server.close()
 
 
 @pytest.fixture(scope="session")
-def trainers(ranks: Ranks, request: pytest.FixtureRequest) -> Trainers:
+def trainers(ranks: ForkServer, request: pytest.FixtureRequest) -> Trainers:
     return Trainers(ranks, request.config.getoption("--deep"))
 
 

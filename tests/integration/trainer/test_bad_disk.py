@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.fork_server import ForkServer
 from tests.integration.trainer.conftest import VOCAB
-from tests.integration.trainer.fork_server import Ranks
 from tests.integration.trainer.runs import a_batch, a_spec
 from tests.integration.trainer.test_trainer_process import START_S, Trainer
 from tests.small_disk import a_small_disk
@@ -37,7 +37,7 @@ def fill(disk: Path) -> Path:
 
 
 async def test_full_disk_keeps_the_last_checkpoint_and_the_trainer(
-    ranks: Ranks, policy: Path, tmp_path: Path, small_disk: Path
+    ranks: ForkServer, policy: Path, tmp_path: Path, small_disk: Path
 ) -> None:
     """Then it has room again; then its newest checkpoint is cut short, and the one before it is used."""
     (tmp_path / "run.yaml").write_text(dump(a_spec(policy, data=2)))

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.integration.trainer.fork_server import ROOT
+from tests.fork_server import ROOT
 from tests.integration.trainer.runs import a_spec
 from tests.tiny_models import Shape, make_policy
 from transformers import Qwen3ForCausalLM

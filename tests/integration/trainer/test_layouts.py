@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.fork_server import ForkServer
 from tests.integration.trainer import reference
 from tests.integration.trainer.conftest import VOCAB, Launch
-from tests.integration.trainer.fork_server import Ranks
 from tests.integration.trainer.runs import a_batch, a_spec, with_experts
 from tests.tiny_models import Shape, make_policy
 
@@ -85,7 +85,7 @@ def on_one_rank(policies: dict[str, Path], tmp_path_factory: pytest.TempPathFact
     return out
 
 
-def launch(ranks: Ranks, cases: Sequence[Case], policies: dict[str, Path], first: Path, out: Path) -> Path:
+def launch(ranks: ForkServer, cases: Sequence[Case], policies: dict[str, Path], first: Path, out: Path) -> Path:
     """Every case goes on with the checkpoint of the one before it that trains the same, or of one rank."""
     from tests.integration.trainer.layout_worker import Job
 
@@ -108,7 +108,11 @@ def is_deep(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture(scope="module")
 def two_ranks(
-    ranks: Ranks, policies: dict[str, Path], on_one_rank: Path, is_deep: bool, tmp_path_factory: pytest.TempPathFactory
+    ranks: ForkServer,
+    policies: dict[str, Path],
+    on_one_rank: Path,
+    is_deep: bool,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
     cases = [case for case in TWO_RANKS if is_deep or case not in DEEP]
     return launch(ranks, cases, policies, on_one_rank, tmp_path_factory.mktemp("two") / "out")
@@ -116,7 +120,7 @@ def two_ranks(
 
 @pytest.fixture(scope="module")
 def four_ranks(
-    ranks: Ranks, policies: dict[str, Path], two_ranks: Path, tmp_path_factory: pytest.TempPathFactory
+    ranks: ForkServer, policies: dict[str, Path], two_ranks: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     """The first goes on with a checkpoint of two ranks."""
     first = two_ranks / name(TWO_RANKS[0])

@@ -7,8 +7,8 @@ import signal
 import time
 from pathlib import Path
 
+from tests.fork_server import ForkServer
 from tests.integration.trainer.conftest import VOCAB
-from tests.integration.trainer.fork_server import Ranks
 from tests.integration.trainer.runs import a_batch, a_spec
 from tests.integration.trainer.test_trainer_process import START_S, Trainer
 
@@ -23,7 +23,7 @@ from specrl.spec import digest, dump, load_spec
 
 
 async def test_step_whose_rank_1_was_killed_is_trained_by_the_next_trainer(
-    ranks: Ranks, policy: Path, tmp_path: Path
+    ranks: ForkServer, policy: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(dump(a_spec(policy, data=2)))

@@ -1,6 +1,6 @@
 """The real program with two ranks: serves, loses a rank, comes back from its checkpoint, ends when told to.
 
-One start here is that of the program itself; the others are forks that run its `main` (`fork_server.py`).
+One start here is that of the program itself; the others are forks that run its `main` (`tests/fork_server.py`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.fork_server import Forked, ForkServer
 from tests.integration.trainer.conftest import VOCAB, free_port, rank_environment, rank_variables
-from tests.integration.trainer.fork_server import Rank, Ranks
 from tests.integration.trainer.runs import a_batch, a_spec
 
 from specrl.api.v1 import coordinator_pb2, coordinator_pb2_grpc
@@ -33,7 +33,7 @@ class Trainer:
     """The two processes of one start."""
 
     def __init__(
-        self, ranks: Ranks | None, folder: Path, name: str, coordinator: str | None = None, *more: str
+        self, ranks: ForkServer | None, folder: Path, name: str, coordinator: str | None = None, *more: str
     ) -> None:
         """ranks: forks them; None: starts the program itself, which costs more. coordinator: where one serves gRPC;
         None: nowhere, and registration goes on trying. more: arguments."""
@@ -45,7 +45,7 @@ class Trainer:
             *("--coordinator", coordinator or f"127.0.0.1:{port}"),
             *more,
         ]
-        self.processes: list[Rank | subprocess.Popen[bytes]] = []
+        self.processes: list[Forked | subprocess.Popen[bytes]] = []
         for rank, log in enumerate(self.logs):
             if ranks is not None:
                 variables = rank_variables(rank, RANKS, port)
@@ -89,7 +89,7 @@ async def step_of(address: str) -> int:
         return (await client.status()).step
 
 
-def test_dead_rank_ends_the_others_and_a_restart_resumes(ranks: Ranks, policy: Path, tmp_path: Path) -> None:
+def test_dead_rank_ends_the_others_and_a_restart_resumes(ranks: ForkServer, policy: Path, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(dump(a_spec(policy, data=RANKS)))
     first = Trainer(None, tmp_path, "first")
     try:
@@ -124,7 +124,7 @@ class SendsHome(coordinator_pb2_grpc.CoordinatorServiceServicer):
 
 
 async def test_exit_code_0_of_a_pod_says_that_the_run_is_over_and_nothing_else(
-    ranks: Ranks, policy: Path, tmp_path: Path
+    ranks: ForkServer, policy: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "run.yaml").write_text(dump(a_spec(policy, data=RANKS)))
     stopped = Trainer(ranks, tmp_path, "stopped", None, "--until-dismissed")
@@ -146,7 +146,7 @@ async def test_exit_code_0_of_a_pod_says_that_the_run_is_over_and_nothing_else(
         await server.stop(None)
 
 
-def test_missing_model_is_said_in_one_line(ranks: Ranks, tmp_path: Path) -> None:
+def test_missing_model_is_said_in_one_line(ranks: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(dump(a_spec(tmp_path / "gone")))
     arguments = ["--spec", str(tmp_path / "run.yaml"), "--run-directory", str(tmp_path), "--coordinator", "127.0.0.1:1"]
     rank = ranks.start("specrl.trainer.main", arguments, {}, tmp_path / "log")

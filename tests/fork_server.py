@@ -1,22 +1,23 @@
-"""Starts the ranks of tests as forks of one process that has imported torch and Megatron.
+"""Starts processes of tests as forks of one process that has imported what they need.
 
-    python -m tests.integration.trainer.fork_server FD        FD: a socket, on which `Ranks` asks for forks
+    python -m tests.fork_server FD MODULES...       FD: a socket, on which `ForkServer` asks for forks
 
-The imports cost a rank 4 s of CPU; its work in most tests costs less than one. A fork then runs the `main` of a module
-as a program of its own would: with its environment, command line, log and exit code. A fork does not show
-that an interpreter starts; tests/integration/trainer/test_trainer_process.py starts the real program for that.
+An import of torch with Megatron or gRPC costs seconds of CPU; most of these processes compute for less than one. A fork
+runs the `main` of a module as a program of its own would: with its environment, command line, log and exit code. A fork
+does not show that an interpreter starts; tests/integration/trainer/test_trainer_process.py starts the real program for
+that. vLLM's processes are forked by `engine_fork.py`, since vLLM takes them from multiprocessing.
 
 Forking is safe here because the server has one thread, which it checks before it serves: it imports, and computes
-nothing. The forks make threads, process groups and tensors of their own.
+nothing. The forks make threads, channels, process groups and tensors of their own.
 
-    Ranks (pytest)                     server                          fork
+    ForkServer (pytest)                server                          fork
       start ---- order, 2 files --->  fork ------------------------>  main()
-      Rank.pid  <------- pid ----------+                                |
-      Rank.wait <------- exit code --- waitpid <-------- ends ----------+
+      Forked.pid  <----- pid ----------+                                |
+      Forked.wait <----- exit code --- waitpid <-------- ends ----------+
       close ---- end of file -------> kills its forks, ends
 
-The server waits for orders and for the ends of forks, without bound. `Rank.wait` waits for an exit code, as long as its
-caller says. The end of pytest ends the server, because it closes the socket.
+The server waits for orders and for the ends of forks, without bound. `Forked.wait` waits for an exit code, as long as
+its caller says. The end of pytest ends the server, because it closes the socket.
 """
 
 from __future__ import annotations
@@ -38,39 +39,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-ROOT = Path(__file__).parents[3]
-PRELOADED = (
-    "tests.integration.trainer.worker",
-    "tests.integration.trainer.layout_worker",
-    "specrl.trainer.main",
-    "specrl.trainer.service",
-    "specrl.trainer.ranks",
-    "torch._dynamo",  # which the first optimizer imports
-)
+ROOT = Path(__file__).parents[1]
 MOST_ORDER_BYTES = 1 << 17  # an order is a command line and a dozen variables
 NUMBER = struct.Struct("<q")
 
 
-class Ranks:
+class ForkServer:
     """The side of pytest. Used by one thread at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, *imported: str) -> None:
+        """imported: the modules that every fork begins with."""
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join((str(ROOT / "services"), str(ROOT)))}
-        command = [sys.executable, "-m", "tests.integration.trainer.fork_server", str(theirs.fileno())]
+        command = [sys.executable, "-m", "tests.fork_server", str(theirs.fileno()), *imported]
         with theirs:
             self._server = subprocess.Popen(
-                command, env=os.environ | variables, cwd=ROOT, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+                command,
+                env=os.environ | variables,
+                cwd=ROOT,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for pytest
             )
 
-    def start(self, module: str, arguments: Sequence[str], variables: Mapping[str, str], log: Path) -> Rank:
-        """Run `module`'s `main` in a fork. variables: are added to the environment. Both outputs go to `log`."""
+    def start(self, module: str, arguments: Sequence[str], variables: Mapping[str, str], log: Path) -> Forked:
+        """Run `module`'s `main` in a fork. variables: added to the environment. Both outputs go to the end of `log`."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         order = json.dumps({"module": module, "arguments": list(arguments), "variables": dict(variables)})
-        with theirs, log.open("wb") as out:
+        with theirs, log.open("ab") as out:
             socket.send_fds(self._orders, [order.encode()], [theirs.fileno(), out.fileno()])
         (pid,) = NUMBER.unpack(ours.recv(NUMBER.size))
-        return Rank(pid, ours)
+        return Forked(pid, ours)
 
     def close(self) -> None:
         """Kill what still runs, and end the server."""
@@ -78,7 +77,7 @@ class Ranks:
         self._server.wait(timeout=60)
 
 
-class Rank:
+class Forked:
     """A fork, with what the tests use of `subprocess.Popen`."""
 
     def __init__(self, pid: int, connection: socket.socket) -> None:
@@ -100,7 +99,7 @@ class Rank:
             try:
                 (self.returncode,) = NUMBER.unpack(self._connection.recv(NUMBER.size))
             except (TimeoutError, BlockingIOError):
-                raise subprocess.TimeoutExpired(f"rank {self.pid}", timeout or 0.0) from None
+                raise subprocess.TimeoutExpired(f"fork {self.pid}", timeout or 0.0) from None
             self._connection.close()
         return self.returncode
 
@@ -117,8 +116,8 @@ class Rank:
 
 
 @dataclass(frozen=True)
-class Fork:
-    """A rank, as the server knows it. ended: a file descriptor that is readable once it has ended."""
+class _Fork:
+    """A fork, as the server knows it. ended: a file descriptor that is readable once it has ended."""
 
     pid: int
     ended: int
@@ -131,12 +130,12 @@ def serve(orders: socket.socket) -> None:
     selector.register(orders, selectors.EVENT_READ)
     while True:
         for key, _ in selector.select():
-            if isinstance(key.data, Fork):
+            if isinstance(key.data, _Fork):
                 selector.unregister(key.fileobj)
                 report_end(key.data)
                 continue
             message, files, _, _ = socket.recv_fds(orders, MOST_ORDER_BYTES, 2)
-            forks = [other.data for other in selector.get_map().values() if isinstance(other.data, Fork)]
+            forks = [other.data for other in selector.get_map().values() if isinstance(other.data, _Fork)]
             if not message:
                 for fork in forks:
                     os.kill(fork.pid, signal.SIGKILL)
@@ -153,11 +152,12 @@ def serve(orders: socket.socket) -> None:
                 run(json.loads(message), files[1])
             os.close(files[1])
             connection.send(NUMBER.pack(pid))
-            fork = Fork(pid, os.pidfd_open(pid), connection)
+            fork = _Fork(pid, os.pidfd_open(pid), connection)
             selector.register(fork.ended, selectors.EVENT_READ, fork)
 
 
-def report_end(fork: Fork) -> None:
+def report_end(fork: _Fork) -> None:
+    """Tell pytest the exit code."""
     _, status = os.waitpid(fork.pid, 0)
     os.close(fork.ended)
     with fork.connection:
@@ -185,7 +185,8 @@ def run(order: dict[str, Any], log: int) -> NoReturn:
 
 
 def main() -> None:
-    for name in PRELOADED:
+    """Import, then serve."""
+    for name in sys.argv[2:]:
         importlib.import_module(name)
     threads = list(Path("/proc/self/task").iterdir())
     assert len(threads) == 1, f"a process with {len(threads)} threads must not be forked"
