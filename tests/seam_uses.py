@@ -70,7 +70,9 @@ def words_of(file: Path) -> frozenset[str]:
 
 class _FileUses:
     def __init__(self, tree: ast.Module, module: str, file: str) -> None:
-        self._tree, self._module, self._file = tree, module, file
+        self._tree = tree
+        self._module = module
+        self._file = file
         self._imports: dict[str, str] = {}
         self._ours = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)} | {_FUNCTION}
         self._found: list[SeamUse] = []

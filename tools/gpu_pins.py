@@ -47,7 +47,7 @@ Row = dict[str, str]
 Pins = dict[str, dict[str, Any]]
 
 
-def describe(reader: Reader) -> dict[str, Row]:
+def describe_seams(reader: Reader) -> dict[str, Row]:
     """What each seam of a reader's package is there, by its dotted name."""
     return {seam.name: _row(reader, seam) for seam in SEAMS if seam.package == reader.package and not seam.unchecked}
 
@@ -65,7 +65,7 @@ def _row(reader: Reader, seam: Seam) -> Row:
     return row
 
 
-def differences(expected: Mapping[str, Row], found: Mapping[str, Row]) -> dict[str, str]:
+def find_differences(expected: Mapping[str, Row], found: Mapping[str, Row]) -> dict[str, str]:
     """By name, what is different from what is expected, in words."""
     told: dict[str, str] = {}
     for name, row in expected.items():
@@ -120,7 +120,7 @@ def read_pins(lock: str) -> Pins:
             "wheel": wheel.name,
             "sha256": wheel.parent.name,
             "locked": hashes,
-            "seams": describe(Reader(WheelFiles(wheel), IMPORTED[package])),
+            "seams": describe_seams(Reader(WheelFiles(wheel), IMPORTED[package])),
         }
     return found
 
@@ -183,10 +183,10 @@ def _installed(distribution: str) -> Files | None:
         return None
 
 
-def installed(readers: Mapping[str, Reader]) -> Pins:
+def read_installed(readers: Mapping[str, Reader]) -> Pins:
     """What those have."""
     return {
-        f"{package}=={installed_version(package)}": {"seams": describe(readers[IMPORTED[package]])}
+        f"{package}=={installed_version(package)}": {"seams": describe_seams(readers[IMPORTED[package]])}
         for package in DISTRIBUTIONS
     }
 
@@ -198,10 +198,8 @@ def by_package(pins: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str, di
 
 def changed_names() -> dict[str, dict[str, str]]:
     """By NAME==VERSION of the GPU pins, what differs from the versions that the tests run with."""
-    expected = by_package(_read(EXPECTED))
-    return {
-        key: differences(expected[package][1], rows) for package, (key, rows) in by_package(_read(GPU_SEAMS)).items()
-    }
+    expected, found = (by_package(_read(file)) for file in (EXPECTED, GPU_SEAMS))
+    return {key: find_differences(expected[package][1], rows) for package, (key, rows) in found.items()}
 
 
 def _read(file: Path) -> Pins:
@@ -227,7 +225,7 @@ def main() -> int:
             print(f"{GPU_SEAMS.relative_to(ROOT)} is old: {line}; run `make check-gpu-pins` and commit it")
         return 1 if told else 0
     if arguments.installed:
-        _write(EXPECTED, installed(installed_readers()))
+        _write(EXPECTED, read_installed(installed_readers()))
         return 0
     _write(GPU_SEAMS, read_pins(lock))
     for key, told_of in changed_names().items():

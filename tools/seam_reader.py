@@ -95,7 +95,8 @@ class Reader:
     """Of one package, by the name that Python imports. Every file is parsed once."""
 
     def __init__(self, files: Files, package: str) -> None:
-        self._files, self.package = files, package
+        self._files = files
+        self.package = package
         self._module = cache(self._read_module)
         self._class = cache(_class_scope)
 
@@ -223,7 +224,8 @@ class _Import(ast.AST):
 
     def __init__(self, module: str, name: str) -> None:
         super().__init__()
-        self.module, self.name = module, name
+        self.module = module
+        self.name = name
 
 
 def _parse(text: str, file: str) -> ast.Module:

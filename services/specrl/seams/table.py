@@ -61,7 +61,8 @@ class Seam:
         return self.name.rpartition(".")[2]
 
 
-_VLLM, _MEGATRON = "generation.vllm_backend", "trainer.megatron_backend"
+_VLLM = "generation.vllm_backend"
+_MEGATRON = "trainer.megatron_backend"
 _SCHEDULER = (f"{_VLLM}.scheduler",)
 _REST = (f"{_VLLM}.draft_rest",)
 _EXPERTS = (f"{_VLLM}.routed_experts",)

@@ -55,7 +55,7 @@ def _file(where: str) -> Path:
 
 
 def _is_upstream(name: str) -> bool:
-    """Whether a method or attribute of a subclass of ours is one of theirs, too. What torch promises counts not."""
+    """Whether a method or attribute of a subclass of ours is one of theirs, too. Public names of torch do not count."""
     last = name.rpartition(".")[2]
     if name.startswith("torch.") and (last.endswith("__") or not last.startswith("_")):
         return False
@@ -90,9 +90,9 @@ def test_no_name_is_in_the_table_twice() -> None:
 
 def test_installed_packages_are_what_our_code_expects() -> None:
     expected = json.loads(EXPECTED.read_text(encoding="utf-8"))
-    for key, found in gpu_pins.installed(_readers()).items():
+    for key, found in gpu_pins.read_installed(_readers()).items():
         assert key in expected, f"{key} was not read: compare it, then run `make seams`"
-        told = gpu_pins.differences(expected[key]["seams"], found["seams"])
+        told = gpu_pins.find_differences(expected[key]["seams"], found["seams"])
         assert told == {}, f"{key} is not what specrl was read with: see docs/seams.md"
         assert set(expected[key]["seams"]) == set(found["seams"]), "the table has changed: run `make seams`"
 
@@ -174,8 +174,8 @@ def synthetic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def compared(after: str) -> dict[str, str]:
     """What is told of a changed package."""
-    before, now = (gpu_pins.describe(Reader(Sources(text), "vllm")) for text in (UPSTREAM, after))
-    return gpu_pins.differences(before, now)
+    before, now = (gpu_pins.describe_seams(Reader(Sources(text), "vllm")) for text in (UPSTREAM, after))
+    return gpu_pins.find_differences(before, now)
 
 
 @pytest.mark.usefixtures("synthetic")
