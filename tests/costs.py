@@ -22,7 +22,7 @@ LOOK_S = 0.5
 """Between two looks at the children. A process that lives shorter is paid for, but may not be counted."""
 
 KINDS = (
-    ("engine", ("VLLM::EngineCore",)),
+    ("engine", ("VLLM::EngineCore", "'vllm.v1.engine.core'")),  # the latter: tests/engine_fork.py
     ("replica", ("specrl-generation", "specrl.generation")),
     ("trainer", ("specrl-trainer", "specrl.trainer", "tests.integration.trainer")),
     ("coordinator", ("specrl-coordinator", "specrl.coordinator")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -11,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests import engine_fork
 from tests.tiny_models import make_bigram_drafter, make_draft_model, make_mtp_policy, make_policy, perturb
 from tests.weight_sender import Tensors, WeightSender, folder_tensors, update
 
+from specrl.generation.draft_length import batch_nodes
 from specrl.generation.nodes import ONE_NODE, Nodes
-from specrl.generation.vllm_backend import mechanisms
+from specrl.generation.vllm_backend import arguments, drafting, launch, mechanisms
 from specrl.generation.vllm_backend.engine import VllmEngine
 from specrl.records import Rollout, RolloutRequest, Sampling, WeightOwner
 from specrl.spec import RunSpec, parse_spec
@@ -23,6 +26,10 @@ from specrl.telemetry.spans import Recorder, Span
 
 EAGLE3, NGRAM, NONE = "eagle3", "ngram", "none"
 SUFFIX, DRAFT_MODEL, MTP = "suffix", "draftModel", "mtp"
+DRAFT_TOKENS = 3  # of engines that tests share
+LIVE = (DRAFT_MODEL, MTP, NGRAM)
+"""Mechanisms whose shared engine has a live draft length. It is held at DRAFT_TOKENS, so that what is sampled repeats.
+The others have vLLM's own scheduler: draftLength Fixed."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +100,7 @@ def a_spec(policy: Path, speculation: dict[str, Any] | None = None, **changes: A
     return parse_spec(raw)
 
 
-def speculation(kind: str, version: Version, k: int = 3) -> dict[str, Any]:
+def speculation(kind: str, version: Version, k: int = DRAFT_TOKENS) -> dict[str, Any]:
     """The `speculation` section of a mechanism."""
     if kind == NONE:
         return {NONE: {}}
@@ -116,6 +123,10 @@ class Served:
         await update(self.engine, sender, tensors, (await self.engine.status()).policy_version + 1)
         sender.close()
 
+    async def use_full_drafts(self) -> None:
+        """Hold a live draft length at its longest."""
+        await drafting.fix(self.engine._llm, DRAFT_TOKENS)
+
 
 class Engines:
     """Starts engines when they are asked for: eagle3 for good, of the others one at a time, since each takes 2 GB.
@@ -136,10 +147,18 @@ class Engines:
             if kind != EAGLE3:
                 await self._close(self._started.keys() - {EAGLE3})
             versions = self._models().versions(kind)
-            spec = a_spec(versions[0].policy, speculation(kind, versions[0]))
+            length = "Adaptive" if kind in LIVE else "Fixed"
+            spec = a_spec(versions[0].policy, speculation(kind, versions[0]), generation={"draftLength": length})
             engine = VllmEngine(spec, "gen-0", Recorder(self.spans.append))
-            await engine.start()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("XDG_CACHE_HOME", str(versions[0].policy.parent / "cache"))
+                if kind in LIVE:
+                    write_costs(spec)
+                engine_fork.install()
+                await engine.start()
             self._started[kind] = Served(kind, engine, versions)
+            if kind in LIVE:
+                await self._started[kind].use_full_drafts()
         return self._started[kind]
 
     async def close(self) -> None:
@@ -151,9 +170,26 @@ class Engines:
             await self._started.pop(kind).engine.close()
 
 
+def made_up_costs(spec: RunSpec) -> dict[str, Any]:
+    """What a calibration file holds: each draft token costs a tenth of a step."""
+    nodes = batch_nodes(spec.generation.max_live_rollouts)
+    seconds = {str(k): [0.01 * (1 + 0.1 * (k + 1))] * len(nodes) for k in arguments.draft_lengths(spec)}
+    return {"nodes": list(nodes), "seconds": seconds}
+
+
+def write_costs(spec: RunSpec) -> None:
+    """Put `made_up_costs` where an engine looks for them, so that it spends no time on a calibration."""
+    folders = launch.read_folders(spec)
+    configs = [folder.config for folder in (folders.policy, folders.drafter) if folder is not None]
+    file = drafting.calibration_file(spec, configs)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(made_up_costs(spec)), encoding="utf-8")
+
+
 @asynccontextmanager
 async def running(spec: RunSpec, replica_id: str = "gen-0", nodes: Nodes = ONE_NODE) -> AsyncIterator[VllmEngine]:
     """A started engine, closed at the end."""
+    engine_fork.install()
     engine = VllmEngine(spec, replica_id, nodes=nodes)
     await engine.start()
     try:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import replace
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,16 @@ import pytest_asyncio
 import structlog
 from prometheus_client import REGISTRY
 from tests.vllm_cases import (
-    DRAFT_MODEL,
     EAGLE3,
-    MTP,
+    LIVE,
     NGRAM,
+    Engines,
     Judge,
     Models,
     a_spec,
     collect,
     errors_of,
+    made_up_costs,
     margins_of,
     running,
     some_requests,
@@ -41,6 +43,18 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 
 LENGTHS = (3, OFF, 1, 0, 2, OFF, 0, 3)
 Z_LIMIT = 4.5  # as in test_losslessness: a false alarm in 150,000 seeds
+PATIENCE_S = 600.0  # two cores may be shared with other engines
+MORE_THAN_DRAFTS_SAVE = {OFF: 1.0, 0: 2.5, 1: 2.5, 2: 3.3, 3: 4.2}
+"""Steps without drafts that one of k takes, which emits k + 1 tokens at most."""
+SHORT = 28  # tokens: fewer than a pass of a calibration emits
+
+
+@dataclass(frozen=True)
+class Started:
+    """The engine of this module, and what it logged at its start."""
+
+    engine: VllmEngine
+    events: list[str]
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +67,48 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def engine(models: Models, cache: Path) -> AsyncIterator[VllmEngine]:
-    """Adaptive, with a drafter that guesses right often."""
-    spec = a_spec(models.first.policy, speculation(EAGLE3, models.first), generation={"draftLength": "Adaptive"})
-    async with running(spec) as started:
-        yield started
+async def started(models: Models, cache: Path) -> AsyncIterator[Started]:
+    """Adaptive, with a drafter that guesses right often. Its calibration is given up at once."""
+    section = {EAGLE3: speculation(EAGLE3, models.first)[EAGLE3] | {"draftSampling": "Probabilistic"}}
+    spec = a_spec(models.first.policy, section, generation={"draftLength": "Adaptive"})
+    async with AsyncExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch, structlog.testing.capture_logs() as events:
+            patch.setattr(drafting, "NODE_PATIENCE_S", -1.0)
+            engine = await stack.enter_async_context(running(spec))
+        yield Started(engine, draft_cost_events(events))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def calibrated(started: Started) -> Started:
+    """Then it is calibrated as at its start, by requests that are too short."""
+    return Started(started.engine, await calibrate(started.engine))
+
+
+async def calibrate(engine: VllmEngine) -> list[str]:
+    """As `VllmEngine.start` does. Returns what was logged of it."""
+    with pytest.MonkeyPatch.context() as patch, structlog.testing.capture_logs() as events:
+        patch.setattr(drafting, "NODE_PATIENCE_S", PATIENCE_S)
+        sampling = replace(engine._calibration_sampling, max_tokens=SHORT)
+        await drafting.calibrate(engine._llm, engine._calibration_file(), sampling)
+    return draft_cost_events(events)
+
+
+def draft_cost_events(events: list[Any]) -> list[str]:
+    return [event["event"] for event in events if event["event"].startswith("draft_costs")]
+
+
+async def begin_anew(engine: VllmEngine, seconds: dict[str, list[float]]) -> None:
+    """The controller knows these costs, and nothing of the drafter."""
+    nodes = (await drafting.report(engine._llm))["costs"]["nodes"]
+    assert await drafting._call(engine._llm, "take_costs", {"nodes": nodes, "seconds": seconds})
+    await drafting._call(engine._llm, "drafter_replaced")
+
+
+def measured_costs(engine: VllmEngine) -> dict[str, list[float]]:
+    """Those of the calibration, by length."""
+    found = drafting._read(engine._calibration_file())
+    assert found is not None
+    return dict(found["seconds"])
 
 
 async def change_lengths(engine: VllmEngine) -> None:
@@ -79,6 +130,7 @@ def preempted() -> float:
 
 
 async def collect_while_changing(engine: VllmEngine, requests: Any) -> Any:
+    """Leaves the length to the controller."""
     changing = asyncio.create_task(change_lengths(engine))
     try:
         return await collect(engine, requests)
@@ -88,63 +140,75 @@ async def collect_while_changing(engine: VllmEngine, requests: Any) -> Any:
         await drafting.fix(engine._llm, None)
 
 
-async def test_costs_are_calibrated_at_start_and_kept(engine: VllmEngine, cache: Path) -> None:
+async def test_engine_that_cannot_be_calibrated_serves_with_full_drafts(started: Started, cache: Path) -> None:
+    assert started.events == ["draft_costs_not_measured"]
+    rollouts = await collect(started.engine, some_requests(8, 20))
+    report = await drafting.report(started.engine._llm)
+    assert {length for _, _, length in report["table"]} == {3}
+    assert [rollout.length for rollout in rollouts] == [20] * 8
+    assert not list((cache / "specrl").rglob("*.json"))
+
+
+async def test_a_calibration_outlasts_requests_that_are_too_short_for_it_and_serves_like_engines(
+    calibrated: Started, cache: Path
+) -> None:
+    assert calibrated.events == ["draft_costs_measured"]
     (file,) = (cache / "specrl" / "draft-costs").iterdir()
     assert drafting._read(file) is not None
-    report = await drafting.report(engine._llm)
+    report = await drafting.report(calibrated.engine._llm)
     assert report["state"] == "drafting"
-    assert {length for _, _, length in report["table"]} <= {0, 1, 2, 3}
+    assert {length for _, _, length in report["table"]} <= {OFF, 0, 1, 2, 3}
     assert report["table"][0][0] == 1
     assert report["table"][-1][1] == 32
+    assert await calibrate(calibrated.engine) == ["draft_costs_read"]
 
 
-async def test_greedy_tokens_are_the_policys_while_the_length_changes(engine: VllmEngine, models: Models) -> None:
-    requests = some_requests(24, 100, temperature=0)
-    rollouts = await collect_while_changing(engine, requests)
-    judge = Judge(models.first.policy)
-    for request, rollout in zip(requests, rollouts, strict=True):
+async def test_tokens_are_the_policys_while_the_length_changes(calibrated: Started, models: Models) -> None:
+    await check_tokens_while_the_length_changes(calibrated.engine, models.first.policy)
+
+
+async def check_tokens_while_the_length_changes(engine: VllmEngine, policy: Path) -> None:
+    """Greedy ones and sampled ones."""
+    before, judge = (await engine.status()).speculation, Judge(policy)
+    greedy = some_requests(16, 80, temperature=0)
+    for request, rollout in zip(greedy, await collect_while_changing(engine, greedy), strict=True):
         assert margins_of(judge, request, rollout.token_ids_T.tolist()).max() < 1e-3
-    drafted = (await engine.status()).speculation
-    assert drafted.drafts > 0
-    assert drafted.draft_tokens < 3 * drafted.drafts, "lengths did differ"
-
-
-async def test_samples_follow_the_policy_while_the_length_changes(engine: VllmEngine, models: Models) -> None:
     requests = [replace(item, rollout_id=f"sampled-{item.rollout_id}") for item in some_requests(96, 48)]
     rollouts = await collect_while_changing(engine, requests)
-    judge = Judge(models.first.policy)
+    drafted = (await engine.status()).speculation.minus(before)
     assert max(errors_of(judge, *pair).max() for pair in zip(requests, rollouts, strict=True)) < 1e-4
     scores = z_scores(judge, requests, [rollout.token_ids_T.tolist() for rollout in rollouts])
     assert abs(scores).max() < Z_LIMIT, scores
+    assert 0 < drafted.draft_tokens < 3 * drafted.drafts, "lengths did differ"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 async def test_a_batch_is_decoded_plainly_while_it_is_full_and_drafted_for_at_its_end(
-    models: Models, cache: Path, temperature: float
+    calibrated: Started, models: Models, temperature: float
 ) -> None:
-    spec = a_spec(models.first.policy, speculation(EAGLE3, models.first, k=1), generation={"draftLength": "Adaptive"})
-    judge = Judge(models.first.policy)
-    async with running(spec) as started:
-        costs = (await drafting.report(started._llm))["costs"]
-        # Made up, since drafts of so small a policy may pay everywhere or nowhere: they pay up to four, by far.
-        plain = costs["seconds"][str(OFF)]
-        drafted = [cost * (1.0 if live <= 4 else 2.5) for live, cost in zip(costs["nodes"], plain, strict=True)]
-        rows = {k: plain if int(k) == OFF else drafted for k in costs["seconds"]}
-        assert await drafting._call(started._llm, "take_costs", {"nodes": costs["nodes"], "seconds": rows})
-        before, preempted_before = catch_ups(), preempted()
-        drafted_before = (await started.status()).speculation
-        requests = [
-            *some_requests(24, 120, temperature),
-            *(replace(item, rollout_id=f"long-{item.rollout_id}") for item in some_requests(3, 300, temperature)),
-        ]
-        found = {}
-        async for rollout in started.generate(requests, False):
-            found[rollout.rollout_id] = rollout
-            if len(found) == 24:
-                until_drained = (await started.status()).speculation
-        rollouts = [found[request.rollout_id] for request in requests]
-        await asyncio.sleep(2 * drafting.REPORT_S)
-        at_end = (await started.status()).speculation.minus(until_drained)
+    engine, judge = calibrated.engine, Judge(models.first.policy)
+    # Made up, since drafts of so small a policy may pay everywhere or nowhere: they pay up to four, by far.
+    seconds = measured_costs(engine)
+    nodes, plain = (await drafting.report(engine._llm))["costs"]["nodes"], seconds[str(OFF)]
+    made_up = {
+        str(k): [cost * (1.0 if live <= 4 else times) for live, cost in zip(nodes, plain, strict=True)]
+        for k, times in MORE_THAN_DRAFTS_SAVE.items()
+    }
+    await begin_anew(engine, made_up)
+    before, preempted_before = catch_ups(), preempted()
+    drafted_before = (await engine.status()).speculation
+    requests = [
+        *some_requests(24, 120, temperature),
+        *(replace(item, rollout_id=f"long-{item.rollout_id}") for item in some_requests(3, 300, temperature)),
+    ]
+    found = {}
+    async for rollout in engine.generate(requests, False):
+        found[rollout.rollout_id] = rollout
+        if len(found) == 24:
+            until_drained = (await engine.status()).speculation
+    rollouts = [found[request.rollout_id] for request in requests]
+    await asyncio.sleep(2 * drafting.REPORT_S)
+    at_end = (await engine.status()).speculation.minus(until_drained)
     begun = until_drained.minus(drafted_before)
     assert catch_ups() > before
     assert preempted() > preempted_before, "to be read by the drafter"
@@ -158,11 +222,14 @@ async def test_a_batch_is_decoded_plainly_while_it_is_full_and_drafted_for_at_it
 
 
 async def test_useless_drafter_is_switched_off_and_a_better_one_on_again_after_new_weights(
-    engine: VllmEngine, models: Models, tmp_path: Path
+    calibrated: Started, models: Models, tmp_path: Path
 ) -> None:
-    costs = (await drafting.report(engine._llm))["costs"]
+    engine = calibrated.engine
+    seconds = measured_costs(engine)
+    await begin_anew(engine, seconds)
+    nodes = (await drafting.report(engine._llm))["costs"]["nodes"]
     # Made up, so that it is the drafters that differ, whatever the machine: each draft that is accepted pays.
-    rows = dict.fromkeys(costs["seconds"], costs["seconds"][str(OFF)])
+    rows = dict.fromkeys(seconds, seconds[str(OFF)])
     write_untrained(tmp_path / "useless", models.first.policy, Eagle3(), seed=3)
     useless = folder_tensors(tmp_path / "useless", WeightOwner.DRAFTER)
     sender = WeightSender()
@@ -172,7 +239,7 @@ async def test_useless_drafter_is_switched_off_and_a_better_one_on_again_after_n
             await generate_until(engine, "drafter_switched_off", events)
             resting = (await engine.status()).drafting
             await update(engine, sender, models.first.tensors(True), 2)
-            assert await drafting._call(engine._llm, "take_costs", {"nodes": costs["nodes"], "seconds": rows})
+            assert await drafting._call(engine._llm, "take_costs", {"nodes": nodes, "seconds": rows})
             await generate_until(engine, "drafter_switched_on", events)
         drafts = (await engine.status()).drafting
     finally:
@@ -198,47 +265,6 @@ async def generate_until(engine: VllmEngine, name: str, events: list[Any]) -> No
     assert any(event["event"] == name for event in events), f"never {name}"
 
 
-@pytest.mark.parametrize(
-    ("kind", "sampling"), [(NGRAM, {}), (DRAFT_MODEL, {}), (MTP, {}), (EAGLE3, {"draftSampling": "Probabilistic"})]
-)
-async def test_other_mechanisms_have_a_live_length_too(
-    models: Models, cache: Path, kind: str, sampling: dict[str, str]
-) -> None:
-    version = models.versions(kind)[0]
-    section = {kind: speculation(kind, version)[kind] | sampling}
-    judge = Judge(version.policy)
-    async with running(a_spec(version.policy, section, generation={"draftLength": "Adaptive"})) as started:
-        greedy = some_requests(8, 60, temperature=0)
-        for request, rollout in zip(greedy, await collect_while_changing(started, greedy), strict=True):
-            assert margins_of(judge, request, rollout.token_ids_T.tolist()).max() < 1e-3
-        requests = [replace(item, rollout_id=f"sampled-{item.rollout_id}") for item in some_requests(96, 48)]
-        rollouts = await collect_while_changing(started, requests)
-        drafted = (await started.status()).speculation
-    assert max(errors_of(judge, *pair).max() for pair in zip(requests, rollouts, strict=True)) < 1e-4
-    scores = z_scores(judge, requests, [rollout.token_ids_T.tolist() for rollout in rollouts])
-    assert abs(scores).max() < Z_LIMIT, scores
-    assert 0 < drafted.draft_tokens < 3 * drafted.drafts, "lengths did differ"
-
-
-async def test_a_calibration_outlasts_requests_that_are_too_short_for_it_and_serves_like_engines(
-    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    spec = a_spec(
-        models.first.policy,
-        speculation(NGRAM, models.first),
-        generation={"draftLength": "Adaptive", "maxLiveRollouts": 4, "sampling": {"maxTokens": 24}},
-        model={"path": str(models.first.policy), "dtype": "float32", "maxLength": 48},
-        prompts={"source": {"generated": {"family": "any", "count": 1}}, "maxTokens": 16},
-    )
-    for expected in ("measured", "read"):
-        with structlog.testing.capture_logs() as events:
-            async with running(spec):
-                pass
-        known = [event["event"] for event in events if event["event"].startswith("draft_costs")]
-        assert known == [f"draft_costs_{expected}"]
-
-
 async def test_a_calibration_is_of_one_engine_one_policy_and_one_machine(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,17 +278,15 @@ async def test_a_calibration_is_of_one_engine_one_policy_and_one_machine(
     assert len({*found, file({"layers": 1})}) == 4
 
 
-async def test_engine_that_cannot_be_calibrated_serves_with_full_drafts(
-    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(drafting, "NODE_PATIENCE_S", -1.0)
-    spec = a_spec(models.first.policy, speculation(NGRAM, models.first), generation={"draftLength": "Adaptive"})
-    with structlog.testing.capture_logs() as events:
-        async with running(spec) as started:
-            report = await drafting.report(started._llm)
-            rollouts = await collect(started, some_requests(8, 20))
-    assert any(event["event"] == "draft_costs_not_measured" for event in events)
-    assert {length for _, _, length in report["table"]} == {3}
-    assert [rollout.length for rollout in rollouts] == [20] * 8
-    assert not list(tmp_path.rglob("*.json"))  # noqa: ASYNC240 - a test may wait
+# Last in this module: tests of other modules that use the same engines follow these.
+@pytest.mark.parametrize("kind", LIVE, scope="session")
+async def test_other_mechanisms_have_a_live_length_too(kind: str, engines: Engines) -> None:
+    """And take what their steps cost from a file."""
+    served = await engines.serving(kind)
+    await served.publish(0)
+    costs = (await drafting.report(served.engine._llm))["costs"]["seconds"]
+    assert costs == made_up_costs(served.engine._spec)["seconds"]
+    try:
+        await check_tokens_while_the_length_changes(served.engine, served.versions[0].policy)
+    finally:
+        await served.use_full_drafts()
