@@ -1,6 +1,6 @@
 """vLLM in one process of its own, as specrl configures it, whose rejection sampler can be broken on purpose.
 
-    python -m tests.sampling_lab EXCHANGE      reads jobs from a JSON file and writes what was sampled into it
+    main(EXCHANGE)      reads jobs from a JSON file and writes what was sampled into it
 
 In one process an engine starts in seconds, and its sampler is within reach: tests of distributions need many samples
 of many engines, and must show that they catch a sampler that is wrong. The product's own engine, in two processes, is
@@ -12,7 +12,6 @@ from __future__ import annotations
 import gc
 import itertools
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -278,20 +277,17 @@ def counts_of(llm: Any) -> dict[str, float]:
     return found
 
 
-def main() -> None:
-    """Run the jobs of the file named on the command line."""
-    import os
+def environment(job: Job) -> dict[str, str]:
+    """Variables that a laboratory needs before it imports vLLM: the product's, and those of ONE_PROCESS."""
+    return arguments.environment(parse_spec(job.raw)) | ONE_PROCESS
 
-    exchange = Path(sys.argv[1])
+
+def main(exchange: Path) -> None:
+    """Run the jobs of a file, in a process of their own with `environment`."""
     jobs = [
         Job(job["raw"], [Turn(**turn) for turn in job["turns"]], job["drafter"])
         for job in json.loads(exchange.read_text(encoding="utf-8"))
     ]
-    os.environ.update(arguments.environment(parse_spec(jobs[0].raw)))
     bind_kernels_once()
     outcomes = [run(job) for job in jobs]
     exchange.write_text(json.dumps([[asdict(turn) for turn in job] for job in outcomes]), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
