@@ -1,6 +1,7 @@
 """Every family that is trained is served: log-probabilities of the weights that were sent last are transformers'.
 
-Mixtures are in test_routed_experts.py.
+Both output layers are tied, and change with the embedding. Others are in test_weight_updates.py, mixtures in
+test_routed_experts.py.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ SHAPES = {
     "llama, tied, stretched": Shape(
         groups=1, family="llama", is_tied=True, rope={**LLAMA3, "original_max_position_embeddings": 32}
     ),
-    "qwen3, YaRN": Shape(rope={"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 32}),
+    "qwen3, tied, YaRN": Shape(
+        is_tied=True, rope={"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 32}
+    ),
 }
 
 

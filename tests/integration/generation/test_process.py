@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -17,10 +16,11 @@ import httpx2
 import psutil
 import pytest
 import pytest_asyncio
-from tests.vllm_cases import Models, a_spec, some_requests
+from tests.vllm_cases import Models, a_spec, running, some_requests
 
 from specrl.api.v1 import coordinator_pb2, coordinator_pb2_grpc
 from specrl.errors import CheckpointInvalid, EngineFailed
+from specrl.generation import main as generation
 from specrl.rpc.clients import GenerationClient
 from specrl.rpc.server import serve
 from specrl.spec import digest, dump
@@ -155,25 +155,28 @@ async def _generated_by_metrics(pid: int) -> float:
     raise AssertionError(f"no metrics on {ports}")
 
 
-async def test_process_whose_engine_is_killed_ends_with_one_message(
+async def test_replica_whose_engine_is_killed_says_so_and_leaves(
     models: Models, coordinator: Coordinator, tmp_path: Path
 ) -> None:
-    async with started(tmp_path, a_spec(models.first.policy), coordinator) as process:
-        await until(lambda: bool(coordinator.told("heartbeat")), START_S)
-        for child in psutil.Process(process.pid).children():
-            if "EngineCore" in " ".join(child.cmdline()) or "spawn_main" in " ".join(child.cmdline()):
-                os.kill(child.pid, signal.SIGKILL)
-        code, lines = await ended(process)
-        assert code == EngineFailed.exit_code != 0
-        (message,) = [line for line in lines if line.startswith("specrl-generation: ")]  # vLLM logs beside it
-        assert "dead" in message
-        assert len(coordinator.told("leave")) == 1
+    """What the process does between its first line and its last; a failure's last line is in the test below."""
+    spec = a_spec(models.first.policy)
+    options = generation.parse(
+        ["--spec", str(tmp_path), "--replica-id", "gen-0", "--coordinator", f"127.0.0.1:{coordinator.port}"]
+    )
+    async with running(spec) as engine:
+        serving = asyncio.create_task(generation.run_engine(engine, spec, options))
+        await until(lambda: bool(coordinator.told("heartbeat")), SOON_S)
+        max(psutil.Process().children(recursive=True), key=lambda it: it.create_time()).kill()  # the engine core
+        with pytest.raises(EngineFailed, match="dead"):
+            await asyncio.wait_for(serving, SOON_S)
+    assert len(coordinator.told("leave")) == 1
 
 
 async def test_process_that_cannot_start_says_why_in_one_line(coordinator: Coordinator, tmp_path: Path) -> None:
     async with started(tmp_path, a_spec(tmp_path / "nothing"), coordinator) as process:
         code, lines = await ended(process)
     assert code == CheckpointInvalid.exit_code
+    assert EngineFailed.exit_code != 0, "the same ending, when the engine has died"
     assert [line for line in lines if "specrl-generation" in line] == lines
     assert len(lines) == 1
     assert "check model.path" in lines[0]

@@ -47,7 +47,7 @@ async def whole(turns: Turns, call: EngineCall, requests: Sequence[RolloutReques
     return {ended.rollout.rollout_id: ended.rollout async for ended in talk.rollouts()}
 
 
-@pytest.mark.parametrize("kind", [EAGLE3, NGRAM])
+@pytest.mark.parametrize("kind", [EAGLE3, NGRAM], scope="session")
 async def test_every_turn_continues_the_tokens_that_were_sampled(kind: str, engines: Engines) -> None:
     served = await engines.serving(kind)
     await served.publish(0)

@@ -12,7 +12,6 @@ import pytest
 import pytest_asyncio
 import torch
 from safetensors.torch import load_file, save_file
-from tests.tiny_models import Shape, make_policy, perturb
 from tests.vllm_cases import (
     EAGLE3,
     Judge,
@@ -27,11 +26,11 @@ from tests.vllm_cases import (
     speculation,
     z_scores,
 )
-from tests.weight_sender import Tensors, WeightSender, folder_tensors, manifest_of, update
+from tests.weight_sender import Tensors, WeightSender, manifest_of, update
 
 from specrl.errors import EngineFailed
 from specrl.generation.vllm_backend.engine import VllmEngine
-from specrl.records import FinishReason, RolloutRequest, Sampling, TensorMeta, WeightOwner
+from specrl.records import RolloutRequest, Sampling, TensorMeta, WeightOwner
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session")]
 
@@ -142,28 +141,6 @@ async def test_samples_follow_the_policy_of_their_own_version_through_every_swap
         mine, others = (tuple(zip(*parts[place], strict=True)) for place in (number, 1 - number))
         assert np.abs(z_scores(judge, *mine)).max() < 4.5
         assert np.abs(z_scores(judge, *others)).max() > 9, "the other policy's tokens would be seen"
-
-
-async def test_output_layer_tied_to_the_embedding_changes_with_it(tmp_path: Path, sender: WeightSender) -> None:
-    first = make_policy(tmp_path / "first", seed=1, shape=Shape(is_tied=True), bigram=10)
-    second = perturb(tmp_path / "second", first, scale=0.5, seed=2)
-    requests = some_requests(4)
-    async with running(a_spec(first, {"none": {}})) as engine:
-        await collect(engine, requests)
-        await update(engine, sender, folder_tensors(second, WeightOwner.POLICY), 1)
-        judge = Judge(second)
-        for request, rollout in zip(requests, await collect(engine, requests), strict=True):
-            assert errors_of(judge, request, rollout).max() < 1e-4
-
-
-async def test_completion_ends_before_a_stop_string(recompute_engine: VllmEngine) -> None:
-    (whole,) = await collect(recompute_engine, some_requests(1, 40, temperature=0))
-    stop = whole.text[10:12]
-    requests = [replace(some_requests(1)[0], sampling=Sampling(40, 0.0, stop=(stop,)))]
-    (cut,) = await collect(recompute_engine, requests)
-    assert cut.finish_reason is FinishReason.STOP
-    assert cut.text == whole.text[: whole.text.index(stop)]
-    cut.check(40)
 
 
 async def test_updated_engine_equals_one_that_started_from_the_new_checkpoint(
