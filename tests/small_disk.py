@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
+from tests.requirements import MOUNTS
 
 
 @contextmanager
-def a_small_disk(place: Path, size: str, unproven: str) -> Iterator[Path]:
-    """Mount a tmpfs of `size` at `place`, for as long as the context lasts; skips, saying what is then unproven."""
+def a_small_disk(place: Path, size: str) -> Iterator[Path]:
+    """Mount a tmpfs of `size` at `place`, for as long as the context lasts; skips without the right to."""
     place.mkdir()
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)],
@@ -21,7 +21,7 @@ def a_small_disk(place: Path, size: str, unproven: str) -> Iterator[Path]:
         timeout=30,
     )
     if mounted.returncode:
-        pytest.skip(f"no tmpfs can be mounted here: unproven is {unproven}")
+        MOUNTS.skip("no tmpfs can be mounted")
     try:
         yield place
     finally:

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from tests import engine_fork
+from tests.requirements import SUFFIX as SUFFIX_PACKAGE
 from tests.tiny_models import make_bigram_drafter, make_draft_model, make_mtp_policy, make_policy, perturb
 from tests.weight_sender import Tensors, WeightSender, folder_tensors, update
 
 from specrl.generation.draft_length import batch_nodes
 from specrl.generation.nodes import ONE_NODE, Nodes
-from specrl.generation.vllm_backend import arguments, drafting, launch, mechanisms
+from specrl.generation.vllm_backend import arguments, drafting, launch
 from specrl.generation.vllm_backend.engine import VllmEngine
 from specrl.records import Rollout, RolloutRequest, Sampling, WeightOwner
 from specrl.spec import RunSpec, parse_spec
@@ -141,8 +141,8 @@ class Engines:
 
     async def serving(self, kind: str) -> Served:
         """The engine of a mechanism. Skips the test when the mechanism's package is not installed."""
-        if kind == SUFFIX and not mechanisms.surroundings().has_suffix_package:
-            pytest.skip("arctic-inference is not installed (make suffix); unproven here: suffix decoding is lossless")
+        if kind == SUFFIX:
+            SUFFIX_PACKAGE.require()
         if kind not in self._started:
             if kind != EAGLE3:
                 await self._close(self._started.keys() - {EAGLE3})

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 
 import kubernetes
 import pytest
+from tests.requirements import CLUSTER
 from tests.stand_ins.api_server import FakeApiServer
 from tests.stand_ins.api_server_http import TOKEN, HttpApiServer
 from tests.unit.operator.builders import an_rljob
@@ -39,9 +40,8 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
         server = HttpApiServer(FakeApiServer())
         yield over_http(server)
         server.close()
-    elif REAL is None:
-        pytest.skip("no SPECRL_CLUSTER_CONTEXT: unproven is that a real API server answers as the one in memory does")
     else:
+        CLUSTER.require()
         yield connect(REAL)
 
 

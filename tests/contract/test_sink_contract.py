@@ -12,6 +12,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 from structlog.testing import capture_logs
+from tests.requirements import SINKS
 from tests.run_files import a_run
 from tests.unit.report.runs import a_step
 
@@ -118,7 +120,7 @@ KINDS = [
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Kind:
     found: Kind = request.param
     if find_spec(found.name) is None:
-        pytest.skip(f"{found.name} is not installed (make sinks): unproven that its sink writes each step once")
+        SINKS.skip(f"{found.name} is not installed")
     for name, value in found.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlruns")
@@ -182,7 +184,8 @@ def test_a_sink_that_was_abandoned_knows_what_it_has(kind: Kind, tmp_path: Path)
 
 
 def test_mlflow_has_the_run_file_and_how_the_run_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mlflow = pytest.importorskip("mlflow", reason="make sinks: unproven that MLflow is told how a run ended")
+    SINKS.require()
+    mlflow = import_module("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlruns")
     client = mlflow.MlflowClient()

@@ -657,7 +657,7 @@ def test_a_server_that_cannot_save_stops_redis_until_it_can(own_server: RedisPro
 @needs_redis
 def test_a_redis_server_on_a_full_disk_loses_nothing(tmp_path: Path) -> None:
     """With `appendfsync always` a server that cannot write its log ends; given room it has all it acknowledged."""
-    with a_small_disk(tmp_path / "disk", "4m", "a full disk under a Redis server's log") as disk:
+    with a_small_disk(tmp_path / "disk", "4m") as disk:
         server = RedisProcess(disk)
         store = RedisStore(redis_settings(server), "run", Claim())
         count = put_until_it_fails(store, 0, lambda _: os.urandom(30_000))

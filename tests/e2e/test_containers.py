@@ -17,6 +17,7 @@ from tests.e2e.kubelet.container import Plan, Running
 from tests.e2e.kubelet.environment import expand
 from tests.e2e.kubelet.names import hosts_file
 from tests.e2e.kubelet.volumes import Bind
+from tests.requirements import NAMESPACES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,7 +27,7 @@ def network() -> Iterator[PodNetwork]:
     try:
         found = PodNetwork.create()
     except NoNetwork as reason:
-        pytest.skip(f"{reason}: unproven is everything that starts pods as processes")
+        NAMESPACES.skip(str(reason))
     yield found
     found.close()
 

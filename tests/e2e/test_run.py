@@ -8,7 +8,6 @@ services talk by mutual TLS, and the run's pages are for whoever may read the jo
 from __future__ import annotations
 
 import base64
-import shutil
 import ssl
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from tests.e2e.harness.nodes import OURS
 from tests.e2e.harness.played import PlayedNodes
 from tests.e2e.harness.release import Release
 from tests.e2e.jobs import PLAYED, claim, explain, left_of, pods_of, until_condition
+from tests.requirements import REDIS_TLS
 from tests.rljob_cases import a_job
 
 RUN_S = 1500.0
@@ -29,9 +29,7 @@ CERTIFICATES = "certificates-of-tiny"
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    shutil.which("redis-server") is None, reason="no redis-server: unproven is a whole run in a cluster"
-)
+@pytest.mark.needs(REDIS_TLS)
 @pytest.mark.timeout(3000)
 def test_job_that_is_applied_trains_and_completes(
     admin: Api, release: Release, kubelet: PlayedNodes, namespace: str, tmp_path: Path

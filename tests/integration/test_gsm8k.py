@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.requirements import GSM8K, GSM8K_FOLDER
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from specrl.prompts import PromptStream, load_prompts, load_validation, open_source
@@ -23,13 +23,9 @@ from specrl.spec import RunSpec, parse_spec
 from specrl.spec.data import RewardPool
 
 REPOSITORY = Path(__file__).parents[2]
-GSM8K = Path(os.environ.get("SPECRL_GSM8K") or REPOSITORY.parent / "shared" / "data" / "gsm8k")
 SIZES = {"train": 7473, "test": 1319}  # as published
 
-pytestmark = pytest.mark.skipif(
-    not (GSM8K / "train.jsonl").is_file(),
-    reason=f"no GSM8K at {GSM8K} (set SPECRL_GSM8K): unproven that its files are read and that its answers verify",
-)
+pytestmark = pytest.mark.needs(GSM8K)
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +40,12 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
         {
             "name": "gsm8k",
             "model": {"path": str(folder)},
-            "prompts": {"source": {"jsonl": {"path": str(GSM8K / "train.jsonl")}}, "maxTokens": 1024},
+            "prompts": {"source": {"jsonl": {"path": str(GSM8K_FOLDER / "train.jsonl")}}, "maxTokens": 1024},
             "rewards": {"exact": {}},
             "generation": {"sampling": {"maxTokens": 512}},
             "trainer": {"optimizer": {"learningRate": "1e-6"}},
             "schedule": {"steps": 1, "promptsPerStep": 8, "groupSize": 8},
-            "validation": {"source": {"jsonl": {"path": str(GSM8K / "test.jsonl")}}, "limit": 100_000},
+            "validation": {"source": {"jsonl": {"path": str(GSM8K_FOLDER / "test.jsonl")}}, "limit": 100_000},
         }
     )
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
-from tests.e2e.binaries import BinaryMissing, find
+from tests.e2e.binaries import find
+from tests.requirements import HELM
 
 ROOT = Path(__file__).resolve().parents[3]
 CHART = ROOT / "deploy" / "helm"
@@ -24,18 +24,10 @@ MONITORING = tuple(
 Object = dict[str, Any]
 
 
-def program(name: str, unproven: str) -> Path:
-    """A program of others; the test is skipped where it is not to be had."""
-    try:
-        return find(name)
-    except BinaryMissing as error:
-        pytest.skip(f"{error}: unproven is that {unproven}")
-
-
 def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run helm, whatever comes of it."""
-    path = program("helm", "the chart renders")
-    return subprocess.run([path, *arguments], capture_output=True, text=True, timeout=300, check=False)
+    HELM.require()
+    return subprocess.run([find("helm"), *arguments], capture_output=True, text=True, timeout=300, check=False)
 
 
 def render_text(*arguments: str, release: str = "specrl", namespace: str = "specrl-system") -> str:

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests.e2e.binaries import find
 from tests.integration.chart.asked import RULES, alerts, panels, rules, variables
 from tests.integration.chart.exported import exported
-from tests.integration.chart.rendering import CHART, ROOT, program
+from tests.integration.chart.rendering import CHART, ROOT
+from tests.requirements import PROMTOOL
 from tools.dashboards import DASHBOARDS
 from tools.dashboards.grafana import as_grafana
 
@@ -19,8 +21,8 @@ RULES_TEST = Path(__file__).parent / "rules_test.yaml"
 
 
 def promtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    path = program("promtool", "rules and dashboards are PromQL, and alerts fire when they should")
-    return subprocess.run([path, *arguments], capture_output=True, text=True, timeout=300, check=False)
+    PROMTOOL.require()
+    return subprocess.run([find("promtool"), *arguments], capture_output=True, text=True, timeout=300, check=False)
 
 
 VALUES = {"namespace": ".*", "rljob": ".*", "operator": ".*", "__rate_interval": "5m"}

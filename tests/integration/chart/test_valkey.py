@@ -1,6 +1,6 @@
 """The chart's shared store starts with its arguments and is one that the coordinator's store accepts.
 
-Run on redis-server, which takes the same arguments; no Valkey server is to be had where the tests run.
+Run on redis-server, which takes the same arguments, or on the Valkey that stands in for it where there is none.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.e2e.binaries import find
 from tests.integration.chart.rendering import ROOT, pods, render
 from tests.redis_servers import a_client, free_port, needs_redis
 
@@ -28,7 +29,7 @@ def test_documented_users_and_the_charts_arguments_make_a_store(
     here = {"/data": str(tmp_path), "/etc/valkey/users.acl": str(users), "6379": str(port)}
     arguments = [here.get(word, word) for word in container["args"]]
     with (tmp_path / "log").open("wb") as log:
-        server = subprocess.Popen(["redis-server", "--bind", "127.0.0.1", *arguments], stdout=log, stderr=log)
+        server = subprocess.Popen([find("redis-server"), "--bind", "127.0.0.1", *arguments], stdout=log, stderr=log)
     try:
         wait_for(port, server, tmp_path / "log")
         monkeypatch.setenv("STORE_PASSWORD", "sesame")

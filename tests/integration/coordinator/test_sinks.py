@@ -8,10 +8,10 @@ import socket
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from tests.requirements import SINKS
 from tests.run_files import a_model_folder, a_run
 from tests.unit.report.runs import a_step
 
@@ -21,10 +21,7 @@ from specrl.spec import parse_spec
 
 PATIENCE_S = 120.0  # a busy machine is slow, not wrong
 
-pytestmark = pytest.mark.skipif(
-    find_spec("mlflow") is None or find_spec("tensorboard") is None,
-    reason="mlflow or tensorboard is not installed (make sinks): unproven that a sink which hangs stops no coordinator",
-)
+pytestmark = pytest.mark.needs(SINKS)
 
 
 def test_a_sink_that_never_answers_holds_up_no_other_and_not_the_end(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from tests import engine_fork, enumeration, sampling_lab
 from tests.conftest import MECHANISMS
+from tests.requirements import SUFFIX
 from tests.sampling_lab import Job, Outcome, Turn
 from tests.tiny_models import Shape, allow_only, make_bigram_drafter, make_draft_model, make_mtp_policy, make_policy
 from tests.vllm_cases import (
@@ -172,7 +173,7 @@ def fit(outcome: Outcome, logits_of_policy: list[np.ndarray], **setting: Any) ->
 def outcomes_of(name: str, outcomes: dict[str, list[Outcome]]) -> list[Outcome]:
     """Skips the test when the variant could not be tried."""
     if name not in outcomes:
-        pytest.skip("arctic-inference is not installed (make suffix); unproven here: suffix decoding is lossless")
+        SUFFIX.skip("its variant was not tried")
     return outcomes[name]
 
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
 import pytest
-from tests.e2e.binaries import BinaryMissing, find
+from tests.e2e.binaries import find
+from tests.requirements import APT, HADOLINT
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPTS: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
@@ -58,12 +59,9 @@ def runs() -> list[str]:
     return [re.sub(r"--mount=\S+\s+", "", run) for stage in stages().values() for run in stage.of("RUN")]
 
 
+@pytest.mark.needs(HADOLINT)
 def test_lint_finds_nothing() -> None:
-    try:
-        hadolint = find("hadolint")
-    except BinaryMissing as error:
-        pytest.skip(f"{error}: unproven is that the Dockerfile keeps hadolint's rules")
-    done = subprocess.run([hadolint, DOCKERFILE], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run([find("hadolint"), DOCKERFILE], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -112,7 +110,7 @@ def test_every_run_line_is_what_make_does_or_the_one_exception() -> None:
 
 def test_packages_of_the_distribution_have_those_names() -> None:
     if shutil.which("apt-get") is None:
-        pytest.skip("apt-get is not on the PATH: unproven are the names of Debian's packages in the Dockerfile")
+        APT.skip("apt-get is not on the PATH")
     (names,) = [match["names"].split() for run in runs() if (match := PACKAGES.match(run))]
     done = subprocess.run(
         ["apt-get", "install", "--simulate", "--yes", "--no-install-recommends", *names],
@@ -122,7 +120,7 @@ def test_packages_of_the_distribution_have_those_names() -> None:
         check=False,
     )
     if "Unable to locate package" in done.stderr and not any(Path("/var/lib/apt/lists").glob("*Packages*")):
-        pytest.skip("apt has no lists: unproven are the names of Debian's packages in the Dockerfile")
+        APT.skip("apt has no lists")
     assert done.returncode == 0, done.stderr
 
 

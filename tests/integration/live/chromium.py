@@ -1,21 +1,20 @@
-"""A real browser without a window, for tests that look at the page. Debian's chromium and chromium-driver."""
+"""A real browser without a window, for tests that look at the page: Debian's, or what `make browser` has fetched."""
 
 from __future__ import annotations
 
 import base64
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
+from tests.e2e.binaries import find
 
 PATIENCE_S = 60.0
 SCREENSHOTS = Path(__file__).parents[3] / "build" / "screenshots"
@@ -30,11 +29,6 @@ FLAGS = (
     "--disable-component-update",
     "--disable-sync",
     "--hide-scrollbars",
-)
-
-needs_chromium = pytest.mark.skipif(
-    shutil.which("chromium") is None or shutil.which("chromedriver") is None,
-    reason="no chromium and chromedriver here: how the live page looks and behaves in a browser is unproven",
 )
 
 
@@ -122,11 +116,12 @@ class Browser:
 def a_browser(profile: Path) -> Iterator[Browser]:
     """A browser with a fresh profile, as wide as a laptop."""
     options = webdriver.ChromeOptions()
-    options.binary_location = shutil.which("chromium") or ""
+    chromium = find("chromium")
+    options.binary_location = str(chromium)
     for flag in (*FLAGS, f"--user-data-dir={profile}"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
+    driver = webdriver.Chrome(options=options, service=Service(str(chromium.with_name("chromedriver"))))
     try:
         browser = Browser(driver)
         browser.resize(1280, 900)

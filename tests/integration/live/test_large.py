@@ -10,8 +10,9 @@ import pytest
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select
 from tests.integration.coordinator.small_run import LengthGrader, TableStream, a_spec
-from tests.integration.live.chromium import a_browser, needs_chromium
+from tests.integration.live.chromium import a_browser
 from tests.integration.live.served import Served
+from tests.requirements import BROWSER
 from tests.unit.coordinator.test_report_files import a_report
 
 from specrl.coordinator.board import Board
@@ -160,7 +161,7 @@ def test_curves_of_a_part_are_finer(large: LargeRun) -> None:
     assert part["numbers"]["accepted_2"][0] == 0.6
 
 
-@needs_chromium
+@pytest.mark.needs(BROWSER)
 def test_page_stays_small(large: LargeRun, tmp_path: Path) -> None:
     with a_browser(tmp_path) as page:
         page.driver.get(large.url)

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
-from tests.integration.live.chromium import Browser, a_browser, needs_chromium
+from tests.integration.live.chromium import Browser, a_browser
 from tests.integration.live.live_run import LiveRun
+from tests.requirements import BROWSER
 
-pytestmark = needs_chromium
+pytestmark = pytest.mark.needs(BROWSER)
 
 AXE = Path(__file__).with_name("axe") / "axe.min.js"
 

@@ -10,22 +10,18 @@ from typing import Any
 
 import httpx2
 import yaml
-from tests.integration.chart.rendering import program
+from tests.e2e.binaries import find
 from tests.redis_servers import free_port
+from tests.requirements import PROMETHEUS
 
 PATIENCE_S = 180.0  # a busy machine is slow, not wrong
-
-
-def find_prometheus() -> Path:
-    """The program. Skips the test where it is not to be had."""
-    return program("prometheus", "every panel, rule and alert has data in a real run")
 
 
 class Prometheus:
     """Scrapes and evaluates as `config` says. Skips the test where the program is not to be had."""
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
-        path = find_prometheus()
+        PROMETHEUS.require()
         folder.mkdir()
         file = folder / "prometheus.yaml"
         file.write_text(yaml.safe_dump(config))
@@ -39,7 +35,7 @@ class Prometheus:
         self._log = (folder / "log").open("w+")
         self._process = subprocess.Popen(
             [
-                *(path, "--config.file", file, "--storage.tsdb.path", folder / "data"),
+                *(find("prometheus"), "--config.file", file, "--storage.tsdb.path", folder / "data"),
                 *("--web.listen-address", f"127.0.0.1:{port}"),
             ],
             stdout=self._log,

@@ -16,10 +16,11 @@ from typing import Any
 
 import httpx2
 import yaml
-from tests.integration.observability.prometheus import Prometheus, find_prometheus
+from tests.integration.observability.prometheus import Prometheus
 from tests.integration.observability.scraping import config, rules_each_second
 from tests.integration.operator.operator_process import Process
 from tests.integration.runs import StartedRun, start
+from tests.requirements import PROMETHEUS
 from tests.stand_ins.api_server import CORE, FakeApiServer
 from tests.stand_ins.api_server_http import HttpApiServer
 from tests.tiny_models import Shape, make_bigram_drafter, make_policy
@@ -82,7 +83,7 @@ def observe(folder: Path) -> Observed:
 
     Skips before anything starts where there is no Prometheus.
     """
-    find_prometheus()
+    PROMETHEUS.require()
     a_run_file(folder)
     api = HttpApiServer(FakeApiServer(CORE | {JOB_SET.api_version}))
     api.watch_s = 0.5

@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.integration.border.fuzzing import fuzz
 from tests.integration.rewards.hostile_texts import LONGEST_TEXTS, hostile_texts, programs
+from tests.requirements import SANDBOX
 
 from specrl.errors import SpecInvalid
 from specrl.records import Prompt
@@ -126,7 +127,7 @@ def started(make: Callable[[], Any], case: Case, ask: Callable[..., Any]) -> Jud
     try:
         ask(pool.start())
     except SpecInvalid as error:
-        pytest.skip(f"unproven that {case.settings} holds: {error}")
+        SANDBOX.skip(f"{case.settings}: {error}")
     return Judged(pool, case, ask)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tests.certificates import Authority
 from tests.redis_servers import RedisProcess, free_port, needs_redis, settings
+from tests.requirements import REDIS_TLS
 from tests.store_crashes import WRITES, content
 
 from specrl.coordinator.store import Claim
@@ -125,6 +126,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.needs(REDIS_TLS)
 def test_tls_with_the_right_authority_works_and_with_another_is_refused(start: Start, certificates: Path) -> None:
     port = free_port()
     files = {"tls_cert_file": "server.pem", "tls_key_file": "server.key", "tls_ca_cert_file": "ca.pem"}

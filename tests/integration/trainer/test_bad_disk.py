@@ -21,7 +21,7 @@ from specrl.trainer import checkpoints
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own for the run's folder."""
-    with a_small_disk(tmp_path / "run", "64m", "a full disk under the trainer's checkpoints") as disk:
+    with a_small_disk(tmp_path / "run", "64m") as disk:
         yield disk
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.requirements import CPU_KERNELS
 
 from specrl.generation.vllm_backend import cpu_kernels
 
-pytestmark = pytest.mark.skipif(not cpu_kernels.is_supported(), reason="vLLM's CPU build alone has these kernels")
+pytestmark = pytest.mark.needs(CPU_KERNELS)
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 EPSILON = 1e-6
 

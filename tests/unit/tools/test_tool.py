@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.requirements import SANDBOX
 
 from specrl.errors import SpecInvalid
 from specrl.records import Prompt
@@ -50,7 +51,7 @@ def interpreter(request: pytest.FixtureRequest, forkable: None) -> Tool:
     try:
         tool.ready()
     except SpecInvalid as error:
-        pytest.skip(f"unproven that calls run in {request.param}: {error}")
+        SANDBOX.skip(f"{request.param}: {error}")
     return tool
 
 

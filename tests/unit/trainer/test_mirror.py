@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import fsspec
 import pytest
+from tests.requirements import S3
 
 from specrl.errors import CheckpointInvalid, RunInvalid, StoreFailed
 from specrl.trainer import checkpoints, checksums
@@ -18,8 +20,8 @@ PLACE = "bucket/runs/a"
 @pytest.fixture(scope="module")
 def s3_server() -> Iterator[str]:
     """URL of moto's server."""
-    pytest.importorskip("s3fs", reason="make s3 adds it: copies on S3 are not proved")
-    moto = pytest.importorskip("moto.server", reason="make s3 adds it: copies on S3 are not proved")
+    S3.require()
+    moto = import_module("moto.server")
     server = moto.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
     yield "http://{}:{}".format(*server.get_host_and_port())
