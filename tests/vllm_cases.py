@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from tests import engine_fork
 from tests.requirements import SUFFIX as SUFFIX_PACKAGE

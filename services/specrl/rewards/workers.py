@@ -26,7 +26,8 @@ Pebble gives up its pool when an idle worker dies (pebble 5.2, `find_expired_tas
 the question asked again.
 
 Workers come from a fork server: started fresh, it never has gRPC's threads, and has loaded what the work needs, so that
-a replacement is there in milliseconds. They ignore Ctrl-C; the coordinator closes the pool.
+a replacement is there in milliseconds. They ignore Ctrl-C from their first instruction on, since the fork server does
+(`specrl.ignore_interrupts`); the coordinator closes the pool.
 """
 
 from __future__ import annotations
@@ -239,7 +240,8 @@ class WorkerPool:
         if self._is_closed:
             raise self._error(f"the {self._noun} pool must be open to answer, got a closed one; the run is ending")
         if self._pool is None:
-            self._context.set_forkserver_preload(["specrl.rewards.choice", *self._work.preloads])
+            preloads = ["specrl.ignore_interrupts", "specrl.rewards.choice", *self._work.preloads]
+            self._context.set_forkserver_preload(preloads)
             self._pool = pebble.ProcessPool(
                 self._limits.workers,
                 initializer=_prepare_worker,
