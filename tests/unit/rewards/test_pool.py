@@ -7,27 +7,43 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+from tests.hogs import hogs
 
 from specrl.errors import VerifierFailed
 from specrl.records import Prompt, Reward
-from specrl.rewards import FailureKind, VerifierPool, verifier_for
+from specrl.rewards import FailureKind, Verifier, VerifierPool, verifier_for
 from specrl.spec.data import MathVerifier, RewardPool, Rewards
 
 PROMPT = Prompt("p0", 0, (1,), "question", "right")
+TIMEOUT_S = 2
+"""Of `hurried_pool`. What `hostile` waits in it, on purpose, is longer."""
 
 
 @pytest.fixture
-async def pool(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[VerifierPool]:
+def hostile(monkeypatch: pytest.MonkeyPatch) -> Verifier:
     monkeypatch.syspath_prepend(Path(__file__).parent)  # workers import `hostile` by name
     from hostile import Hostile  # type: ignore[import-not-found]
 
-    async with VerifierPool(Hostile(), RewardPool(workers=1, timeout_s=1)) as pool:
+    return Hostile()
+
+
+@pytest.fixture
+async def pool(hostile: Verifier) -> AsyncIterator[VerifierPool]:
+    """Its time is never up: what happens here does not depend on how busy the machine is."""
+    async with VerifierPool(hostile, RewardPool(workers=1, timeout_s=300)) as pool:
+        yield pool
+
+
+@pytest.fixture
+async def hurried_pool(hostile: Verifier) -> AsyncIterator[VerifierPool]:
+    """For questions that take all of their time. Others are answered at once, and what they wait is not counted."""
+    async with VerifierPool(hostile, RewardPool(workers=1, timeout_s=TIMEOUT_S)) as pool:
         yield pool
 
 
@@ -46,9 +62,6 @@ async def test_verdicts_are_the_verifiers_own(pool: VerifierPool) -> None:
 @pytest.mark.parametrize(
     ("completion", "error", "failures"),
     [
-        ("hang", "timeout", {FailureKind.TIMEOUT: 1}),
-        ("hang deaf", "timeout", {FailureKind.TIMEOUT: 1}),
-        ("exit politely", "timeout", {FailureKind.TIMEOUT: 1}),
         ("die", "crash", {FailureKind.CRASH: 2}),
         ("exit", "crash", {FailureKind.CRASH: 2}),
         ("fill memory", "crash", {FailureKind.CRASH: 2}),
@@ -74,10 +87,24 @@ async def test_what_an_answer_causes_is_a_verdict_of_0(
     assert pool.graded == 2
 
 
+@pytest.mark.parametrize("completion", ["hang", "hang deaf", "exit politely"])
+async def test_an_answer_that_takes_all_time_is_a_verdict_of_0(hurried_pool: VerifierPool, completion: str) -> None:
+    reward = await hurried_pool.grade(PROMPT, completion)
+    assert (reward.value, reward.error, reward.lacks_answer) == (0.0, "timeout", False)
+    assert dict(hurried_pool.failures) == {FailureKind.TIMEOUT: 1}
+    assert (await hurried_pool.grade(PROMPT, "right")).value == 1.0, "the next rollout meets a sound worker"
+    assert hurried_pool.graded == 2
+
+
+async def test_a_reference_that_takes_all_time_is_ungraded(hurried_pool: VerifierPool) -> None:
+    reward = await hurried_pool.grade(replace(PROMPT, answer="hang"), "right")
+    assert (reward.value, reward.failure) == (None, f"timeout: the verifier took longer than timeoutS={TIMEOUT_S}")
+    assert (await hurried_pool.grade(PROMPT, "right")).value == 1.0
+
+
 @pytest.mark.parametrize(
     ("reference", "said"),
     [
-        ("hang", "timeout: the verifier took longer than timeoutS=1"),
         ("die", "crash: the verifier's process ended with exit status -9"),
         ("fill memory", "crash: the verifier needed more than memoryMib=4096"),
         ("raise", "error: the verifier raised KeyError"),
@@ -114,36 +141,26 @@ async def test_verdicts_belong_to_their_rollouts_when_failures_are_between(pool:
     assert [reward.value for reward in rewards] == [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, None, 1.0]
 
 
-@pytest.fixture
-def hogs() -> Iterator[None]:
-    """Three programs that never sleep, on one processor: a fourth takes four times as long."""
-    first = min(os.sched_getaffinity(0))
-    program = f"import os\nos.sched_setaffinity(0, {{{first}}})\nwhile True: pass"
-    started = [subprocess.Popen([sys.executable, "-c", program], start_new_session=True) for _ in range(3)]
-    yield
-    for hog in started:
-        hog.kill()
-        hog.wait()
-
-
-async def test_a_worker_that_waits_for_a_processor_is_given_its_time(pool: VerifierPool, hogs: None) -> None:
+async def test_a_worker_that_waits_for_a_processor_is_given_its_time(hostile: Verifier) -> None:
     """The pool killed it after timeoutS on a clock of its own, however little of it the worker got."""
-    assert (await pool.grade(PROMPT, "work")).value == 0.0
-    assert not pool.failures
+    with hogs(7):  # before the pool, whose workers are bound to the same processor
+        async with VerifierPool(hostile, RewardPool(workers=1, timeout_s=TIMEOUT_S)) as pool:
+            assert (await pool.grade(PROMPT, "wait for a processor")).value == 0.0
+            assert not pool.failures
 
 
-async def test_a_question_that_waits_for_ever_is_ungraded(pool: VerifierPool) -> None:
-    reward = await pool.grade(PROMPT, "wait for programs for ever")
+async def test_a_question_that_waits_for_ever_is_ungraded(hurried_pool: VerifierPool) -> None:
+    reward = await hurried_pool.grade(PROMPT, "wait for programs for ever")
     assert reward.value is None
     assert "the machine is too busy" in reward.failure
-    assert dict(pool.failures) == {FailureKind.UNGRADED: 1}
+    assert dict(hurried_pool.failures) == {FailureKind.UNGRADED: 1}
 
 
-async def test_what_sandboxed_programs_waited_is_not_their_workers_time(pool: VerifierPool) -> None:
-    assert (await pool.grade(PROMPT, "wait for programs")).value == 0.0
-    assert (await pool.grade(PROMPT, "right")).value == 1.0, "and its slot is free for the next question"
-    assert (await pool.grade(PROMPT, "hang")).error == "timeout", "which has no credit of an earlier question"
-    assert dict(pool.failures) == {FailureKind.TIMEOUT: 1}
+async def test_what_sandboxed_programs_waited_is_not_their_workers_time(hurried_pool: VerifierPool) -> None:
+    assert (await hurried_pool.grade(PROMPT, "wait for programs")).value == 0.0
+    assert (await hurried_pool.grade(PROMPT, "right")).value == 1.0, "and its slot is free for the next question"
+    assert (await hurried_pool.grade(PROMPT, "hang")).error == "timeout", "which has no credit of an earlier question"
+    assert dict(hurried_pool.failures) == {FailureKind.TIMEOUT: 1}
 
 
 async def test_a_worker_that_dies_idle_costs_no_verdict(pool: VerifierPool) -> None:
