@@ -59,9 +59,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = chosen
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def forkable() -> None:
-    """Before a sandbox: OpenTelemetry's exporters of earlier tests, which start a thread in every fork, are gone.
+    """Before a module's sandboxes: OpenTelemetry's exporters of earlier tests, which start a thread in every fork, are gone.
 
     One whose collector does not answer holds its worker after it was closed, until its own deadline.
     """

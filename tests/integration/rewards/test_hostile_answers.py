@@ -2,6 +2,9 @@
 
 In both isolations, against the real kernel. The verdict of an answer that solves its task besides attacking is 1: an
 attack that fails is no reason to lie about the answer.
+
+No test depends on how busy the machine is. Answers that end by themselves have `verifier`, whose limits are far away.
+Those that only a limit ends have `hurried`, which never finds the machine too busy.
 """
 
 # ruff: noqa: E501 - a hostile program is read best on one line
@@ -11,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
+import re
 import socket
 import subprocess
 import sys
@@ -22,11 +25,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.hogs import WAITS, hogs
 from tests.requirements import SANDBOX
 
 from specrl.errors import SpecInvalid, VerifierFailed
 from specrl.rewards import Ungraded, verifier_for
-from specrl.rewards.code import Code, machine_check
+from specrl.rewards.code import Code, machine_check, time_limit
 from specrl.rewards.verifier import Verifier
 from specrl.spec.data import CodeVerifier, Isolation, Rewards
 
@@ -38,41 +42,65 @@ MARK = f"specrl-hostile-{os.getpid()}"
 """In the name of every file that an answer tries to leave."""
 
 
-def a_verifier(isolation: Isolation, **changes: object) -> Verifier:
-    limits = {"isolation": isolation, "cpu_s": 1, "wall_s": 4, "memory_mib": 256, "output_kib": 256, **changes}
-    return verifier_for(Rewards(code=CodeVerifier.model_validate(limits)))
-
-
-@pytest.fixture(params=list(Isolation))
-def verifier(request: pytest.FixtureRequest, forkable: None) -> Verifier:
-    return ready_or_skip(a_verifier(request.param), request.param)
-
-
-def ready_or_skip(found: Verifier, isolation: Isolation) -> Verifier:
-    """The verifier, where it can isolate."""
-    try:
-        found.ready()
-    except SpecInvalid as error:
-        SANDBOX.skip(f"{isolation}: {error}")
+def a_verifier(isolation: Isolation, **changes: object) -> Code:
+    limits = {"isolation": isolation, "cpu_s": 60, "wall_s": 240, "memory_mib": 256, "output_kib": 256, **changes}
+    found = verifier_for(Rewards(code=CodeVerifier.model_validate(limits)))
+    assert isinstance(found, Code)
     return found
 
 
+@pytest.fixture(scope="module", params=list(Isolation))
+def isolation(request: pytest.FixtureRequest, forkable: None) -> Isolation:
+    """Each that this machine permits."""
+    found: Isolation = request.param
+    try:
+        a_verifier(found).ready()
+    except SpecInvalid as error:
+        SANDBOX.skip(f"{found}: {error}")
+    return found
+
+
+@pytest.fixture
+def verifier(isolation: Isolation) -> Code:
+    """For answers that end by themselves."""
+    return a_verifier(isolation)
+
+
+@pytest.fixture
+def hurried(isolation: Isolation, monkeypatch: pytest.MonkeyPatch) -> Code:
+    """For answers that only a limit ends; they are given all the time that they wait for a processor."""
+    monkeypatch.setattr(time_limit, "MOST_WAITING", 100)
+    return a_verifier(isolation, cpu_s=1, wall_s=2)
+
+
 def open_descriptors() -> set[tuple[str, str]]:
-    """Number and target of each. Other tests' may be closed at any moment, by the garbage collector."""
+    """Number and target of each. Other tests' may be closed at any moment, by the garbage collector.
+
+    Those of files below /proc are left out: tests/costs.py reads such files in a thread of its own.
+    """
     found = set()
     for descriptor in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
             found.add((descriptor.name, str(descriptor.readlink())))
-    return found
+    return {(name, target) for name, target in found if not target.startswith("/proc/")}
+
+
+def children(pid: int) -> Iterator[int]:
+    """Processes below one, as the kernel lists them; psutil would look at every process of the machine."""
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):
+            for child in (task / "children").read_text().split():
+                yield int(child)
+                yield from children(int(child))
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     """No process, no descriptor, no file outlives a verdict."""
     descriptors = open_descriptors()
-    before = set(psutil.Process().children(recursive=True))
+    before = set(children(os.getpid()))
     yield
-    assert set(psutil.Process().children(recursive=True)) <= before
+    assert set(children(os.getpid())) <= before
     assert open_descriptors() <= descriptors
     for folder in ("/", "/tmp", "/var/tmp", "/dev/shm", Path(__file__).parent):  # noqa: S108 - where it would be left
         assert not list(Path(folder).glob(f"*{MARK}*"))
@@ -99,7 +127,7 @@ BREAKS_A_LIMIT = {
     ),
     "infinite loop": "while True:\n    pass\n",
     "sleep": "import time\ntime.sleep(1000)\n",
-    "sleeps, and spins when its time is up": "import time\ntime.sleep(3.5)\nwhile True:\n    pass\n",
+    "sleeps, and spins when its time is up": "import time\ntime.sleep(1.5)\nwhile True:\n    pass\n",
     "prints a little now and then": "import time\nwhile True:\n    print(end='\\n', flush=True)\n    time.sleep(0.01)\n",
     "closes its output and stays": "import os, time\nprint(3)\nos.close(1)\ntime.sleep(1000)\n",
     "ignores every signal": (
@@ -117,8 +145,8 @@ BREAKS_A_LIMIT = {
 
 
 @pytest.mark.parametrize("name", BREAKS_A_LIMIT)
-def test_an_answer_that_breaks_a_limit_is_wrong(verifier: Verifier, name: str) -> None:
-    assert verifier.reward(SUM, BREAKS_A_LIMIT[name]) == 0.0
+def test_an_answer_that_breaks_a_limit_is_wrong(hurried: Code, name: str) -> None:
+    assert hurried.reward(SUM, BREAKS_A_LIMIT[name]) == 0.0
 
 
 IMITATES = {
@@ -141,6 +169,11 @@ IMITATES = {
 @pytest.mark.parametrize("name", IMITATES)
 def test_a_program_that_imitates_a_verdict_is_wrong(verifier: Verifier, name: str) -> None:
     assert verifier.reward(SUM, IMITATES[name]) == 0.0
+
+
+def test_an_attempt_that_is_allowed_is_seen(verifier: Verifier) -> None:
+    assert verifier.reward(SUM, tried("1 / 0")) == 0.0
+    assert verifier.reward(SUM, tried("1 / 1")) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -168,8 +201,6 @@ def test_a_program_that_imitates_a_verdict_is_wrong(verifier: Verifier, name: st
     ],
 )
 def test_what_an_answer_must_not_do_is_refused(verifier: Verifier, attempts: list[str]) -> None:
-    assert verifier.reward(SUM, tried("1 / 0")) == 0.0
-    assert verifier.reward(SUM, tried("1 / 1")) == 1.0, "an attempt that is allowed is seen"
     assert verifier.reward(SUM, tried(*attempts)) == 0.0
 
 
@@ -272,14 +303,11 @@ LIES = {
         "        os.write(3, struct.pack('!I', len(said)) + said)\n    return 0\n"
     ),
     "a frame without end": "import os\ndef add(a, b):\n    while True:\n        os.write(3, b'\\xff' * 65536)\n",
-    "a frame that does not come": "import os, time\ndef add(a, b):\n    os.write(3, b'\\0\\0\\1')\n    time.sleep(99)\n",
     "too deep a result": "import sys\nsys.setrecursionlimit(10 ** 6)\ndef add(a, b):\n    x = []\n    for _ in range(20000):\n        x = [x]\n    return x\n",
     "a frame that is too deep": "import os, struct\ndef add(a, b):\n    s = b'[' * 100000\n    os.write(3, struct.pack('!I', len(s)) + s)\n",
     "a huge number": "def add(a, b): return 1 << (10 ** 8)\n",
     "a large number": "def add(a, b): return 1 << (10 ** 5)\n",
     "digits without end": "import os, struct\ndef add(a, b):\n    s = b'{\"result\": ' + b'9' * 200000 + b'}'\n    os.write(3, struct.pack('!I', len(s)) + s)\n",
-    "a loop": "def add(a, b):\n    while True: pass\n",
-    "sleep, and a loop when the time is up": "import time\ndef add(a, b):\n    time.sleep(3.5)\n    while True: pass\n",
     "a class": "class add: pass\n",
     "a class whose objects equal everything": "class add:\n    def __init__(self, a, b): pass\n    def __eq__(self, o): return True\n    __hash__ = None\n",
     "a value": "add = 3\n",
@@ -291,6 +319,15 @@ LIES = {
     "too much memory for the tests": "def add(a, b): return [[]] * 60000\n",
     "a process that stops itself": "import ctypes\ndef add(a, b): ctypes.string_at(0)\n",
 }  # fmt: skip
+ENDLESS_LIES = {
+    "a loop": "def add(a, b):\n    while True: pass\n",
+    "sleep, and a loop when the time is up": "import time\ndef add(a, b):\n    time.sleep(1.5)\n    while True: pass\n",
+    "a frame that does not come": "import os, time\ndef add(a, b):\n    os.write(3, b'\\0\\0\\1')\n    time.sleep(99)\n",
+}
+ALL = "assert all(map(lambda c: add(*c[:2]) == c[2], [(1, 2, 3), (30, 4, 34)]))"
+KINDS_OF_TESTS = {"calls": ADD, "asserts": ASSERTS, "asserts at once": ALL}
+BOTH_ISOLATIONS = [(kind, Isolation.NAMESPACES) for kind in KINDS_OF_TESTS] + [("asserts", Isolation.LANDLOCK)]
+"""What an answer says to its judge is the same in both; so the second is tried with the kind that needs two programs."""
 
 
 FRAMES = {
@@ -318,6 +355,7 @@ FRAMES = {
 """What an answer sends in the place of a result. Two of them take quadratic time where they are hashed."""
 
 
+@pytest.mark.parametrize("isolation", [Isolation.NAMESPACES], indirect=True)  # it is the judge that is attacked
 @pytest.mark.parametrize("tests", [ADD, ASSERTS], ids=["calls", "asserts"])
 @pytest.mark.parametrize("name", FRAMES)
 def test_a_frame_of_the_answers_own_is_wrong(verifier: Verifier, tests: str, name: str) -> None:
@@ -331,11 +369,23 @@ def test_a_frame_of_the_answers_own_is_wrong(verifier: Verifier, tests: str, nam
 
 
 @pytest.mark.parametrize("name", LIES)
-@pytest.mark.parametrize(
-    "tests", [ADD, ASSERTS, "assert all(map(lambda c: add(*c[:2]) == c[2], [(1, 2, 3), (30, 4, 34)]))"]
-)
-def test_a_function_that_lies_is_wrong(verifier: Verifier, name: str, tests: str) -> None:
-    assert verifier.reward(tests, LIES[name]) == 0.0
+@pytest.mark.parametrize(("kind", "isolation"), BOTH_ISOLATIONS, indirect=["isolation"])
+def test_a_function_that_lies_is_wrong(verifier: Verifier, name: str, kind: str) -> None:
+    assert verifier.reward(KINDS_OF_TESTS[kind], LIES[name]) == 0.0
+
+
+@pytest.mark.parametrize("name", ENDLESS_LIES)
+@pytest.mark.parametrize(("kind", "isolation"), BOTH_ISOLATIONS, indirect=["isolation"])
+def test_a_function_that_does_not_return_is_wrong(hurried: Code, name: str, kind: str) -> None:
+    assert hurried.reward(KINDS_OF_TESTS[kind], ENDLESS_LIES[name]) == 0.0
+
+
+@pytest.mark.parametrize("end", ["os._exit(0)", "ctypes.string_at(0)"], ids=["exits", "crashes"])
+def test_an_answer_that_ends_is_judged_at_once(verifier: Code, end: str) -> None:
+    """With namespaces a process of ours held its descriptors, so that its judge waited until the time was up."""
+    answer = f"import ctypes, os\ndef add(a, b): {end}\n"
+    assert verifier.grade(ADD, answer, {}).reason == "its process ended, or sent no reply"
+    assert verifier.grade(ASSERTS, answer, {}).reason == "fails a test"
 
 
 def test_an_answer_that_went_away_does_not_pass_tests_that_expect_errors(verifier: Verifier) -> None:
@@ -378,22 +428,30 @@ def test_an_answer_sees_neither_the_tests_nor_other_answers(verifier: Verifier) 
 
 def test_a_worker_that_is_killed_takes_its_answers_with_it() -> None:
     program = (
-        "from specrl.rewards import verifier_for\nfrom specrl.spec.data import CodeVerifier, Rewards\n"
-        "verifier = verifier_for(Rewards(code=CodeVerifier(wall_s=60, isolation={isolation!r})))\n"
-        'verifier.reward({tests!r}, \'import time\\nopen(1, "w").write("x")\\ntime.sleep(1000)\')\n'
+        "import os\nfrom specrl.rewards import verifier_for\nfrom specrl.spec.data import CodeVerifier, Isolation, Rewards\n"
+        "for isolation in Isolation:\n    if os.fork() == 0:\n"
+        "        verifier = verifier_for(Rewards(code=CodeVerifier(wall_s=3600, isolation=isolation)))\n"
+        f"        verifier.reward({SUM!r}, 'import time\\ntime.sleep(3600)')\n"
+        "print('started', flush=True)\nos.wait()\nos.wait()\n"
     )
-    for isolation in Isolation:
-        source = program.format(isolation=isolation.value, tests=SUM)
-        with subprocess.Popen([sys.executable, "-c", source]) as process:
-            worker = psutil.Process(process.pid)
-            until = time.monotonic() + 60
-            while len(below := worker.children(recursive=True)) < (3 if isolation is Isolation.NAMESPACES else 2):
-                assert time.monotonic() < until
-                assert process.poll() is None
-                time.sleep(0.05)
-            process.send_signal(signal.SIGKILL)
-            _, alive = psutil.wait_procs(below, timeout=60)
-            assert not [left for left in alive if left.status() != psutil.STATUS_ZOMBIE]
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "started\n"
+            workers = psutil.Process(process.pid).children()
+            assert len(workers) == 2
+            for worker in workers:
+                below: list[psutil.Process] = []
+                while sum(1 for one in below if "program.py" in " ".join(one.cmdline())) < 1:  # the answer itself
+                    assert worker.is_running()
+                    time.sleep(0.05)
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        below = worker.children(recursive=True)
+                worker.kill()
+                _, alive = psutil.wait_procs(below, timeout=300)
+                assert not [left for left in alive if left.status() != psutil.STATUS_ZOMBIE]
+        finally:
+            process.kill()
 
 
 ANSWERS = {
@@ -403,7 +461,9 @@ ANSWERS = {
 }
 
 
-@pytest.mark.parametrize("answer", ANSWERS)
+ENDLESS_TESTS = "while True: pass\nassert add(1, 2) == 3"
+
+
 @pytest.mark.parametrize(
     ("tests", "said"),
     [
@@ -412,25 +472,29 @@ ANSWERS = {
         ("def check():\n    import a_module_that_is_not_there\nassert add(1, 2) == 3", "ModuleNotFoundError"),
         ("1 / 0\nassert add(1, 2) == 3", "ZeroDivisionError"),
         ("import os\nos._exit(0)\nassert add(1, 2) == 3", "ended with exit status 0 before it used"),
-        ("while True: pass\nassert add(1, 2) == 3", "a program that"),
+        (ENDLESS_TESTS, "a program that"),
         ("def never_called(): return add(1, 2)", "never use"),
     ],
 )
 def test_tests_that_cannot_judge_any_answer_are_no_verdict(
-    verifier: Verifier, tests: str, said: str, answer: str
+    verifier: Code, hurried: Code, tests: str, said: str
 ) -> None:
     """They are loaded without an answer, so that no answer has a part in it."""
-    with pytest.raises(Ungraded, match=said):
-        verifier.reward(tests, ANSWERS[answer])
-    assert isinstance(verifier, Code)
+    judge = hurried if tests == ENDLESS_TESTS else verifier
+    for answer in ANSWERS.values():
+        with pytest.raises(Ungraded, match=said):
+            judge.reward(tests, answer)
     with pytest.raises(VerifierFailed, match=said):
-        verifier.try_reference(tests, None)
+        judge.try_reference(tests, None)
+
+
+ENDLESS_WITH_AN_ANSWER = "add(1, 2)\nwhile True: pass"
 
 
 @pytest.mark.parametrize(
     ("tests", "answer"),
     [
-        ("add(1, 2)\nwhile True: pass", "def add(a, b): return 3"),
+        (ENDLESS_WITH_AN_ANSWER, "def add(a, b): return 3"),
         ("add(1, 2)\nimport os; os._exit(0)", "def add(a, b): return 3"),
         ("def check(f): assert f(lambda x: x, 3) == 3\ncheck(apply)", "def apply(f, x): return f(x)"),
         ("assert add(1, 2) == 3", "def add(a, b): return a - b"),
@@ -438,17 +502,18 @@ def test_tests_that_cannot_judge_any_answer_are_no_verdict(
         (SUM, "print(3)"),
     ],
 )
-def test_a_solution_that_fails_its_tests_is_found_before_the_run(verifier: Verifier, tests: str, answer: str) -> None:
+def test_a_solution_that_fails_its_tests_is_found_before_the_run(
+    verifier: Code, hurried: Code, tests: str, answer: str
+) -> None:
     """What tests do once they have the answer is the answer's doing; the data's own solution shows their faults."""
-    assert isinstance(verifier, Code)
-    verifier.try_reference(tests, None)
-    assert verifier.reward(tests, answer) == 0.0
+    judge = hurried if tests == ENDLESS_WITH_AN_ANSWER else verifier
+    judge.try_reference(tests, None)
+    assert judge.reward(tests, answer) == 0.0
     with pytest.raises(VerifierFailed, match=r"the data's own solution must pass its tests, got: .+; correct the data"):
-        verifier.try_reference(tests, answer)
+        judge.try_reference(tests, answer)
 
 
-def test_a_solution_that_passes_its_tests_is_fine(verifier: Verifier) -> None:
-    assert isinstance(verifier, Code)
+def test_a_solution_that_passes_its_tests_is_fine(verifier: Code) -> None:
     for tests, answer in [(ASSERTS, ANSWERS["right"]), (ADD, ANSWERS["right"]), (SUM, RIGHT)]:
         verifier.try_reference(tests, answer)
 
@@ -482,29 +547,27 @@ def test_a_machine_without_user_namespaces_is_refused_before_the_run(monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("probe", "said"),
+    ("probe", "trial_s", "said"),
     [
-        ("while True: pass", r"a trial program that (ran longer than 1 s|was killed by SIGKILL)"),
-        ("import time\ntime.sleep(99)", "a trial program that ran longer than 1 s"),
-        ("raise SystemExit(3)", "a trial program that ended with exit status 3"),
+        ("while True: pass", 1, r"a trial program that (ran longer than 1 s|was killed by SIGKILL)"),
+        ("import time\ntime.sleep(99)", 1, "a trial program that ran longer than 1 s"),
+        ("raise SystemExit(3)", 300, "a trial program that ended with exit status 3"),
     ],
 )
 def test_a_trial_that_does_not_end_is_not_reported_as_a_missing_permission(
-    verifier: Verifier, monkeypatch: pytest.MonkeyPatch, probe: str, said: str
+    hurried: Code, monkeypatch: pytest.MonkeyPatch, probe: str, trial_s: int, said: str
 ) -> None:
-    monkeypatch.setattr(machine_check, "_TRIAL_S", 1)
+    monkeypatch.setattr(machine_check, "_TRIAL_S", trial_s)
     monkeypatch.setattr(machine_check, "_PROBE", probe)
-    with pytest.raises(
-        SpecInvalid, match=rf"rewards\.code: must run a trial program .*got {said}.*less busy"
-    ) as caught:
-        verifier.ready()
+    with pytest.raises(SpecInvalid, match=r"rewards\.code: must run a trial program .*less busy") as caught:
+        hurried.ready()
+    assert re.search(f"got {said}", str(caught.value))
     assert "permit" not in str(caught.value)
 
 
-def test_a_trial_has_more_time_than_an_answer(verifier: Verifier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_has_more_time_than_an_answer(verifier: Code, monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine may take longer to start Python than an answer may take at all."""
     monkeypatch.setattr(machine_check, "_PROBE", "import time\ntime.sleep(2)\nprint('confined', end='')")
-    assert isinstance(verifier, Code)
     replace(verifier, sandbox=replace(verifier.sandbox, wall_s=1)).ready()
 
 
@@ -521,45 +584,36 @@ def test_a_sandbox_that_cannot_start_is_no_verdict(monkeypatch: pytest.MonkeyPat
                 a_verifier(isolation).reward(tests, "def add(a, b): return a + b\n" + RIGHT)
 
 
-@contextlib.contextmanager
-def hogs(count: int) -> Iterator[None]:
-    """Programs that never sleep, on the one processor that this process and what it starts may use.
-
-    Each in a session of its own, since the kernel may share a processor out by sessions.
-    """
-    before = os.sched_getaffinity(0)
-    with contextlib.ExitStack() as started:
-        try:
-            os.sched_setaffinity(0, {min(before)})
-            for _ in range(count):
-                hog = subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True)
-                started.callback(hog.wait)
-                started.callback(hog.kill)
-            yield
-        finally:
-            os.sched_setaffinity(0, before)
+ONE_SUM = json.dumps({"inputs": ["1 2\n"], "outputs": ["3\n"]})
+WAITED_S = 4
+"""The limit in the next two tests. An answer that has waited longer is over it, unless its waits are taken off."""
 
 
-WORKS = "import time\nwhile time.process_time() < 0.8:\n    pass\n"
-"""Takes 3.2 s of a processor that is shared by four."""
-
-
-@pytest.mark.parametrize("tests", [SUM, ADD, ASSERTS], ids=["program", "calls", "asserts"])
-def test_an_answer_that_waits_for_a_processor_is_given_its_time(verifier: Verifier, tests: str) -> None:
+@pytest.mark.parametrize(
+    ("isolation", "tests"),
+    [(Isolation.NAMESPACES, ONE_SUM), (Isolation.LANDLOCK, ADD), (Isolation.NAMESPACES, ASSERTS)],
+    indirect=["isolation"],
+    ids=["program", "calls", "asserts"],
+)
+def test_an_answer_that_waits_for_a_processor_is_given_its_time(hurried: Code, tests: str) -> None:
     """A machine that is busy must not make a right answer a wrong one. Its state when the time was up decided that."""
-    assert isinstance(verifier, Code)
-    quick = replace(verifier, sandbox=replace(verifier.sandbox, wall_s=2))
-    with hogs(3):
-        assert quick.reward(tests, WORKS + (RIGHT if tests == SUM else ANSWERS["right"])) == 1.0
+    patient = replace(hurried.sandbox, wall_s=WAITED_S, limits=replace(hurried.sandbox.limits, cpu_s=60))
+    solution = RIGHT if tests == ONE_SUM else ANSWERS["right"]
+    with hogs(7):
+        assert replace(hurried, sandbox=patient).reward(tests, WAITS.format(seconds=1.05 * WAITED_S) + solution) == 1.0
 
 
-def test_an_answer_that_hardly_gets_a_processor_is_no_verdict(verifier: Verifier) -> None:
+@pytest.mark.parametrize(
+    ("isolation", "tests"), [(Isolation.NAMESPACES, SUM), (Isolation.LANDLOCK, ADD)], indirect=["isolation"]
+)
+def test_an_answer_that_hardly_gets_a_processor_is_no_verdict(
+    verifier: Code, monkeypatch: pytest.MonkeyPatch, tests: str
+) -> None:
     """At most MOST_WAITING times the limit is added. Past that nobody knows what the answer is worth."""
-    assert isinstance(verifier, Code)
-    quick = replace(verifier, sandbox=replace(verifier.sandbox, wall_s=1))
-    for tests in (SUM, ADD):
-        with hogs(20), pytest.raises(Ungraded, match=r"waited . s for one; the machine is too busy"):
-            quick.reward(tests, "while True:\n    pass\n")
+    monkeypatch.setattr(time_limit, "MOST_WAITING", 0.5)
+    quick = replace(verifier, sandbox=replace(verifier.sandbox, wall_s=WAITED_S))
+    with hogs(7), pytest.raises(Ungraded, match=r"waited \d+ s for one; the machine is too busy"):
+        quick.reward(tests, "while True:\n    pass\n")
 
 
 def test_an_answer_may_not_make_itself_wait(verifier: Verifier) -> None:

@@ -191,7 +191,8 @@ def _confine(program: Program, limits: Confinement, ties: _Ties) -> None:
     guardian = os.fork()
     if guardian == 0:
         _in_child(lambda: _guard_namespace(program, limits, ties), ties.report)
-    os.close(ties.report)
+    for number in (ties.report, *given):  # who reads from the program sees its end
+        os.close(number)
     os.waitpid(guardian, 0)
     os._exit(0)
 
