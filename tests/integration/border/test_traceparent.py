@@ -76,4 +76,4 @@ async def asked(stub: Any, metadata: tuple[tuple[str, str | bytes], ...], of_rol
     """Names of the rollouts that one call yields."""
     request = RolloutRequest("r", "g", 0, (3,), Sampling(2, seed=1), of_rollout)
     message = generation_pb2.GenerateRequest(requests=[wire.request_to_wire(request)], min_policy_version=-1)
-    return [rollout.rollout_id async for rollout in stub.Generate(iter([message]), metadata=metadata, timeout=60)]
+    return [rollout.rollout_id async for rollout in stub.Generate(iter([message]), metadata=metadata, timeout=240)]

@@ -34,7 +34,7 @@ from specrl.telemetry import metrics
 from specrl.trainer import checkpoints
 from specrl.trainer.service import TrainerService
 
-PATIENCE_S = 60.0
+PATIENCE_S = 240.0  # a busy machine is slow, not wrong
 """A call that has not been answered by then hangs."""
 
 

@@ -14,7 +14,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from tests.redis_servers import free_port
 
-PATIENCE_S = 60.0
+PATIENCE_S = 240.0  # a busy machine is slow, not wrong
 
 
 class Served:
@@ -26,7 +26,7 @@ class Served:
         self._thread = threading.Thread(target=self._loop.run_forever, name="served")
         self.url = f"http://127.0.0.1:{self._port}"
         # Unverified, or httpx2 would read all the machine's certificates.
-        self.client = httpx2.Client(base_url=self.url, verify=False, timeout=30, trust_env=False)  # no TLS
+        self.client = httpx2.Client(base_url=self.url, verify=False, timeout=PATIENCE_S, trust_env=False)  # no TLS
 
     def __enter__(self) -> Self:
         self._thread.start()

@@ -6,6 +6,7 @@ import json
 import struct
 
 from hypothesis import strategies as st
+from tests.integration.border.fuzzing import EXAMPLES
 
 MARKS = ("", "#### ", "\\boxed{", "The answer is ", "$$", "\\[", "**", "```python\n", "```json\n", "```\n", "<tool>")
 LATEX = (
@@ -77,7 +78,7 @@ hostile_texts = st.builds(
     st.sampled_from(["", "", "}", "\n```\n", "$$", "\n#### 7", "\\]", "</tool>"]),
 )
 
-LONG = 10 * 2**20
+LONG = (10 if EXAMPLES else 2) * 2**20
 LONGEST_TEXTS = {
     "digits": "#### " + "7" * LONG,
     "brackets": "#### " + "[" * LONG,

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from specrl.prompts import open_source
-from specrl.records import Prompt, Reward
+from specrl.records import Prompt
 from specrl.rewards import VerifierPool, check_verifier, verifier_for
 from specrl.spec import load_spec
 
@@ -27,17 +27,9 @@ WRONG = [
 ]
 
 
-async def graded(pool: VerifierPool, prompt: Prompt, text: str) -> Reward:
-    """A verdict; asked for again when the machine was too busy to give one."""
-    for _ in range(3):
-        reward = await pool.grade(prompt, text)
-        if "too busy" not in reward.failure:
-            return reward
-    return await pool.grade(prompt, text)
-
-
 async def test_right_answers_score_one_wrong_ones_zero_and_hostile_ones_end_without_a_score() -> None:
-    spec = load_spec(EXAMPLE)
+    # Right answers get all the time that a busy machine makes them wait; a loop ends with its processor time.
+    spec = load_spec(EXAMPLE, ["rewards.code.wallS=60", "rewardPool.timeoutS=600"])
     source = open_source(spec.prompts.source)
     problems = [source.problem(place) for place in range(len(source))]
     for problem in problems:
@@ -49,6 +41,6 @@ async def test_right_answers_score_one_wrong_ones_zero_and_hostile_ones_end_with
         scores = [reward.value for reward in await asyncio.gather(*map(pool.grade, prompts, hostile))]
         assert not any(scores)
         for texts, expected in ((RIGHT, 1.0), (WRONG, 0.0), (RIGHT, 1.0)):
-            rewards = await asyncio.gather(*(graded(pool, *pair) for pair in zip(prompts, texts, strict=True)))
+            rewards = await asyncio.gather(*(pool.grade(*pair) for pair in zip(prompts, texts, strict=True)))
             assert [reward.value for reward in rewards] == [expected] * 4, rewards
         assert pool.graded >= 12

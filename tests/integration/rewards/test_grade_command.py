@@ -45,6 +45,7 @@ from specrl.spec import load_spec, parse_spec
 from specrl.spec.data import Rewards
 from specrl.trainer import checkpoints
 
+PATIENCE_S = 300  # a busy machine is slow, not wrong
 SAMPLES = {
     "math": ("1/2", r"It is \boxed{0.5}.", r"\boxed{0.4}"),
     "exact": ("18", "#### 18", "#### 19"),
@@ -256,11 +257,11 @@ def test_a_run_files_verifier_has_its_settings(place: Path) -> None:
 
 def test_the_time_limit_of_the_run_file_holds_and_the_pool_goes_on(place: Path) -> None:
     rewards = {"python": {"function": "verifiers_of_mine:waits", "folder": "."}}
-    file = str(a_run_file(place, rewards=rewards, rewardPool={"timeoutS": 1}))
+    file = str(a_run_file(place, rewards=rewards, rewardPool={"timeoutS": 3}))
     answers = a_file(answer("flag", "hang"), answer("flag", "set"))
     hung, other = verdicts(grade("-f", file, "--completions", answers, "--jsonl"))
     assert hung["reward"] != 1.0
-    assert "timeoutS=1" in hung["reason"]
+    assert "timeoutS=3" in hung["reason"]
     assert other["reward"] == 1.0
 
 
@@ -316,7 +317,7 @@ def started(*arguments: str, stdin: int | None = None) -> subprocess.Popen[str]:
 
 def end_of(process: subprocess.Popen[str]) -> tuple[str, str]:
     with process:
-        return process.communicate(timeout=120)
+        return process.communicate(timeout=PATIENCE_S)
 
 
 def test_stdout_holds_the_lines_alone_whatever_a_verifier_prints() -> None:
@@ -352,7 +353,7 @@ def test_lines_of_stdin_are_graded_as_they_come() -> None:
             process.stdin.flush()
             assert json.loads(process.stdout.readline())["extracted"] == str(number), "before the next line is written"
         process.stdin.close()
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=PATIENCE_S) == 0
 
 
 @pytest.mark.parametrize("is_waiting_for_stdin", [False, True])
@@ -373,10 +374,10 @@ def test_ctrl_c_keeps_what_was_graded_and_leaves_no_process(*, is_waiting_for_st
         children = psutil.Process(process.pid).children(recursive=True)
         assert children
         os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(timeout=60) == 130
+        assert process.wait(timeout=PATIENCE_S) == 130
         assert process.stdout.read() == ""
         assert process.stderr.read() == "specrl: interrupted; nothing of it runs on\n"
-    _, alive = psutil.wait_procs(children, timeout=60)
+    _, alive = psutil.wait_procs(children, timeout=PATIENCE_S)
     assert [child for child in alive if child.status() != psutil.STATUS_ZOMBIE] == []
 
 
@@ -387,7 +388,7 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly() -> None:
         assert process.stderr is not None
         process.stdout.readline()
         process.stdout.close()
-        assert process.wait(timeout=60) == 1
+        assert process.wait(timeout=PATIENCE_S) == 1
         assert process.stderr.read() == ""
 
 
