@@ -61,7 +61,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="module")
 def forkable() -> None:
-    """Before a module's sandboxes: OpenTelemetry's exporters of earlier tests, which start a thread in every fork, are gone.
+    """Before a module's sandboxes: OpenTelemetry's exporters of earlier tests are gone.
+
+    They start a thread in every fork.
 
     One whose collector does not answer holds its worker after it was closed, until its own deadline.
     """
