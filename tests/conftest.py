@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 # gRPC starts threads in the child, and in a process with threads no user namespace can be made.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
+# torch and OpenMP read it when they are imported. On tensors as small as those of tests, several threads wait for each
+# other more than they compute, and on a busy machine far more. The product sets the variable of each of its processes.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 settings.register_profile("specrl", deadline=None)  # a busy machine is slow, not wrong
 settings.load_profile("specrl")
 
@@ -63,9 +67,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def forkable() -> None:
     """Before a module's sandboxes: OpenTelemetry's exporters of earlier tests are gone.
 
-    They start a thread in every fork.
-
-    One whose collector does not answer holds its worker after it was closed, until its own deadline.
+    They start a thread in every fork. One whose collector does not answer holds its worker after it was closed, until
+    its own deadline.
     """
     for thread in threading.enumerate():
         if thread.name.startswith(("OtelBatch", "close-traces")):

@@ -141,8 +141,6 @@ def make_text_policy(
 
 
 def _train_text_policy(path: Path, texts: Sequence[str], seed: int, shape: Shape, steps: int) -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # products are so small that others would only wait, and spin
     tokenizer = make_tokenizer(path, shape.vocab)
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(_config(shape, tokenizer))
@@ -155,7 +153,6 @@ def _train_text_policy(path: Path, texts: Sequence[str], seed: int, shape: Shape
         loss.backward()
         optimizer.step()
     model.eval().save_pretrained(path)
-    torch.set_num_threads(threads)
 
 
 def make_tokenizer(path: Path, vocab: int) -> PreTrainedTokenizerFast:

@@ -38,9 +38,14 @@ def deep_inputs() -> Iterator[tuple[str, bytes]]:
         "requirements/*.lock",
         "services/specrl/generation/vllm_backend/*.py",
         "services/specrl/generation/draft_length.py",
-        "services/specrl/coordinator/scheduler.py",
-        "services/specrl/coordinator/order.py",
+        *(
+            f"services/specrl/coordinator/{name}.py"
+            for name in ("scheduler", "order", "progress", "restart", "registry", "replica_states")
+        ),
         "tests/sampling_lab.py",
+        "tests/enumeration.py",
+        "tests/unit/coordinator/world.py",
+        "tests/chaos/**/*.py",
     )
     for name, content in _files("tests/**/test_*.py"):
         if b"pytest.mark.deep" in content:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from tests.integration.trainer.runs import a_rollout, a_spec
 from tests.stand_ins.trainer_backend import StandInBackend
 from tests.tiny_models import Shape, make_policy
@@ -45,17 +44,13 @@ def tiny_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cheap_process() -> Iterator[None]:
-    """Collections leave out what was there before, 3,000 modules, which cost half a second. torch computes in one
-    thread, since of several most wait on tensors this small."""
+    """Collections leave out what was there before, 3,000 modules, which cost half a second."""
     import specrl.trainer.megatron_backend  # noqa: F401
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
     yield
     gc.unfreeze()
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(params=["stand_in", "megatron"])

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 from tests.fork_server import ROOT, ForkServer
 from tests.integration.trainer.worker_group import ALONE, sizes
 from tests.tiny_models import Shape, make_policy
@@ -113,16 +112,6 @@ class Trainers:
         long = layouts if self.is_deep else sorted(LONG.intersection(layouts))
         arguments = [str(policy), str(out), json.dumps(layouts), json.dumps(long), *([str(resume)] if resume else [])]
         return Launch(self.ranks, out, layouts[0], ["worker", *arguments], layouts)
-
-
-@pytest.fixture(scope="package", autouse=True)
-def one_thread() -> Iterator[None]:
-    """torch computes in one, as the ranks do. Of several, on tensors this small, most wait for the others: beside busy
-    processes the plain trainings took a minute of CPU instead of a second."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")
