@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +39,15 @@ CPU = torch.device("cpu")
 FIRST = CPU, VOCABULARY, ALARM / 18  # as `check` has it: 18 comparisons
 VERIFIED = [Case(drafts, settings) for drafts in (CERTAIN_DRAFTS, DRAWN_DRAFTS) for settings in SETTINGS]
 TEMPERATURES, FILTERS = SETTINGS
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other cost more than these few rows."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 # -- vLLM's first model runner ---------------------------------------------------------------------------------------
