@@ -1,12 +1,12 @@
-"""Starts vLLM's processes by a fork of one that has imported vLLM: ten of the sixteen CPU seconds of an engine's start.
+"""Starts vLLM's processes as forks of a server that has imported vLLM.
 
-The product spawns them: a fresh interpreter imports what it is sent. Here a fresh interpreter imports the same modules
-in the same environment, starts no thread and no engine, and is forked for each process. So a process differs from a
-spawned one only in who waited for its imports. What the product does itself is tested where its programs run:
-test_process, the second node of test_nodes, tests/integration/elastic, test_demo.
+The start of an engine core takes sixteen CPU seconds, and imports are ten of them. The product spawns each core: a
+fresh interpreter imports vLLM. The server here is such an interpreter. It imports the same modules in the same
+environment, starts no thread and no engine, and is forked for each core. Spawned cores are tested where the product's
+programs run: test_process, the second node of test_nodes, tests/integration/elastic, test_demo.
 
-`install` has vLLM in this process ask for such processes, and these ask for their own alike. It also spares the process
-in which vLLM looks at a model's class.
+`install` changes where vLLM takes processes from, in this process and in all forks. vLLM also starts a process to look
+at a model's class; it looks in this process instead.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ AT_IMPORT = (
     "TORCH_COMPILE_DISABLE",
     "VLLM_LOGGING_LEVEL",
 )
-"""Variables that these modules, or libraries below them, read once. Who wants others gets a spawned process."""
+"""Variables that these modules, or libraries below them, read once. A process that needs other values is spawned."""
 
 _server = forkserver.ForkServer()  # not the module's own, which forks sandboxes
 _server.set_forkserver_preload(IMPORTED)
@@ -54,7 +54,8 @@ _imported_with: dict[str, str | None] = {}
 
 class _Popen(popen_forkserver.Popen):
     def _launch(self, process_obj: Any) -> None:
-        usual, forkserver.connect_to_new_process = forkserver.connect_to_new_process, _server.connect_to_new_process
+        usual = forkserver.connect_to_new_process
+        forkserver.connect_to_new_process = _server.connect_to_new_process
         try:
             super()._launch(process_obj)
         finally:
@@ -80,7 +81,8 @@ class EngineProcess(ForkServerProcess):
         os.environ.update(self.environment)
         # The interpreter has told its own instance where the server is, and would start another one all the same.
         told: Any = forkserver._forkserver
-        _server._forkserver_address, _server._forkserver_alive_fd = told._forkserver_address, told._forkserver_alive_fd
+        _server._forkserver_address = told._forkserver_address
+        _server._forkserver_alive_fd = told._forkserver_alive_fd
         _server.ensure_running = lambda: None  # type: ignore[method-assign]  # that is the point
         _imported_with.update(_of_imports(self.environment))
         install()
@@ -92,7 +94,7 @@ class EngineProcess(ForkServerProcess):
 
 
 class EngineContext(ForkServerContext):
-    """What vLLM takes its processes from."""
+    """A multiprocessing context whose processes are forks of the server."""
 
     Process = EngineProcess
 

@@ -1,7 +1,8 @@
 """The exact distribution of a policy's first tokens, and whether samples are drawn from it.
 
 A policy that is left a few tokens (`tiny_models.allow_only`) has so few beginnings of a completion that transformers
-can compute the probability of each. Counts are compared with them by Pearson's chi-square.
+can compute the probability of each. Counts are compared with them by Pearson's chi-square: of whole beginnings (`fit`),
+and of each token after those before it (`fit_next`), which finds more with few samples.
 
 False alarms: a right sampler falls below ALARM with probability ALARM, one in ten thousand for each comparison and
 fresh seeds; the tests' seeds are fixed, and with them the outcome. Power: `detectable_distance`.
@@ -100,6 +101,41 @@ def fit(completions: Sequence[Sequence[int]], tokens: Sequence[int], probs: np.n
     counts, expected = np.append(counts[~rare], counts[rare].sum()), np.append(expected[~rare], expected[rare].sum())
     statistic = float(((counts - expected) ** 2 / expected).sum())
     return Fit(float(stats.chi2.sf(statistic, len(counts) - 1)), statistic, len(counts), samples)
+
+
+def fit_next(completions: Sequence[Sequence[int]], tokens: Sequence[int], conditionals: Sequence[np.ndarray]) -> Fit:
+    """Compare each token with its probabilities after those before it; counts are added by position and last token.
+
+    With few samples most beginnings are too rare for a cell of `fit`; here no sample is lost. A group's counts, less
+    what was expected of them, are a sum of martingale differences, and their covariance is a multinomial's at most: the
+    sum of Pearson's statistics is chi-square distributed, or smaller. Arguments as of `fit` and `chain`.
+    """
+    places, size, samples = {token: place for place, token in enumerate(tokens)}, len(tokens), len(completions)
+    length = len(conditionals)
+    if any(len(found) < length or not places.keys() >= set(found[:length]) for found in completions):
+        return Fit(0.0, np.inf, 0, samples)
+    drawn_NT = np.array([[places[token] for token in completion[:length]] for completion in completions])
+    statistic = 0.0
+    free = 0
+    before_N = np.zeros(samples, dtype=int)
+    for position, conditional_BA in enumerate(conditionals):
+        probs_NA = conditional_BA[before_N]
+        now_N = drawn_NT[:, position]
+        if (probs_NA[np.arange(samples), now_N] == 0).any():
+            return Fit(0.0, np.inf, 0, samples)
+        for last in range(size if position else 1):
+            group_N = before_N % size == last if position else np.ones(samples, dtype=bool)
+            expected_A, counts_A = probs_NA[group_N].sum(0), np.bincount(now_N[group_N], minlength=size)
+            order_A = np.argsort(-expected_A)
+            cells = max(1, int((expected_A >= FEWEST_EXPECTED).sum()))
+            heads = order_A[: cells - 1]
+            rare = order_A[cells - 1 :]  # the rarest cell takes those that are too rare
+            expected = np.append(expected_A[heads], expected_A[rare].sum())
+            counts = np.append(counts_A[heads], counts_A[rare].sum())
+            statistic += float(((counts - expected) ** 2 / expected).sum()) if cells > 1 else 0.0
+            free += cells - 1
+        before_N = before_N * size + now_N
+    return Fit(float(stats.chi2.sf(statistic, free)), statistic, free + 1, samples)
 
 
 def detectable_distance(cells: int, samples: int, power: float = 0.99) -> float:

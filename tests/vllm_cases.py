@@ -172,7 +172,7 @@ class Engines:
 
 
 def made_up_costs(spec: RunSpec) -> dict[str, Any]:
-    """What a calibration file holds: each draft token costs a tenth of a step."""
+    """The content of a calibration file: each draft token costs a tenth of a step."""
     nodes = batch_nodes(spec.generation.max_live_rollouts)
     seconds = {str(k): [0.01 * (1 + 0.1 * (k + 1))] * len(nodes) for k in arguments.draft_lengths(spec)}
     return {"nodes": list(nodes), "seconds": seconds}

@@ -105,7 +105,7 @@ async def begin_anew(engine: VllmEngine, seconds: dict[str, list[float]]) -> Non
 
 
 def measured_costs(engine: VllmEngine) -> dict[str, list[float]]:
-    """Those of the calibration, by length."""
+    """Seconds by length, as the calibration file has them."""
     found = drafting._read(engine._calibration_file())
     assert found is not None
     return dict(found["seconds"])
@@ -186,7 +186,8 @@ async def check_tokens_while_the_length_changes(engine: VllmEngine, policy: Path
 async def test_a_batch_is_decoded_plainly_while_it_is_full_and_drafted_for_at_its_end(
     calibrated: Started, models: Models, temperature: float
 ) -> None:
-    engine, judge = calibrated.engine, Judge(models.first.policy)
+    engine = calibrated.engine
+    judge = Judge(models.first.policy)
     # Made up, since drafts of so small a policy may pay everywhere or nowhere: they pay up to four, by far.
     seconds = measured_costs(engine)
     nodes, plain = (await drafting.report(engine._llm))["costs"]["nodes"], seconds[str(OFF)]

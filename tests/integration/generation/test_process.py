@@ -158,7 +158,7 @@ async def _generated_by_metrics(pid: int) -> float:
 async def test_replica_whose_engine_is_killed_says_so_and_leaves(
     models: Models, coordinator: Coordinator, tmp_path: Path
 ) -> None:
-    """What the process does between its first line and its last; a failure's last line is in the test below."""
+    """The rest of the process, an error's line and exit code, is proved by the test below."""
     spec = a_spec(models.first.policy)
     options = generation.parse(
         ["--spec", str(tmp_path), "--replica-id", "gen-0", "--coordinator", f"127.0.0.1:{coordinator.port}"]
