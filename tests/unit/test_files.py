@@ -36,7 +36,7 @@ def test_a_new_file_has_the_mode_asked_for_less_the_umask(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("is_synced", [False, True])
 def test_a_full_disk_leaves_the_old_file_and_no_scratch_file(tmp_path: Path, is_synced: bool) -> None:
-    with a_small_disk(tmp_path / "disk", "64k", "a full disk under a file that is replaced") as disk:
+    with a_small_disk(tmp_path / "disk", "64k") as disk:
         path = disk / "status.json"
         files.write_text(path, "old")
         with pytest.raises(OSError, match="No space left") as refused:

@@ -186,14 +186,14 @@ def test_other_systems_are_told_that_the_engines_run_on_linux_only(system: str, 
 
 
 def test_a_full_disk_is_named_before_anything_is_built(setup: ModuleType, tmp_path: Path) -> None:
-    with a_small_disk(tmp_path / "disk", "8m", "that setup names a full disk") as disk:
+    with a_small_disk(tmp_path / "disk", "8m") as disk:
         with pytest.raises(setup.SetupFailed, match=r"must have 0\.8 GB free, got 0\.0 GB; free some space"):
             setup.Environment(disk / ".venv", "control").create(setup.PYTHON_VERSIONS)
         assert not (disk / ".venv").exists()
 
 
 def test_a_disk_that_fills_during_setup_is_named(setup: ModuleType, tmp_path: Path) -> None:
-    with a_small_disk(tmp_path / "disk", "8m", "that setup names a full disk") as disk:
+    with a_small_disk(tmp_path / "disk", "8m") as disk:
         environment = setup.Environment(disk / ".venv", "control")
         with pytest.raises(setup.SetupFailed, match=f"exit status 3; the disk of {disk} is full"):
             environment.run(["sh", "-c", "exit 3"])
