@@ -70,6 +70,7 @@ _REPAIR = (f"{_VLLM}.cpu_repair",)
 _KERNELS = (f"{_VLLM}.cpu_kernels",)
 _PLUGIN = (f"{_VLLM}.plugin",)
 _WORKER = (f"{_VLLM}.worker",)
+_SAMPLERS = (f"{_VLLM}.samplers",)
 _ENGINE = (f"{_VLLM}.engine",)
 _MODEL = (f"{_MEGATRON}.model",)
 _POLICY = (f"{_MEGATRON}.policy",)
@@ -79,6 +80,7 @@ _GROUP = ("weights.group",)
 
 _SCHED = "vllm.v1.core.sched.scheduler.Scheduler"
 _RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
+_SAMPLER = "vllm.v1.worker.gpu.sample.sampler.Sampler"
 _RANDOM = "megatron.core.tensor_parallel.random"
 _ARGUMENTS = (
     "model dtype max_model_len max_num_seqs tensor_parallel_size seed enforce_eager kv_cache_memory_bytes "
@@ -191,8 +193,35 @@ VLLM = (
         Use.REPLACES,
         _WORKER,
     ),
-    Seam("vllm.v1.sample.rejection_sampler.expand_batch_to_tokens", Use.IMPORTS, _WORKER),
     Seam(f"{_RUNNER}.get_draft_model", Use.READS, _WORKER),
+    # The check of sampling: samplers of the first model runner, and of the second with a table of requests of our own.
+    Seam("vllm.v1.sample.sampler.Sampler", Use.READS, _SAMPLERS),
+    Seam("vllm.v1.sample.rejection_sampler.RejectionSampler", Use.READS, _SAMPLERS),
+    Seam(f"{_RUNNER}.sampler", Use.READS, _SAMPLERS),
+    Seam(f"{_RUNNER}.rejection_sampler", Use.READS, _SAMPLERS),
+    Seam("vllm.v1.spec_decode.metadata.SpecDecodeMetadata", Use.IMPORTS, _SAMPLERS),
+    Seam(
+        f"{_SAMPLER}.__call__",
+        Use.READS,
+        _SAMPLERS,
+        body=True,
+        looks_for=("req_states",),
+    ),
+    Seam(f"{_SAMPLER}.sampling_states", Use.REPLACES, _SAMPLERS),
+    Seam(f"{_SAMPLER}.needs_logits_processing", Use.REPLACES, _SAMPLERS),
+    Seam(f"{_SAMPLER}.req_states", Use.REPLACES, _SAMPLERS),
+    Seam(f"{_SAMPLER}.logprob_token_ids_state", Use.REPLACES, _SAMPLERS),
+    Seam(f"{_SAMPLER}.logits_processors", Use.REPLACES, _SAMPLERS),
+    Seam(f"{_SAMPLER}.thinking_budget_state", Use.REPLACES, _SAMPLERS),
+    Seam("vllm.v1.worker.gpu.sample.states.SamplingStates", Use.IMPORTS, _SAMPLERS),
+    Seam("vllm.v1.worker.gpu.sample.logprob.LogprobTokenIdsState", Use.IMPORTS, _SAMPLERS),
+    Seam(
+        "vllm.v1.worker.gpu.spec_decode.rejection_sampler.RejectionSampler.__call__",
+        Use.READS,
+        _SAMPLERS,
+        body=True,
+        looks_for=("sampler",),
+    ),
     # Experts that were sampled.
     Seam("vllm.config.VllmConfig", Use.IMPORTS, _EXPERTS),
     Seam("vllm.config.VllmConfig._verify_aux_output_compatibility", Use.REPLACES, _EXPERTS, body=True),
