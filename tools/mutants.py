@@ -34,7 +34,8 @@ from tests.mutants.catalog import ROOT, Mutant, MutantInvalid, Result
 SOURCES = ("services", "operators")
 OWN_TEST = "tests/unit/test_mutants.py"
 """Fails on every mutant, since it looks for the line that the mutant replaces."""
-PASSED, FAILED = 0, 1
+PASSED = 0
+FAILED = 1
 """Exit statuses of pytest; every other one says that the tests did not run."""
 STOP_S = 120.0
 """For pytest to end its fixtures after an interrupt."""
@@ -48,7 +49,8 @@ def copied_tree() -> Iterator[Path]:
         subprocess.run(["git", "clone", "--quiet", "--shared", str(ROOT), str(copy)], check=True)
         listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         for name in subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0"):
-            source, target = ROOT / name, copy / name
+            source = ROOT / name
+            target = copy / name
             if not name or name == ".venv":
                 continue
             target.unlink(missing_ok=True)
@@ -61,14 +63,11 @@ def copied_tree() -> Iterator[Path]:
         yield copy
 
 
-def environment(copy: Path) -> dict[str, str]:
+def make_environment(copy: Path) -> dict[str, str]:
     """Of the tests: the copy's sources come first. Raises MutantInvalid if Python imports others all the same."""
     variables = os.environ | {"PYTHONPATH": os.pathsep.join(str(copy / source) for source in SOURCES)}
-    ask = "import specrl, specrl_operator; print(specrl.__file__, specrl_operator.__file__)"
-    asked = subprocess.run(
-        [sys.executable, "-c", ask], cwd="/", env=variables, check=True, capture_output=True, text=True
-    )
-    said = asked.stdout
+    ask = [sys.executable, "-c", "import specrl, specrl_operator; print(specrl.__file__, specrl_operator.__file__)"]
+    said = subprocess.run(ask, cwd="/", env=variables, check=True, capture_output=True, text=True).stdout
     if any(not Path(file).is_relative_to(copy) for file in said.split()):
         raise MutantInvalid(f"Python must import specrl from {copy}, got {said.strip()}")
     return variables
@@ -98,7 +97,8 @@ def try_mutant(mutant: Mutant, copy: Path, variables: dict[str, str], *, only_ow
 
 def run_tests(name: str, arguments: Sequence[str], copy: Path, variables: dict[str, str]) -> tuple[list[str], float]:
     """The tests that failed, and the CPU seconds. Raises MutantInvalid when they do not run."""
-    cache, costs = copy / ".pytest_cache", copy.with_name("costs.json")
+    cache = copy / ".pytest_cache"
+    costs = copy.with_name("costs.json")
     shutil.rmtree(cache, ignore_errors=True)
     costs.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-q", "--costs", str(costs), *arguments]
@@ -135,7 +135,7 @@ def confirm(chosen: Sequence[Mutant], mutants: Sequence[Mutant]) -> int:
     results = catalog.load_results()
     killers = {results[it.id].killed_by for it in chosen if it.id in results and results[it.id].killed_by}
     with copied_tree() as copy:
-        failed, spent_s = run_tests("without a mutant", sorted(killers), copy, environment(copy))
+        failed, spent_s = run_tests("without a mutant", sorted(killers), copy, make_environment(copy))
     kept = {name: result for name, result in results.items() if result.killed_by not in failed}
     catalog.write_results(mutants, kept)
     print(f"{len(killers) - len(failed)} of {len(killers)} tests pass without a mutant, {spent_s:.0f} CPU s")
@@ -144,9 +144,10 @@ def confirm(chosen: Sequence[Mutant], mutants: Sequence[Mutant]) -> int:
 
 def run(chosen: Sequence[Mutant], mutants: Sequence[Mutant], *, only_own: bool) -> int:
     """Try the chosen ones; returns the exit status, 1 when one survived or could not be tried."""
-    results, bad = catalog.load_results(), 0
+    results = catalog.load_results()
+    bad = 0
     with copied_tree() as copy:
-        variables = environment(copy)
+        variables = make_environment(copy)
         for number, mutant in enumerate(chosen, 1):
             print(f"[{number}/{len(chosen)}] {mutant.id}", flush=True)
             try:

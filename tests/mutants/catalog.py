@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MUTANTS = Path(__file__).with_name("mutants.toml")
 RESULTS = Path(__file__).with_name("results.json")
 PAGE = ROOT / "docs" / "testing.md"
-BEGIN, END = "<!-- mutants: written by python -m tools.mutants --write -->", "<!-- end of mutants -->"
+BEGIN = "<!-- mutants: written by python -m tools.mutants --write -->"
+END = "<!-- end of mutants -->"
 
 
 class MutantInvalid(Exception):
@@ -83,7 +84,7 @@ def write_results(mutants: Sequence[Mutant], results: Mapping[str, Result]) -> N
     RESULTS.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
-def table(mutants: Sequence[Mutant], results: Mapping[str, Result]) -> str:
+def make_table(mutants: Sequence[Mutant], results: Mapping[str, Result]) -> str:
     """The results as Markdown."""
     rows = ["| mutant | in | what it breaks | killed by | CPU s |", "|---|---|---|---|--:|"]
     for mutant in mutants:
@@ -99,4 +100,4 @@ def write_table(mutants: Sequence[Mutant], results: Mapping[str, Result]) -> Non
     """Replace the table in the page."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
-    PAGE.write_text(f"{before}{BEGIN}\n\n{table(mutants, results)}\n\n{END}{after}", encoding="utf-8")
+    PAGE.write_text(f"{before}{BEGIN}\n\n{make_table(mutants, results)}\n\n{END}{after}", encoding="utf-8")

@@ -17,7 +17,7 @@ from tests.mutants.catalog import (
     Result,
     load_mutants,
     load_results,
-    table,
+    make_table,
 )
 
 FEWEST = 2
@@ -30,7 +30,7 @@ PARTS = (
 MUTANT = Mutant("twice", "a.py", "x = 1", "x = 2", "Nothing.", ("tests/unit",))
 
 
-def packages() -> list[str]:
+def list_packages() -> list[str]:
     """Folders below the source roots that must have mutants; generated code and links to data have none."""
     folders = [path for path in (ROOT / "services" / "specrl").iterdir() if path.is_dir() and not path.is_symlink()]
     found = [f"specrl/{path.name}" for path in folders if path.name != "api" and any(path.glob("*.py"))]
@@ -59,11 +59,13 @@ def test_every_mutant_has_a_name_of_its_own_a_sentence_and_tests_that_there_are(
 
 
 def test_every_package_has_mutants() -> None:
-    counts = Counter(str(folder) for mutant in load_mutants() for folder in [mutant.package, *parents(mutant.package)])
-    assert {name: counts[name] for name in packages() if counts[name] < FEWEST} == {}
+    counts = Counter(
+        str(folder) for mutant in load_mutants() for folder in [mutant.package, *list_parents(mutant.package)]
+    )
+    assert {name: counts[name] for name in list_packages() if counts[name] < FEWEST} == {}
 
 
-def parents(package: str) -> list[str]:
+def list_parents(package: str) -> list[str]:
     """Folders above it."""
     return [str(folder) for folder in Path(package).parents]
 
@@ -86,7 +88,7 @@ def test_a_line_keeps_its_indentation() -> None:
 def test_the_table_shows_who_killed_what_and_what_was_not_tried() -> None:
     mutants = [replace(MUTANT, id=name) for name in ("killed", "survivor", "new")]
     results = {"killed": Result("tests/a.py::test_b[x|y]", 3.6), "survivor": Result("", 9.0)}
-    rows = table(mutants, results).splitlines()[2:]
+    rows = make_table(mutants, results).splitlines()[2:]
     assert r"`tests/a.py::test_b[x\|y]` | 4 |" in rows[0]
     assert "**nothing**" in rows[1]
     assert "not tried" in rows[2]
@@ -96,4 +98,4 @@ def test_the_page_has_the_results_as_they_were_written() -> None:
     mutants, results = load_mutants(), load_results()
     assert set(results) <= {mutant.id for mutant in mutants}
     written = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].strip()
-    assert written == table(mutants, results), "python -m tools.mutants --write"
+    assert written == make_table(mutants, results), "python -m tools.mutants --write"

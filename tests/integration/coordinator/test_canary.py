@@ -147,14 +147,15 @@ async def test_a_replica_that_dies_during_its_canary_is_lost_and_does_not_disagr
 async def test_a_restarted_coordinator_takes_up_no_rollout_of_a_version_that_no_canary_has_proved(
     tmp_path: Path,
 ) -> None:
-    """Nothing else fails when it takes up all that its replicas hold (mutant resumed-from-a-bad-engine)."""
+    """No other test fails when it takes up all that its replicas hold (mutant resumed-from-a-bad-engine)."""
     slow = TableShape(VOCAB, 128, 0.02)
     async with Run(tmp_path, a_spec(tmp_path), make_engine=lambda name: AsksDuringCanary(name, 7, slow)) as run:
         await run.until(lambda: run.store.trained() >= 2)
         asked: list[str] = []
         for replica in run.replicas.values():
             assert isinstance(replica.engine, AsksDuringCanary)
-            replica.engine.on_canary, replica.engine.is_silent = asked.append, True
+            replica.engine.on_canary = asked.append
+            replica.engine.is_silent = True
         await run.until(lambda: bool(asked) and any(replica.service.held() for replica in run.replicas.values()))
         await run.kill_coordinator()
         assert any(replica.service.held() for replica in run.replicas.values()), "there was something to take up"
