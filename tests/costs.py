@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -19,7 +18,8 @@ import psutil
 import pytest
 
 LOOK_S = 0.5
-"""Between two looks at the children. A process that lives shorter is paid for, but may not be counted."""
+"""The children are looked at after each phase of a test that took longer. A process that ended before is paid for, but
+not counted. A thread would see more; it would also hold files of /proc open, which tests of descriptors find."""
 
 KINDS = (
     ("engine", ("VLLM::EngineCore", "'vllm.v1.engine.core'")),  # the latter: tests/engine_fork.py
@@ -42,18 +42,15 @@ class Cost:
 
 
 class Costs:
-    """The plugin. It looks at all children twice a second, in a thread of its own."""
+    """The plugin."""
 
     def __init__(self, file: Path | None) -> None:
         self.modules: dict[str, Cost] = defaultdict(Cost)
         self._file = file
         self._module = ""
         self._seen: set[tuple[int, float]] = set()
-        self._ended = threading.Event()
-        self._looking = threading.Lock()
         self._began_s = self._switched_s = time.monotonic()
         self._cpu_s = 0.0
-        threading.Thread(target=self._keep_looking, name="costs", daemon=True).start()
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """A test begins: what was spent since the last change of modules belongs to the one before."""
@@ -63,9 +60,13 @@ class Costs:
             self._module = module
         self.modules[module].tests += 1
 
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """A phase of a test has ended."""
+        if report.duration > LOOK_S:
+            self._look()
+
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """One line; and the file, where one is wanted."""
-        self._ended.set()
         self._charge()
         wall_s = time.monotonic() - self._began_s
         cpu_s = sum(cost.cpu_s for cost in self.modules.values())
@@ -81,17 +82,11 @@ class Costs:
             self._file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     def _charge(self) -> None:
-        with self._looking:
-            cpu_s, now_s = self._look(), time.monotonic()
-            cost = self.modules[self._module]
-            cost.cpu_s += max(0.0, cpu_s - self._cpu_s)  # the children of a child that was killed are lost to us
-            cost.wall_s += now_s - self._switched_s
-            self._cpu_s, self._switched_s = cpu_s, now_s
-
-    def _keep_looking(self) -> None:
-        while not self._ended.wait(LOOK_S):
-            with self._looking:
-                self._look()
+        cpu_s, now_s = self._look(), time.monotonic()
+        cost = self.modules[self._module]
+        cost.cpu_s += max(0.0, cpu_s - self._cpu_s)  # the children of a child that was killed are lost to us
+        cost.wall_s += now_s - self._switched_s
+        self._cpu_s, self._switched_s = cpu_s, now_s
 
     def _look(self) -> float:
         """Count new children; returns the CPU seconds of all, those that have ended included."""
