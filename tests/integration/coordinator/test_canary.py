@@ -179,8 +179,10 @@ async def test_a_canary_that_is_not_answered_is_skipped_counted_and_complained_o
         async with Run(tmp_path, spec, make_engine=only_gen_0(lambda name: Silent(name, 7, SHAPE))) as run:
             await run.finish()
             status = run.board.status()
-    skips = [line for line in lines if line["event"] == "canary_skipped"]
-    assert status.counters["canariesSkipped"] == len(skips) >= 4
+    of_all = [line for line in lines if line["event"] == "canary_skipped"]
+    assert status.counters["canariesSkipped"] == len(of_all)
+    skips = [line for line in of_all if line["replica"] == "gen-0"]  # on a busy machine the other one may be late, too
+    assert len(skips) >= 3
     assert [line["in_a_row"] for line in skips] == list(range(1, len(skips) + 1))
     assert [line["log_level"] for line in skips] == ["info", "info"] + ["warning"] * (len(skips) - 2)
     assert status.counters["canariesDisagreed"] == 0
