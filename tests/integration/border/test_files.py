@@ -487,6 +487,7 @@ COVERED = {
     "trainer/checksums.py": "checkpoint's checksums",
     "trainer/hf_folder.py": "the policy's config, which was read and copied before",
     "trainer/megatron_backend/hf_weights.py": "tests/integration/trainer/test_bad_disk.py",
+    "seams/versions.py": "two files of the package itself",
     "trainer/megatron_backend/initialisation.py": "tests/integration/trainer/test_megatron_backend.py",
     "trainer/service.py": "step's answer",
     "trainer/sft.py": "its own curves, of which lines that cannot be read are dropped",
