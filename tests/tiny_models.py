@@ -14,7 +14,6 @@ A random policy is nearly uniform, and a random head never guesses right: tests 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -35,6 +34,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
 )
+
+from specrl.files import cache_folder
 
 PAD, EOS = "<|pad|>", "<|eos|>"
 SPECIAL = (PAD, EOS, "<|im_start|>", "<|im_end|>")
@@ -127,8 +128,7 @@ def make_text_policy(
     """
     made_of = (Path(__file__).read_text(), torch.__version__, transformers.__version__, *texts, seed, shape, steps)
     digest = sha256(repr(made_of).encode()).hexdigest()
-    base = os.environ.get("SPECRL_CACHE_DIR") or Path.home() / ".cache" / "specrl"
-    kept = Path(base) / "test-policies" / digest
+    kept = cache_folder() / "test-policies" / digest
     if not kept.exists():
         kept.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=kept.parent, ignore_cleanup_errors=True) as folder:

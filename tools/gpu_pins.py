@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import re
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from typing import Any
 
 from tools.seam_reader import Files, NotFound, Reader, WheelFiles, installed_files
 
+from specrl.files import cache_folder
 from specrl.seams.table import SEAMS, Seam
 from specrl.seams.versions import DISTRIBUTIONS, installed_version
 
@@ -127,7 +127,7 @@ def read_pins(lock: str) -> Pins:
 
 def _wheel(package: str, version: str, hashes: list[str]) -> Path:
     """The wheel for Python 3.12 on aarch64, from the cache or the index. Its folder is named by its sha256."""
-    cache = _cache()
+    cache = cache_folder() / "wheels"
     for sha256 in hashes:
         for wheel in (cache / sha256).glob("*.whl"):
             if _sha256(wheel) == sha256:
@@ -154,13 +154,6 @@ def _download(package: str, version: str, hashes: list[str], folder: Path) -> No
     of_python = ["--implementation", "cp", "--python-version", PYTHON]
     command = [sys.executable, "-m", "pip", "download", *options, *of_python, *tags, "--requirement", str(requirement)]
     subprocess.run(command, check=True)
-
-
-def _cache() -> Path:
-    base = os.environ.get("SPECRL_CACHE_DIR")
-    if base:
-        return Path(base) / "wheels"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specrl" / "wheels"
 
 
 def _sha256(file: Path) -> str:

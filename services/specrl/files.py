@@ -27,6 +27,18 @@ CHUNK_BYTES = 1 << 20
 """Of a file that is followed, at once: a long run's is not in memory."""
 
 
+def cache_folder() -> Path:
+    """Where things are kept that can be made again: $SPECRL_CACHE_DIR, or `specrl` in the user's cache folder."""
+    named = os.environ.get("SPECRL_CACHE_DIR")
+    if named:
+        return Path(named)
+    try:
+        home = Path.home()
+    except RuntimeError:  # a user without an entry in /etc/passwd, and no $HOME
+        home = Path("/nonexistent")
+    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "specrl"
+
+
 def read_bytes(path: Path, most_bytes: int) -> bytes:
     """A file's content. Raises OSError, with EFBIG for one that is larger than `most_bytes`; then little was read."""
     with path.open("rb") as file:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import structlog
 
+from specrl.files import cache_folder
 from specrl.spec.data import RewardPool, Rewards
 
 _LIBRARIES = ("math-verify", "latex2sympy2-extended", "sympy", "google-re2", "jsonschema-rs")
@@ -33,7 +34,7 @@ class ReferenceCache:
 
     def __init__(self, rewards: Rewards, limits: RewardPool) -> None:
         """Read what there is."""
-        self._path = _folder() / "references" / f"{_digest(rewards, limits)}.jsonl"
+        self._path = cache_folder() / "references" / f"{_digest(rewards, limits)}.jsonl"
         self.refusals = read_refusals(self._path)
         """Key of a reference to why it is refused; empty for one that is sound."""
 
@@ -66,17 +67,6 @@ def read_refusals(path: Path) -> dict[str, str]:
             continue
         refusals[str(key)] = str(refusal)
     return refusals
-
-
-def _folder() -> Path:
-    base = os.environ.get("SPECRL_CACHE_DIR")
-    if base:
-        return Path(base)
-    try:
-        home = Path.home()
-    except RuntimeError:  # a user without an entry in /etc/passwd, and no $HOME
-        home = Path("/nonexistent")
-    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "specrl"
 
 
 def _digest(rewards: Rewards, limits: RewardPool) -> str:
