@@ -3,6 +3,7 @@ was interrupted."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
@@ -90,33 +91,39 @@ def test_every_child_is_owned_and_goes_with_the_job() -> None:
     assert left <= {"ResourceClaimTemplate"}  # the ComputeDomain's controller's own
 
 
-def write_numbers(whole: World, since: World | None = None) -> list[int]:
-    """Numbers of the calls after which an operator is killed: those that changed something.
-
-    A kill after a read is no other case: the next operator remembers nothing, and finds what the last write left.
-    """
-    first = len(since.server.calls) if since is not None else 0
-    return [i + 1 for i, call in enumerate(whole.server.calls) if i >= first and call in whole.server.writes()]
-
-
-def settle_after_kill(world: World, number: int) -> None:
-    """Kill the operator after a call, and let the next ones settle."""
-    world.server.kill_after = number
-    with pytest.raises(Killed):
-        world.settle()
-    world.server.kill_after = None
+def settled(start: World) -> World:
+    """What becomes of a state if nobody is killed."""
+    world = start.copy()
     world.settle()
+    return world
+
+
+def settled_after_kills(start: World) -> Iterator[tuple[int, World]]:
+    """What becomes of a state if the operator is killed once, with the number of the call after which it is.
+
+    Calls that changed nothing are left out. A kill after a read is no other case: the next operator remembers nothing,
+    and finds what the last write left.
+    """
+    server = settled(start).server
+    for number, call in enumerate(server.calls, 1):
+        if number <= len(start.server.calls) or call not in server.writes():
+            continue
+        world = start.copy()
+        world.server.kill_after = number
+        with pytest.raises(Killed):
+            world.settle()
+        world.server.kill_after = None
+        world.settle()
+        yield number, world
 
 
 @pytest.mark.parametrize("changes", [(), (PAPER,)], ids=["minimal", "gb200"])
 def test_killed_after_any_call_the_next_operator_ends_in_the_same_state(changes: tuple[Object, ...]) -> None:
-    whole = World(*changes, served=EVERYTHING)
-    whole.settle()
-    numbers = write_numbers(whole)
-    assert len(numbers) >= 15
-    for number in numbers:
-        world = World(*changes, served=EVERYTHING)
-        settle_after_kill(world, number)
+    start = World(*changes, served=EVERYTHING)
+    whole = settled(start)
+    kills = list(settled_after_kills(start))
+    assert len(kills) >= 15
+    for number, world in kills:
         assert world.state() == whole.state(), f"killed after call {number}: {world.server.calls[number - 1]}"
 
 
@@ -142,13 +149,10 @@ def test_killed_on_the_way_to_another_state_it_ends_in_the_same(verb: str, chang
         return world
 
     start = begun()
-    whole = start.copy()
-    whole.settle()
-    numbers = write_numbers(whole, since=start)
-    assert numbers
-    for number in numbers:
-        world = start.copy()
-        settle_after_kill(world, number)
+    whole = settled(start)
+    kills = list(settled_after_kills(start))
+    assert kills
+    for number, world in kills:
         assert world.state() == whole.state(), number
 
 
@@ -519,13 +523,9 @@ def test_killed_while_it_restarts_a_trainer_every_restart_is_counted_once() -> N
     start = World(served=CORE)
     start.settle()
     start.conclude(JOB, "tiny-trainer", "Failed")
-    whole = start.copy()
-    whole.settle()
-    numbers = write_numbers(whole, since=start)
-    assert numbers
-    for number in numbers:
-        world = start.copy()
-        settle_after_kill(world, number)
+    kills = list(settled_after_kills(start))
+    assert kills
+    for number, world in kills:
         assert world.status["restarts"] == 1, number
         assert world.server.of(JOB)["tiny-trainer"]["metadata"]["annotations"]["specrl.dev/attempt"] == "1"
 
