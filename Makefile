@@ -45,7 +45,7 @@ test: setup ## run the tests; ARGS="-k name" or ARGS="-m 'not slow'" selects
 # The environment lies beside .venv, so that both Pythons can be had at once.
 test-py313: ## run the unit and contract tests on Python 3.13; record the result in tests/py313.json
 	@python3 tools/setup.py --python 3.13 --environment .venv-py313 $(if $(FIND_LINKS),--find-links "$(FIND_LINKS)")
-	.venv-py313/bin/python tools/recorded_tests.py run py313
+	.venv-py313/bin/python $(if $(ARGS),-m pytest tests/unit tests/contract $(ARGS),tools/recorded_tests.py run py313)
 
 test-deep: setup ## run the tests whose power is needed after a change of a sampler, a scheduler or a lock; record the result
 	$(BIN)/python tools/recorded_tests.py run deep
