@@ -82,11 +82,13 @@ class Costs:
             self._file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     def _charge(self) -> None:
-        cpu_s, now_s = self._look(), time.monotonic()
+        cpu_s = self._look()
+        now_s = time.monotonic()
         cost = self.modules[self._module]
         cost.cpu_s += max(0.0, cpu_s - self._cpu_s)  # the children of a child that was killed are lost to us
         cost.wall_s += now_s - self._switched_s
-        self._cpu_s, self._switched_s = cpu_s, now_s
+        self._cpu_s = cpu_s
+        self._switched_s = now_s
 
     def _look(self) -> float:
         """Count new children; returns the CPU seconds of all, those that have ended included."""
@@ -98,7 +100,8 @@ class Costs:
                     spent_s += times.user + times.system + times.children_user + times.children_system
                     if identity not in self._seen and process.pid != os.getpid():
                         self._seen.add(identity)
-                        started, kind = self.modules[self._module].processes, _kind(process)
+                        started = self.modules[self._module].processes
+                        kind = _kind(process)
                         started[kind] = started.get(kind, 0) + 1
             except psutil.Error:
                 continue
