@@ -1,4 +1,8 @@
-"""What flows through the loop. Frozen dataclasses that carry numpy, never torch; `wire` turns them into protobuf."""
+"""Records of the training loop: prompts, rollouts, batches, weights, peers and their status.
+
+All are frozen dataclasses that carry numpy arrays, never torch tensors. A record that arrives from another process is
+validated once, by its `check`. `wire` converts records to protobuf and back.
+"""
 
 from specrl.records.peer import Acknowledgement, HeldRollout, Peer, Registration, Role
 from specrl.records.rollout import (
@@ -7,6 +11,7 @@ from specrl.records.rollout import (
     FinishReason,
     GradedRollout,
     Group,
+    NamedReward,
     OutputSpan,
     Prompt,
     Reward,
@@ -16,7 +21,10 @@ from specrl.records.rollout import (
     TrainRollout,
     VersionSpan,
 )
+from specrl.records.sampling_sets import SamplingSets
 from specrl.records.status import (
+    DrafterEpoch,
+    DrafterEpochMetrics,
     DrafterMetrics,
     Drafting,
     GenerationStatus,
@@ -39,6 +47,8 @@ __all__ = [
     "NO_DRAFTER",
     "Acknowledgement",
     "Batch",
+    "DrafterEpoch",
+    "DrafterEpochMetrics",
     "DrafterMetrics",
     "Drafting",
     "ExpertArray",
@@ -47,6 +57,7 @@ __all__ = [
     "GradedRollout",
     "Group",
     "HeldRollout",
+    "NamedReward",
     "OutputSpan",
     "Peer",
     "Prompt",
@@ -56,6 +67,7 @@ __all__ = [
     "Rollout",
     "RolloutRequest",
     "Sampling",
+    "SamplingSets",
     "SpeculationCounters",
     "StepCost",
     "StreamPlace",

@@ -1,4 +1,7 @@
-"""Who takes part in a run: processes that register with the coordinator."""
+"""Peers: the processes that register with the coordinator, and what both sides say to each other.
+
+`rpc/membership.py` sends these records, and the coordinator's registry keeps them.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,9 @@ from enum import StrEnum
 from specrl.errors import RecordInvalid
 
 HOST = r"[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.%]{2,64}\]"
-"""How a host is written in an address: a name, or numbers."""
+"""Pattern of a host in an address: a DNS name or IPv4 address, or an IPv6 address in brackets."""
 
+# 253 is the longest DNS name (RFC 1035). Peer names become label values of metrics and Kubernetes object names.
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,253}", re.ASCII)
 _ADDRESS = re.compile(rf"(?:{HOST}):(?P<port>[0-9]{{1,5}})", re.ASCII)
 
@@ -23,9 +27,11 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class Peer:
-    """One process. `peer_id` is stable over restarts; `incarnation` tells this process from an earlier one.
+    """One process of a run.
 
-    metrics_port: where the host of `address` serves its metrics; 0: nowhere.
+    peer_id: stable over restarts. incarnation: tells this process from an earlier one of the same name. address:
+    HOST:PORT of its gRPC service. spec_digest: sha256 of the resolved run file. metrics_port: TCP port of its
+    Prometheus metrics on the host of `address`; 0: no metrics.
     """
 
     peer_id: str
@@ -37,32 +43,37 @@ class Peer:
 
     @property
     def metrics_address(self) -> str:
-        """HOST:PORT of its metrics; empty where it serves none."""
+        """HOST:PORT of its metrics; empty if it serves none."""
+        # rpartition, because an IPv6 host contains colons
         host = self.address.rpartition(":")[0]
         return f"{host}:{self.metrics_port}" if self.metrics_port else ""
 
     def check(self) -> None:
-        """Raise RecordInvalid unless names are ones that logs and metrics can show, and the address can be called."""
+        """Raise RecordInvalid unless names fit logs and metrics, and addresses can be dialled."""
         for what, name in (("peer_id", self.peer_id), ("incarnation", self.incarnation)):
             if _NAME.fullmatch(name) is None:
                 raise RecordInvalid(
                     f"{what} must be 1 to 253 letters, digits, dots, dashes and underscores, got {name[:64]!r}; "
-                    "name the peer so"
+                    "rename the peer"
                 )
         match = _ADDRESS.fullmatch(self.address)
         if match is None or not 0 < int(match["port"]) < 1 << 16:
             raise RecordInvalid(
-                f"address must be HOST:PORT, got {self.address[:64]!r} of {self.peer_id}; give where it is reached"
+                f"address of {self.peer_id} must be HOST:PORT, got {self.address[:64]!r}; use an address that the "
+                "coordinator can reach"
             )
         if not 0 <= self.metrics_port < 1 << 16:
             raise RecordInvalid(
-                f"metrics_port must be a port, or 0 for none, got {self.metrics_port} of {self.peer_id}; give either"
+                f"metrics_port of {self.peer_id} must be 0 to 65535, got {self.metrics_port}; use 0 for no metrics"
             )
 
 
 @dataclass(frozen=True)
 class HeldRollout:
-    """A rollout that a replica has under way or finished. policy_version: served when it began; no token is older."""
+    """A rollout that a replica has in progress or finished, and that a restarted coordinator may resume.
+
+    policy_version: version served when the rollout began; none of its tokens is older.
+    """
 
     rollout_id: str
     policy_version: int
@@ -70,7 +81,7 @@ class HeldRollout:
 
 @dataclass(frozen=True)
 class Registration:
-    """The coordinator's answer to a peer."""
+    """The coordinator's reply to a registration. run: the run's name."""
 
     run: str
     heartbeat_interval_s: float
@@ -78,7 +89,11 @@ class Registration:
 
 @dataclass(frozen=True)
 class Acknowledgement:
-    """The coordinator's answer to a heartbeat. Not is_known: register again. must_leave: drain, then end."""
+    """The coordinator's reply to a heartbeat.
+
+    is_known: False after the coordinator restarted or removed the peer, which then registers again. must_leave: the
+    replica was dismissed; it drains, then ends.
+    """
 
     is_known: bool
     must_leave: bool = False

@@ -1,10 +1,12 @@
-"""Prompt -> Rollout -> Group -> Batch. A Rollout is checked once, when it enters a process (`Rollout.check`).
+"""The records of the data path: Prompt -> Rollout -> Group -> Batch.
 
-A rollout that calls tools has turns, in which the policy samples, and between them the tools' outputs, which it only
-reads. They are one sequence of tokens; whatever is trained, measured or compared is about the sampled ones alone.
+A rollout is validated once, when it enters a process (`Rollout.check`). Later code relies on it.
 
-Shapes: T tokens of one completion, N of them sampled (N = T without tools), G rollouts of one group; S tokens of prompt
-and completion but the last one, L layers, K experts of each token.
+A rollout that calls tools has turns, in which the policy samples, and tool outputs between them, which the policy only
+reads. All of them are one sequence of tokens. Training, metrics and comparisons use the sampled tokens alone.
+
+Shape suffixes: T tokens of a completion; N sampled tokens (N = T without tools); G rollouts of a group; S tokens of
+prompt and completion without the last one; L layers; K experts per token.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specrl.errors import RecordInvalid
+from specrl.records.sampling_sets import SamplingSets
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
@@ -27,7 +30,11 @@ ExpertArray = npt.NDArray[np.unsignedinteger[Any]]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one completion is drawn. temperature 0 is greedy; top_k 0 and top_p 1 keep the whole vocabulary."""
+    """How one completion is drawn from the policy.
+
+    max_tokens: longest completion in tokens, the end token included. temperature: 0 is greedy. top_p 1 and top_k 0 keep
+    the whole vocabulary. seed: None lets the engine draw its own randomness. stop: generation ends before any of them.
+    """
 
     max_tokens: int
     temperature: float = 1.0
@@ -36,13 +43,19 @@ class Sampling:
     seed: int | None = None
     stop: tuple[str, ...] = ()
 
+    @property
+    def is_truncated(self) -> bool:
+        """Whether top-p or top-k may leave tokens out, so that the rollout must carry its sampling sets."""
+        return self.top_p < 1 or self.top_k > 0
+
 
 @dataclass(frozen=True)
 class Prompt:
-    """A task with its verifier's data. `position` is its place in the shuffled stream, from 0, epochs included.
+    """A task and the data of its verifier.
 
-    row: all columns of its record, for a verifier that may ask for them. It stays in the coordinator: no message
-    carries it.
+    position: index in the shuffled stream, from 0, over all epochs. answer: the reference. row: all columns of its
+    record, for verifiers that read them. It stays in the coordinator; no message carries it. source: name of the source
+    in the run file, `main` if there is only one.
     """
 
     prompt_id: str
@@ -50,12 +63,16 @@ class Prompt:
     token_ids: tuple[int, ...]
     text: str
     answer: str
-    row: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    row: Mapping[str, Any] = field(default_factory=dict, compare=False)  # a mapping has no hash
+    source: str = "main"
 
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """One completion that a replica is asked for."""
+    """A request for one completion.
+
+    prompt_token_ids: the whole context; from the second turn on, earlier turns and tool outputs included.
+    """
 
     rollout_id: str
     group_id: str
@@ -63,19 +80,19 @@ class RolloutRequest:
     prompt_token_ids: tuple[int, ...]
     sampling: Sampling
     traceparent: str = field(default="", compare=False)
-    """The span that it is part of, as the sender wrote it; it says nothing of what is asked for."""
+    """The sender's span (W3C Trace Context); empty: not traced. Not compared: a resumed request has another span."""
 
 
 class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     TURNS = "turns"
-    """A tool was called in the last turn that a rollout may have."""
+    """The last turn that a rollout may have called a tool."""
 
 
 @dataclass(frozen=True)
 class VersionSpan:
-    """Tokens [first, end) were sampled under `policy_version`."""
+    """Tokens [first, end) of a completion were sampled under `policy_version`."""
 
     policy_version: int
     first: int
@@ -84,21 +101,28 @@ class VersionSpan:
 
 @dataclass(frozen=True)
 class OutputSpan:
-    """Tokens [first, end) are a tool's output."""
+    """Tokens [first, end) of a completion are a tool's output."""
 
     first: int
     end: int
 
 
+# eq=False, here and below: comparing arrays gives an array, not a bool, so these records compare by identity.
 @dataclass(frozen=True, eq=False)
 class Rollout:
-    """One completion. token_ids_T [T] int32 and sampler_logprobs_T [T] float32 (nats), the end token included.
+    """One completion of one prompt.
 
-    versions cover the sampled tokens, outputs the others, whose log-probability is written as 0. text is what was
-    sampled, a tool's output left out. stop is the stop string that ended the last turn, empty where none did.
-    experts_SLK [S, L, K] uint8 or uint16 are the experts that the sampler sent tokens to, with trainer.routing Replay.
-    message is what it was read from, to be passed on as it is (docs/decisions/0017); None where it was made here. The
-    arrays cannot be written to then, and a copy with other values has none.
+    token_ids_T: [T] int32, the end token included. sampler_logprobs_T: [T] float32 in nats; 0 in tool outputs.
+    versions: cover the sampled tokens. outputs: cover the other tokens. replica_id: replica that generated the last
+    turn. text: the sampled tokens as text, without tool outputs. seconds: from admission to the last token, on the
+    replica, summed over turns. stop: stop string that ended the last turn; empty if something else did. experts_SLK:
+    [S, L, K] uint8 or uint16, the experts that the sampler routed each token to, recorded with trainer.routing Replay.
+    sets: the tokens that could be sampled at each sampled token, recorded with top-p or top-k; their log-probabilities
+    are renormalised over these.
+
+    message: the bytes that the rollout was parsed from, which are stored and sent on unchanged (docs/decisions/0017);
+    None for a rollout made in this process. While there is a message the arrays are read-only, and a copy made with
+    `dataclasses.replace` has no message.
     """
 
     rollout_id: str
@@ -114,113 +138,152 @@ class Rollout:
     outputs: tuple[OutputSpan, ...] = ()
     stop: str = ""
     experts_SLK: ExpertArray | None = None
+    sets: SamplingSets | None = None
     message: bytes | None = field(default=None, init=False, repr=False)
 
     @property
-    def length(self) -> int:
-        """Tokens, outputs of tools included."""
+    def total_length(self) -> int:
+        """T: tokens, tool outputs included."""
         return len(self.token_ids_T)
 
     @property
     def sampled_length(self) -> int:
         """N: tokens that the policy sampled."""
-        return self.length - sum(span.end - span.first for span in self.outputs)
+        return self.total_length - sum(span.end - span.first for span in self.outputs)
 
     @property
-    def turns(self) -> tuple[tuple[int, int], ...]:
-        """[first, end) of what the policy sampled without a pause: all tokens, or those between outputs of tools."""
-        ends = [*(span.first for span in self.outputs), self.length]
+    def turn_spans(self) -> tuple[tuple[int, int], ...]:
+        """[first, end) of every turn: all tokens, or those before, between and after tool outputs."""
+        # A turn ends where an output begins, and the next one begins where that output ends.
+        ends = [*(span.first for span in self.outputs), self.total_length]
         return tuple(zip([0, *(span.end for span in self.outputs)], ends, strict=True))
 
     @property
     def sampled_N(self) -> npt.NDArray[np.int64]:
-        """[N] indices of the sampled tokens, ascending."""
-        return np.concatenate([np.arange(first, end) for first, end in self.turns])
+        """[N] int64: indices of the sampled tokens, ascending."""
+        return np.concatenate([np.arange(first, end) for first, end in self.turn_spans])
 
     @property
     def oldest_version(self) -> int:
-        """Oldest policy version among the sampled tokens of all turns; policy lag is counted from it."""
+        """Oldest policy version of any sampled token. Policy lag is counted from it."""
         return min(span.policy_version for span in self.versions)
 
     def check(self, max_tokens: int, versions: range | None = None) -> None:
-        """Raise RecordInvalid unless the rollout is one that may be trained on.
+        """Raise RecordInvalid unless the rollout may be trained on.
 
-        versions: the policy versions that its replica can have served while it was sampled; None where nobody knows.
+        max_tokens: longest completion, tool outputs included. versions: policy versions that the replica can have
+        served while it was sampled; None if the caller does not know them.
         """
 
-        def refuse(what: str) -> None:
-            raise RecordInvalid(f"rollout {self.rollout_id}: {what}; it is generated again")
+        def raise_invalid(what: str) -> None:
+            raise RecordInvalid(f"rollout {self.rollout_id}: {what}; generating it again")
 
-        if self.length == 0:
-            refuse("tokens must not be empty, got length=0")
-        if self.length > max_tokens:
-            refuse(f"tokens must be at most max_tokens={max_tokens}, got length={self.length}")
-        if len(self.sampler_logprobs_T) != self.length:
-            refuse(f"log-probabilities must be one per token, got {len(self.sampler_logprobs_T)} for {self.length}")
+        if self.total_length == 0:
+            raise_invalid("tokens must not be empty, got length=0")
+        if self.total_length > max_tokens:
+            raise_invalid(f"tokens must be at most max_tokens={max_tokens}, got length={self.total_length}")
+        if len(self.sampler_logprobs_T) != self.total_length:
+            raise_invalid(
+                f"log-probabilities must be one per token, got {len(self.sampler_logprobs_T)} for {self.total_length}"
+            )
         if not np.isfinite(self.sampler_logprobs_T).all():
-            refuse("log-probabilities must be finite, got NaN or infinity")
-        if (self.sampler_logprobs_T > 1e-4).any():
-            refuse(f"log-probabilities must be <= 0, got max={self.sampler_logprobs_T.max()}")
+            raise_invalid("log-probabilities must be finite, got NaN or infinity")
+        if (self.sampler_logprobs_T > 1e-4).any():  # a probability of 1 may round to just above 0 nats
+            raise_invalid(f"log-probabilities must be <= 0, got max={self.sampler_logprobs_T.max()}")
         if (self.token_ids_T < 0).any():
-            refuse("token ids must be >= 0, got a negative one")
-        self._check_spans(refuse, versions)
+            raise_invalid("token ids must be >= 0, got a negative one")
+        self._check_spans(raise_invalid, versions)
+        if self.sets is not None:
+            self.sets.check(self.token_ids_T[self.sampled_N], raise_invalid)
 
-    def check_replayed(self, prompt_tokens: int) -> None:
-        """Raise RecordInvalid unless it holds experts for every token of the prompt and of its own but the last one."""
-        wanted = prompt_tokens + self.length - 1
+    def check_recorded_sets(self) -> None:
+        """Raise RecordInvalid unless sampling sets are recorded, for a rollout that was sampled with top-p or top-k."""
+        if self.sets is None:
+            raise RecordInvalid(
+                f"rollout {self.rollout_id[:64]}: sampling sets must be recorded with generation.sampling.topP below 1 "
+                "or topK above 0, got none; use replicas that were started with this run file"
+            )
+
+    def check_replayed_experts(self, prompt_tokens: int) -> None:
+        """Raise RecordInvalid unless experts are recorded for all tokens of prompt and completion but the last.
+
+        The last token has no successor to predict, so the sampler never routed it.
+        """
+        # S of the legend: the prompt's tokens and the completion's but the last.
+        wanted = prompt_tokens + self.total_length - 1
         held = 0 if self.experts_SLK is None else len(self.experts_SLK)
         if held != wanted:
             raise RecordInvalid(
-                f"rollout {self.rollout_id}: with trainer.routing Replay experts must be those of {wanted} tokens, got "
-                f"{held}; it is generated again"
+                f"rollout {self.rollout_id}: experts must be recorded for {wanted} tokens with trainer.routing Replay, "
+                f"got {held}; generating it again"
             )
 
-    def _check_spans(self, refuse: Callable[[str], None], versions: range | None) -> None:
-        """Every token was sampled under one version, or is of one output; outputs stand between what was sampled."""
+    def _check_spans(self, raise_invalid: Callable[[str], None], versions: range | None) -> None:
+        """Check that each token is in one version span or one output, and that outputs lie between sampled tokens."""
         got = f"{self.versions} and {self.outputs}" if self.outputs else f"{self.versions}"
         spans: list[VersionSpan | OutputSpan] = [*self.versions, *self.outputs]
-        end, version, was_output = 0, -math.inf, True
+        # Walk over all spans in order: each begins where the one before ended.
+        end = 0
+        version = -math.inf
+        was_output = True  # so that an output at the start is refused: nothing was sampled before it
         for span in sorted(spans, key=lambda span: span.first):
             if span.first != end or span.end <= span.first:
-                refuse(f"version spans must cover every token once, got {got}")
+                raise_invalid(f"version spans must cover every token once, got {got}")
             if isinstance(span, OutputSpan):
                 if was_output:
-                    refuse(f"the output of a tool must follow what the policy sampled, got {got}")
+                    raise_invalid(f"a tool output must follow sampled tokens, got {got}")
             else:
                 if span.policy_version < version:
-                    refuse(f"policy versions must never fall, got {got}")
+                    raise_invalid(f"policy versions must not decrease, got {got}")
                 if versions is not None and span.policy_version not in versions:
                     allowed = f"{versions.start} to {versions.stop - 1}"
-                    refuse(f"policy versions must be those that its replica served, {allowed}, got {got}")
+                    raise_invalid(f"policy versions must be among those that its replica served, {allowed}, got {got}")
                 version = span.policy_version
-            end, was_output = span.end, isinstance(span, OutputSpan)
-        if end != self.length:
-            refuse(f"version spans must cover all {self.length} tokens, got {got}")
+            end = span.end
+            was_output = isinstance(span, OutputSpan)
+        if end != self.total_length:
+            raise_invalid(f"version spans must cover all {self.total_length} tokens, got {got}")
+        # A rollout ends with the policy's own tokens: an output is only read by the turn after it.
         if was_output:
-            refuse(f"the last token must be sampled, got {got}")
+            raise_invalid(f"the last token must be sampled, got {got}")
         if any(self.sampler_logprobs_T[span.first : span.end].any() for span in self.outputs):
-            refuse("a tool's output must have no log-probabilities, got some other than 0")
+            raise_invalid("log-probabilities of tool outputs must be 0, got others")
 
 
 @dataclass(frozen=True)
 class Reward:
-    """A verifier's verdict. `value` None means ungraded, for a reason that no answer can cause: `failure` says it."""
+    """A verifier's verdict on a rollout.
+
+    value: None means ungraded, for a reason that no answer of the policy can cause; `failure` names the reason.
+    """
 
     value: float | None
     failure: str = ""
     extracted: str = ""
-    """The answer that the verifier found in the completion; empty: it found none, or judges the whole completion."""
+    """Answer that the verifier found in the completion; empty: none, or it judges the whole completion."""
     reason: str = ""
-    """Why the value is what it is, in one line."""
+    """Reason of the value, in one line."""
     lacks_answer: bool = False
-    """The verifier looked for an answer in the completion and found none; the value is 0."""
+    """The verifier looked for an answer and found none; the value is 0."""
     error: str = ""
-    """What the verifier raised while it read the answer, by type and place, or `timeout` or `crash`; the value is 0."""
+    """Exception of the verifier while reading the answer: type and place, or `timeout` or `crash`; the value is 0."""
+    named: tuple[NamedReward, ...] = ()
+    """The rewards whose weighted sum is the value, in the run file's order; empty if the run has one reward. Then error
+    and failure begin with the reward's name."""
+
+
+@dataclass(frozen=True)
+class NamedReward:
+    """One of several rewards of a rollout. reward: the verdict before weighting; weight: its factor in the sum."""
+
+    name: str
+    weight: float
+    reward: Reward
 
 
 @dataclass(frozen=True, eq=False)
 class GradedRollout:
-    """A finished rollout with its verdict."""
+    """A finished rollout and its reward."""
 
     rollout: Rollout
     reward: Reward
@@ -228,7 +291,7 @@ class GradedRollout:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """The G rollouts of one prompt in sample order, each graded. Complete: nothing is missing or ungraded."""
+    """The G rollouts of one prompt, in sample order. A group is complete: no rollout is missing or ungraded."""
 
     group_id: str
     prompt: Prompt
@@ -238,16 +301,23 @@ class Group:
 
     @property
     def rewards_G(self) -> FloatArray:
-        """[G] float32. Raises RecordInvalid when a rollout is ungraded."""
+        """[G] float32: the rollouts' rewards. Raises RecordInvalid if one is ungraded."""
+        # Groups are made of graded rollouts only; this guards against a 0 in place of a missing reward.
         values = [reward.value for reward in self.rewards]
         if any(value is None for value in values):
-            raise RecordInvalid(f"group {self.group_id}: every rollout must be graded; regenerate the ungraded ones")
+            raise RecordInvalid(
+                f"group {self.group_id}: every rollout must be graded, got {values}; generate the ungraded ones again"
+            )
         return np.asarray(values, dtype=np.float32)
 
 
 @dataclass(frozen=True, eq=False)
 class TrainRollout:
-    """A rollout with its prompt, the one advantage that all of its sampled tokens share, and its shaped reward."""
+    """A rollout ready to train.
+
+    advantage: shared by all sampled tokens. reward: the verifier's value after shaping; read only if a KL penalty is
+    part of the reward.
+    """
 
     prompt_token_ids: tuple[int, ...]
     rollout: Rollout
@@ -255,42 +325,50 @@ class TrainRollout:
     reward: float = 0.0
 
     def check_experts(self, shape: tuple[int, int, int]) -> None:
-        """Raise RecordInvalid unless its experts, if it has any, are those of a mixture.
+        """Raise RecordInvalid unless recorded experts, if any, fit the model.
 
-        shape: layers, experts of each token, and experts that each layer has.
+        shape: (layers, experts per token, experts in each layer).
         """
         experts_SLK = self.rollout.experts_SLK
         if experts_SLK is None:
             return
-        tokens, (layers, each, count) = len(self.prompt_token_ids) + self.rollout.length - 1, shape
+        layers, each, count = shape
+        tokens = len(self.prompt_token_ids) + self.rollout.total_length - 1
         if experts_SLK.shape != (tokens, layers, each) or (experts_SLK.size and int(experts_SLK.max()) >= count):
             highest = int(experts_SLK.max()) if experts_SLK.size else -1
             raise RecordInvalid(
                 f"rollout {self.rollout.rollout_id[:64]}: experts must be {tokens} tokens x {layers} layers x {each}, "
-                f"each < {count}, got {experts_SLK.shape} up to {highest}: sampler and trainer have different models"
+                f"each < {count}, got shape {experts_SLK.shape} up to {highest}; use one model in sampler and trainer"
             )
 
     def check(self, max_length: int, vocab_size: int) -> None:
-        """Raise RecordInvalid unless a model of this length and vocabulary can be trained on it."""
-        prompt, ids_T = self.prompt_token_ids, self.rollout.token_ids_T
+        """Raise RecordInvalid unless a model of this maximum length and vocabulary can be trained on it."""
+        prompt = self.prompt_token_ids
+        ids_T = self.rollout.token_ids_T
 
-        def refuse(what: str) -> None:
+        def raise_invalid(what: str) -> None:
+            # The id comes from another process and is unchecked here, so its length is bounded.
             raise RecordInvalid(f"rollout {self.rollout.rollout_id[:64]}: {what}; generate it again")
 
+        # First, since an empty prompt has no smallest token.
         if not prompt or len(prompt) + len(ids_T) > max_length:
-            refuse(f"prompt and completion must have 1 to {max_length} tokens, got {len(prompt)} + {len(ids_T)}")
-        self.rollout.check(max_length)
+            raise_invalid(f"prompt and completion must have 1 to {max_length} tokens, got {len(prompt)} + {len(ids_T)}")
+        self.rollout.check(max_length)  # also refuses negative ids, and an empty completion
         if min(prompt) < 0 or max(*prompt, int(ids_T.max())) >= vocab_size:
-            refuse(f"token ids must be >= 0 and < {vocab_size}, got others: sampler and trainer have different models")
+            raise_invalid(f"token ids must be >= 0 and < {vocab_size}, got others; use the same model in both")
+        sets = self.rollout.sets
+        if sets is not None and int(sets.ids_M.max()) >= vocab_size:
+            raise_invalid(f"ids of sampling sets must be < {vocab_size}, got others; use the same model in both")
         if not (math.isfinite(self.advantage) and math.isfinite(self.reward)):
-            refuse(f"advantage and reward must be finite, got {self.advantage} and {self.reward}")
+            raise_invalid(f"advantage and reward must be finite, got {self.advantage} and {self.reward}")
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """What optimizer step `step` (>= 1) trains on, ordered by group, then sample. It produces policy version `step`.
+    """The rollouts of one optimizer step. Training it produces the policy version of the same number.
 
-    positions: places in the stream that the step settles, ascending; one without rollouts was given up or left out.
+    step: >= 1. rollouts: ordered by group, then sample. positions: stream positions that the step settles, ascending; a
+    position without rollouts failed or was left out.
     """
 
     step: int
@@ -299,5 +377,6 @@ class Batch:
 
     @property
     def policy_lags(self) -> list[int]:
-        """Per rollout: (step - 1) minus the oldest policy version among its tokens."""
+        """Policy lag per rollout: (step - 1) minus the oldest policy version of its tokens."""
+        # Step s trains the policy of version s - 1, so a rollout sampled wholly under that version has lag 0.
         return [self.step - 1 - item.rollout.oldest_version for item in self.rollouts]

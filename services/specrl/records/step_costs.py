@@ -1,7 +1,8 @@
-"""What steps of an engine have taken, as sums over like ones: enough to fit a cost, and small enough for a heartbeat.
+"""Measured durations of an engine's decoding steps, summed over similar steps.
 
-Like are steps of nearly the same number of live rollouts (half powers of two), the same draft length, and a context of
-the same power of two. `generation` counts, the coordinator writes them into calibration.json.
+The sums suffice to fit a cost model, and are small enough for a status reply. Steps are similar if they have the same
+draft length, a context of the same power of two, and nearly the same number of live rollouts (within half a power of
+two). `generation/step_times.py` counts them, and the coordinator writes them into calibration.json.
 """
 
 from __future__ import annotations
@@ -12,15 +13,22 @@ from dataclasses import dataclass
 from specrl.errors import RecordInvalid
 
 LONGEST_DRAFT = 1024
-"""Positions of a draft. Drafts are shorter than a hundred tokens."""
+"""Bound of a draft's tokens in a message. Real drafts are shorter than a hundred tokens."""
 
-MOST_BINS = 512
-"""Of one engine; steps of others are not counted. Three times what 64 live rollouts and 8 draft tokens can have."""
+MAX_BINS = 512
+"""Bins of one engine; a step that would need another is not counted.
+
+Three times the number of bins that 64 live rollouts with 8 draft tokens can fill.
+"""
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """Sums over `steps` steps of nothing but decoding. Live rollouts, their mean context in tokens, seconds."""
+    """Sums over `steps` engine steps that only decoded.
+
+    live_sum: live rollouts. context_sum: mean context of a live rollout, in tokens with its prompt. seconds_sum:
+    durations.
+    """
 
     draft_tokens: int
     steps: int
@@ -29,13 +37,13 @@ class StepCost:
     seconds_sum: float
 
     @property
-    def bin(self) -> tuple[int, int, int]:
-        """What it may be added up with."""
-        steps = max(1, self.steps)
-        return bin_of(self.live_sum / steps, self.draft_tokens, self.context_sum / steps)
+    def bin_key(self) -> tuple[int, int, int]:
+        """Key of the bin: only costs with equal keys may be added."""
+        steps = max(1, self.steps)  # an empty record, as a replica may send, has no means
+        return compute_bin_key(self.live_sum / steps, self.draft_tokens, self.context_sum / steps)
 
     def minus(self, before: StepCost | None) -> StepCost:
-        """What the same engine added since; all of it when a sum is smaller now, which then began anew."""
+        """Return what the same engine added since `before`: all of it if a sum fell, because the engine restarted."""
         if before is None:
             return self
         since = StepCost(
@@ -48,18 +56,20 @@ class StepCost:
         return since if min(since.steps, since.live_sum, since.context_sum, since.seconds_sum) >= 0 else self
 
     def check(self) -> None:
-        """Raise RecordInvalid unless these are sums that steps can have."""
+        """Raise RecordInvalid unless the sums are finite, not negative and plausible."""
         sums = (self.live_sum, self.context_sum, self.seconds_sum)
         values = (self.draft_tokens, self.steps, *sums)
+        # No real engine comes near the bounds of sums and means.
         if not all(math.isfinite(value) and 0 <= value < 1e18 for value in values):
-            raise RecordInvalid(f"a step's cost must be of finite sums from 0 up, got {values}; count again")
+            raise RecordInvalid(f"the sums of a step cost must be finite and >= 0, got {values}; restart the replica")
         if self.draft_tokens > LONGEST_DRAFT or max(sums) >= 1e12 * max(1, self.steps):
             raise RecordInvalid(
-                f"a step's cost must be of at most {LONGEST_DRAFT} draft tokens and means below 1e12, got {values}; "
-                "count again"
+                f"a step cost must have at most {LONGEST_DRAFT} draft tokens and means below 1e12, got {values}; "
+                "restart the replica"
             )
 
 
-def bin_of(live: float, draft_tokens: int, context: float) -> tuple[int, int, int]:
-    """Of a step: half powers of two of live rollouts, draft length, powers of two of context."""
+def compute_bin_key(live: float, draft_tokens: int, context: float) -> tuple[int, int, int]:
+    """Compute the bin key of a step: live rollouts in half powers of two, draft length, context in powers of two."""
+    # At least 1: a step without live rollouts or context has no logarithm.
     return round(2 * math.log2(max(1.0, live))), draft_tokens, int(math.log2(max(1.0, context)))
