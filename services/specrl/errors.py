@@ -1,37 +1,21 @@
-"""Every error that specrl raises on purpose, as one tree.
+"""All errors that specrl raises on purpose: one tree with `SpecrlError` as its root.
 
-    SpecrlError
-    ├── SpecInvalid          (ValueError)       a run file breaks rules; lists all of them
-    ├── DatasetInvalid       (ValueError)       a prompt source cannot be read
-    ├── CheckpointInvalid    (ValueError)       a model, drafter or trainer checkpoint is missing or does not fit
-    ├── RecordInvalid        (ValueError)       a rollout, group or batch breaks its own rules (poisoned)
-    ├── ChecksumMismatch     (ValueError)       weights that arrived are not the weights that were sent
-    ├── MessageTooLarge      (ValueError)       a message is larger than any of its run needs to be
-    ├── VersionConflict      (ValueError)       a call names a step, version or group that is not the current one
-    ├── PortTaken            (OSError)          another process listens there
-    ├── MemoryTooSmall       (MemoryError)      the machine cannot hold what the run asks for
-    ├── TlsInvalid           (ValueError)       certificates are missing or do not fit together
-    ├── CallerRefused        (PermissionError)  a caller's certificate does not name a role that may call
-    ├── PeerUnavailable      (ConnectionError)  a peer is gone or not there yet
-    ├── CollectiveFailed     (ConnectionError)  a process group broke: one of its members is gone
-    ├── DeadlineExceeded     (TimeoutError)     a call or a collective took longer than it may
-    ├── EngineFailed         (RuntimeError)     vLLM stopped or refused
-    ├── TrainerFailed        (RuntimeError)     Megatron stopped or refused
-    ├── SamplerDisagrees     (RuntimeError)     a replica samples from another policy than the trainer's
-    ├── StoreFailed          (RuntimeError)     the run's state could not be read or written
-    ├── StoreInvalid         (ValueError)       what holds the run's state is not what this coordinator may write to
-    ├── VerifierFailed       (RuntimeError)     a reference cannot be read, or no verifier works
-    ├── ToolFailed           (RuntimeError)     a tool crashed, hung or answered nonsense; its rollout is sampled again
-    ├── NothingGraded        (RuntimeError)     a step has no verdict to learn from: the reward has to be repaired
-    ├── TransitionForbidden  (RuntimeError)     a state machine was led where its table has no way: our bug
-    └── RunInvalid           (ValueError)       a run directory cannot be started or resumed
+Each class fixes a gRPC status, whether the same call may be repeated, and the exit code of a process that ends with it.
+Each also derives from the builtin exception that fits, so that code outside specrl can catch it. `rpc/server.py` sends
+the class name with the status, and `rpc/clients.py` raises the same class at the caller. Errors of other libraries are
+translated where specrl calls them.
 
-Each class fixes its gRPC status and whether the same call may be tried again. Messages follow one form:
-`<what> must be <rule>, got <name>=<value>; <what to do>`. Instances pickle, since they cross process pools.
+Messages about input read `<field> must be <rule>, got <value>; <what to do>`. Messages about events say what happened,
+to what, and what happens next. Instances can be pickled, because worker processes return them.
+
+docs/errors.md is generated from this module (`make gen`). A class's docstring is its row: the first paragraph is the
+meaning, the paragraph after `Remedy:` says what to do.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -45,200 +29,377 @@ GrpcStatus = Literal[
     "DEADLINE_EXCEEDED",
     "RESOURCE_EXHAUSTED",
     "PERMISSION_DENIED",
+    "UNAUTHENTICATED",
     "INTERNAL",
 ]
 
 
 class SpecrlError(Exception):
-    """Root of the tree. `grpc_status` is what a server answers; `retryable`: the same call may be repeated."""
+    """Root of the tree.
+
+    grpc_status: what a server answers. retryable: the same call may be repeated. exit_code: of a process that ends with
+    the error. 1: a restart may help. 2: the user must act first.
+    """
 
     grpc_status: ClassVar[GrpcStatus] = "INTERNAL"
     retryable: ClassVar[bool] = False
     exit_code: ClassVar[int] = 1
-    """Of a process that ends with it: 1 may be started again, 2 needs its user first."""
 
 
 @dataclass(frozen=True)
-class Problem:
-    """One broken rule of a run file: where, what the rule is, what to do."""
+class SpecProblem:
+    """One broken rule of a run: where it is, what the rule is, what to do.
+
+    path: the field's path in the run file; empty if `rule` is a whole message.
+    """
 
     path: str
     rule: str
     remedy: str
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.rule}; {self.remedy}"
+        text = f"{self.path}: {self.rule}" if self.path else self.rule
+        return f"{text}; {self.remedy}" if self.remedy else text
 
 
 class SpecInvalid(SpecrlError, ValueError):
-    """A run file breaks one or more rules. Carries every problem found, not just the first."""
+    """The run file, the RLJob or a command's options break one or more rules. Lists every broken rule.
+
+    Remedy: change the fields that the message names. docs/run-file.md lists all fields with their rules.
+    """
 
     grpc_status = "INVALID_ARGUMENT"
     exit_code = 2
 
-    def __init__(self, problems: tuple[Problem, ...]) -> None:
-        super().__init__(problems)
+    def __init__(self, problems: tuple[SpecProblem, ...]) -> None:
+        super().__init__(problems)  # the arguments, not the text: pickle calls the class with them
         self.problems = problems
 
     def __str__(self) -> str:
-        count = len(self.problems)
+        if len(self.problems) == 1:
+            return str(self.problems[0])
         lines = "\n".join(f"  {problem}" for problem in self.problems)
-        return f"the run file has {count} problem{'s' if count != 1 else ''}:\n{lines}"
+        return f"the run file has {len(self.problems)} problems:\n{lines}"
+
+
+def raise_problems(problems: Iterable[SpecProblem]) -> None:
+    """Raise SpecInvalid with these problems, or return if there are none."""
+    found = tuple(dict.fromkeys(problems))  # two checks may find the same problem; the order stays
+    if found:
+        raise SpecInvalid(found)
+
+
+def list_problems(error: SpecrlError) -> tuple[SpecProblem, ...]:
+    """List the problems of a SpecInvalid. Any other error is one problem, with its message as the rule."""
+    return error.problems if isinstance(error, SpecInvalid) else (SpecProblem("", str(error), ""),)
+
+
+@contextmanager
+def collect_problems(problems: list[SpecProblem]) -> Iterator[None]:
+    """Append the problems of a SpecrlError raised in the block to `problems`, and continue after the block."""
+    try:
+        yield
+    except SpecrlError as error:
+        problems.extend(list_problems(error))
 
 
 class DatasetInvalid(SpecrlError, ValueError):
-    """A prompt source is missing, unreadable or has a malformed record; the message names file and line."""
+    """A prompt source is missing or unreadable, or has a malformed record. Names the file and the line.
+
+    Remedy: correct that line, or point `prompts` to the right file.
+    """
 
     grpc_status = "INVALID_ARGUMENT"
     exit_code = 2
 
 
 class CheckpointInvalid(SpecrlError, ValueError):
-    """A model, drafter or trainer checkpoint is missing, incomplete or does not fit the run."""
+    """A model, a drafter or a trainer checkpoint is missing, incomplete, or does not fit the run.
+
+    Remedy: fetch the model again, or use a checkpoint of this run; see docs/checkpoints.md.
+    """
 
     grpc_status = "FAILED_PRECONDITION"
     exit_code = 2
 
 
+class FetchFailed(SpecrlError, OSError):
+    """A model or a data set on the Hugging Face Hub does not exist, may not be read, or did not arrive.
+
+    Remedy: follow the message. Files that have arrived whole stay in the cache; docs/hub.md has more.
+    """
+
+    grpc_status = "FAILED_PRECONDITION"
+    exit_code = 2
+    silence: str = ""
+    """Why the hub did not answer, so that what is in the cache may be used. Empty if it has answered."""
+
+
 class RecordInvalid(SpecrlError, ValueError):
-    """A record breaks its own rules: empty, over-long, NaN, log-probabilities missing, versions not covering it."""
+    """A rollout, a request or another record of the wire or the store breaks its own rules.
+
+    Examples: an empty or over-long rollout, NaN, missing log-probabilities, versions that do not cover all tokens.
+
+    Remedy: nothing for a rollout, which is sampled again. Otherwise run the same version of specrl everywhere.
+    """
 
     grpc_status = "INVALID_ARGUMENT"
 
 
 class ChecksumMismatch(SpecrlError, ValueError):
-    """Weights that arrived differ from those that were sent. Nothing was loaded; the transfer may be repeated."""
+    """The weights that arrived at a replica differ from those that the trainer sent. Nothing was loaded.
+
+    Remedy: nothing; the transfer is repeated. If it recurs, check the network and the memory of that node.
+    """
 
     grpc_status = "DATA_LOSS"
     retryable = True
 
 
 class MessageTooLarge(SpecrlError, ValueError):
-    """A message is larger than the largest legal one of the run. It was not sent, or not read."""
+    """A message is larger than the largest one that the run file allows. It was not sent, or not read.
+
+    Remedy: use the same run file in all processes, or lower the sizes that the message names.
+    """
 
     grpc_status = "RESOURCE_EXHAUSTED"
     exit_code = 2
 
 
 class VersionConflict(SpecrlError, ValueError):
-    """A call names a step, policy version or weight group that the callee does not have."""
+    """A call names a step, a policy version, a weight group or a replica that the callee does not have.
+
+    Remedy: nothing; the coordinator reads the callee's status and replays from there.
+    """
 
     grpc_status = "FAILED_PRECONDITION"
 
 
 class PortTaken(SpecrlError, OSError):
-    """Another process listens on the address that this one was told to serve."""
+    """Another process listens on the address that this process should serve.
+
+    Remedy: stop the other process, choose another port, or use port 0 for any free one.
+    """
 
     grpc_status = "FAILED_PRECONDITION"
     exit_code = 2
 
 
 class MemoryTooSmall(SpecrlError, MemoryError):
-    """The machine has less memory than the run needs."""
+    """The machine, or the container's limit, has less memory than the run needs.
+
+    Remedy: lower the sizes that the message names, or use a machine with more memory.
+    """
 
     grpc_status = "RESOURCE_EXHAUSTED"
     exit_code = 2
 
 
 class TlsInvalid(SpecrlError, ValueError):
-    """The files of a certificate are missing, cannot be read, or do not fit together."""
+    """The files of a certificate are missing, unreadable, or do not belong together.
+
+    Remedy: check the folder given with `--tls`, or the Secret that it is mounted from.
+    """
 
     grpc_status = "FAILED_PRECONDITION"
     exit_code = 2
 
 
 class CallerRefused(SpecrlError, PermissionError):
-    """A caller has shown a certificate, and it is not one of a role that this server is for."""
+    """A caller's certificate does not name a role that may call this server.
+
+    Remedy: give every process the certificate of its role.
+    """
 
     grpc_status = "PERMISSION_DENIED"
     exit_code = 2
 
 
+class TokenRefused(SpecrlError, PermissionError):
+    """A caller does not show that it can read the token of a run on this machine.
+
+    Remedy: start the process as the user who started the run, with `--token-file`.
+    """
+
+    grpc_status = "UNAUTHENTICATED"
+
+
 class PeerUnavailable(SpecrlError, ConnectionError):
-    """A peer does not answer: not started yet, gone, or its stream broke."""
+    """A peer does not answer: it has not started yet, has ended, or the connection broke.
+
+    Remedy: nothing; the call is retried, or the work is given to another peer. If it lasts, read the peer's log.
+    """
 
     grpc_status = "UNAVAILABLE"
     retryable = True
 
 
 class CollectiveFailed(SpecrlError, ConnectionError):
-    """A process group broke because a member is gone or hung up. The group must be formed again."""
+    """A process group broke because a member ended or closed its connection.
+
+    Remedy: nothing; the group is formed again. If it recurs, read the logs of its members.
+    """
 
     grpc_status = "ABORTED"
     retryable = True
 
 
 class DeadlineExceeded(SpecrlError, TimeoutError):
-    """A call or a collective did not finish in the time it was given."""
+    """A call or a collective did not finish within its time limit.
+
+    Remedy: nothing; it is retried, or its peer is treated as lost. If it recurs, raise the timeout that it names.
+    """
 
     grpc_status = "DEADLINE_EXCEEDED"
     retryable = True
 
 
 class EngineFailed(SpecrlError, RuntimeError):
-    """The generation engine stopped, or refused what it was asked."""
+    """The generation engine (vLLM) stopped, or refused a call.
+
+    Remedy: read the replica's log. The launcher or the operator restarts the replica.
+    """
 
 
 class TrainerFailed(SpecrlError, RuntimeError):
-    """The trainer stopped, or refused what it was asked."""
+    """The trainer (Megatron-Core) stopped, or refused a call.
+
+    Remedy: read the trainer's log. The launcher or the operator restarts the trainer, which resumes.
+    """
 
 
 class SamplerDisagrees(SpecrlError, RuntimeError):
-    """A replica's log-probabilities are not the trainer's, although it was sent the weights twice and they arrived.
+    """A replica's log-probabilities differ from the trainer's, though the weights arrived intact, twice.
 
-    A restart would repeat it, and training on would teach the policy from wrong data: the user comes first.
+    The run ends: a restart would repeat it, and training would continue on wrong data.
+
+    Remedy: check that sampler and trainer load the same model with the same dtype, then resume.
+    """
+
+    exit_code = 2
+
+
+class ReplicasRefused(SpecrlError, RuntimeError):
+    """Every replica of the run refuses the weights that it is sent, several times for the same reason.
+
+    The run ends: a restart would repeat it.
+
+    Remedy: remove the cause that the message names, such as another model's files in the policy's folder, and resume.
     """
 
     exit_code = 2
 
 
 class StoreFailed(SpecrlError, RuntimeError):
-    """The run's state could not be read or written; nothing advances until it can."""
+    """The run's state could not be read or written. The run waits until it can.
+
+    Remedy: make room on the disk, or restore the connection to Redis or to the mirror.
+    """
 
     grpc_status = "UNAVAILABLE"
     retryable = True
 
 
 class StoreInvalid(SpecrlError, ValueError):
-    """The store answers and must not be used: another coordinator's, another run's or version's, damaged, lossy."""
+    """The store answers, but this coordinator must not use it.
+
+    It belongs to another coordinator, run or version, is damaged, or may lose acknowledged writes.
+
+    Remedy: follow the message; docs/store.md explains each case.
+    """
 
     grpc_status = "FAILED_PRECONDITION"
     exit_code = 2
 
 
 class VerifierFailed(SpecrlError, RuntimeError):
-    """A reference cannot be compared with any answer, or no verifier can be started. No answer causes it."""
+    """A reference answer cannot be compared with any answer, or no verifier can start.
+
+    Remedy: correct the data set's reference, or the verifier. An answer of the policy never causes this.
+    """
 
 
 class ToolFailed(SpecrlError, RuntimeError):
-    """A tool crashed, hung or answered nonsense. What the policy did wrong is no such failure but the tool's output."""
+    """A tool crashed, hung, or answered with something that is not text. Its rollout is sampled again.
+
+    Remedy: correct the tool. A policy's wrong call is not this error, but an output that the policy reads.
+    """
 
 
 class NothingGraded(SpecrlError, RuntimeError):
-    """No rollout of a step has a verdict of the verifier's own, so that the step cannot teach anything.
+    """No rollout of a step was graded, so there is nothing to train on.
 
-    A restart would repeat it until the verifier is repaired: the user comes first.
+    The run ends, because a restart would repeat it.
+
+    Remedy: correct the verifier; `specrl rewards grade` tries it on stored rollouts. Then resume.
     """
 
     exit_code = 2
 
 
 class TransitionForbidden(SpecrlError, RuntimeError):
-    """A state machine was led where its table has no way. A bug; the run ends rather than go on in an unknown state."""
+    """A state machine was asked for a transition that its table does not have. This is a bug in specrl.
+
+    The run ends, because it would otherwise continue in an unknown state.
+
+    Remedy: report it with the log; a restart resumes the run.
+    """
 
 
 class RunInvalid(SpecrlError, ValueError):
-    """A run directory cannot be started or resumed as asked."""
+    """A run directory cannot be started, resumed or read as the command asks.
+
+    Remedy: follow the message; it names the directory and what is wrong.
+    """
 
     grpc_status = "FAILED_PRECONDITION"
     exit_code = 2
 
 
-BY_NAME: dict[str, type[SpecrlError]] = {
+class RunFailed(SpecrlError, RuntimeError):
+    """A run ended before its last step, and resuming it may help.
+
+    `specrl.run` raises it where the command exits with 1.
+
+    Remedy: read the logs that the message names, and resume the run.
+    """
+
+
+class RunRefused(SpecrlError, RuntimeError):
+    """A run ended before its last step, and would end so again until its user repairs something.
+
+    `specrl.run` raises it where the command exits with 2.
+
+    Remedy: repair what the message names, then resume the run.
+    """
+
+    exit_code = 2
+
+
+class RunInterrupted(SpecrlError, RuntimeError):
+    """A run was stopped by Ctrl-C or a signal. Its state is saved.
+
+    `specrl.run` raises it where the command exits with 130.
+
+    Remedy: resume the run when it should go on.
+    """
+
+    exit_code = 130
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text that is not blank; its type's name if there is none."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+# `rpc/clients.py` raises these classes by the name that a server sent. SpecInvalid is left out: it is built from
+# problems, not from a message, and no call answers with it.
+ERRORS_BY_NAME: dict[str, type[SpecrlError]] = {
     cls.__name__: cls
     for cls in (
         DatasetInvalid,
         CheckpointInvalid,
+        FetchFailed,
         RecordInvalid,
         ChecksumMismatch,
         MessageTooLarge,
@@ -247,12 +408,14 @@ BY_NAME: dict[str, type[SpecrlError]] = {
         MemoryTooSmall,
         TlsInvalid,
         CallerRefused,
+        TokenRefused,
         PeerUnavailable,
         CollectiveFailed,
         DeadlineExceeded,
         EngineFailed,
         TrainerFailed,
         SamplerDisagrees,
+        ReplicasRefused,
         StoreFailed,
         StoreInvalid,
         VerifierFailed,
@@ -260,5 +423,8 @@ BY_NAME: dict[str, type[SpecrlError]] = {
         NothingGraded,
         TransitionForbidden,
         RunInvalid,
+        RunFailed,
+        RunRefused,
+        RunInterrupted,
     )
 }

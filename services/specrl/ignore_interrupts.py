@@ -1,8 +1,8 @@
-"""Ignores Ctrl-C in the process that imports it. The fork server of `rewards.workers` imports it first, for that alone.
+"""Ignores Ctrl-C in the process that imports this module. The fork server of `rewards.workers` imports it first.
 
-A forked worker gets the signal handlers that the fork server has after its imports. pebble's loop ignores SIGINT; a
-worker that was interrupted before that loop began ended with a traceback of Python's own handler. The module is here
-and not in `rewards`, whose own imports take seconds.
+Forked workers inherit the fork server's signal handlers. pebble's worker loop ignores SIGINT, too, but only once it has
+begun: a worker that was interrupted before printed a traceback. This module is not in `rewards`, because importing that
+package takes seconds, during which Ctrl-C would still end the fork server.
 """
 
 import signal

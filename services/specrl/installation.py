@@ -1,7 +1,7 @@
-"""What an installation of specrl has: the files that come with the package, and perhaps the engines.
+"""Files that are installed with the package, and whether the engines are installed.
 
-`examples/` and `requirements/` are links in a checkout, and folders of the package in a wheel. So every command finds
-its files by the same path, whether or not there is a checkout.
+`examples/` and `requirements/` are symbolic links in a checkout, and folders of the package in a wheel. So commands
+find their files by the same path in both.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from specrl.errors import RunInvalid
 
 
 def package_folder(name: str) -> Path:
-    """A folder of files inside the package."""
+    """Return the path of a folder inside the package."""
     return Path(str(resources.files("specrl") / name))
 
 
 EXAMPLES = package_folder("examples")
-"""Run files; `demo/`: what `specrl demo` runs; `plan/`: scenarios of `specrl simulate`."""
+"""Run files. `demo/` is what `specrl demo` runs, and `plan/` has scenarios of `specrl simulate`."""
 
 REQUIREMENTS = package_folder("requirements")
-"""Locks of the engines for CPUs, which `specrl engines` installs from."""
+"""Lock files of the CPU engines, from which `specrl engines` installs."""
 
 
 def require_engines(*modules: str) -> None:
-    """Raise RunInvalid unless these engines are installed. Imports none of them, which would take seconds.
+    """Raise RunInvalid unless these engines are installed. Imports none of them, because that takes seconds.
 
-    modules: names of packages as Python imports them: torch, megatron, vllm.
+    modules: importable names: torch, megatron, vllm.
     """
     missing = [name for name in modules if find_spec(name) is None]
     if missing:

@@ -1,11 +1,14 @@
-"""What this machine leaves to a process: its main memory, in a container no more than the container's limit.
+"""What this machine has: memory that a process can use, GPUs, and arithmetic units for bfloat16.
 
-Read by the launcher before a run, by a generation engine and by the trainer before they load a model. Each of them says
-what is too large, and what to do about it. Nothing here fails: what cannot be read sets no limit.
+In a container the memory is at most the container's limit. The launcher reads it before a run, and engine and trainer
+read it before they load a model. They raise MemoryTooSmall with what is too large. This module raises no errors: a
+limit that cannot be read counts as none.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,12 +17,21 @@ import psutil
 from specrl.files import read_text
 
 CGROUP = Path("/sys/fs/cgroup")
-"""Where a container finds its own limits, with cgroup v2 and v1 alike."""
+"""Folder of a container's own limits, with cgroup v2 and v1."""
+
+
+CPU_INFO = Path("/proc/cpuinfo")
+"""Linux's description of the CPUs. Other systems have no such file."""
+
+_CPU_INFO_BYTES = 16 << 20
+
+# Names of CPU features, as Linux lists them: of x86 under `flags`, of ARM under `Features`.
+_BFLOAT16_FEATURES = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 
 @dataclass(frozen=True)
-class _Files:
-    """Paths below CGROUP. cache: the name, in `stat`, of file content that the kernel can drop at once."""
+class _CgroupFiles:
+    """Paths below CGROUP. cache: key in `stat` of the file cache that the kernel can drop at once."""
 
     limit: str
     usage: str
@@ -27,11 +39,11 @@ class _Files:
     cache: str
 
 
-# Linux's Documentation/admin-guide: cgroup-v2.rst, "Memory Interface Files", and cgroup-v1/memory.rst, section 5.
-# Without a limit v2 says `max`, and v1 says the largest number that its counter can hold.
+# From Linux's Documentation/admin-guide: cgroup-v2.rst, "Memory Interface Files", and cgroup-v1/memory.rst, section 5.
+# Without a limit v2 has `max`, and v1 has the largest number of its counter.
 _VERSIONS = (
-    _Files("memory.max", "memory.current", "memory.stat", "inactive_file"),
-    _Files(
+    _CgroupFiles("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    _CgroupFiles(
         "memory/memory.limit_in_bytes",
         "memory/memory.usage_in_bytes",
         "memory/memory.stat",
@@ -41,24 +53,52 @@ _VERSIONS = (
 
 
 def available_memory_bytes(cgroup: Path | None = None) -> int:
-    """Memory that can be had without swapping: the machine's, or less where the container's limit leaves less.
+    """Return the bytes that a process can allocate without swapping, on this machine and in this container.
 
-    cgroup: for tests; CGROUP without one.
+    cgroup: folder of limits, for tests; None: CGROUP.
     """
     available = int(psutil.virtual_memory().available)
+    # The files of the other cgroup version are missing, which counts as no limit.
     for files in _VERSIONS:
-        limit = _number(cgroup or CGROUP, files.limit)
+        limit = _read_number(cgroup or CGROUP, files.limit)
         if limit is not None:
             available = min(available, max(0, limit - _used_bytes(cgroup or CGROUP, files)))
     return available
 
 
-def _used_bytes(cgroup: Path, files: _Files) -> int:
-    """What counts against the limit, without the cache of files, which the kernel drops before it refuses memory.
+def visible_gpus(outer: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> tuple[str, ...]:
+    """Return the ids of the NVIDIA GPUs that the user lets us see.
 
-    psutil counts that cache as available, too; kubelets subtract the same number.
+    They are found by their device files, so that no driver library is loaded.
     """
-    usage = _number(cgroup, files.usage) or 0
+    chosen = outer.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return tuple(gpu for gpu in chosen.split(",") if gpu)
+    return tuple(str(number) for number in range(len(list(devices.glob("nvidia[0-9]*")))))
+
+
+def has_bfloat16_units(cpu_info: Path | None = None) -> bool:
+    """Whether every CPU computes in bfloat16 itself. False if the system does not say.
+
+    Without such units libraries emulate bfloat16, slowly and with errors of their own. cpu_info: for tests; None:
+    CPU_INFO.
+    """
+    try:
+        # Linux describes every core: 2 KB each, so hundreds exceed the usual limit of small files.
+        lines = read_text(cpu_info or CPU_INFO, _CPU_INFO_BYTES).splitlines()
+    except (OSError, ValueError):
+        return False
+    fields = [line.partition(":") for line in lines]
+    features = [set(value.split()) for name, _, value in fields if name.strip() in ("flags", "Features")]
+    return bool(features) and all(_BFLOAT16_FEATURES & found for found in features)
+
+
+def _used_bytes(cgroup: Path, files: _CgroupFiles) -> int:
+    """Return the bytes used of the limit, without droppable file cache: the kernel drops that before it refuses memory.
+
+    psutil counts that cache as available, too. Kubelets subtract the same number.
+    """
+    usage = _read_number(cgroup, files.usage) or 0
     try:
         stat = dict(line.split(maxsplit=1) for line in read_text(cgroup / files.stat).splitlines())
         cache = int(stat[files.cache])
@@ -67,8 +107,8 @@ def _used_bytes(cgroup: Path, files: _Files) -> int:
     return max(0, usage - max(0, cache))
 
 
-def _number(cgroup: Path, file: str) -> int | None:
-    """The number in a file, not negative; None for `max`, for anything else, and for a file that cannot be read."""
+def _read_number(cgroup: Path, file: str) -> int | None:
+    """Read a number >= 0 from a file. None for `max`, for other content, and for a file that cannot be read."""
     try:
         found = int(read_text(cgroup / file))
     except (OSError, ValueError):

@@ -1,8 +1,7 @@
-"""Which specrl this is: its version, and the commit that it was built from.
+"""The version of specrl, and the commit that it was built from.
 
-Wheels and sdists carry the commit in commit.txt, which tools/build_hook.py adds when they are built. A checkout has no
-such file, and git is asked. This module needs the standard library alone: the build hook runs it before specrl is
-installed.
+Wheels and sdists have the commit in commit.txt, which tools/build_hook.py adds. In a checkout git is asked. This module
+may import only the standard library, because the build hook runs it before specrl is installed.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from pathlib import Path
 
 COMMIT_FILE = "commit.txt"
 GIT_TIMEOUT_S = 5.0
-"""`git status` of this project takes 20 ms. A file system that hangs must not hold up the start of a run."""
+"""`git status` of this project takes 20 ms. A hanging file system must not delay the start of a run for longer."""
 
 
 def describe_version() -> str:
-    """Version and commit, such as `0.1.0 (commit 1fb07bf5c0de)`. Without a known commit, the version alone."""
+    """Return version and commit, such as `0.1.0 (commit 1fb07bf5c0de)`, or the version if the commit is unknown."""
     try:
         version = metadata.version("specrl")
     except metadata.PackageNotFoundError:  # imported from a source tree that was never installed
@@ -27,7 +26,7 @@ def describe_version() -> str:
 
 
 def read_commit(package: Path) -> str | None:
-    """The commit that the package in this folder comes from. None where neither a build nor git recorded one."""
+    """Return the commit of the package in this folder; None if neither a build nor git recorded one."""
     try:
         return (package / COMMIT_FILE).read_text(encoding="ascii").strip() or None
     except (OSError, ValueError):
@@ -35,20 +34,20 @@ def read_commit(package: Path) -> str | None:
 
 
 def ask_git(checkout: Path) -> str | None:
-    """The commit of a checkout; `, modified` follows it where tracked files differ. None where git does not answer."""
-    # Git also looks in the folders above. A source tree that lies inside another project has not that one's commit.
+    """Return the commit of a checkout, with `, modified` if tracked files differ. None if git does not answer."""
+    # Git also searches the parent folders. A source tree inside another project must not get that project's commit.
     if not (checkout / ".git").exists():
         return None
     try:
-        commit = _git(checkout, "rev-parse", "--short=12", "HEAD")
-        changes = _git(checkout, "status", "--porcelain", "--untracked-files=no")
+        commit = _run_git(checkout, "rev-parse", "--short=12", "HEAD")
+        changes = _run_git(checkout, "status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.SubprocessError):  # no git, no commit yet, or a checkout of another user
         return None
     return f"{commit}, modified" if changes else commit
 
 
-def _git(checkout: Path, *arguments: str) -> str:
-    # Without optional locks, so that processes which start together do not get in each other's way.
+def _run_git(checkout: Path, *arguments: str) -> str:
+    # Without optional locks, so that processes that start together do not block each other.
     command = ["git", "--no-optional-locks", "-C", str(checkout), *arguments]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=GIT_TIMEOUT_S)
     return done.stdout.strip()
