@@ -1,6 +1,6 @@
-"""After the run: one page of figures, as self-contained HTML and as Markdown, of one run or of two side by side.
+"""Makes the report of one run, or a comparison of two runs, as a self-contained HTML page and as Markdown.
 
     reading -> figures -> sections | comparison -> document -> render
 
-Reads run folders and changes nothing in them but to write the report. Called by `specrl report`.
+It reads run folders, and writes nothing but the report. Called by `specrl report`.
 """

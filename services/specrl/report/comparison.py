@@ -1,4 +1,4 @@
-"""Two runs side by side: ratios of the second to the first, and whether they may be compared at all."""
+"""Makes the report that compares two runs, and decides whether their speeds are comparable at all."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from typing import Any
 
 from specrl.errors import RunInvalid
 from specrl.report import charts
-from specrl.report.charts import Line
-from specrl.report.document import Chart, Document, Section, Table
-from specrl.report.figures import STAGES, Figures, all_validations, figures
-from specrl.report.learning import reward_change
-from specrl.report.reading import Reading
-from specrl.report.sections import notices, workload
-from specrl.report.words import NOTHING, number, percent, seconds, times
+from specrl.report.charts import ChartLine
+from specrl.report.document import ReportDocument, ReportSection, ReportTable
+from specrl.report.figures import OTHERS, RunFigures, all_validations
+from specrl.report.learning import format_reward_change
+from specrl.report.reading import LoadedRun
+from specrl.report.sections import describe_workload, list_notices
+from specrl.report.words import NOTHING, format_number, format_percent, format_seconds, format_times
+from specrl.spec import RunSpec
+from specrl.spec.load import find_differences
 
 TASK = (
     "model",
@@ -26,7 +28,7 @@ TASK = (
     "trainer.loss",
     "trainer.optimizer",
 )
-"""What decides how much work a step is: runs that differ here have no speed-up."""
+"""Fields of the run file that determine how much work a step is. If runs differ in one, no speed-up is shown."""
 
 MACHINE = (
     "generation.replicas",
@@ -39,164 +41,170 @@ MACHINE = (
     "trainer.numNodes",
     "trainer.gpusPerNode",
 )
-"""How much computes. A ratio of runs that differ here is of machines as well."""
+"""Fields that determine the hardware. If runs differ in one, speed-ups are shown with a warning."""
+
+NOTICED_S = 0.001
+"""Seconds of both runs together below which a phase that is not in the paper's table is not shown."""
 
 NAMES = ("name",)
-"""Different without meaning anything."""
+"""Fields whose difference has no meaning."""
 
 
-def document(first: Reading, second: Reading) -> Document:
-    """The report of two runs. Ratios above 1: the second is faster. Raises RunInvalid when one trained no step."""
+def build_comparison(first: LoadedRun, second: LoadedRun) -> ReportDocument:
+    """Make the report of two runs. A ratio above 1 means that the second is faster.
+
+    Raises RunInvalid when one of them trained no step.
+    """
     for run in (first, second):
         if not run.steps:
             raise RunInvalid(
-                f"a run must have trained a step to be compared, got {run.name}, which is {run.standing} and has none; "
-                "report it alone"
+                f"a run must have trained a step to be compared, got {run.name}, which is {run.run_state} and has "
+                "none; report it alone"
             )
-    a, b = figures(first.steps), figures(second.steps)
-    differing = differences(
+    differing, task = compare_tasks(first, second)
+    # Ratios of steps with different work would mislead, so they are omitted everywhere.
+    return ReportDocument(
+        title=f"{first.name} and {second.name}",
+        subtitle=f"{first.name}: {describe_workload(first)}; {second.name}: {describe_workload(second)}",
+        headline=() if task else _make_headline(first.figures, second.figures),
+        notices=[
+            *_list_warnings(first, second, differing, task),
+            *(f"{run.name}: {notice}" for run in (first, second) for notice in list_notices(run)),
+        ],
+        sections=[
+            _phases_section(first, second, is_comparable=not task),
+            _figures_section(first, second),
+            _curves_section(first, second),
+            ReportSection("How they differ", tables=[_differences_table(first, second, differing)]),
+        ],
+    )
+
+
+def is_same_work(first: RunSpec, second: RunSpec) -> bool:
+    """Whether a step of both takes about the same time on one machine: same task, resources, generation and trainer."""
+    mine, theirs = (spec.model_dump(mode="json", by_alias=True) for spec in (first, second))
+    deciding = (*TASK, "generation", "trainer", "schedule.maxPolicyLag")
+    return not any(_is_below(path, deciding) for path in find_differences(mine, theirs))
+
+
+def compare_tasks(first: LoadedRun, second: LoadedRun) -> tuple[dict[str, tuple[Any, Any]], list[str]]:
+    """Return the fields in which two run files differ, and those of them that make a step different work."""
+    differing = find_differences(
         first.spec.model_dump(mode="json", by_alias=True), second.spec.model_dump(mode="json", by_alias=True)
     )
-    task = [path for path in differing if _is_below(path, TASK)]
-    return Document(
-        title=f"{first.name} and {second.name}",
-        subtitle=f"{first.name}: {workload(first)}; {second.name}: {workload(second)}",
-        headline=() if task else _headline(a, b),
-        notices=(*_warnings(first, second, differing, task), *_each(first), *_each(second)),
-        sections=(
-            _stages(first, second, a, b, is_comparable=not task),
-            _rest(first, second, a, b),
-            _curves(first, second),
-            Section("How they differ", (), (_differences(first, second, differing),)),
-        ),
-    )
-
-
-def differences(first: Any, second: Any, path: str = "") -> dict[str, tuple[Any, Any]]:
-    """Fields of two run files that are not the same, by path."""
-    if isinstance(first, dict) and isinstance(second, dict):
-        found: dict[str, tuple[Any, Any]] = {}
-        for name in dict.fromkeys([*first, *second]):
-            found |= differences(first.get(name), second.get(name), f"{path}.{name}".removeprefix("."))
-        return found
-    return {} if first == second else {path: (first, second)}
+    return differing, [path for path in differing if _is_below(path, TASK)]
 
 
 def _is_below(path: str, sections: Sequence[str]) -> bool:
     return any(path == section or path.startswith(f"{section}.") for section in sections)
 
 
-def _warnings(first: Reading, second: Reading, differing: dict[str, Any], task: Sequence[str]) -> list[str]:
-    said = []
+def _list_warnings(first: LoadedRun, second: LoadedRun, differing: dict[str, Any], task: Sequence[str]) -> list[str]:
+    warnings = []
     if task:
-        said.append(f"Not comparable: a step is other work in each, by {', '.join(task)}. Ratios are left out.")
+        warnings.append(f"Not comparable: the runs differ in {', '.join(task)}, so their steps are different work.")
     machine = [path for path in differing if _is_below(path, MACHINE)]
     hardware = [name for name in ("processor", "cores") if first.origin.get(name) != second.origin.get(name)]
+    # Without origin.json of both runs, different hardware cannot be told from a missing record.
     if machine or (hardware and first.origin and second.origin):
-        said.append(f"Not of like machines: {', '.join([*machine, *hardware])} differ, so that ratios are of both.")
-    return said
+        warnings.append(
+            f"Different resources: the runs differ in {', '.join([*machine, *hardware])}, which affects ratios."
+        )
+    return warnings
 
 
-def _each(run: Reading) -> list[str]:
-    return [f"{run.name}: {notice}" for notice in notices(run)]
-
-
-def _headline(a: Figures, b: Figures) -> tuple[tuple[str, str], ...]:
+def _make_headline(a: RunFigures, b: RunFigures) -> tuple[tuple[str, str], ...]:
     return (
-        (f"{percent(a.exposed_share)} → {percent(b.exposed_share)}", "exposed generation"),
-        (_ratio(a.step_s, b.step_s), "a step"),
-        (_ratio(b.tokens_per_s, a.tokens_per_s), "tokens a second"),
+        (f"{format_percent(a.exposed_share)} → {format_percent(b.exposed_share)}", "exposed generation"),
+        (_format_ratio(a.step_s, b.step_s), "speed-up of a step"),
+        (_format_ratio(b.tokens_per_s, a.tokens_per_s), "tokens per second"),
     )
 
 
-def _ratio(slower: float, faster: float) -> str:
-    """How many times faster; above a hundred nothing is left to compare with."""
-    return times(slower / faster) if faster > 0 and slower / faster < 100 else NOTHING
+def measure_ratio(slower: float, faster: float) -> float | None:
+    """Return slower / faster. None if that is 100 or more: the faster one is then too small to measure."""
+    return slower / faster if faster > 0 and slower / faster < 100 else None
 
 
-def _stages(first: Reading, second: Reading, a: Figures, b: Figures, is_comparable: bool) -> Section:
-    """The paper's Table 1: seconds by stage of both, and the speed-up."""
+def _format_ratio(slower: float, faster: float) -> str:
+    ratio = measure_ratio(slower, faster)
+    return NOTHING if ratio is None else format_times(ratio)
 
-    def row(name: str, before: float, after: float, shares: tuple[float, float]) -> tuple[str, ...]:
-        ratio = (_ratio(before, after),) if is_comparable else ()
-        return (name, seconds(before), percent(shares[0]), seconds(after), percent(shares[1]), *ratio)
 
-    rows = [
-        row(name, a.stage(name).mean_s, b.stage(name).mean_s, (a.stage(name).share, b.stage(name).share))
-        for name in STAGES
-    ]
-    waited = [
-        stage for stage in a.stages if stage.name not in STAGES and stage.mean_s + b.stage(stage.name).mean_s >= 0.001
-    ]
-    rows += [row(s.name, s.mean_s, b.stage(s.name).mean_s, (s.share, b.stage(s.name).share)) for s in waited]
-    rows.append(row("step", a.step_s, b.step_s, (1.0, 1.0)))
-    head = ("stage", first.name, "share", second.name, "share", *(["speed-up"] if is_comparable else []))
-    text = "Mean wall seconds of a step."
+def _phases_section(first: LoadedRun, second: LoadedRun, is_comparable: bool) -> ReportSection:
+    """Make the section with seconds by phase of both runs and the speed-up, as in the paper's Table 1."""
+    # The phases of every run have the same order, so they can be paired by position.
+    pairs = zip(
+        (*first.figures.phase_times, first.figures.whole_step),
+        (*second.figures.phase_times, second.figures.whole_step),
+        strict=True,
+    )
+    rows = []
+    for before, after in pairs:
+        if before.name in OTHERS and before.mean_s + after.mean_s < NOTICED_S:
+            continue
+        cells = [
+            before.name,
+            *(format_seconds(before.mean_s), format_percent(before.share)),
+            *(format_seconds(after.mean_s), format_percent(after.share)),
+        ]
+        rows.append([*cells, _format_ratio(before.mean_s, after.mean_s)] if is_comparable else cells)
+    head = ["phase", first.name, "share", second.name, "share"]
+    text = "Mean wall seconds per step."
     if is_comparable:
-        text += f" Speed-up: {first.name} over {second.name}; above 1 {second.name} is faster."
-    return Section("Where the time went", (text,), (Table("Stages of a step", head, tuple(rows), accent=2),))
+        head.append("speed-up")
+        text += f" Speed-up is {first.name} divided by {second.name}. Above 1, {second.name} is faster."
+    return ReportSection("Time per step", [text], [ReportTable("Phases of a step", head, rows, accent=2)])
 
 
-def _rest(first: Reading, second: Reading, a: Figures, b: Figures) -> Section:
-    shown: list[tuple[str, Callable[[Figures], str]]] = [
-        ("steps", lambda f: str(f.steps)),
-        ("exposed generation", lambda f: percent(f.exposed_share)),
-        ("rollouts a second", lambda f: number(f.rollouts_per_s, 2)),
-        ("tokens a second", lambda f: number(f.tokens_per_s, 0)),
-        ("mean tokens of a rollout", lambda f: number(f.mean_length, 1)),
-        ("acceptance length", lambda f: number(f.acceptance_length, 2)),
-        ("draft length chosen", lambda f: number(f.draft_length, 2)),
-        ("accepted by position", lambda f: ", ".join(map(percent, f.accepted_per_position)) or NOTHING),
-        ("measured gain of speculation", lambda f: times(f.speculation_gain) if f.speculation_gain else NOTHING),
+def _figures_section(first: LoadedRun, second: LoadedRun) -> ReportSection:
+    shown: list[tuple[str, Callable[[RunFigures], str]]] = [
+        ("steps", lambda f: str(f.step_count)),
+        ("exposed generation", lambda f: format_percent(f.exposed_share)),
+        ("rollouts per second", lambda f: format_number(f.rollouts_per_s, 2)),
+        ("tokens per second", lambda f: format_number(f.tokens_per_s, 0)),
+        ("mean tokens per rollout", lambda f: format_number(f.mean_length, 1)),
+        ("acceptance length", lambda f: format_number(f.acceptance_length, 2)),
+        ("draft length", lambda f: format_number(f.draft_length, 2)),
+        ("accepted by position", lambda f: ", ".join(map(format_percent, f.accepted_per_position)) or NOTHING),
+        ("measured gain of speculation", lambda f: format_times(f.speculation_gain) if f.speculation_gain else NOTHING),
         ("largest policy lag", lambda f: str(f.policy_lag_max)),
-        ("mean policy lag", lambda f: number(f.policy_lag_mean, 2)),
-        ("reward, from the first to the last steps", reward_change),
+        ("mean policy lag", lambda f: format_number(f.policy_lag_mean, 2)),
+        ("reward, first to last steps", format_reward_change),
     ]
-    rows = [(name, words(a), words(b)) for name, words in shown]
-    last = [_last_validation(run) for run in (first, second)]
-    rows.append(("mean reward of the last validation", last[0], last[1]))
-    return Section("Everything else", (), (Table("Figures", ("", first.name, second.name), tuple(rows)),))
+    rows = [(name, words(first.figures), words(second.figures)) for name, words in shown]
+    rows.append(("mean reward of the last validation", _last_validation(first), _last_validation(second)))
+    return ReportSection("Further figures", tables=[ReportTable("Figures", ("", first.name, second.name), rows)])
 
 
-def _last_validation(run: Reading) -> str:
+def _last_validation(run: LoadedRun) -> str:
     found = all_validations(run.steps, run.validations, 0)
-    return number(found[-1].reward, 3) if found else NOTHING
+    return format_number(found[-1].reward, 3) if found else NOTHING
 
 
-def _curves(first: Reading, second: Reading) -> Section:
+def _curves_section(first: LoadedRun, second: LoadedRun) -> ReportSection:
     styles = (("data", first), ("train", second))
     rewards = [
-        Line(run.name, style, [(float(r.step), r.reward) for r in run.steps if r.reward is not None])
+        ChartLine(run.name, style, [(float(r.step), r.reward) for r in run.steps if r.reward is not None])
         for style, run in styles
     ]
     exposed = [
-        Line(run.name, style, [(float(r.step), r.exposed_generation / (r.stages.total or 1) * 100) for r in run.steps])
+        ChartLine(run.name, style, [(float(r.step), r.phases.exposed_share * 100) for r in run.steps])
         for style, run in styles
     ]
-    key = tuple((line.style, line.name) for line in rewards)
-    rewarded, waiting = "Mean reward of each step of both runs.", "Exposed generation of each step of both, in percent."
-    return Section(
-        "Side by side",
-        (),
-        (),
-        (
-            Chart("Share of exposed generation", charts.lines(exposed, waiting, " %"), waiting, key),
-            Chart("Reward", charts.lines(rewards, rewarded), rewarded, key),
-        ),
-    )
+    waiting = "Exposed generation of each step of both runs, in percent."
+    drawn = [
+        charts.draw_lines("Share of exposed generation", exposed, waiting, " %"),
+        charts.draw_lines("Reward", rewards, "Mean reward of each step of both runs."),
+    ]
+    return ReportSection("Side by side", charts=drawn)
 
 
-def _differences(first: Reading, second: Reading, differing: dict[str, tuple[Any, Any]]) -> Table:
-    rows = tuple(
-        (path, _words(before), _words(after)) for path, (before, after) in differing.items() if path not in NAMES
-    )
-    return Table(
-        "Fields of the run file",
-        ("field", first.name, second.name),
-        rows or (("none", NOTHING, NOTHING),),
-        is_text=True,
-    )
-
-
-def _words(value: Any) -> str:
-    return "null" if value is None else str(value)
+def _differences_table(first: LoadedRun, second: LoadedRun, differing: dict[str, tuple[Any, Any]]) -> ReportTable:
+    rows = [
+        (path, *("null" if value is None else str(value) for value in values))
+        for path, values in differing.items()
+        if path not in NAMES
+    ]
+    head = ("field", first.name, second.name)
+    return ReportTable("Different fields of the run file", head, rows or [("none", NOTHING, NOTHING)], is_text=True)

@@ -1,172 +1,177 @@
-"""What a step cost, stage by stage, and what speculation saved of it."""
+"""The report's sections on time: seconds of a step by phase, exposed generation, and the gain by speculation."""
 
 from __future__ import annotations
 
 from specrl.report import charts
-from specrl.report.charts import Line, Stack
-from specrl.report.document import Chart, Section, Table
-from specrl.report.figures import CAUSES, OTHERS, STAGES, Figures
-from specrl.report.reading import Reading
-from specrl.report.words import number, percent, seconds, times
+from specrl.report.charts import BarStack, ChartLine
+from specrl.report.document import ReportSection, ReportTable
+from specrl.report.figures import CAUSES, OTHERS, PHASES, RunFigures
+from specrl.report.reading import LoadedRun
+from specrl.report.words import format_number, format_percent, format_seconds, format_times
 from specrl.spec.generation import DraftLength
 
+# Classes of the style sheet for the positions of a draft. Further positions share the last.
 POSITION_STYLES = ("train", "logprob", "prepare", "data")
+MAX_POSITIONS = 8
+"""Most positions of a draft with a curve of their own."""
 NOTICED_S = 0.0005
-"""Mean seconds from which on a stage that the paper's table lacks is shown."""
+"""Mean seconds below which a phase that is not in the paper's table (validation, checkpoint) is not shown."""
 
 
-def _stage_rows(found: Figures) -> tuple[tuple[str, ...], ...]:
-    """The five stages, what else steps waited for, and their sum."""
-    shown = [stage for stage in found.stages if stage.name in STAGES or stage.mean_s >= NOTICED_S]
-    rows = [(stage.name, seconds(stage.mean_s), percent(stage.share)) for stage in shown]
-    return (*rows, ("step", seconds(found.step_s), percent(1.0)))
-
-
-def time_spent(run: Reading, found: Figures) -> Section:
-    places = [float(report.step) for report in run.steps]
-    names = [stage.name for stage in found.stages if stage.name in STAGES or stage.mean_s >= NOTICED_S]
-    # From below: what is not exposed generation first, so that the accent crowns the bar.
-    order = [name for name in (*STAGES, *OTHERS) if name in names and name != "generation"] + ["generation"]
-    most = charts.MOST_POINTS // 2
-    values = [charts.thinned([getattr(report.stages, name) for report in run.steps], most) for name in order]
-    stack = Stack(order, order, charts.thinned(places, most), values)
+def time_section(run: LoadedRun) -> ReportSection:
+    """Make the section on the time per step: phases, throughput, exposed generation by cause, and charts by step."""
+    found = run.figures
+    shown = [phase for phase in found.phase_times if phase.name in PHASES or phase.mean_s >= NOTICED_S]
+    rows = [(it.name, format_seconds(it.mean_s), format_percent(it.share)) for it in (*shown, found.whole_step)]
+    throughput = [
+        ("wall time of all steps", format_seconds(found.wall_s)),
+        ("trained rollouts", f"{found.rollout_count}"),
+        ("rollouts per second", format_number(found.rollouts_per_s, 2)),
+        ("tokens per second", format_number(found.tokens_per_s, 0)),
+        ("mean tokens per rollout", format_number(found.mean_length, 1)),
+        *((f"weight sync: {name}", format_seconds(spent)) for name, spent in found.weight_sync_s.items()),
+    ]
+    generation = found.find_phase("generation")
     alternative = (
-        f"Seconds of each step by stage. On average {seconds(found.step_s)}, of which generation {_stage(found)}."
+        f"Seconds of each step by phase. On average {format_seconds(found.step_s)}, of which generation "
+        f"{format_seconds(generation.mean_s)} ({format_percent(generation.share)})."
     )
-    exposed = [report.exposed_generation / (report.stages.total or 1.0) * 100 for report in run.steps]
-    share = f"Exposed generation of each step, in percent of its wall time: {percent(found.exposed_share)} overall."
-    return Section(
-        "Where the time went",
-        (
-            "Mean wall seconds of a step by stage. The stages partition the step. Generation is what is exposed of it: "
-            "seconds in which the trainer could have run, but had no batch.",
-        ),
-        (
-            Table("Stages of a step", ("stage", "seconds a step", "share"), _stage_rows(found), accent=2),
-            Table(
-                "Speed",
-                ("", "of the run"),
-                (
-                    ("wall time of all steps", seconds(found.wall_s)),
-                    ("rollouts trained", f"{found.rollouts}"),
-                    ("rollouts a second", number(found.rollouts_per_s, 2)),
-                    ("tokens a second", number(found.tokens_per_s, 0)),
-                    ("mean tokens of a rollout", number(found.mean_length, 1)),
-                    *((f"weight sync: {name}", seconds(spent)) for name, spent in found.weight_sync_s.items()),
-                ),
+    exposed = [(float(report.step), report.phases.exposed_share * 100) for report in run.steps]
+    share = (
+        f"Exposed generation of each step, in percent of its wall time: {format_percent(found.exposed_share)} overall."
+    )
+    return ReportSection(
+        "Time per step",
+        [
+            "Mean wall seconds of a step by phase. Phases do not overlap and sum to the step. Generation is exposed "
+            "generation: seconds in which the trainer was idle because it had no batch."
+        ],
+        [
+            ReportTable("Phases of a step", ("phase", "seconds per step", "share"), rows, accent=2),
+            ReportTable("Throughput", ("", "whole run"), throughput),
+            *_cause_tables(found),
+        ],
+        [
+            charts.draw_stacked_bars(
+                "Seconds per step", _stack_phases(run, [phase.name for phase in shown]), alternative, " s"
             ),
-            *_causes(found),
-        ),
-        (
-            Chart(
-                "Seconds of a step",
-                charts.stacked(stack, alternative, " s"),
-                alternative,
-                tuple((name, name) for name in reversed(order)),
+            charts.draw_lines(
+                "Share of exposed generation", [ChartLine("exposed", "generation", exposed)], share, " %"
             ),
-            Chart(
-                "Share of exposed generation",
-                charts.lines([Line("exposed", "generation", list(zip(places, exposed, strict=True)))], share, " %"),
-                share,
-            ),
-        ),
+        ],
     )
 
 
-def _causes(found: Figures) -> tuple[Table, ...]:
+def _stack_phases(run: LoadedRun, names: list[str]) -> BarStack:
+    # Parts of a bar from the bottom up. Exposed generation, which has the accent colour, is on top.
+    order = [name for name in (*PHASES, *OTHERS) if name in names and name != "generation"] + ["generation"]
+    most = charts.MAX_POINTS // 2  # a bar needs twice the width of a point
+    places = charts.average_neighbours([float(report.step) for report in run.steps], most)
+    values = [charts.average_neighbours([getattr(report.phases, name) for report in run.steps], most) for name in order]
+    return BarStack(order, places, values)
+
+
+def _cause_tables(found: RunFigures) -> list[ReportTable]:
     if not found.exposed_by_cause:
-        return ()
-    rows = tuple(
+        return []
+    rows = [
         (
             f"{name}: {CAUSES[name]}" if name in CAUSES else name,
-            seconds(spent),
-            percent(spent / found.wall_s if found.wall_s else 0.0),
+            format_seconds(spent),
+            format_percent(spent / found.wall_s if found.wall_s else 0.0),
         )
         for name, spent in found.exposed_by_cause.items()
-    )
-    return (Table("Exposed, by cause", ("cause", "seconds of the run", "share"), rows),)
+    ]
+    return [ReportTable("Exposed generation by cause", ("cause", "seconds, whole run", "share"), rows)]
 
 
-def _stage(found: Figures) -> str:
-    stage = found.stage("generation")
-    return f"{seconds(stage.mean_s)} ({percent(stage.share)})"
+def _count_drafting_steps(run: LoadedRun) -> str:
+    """Say how many steps drafted, if not all did. Drafting was off in the others, or their rollouts were old."""
+    drafted = sum(report.acceptance_length is not None for report in run.steps)
+    return "" if drafted == len(run.steps) else f", over the {drafted} of {len(run.steps)} steps that drafted"
 
 
-def speculation(run: Reading, found: Figures) -> Section:
+def speculation_section(run: LoadedRun) -> ReportSection:
+    """Make the section on speculation: gain, acceptance and draft length, with charts by step."""
     mechanism = run.spec.generation.speculation
+    found = run.figures
     if found.acceptance_length is None:
-        why = "The run drafted nothing" if mechanism.kind == "none" else f"No step reports drafts of {mechanism.kind}"
-        return Section("Speculation", (f"{why}.",))
+        why = (
+            "The run did not use speculation"
+            if mechanism.kind == "none"
+            else f"No step reports drafts, although speculation is {mechanism.kind}"
+        )
+        return ReportSection("Speculation", [f"{why}."])
     drafted = [report for report in run.steps if report.acceptance_length is not None]
     length = [(float(r.step), r.acceptance_length or 0.0) for r in drafted]
     chosen = [(float(r.step), r.draft_length) for r in drafted if r.draft_length is not None]
     positions = [
-        Line(
+        ChartLine(
             f"position {place + 1}",
-            POSITION_STYLES[min(place, 3)],
+            POSITION_STYLES[min(place, len(POSITION_STYLES) - 1)],
             [(float(r.step), r.accepted_per_position[place]) for r in drafted if place < len(r.accepted_per_position)],
         )
-        for place in range(min(len(found.accepted_per_position), 8))
+        for place in range(min(len(found.accepted_per_position), MAX_POSITIONS))
     ]
-    by_step = f"Acceptance length by step: {number(length[0][1], 2)}"
-    by_step += f" at first, {number(length[-1][1], 2)} at last." if len(length) > 1 else "; one step alone drafted."
-    by_place = "Share of drafts accepted up to each position: " + ", ".join(map(percent, found.accepted_per_position))
-    series = [Line("acceptance length", "train", length), Line("draft length", "prepare", chosen)]
-    shown = [line for line in series if line.points]
-    return Section(
+    by_step = f"Acceptance length by step: {format_number(length[0][1], 2)}"
+    by_step += f" at first, {format_number(length[-1][1], 2)} at last." if len(length) > 1 else ", from a single step."
+    shares = ", ".join(map(format_percent, found.accepted_per_position))
+    by_place = f"Share of drafts accepted at each position: {shares}"
+    series = [ChartLine("acceptance length", "train", length), ChartLine("draft length", "prepare", chosen)]
+    drafts = [
+        ("acceptance length (tokens per verification)", format_number(found.acceptance_length, 2)),
+        ("draft length (tokens)", format_number(found.draft_length, 2)),
+        *(
+            (f"accepted at position {place}", format_percent(share))
+            for place, share in enumerate(found.accepted_per_position, 1)
+        ),
+    ]
+    return ReportSection(
         "Speculation",
-        _gain(run, found),
-        (
-            Table(
-                "Drafts",
-                ("", "mean"),
-                (
-                    ("acceptance length (tokens a verification)", number(found.acceptance_length, 2)),
-                    ("draft length chosen (tokens)", number(found.draft_length, 2)),
-                    *(
-                        (f"accepted at position {place}", percent(share))
-                        for place, share in enumerate(found.accepted_per_position, 1)
-                    ),
-                ),
-            ),
-            *_measured(run),
-        ),
-        (
-            Chart("Tokens", charts.lines(shown, by_step), by_step, tuple((line.style, line.name) for line in shown)),
-            Chart(
-                "Share of drafts accepted",
-                charts.lines(positions, by_place, top=1.0),
-                by_place,
-                tuple((line.style, line.name) for line in positions[: len(POSITION_STYLES)]),
-            ),
-        ),
+        _explain_gain(run),
+        [ReportTable(f"Drafts{_count_drafting_steps(run)}", ("", "mean"), drafts), *_speed_up_tables(run)],
+        [
+            charts.draw_lines("Tokens", series, by_step),
+            charts.draw_lines("Share of drafts accepted", positions, by_place, top=1.0),
+        ],
     )
 
 
-def _gain(run: Reading, found: Figures) -> tuple[str, ...]:
-    """What is known of the speed without speculation, and how."""
+def _explain_gain(run: LoadedRun) -> list[str]:
+    """Say how much speculation gained, as far as the run's own measurements tell."""
+    found = run.figures
     gain = found.speculation_gain
     if gain is None and run.speed_ups:
-        return ("Speed against none was measured after the run, on its policy and drafter.",)
+        return ["The gain over no speculation was measured after the run, on its policy and drafter."]
     if gain is None:
         is_fixed = run.spec.generation.draft_length is DraftLength.FIXED
-        why = "the draft length is fixed, so that replicas" if is_fixed else "the replicas"
-        return (
-            f"How fast it would have been without speculation is not known: {why} measured no cost without drafts. Run "
-            "it again with speculation none, and compare: specrl report A B.",
-        )
-    said = f"Generation ran {times(gain)} as fast as without drafts: measured speed over the calibrated one, median."
+        why = "With a fixed draft length replicas" if is_fixed else "The replicas"
+        return [
+            f"The gain by speculation is not known. {why} did not measure decoding without drafts. To measure it, "
+            "run again with speculation none and compare both runs: specrl report A B."
+        ]
+    speed = f"Generation ran {format_times(gain)} as fast as calibrated without drafts (median of the steps)."
     if run.spec.schedule.max_policy_lag > 0:
-        return (said, "At a policy lag above 0 generation overlaps training, so that a step's gain needs a second run.")
-    whole = (found.step_s + (gain - 1) * found.stage("generation").mean_s) / found.step_s
-    return (said, f"A step without it would have taken {times(whole)} as long, everything else being equal.")
+        return [
+            speed,
+            "With a policy lag above 0 generation overlaps training. The gain of a whole step then needs a second run.",
+        ]
+    # With policy lag 0 all of generation is exposed, so without drafts it alone would have taken `gain` times as long.
+    whole = (found.step_s + (gain - 1) * found.find_phase("generation").mean_s) / found.step_s
+    return [
+        speed,
+        f"Without speculation a step would have taken {format_times(whole)} as long, everything else being equal.",
+    ]
 
 
-def _measured(run: Reading) -> tuple[Table, ...]:
-    if not run.speed_ups:
-        return ()
-    rows = tuple(
-        (f"{row.mechanism}, {row.batch} live", times(row.speed), f"{times(row.low)} to {times(row.high)}")
-        for row in run.speed_ups
-    )
-    return (Table("Speed of generation against none", ("mechanism", "median", "range"), rows),)
+def _speed_up_tables(run: LoadedRun) -> list[ReportTable]:
+    rows = [
+        (
+            f"{it.mechanism}, {it.batch} live",
+            format_times(it.speed),
+            f"{format_times(it.low)} to {format_times(it.high)}",
+        )
+        for it in run.speed_ups
+    ]
+    head = ("mechanism", "median", "range")
+    return [ReportTable("Generation speed relative to no speculation", head, rows)] if rows else []

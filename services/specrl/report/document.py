@@ -1,48 +1,58 @@
-"""What a report consists of, whichever way it is rendered: sections of text, tables and charts."""
+"""The content of a report, independent of its rendering: sections with text, tables and charts."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Table:
-    """The first column names the row; the others are right-aligned figures, or text with `is_text`."""
+class ReportTable:
+    """A table. The first column names each row. The others are right-aligned figures, or text with `is_text`."""
 
     caption: str
-    head: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
     accent: int | None = None
-    """Row that the report is about."""
+    """Index of the row to highlight."""
     is_text: bool = False
     is_folded: bool = False
-    """Opened by readers who want it: the numbers behind a chart."""
+    """Collapsed until the reader opens it, for example the data of a chart."""
 
 
 @dataclass(frozen=True)
-class Chart:
-    """svg: inline, with its own alternative text, which Markdown shows in its place. key: (style, name) of parts."""
+class ReportChart:
+    """A chart.
+
+    svg: inline SVG. alternative: text for screen readers, which Markdown shows in place of the chart.
+    key: (style, name) of each part, for the legend.
+    """
 
     caption: str
     svg: str
     alternative: str
-    key: tuple[tuple[str, str], ...] = ()
+    key: Sequence[tuple[str, str]] = ()
 
 
 @dataclass(frozen=True)
-class Section:
+class ReportSection:
+    """One section of a report, rendered in the order of its fields."""
+
     title: str
-    text: tuple[str, ...] = ()
-    tables: tuple[Table, ...] = ()
-    charts: tuple[Chart, ...] = ()
+    text: Sequence[str] = ()
+    tables: Sequence[ReportTable] = ()
+    charts: Sequence[ReportChart] = ()
 
 
 @dataclass(frozen=True)
-class Document:
-    """headline: the figures to see first, as (value, what it is); notices: what to know before any figure."""
+class ReportDocument:
+    """A whole report.
+
+    headline: the most important figures, as (value, meaning). notices: warnings to read before any figure.
+    """
 
     title: str
     subtitle: str
-    headline: tuple[tuple[str, str], ...]
-    notices: tuple[str, ...]
-    sections: tuple[Section, ...]
+    headline: Sequence[tuple[str, str]]
+    notices: Sequence[str]
+    sections: Sequence[ReportSection]

@@ -1,30 +1,33 @@
-"""The figures of one run, from its steps. Pure. Table 1 of arXiv 2604.26779 has its five stages and its speed-ups."""
+"""Computes the figures of one run from its step reports. Pure.
+
+The five phases and the speed-ups are those of arXiv 2604.26779, Table 1.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from functools import cached_property
+from statistics import fmean, median
 
-import numpy as np
+from specrl.formats.reports import StepReport, ValidationReport
+from specrl.formats.statistics.edges import EdgeMeans, compare_edges, compare_edges_by_name
+from specrl.telemetry.training_figures import FIGURES
 
-from specrl.coordinator.edges import compare_edges
-from specrl.coordinator.report import StepReport, ValidationReport
-
-STAGES = ("data", "prepare", "generation", "logprob", "train")
+PHASES = ("data", "prepare", "generation", "logprob", "train")
 OTHERS = ("validation", "checkpoint")
-"""What else a step may wait for; the paper's table has neither."""
+"""Further parts of a step, which the paper's table does not have."""
 
 CAUSES = {
-    "buffer_wait": "too few rollouts were finished",
-    "sync_drain": "replicas that joined were given weights",
+    "bufferWait": "too few rollouts were finished",
+    "syncDrain": "replicas that joined were receiving weights",
 }
-"""Of exposed generation, as each step reports them."""
+"""Causes of exposed generation, as named in step reports, with their meaning."""
 
 
 @dataclass(frozen=True)
-class Stage:
-    """Mean wall seconds of a step, and share of all wall seconds, 0 to 1."""
+class PhaseTime:
+    """One phase: its mean seconds per step, and its share of the wall time, 0 to 1."""
 
     name: str
     mean_s: float
@@ -32,92 +35,154 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Figures:
-    """Rates are per second of wall time. Acceptance and draft length are None without speculation."""
+class RunFigures:
+    """The figures of one run.
 
-    steps: int
-    wall_s: float
-    step_s: float
-    stages: tuple[Stage, ...]
-    exposed_share: float
-    exposed_by_cause: dict[str, float]
-    """Seconds of the run; empty in reports of versions that did not tell causes apart."""
-    rollouts: int
-    rollouts_per_s: float
-    tokens_per_s: float
-    mean_length: float
-    acceptance_length: float | None
-    accepted_per_position: tuple[float, ...]
-    draft_length: float | None
-    speculation_gain: float | None
-    """Median over the steps that report one."""
-    first_reward: float | None
-    last_reward: float | None
-    """Means over the first and over the last `reward_steps` steps, as in the run's summary."""
-    reward_steps: int
-    """0: too few steps to compare; first_reward is None then, and last_reward that of the only step."""
-    policy_lags: tuple[int, ...]
-    """Rollouts by lag; empty in reports of versions that knew the mean and the largest alone."""
-    policy_lag_max: int
-    policy_lag_mean: float
-    weight_sync_s: dict[str, float]
-    """Mean seconds of a step by stage of the update."""
-    mismatch_kl: float | None
+    reports: of its steps, ascending. Without any step, means per step are undefined. Rates are per second of wall time.
+    Acceptance length, draft length and gain are None without speculation.
+    """
 
-    def stage(self, name: str) -> Stage:
-        return next(stage for stage in self.stages if stage.name == name)
+    reports: Sequence[StepReport]
 
+    @property
+    def step_count(self) -> int:
+        """Number of steps."""
+        return len(self.reports)
 
-def figures(steps: Sequence[StepReport]) -> Figures:
-    """steps: at least one, ascending."""
-    wall_s = sum(report.stages.total for report in steps)
-    seconds = {name: sum(getattr(report.stages, name) for report in steps) for name in (*STAGES, *OTHERS)}
-    drafted = [report for report in steps if report.acceptance_length is not None]
-    rewards = [report.reward for report in steps if report.reward is not None]
-    rollouts = sum(report.rollouts for report in steps)
-    reward = compare_edges(rewards)
-    compared = [report.mismatch_kl for report in steps if report.mismatch_tokens]
-    return Figures(
-        steps=len(steps),
-        wall_s=wall_s,
-        step_s=wall_s / len(steps),
-        stages=tuple(
-            Stage(name, total / len(steps), total / wall_s if wall_s else 0.0) for name, total in seconds.items()
-        ),
-        exposed_share=sum(report.exposed_generation for report in steps) / wall_s if wall_s else 0.0,
-        exposed_by_cause={
-            cause: sum(report.exposed_by_cause.get(cause, 0.0) for report in steps)
-            for cause in dict.fromkeys(cause for report in steps for cause in report.exposed_by_cause)
-        },
-        rollouts=rollouts,
-        rollouts_per_s=rollouts / wall_s if wall_s else 0.0,
-        tokens_per_s=sum(report.tokens for report in steps) / wall_s if wall_s else 0.0,
-        mean_length=sum(report.tokens for report in steps) / max(rollouts, 1),
-        acceptance_length=mean([report.acceptance_length for report in drafted if report.acceptance_length]),
-        accepted_per_position=_means([report.accepted_per_position for report in drafted]),
-        draft_length=mean([report.draft_length for report in steps if report.draft_length is not None]),
-        speculation_gain=_median([r.speculation_gain for r in steps if r.speculation_gain is not None]),
-        first_reward=reward.first,
-        last_reward=reward.last,
-        reward_steps=reward.steps,
-        policy_lags=tuple(int(count) for count in _sums([report.policy_lags for report in steps])),
-        policy_lag_max=max(report.policy_lag_max for report in steps),
-        policy_lag_mean=sum(report.policy_lag_mean * report.rollouts for report in steps) / max(rollouts, 1),
-        weight_sync_s={
-            name: mean([report.weight_sync.get(name, 0.0) for report in steps]) or 0.0
-            for name in dict.fromkeys(name for report in steps for name in report.weight_sync)
-        },
-        mismatch_kl=mean(compared),
-    )
+    @cached_property
+    def wall_s(self) -> float:
+        """Wall seconds of all steps."""
+        return sum(report.phases.wall_seconds for report in self.reports)
+
+    @property
+    def step_s(self) -> float:
+        """Mean wall seconds of a step."""
+        return self.wall_s / self.step_count
+
+    @property
+    def whole_step(self) -> PhaseTime:
+        """The whole step, as if it were one phase."""
+        return PhaseTime("step", self.step_s, 1.0)
+
+    @cached_property
+    def phase_times(self) -> tuple[PhaseTime, ...]:
+        """All phases, those of the paper's table first."""
+        totals = {name: sum(getattr(report.phases, name) for report in self.reports) for name in (*PHASES, *OTHERS)}
+        return tuple(
+            PhaseTime(name, total / self.step_count, self._per_wall_s(total)) for name, total in totals.items()
+        )
+
+    def find_phase(self, name: str) -> PhaseTime:
+        """Return one phase. name: one of PHASES or OTHERS."""
+        return next(phase for phase in self.phase_times if phase.name == name)
+
+    @property
+    def exposed_share(self) -> float:
+        """Share of the wall time that is exposed generation, 0 to 1."""
+        return self._per_wall_s(sum(report.exposed_generation for report in self.reports))
+
+    @property
+    def exposed_by_cause(self) -> dict[str, float]:
+        """Seconds of the whole run, by cause."""
+        return _sums_by_name([report.exposed_by_cause for report in self.reports])
+
+    @property
+    def rollout_count(self) -> int:
+        """Number of trained rollouts."""
+        return sum(report.rollouts for report in self.reports)
+
+    @property
+    def rollouts_per_s(self) -> float:
+        return self._per_wall_s(self.rollout_count)
+
+    @property
+    def token_count(self) -> int:
+        """Sampled tokens of the trained rollouts."""
+        return sum(report.tokens for report in self.reports)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self._per_wall_s(self.token_count)
+
+    @property
+    def mean_length(self) -> float:
+        """Mean sampled tokens of a rollout."""
+        # A run may have trained no rollout: all prompts may have failed, or all groups may have been left out.
+        return self.token_count / max(self.rollout_count, 1)
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Tokens per verification, mean over the steps with drafts."""
+        return _mean_of_known(report.acceptance_length for report in self.reports)
+
+    @property
+    def accepted_per_position(self) -> tuple[float, ...]:
+        """For each position, the share of drafts whose token there was accepted: mean of the steps that reached it."""
+        # Steps without a draft, or with shorter ones, would pull the shares down.
+        drafted = [report.accepted_per_position for report in self.reports if report.acceptance_length is not None]
+        totals = _sums_by_place(drafted)
+        return tuple(total / sum(place < len(shares) for shares in drafted) for place, total in enumerate(totals))
+
+    @property
+    def draft_length(self) -> float | None:
+        """Tokens per draft, mean over the steps with drafts."""
+        return _mean_of_known(report.draft_length for report in self.reports)
+
+    @property
+    def speculation_gain(self) -> float | None:
+        """Median over the steps that report a gain."""
+        gains = [report.speculation_gain for report in self.reports if report.speculation_gain is not None]
+        return median(gains) if gains else None
+
+    @property
+    def reward_edges(self) -> EdgeMeans:
+        """Mean reward of the first and of the last steps, as in the run's summary."""
+        return compare_edges([report.reward for report in self.reports if report.reward is not None])
+
+    @property
+    def training_edges(self) -> dict[str, EdgeMeans]:
+        """Means of each figure of training (`telemetry/training_figures.py`) over the first and the last steps."""
+        return compare_edges_by_name(FIGURES, [report.known_values() for report in self.reports])
+
+    @property
+    def policy_lags(self) -> tuple[int, ...]:
+        """Number of rollouts by policy lag; empty if no rollout was trained."""
+        return tuple(_sums_by_place([report.policy_lags for report in self.reports]))
+
+    @property
+    def policy_lag_max(self) -> int:
+        """Largest policy lag of any rollout."""
+        return max(report.policy_lag_max for report in self.reports)
+
+    @property
+    def policy_lag_mean(self) -> float:
+        """Mean policy lag over all trained rollouts."""
+        # Weighted by rollouts: steps have different numbers of them if groups are left out.
+        return sum(report.policy_lag_mean * report.rollouts for report in self.reports) / max(self.rollout_count, 1)
+
+    @property
+    def weight_sync_s(self) -> dict[str, float]:
+        """Mean seconds per step of each part of the weight update."""
+        sums = _sums_by_name([report.weight_sync for report in self.reports])
+        return {name: total / self.step_count for name, total in sums.items()}
+
+    @property
+    def mismatch_kl(self) -> float | None:
+        """Mean KL divergence between sampler and trainer in nats, over the steps in which tokens were compared."""
+        return _mean_of_known(report.mismatch_kl for report in self.reports if report.mismatch_tokens)
+
+    def _per_wall_s(self, total: float) -> float:
+        return total / self.wall_s if self.wall_s else 0.0
 
 
 def all_validations(
     steps: Sequence[StepReport], validations: Sequence[ValidationReport], problems: int
 ) -> list[ValidationReport]:
-    """Every validation, by version. One whose line cannot be read is that of its step's report.
+    """Return every validation, by version. If a validation's own line is unreadable, its step's report replaces it.
 
-    problems: how many a validation had, for these.
+    problems: number of problems per validation, which step reports do not have.
     """
+    # A validation's own line has more than its step's report, so it wins.
     known = {report.policy_version: report for report in validations}
     for step in steps:
         if step.validation_reward is not None and step.policy_version not in known:
@@ -132,19 +197,17 @@ def all_validations(
     return [known[version] for version in sorted(known)]
 
 
-def mean(values: Sequence[float]) -> float | None:
-    return float(np.mean(values)) if values else None
+def _mean_of_known(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
 
 
-def _median(values: Sequence[float]) -> float | None:
-    return float(median(values)) if values else None
+def _sums_by_name(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: sum(row.get(name, 0.0) for row in rows) for name in names}
 
 
-def _sums(rows: Sequence[Sequence[float]]) -> list[float]:
-    """By place; shorter rows count as 0 where they end."""
-    length = max((len(row) for row in rows), default=0)
-    return [sum(row[place] for row in rows if place < len(row)) for place in range(length)]
-
-
-def _means(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    return tuple(total / len(rows) for total in _sums(rows))
+def _sums_by_place[N: (int, float)](rows: Sequence[Sequence[N]]) -> list[N]:
+    """Sum rows element by element. Missing elements of shorter rows count as 0."""
+    longest = max(map(len, rows), default=0)
+    return [sum(row[place] for row in rows if place < len(row)) for place in range(longest)]

@@ -1,45 +1,38 @@
-"""How completions were judged: verdicts on no answer, what verifiers raised, and what stayed without a verdict."""
+"""The report's section on verdicts: completions without an answer, verifier errors, and ungraded rollouts."""
 
 from __future__ import annotations
 
 from collections import Counter
 
-from specrl.report.document import Section, Table
-from specrl.report.reading import Reading
-from specrl.report.words import percent
+from specrl.report.document import ReportSection, ReportTable
+from specrl.report.reading import LoadedRun
+from specrl.report.words import format_percent
 
 
-def verdicts(run: Reading) -> Section:
-    """Shares over all steps and of the worst step, and the errors by type and place."""
+def verdicts_section(run: LoadedRun) -> ReportSection:
+    """Make the section: shares over all steps and in the worst step, and verifier errors by exception and place."""
     steps = run.steps
     total = sum(report.verdicts for report in steps)
     if not total:
-        return Section("Verdicts", ("The run's reports do not count its verdicts.",))
+        return ReportSection("Verdicts", ["No step of this run has a verdict."])
+    unanswered = sum(report.no_answer for report in steps)
     ungraded = sum(report.ungraded for report in steps)
     errors: Counter[str] = Counter()
     for report in steps:
         errors.update(report.verifier_errors)
-    rows = tuple(
-        (words, str(count), percent(count / of), percent(max(shares)))
-        for words, count, of, shares in (
-            (
-                "no answer was found",
-                sum(report.no_answer for report in steps),
-                total,
-                [report.no_answer_share for report in steps],
-            ),
-            (
-                "the verifier raised, or was ended",
-                errors.total(),
-                total,
-                [report.verifier_error_share for report in steps],
-            ),
-            ("no verdict; sampled again", ungraded, total + ungraded, [report.ungraded_share for report in steps]),
+    failed = errors.total()
+    rows = [
+        (words, str(count), format_percent(count / of), format_percent(share))
+        for words, count, of, share in (
+            ("no answer found", unanswered, total, max(it.no_answer_share for it in steps)),
+            ("verifier raised, crashed or timed out", failed, total, max(it.verifier_error_share for it in steps)),
+            # Ungraded rollouts have no verdict, so they are not part of `total`.
+            ("ungraded; sampled again", ungraded, total + ungraded, max(it.ungraded_share for it in steps)),
         )
-    )
-    tables = [Table(f"Of {total} rollouts", ("", "rollouts", "share", "highest in a step"), rows)]
+    ]
+    tables = [ReportTable(f"{total} graded rollouts", ("", "rollouts", "share", "highest in a step"), rows)]
     if errors:
-        found = tuple((error, str(count)) for error, count in errors.most_common())
-        tables.append(Table("Errors of the verifier", ("", "rollouts"), found))
-    text = "A completion without an answer, and one on which the verifier raised, has a reward of 0."
-    return Section("Verdicts", (text,), tuple(tables))
+        found = [(error, str(count)) for error, count in errors.most_common()]
+        tables.append(ReportTable("Verifier errors", ("", "rollouts"), found))
+    text = "The reward is 0 if no answer is found, and if the verifier raises, crashes or times out on an answer."
+    return ReportSection("Verdicts", [text], tables)

@@ -60,28 +60,29 @@ class CoordinatorServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Register(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Adds a peer to the run. FAILED_PRECONDITION if the peer runs another run file.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Heartbeat(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Reports that a peer is alive, and a replica's present status.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Leave(self, request, context):
-        """A clean goodbye. A replica drains first: it gets no new rollouts, and the answer comes when nothing of what it was
-        given is under way, or after drain_s. What it still had then goes back to the queue.
+        """Removes a peer from the run. A replica drains first: it gets no new rollouts, and the reply is sent once it has no
+        rollout in progress, or after drain_s. Rollouts that are unfinished by then return to the queue.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Dismiss(self, request, context):
-        """Has a replica leave, to scale down: it drains as if it had been told to stop, and its process ends.
-        FAILED_PRECONDITION when there is no replica of this name.
+        """Scales down: asks a replica to drain and end its process. FAILED_PRECONDITION if no replica has this name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -61,32 +61,33 @@ class GenerationServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request_iterator, context):
-        """Requests come as seats become free, each rollout goes back when it finishes; one call serves a replica's life. It ends
-        when the caller asks for nothing more and has everything, or with the first request that is refused. Cancelling it
-        aborts what is unfinished, unless that outlives the call.
+        """Generates rollouts. One call serves a replica's whole life: the caller sends requests as seats become free, and
+        each rollout is returned when it finishes. The call ends when the caller has closed its side and has received every
+        rollout, or at the first request that is refused. Cancelling it aborts unfinished rollouts, unless outlives_call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReceiveWeights(self, request, context):
-        """Joins the weight group if it has not yet, and takes part in one broadcast into a staging area, while rollouts go on;
-        or reads the version from the group's folder. Loads nothing.
+        """Stages one version's weights and loads nothing; rollouts continue. Joins the weight group if this replica is not a
+        member yet and takes part in one broadcast, or reads the version from the group's folder.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CommitUpdate(self, request, context):
-        """Compares the staged weights with the trainer's checksums; then pauses, keeping every unfinished rollout and its KV
-        cache, loads them, takes the version and resumes. DATA_LOSS when they differ: the replica serves its old version.
+        """Compares the staged weights with the trainer's checksums. Then pauses, keeping every unfinished rollout and its KV
+        cache, loads the weights and resumes. DATA_LOSS if the checksums differ: the replica keeps serving its old version.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetGenerationStatus(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Returns versions and counters, step costs included.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

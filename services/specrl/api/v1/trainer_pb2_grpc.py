@@ -35,25 +35,15 @@ class TrainerServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.TrainStep = channel.unary_unary(
-                '/specrl.api.v1.TrainerService/TrainStep',
-                request_serializer=specrl_dot_api_dot_v1_dot_trainer__pb2.TrainStepRequest.SerializeToString,
-                response_deserializer=specrl_dot_api_dot_v1_dot_trainer__pb2.TrainStepReply.FromString,
-                _registered_method=True)
         self.TrainParts = channel.stream_unary(
                 '/specrl.api.v1.TrainerService/TrainParts',
-                request_serializer=specrl_dot_api_dot_v1_dot_trainer__pb2.TrainStepRequest.SerializeToString,
-                response_deserializer=specrl_dot_api_dot_v1_dot_trainer__pb2.TrainStepReply.FromString,
+                request_serializer=specrl_dot_api_dot_v1_dot_trainer__pb2.TrainPartsRequest.SerializeToString,
+                response_deserializer=specrl_dot_api_dot_v1_dot_trainer__pb2.TrainPartsReply.FromString,
                 _registered_method=True)
         self.TrainDrafter = channel.unary_unary(
                 '/specrl.api.v1.TrainerService/TrainDrafter',
                 request_serializer=specrl_dot_api_dot_v1_dot_trainer__pb2.TrainDrafterRequest.SerializeToString,
                 response_deserializer=specrl_dot_api_dot_v1_dot_trainer__pb2.TrainDrafterReply.FromString,
-                _registered_method=True)
-        self.EvaluateDrafter = channel.unary_unary(
-                '/specrl.api.v1.TrainerService/EvaluateDrafter',
-                request_serializer=specrl_dot_api_dot_v1_dot_trainer__pb2.EvaluateDrafterRequest.SerializeToString,
-                response_deserializer=specrl_dot_api_dot_v1_dot_trainer__pb2.EvaluateDrafterReply.FromString,
                 _registered_method=True)
         self.Score = channel.unary_unary(
                 '/specrl.api.v1.TrainerService/Score',
@@ -100,91 +90,80 @@ class TrainerServiceStub(object):
 class TrainerServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
-    def TrainStep(self, request, context):
-        """Trains batch.step if it is the next one; answers the recorded metrics if it was the last one;
-        FAILED_PRECONDITION otherwise (after a restart, ask the status and replay).
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def TrainParts(self, request_iterator, context):
-        """TrainStep with its batch in parts, so that neither side handles all of it at once: every part names the step and how
-        many rollouts there are in all of them, the rollouts of all parts in their order are the batch's, and so are the
-        positions. One part at least. A batch of which a part is missing is refused: a stream that was broken off looks like
-        one that has ended.
+        """Trains batch.step if it is the next step. Returns the recorded metrics if it was the last one. FAILED_PRECONDITION
+        otherwise: after a restart, read the status and replay from there.
+        The batch is sent in one or more parts, so that neither side handles all of it at once. Every part states the step
+        and the number of rollouts in all parts. The parts' rollouts and positions are concatenated in order. A batch that
+        lacks a part is refused, because a broken stream cannot be told from one that has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def TrainDrafter(self, request, context):
-        """Trains the drafter alone on rollouts of the present policy (initialisation). The policy does not move.
-        Goes on after the epochs that an interrupted call with the same rollouts has finished.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def EvaluateDrafter(self, request, context):
-        """Loss and acceptance of the drafter on rollouts of the present policy. Nothing is trained.
+        """Initialises the drafter: trains it alone on rollouts of the present policy, which does not change. After each epoch
+        it is measured on held-out rollouts. A call names all epochs from the first. Those that an earlier call with the
+        same rollouts finished are not trained again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Score(self, request, context):
-        """Log-probabilities of given tokens under the present policy, at the run's sampling temperature.
+        """Computes log-probabilities of given tokens under the present policy, at the run's sampling temperature.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DescribeWeights(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Returns the tensors that BroadcastWeights sends, in order.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def OpenWeightGroup(self, request, context):
-        """Opens the rendezvous store of a new weight group, closing the one before. Returns where it listens.
+        """Opens the rendezvous store of a new weight group and closes the previous group. Returns the store's address.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def BroadcastWeights(self, request, context):
-        """Joins the group if it has not yet, broadcasts every bucket, returns the checksums of what was sent.
+        """Joins the group if needed, broadcasts every bucket, and returns the checksums of what was sent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WriteWeights(self, request, context):
-        """Writes the present version into a folder of the run's directory, for transport checkpoint; the one before goes.
-        Answers at once when it is there already, unless anew.
+        """For transport checkpoint: writes the present version into a folder of the run directory and deletes the previous
+        one. Returns at once if the version is written already, unless must_rewrite.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SaveCheckpoint(self, request, context):
-        """Writes an atomic checkpoint of the present step: policy, drafter, optimizers, RNG. Answers when it is complete; one
-        that is under way, or complete, is not begun again.
+        """Writes an atomic checkpoint of the present step: policy, drafter, optimizers, RNG. Returns when it is complete. A
+        checkpoint of this step that is complete or in progress is not written again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ExportModel(self, request, context):
-        """Writes policy and drafter as ordinary Hugging Face folders.
+        """Writes policy and drafter as Hugging Face model folders.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetTrainerStatus(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Returns the step and the checkpoint. Answers while a step is being trained.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -192,25 +171,15 @@ class TrainerServiceServicer(object):
 
 def add_TrainerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'TrainStep': grpc.unary_unary_rpc_method_handler(
-                    servicer.TrainStep,
-                    request_deserializer=specrl_dot_api_dot_v1_dot_trainer__pb2.TrainStepRequest.FromString,
-                    response_serializer=specrl_dot_api_dot_v1_dot_trainer__pb2.TrainStepReply.SerializeToString,
-            ),
             'TrainParts': grpc.stream_unary_rpc_method_handler(
                     servicer.TrainParts,
-                    request_deserializer=specrl_dot_api_dot_v1_dot_trainer__pb2.TrainStepRequest.FromString,
-                    response_serializer=specrl_dot_api_dot_v1_dot_trainer__pb2.TrainStepReply.SerializeToString,
+                    request_deserializer=specrl_dot_api_dot_v1_dot_trainer__pb2.TrainPartsRequest.FromString,
+                    response_serializer=specrl_dot_api_dot_v1_dot_trainer__pb2.TrainPartsReply.SerializeToString,
             ),
             'TrainDrafter': grpc.unary_unary_rpc_method_handler(
                     servicer.TrainDrafter,
                     request_deserializer=specrl_dot_api_dot_v1_dot_trainer__pb2.TrainDrafterRequest.FromString,
                     response_serializer=specrl_dot_api_dot_v1_dot_trainer__pb2.TrainDrafterReply.SerializeToString,
-            ),
-            'EvaluateDrafter': grpc.unary_unary_rpc_method_handler(
-                    servicer.EvaluateDrafter,
-                    request_deserializer=specrl_dot_api_dot_v1_dot_trainer__pb2.EvaluateDrafterRequest.FromString,
-                    response_serializer=specrl_dot_api_dot_v1_dot_trainer__pb2.EvaluateDrafterReply.SerializeToString,
             ),
             'Score': grpc.unary_unary_rpc_method_handler(
                     servicer.Score,
@@ -264,33 +233,6 @@ class TrainerService(object):
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
-    def TrainStep(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/specrl.api.v1.TrainerService/TrainStep',
-            specrl_dot_api_dot_v1_dot_trainer__pb2.TrainStepRequest.SerializeToString,
-            specrl_dot_api_dot_v1_dot_trainer__pb2.TrainStepReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
     def TrainParts(request_iterator,
             target,
             options=(),
@@ -305,8 +247,8 @@ class TrainerService(object):
             request_iterator,
             target,
             '/specrl.api.v1.TrainerService/TrainParts',
-            specrl_dot_api_dot_v1_dot_trainer__pb2.TrainStepRequest.SerializeToString,
-            specrl_dot_api_dot_v1_dot_trainer__pb2.TrainStepReply.FromString,
+            specrl_dot_api_dot_v1_dot_trainer__pb2.TrainPartsRequest.SerializeToString,
+            specrl_dot_api_dot_v1_dot_trainer__pb2.TrainPartsReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -334,33 +276,6 @@ class TrainerService(object):
             '/specrl.api.v1.TrainerService/TrainDrafter',
             specrl_dot_api_dot_v1_dot_trainer__pb2.TrainDrafterRequest.SerializeToString,
             specrl_dot_api_dot_v1_dot_trainer__pb2.TrainDrafterReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def EvaluateDrafter(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/specrl.api.v1.TrainerService/EvaluateDrafter',
-            specrl_dot_api_dot_v1_dot_trainer__pb2.EvaluateDrafterRequest.SerializeToString,
-            specrl_dot_api_dot_v1_dot_trainer__pb2.EvaluateDrafterReply.FromString,
             options,
             channel_credentials,
             insecure,

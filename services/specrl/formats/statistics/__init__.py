@@ -1,0 +1,1 @@
+"""Means, intervals and rounding of measured figures. Pure."""
