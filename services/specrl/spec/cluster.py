@@ -1,7 +1,6 @@
 """Sections about the cluster that a run is placed on. The operator reads them; a local run accepts and ignores them.
 
-Names and enums follow Kubernetes where it has them. What a field can mean only together with another one is a rule in
-`rules.py`.
+Names and enums follow Kubernetes' own. Cross-field rules are in `rules/cluster_rules.py`.
 """
 
 from __future__ import annotations
@@ -11,15 +10,16 @@ from typing import Annotated, Any
 
 from pydantic import Field, WithJsonSchema
 
-from specrl.spec.base import Change, ObjectName, OnCluster, PathText, Section, ShortText
+from specrl.spec.base import ChangePolicy, ObjectName, OnCluster, PathText, Section, ShortText
 from specrl.spec.data import NotNegative
 
 PodTemplate = Annotated[
     dict[str, Any], WithJsonSchema({"type": "object", "x-kubernetes-preserve-unknown-fields": True})
 ]
-"""A part of a Kubernetes PodTemplateSpec. Its full schema alone would be larger than a CRD may be."""
+"""A part of a Kubernetes PodTemplateSpec, without schema: its schema alone would exceed the size limit of a CRD."""
 
 Seconds = Annotated[int, Field(ge=1, le=2**31 - 1, strict=True)]
+# Upper bounds are generous. They keep products of counts in CEL rules within 64 bits.
 NodeCount = Annotated[int, Field(ge=1, le=1024, strict=True)]
 ReplicaCount = Annotated[int, Field(ge=1, le=4096, strict=True)]
 
@@ -32,18 +32,18 @@ class ManagedBy(StrEnum):
 class CoordinatorPod(Section):
     """The coordinator's pod."""
 
-    pod_template: Annotated[PodTemplate | None, Change.SUSPENDED, OnCluster.ONLY] = None
-    """Part of a PodTemplateSpec that is merged over what the operator makes; containers are matched by name, and the
-    coordinator's is `coordinator`. Null: nothing is changed."""
+    pod_template: Annotated[PodTemplate | None, ChangePolicy.SUSPENDED, OnCluster.ONLY] = None
+    """Part of a PodTemplateSpec, merged over the operator's. Containers are matched by name; the coordinator's
+    container is `coordinator`. Null: no change."""
 
 
 class Volume(Section):
-    """A persistent volume claim that every pod of the run mounts, read only."""
+    """A persistent volume claim that every pod of the run mounts read-only."""
 
     claim_name: ObjectName
     """PersistentVolumeClaim in the job's namespace."""
     mount_path: PathText
-    """Absolute path that it is mounted at; model.path and prompt files may lie below it."""
+    """Absolute path of the mount. model.path and prompt files may be below it."""
 
 
 class Scaler(StrEnum):
@@ -52,17 +52,17 @@ class Scaler(StrEnum):
 
 
 class Autoscaling(Section):
-    """Replicas as the run needs them: more while training waits for rollouts, fewer while it does not."""
+    """Scales replicas to the run's needs: up while training waits for rollouts, down while it does not."""
 
     min_replicas: ReplicaCount = 1
     """Fewest replicas."""
     max_replicas: ReplicaCount
     """Most replicas."""
     target_exposed_percent: Annotated[int, Field(ge=1, le=99, strict=True)] = 10
-    """Share of a step's time, in percent, that training may wait for rollouts; replicas are added above it."""
+    """Percentage of a step's time that training may wait for rollouts. Above it, replicas are added."""
     by: Scaler = Scaler.HPA
-    """What scales. `HPA`: a HorizontalPodAutoscaler on an external metric, which needs a metrics adapter. `KEDA`: a
-    ScaledObject that asks Prometheus itself."""
+    """Autoscaler to use. `HPA`: a HorizontalPodAutoscaler on an external metric, which needs a metrics adapter. `KEDA`:
+    a ScaledObject that queries Prometheus itself."""
 
 
 class Profile(StrEnum):
@@ -88,35 +88,41 @@ class HostNetwork(StrEnum):
 
 
 class Rdma(Section):
-    """The network between nodes, as providers offer it."""
+    """RDMA network between nodes, as the cluster's provider offers it."""
 
     resource_name: ShortText | None = None
-    """Extended resource of which every GPU pod takes one, such as `rdma/ib`. Null: none."""
+    """Extended resource, such as `rdma/ib`. Every GPU pod requests one of it. Null: none."""
     host_network: HostNetwork = HostNetwork.DISABLED
-    """`Enabled`: GPU pods use their node's network, past every NetworkPolicy."""
+    """`Enabled`: GPU pods use the network of their node. NetworkPolicies do not apply to them."""
 
 
 class Placement(Section):
-    """Which nodes the run's GPU pods land on."""
+    """Nodes that the run's GPU pods are placed on."""
 
     profile: Profile = Profile.GENERIC
-    """`Generic`: any node that has the resources. `GB200`: GB200 or GB300 nodes (arm64), by their labels and taints,
-    with shared memory and locked memory for NCCL."""
+    """Type of nodes. `Generic`: any node that has the resources. `GB200`: GB200 or GB300 nodes (arm64), selected by
+    their labels and taints."""
     nvlink: NvLink = NvLink.DISABLED
-    """NVLink between nodes, which a ComputeDomain of NVIDIA's DRA driver opens. `Preferred`: used where it is to be
-    had, and status.placement says so. `Required`: the job is not accepted without it."""
+    """NVLink between nodes, through a ComputeDomain of NVIDIA's DRA driver. `Preferred`: used if the driver is
+    installed; status.placement shows whether it is active. `Required`: the job is not accepted without it."""
     layout: Layout = Layout.ANY
-    """`SameDomain`: trainer and replicas in one NVLink domain. `SeparateDomains`: the trainer in one, replicas in
-    others. `Any`: as they fit, but for the trainer, which is in one domain with nvlink `Required`. No replica ever
-    straddles domains."""
-    topology_key: ShortText = "nvidia.com/gpu.clique"
-    """Node label that is equal within one NVLink domain."""
+    """`SameDomain`: trainer and replicas share one NVLink domain. `SeparateDomains`: the trainer is in one domain, the
+    replicas are in others. `Any`: no constraint, except that nvlink `Required` keeps the trainer in one domain. With
+    every layout, a replica never straddles domains."""
+    topology_key: ShortText = "nvidia.com/gpu.clique"  # a label that NVIDIA's GPU feature discovery sets
+    """Node label whose value identifies the NVLink domain."""
+    # The defaults of this field and the next are those of a GB200 NVL72: 18 compute trays with 4 GPUs each.
     gpus_per_node: Annotated[int, Field(ge=1, le=16, strict=True)] = 4
     """GPUs of one node."""
     nodes_per_domain: NodeCount = 18
     """Nodes of one NVLink domain."""
     rdma: Rdma | None = None
-    """The network between nodes. Null: the pods' own."""
+    """RDMA network between nodes. Null: the pod network."""
+
+    @property
+    def gpus_per_domain(self) -> int:
+        """GPUs of one NVLink domain."""
+        return self.nodes_per_domain * self.gpus_per_node
 
 
 class Gang(StrEnum):
@@ -128,14 +134,15 @@ class Gang(StrEnum):
 
 
 class Scheduling(Section):
-    """How the run gets its share of a cluster."""
+    """Queue, priority and gang scheduling of the run."""
 
     queue_name: ObjectName | None = None
-    """Queue that admits the job: a Kueue LocalQueue, a KAI or a Volcano queue. Null: no queue."""
+    """Queue that admits the job: a Kueue LocalQueue, a KAI queue or a Volcano queue. Null: no queue."""
     priority_class_name: ObjectName | None = None
     """PriorityClass of all pods. Null: the cluster's default."""
     gang: Gang = Gang.AUTO
-    """What places pods together or not at all. `Auto`: Kueue if queueName is set, else none."""
+    """Gang scheduler, which places the job's pods together or not at all. `Auto`: Kueue if queueName is set, else
+    none."""
 
 
 class OnTrainerFailure(StrEnum):
@@ -144,15 +151,15 @@ class OnTrainerFailure(StrEnum):
 
 
 class FailurePolicy(Section):
-    """What becomes of the job when a part of it fails. The loss of a node is not counted as a failure."""
+    """Reaction to the failure of a part of the job. The loss of a node does not count as a failure."""
 
     max_restarts: NotNegative = 3
-    """Restarts of the trainer, after which the job has failed."""
+    """Restarts of the trainer. The job fails at the next failure after them."""
     on_trainer_failure: OnTrainerFailure = OnTrainerFailure.RESTART
-    """`RestartFromCheckpoint`: the trainer starts again, and steps since its checkpoint are replayed. `Fail`: the job
-    has failed."""
+    """`RestartFromCheckpoint`: the trainer is restarted, and the steps since its checkpoint are replayed. `Fail`: the
+    job fails."""
     min_generation_replicas: ReplicaCount = 1
-    """Ready replicas below which the job counts as not ready."""
+    """Fewest ready replicas with which the job counts as ready."""
 
 
 class TlsMode(StrEnum):
@@ -167,22 +174,23 @@ class IssuerKind(StrEnum):
 
 
 class Issuer(Section):
-    """What signs the certificates."""
+    """The cert-manager issuer that signs the certificates."""
 
     name: ObjectName
     """Name of the issuer."""
     kind: IssuerKind = IssuerKind.ISSUER
-    """`Issuer`: one of the job's namespace. `ClusterIssuer`: one for all."""
+    """`Issuer`: in the job's namespace. `ClusterIssuer`: for the whole cluster."""
 
 
 class PeerTls(Section):
-    """Mutual TLS between coordinator, replicas and trainer. A role's certificate names it, as
-    `<role>.<job>.<namespace>.specrl` with the roles coordinator, generation and trainer; renewals need no restart."""
+    """Mutual TLS between coordinator, replicas and trainer. A role's certificate has the DNS name
+    `<role>.<job>.<namespace>.specrl`, where the role is coordinator, generation or trainer. Renewed certificates are
+    used without a restart."""
 
     mode: TlsMode = TlsMode.DISABLED
-    """`CertManager`: the operator asks cert-manager for a certificate per role. `ExistingSecret`: all roles use the one
-    in secretName. `Disabled`: no encryption; NetworkPolicies alone keep others out."""
+    """`CertManager`: the operator requests a certificate per role from cert-manager. `ExistingSecret`: all roles use
+    the certificate in secretName. `Disabled`: no encryption; only NetworkPolicies isolate the job."""
     issuer: Issuer | None = None
-    """cert-manager's issuer; given with mode `CertManager` alone."""
+    """cert-manager issuer. Required with mode `CertManager`, not allowed with others."""
     secret_name: ObjectName | None = None
-    """Secret with tls.crt, tls.key and ca.crt; given with mode `ExistingSecret` alone."""
+    """Secret with tls.crt, tls.key and ca.crt. Required with mode `ExistingSecret`, not allowed with others."""

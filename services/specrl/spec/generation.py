@@ -7,24 +7,48 @@ from typing import Annotated
 
 from pydantic import Field
 
-from specrl.spec.base import Change, DecimalString, Empty, OnCluster, PathText, Section, ShortText, Union
+from specrl.spec.base import (
+    ChangePolicy,
+    DecimalString,
+    EmptySection,
+    HubName,
+    OnCluster,
+    PathText,
+    RelativePath,
+    Section,
+    ShortText,
+    UnionSection,
+)
 from specrl.spec.cluster import Autoscaling, PodTemplate, ReplicaCount
 from specrl.spec.data import NotNegative, Positive
 
 
 class SamplingSpec(Section):
-    """How training rollouts are drawn from the policy."""
+    """How training rollouts are sampled from the policy."""
 
     temperature: DecimalString = Field(default="1", validate_default=True)
-    """Above 0. The trainer computes log-probabilities at the same temperature."""
+    """Sampling temperature, above 0. The trainer computes log-probabilities at the same temperature."""
     top_p: DecimalString = Field(default="1", validate_default=True)
-    """Must be 1 in this version: the trainer's importance ratio is over the whole distribution."""
+    """Nucleus sampling, above 0 and at most 1: each token is drawn from the most likely tokens whose probabilities sum
+    to at least this, after topK. 1: off. Below 1, a rollout carries the ids of these tokens, and all log-probabilities,
+    entropies and divergences of the run are over them (docs/losses.md)."""
     top_k: NotNegative = 0
-    """Must be 0 (off) in this version, for the same reason."""
+    """Each token is drawn from this many most likely tokens, at least 2. 0: off. As for topP, a rollout carries the ids
+    of these tokens."""
     max_tokens: Positive
-    """Longest completion, in tokens, the end token and the outputs of tools included."""
+    """Longest completion, in tokens. The end token and the outputs of tools count."""
     stop: Annotated[tuple[ShortText, ...], Field(max_length=64)] = ()
-    """A completion also ends before any of these strings."""
+    """Strings that end a completion. They are not part of its text. A special token, such as `<|im_end|>`, must stand
+    alone."""
+    end_tokens: Annotated[tuple[ShortText, ...], Field(max_length=16)] = ()
+    """Tokens that end a completion, as in tokenizer.json, such as `<|im_end|>`. They are part of it, and are trained
+    on. The policy's own end tokens always end one: the tokenizer's, and all of config.json and
+    generation_config.json."""
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether topP or topK may leave tokens out, so that rollouts carry their sampling sets."""
+        return self.top_p < 1 or self.top_k > 0
 
 
 class DraftSampling(StrEnum):
@@ -38,13 +62,17 @@ class Eagle3(Section):
     num_draft_tokens: Positive = 3
     """k: tokens drafted per verification."""
     draft_sampling: DraftSampling = DraftSampling.GREEDY
-    """Greedy drafts the head's likeliest token. Probabilistic draws the draft from the head's distribution at the
-    sampling temperature: more is accepted where the policy is unsure, but the draws are not seeded, so that a run
-    cannot be repeated bit by bit."""
-    path: PathText | None = None
-    """Head to start from, a Hugging Face folder. Null: a fresh head, initialised on the policy's own rollouts."""
+    """`Greedy`: the draft is the head's most likely token. `Probabilistic`: it is sampled from the head's distribution
+    at the sampling temperature. More drafts are accepted where the policy is uncertain, but the samples are not seeded,
+    so a run is not reproducible bit for bit."""
+    path: Annotated[PathText | None, RelativePath.TO_RUN_FILE, HubName.ALLOWED] = None
+    """Head to start from: a Hugging Face folder, or a name on the hub, as model.path. Null: a fresh head, initialised
+    on the policy's own rollouts."""
+    revision: ShortText | None = None
+    """As model.revision."""
     draft_vocab_size: Positive | None = None
-    """Tokens that the head can propose, the most frequent ones of the initialisation rollouts. Null: all of them."""
+    """Size of the head's vocabulary: the most frequent tokens of the initialisation rollouts. Null: the policy's whole
+    vocabulary."""
 
 
 class Ngram(Section):
@@ -59,62 +87,69 @@ class Ngram(Section):
 
 
 class Suffix(Section):
-    """Drafts what followed the same tokens in all that a replica has generated. Needs no weights."""
+    """Drafts what followed the same tokens in earlier completions of the replica. Needs no weights."""
 
     num_draft_tokens: Positive = 8
-    """k: most tokens drafted per verification; a draft is no longer than what it was found by."""
+    """k: most tokens drafted per verification. A draft is at most as long as the match that it was found by."""
     cached_rollouts: Positive = 10000
-    """Completions that are remembered; the oldest is forgotten first. Enough for an epoch: prompts x group size."""
+    """Completions that are cached; the oldest is evicted first. One epoch needs prompts x group size."""
 
 
 class DraftModel(Section):
-    """A smaller model of the same vocabulary drafts. The run does not change its weights."""
+    """A smaller model of the same vocabulary drafts. It is trained together with the policy, unless
+    `trainer.drafter.online` is false."""
 
     num_draft_tokens: Positive = 3
     """k: tokens drafted per verification."""
-    path: PathText
-    """The model, a Hugging Face folder with the policy's own tokenizer."""
+    path: Annotated[PathText, RelativePath.TO_RUN_FILE, HubName.ALLOWED]
+    """The model: a Hugging Face folder with the policy's own tokenizer, or a name on the hub, as model.path. To be
+    trained, it must be a dense model that transformers knows, and not quantised. The run does not change the folder."""
+    revision: ShortText | None = None
+    """As model.revision."""
     draft_sampling: DraftSampling = DraftSampling.GREEDY
     """As eagle3.draftSampling."""
 
 
 class Mtp(Section):
-    """The policy's own heads for multi-token prediction draft."""
+    """Drafts with the policy's own heads for multi-token prediction.
+
+    They are part of the policy: of its versions, checkpoints and exports.
+    """
 
     num_draft_tokens: Positive = 1
-    """k: tokens drafted per verification. More than the policy has heads runs the last head again."""
+    """k: tokens drafted per verification. The policy's first head runs k times, and is trained in as many passes."""
     draft_sampling: DraftSampling = DraftSampling.GREEDY
     """As eagle3.draftSampling."""
 
 
-class Speculation(Union):
-    """How tokens are drafted; exactly one member. None of them changes what is sampled."""
+class Speculation(UnionSection):
+    """How tokens are drafted; exactly one member. Speculation is lossless: it does not change the distribution of
+    samples."""
 
-    none: Empty | None = None
+    none: EmptySection | None = None
     """No speculation."""
     eagle3: Eagle3 | None = None
-    """A learned head, kept in step with the policy."""
+    """A learned head, trained together with the policy."""
     ngram: Ngram | None = None
     """Prompt look-up."""
     suffix: Suffix | None = None
-    """Look-up in the prompt, in the completion, and in every completion that the replica has generated: others of the
-    group, and those of earlier epochs. Needs the package arctic-inference (`make suffix`). What is drafted depends on
-    all of that, so that a run cannot be repeated bit by bit."""
+    """Look-up in the prompt, in the completion, and in all completions that the replica has generated: of the same
+    group and of earlier epochs. Needs the package arctic-inference (`make suffix`). Drafts depend on all of these, so a
+    run is not reproducible bit for bit."""
     draft_model: DraftModel | None = None
-    """A smaller model with the policy's tokenizer. The run does not change its weights."""
+    """A smaller model with the policy's tokenizer, trained together with the policy."""
     mtp: Mtp | None = None
-    """The policy's own heads for multi-token prediction. The engine serves them, but the trainer of this version cannot
-    train a policy that has any: `specrl run` refuses."""
+    """The policy's own heads for multi-token prediction, trained together with the policy. MiMo has such heads."""
 
     @property
     def num_draft_tokens(self) -> int:
-        """k of the mechanism, 0 without speculation."""
+        """k of the member that is set; 0 without speculation."""
         member = self.eagle3 or self.ngram or self.suffix or self.draft_model or self.mtp
         return member.num_draft_tokens if member is not None else 0
 
     @property
     def draft_sampling(self) -> DraftSampling | None:
-        """How a learned drafter draws its drafts; None for the other mechanisms."""
+        """How a drafter with weights samples its drafts; None for the other members."""
         member = self.eagle3 or self.draft_model or self.mtp
         return member.draft_sampling if member is not None else None
 
@@ -125,39 +160,39 @@ class DraftLength(StrEnum):
 
 
 class Generation(Section):
-    """The generation service: vLLM replicas, each a process (or pod) of its own."""
+    """The generation service: vLLM replicas, each in its own process or pod."""
 
-    replicas: Annotated[ReplicaCount, Change.ANY_TIME] = 1
-    """Replicas to run. The one number that may be changed while the run goes on: `kubectl scale rljob/NAME`."""
+    replicas: Annotated[ReplicaCount, ChangePolicy.ANY_TIME] = 1
+    """Number of replicas. It may be changed while the run goes on: `kubectl scale rljob/NAME`."""
     sampling: SamplingSpec
-    """How training rollouts are drawn."""
-    speculation: Speculation = Speculation(none=Empty())
+    """How training rollouts are sampled."""
+    speculation: Speculation = Speculation(none=EmptySection())
     """How tokens are drafted."""
     draft_length: DraftLength = DraftLength.ADAPTIVE
-    """Adaptive: at most numDraftTokens, chosen at every step for the live batch from measured step costs and
-    acceptance, none where drafting does not pay; `suffix` chooses for itself. Fixed: always numDraftTokens, so that a
-    run without policy lag can be repeated bit by bit."""
+    """`Adaptive`: at every step, up to numDraftTokens are drafted, chosen for the live batch from measured costs and
+    acceptance; none if drafting does not pay. `suffix` chooses its own length. `Fixed`: always numDraftTokens, so that
+    a run without policy lag is reproducible bit for bit."""
     max_live_rollouts: Positive = 64
-    """Completions that one replica computes at once (vLLM's max_num_seqs)."""
+    """Completions that one replica computes at the same time (vLLM's max_num_seqs)."""
     drain_s: NotNegative = 60
-    """Most seconds that a replica which is told to leave (SIGTERM, or a dismissal) takes to finish the rollouts that it
-    has; it gets no new ones. What is not finished by then is generated elsewhere. 0: it leaves at once."""
+    """Most seconds that a replica drains: after SIGTERM or a dismissal it finishes its rollouts and gets no new ones.
+    Rollouts that are unfinished by then are generated by other replicas. 0: it exits at once."""
     reattach_s: NotNegative = 120
-    """Seconds that a replica goes on with rollouts whose coordinator is gone, and keeps those that are finished. A
-    coordinator that is started again within them takes them up; later they are generated anew. 0: they end at once."""
+    """Seconds that a replica without coordinator continues its rollouts, and keeps finished ones. A coordinator that
+    restarts within this time gets them; afterwards they are generated again. 0: they are aborted at once."""
     kv_cache_mib: Positive | None = None
-    """Memory for the KV cache, in MiB. Null: 256 on CPUs, vLLM's own choice on GPUs."""
+    """Memory for the KV cache, in MiB. Null: 256 on CPUs; on GPUs vLLM chooses."""
     tensor_parallel: Positive = 1
-    """GPUs (or CPU processes) that share one replica."""
+    """Tensor parallel GPUs (or CPU processes) of one replica."""
     eager: bool | None = None
-    """True computes without compilation or CUDA graphs. Null: true on CPUs, false on GPUs."""
+    """True: compute without compilation and CUDA graphs. Null: true on CPUs, false on GPUs."""
     threads: Positive = 1
-    """CPU threads of one replica's computation."""
+    """CPU threads of one replica."""
     gpus_per_replica: Annotated[int, Field(ge=0, le=1024, strict=True), OnCluster.ONLY] = 0
-    """GPUs that one replica's pods take together on a cluster, at least tensorParallel, and no more than that if they
-    are more than a node has: such a replica takes whole nodes, a pod on each. 0: the replica computes on CPUs. A local
-    run does not use it, nor the two fields below."""
-    autoscaling: Annotated[Autoscaling | None, Change.ANY_TIME, OnCluster.ONLY] = None
-    """Null: replicas is what users set."""
-    pod_template: Annotated[PodTemplate | None, Change.SUSPENDED, OnCluster.ONLY] = None
-    """As coordinator.podTemplate, for every pod of a replica; its container is `generation`."""
+    """GPUs that one replica's pods request together on a cluster, at least tensorParallel. A replica with more GPUs
+    than a node has takes whole nodes, one pod on each, and must have exactly tensorParallel GPUs. 0: the replica
+    computes on CPUs. A local run ignores this field and the two below."""
+    autoscaling: Annotated[Autoscaling | None, ChangePolicy.ANY_TIME, OnCluster.ONLY] = None
+    """Scales `replicas` by itself. Null: users set `replicas`."""
+    pod_template: Annotated[PodTemplate | None, ChangePolicy.SUSPENDED, OnCluster.ONLY] = None
+    """As coordinator.podTemplate, for every pod of a replica. Its container is `generation`."""

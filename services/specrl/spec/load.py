@@ -1,194 +1,239 @@
-"""From a file (or a mapping) to a RunSpec, reporting every problem at once with its path, rule and remedy.
+"""Load a file or a mapping as a RunSpec, and report every problem at once with path, rule and remedy.
 
-Called by the CLI, by every process at its start, and by the operator. Nothing is rewritten: what loads is what was
-written, with defaults filled in.
+The CLI, every process at its start and the operator call this module. Invariant: loading changes no value that is
+given, except that `load_spec` makes paths absolute. It only fills in defaults.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from specrl.errors import Problem, SpecInvalid
-from specrl.spec.base import OnCluster
-from specrl.spec.cluster_rules import CLUSTER_RULES
-from specrl.spec.rljob import envelope_problems, is_rljob, run_fields
-from specrl.spec.rule import broken
-from specrl.spec.rules import RULES
-from specrl.spec.run import RunSpec
-from specrl.spec.stand_ins import lasting_problems, section_of
-from specrl.spec.yaml_input import parse_override, problem_of, read_documents
+from specrl.errors import SpecInvalid, SpecProblem, raise_problems
+from specrl.files import resolve_path
+from specrl.spec.base import (
+    IN_RLJOB,
+    HubName,
+    OnCluster,
+    RelativePath,
+    Section,
+    find_field,
+    find_section,
+    is_decimal,
+    is_gguf,
+    is_hub_name,
+    rewrite_sections,
+)
+from specrl.spec.rljob.manifest import extract_run_fields, find_envelope_problems, is_rljob
+from specrl.spec.rules.cluster_rules import CLUSTER_RULES
+from specrl.spec.rules.rule import find_broken_rules
+from specrl.spec.rules.run_rules import RULES, UNIONS
+from specrl.spec.run import Dtype, RunSpec
+from specrl.spec.yaml_input import convert_error, parse_override, read_documents
 
 _DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-"""libyaml where PyYAML was built with it: the operator writes a run file at every look at a job."""
+"""libyaml, if PyYAML was built with it: the operator dumps a run file in every reconciliation."""
 
 
 def load_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
-    """Read a run file, apply `path=value` overrides, return the RunSpec.
+    """Read a run file, apply `path=value` overrides, and return the RunSpec.
 
-    Paths inside the file become absolute, relative to the file's folder. An RLJob manifest, alone or among others, is
-    read as the run that it stands for, and the rules of clusters are tried on it. Raises SpecInvalid with every problem
-    found.
+    Relative paths in the file are resolved against its folder; names on the hub stay. An RLJob manifest, alone or among
+    others, is read as its run, and the cluster rules apply to it. Raises SpecInvalid with every problem.
     """
-    raw = _the_run(read_documents(path), path)
+    spec, problems = read_spec(path, overrides)
+    raise_problems(problems)
+    return spec
+
+
+def load_process_spec(path: Path) -> RunSpec:
+    """Read the run file that a process of a run was given, or that is in the run's folder.
+
+    Raises SpecInvalid, also when nobody has chosen the run's precision: processes could choose differently.
+    """
+    spec = load_spec(path)
+    if spec.model.dtype is Dtype.AUTO:
+        rule = "must be float32 or bfloat16 in the file of a run's folder or process, got Auto"
+        remedy = "write the precision; `specrl run -f FILE` and the operator choose it when they start a run"
+        raise SpecInvalid((SpecProblem("model.dtype", rule, remedy),))
+    return spec
+
+
+def read_spec(file: Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> tuple[RunSpec, tuple[SpecProblem, ...]]:
+    """Read a run file as `load_spec` does, but return the broken rules instead of raising them.
+
+    file: its path, or its content. Relative paths in a content are resolved against the working folder.
+
+    Callers that add their own findings use it, such as the preflight checks. Raises SpecInvalid with all malformed
+    fields. If a union has no member or several, it raises all broken rules, too: callers read the member that is set.
+    """
+    folder = Path.cwd()
+    if isinstance(file, Mapping):
+        raw = deepcopy(dict(file))  # the overrides below change it
+    else:
+        folder = resolve_path(file).parent
+        raw = _find_run_document(read_documents(file), file)
     is_manifest = is_rljob(raw)
     if is_manifest:
-        raw = _run_of(raw)
-    malformed = [problem for override in overrides for problem in _apply(raw, override)]
-    if malformed:
-        raise SpecInvalid(tuple(malformed))
-    spec = parse_spec(raw, is_rljob=is_manifest)
-    return _with_absolute_paths(spec, path.resolve().parent)
+        raw = _read_manifest(raw)
+    # Overrides are applied before the fields are checked, so that they can correct or add a field.
+    raise_problems(problem for override in overrides for problem in _apply_override(raw, override))
+    spec, problems = _parse_run(raw, is_rljob=is_manifest)
+    if any(find_broken_rules(spec, UNIONS)):
+        raise_problems(problems)
+    return _resolve_paths(spec, folder), problems
 
 
-def _the_run(documents: Sequence[Any], path: Path) -> dict[str, Any]:
-    """The run file, or the one RLJob among other manifests. Raises SpecInvalid if there is none, or more than one."""
+def _find_run_document(documents: Sequence[Any], path: Path) -> dict[str, Any]:
+    """Return the run file, or the one RLJob among other manifests. Raises SpecInvalid if there is not exactly one."""
+    # An empty document, such as the one after a last `---`, is None.
     found = [document for document in documents if isinstance(document, dict)]
     if len(documents) > 1:
         found = [document for document in found if is_rljob(document)]
     if len(found) == 1:
         return found[0]
-    rule, remedy = "must be a mapping of sections", "see examples/ for a run file"
+    rule = "must be a mapping of sections"
+    remedy = "see examples/ for a run file"
     if len(documents) > 1:
-        rule, remedy = f"must hold one RLJob, got {len(found)}", "give each a file of its own"
-    raise SpecInvalid((Problem(str(path), rule, remedy),))
+        rule = f"must contain exactly one RLJob, got {len(found)}"
+        remedy = "put each RLJob into its own file"
+    raise SpecInvalid((SpecProblem(str(path), rule, remedy),))
 
 
 def parse_spec(raw: dict[str, Any], *, is_rljob: bool = False) -> RunSpec:
-    """Check a mapping against the model and against every cross-field rule. Raises SpecInvalid with all problems.
+    """Parse a mapping and check every cross-field rule. is_rljob: check the cluster rules, too.
 
-    is_rljob: try the rules about the cluster, too, to which a local run does not pay attention.
-
-    Cross-field rules are tried on the fields that are sound even when others are not: one run of the command lists
-    everything there is to fix, and nothing that is owed to a field that is missing.
+    Raises SpecInvalid with all malformed fields; if every field parses, with all broken rules.
     """
-    rules = (*RULES, *CLUSTER_RULES) if is_rljob else RULES
-    try:
-        spec = RunSpec.model_validate(raw)
-    except ValidationError as error:
-        errors = error.errors()
-        found = [_problem(detail, is_rljob) for detail in errors]
-        known = {problem.path for problem in found}
-        found += [problem for problem in lasting_problems(raw, errors, rules) if problem.path not in known]
-        raise SpecInvalid(tuple(found)) from error
-    problems = tuple(broken(spec, rules))
-    if problems:
-        raise SpecInvalid(problems)
+    spec, problems = _parse_run(raw, is_rljob=is_rljob)
+    raise_problems(problems)
     return spec
 
 
+def _parse_run(raw: dict[str, Any], *, is_rljob: bool) -> tuple[RunSpec, tuple[SpecProblem, ...]]:
+    """Return the run and the rules that it breaks. Raises SpecInvalid with all malformed fields."""
+    rules = (*RULES, *CLUSTER_RULES) if is_rljob else RULES
+    # Rules read several fields at once, so they can only be checked when all fields are valid.
+    try:
+        spec = RunSpec.model_validate(raw, by_alias=True, by_name=False, context={IN_RLJOB: is_rljob})
+    except ValidationError as error:
+        raise SpecInvalid(tuple(_convert_error(detail, is_rljob) for detail in error.errors())) from error
+    return spec, tuple(find_broken_rules(spec, rules))
+
+
 def parse_rljob(manifest: Mapping[str, Any]) -> RunSpec:
-    """The run of an RLJob as an API server holds it. Raises SpecInvalid with all problems."""
-    return parse_spec(_run_of(manifest), is_rljob=True)
+    """Parse the run of an RLJob. Raises SpecInvalid with all problems."""
+    return parse_spec(_read_manifest(manifest), is_rljob=True)
 
 
-def _run_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """The run file that an RLJob stands for. Raises SpecInvalid with what is wrong around its spec."""
-    problems = tuple(envelope_problems(manifest))
-    if problems:
-        raise SpecInvalid(problems)
-    return run_fields(manifest)
+def _read_manifest(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an RLJob's fields as those of a run file. Raises SpecInvalid with the problems of its envelope."""
+    raise_problems(find_envelope_problems(manifest))
+    return extract_run_fields(manifest)
 
 
-def dump(spec: RunSpec) -> str:
-    """The run file as YAML, camelCase, with defaults, and without nulls and what only a cluster's operator reads.
+def dump_spec(spec: RunSpec) -> str:
+    """Dump a run as YAML: camelCase, with defaults, without nulls and without fields that only the operator reads.
 
-    `load_spec` reads an equal run back: for a file without such fields, an equal RunSpec.
+    `load_spec` reads the same run back: an equal RunSpec, if no such field was set.
     """
     fields = spec.model_dump(mode="json", by_alias=True, exclude_none=True)
-    text: str = yaml.dump(_of_the_run(RunSpec, fields), Dumper=_DUMPER, sort_keys=False, allow_unicode=True)
+    text: str = yaml.dump(_drop_cluster_fields(RunSpec, fields), Dumper=_DUMPER, sort_keys=False, allow_unicode=True)
     return text
 
 
-def digest(spec: RunSpec) -> str:
-    """sha256 of the resolved run, the number of replicas aside: that may change while the run goes on."""
-    fields = _of_the_run(RunSpec, spec.model_dump(mode="json", by_alias=True))
-    del fields["generation"]["replicas"]
+def digest_spec(spec: RunSpec) -> str:
+    """Compute the sha256 of a run in hexadecimal. A run can be resumed with any file that has the same digest."""
+    fields = select_run_fields(spec)
+    # Sorted, so that the digest does not depend on the order of the model's fields.
     return hashlib.sha256(yaml.safe_dump(fields, sort_keys=True).encode()).hexdigest()
 
 
-def _of_the_run(section: type[BaseModel], fields: dict[str, Any]) -> dict[str, Any]:
-    """A section's fields without those that only an operator reads."""
+def select_run_fields(spec: RunSpec, *, exclude_none: bool = False) -> dict[str, Any]:
+    """Return the fields that must not change while a run goes on, as in a file, with defaults."""
+    # The resolved fields: a file that spells out a default has the same ones.
+    fields = spec.model_dump(mode="json", by_alias=True, exclude_none=exclude_none)
+    fields = _drop_cluster_fields(RunSpec, fields)
+    # The number of replicas may change.
+    del fields["generation"]["replicas"]
+    return fields
+
+
+def find_differences(first: Any, second: Any, path: str = "") -> dict[str, tuple[Any, Any]]:
+    """Find the fields in which two run files differ: path to both values."""
+    if isinstance(first, dict) and isinstance(second, dict):
+        found: dict[str, tuple[Any, Any]] = {}
+        for name in dict.fromkeys([*first, *second]):
+            found |= find_differences(first.get(name), second.get(name), f"{path}.{name}".removeprefix("."))
+        return found
+    # Lists are compared as a whole, because their items have no names.
+    return {} if first == second else {path: (first, second)}
+
+
+def _drop_cluster_fields(section: type[Section], fields: dict[str, Any]) -> dict[str, Any]:
+    """Return a section's fields without those that only the operator reads."""
     kept: dict[str, Any] = {}
     for field in section.model_fields.values():
-        value, inner = fields.get(str(field.alias), ...), section_of(field)
+        value = fields.get(str(field.alias), ...)  # `...`: dropped by exclude_none; None is a value here
+        inner = find_section(field)
         if value is ... or OnCluster.ONLY in field.metadata:
             continue
-        kept[str(field.alias)] = _of_the_run(inner, value) if inner is not None and isinstance(value, dict) else value
+        kept[str(field.alias)] = (
+            _drop_cluster_fields(inner, value) if inner is not None and isinstance(value, dict) else value
+        )
     return kept
 
 
-def _apply(raw: dict[str, Any], override: str) -> Iterator[Problem]:
-    """Set a field to what an override says, except that a fraction stays text, since run files have no floats."""
+def _apply_override(raw: dict[str, Any], override: str) -> Iterator[SpecProblem]:
+    """Apply an override to the fields of a file."""
     try:
         given = parse_override(override, "schedule.maxPolicyLag=1")
     except SpecInvalid as error:
         yield from error.problems
         return
-    if isinstance(given.value, float):
+    is_number = isinstance(given.value, int | float) and not isinstance(given.value, bool)
+    location = [int(key) if key.isdecimal() else key for key in given.keys]
+    if is_number and is_decimal(find_field(RunSpec, location)):  # in quotes, in case the file is an RLJob
         given = replace(given, value=given.text)
-    given.set_in(raw)
+    try:
+        given.set_in(raw)
+    except SpecInvalid as error:
+        yield from error.problems
 
 
-def _problem(detail: ErrorDetails, is_rljob: bool) -> Problem:
-    problem = problem_of(detail, RunSpec, "see docs/run-file.md")
-    return replace(problem, path="metadata.name") if is_rljob and problem.path == "name" else problem
+def _convert_error(detail: ErrorDetails, is_rljob: bool) -> SpecProblem:
+    problem = convert_error(detail, RunSpec, "see docs/run-file.md")
+    if problem.path != "name":
+        return problem
+    if detail["type"] == "string_pattern_mismatch":
+        problem = replace(problem, remedy="use at most 34 lower-case letters, digits and dashes")
+    return replace(problem, path="metadata.name") if is_rljob else problem
 
 
-def _with_absolute_paths(spec: RunSpec, base: Path) -> RunSpec:
-    """Paths in the file are relative to the file, so that a run can be started from anywhere."""
+def _resolve_paths(spec: RunSpec, base: Path) -> RunSpec:
+    """Resolve relative paths against `base`, so that the run does not depend on the working folder.
 
-    def moved(section: Any, *names: str) -> Any:
-        """The section with those of these fields that are set as absolute paths."""
-        paths = {name: getattr(section, name) for name in names}
-        absolute = {n: str((base / Path(path).expanduser()).resolve()) for n, path in paths.items() if path is not None}
-        return section.model_copy(update=absolute)
+    A name on the hub stays as it is, so a path that may be one is a name exactly if it is not absolute.
+    """
 
-    def source(section: Any) -> Any:
-        if section.kind == "generated":
-            return section
-        return section.model_copy(update={section.kind: moved(getattr(section, section.kind), "path")})
+    def resolve(_place: str, section: Section) -> Section:
+        moved = dict[str, Any]()
+        for name, field in type(section).model_fields.items():
+            value = getattr(section, name)
+            if RelativePath.TO_RUN_FILE in field.metadata and value is not None:
+                found = resolve_path(base / os.path.expanduser(value))  # noqa: PTH111 - pathlib's raises RuntimeError
+                # An existing folder wins. Other names stay as they are, until the launcher has fetched what they name.
+                is_name = HubName.ALLOWED in field.metadata and is_hub_name(value) and not is_gguf(value)
+                moved[name] = value if is_name and not found.exists() else str(found)
+        return section.model_copy(update=moved) if moved else section
 
-    update: dict[str, Any] = {
-        "model": moved(spec.model, "path"),
-        "prompts": spec.prompts.model_copy(update={"source": source(spec.prompts.source)}),
-    }
-    if spec.validation is not None:
-        update["validation"] = spec.validation.model_copy(update={"source": source(spec.validation.source)})
-
-    def programs(union: Any) -> Any:
-        """A verifier or tool with the folders of its modules as absolute paths."""
-        fields = {"code": "packages", "python": "folder"}
-        found = {kind: moved(getattr(union, kind), name) for kind, name in fields.items() if getattr(union, kind)}
-        return union.model_copy(update=found)
-
-    update["rewards"] = programs(spec.rewards)
-    if spec.tools is not None:
-        update["tools"] = spec.tools.model_copy(update={"answered_by": programs(spec.tools.answered_by)})
-    speculation = spec.generation.speculation
-    drafter = speculation.eagle3 or speculation.draft_model
-    if drafter is not None:
-        update["generation"] = spec.generation.model_copy(
-            update={"speculation": speculation.model_copy(update={speculation.kind: moved(drafter, "path")})}
-        )
-    loss = spec.trainer.loss
-    if loss.reference_kl is not None:
-        reference = loss.model_copy(update={"reference_kl": moved(loss.reference_kl, "path")})
-        update["trainer"] = spec.trainer.model_copy(update={"loss": reference})
-    redis = spec.redis
-    if redis is not None and spec.store is not None:
-        files = {"username": ("file",), "password": ("file",), "tls": ("ca_file", "cert_file", "key_file")}
-        given = {name: getattr(redis, name) for name in files}
-        parts = {name: moved(part, *files[name]) for name, part in given.items() if part is not None}
-        if redis.sentinel is not None and redis.sentinel.password is not None:
-            password = moved(redis.sentinel.password, "file")
-            parts["sentinel"] = redis.sentinel.model_copy(update={"password": password})
-        update["store"] = spec.store.model_copy(update={"redis": redis.model_copy(update=parts)})
-    return spec.model_copy(update=update)
+    return rewrite_sections(spec, resolve)

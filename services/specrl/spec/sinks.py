@@ -1,10 +1,10 @@
-"""Section about sinks: other programs that are shown a run's steps, beside its own files. None is needed."""
+"""Sections about sinks: programs that get the metrics of each step, besides the run's own files. All are optional."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 
-from specrl.spec.base import Empty, PathText, Section, ShortText
+from specrl.spec.base import EmptySection, PathText, Section, ShortText
 
 
 class WandbMode(StrEnum):
@@ -13,32 +13,33 @@ class WandbMode(StrEnum):
 
 
 class Wandb(Section):
-    """A run of Weights & Biases. Its key comes from the environment (`WANDB_API_KEY`) or ~/.netrc."""
+    """A run in Weights & Biases. The API key comes from the environment (`WANDB_API_KEY`) or ~/.netrc."""
 
     project: ShortText = "specrl"
-    """Project of the run there."""
+    """Project that the run belongs to."""
     entity: ShortText | None = None
-    """User or team that owns the project. Null: the key's own."""
+    """User or team that owns the project. Null: the default entity of the API key."""
     mode: WandbMode = WandbMode.ONLINE
-    """`Offline` writes to the folder wandb in the run's folder, for `wandb sync`."""
+    """`Online`: sends to the server. `Offline`: writes to the folder wandb in the run's folder, for `wandb sync`."""
 
 
 class Mlflow(Section):
-    """A run of MLflow. Its credentials come from the environment (`MLFLOW_TRACKING_USERNAME` and others)."""
+    """A run in MLflow. Credentials come from the environment (`MLFLOW_TRACKING_USERNAME` and others)."""
 
     tracking_uri: PathText | None = None
-    """Tracking server, as in http://mlflow:5000. Null: the environment's `MLFLOW_TRACKING_URI`."""
+    """URL of the tracking server, such as http://mlflow:5000. Null: the variable `MLFLOW_TRACKING_URI`."""
     experiment: ShortText = "specrl"
-    """Experiment that the run belongs to; made where it is not there."""
+    """Experiment that the run belongs to. It is created if it does not exist."""
 
 
 class Sinks(Section):
-    """Where the numbers of each step go besides metrics.jsonl; any of these. Each needs its extra to be installed where
-    the coordinator runs (`pip install 'specrl[wandb]'`). One that fails or hangs holds nothing up, and catches up."""
+    """Programs that get the metrics of each step, besides metrics.jsonl; any number of members. Each needs its extra,
+    installed where the coordinator runs (`pip install 'specrl[wandb]'`). A sink that fails or hangs does not delay the
+    run, and catches up later."""
 
-    tensorboard: Empty | None = None
-    """Event files in the folder tensorboard in the run's folder."""
+    tensorboard: EmptySection | None = None
+    """Writes event files to the folder tensorboard in the run's folder."""
     wandb: Wandb | None = None
-    """Weights & Biases."""
+    """Writes to Weights & Biases."""
     mlflow: Mlflow | None = None
-    """MLflow."""
+    """Writes to MLflow."""

@@ -1,4 +1,4 @@
-"""Section about the store: where the coordinator keeps what must survive it."""
+"""Sections about the store, which keeps the coordinator's durable state."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ from typing import Annotated
 
 from pydantic import Field
 
-from specrl.spec.base import PathText, Section, ShortText, Union
+from specrl.spec.base import PathText, RelativePath, Section, ShortText, UnionSection
 from specrl.spec.data import NotNegative, Positive
 
 Addresses = Annotated[tuple[ShortText, ...], Field(max_length=32)]
 
 
 class SqliteStore(Section):
-    """One file in the run's folder; for runs on one machine."""
+    """A SQLite file in the run's folder, for runs on one machine."""
 
 
-class Secret(Union):
-    """Where a secret is read from, at every new connection. It never stands in a run file."""
+class Secret(UnionSection):
+    """Source of a secret, read at every new connection. Run files never contain the secret itself."""
 
-    file: PathText | None = None
-    """File that holds it, as a Kubernetes secret is mounted; the newline at its end is left out."""
+    file: Annotated[PathText | None, RelativePath.TO_RUN_FILE] = None
+    """File with the secret, such as a mounted Kubernetes Secret. A newline at its end is ignored."""
     environment: ShortText | None = None
-    """Environment variable of the coordinator that holds it."""
+    """Environment variable of the coordinator with the secret."""
 
 
 class Tls(Section):
-    """Encryption. The server's certificate is always verified, its name included."""
+    """TLS. The server's certificate and host name are always verified."""
 
-    ca_file: PathText | None = None
-    """Certificates to trust, PEM. Null: those that the system trusts."""
-    cert_file: PathText | None = None
-    """Certificate that the coordinator shows, PEM; for servers that ask for one (`tls-auth-clients`)."""
-    key_file: PathText | None = None
-    """Its private key, PEM."""
+    ca_file: Annotated[PathText | None, RelativePath.TO_RUN_FILE] = None
+    """CA certificates to trust, PEM. Null: the system's."""
+    cert_file: Annotated[PathText | None, RelativePath.TO_RUN_FILE] = None
+    """Client certificate of the coordinator, PEM, for servers that require one (`tls-auth-clients`). Null: none."""
+    key_file: Annotated[PathText | None, RelativePath.TO_RUN_FILE] = None
+    """Private key of certFile, PEM. Null: none."""
 
 
 class Durability(StrEnum):
@@ -44,45 +44,47 @@ class Durability(StrEnum):
 
 
 class Sentinel(Section):
-    """Redis Sentinels, which know the servers and promote one when the primary is lost. `tls` is for them, too."""
+    """Redis Sentinels, which discover the servers and promote one when the primary fails. `tls` applies to them,
+    too."""
 
     addresses: Addresses
-    """HOST:PORT of the Sentinels. The first one that answers is asked, whenever a connection is made."""
+    """HOST:PORT of the Sentinels. For every new connection, the first one that answers is asked for the primary."""
     master_name: ShortText
-    """What they call the primary, as in `sentinel monitor <masterName> ...`."""
+    """Name of the primary, as in `sentinel monitor <masterName> ...`."""
     password: Secret | None = None
-    """The Sentinels' own password. Null: they ask for none."""
+    """Password of the Sentinels. Null: they require none."""
 
 
 class RedisStore(Section):
     """A Redis server, or a primary with standbys; for runs on a cluster. Either `addresses` or `sentinel` is given."""
 
     addresses: Addresses = ()
-    """HOST:PORT of the primary and of every replica that may be promoted in its place. The one that is a primary and
-    has every acknowledged write is used."""
+    """HOST:PORT of the primary and of every replica that may be promoted. The run uses the one that is the primary and
+    has every acknowledged write."""
     sentinel: Sentinel | None = None
-    """Sentinels to ask for the addresses instead."""
+    """Sentinels, instead of addresses. Null: `addresses` is given."""
     username: Secret | None = None
-    """User of the server's access control list. Null: the default user."""
+    """User in the server's access control list. Null: the default user."""
     password: Secret | None = None
-    """Its password. Null: the server asks for none."""
+    """Password of the user. Null: the server requires none."""
     tls: Tls | None = None
-    """Encryption. Null: none."""
+    """TLS settings. Null: no encryption."""
     database: NotNegative = 0
     """Number of the logical database."""
     key_prefix: ShortText | None = None
-    """Every key of the run is `<keyPrefix>:...`. Null: `specrl:` and the name of the run's folder."""
+    """Prefix of every key of the run: `<keyPrefix>:...`. Null: `specrl:` and the name of the run's folder."""
     timeout_s: Positive = 5
-    """Deadline, in seconds, of connecting and of every call. What takes longer is tried again."""
+    """Deadline of connecting and of every call, in seconds. A call that exceeds it is retried."""
     replica_acks: NotNegative = 0
-    """Replicas of the server that must have received a write before it counts (Redis `WAIT`)."""
+    """Number of the server's replicas that must acknowledge a write before it counts (Redis `WAIT`)."""
     durability: Durability = Durability.EVERY_WRITE
-    """What a restart of the server may lose; one that would lose more is refused. `EveryWrite`: nothing (`appendonly
-    yes`, `appendfsync always`). `EverySecond`: the last seconds (`appendonly yes`). `Volatile`: everything."""
+    """Data that the server may lose when it restarts. A server with weaker settings is refused. `EveryWrite`: nothing
+    (`appendonly yes`, `appendfsync always`). `EverySecond`: the last seconds (`appendonly yes`). `Volatile`:
+    everything."""
 
 
-class Store(Union):
-    """Where the coordinator's state is kept; exactly one member."""
+class Store(UnionSection):
+    """Store of the coordinator's durable state; exactly one member."""
 
     sqlite: SqliteStore | None = None
     """A SQLite file in the run's folder."""

@@ -1,27 +1,39 @@
-"""YAML that people write: the documents of a file, `path=value` overrides, and pydantic's errors in our words.
+"""Hand-written YAML: read a file's documents, parse `path=value` overrides, convert pydantic's errors to Problems.
 
-For run files (`load.py`) and for the simulator's scenarios (`simulator/scenario_file.py`). Both are models of sections
-in camelCase that refuse unknown fields.
+Used for run files (`load.py`) and the simulator's scenarios (`simulator/scenarios/scenario_file.py`). Both are sections
+in camelCase that reject unknown fields.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel
+from pydantic.alias_generators import to_camel
 from pydantic_core import ErrorDetails
 
-from specrl.errors import Problem, SpecInvalid
+from specrl.errors import SpecInvalid, SpecProblem
 from specrl.files import read_text
-from specrl.spec.stand_ins import Location, field_at, section_of
+from specrl.spec.base import Location, Section, find_field, find_section, walk_section_types
 
-UNREADABLE = (yaml.YAMLError, ValueError, RecursionError)
-"""What PyYAML raises. ValueError: of a date with 13 months, and of bytes that are not UTF-8."""
+YAML_ERRORS = (yaml.YAMLError, ValueError, OverflowError, RecursionError)
+"""Exceptions of PyYAML for unreadable input. ValueError: a date with 13 months, or bytes that are not UTF-8.
+OverflowError: a time zone that leads out of the calendar. RecursionError: thousands of nested brackets."""
+
+MOST_VALUES = 100_000
+"""Values in a document, each alias counted with all that it stands for. Eleven lines of aliases would make 10^10."""
+
+_MOST_NUMBER_LETTERS = 100
+"""Letters of a number or a date. PyYAML reads 1:30 to the base 60, in quadratic time."""
+
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")
+
+_NUMBERS = {f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "timestamp")}
 
 _REMEDIES = {
     "missing": "add it",
@@ -41,92 +53,220 @@ _REMEDIES = {
     "string_too_short": "write text",
     "too_long": "remove some",
     "value_error": "write it as the rule says",
-    "string_pattern_mismatch": "use at most 34 lower-case letters, digits and dashes",
     "model_type": "write a mapping of its fields",
     "model_attributes_type": "write a mapping of its fields",
 }
+"""Remedy by pydantic's error type. Other types get the caller's fallback."""
 
 _VERBS = ("match", "have")
-"""How pydantic begins a rule that `must be` does not fit."""
+"""First words of pydantic's rules that follow "must" instead of "must be"."""
+
+
+class _BoundedLoader(yaml.SafeLoader):
+    """The safe loader, which makes plain values only, and not more than `most_values`."""
+
+    most_values = MOST_VALUES
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._composed = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self._composed += 1
+        if self._composed > self.most_values:  # without going on to the end of the file
+            raise self._refuse(f"more than {self.most_values} values")
+        node = super().compose_node(parent, index)
+        if isinstance(node, yaml.ScalarNode):
+            if node.tag in _NUMBERS and len(node.value) > _MOST_NUMBER_LETTERS:
+                raise self._refuse(f"a number of {len(node.value)} letters in line {node.start_mark.line + 1}")
+            if _NO_TEXT.search(node.value):
+                raise self._refuse(f"a NUL or half of a surrogate pair in line {node.start_mark.line + 1}")
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep=deep)
+        except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # of a tag: !!bool x, !!int ''
+            kind = node.tag.rpartition(":")[2]
+            got = f"{str(node.value)[:100]!r} as {kind} in line {node.start_mark.line + 1}"
+            raise self._refuse(got) from error
+
+    def construct_document(self, node: yaml.Node) -> Any:
+        self._count_values(node, {})
+        return super().construct_document(node)
+
+    def _count_values(self, node: yaml.Node, counted: dict[yaml.Node, int]) -> int:
+        """Count the values below a node. counted: of each node that is done; 0 of those that contain this one."""
+        if node in counted:
+            if counted[node] == 0:
+                raise self._refuse(f"an alias of what it lies in, in line {node.start_mark.line + 1}")
+            return counted[node]
+        counted[node] = 0
+        below: list[yaml.Node] = []
+        if isinstance(node, yaml.SequenceNode):
+            below = node.value
+        elif isinstance(node, yaml.MappingNode):
+            below = [item for pair in node.value for item in pair]
+        found = 1 + sum(self._count_values(item, counted) for item in below)
+        if found > self.most_values:
+            raise self._refuse(f"aliases that stand for more than {self.most_values} values")
+        counted[node] = found
+        return found
+
+    @staticmethod
+    def _refuse(problem: str) -> yaml.YAMLError:
+        return yaml.constructor.ConstructorError(problem=problem)
+
+
+class _CardLoader(_BoundedLoader):
+    """For cards of data sets, some of which list a file for each of thousands of configurations."""
+
+    most_values = 10 * MOST_VALUES
+
+
+class _UniqueKeyLoader(_BoundedLoader):
+    """Also refuses a key that is given twice in one mapping."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        given: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in given:
+                place = f"line {key.start_mark.line + 1}"
+                raise yaml.constructor.ConstructorError(problem=f"{key.value} twice in one section, again in {place}")
+            given.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _describe_fault(error: BaseException) -> str:
+    """Say in one line what is wrong and where. The library's own text has a picture of the line, in several lines."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        where = f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
+        return f"{error.problem} in {where}" + (f", {error.context}" if error.context else "")
+    return " ".join(str(error).split())
 
 
 def read_documents(path: Path) -> list[Any]:
-    """The YAML documents of a file. Raises SpecInvalid."""
+    """Read the YAML documents of a file. Raises SpecInvalid if it cannot be read or is not YAML."""
     try:
-        return list(yaml.safe_load_all(read_text(path)))
+        return list(yaml.load_all(read_text(path), Loader=_UniqueKeyLoader))
     except OSError as error:
-        problem = Problem(str(path), f"must be a readable file, got {error.strerror}", "check the path")
+        problem = SpecProblem(str(path), f"must be a readable file, got {error.strerror}", "check the path")
         raise SpecInvalid((problem,)) from error
-    except UNREADABLE as error:
-        reason = " ".join(str(error).split())
-        raise SpecInvalid((Problem(str(path), f"must be YAML, got {reason}", "fix the syntax"),)) from error
+    except YAML_ERRORS as error:
+        reason = _describe_fault(error)
+        raise SpecInvalid((SpecProblem(str(path), f"must be YAML, got {reason}", "fix the syntax"),)) from error
+
+
+def parse_yaml(text: str) -> Any:
+    """Parse one YAML document. Raises YAML_ERRORS."""
+    return _parse(_BoundedLoader(text))
+
+
+def parse_card(text: str) -> Any:
+    """Parse the YAML at the head of a data set's card. Raises YAML_ERRORS."""
+    return _parse(_CardLoader(text))
+
+
+def _parse(loader: _BoundedLoader) -> Any:
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
 
 
 @dataclass(frozen=True)
 class Override:
-    """`a.b.c=value` of a command line. text: the value as it was written; value: what it is as YAML."""
+    """An override `a.b.c=value` of a command line. text: the value as written; value: the value parsed as YAML."""
 
     keys: tuple[str, ...]
     text: str
     value: Any
 
     @property
-    def path(self) -> str:
+    def dotted_path(self) -> str:
         return ".".join(self.keys)
 
     def set_in(self, raw: dict[str, Any]) -> dict[str, Any]:
-        """Give the field its value; returns its section.
+        """Set the field in `raw`, in place. Returns the mapping that contains it, or the item of a list.
 
-        Sections on the way that are missing, or no mappings, become mappings.
+        Sections on the path that are missing, or are not mappings, become mappings. An item of a list is named by its
+        number, from 0. Raises SpecInvalid if the list has no such item.
         """
         *parents, last = self.keys
-        place = raw
+        place: Any = raw
         for key in parents:
-            if not isinstance(place.get(key), dict):
-                place[key] = {}
-            place = place[key]
-        place[last] = self.value
-        return place
+            index = self._find_index(place, key)
+            if isinstance(place, dict):
+                place.setdefault(index, {})
+            if not isinstance(place[index], dict | list):
+                place[index] = {}
+            place = place[index]
+        place[self._find_index(place, last)] = self.value
+        return place if isinstance(place, dict) else {}
+
+    def _find_index(self, place: dict[str, Any] | list[Any], key: str) -> Any:
+        """Return a key of a mapping as it is, and one of a list as the number of an item that is there."""
+        if isinstance(place, dict):
+            return key
+        if not key.isdecimal() or int(key) >= len(place):
+            rule = f"must name an item of a list of {len(place)} by its number, from 0, got {key}"
+            remedy = "use one of these numbers, or change the file"
+            raise SpecInvalid((SpecProblem(f"--set {self.dotted_path}", rule, remedy),))
+        return int(key)
 
 
 def parse_override(override: str, example: str) -> Override:
-    """Raises SpecInvalid for one without path or value, which shows `example`, and for a value that is no YAML."""
+    """Parse an override. Raises SpecInvalid if path or value is missing (its remedy shows `example`) or is not YAML."""
     path, separator, text = override.partition("=")
     keys = tuple(path.split("."))
     if not separator or not all(keys):
-        raise SpecInvalid((Problem("--set", f"must be path=value, got {override!r}", f"as in {example}"),))
+        raise SpecInvalid((SpecProblem("--set", f"must be path=value, got {override!r}", f"as in {example}"),))
     try:
-        value = yaml.safe_load(text)
-    except UNREADABLE as error:
-        raise SpecInvalid((Problem(f"--set {path}", f"must be YAML, got {text!r}", "quote the value"),)) from error
+        value = parse_yaml(text)
+    except YAML_ERRORS as error:
+        raise SpecInvalid((SpecProblem(f"--set {path}", f"must be YAML, got {text!r}", "quote the value"),)) from error
     return Override(keys, text, value)
 
 
-def problem_of(detail: ErrorDetails, model: type[BaseModel], fallback: str) -> Problem:
-    """An error of pydantic's about an instance of `model`. fallback: the remedy where the kind of error has none."""
-    location, kind = detail["loc"], detail["type"]
+def convert_error(detail: ErrorDetails, model: type[Section], fallback: str) -> SpecProblem:
+    """Convert pydantic's error about an instance of `model`. fallback: remedy for error types that have none here."""
+    location = detail["loc"]
+    kind = detail["type"]
     remedy = _REMEDIES.get(kind, fallback)
     if kind == "missing":
-        return Problem(path_of(location), "must be given", remedy)
+        return SpecProblem(format_location(location), "must be given", remedy)
     if kind == "extra_forbidden":
-        return unknown_field(model, location)
+        return report_unknown_field(model, location)
+    # Pydantic's messages become rules: "Input should be greater than 0" is "must be greater than 0".
     message = detail["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     message = message.removeprefix("String should ").removeprefix("Tuple should ")
     rule = message if message.startswith("must") else f"must {'' if message.startswith(_VERBS) else 'be '}{message}"
+    # A whole section would be unreadable in a message, so only its type is shown.
     shown = detail["input"] if not isinstance(detail["input"], dict | list) else type(detail["input"]).__name__
-    return Problem(path_of(location), f"{rule}, got {shown!r}", remedy)
+    return SpecProblem(format_location(location), f"{rule}, got {shown!r}", remedy)
 
 
-def unknown_field(model: type[BaseModel], location: Location) -> Problem:
-    """The problem of a field that its section does not have, with the nearest name of one that it has."""
+def report_unknown_field(model: type[Section], location: Location) -> SpecProblem:
+    """Build the problem of an unknown field. It suggests the section's field with the closest name."""
     *parents, last = location
-    field = field_at(model, parents)
-    section = model if not parents else section_of(field) if field is not None else None
+    field = find_field(model, parents)
+    section = model if not parents else find_section(field) if field is not None else None
     names = [str(field.alias) for field in section.model_fields.values()] if section is not None else []
-    close = difflib.get_close_matches(str(last), names, n=1)
-    return Problem(path_of(location), "is not a field here", f"did you mean {close[0]}?" if close else "remove it")
+    name = to_camel(str(last))  # a name as in Python is the same field
+    close = difflib.get_close_matches(name, names, n=1)
+    if not close:
+        places = walk_section_types(model)
+        close = [
+            f"{path}.{name}".removeprefix(".")
+            for path, other in places
+            if any(field.alias == name for field in other.model_fields.values())
+        ]
+    remedy = f"did you mean {' or '.join(close[:3])}?" if close else "remove it"
+    return SpecProblem(format_location(location), "is not a field here", remedy)
 
 
-def path_of(location: Sequence[int | str]) -> str:
-    """A location as files and messages write it."""
+def format_location(location: Sequence[int | str]) -> str:
+    """Format a location as in messages: `a.b.0.c`."""
     return ".".join(str(part) for part in location)

@@ -1,0 +1,382 @@
+"""Cross-field rules of RLJobs only. They do not apply to local runs, which ignore the fields about the cluster.
+
+The form of a rule is in `rule.py`. `load.py` and `rljob/crd.py` read CLUSTER_RULES.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from pydantic.alias_generators import to_camel
+
+from specrl.spec import cluster
+from specrl.spec.base import HubName, RelativePath, Section, is_gguf, is_optional, walk_section_types
+from specrl.spec.cluster import Gang, Layout, NvLink, OnTrainerFailure, Profile, TlsMode
+from specrl.spec.data import HubSource
+from specrl.spec.generation import Generation
+from specrl.spec.rules.rule import Rule, compare_fields
+from specrl.spec.run import RunSpec, Transport
+from specrl.spec.trainer import Trainer
+
+# `/+`, because a path may repeat its slashes.
+_OWN_FOLDERS = r"^/+(etc|var/+lib)/+specrl(/|$)"
+"""Folders in which the operator mounts the run file and the run's folder (`children/pods.py` of the operator)."""
+
+
+def _require_absolute(section: type[Section], name: str) -> Rule[Section]:
+    """Build the rule that a path is absolute. A relative one would be resolved in a folder that only the pods have."""
+    field = to_camel(name)
+
+    def holds(holder: Section) -> bool:
+        path = getattr(holder, name)
+        return path is None or path.startswith("/")
+
+    guard = f"!has(self.{field}) || " if is_optional(section.model_fields[name]) else ""
+    remedy = "give a path in the pods, such as one below a mountPath of spec.volumes"
+    if HubName.ALLOWED in section.model_fields[name].metadata:
+        remedy += "; pods fetch nothing: fetch a name on the hub to the volume with specrl fetch (docs/hub.md)"
+    return Rule(
+        section,
+        field,
+        "must be an absolute path in an RLJob",
+        remedy,
+        holds,
+        f"{guard}self.{field}.startsWith('/')",
+    )
+
+
+# Every path that a run file may give relative to itself, found by its mark.
+PATHS = tuple(
+    _require_absolute(section, name)
+    for section in dict.fromkeys(section for _, section in walk_section_types(RunSpec))
+    for name, field in section.model_fields.items()
+    if RelativePath.TO_RUN_FILE in field.metadata
+)
+
+
+def _refuse_gguf(section: type[Section]) -> Rule[Any]:
+    """Build the rule that a model is no GGUF file."""
+    guard = "!has(self.path) || " if is_optional(section.model_fields["path"]) else ""
+    return Rule(
+        section,
+        "path",
+        "must not be a GGUF file in an RLJob",
+        "pods convert nothing: convert it to a folder on the volume with specrl fetch FILE --out DIR (docs/hub.md)",
+        lambda holder: holder.path is None or not is_gguf(holder.path),
+        f"{guard}!self.path.endsWith('.gguf')",
+    )
+
+
+# Every model that a local run may name, found by its mark.
+HUB = (
+    *(
+        _refuse_gguf(section)
+        for section in dict.fromkeys(section for _, section in walk_section_types(RunSpec))
+        if any(HubName.ALLOWED in field.metadata for field in section.model_fields.values())
+    ),
+    Rule(
+        HubSource,
+        "files",
+        "must be absolute paths in an RLJob",
+        "pods fetch nothing: fetch the data set to a volume with specrl fetch, and name its files in the pods "
+        "(docs/hub.md)",
+        lambda source: any(file.startswith("/") for file in source.files),
+        "self.files.exists(file, file.startsWith('/'))",
+        lambda source: ", ".join(source.files) or "none",
+    ),
+)
+
+
+def _list_shared_mounts(spec: RunSpec) -> list[str]:
+    paths = [volume.mount_path for volume in spec.volumes]
+    return sorted({path for path in paths if paths.count(path) > 1})
+
+
+# Volumes, and what needs storage that outlives a pod or is shared by pods.
+STORAGE = (
+    Rule(
+        RunSpec,
+        "volumes",
+        "must each have a mountPath of its own",
+        "give one of them another mountPath",
+        lambda spec: not _list_shared_mounts(spec),
+        "self.volumes.all(it, self.volumes.exists_one(other, other.mountPath == it.mountPath))",
+        lambda spec: ", ".join(_list_shared_mounts(spec)),
+    ),
+    Rule(
+        cluster.Volume,
+        "mountPath",
+        "must be an absolute path",
+        "start it with /",
+        lambda volume: volume.mount_path.startswith("/"),
+        "self.mountPath.startsWith('/')",
+    ),
+    Rule(
+        cluster.Volume,
+        "mountPath",
+        "must not be in /etc/specrl or /var/lib/specrl",
+        "use another path; the operator mounts the run's own files there",
+        lambda volume: re.search(_OWN_FOLDERS, volume.mount_path) is None,
+        f"!self.mountPath.matches(r'{_OWN_FOLDERS}')",
+    ),
+    Rule(
+        RunSpec,
+        "checkpoint.claimName",
+        "must be given with failurePolicy.onTrainerFailure RestartFromCheckpoint",
+        "name a PersistentVolumeClaim, or set onTrainerFailure: Fail; without a claim, checkpoints die with their pod",
+        lambda spec: (
+            spec.checkpoint.claim_name is not None or spec.failure_policy.on_trainer_failure is OnTrainerFailure.FAIL
+        ),
+        "has(self.checkpoint.claimName) || self.failurePolicy.onTrainerFailure != 'RestartFromCheckpoint'",
+    ),
+    Rule(
+        RunSpec,
+        "store.sqlite",
+        "must come with checkpoint.claimName",  # otherwise the file would be lost with the coordinator's pod
+        "name a PersistentVolumeClaim, or leave store out, and the operator starts a Redis server",
+        lambda spec: spec.store is None or spec.store.sqlite is None or spec.checkpoint.claim_name is not None,
+        "!has(self.store) || !has(self.store.sqlite) || has(self.checkpoint.claimName)",
+        lambda spec: "none",
+    ),
+    Rule(
+        RunSpec,
+        "weights.transport",
+        "must not be Checkpoint without checkpoint.claimName",  # replicas read the files that the trainer wrote
+        "name a PersistentVolumeClaim that all nodes can mount, or use Auto",
+        lambda spec: spec.weights.transport is not Transport.CHECKPOINT or spec.checkpoint.claim_name is not None,
+        "self.weights.transport != 'Checkpoint' || has(self.checkpoint.claimName)",
+        lambda spec: "no claim",
+    ),
+)
+
+
+def _list_gpus(spec: RunSpec) -> tuple[int, int]:
+    """Return the GPUs of a trainer node and of a replica."""
+    return spec.trainer.gpus_per_node, spec.generation.gpus_per_replica
+
+
+_RANKS = " * ".join(f"self.parallelism.{name}" for name in ("tensor", "context", "pipeline", "data"))
+# GPUs of the roles: enough for the ranks, the same number on every node.
+_GPUS = (
+    Rule(
+        Generation,
+        "gpusPerReplica",
+        "must be 0 or >= tensorParallel",  # with 0, all ranks compute on CPUs
+        "raise it, or lower tensorParallel",
+        lambda it: it.gpus_per_replica == 0 or it.gpus_per_replica >= it.tensor_parallel,
+        "self.gpusPerReplica == 0 || self.gpusPerReplica >= self.tensorParallel",
+        lambda it: f"{it.gpus_per_replica} < {it.tensor_parallel}",
+    ),
+    Rule(
+        Trainer,
+        "numNodes",
+        "must divide the ranks, parallelism.tensor x context x pipeline x data",
+        "choose numNodes so that every node gets the same number of ranks",
+        lambda it: it.parallelism.world_size % it.num_nodes == 0,
+        f"{_RANKS} % self.numNodes == 0",
+        lambda it: f"{it.num_nodes} nodes for {it.parallelism.world_size} ranks",
+    ),
+    Rule(
+        Trainer,
+        "gpusPerNode",
+        "must be 0 or, times numNodes, the ranks, parallelism.tensor x context x pipeline x data",
+        "give every rank its own GPU",
+        lambda it: it.gpus_per_node == 0 or it.gpus_per_node * it.num_nodes == it.parallelism.world_size,
+        f"self.gpusPerNode == 0 || self.gpusPerNode * self.numNodes == {_RANKS}",
+        lambda it: f"{it.gpus_per_node} x {it.num_nodes} for {it.parallelism.world_size} ranks",
+    ),
+    Rule(
+        RunSpec,
+        "weights.transport",
+        "must not be Nccl without GPUs on both sides",
+        "give trainer.gpusPerNode and generation.gpusPerReplica, or use Auto",
+        lambda it: it.weights.transport is not Transport.NCCL or 0 not in _list_gpus(it),
+        "self.weights.transport != 'Nccl' || (self.trainer.gpusPerNode > 0 && self.generation.gpusPerReplica > 0)",
+        lambda it: f"{' and '.join(map(str, _list_gpus(it)))} GPUs",
+    ),
+)
+
+
+def _require_gpus(field: str, gpus: Callable[[RunSpec], int]) -> Rule[RunSpec]:
+    """Build the rule that a role has GPUs with profile GB200, whose nodes all have GPUs."""
+    return Rule(
+        RunSpec,
+        field,
+        "must be > 0 with placement.profile GB200",
+        "set the number of GPUs, or use profile Generic",
+        lambda spec: spec.placement.profile is not Profile.GB200 or gpus(spec) > 0,
+        f"self.placement.profile != 'GB200' || self.{field} > 0",
+    )
+
+
+def _count_all_gpus(spec: RunSpec) -> int:
+    # The placement must hold for the largest number of replicas that users or the autoscaler may set.
+    scaling = spec.generation.autoscaling
+    replicas = max(spec.generation.replicas, scaling.max_replicas if scaling is not None else 0)
+    return spec.trainer.num_nodes * spec.trainer.gpus_per_node + replicas * spec.generation.gpus_per_replica
+
+
+def _takes_whole_nodes(spec: RunSpec, gpus: int) -> bool:
+    """Whether pods with so many GPUs may have an NVLink channel, or get none."""
+    return spec.placement.nvlink is NvLink.DISABLED or gpus == 0 or gpus >= spec.placement.gpus_per_node
+
+
+# The CEL form of `_count_all_gpus`.
+_REPLICAS = "self.generation.replicas"
+_MAX = "self.generation.autoscaling.maxReplicas"
+_MOST = f"(has(self.generation.autoscaling) && {_MAX} > {_REPLICAS} ? {_MAX} : {_REPLICAS})"
+_ALL_GPUS = f"self.trainer.numNodes * self.trainer.gpusPerNode + {_MOST} * self.generation.gpusPerReplica"
+# The CEL form of `Placement.gpus_per_domain`.
+_DOMAIN = "self.placement.nodesPerDomain * self.placement.gpusPerNode"
+_WHOLE_NODES = "use whole nodes, or set nvlink: Disabled; a node has an NVLink channel for one pod only"
+PLACEMENT = (
+    *_GPUS,
+    Rule(
+        cluster.Placement,
+        "nvlink",
+        "must be Disabled with profile Generic",
+        "use profile GB200; only such nodes have NVLink between nodes",
+        lambda it: it.nvlink is NvLink.DISABLED or it.profile is Profile.GB200,
+        "self.nvlink == 'Disabled' || self.profile == 'GB200'",
+    ),
+    _require_gpus("trainer.gpusPerNode", lambda spec: spec.trainer.gpus_per_node),
+    _require_gpus("generation.gpusPerReplica", lambda spec: spec.generation.gpus_per_replica),
+    compare_fields(
+        RunSpec,
+        "trainer.gpusPerNode",
+        "<=",
+        "placement.gpusPerNode",
+        "use more nodes, or set placement.gpusPerNode to the GPUs that a node has",
+    ),
+    Rule(
+        RunSpec,
+        "generation.gpusPerReplica",
+        "must be <= placement.gpusPerNode or a multiple of it",
+        "choose a number for which a replica takes a part of one node, or whole nodes",
+        lambda it: (
+            it.generation.gpus_per_replica <= it.placement.gpus_per_node
+            or it.generation.gpus_per_replica % it.placement.gpus_per_node == 0
+        ),
+        "self.generation.gpusPerReplica <= self.placement.gpusPerNode || "
+        "self.generation.gpusPerReplica % self.placement.gpusPerNode == 0",
+        lambda it: f"{it.generation.gpus_per_replica} at {it.placement.gpus_per_node} a node",
+    ),
+    Rule(
+        RunSpec,
+        "generation.gpusPerReplica",
+        "must equal tensorParallel if it is more than placement.gpusPerNode",
+        "set both to the same number; a replica of several nodes has a rank on every GPU",
+        lambda it: (
+            it.generation.gpus_per_replica <= it.placement.gpus_per_node
+            or it.generation.gpus_per_replica == it.generation.tensor_parallel
+        ),
+        "self.generation.gpusPerReplica <= self.placement.gpusPerNode || "
+        "self.generation.gpusPerReplica == self.generation.tensorParallel",
+        lambda it: f"{it.generation.gpus_per_replica} with {it.generation.tensor_parallel}",
+    ),
+    # NVLink between nodes needs an IMEX channel. A node has one channel to give out, so a pod must take the whole node.
+    Rule(
+        RunSpec,
+        "trainer.gpusPerNode",
+        "must equal placement.gpusPerNode with placement.nvlink Preferred or Required",
+        _WHOLE_NODES,
+        lambda it: _takes_whole_nodes(it, it.trainer.gpus_per_node),
+        "self.placement.nvlink == 'Disabled' || self.trainer.gpusPerNode == 0 || "
+        "self.trainer.gpusPerNode >= self.placement.gpusPerNode",
+        lambda it: f"{it.trainer.gpus_per_node} of {it.placement.gpus_per_node}",
+    ),
+    Rule(
+        RunSpec,
+        "generation.gpusPerReplica",
+        "must be >= placement.gpusPerNode with placement.nvlink Preferred or Required",
+        _WHOLE_NODES,
+        lambda it: _takes_whole_nodes(it, it.generation.gpus_per_replica),
+        "self.placement.nvlink == 'Disabled' || self.generation.gpusPerReplica == 0 || "
+        "self.generation.gpusPerReplica >= self.placement.gpusPerNode",
+        lambda it: f"{it.generation.gpus_per_replica} of {it.placement.gpus_per_node}",
+    ),
+    Rule(
+        RunSpec,
+        "generation.gpusPerReplica",
+        "must be <= placement.nodesPerDomain x placement.gpusPerNode with profile GB200",
+        "lower it; a replica must not straddle NVLink domains",
+        lambda it: (
+            it.placement.profile is not Profile.GB200 or it.generation.gpus_per_replica <= it.placement.gpus_per_domain
+        ),
+        f"self.placement.profile != 'GB200' || self.generation.gpusPerReplica <= {_DOMAIN}",
+        lambda it: f"{it.generation.gpus_per_replica} > {it.placement.gpus_per_domain}",
+    ),
+    Rule(
+        RunSpec,
+        "trainer.numNodes",
+        "must be <= placement.nodesPerDomain with layout SeparateDomains or nvlink Required",
+        "use fewer nodes, or let the trainer straddle domains with layout Any and nvlink Preferred",
+        lambda it: (
+            (it.placement.layout is not Layout.SEPARATE_DOMAINS and it.placement.nvlink is not NvLink.REQUIRED)
+            or it.trainer.num_nodes <= it.placement.nodes_per_domain
+        ),
+        "(self.placement.layout != 'SeparateDomains' && self.placement.nvlink != 'Required') || "
+        "self.trainer.numNodes <= self.placement.nodesPerDomain",
+        lambda it: f"{it.trainer.num_nodes} > {it.placement.nodes_per_domain}",
+    ),
+    Rule(
+        RunSpec,
+        "placement.layout",
+        "must not be SameDomain if trainer and replicas have more GPUs than one NVLink domain",
+        "lower generation.replicas or autoscaling.maxReplicas, or use Any or SeparateDomains",
+        lambda it: it.placement.layout is not Layout.SAME_DOMAIN or _count_all_gpus(it) <= it.placement.gpus_per_domain,
+        f"self.placement.layout != 'SameDomain' || {_ALL_GPUS} <= {_DOMAIN}",
+        lambda it: f"{_count_all_gpus(it)} > {it.placement.gpus_per_domain}",
+    ),
+)
+
+
+# Replica counts: the minimum for Ready must be reachable, with and without the autoscaler.
+_FEWEST = "failurePolicy.minGenerationReplicas"
+SCALE = (
+    compare_fields(cluster.Autoscaling, "minReplicas", "<=", "maxReplicas", "swap the two"),
+    compare_fields(RunSpec, _FEWEST, "<=", "generation.replicas", "lower it, or ask for more replicas"),
+    compare_fields(RunSpec, _FEWEST, "<=", "generation.autoscaling.minReplicas", "lower it, or raise minReplicas"),
+)
+
+# Fields that belong to one mode of a section and must not be given with another.
+MODES = (
+    Rule(
+        cluster.Scheduling,
+        "queueName",
+        "must be given with gang Kueue",
+        "name a LocalQueue, or use another gang",
+        lambda it: it.gang is not Gang.KUEUE or it.queue_name is not None,
+        "self.gang != 'Kueue' || has(self.queueName)",
+    ),
+    Rule(
+        cluster.Scheduling,
+        "queueName",
+        "must not be given with gang None",
+        "remove it, or set gang: Auto; a job that names a queue must be admitted by it",
+        lambda it: it.gang is not Gang.NONE or it.queue_name is None,
+        "self.gang != 'None' || !has(self.queueName)",
+    ),
+    Rule(
+        cluster.PeerTls,
+        "issuer",
+        "must be given with mode CertManager, and with no other mode",
+        "name a cert-manager issuer, or change the mode",
+        lambda it: (it.issuer is not None) == (it.mode is TlsMode.CERT_MANAGER),
+        "has(self.issuer) == (self.mode == 'CertManager')",
+        lambda it: f"{'none' if it.issuer is None else it.issuer.name} with mode {it.mode.value}",
+    ),
+    Rule(
+        cluster.PeerTls,
+        "secretName",
+        "must be given with mode ExistingSecret, and with no other mode",
+        "name the Secret, or change the mode",
+        lambda it: (it.secret_name is not None) == (it.mode is TlsMode.EXISTING_SECRET),
+        "has(self.secretName) == (self.mode == 'ExistingSecret')",
+        lambda it: f"{it.secret_name or 'none'} with mode {it.mode.value}",
+    ),
+)
+
+CLUSTER_RULES: tuple[Rule[Any], ...] = (*PATHS, *HUB, *STORAGE, *PLACEMENT, *SCALE, *MODES)
