@@ -1,0 +1,136 @@
+"""Fetches a model: config, tokenizer, chat template and safetensors files. It fetches no code.
+
+The small files come first. A model that cannot be trained is refused by its config, and one without weights in
+safetensors by its list of files, before the first of many gigabytes. Called by `run_sources` and `specrl fetch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from specrl.errors import FetchFailed
+from specrl.files import read_object
+from specrl.hub.client import Listing, Repository, list_repository
+from specrl.hub.fetching import NO_DISPLAY, FetchDisplay, check_room, fetch_files
+from specrl.hub.gguf_models import GgufWish, convert_gguf
+from specrl.models.policy_config import parse_policy_config
+from specrl.spec.base import is_gguf
+from specrl.tensor_files import INDEX, NEEDED_FILES
+
+SMALL_FILES = (*NEEDED_FILES, INDEX)
+"""Files at the top of a repository that are fetched beside the weights, by name or pattern."""
+
+WEIGHTS = "model.safetensors"
+
+_SEE = "fetch it again, or use another revision"
+
+
+@dataclass(frozen=True)
+class ModelWish:
+    """A model on the hub. is_policy: it must be of a family that specrl trains.
+
+    check: is called with the folder and the bytes of the weights before these are fetched, and may raise a SpecrlError.
+    """
+
+    repository: Repository
+    is_policy: bool = True
+    check: Callable[[Path, int], None] | None = None
+
+
+@dataclass(frozen=True)
+class FetchedModel:
+    """A model that has been fetched. folder: of its files. gguf: types of the matrices of the GGUF file that it was
+    converted from; None: nothing was converted."""
+
+    listing: Listing
+    folder: Path
+    gguf: str | None = None
+
+
+def fetch_model(wish: ModelWish, display: FetchDisplay = NO_DISPLAY, cache: Path | None = None) -> FetchedModel:
+    """Fetch a model.
+
+    The one GGUF file of a repository without safetensors is fetched and converted. Raises FetchFailed, and
+    CheckpointInvalid for a policy that specrl cannot train.
+    """
+    repository = wish.repository
+    listing = list_repository(repository, cache)
+    if WEIGHTS not in listing.sizes and INDEX not in listing.sizes:
+        files = [file for file in listing.sizes if is_gguf(file) and "/" not in file]
+        if len(files) == 1:
+            return _fetch_gguf(wish, listing, files[0], display)
+    small = [file for file in listing.sizes if any(fnmatchcase(file, known) for known in SMALL_FILES)]
+    if "config.json" not in small:
+        raise FetchFailed(
+            f"{repository.field} must be a model in the format of Hugging Face, got {repository.name} without a "
+            f"config.json{_describe_place(listing)}; {_suggest_format(listing)}"
+        )
+    fetch_files(listing, small, display)
+    try:
+        config = read_object(listing.folder / "config.json")
+    except (OSError, ValueError) as error:
+        raise FetchFailed(f"{repository.field} must have a readable config.json, got {error}; {_SEE}") from error
+    if wish.is_policy:
+        parse_policy_config(config, listing.folder)
+    weights = _list_weights(listing)
+    check_room(listing, weights)
+    if wish.check is not None:
+        wish.check(listing.folder, sum(listing.sizes[file] for file in weights))
+    fetch_files(listing, weights, display)
+    return FetchedModel(listing, listing.folder)
+
+
+def _fetch_gguf(wish: ModelWish, listing: Listing, file: str, display: FetchDisplay) -> FetchedModel:
+    fetch_files(listing, [file], display)
+    converted = convert_gguf(GgufWish(listing.folder / file, wish.repository.field, wish.check), display)
+    return FetchedModel(listing, converted.folder, converted.kinds)
+
+
+def _suggest_format(listing: Listing) -> str:
+    if any(is_gguf(file) for file in listing.sizes):
+        return f"download one of its GGUF files from {listing.repository.url}, and name that file"
+    return f"see {listing.repository.url}"
+
+
+def _list_weights(listing: Listing) -> list[str]:
+    """Return the files of the weights: those of the index, or the one file that transformers loads.
+
+    Other safetensors files are left out: some repositories hold a second copy in one file, or an adapter.
+    """
+    repository = listing.repository
+    files = [WEIGHTS] if WEIGHTS in listing.sizes else []
+    if INDEX in listing.sizes:
+        try:
+            named = read_object(listing.folder / INDEX)["weight_map"].values()
+            files = sorted({str(file) for file in named})
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise FetchFailed(f"{repository.field} must have a readable {INDEX}, got {error}; {_SEE}") from error
+    absent = [file for file in files if file not in listing.sizes or "/" in file]
+    if absent:
+        raise FetchFailed(f"{repository.field} must have every file of its index, got none named {absent[0]}; {_SEE}")
+    if not files:
+        raise FetchFailed(
+            f"{repository.field} must have its weights as safetensors, got none in {repository.name}"
+            f"{_describe_place(listing)}; {_suggest_weights(listing)}"
+        )
+    return files
+
+
+def _describe_place(listing: Listing) -> str:
+    """Describe that only the cache was looked at, if that is so."""
+    return f" in the cache, which may lack files ({listing.notice})" if listing.notice else ""
+
+
+def _suggest_weights(listing: Listing) -> str:
+    kinds = {Path(file).suffix for file in listing.sizes}
+    if ".bin" in kinds or ".pt" in kinds or ".pth" in kinds:
+        return (
+            "its .bin files may hold code and are not read: save it with transformers' save_pretrained, "
+            f"or look for a revision with safetensors at {listing.repository.url}/discussions"
+        )
+    if ".gguf" in kinds:
+        return f"download one of its GGUF files from {listing.repository.url}, and name that file"
+    return "use another one"
