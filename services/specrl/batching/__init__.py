@@ -1,7 +1,10 @@
-"""Stage 4 of the loop: from graded groups to the batch of one optimizer step."""
+"""Turns the graded groups of a step into the batch that the trainer takes one optimizer step on.
 
-from specrl.batching.advantages import batch_advantages, has_signal
-from specrl.batching.assemble import assemble
-from specrl.batching.shaping import overlong_penalties
+The coordinator calls `assemble_batch`. Everything here is a pure function of its arguments.
+"""
 
-__all__ = ["assemble", "batch_advantages", "has_signal", "overlong_penalties"]
+from specrl.batching.advantages import compute_advantages, has_signal
+from specrl.batching.assemble import assemble_batch
+from specrl.batching.shaping import compute_overlong_penalties
+
+__all__ = ["assemble_batch", "compute_advantages", "compute_overlong_penalties", "has_signal"]

@@ -1,18 +1,35 @@
-"""Stage 1 of the loop: from a data set or a problem family to an endless, seekable stream of prompts."""
+"""Turn a data set or a problem family into an endless, seekable stream of prompts.
 
-from specrl.prompts.columns import Problem
-from specrl.prompts.sources import ProblemSource, open_source
-from specrl.prompts.stream import PromptStream, Sources, load_prompts, load_validation, open_sources
-from specrl.prompts.templates import PromptTemplate
+`sources` reads problems, `columns` and `questions` read a record, `templates` formats and tokenizes, `stream` shuffles
+and serves, `mixing` distributes positions over several sources. The coordinator asks for prompts by position; `specrl
+rewards grade` and `specrl sft` read the same sources. Of this package only `families` is for users' code
+(docs/python-api.md).
+"""
+
+from specrl.prompts.columns import DatasetProblem
+from specrl.prompts.sources import ProblemSource, open_problem_source
+from specrl.prompts.stream import (
+    NamedProblems,
+    ProblemSources,
+    PromptStream,
+    SourceIdentity,
+    load_prompts,
+    load_validation,
+    open_sources,
+)
+from specrl.prompts.templates import PromptTemplate, check
 
 __all__ = [
-    "Problem",
+    "DatasetProblem",
+    "NamedProblems",
     "ProblemSource",
+    "ProblemSources",
     "PromptStream",
     "PromptTemplate",
-    "Sources",
+    "SourceIdentity",
+    "check",
     "load_prompts",
     "load_validation",
-    "open_source",
+    "open_problem_source",
     "open_sources",
 ]

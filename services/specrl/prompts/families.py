@@ -1,32 +1,43 @@
-"""Generated problem families: verifiable problems without a data set, for demos, tests and benchmarks.
+"""Generate families of verifiable problems, for demos, tests and benchmarks that have no data set.
 
-Stage 1 of the loop when a run names a family instead of a file. Invariant: a problem is a pure function of
-(family, seed, index, difficulty), the same on every machine and in every process, so a prompt stream over a family
-is seekable without state. Each problem comes with a worked solution, which only supervised warm-up reads
-(`examples/demo/make_policy.py`); a run gives the policy the question and the verifier the answer.
+`sources` uses this module if a run names a family instead of a file. It is public (docs/python-api.md). Invariant: a
+problem is a pure function of (family, seed, index, difficulty), the same on every machine and in every process. So a
+prompt stream over a family can seek without state. Each problem has a worked solution, which only the supervised
+warm-up reads (`examples/demo/make_policy.py`). A run gives the question to the policy and the answer to the verifier.
 
-A worked solution is one line per step, and ends in `#### <answer>` as in GSM8K. The number of steps is long-tailed,
-hence so are rollout lengths. Problems of two seeds are drawn independently and may coincide when they are short:
-pass the questions seen in training as `exclude` to `held_out_problems` for a validation set that shares none.
+A worked solution has one line per step, and ends in `#### <answer>` as in GSM8K. The number of steps has a long tail,
+and so do the lengths of rollouts. Problems of two seeds are drawn independently, so short ones may coincide. For a
+validation set without training questions, pass these as `exclude` to `held_out_problems`.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from random import Random
 
 from specrl.errors import DatasetInvalid
 
+__all__ = [
+    "Difficulty",
+    "GeneratedProblem",
+    "default_difficulty",
+    "family_names",
+    "generate_problem",
+    "held_out_problems",
+    "stream_problems",
+]
+
 
 @dataclass(frozen=True, slots=True)
 class Difficulty:
-    """How large a family's problems are.
+    """The size of a family's problems. Raises DatasetInvalid for values out of range.
 
-    shortest, longest: least and greatest number of steps (operations; digit columns for `addition`).
-    tail: probability that a problem goes on by one more step, so lengths are geometric; 0 makes all `shortest`.
-    largest_operand: greatest number that one step adds or takes, >= 1. `addition` and `wheels` ignore it.
-    largest_value: greatest running total, > largest_operand. `addition` and `wheels` ignore it.
+    shortest, longest: fewest and most steps (operations; digit columns for `addition`).
+    tail: probability of each further step, so lengths are geometric; with 0 all problems have `shortest` steps.
+    largest_operand: largest number that one step adds or subtracts, >= 1. `addition` and `wheels` ignore it.
+    largest_value: largest running total, > largest_operand. `addition` and `wheels` ignore it.
     """
 
     shortest: int
@@ -42,7 +53,7 @@ class Difficulty:
                 "give the least and the greatest number of steps"
             )
         if not 0.0 <= self.tail < 1.0:
-            raise DatasetInvalid(f"tail must be in [0, 1), got tail={self.tail}; it is a probability of one more step")
+            raise DatasetInvalid(f"tail must be in [0, 1), got tail={self.tail}; give the probability of one more step")
         if not 1 <= self.largest_operand < self.largest_value:
             raise DatasetInvalid(
                 f"largest_operand must be between 1 and largest_value - 1, got largest_operand={self.largest_operand}, "
@@ -51,8 +62,8 @@ class Difficulty:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
-    """One question with its answer, and the worked solution that ends in `#### <answer>`."""
+class GeneratedProblem:
+    """One generated question with its answer, and the worked solution that ends in `#### <answer>`."""
 
     family: str
     seed: int
@@ -64,56 +75,59 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A kind of problem: its usual difficulty, and how one is drawn and written."""
+    """A kind of problem: its default difficulty, and the function that draws and writes one.
 
-    name: str
+    write: returns a question, the steps of its solution, and the answer.
+    """
+
     difficulty: Difficulty
     write: Callable[[Random, Difficulty], tuple[str, list[str], int | str]]
 
 
 def family_names() -> list[str]:
-    """Name every family, in the order of the documentation."""
+    """Return the names of all families, in the order of the documentation."""
     return list(_FAMILIES)
 
 
 def default_difficulty(family: str) -> Difficulty:
-    """Return the difficulty a family has when none is given. Raises DatasetInvalid for an unknown family."""
-    return _family(family).difficulty
+    """Return a family's default difficulty. Raises DatasetInvalid for an unknown family."""
+    return _find_family(family).difficulty
 
 
-def generate_problem(family: str, seed: int, index: int, difficulty: Difficulty | None = None) -> Problem:
-    """Write problem number `index` of a family's stream `seed`.
+def generate_problem(family: str, seed: int, index: int, difficulty: Difficulty | None = None) -> GeneratedProblem:
+    """Generate problem number `index` (from 0) of a family's stream `seed`.
 
-    Cheap (some 10 us) and without state: any index, in any order, in any process gives the same problem.
+    It takes about 10 us and keeps no state: an index gives the same problem in any order and in any process.
     Raises DatasetInvalid for an unknown family or a negative index.
     """
-    kind = _family(family)
+    kind = _find_family(family)
     if index < 0:
         raise DatasetInvalid(f"index must be >= 0, got index={index}; streams start at 0")
-    # A string seed is hashed with SHA-512: unlike hash(), the same in every process.
+    # Random hashes a string seed with SHA-512, which unlike hash() is the same in every process.
     rng = Random(f"{family}/{seed}/{index}")  # noqa: S311 - problems, not secrets
     question, steps, answer = kind.write(rng, difficulty or kind.difficulty)
     solution = "\n".join([*steps, f"#### {answer}"])
-    return Problem(family, seed, index, question, solution, str(answer))
+    return GeneratedProblem(family, seed, index, question, solution, str(answer))
 
 
-def stream_problems(family: str, seed: int, start: int = 0, difficulty: Difficulty | None = None) -> Iterator[Problem]:
-    """Yield a family's problems from index `start` on, without end."""
-    index = start
-    while True:
+def stream_problems(
+    family: str, seed: int, start: int = 0, difficulty: Difficulty | None = None
+) -> Iterator[GeneratedProblem]:
+    """Yield a family's problems from index `start` on, endlessly."""
+    for index in itertools.count(start):
         yield generate_problem(family, seed, index, difficulty)
-        index += 1
 
 
 def held_out_problems(
     family: str, seed: int, count: int, exclude: Collection[str] = (), difficulty: Difficulty | None = None
-) -> list[Problem]:
-    """Take the first `count` problems of a stream whose questions differ from each other and from `exclude`.
+) -> list[GeneratedProblem]:
+    """Return the first `count` problems of a stream whose questions differ from each other and from `exclude`.
 
-    Raises DatasetInvalid when the family has too few problems at this difficulty (100 draws for each one wanted).
+    Raises DatasetInvalid if the family has too few problems at this difficulty, that is, if 100 draws per problem do
+    not suffice.
     """
     seen = set(exclude)
-    found: list[Problem] = []
+    found: list[GeneratedProblem] = []
     for problem in stream_problems(family, seed, difficulty=difficulty):
         if len(found) == count:
             return found
@@ -128,7 +142,7 @@ def held_out_problems(
     )
 
 
-def _family(name: str) -> Family:
+def _find_family(name: str) -> Family:
     if name not in _FAMILIES:
         raise DatasetInvalid(
             f"family must be one of {', '.join(_FAMILIES)}, got family={name!r}; see prompts/families.py"
@@ -144,7 +158,8 @@ def _draw_steps(rng: Random, difficulty: Difficulty) -> int:
 
 
 def _draw_change(rng: Random, total: int, difficulty: Difficulty) -> int:
-    """Draw a change != 0 that keeps the running total within 0..largest_value."""
+    """Draw a change != 0 that keeps the running total within 0 to largest_value."""
+    # One number fewer than the range holds, then shifted by one from 0 upwards: so 0 is never drawn.
     lowest = max(-difficulty.largest_operand, -total)
     highest = min(difficulty.largest_operand, difficulty.largest_value - total)
     change = rng.randint(lowest, highest - 1)
@@ -152,16 +167,17 @@ def _draw_change(rng: Random, total: int, difficulty: Difficulty) -> int:
 
 
 def _write_addition(rng: Random, difficulty: Difficulty) -> tuple[str, list[str], int]:
-    """`Add 478 and 65.`: columns from the right, each with the carry it takes and the carry it leaves."""
+    """Write `Add 478 and 65.`: one step per column from the right, each with the carry in and the carry out."""
     columns = _draw_steps(rng, difficulty)
-    first = rng.randint(10 ** (columns - 1), 10**columns - 1)
+    first = rng.randint(10 ** (columns - 1), 10**columns - 1)  # has all columns; the other may be shorter
     second = rng.randint(1, 10**columns - 1)
     if rng.random() < 0.5:
         first, second = second, first
     steps: list[str] = []
     carry = 0
     for column in range(columns):
-        a, b = first // 10**column % 10, second // 10**column % 10
+        a = first // 10**column % 10
+        b = second // 10**column % 10
         total = a + b + carry
         steps.append(f"{a}+{b}+{carry}={total // 10}{total % 10}")
         carry = total // 10
@@ -172,9 +188,10 @@ _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct",
 
 
 def _write_ledger(rng: Random, difficulty: Difficulty) -> tuple[str, list[str], int]:
-    """`Stock: 7. Jan +5 Feb -3`: the running total after each month's change."""
+    """Write `Stock: 7. Jan +5 Feb -3`: one step per month, with the running total after its change."""
     total = rng.randint(1, difficulty.largest_operand)
-    entries, steps = [f"Stock: {total}."], []
+    entries = [f"Stock: {total}."]
+    steps = []
     for month in _MONTHS[: _draw_steps(rng, difficulty)]:
         change = _draw_change(rng, total, difficulty)
         entries.append(f"{month} {change:+d}")
@@ -184,14 +201,15 @@ def _write_ledger(rng: Random, difficulty: Difficulty) -> tuple[str, list[str], 
 
 
 _DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
-
-
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def _write_wheels(rng: Random, difficulty: Difficulty) -> tuple[str, list[str], str]:
-    """`Wheels at Tue K. Turn 3 times.`: where a wheel of days and one of letters stand, turn by turn."""
-    day, letter, turns = rng.randrange(7), rng.randrange(26), _draw_steps(rng, difficulty)
+    """Write `Wheels at Tue K. Turn 3 times.`: one step per turn of a wheel of days and a wheel of letters."""
+    # The first line of the solution is the start; the number in front counts the remaining turns down to 0.
+    day = rng.randrange(7)
+    letter = rng.randrange(26)
+    turns = _draw_steps(rng, difficulty)
     stands = [f"{_DAYS[(day + turn) % 7]} {_LETTERS[(letter + turn) % 26]}" for turn in range(turns + 1)]
     steps = [f"{turns - turn} {stand}" for turn, stand in enumerate(stands)]
     return f"Wheels at {stands[0]}. Turn {turns} times.", steps, stands[-1]
@@ -204,8 +222,9 @@ _LOSSES = ("loses", "sells", "gives away")
 
 
 def _write_word_problem(rng: Random, difficulty: Difficulty) -> tuple[str, list[str], int]:
-    """`Mia has 7 pens. She ...`: the same chain told as a story, in the manner of GSM8K."""
-    name, things = rng.choice(_NAMES), rng.choice(_THINGS)
+    """Write `Mia has 7 pens. Mia buys 2. ...`: a chain as in `ledger`, in sentences as in GSM8K."""
+    name = rng.choice(_NAMES)
+    things = rng.choice(_THINGS)
     total = rng.randint(1, difficulty.largest_operand)
     sentences = [f"{name} has {total} {things}."]
     steps: list[str] = []
@@ -219,13 +238,8 @@ def _write_word_problem(rng: Random, difficulty: Difficulty) -> tuple[str, list[
 
 
 _FAMILIES = {
-    family.name: family
-    for family in (
-        Family("wheels", Difficulty(shortest=2, longest=18, tail=0.85), _write_wheels),
-        Family("addition", Difficulty(shortest=2, longest=8, tail=0.6), _write_addition),
-        Family(
-            "ledger", Difficulty(shortest=3, longest=9, tail=0.7, largest_operand=3, largest_value=9), _write_ledger
-        ),
-        Family("wordProblem", Difficulty(shortest=2, longest=8, tail=0.6), _write_word_problem),
-    )
+    "wheels": Family(Difficulty(shortest=2, longest=18, tail=0.85), _write_wheels),
+    "addition": Family(Difficulty(shortest=2, longest=8, tail=0.6), _write_addition),
+    "ledger": Family(Difficulty(shortest=3, longest=9, tail=0.7, largest_operand=3, largest_value=9), _write_ledger),
+    "wordProblem": Family(Difficulty(shortest=2, longest=8, tail=0.6), _write_word_problem),
 }

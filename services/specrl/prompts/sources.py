@@ -1,253 +1,308 @@
-"""Where problems come from: JSONL, Parquet, or a generated family, behind one protocol.
+"""Read problems from JSONL, from Parquet, from the files of a data set on the hub, or from a generated family.
 
-Stage 1 of the loop, read once when the coordinator starts (`stream.open_sources`). Invariant: a source that opens is
-sound. Every record has a question and an answer, and a malformed one stops the run before it starts, named by file,
-line and field; or, with `onBadLine: Skip`, is left out and counted. Problems are held in memory: a million of GSM8K's
-size take about 1 GB. What columns hold is read by `columns`.
+Sources are read once, when the coordinator starts (`stream.open_sources`). Invariant: every problem of an open source
+has a valid question and answer. A malformed record stops the run before it starts, with file, line and field. With
+`onBadLine: Skip` it is left out and counted instead. Problems are held in memory: a million of GSM8K's size take about
+1 GB. `columns` reads the single record.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import gzip
+import json
+import zlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, cast
+
+import xxhash
 
 from specrl.errors import DatasetInvalid
+from specrl.files import open_regular
+from specrl.machine import available_memory_bytes
 from specrl.prompts import families
-from specrl.prompts.columns import Problem, Record, json_record, table_references
-from specrl.spec.data import FileSource, GeneratedSource, OnBadLine, PromptSource
+from specrl.prompts.columns import (
+    DatasetProblem,
+    DatasetRecord,
+    measure_memory,
+    parse_json_record,
+)
+from specrl.prompts.data_files import has_json_list, read_csv_rows, read_json_rows
+from specrl.prompts.parquet_rows import read_parquet_rows
+from specrl.spec.data import FieldMapping, FileSource, GeneratedSource, HubSource, OnBadLine, PromptSource
 
 LINE_BYTES = 64 << 20
-"""Of one record. A line without an end would otherwise be read until memory is full."""
+"""Most bytes of one record, 64 MiB. A file without line ends would otherwise be read until memory is full."""
 
-REMEDY = "correct the file, or leave out what is wrong with onBadLine: Skip"
+PASSED_OVER_BYTES = 1 << 30
+"""Most bytes without a record: blank lines, or the rest of a line that is too long. A packed file may have many."""
 
-SHOWN = 10
-"""Faults spelled out in one message. More of them are mostly the same fault again; the rest are counted."""
+FILE_REMEDY = "correct the file, or leave out the malformed records with onBadLine: Skip"
 
-
-@dataclass(frozen=True)
-class LeftOut:
-    """What a source was read without or has more than once. skipped: `file:line: fault` of each record left out."""
-
-    skipped: tuple[str, ...] = ()
-    repeated: int = 0
-    """Records whose question an earlier one has, too. They are kept: such a problem is asked more often."""
-
-
-class ProblemSource(Protocol):
-    """A finite list of problems. Implementations: `FileProblems`, `GeneratedProblems`."""
-
-    def __len__(self) -> int:
-        """Problems in the source, at least 1."""
-
-    def problem(self, index: int) -> Problem:
-        """Problem number `index`, 0 <= index < len."""
-
-    def place(self, index: int) -> str:
-        """Where a person finds that problem: `train.jsonl:17`."""
-
-    @property
-    def left_out(self) -> LeftOut:
-        """What it was read without."""
-
-    def without(self, faults: Mapping[int, str]) -> ProblemSource:
-        """The same without some problems, each with what is wrong with it. Raises DatasetInvalid if none may go."""
+SHOWN_FAULTS = 10
+"""Faults listed in one message; the rest are counted. Further faults mostly repeat the first ones."""
 
 
 @dataclass(frozen=True)
-class FileProblems:
-    """Problems of a file. `rows[i]` is the line (JSONL) or row (Parquet) of problem i, from 1.
+class ProblemSource:
+    """A finite list of problems.
 
-    can_skip: whether bad records are left out, or refused; skipped: those that were.
+    name: the file or the family, for messages. numbers: of each problem, its line (JSONL) or row (Parquet) from 1.
+    can_skip: whether problems may be left out (`onBadLine: Skip`). remedy: what a user does if they may not.
+    skipped: `file:line: fault` of each record that was left out. revision: of the data set, if it has revisions.
     """
 
-    path: str
-    problems: Sequence[Problem]
-    rows: Sequence[int]
-    can_skip: bool
+    name: str
+    problems: Sequence[DatasetProblem]
+    numbers: Sequence[int]
+    can_skip: bool = False
+    remedy: str = FILE_REMEDY
     skipped: tuple[str, ...] = ()
+    revision: str = ""
+
+    @cached_property
+    def digest(self) -> str:
+        """Digest of all problems in their order: what is asked, and the reference.
+
+        Without solutions and rows, which are kept for some verifiers only: a run may go on with another verifier.
+        """
+        content = xxhash.xxh3_128()
+        for problem in self.problems:
+            # As JSON, in which no two different problems have the same text.
+            content.update(json.dumps([problem.question, problem.answer, *problem.messages]).encode())
+        return content.hexdigest()
+
+    @cached_property
+    def rows_digest(self) -> str:
+        """Digest of all columns of all problems; empty if they are not kept, as for most verifiers."""
+        if all(problem.row is None for problem in self.problems):
+            return ""
+        content = xxhash.xxh3_128()
+        for problem in self.problems:
+            content.update(json.dumps(problem.row).encode())
+        return content.hexdigest()
 
     def __len__(self) -> int:
+        """Return the number of problems."""
         return len(self.problems)
 
-    def problem(self, index: int) -> Problem:
-        return self.problems[index]
-
-    def place(self, index: int) -> str:
-        return f"{self.path}:{self.rows[index]}"
-
     @property
-    def left_out(self) -> LeftOut:
-        return LeftOut(self.skipped, len(self.problems) - len({problem.question for problem in self.problems}))
+    def repeated(self) -> int:
+        """Problems with the question of an earlier one. They are kept, so such a question is asked more often."""
+        return len(self.problems) - len({problem.question for problem in self.problems})
 
-    def without(self, faults: Mapping[int, str]) -> FileProblems:
-        named = [f"{self.place(index)}: {fault}" for index, fault in faults.items()]
-        if not self.can_skip:
-            raise DatasetInvalid(summarise(f"{self.path}: every record must be sound", named, REMEDY))
-        kept = [index for index in range(len(self)) if index not in faults]
-        if not kept:
-            raise DatasetInvalid(summarise(f"{self.path}: a record at least must be sound", named, "correct the file"))
-        return replace(
-            self,
-            problems=[self.problems[index] for index in kept],
-            rows=[self.rows[index] for index in kept],
-            skipped=(*self.skipped, *named),
-        )
+    def locate_problem(self, index: int) -> str:
+        """Return where a user finds that problem: `train.jsonl:17`."""
+        return f"{self.name}:{self.numbers[index]}"
 
+    def select_problems(self, indices: Sequence[int]) -> ProblemSource:
+        """Return a source of these problems alone, in this order."""
+        return replace(self, problems=[self.problems[i] for i in indices], numbers=[self.numbers[i] for i in indices])
 
-class GeneratedProblems:
-    """Distinct problems of a family. `exclude` holds questions that must not be among them."""
+    def without_problems(self, faults: Mapping[int, str]) -> ProblemSource:
+        """Return the source without some problems. faults: maps each one's index to the reason.
 
-    def __init__(self, source: GeneratedSource, exclude: Collection[str] = ()) -> None:
-        self._name = f"{source.family}(seed={source.seed}, difficulty={source.difficulty})"
-        drawn = families.held_out_problems(source.family, source.seed, source.count, exclude, _difficulty(source))
-        self._problems = [Problem(problem.question, problem.answer) for problem in drawn]
-
-    def __len__(self) -> int:
-        return len(self._problems)
-
-    def problem(self, index: int) -> Problem:
-        return self._problems[index]
-
-    def place(self, index: int) -> str:
-        return f"{self._name}:{index + 1}"
-
-    @property
-    def left_out(self) -> LeftOut:
-        return LeftOut()  # distinct, and sound by construction
-
-    def without(self, faults: Mapping[int, str]) -> ProblemSource:
-        named = [f"{self.place(index)}: {fault}" for index, fault in faults.items()]
-        remedy = "raise prompts.maxTokens, lower difficulty, or use another verifier"
-        raise DatasetInvalid(summarise(f"{self._name}: every problem must fit", named, remedy))
+        Raises DatasetInvalid if the source may not leave problems out, or if none would remain.
+        """
+        named = [f"{self.locate_problem(index)}: {fault}" for index, fault in faults.items()]
+        kept = self.select_problems([index for index in range(len(self)) if index not in faults])
+        return _check_left_out(replace(kept, skipped=(*self.skipped, *named)), named)
 
 
-def open_source(source: PromptSource, exclude: Collection[str] = (), *, keeps_rows: bool = False) -> ProblemSource:
-    """Read or generate every problem of `source`. Raises DatasetInvalid unless all of them are sound.
+def open_problem_source(
+    source: PromptSource, exclude: Collection[str] = (), *, keeps_rows: bool = False
+) -> ProblemSource:
+    """Read or generate every problem of `source`. Raises DatasetInvalid for malformed records that may not be skipped.
 
-    exclude: questions that are trained on, when `source` is for validation. A family draws others in their place;
-    a file that holds any of them is refused, since leaving them out would change what its accuracy means.
-    keeps_rows: for a verifier that may ask for the other columns of a record; they stay in memory.
+    exclude: the training questions, if `source` is for validation. A family draws other problems instead. A file that
+    contains any of them is refused, since leaving them out would change the meaning of its accuracy.
+    keeps_rows: whether problems keep all columns in memory, for a verifier that may ask for them.
     """
     if source.jsonl is not None:
-        found: ProblemSource = _read(source.jsonl, _jsonl_rows, keeps_rows)
+        found = _read_file(source.jsonl, _read_jsonl_rows(source.jsonl.path, source.jsonl.fields.answer), keeps_rows)
     elif source.parquet is not None:
-        found = _read(source.parquet, _parquet_rows, keeps_rows)
+        rows = read_parquet_rows(source.parquet.path, source.parquet.fields, keeps_rows)
+        found = _read_file(source.parquet, rows, keeps_rows)
+    elif source.dataset is not None:
+        found = _read_data_set(source.dataset, keeps_rows)
     elif source.generated is not None:
-        return GeneratedProblems(source.generated, exclude)
+        found = _generate_problems(source.generated, exclude)
     else:
-        raise DatasetInvalid("a prompt source must be one of jsonl, parquet, generated, got none; name one in the run")
-    rule = "validation problems must not be among the run's prompts"
-    fault = "is trained on, which validation problems must not be"
-    known = [f"{found.place(i)}: {fault}" for i in range(len(found)) if found.problem(i).question in exclude]
+        members = "jsonl, parquet, dataset, generated"
+        raise DatasetInvalid(f"source must be one of {members}, got none; name one in the run file")
+    rule = "validation questions must not be training questions"
+    fault = "the question is also a training question, which validation must not have"
+    known = [
+        f"{found.locate_problem(i)}: {fault}" for i, problem in enumerate(found.problems) if problem.question in exclude
+    ]
     if known:
-        raise DatasetInvalid(summarise(rule, known, "take them out of either file"))
+        raise DatasetInvalid(summarise_faults(rule, known, "remove them from either file"))
     return found
 
 
-def summarise(rule: str, faults: list[str], remedy: str) -> str:
-    """One message for all faults: a single one on one line, of many the first in full and the others as a count."""
+def summarise_faults(rule: str, faults: list[str], remedy: str) -> str:
+    """Build one message for all faults: one line for a single fault, else the first faults and the number of all."""
     if len(faults) == 1:
         return f"{faults[0]} ({remedy})"
-    lines = "".join(f"\n  {fault}" for fault in faults[:SHOWN])
-    more = f"\n  and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
-    return f"{rule}, got {len(faults)} that break this; {remedy}:{lines}{more}"
+    lines = "".join(f"\n  {fault}" for fault in faults[:SHOWN_FAULTS])
+    more = f"\n  and {len(faults) - SHOWN_FAULTS} more" if len(faults) > SHOWN_FAULTS else ""
+    return f"{rule}, got {len(faults)} faults; {remedy}:{lines}{more}"
 
 
-def _difficulty(source: GeneratedSource) -> families.Difficulty:
-    """Level n makes the shortest and the longest problem n steps longer than the family's own default."""
+def _check_left_out(source: ProblemSource, faults: list[str]) -> ProblemSource:
+    """Return a source that has left out problems with these faults. Raises DatasetInvalid if it must not."""
+    if faults and not source.can_skip:
+        raise DatasetInvalid(summarise_faults(f"{source.name}: every problem must be valid", faults, source.remedy))
+    if faults and not source.problems:
+        rule = f"{source.name}: at least one problem must be valid"
+        raise DatasetInvalid(summarise_faults(rule, faults, "correct the file"))
+    return source
+
+
+def _generate_problems(source: GeneratedSource, exclude: Collection[str]) -> ProblemSource:
+    """Generate distinct problems of a family. exclude: questions that must not be among them."""
     usual = families.default_difficulty(source.family)
-    return replace(usual, shortest=usual.shortest + source.difficulty, longest=usual.longest + source.difficulty)
+    # Level n makes problems n steps longer than the default.
+    level = replace(usual, shortest=usual.shortest + source.difficulty, longest=usual.longest + source.difficulty)
+    drawn = families.held_out_problems(source.family, source.seed, source.count, exclude, level)
+    return ProblemSource(
+        name=f"{source.family}(seed={source.seed}, difficulty={source.difficulty})",
+        problems=[DatasetProblem(problem.question, problem.answer) for problem in drawn],
+        numbers=range(1, len(drawn) + 1),
+        # A family has no records that a user could correct, so nothing can be left out.
+        remedy="raise prompts.maxTokens, lower difficulty, or use another verifier",
+    )
 
 
-Row = tuple[int, Record | str]
-"""A line or row number from 1, and its record, or what is wrong with it."""
+NumberedRecord = tuple[int, DatasetRecord | str]
+"""A line or row number from 1, with the record or a message that says why it is malformed."""
 
 
-def _read(source: FileSource, rows: Callable[[FileSource, bool], Iterator[Row]], keeps_rows: bool) -> FileProblems:
+def _read_file(source: FileSource, rows: Iterator[NumberedRecord], keeps_rows: bool) -> ProblemSource:
     path = Path(source.path)
     if not path.is_file():
-        raise DatasetInvalid(f"{path}: must be a readable file, got {_kind_of(path)}; check the path in the run file")
-    problems: list[Problem] = []
+        raise DatasetInvalid(
+            f"{path}: must be a readable file, got {_describe_path(path)}; check the path in the run file"
+        )
+    problems: list[DatasetProblem] = []
     numbers: list[int] = []
-    faults: list[str] = []
-    can_skip = source.on_bad_line is OnBadLine.SKIP
+    faults: list[str] = []  # all faults of the file are reported at once
+    room_bytes = available_memory_bytes() // 2  # a file of some KB may hold a thousand times as much
     try:
-        for number, record in rows(source, keeps_rows):
-            wrong = [record] if isinstance(record, str) else list(record.faults(source.fields))
+        for number, record in rows:
+            wrong = [record] if isinstance(record, str) else list(record.find_faults(source.fields))
             faults += [f"{path}:{number}: {fault}" for fault in wrong]
-            if not wrong and isinstance(record, Record):
-                problems.append(record.problem(source.fields, keeps_rows))
+            room_bytes -= measure_memory(wrong)
+            if not wrong and isinstance(record, DatasetRecord):
+                problem = record.to_problem(source.fields, keeps_rows)
+                room_bytes -= measure_memory(problem)
+                problems.append(problem)
                 numbers.append(number)
+            if room_bytes < 0:
+                raise DatasetInvalid(
+                    f"{path}: must fit in half of the memory that this machine has free, got more by record {number}; "
+                    "split the file, or leave out columns that no verifier needs"
+                )
     except OSError as error:
         raise DatasetInvalid(
             f"{path}: must be a readable file, got {error.strerror or error}; check its permissions"
         ) from error
-    if faults and not can_skip:
-        raise DatasetInvalid(summarise(f"{path}: every record must be sound", faults, REMEDY))
-    if faults and not problems:
-        raise DatasetInvalid(summarise(f"{path}: a record at least must be sound", faults, "correct the file"))
-    if not problems:
-        raise DatasetInvalid(f"{path}: must hold at least one problem, got an empty data set; check the path")
-    return FileProblems(str(path), problems, numbers, can_skip, tuple(faults))
+    if not problems and not faults:
+        raise DatasetInvalid(f"{path}: must have at least one problem, got an empty data set; check the path")
+    can_skip = source.on_bad_line is OnBadLine.SKIP
+    return _check_left_out(ProblemSource(str(path), problems, numbers, can_skip, skipped=tuple(faults)), faults)
 
 
-def _kind_of(path: Path) -> str:
-    return "a folder" if path.is_dir() else "something that is no file" if path.exists() else "no file there"
+def _read_data_set(source: HubSource, keeps_rows: bool) -> ProblemSource:
+    """Read the files of a data set that has been fetched, as one source. Its rows are numbered across the files."""
+    name = source.name if source.config is None else f"{source.name}/{source.config}"
+    if not source.is_fetched:
+        raise DatasetInvalid(
+            f"{name}: must have been fetched before it is read, got no files; start it with `specrl run`, or fetch it "
+            "with `specrl fetch` and name its files"
+        )
+    parts = [
+        _read_file(FileSource(path=path, fields=source.fields, on_bad_line=source.on_bad_line), rows, keeps_rows)
+        for path in source.files
+        for rows in [_read_rows(path, source.fields, keeps_rows)]
+    ]
+    problems = [problem for part in parts for problem in part.problems]
+    skipped = tuple(fault for part in parts for fault in part.skipped)
+    can_skip = source.on_bad_line is OnBadLine.SKIP
+    return ProblemSource(
+        f"{name}:{source.split}",
+        problems,
+        range(1, len(problems) + 1),
+        can_skip,
+        skipped=skipped,
+        revision=source.revision or "",
+    )
 
 
-def _jsonl_rows(source: FileSource, _keeps_rows: bool) -> Iterator[Row]:
-    with Path(source.path).open("rb") as file:
-        yield from read_jsonl(file, source.fields.answer)
+def _read_rows(path: str, fields: FieldMapping, keeps_rows: bool) -> Iterator[NumberedRecord]:
+    """Yield the records of a file of a data set, in the format that its name tells."""
+    if path.lower().endswith(".parquet"):
+        yield from read_parquet_rows(path, fields, keeps_rows)
+    else:
+        yield from read_text_rows(path, fields.answer)
 
 
-def read_jsonl(file: BinaryIO, answer: str) -> Iterator[Row]:
-    """Lines of a JSONL file; blank ones are skipped. Only a line feed ends a line: U+2028 may stand inside text.
+def read_text_rows(path: str, answer: str) -> Iterator[NumberedRecord]:
+    """Yield the records of a CSV, TSV, JSON or JSON Lines file, in the format that its name tells.
 
-    answer: the name of the column that holds references.
+    A name that ends in .gz is unpacked. answer: the name of the answer column. Raises DatasetInvalid, OSError.
+    """
+    plain = path.lower().removesuffix(".gz")
+    if plain.endswith((".csv", ".tsv")):
+        yield from read_csv_rows(path, answer)
+    elif plain.endswith(".json") and plain == path.lower() and has_json_list(path):
+        yield from read_json_rows(path, answer)
+    else:
+        yield from _read_jsonl_rows(path, answer)
+
+
+def _describe_path(path: Path) -> str:
+    return "a folder" if path.is_dir() else "something that is not a file" if path.exists() else "no such file"
+
+
+def _read_jsonl_rows(path: str, answer: str) -> Iterator[NumberedRecord]:
+    try:
+        with open_regular(Path(path)) as raw, gzip.open(raw) if path.endswith(".gz") else raw as file:
+            yield from read_jsonl(cast("BinaryIO", file), answer)
+    except (EOFError, zlib.error) as error:
+        raise DatasetInvalid(f"{path}: must be whole, got {error}; fetch it again") from error
+
+
+def read_jsonl(file: BinaryIO, answer: str) -> Iterator[NumberedRecord]:
+    """Yield the records of a JSONL file with their line numbers. Blank lines are skipped.
+
+    Only a line feed ends a line, since U+2028 may stand inside text. answer: the name of the answer column.
     """
     number = 0
+    passed_over = 0  # bytes since the last record
     while line := file.readline(LINE_BYTES + 1):
         number += 1
         if len(line) > LINE_BYTES:
-            yield number, f"must be at most {LINE_BYTES} bytes, got more; is this the right file?"
-            while line and not line.endswith(b"\n"):
+            yield number, f"must be at most {LINE_BYTES} bytes, got more; check that this is the right file"
+            # Read on to the end of the line, so that the next record starts at a line start.
+            while line and not line.endswith(b"\n") and passed_over <= PASSED_OVER_BYTES:
+                passed_over += len(line)
                 line = file.readline(LINE_BYTES)
         elif line.strip():
-            yield number, _line_record(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line, answer)
+            passed_over = 0
+            # A UTF-8 byte order mark, which some editors write, is not part of the first record.
+            yield number, _parse_line(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line, answer)
+        passed_over += len(line)
+        if passed_over > PASSED_OVER_BYTES:
+            yield number, f"must be followed by a record within {PASSED_OVER_BYTES} bytes, got none; check the file"
+            return
 
 
-def _line_record(line: bytes, answer: str) -> Record | str:
+def _parse_line(line: bytes, answer: str) -> DatasetRecord | str:
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
         return f"must be UTF-8, got byte {line[error.start]:#04x} at column {error.start + 1}; convert the file"
-    return json_record(text.rstrip("\r\n"), answer)
-
-
-def _parquet_rows(source: FileSource, keeps_rows: bool) -> Iterator[Row]:
-    """Rows of a Parquet file. Only the columns that are asked for are read."""
-    import pyarrow
-    import pyarrow.parquet
-
-    fields = source.fields
-    try:
-        with pyarrow.parquet.ParquetFile(source.path) as file:
-            there = file.schema_arrow.names
-            wanted = {name: None for name in (fields.question, fields.answer, fields.solution) if name is not None}
-            if not set(wanted) <= set(there):
-                # One row stands for all: the same columns are missing in each of them.
-                yield 1, Record(dict.fromkeys(there), None)
-                return
-            number = 0
-            for batch in file.iter_batches(columns=None if keeps_rows else list(wanted)):
-                records = batch.to_pylist(maps_as_pydicts="strict")
-                references = table_references(batch.column(fields.answer))
-                for values, reference in zip(records, references, strict=True):
-                    number += 1
-                    yield number, Record(values, reference)
-    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        reason = str(error).partition("\n")[0]
-        raise DatasetInvalid(f"{source.path}: must be a Parquet file, got {reason}; check the path") from error
+    return parse_json_record(text.rstrip("\r\n"), answer)

@@ -1,193 +1,302 @@
-"""The stream of prompts: endless, shuffled, and seekable.
+"""Serve prompts by position from an endless, shuffled stream.
 
-Stage 1 of the loop; the coordinator asks for position after position and after a restart goes on where it was, with
-nothing but a number stored. Invariants: a prompt is a pure function of (data set, tokenizer, spec, position); every
-epoch holds each problem exactly once, in an order of its own.
+The coordinator asks for one position after another. After a restart it continues from a stored position; the stream has
+no other state. Invariants: a prompt is a pure function of (data set, tokenizer, spec, position). Every epoch of a
+source contains each of its problems exactly once, in its own order. `mixing` distributes positions over the sources.
 
-The order of epoch e is the sort order of the problems' keys, problem i's key being output i of the counter-based
-generator Philox4x64 under the key (shuffleSeed, e). numpy promises that a bit generator's raw output never changes
-(NEP 19), which it does not for its shuffles; sorting integers is the same everywhere.
+The order of epoch e sorts problems by a random key. The key of problem i is output i of the counter-based generator
+Philox4x64 with the key (shuffleSeed, e). numpy guarantees a bit generator's raw output across versions (NEP 19), but
+not the result of its shuffles. Sorting integers gives the same order everywhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 
-import numpy as np
-import numpy.typing as npt
 import structlog
 import xxhash
 
-from specrl.prompts.columns import Problem
-from specrl.prompts.sources import SHOWN, ProblemSource, open_source
+from specrl.errors import DatasetInvalid
+from specrl.prompts.columns import DatasetProblem
+from specrl.prompts.mixing import SourceMix, epoch_order
+from specrl.prompts.sources import SHOWN_FAULTS, ProblemSource, open_problem_source
 from specrl.prompts.templates import PromptTemplate
 from specrl.records import Prompt
 from specrl.spec import RunSpec
+from specrl.spec.data import ONLY_SOURCE
 from specrl.telemetry import metrics
 
 log = structlog.get_logger(__name__)
 
-Judge = Callable[[Problem], str]
-"""Why a problem must not be asked; empty when it may. Its answers do not change while a source is read."""
+ProblemJudge = Callable[[DatasetProblem, str], str]
+"""Returns why a problem of the source of this name must not be used, or "" if it may. It must always return the same
+for the same problem."""
 
-IDENTIFYING = 256
-"""Problems that a stream's identity is made of: they are from all over the source."""
-
-_MASK = 2**64 - 1
 _EPOCHS_CACHED = 2
-"""Around an epoch's end, groups of two epochs are in flight."""
+"""Epochs of each source whose order is kept. Around the end of an epoch, groups of two epochs are in flight."""
+
 _PROMPTS_CACHED = 1024
-"""A group asks for its prompt twice a rollout, to request it and to grade it, and template and tokenizer take a third
-of a millisecond each time. A prompt of 1000 tokens is 36 kB."""
+"""Prompts that are kept. A group needs its prompt twice per rollout, to request and to grade it, and formatting and
+tokenizing take 0.3 ms each time. A prompt of 1000 tokens takes 36 kB."""
 
 
-def accept_any(_: Problem) -> str:
-    """The judge of those that grade nothing."""
+def accept_any_problem(_: DatasetProblem, _source: str) -> str:
+    """Accept every problem, for callers that do not grade."""
     return ""
 
 
-def epoch_order(count: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """[count] int64: which problem stands at each place of an epoch. Uniform over permutations (128-bit key)."""
-    key = np.array([seed & _MASK, epoch & _MASK], dtype=np.uint64)
-    return np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
+@dataclass(frozen=True)
+class NamedProblems:
+    """The problems of one source of a run, with the source's name and weight."""
+
+    source: ProblemSource
+    name: str = ONLY_SOURCE
+    weight: int = 1
+
+
+@dataclass(frozen=True)
+class SourceIdentity:
+    """What decides which problems a source gives, and how often.
+
+    problems: their number. digest: of all of them, in their order. rows: digest of their other columns; empty unless a
+    verifier may read them.
+    """
+
+    name: str
+    weight: int
+    revision: str
+    problems: int
+    digest: str
+    rows: str = ""
 
 
 class PromptStream:
-    """Prompts by position, 0, 1, 2, ... without end; position p lies in epoch p // len(stream)."""
+    """An endless stream of prompts by position, from 0."""
 
-    def __init__(self, source: ProblemSource, template: PromptTemplate, shuffle_seed: int) -> None:
-        self._source = source
-        self._template, self._shuffle_seed = template, shuffle_seed
-        # Bound to this stream, and freed with it.
-        self._order = lru_cache(_EPOCHS_CACHED)(lambda epoch: epoch_order(len(source), shuffle_seed, epoch))
-        self._made = lru_cache(_PROMPTS_CACHED)(self._make)
+    def __init__(self, sources: Sequence[NamedProblems], template: PromptTemplate, shuffle_seed: int) -> None:
+        self.sources = tuple(sources)  # each in the order of its file
+        self._template = template
+        self._shuffle_seed = shuffle_seed
+        self._mix = SourceMix([source.weight for source in sources], shuffle_seed)
+        # Caches per instance, which are freed with it. A decorated method would keep every stream alive.
+        self._order = lru_cache(_EPOCHS_CACHED * len(sources))(
+            lambda number, epoch: epoch_order(len(sources[number].source), shuffle_seed, epoch, number)
+        )
+        self._made = lru_cache(_PROMPTS_CACHED)(self._make_prompt)
 
     def __len__(self) -> int:
-        """Prompts in one epoch: the problems of the source."""
-        return len(self._source)
+        """Return the number of problems of all sources. With a single source it is the number of prompts per epoch."""
+        return sum(len(named.source) for named in self.sources)
 
     @property
-    def source(self) -> ProblemSource:
-        """The problems, in the order of the file."""
-        return self._source
+    def skipped(self) -> int:
+        """Number of records that were left out."""
+        return sum(len(named.source.skipped) for named in self.sources)
+
+    @property
+    def repeated(self) -> int:
+        """Number of problems that repeat the question of an earlier one of their source."""
+        return sum(named.source.repeated for named in self.sources)
 
     def identity(self) -> str:
-        """Digest of the problems, by the first ones of the stream, their number and their order.
+        """Return a digest of all sources and their order: weights, revisions, problems and the seed.
 
-        The same for every template and tokenizer. Streams of one identity have the same problem at every position.
+        It does not depend on names, templates, tokenizer and verifier. Streams with the same identity have the same
+        problem at every position. A checkpoint stores it, so that a run never continues with other prompts.
         """
-        return self._identity
+        return self._computed_identity
 
     @cached_property
-    def _identity(self) -> str:
-        first = [self._source.problem(int(index)) for index in self._order(0)[:IDENTIFYING]]
-        words = [str(len(self._source)), str(self._shuffle_seed), *(f"{it.question}\0{it.answer}" for it in first)]
-        return xxhash.xxh3_128_hexdigest("\0\0".join(words).encode())
+    def _computed_identity(self) -> str:
+        nameless = [asdict(replace(source, name="", rows="")) for source in self.identify_sources()]
+        return xxhash.xxh3_128_hexdigest(json.dumps([self._shuffle_seed, nameless]).encode())
+
+    def identify_sources(self) -> list[SourceIdentity]:
+        """Return the identity of each source, for a message that says which one has changed."""
+        return [
+            SourceIdentity(
+                it.name, it.weight, it.source.revision, len(it.source), it.source.digest, it.source.rows_digest
+            )
+            for it in self.sources
+        ]
 
     def prompt(self, position: int) -> Prompt:
-        """The prompt at a position, in any order of asking."""
+        """Return the prompt at a position. Positions may be asked for in any order."""
         if position < 0:
             raise IndexError(f"position must be >= 0, got position={position}; streams start at 0")
         return self._made(position)
 
-    def _make(self, position: int) -> Prompt:
-        epoch, place = divmod(position, len(self._source))
-        return _prompt(self._source, self._template, int(self._order(epoch)[place]), position)
+    def _make_prompt(self, position: int) -> Prompt:
+        number, asked = self._mix.locate_position(position)
+        named = self.sources[number]
+        epoch, place = divmod(asked, len(named.source))
+        index = int(self._order(number, epoch)[place])
+        return _build_prompt(named, self._template, index, position, self._prefix(named))
+
+    def _prefix(self, named: NamedProblems) -> str:
+        return "p" if len(self.sources) == 1 else f"{named.name}-p"
 
 
 @dataclass(frozen=True)
-class Sources:
+class ProblemSources:
     """The problems that a run trains on, and those that it validates on."""
 
-    training: ProblemSource
-    validation: ProblemSource | None
+    training: tuple[NamedProblems, ...]
+    validation: tuple[NamedProblems, ...] = ()
 
 
-def open_sources(spec: RunSpec) -> Sources:
-    """Read the run's problems. Paths in `spec` are absolute, as `load_spec` leaves them.
+def open_sources(spec: RunSpec) -> ProblemSources:
+    """Read the run's problems. Paths in `spec` must be absolute, as `load_spec` returns them.
 
-    Raises DatasetInvalid for malformed records, unless they may be skipped (`left_out` of the source), and when a file
-    for validation holds problems that the run trains on.
+    Raises DatasetInvalid for malformed records that may not be skipped, and if a validation file contains questions
+    that the run trains on. The message has the faults of all sources.
     """
     training = _open_training(spec)
     if spec.validation is None:
-        return Sources(training, None)
-    trained = frozenset(training.problem(index).question for index in range(len(training)))
-    return Sources(training, open_source(spec.validation.source, trained, keeps_rows=_keeps_rows(spec)))
+        return ProblemSources(training)
+    # Compared by question alone: the same question with another answer would still leak.
+    trained = frozenset(problem.question for named in training for problem in named.source.problems)
+    faults = _FaultCollector()
+    validation: list[NamedProblems] = []
+    for given in spec.validation.all_sets:
+        with faults:
+            problems = open_problem_source(given.source, trained, keeps_rows=_keeps_rows(spec))
+            validation.append(NamedProblems(problems, given.name))
+    faults.raise_all()
+    return ProblemSources(training, tuple(validation))
 
 
-def _open_training(spec: RunSpec) -> ProblemSource:
-    return open_source(spec.prompts.source, keeps_rows=_keeps_rows(spec))
+def _open_training(spec: RunSpec) -> tuple[NamedProblems, ...]:
+    faults = _FaultCollector()
+    found: list[NamedProblems] = []
+    for given in spec.prompts.all_sources:
+        with faults:
+            problems = open_problem_source(given.source, keeps_rows=_keeps_rows(spec))
+            found.append(NamedProblems(problems, given.name, given.weight))
+    faults.raise_all()
+    return tuple(found)
+
+
+class _FaultCollector:
+    """Collects the faults of several sources, so that one message has all of them. Used in a `with` statement."""
+
+    def __init__(self) -> None:
+        self._faults: list[DatasetInvalid] = []
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, DatasetInvalid):
+            return False
+        self._faults.append(error)
+        return True
+
+    def raise_all(self) -> None:
+        """Raise DatasetInvalid with all faults, if there are any."""
+        if self._faults:
+            raise DatasetInvalid("\n".join(map(str, self._faults))) from self._faults[0]
 
 
 def _keeps_rows(spec: RunSpec) -> bool:
-    """No other verifier looks at them."""
-    return spec.rewards.python is not None
+    """Whether problems keep all columns: a function may ask for them, and a column may name a record's rewards."""
+    return spec.rewards.needs_rows
 
 
-def load_prompts(spec: RunSpec, source: ProblemSource | None = None, judge: Judge = accept_any) -> PromptStream:
-    """The run's prompts, every one of them checked. source: its problems, where they have been read before.
+def load_prompts(
+    spec: RunSpec, sources: Sequence[NamedProblems] | None = None, judge: ProblemJudge = accept_any_problem
+) -> PromptStream:
+    """Load the run's prompts, and check every one.
 
+    sources: the run's problems, if they have been read before. judge: says which problems must not be used.
     Raises DatasetInvalid for prompts longer than `prompts.maxTokens` and for problems that `judge` refuses, unless they
-    may be skipped (`left_out` of the source); CheckpointInvalid for the policy's tokenizer; without a source, what
-    `open_sources` raises. All prompts are tokenized once for that: GSM8K's 7,473 took 2.4 s on two busy cores.
+    may be skipped. Raises CheckpointInvalid if the policy's tokenizer is unusable. Without sources, also raises what
+    `open_sources` raises. The check tokenizes all prompts: GSM8K's 7,473 take 2.4 s on two busy cores.
     """
     template = PromptTemplate(spec.prompts, spec.model.path)
-    source = _open_training(spec) if source is None else source
-    source = _fitting(source, template, spec.prompts.max_tokens, judge)
-    return PromptStream(source, template, spec.prompts.shuffle_seed)
+    checker = _PromptChecker(template, spec.prompts.max_tokens, judge)
+    faults = _FaultCollector()
+    fit: list[NamedProblems] = []
+    for named in _open_training(spec) if sources is None else sources:
+        with faults:
+            fit.append(checker.leave_out_unfit(named))
+    faults.raise_all()
+    return PromptStream(fit, template, spec.prompts.shuffle_seed)
 
 
-def load_validation(spec: RunSpec, source: ProblemSource | None = None, judge: Judge = accept_any) -> list[Prompt]:
-    """The first `validation.limit` problems of the validation source, formatted like the run's prompts; [] without one.
+def load_validation(
+    spec: RunSpec, sources: Sequence[NamedProblems], judge: ProblemJudge = accept_any_problem
+) -> list[Prompt]:
+    """Load the first prompts of each validation source, as many as its limit. [] if the run has no validation.
 
-    `position` is the problem's place in its source. Raises as `load_prompts` does.
+    sources: `ProblemSources.validation`. The prompts are formatted like those of the training source of the same name;
+    `position` is the prompt's place in the list. Raises what `load_prompts` raises for sources that it is given.
     """
     if spec.validation is None:
         return []
-    source = open_sources(spec).validation if source is None else source
-    assert source is not None, "a run with validation has a source for it"
     template = PromptTemplate(spec.prompts, spec.model.path)
-    limit = spec.validation.limit
-    source = _fitting(source, template, spec.prompts.max_tokens, judge, limit)
-    return [_prompt(source, template, index, index, prefix="v") for index in range(min(limit, len(source)))]
+    checker = _PromptChecker(template, spec.prompts.max_tokens, judge)
+    limits = {given.name: given.limit for given in spec.validation.all_sets}
+    faults = _FaultCollector()
+    found: list[Prompt] = []
+    for named in sources:
+        with faults:
+            fit = checker.leave_out_unfit(named, limits[named.name])
+            count = min(limits[named.name], len(fit.source))
+            prefix = "v" if len(sources) == 1 else f"{named.name}-v"
+            first = len(found)
+            found += [_build_prompt(fit, template, index, first + index, prefix) for index in range(count)]
+    faults.raise_all()
+    return found
 
 
-def _prompt(source: ProblemSource, template: PromptTemplate, index: int, position: int, prefix: str = "p") -> Prompt:
-    """prompt_id: the problem's place in its source and a digest of its content, the same in every epoch and run."""
-    problem = source.problem(index)
+def _build_prompt(named: NamedProblems, template: PromptTemplate, index: int, position: int, prefix: str) -> Prompt:
+    """Build a prompt. Its id has the problem's index and a digest of its content: the same in every epoch and run."""
+    problem = named.source.problems[index]
     content = xxhash.xxh3_64_hexdigest(f"{problem.question}\0{problem.answer}".encode())
-    text = template.format(problem.question)
-    token_ids, row = template.tokenize(text), problem.row or {}
-    return Prompt(f"{prefix}{index}-{content[:8]}", position, token_ids, text, problem.answer, row)
+    text = template.format_problem(problem, named.name)
+    token_ids = template.tokenize_text(text)
+    row = problem.row or {}
+    return Prompt(f"{prefix}{index}-{content[:8]}", position, token_ids, text, problem.answer, row, named.name)
 
 
-def _fitting(
-    source: ProblemSource, template: PromptTemplate, max_tokens: int, judge: Judge, limit: int | None = None
-) -> ProblemSource:
-    """The source without the problems that are too long or that `judge` refuses, where they may be skipped.
+@dataclass(frozen=True)
+class _PromptChecker:
+    """Leaves out problems whose prompts do not fit, or that `judge` refuses."""
 
-    limit: only so many problems will be asked for. Raises DatasetInvalid.
-    """
-    checked = [source.problem(index) for index in range(len(source) if limit is None else min(limit, len(source)))]
-    texts = [template.format(problem.question) for problem in checked]
-    lengths = [len(token_ids) for token_ids in template.tokenize_all(texts)]
-    wrong: dict[int, str] = {}
-    for index, (problem, length) in enumerate(zip(checked, lengths, strict=True)):
-        if not 1 <= length <= max_tokens:
-            rule = f"{length} tokens, which must be 1 to {max_tokens} (prompts.maxTokens)"
-            wrong[index] = f"{rule}; raise it to {max(lengths)}"
-        elif refusal := judge(problem):
-            wrong[index] = refusal
-    if wrong:
-        # With a limit, others take the place of those that are left out, and must fit, too.
-        return _fitting(source.without(wrong), template, max_tokens, judge, limit)
-    left_out = source.left_out
-    if left_out.skipped:
-        log.warning("problems_skipped", count=len(left_out.skipped), first=left_out.skipped[:SHOWN])
-        metrics.FILES_PASSED_OVER.labels("prompt").inc(len(left_out.skipped))
-    if left_out.repeated:
-        log.warning("problems_repeated", count=left_out.repeated)
-    return source
+    template: PromptTemplate
+    max_tokens: int
+    judge: ProblemJudge
+
+    def leave_out_unfit(self, named: NamedProblems, limit: int | None = None) -> NamedProblems:
+        """Return the source without such problems.
+
+        limit: how many problems will be used; None for all. Raises DatasetInvalid if problems may not be skipped.
+        """
+        source = named.source
+        while wrong := self._find_unfit(replace(named, source=source), limit):
+            # With a limit, later problems replace those that are left out, and must be checked, too.
+            source = source.without_problems(wrong)
+        if source.skipped:
+            log.warning("problems_skipped", count=len(source.skipped), first=source.skipped[:SHOWN_FAULTS])
+            metrics.FILES_SKIPPED.labels("prompt").inc(len(source.skipped))
+        if source.repeated:
+            log.warning("problems_repeated", count=source.repeated)
+        return replace(named, source=source)
+
+    def _find_unfit(self, named: NamedProblems, limit: int | None) -> dict[int, str]:
+        """Return why problems must not be used, by their index."""
+        checked = named.source.problems[:limit]
+        wrong = {index: fault for index, problem in enumerate(checked) if (fault := self.template.find_fault(problem))}
+        sound = [index for index in range(len(checked)) if index not in wrong]
+        texts = self.template.format_all([checked[index] for index in sound], named.name)
+        lengths = [len(token_ids) for token_ids in self.template.tokenize_all(texts)]
+        for index, length in zip(sound, lengths, strict=True):
+            if not 1 <= length <= self.max_tokens:
+                rule = f"the prompt must have 1 to {self.max_tokens} tokens (prompts.maxTokens), got {length}"
+                wrong[index] = f"{rule}; raise prompts.maxTokens to {max(lengths)}"
+            elif refusal := self.judge(checked[index], named.name):
+                wrong[index] = refusal
+        return wrong

@@ -1,0 +1,94 @@
+"""Read the records of CSV files, and of JSON files that hold one list, as data sets on the hub have them.
+
+JSON Lines and Parquet are read by `sources`, which calls this module. Invariant: as there, a reference reaches its
+verifier as the file writes it. So every column of a CSV file is read as text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from specrl.errors import DatasetInvalid
+from specrl.files import check_regular, open_regular, read_text
+from specrl.prompts.columns import DatasetRecord, parse_json_record
+
+LIST_BYTES = 256 << 20
+"""Largest file with one JSON list. Larger data sets have a record per line."""
+
+_SPACE = re.compile(r"[ \t\r\n]*")
+
+NumberedRow = tuple[int, DatasetRecord | str]
+"""A row number from 1, with the record or a message that says why it is malformed."""
+
+
+def read_csv_rows(path: str, answer: str) -> Iterator[NumberedRow]:
+    """Yield the rows of a CSV file, or of a TSV file, with their numbers. Its first line has the columns' names.
+
+    A name that ends in .gz is unpacked. answer: the name of the answer column. Raises DatasetInvalid, OSError.
+    """
+    import pyarrow
+    import pyarrow.csv as tables
+
+    is_tab = path.removesuffix(".gz").endswith(".tsv")
+    parsing = tables.ParseOptions(delimiter="\t" if is_tab else ",", newlines_in_values=True)
+    check_regular(Path(path))
+    try:
+        # Opened twice, since the types are asked for by name.
+        with tables.open_csv(path, parse_options=parsing) as first:
+            names = first.schema.names
+        types = tables.ConvertOptions(column_types=dict.fromkeys(names, pyarrow.string()), strings_can_be_null=False)
+        with tables.open_csv(path, parse_options=parsing, convert_options=types) as file:
+            number = 0
+            for batch in file:
+                for values in batch.to_pylist():
+                    number += 1
+                    yield number, DatasetRecord(values, values.get(answer))
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise DatasetInvalid(f"{path}: must be a CSV file with a head line, got {reason}; check the file") from error
+
+
+def has_json_list(path: str) -> bool:
+    """Whether a file begins with a list, so that it is not JSON Lines. Raises OSError."""
+    with open_regular(Path(path)) as file:
+        return file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+
+
+def read_json_rows(path: str, answer: str) -> Iterator[NumberedRow]:
+    """Yield the items of a JSON file that holds one list of objects, with their numbers.
+
+    The file's text is read whole, and parsed item by item: all values at once may take 25 times as much memory. So a
+    number also keeps the digits that the file has. Raises DatasetInvalid, OSError.
+    """
+    decoder = json.JSONDecoder()
+    number = 0
+    try:
+        text = read_text(Path(path), LIST_BYTES).removeprefix("\ufeff").strip()
+        at = _skip_space(text, 0)
+        sign = text[at : at + 1]
+        if sign != "[":
+            raise ValueError("no list")
+        at = _skip_space(text, at + 1)
+        if text[at : at + 1] == "]":
+            sign = "]"
+        while sign != "]":
+            _, end = decoder.raw_decode(text, at)
+            number += 1
+            yield number, parse_json_record(text[at:end], answer)
+            at = _skip_space(text, end)
+            sign = text[at : at + 1]
+            if sign not in ("]", ","):
+                raise ValueError(f"no comma after item {number}")
+            at = _skip_space(text, at + 1)
+        if _skip_space(text, at + (number == 0)) < len(text):
+            raise ValueError("more after its end")
+    except (ValueError, RecursionError) as error:
+        raise DatasetInvalid(f"{path}: must be a JSON list of objects, got {error}; correct the file") from error
+
+
+def _skip_space(text: str, at: int) -> int:
+    match = _SPACE.match(text, at)
+    return at if match is None else match.end()

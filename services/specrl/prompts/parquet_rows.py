@@ -1,0 +1,109 @@
+"""Read the records of Parquet files by a worker with limits of memory and time (`limited_process`).
+
+A file of some KB may hold a column of a TB, since equal values are stored once. Its types may be nested deeper than
+Arrow's own code bears. So another process decodes it, and this one gets batches of at most BATCH_BYTES.
+
+Called by `sources` and `specrl init`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specrl.errors import DatasetInvalid
+from specrl.files import check_regular
+from specrl.prompts.columns import DatasetRecord, format_table_references, list_columns, select_table_column
+from specrl.prompts.data_files import NumberedRow
+from specrl.prompts.limited_process import LimitedProcess, LimitReached
+from specrl.spec.data import FieldMapping
+
+if TYPE_CHECKING:
+    import pyarrow
+
+BATCH_BYTES = 64 << 20
+"""Most bytes of a batch, and so of a record: as many as of a line of JSON."""
+
+_WORKER_MIB = 4096
+"""Memory of the worker: a page of a column has at most 2 GiB."""
+
+_WORKER_S = 60
+"""Processor seconds for one batch, which has at most 1,024 rows."""
+
+
+def read_parquet_rows(path: str, fields: FieldMapping, keeps_rows: bool) -> Iterator[NumberedRow]:
+    """Yield the rows of a Parquet file with their numbers. Reads only the columns that are needed.
+
+    Raises DatasetInvalid, and OSError for a path that is no regular file.
+    """
+    with closing(_Reader(path)) as reader:
+        there = reader.read_names()
+        # A dict as an ordered set, since two purposes may name the same column.
+        # Of a path only the first part is a column.
+        known = set(there)
+        named = [name for _, name in list_columns(fields)]
+        wanted = dict.fromkeys(name if name in known else name.partition(".")[0] for name in named)
+        if not set(wanted) <= known:
+            # Report row 1 alone: every row lacks the same columns.
+            yield 1, DatasetRecord(dict.fromkeys(there), None)
+            return
+        number = 0
+        for batch in reader.read_batches([] if keeps_rows else list(wanted)):
+            records = batch.to_pylist(maps_as_pydicts="strict")
+            references = format_table_references(select_table_column(batch, fields.answer))
+            for values, reference in zip(records, references, strict=True):
+                number += 1
+                yield number, DatasetRecord(values, reference)
+
+
+def read_first_row(path: str) -> dict[str, Any]:
+    """Return the first row of a Parquet file, or its columns with null if it has no row. Raises as above."""
+    with closing(_Reader(path)) as reader:
+        there = reader.read_names()
+        for batch in reader.read_batches([]):
+            first: dict[str, Any] = batch.slice(0, 1).to_pylist(maps_as_pydicts="strict")[0]
+            return first
+        return dict.fromkeys(there)
+
+
+class _Reader:
+    """A worker that reads one file."""
+
+    def __init__(self, path: str) -> None:
+        check_regular(Path(path))
+        self._path = path
+        self._worker = LimitedProcess("parquet", _WORKER_MIB, _WORKER_S)
+
+    def close(self) -> None:
+        self._worker.close()
+
+    def read_names(self) -> list[str]:
+        """Read the names of the columns."""
+        return [str(name) for answer in self._ask(None) for name in answer["names"]]
+
+    def read_batches(self, columns: list[str]) -> Iterator[pyarrow.RecordBatch]:
+        """Yield the rows of some columns; of all with []."""
+        import pyarrow
+
+        for answer in self._ask(columns):
+            if isinstance(answer, bytes):
+                try:
+                    with pyarrow.ipc.open_stream(answer) as stream:
+                        yield from (batch for batch in stream if batch.num_rows)
+                except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+                    raise self._refuse(str(error).partition("\n")[0]) from error
+
+    def _ask(self, columns: list[str] | None) -> Iterator[Any]:
+        request = {"path": self._path, "columns": columns, "most_bytes": BATCH_BYTES}
+        try:
+            for answer in self._worker.ask(request):
+                if isinstance(answer, dict) and "fault" in answer:
+                    raise self._refuse(answer["fault"])
+                yield answer
+        except LimitReached as error:
+            raise self._refuse(f"one that needs {error}") from error
+
+    def _refuse(self, reason: str) -> DatasetInvalid:
+        return DatasetInvalid(f"{self._path}: must be a Parquet file, got {reason}; check the path")
