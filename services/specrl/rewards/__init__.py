@@ -1,16 +1,10 @@
-"""Stage 3 of the loop: a verdict on every rollout, from processes of their own."""
+"""Grade completions: one reward per rollout, computed in worker processes that may hang or crash.
 
-from specrl.rewards.choice import check_verifier, verifier_for
-from specrl.rewards.pool import VerifierPool
-from specrl.rewards.verifier import Ungraded, Verdict, Verifier
-from specrl.rewards.workers import FailureKind
+`Ungraded` is the only name for users' code (docs/python-api.md), and `check` is for the launcher. specrl's own packages
+import from the modules below: `choice` builds the run's verifier, `pool` runs it, `checks` tries it before the run.
+"""
 
-__all__ = [
-    "FailureKind",
-    "Ungraded",
-    "Verdict",
-    "Verifier",
-    "VerifierPool",
-    "check_verifier",
-    "verifier_for",
-]
+from specrl.rewards.choice import check as check  # the launcher's preflight calls `check` of every package
+from specrl.rewards.verifier import Ungraded
+
+__all__ = ["Ungraded"]

@@ -1,10 +1,11 @@
-"""The time of one question to a worker: wall time less what it waited for a processor, seen from both sides.
+"""Measure the time of one question to a worker: wall time minus the time that it waited for a processor.
 
-A worker writes into a slot of memory that it shares with the pool: who it is, when it began, and how long programs that
-it runs had to wait (`sandbox.waiting`). The pool reads the slot while it waits for the answer, and adds what the worker
-itself waited, which is in /proc. Called by `workers`; `add_waiting` also by `code.time_limit`.
+The pool and its workers share an array of slots in memory. A worker writes its process id, its start time, and how long
+its sandboxed programs waited (`sandbox.waiting`). The pool reads the slot while it waits for the answer, and adds the
+worker's own wait from /proc. `workers` calls this module on both sides; `code.time_limit` calls `add_waiting`.
 
-Invariant: a slot belongs to one question. A worker that was told to stop, and still runs, writes to no other's.
+Invariant: a slot belongs to one question. A cancelled worker that still runs never writes to another question's slot:
+each write compares the slot's question number first.
 """
 
 from __future__ import annotations
@@ -21,45 +22,48 @@ from typing import Any
 
 from specrl.rewards.sandbox.waiting import ThreadWait
 
-MOST_WAITING = 4
-"""How much may be added to a time limit for waiting, as a multiple of it. Past that the machine is too busy."""
+MAX_WAITING = 4
+"""Most waiting that is added to a time limit, as a multiple of the limit. Beyond that the machine is too busy."""
 
 
-class _Slot(ctypes.Structure):
+class _TimeSlot(ctypes.Structure):
     _fields_ = (
-        ("question", ctypes.c_uint64),
-        ("pid", ctypes.c_int64),
-        ("began_s", ctypes.c_double),
-        ("worker_waited_s", ctypes.c_double),  # before the question
-        ("programs_waited_s", ctypes.c_double),
+        ("question", ctypes.c_uint64),  # number of the question that holds the slot; 0: free
+        ("pid", ctypes.c_int64),  # 0 until a worker has taken the question; written last, see `begin_question`
+        ("began_s", ctypes.c_double),  # time.monotonic, which is the same clock in every process
+        ("worker_waited_s", ctypes.c_double),  # the worker's total wait before this question
+        ("programs_waited_s", ctypes.c_double),  # the wait of its sandboxed programs during this question
     )
 
 
 @dataclass
-class _Current:
+class _CurrentQuestion:
     slots: Any = None
     number: int = 0
     index: int = 0
 
 
-_current = _Current()
-"""In a worker: the slots of its pool, and the question that it is at."""
+_current = _CurrentQuestion()
+"""In a worker: the slots of its pool, and the question that it works on."""
 
 
-class Slots:
-    """A slot for each question that is under way, in the pool's process."""
+class TimeSlots:
+    """The pool's side: one slot for each question that may be in progress."""
 
     def __init__(self, count: int, context: BaseContext) -> None:
-        self.shared: Any = context.RawArray(_Slot, count)
+        self.shared: Any = context.RawArray(_TimeSlot, count)  # without a lock: each field has one writer at a time
         self._free = list(range(count))
         self._numbers = itertools.count(1)
 
     @contextmanager
-    def question(self) -> Iterator[QuestionTime]:
-        """A slot of its own for one question."""
-        index, number = self._free.pop(), next(self._numbers)
+    def reserve_slot(self) -> Iterator[QuestionTime]:
+        """Reserve a slot for one question until the block ends. The caller limits the number of open questions."""
+        index = self._free.pop()
+        number = next(self._numbers)  # never reused, so that a late worker recognises that the slot is not its own
         slot = self.shared[index]
-        slot.pid, slot.began_s, slot.programs_waited_s = 0, 0.0, 0.0
+        slot.pid = 0
+        slot.began_s = 0.0
+        slot.programs_waited_s = 0.0
         slot.question = number
         try:
             yield QuestionTime(slot, index, number)
@@ -69,10 +73,12 @@ class Slots:
 
 
 class QuestionTime:
-    """The time that one question has taken so far."""
+    """The time that one question has used so far."""
 
     def __init__(self, slot: Any, index: int, number: int) -> None:
-        self._slot, self.index, self.number = slot, index, number
+        self._slot = slot
+        self.index = index
+        self.number = number
         self._worker: ThreadWait | None = None
 
     @property
@@ -80,37 +86,38 @@ class QuestionTime:
         """Whether a worker has taken the question."""
         return bool(self._slot.pid)
 
-    def look(self) -> tuple[float, float]:
-        """Seconds since a worker has begun, and those of them that it and its programs waited for a processor."""
+    def measure_seconds(self) -> tuple[float, float]:
+        """Return the seconds since a worker began, and how many of them it and its programs waited for a processor."""
         if not self.has_begun:
             return 0.0, 0.0
         if self._worker is None:
             self._worker = ThreadWait(f"/proc/{self._slot.pid}/task/{self._slot.pid}", self._slot.began_s)
         now = time.monotonic()
-        self._worker.look(now)
+        self._worker.read_counters(now)
         elapsed_s = now - self._slot.began_s
         worker_s = max(0.0, self._worker.waited_s - self._slot.worker_waited_s)
         return elapsed_s, min(elapsed_s, worker_s + self._slot.programs_waited_s)
 
 
 def enter_worker(slots: Any) -> None:
-    """In a worker, once: these are its pool's slots."""
+    """Store the pool's slots. Called once in each worker when it starts."""
     _current.slots = slots
 
 
-def begin(index: int, number: int) -> None:
-    """In a worker: its time for a question starts now."""
-    _current.index, _current.number = index, number
+def begin_question(index: int, number: int) -> None:
+    """Start the time of a question. Called in the worker that has taken it."""
+    _current.index = index
+    _current.number = number
     slot = _current.slots[index]
     if slot.question == number:
         slot.began_s = time.monotonic()
         worker = ThreadWait("/proc/thread-self", slot.began_s)
-        worker.look(slot.began_s)
+        worker.read_counters(slot.began_s)
         slot.worker_waited_s = worker.waited_s
-        slot.pid = os.getpid()  # last: what makes the others valid
+        slot.pid = os.getpid()  # last, since the pool takes a pid as the sign that the other fields are valid
 
 
 def add_waiting(seconds: float) -> None:
-    """In a worker: programs of this question waited for so long, through no fault of its own. Elsewhere nothing."""
+    """Add the seconds that this question's programs waited for a processor. Does nothing outside of a worker."""
     if _current.slots is not None and _current.slots[_current.index].question == _current.number:
         _current.slots[_current.index].programs_waited_s += seconds

@@ -1,8 +1,8 @@
-"""The time of one answer: wall time less what its programs waited for a processor.
+"""Limit the time of one answer: wall time minus the time that its programs waited for a processor.
 
-Called by `trial`. Whether the machine is busy is not asked when the time is up: waits are summed while programs run
-(`sandbox.waiting`), and move the deadline. So an answer that sleeps and then spins is over its time whatever the load,
-and one that got no processor is given that time.
+Called by `sandbox_runner`. Waits are summed while programs run (`sandbox.waiting`), and each wait moves the deadline.
+The load of the machine at the deadline does not matter. So an answer that sleeps and then spins exceeds its limit under
+any load, and an answer that got no processor gets that time back.
 """
 
 from __future__ import annotations
@@ -13,48 +13,54 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from specrl.rewards import question_time
-from specrl.rewards.question_time import MOST_WAITING
-from specrl.rewards.sandbox.confine import Confined
+from specrl.rewards.question_time import MAX_WAITING
+from specrl.rewards.sandbox.confine import ConfinedProgram
 from specrl.rewards.sandbox.waiting import WaitMeter
 from specrl.rewards.verifier import Ungraded
 
-_LOOK_S = 0.1
-"""Between two looks at the counters of a program: about ten small files of /proc."""
+_MEASURE_S = 0.1
+"""Interval at which a program's counters are read, about ten small files of /proc each time."""
 
 
 class TimeLimit:
-    """Starts when it is made. At most MOST_WAITING times the limit is added for waiting."""
+    """The limit of one answer, in seconds from its creation. Waiting adds at most MAX_WAITING times the limit."""
 
     def __init__(self, wall_s: float) -> None:
         self.wall_s = wall_s
         self._started = time.monotonic()
         self._waited_s = 0.0
-        self._next_look = self._started + _LOOK_S
+        self._next_look = self._started + _MEASURE_S
         self._meter = WaitMeter()
 
     @contextmanager
-    def watch(self, program: Confined) -> Iterator[None]:
-        """Count a program's waits until the end of the block, which comes before `Confined.end`."""
-        self._meter.watch(program.tree)
+    def count_waits(self, program: ConfinedProgram) -> Iterator[None]:
+        """Count a program's waits until the end of the block.
+
+        The block must end before `ConfinedProgram.end`, after which the kernel's counters are gone.
+        """
+        self._meter.add_program(program.tree)
         try:
             yield
         finally:
-            self._look()
-            self._meter.forget(program.tree)
+            self._update_waits()
+            self._meter.remove_program(program.tree)
 
-    def poll(self, poll: select.poll) -> list[tuple[int, int]]:
-        """Descriptors that are ready; none when the time is up. Raises Ungraded when the machine is too busy."""
+    def poll_within_limit(self, poll: select.poll) -> list[tuple[int, int]]:
+        """Wait for descriptors to become ready. Returns none if the time is up first.
+
+        Raises Ungraded if the programs waited for a processor for too long.
+        """
         while True:
             now = time.monotonic()
             if now >= self._next_look or self._left_s(now) <= 0:
-                self._look()
+                self._update_waits()
                 now = time.monotonic()
-            if self._waited_s > MOST_WAITING * self.wall_s:
+            if self._waited_s > MAX_WAITING * self.wall_s:
                 raise Ungraded(
-                    f"a program must get a processor when it can run, but waited {self._waited_s:.0f} s for one; the "
-                    "machine is too busy: fewer workers in the pool, or run elsewhere"
+                    f"a program must get a processor when it can run, got {self._waited_s:.0f} s of waiting for one; "
+                    "the machine is too busy: use fewer workers in the pool, or another machine"
                 )
-            if self._left_s(now) <= 0:  # also when something is ready: who writes a byte now and then has no more time
+            if self._left_s(now) <= 0:  # even if something is ready: output now and then must not extend the time
                 return []
             if ready := poll.poll(1000 * max(0.0, min(self._left_s(now), self._next_look - now))):
                 return ready
@@ -62,8 +68,8 @@ class TimeLimit:
     def _left_s(self, now: float) -> float:
         return self.wall_s + self._waited_s - (now - self._started)
 
-    def _look(self) -> None:
-        waited = self._meter.look()
+    def _update_waits(self) -> None:
+        waited = self._meter.measure_waits()
         question_time.add_waiting(waited.programs_s)
         self._waited_s += waited.programs_s + waited.worker_s
-        self._next_look = time.monotonic() + _LOOK_S
+        self._next_look = time.monotonic() + _MEASURE_S

@@ -1,4 +1,7 @@
-"""Verifier `math`: a completion's answer is found, read as mathematics and compared with the reference."""
+"""Verifier `math`: finds a completion's answer, reads it as mathematics, and compares it with the reference.
+
+`grading` shows the order of the steps. `rewards.choice` builds the verifier.
+"""
 
 from specrl.rewards.math.verifier import Math
 

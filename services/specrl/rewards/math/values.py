@@ -1,4 +1,7 @@
-"""What an answer can be: the values that `reading.py` makes of text and `comparison.py` compares."""
+"""The kinds of values that an answer can have. `reading.py` creates them from text, `comparison.py` compares them.
+
+Values are immutable and hashable. They keep the structure of the text: nothing is simplified or evaluated here.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +10,24 @@ from typing import Any
 
 
 class Unreadable(ValueError):
-    """Text that is not understood as one mathematical value; the message says why, in a few words."""
+    """The text is not understood as one mathematical value. The message gives the reason in a few words."""
 
 
 @dataclass(frozen=True)
 class Expression:
-    """Numbers and letters joined by operations: a SymPy tree as the parser built it, not evaluated."""
+    """Numbers and variables joined by operations: the SymPy tree that the parser built, not evaluated."""
 
     tree: Any
 
     @property
     def letters(self) -> frozenset[str]:
-        """Its variables."""
+        """The names of the variables, `i` included even where it is the imaginary unit."""
         return frozenset(symbol.name for symbol in self.tree.free_symbols)
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """A value and its units in the order of the text, as `units.canonical_unit` spells them; "%" for a percentage."""
+    """A value with units, in the order of the text and as `units.canonical_unit` spells them; "%" for a percentage."""
 
     value: Value
     units: tuple[str, ...]
@@ -32,7 +35,7 @@ class Quantity:
 
 @dataclass(frozen=True)
 class Collection:
-    """Entries between brackets: a tuple, an interval or a set. opening "" is a list without brackets."""
+    """Entries between brackets: a tuple, an interval or a set. In a list without brackets both brackets are ""."""
 
     opening: str
     closing: str
@@ -49,7 +52,11 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Relation:
-    """`terms[0] operators[0] terms[1] ...`; names[i] is the text of a term that names a quantity, as x or f(x)."""
+    """An equation, inequality or chain of them: `terms[0] operators[0] terms[1] ...`.
+
+    names[i]: the text of term i if it names a quantity, such as x or f(x), else "". A term is None if it is only a
+    name, or if nothing stands there.
+    """
 
     terms: tuple[Value | None, ...]
     operators: tuple[str, ...]
@@ -57,15 +64,15 @@ class Relation:
 
 
 @dataclass(frozen=True)
-class Union:
+class SetUnion:
     """Sets joined by a union sign."""
 
     members: tuple[Value, ...]
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The letter of an option, in upper case."""
+class OptionLetter:
+    """The letter of a multiple-choice option, in upper case."""
 
     letter: str
 
@@ -79,7 +86,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Numeral:
-    """Digits with the base as their subscript."""
+    """Digits with a base, written as a subscript: 101_2."""
 
     digits: str
     base: int
@@ -87,9 +94,9 @@ class Numeral:
 
 @dataclass(frozen=True)
 class SpecialSet:
-    """A set that has a sign of its own: the empty set, the reals."""
+    """A set with a symbol of its own, such as the empty set or the integers, as its LaTeX command."""
 
     name: str
 
 
-Value = Expression | Quantity | Collection | Matrix | Relation | Union | Choice | Ratio | Numeral | SpecialSet
+Value = Expression | Quantity | Collection | Matrix | Relation | SetUnion | OptionLetter | Ratio | Numeral | SpecialSet

@@ -1,1 +1,1 @@
-"""Untrusted programs, confined by the operating system. What keeps a verdict unforgeable is docs/decisions/0008."""
+"""Runs untrusted programs, confined by the operating system. docs/decisions/0008 says why verdicts cannot be forged."""

@@ -1,7 +1,7 @@
-"""What a confined program sees of the file system: Python, the C library, a few devices, and a scratch folder.
+"""Builds the file system of a confined program: Python, the C library, a few devices, and a scratch folder.
 
-Called by `confine`. The new root is memory: nothing that happens in it reaches a disk, and it is gone with the last
-process that sees it. Neither the run's folder nor /etc, /home, /proc, /sys or /run is there.
+Called by `confine`. The new root is in memory: writes never reach a disk, and the kernel frees it with the last process
+that uses it. It does not have the run's folder, /etc, /home, /proc, /sys or /run.
 """
 
 from __future__ import annotations
@@ -13,30 +13,32 @@ from pathlib import Path
 from specrl.rewards.sandbox import kernel
 
 SCRATCH = "/tmp"  # noqa: S108 - the sandbox's own, a file system of its own
-PROGRAMS, PACKAGES = "/programs", "/packages"
+PROGRAMS = "/programs"
+PACKAGES = "/packages"
 INTERPRETER = Path(sys.base_prefix, "bin", f"python{sys.version_info[0]}.{sys.version_info[1]}").resolve()
 INSIDE = Path(__file__).parent / "inside"
 _LIBRARIES = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _BASE = "/tmp"  # noqa: S108 - where the new root is put together, unseen by others
 _ROOT_BYTES = 2**20
-"""Of the new root: folders and links alone."""
+"""Size of the new root, which holds only folders and links."""
 _FILES_PER_MIB = 256
 """Files in the scratch folder for each MiB of it: each costs the kernel about a KiB."""
 
 
-def readable() -> list[Path]:
-    """The folders that the interpreter needs, outermost only."""
+def list_readable_folders() -> list[Path]:
+    """List the folders that the interpreter needs, without folders inside them."""
     real = {path.resolve() for path in (Path(sys.base_prefix), *map(Path, _LIBRARIES)) if path.exists()}
     return sorted(path for path in real if not any(parent in real for parent in path.parents))
 
 
 def build_root(packages: str | None, scratch_bytes: int, owner: int) -> None:
-    """Put the root together and enter it. The process has a mount namespace of its own, and capabilities over it."""
+    """Build the root and enter it. The process must have its own mount namespace, with capabilities over it."""
     kernel.mount("", "none", "/", kernel.MS_REC | kernel.MS_PRIVATE)
-    wanted = {str(path): path for path in readable()} | {PROGRAMS: INSIDE}
+    wanted = {str(path): path for path in list_readable_folders()} | {PROGRAMS: INSIDE}
     if packages is not None:
         wanted[PACKAGES] = Path(packages)
+    os.umask(0o022)  # the answer may run as another user, and must reach these folders
     folders = [(place, os.open(path, os.O_PATH | os.O_CLOEXEC)) for place, path in wanted.items()]
     devices = [(name, os.open(f"/dev/{name}", os.O_PATH | os.O_CLOEXEC)) for name in _DEVICES]
     hidden = kernel.MS_NOSUID | kernel.MS_NODEV

@@ -1,8 +1,8 @@
-"""Which files a confined program may touch where there are no namespaces to hide them: Landlock, without privileges.
+"""Restricts the files of a confined program with Landlock, which needs neither privileges nor namespaces.
 
-Called by `confine` with `isolation: Landlock`. Everything that Landlock can forbid is forbidden, but for reading and
-executing below the folders that are named; no file can be written. Signals and abstract sockets stay inside where the
-kernel can see to it (Linux 6.12); the seccomp filter forbids both anyway. Structures from linux/landlock.h.
+Called by `confine` with `isolation: Landlock`. Everything that Landlock can forbid is forbidden, except for reading and
+executing files below the given folders. No file can be written. From Linux 6.12 on, Landlock also confines signals and
+abstract sockets. The seccomp filter forbids both on every kernel. Structures are from linux/landlock.h.
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ from pathlib import Path
 
 from specrl.rewards.sandbox import kernel
 
-_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+_CREATE_RULESET = 444
+_ADD_RULE = 445
+_RESTRICT_SELF = 446
 _VERSION_QUESTION = 1
 _PATH_BENEATH = 1
-_EXECUTE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 2, 1 << 3
+_EXECUTE = 1 << 0
+_READ_FILE = 1 << 2
+_READ_DIR = 1 << 3
 _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
 """How many rights on files each version of Landlock knows; later ones know no more of them."""
 _NETWORK = 0b11
@@ -30,8 +34,8 @@ _OLDEST = 3
 """Before it, truncating a file could not be forbidden (Linux 6.2)."""
 
 
-def version() -> int:
-    """Landlock's version on this kernel. Raises OSError when there is none, or one that is too old."""
+def read_version() -> int:
+    """Return Landlock's version on this kernel. Raises OSError if it is missing or too old."""
     try:
         found = kernel.syscall("Landlock", _CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION_QUESTION)
     except OSError as error:
@@ -44,7 +48,7 @@ def version() -> int:
 
 def allow_reading_only(paths: Iterable[Path]) -> None:
     """Confine this thread, and all that it starts, to reading and executing what lies below `paths`."""
-    known = version()
+    known = read_version()
     rights = (1 << _FILE_RIGHTS[min(known, max(_FILE_RIGHTS))]) - 1
     wanted = struct.pack("=QQQ", rights, _NETWORK if known >= 4 else 0, _SCOPES if known >= 6 else 0)
     size = 24 if known >= 6 else 16 if known >= 4 else 8

@@ -1,4 +1,4 @@
-"""Inside the sandbox: tests that are functions to be called, as pytest and unittest do it."""
+"""Inside the sandbox: call tests that are functions or methods, as pytest and unittest do."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 
 def call_test_functions(module: types.ModuleType) -> None:
-    """Call each function `test...` without parameters, then each method `test...` of classes `Test...`, as they stand.
+    """Call each function `test...` that needs no argument, and each such method `test...` of test classes.
 
-    For tests that define and do not call. Raises what they raise.
+    For tests that only define functions. Raises what they raise.
     """
     for name, found in list(module.__dict__.items()):
-        if name.startswith("test") and isinstance(found, types.FunctionType) and not _required(found):
+        if name.startswith("test") and isinstance(found, types.FunctionType) and not _has_required_parameters(found):
             found()
         elif isinstance(found, type) and found.__module__ == module.__name__:
             _call_methods(found)
@@ -27,11 +27,11 @@ def _call_methods(kind: type) -> None:
         case = kind(name) if is_unittest else kind()
         for step in (before, name, after):
             method = getattr(case, step, None)
-            if method is not None and not _required(method):
+            if method is not None and not _has_required_parameters(method):
                 method()
 
 
-def _required(function: Any) -> bool:
+def _has_required_parameters(function: Any) -> bool:
     """Whether it has parameters that must be given, as pytest's fixtures are."""
     own = getattr(function, "__func__", function)
     code = getattr(own, "__code__", None)

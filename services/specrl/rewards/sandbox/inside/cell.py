@@ -2,7 +2,7 @@
 
 python cell.py PACKAGES        PACKAGES: a folder of packages, or empty
 
-What the call prints comes out as it is printed; then the value of its last expression, or what it raised, as one line.
+The output is everything that the call prints, then one line with the value of its last expression or its exception.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import types
 
 
 def main() -> None:
-    """Run the cell as `__main__`. The exit status is 0 also when it raised: that has been said."""
+    """Run the cell as `__main__`. The exit status is 0 even if it raised, because the output has the exception."""
     with os.fdopen(3, "rb") as file:
         source = file.read().decode(errors="replace").strip()
     if sys.argv[1]:
@@ -25,7 +25,7 @@ def main() -> None:
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     try:
-        run(source, module)
+        run_cell(source, module)
     except SystemExit:
         raise
     except BaseException as error:  # noqa: BLE001 - the edge of a process: whatever the call raises is its output
@@ -36,7 +36,7 @@ def main() -> None:
         sys.stdout.write(f"{type(error).__name__}: {what}{place}\n")
 
 
-def run(source: str, module: types.ModuleType) -> None:
+def run_cell(source: str, module: types.ModuleType) -> None:
     """Execute all of it, and show the last statement's value if it is an expression and not None."""
     tree = ast.parse(source, "call.py")
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None

@@ -23,20 +23,20 @@ def main() -> None:
     with os.fdopen(3, "rb") as file:
         blocks = json.loads(file.read())
     names = set(sys.argv[2:])
-    ranks = [_rank(block, names) for block in blocks]
+    ranks = [_rank_block(block, names) for block in blocks]
     best = max(ranks)
     sys.stdout.write(str(max(place for place, rank in enumerate(ranks) if rank == best)))
 
 
-def _rank(block: str, names: set[str]) -> tuple[int, ...]:
+def _rank_block(block: str, names: set[str]) -> tuple[int, ...]:
     try:
         tree = ast.parse(block)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return (-1,)
-    return (_defined(tree, names),) if names else _program(tree)
+    return (_count_defined_names(tree, names),) if names else _rank_program(tree)
 
 
-def _defined(tree: ast.Module, names: set[str]) -> int:
+def _count_defined_names(tree: ast.Module, names: set[str]) -> int:
     """How many of the names a block defines with content: the head of a function alone is a draft or a summary."""
     defined = set()
     for statement in tree.body:
@@ -70,9 +70,9 @@ def _is_empty(function: _Function) -> bool:
     )
 
 
-def _program(tree: ast.Module) -> tuple[int, ...]:
+def _rank_program(tree: ast.Module) -> tuple[int, ...]:
     """Whether a block does something when it runs; then whether it reads its input and writes; then one of both."""
-    acts = any(_acts(statement) for statement in tree.body)
+    acts = any(_acts_when_run(statement) for statement in tree.body)
     reads = writes = False
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
@@ -84,12 +84,12 @@ def _program(tree: ast.Module) -> tuple[int, ...]:
         elif isinstance(node, ast.Name):  # from sys import stdin; import fileinput; print as an argument
             reads = reads or node.id in {"stdin", "fileinput", "input"}
             writes = writes or node.id in {"stdout", "print"}
-    if _feeds_itself(tree):
+    if _replaces_stdin(tree):
         reads = False
     return (acts and reads and writes, acts, reads + writes)
 
 
-def _acts(statement: ast.stmt) -> bool:
+def _acts_when_run(statement: ast.stmt) -> bool:
     if isinstance(statement, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return False
     return any(isinstance(node, ast.Call) for node in ast.walk(statement))
@@ -99,7 +99,7 @@ def _is_descriptor(call: ast.Call) -> bool:
     return bool(call.args) and isinstance(call.args[0], ast.Constant) and call.args[0].value == 0
 
 
-def _feeds_itself(tree: ast.Module) -> bool:
+def _replaces_stdin(tree: ast.Module) -> bool:
     """Whether it puts a text in the place of standard input, as a test of another block does."""
     return any(
         isinstance(node, ast.Assign)

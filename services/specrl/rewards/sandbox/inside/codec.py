@@ -1,9 +1,9 @@
-"""Python values as data, between an answer and its tests: frames of JSON that can become nothing but plain values.
+"""Sends Python values between an answer and its tests, as frames of JSON that decode only to plain values.
 
-Used inside the sandbox on either side, and by the worker. Invariant: what `decode` returns is built of None, bool, int,
-float, complex, str, bytes, list, tuple, set, frozenset and dict, exactly these types, whatever the other side sent; so
-that comparing, hashing or printing it runs no code of the answer. `decode` hashes what it is sent, which can take time
-in the square of its size: it is called inside sandboxes alone. The worker compares what `json` made of a frame.
+Used inside the sandbox on both sides, and by the worker. Invariant: whatever the other side sent, `decode` returns only
+None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset and dict, never a subclass. So comparing,
+hashing or printing a decoded value runs no code of the answer. `decode` hashes what it receives, which can take
+quadratic time. So it is called only inside sandboxes, and the worker compares the parsed JSON of a frame instead.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 _EXACT = 2**53
-"""Integers below it are written as such; larger ones in hexadecimal, which is read in linear time."""
+"""Integers below it are written in decimal; larger ones in hexadecimal, which is parsed in linear time."""
 _SEQUENCES: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 
 
@@ -25,7 +25,7 @@ class NotData(TypeError):
 
 
 class Malformed(ValueError):
-    """Bytes that are no frame of this protocol, or a larger one than is allowed."""
+    """The bytes are not a frame of this protocol, or the frame is too large."""
 
 
 def encode(value: Any) -> Any:
@@ -82,14 +82,14 @@ class Link:
     def __init__(
         self, connection: socket.socket, largest_bytes: int, wait: Callable[[socket.socket, bool], None] | None = None
     ) -> None:
-        """wait: called before each transfer; returns when the socket can be read, or written if the flag is set, and
-        raises TimeoutError when it will not be. None waits for ever, as programs do whose end is seen to by others."""
+        """wait: called before each transfer, with True before a write. Returns when the socket is ready, or raises
+        TimeoutError. None: wait without a limit, for programs that another process ends."""
         self._connection = connection
         self._largest_bytes = largest_bytes
         self._wait = wait
 
     def send(self, message: Any) -> None:
-        """Raises OSError when the other side is gone, TimeoutError."""
+        """Send one frame. Raises OSError when the other side is gone, and TimeoutError."""
         content = json.dumps(message).encode("ascii")
         left = memoryview(struct.pack("!I", len(content)) + content)
         while left:
@@ -99,15 +99,15 @@ class Link:
 
     def receive(self) -> Any:
         """The next message. Raises EOFError or OSError when the other side is gone, Malformed, TimeoutError."""
-        (size,) = struct.unpack("!I", self._exactly(4))
+        (size,) = struct.unpack("!I", self._receive_exactly(4))
         if size > self._largest_bytes:
             raise Malformed(f"a message must have <= {self._largest_bytes} bytes, got {size}")
         try:
-            return json.loads(self._exactly(size).decode("ascii"))
+            return json.loads(self._receive_exactly(size).decode("ascii"))
         except (ValueError, RecursionError) as error:
             raise Malformed("a message must be JSON") from error
 
-    def _exactly(self, size: int) -> bytes:
+    def _receive_exactly(self, size: int) -> bytes:
         found = bytearray()
         while len(found) < size:
             if self._wait is not None:

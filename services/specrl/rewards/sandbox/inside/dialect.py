@@ -1,4 +1,4 @@
-"""What answers take for granted: names of an interactive Python, and the imports that public judges put before them.
+"""Provides names that answers assume: those of an interactive Python, and those that public judges import.
 
 Called by the scripts beside it, before the answer's first line. The judges of APPS, TACO and LiveCodeBench import a
 list of modules and names in front of every answer, and raise Python's limit of recursion.
@@ -49,14 +49,14 @@ _PLACES |= {"np": ("numpy", ""), "numpy": ("numpy", "")}
 
 
 def compile_answer(source: bytes | str, name: str) -> types.CodeType:
-    """An answer's code. The names that it uses and that judges import are there when it runs.
+    """Compile an answer, and import those of the judges' names that it uses, so that a small program starts fast.
 
-    Only those are imported, so that a small program starts fast. They are put among Python's own names: what the answer
-    assigns takes their place, and what it has not defined is not taken for its own. Raises what `compile` raises.
+    The names become builtins. So an assignment of the answer replaces them, and they do not count as definitions of
+    the answer. Raises what `compile` raises.
     """
     _add_site_names()
     sys.setrecursionlimit(_RECURSION)
-    sys.set_int_max_str_digits(0)  # long integers cost the answer's own time
+    sys.set_int_max_str_digits(0)  # converting long integers only uses the answer's own time
     code = compile(source, name, "exec")
     for used in _used_names(code):
         if used in _PLACES and not hasattr(builtins, used):
@@ -81,7 +81,8 @@ def _add_site_names() -> None:
 
 
 def _used_names(code: types.CodeType) -> set[str]:
-    found, codes = set(), [code]
+    found = set()
+    codes = [code]
     while codes:
         each = codes.pop()
         found |= {*each.co_names}

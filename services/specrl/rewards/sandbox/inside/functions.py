@@ -2,8 +2,8 @@
 
     python functions.py PACKAGES LARGEST       LARGEST: bytes of the largest message
 
-The answer may do to this process what it likes. It learns arguments and no expected result; what it can reach over the
-socket are its own results, whoever writes them.
+The answer controls this process completely. It gets arguments but no expected results. Anything that it writes to the
+socket counts as one of its results.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> None:
         exec(compile_answer(source, "answer.py"), module.__dict__)  # noqa: S102 - what the sandbox is for
         failed = ""
     except SystemExit:
-        failed = ""  # what it has defined by then counts
+        failed = ""  # definitions before the exit count
     except BaseException as error:  # noqa: BLE001 - whatever an answer raises is news for the other side
         failed = type(error).__name__
     link.send({"failed": failed})
@@ -47,32 +47,33 @@ def main() -> None:
             request = link.receive()
         except (EOFError, OSError):
             return
-        link.send(_answer(request, module.__dict__, objects))
+        link.send(_answer_request(request, module.__dict__, objects))
 
 
-def _answer(request: dict[str, Any], names: dict[str, Any], objects: list[Any]) -> dict[str, Any]:
+def _answer_request(request: dict[str, Any], names: dict[str, Any], objects: list[Any]) -> dict[str, Any]:
     from codec import NotData, decode, encode
 
     if "describe" in request:
-        return {name: _description(names.get(name, _MISSING)) for name in request["describe"]}
+        return {name: _describe_value(names.get(name, _MISSING)) for name in request["describe"]}
     if "attribute" in request:
-        return _description(_attribute(objects[request["of"]], request["attribute"]))
+        return _describe_value(_read_attribute(objects[request["of"]], request["attribute"]))
     try:
-        arguments, named = decode(request["arguments"]), decode(request["named"])
+        arguments = decode(request["arguments"])
+        named = decode(request["named"])
         if "make" in request:
             objects.append(names[request["make"]](*arguments, **named))
             return {"object": len(objects) - 1}
         if request.get("of") is not None:
             function = getattr(objects[request["of"]], request["call"])
         else:
-            function = _function(names, request["call"])
+            function = _find_function(names, request["call"])
         result = encode(function(*arguments, **named))
     except NotData as error:
         return {"raised": "TypeError", "said": str(error)}
     except RecursionError:
         return {"raised": "RecursionError", "said": ""}
     except BaseException as error:  # noqa: BLE001 - whatever an answer raises is its result
-        return {"raised": _builtin(error), "said": _text(error)}
+        return {"raised": _find_builtin_class(error), "said": _read_message(error)}
     reply = {"result": result}
     try:
         changed = [encode(argument) for argument in arguments]
@@ -81,7 +82,7 @@ def _answer(request: dict[str, Any], names: dict[str, Any], objects: list[Any]) 
     return reply if changed == request["arguments"] else reply | {"arguments": changed}
 
 
-def _function(names: dict[str, Any], name: str) -> Callable[..., Any]:
+def _find_function(names: dict[str, Any], name: str) -> Callable[..., Any]:
     """A function of the answer, or a method of its class Solution, as some data sets ask for."""
     if name not in names and "Solution" in names:
         method: Callable[..., Any] = getattr(names["Solution"](), name)
@@ -90,7 +91,7 @@ def _function(names: dict[str, Any], name: str) -> Callable[..., Any]:
     return function
 
 
-def _description(found: Any) -> dict[str, Any]:
+def _describe_value(found: Any) -> dict[str, Any]:
     from codec import NotData, encode
 
     if found is _MISSING:
@@ -105,19 +106,19 @@ def _description(found: Any) -> dict[str, Any]:
         return {"kind": "object"}
 
 
-def _attribute(found: object, name: str) -> Any:
+def _read_attribute(found: object, name: str) -> Any:
     try:
         return getattr(found, name, _MISSING)
     except Exception:  # noqa: BLE001 - a property of the answer's may raise anything
         return _MISSING
 
 
-def _builtin(error: BaseException) -> str:
+def _find_builtin_class(error: BaseException) -> str:
     """The nearest class of the error that Python itself has."""
     return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
 
 
-def _text(error: BaseException) -> str:
+def _read_message(error: BaseException) -> str:
     try:
         return str(error)[:1000]
     except Exception:  # noqa: BLE001 - the answer's own class may fail even here

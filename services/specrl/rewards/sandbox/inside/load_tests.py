@@ -1,8 +1,8 @@
-"""Inside the sandbox: tests in Python on their own, as far as they come without an answer. Read from descriptor 3.
+"""Inside the sandbox: run tests in Python without an answer, until they use it. They are read from descriptor 3.
 
-python load_tests.py PACKAGES NAME...        NAMEs: what they use of the answer
+python load_tests.py PACKAGES NAME...        NAMEs: names of the answer that the tests use
 
-Says SOUND, or why they cannot judge any answer: they cannot be imported, or fail or end before they use one.
+Prints SOUND, or why the tests cannot judge any answer: they cannot be imported, or they fail or end before they use it.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Placeholder:
     is_used = False
 
 
-def _use(*_: object, **__: object) -> NoReturn:
+def _mark_used(*_: object, **__: object) -> NoReturn:
     Placeholder.is_used = True
     raise Reached
 
 
 for _name in _USES.split():
-    setattr(Placeholder, f"__{_name}__", _use)
+    setattr(Placeholder, f"__{_name}__", _mark_used)
 
 
 def main() -> None:
@@ -60,7 +60,7 @@ def main() -> None:
     sys.modules["__main__"] = module
     fault = ""
     try:
-        for statement in _imports(ast.parse(source)):
+        for statement in _find_imports(ast.parse(source)):
             exec(compile(ast.Module([statement], []), "tests.py", "exec"), {"__name__": "__main__"})  # noqa: S102
         module.__dict__.update((name, Placeholder()) for name in names)
         exec(compile(source, "tests.py", "exec"), module.__dict__)  # noqa: S102 - the run's own tests
@@ -73,13 +73,13 @@ def main() -> None:
     os._exit(0)
 
 
-def _imports(node: ast.AST) -> Iterator[Any]:
+def _find_imports(node: ast.AST) -> Iterator[Any]:
     """Every import that is not inside of `try`."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import | ast.ImportFrom):
             yield child
         elif not isinstance(child, ast.Try):
-            yield from _imports(child)
+            yield from _find_imports(child)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The tests of a reference, in the forms that data sets have. docs/rewards.md, "Programs", lists them.
+"""Parse the tests of a reference, in the formats of common data sets. docs/rewards.md, "Programs", lists them.
 
-Called by `verifier.Code`, before a run and in a worker before each verdict. Nothing runs here.
+Called by `verifier.Code`, before a run and in a worker before each verdict. Invariant: tests are parsed, never run.
 """
 
 from __future__ import annotations
@@ -12,51 +12,49 @@ import re
 import symtable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 from specrl.errors import VerifierFailed
 
-_LISTS = ("public_test_cases", "private_test_cases", "test_cases", "tests")
-"""Where LiveCodeBench and its kin keep lists of tests; all that are there count."""
+_TEST_LIST_KEYS = ("public_test_cases", "private_test_cases", "test_cases", "tests")
+"""Keys under which LiveCodeBench and similar data sets keep lists of tests. All lists that are present are used."""
 _ENTRY_POINT = re.compile(r"[A-Za-z_]\w*(\(\))?(\.[A-Za-z_]\w*)?")
 _MODULE_OF_ANSWER = "solution"
-"""What tests in the style of pytest import the answer from (KodCode)."""
-_WHOLE = re.compile(r"0|-?[1-9][0-9]{0,17}")
+"""The module from which pytest-style tests import the answer (KodCode)."""
+
+_WHOLE_NUMBER = re.compile(r"0|-?[1-9][0-9]{0,17}")
 
 
 @dataclass(frozen=True)
 class ProgramTests:
-    """Standard input, and the output that is expected."""
+    """Cases of (standard input, expected output)."""
 
+    required_names: ClassVar[tuple[str, ...]] = ()
+    """Names that the answer must define: none, since it runs as a program."""
     cases: tuple[tuple[str, str], ...]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """What the answer must define: nothing, as a program."""
-        return ()
 
 
 @dataclass(frozen=True)
 class FunctionTests:
-    """Arguments of a function, and the results that are expected."""
+    """Cases of (arguments, expected result) for one function."""
 
     name: str
     cases: tuple[tuple[list[Any], Any], ...]
     may_be_wrapped: bool = False
-    """Whether each expected result is a list of one: APPS writes [3] for 3, and nothing says where it does."""
+    """Whether every expected result is a list of one. APPS writes [3] for 3, and does not say where it does so."""
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """What the answer must define."""
+    def required_names(self) -> tuple[str, ...]:
+        """Names that the answer must define."""
         return (self.name,)
 
 
 @dataclass(frozen=True)
 class PythonTests:
-    """Tests in Python, and the names in them that the answer must define."""
+    """Tests as Python source, and the names in them that the answer must define."""
 
     source: str
-    names: tuple[str, ...]
+    required_names: tuple[str, ...]
 
 
 Tests = ProgramTests | FunctionTests | PythonTests
@@ -64,58 +62,61 @@ Tests = ProgramTests | FunctionTests | PythonTests
 
 @lru_cache(maxsize=256)  # the rollouts of a group share their reference
 def read_tests(reference: str) -> Tests:
-    """The tests of a reference. Raises VerifierFailed when there are none, or they are no tests."""
+    """Parse the tests of a reference. Raises VerifierFailed if it has none or is malformed."""
     begins = reference.lstrip()[:1]
     if begins not in {"{", "[", '"'}:
-        return _python_tests(reference)
+        return _parse_python_tests(reference)
     try:
         found = json.loads(reference)
     except (ValueError, RecursionError) as error:
-        if begins != "{":  # a text or a list may begin tests in Python
-            return _python_tests(reference)
-        raise _refused(str(error)) from error
+        if begins != "{":  # Python source may begin with a string or a list, too
+            return _parse_python_tests(reference)
+        raise _tests_error(str(error)) from error
     try:
-        return _read(found, None)
+        return _parse_tests(found, None)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise _refused(str(error)) from error
+        raise _tests_error(str(error)) from error
 
 
-def _refused(reason: str) -> VerifierFailed:
+def _tests_error(reason: str) -> VerifierFailed:
     return VerifierFailed(
-        f"the reference must be tests as JSON with inputs and outputs, got {reason}; correct the data set"
+        f"the reference must have tests as JSON with inputs and outputs, got {reason}; correct the data set"
     )
 
 
-def _read(found: Any, function: str | None) -> Tests:
-    """Tests of JSON; `function` was named around it. Raises ValueError, TypeError or KeyError when they are none."""
-    if isinstance(found, str):
-        return read_tests(found) if function is None else _read(json.loads(found), function)
+def _parse_tests(found: Any, function: str | None) -> Tests:
+    """Parse tests from JSON, by the keys that each data set uses.
+
+    function: the name that an enclosing object gave. Raises ValueError, TypeError or KeyError if there are no tests.
+    """
+    if isinstance(found, str):  # JSON within text, or Python
+        return read_tests(found) if function is None else _parse_tests(json.loads(found), function)
     if isinstance(found, list):
-        return _listed(found, function)
+        return _parse_listed_tests(found, function)
     if not isinstance(found, dict):
         raise ValueError(f"a {type(found).__name__}")
-    function = _function_name(found) or function
+    function = _find_function_name(found) or function
     if "input_output" in found:
-        return _read(found["input_output"], function)
+        return _parse_tests(found["input_output"], function)
     if "inputs" in found:
-        return _paired(found, function)
+        return _parse_paired_tests(found, function)
     if "test_list" in found:  # MBPP
-        return _python_tests("\n".join([_text(found.get("test_setup_code") or ""), *found["test_list"]]))
+        return _parse_python_tests("\n".join([_join_lines(found.get("test_setup_code") or ""), *found["test_list"]]))
     if "entry_point" in found:  # HumanEval
         if not _ENTRY_POINT.fullmatch(found["entry_point"]):
             raise ValueError(f"entry_point {found['entry_point']!r}")
-        return _python_tests(f"{found['test']}\n\ncheck({found['entry_point']})\n")
-    lists = [found[name] for name in _LISTS if found.get(name)]
+        return _parse_python_tests(f"{found['test']}\n\ncheck({found['entry_point']})\n")
+    lists = [found[name] for name in _TEST_LIST_KEYS if found.get(name)]
     if not lists:
         raise ValueError(f"an object with {', '.join(map(repr, list(found)[:5])) or 'nothing in it'}")
     if len(lists) == 1:
-        return _read(lists[0], function)
+        return _parse_tests(lists[0], function)
     lists = [json.loads(each) if isinstance(each, str) else each for each in lists]
-    return _listed([test for each in lists for test in each], function)
+    return _parse_listed_tests([test for each in lists for test in each], function)
 
 
-def _function_name(found: dict[str, Any]) -> str | None:
-    """Of the function that is called; none for a program."""
+def _find_function_name(found: dict[str, Any]) -> str | None:
+    """Return the name of the function under test, or None for a program."""
     metadata = found.get("metadata") or {}
     if isinstance(metadata, str):
         metadata = json.loads(metadata)
@@ -125,53 +126,58 @@ def _function_name(found: dict[str, Any]) -> str | None:
     return name
 
 
-def _paired(found: dict[str, Any], function: str | None) -> Tests:
-    """{"inputs": [...], "outputs": [...]}, of APPS and TACO."""
-    inputs, outputs = found["inputs"], found["outputs"]
+def _parse_paired_tests(found: dict[str, Any], function: str | None) -> Tests:
+    """Parse {"inputs": [...], "outputs": [...]}, the format of APPS and TACO."""
+    inputs = found["inputs"]
+    outputs = found["outputs"]
     if not isinstance(inputs, list) or not isinstance(outputs, list) or not 0 < len(inputs) == len(outputs):
-        raise ValueError("as many inputs as outputs, at least one, are needed")
+        raise ValueError("inputs and outputs that are not lists of the same length, at least 1")
     if function is None:
-        return ProgramTests(tuple(zip(map(_text, inputs), map(_text, outputs), strict=True)))
+        return ProgramTests(tuple(zip(map(_join_lines, inputs), map(_join_lines, outputs), strict=True)))
     if all(isinstance(given, str) for given in inputs) and all(isinstance(out, str) for out in outputs):
-        return _functional(inputs, outputs, function)
+        return _parse_functional_tests(inputs, outputs, function)
     if not all(isinstance(given, list) for given in inputs):
-        raise ValueError("a function needs a list of arguments for each call")
+        raise ValueError("a call whose arguments are not a list")
     may_be_wrapped = all(isinstance(out, list) and len(out) == 1 for out in outputs)
-    return FunctionTests(function, tuple(zip(map(_arguments, inputs), outputs, strict=True)), may_be_wrapped)
+    return FunctionTests(function, tuple(zip(map(_restore_integer_keys, inputs), outputs, strict=True)), may_be_wrapped)
 
 
-def _listed(found: list[Any], function: str | None) -> Tests:
-    """[{"input": ..., "output": ..., "testtype": ...}], of LiveCodeBench; or lines of tests in Python."""
+def _parse_listed_tests(found: list[Any], function: str | None) -> Tests:
+    """Parse [{"input": ..., "output": ..., "testtype": ...}], LiveCodeBench's format, or lines of tests in Python."""
     if found and all(isinstance(test, str) for test in found):
-        return _python_tests("\n".join(found))
+        return _parse_python_tests("\n".join(found))
     if not found or not all(isinstance(test, dict) for test in found):
         raise ValueError("a list without tests")
     if any(test.get("testtype") == "functional" for test in found) and function is None:
         raise ValueError("functional tests without func_name")
-    inputs, outputs = [test["input"] for test in found], [test["output"] for test in found]
+    inputs = [test["input"] for test in found]
+    outputs = [test["output"] for test in found]
     if function is not None and all(test.get("testtype") != "stdin" for test in found):
-        return _functional(inputs, outputs, function)
-    return ProgramTests(tuple(zip(map(_text, inputs), map(_text, outputs), strict=True)))
+        return _parse_functional_tests(inputs, outputs, function)
+    return ProgramTests(tuple(zip(map(_join_lines, inputs), map(_join_lines, outputs), strict=True)))
 
 
-def _functional(inputs: list[Any], outputs: list[Any], function: str) -> FunctionTests:
-    """LiveCodeBench's calls: each argument is a line of JSON."""
+def _parse_functional_tests(inputs: list[Any], outputs: list[Any], function: str) -> FunctionTests:
+    """Parse LiveCodeBench's calls, in which each argument is a line of JSON."""
     calls = []
     for given, out in zip(inputs, outputs, strict=True):
-        lines = [line for line in _text(given).split("\n") if line.strip()]
-        calls.append(([json.loads(line) for line in lines], json.loads(_text(out))))
+        lines = [line for line in _join_lines(given).split("\n") if line.strip()]
+        calls.append(([json.loads(line) for line in lines], json.loads(_join_lines(out))))
     return FunctionTests(function, tuple(calls))
 
 
-def _arguments(given: list[Any]) -> list[Any]:
-    """A dict that comes first has whole numbers as keys where JSON could only write them as text (APPS, TACO)."""
-    if given and isinstance(given[0], dict) and given[0] and all(map(_WHOLE.fullmatch, given[0])):
+def _restore_integer_keys(given: list[Any]) -> list[Any]:
+    """Turn the keys of a dict that comes first into integers if all of them are whole numbers (APPS, TACO).
+
+    JSON can write keys only as text.
+    """
+    if given and isinstance(given[0], dict) and given[0] and all(map(_WHOLE_NUMBER.fullmatch, given[0])):
         return [{int(key): value for key, value in given[0].items()}, *given[1:]]
     return given
 
 
-def _text(value: object) -> str:
-    """Lines may be given one by one."""
+def _join_lines(value: object) -> str:
+    """Return text as it is, and join lines that are given as a list."""
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         return "\n".join(value)
     if not isinstance(value, str):
@@ -179,10 +185,10 @@ def _text(value: object) -> str:
     return value
 
 
-def _python_tests(source: str) -> PythonTests:
+def _parse_python_tests(source: str) -> PythonTests:
     try:
-        source = _without_imports_of_the_answer(source)
-        names = _free_names(symtable.symtable(source, "tests.py", "exec"))
+        source = _remove_answer_imports(source)
+        names = _find_free_names(symtable.symtable(source, "tests.py", "exec"))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise VerifierFailed(
             f"the reference must be tests in Python, or JSON, got {error} in {source[:80]!r}; correct the data set"
@@ -195,8 +201,11 @@ def _python_tests(source: str) -> PythonTests:
     return PythonTests(source, tuple(sorted(names)))
 
 
-def _without_imports_of_the_answer(source: str) -> str:
-    """`from solution import add` names what the answer must define, and there is no such module."""
+def _remove_answer_imports(source: str) -> str:
+    """Remove `from solution import add`: the module does not exist, and `add` is what the answer must define.
+
+    An alias becomes an assignment. Line numbers stay the same.
+    """
     tree = ast.parse(source)
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == _MODULE_OF_ANSWER]
     lines = source.split("\n")
@@ -209,7 +218,7 @@ def _without_imports_of_the_answer(source: str) -> str:
 
 
 def _check_arguments(tree: ast.Module, names: set[str]) -> None:
-    """Refuse tests that hand the answer a function: only plain data passes between the two."""
+    """Raise VerifierFailed for tests that pass a function to the answer: only plain data crosses the sandbox."""
     own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names:
@@ -223,8 +232,8 @@ def _check_arguments(tree: ast.Module, names: set[str]) -> None:
                     )
 
 
-def _free_names(module: symtable.SymbolTable) -> set[str]:
-    """Names that the tests use and neither define nor find among Python's own."""
+def _find_free_names(module: symtable.SymbolTable) -> set[str]:
+    """Return the names that the tests use but neither define nor find among Python's built-ins."""
     own = {
         symbol.get_name()
         for symbol in module.get_symbols()
