@@ -1,1 +1,4 @@
-"""The drafter: its EAGLE-3 head, how it is initialised, and how it is kept in step with the policy. No megatron."""
+"""Drafters: EAGLE-3 heads, native heads and draft models, and their training on the policy's own rollouts.
+
+Called by the trainer, by generation replicas at their start, by preflight and by `specrl drafter`. Imports no megatron.
+"""

@@ -1,11 +1,14 @@
-"""Which of a step's tokens the drafter is trained on: as many as are paid for, another part of the batch at each step.
+"""Chooses the tokens of a step that the drafter is trained on, within a compute budget, and splits them into updates.
 
-And in how many updates: a small model learns more from many short steps than from one good one (docs/decisions/0029).
+Each step trains on another part of its batch. It makes several small updates, because a small model learns more from
+them than from one large update (docs/decisions/0029).
 
-Pure: lengths and the step's number in, the same lessons out on every rank and in every repetition. The price is
-counted in floating-point operations, not in seconds, so that a run's result does not depend on the machine's mood.
+Pure: the choice depends only on lengths and the step's number, so all ranks and all repetitions choose alike. The
+budget is counted in floating-point operations, not in seconds, so a run's result does not depend on machine load.
 
-A start is a position that the drafter drafts from (see `online.py`): a completion of T tokens has T - 1 of them.
+A start is a position that the drafter drafts from (see `online.py`). A completion of T tokens has T - 1 starts.
+
+Called by the trainer's drafter step.
 """
 
 from __future__ import annotations
@@ -16,21 +19,24 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from specrl.drafting.head import HeadConfig
-from specrl.drafting.policy_config import PolicyConfig
+from specrl.drafting.drafter import Drafter
+from specrl.models.policy_config import PolicyConfig
 
-POLICY_FORWARDS = 4  # of a step: log-probabilities, then forward and backward; a backward pass costs two forward ones
+# Cost of training in forward passes; a backward pass costs two.
+POLICY_FORWARDS = 4  # per step: one for log-probabilities, then forward and backward
 DRAFTER_FORWARDS = 3  # forward and backward
-# Of the policy's own operations. The trainer's time then grows by at most 7 % on CPUs: by the operations' share, and by
-# what does not shrink with it, the head's optimizer and its hidden states (benchmarks/adaptation.py).
+
+# The drafter's budget as a share of the policy's operations. At 3 % the trainer's step takes at most 7 % longer on
+# CPUs. The other 4 % are fixed: the head's optimizer, and keeping the hidden states (benchmarks/adaptation.py).
 ONLINE_SHARE = 0.03
-UPDATE_STARTS = 100  # of an update, about: of fewer its gradient is noise, and too few rows share each weight
-MOST_UPDATES = 16  # of a step
+
+UPDATE_STARTS = 100  # starts per update, roughly: with fewer, the gradient is mostly noise
+MAX_UPDATES = 16  # per step
 
 
 @dataclass(frozen=True)
-class Sample:
-    """What the choice is made by: a rollout's group and its lengths in tokens."""
+class RolloutLengths:
+    """A rollout's group, and the lengths of its prompt and completion in tokens."""
 
     group_id: str
     prompt: int
@@ -38,83 +44,103 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Lesson:
-    """A part of the rollout at `index` of the batch: its first `length` tokens, of which `context` are only read."""
+class TrainingSlice:
+    """A training slice: the first `length` tokens of the rollout at `index` of the batch.
+
+    The first `context` of these tokens are attended to, but not trained on.
+    """
 
     index: int
     context: int
     length: int
 
     @property
-    def completion(self) -> int:
-        """Tokens that are learnt from as a completion would be: one more than the starts."""
+    def completion_length(self) -> int:
+        """Number of tokens that count as the completion: one more than the starts."""
         return self.length - self.context
 
 
-def policy_flops(policy: PolicyConfig, prompt: int, completion: int) -> float:
-    """Floating-point operations of one rollout in a step of the policy: 2 for each weight and token, and attention."""
+def estimate_policy_flops(policy: PolicyConfig, prompt: int, completion: int) -> float:
+    """Count the floating-point operations of training the policy on one rollout, lengths in tokens.
+
+    Two operations per weight and token, plus the attention scores.
+    """
     tokens = prompt + completion
     attention = policy.hidden_size * policy.head_dim * 2 * (policy.num_heads + policy.num_groups)
     layer = attention + 3 * policy.hidden_size * policy.active_intermediate_size
     scores = 2 * policy.num_heads * policy.head_dim * tokens / 2  # causal: half of all pairs
+    # Logits are computed for completion tokens only.
     forward = policy.num_layers * (layer + scores) * tokens + policy.hidden_size * policy.vocab_size * completion
     return POLICY_FORWARDS * 2.0 * forward
 
 
-def drafter_flops(head: HeadConfig, passes: int, context: int, starts: int) -> float:
-    """Floating-point operations of training the head from `starts` starts at the end of `context` tokens."""
-    policy, layer = head.policy, head.shape
-    hidden = policy.hidden_size
-    queries, keys = layer.num_heads * layer.head_dim, 2 * layer.num_groups * layer.head_dim
-    everywhere = hidden * len(head.aux_layers) * hidden + 2 * hidden * keys
-    a_pass = (
-        2 * hidden * (queries + keys)
-        + queries * hidden
-        + 3 * hidden * layer.intermediate_size
-        + hidden * head.draft_vocab_size
-        + 2 * queries * max(0.0, context - starts / 2)
-    )
-    trained = everywhere * context + passes * a_pass * starts
-    return 2.0 * (DRAFTER_FORWARDS * trained + hidden * policy.vocab_size * starts)
+def estimate_drafter_flops(drafter: Drafter, passes: int, context: int, starts: int) -> float:
+    """Count the floating-point operations of training on the last `starts` starts of `context` tokens.
 
-
-def choose_lessons(
-    samples: Sequence[Sample], step: int, cost: Callable[[int, int], float], budget: float
-) -> list[Lesson]:
-    """Rollouts in turn, until cost(tokens, starts) of all of them reaches `budget`; the last one only in part.
-
-    No rollout is too long to be learnt from: of one that does not fit, a stretch is taken, at another place each step.
-    cost rises with the starts. Returned by ascending index.
+    passes: draft tokens per start, see `online.py`. Targets cost nothing: the policy's pass has computed them. The
+    operations of a drafter that makes fewer per second than the policy count for more.
     """
-    found: list[Lesson] = []
+    return DRAFTER_FORWARDS * drafter.estimate_forward_flops(passes, context, starts) / drafter.relative_speed
+
+
+def choose_slices(
+    samples: Sequence[RolloutLengths],
+    step: int,
+    cost: Callable[[int, int], float],
+    budget: float,
+    most_starts: int | None = None,
+) -> list[TrainingSlice]:
+    """Choose training slices from the rollouts, in the order of `rotate_turns`, until the budget is spent.
+
+    cost(tokens, starts): price of training on so many starts at the end of so many tokens; must rise with `starts`.
+    budget: in the unit of `cost`. most_starts: of one slice, which bounds the memory that it needs; None: any number.
+    Of a rollout with more starts a part is taken, from another place at each step.
+
+    If the last rollout does not fit, a part of it is taken, from another place at each step. So long rollouts are
+    trained on, too. If the context alone of the first rollout does not fit, a part of its beginning is taken. Returns
+    the slices by ascending index.
+    """
+    found: list[TrainingSlice] = []
     left = budget
-    for index in turns([sample.group_id for sample in samples], step):
+    for index in rotate_turns([sample.group_id for sample in samples], step):
         sample = samples[index]
-        starts, tokens = sample.completion - 1, sample.prompt + sample.completion
+        starts = sample.completion - 1
+        tokens = sample.prompt + sample.completion
         if starts < 1:
             continue
-        count = bisect_right(range(1, starts + 1), left, key=lambda n: cost(tokens, n))
+        wanted = min(starts, most_starts or starts)
+        # The most starts of this rollout that the rest of the budget pays for.
+        count = bisect_right(range(1, wanted + 1), left, key=lambda n: cost(tokens, n))
+        # Seeded by step and index, so that all ranks draw the same place.
+        first = int(np.random.default_rng([step, index]).integers(starts - count + 1))
+        if count == 0 and not found:
+            count = bisect_right(range(1, wanted + 1), left, key=lambda n: cost(sample.prompt + n + 1, n))
+            first = 0
+            tokens = sample.prompt + count + 1
         if count == 0:
             break
-        first = int(np.random.default_rng([step, index]).integers(starts - count + 1))
-        found.append(Lesson(index, sample.prompt + first, sample.prompt + first + count + 1))
+        found.append(TrainingSlice(index, sample.prompt + first, sample.prompt + first + count + 1))
         left -= cost(tokens, count)
-        if count < starts:
+        if count < wanted:
             break
     return sorted(found, key=lambda lesson: lesson.index)
 
 
-def updates(lessons: Sequence[Lesson]) -> list[list[Lesson]]:
-    """The lessons of each update of a step, the same on every number of ranks; without lessons one update of none."""
-    starts = sum(lesson.completion - 1 for lesson in lessons)
-    count = max(1, min(MOST_UPDATES, len(lessons), round(starts / UPDATE_STARTS)))
+def split_into_updates(lessons: Sequence[TrainingSlice]) -> list[list[TrainingSlice]]:
+    """Split a step's slices into updates. Without slices there is one empty update.
+
+    The split does not depend on the number of ranks.
+    """
+    starts = sum(lesson.completion_length - 1 for lesson in lessons)
+    count = max(1, min(MAX_UPDATES, len(lessons), round(starts / UPDATE_STARTS)))
     return [list(lessons[number::count]) for number in range(count)]
 
 
-def turns(group_ids: Sequence[str], step: int) -> list[int]:
-    """All rollouts of a batch, one of each group before the second of any; at each step another one comes first.
+def rotate_turns(group_ids: Sequence[str], step: int) -> list[int]:
+    """Order the rollouts of a batch: one rollout of each group, then the second of each, and so on.
 
-    With P groups of G rollouts every group is first within P steps, every rollout's place within P * G.
+    The order rotates with the step. With P groups of G rollouts, each group comes first once in P steps, and each
+    rollout once in P * G steps.
     """
     groups: dict[str, list[int]] = {}
     for index, group_id in enumerate(group_ids):
@@ -122,7 +148,8 @@ def turns(group_ids: Sequence[str], step: int) -> list[int]:
     if not groups:
         return []
     members = list(groups.values())
-    turn, place = step % len(members), step // len(members)
+    turn = step % len(members)
+    place = step // len(members)
     rotated = [group[place % len(group) :] + group[: place % len(group)] for group in members[turn:] + members[:turn]]
     longest = max(len(group) for group in rotated)
     return [group[number] for number in range(longest) for group in rotated if number < len(group)]

@@ -1,12 +1,16 @@
-"""What the head is trained to minimise, and how well it would draft: pure functions of the two models' logits.
+"""The drafter's training losses, and estimates of its acceptance. Pure functions of the two models' logits.
 
-A draft token d is accepted with probability min(1, p(d) / q(d)): p the policy's distribution at the run's temperature,
-q the one that d was drawn from (arXiv 2211.17192, theorem 3.5). So a draft is accepted with probability
+A draft token d is accepted with probability min(1, p(d) / q(d)). Here p is the policy's distribution at the run's
+temperature, and q is the distribution that d was drawn from (arXiv 2211.17192, theorem 3.5). So a draft is accepted
+with probability
 
-    greedy drafts          p(d), d the head's top token                     (q is certain of d)
+    greedy drafts          p(d), with d the head's top token                (q(d) = 1)
     probabilistic drafts   sum_x min(p(x), q(x)) = 1 - TV(p, q)
 
-Shapes: E positions, V policy vocabulary, K draft vocabulary (K tokens of V).
+Called by `online.py`.
+
+Shapes: E positions, K draft vocabulary, which may be a part of the policy's; with a `VocabularyShard`, the columns of
+this rank.
 """
 
 from __future__ import annotations
@@ -15,12 +19,17 @@ from dataclasses import dataclass
 
 import torch
 
+from specrl.drafting.vocabulary import WHOLE, VocabularyShard
 from specrl.spec.trainer import DrafterLoss
 
 
 @dataclass(frozen=True)
-class Criterion:
-    """loss: what is minimised. temperature and is_probabilistic: how drafts are made and verified."""
+class DraftCriterion:
+    """The training objective.
+
+    loss: the loss to minimise. temperature: of the policy when it verifies drafts.
+    is_probabilistic: whether drafts are drawn from the head's distribution; else they are its top tokens.
+    """
 
     loss: DrafterLoss = DrafterLoss.SOFT_CROSS_ENTROPY
     temperature: float = 1.0
@@ -28,79 +37,107 @@ class Criterion:
 
 
 @dataclass(frozen=True)
-class Targets:
-    """The policy's word on E tokens, for a head that drafts K of the V tokens.
+class PolicyTargets:
+    """The policy's distributions at E positions, restricted to the K tokens that the head can draft.
 
-    share_EK: probabilities at temperature 1, renormalised over the draft vocabulary; neg_entropy_E: sum s log s.
-    policy_EK: probabilities at the run's temperature over the whole vocabulary, of which the K are a part.
+    share_EK: probabilities at temperature 1, renormalised over the draft vocabulary.
+    neg_entropy_E: sum of s log s over each row s of `share_EK`.
+    policy_EK: probabilities at the run's temperature, normalised over the whole vocabulary. So a row may sum to less
+    than 1.
     """
 
     share_EK: torch.Tensor
     neg_entropy_E: torch.Tensor
     policy_EK: torch.Tensor
 
-    def take(self, rows_E: torch.Tensor) -> Targets:
-        """Some of the tokens."""
+    def select_rows(self, rows_E: torch.Tensor) -> PolicyTargets:
+        """Select the rows of some positions; rows_E: indices."""
         if len(rows_E) == len(self.share_EK):
             return self
         share_EK = self.share_EK[rows_E]
+        # Both fields are one tensor when nothing is reduced or scaled; select it once.
         policy_EK = share_EK if self.policy_EK is self.share_EK else self.policy_EK[rows_E]
-        return Targets(share_EK, self.neg_entropy_E[rows_E], policy_EK)
+        return PolicyTargets(share_EK, self.neg_entropy_E[rows_E], policy_EK)
 
 
 @torch.no_grad()
-def targets(logits_EV: torch.Tensor, draft_ids_K: torch.Tensor, temperature: float) -> Targets:
-    """From the policy's logits [E, V], float32 or wider, and the ids that the head drafts, ascending."""
-    is_reduced = len(draft_ids_K) != logits_EV.shape[1]
-    drafted_EK = logits_EV[:, draft_ids_K] if is_reduced else logits_EV
-    log_share_EK = drafted_EK.log_softmax(-1)
+def compute_targets(
+    logits_EK: torch.Tensor,
+    temperature: float,
+    normaliser_E: torch.Tensor | None = None,
+    shard: VocabularyShard = WHOLE,
+) -> PolicyTargets:
+    """Compute the targets of a drafter from the policy's logits of the tokens that it can draft, float32 or wider.
+
+    normaliser_E: log of the sum over the whole vocabulary of exp(logit / temperature). None if `logits_EK` has the
+    whole vocabulary.
+    """
+    log_share_EK = shard.log_softmax(logits_EK)
     share_EK = log_share_EK.exp()
     policy_EK = share_EK
-    if is_reduced or temperature != 1:
-        normaliser_E1 = (logits_EV / temperature).logsumexp(-1, keepdim=True)
-        policy_EK = (drafted_EK / temperature - normaliser_E1).exp()
-    return Targets(share_EK, (share_EK * log_share_EK).sum(-1), policy_EK)
+    if normaliser_E is not None or temperature != 1:
+        scaled_EK = logits_EK / temperature
+        normaliser_E = shard.logsumexp(scaled_EK) if normaliser_E is None else normaliser_E
+        policy_EK = (scaled_EK - normaliser_E[:, None]).exp()
+    return PolicyTargets(share_EK, shard.sum_columns(share_EK * log_share_EK), policy_EK)
 
 
-def soft_cross_entropy(draft_EK: torch.Tensor, wanted: Targets) -> torch.Tensor:
-    """[E] KL(policy || head) over the draft vocabulary at temperature 1: cross-entropy less the policy's own entropy.
+def soft_cross_entropy(draft_EK: torch.Tensor, wanted: PolicyTargets, shard: VocabularyShard = WHOLE) -> torch.Tensor:
+    """Return [E] KL(policy || head) over the draft vocabulary at temperature 1.
 
-    The gradient is that of the cross-entropy with the policy's whole distribution as its target.
+    This is the cross-entropy minus the policy's entropy. Its gradient is the gradient of the cross-entropy with soft
+    targets.
     """
-    cross_E = draft_EK.logsumexp(-1) - (wanted.share_EK * draft_EK).sum(-1)
+    cross_E = shard.logsumexp(draft_EK) - shard.sum_columns(wanted.share_EK * draft_EK)
     return wanted.neg_entropy_E + cross_E
 
 
-def total_variation(draft_EK: torch.Tensor, wanted: Targets, temperature: float) -> torch.Tensor:
-    """[E] 1 - sum_x min(p(x), q(x)), both at the run's temperature: the share of probabilistic drafts that is refused.
+def total_variation(
+    draft_EK: torch.Tensor, wanted: PolicyTargets, temperature: float, shard: VocabularyShard = WHOLE
+) -> torch.Tensor:
+    """Return [E] 1 - sum_x min(p(x), q(x)) at the run's temperature: the rejection rate of probabilistic drafts.
 
-    With the whole vocabulary it is the total variation distance; with a part of it, what the head cannot draft counts
-    as refused. Differentiable in draft_EK. Sources: DistillSpec, arXiv 2310.08461, section 4; Bebop, arXiv 2606.12370.
+    With the whole vocabulary this is the total variation distance. With a reduced one, tokens that the head cannot
+    draft count as rejected. Differentiable in draft_EK.
+
+    Sources: DistillSpec, arXiv 2310.08461, section 4; Bebop, arXiv 2606.12370.
     """
-    return 1 - torch.minimum((draft_EK / temperature).softmax(-1), wanted.policy_EK).sum(-1)
+    return 1 - shard.sum_columns(torch.minimum(shard.softmax(draft_EK / temperature), wanted.policy_EK))
 
 
-def loss(criterion: Criterion, draft_EK: torch.Tensor, wanted: Targets) -> torch.Tensor:
-    """[E] what the criterion minimises."""
+def compute_loss(
+    criterion: DraftCriterion, draft_EK: torch.Tensor, wanted: PolicyTargets, shard: VocabularyShard = WHOLE
+) -> torch.Tensor:
+    """Return [E] the criterion's loss."""
     if criterion.loss is DrafterLoss.TOTAL_VARIATION:
-        return total_variation(draft_EK, wanted, criterion.temperature)
-    return soft_cross_entropy(draft_EK, wanted)
+        return total_variation(draft_EK, wanted, criterion.temperature, shard)
+    return soft_cross_entropy(draft_EK, wanted, shard)
 
 
 @torch.no_grad()
-def acceptance(
-    criterion: Criterion, draft_EK: torch.Tensor, wanted: Targets, next_EK1: torch.Tensor
+def estimate_acceptance(
+    criterion: DraftCriterion,
+    draft_EK: torch.Tensor,
+    wanted: PolicyTargets,
+    next_EK1: torch.Tensor,
+    shard: VocabularyShard = WHOLE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[E] how probably the policy accepts the draft, and [E] how probably it accepts the given token as a draft.
+    """Return [E] the probability that the policy accepts the head's draft, and [E] a weight for the next position.
 
-    next_EK1 [E, 1]: the token that the policy drew, as an index of the draft vocabulary; -1 where it cannot be drafted.
-    The second is the weight with which a rollout of the policy stands for one in which this draft was accepted.
+    next_EK1 [E, 1]: the rollout's token as an index of the draft vocabulary; -1 if the head cannot draft it.
+
+    Decoding reaches the next position only if the draft was accepted. Training follows the rollout's tokens, which the
+    policy drew. The weight corrects for this. It is q * min(1, p / q) / p: the probability that the token is drafted
+    and accepted, divided by the probability that the policy draws it. For greedy drafts it is 1 if the token is the
+    head's top token, and 0 otherwise.
     """
     can_be_drafted_E = next_EK1[:, 0] >= 0
     if not criterion.is_probabilistic:
-        top_E1 = draft_EK.argmax(-1, keepdim=True)
-        return wanted.policy_EK.gather(1, top_E1)[:, 0], (top_E1 == next_EK1)[:, 0].float()
-    draft_EK = (draft_EK / criterion.temperature).softmax(-1)
-    token_E1 = next_EK1.clamp(min=0)
-    ratio_E = (draft_EK.gather(1, token_E1) / wanted.policy_EK.gather(1, token_E1).clamp(min=1e-30))[:, 0]
-    return torch.minimum(draft_EK, wanted.policy_EK).sum(-1), ratio_E.clamp(max=1) * can_be_drafted_E
+        top_E1 = shard.find_top(draft_EK)
+        return shard.gather_columns(wanted.policy_EK, top_E1)[:, 0], (top_E1 == next_EK1)[:, 0].float()
+    draft_EK = shard.softmax(draft_EK / criterion.temperature)
+    token_E1 = next_EK1.clamp(min=0)  # -1 is no index; its weight is set to 0 below
+    policy_E1 = shard.gather_columns(wanted.policy_EK, token_E1)
+    ratio_E = (shard.gather_columns(draft_EK, token_E1) / policy_E1.clamp(min=1e-30))[:, 0]
+    kept_E = shard.sum_columns(torch.minimum(draft_EK, wanted.policy_EK))
+    return kept_E, ratio_E.clamp(max=1) * can_be_drafted_E

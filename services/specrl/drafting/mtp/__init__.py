@@ -1,0 +1,1 @@
+"""Native heads for multi-token prediction: their module, their folder's tensors, and the checks before a run."""
