@@ -1,10 +1,12 @@
-"""What the generation service needs of an engine. `vllm_backend` implements it with vLLM; tests/ has a stand-in.
+"""The Engine protocol: what the generation service needs of an engine.
 
-    LOADING -> SERVING <-> PAUSED -> CLOSED
-    SERVING: receive* (tokens go on) -> load (paused for as long as the model changes) -> SERVING under the new version
-             receive* -> discard -> SERVING under the old one
+`vllm_backend.engine` implements it with vLLM, and tests/stand_ins/engine.py without a model. One contract suite tests
+both. Called by `service` and `main`.
 
-All methods are coroutines of one event loop. Nothing but `generate` runs concurrently with itself; `receive` runs
+    LOADING -> SERVING -> CLOSED
+    SERVING: receive_weights* (sampling goes on) -> load_weights (pauses sampling) -> SERVING, new version
+
+All methods run on one event loop. Only `generate` may run concurrently with itself. `receive_weights` may run
 concurrently with `generate`.
 """
 
@@ -21,7 +23,7 @@ from specrl.records import GenerationStatus, Rollout, RolloutRequest, WeightChec
 
 @dataclass(frozen=True)
 class LoadTiming:
-    """Seconds of the parts of `Engine.load`, in which no token is computed: to stop, to change, to go on."""
+    """Seconds for which `Engine.load_weights` interrupted sampling: pausing, loading, resuming."""
 
     pause_s: float
     load_s: float
@@ -29,50 +31,53 @@ class LoadTiming:
 
 
 class Engine(Protocol):
-    """A replica's engine: tokens out, weights in."""
+    """A replica's engine. It samples rollouts and takes weight updates."""
 
     async def start(self) -> None:
-        """Load the model and become able to generate. Raises CheckpointInvalid, MemoryTooSmall or EngineFailed."""
+        """Load the model and get ready to serve. Raises CheckpointInvalid, MemoryTooSmall or EngineFailed."""
 
     def generate(self, requests: Sequence[RolloutRequest], admit_together: bool) -> AsyncIterator[Rollout]:
         """Yield each rollout when it finishes. Closing the iterator aborts the unfinished ones.
 
-        admit_together: all requests are in the engine's queue before any is computed.
-        Raises EngineFailed when the engine dies; RecordInvalid for a request that does not fit the model's length.
+        admit_together: queue all requests before any of them is computed.
+
+        Raises EngineFailed if the engine dies, and RecordInvalid for a request that exceeds the model's length.
         """
 
-    async def pause(self) -> float:
-        """Stop computing; keep every unfinished request and its KV cache. Returns seconds. Idempotent."""
+    async def receive_weights(
+        self, group: WeightGroup, manifest: WeightManifest, policy_version: int
+    ) -> WeightChecksums:
+        """Receive one version into a staging area while rollouts go on; returns its checksums. Loads nothing.
 
-    async def resume(self) -> None:
-        """Go on computing. Idempotent."""
+        Joins the weight group if needed and takes part in one broadcast. If the group names a folder, reads that
+        folder instead.
 
-    async def receive(self, group: WeightGroup, manifest: WeightManifest, policy_version: int) -> WeightChecksums:
-        """Join `group` if not yet joined, take part in one broadcast into a staging area, return its checksums.
-
-        A group with a folder is read from there instead. Rollouts go on meanwhile. Loads nothing.
-        Raises DeadlineExceeded, CollectiveFailed, or ChecksumMismatch for a folder without it; staging is empty then.
+        Replaces tensors that were staged before. Raises DeadlineExceeded, CollectiveFailed, or ChecksumMismatch if the
+        folder does not have the version. The staging area is empty then.
         """
 
-    async def load(self, sent: WeightChecksums) -> LoadTiming:
-        """Compare the staging area with `sent`, pause, load policy and drafter from it, take the version, resume.
+    async def load_weights(self, sent: WeightChecksums) -> LoadTiming:
+        """Verify the staging area against `sent`, pause, load policy and drafter, switch to the version, resume.
 
-        Raises ChecksumMismatch (nothing loaded, never paused, staging dropped) or VersionConflict (nothing staged).
+        Raises ChecksumMismatch (nothing is loaded, no pause, and the staging area is dropped) or VersionConflict
+        (nothing was staged).
         """
 
-    async def discard(self) -> None:
-        """Drop the staging area. Idempotent."""
-
-    async def status(self) -> GenerationStatus:
-        """Versions and counters."""
+    async def get_status(self) -> GenerationStatus:
+        """Return versions and counters. Raises EngineFailed if the engine is dead."""
 
     async def close(self) -> None:
         """Stop the engine and its processes. Idempotent."""
 
 
-async def answers(engine: Engine, requests: Sequence[RolloutRequest], admit_together: bool) -> AsyncGenerator[Rollout]:
-    """What `engine.generate` yields, each rollout once. Raises EngineFailed for others, and when it ends without all:
-    whoever waits for them over a call that goes on would wait for ever."""
+async def generate_checked(
+    engine: Engine, requests: Sequence[RolloutRequest], admit_together: bool
+) -> AsyncGenerator[Rollout]:
+    """Yield each rollout of `engine.generate` once, and check that all of them arrive.
+
+    Raises EngineFailed if the engine yields a rollout that was not requested, or ends before all were yielded.
+    Otherwise a caller whose call stays open would wait forever.
+    """
     missing = {request.rollout_id for request in requests}
     # Every engine's `generate` is an async generator; the protocol cannot say so.
     stream = cast(AsyncGenerator[Rollout], engine.generate(requests, admit_together))
@@ -80,12 +85,13 @@ async def answers(engine: Engine, requests: Sequence[RolloutRequest], admit_toge
         async for rollout in rollouts:
             if rollout.rollout_id not in missing:
                 raise EngineFailed(
-                    f"an engine must answer what it was asked, got {rollout.rollout_id!r}; the replica is at fault"
+                    f"the engine yielded rollout {rollout.rollout_id!r}, which was not requested; this is a bug of the "
+                    "replica"
                 )
             missing.remove(rollout.rollout_id)
             yield rollout
     if missing:
         raise EngineFailed(
-            f"an engine must finish what it takes, got none of {min(missing)!r} and {len(missing) - 1} more; the "
-            "replica is at fault"
+            f"the engine ended without rollout {min(missing)!r} and {len(missing) - 1} more; this is a bug of the "
+            "replica"
         )

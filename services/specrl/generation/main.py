@@ -1,16 +1,20 @@
-"""The generation process: an engine, its gRPC service, its metrics, and a registration that is kept up.
+"""The generation process: runs an engine, serves it by gRPC, exports metrics, and stays registered.
 
     specrl-generation --spec run.yaml --replica-id gen-0 --coordinator 127.0.0.1:7000
 
-A replica that is larger than a node is one such process on each of its nodes, of which the first serves and the others
-follow it (`nodes.py`):
+A replica that spans several nodes runs this process on each of them. Node 0 leads and serves; the others follow it
+(`nodes.py`):
 
     ... --nnodes 2 --node-rank 0 --master-addr gen-0-0 --master-port 29500
 
-It ends when it is told to, with exit code 0: at SIGTERM, or when the coordinator dismisses it, after it has drained
-(generation.drainS); at SIGINT at once. It ends with one line on standard error and `SpecrlError.exit_code` when the
-coordinator refuses it for good, or when its engine dies. A process that follows ends with exit code 0 when its leader
-is gone, SIGTERM or not, so that the leader can drain; before it has met one, SIGTERM ends it at once.
+Exit code 0:
+- SIGTERM, or the coordinator dismisses the replica: it drains first (generation.drainS).
+- SIGINT: it stops at once.
+- A follower stops when its leader is gone. Until then it ignores SIGTERM, so that the leader can drain. A follower that
+  has not found its leader yet stops at SIGTERM.
+
+Exit code `SpecrlError.exit_code` and one line on standard error: the coordinator rejects the replica for good, or the
+engine dies.
 """
 
 from __future__ import annotations
@@ -28,31 +32,35 @@ import structlog
 
 from specrl.errors import SpecrlError
 from specrl.generation.engine import Engine
-from specrl.generation.nodes import ONE_NODE, Nodes, until_leader_is_gone
+from specrl.generation.nodes import ONE_NODE, ReplicaNodes, until_leader_is_gone
 from specrl.generation.service import GenerationService
+from specrl.generation.vllm_backend.quiet import silence_known_lines
 from specrl.installation import require_engines
 from specrl.records import Peer, Role
-from specrl.rpc import tls
+from specrl.rpc import run_token, tls
 from specrl.rpc.clients import CoordinatorClient
-from specrl.rpc.lifetime import first_to_end, told_to_stop
+from specrl.rpc.lifetime import run_until_first_ends, wait_for_signal
 from specrl.rpc.limits import message_limits
-from specrl.rpc.membership import drain_when_told, say_goodbye, stay_registered
-from specrl.rpc.server import Border, serve
-from specrl.spec import RunSpec, digest, load_spec
+from specrl.rpc.membership import drain_on_request, leave_without_drain, stay_registered
+from specrl.rpc.run_token import RunToken
+from specrl.rpc.server import ServerOptions, start_server
+from specrl.spec import RunSpec, digest_spec, load_process_spec
 from specrl.telemetry import logs, traces
 from specrl.telemetry.exporter import serve_metrics
-from specrl.telemetry.spans import SILENT, Recorder
+from specrl.telemetry.spans import SILENT_RECORDER, Recorder
 
-ENGINE_CHECK_S = 1.0  # how soon a dead engine is noticed when nobody asks it for anything
-GOODBYE_S = 5.0
-STOP_GRACE_S = 2.0  # for calls under way when the process is told to end
+ENGINE_CHECK_S = 1.0  # a dead engine is noticed within this time, also without requests
+GOODBYE_S = 5.0  # bounds the deregistration
+STOP_GRACE_S = 2.0  # for calls in progress when the process stops
 
 log = structlog.get_logger(__name__)
 
+silence_known_lines()  # at import, since processes that vLLM spawns only import this module
+
 
 @dataclass(frozen=True)
-class Options:
-    """The command line."""
+class ReplicaOptions:
+    """The parsed command line."""
 
     spec: Path
     replica_id: str
@@ -61,115 +69,129 @@ class Options:
     port: int
     metrics_port: int | None
     identity: tls.Identity | None = None
-    nodes: Nodes = ONE_NODE
+    token: RunToken | None = None
+    nodes: ReplicaNodes = ONE_NODE
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of `specrl-generation`."""
     try:
-        options = parse(arguments)
-        spec = load_spec(options.spec)
-        logs.configure(spec.telemetry.log_level.value, options.replica_id, spec.name)
-        asyncio.run(run(spec, options))
+        options = parse_arguments(arguments)
+        spec = load_process_spec(options.spec)
+        logs.configure_logging(spec.telemetry.log_level.value, options.replica_id, spec.name)
+        asyncio.run(run_replica(spec, options))
     except SpecrlError as error:
-        print(f"specrl-generation: {error}", file=sys.stderr)  # noqa: T201 - one message for whoever started it
+        print(f"specrl-generation: {error}", file=sys.stderr)  # noqa: T201 - a process's last words
         sys.exit(error.exit_code)
 
 
-def parse(arguments: Sequence[str] | None) -> Options:
-    """Read the command line; argparse exits with 2 and a usage line when it is wrong. Raises TlsInvalid."""
+def parse_arguments(arguments: Sequence[str] | None) -> ReplicaOptions:
+    """Parse the command line. Raises TlsInvalid. A wrong command line exits with code 2 and a usage line."""
     parser = argparse.ArgumentParser(prog="specrl-generation", description="One generation replica of a run.")
     parser.add_argument("--spec", type=Path, required=True, help="the run file")
     parser.add_argument("--replica-id", required=True, help="name of this replica, stable over restarts")
     parser.add_argument("--coordinator", required=True, metavar="HOST:PORT", help="the coordinator's gRPC address")
-    parser.add_argument("--host", default="127.0.0.1", help="address to serve on, and to be reached at")
-    parser.add_argument("--port", type=int, default=0, help="gRPC port; 0 takes any free one")
+    parser.add_argument("--host", default="127.0.0.1", help="address to serve on, which other processes connect to")
+    parser.add_argument("--port", type=int, default=0, help="gRPC port; 0 for any free port")
     parser.add_argument(
-        "--metrics-port", type=int, default=None, help="Prometheus port; 0 any free one; left out: none"
+        "--metrics-port", type=int, default=None, help="Prometheus port; 0 for any free port (default: no metrics)"
     )
-    parser.add_argument("--nnodes", type=int, default=1, help="nodes that the replica spans, a process on each")
-    parser.add_argument("--node-rank", type=int, default=0, help="which of them this is; 0 serves")
-    parser.add_argument("--master-addr", default="127.0.0.1", help="host of node 0, where the ranks of all nodes meet")
-    parser.add_argument("--master-port", type=int, default=29500, help="port on it, free on node 0")
-    tls.add_arguments(parser)
+    parser.add_argument("--nnodes", type=int, default=1, help="nodes that the replica spans; each runs one process")
+    parser.add_argument("--node-rank", type=int, default=0, help="number of this node; node 0 serves")
+    parser.add_argument("--master-addr", default="127.0.0.1", help="host of node 0, for the rendezvous of all ranks")
+    parser.add_argument("--master-port", type=int, default=29500, help="free port on node 0, for the rendezvous")
+    tls.add_tls_arguments(parser)
+    run_token.add_token_argument(parser)
     found = vars(parser.parse_args(arguments))
-    count, rank = found.pop("nnodes"), found.pop("node_rank")
+    count = found.pop("nnodes")
+    rank = found.pop("node_rank")
     if not 0 <= rank < count:
         parser.error(f"--node-rank must be >= 0 and < --nnodes, got {rank} of {count}; count nodes from 0")
-    nodes = Nodes(count, rank, found.pop("master_addr"), found.pop("master_port"), found["host"])
-    identity = tls.identity_of(found.pop("tls"), found.pop("tls_domain"))
-    return Options(**found, identity=identity, nodes=nodes)
+    nodes = ReplicaNodes(count, rank, found.pop("master_addr"), found.pop("master_port"), found["host"])
+    identity = tls.load_identity(found.pop("tls"), found.pop("tls_domain"))
+    token = run_token.load_token(found.pop("token_file"))
+    return ReplicaOptions(**found, identity=identity, token=token, nodes=nodes)
 
 
-async def run(spec: RunSpec, options: Options) -> None:
-    """Serve until told to stop. Raises SpecrlError when the engine cannot start or dies, or the run is another one."""
+async def run_replica(spec: RunSpec, options: ReplicaOptions) -> None:
+    """Serve until asked to stop.
+
+    Raises SpecrlError if the engine cannot start, if it dies, or if the coordinator rejects the replica.
+    """
     require_engines("torch", "vllm")
     if not options.nodes.is_leader:
-        await follow(spec, options.nodes)
+        await run_follower(spec, options.nodes)
         return
+    from specrl.generation.tokenizer_check import check_tokenizers
     from specrl.generation.vllm_backend.engine import VllmEngine
 
-    with traces.recorder(spec, "generation", options.replica_id) as recorder:
+    with traces.open_recorder(spec, "generation", options.replica_id) as recorder:
         engine = VllmEngine(spec, options.replica_id, recorder, options.nodes)
-        await engine.start()
+        await engine.start()  # which has checked the policy's folder
         try:
+            check_tokenizers(Path(spec.model.path))
             await run_engine(engine, spec, options, recorder)
         finally:
             await engine.close()
 
 
-async def follow(spec: RunSpec, nodes: Nodes) -> None:
-    """Compute one node's share of a replica for as long as it has a leader. Raises SpecrlError when a rank is lost."""
-    from specrl.generation.vllm_backend.member import Member
+async def run_follower(spec: RunSpec, nodes: ReplicaNodes) -> None:
+    """Compute one node's share of a replica until its leader is gone. Raises SpecrlError if a rank dies."""
+    from specrl.generation.vllm_backend.follower import FollowerNode
 
-    met, member = asyncio.Event(), Member(spec, nodes)
+    met = asyncio.Event()
+    member = FollowerNode(spec, nodes)
 
-    async def stopped_alone() -> None:
-        await told_to_stop(signal.SIGTERM)
+    async def stop_without_leader() -> None:
+        await wait_for_signal(signal.SIGTERM)
         if met.is_set():
-            log.info("stop_left_to_leader", node=nodes.rank)
-            await asyncio.Event().wait()
+            # All nodes of a replica get SIGTERM at the same time. The leader still needs this node's ranks to drain.
+            log.info("stop_deferred_to_leader", node=nodes.rank)
+            await asyncio.Event().wait()  # cancelled when `until_leader_is_gone` returns
 
     try:
-        await first_to_end(
-            member.run(met), until_leader_is_gone(nodes, met), stopped_alone(), told_to_stop(signal.SIGINT)
+        await run_until_first_ends(
+            member.run(met), until_leader_is_gone(nodes, met), stop_without_leader(), wait_for_signal(signal.SIGINT)
         )
     finally:
         member.close()
 
 
-async def run_engine(engine: Engine, spec: RunSpec, options: Options, recorder: Recorder = SILENT) -> None:
-    """Serve a started engine until a signal, a refusal or the engine's death."""
+async def run_engine(
+    engine: Engine, spec: RunSpec, options: ReplicaOptions, recorder: Recorder = SILENT_RECORDER
+) -> None:
+    """Serve a started engine until a signal, a rejection by the coordinator, or the engine's death."""
     service = GenerationService(engine, spec.weights, float(spec.generation.reattach_s), recorder)
-    guard = tls.guard_of(options.identity, tls.COORDINATOR)
-    border = Border(message_limits(spec).generation, guard, recorder, options.replica_id)
-    server, port = await serve(service.add_to, options.host, options.port, border)
+    guard = tls.make_guard(options.identity, tls.COORDINATOR)
+    server_options = ServerOptions(message_limits(spec).generation, guard, options.token, recorder, options.replica_id)
+    server, port = await start_server(service.add_to, options.host, options.port, server_options)
     metrics_port = serve_metrics(options.host, options.metrics_port)
     address = f"{options.host}:{port}"
+    terminated = wait_for_signal(signal.SIGTERM)
+    interrupted = wait_for_signal(signal.SIGINT)
     log.info("generation_served", replica=options.replica_id, address=address)
-    peer = Peer(options.replica_id, Role.GENERATION, address, digest(spec), metrics_port=metrics_port)
-    async with CoordinatorClient(options.coordinator, options.identity) as coordinator:
+    peer = Peer(options.replica_id, Role.GENERATION, address, digest_spec(spec), metrics_port=metrics_port)
+    async with CoordinatorClient(options.coordinator, options.identity, options.token) as coordinator:
         leaving = asyncio.Event()
-        drained = drain_when_told(
-            coordinator, peer, leaving, told_to_stop(signal.SIGTERM), float(spec.generation.drain_s)
-        )
+        drained = drain_on_request(coordinator, peer, leaving, terminated, float(spec.generation.drain_s))
         try:
-            await first_to_end(
-                stay_registered(coordinator, peer, engine.status, service.held, leaving),
-                _watch(engine),
+            await run_until_first_ends(
+                stay_registered(coordinator, peer, engine.get_status, service.list_held, leaving),
+                _watch_engine(engine),
                 drained,
-                told_to_stop(signal.SIGINT),
+                interrupted,
             )
         finally:
             service.close()
-            if not leaving.is_set():  # else it has left, or broken off a call that says the same
+            # If `leaving` is set, draining has deregistered the replica or is the call that was cancelled.
+            if not leaving.is_set():
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(say_goodbye(coordinator, peer), GOODBYE_S)
+                    await asyncio.wait_for(leave_without_drain(coordinator, peer), GOODBYE_S)
             await server.stop(STOP_GRACE_S)
 
 
-async def _watch(engine: Engine) -> None:
-    """Raise EngineFailed soon after the engine has died; never returns."""
+async def _watch_engine(engine: Engine) -> None:
+    """Raise EngineFailed within ENGINE_CHECK_S of the engine's death. Never returns."""
     while True:
-        await engine.status()
+        await engine.get_status()
         await asyncio.sleep(ENGINE_CHECK_S)

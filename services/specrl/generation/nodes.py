@@ -1,9 +1,11 @@
-"""The nodes that one replica spans. Node 0 leads: it serves, and its engine commands the ranks of all of them.
+"""The nodes of one replica. Node 0 is the leader: it serves, and its engine drives the ranks of all nodes.
 
-    member   WAITING (no leader yet) -> FOLLOWING -> the leader is gone
+    follower   WAITING (no leader yet) -> FOLLOWING -> the leader is gone
 
-A member has no service of its own. It lives as long as its leader: `until_leader_is_gone` holds a connection on which
-nothing is ever said, and which the leader's end, or the loss of its node, breaks.
+A follower has no service, and lives as long as its leader. `until_leader_is_gone` holds an idle TCP
+connection to the leader's rendezvous port. It breaks when the leader's process ends or its node is lost.
+
+Called by `main`.
 """
 
 from __future__ import annotations
@@ -15,15 +17,18 @@ from dataclasses import dataclass
 
 RETRY_S = 1.0
 KEEPALIVE_S = (10, 5, 3)
-"""First probe of a silent connection, pause between probes, probes without an answer until it counts as broken: a node
-that is lost without a word is noticed within half a minute."""
+"""TCP keepalive: seconds until the first probe, seconds between probes, unanswered probes until the connection breaks.
+
+So the loss of a node, which closes no connection, is noticed within half a minute.
+"""
 
 
 @dataclass(frozen=True)
-class Nodes:
-    """How many nodes, which of them this process is, and where node 0 gathers the ranks.
+class ReplicaNodes:
+    """The nodes of a replica as one of its processes sees them.
 
-    host: this process's own address, at which the others reach it.
+    count: number of nodes. rank: this process's node. address, port: of the rendezvous on node 0.
+    host: this process's own address, which the other nodes connect to.
     """
 
     count: int = 1
@@ -34,25 +39,28 @@ class Nodes:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this node serves the replica."""
+        """Whether this process is node 0, which serves the replica."""
         return self.rank == 0
 
 
-ONE_NODE = Nodes()
+ONE_NODE = ReplicaNodes()
 
 
-async def until_leader_is_gone(nodes: Nodes, met: asyncio.Event) -> None:
-    """Wait for the leader to come, every second anew, and set `met`; then wait for it to go."""
+async def until_leader_is_gone(nodes: ReplicaNodes, met: asyncio.Event) -> None:
+    """Connect to the leader, retrying every second, and set `met`; then wait until the connection breaks.
+
+    The wait for the leader has no bound: its image may take long to pull, and its weights long to load.
+    """
     while True:
         try:
             reader, writer = await asyncio.open_connection(nodes.address, nodes.port)
             break
-        except OSError:  # its name is not known yet, or nobody listens yet
+        except OSError:  # the leader's name does not resolve yet, or it does not listen yet
             await asyncio.sleep(RETRY_S)
     met.set()
     _keep_alive(writer.get_extra_info("socket"))
     try:
-        with suppress(OSError):  # reset, or no answer to the probes: gone as well
+        with suppress(OSError):  # a reset or a keepalive timeout also means that the leader is gone
             await reader.read()
     finally:
         writer.close()

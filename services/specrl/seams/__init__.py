@@ -1,9 +1,8 @@
-"""What specrl takes from vllm, megatron and torch without a promise of theirs, and in which versions it was read.
+"""Tracks which versions of vllm, megatron-core and torch specrl supports. Imports none of them.
 
-    table           every such name, what is done with it, and where
-    versions        refuses at start a version in which the names were not read
-    expected.json   their signatures and bodies in the versions that the tests run with (`make seams`)
+    versions        refuses to start with an unsupported version
+    expected.json   signatures and body hashes of the names that specrl uses, in the versions that the tests run with
 
-requirements/gpu-seams.json holds the same of the versions that images for GPUs get (`make check-gpu-pins`).
-docs/seams.md explains the differences. Imports none of the three.
+tools/seam_table.py lists the names, and `make seams` writes expected.json. requirements/gpu-seams.json has the same
+data for the versions in the GPU images (`make check-gpu-pins` writes it). docs/seams.md explains the differences.
 """

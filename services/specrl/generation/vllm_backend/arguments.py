@@ -1,10 +1,11 @@
-"""From a RunSpec to vLLM's arguments and environment, and the rules that a request must satisfy. Pure.
+"""Translates a RunSpec to vLLM's arguments and environment, and checks requests. Pure.
 
-Choices that are not the run file's:
-- logprobs_mode `processed_logprobs`: log-probabilities of the distribution that was sampled from, temperature included.
-  The trainer computes at the same temperature, so importance ratios compare like with like. Greedy ones are at 1.
-- prefix caching on: the rollouts of a group share their prompt. The engine salts it by version.
-- one engine core; its workers get `worker.WorkerExtension`.
+Called by `launch` and `engine`. Settings that the run file does not have:
+- logprobs_mode is `processed_logprobs`: log-probabilities of the distribution that was sampled, temperature included.
+  The trainer computes at the same temperature, so importance ratios are consistent. Greedy ones are at temperature 1.
+- With top-p or top-k they are renormalised over the tokens left, whose ids are returned, too (`return_sampling_mask`).
+- Prefix caching is on, since the rollouts of a group share their prompt. The engine salts the cache by version.
+- There is one engine core. Its workers are extended by `worker.WorkerExtension`.
 """
 
 from __future__ import annotations
@@ -14,22 +15,22 @@ from typing import Any
 
 from specrl.errors import RecordInvalid, RunInvalid
 from specrl.generation.draft_length import OFF
-from specrl.generation.nodes import ONE_NODE, Nodes
+from specrl.generation.nodes import ONE_NODE, ReplicaNodes
 from specrl.records import RolloutRequest
 from specrl.spec import RunSpec
 from specrl.spec.generation import DraftLength
 from specrl.spec.run import LogLevel
 from specrl.spec.trainer import Routing
 
-CPU_KV_CACHE_MIB = 256
-SMALLEST_STEP_TOKENS = 2048  # vLLM's own default for one step
-SMALLEST_TEMPERATURE = 0.01  # vLLM raises anything between this and 0 to it
-WORKER_EXTENSION = "specrl.generation.vllm_backend.worker.WorkerExtension"
+CPU_KV_CACHE_MIB = 256  # on CPUs, if generation.kvCacheMib is null
+SMALLEST_STEP_TOKENS = 2048  # vLLM's default for max_num_batched_tokens
+SMALLEST_TEMPERATURE = 0.01  # vLLM silently raises smaller temperatures to this
+WORKER_EXTENSION = "specrl.generation.vllm_backend.extensions.worker.WorkerExtension"
 
 
-def environment(spec: RunSpec, nodes: Nodes = ONE_NODE) -> dict[str, str]:
-    """Variables that vLLM reads while it is imported. No network, no statistics, no thread binding."""
-    own_address = {"VLLM_HOST_IP": nodes.host} if nodes.count > 1 else {}  # where its message queues listen
+def build_environment(spec: RunSpec, nodes: ReplicaNodes = ONE_NODE) -> dict[str, str]:
+    """Build the environment variables that vLLM reads at import: no network, no usage statistics, no thread binding."""
+    own_address = {"VLLM_HOST_IP": nodes.host} if nodes.count > 1 else {}  # its message queues listen there
     return own_address | {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -37,43 +38,50 @@ def environment(spec: RunSpec, nodes: Nodes = ONE_NODE) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # replicas and trainer share a laptop's cores
         "OMP_NUM_THREADS": str(spec.generation.threads),
-        # numba (n-gram look-up) must leave OpenMP's thread count alone: see worker, "packed weights".
+        # numba (n-gram look-up) must not change OpenMP's thread count: see worker.py, "Packed weights".
         "NUMBA_THREADING_LAYER": "workqueue",
         "NUMBA_NUM_THREADS": str(spec.generation.threads),
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # no pickles, whatever is set outside
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # no pickles, even if the user's environment allows them
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # gRPC's threads do not survive a fork
-        # Its dozen warnings at every start are about choices that are made on this page.
+        # At every start vLLM logs a dozen warnings about settings that this module makes on purpose.
         "VLLM_LOGGING_LEVEL": "DEBUG" if spec.telemetry.log_level is LogLevel.DEBUG else "ERROR",
     }
 
 
 def is_eager(spec: RunSpec, is_cpu: bool) -> bool:
-    """Whether to compute without compilation and CUDA graphs: generation.eager, true on CPUs when it is null."""
+    """Whether to run without compilation and CUDA graphs: generation.eager, or True on CPUs if it is null."""
     return spec.generation.eager if spec.generation.eager is not None else is_cpu
 
 
-def eager_environment(spec: RunSpec, is_cpu: bool) -> dict[str, str]:
-    """Variables for the engine core. vLLM's sampler uses torch.compile even where vLLM is told not to compile; on a
-    CPU that takes a C++ compiler and some twenty seconds at the first tokens, and is slower afterwards.
+def build_eager_environment(spec: RunSpec, is_cpu: bool) -> dict[str, str]:
+    """Build the environment variables that turn torch.compile off in the engine core, for eager mode on CPUs.
+
+    vLLM's sampler uses torch.compile even in eager mode. On CPUs that needs a C++ compiler, takes about twenty seconds
+    at the first tokens, and is slower afterwards.
     """
     return {"TORCH_COMPILE_DISABLE": "1"} if is_cpu and is_eager(spec, is_cpu) else {}
 
 
 def kv_cache_bytes(spec: RunSpec, is_cpu: bool) -> int | None:
-    """Size of the KV cache; None leaves it to vLLM, which measures a GPU."""
+    """Return the KV cache's size in bytes; None lets vLLM choose it from the GPU's free memory."""
     mib = spec.generation.kv_cache_mib
     if mib is None and is_cpu:
         mib = CPU_KV_CACHE_MIB
     return None if mib is None else mib << 20
 
 
-def engine_arguments(spec: RunSpec, head: Path | None, is_cpu: bool, nodes: Nodes = ONE_NODE) -> dict[str, Any]:
-    """Keyword arguments of vllm's AsyncEngineArgs. `head` is the folder of the EAGLE-3 head."""
+def build_engine_arguments(
+    spec: RunSpec, head: Path | None, is_cpu: bool, nodes: ReplicaNodes = ONE_NODE
+) -> dict[str, Any]:
+    """Build the keyword arguments of vLLM's AsyncEngineArgs.
+
+    head: folder of the EAGLE-3 head or of the draft model, None without one.
+    """
     generation = spec.generation
-    speculative = speculative_config(spec, head)
-    if speculative is not None and draft_lengths(spec):
-        speculative["num_speculative_tokens_per_batch_size"] = named_lengths(spec)
-    return (unchunked(spec) if is_cpu else {}) | {
+    speculative = build_speculative_config(spec, head)
+    if speculative is not None and list_adaptive_lengths(spec):
+        speculative["num_speculative_tokens_per_batch_size"] = build_length_table(spec)
+    return (build_unchunked_arguments(spec) if is_cpu else {}) | {
         "model": spec.model.path,
         "dtype": spec.model.dtype.value,
         "max_model_len": spec.model.max_length,
@@ -87,14 +95,15 @@ def engine_arguments(spec: RunSpec, head: Path | None, is_cpu: bool, nodes: Node
         "use_tqdm_on_load": False,
         "worker_extension_cls": WORKER_EXTENSION,
         "speculative_config": speculative,
-        **graph_arguments(spec, is_cpu),
-        **_routing(spec, is_cpu),
-        **node_arguments(nodes),
+        **build_graph_arguments(spec, is_cpu),
+        **_build_routing_arguments(spec, is_cpu),
+        **_build_set_arguments(spec, is_cpu),
+        **build_node_arguments(nodes),
     }
 
 
-def node_arguments(nodes: Nodes) -> dict[str, Any]:
-    """Where the ranks of a replica of several nodes meet; vLLM gives each node as many of them, in the nodes' order."""
+def build_node_arguments(nodes: ReplicaNodes) -> dict[str, Any]:
+    """Build the arguments of a replica of several nodes. vLLM gives each node the same number of ranks, in order."""
     if nodes.count == 1:
         return {}
     return {
@@ -106,18 +115,33 @@ def node_arguments(nodes: Nodes) -> dict[str, Any]:
     }
 
 
-def _routing(spec: RunSpec, is_cpu: bool) -> dict[str, Any]:
-    """Experts are returned with the tokens where they are replayed: on CPUs by `routed_experts`, a step at a time."""
+def _build_routing_arguments(spec: RunSpec, is_cpu: bool) -> dict[str, Any]:
+    """Have vLLM return the routed experts of each token if the trainer replays them.
+
+    On CPUs, `extensions/routed_experts.py` does this and cannot handle overlapping steps.
+    """
     if spec.trainer.routing is not Routing.REPLAY:
         return {}
     return {"enable_return_routed_experts": True} | ({"async_scheduling": False} if is_cpu else {})
 
 
-def unchunked(spec: RunSpec) -> dict[str, Any]:
-    """Prompts are computed whole on CPUs.
+def _build_set_arguments(spec: RunSpec, is_cpu: bool) -> dict[str, Any]:
+    """Have vLLM return the ids that top-p and top-k leave, if the run uses them.
 
-    For a request with a seed, vLLM 0.32 rewinds the generator after each chunk of its prompt but the last, by a method
-    that CPU generators do not have: the engine core dies. So no prompt may be cut, and the longest must fit one step.
+    With vLLM's first model runner, `extensions/sampling_sets.py` does this and cannot handle overlapping steps. That
+    runner is used on CPUs, and on GPUs for suffix decoding.
+    """
+    if not spec.generation.sampling.is_truncated:
+        return {}
+    is_first_runner = is_cpu or spec.generation.speculation.suffix is not None
+    return {"return_sampling_mask": True} | ({"async_scheduling": False} if is_first_runner else {})
+
+
+def build_unchunked_arguments(spec: RunSpec) -> dict[str, Any]:
+    """Build the arguments that turn chunked prefill off, for CPUs.
+
+    For a seeded request, vLLM 0.32 rewinds the random generator after each chunk of the prompt but the last. CPU
+    generators lack the method for that, and the engine core dies. So every prompt must fit into one step.
     """
     room = spec.generation.max_live_rollouts * (spec.generation.speculation.num_draft_tokens + 1)
     return {
@@ -126,19 +150,22 @@ def unchunked(spec: RunSpec) -> dict[str, Any]:
     }
 
 
-def speculative_config(spec: RunSpec, head: Path | None) -> dict[str, Any] | None:
-    """vLLM's `speculative_config` of the run's mechanism. `head` is the folder of the EAGLE-3 head or draft model."""
+def build_speculative_config(spec: RunSpec, head: Path | None) -> dict[str, Any] | None:
+    """Build vLLM's `speculative_config`; None without speculation.
+
+    head: folder of the EAGLE-3 head or of the draft model, None without one.
+    """
     speculation = spec.generation.speculation
     if not speculation.num_draft_tokens:
         return None
     config: dict[str, Any] = {
-        "method": speculation.kind,  # our names of mechanisms are vLLM's
+        "method": speculation.kind,  # our mechanisms are named as vLLM's methods
         "num_speculative_tokens": speculation.num_draft_tokens,
     }
     if head is not None:
         config["model"] = str(head)
     if speculation.draft_model is not None:
-        config["draft_tensor_parallel_size"] = spec.generation.tensor_parallel  # vLLM takes no other
+        config["draft_tensor_parallel_size"] = spec.generation.tensor_parallel  # vLLM accepts no other value
     if speculation.draft_sampling is not None:
         config["draft_sample_method"] = speculation.draft_sampling.value.lower()
     if speculation.ngram is not None:
@@ -149,71 +176,75 @@ def speculative_config(spec: RunSpec, head: Path | None) -> dict[str, Any] | Non
     return config
 
 
-def named_lengths(spec: RunSpec) -> list[tuple[int, int, int]]:
-    """vLLM's `num_speculative_tokens_per_batch_size` of a live draft length: (first batch size, last, length).
+def build_length_table(spec: RunSpec) -> list[tuple[int, int, int]]:
+    """Build vLLM's `num_speculative_tokens_per_batch_size`: (first batch size, last, length).
 
-    Given this list, vLLM prepares for lengths that change. Its second model runner captures full CUDA graphs for the
-    lengths in it alone (0.32 and 0.33, v1/worker/gpu/cudagraph_utils.py `_init_candidates`). Any other length would run
-    piecewise, be measured as dear, and never be chosen. So every length from 0, which also stands for OFF, to the
-    longest is named once. With fewer batch sizes than lengths, the longest is, then 0, then some between. The batch
-    sizes themselves mean nothing: `scheduler.py` replaces the lookup that vLLM makes of the list.
+    With this list vLLM prepares for changing lengths. Its second model runner captures full CUDA graphs only for the
+    lengths in the list (0.32 and 0.33, v1/worker/gpu/cudagraph_utils.py `_init_candidates`). Any other length would run
+    piecewise, be measured as expensive, and never be chosen. So the list has every length from 0, which also stands for
+    OFF, to the longest. With fewer batch sizes than lengths, it has the longest, then 0, then some between.
+
+    The batch sizes in the list are arbitrary: `scheduler.py` replaces the lookup that vLLM makes of it.
     """
-    longest, largest = spec.generation.speculation.num_draft_tokens, spec.generation.max_live_rollouts
+    longest = spec.generation.speculation.num_draft_tokens
+    largest = spec.generation.max_live_rollouts
     count = min(longest + 1, largest)
     lengths = sorted(longest - place * longest // max(1, count - 1) for place in range(count))
     one_each = [(batch, batch, length) for batch, length in enumerate(lengths, start=1)]
     return [*one_each[:-1], (count, largest, longest)]
 
 
-def graph_arguments(spec: RunSpec, is_cpu: bool) -> dict[str, Any]:
-    """CUDA graphs for every step of a full batch: B * (k + 1) tokens, not B.
+def build_graph_arguments(spec: RunSpec, is_cpu: bool) -> dict[str, Any]:
+    """Build the arguments that make CUDA graphs cover a full batch with drafts: B * (k + 1) tokens, not B.
 
-    vLLM captures up to 512 tokens by default. A larger verification step runs eagerly then, and speculation that should
-    gain loses: a 235B recipe ran at 0.53x for this reason.
+    By default vLLM captures up to 512 tokens and runs larger verification steps eagerly. Then speculation can slow a
+    run down: a 235B recipe ran at 0.53x for this reason.
     """
     if is_cpu or is_eager(spec, is_cpu):
         return {}
-    return {"compilation_config": {"cudagraph_capture_sizes": captured_tokens(spec)}}
+    return {"compilation_config": {"cudagraph_capture_sizes": choose_captured_sizes(spec)}}
 
 
-def captured_tokens(spec: RunSpec) -> list[int]:
-    """Tokens of the steps that CUDA graphs are captured for, ascending: vLLM's own grid, and full batches.
+def choose_captured_sizes(spec: RunSpec) -> list[int]:
+    """Return the step sizes, in tokens, to capture CUDA graphs for, ascending: vLLM's own grid and full batches.
 
-    The grid is what vLLM 0.32 and 0.33 make of a largest size alone (config/vllm.py `_set_cudagraph_sizes`): multiples
-    of 8, from 256 on of 16. It lacks a full step of 30 rollouts with 2 drafts each, 90 tokens, and
-    `check_graph_coverage` refused such a run. A larger grid would not help: vLLM rounds each size up to whole requests,
-    and drops it where these are more than maxLiveRollouts.
+    The grid is the one that vLLM 0.32 and 0.33 derive from the largest size (config/vllm.py `_set_cudagraph_sizes`):
+    multiples of 8, and from 256 on of 16. It lacks, for example, a full step of 30 rollouts with 2 drafts each: 90
+    tokens. `check_graph_coverage` would reject such a run. Extending the grid would not help: vLLM rounds each size up
+    to whole requests, and drops sizes of more than maxLiveRollouts requests.
     """
-    generation, full_step = spec.generation, full_step_tokens(spec)
+    generation = spec.generation
+    full_step = full_step_tokens(spec)
     grid = [size for size in (1, 2, 4, *range(8, 256, 8), *range(256, full_step + 1, 16)) if size <= full_step]
-    lengths = draft_lengths(spec) or (generation.speculation.num_draft_tokens,)
+    lengths = list_adaptive_lengths(spec) or (generation.speculation.num_draft_tokens,)
     full_batches = (generation.max_live_rollouts * (max(length, 0) + 1) for length in lengths)
     return sorted({*grid, *full_batches})
 
 
 def full_step_tokens(spec: RunSpec) -> int:
-    """Tokens that a decoding step of a full batch computes, drafts included."""
+    """Return the tokens that a decoding step of a full batch computes, including drafts."""
     return spec.generation.max_live_rollouts * (spec.generation.speculation.num_draft_tokens + 1)
 
 
 def check_graph_coverage(spec: RunSpec, largest: int | None, is_cpu: bool) -> None:
-    """Raise RunInvalid when vLLM captured less than a full step; `largest` is its largest graph, in tokens."""
+    """Raise RunInvalid if vLLM's CUDA graphs do not cover a full step. largest: tokens of its largest graph."""
     if is_cpu or is_eager(spec, is_cpu) or (largest or 0) >= full_step_tokens(spec):
         return
     raise RunInvalid(
         f"CUDA graphs must cover generation.maxLiveRollouts * (numDraftTokens + 1) = {full_step_tokens(spec)} tokens, "
         f"got {largest or 0}; a larger step would run eagerly: lower maxLiveRollouts or numDraftTokens, or set "
-        "generation.eager=true to do without graphs knowingly"
+        "generation.eager=true to run without graphs on purpose"
     )
 
 
-def draft_lengths(spec: RunSpec) -> tuple[int, ...]:
-    """Lengths that the mechanism can be asked for; empty without speculation or with generation.draftLength Fixed.
+def list_adaptive_lengths(spec: RunSpec) -> tuple[int, ...]:
+    """Return the lengths that an adaptive draft length may choose; empty if the length does not adapt.
 
-    N-gram look-up keeps no KV cache, so that length 0 is the same as none. vLLM's suffix decoding takes its configured
-    length alone: it chooses each draft's own length below that, and its trees must see every step.
+    N-gram look-up has no KV cache, so its length 0 is the same as OFF and is left out. vLLM's suffix decoding supports
+    only its configured length: it chooses each draft's length below that, and its trees must see every step.
     """
-    speculation, longest = spec.generation.speculation, spec.generation.speculation.num_draft_tokens
+    speculation = spec.generation.speculation
+    longest = spec.generation.speculation.num_draft_tokens
     if not longest or spec.generation.draft_length is DraftLength.FIXED:
         return ()
     if speculation.kind == "suffix":
@@ -222,8 +253,10 @@ def draft_lengths(spec: RunSpec) -> tuple[int, ...]:
 
 
 def check_request(request: RolloutRequest, spec: RunSpec, vocab_size: int) -> None:
-    """Raise RecordInvalid unless vLLM can compute the request as asked, drafts past its end included."""
-    sampling, name = request.sampling, f"request {request.rollout_id}"
+    """Raise RecordInvalid unless vLLM can compute the request exactly as requested."""
+    sampling = request.sampling
+    name = f"request {request.rollout_id}"
+    # Drafts may reach past the completion's end and must fit the context, too.
     room = spec.model.max_length - (spec.generation.speculation.num_draft_tokens + 1)
     length = len(request.prompt_token_ids) + sampling.max_tokens
     if not request.prompt_token_ids:
@@ -237,7 +270,7 @@ def check_request(request: RolloutRequest, spec: RunSpec, vocab_size: int) -> No
         raise RecordInvalid(f"{name}: max_tokens must be >= 1, got {sampling.max_tokens}; ask for at least one token")
     if length > room:
         raise RecordInvalid(
-            f"{name}: prompt and completion must fit {room} tokens (model.maxLength less draft tokens + 1), got "
+            f"{name}: prompt and completion must fit {room} tokens (model.maxLength - numDraftTokens - 1), got "
             f"{len(request.prompt_token_ids)} + {sampling.max_tokens}; shorten it or raise model.maxLength"
         )
     if sampling.temperature != 0 and not sampling.temperature >= SMALLEST_TEMPERATURE:
@@ -249,4 +282,4 @@ def check_request(request: RolloutRequest, spec: RunSpec, vocab_size: int) -> No
             f"{name}: top_p must be > 0 and <= 1 and top_k >= 0, got {sampling.top_p} and {sampling.top_k}; use 1 and 0"
         )
     if sampling.seed is not None and not 0 <= sampling.seed < 1 << 63:
-        raise RecordInvalid(f"{name}: seed must be >= 0 and < 2**63, got {sampling.seed}; leave it out or mend it")
+        raise RecordInvalid(f"{name}: seed must be >= 0 and < 2**63, got {sampling.seed}; choose another or none")

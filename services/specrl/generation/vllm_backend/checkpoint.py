@@ -1,183 +1,102 @@
-"""Do policy, drafter and manifest fit each other? Answered from headers and JSON, before vLLM reads a weight.
+"""Checks that draft model, policy and weight manifest fit each other, before vLLM loads a weight.
 
-vLLM's own answers come late, from another process, as a traceback; and some misfits it does not see at all: a tensor
-that is missing from an update keeps its old value with a warning. Called by the engine at its start and on each update.
+The checks read only headers and JSON. vLLM's own errors come late, as tracebacks of another process. Some mismatches it
+does not reject at all: a tensor that is missing from an update keeps its old value, with only a warning.
+
+Called by preflight and by the engine, at its start and for each new manifest.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
-from specrl.errors import CheckpointInvalid, EngineFailed
-from specrl.files import read_object
+from specrl.errors import EngineFailed, SpecProblem
+from specrl.files import JSON_BYTES, read_bytes
+from specrl.models import ModelFolder
+from specrl.models.model_folder import Shape
+from specrl.models.native_heads import find_native_heads
 from specrl.records import WeightManifest, WeightOwner
-from specrl.records.weights import ITEM_BYTES
-from specrl.tensor_files import read_tensor_shapes
-
-Shape = tuple[int, ...]
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
-DERIVED = {"t2d", "embed_tokens.weight"}  # of a head: the inverse of d2t, and the policy's own embedding
+# Tensors that a head's folder may contain and an update does not: the inverse of d2t, and the policy's embedding.
+DERIVED = {"t2d", "embed_tokens.weight"}
+COMPUTED = ".rotary_emb.inv_freq"  # ends the names of buffers that old Llama folders contain, and no update
 
 
-@dataclass(frozen=True)
-class EngineModel:
-    """A model that the engine loads: the config and the tensor shapes of its folder. `what` names it in messages."""
-
-    what: str
-    path: Path
-    config: dict[str, Any]
-    shapes: dict[str, Shape]
-
-    def weight_bytes(self, dtype: str) -> int:
-        """Bytes of all tensors when held in `dtype`."""
-        return sum(math.prod(shape) for shape in self.shapes.values()) * ITEM_BYTES[dtype]
-
-    @property
-    def is_tied(self) -> bool:
-        """Whether the output layer is the embedding."""
-        return bool(self.config.get("tie_word_embeddings", False))
-
-
-def read_policy(path: Path, max_length: int) -> EngineModel:
-    """Read the policy's folder. Raises CheckpointInvalid when it is missing or broken, or too short for the run."""
-    folder = read_folder("the policy", path, "model.path")
-    if not any((path / name).is_file() for name in TOKENIZER_FILES):
-        raise CheckpointInvalid(f"the policy must come with its tokenizer, got none in {path}; copy it there")
-    longest = folder.config.get("max_position_embeddings")
-    if isinstance(longest, int) and longest < max_length:
-        raise CheckpointInvalid(
-            f"model.maxLength must be at most the policy's max_position_embeddings of {longest}, got {max_length}; "
-            "lower it"
-        )
-    return folder
-
-
-def read_head(path: Path, policy: EngineModel) -> EngineModel:
-    """Read the drafter's folder. Raises CheckpointInvalid when it is broken or belongs to another policy."""
-    head = read_folder("the drafter", path, "generation.speculation.eagle3.path")
-    for key in ("vocab_size", "hidden_size"):
-        mine, theirs = head.config.get(key), policy.config.get(key)
-        if key == "hidden_size":
-            mine = head.config.get("target_hidden_size", mine)
-        if mine != theirs:
-            raise CheckpointInvalid(
-                f"the drafter must have its policy's {key}, got {mine} in {path} and {theirs} in {policy.path}; "
-                "use a head of this policy or initialise a fresh one"
-            )
-    _check_same_tokenizer(head, policy)
-    return head
-
-
-def read_draft_model(path: Path, policy: EngineModel, max_length: int) -> EngineModel:
-    """Read a draft model's folder. Raises CheckpointInvalid unless it speaks the policy's tokens, as far as the run."""
-    model = read_folder("the draft model", path, "generation.speculation.draftModel.path")
-    mine, theirs = model.config.get("vocab_size"), policy.config.get("vocab_size")
+def find_draft_model_problems(model: ModelFolder, policy: ModelFolder, max_length: int) -> Iterator[SpecProblem]:
+    """Report a draft model whose vocabulary, tokenizer or context length does not fit the policy and the run."""
+    mine = model.config_number("vocab_size")
+    theirs = policy.config_number("vocab_size")
     if mine != theirs:
-        raise CheckpointInvalid(
-            f"the draft model must have the policy's vocab_size, got {mine} in {path} and {theirs} in {policy.path}; "
-            "use a smaller model of the policy's family"
+        yield SpecProblem(
+            model.field,
+            f"must have the policy's vocab_size, got {mine} in {model.path} and {theirs} in {policy.path}",
+            "use a smaller model of the policy's family",
         )
-    _require_same_tokenizer(model, policy)
-    longest = model.config.get("max_position_embeddings")
-    if isinstance(longest, int) and longest < max_length:
-        raise CheckpointInvalid(
-            f"model.maxLength must be at most the draft model's max_position_embeddings of {longest}, got "
-            f"{max_length}; lower it or use another draft model"
+    yield from _find_tokenizer_problems(model, policy)
+    longest = model.config_number("max_position_embeddings")
+    if longest is not None and longest < max_length:
+        yield SpecProblem(
+            "model.maxLength",
+            f"must be at most the draft model's max_position_embeddings of {longest}, got {max_length}",
+            "lower it or use another draft model",
         )
-    return model
 
 
-def _require_same_tokenizer(model: EngineModel, policy: EngineModel) -> None:
-    """A model that was trained with another tokenizer drafts nonsense, or token ids that the policy does not have."""
-    if (model.path / "tokenizer.json").is_file() and (policy.path / "tokenizer.json").is_file():
-        _check_same_tokenizer(model, policy)
+def _find_tokenizer_problems(model: ModelFolder, policy: ModelFolder) -> Iterator[SpecProblem]:
+    """Report a draft model with another tokenizer.
+
+    It would draft nonsense, or token ids that the policy does not have.
+    """
+    if model.vocabulary is not None and policy.vocabulary is not None:
+        if model.vocabulary != policy.vocabulary:
+            yield SpecProblem(
+                model.field,
+                "must have the same tokenizer as the policy, got different vocabularies in "
+                f"{model.path / 'tokenizer.json'} and {policy.path / 'tokenizer.json'}",
+                "use a draft model that was made for this policy",
+            )
         return
+    # Without tokenizer.json in both folders, compare the files of other tokenizer formats byte by byte.
     both = [name for name in TOKENIZER_FILES if (model.path / name).is_file() and (policy.path / name).is_file()]
-    if not any((model.path / name).read_bytes() == (policy.path / name).read_bytes() for name in both):
-        raise CheckpointInvalid(
-            f"the draft model must come with the policy's tokenizer, got none in {model.path} that equals that of "
-            f"{policy.path}; copy it there if the model was trained with it, else use another model"
+    if not any(
+        read_bytes(model.path / name, JSON_BYTES) == read_bytes(policy.path / name, JSON_BYTES) for name in both
+    ):
+        yield SpecProblem(
+            model.field,
+            f"must come with the policy's tokenizer, got none in {model.path} that equals that of {policy.path}",
+            "copy it there if the model was trained with it, else use another model",
         )
 
 
-def _check_same_tokenizer(head: EngineModel, policy: EngineModel) -> None:
-    """A head may come without a tokenizer; with one, it must map text to the same ids."""
-    mine, theirs = head.path / "tokenizer.json", policy.path / "tokenizer.json"
-    if mine.is_file() and theirs.is_file() and _vocabulary(mine) != _vocabulary(theirs):
-        raise CheckpointInvalid(
-            f"drafter and policy must have the same tokenizer, got different vocabularies in {mine} and {theirs}; "
-            "use a drafter that was made for this policy"
-        )
+def check_manifest(
+    manifest: WeightManifest, policy: ModelFolder, drafter: ModelFolder | None, *, uses_heads: bool = False
+) -> None:
+    """Raise EngineFailed unless the manifest has exactly the tensors that the engine started with.
 
-
-def _vocabulary(path: Path) -> tuple[Any, Any]:
-    try:
-        raw = read_object(path)
-        added = [(token["id"], token["content"]) for token in raw.get("added_tokens", [])]
-        return raw["model"]["vocab"], sorted(added)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointInvalid(f"a tokenizer must be readable, got {path}: {error}; copy it again") from error
-
-
-def read_folder(what: str, path: Path, field: str) -> EngineModel:
-    """Config and tensor shapes of a Hugging Face folder. Raises CheckpointInvalid; `field` is where to mend it."""
-    if not path.is_dir():
-        raise CheckpointInvalid(f"{what} must be a Hugging Face folder, got no folder at {path}; check {field}")
-    try:
-        config = read_object(path / "config.json")
-    except (OSError, ValueError) as error:
-        raise CheckpointInvalid(
-            f"{what} must have a readable config.json, got {path / 'config.json'}: {error}; check {field}"
-        ) from error
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise CheckpointInvalid(f"{what} must have safetensors, got none in {path}; check {field}")
-    shapes: dict[str, Shape] = {}
-    for file in files:
-        shapes.update(read_tensor_shapes(file, what))
-    _check_index(what, path, shapes)
-    return EngineModel(what, path, config, shapes)
-
-
-def _check_index(what: str, path: Path, shapes: dict[str, Shape]) -> None:
-    """A sharded checkpoint lists its tensors; one that lacks a shard is incomplete."""
-    index = path / "model.safetensors.index.json"
-    if not index.is_file():
-        return
-    try:
-        listed = read_object(index)["weight_map"].keys()
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise CheckpointInvalid(f"{what} must have a readable index, got {index}: {error}; copy it again") from error
-    missing = sorted(listed - shapes.keys())
-    if missing:
-        raise CheckpointInvalid(
-            f"{what} must have every tensor of its index, got {len(missing)} missing in {path}, {missing[0]} among "
-            "them; copy the folder again"
-        )
-
-
-def check_manifest(manifest: WeightManifest, policy: EngineModel, head: EngineModel | None) -> None:
-    """Raise EngineFailed unless the manifest has exactly the tensors that the engine was started with."""
+    drafter: folder of the drafter that the run trains; None if it trains none, or the policy's own heads. uses_heads:
+    the replica drafts with the policy's own heads. Otherwise they need not be sent.
+    """
     given = {
-        owner: {_plain(meta.name): meta.shape for meta in manifest.tensors if meta.owner is owner}
+        owner: {_normalise_layer_name(meta.name): meta.shape for meta in manifest.tensors if meta.owner is owner}
         for owner in WeightOwner
     }
-    _check_shapes(policy, given[WeightOwner.POLICY], {"lm_head.weight"} if policy.is_tied else set())
-    if head is not None:
-        _check_shapes(head, given[WeightOwner.DRAFTER], DERIVED)
+    optional = set() if uses_heads else set(find_native_heads(policy.config, policy.shapes).names)
+    _check_shapes("the policy", policy, given[WeightOwner.POLICY], optional)
+    if drafter is not None:
+        _check_shapes("the drafter", drafter, given[WeightOwner.DRAFTER], DERIVED)
     elif given[WeightOwner.DRAFTER]:
         raise EngineFailed(
-            f"an update must hold no drafter but one of speculation by eagle3, got {len(given[WeightOwner.DRAFTER])} "
-            "tensors; trainer and replicas must run the same run file"
+            f"the weight manifest has {len(given[WeightOwner.DRAFTER])} tensors of a drafter, but this replica runs "
+            "without one that is trained; start trainer and replicas with the same run file"
         )
 
 
-def _check_shapes(folder: EngineModel, given: dict[str, Shape], optional: set[str]) -> None:
-    mine = {_plain(name): shape for name, shape in folder.shapes.items()}
+def _check_shapes(what: str, folder: ModelFolder, given: dict[str, Shape], optional: set[str]) -> None:
+    # Some folders store a tied output layer a second time.
+    optional = optional | {"lm_head.weight"} if folder.is_tied else optional
+    shapes = {name: shape for name, shape in folder.shapes.items() if not name.endswith(COMPUTED)}
+    mine = {_normalise_layer_name(name): shape for name, shape in shapes.items()}
     wrong = [
         f"{name} {given.get(name, 'missing')}"
         for name in sorted(mine.keys() | given.keys())
@@ -185,11 +104,11 @@ def _check_shapes(folder: EngineModel, given: dict[str, Shape], optional: set[st
     ]
     if wrong:
         raise EngineFailed(
-            f"an update must hold {folder.what}'s tensors as in {folder.path}, got {len(wrong)} that differ: "
-            f"{', '.join(wrong[:3])}; trainer and replicas must start from the same folder"
+            f"{len(wrong)} tensors of {what} in the weight manifest differ from {folder.path}: {', '.join(wrong[:3])}; "
+            "start trainer and replicas from the same folder"
         )
 
 
-def _plain(name: str) -> str:
-    """One name for the layer of a head, which folders write in two ways."""
+def _normalise_layer_name(name: str) -> str:
+    """Normalise the name of a head's layer, which different folders spell `midlayer` or `layers.0`."""
     return name.replace("midlayer.", "layers.0.") if name.startswith("midlayer.") else name

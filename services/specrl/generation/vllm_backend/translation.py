@@ -1,4 +1,4 @@
-"""vLLM's errors as specrl's, at the one seam where they meet. Around every await on vLLM."""
+"""Translates vLLM's errors to SpecrlErrors. `engine` and `draft_length_client` wrap every await on vLLM in it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from specrl.errors import EngineFailed, RecordInvalid, SpecrlError
 
 
 @contextmanager
-def translated(what: str) -> Iterator[None]:
-    """vLLM's errors as ours: a bad request is RecordInvalid, all else EngineFailed."""
+def translate_errors(what: str) -> Iterator[None]:
+    """Translate vLLM's errors: RecordInvalid for a bad request, EngineFailed for anything else.
+
+    what: the operation as a verb phrase, for the message.
+    """
     from vllm.exceptions import VLLMClientError
     from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -19,10 +22,10 @@ def translated(what: str) -> Iterator[None]:
     except SpecrlError:
         raise
     except EngineDeadError as error:
-        raise EngineFailed(f"the engine must {what}, got a dead one; the replica is started again") from error
+        raise EngineFailed(f"the engine died and cannot {what}; the replica is restarted") from error
     except VLLMClientError as error:
-        raise RecordInvalid(f"the engine must be able to {what}, got: {error}; change the request") from error
+        raise RecordInvalid(f"vLLM refused to {what}: {error}; change the request") from error
     except Exception as error:  # failures in the engine core arrive as bare Exceptions
         raise EngineFailed(
-            f"the engine must {what}, got {type(error).__name__}: {error}; the replica is started again"
+            f"the engine failed to {what}: {type(error).__name__}: {error}; the replica is restarted"
         ) from error

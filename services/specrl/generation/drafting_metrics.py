@@ -1,4 +1,7 @@
-"""What an adaptive draft length has decided, as Prometheus metrics of one replica."""
+"""Exports the decisions of an adaptive draft length as Prometheus metrics of one replica.
+
+Called by `vllm_backend.draft_length_client` after each report of the controller.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,13 @@ from typing import Any
 from specrl.telemetry import metrics
 
 
-def show_drafting(report: dict[str, Any]) -> None:
-    """`DraftLengths.report`: the chosen length at each batch size whose costs are known, these costs, and so on."""
+def export_report(report: dict[str, Any]) -> None:
+    """Set the metrics from a `DraftLengthController.build_report`."""
     metrics.CATCH_UPS.inc(report["catch_ups"])
     costs = report["costs"]
     for live in costs["nodes"]:
         chosen = next(length for first, last, length in report["table"] if first <= live <= last)
-        metrics.CHOSEN_DRAFT_LENGTH.labels(str(live)).set(max(0, chosen))
+        metrics.CHOSEN_DRAFT_LENGTH.labels(str(live)).set(max(0, chosen))  # OFF is -1; shown as 0 drafts
     for length, row in costs["seconds"].items():
         for live, seconds in zip(costs["nodes"], row, strict=True):
             metrics.STEP_COST_SECONDS.labels(str(live), length).set(seconds)

@@ -1,9 +1,12 @@
-"""Has vLLM normalise with its own CPU kernel, which it ships and in 0.32 does not use.
+"""Makes vLLM use its own RMSNorm kernels on CPUs. vLLM 0.32 ships them, but registers them for GPUs only.
 
-Its RMSNorm kernels are offered to GPUs only; CPUs compute the norm from a dozen PyTorch operations. A small model, a
-drafter above all, spends a good part of its time between such operations, so that this makes draft passes cheaper.
-Goes through vLLM's registry of implementations (`vllm.ir`), and the platform's order of preference among them.
-Called by `plugin.register` in each vLLM process; without the plugin vLLM normalises as it does by itself.
+Without them CPUs compute the norm from a dozen PyTorch operations. A small model, such as a drafter, spends much of its
+time between such operations, so the kernels make draft passes cheaper.
+
+The kernels are registered in vLLM's registry of implementations (`vllm.ir`) and put first in the platform's order of
+preference.
+
+Called by `plugin.register` in each vLLM process. Without the plugin vLLM works as usual.
 """
 
 from __future__ import annotations
@@ -16,11 +19,11 @@ from specrl.errors import EngineFailed
 
 PROVIDER = "vllm_c_cpu"
 OPERATIONS = ("rms_norm", "fused_add_rms_norm")
-LANES = 32  # a row must be whole vectors of the kernel, in any dtype
+LANES = 32  # a row must be a multiple of this: whole vectors of the kernel, in any dtype
 
 
 def is_supported() -> bool:
-    """Whether this is vLLM's CPU build, which has the kernels. Raises EngineFailed where it lacks them."""
+    """Whether this is vLLM's CPU build. Raises EngineFailed if that lacks the kernels."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -30,7 +33,7 @@ def is_supported() -> bool:
     if missing:
         raise EngineFailed(
             f"vLLM's CPU build must have the operators {' and '.join(OPERATIONS)} in torch.ops._C, got no "
-            f"{', no '.join(missing)}; install vLLM again, in a version that specrl was read with"
+            f"{', no '.join(missing)}; install vLLM again, in a version that specrl supports"
         )
     return True
 
@@ -56,8 +59,8 @@ def _fused_add_rms_norm_fits(
     return is_whole and _rms_norm_fits(x, weight, epsilon, variance_size)
 
 
-def register() -> None:
-    """Have vLLM prefer the kernels. Idempotent; does nothing where there are none."""
+def register_kernels() -> None:
+    """Register the kernels and make vLLM prefer them. Idempotent; does nothing on GPUs."""
     from vllm import ir
 
     if not is_supported() or PROVIDER in ir.ops.rms_norm.impls:
@@ -85,11 +88,11 @@ def register() -> None:
         torch.ops._C.fused_add_rms_norm(x, x_residual, weight, epsilon)
         return x, x_residual
 
-    _prefer()
+    _prefer_kernels()
 
 
-def _prefer() -> None:
-    """Put the kernels before what the platform prefers by default. An order given by name still comes first."""
+def _prefer_kernels() -> None:
+    """Put the kernels first in the platform's default order. An order that a user configures still overrides it."""
     from vllm.platforms import current_platform
 
     platform: Any = type(current_platform)
