@@ -1,7 +1,9 @@
-"""What the trainer service needs of a backend. `megatron_backend` implements it; tests/ has a stand-in.
+"""The protocol between the trainer service and a backend. `megatron_backend` implements it; tests/ has a stand-in.
 
-Every method is a collective: all ranks call the same method with the same arguments (see `ranks.py`), rank 0's answer
-is the one that is served. Methods block; the service runs them one after another on one thread.
+Every method but `get_status` is a collective: all ranks call the same method with the same arguments (`calls.py`). The
+service answers with rank 0's result. Methods block, and the service runs them one after another on one thread.
+
+Shapes: N sampled tokens of one rollout.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import numpy.typing as npt
 
 from specrl.records import (
     Batch,
+    DrafterEpoch,
+    DrafterEpochMetrics,
     DrafterMetrics,
     StreamPlace,
     TrainerStatus,
@@ -30,9 +34,10 @@ from specrl.records import (
 
 @dataclass(frozen=True)
 class SupervisedMetrics:
-    """One step of `train_supervised`. loss: nats a token; tokens: those that were learnt.
+    """The result of one step of `train_supervised`.
 
-    is_skipped: nothing was, since gradients were not finite; loss and norm are 0 then.
+    loss: mean cross-entropy, in nats per token. tokens: those that the loss covers. seconds: wall time of the step.
+    is_skipped: the gradients were not finite, so nothing was updated; loss and grad_norm are 0.
     """
 
     loss: float
@@ -46,70 +51,99 @@ class SupervisedMetrics:
 class TrainerBackend(Protocol):
     """Policy and drafter with their optimizers, sharded over the ranks."""
 
-    def load(self, checkpoint: Path | None) -> None:
-        """Load the initial model, or a checkpoint written by `save`. Raises CheckpointInvalid, MemoryTooSmall."""
+    def load_model(self, checkpoint: Path | None) -> None:
+        """Load a checkpoint written by `save_checkpoint`; None loads the initial model.
 
-    def status(self) -> TrainerStatus:
-        """Step, checkpoint, drafter state."""
+        Raises CheckpointInvalid, MemoryTooSmall.
+        """
+
+    def get_status(self) -> TrainerStatus:
+        """Return the last trained step, the last checkpoint, and whether the drafter is initialised.
+
+        Not a collective: it may be called while another method runs.
+        """
 
     def train_step(self, batch: Batch) -> TrainMetrics:
-        """Train one optimizer step. batch.step must be status().step + 1, else VersionConflict.
+        """Train one step: first the policy, then the drafter.
 
-        Recomputes log-probabilities on the policy, corrects for lag, clips, steps; then the drafter, on the same
-        forward's hidden states, detached, with its own optimizer and clip. A batch without rollouts, every prompt of
-        which failed or was left out, becomes the version all the same, with policy, drafter and optimizers as they
-        were. So does a step whose gradients are not finite, with the policy and its optimizer as they were, until there
-        are too many in a row: then TrainerFailed.
+        The policy's log-probabilities are recomputed, the loss corrects for lag, gradients are clipped and the
+        optimizer steps. The drafter learns from the hidden states of the same forward pass, detached, with its own
+        optimizer and clip.
+
+        Every step makes a new version, even if it changes nothing:
+        - A batch without rollouts (all prompts failed or were left out) leaves policy, drafter and optimizers as they
+          are.
+        - Gradients that are not finite leave the policy and its optimizer as they are.
+
+        Raises VersionConflict unless batch.step is the last trained step plus 1, and TrainerFailed after too many steps
+        in a row whose gradients are not finite.
         """
 
     def train_supervised(self, batch: Batch) -> SupervisedMetrics:
-        """Train one optimizer step on the cross-entropy of the rollouts' sampled tokens, whatever sampled them.
+        """Train one optimizer step on the cross-entropy of the rollouts' sampled tokens. The drafter does not change.
 
-        batch.step must be status().step + 1, else VersionConflict. The drafter is left as it is.
+        Raises VersionConflict unless batch.step is the last trained step plus 1.
         """
 
     def train_drafter(
-        self, rollouts: Sequence[TrainRollout], epochs: int, progress: Path | None = None
-    ) -> list[DrafterMetrics]:
-        """Initialise the drafter on rollouts of the present policy, which does not move. One entry an epoch.
+        self,
+        rollouts: Sequence[TrainRollout],
+        held_out: Sequence[TrainRollout],
+        epochs: Sequence[DrafterEpoch],
+        progress: Path,
+    ) -> list[DrafterEpochMetrics]:
+        """Initialise the drafter on rollouts, with the policy frozen. Measure it on `held_out` after each epoch.
 
-        progress: a file that every finished epoch is kept in. A call that finds some of its own epochs there, left by
-        one that was interrupted, goes on after them; one that finds all of them trains nothing.
+        epochs: all from the first, each on the first so many rollouts. Returns one entry for each. A call with one more
+        epoch continues the training.
+        progress: a file that is rewritten after every epoch. Epochs that it has of the same rollouts are not trained
+        again. If it has more of them than were asked for, they are returned, too, as far as `rollouts` reach.
         """
 
     def evaluate_drafter(self, rollouts: Sequence[TrainRollout]) -> DrafterMetrics:
-        """Loss and acceptance of the present drafter on rollouts of the present policy. Nothing is trained."""
+        """Measure the drafter's loss and acceptance on rollouts, without training it."""
 
-    def score(self, rollouts: Sequence[TrainRollout]) -> list[npt.NDArray[np.float32]]:
-        """Log-probabilities [N] of each rollout's sampled tokens, by the present policy at the sampling temperature."""
+    def score_rollouts(self, rollouts: Sequence[TrainRollout]) -> list[npt.NDArray[np.float32]]:
+        """Compute the log-probabilities [N] of each rollout's sampled tokens under the current policy.
+
+        They are taken at the temperature that the run samples with.
+        """
 
     def describe_weights(self) -> WeightManifest:
-        """Policy tensors, then drafter tensors, by their Hugging Face names."""
+        """List the policy's tensors, then the drafter's, by their Hugging Face names."""
 
     def open_weight_group(self, group: WeightGroup) -> int:
-        """Listen for a new weight group (rank 0), closing the one before. Returns the port."""
+        """Close the previous weight group and listen for a new one, at rank 0. Returns the port; 0 at other ranks."""
 
     def broadcast_weights(self, group_id: str) -> WeightChecksums:
-        """Join `group_id` if not yet joined and send the present version, bucket by bucket.
+        """Join the weight group, unless already joined, and send the current version to it, bucket by bucket.
 
-        Raises VersionConflict for another group, DeadlineExceeded or CollectiveFailed when a member fails.
+        Raises VersionConflict if `group_id` is not the open group, DeadlineExceeded or CollectiveFailed when a member
+        fails.
         """
 
     def write_weights(self, folder: Path) -> WeightChecksums:
-        """Write the present version into `folder`, which must not exist and appears whole or not at all.
+        """Write the current version into `folder`, atomically. `folder` must not exist.
 
         Raises StoreFailed when it cannot be written.
         """
 
-    def save(self, directory: Path, stream: StreamPlace | None = None) -> Future[None]:
-        """Take a snapshot of the present step, and write it into `directory` in a thread, whole or not at all.
+    def save_checkpoint(self, directory: Path, stream: StreamPlace | None = None) -> Future[None]:
+        """Take a snapshot of the current step, then write it into `directory` in a thread, atomically.
 
-        stream: where the data stand with that step, for the status of whoever loads it. Waits for the save before. The
-        future is done when the checkpoint is durable, and raises StoreFailed when it cannot be written.
+        stream: the position in the prompt stream after that step. A trainer that loads the checkpoint reports it in
+        its status.
+
+        Waits for the previous save first. The returned future completes when the checkpoint is durable; it raises
+        StoreFailed when it cannot be written.
         """
 
-    def export(self, directory: Path) -> tuple[Path, Path | None]:
-        """Write policy and drafter as Hugging Face folders `policy/` and `drafter/` under `directory`."""
+    def export_model(self, directory: Path, *, drafter_only: bool = False) -> tuple[Path | None, Path | None]:
+        """Write Hugging Face folders `policy/` and, if there is a drafter, `drafter/` under `directory`.
+
+        drafter_only: the policy is written only if its tensors include the drafter's. Returns both paths; None for what
+        was not written. Raises StoreFailed when they cannot be written.
+        """
 
     def close(self) -> None:
         """Leave all process groups."""

@@ -1,13 +1,16 @@
-"""The trainer process: one rank of the backend; rank 0 also serves gRPC and stays registered with the coordinator.
+"""The trainer process: one rank of the backend. Rank 0 also serves gRPC and stays registered with the coordinator.
 
     specrl-trainer --spec run.yaml --run-directory runs/demo --coordinator 127.0.0.1:7000
     torchrun --nproc-per-node 4 --no-python specrl-trainer --spec ...       (RANK and WORLD_SIZE come from torchrun)
 
-It ends when it is told to (SIGTERM, SIGINT, or by the coordinator once the run is over: exit code 0 after a goodbye),
-when the coordinator refuses it for good, or when a rank is lost; the last two with one line on standard error and the
-error's exit code. With --until-dismissed exit code 0 says that the run is over, and a signal ends it with 143. After 1,
-whoever started it starts all ranks again, and they go on from the newest complete checkpoint; after 2 that would change
-nothing.
+When it ends, and with which exit code:
+
+    0      the coordinator dismissed it because the run is over, or, without --until-dismissed, a signal came
+    143    SIGTERM or SIGINT before the run was over, with --until-dismissed
+    1      a rank was lost, or another failure; restart all ranks, and they resume from the newest complete checkpoint
+    2      the user must act first (run file, checkpoint, command line, refused by the coordinator)
+
+Errors are one line on standard error. The launcher or torchrun starts it.
 """
 
 from __future__ import annotations
@@ -28,30 +31,32 @@ import structlog
 from specrl.errors import SpecrlError
 from specrl.installation import require_engines
 from specrl.records import Peer, Role
-from specrl.rpc import tls
+from specrl.rpc import run_token, tls
 from specrl.rpc.clients import CoordinatorClient
-from specrl.rpc.lifetime import first_to_end, told_to_stop
+from specrl.rpc.lifetime import run_until_first_ends, wait_for_signal
 from specrl.rpc.limits import message_limits
-from specrl.rpc.membership import say_goodbye, stay_registered
-from specrl.rpc.server import Border, serve
-from specrl.spec import RunSpec, digest, load_spec
+from specrl.rpc.membership import leave_without_drain, stay_registered
+from specrl.rpc.run_token import RunToken
+from specrl.rpc.server import ServerOptions, start_server
+from specrl.spec import RunSpec, digest_spec, load_process_spec
 from specrl.telemetry import logs, traces
 from specrl.telemetry.exporter import serve_metrics
 from specrl.telemetry.spans import TRAINER, Recorder
 
 if TYPE_CHECKING:
-    from specrl.trainer.ranks import RankedBackend
+    from specrl.trainer.backend import TrainerBackend
+    from specrl.trainer.ranks import ControlGroup
 
-GOODBYE_S = 5.0
-STOPPED = 143  # 128 + SIGTERM, as shells say it
-STOP_GRACE_S = 2.0  # for calls under way when the process is told to end
+GOODBYE_S = 5.0  # longest wait for the coordinator's answer to a goodbye; the process ends without it
+STOP_GRACE_S = 2.0  # for calls in progress when the process has to end
+STOPPED = 143  # the shell's code for SIGTERM, 128 + 15
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Options:
-    """The command line."""
+class TrainerOptions:
+    """The parsed command line; see `parse_arguments` for the meaning of each field."""
 
     spec: Path
     run_directory: Path
@@ -62,98 +67,104 @@ class Options:
     metrics_port: int | None = None
     until_dismissed: bool = False
     identity: tls.Identity | None = None
+    token: RunToken | None = None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of `specrl-trainer`."""
     code = 0
     try:
-        options = parse(arguments)
-        spec = load_spec(options.spec)
+        options = parse_arguments(arguments)
+        spec = load_process_spec(options.spec)
         rank = int(os.environ.get("RANK", "0"))
-        logs.configure(spec.telemetry.log_level.value, options.peer_id if rank == 0 else f"trainer-{rank}", spec.name)
-        was_dismissed = run(spec, options)
+        process = options.peer_id if rank == 0 else f"trainer-{rank}"
+        logs.configure_logging(spec.telemetry.log_level.value, process, spec.name)
+        was_dismissed = run_rank(spec, options)
         code = STOPPED if options.until_dismissed and not was_dismissed else 0
     except SpecrlError as error:
-        print(f"specrl-trainer: {error}", file=sys.stderr)  # noqa: T201 - one message for whoever started it
+        print(f"specrl-trainer: {error}", file=sys.stderr)  # noqa: T201 - the one message to the user
         code = error.exit_code
-    # Not sys.exit: a worker thread may hang in a collective with a rank that is gone, and must not keep this one alive.
+    # sys.exit would join worker threads. One may hang in a collective with a rank that is gone.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def parse(arguments: Sequence[str] | None) -> Options:
-    """Read the command line; argparse exits with 2 and a usage line when it is wrong. Raises TlsInvalid."""
+def parse_arguments(arguments: Sequence[str] | None) -> TrainerOptions:
+    """Parse the command line. argparse exits with 2 and a usage line when it is wrong. Raises TlsInvalid."""
     parser = argparse.ArgumentParser(prog="specrl-trainer", description="One rank of a run's trainer.")
     parser.add_argument("--spec", type=Path, required=True, help="the run file")
-    parser.add_argument("--run-directory", type=Path, required=True, help="checkpoints are below it")
+    parser.add_argument("--run-directory", type=Path, required=True, help="the run's directory, with checkpoints")
     parser.add_argument("--coordinator", required=True, metavar="HOST:PORT", help="the coordinator's gRPC address")
-    parser.add_argument("--peer-id", default="trainer", help="name, stable over restarts")
-    parser.add_argument("--host", default="127.0.0.1", help="address to serve on, and to be reached at")
-    parser.add_argument("--port", type=int, default=0, help="gRPC port; 0 takes any free one")
-    parser.add_argument(
-        "--metrics-port", type=int, default=None, help="Prometheus port of rank 0; 0 any free one; left out: none"
-    )
-    parser.add_argument(
-        "--until-dismissed", action="store_true", help="a signal before the run's end is a failure: exit code 143"
-    )
-    tls.add_arguments(parser)
+    parser.add_argument("--peer-id", default="trainer", help="name of this trainer; the same at every restart")
+    parser.add_argument("--host", default="127.0.0.1", help="address to serve on, for coordinator and replicas")
+    parser.add_argument("--port", type=int, default=0, help="gRPC port; 0 picks a free one")
+    parser.add_argument("--metrics-port", type=int, help="Prometheus port of rank 0; 0 picks a free one; default: none")
+    parser.add_argument("--until-dismissed", action="store_true", help="exit with 143 at a signal before the run's end")
+    tls.add_tls_arguments(parser)
+    run_token.add_token_argument(parser)
     found = vars(parser.parse_args(arguments))
-    identity = tls.identity_of(found.pop("tls"), found.pop("tls_domain"))
-    return Options(**found, identity=identity)
+    identity = tls.load_identity(found.pop("tls"), found.pop("tls_domain"))
+    token = run_token.load_token(found.pop("token_file"))
+    return TrainerOptions(**found, identity=identity, token=token)
 
 
-def run(spec: RunSpec, options: Options) -> bool:
-    """Be one rank until the end. Returns whether the coordinator sent the trainer home. Raises SpecrlError."""
+def run_rank(spec: RunSpec, options: TrainerOptions) -> bool:
+    """Run one rank until the trainer ends. Returns whether the coordinator dismissed it. Raises SpecrlError."""
     require_engines("torch", "megatron")
+    from specrl.trainer.calls import RankCalls
     from specrl.trainer.megatron_backend import MegatronBackend
-    from specrl.trainer.ranks import ControlGroup, RankedBackend, follow
+    from specrl.trainer.ranks import ControlGroup, follow_rank_0
 
     backend = MegatronBackend(spec)
     control = ControlGroup()
     if control.rank == 0:
-        with traces.recorder(spec, "trainer", options.peer_id) as recorder:
-            return asyncio.run(lead(RankedBackend(backend, control), spec, options, recorder))
-    # Told to stop, other ranks wait for rank 0 to say so; it is told, too.
+        with traces.open_recorder(spec, "trainer", options.peer_id) as recorder:
+            return asyncio.run(run_rank_0(backend, control, spec, options, recorder))
+    # A signal usually reaches all ranks at once. The others ignore it and wait for rank 0's Close, so that none leaves
+    # in the middle of a collective.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    follow(backend, control)
-    return True  # rank 0 knows better, and one rank that has failed is enough
+    follow_rank_0(RankCalls(backend, spec, options.run_directory, options.host), control)
+    return True  # only rank 0 knows the reason; its exit code decides
 
 
-async def lead(backend: RankedBackend, spec: RunSpec, options: Options, recorder: Recorder) -> bool:
-    """Rank 0: load, serve, stay registered, until a signal, a dismissal, a refusal or the loss of a rank.
+async def run_rank_0(
+    backend: TrainerBackend, control: ControlGroup | None, spec: RunSpec, options: TrainerOptions, recorder: Recorder
+) -> bool:
+    """Run rank 0: load, serve gRPC and stay registered with the coordinator.
 
-    Returns whether it was a dismissal.
+    Ends at a signal, when the coordinator dismisses or refuses the trainer, or when a rank is lost. Returns whether the
+    coordinator dismissed it. Raises SpecrlError.
+
+    control: the control group with the other ranks; None if there are none.
     """
     from specrl.trainer.service import TrainerService
 
-    service = TrainerService(backend, spec, options.run_directory, options.host)
-    await service.load()
-    guard = tls.guard_of(options.identity, tls.COORDINATOR)
-    border = Border(message_limits(spec).trainer, guard, recorder, TRAINER)
-    server, port = await serve(service.add_to, options.host, options.port, border)
+    service = TrainerService(backend, spec, options.run_directory, options.host, control)
+    await service.load_model()
+    guard = tls.make_guard(options.identity, tls.COORDINATOR)
+    border = ServerOptions(message_limits(spec).trainer, guard, options.token, recorder, TRAINER)
+    server, port = await start_server(service.add_to, options.host, options.port, border)
     metrics_port = serve_metrics(options.host, options.metrics_port)
     address = f"{options.host}:{port}"
-    log.info("trainer_served", address=address, ranks=backend.status().world_size)
-    peer = Peer(options.peer_id, Role.TRAINER, address, digest(spec), metrics_port=metrics_port)
+    stopped = wait_for_signal()
+    log.info("trainer_served", address=address, ranks=backend.get_status().world_size)
+    peer = Peer(options.peer_id, Role.TRAINER, address, digest_spec(spec), metrics_port=metrics_port)
     dismissed = asyncio.Event()
-    async with CoordinatorClient(options.coordinator, options.identity) as coordinator:
+    async with CoordinatorClient(options.coordinator, options.identity, options.token) as coordinator:
         try:
-            await first_to_end(
+            # The first of these to return or raise ends the trainer; the others are cancelled.
+            await run_until_first_ends(
                 stay_registered(coordinator, peer, leaving=dismissed),
-                service.watch(),
-                _until(dismissed),
-                told_to_stop(),
+                service.watch_ranks(),
+                dismissed.wait(),
+                stopped,
             )
         finally:
+            # Say goodbye first, so that the coordinator sends no further calls.
             with suppress(TimeoutError):
-                await asyncio.wait_for(say_goodbye(coordinator, peer), GOODBYE_S)
+                await asyncio.wait_for(leave_without_drain(coordinator, peer), GOODBYE_S)
             await server.stop(STOP_GRACE_S)
             await service.close()
     return dismissed.is_set()
-
-
-async def _until(event: asyncio.Event) -> None:
-    await event.wait()

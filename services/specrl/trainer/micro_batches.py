@@ -1,7 +1,8 @@
-"""How a batch's rollouts are dealt to data parallel ranks and cut into forward passes. Pure: lengths in, indices out.
+"""Assigns a batch's rollouts to data parallel ranks and to micro-batches. Pure: lengths in, indices out.
 
-A forward pass holds whole rollouts, one after another without padding, so only its token count matters. Neither dealing
-nor cutting changes the loss, which is a sum over tokens divided by the token count of the whole batch.
+A micro-batch is one forward pass. It holds whole rollouts, packed without padding, so only its token count matters.
+The assignment does not change the loss. That is a sum over tokens, divided by a number that depends on the whole batch.
+Called by the Megatron backend's `batches.py`.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import heapq
 from collections.abc import Sequence
 
 
-def deal(indices: Sequence[int], lengths: Sequence[int], parts: int) -> list[list[int]]:
-    """The indices in so many parts whose token sums are close: longest first, to the least loaded part.
+def deal_rollouts(indices: Sequence[int], lengths: Sequence[int], parts: int) -> list[list[int]]:
+    """Distribute indices over `parts` parts so that their token sums are close. Deterministic.
 
-    lengths: prompt plus completion of every rollout, in tokens. Deterministic; every index appears once. Source: the
-    LPT rule, Graham, 1969: the largest sum is at most 4/3 of the best possible one.
+    lengths: of every rollout, prompt plus completion, in tokens.
+
+    Longest first, each to the part with the fewest tokens. Source: the LPT rule, Graham, 1969. The largest sum is at
+    most 4/3 of the optimum.
     """
     shares: list[list[int]] = [[] for _ in range(parts)]
     loads = [(0, part) for part in range(parts)]
@@ -25,29 +28,38 @@ def deal(indices: Sequence[int], lengths: Sequence[int], parts: int) -> list[lis
     return shares
 
 
-def cut(lengths: Sequence[int], ranks: int, max_tokens: int, multiple: int = 1) -> list[list[list[int]]]:
-    """Rollout indices of every micro-batch of every rank: the same number of micro-batches at each, a multiple.
+def plan_micro_batches(lengths: Sequence[int], ranks: int, max_tokens: int, multiple: int = 1) -> list[list[list[int]]]:
+    """Return the rollout indices of every micro-batch of every rank.
 
-    A micro-batch has at most `max_tokens` tokens, or is one rollout that is longer. Those of one rank are about equally
-    large. With fewer rollouts than micro-batches some are empty.
+    lengths: of every rollout, in tokens. max_tokens: of a micro-batch; a longer rollout gets one of its own. multiple:
+    divides the number of micro-batches per rank.
+
+    All ranks get equally many micro-batches, some of them empty if there are few rollouts. Those of one rank are about
+    equally large.
     """
-    shares = deal(range(len(lengths)), lengths, ranks)
-    count = max(_fewest(share, lengths, max_tokens) for share in shares)
+    # All ranks need the same count, because a pass runs collectives.
+    shares = deal_rollouts(range(len(lengths)), lengths, ranks)
+    count = max(_count_fewest_parts(share, lengths, max_tokens) for share in shares)
     count = -(-count // multiple) * multiple
-    return [deal(share, lengths, count) for share in shares]
+    return [deal_rollouts(share, lengths, count) for share in shares]
 
 
-def sizes(cuts: Sequence[Sequence[int]], lengths: Sequence[int], multiple: int, is_even: bool) -> list[int]:
-    """Tokens of each micro-batch with padding: a positive multiple; the same for all, if even."""
+def compute_padded_sizes(
+    cuts: Sequence[Sequence[int]], lengths: Sequence[int], multiple: int, is_even: bool
+) -> list[int]:
+    """Compute the padded size of each micro-batch, in tokens: a positive multiple of `multiple`.
+
+    is_even: all get the size of the largest, as a pipeline needs it.
+    """
     found = [max(1, -(-sum(lengths[i] for i in cut) // multiple)) * multiple for cut in cuts]
     return [max(found)] * len(found) if is_even else found
 
 
-def _fewest(share: Sequence[int], lengths: Sequence[int], max_tokens: int) -> int:
-    """How many parts it takes until `deal` finds ones that fit."""
+def _count_fewest_parts(share: Sequence[int], lengths: Sequence[int], max_tokens: int) -> int:
+    """Count the parts that `deal_rollouts` needs until each fits into `max_tokens`."""
     count = max(1, -(-sum(lengths[i] for i in share) // max_tokens))
     while not all(
-        len(part) <= 1 or sum(lengths[i] for i in part) <= max_tokens for part in deal(share, lengths, count)
+        len(part) <= 1 or sum(lengths[i] for i in part) <= max_tokens for part in deal_rollouts(share, lengths, count)
     ):
         count += 1
     return count

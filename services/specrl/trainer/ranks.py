@@ -1,252 +1,167 @@
-"""How rank 0, which serves, makes all ranks run the same backend method, and how a dead rank ends the others.
+"""Makes all ranks run the same call, and ends all ranks when one is lost.
 
-    rank 0      IDLE --call--> send command -> run -> compare outcomes -> answer
-                IDLE --IDLE_CHECK_S without a call--> ping: finds out that a rank is gone
-    rank 1..    WAITING --command--> run -> compare outcomes -> WAITING; command `close` ends it
+    rank 0      IDLE --call--> send name and request -> run -> compare outcomes -> answer
+                IDLE --IDLE_CHECK_S without a call--> CheckAlive: detects a rank that is gone
+    rank 1..    WAITING --name and request--> run -> compare outcomes -> WAITING; the call `Close` ends it
 
-Who wakes whom: rank 0's broadcast wakes the others; a rank that dies closes its sockets, which wakes all that wait for
-it with an error, at the latest at the next ping. Every wait is bounded by CONTROL_TIMEOUT. Commands travel as JSON and
-protobuf bytes over a Gloo group of their own, never pickled.
+Every rank runs the method of `calls.RankCalls` with that name. Requests travel as serialized protobuf messages over
+their own Gloo group, never pickled.
 
-A SpecrlError is an answer: the method promises that the ranks still agree. Anything else means that they do not, and
-ends the process (`RankLost`); whoever started the ranks starts all of them again.
+Invariant: after a call, all ranks have the same state. A SpecrlError keeps it: the backend promises that every rank
+rejected the request alike. Any other exception may leave the ranks with different states, so it raises RankLost and
+ends the process. The launcher then restarts all ranks.
+
+Waiting: rank 0's broadcast wakes the other ranks. When a rank dies, its sockets close, and every rank that waits for
+it gets an error, at the latest with the next CheckAlive. CONTROL_TIMEOUT bounds every wait.
+
+Called by `service.py` and `sft.py` at rank 0, and by the main functions at the other ranks.
 """
 
 from __future__ import annotations
 
-import json
-import struct
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import asdict
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, get_type_hints
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from google.protobuf.wrappers_pb2 import StringValue
 
-from specrl.errors import SpecrlError, TrainerFailed
-from specrl.records import (
-    Batch,
-    DrafterMetrics,
-    StreamPlace,
-    TrainerStatus,
-    TrainMetrics,
-    TrainRollout,
-    WeightChecksums,
-    WeightGroup,
-    WeightManifest,
-    wire,
-)
-from specrl.trainer import checkpoints
-from specrl.trainer.backend import SupervisedMetrics, TrainerBackend
+from specrl.errors import SpecrlError, TrainerFailed, first_line
+from specrl.trainer.calls import RANK_0_MAY_REFUSE, RankCalls
 
-IDLE_CHECK_S = 5.0
-CONTROL_TIMEOUT = timedelta(hours=1)  # longest difference between two ranks in one method; idle ranks get pings
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
 
-_DONE, _REFUSED = 0, 1
-_PING = "ping"
-# Rank 0 alone talks to disks and to the weight group, so it alone may be refused there.
-_RANK_0_MAY_REFUSE = frozenset({"open_weight_group", "broadcast_weights", "write_weights", "export"})
+IDLE_CHECK_S = 5.0  # how long a dead rank may go unnoticed while nobody calls
+
+# The longest that one rank may take for a call more than another. Idle ranks never wait that long: CheckAlive wakes
+# them.
+CONTROL_TIMEOUT = timedelta(hours=1)
+
+_DONE = 0
+_REFUSED = 1
 
 
 class RankLost(TrainerFailed):
-    """The ranks no longer agree, or one is gone. The process must end."""
+    """The ranks have different states, or one is gone. The process must end."""
 
 
 class ControlGroup:
-    """The Gloo group over which commands travel. Joining is a collective of all ranks; torch.distributed is up."""
+    """The Gloo group over which calls travel; nothing may be sent if there is one rank.
+
+    Creating it is a collective, which needs an initialised torch.distributed.
+    """
 
     def __init__(self) -> None:
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
         self._group = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT) if self.world_size > 1 else None
 
-    def send(self, message: bytes) -> None:
-        """Rank 0: give `message` to all other ranks."""
-        if self._group is None:
-            return
+    def send_message(self, message: bytes) -> None:
+        """Send `message` to all other ranks. Rank 0 only."""
         size = torch.tensor([len(message)], dtype=torch.int64)
         dist.broadcast(size, 0, group=self._group)
         dist.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8), 0, group=self._group)
 
-    def receive(self) -> bytes:
-        """Other ranks: wait for the next message."""
+    def receive_message(self) -> bytes:
+        """Wait for the next message from rank 0. For the other ranks."""
         size = torch.zeros(1, dtype=torch.int64)
         dist.broadcast(size, 0, group=self._group)
         buffer = torch.empty(int(size), dtype=torch.uint8)
         dist.broadcast(buffer, 0, group=self._group)
         return buffer.numpy().tobytes()
 
-    def gather(self, outcome: int) -> list[int]:
-        """Every rank's outcome, at every rank."""
-        if self._group is None:
-            return [outcome]
+    def gather_outcomes(self, outcome: int) -> list[int]:
+        """Exchange outcomes. Returns those of all ranks, in rank order, at every rank."""
         found = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         dist.all_gather(found, torch.tensor([outcome]), group=self._group)
         return [int(item) for item in found]
 
 
-def encode(method: str, arguments: dict[str, Any], rollouts: Batch | None = None) -> bytes:
-    """A command: length of the JSON part, JSON, then the batch in protobuf where there is one."""
-    header = json.dumps({"method": method, "arguments": arguments, "has_batch": rollouts is not None}).encode()
-    return struct.pack("<q", len(header)) + header + (wire.batch_to_bytes(rollouts) if rollouts is not None else b"")
+class AllRanks:
+    """Rank 0's handle on all ranks. control: None, or a group of one rank, if there are no other ranks."""
+
+    def __init__(self, calls: RankCalls, control: ControlGroup | None) -> None:
+        self._calls = calls
+        self._control = control
+
+    def load_checkpoint(self, checkpoint: Path | None) -> None:
+        """Load a checkpoint on every rank; None loads the initial model. Raises what `run_call` raises."""
+        self.run_call(RankCalls.Load, StringValue(value=str(checkpoint or "")))
+
+    def run_call[Request: Message, Reply](self, call: Callable[[RankCalls, Request], Reply], request: Request) -> Reply:
+        """Run a method of RankCalls on every rank. Returns rank 0's result.
+
+        Raises RankLost, and the SpecrlError with which all ranks rejected the request.
+        """
+        control = self._control
+        if control is None or control.world_size == 1:
+            return call(self._calls, request)
+
+        def send_and_run() -> Reply:
+            control.send_message(encode_call(call.__name__, request))
+            return call(self._calls, request)
+
+        return _run_and_compare(control, call.__name__, send_and_run)
 
 
-def decode(message: bytes) -> tuple[str, dict[str, Any], Batch | None]:
-    """The inverse of `encode`."""
-    end = 8 + struct.unpack_from("<q", message)[0]
-    header = json.loads(message[8:end])
-    return header["method"], header["arguments"], wire.batch_from_bytes(message[end:]) if header["has_batch"] else None
+def encode_call(name: str, request: Message) -> bytes:
+    """Encode a call as its name, a line break, and the serialized request."""
+    return name.encode() + b"\n" + request.SerializeToString()
 
 
-class RankedBackend:
-    """A TrainerBackend at rank 0 that runs every method on all ranks. With one rank it only forwards."""
-
-    def __init__(self, backend: TrainerBackend, control: ControlGroup) -> None:
-        self._backend, self._control = backend, control
-
-    def load(self, checkpoint: Path | None) -> None:
-        self._run("load", {"checkpoint": str(checkpoint) if checkpoint else None})
-
-    def status(self) -> TrainerStatus:
-        return self._backend.status()
-
-    def train_step(self, batch: Batch) -> TrainMetrics:
-        found: TrainMetrics = self._run("train_step", {}, batch)
-        return found
-
-    def train_supervised(self, batch: Batch) -> SupervisedMetrics:
-        found: SupervisedMetrics = self._run("train_supervised", {}, batch)
-        return found
-
-    def train_drafter(
-        self, rollouts: Sequence[TrainRollout], epochs: int, progress: Path | None = None
-    ) -> list[DrafterMetrics]:
-        arguments = {"epochs": epochs, "progress": str(progress) if progress else None}
-        found: list[DrafterMetrics] = self._run("train_drafter", arguments, Batch(0, tuple(rollouts)))
-        return found
-
-    def evaluate_drafter(self, rollouts: Sequence[TrainRollout]) -> DrafterMetrics:
-        found: DrafterMetrics = self._run("evaluate_drafter", {}, Batch(0, tuple(rollouts)))
-        return found
-
-    def score(self, rollouts: Sequence[TrainRollout]) -> list[npt.NDArray[np.float32]]:
-        found: list[npt.NDArray[np.float32]] = self._run("score", {}, Batch(0, tuple(rollouts)))
-        return found
-
-    def describe_weights(self) -> WeightManifest:
-        found: WeightManifest = self._run("describe_weights", {})
-        return found
-
-    def open_weight_group(self, group: WeightGroup) -> int:
-        found: int = self._run("open_weight_group", asdict(group))
-        return found
-
-    def broadcast_weights(self, group_id: str) -> WeightChecksums:
-        found: WeightChecksums = self._run("broadcast_weights", {"group_id": group_id})
-        return found
-
-    def write_weights(self, folder: Path) -> WeightChecksums:
-        found: WeightChecksums = self._run("write_weights", {"directory": str(folder)})
-        return found
-
-    def save(self, directory: Path, stream: StreamPlace | None = None) -> Future[None]:
-        place = asdict(stream) if stream is not None else None
-        found: Future[None] = self._run("save", {"directory": str(directory), "stream": place})
-        return found
-
-    def export(self, directory: Path) -> tuple[Path, Path | None]:
-        found: tuple[Path, Path | None] = self._run("export", {"directory": str(directory)})
-        return found
-
-    def close(self) -> None:
-        self._run("close", {})
-
-    def check_alive(self) -> None:
-        """Raise RankLost when a rank is gone. Called while nothing else is asked for."""
-        self._run(_PING, {})
-
-    def _run(self, method: str, arguments: dict[str, Any], batch: Batch | None = None) -> Any:
-        if self._control.world_size == 1:
-            return None if method == _PING else dispatch(self._backend, method, arguments, batch)
-        return _together(
-            self._control,
-            method,
-            lambda: self._control.send(encode(method, arguments, batch)),
-            lambda: dispatch(self._backend, method, arguments, batch),
-        )
+def decode_call(message: bytes) -> tuple[str, Message]:
+    """Decode what `encode_call` made. The request's type is the annotation of the method's argument."""
+    name, _, content = message.partition(b"\n")
+    hints = get_type_hints(getattr(RankCalls, name.decode()))
+    return name.decode(), hints["request"].FromString(content)
 
 
-def follow(backend: TrainerBackend, control: ControlGroup) -> None:
-    """Ranks other than 0: run what rank 0 says until it says `close`. Raises RankLost."""
-    while True:
-        command: list[bytes] = []
+def follow_rank_0(calls: RankCalls, control: ControlGroup) -> None:
+    """Run rank 0's calls, at a rank other than 0, until `Close`. Raises RankLost."""
+    name = ""
+    while name != "Close":
         try:
-            command.append(control.receive())
+            name, request = decode_call(control.receive_message())
         except RuntimeError as error:
-            raise _lost(error) from error
-        method, arguments, batch = decode(command[0])
+            raise _to_rank_lost(error) from error
         try:
-            _together(control, method, lambda: None, lambda: dispatch(backend, method, arguments, batch))  # noqa: B023
+            _run_and_compare(control, name, partial(getattr(calls, name), request))
         except RankLost:
             raise
         except SpecrlError:
-            pass  # rank 0 has the same error, and answers it
-        if method == "close":
-            return
+            pass  # rank 0 has the same error, and answers the caller with it
 
 
-def dispatch(backend: TrainerBackend, method: str, arguments: dict[str, Any], batch: Batch | None) -> Any:
-    """Run one command on this rank's backend."""
-    if method == _PING:
-        return None
-    if method in ("train_step", "train_supervised"):
-        assert batch is not None
-        return getattr(backend, method)(batch)
-    if method == "train_drafter":
-        assert batch is not None
-        progress = Path(arguments["progress"]) if arguments["progress"] else None
-        return backend.train_drafter(batch.rollouts, arguments["epochs"], progress)
-    if method in ("score", "evaluate_drafter"):
-        assert batch is not None
-        return getattr(backend, method)(batch.rollouts)
-    if method == "load":
-        return backend.load(Path(arguments["checkpoint"]) if arguments["checkpoint"] else None)
-    if method == "open_weight_group":
-        return backend.open_weight_group(WeightGroup(**arguments))
-    if method == "save":
-        return backend.save(Path(arguments["directory"]), checkpoints.stream_of(arguments["stream"]))
-    if method in ("write_weights", "export"):
-        return getattr(backend, method)(Path(arguments["directory"]))
-    assert method in ("describe_weights", "broadcast_weights", "close"), method
-    return getattr(backend, method)(**arguments)
+def _run_and_compare[Reply](control: ControlGroup, name: str, run: Callable[[], Reply]) -> Reply:
+    """Run a call on this rank, and compare its outcome with those of the other ranks.
 
-
-def _together[T](control: ControlGroup, method: str, announce: Callable[[], None], run: Callable[[], T]) -> T:
-    """Run here what all ranks run, and compare how it ended. Raises RankLost, or this rank's own SpecrlError."""
+    Raises this rank's SpecrlError if all ranks have one, and RankLost if outcomes differ or a rank is gone.
+    """
     refusal: SpecrlError | None = None
     try:
-        announce()
         try:
             result = run()
         except SpecrlError as error:
             refusal = error
-        outcomes = control.gather(_DONE if refusal is None else _REFUSED)
-    except Exception as error:  # the edge of a rank: whatever it is, the ranks no longer agree
-        raise _lost(error) from error
-    only_rank_0 = outcomes[0] == _REFUSED and _REFUSED not in outcomes[1:] and method in _RANK_0_MAY_REFUSE
+        outcomes = control.gather_outcomes(_DONE if refusal is None else _REFUSED)
+    except Exception as error:  # the edge of the call: after any unexpected error the ranks may have different states
+        raise _to_rank_lost(error) from error
+    # Rank 0 may fail alone where it alone has something to do.
+    only_rank_0 = outcomes[0] == _REFUSED and _REFUSED not in outcomes[1:] and name in RANK_0_MAY_REFUSE
     if len(set(outcomes)) > 1 and not only_rank_0:
         raise RankLost(
-            f"all trainer ranks must end {method} alike, got outcomes {outcomes} ({refusal}); start them again"
+            f"trainer ranks disagree on {name}: outcomes are {outcomes} (0 done, 1 rejected), error of this rank is "
+            f"{refusal}; stopping this rank, restart all of them"
         )
     if refusal is not None:
         raise refusal
     return result
 
 
-def _lost(error: Exception) -> RankLost:
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return RankLost(f"all trainer ranks must live, got {type(error).__name__}: {reason}; start all of them again")
+def _to_rank_lost(error: Exception) -> RankLost:
+    reason = first_line(error)
+    return RankLost(f"lost a trainer rank ({type(error).__name__}: {reason}); stopping this one, restart all of them")

@@ -1,58 +1,60 @@
-"""TrainerService over any TrainerBackend. Protobuf stops here.
+"""The gRPC service TrainerService at rank 0, over any TrainerBackend.
 
-Calls run one after another on one worker thread, which owns the backend; only the status is answered beside it, since
-it must answer while a step is being trained, and checkpoints are written beside it, once their snapshot is taken.
-A step is idempotent by its number: the last one's answer is kept, in memory and beside its checkpoint, and given again
-without training. While nobody calls, the worker checks its ranks.
+Calls run one after another on one worker thread, which owns the backend. Two things run beside it: GetTrainerStatus,
+which must answer during a step, and writing a checkpoint whose snapshot has been taken. While there are no calls, the
+worker checks that all ranks are alive.
+
+Invariant: a step is idempotent by its number. The reply to the last step is kept in memory and beside its checkpoint,
+so a repeated request gets the same reply without training again.
+
+`calls.py` has what all ranks do for a call. This module has what rank 0 alone does before and after. `main.py` starts
+it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import grpc.aio
 import structlog
+from google.protobuf.empty_pb2 import Empty
 from google.protobuf.message import DecodeError, Message
 
-from specrl.api.v1 import trainer_pb2, trainer_pb2_grpc, weights_pb2
+from specrl.api.v1 import trainer_pb2, trainer_pb2_grpc
 from specrl.errors import PeerUnavailable, RecordInvalid, SpecrlError, StoreFailed, VersionConflict
-from specrl.files import SMALL_BYTES, read_bytes, write_bytes
-from specrl.records import Batch, StreamPlace, WeightGroup, wire
-from specrl.rpc.server import count_from_zero
+from specrl.files import SMALL_BYTES, read_bytes, resolve_path, write_bytes
+from specrl.records import wire
+from specrl.rpc.server import export_zero_counts
 from specrl.spec.run import RunSpec
 from specrl.telemetry import metrics as telemetry
-from specrl.trainer import checkpoints, exported, mirror
+from specrl.trainer import step_metrics
 from specrl.trainer.backend import TrainerBackend
-from specrl.trainer.ranks import IDLE_CHECK_S, RankLost
+from specrl.trainer.calls import RankCalls
+from specrl.trainer.checkpointing import checkpoints, mirror
+from specrl.trainer.ranks import IDLE_CHECK_S, AllRanks, ControlGroup, RankLost
 
-T = TypeVar("T")
-
-MOST_EPOCHS = 100
-"""Of a drafter's initialisation, unless the run file has more. Others would keep the trainer from everything else."""
-
+# Longest wait for a checkpoint that is being written when the trainer shuts down. One that is cut off leaves only a
+# temporary folder, which a later save deletes.
 SAVE_GRACE_S = 60.0
-"""Longest that a trainer which is told to end waits for a checkpoint under way. One that is cut off was never there."""
 
 log = structlog.get_logger(__name__)
 
-
-class _Backend(TrainerBackend, Protocol):
-    def check_alive(self) -> None: ...
+_NO_EXPORTS = ("checkpoints", "weights", "logs")
+"""Folders of a run that an export must not replace."""
 
 
 @dataclass(frozen=True)
-class _Saving:
-    """A checkpoint on its way: SNAPSHOT (training waits) -> WRITING (it does not) -> complete, or failed.
+class _CheckpointSave:
+    """A checkpoint being saved: SNAPSHOT (training waits) -> WRITING (training goes on) -> complete or failed.
 
-    state: the step, and whether its drafter was initialised.
+    state: the step, and whether the drafter was initialised. snapshot_s: seconds that the snapshot took.
     """
 
     state: tuple[int, bool]
@@ -61,221 +63,194 @@ class _Saving:
     completion: asyncio.Task[trainer_pb2.SaveCheckpointReply]
 
     def may_be_repeated(self, present: tuple[int, bool]) -> bool:
-        """Whether another one of this step would be written where this one was not, or hold what this one does not."""
+        """Return whether saving this step again makes sense: this save failed, or lacks the initialised drafter."""
         done = self.completion
         has_failed = done.done() and (done.cancelled() or done.exception() is not None)
         return present[0] == self.state[0] and (has_failed or self.state != present)
 
 
-class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
-    """The servicer. `lost` completes when the ranks no longer agree: the process must then end."""
+def _forward_to_ranks(call: Callable[[RankCalls, Any], Any]) -> Any:
+    """Build the handler of an RPC for which rank 0 has no extra work."""
 
-    def __init__(self, backend: _Backend, spec: RunSpec, run_directory: Path, host: str) -> None:
-        self._backend, self._spec, self._run, self._host = backend, spec, run_directory, host
+    async def handle_call(service: TrainerService, request: Message, context: Any) -> Any:  # noqa: ARG001 - gRPC's
+        return await service.call_all_ranks(call, request)
+
+    return handle_call
+
+
+class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
+    """The servicer. The future `lost` completes when a rank is lost; the process must then end."""
+
+    def __init__(
+        self,
+        backend: TrainerBackend,
+        spec: RunSpec,
+        run_directory: Path,
+        host: str,
+        control: ControlGroup | None = None,
+    ) -> None:
+        """control: the control group with the other ranks; None if there are none."""
+        self._backend = backend
+        self._spec = spec
+        self._run = run_directory
+        self._ranks = AllRanks(RankCalls(backend, spec, run_directory, host), control)
+        # One thread: the backend's methods are collectives, which all ranks must run in the same order.
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
-        self._last: trainer_pb2.TrainStepReply | None = None
+        # The reply to the last step, for a repeated request.
+        self._last: trainer_pb2.TrainPartsReply | None = None
+        # The last WriteWeights: the state that was written, and the reply.
         self._written: tuple[tuple[int, bool], trainer_pb2.WriteWeightsReply] | None = None
-        self._mirror = mirror.of_run(spec)
-        self._saving: _Saving | None = None
+        self._mirror = mirror.open_mirror(spec)
+        self._saving: _CheckpointSave | None = None
+        # The state of the newest checkpoint that this process has completed or loaded.
         self._kept: tuple[int, bool] | None = None
+        # Held while a save starts, so that concurrent requests for one step share one save.
         self._save_begins = asyncio.Lock()
         self._last_used = time.monotonic()
-        self._busy = 0
+        self._busy = 0  # calls that run or wait for the worker thread
         self.lost: asyncio.Future[RankLost] = asyncio.get_running_loop().create_future()
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Serve the calls of this service."""
+        """Register this service's calls at a server."""
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(self, server)
-        count_from_zero(trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"])
+        export_zero_counts(trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"])
 
-    async def load(self) -> None:
-        """Load the newest checkpoint of the run that can be read, or the initial model; recall the answer to its step.
+    async def load_model(self) -> None:
+        """Load the run's newest readable checkpoint, or the initial model, and the reply to the step it is of.
 
-        One that has none in its folder fetches that of its mirror. Raises CheckpointInvalid when there are checkpoints
-        and none can be read: the initial model is not their like; StoreFailed when the mirror cannot be reached.
+        If the run's folder has no checkpoint, the newest one of the mirror is fetched first.
+
+        Raises CheckpointInvalid when there are checkpoints but none can be read: starting over from the initial model
+        would silently discard the training. Raises StoreFailed when the mirror cannot be reached.
         """
-        if self._mirror is not None and not checkpoints.complete(self._run):
-            restored = await asyncio.to_thread(self._mirror.restore, self._run)
+        if self._mirror is not None and not checkpoints.list_complete(self._run):
+            restored = await asyncio.to_thread(self._mirror.restore_newest, self._run)
             log.info("mirror_consulted", url=self._mirror.url, restored=restored.name if restored else "nothing")
-        loaded = await self._do(lambda: checkpoints.load_newest(self._run, self._backend.load))
-        step = self._backend.status().step
-        self._kept = self._present() if loaded is not None else None
+
+        loaded = await self._run_on_worker(lambda: checkpoints.load_newest(self._run, self._ranks.load_checkpoint))
+        step = self._backend.get_status().step
+        self._kept = self._current_state() if loaded is not None else None
         file = checkpoints.metrics_file(self._run, step)
         if file.is_file():
             try:
-                self._last = trainer_pb2.TrainStepReply.FromString(read_bytes(file, SMALL_BYTES))
-            except (DecodeError, OSError) as error:  # the step is then not answered again, only refused
-                telemetry.FILES_PASSED_OVER.labels("step_answer").inc()
+                self._last = trainer_pb2.TrainPartsReply.FromString(read_bytes(file, SMALL_BYTES))
+            except (DecodeError, OSError) as error:  # a repeated request for this step is then rejected
+                telemetry.FILES_SKIPPED.labels("step_answer").inc()
                 log.warning("metrics_not_read", path=str(file), reason=str(error))
         telemetry.TRAINER_STEP.set(step)
         log.info("trainer_loaded", step=step, checkpoint=str(loaded) if loaded else "initial model")
 
-    async def watch(self) -> None:
-        """Check the ranks while nobody calls. Raises RankLost, its own or that of a call."""
+    async def watch_ranks(self) -> None:
+        """Check that all ranks are alive while there are no calls. Ends by raising RankLost, from a check or a call."""
         while not self.lost.done():
+            # Woken when a call loses a rank, at the latest after IDLE_CHECK_S.
             await asyncio.wait([self.lost], timeout=IDLE_CHECK_S)
             if not self.lost.done() and not self._busy and time.monotonic() - self._last_used >= IDLE_CHECK_S:
-                with suppress(PeerUnavailable):  # `lost` says it better
-                    await self._do(self._backend.check_alive)
+                with suppress(PeerUnavailable):  # `lost` has the RankLost behind it, raised below
+                    await self.call_all_ranks(RankCalls.CheckAlive, Empty())
         raise self.lost.result()
 
     async def close(self) -> None:
-        """Let the call and the checkpoint under way end, then leave all groups."""
+        """Wait for the running call and, at most SAVE_GRACE_S, for the checkpoint being written; leave all groups."""
         if self._saving is not None:
             await asyncio.wait([self._saving.completion], timeout=SAVE_GRACE_S)
         if not self.lost.done():
-            await self._do(self._backend.close)
-        self._worker.shutdown(wait=False)
+            await self.call_all_ranks(RankCalls.Close, Empty())
+        self._worker.shutdown(wait=False)  # its thread may hang in a collective with a lost rank
 
-    async def _do(self, work: Callable[[], T]) -> T:
-        """Run on the worker thread; a lost rank is told to whoever waits on `lost`, too.
+    async def _run_on_worker[T](self, work: Callable[[], T]) -> T:
+        """Run `work` on the worker thread, after the calls before it.
 
-        To callers a trainer that has lost a rank is one that is gone, PeerUnavailable: it ends, and is started again.
+        When it loses a rank, `lost` completes, and the caller gets PeerUnavailable: this process ends and is restarted.
         """
         if self.lost.done():
-            raise _gone(self.lost.result())  # the next collective would wait for the rank that is gone
+            raise _to_peer_unavailable(self.lost.result())  # another collective would wait for the rank that is gone
         self._busy += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._worker, work)
         except RankLost as error:
             if not self.lost.done():
                 self.lost.set_result(error)
-            raise _gone(error) from error
+            raise _to_peer_unavailable(error) from error
         finally:
             self._busy -= 1
             self._last_used = time.monotonic()
 
+    async def call_all_ranks[Request: Message, Reply](
+        self, call: Callable[[RankCalls, Request], Reply], request: Request
+    ) -> Reply:
+        """Run a method of RankCalls on every rank. Returns rank 0's result.
+
+        Raises the method's SpecrlError, and PeerUnavailable when a rank is lost.
+        """
+        return await self._run_on_worker(lambda: self._ranks.run_call(call, request))
+
     # -- calls --------------------------------------------------------------------------------------------------------
 
-    async def TrainStep(self, request: trainer_pb2.TrainStepRequest, context: Any) -> trainer_pb2.TrainStepReply:
-        return await self._train(wire.batch_from_wire(request.batch))
+    Score = _forward_to_ranks(RankCalls.Score)
+    DescribeWeights = _forward_to_ranks(RankCalls.DescribeWeights)
+    OpenWeightGroup = _forward_to_ranks(RankCalls.OpenWeightGroup)
+    BroadcastWeights = _forward_to_ranks(RankCalls.BroadcastWeights)
 
     async def TrainParts(
-        self, request_iterator: AsyncIterator[trainer_pb2.TrainStepRequest], context: Any
-    ) -> trainer_pb2.TrainStepReply:
-        parts: list[Batch] = []
-        total = 0
-        async for request in request_iterator:
-            part = wire.batch_from_wire(request.batch)
-            if parts and not part.rollouts:
-                raise RecordInvalid("every part of a batch but the first must have rollouts, got none; do not send it")
-            if parts and request.rollouts_total != total:
-                raise RecordInvalid(
-                    f"all parts of a batch must say how many rollouts it has, got {total} and "
-                    f"{request.rollouts_total}; send one batch in a call"
-                )
-            parts.append(part)
-            total = request.rollouts_total
-            self._check_count(parts)
-        return await self._train(wire.batch_from_parts(parts, total))
-
-    def _check_count(self, parts: Sequence[Batch]) -> None:
-        """A call in parts has no size of its own that could be limited: its run's largest batch limits it."""
+        self, request_iterator: AsyncIterator[trainer_pb2.TrainPartsRequest], context: Any
+    ) -> trainer_pb2.TrainPartsReply:
         schedule = self._spec.schedule
-        most, count = schedule.prompts_per_step * schedule.group_size, sum(len(part.rollouts) for part in parts)
-        if count > most:
-            raise RecordInvalid(
-                f"a batch must have at most promptsPerStep * groupSize rollouts, {most}, got {count}; use one run "
-                "file everywhere"
-            )
+        most = schedule.prompts_per_step * schedule.group_size
+        whole: trainer_pb2.TrainPartsRequest | None = None
+        async for part in request_iterator:
+            whole = wire.join_train_part(whole, part)
+            # gRPC limits each message, not a stream of them. The run's largest legal batch bounds the stream.
+            if (count := len(whole.batch.rollouts)) > most:
+                raise RecordInvalid(
+                    f"a batch must have at most promptsPerStep * groupSize rollouts, {most}, got {count}; use the same "
+                    "run file for coordinator and trainer"
+                )
+        request = wire.check_joined_parts(whole)
+        return await self._run_on_worker(lambda: self._train_once(request))
 
-    async def _train(self, batch: Batch) -> trainer_pb2.TrainStepReply:
-        def train() -> trainer_pb2.TrainStepReply:
-            if self._last is not None and self._last.policy_version == batch.step == self._backend.status().step:
-                return self._last
-            metrics = self._backend.train_step(batch)
-            exported.show_step(batch.step, metrics)
-            if metrics.is_skipped:
-                log.warning("step_skipped", step=batch.step, updates=metrics.updates, reason="gradients not finite")
-            self._last = trainer_pb2.TrainStepReply(
-                policy_version=batch.step, metrics=wire.train_metrics_to_wire(metrics)
-            )
-            log.info("step_trained", step=batch.step, tokens=metrics.tokens, seconds=round(metrics.train_seconds, 3))
+    def _train_once(self, request: trainer_pb2.TrainPartsRequest) -> trainer_pb2.TrainPartsReply:
+        step = request.batch.step
+        # A retry of the step that was just trained, after the reply was lost.
+        if self._last is not None and self._last.policy_version == step == self._backend.get_status().step:
             return self._last
-
-        return await self._do(train)
+        reply = self._ranks.run_call(RankCalls.TrainParts, request)
+        metrics = wire.train_metrics_from_wire(reply.metrics)
+        step_metrics.export_step(step, metrics)
+        if metrics.is_skipped:
+            log.warning("step_skipped", step=step, updates=metrics.updates, reason="gradients not finite")
+        if metrics.certain_fraction == 1:
+            log.warning(
+                "gradient_vanished",
+                step=step,
+                reason="topP and topK left one token everywhere, and its renormalised probability is always 1; raise "
+                "topP, topK or temperature",
+            )
+        log.info("step_trained", step=step, tokens=metrics.tokens, seconds=round(metrics.train_seconds, 3))
+        self._last = reply
+        return reply
 
     async def TrainDrafter(
         self, request: trainer_pb2.TrainDrafterRequest, context: Any
     ) -> trainer_pb2.TrainDrafterReply:
-        rollouts = [wire.train_rollout_from_wire(item) for item in request.rollouts]
-        most = max(MOST_EPOCHS, self._spec.trainer.drafter.initialisation.epochs)
-        if not 0 < request.epochs <= most:
-            raise RecordInvalid(f"epochs must be 1 to {most}, got {request.epochs}; use the run file's")
-        progress = checkpoints.drafter_progress(self._run)
-        metrics = await self._do(lambda: self._backend.train_drafter(rollouts, request.epochs, progress))
-        if metrics:
-            log.info("drafter_trained", epochs=len(metrics), acceptance=metrics[-1].acceptance_per_position)
-        return trainer_pb2.TrainDrafterReply(epochs=[wire.drafter_metrics_to_wire(item) for item in metrics])
-
-    async def EvaluateDrafter(
-        self, request: trainer_pb2.EvaluateDrafterRequest, context: Any
-    ) -> trainer_pb2.EvaluateDrafterReply:
-        rollouts = [wire.train_rollout_from_wire(item) for item in request.rollouts]
-        metrics = await self._do(lambda: self._backend.evaluate_drafter(rollouts))
-        return trainer_pb2.EvaluateDrafterReply(metrics=wire.drafter_metrics_to_wire(metrics))
-
-    async def Score(self, request: trainer_pb2.ScoreRequest, context: Any) -> trainer_pb2.ScoreReply:
-        rollouts = [wire.train_rollout_from_wire(item) for item in request.rollouts]
-        scores = await self._do(lambda: self._backend.score(rollouts))
-        return trainer_pb2.ScoreReply(
-            rollouts=[trainer_pb2.TokenLogprobs(logprobs=logprobs_T.tolist()) for logprobs_T in scores]
-        )
-
-    async def DescribeWeights(
-        self, request: trainer_pb2.DescribeWeightsRequest, context: Any
-    ) -> weights_pb2.WeightManifest:
-        return wire.manifest_to_wire(await self._do(self._backend.describe_weights))
-
-    async def OpenWeightGroup(
-        self, request: trainer_pb2.OpenWeightGroupRequest, context: Any
-    ) -> trainer_pb2.OpenWeightGroupReply:
-        group = WeightGroup(
-            group_id=request.group_id,
-            address=self._host,
-            port=0,
-            rank=0,
-            world_size=request.world_size,
-            timeout_s=request.timeout_s,
-            transport=request.transport,
-        )
-        group.check(float(self._spec.weights.timeout_s))
-        port = await self._do(lambda: self._backend.open_weight_group(group))
-        return trainer_pb2.OpenWeightGroupReply(address=self._host, port=port)
-
-    async def BroadcastWeights(
-        self, request: trainer_pb2.BroadcastWeightsRequest, context: Any
-    ) -> trainer_pb2.BroadcastWeightsReply:
-        def broadcast() -> trainer_pb2.BroadcastWeightsReply:
-            started = time.perf_counter()
-            sent = self._backend.broadcast_weights(request.group_id)
-            seconds = time.perf_counter() - started
-            size = self._backend.describe_weights().size_bytes
-            return trainer_pb2.BroadcastWeightsReply(
-                sent=wire.checksums_to_wire(sent), size_bytes=size, seconds=seconds
-            )
-
-        return await self._do(broadcast)
+        reply = await self.call_all_ranks(RankCalls.TrainDrafter, request)
+        if reply.epochs:
+            acceptance = tuple(reply.epochs[-1].trained.acceptance_per_position)
+            log.info("drafter_trained", epochs=len(reply.epochs), acceptance=acceptance)
+        return reply
 
     async def WriteWeights(
         self, request: trainer_pb2.WriteWeightsRequest, context: Any
     ) -> trainer_pb2.WriteWeightsReply:
-        return await self._do(lambda: self._write_weights(request.anew))
+        return await self._run_on_worker(lambda: self._write_weights(request))
 
-    def _write_weights(self, anew: bool) -> trainer_pb2.WriteWeightsReply:
-        """Once for each version, and for a drafter that is initialised; a replica that joins reads the same files."""
-        status = self._backend.status()
-        present = (status.step, status.is_drafter_initialised)
-        if self._written is not None and self._written[0] == present and not anew:
+    def _write_weights(self, request: trainer_pb2.WriteWeightsRequest) -> trainer_pb2.WriteWeightsReply:
+        present = self._current_state()
+        # Files are written once per state. A replica that joins later reads the same files.
+        if self._written is not None and self._written[0] == present and not request.must_rewrite:
             return self._written[1]
-        base = checkpoints.weights_directory(self._run)
-        folder = base / f"version-{status.step:06d}-{uuid.uuid4().hex[:8]}"
-        sent = self._backend.write_weights(folder)
-        checkpoints.prune_weights(self._run, folder)
-        size = self._backend.describe_weights().size_bytes
-        reply = trainer_pb2.WriteWeightsReply(
-            written=wire.checksums_to_wire(sent), folder=str(folder.absolute()), size_bytes=size
-        )
+        reply = self._ranks.run_call(RankCalls.WriteWeights, request)
+        checkpoints.prune_versions(self._run, Path(reply.folder))
         self._written = (present, reply)
         return reply
 
@@ -284,105 +259,116 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> trainer_pb2.SaveCheckpointReply:
         async with self._save_begins:
             saving = self._saving
-            present = self._present()
+            present = self._current_state()
             if saving is None or saving.state[0] != request.step or saving.may_be_repeated(present):
-                place = wire.stream_place_from_wire(request.stream) if request.HasField("stream") else None
-                saving = self._saving = await self._begin_saving(request.step, place)
+                saving = self._saving = await self._begin_saving(request)
         if request.in_background:
             return trainer_pb2.SaveCheckpointReply(path=str(saving.path), seconds=saving.snapshot_s)
         return await asyncio.shield(saving.completion)
 
-    async def _begin_saving(self, step: int, place: StreamPlace | None) -> _Saving:
-        """Wait for the save before, then have a snapshot taken. What becomes of it `completion` knows."""
+    async def _begin_saving(self, request: trainer_pb2.SaveCheckpointRequest) -> _CheckpointSave:
+        """Wait for the previous save, then take a snapshot. The result's `completion` tells how the save ended."""
         if self._saving is not None:
             await asyncio.wait([self._saving.completion])
         started = time.perf_counter()
-        path, state = checkpoints.directory(self._run, step), self._present()
-        writing = await self._do(lambda: self._snapshot(step, path, place))
+        step = request.step
+        state = self._current_state()
+        path = checkpoints.step_directory(self._run, step)
+        writing = await self._run_on_worker(lambda: self._take_snapshot(request, path))
         snapshot_s = time.perf_counter() - started
         if writing is not None:
             telemetry.TRAINER_CHECKPOINT_SNAPSHOT_SECONDS.observe(snapshot_s)
             log.info("checkpoint_begun", step=step, seconds=round(snapshot_s, 3))
-        completion = asyncio.create_task(self._complete(state, path, writing, started), name=f"checkpoint-{step}")
-        return _Saving(state, path, snapshot_s, completion)
+        saving = self._complete_save(state, path, writing, started, request.best_step)
+        completion = asyncio.create_task(saving, name=f"checkpoint-{step}")
+        return _CheckpointSave(state, path, snapshot_s, completion)
 
-    def _snapshot(self, step: int, path: Path, place: StreamPlace | None) -> Future[None] | None:
-        """None when the checkpoint is complete already."""
-        present = self._present()
+    def _take_snapshot(self, request: trainer_pb2.SaveCheckpointRequest, path: Path) -> Future[None] | None:
+        """Take a snapshot of the present step. Returns None if its checkpoint is already complete."""
+        step = request.step
+        present = self._current_state()
         if step != present[0]:
             raise VersionConflict(
-                f"the saved step must be the present one, {present[0]}, got step={step}; ask the status"
+                f"the step of a checkpoint must be the trainer's current step, {present[0]}, got step={step}; call "
+                "GetTrainerStatus first"
             )
-        if (step, path) in checkpoints.complete(self._run) and self._kept == present:
+        if (step, path) in checkpoints.list_complete(self._run) and self._kept == present:
             return None
+        # Before the checkpoint, so that every complete checkpoint has the reply to its step beside it.
         if self._last is not None:
-            _write(checkpoints.metrics_file(self._run, step), self._last)
-        return self._backend.save(path, place)
+            _write_message(checkpoints.metrics_file(self._run, step), self._last)
+        return self._ranks.run_call(RankCalls.SaveCheckpoint, request)
 
-    def _present(self) -> tuple[int, bool]:
-        """What a checkpoint made now would be of: the step, and whether its drafter is initialised."""
-        status = self._backend.status()
+    def _current_state(self) -> tuple[int, bool]:
+        """Return what a checkpoint made now would hold: the step, and whether the drafter is initialised."""
+        status = self._backend.get_status()
         return status.step, status.is_drafter_initialised
 
-    async def _complete(
-        self, state: tuple[int, bool], path: Path, writing: Future[None] | None, started: float
+    async def _complete_save(
+        self, state: tuple[int, bool], path: Path, writing: Future[None] | None, started: float, best_step: int
     ) -> trainer_pb2.SaveCheckpointReply:
         step = state[0]
         try:
             if writing is not None:
                 await asyncio.wrap_future(writing)
                 self._kept = state
-            await asyncio.to_thread(self._settle, step, is_new=writing is not None)
+            await asyncio.to_thread(self._prune_and_mirror, step, best_step, is_new=writing is not None)
         except SpecrlError as error:
-            log.error("checkpoint_not_saved", step=step, reason=str(error))  # whoever asked may be gone
+            log.error("checkpoint_not_saved", step=step, reason=str(error))  # the caller may not be waiting any more
             raise
         seconds = time.perf_counter() - started
         telemetry.TRAINER_CHECKPOINT_SECONDS.observe(seconds)
         log.info("checkpoint_saved", step=step, seconds=round(seconds, 3))
         return trainer_pb2.SaveCheckpointReply(path=str(path), seconds=seconds)
 
-    def _settle(self, step: int, *, is_new: bool) -> None:
-        """Delete what a complete checkpoint makes needless, and mirror it: it counts when its copy does, too.
+    def _prune_and_mirror(self, step: int, best_step: int, *, is_new: bool) -> None:
+        """Delete superseded checkpoints and copy the new one to the mirror. The save is complete only after that.
 
-        Raises StoreFailed, RunInvalid.
+        best_step: step of a checkpoint that stays; 0: none. Raises StoreFailed, RunInvalid.
         """
         settings = self._spec.checkpoint
-        checkpoints.prune(self._run, settings.keep, settings.milestone_every_steps)
-        if self._mirror is not None and (is_new or step not in self._mirror.steps()):
-            self._mirror.upload(self._run, step)
-            self._mirror.prune(settings.keep, settings.milestone_every_steps)
-        if step > 0:  # before that, a coordinator that died may ask for the initialisation's answer again
-            checkpoints.drafter_progress(self._run).unlink(missing_ok=True)
+        keeping = checkpoints.Keeping(settings.keep, settings.milestone_every_steps, best_step)
+        checkpoints.prune_superseded(self._run, keeping)
+        if self._mirror is not None and (is_new or step not in self._mirror.list_steps()):
+            self._mirror.upload_step(self._run, step)
+            self._mirror.delete_superseded(keeping)
+        # At step 0, a restarted coordinator may repeat TrainDrafter, whose reply is read from this file.
+        if step > 0:
+            checkpoints.drafter_progress_file(self._run).unlink(missing_ok=True)
 
     async def ExportModel(self, request: trainer_pb2.ExportModelRequest, context: Any) -> trainer_pb2.ExportModelReply:
-        directory = self._within_run(request.directory)
-        policy, drafter = await self._do(lambda: self._backend.export(directory))
-        return trainer_pb2.ExportModelReply(policy_path=str(policy), drafter_path=str(drafter or ""))
+        directory = str(self._resolve_within_run(request.directory))
+        request = trainer_pb2.ExportModelRequest(directory=directory, drafter_only=request.drafter_only)
+        return await self.call_all_ranks(RankCalls.ExportModel, request)
 
-    def _within_run(self, directory: str) -> Path:
-        """An export replaces folders, so that nobody may have it made just anywhere."""
+    def _resolve_within_run(self, directory: str) -> Path:
+        """Resolve an export's folder. An export replaces it, so it must be a folder of its own in the run's."""
         try:
-            found = Path(directory).resolve()
-            if found.is_relative_to(self._run.resolve()) and found != self._run.resolve():
+            found = resolve_path(Path(directory))
+            parts = found.relative_to(resolve_path(self._run)).parts
+            if parts and parts[0] not in _NO_EXPORTS:
                 return found
-        except (OSError, ValueError):  # of a name that no file can have
+        except (OSError, ValueError):  # not a legal file name, or another place
             pass
-        raise RecordInvalid(f"an export must go below the run's folder {self._run}, got {directory[:256]!r}; name one")
+        raise RecordInvalid(
+            f"directory must be below the run's folder {self._run} and not in {' or '.join(_NO_EXPORTS)}, got "
+            f"{directory[:256]!r}; name one"
+        )
 
     async def GetTrainerStatus(
         self, request: trainer_pb2.GetTrainerStatusRequest, context: Any
     ) -> trainer_pb2.TrainerStatus:
-        return wire.trainer_status_to_wire(self._backend.status())
+        return wire.trainer_status_to_wire(self._backend.get_status())
 
 
-def _gone(error: RankLost) -> PeerUnavailable:
-    return PeerUnavailable(f"the trainer must stay, got a lost rank: {error}")
+def _to_peer_unavailable(error: RankLost) -> PeerUnavailable:
+    return PeerUnavailable(f"the trainer is stopping and will be restarted: {error}")
 
 
-def _write(file: Path, message: Message) -> None:
-    """Replace a file, as durably as the checkpoint that it goes with. Raises StoreFailed."""
+def _write_message(file: Path, message: Message) -> None:
+    """Replace a file atomically and sync it. Raises StoreFailed."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(file, message.SerializeToString(), is_synced=True)
     except OSError as error:
-        raise StoreFailed(f"{file} must be writable, got {error.strerror}; make room on the disk") from error
+        raise StoreFailed(f"could not write {file}: {error.strerror}; free space on its disk") from error

@@ -1,14 +1,14 @@
-"""Supervised warm-up: the cross-entropy of completions, minimised by the trainer of a run. `specrl sft` starts it.
+"""Supervised warm-up: the trainer minimises the cross-entropy of given completions. `specrl sft` starts it.
 
     python -m specrl.trainer.sft --folder DIR --held-out 0.05          one rank; RANK and WORLD_SIZE as from torchrun
 
     DIR/run.yaml        schedule.steps steps on schedule.promptsPerStep examples of prompts.source each
-    DIR/metrics.jsonl   one line a step
-    DIR/checkpoints/    as a run's; what is interrupted goes on after the newest
+    DIR/metrics.jsonl   one line per step; before them, for step 0, the held-out loss of the given policy
+    DIR/checkpoints/    as in a run; an interrupted warm-up resumes from the newest
     DIR/export/policy   at the end: the policy as a Hugging Face folder
 
-Which examples a step has depends on its number alone, so that an interrupted warm-up ends where one that was not does.
-Rank 0 decides and the others follow, as in a run (`ranks.py`).
+Invariant: the examples of a step depend on its number alone. An interrupted warm-up therefore ends with the same policy
+as an uninterrupted one. Rank 0 makes the calls and the other ranks follow, as in a run (`ranks.py`).
 """
 
 from __future__ import annotations
@@ -20,265 +20,251 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from decimal import Decimal
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import structlog
+from google.protobuf.empty_pb2 import Empty
 from pydantic.alias_generators import to_camel
 
+from specrl.api.v1 import trainer_pb2
 from specrl.errors import DatasetInvalid, SpecrlError
 from specrl.files import parse_object
-from specrl.prompts.columns import Problem
-from specrl.prompts.sources import LeftOut, ProblemSource
-from specrl.prompts.stream import PromptStream, epoch_order, load_prompts
+from specrl.prompts.columns import DatasetProblem
+from specrl.prompts.mixing import epoch_order
+from specrl.prompts.sources import ProblemSource
+from specrl.prompts.stream import NamedProblems, PromptStream, load_prompts
 from specrl.prompts.templates import PromptTemplate
-from specrl.records import Batch, FinishReason, OutputSpan, Rollout, StreamPlace, TrainRollout, VersionSpan
-from specrl.spec import RunSpec, load_spec
+from specrl.records import Batch, FinishReason, OutputSpan, Rollout, TrainRollout, VersionSpan, wire
+from specrl.spec import RunSpec, load_process_spec
 from specrl.telemetry import logs
-from specrl.trainer import checkpoints
 from specrl.trainer.backend import SupervisedMetrics
+from specrl.trainer.calls import RankCalls
+from specrl.trainer.checkpointing import checkpoints
+from specrl.trainer.ranks import AllRanks, ControlGroup, follow_rank_0
 
 METRICS = "metrics.jsonl"
-STOPPED = 143  # 128 + SIGTERM, as shells say it
+STOPPED = 143  # the shell's code for SIGTERM, 128 + 15
+
+# Held-out examples are drawn from the shuffled order of this epoch. Training never reaches it, so the split is
+# independent of the order of training.
 _SPLIT_EPOCH = 1 << 32
-"""The order that held-out examples are taken from: an epoch that no training reaches."""
 
 log = structlog.get_logger(__name__)
 
 
-class Backend(Protocol):
-    """What this needs of a trainer backend (`backend.py`)."""
-
-    def load(self, checkpoint: Path | None) -> None: ...
-    def train_supervised(self, batch: Batch) -> SupervisedMetrics: ...
-    def score(self, rollouts: Sequence[TrainRollout]) -> list[npt.NDArray[np.float32]]: ...
-    def save(self, directory: Path, stream: StreamPlace | None = None) -> Future[None]: ...
-    def export(self, directory: Path) -> tuple[Path, Path | None]: ...
-
-
-@dataclass(frozen=True)
-class Part:
-    """Some problems of a source."""
-
-    whole: ProblemSource
-    indices: Sequence[int]
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def problem(self, index: int) -> Problem:
-        return self.whole.problem(self.indices[index])
-
-    def place(self, index: int) -> str:
-        return self.whole.place(self.indices[index])
-
-    @property
-    def left_out(self) -> LeftOut:
-        return self.whole.left_out
-
-    def without(self, faults: Mapping[int, str]) -> ProblemSource:
-        kept = [index for place, index in enumerate(self.indices) if place not in faults]
-        return Part(self.whole, kept)
-
-
-class Examples:
-    """Prompts with their completions: a stream to train on, and those that are held out."""
+class TrainingExamples:
+    """The examples, prompts with completions: a stream to train on, and a held-out set."""
 
     def __init__(self, spec: RunSpec, held_out: Decimal) -> None:
-        """Read and check all of them. Raises DatasetInvalid, with the line of what does not fit; CheckpointInvalid."""
+        """Read and check all examples. held_out: the share that is not trained on.
+
+        Raises DatasetInvalid, which names the line of an example that does not fit, and CheckpointInvalid when the
+        policy's tokenizer cannot be read.
+        """
         self._template = PromptTemplate(spec.prompts, spec.model.path)
         self._tools = spec.tools
-        seed, size = spec.schedule.seed, spec.schedule.prompts_per_step
-        source = self._fitting(load_prompts(spec).source, spec.model.max_length)
-        order = epoch_order(len(source), seed, _SPLIT_EPOCH).tolist()
-        count = int(len(source) * held_out)
-        if count == len(source):
-            raise DatasetInvalid(f"examples must be more than are held out, got {len(source)}; give more of them")
-        held = Part(source, sorted(order[:count]))
-        self.held_out = [self._example(held.problem(i), i) for i in range(len(held))]
-        self._stream = PromptStream(Part(source, sorted(order[count:])), self._template, seed)
-        self._size = size
+        self._size = spec.schedule.prompts_per_step
+        seed = spec.schedule.seed
+        trained: list[NamedProblems] = []
+        held: list[tuple[DatasetProblem, str]] = []
+        for number, named in enumerate(load_prompts(spec).sources):
+            source = self._drop_too_long(named, spec.model.max_length)
+            order = epoch_order(len(source), seed, _SPLIT_EPOCH, number).tolist()
+            count = int(len(source) * held_out)
+            if count == len(source):
+                raise DatasetInvalid(
+                    f"examples must be more than those held out, got {len(source)}; add examples or lower --held-out"
+                )
+            held += [(problem, named.name) for problem in source.select_problems(sorted(order[:count])).problems]
+            trained.append(replace(named, source=source.select_problems(sorted(order[count:]))))
+        self.held_out = [self._build_example(problem, name, i) for i, (problem, name) in enumerate(held)]
+        self._stream = PromptStream(trained, self._template, seed)
 
     def __len__(self) -> int:
-        """Examples of one epoch, without the held-out ones."""
+        """Count the examples of one epoch, without the held-out ones."""
         return len(self._stream)
 
-    def of_step(self, step: int) -> Batch:
-        """What a step trains on; the stream goes on over the end of an epoch."""
+    def build_batch(self, step: int) -> Batch:
+        """Build the batch of a step, counted from 1. It may span the end of an epoch."""
         positions = range((step - 1) * self._size, step * self._size)
-        prompts = [self._stream.prompt(position) for position in positions]
-        return Batch(step, tuple(self._row(prompt.token_ids, prompt.answer, prompt.position) for prompt in prompts))
+        prompts = map(self._stream.prompt, positions)
+        rollouts = [self._build_rollout(prompt.token_ids, prompt.answer, prompt.position) for prompt in prompts]
+        return Batch(step, tuple(rollouts))
 
-    def _fitting(self, source: ProblemSource, most: int) -> ProblemSource:
-        lengths = [self._length(source.problem(index)) for index in range(len(source))]
+    def _drop_too_long(self, named: NamedProblems, most: int) -> ProblemSource:
+        source = named.source
+        lengths = [self._count_tokens(problem, named.name) for problem in source.problems]
         wrong = {
             index: f"{length} tokens with its completion, which must be at most {most} (model.maxLength)"
             for index, length in enumerate(lengths)
             if length > most
         }
-        return source.without(wrong) if wrong else source
+        return source.without_problems(wrong) if wrong else source
 
-    def _length(self, problem: Problem) -> int:
-        row = self._example(problem, 0)
-        return len(row.prompt_token_ids) + row.rollout.length
+    def _count_tokens(self, problem: DatasetProblem, source: str) -> int:
+        row = self._build_example(problem, source, 0)
+        return len(row.prompt_token_ids) + row.rollout.total_length
 
-    def _example(self, problem: Problem, number: int) -> TrainRollout:
-        prompt = self._template.tokenize(self._template.format(problem.question))
-        return self._row(prompt, problem.answer, number)
+    def _build_example(self, problem: DatasetProblem, source: str, number: int) -> TrainRollout:
+        prompt = self._template.tokenize_text(self._template.format_problem(problem, source))
+        return self._build_rollout(prompt, problem.answer, number)
 
-    def _row(self, prompt: tuple[int, ...], completion: str, number: int) -> TrainRollout:
-        """A rollout as if it had been sampled with certainty; what a tool writes is read and not learnt."""
-        token_ids, outputs = self._template.completion(completion, self._tools)
-        token_ids_T = np.array(token_ids, dtype=np.int32)
-        turns = _between(outputs, len(token_ids))
-        return TrainRollout(
-            prompt,
-            Rollout(
-                rollout_id=str(number),
-                group_id=str(number),
-                sample_index=0,
-                token_ids_T=token_ids_T,
-                sampler_logprobs_T=np.zeros(len(token_ids), dtype=np.float32),
-                versions=tuple(VersionSpan(0, first, end) for first, end in turns),
-                finish_reason=FinishReason.STOP,
-                replica_id="",
-                text="",
-                seconds=0.0,
-                outputs=tuple(OutputSpan(first, end) for first, end in outputs),
-            ),
-            advantage=1.0,
+    def _build_rollout(self, prompt: tuple[int, ...], completion: str, number: int) -> TrainRollout:
+        """Build a rollout from a given completion.
+
+        Its log-probabilities are 0, as if it had been sampled with certainty, and its advantage is 1. Tool output is
+        part of the context but not of the loss.
+        """
+        token_ids, outputs = self._template.tokenize_completion(completion, self._tools)
+        rollout = Rollout(
+            rollout_id=str(number),
+            group_id=str(number),
+            sample_index=0,
+            token_ids_T=np.array(token_ids, dtype=np.int32),
+            sampler_logprobs_T=np.zeros(len(token_ids), dtype=np.float32),
+            versions=(),
+            finish_reason=FinishReason.STOP,
+            replica_id="",
+            text="",
+            seconds=0.0,
+            outputs=tuple(OutputSpan(first, end) for first, end in outputs),
         )
+        # A completion may start with a tool's output, and two outputs may follow each other: no turn is between them.
+        versions = tuple(VersionSpan(0, first, end) for first, end in rollout.turn_spans if first < end)
+        return TrainRollout(prompt, replace(rollout, versions=versions), advantage=1.0)
 
 
-def _between(outputs: Sequence[tuple[int, int]], length: int) -> list[tuple[int, int]]:
-    """[first, end) of what is left of [0, length)."""
-    ends = [*(first for first, _ in outputs), length]
-    return [(first, end) for first, end in zip([0, *(end for _, end in outputs)], ends, strict=True) if first < end]
-
-
-class Curves:
-    """metrics.jsonl: a line of each step, none twice, also after a crash between a checkpoint and the next."""
+class MetricsFile:
+    """Writes metrics.jsonl, one line per step. Invariant: no step is in it twice, even after a crash."""
 
     def __init__(self, file: Path, trained: int) -> None:
-        """Keep the lines of steps up to `trained`."""
+        """Drop the lines of steps after `trained`: they were trained after the checkpoint and will be trained again."""
         lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-        kept = [line for line in lines if 1 <= _step_of(line) <= trained]
+        kept = [line for line in lines if 0 <= _parse_step(line) <= trained]
+        self.is_empty = not kept
         file.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
         self._file = file
 
-    def append(self, step: int, metrics: SupervisedMetrics, held_out_loss: float | None) -> None:
-        """Add a step."""
-        line = {"step": step} | {to_camel(k): v for k, v in asdict(metrics).items()} | {"heldOutLoss": held_out_loss}
+    def append_start(self, held_out_loss: float) -> None:
+        """Append the line of step 0: the held-out loss before training."""
+        self._append_line({"step": 0, "heldOutLoss": held_out_loss})
+
+    def append_step(self, step: int, metrics: SupervisedMetrics, held_out_loss: float | None) -> None:
+        """Append a step's line. held_out_loss: None if it was not measured after this step."""
+        figures = {to_camel(name): value for name, value in asdict(metrics).items()}
+        self._append_line({"step": step} | figures | {"heldOutLoss": held_out_loss})
+
+    def _append_line(self, line: dict[str, Any]) -> None:
         with self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
 
-def _step_of(line: str) -> int:
-    """Of a line of metrics; 0 for one that was cut short."""
+def _parse_step(line: str) -> int:
+    """Read the step of a line of metrics; -1 if the line is incomplete."""
     try:
         step = parse_object(line).get("step")
     except ValueError:
-        return 0
-    return step if isinstance(step, int) else 0
+        return -1
+    return step if isinstance(step, int) else -1
 
 
-def train(
-    backend: Backend, spec: RunSpec, examples: Examples, folder: Path, is_told_to_stop: Callable[[], bool]
+def run_warm_up(
+    ranks: AllRanks, spec: RunSpec, examples: TrainingExamples, folder: Path, is_told_to_stop: Callable[[], bool]
 ) -> bool:
-    """Go on after the newest checkpoint in `folder`, to the last step. Returns whether it came there.
+    """Train from the newest checkpoint in `folder` to the last step, then export. Returns whether it got there.
 
-    Told to stop, it writes a checkpoint first. Raises SpecrlError.
+    is_told_to_stop: asked after every step; if true, a checkpoint is written and the training returns early.
+    Raises SpecrlError.
     """
-    newest = checkpoints.load_newest(folder, backend.load)
-    trained = checkpoints.step_of(newest.name) or 0 if newest is not None else 0
-    curves = Curves(folder / METRICS, trained)
-    saves = _Saves(backend, spec, folder)
+    newest = checkpoints.load_newest(folder, ranks.load_checkpoint)
+    trained = checkpoints.parse_step(newest.name) or 0 if newest is not None else 0
+    curves = MetricsFile(folder / METRICS, trained)
+    if curves.is_empty and (before := compute_held_out_loss(ranks, spec, examples)) is not None:
+        curves.append_start(before)
+    saving: Future[None] | None = None  # a checkpoint is written while the next steps are trained
     for step in range(trained + 1, spec.schedule.steps + 1):
-        metrics = backend.train_supervised(examples.of_step(step))
+        metrics = ranks.run_call(RankCalls.TrainSupervised, wire.batch_to_wire(examples.build_batch(step)))
         if metrics.is_skipped:
             log.warning("step_skipped", step=step, updates=0, reason="gradients not finite")
         is_last = step == spec.schedule.steps or is_told_to_stop()
         is_due = is_last or step % spec.checkpoint.every_steps == 0
-        curves.append(step, metrics, held_out_loss(backend, spec, examples) if is_due else None)
+        curves.append_step(step, metrics, compute_held_out_loss(ranks, spec, examples) if is_due else None)
         if is_due:
-            saves.begin(step)
+            _finish_save(saving, spec, folder)
+            saving = ranks.run_call(RankCalls.SaveCheckpoint, trainer_pb2.SaveCheckpointRequest(step=step))
         if is_last and step < spec.schedule.steps:
-            saves.end()
+            _finish_save(saving, spec, folder)
             return False
-    saves.end()
-    backend.export(folder / "export")
+    _finish_save(saving, spec, folder)
+    ranks.run_call(RankCalls.ExportModel, trainer_pb2.ExportModelRequest(directory=str(folder / "export")))
     return True
 
 
-class _Saves:
-    """Checkpoints one after another, each written while the next steps are trained."""
-
-    def __init__(self, backend: Backend, spec: RunSpec, folder: Path) -> None:
-        self._backend, self._settings, self._folder = backend, spec.checkpoint, folder
-        self._under_way: Future[None] | None = None
-
-    def begin(self, step: int) -> None:
-        """Have the present step written. Raises StoreFailed when the one before could not be."""
-        self.end()
-        self._under_way = self._backend.save(checkpoints.directory(self._folder, step))
-
-    def end(self) -> None:
-        """Wait for the one under way. Raises StoreFailed."""
-        if self._under_way is not None:
-            self._under_way.result()
-            checkpoints.prune(self._folder, self._settings.keep, self._settings.milestone_every_steps)
+def _finish_save(saving: Future[None] | None, spec: RunSpec, folder: Path) -> None:
+    """Wait until the save, if there is one, is complete, then delete superseded checkpoints. Raises StoreFailed."""
+    if saving is not None:
+        saving.result()
+        keeping = checkpoints.Keeping(spec.checkpoint.keep, spec.checkpoint.milestone_every_steps)
+        checkpoints.prune_superseded(folder, keeping)
 
 
-def held_out_loss(backend: Backend, spec: RunSpec, examples: Examples) -> float | None:
-    """Mean nats of a held-out completion's tokens; None when none is held out."""
-    rows, size = examples.held_out, spec.schedule.prompts_per_step
+def compute_held_out_loss(ranks: AllRanks, spec: RunSpec, examples: TrainingExamples) -> float | None:
+    """Compute the mean cross-entropy of held-out completions, in nats per token; None if none are held out."""
+    rows = examples.held_out
+    size = spec.schedule.prompts_per_step
     if not rows:
         return None
-    found = [scores for first in range(0, len(rows), size) for scores in backend.score(rows[first : first + size])]
-    return -float(np.concatenate(found).astype(np.float64).mean())
+    found: list[float] = []
+    # In portions of a step's size, so that scoring needs no more memory than training does.
+    for first in range(0, len(rows), size):
+        part = [wire.train_rollout_to_wire(row) for row in rows[first : first + size]]
+        reply = ranks.run_call(RankCalls.Score, trainer_pb2.ScoreRequest(rollouts=part))
+        found += [logprob for row in reply.rollouts for logprob in row.logprobs]
+    return -float(np.mean(found))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Be one rank until the end."""
+    """Run one rank of the warm-up until it ends, and exit."""
     parser = argparse.ArgumentParser(prog="specrl-sft", description="One rank of a supervised warm-up.")
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--held-out", type=Decimal, required=True)
+    parser.add_argument("--folder", type=Path, required=True, help="folder with run.yaml, which gets all results")
+    parser.add_argument("--held-out", type=Decimal, required=True, help="share of the examples to hold out")
     given = parser.parse_args(arguments)
     try:
-        code = _rank(given.folder, given.held_out)
+        code = _run_rank(given.folder, given.held_out)
     except SpecrlError as error:
-        print(error, file=sys.stderr)  # noqa: T201 - for whoever started it
+        print(error, file=sys.stderr)  # noqa: T201 - the one message to the user
         code = error.exit_code
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # a thread may hang in a collective with a rank that is gone, and must not keep this one alive
+    os._exit(code)  # sys.exit would join worker threads; one may hang in a collective with a rank that is gone
 
 
-def _rank(folder: Path, held_out: Decimal) -> int:
+def _run_rank(folder: Path, held_out: Decimal) -> int:
     from specrl.trainer.megatron_backend import MegatronBackend
-    from specrl.trainer.ranks import ControlGroup, RankedBackend, follow
 
-    spec = load_spec(folder / "run.yaml")
+    spec = load_process_spec(folder / "run.yaml")
     rank = int(os.environ.get("RANK", "0"))
-    logs.configure(spec.telemetry.log_level.value, f"sft-{rank}", spec.name)
+    logs.configure_logging(spec.telemetry.log_level.value, f"sft-{rank}", spec.name)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        # Other ranks wait for rank 0 to say so; it is told, too.
+        # A signal usually reaches all ranks at once. The others ignore it and wait for rank 0's Close, so that none
+        # leaves in the middle of a collective.
         signal.signal(number, (lambda *_: stop.set()) if rank == 0 else signal.SIG_IGN)
     started = time.monotonic()
-    backend, control = MegatronBackend(spec), ControlGroup()
+    calls = RankCalls(MegatronBackend(spec), spec, folder, host="")
+    control = ControlGroup()
     if control.rank != 0:
-        follow(backend, control)
+        follow_rank_0(calls, control)
         return 0
-    ranked = RankedBackend(backend, control)
-    is_done = train(ranked, spec, Examples(spec, held_out), folder, stop.is_set)
-    ranked.close()
+    ranks = AllRanks(calls, control)
+    is_done = run_warm_up(ranks, spec, TrainingExamples(spec, held_out), folder, stop.is_set)
+    ranks.run_call(RankCalls.Close, Empty())
     log.info("warm_up_ended", finished=is_done, seconds=round(time.monotonic() - started, 1))
     return 0 if is_done else STOPPED
 

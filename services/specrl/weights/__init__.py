@@ -1,1 +1,5 @@
-"""Weights on their way from the trainer to the replicas: process groups, buckets, checksums."""
+"""Transfers a policy version from the trainer to the replicas: process groups, buckets, checksums.
+
+`stream` sends a version over a process group (`group`), `files` through a shared folder. Both ends keep to the
+`WeightManifest`. A replica receives into a `StagingArea`. Called by the trainer's backend and by the engines.
+"""

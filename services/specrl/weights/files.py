@@ -1,89 +1,91 @@
-"""One version as files in a folder that trainer and replicas share, where they can form no collective.
+"""Transfers a version as files in a folder that trainer and replicas share. For `weights.transport: Checkpoint`.
 
-    writing into a hidden folder --renamed--> the version's folder      whole, or not there
+    .NAME.tmp (being written) --rename--> NAME      so a version's folder is either complete or absent
 
-One safetensors file for each bucket, so that neither side holds more than that beside its own copy. Checksums are of
-the same bytes as those of a broadcast, taken before writing and after reading.
+Each bucket is one safetensors file, so neither side needs memory for more than one bucket beside its own copy.
+Checksums cover the same bytes as those of a broadcast. They are computed before writing and after reading.
+The trainer calls `write_version`, a replica calls `read_version`.
 """
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from specrl.errors import ChecksumMismatch, StoreFailed
+from specrl.files import write_folder
 from specrl.records import TensorMeta, WeightManifest
-from specrl.weights.staging import WHOLE, Share, StagingArea, checksum, slots
-from specrl.weights.stream import check_meta
+from specrl.tensor_files import open_tensors
+from specrl.weights.staging import WHOLE, BucketShare, StagingArea, checksum_bytes, split_bucket
+from specrl.weights.stream import check_tensor
 
 
-def write(folder: Path, manifest: WeightManifest, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[int, ...]:
-    """Write tensors in manifest order into `folder`, which must not exist; returns their checksums.
+def write_version(
+    folder: Path, manifest: WeightManifest, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> tuple[int, ...]:
+    """Write tensors in manifest order into `folder`, which must not exist. Returns one checksum per tensor.
+
+    tensors: (name, full tensor) in the manifest's order, one at a time.
 
     Raises TrainerFailed when `tensors` disagree with the manifest, StoreFailed when the folder cannot be written.
     """
     stream = iter(tensors)
     checksums: list[int] = []
-    scratch = folder.with_name(f".{folder.name}.tmp")
     try:
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir(parents=True)
-        for number, bucket in enumerate(manifest.buckets()):
-            whole = {}
-            for meta in bucket:
-                name, tensor = next(stream)
-                check_meta(meta, name, tensor)
-                whole[_key(meta)] = tensor.detach().to("cpu", copy=True).contiguous()
-                checksums.append(checksum(_bytes(whole[_key(meta)])))
-            save_file(whole, _file(scratch, number))
-        scratch.rename(folder)
+        with write_folder(folder) as scratch:  # readers never see half a version
+            for number, bucket in enumerate(manifest.cut_buckets()):
+                whole = {}
+                for meta in bucket:
+                    name, tensor = next(stream)
+                    check_tensor(meta, name, tensor)
+                    whole[_tensor_key(meta)] = tensor.detach().to("cpu", copy=True).contiguous()
+                    checksums.append(checksum_bytes(_view_bytes(whole[_tensor_key(meta)])))
+                save_file(whole, _bucket_file(scratch, number))
     except (OSError, SafetensorError) as error:
-        raise StoreFailed(f"weights must be written to {folder}, got {error}; make room on the disk") from error
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        raise StoreFailed(f"could not write weights to {folder}: {error}; free space on its disk") from error
     return tuple(checksums)
 
 
-def read(folder: Path, manifest: WeightManifest, share: Share = WHOLE) -> StagingArea:
-    """Read a version's share into memory of its own. Returns it with its checksums.
+def read_version(folder: Path, manifest: WeightManifest, share: BucketShare = WHOLE) -> StagingArea:
+    """Read this rank's share of a version into a staging area, and compute its checksums.
 
-    Raises ChecksumMismatch when a file is missing, torn or not the manifest's: the transfer may be repeated.
+    Raises ChecksumMismatch when a file is missing, truncated or does not match the manifest. The error is retryable.
     """
     area = StagingArea(manifest, share)
     try:
-        for number in area.kept:
-            with safe_open(_file(folder, number), framework="pt") as opened:
-                for meta, slot in slots(area.buckets[number], area.bucket(number)):
-                    tensor = opened.get_tensor(_key(meta))
+        for number in area.bucket_numbers:
+            with open_tensors(_bucket_file(folder, number), "pt") as opened:
+                for meta, slot in split_bucket(area.buckets[number], area.bucket_memory(number)):
+                    tensor = opened.get_tensor(_tensor_key(meta))
                     if tuple(tensor.shape) != meta.shape or str(tensor.dtype) != f"torch.{meta.dtype}":
                         raise ChecksumMismatch(
-                            f"weights in {folder} must be the manifest's, got {tuple(tensor.shape)} {tensor.dtype} for "
-                            f"{meta}; the transfer is repeated"
+                            f"weights in {folder} must match the manifest, got {tuple(tensor.shape)} {tensor.dtype} "
+                            f"for {meta}; retrying the transfer"
                         )
-                    # Summed is the copy: what is loaded later is that, whatever becomes of the file.
-                    slot.copy_(_bytes(tensor))
-            area.sum(number)
+                    # safetensors maps the file, which may change later. The checksum must cover the copy, since that
+                    # is what will be loaded.
+                    slot.copy_(_view_bytes(tensor))
+            area.add_checksums(number)
     except (OSError, SafetensorError) as error:
         raise ChecksumMismatch(
-            f"weights must be whole in a folder that trainer and replicas share, got {folder}: {error}; mount the "
-            "run's directory at every replica, or use another weights.transport"
+            f"could not read all weights from the shared folder {folder}: {error}; mount the run's directory at every "
+            "replica, or use another weights.transport"
         ) from error
     return area
 
 
-def _file(folder: Path, number: int) -> Path:
+def _bucket_file(folder: Path, number: int) -> Path:
     return folder / f"bucket-{number:05d}.safetensors"
 
 
-def _key(meta: TensorMeta) -> str:
-    """Policy and drafter have tensors of one name."""
+def _tensor_key(meta: TensorMeta) -> str:
+    # The owner is part of the key because policy and drafter have tensors with equal names, such as norm.weight.
     return f"{meta.owner.value}/{meta.name}"
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+def _view_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)

@@ -1,12 +1,16 @@
-"""The process group over which one membership epoch broadcasts weights: trainer rank 0 to all replicas.
+"""The process group over which trainer rank 0 broadcasts weights to all replicas of one membership epoch.
 
     trainer   LISTENING (store open, port known) -> JOINED -> CLOSED
     replica                                         JOINED -> CLOSED
 
-The group is private: it never touches torch.distributed's default group, which belongs to the trainer's own
-parallelism or to vLLM. Joining blocks until every member has come, and `timeout_s` bounds it, as it bounds each
-broadcast; a member that dies in between turns into CollectiveFailed or DeadlineExceeded at all others.
-Written against torch 2.13 (`ProcessGroupGloo`, `ProcessGroupNCCL`, `TCPStore`).
+The group is private. It never touches torch.distributed's default group, which belongs to the trainer's own
+parallelism or to vLLM.
+
+Joining blocks until every member has joined. `timeout_s` bounds joining and each broadcast. When a member dies, all
+others get CollectiveFailed or DeadlineExceeded, and the coordinator forms a new group.
+
+Written against torch 2.13 (`ProcessGroupGloo`, `ProcessGroupNCCL`, `TCPStore`). Called by the trainer's weight sender
+and by the engines of the replicas.
 """
 
 from __future__ import annotations
@@ -28,14 +32,14 @@ from torch._C._distributed_c10d import (
 )
 from torch.distributed import DistError
 
-from specrl.errors import CollectiveFailed, DeadlineExceeded, EngineFailed, SpecrlError
+from specrl.errors import CollectiveFailed, DeadlineExceeded, EngineFailed, SpecrlError, first_line
 from specrl.records import WeightGroup
 
 
-def listen(world_size: int, timeout_s: float, host: str) -> TCPStore:
-    """Open the rendezvous store of a new group on a free port (`store.port`). Rank 0 only; does not wait for anyone.
+def open_rendezvous_store(world_size: int, timeout_s: float, host: str) -> TCPStore:
+    """Open the rendezvous store of a new group on a free port (`store.port`), at rank 0. Does not wait for members.
 
-    Raises CollectiveFailed when it cannot be opened in that time.
+    Raises CollectiveFailed when the store cannot be opened within `timeout_s` seconds.
     """
     try:
         return TCPStore(
@@ -47,41 +51,48 @@ def listen(world_size: int, timeout_s: float, host: str) -> TCPStore:
             wait_for_workers=False,
         )
     except (RuntimeError, DistError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = first_line(error)
         raise CollectiveFailed(
-            f"a weight group's store must open within {timeout_s:g} s, got {reason!r}; it is tried again"
+            f"could not open a weight group's store within {timeout_s:g} s: {reason}; retrying with a new group"
         ) from error
 
 
 class BroadcastGroup:
-    """A joined group. Rank 0 sends, all others receive, in the same order."""
+    """This process's membership in a weight group. Rank 0 sends and all others receive, in the same order."""
 
     def __init__(self, group: WeightGroup, store: TCPStore | None = None) -> None:
-        """Join; rank 0 passes the store it listens on. Blocks until all have joined or `group.timeout_s` has passed.
+        """Join the group. Blocks until all members have joined, at most `group.timeout_s` seconds.
 
-        Raises CollectiveFailed or DeadlineExceeded, EngineFailed for a transport that this machine cannot run.
+        store: the rendezvous store that rank 0 has opened; None at the other ranks, which connect to it.
+
+        Raises CollectiveFailed when a member is lost, DeadlineExceeded when one is late, and EngineFailed for a
+        transport that this machine cannot run.
         """
         if group.transport == "auto":
             group = replace(group, transport="nccl" if torch.cuda.is_available() else "gloo")
         self.group = group
         timeout = timedelta(seconds=group.timeout_s)
         if group.transport == "nccl" and not torch.cuda.is_available():
-            raise EngineFailed("weights.transport must be Gloo on a machine without CUDA, got nccl; use Auto or Gloo")
+            raise EngineFailed(
+                "weights.transport must be Auto or Gloo on a machine without CUDA, got nccl; change the run file"
+            )
         try:
             self._store = store or TCPStore(
                 group.address, group.port, group.world_size, False, timeout, wait_for_workers=False
             )
+            # The prefix keeps keys of different groups apart in one store.
             scoped = PrefixStore(f"specrl/{group.group_id}", self._store)
-            self._backend = _backend(scoped, group, timeout)
+            self._backend = _create_process_group(scoped, group, timeout)
         except (RuntimeError, DistError) as error:
-            raise _translate(error, group, "join") from error
+            raise _translate_error(error, group, "join") from error
         self.device = torch.device("cuda" if group.transport == "nccl" else "cpu")
 
-    def start(self, buffer: torch.Tensor) -> Callable[[], None]:
-        """Begin to replace everybody's bytes by rank 0's; returns the wait for the end of it.
+    def start_broadcast(self, buffer: torch.Tensor) -> Callable[[], None]:
+        """Start broadcasting rank 0's `buffer` to all members. Returns a function that waits until it is done.
 
-        `buffer` is contiguous and of the same size at every member; nobody touches it before the wait is over. One
-        broadcast is under way at a time. Both raise CollectiveFailed or DeadlineExceeded.
+        `buffer` must be contiguous and have the same size at every member. Do not touch it before the wait returns.
+        Only one broadcast may run at a time. `group.timeout_s` bounds the wait. Both this call and the wait raise
+        CollectiveFailed or DeadlineExceeded.
         """
         options = BroadcastOptions()
         options.rootRank = 0
@@ -89,27 +100,29 @@ class BroadcastGroup:
         try:
             work = self._backend.broadcast([buffer], options)
         except (RuntimeError, DistError) as error:
-            raise _translate(error, self.group, "broadcast") from error
+            raise _translate_error(error, self.group, "broadcast") from error
 
-        def wait() -> None:
+        def wait_for_broadcast() -> None:
             try:
                 work.wait(timedelta(seconds=self.group.timeout_s))
+                # NCCL's wait orders CUDA streams and need not block this thread. Callers use the buffer right after it.
                 if self.device.type == "cuda":
                     torch.cuda.synchronize()
             except (RuntimeError, DistError) as error:
-                raise _translate(error, self.group, "broadcast") from error
+                raise _translate_error(error, self.group, "broadcast") from error
 
-        return wait
+        return wait_for_broadcast
 
     def close(self) -> None:
-        """Leave the group; frees its sockets or communicators."""
+        """Leave the group and free its sockets or communicators."""
+        # abort: an orderly shutdown of NCCL would wait for members that may be gone.
         if self.group.transport == "nccl":
             self._backend.abort()
         del self._backend, self._store
 
 
-def _backend(store: Store, group: WeightGroup, timeout: timedelta) -> Any:
-    """The transport's process group; both kinds have `broadcast`, which the published types leave out."""
+def _create_process_group(store: Store, group: WeightGroup, timeout: timedelta) -> Any:
+    # Any: both classes have `broadcast`, but torch's type stubs do not declare it.
     if group.transport == "nccl":
         from torch._C._distributed_c10d import ProcessGroupNCCL  # not in CPU builds
 
@@ -119,10 +132,12 @@ def _backend(store: Store, group: WeightGroup, timeout: timedelta) -> Any:
     return ProcessGroupGloo(store, group.rank, group.world_size, timeout)
 
 
-def _translate(error: Exception, group: WeightGroup, what: str) -> SpecrlError:
-    """torch reports time-outs and lost peers as RuntimeErrors; their text is all there is to tell them apart."""
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    where = f"weight group {group.group_id} must {what} within {group.timeout_s:g} s"
+def _translate_error(error: Exception, group: WeightGroup, what: str) -> SpecrlError:
+    """Translate torch's error. It uses RuntimeError for time-outs and for lost peers; only the text tells which."""
+    reason = first_line(error)
+    where = f"rank {group.rank} of weight group {group.group_id}"
     if "imed out" in reason or "imeout" in reason:
-        return DeadlineExceeded(f"{where}, got a time-out at rank {group.rank}; members that hang are ejected")
-    return CollectiveFailed(f"{where}, got {reason!r} at rank {group.rank}; the group is formed again")
+        return DeadlineExceeded(
+            f"{where} could not {what} within {group.timeout_s:g} s; ejecting the members that hang"
+        )
+    return CollectiveFailed(f"{where} could not {what}: {reason}; forming a new group")

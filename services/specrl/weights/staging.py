@@ -1,10 +1,13 @@
-"""Where a version lies at a replica between its arrival and its load: one copy on each node, however many ranks it has.
+"""The staging area: holds a version at a replica after it arrived and before it is loaded. One copy per node.
 
-    a rank keeps and sums every n-th bucket --address--> the node's other ranks map it: the whole version, at each
+    each of a node's n ranks keeps every n-th bucket --address--> the other ranks map it, so all ranks see all buckets
 
-All ranks take part in a broadcast, but a model that fits a node once may not fit it once for each of its ranks. Memory
-that is shared has no name in any file system (memfd_create): it ends with the processes that map it, and no size of
-/dev/shm bounds it. The others open it below /proc, which the kernel allows to processes of one user in one container.
+Every rank takes part in a broadcast. A node's memory may hold the model once, but not once per rank, so the ranks of a
+node share one copy.
+
+The shared memory is anonymous (memfd_create). The kernel frees it when the last process that maps it ends, and the
+size of /dev/shm does not limit it. Other ranks open it through /proc, which the kernel allows between processes of one
+user in one container. Called by `stream` and `files`, and by the engines.
 """
 
 from __future__ import annotations
@@ -22,42 +25,49 @@ import xxhash
 from specrl.errors import CollectiveFailed
 from specrl.records import TensorMeta, WeightManifest
 
-Bucket = tuple[TensorMeta, ...]
-Tensors = list[tuple[TensorMeta, torch.Tensor]]
+BucketTensors = tuple[TensorMeta, ...]
+NamedTensors = list[tuple[TensorMeta, torch.Tensor]]
+# A process id and that process's file descriptor of its shared memory.
 Address = tuple[int, int]
-"""A process and its descriptor of shared memory."""
 
-ALIGNMENT = 64  # of a bucket's first byte, so that its tensors lie as they would in memory of their own
+# Of a bucket's first byte. torch's CPU allocator aligns to 64 bytes, too, so tensors here start as they do elsewhere.
+ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
-class Share:
-    """What one rank keeps: each bucket whose number is `index` modulo `count`, the ranks of its node."""
+class BucketShare:
+    """The buckets that one rank keeps: those whose number modulo `count` is `index`.
+
+    index: the rank's number on its node. count: ranks on the node.
+    """
 
     index: int = 0
     count: int = 1
 
-    def keeps(self, number: int) -> bool:
-        """Whether bucket `number` is part of it."""
+    def keeps_bucket(self, number: int) -> bool:
+        """Return whether bucket `number` is part of this share."""
         return number % self.count == self.index
 
 
-WHOLE = Share()
+WHOLE = BucketShare()
 
 
 class StagingArea:
-    """Memory on the host for the buckets of a share, and the checksums of what was put into it."""
+    """Host memory for the buckets of one share, and the checksums of the tensors that were written into it."""
 
-    def __init__(self, manifest: WeightManifest, share: Share = WHOLE) -> None:
-        """Memory that nothing has been put into. Others can map it where there are others."""
-        self.buckets, self.share = manifest.buckets(), share
-        self._firsts, self._sizes = _layout(self.buckets, share.count)
+    def __init__(self, manifest: WeightManifest, share: BucketShare = WHOLE) -> None:
+        """Allocate the memory, uninitialised. It is shared memory if the node has other ranks."""
+        self.buckets = manifest.cut_buckets()
+        self.share = share
+        self._firsts, self._sizes = _lay_out_buckets(self.buckets, share.count)
         self._sums: list[int] = []
         self.address: Address | None = None
         size = self._sizes[share.index]
         if share.count == 1 or size == 0:
             self._memory = torch.empty(size, dtype=torch.uint8)
             return
+        # The descriptor stays open as long as this area lives, since others open the memory through it. Mappings
+        # outlive the descriptor.
         descriptor = os.memfd_create("specrl-weights")
         weakref.finalize(self, os.close, descriptor)
         os.ftruncate(descriptor, size)
@@ -66,98 +76,96 @@ class StagingArea:
 
     @property
     def checksums(self) -> tuple[int, ...]:
-        """Of the share's tensors, in manifest order."""
+        """Checksums of the share's tensors, in manifest order."""
         return tuple(self._sums)
 
     @property
-    def kept(self) -> list[int]:
-        """Numbers of the share's buckets."""
-        return [number for number in range(len(self.buckets)) if self.share.keeps(number)]
+    def bucket_numbers(self) -> list[int]:
+        """Numbers of the share's buckets, ascending."""
+        return [number for number in range(len(self.buckets)) if self.share.keeps_bucket(number)]
 
-    @property
-    def tensors(self) -> Tensors:
-        """The share's, in manifest order."""
-        return [item for number in self.kept for item in self._tensors_of(number, self._memory)]
+    def bucket_memory(self, number: int) -> torch.Tensor:
+        """Return the memory [N] uint8 of one of the share's buckets."""
+        return self._slice_bucket(number, self._memory)
 
-    def bucket(self, number: int) -> torch.Tensor:
-        """[N] uint8: memory of a bucket of the share."""
-        return self._slot(number, self._memory)
+    def add_checksums(self, number: int) -> None:
+        """Compute the checksums of a bucket that has been filled. Call it for the share's buckets in order."""
+        self._sums += [
+            checksum_bytes(slot) for _, slot in split_bucket(self.buckets[number], self.bucket_memory(number))
+        ]
 
-    def sum(self, number: int) -> None:
-        """Take the checksums of a bucket that has been filled; in order."""
-        self._sums += [checksum(slot) for _, slot in slots(self.buckets[number], self.bucket(number))]
+    def gather_tensors(self, addresses: Sequence[Address | None]) -> NamedTensors:
+        """Map the other ranks' memory and return all tensors of the version, in manifest order, without copying.
 
-    def gathered(self, addresses: Sequence[Address | None]) -> Tensors:
-        """The whole version, in manifest order. addresses: of the node's ranks, in order; nothing of them is copied.
+        addresses: those of the node's ranks, in rank order; None for a rank without shared memory.
 
         Raises CollectiveFailed when another rank's memory cannot be mapped.
         """
-        memories = [self._mapped(index, address) for index, address in enumerate(addresses)]
-        count = self.share.count
+        memories = [self._map_memory(index, address) for index, address in enumerate(addresses)]
         return [
-            item for number in range(len(self.buckets)) for item in self._tensors_of(number, memories[number % count])
+            (meta, _view_as_tensor(meta, slot))
+            for number, bucket in enumerate(self.buckets)
+            for meta, slot in split_bucket(bucket, self._slice_bucket(number, memories[number % self.share.count]))
         ]
 
-    def _mapped(self, index: int, address: Address | None) -> torch.Tensor:
-        if index == self.share.index or address is None:  # without an address it keeps no bucket, and is not asked for
+    def _map_memory(self, index: int, address: Address | None) -> torch.Tensor:
+        # A rank without an address keeps no buckets, so its result is never read.
+        if index == self.share.index or address is None:
             return self._memory
         process, descriptor = address
         try:
             with Path(f"/proc/{process}/fd/{descriptor}").open("rb") as shared:
-                # A write, which nobody does, would be this rank's alone.
+                # Copy on write: torch needs a writable buffer, but a write must not reach the other ranks.
                 view = mmap.mmap(shared.fileno(), self._sizes[index], access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:
             raise CollectiveFailed(
-                f"ranks of one node must reach each other's staging memory, got {error} for process {process}; run "
-                "them as one user in one container"
+                f"could not map the staging memory of process {process} on this node: {error}; run all ranks of a node "
+                "as one user in one container"
             ) from error
         return torch.frombuffer(view, dtype=torch.uint8)
 
-    def _slot(self, number: int, memory: torch.Tensor) -> torch.Tensor:
+    def _slice_bucket(self, number: int, memory: torch.Tensor) -> torch.Tensor:
         first = self._firsts[number]
-        return memory[first : first + size_bytes(self.buckets[number])]
-
-    def _tensors_of(self, number: int, memory: torch.Tensor) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
-        for meta, slot in slots(self.buckets[number], self._slot(number, memory)):
-            yield meta, _typed(meta, slot)
+        return memory[first : first + bucket_size_bytes(self.buckets[number])]
 
 
-def merged(manifest: WeightManifest, shares: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Checksums of a whole version, in manifest order, from those of a node's ranks, in order."""
+def merge_checksums(manifest: WeightManifest, shares: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Merge the checksums of a node's ranks, in rank order, into those of the whole version, in manifest order."""
     left = [iter(checksums) for checksums in shares]
-    return tuple(next(left[number % len(left)]) for number, bucket in enumerate(manifest.buckets()) for _ in bucket)
+    return tuple(next(left[number % len(left)]) for number, bucket in enumerate(manifest.cut_buckets()) for _ in bucket)
 
 
-def checksum(bytes_N: torch.Tensor) -> int:
-    """xxh3-64 of a [N] uint8 tensor."""
+def checksum_bytes(bytes_N: torch.Tensor) -> int:
+    """Compute the xxh3-64 of a tensor [N] uint8."""
     return xxhash.xxh3_64_intdigest(bytes_N.cpu().numpy().data)
 
 
-def size_bytes(bucket: Bucket) -> int:
-    """Of all tensors of a bucket."""
+def bucket_size_bytes(bucket: BucketTensors) -> int:
+    """Return the bytes that all tensors of a bucket take together."""
     return sum(meta.size_bytes for meta in bucket)
 
 
-def slots(bucket: Bucket, buffer: torch.Tensor) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
-    """Each tensor's bytes inside the bucket's buffer."""
+def split_bucket(bucket: BucketTensors, buffer: torch.Tensor) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
+    """Yield each tensor's description and its bytes [N] uint8 inside the bucket's buffer."""
     offset = 0
     for meta in bucket:
         yield meta, buffer[offset : offset + meta.size_bytes]
         offset += meta.size_bytes
 
 
-def _layout(buckets: Sequence[Bucket], count: int) -> tuple[list[int], list[int]]:
-    """First byte of every bucket in the memory of the rank that keeps it, and the size of each rank's memory."""
-    firsts, sizes = list[int](), [0] * count
+def _lay_out_buckets(buckets: Sequence[BucketTensors], count: int) -> tuple[list[int], list[int]]:
+    """Return each bucket's first byte in the memory of the rank that keeps it, and each rank's memory size in bytes."""
+    firsts = list[int]()
+    sizes = [0] * count
     for number, bucket in enumerate(buckets):
         firsts.append(sizes[number % count])
-        sizes[number % count] += -(-size_bytes(bucket) // ALIGNMENT) * ALIGNMENT
+        sizes[number % count] += -(-bucket_size_bytes(bucket) // ALIGNMENT) * ALIGNMENT  # rounded up
     return firsts, sizes
 
 
-def _typed(meta: TensorMeta, slot: torch.Tensor) -> torch.Tensor:
-    """The tensor in its bucket's own memory; a copy where its type cannot begin at that byte."""
+def _view_as_tensor(meta: TensorMeta, slot: torch.Tensor) -> torch.Tensor:
     dtype: torch.dtype = getattr(torch, meta.dtype)
+    # Tensors of a bucket are packed without gaps, and torch cannot view a type at an unaligned byte.
     if slot.storage_offset() % dtype.itemsize:
         slot = slot.clone()
     return slot.view(dtype).reshape(meta.shape)

@@ -1,42 +1,21 @@
-"""The policy's loss and what is measured beside it: pure functions of per-token log-probabilities.
+"""The policy's loss, and the figures reported beside it: pure functions of per-token log-probabilities.
 
-Three log-probabilities of the same token, never mixed up, and a fourth where there is a reference:
-    sampler     recorded by the engine that drew it, possibly under an older version
-    proximal    the trainer's own, recomputed at the start of the step (stage `logprob`), without gradient
-    policy      the trainer's own, with gradient; equal to proximal in the first update of a step
+Each token has three log-probabilities, and a fourth if there is a reference:
+    sampler     recorded by the engine that sampled the token, possibly under an older version
+    proximal    the trainer's, recomputed at the start of the step (phase `logprob`), without gradient
+    policy      the trainer's, with gradient; equal to proximal in the first update of a step
     reference   a frozen policy's, without gradient
 
-    objectives.py    policy over proximal (or sampler), clipped: what is minimised
-    corrections.py   proximal over sampler: weights and masks of what was drawn by another policy or engine
+    objectives.py    the clipped surrogate of policy over proximal (or over sampler)
+    corrections.py   weights and masks from proximal over sampler, for tokens of an older policy or another engine
     divergence.py    policy against reference, sampler against trainer, effective sample size
-    policy_loss.py   all of it for one micro-batch, as a share of the whole batch's loss
+    policy_loss.py   all of these for one micro-batch, as its share of the batch's loss
+    sequences.py     sums and means over the tokens of a rollout, in a fixed order
 
-Everything is a sum over tokens, and a rollout's tokens lie in one micro-batch; so sums over micro-batches and data
-parallel ranks are exact, packed or padded. docs/losses.md has the formulas with their sources.
+Invariant: everything is a sum over tokens, and all tokens of a rollout are in one micro-batch. The batch's loss is
+therefore the exact sum over micro-batches and data parallel ranks. docs/losses.md has the formulas with their sources.
+The Megatron backend's `policy_step.py` calls this.
 
-Shapes: T sampled tokens of a micro-batch, one rollout after another; S its rollouts; sequence_T the rollout, from 0,
-that a token is of.
+Shapes: T sampled tokens of a micro-batch, one rollout after another; S its rollouts. sequence_T: the number of each
+token's rollout, from 0.
 """
-
-from specrl.trainer.losses.divergence import (
-    Mismatch,
-    effective_sample_size,
-    reference_kl,
-    sampler_mismatch,
-    weighted_reference_kl,
-)
-from specrl.trainer.losses.policy_loss import SUMS, LossTerms, PolicyLoss, SampledTokens
-from specrl.trainer.losses.sequences import Sequences
-
-__all__ = [
-    "SUMS",
-    "LossTerms",
-    "Mismatch",
-    "PolicyLoss",
-    "SampledTokens",
-    "Sequences",
-    "effective_sample_size",
-    "reference_kl",
-    "sampler_mismatch",
-    "weighted_reference_kl",
-]

@@ -1,6 +1,8 @@
-"""What is minimised, token by token: functions of the ratio policy over base.
+"""The policy objectives: per-token surrogate losses of the ratio policy over base. Called by `policy_loss.py`.
 
-base is the proximal policy, the one that the step starts from (decoupled PPO, arXiv:2110.00641), or the sampler.
+The base is the proximal policy, which the step starts from (decoupled PPO, arXiv:2110.00641), or the sampler.
+
+Shapes: T sampled tokens of a micro-batch, S its rollouts.
 """
 
 from __future__ import annotations
@@ -11,71 +13,84 @@ import torch
 
 from specrl.trainer.losses.sequences import Sequences
 
-MOST_LOG_RATIO = 20.0
-"""Ratios are cut off at exp(20), as in verl: float32 must not overflow at a token that nothing is to be learnt from."""
+# Ratios are limited to exp(20), as in verl. Larger ones would overflow float32, and one such token would make the
+# gradient of the whole step infinite.
+MAX_LOG_RATIO = 20.0
 
 
 @dataclass(frozen=True)
-class Clip:
-    """Ratios are held within [1 - low, 1 + high]."""
+class RatioClip:
+    """The bounds [1 - low, 1 + high] of a ratio."""
 
     low: float
     high: float
 
-    def held(self, ratio: torch.Tensor) -> torch.Tensor:
-        """The ratio within the clip."""
+    def clamp_ratio(self, ratio: torch.Tensor) -> torch.Tensor:
+        """Clamp a ratio to the bounds."""
         return ratio.clamp(1 - self.low, 1 + self.high)
 
 
 @dataclass(frozen=True)
-class Surrogate:
-    """loss_T: with gradient. is_low_T, is_high_T: tokens whose ratio the lower or the upper clip held."""
+class SurrogateLoss:
+    """loss_T: per-token loss, with gradient. is_low_T, is_high_T: tokens that the lower or the upper bound clipped."""
 
     loss_T: torch.Tensor
     is_low_T: torch.Tensor
     is_high_T: torch.Tensor
 
 
-def clipped(policy_T: torch.Tensor, base_T: torch.Tensor, advantage_T: torch.Tensor, clip: Clip) -> Surrogate:
-    """-min(r A, clip(r, 1 - low, 1 + high) A) with r = exp(policy - base). Differentiable in policy_T alone.
+def compute_clip_loss(
+    policy_T: torch.Tensor, base_T: torch.Tensor, advantage_T: torch.Tensor, clip: RatioClip
+) -> SurrogateLoss:
+    """Compute the clipped loss -min(r A, clip(r, 1 - low, 1 + high) A) with r = exp(policy - base), per token.
 
-    A clip holds a token only where it makes the objective smaller. Sources: PPO, arXiv:1707.06347, eq. 7; GRPO,
-    arXiv:2402.03300, eq. 3, without its KL term; two clips, DAPO, arXiv:2503.14476, eq. 8.
+    Differentiable in policy_T alone. A token counts as clipped only where the clip makes the objective smaller.
+
+    Sources: PPO, arXiv:1707.06347, eq. 7. GRPO, arXiv:2402.03300, eq. 3, without its KL term. Separate lower and upper
+    clip: DAPO, arXiv:2503.14476, eq. 8.
     """
-    return _pessimistic(ratios(policy_T - base_T.detach()), advantage_T, clip)
+    return _clip_pessimistically(compute_ratios(policy_T - base_T.detach()), advantage_T, clip)
 
 
-def ratios(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Its exponential, finite."""
-    return log_ratio.clamp(max=MOST_LOG_RATIO).exp()
+def compute_ratios(log_ratio: torch.Tensor) -> torch.Tensor:
+    """Compute exp(log_ratio), at most exp(20)."""
+    return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 
 
-def clipped_sequences(
+def compute_gspo_loss(
     policy_T: torch.Tensor,
     base_T: torch.Tensor,
     advantage_T: torch.Tensor,
     sequences: Sequences,
-    clip: Clip,
-) -> Surrogate:
-    """As `clipped`, with one ratio for all tokens of a rollout: s = exp(mean_t(policy - base)).
+    clip: RatioClip,
+) -> SurrogateLoss:
+    """Compute the clipped loss with one ratio s = exp(mean_t(policy - base)) for all tokens of a rollout.
 
-    Normalised by sequences it is mean_i min(s_i A_i, clip(s_i) A_i). Source: GSPO, arXiv:2507.18071, eq. 5 and 7.
+    Differentiable in policy_T alone. With the normaliser Sequences the objective is
+    mean_i min(s_i A_i, clip(s_i, 1 - low, 1 + high) A_i) over rollouts i.
+
+    Source: GSPO, arXiv:2507.18071, eq. 5 and 7.
     """
-    ratio_S = ratios(sequences.means(policy_T - base_T.detach()))
-    return _pessimistic(sequences.spread(ratio_S), advantage_T, clip)
+    ratio_S = compute_ratios(sequences.average_tokens(policy_T - base_T.detach()))
+    return _clip_pessimistically(sequences.spread_to_tokens(ratio_S), advantage_T, clip)
 
 
-def clipped_weights(policy_T: torch.Tensor, base_T: torch.Tensor, advantage_T: torch.Tensor, clip: Clip) -> Surrogate:
-    """-sg(clip(r, 1 - low, 1 + high)) A policy, sg without gradient: no token's gradient is cut off.
+def compute_cispo_loss(
+    policy_T: torch.Tensor, base_T: torch.Tensor, advantage_T: torch.Tensor, clip: RatioClip
+) -> SurrogateLoss:
+    """Compute the loss -sg(clip(r, 1 - low, 1 + high)) A policy, where sg stops the gradient.
 
-    Source: CISPO, MiniMax-M1, arXiv:2506.13585, eq. 4 and 5 (with low >= 1: no lower bound, as there).
+    r = exp(policy - base). The clip bounds a token's weight, but unlike PPO's it never removes the token's gradient.
+
+    Source: CISPO, MiniMax-M1, arXiv:2506.13585, eq. 4 and 5. The paper has no lower bound, which is low >= 1 here.
     """
-    ratio_T = ratios((policy_T - base_T).detach())
-    held_T = clip.held(ratio_T)
-    return Surrogate(-held_T * advantage_T * policy_T, ratio_T < held_T, ratio_T > held_T)
+    ratio_T = compute_ratios((policy_T - base_T).detach())
+    held_T = clip.clamp_ratio(ratio_T)
+    return SurrogateLoss(-held_T * advantage_T * policy_T, ratio_T < held_T, ratio_T > held_T)
 
 
-def _pessimistic(ratio_T: torch.Tensor, advantage_T: torch.Tensor, clip: Clip) -> Surrogate:
-    free_T, bound_T = ratio_T * advantage_T, clip.held(ratio_T) * advantage_T
-    is_held_T = bound_T < free_T
-    return Surrogate(-torch.minimum(free_T, bound_T), is_held_T & (ratio_T < 1), is_held_T & (ratio_T > 1))
+def _clip_pessimistically(ratio_T: torch.Tensor, advantage_T: torch.Tensor, clip: RatioClip) -> SurrogateLoss:
+    free_T = ratio_T * advantage_T
+    bound_T = clip.clamp_ratio(ratio_T) * advantage_T
+    is_held_T = bound_T < free_T  # the clipped term is the minimum, so the token has no gradient
+    return SurrogateLoss(-torch.minimum(free_T, bound_T), is_held_T & (ratio_T < 1), is_held_T & (ratio_T > 1))

@@ -1,9 +1,11 @@
-"""Which tokens of a micro-batch are of one rollout: sums and means over them, [T] to [S], differentiable.
+"""Sums and means over the tokens of each rollout of a micro-batch, differentiable. Used by all losses.
 
-Every sum, of a gradient too, is taken with `segment_reduce`, which has a fixed order on every device: one loop over a
-rollout's tokens on a CPU, one block of threads without atomics on a GPU. The gradients of indexing, and `index_add`,
-have such an order only while `torch.use_deterministic_algorithms` is on. The trainer turns that on for GPUs alone, and
-the parallel gradient of indexing has no fixed order on a CPU either.
+Invariant: every sum, including those in gradients, is taken in a fixed order, so a step can be repeated bit for bit.
+`segment_reduce` guarantees this: on a CPU it loops over a rollout's tokens, on a GPU it uses one block of threads
+without atomics. `index_add` and the gradient of indexing have a fixed order only while
+`torch.use_deterministic_algorithms` is on. The trainer turns that on for GPUs only.
+
+Shapes: T sampled tokens of a micro-batch, S its rollouts.
 """
 
 from __future__ import annotations
@@ -16,31 +18,34 @@ import torch
 
 @dataclass(frozen=True)
 class Sequences:
-    """S = count rollouts of at least one token each. sequence_T: the rollout of each token, from 0, ascending."""
+    """Rollout to which each token belongs.
+
+    sequence_T: the rollout's number, from 0, ascending. count: rollouts, S. Each has at least one token.
+    """
 
     sequence_T: torch.Tensor
     count: int
 
-    def sums(self, values_T: torch.Tensor) -> torch.Tensor:
-        """[S] sums over the tokens of each rollout."""
-        return _sums(values_T, self.lengths())
+    def sum_tokens(self, values_T: torch.Tensor) -> torch.Tensor:
+        """Sum the values [T] over the tokens of each rollout. Returns [S]."""
+        return _sum_segments(values_T, self.count_tokens())
 
-    def means(self, values_T: torch.Tensor) -> torch.Tensor:
-        """[S] means over the tokens of each rollout."""
-        return self.sums(values_T) / self.lengths()
+    def average_tokens(self, values_T: torch.Tensor) -> torch.Tensor:
+        """Average the values [T] over the tokens of each rollout. Returns [S]."""
+        return self.sum_tokens(values_T) / self.count_tokens()
 
-    def lengths(self) -> torch.Tensor:
-        """[S] tokens of each rollout."""
+    def count_tokens(self) -> torch.Tensor:
+        """Count the tokens of each rollout [S]."""
         return torch.bincount(self.sequence_T, minlength=self.count)
 
-    def spread(self, values_S: torch.Tensor) -> torch.Tensor:
-        """[T] the value of its rollout for each token."""
-        spread_T: torch.Tensor = _Spread.apply(values_S, self.sequence_T, self.lengths())  # type: ignore[no-untyped-call]
+    def spread_to_tokens(self, values_S: torch.Tensor) -> torch.Tensor:
+        """Give each token its rollout's value: [S] to [T]."""
+        spread_T: torch.Tensor = _SpreadToTokens.apply(values_S, self.sequence_T, self.count_tokens())  # type: ignore[no-untyped-call]
         return spread_T
 
 
-class _Spread(torch.autograd.Function):
-    """values_S[sequence_T], whose gradient is the sum over each rollout's tokens."""
+class _SpreadToTokens(torch.autograd.Function):
+    """values_S[sequence_T], with a gradient whose sums have a fixed order."""
 
     @staticmethod
     def forward(ctx: Any, values_S: torch.Tensor, sequence_T: torch.Tensor, length_S: torch.Tensor) -> torch.Tensor:
@@ -50,9 +55,9 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (gradient_T,) = gradients
-        return _sums(gradient_T, *ctx.saved_tensors), None, None
+        return _sum_segments(gradient_T, *ctx.saved_tensors), None, None
 
 
-def _sums(values_T: torch.Tensor, length_S: torch.Tensor) -> torch.Tensor:
-    # unsafe: lengths are not checked, which would wait for the GPU, and fail for a micro-batch without rollouts.
+def _sum_segments(values_T: torch.Tensor, length_S: torch.Tensor) -> torch.Tensor:
+    # unsafe skips the check of the lengths. It would wait for the GPU, and fail for a micro-batch without rollouts.
     return torch.segment_reduce(values_T, "sum", lengths=length_S, unsafe=True)

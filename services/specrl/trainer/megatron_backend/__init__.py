@@ -1,14 +1,23 @@
-"""The trainer backend on Megatron-Core: the only package that imports megatron.
+"""The trainer backend on Megatron-Core. No other package imports megatron.
 
-What Megatron 0.19.2 says of itself in every process is silenced here, one message at a time: nobody who runs a training
-can act on it, and the lines would bury our own. Its other warnings are logged. Its INFO is not: it says what Megatron
-is built on, nothing of the run.
+    backend        implements TrainerBackend
+    checkpoint     writes and reads checkpoints
+    weight_sender  sends a version to replicas, writes it as files, exports it
+    training       the models of a rank, and what trains them
+    policy         the sharded policy: micro-batches, pipeline schedule, optimizer
+    model          the GPTModel, and its parameters by Hugging Face names
+    parallel       process groups
+    cpu_shim       lets Megatron run without CUDA
+
+Warnings that Megatron 0.19.2 prints in every process are silenced here, one message at a time. Users cannot act on
+them, and they would bury our own lines. Its other warnings are logged. Its INFO lines are not: they describe how
+Megatron was built, not the run.
 """
 
 import logging
 import warnings
 
-# (message, category, module that warns), each with where it comes from in megatron/core
+# (message, category, module that warns); the comment says where in megatron/core the warning comes from.
 for _message, _category, _module in (
     (r"(Transformer Engine and )?Apex (is|are) not installed", UserWarning, r"megatron\."),  # six modules, at import
     ("absl.logging is not installed", UserWarning, r"megatron\."),  # hyper_comm_grid.py:20
@@ -16,16 +25,16 @@ for _message, _category, _module in (
     ("The following imports from `dynamic_context.py`", DeprecationWarning, r"megatron\."),  # inference/contexts
     ("The .grad attribute of a Tensor that is not a leaf", UserWarning, r"megatron\."),  # optimizer/optimizer.py:68
     ("`sequence_parallel` is set to `True`, but tensor", UserWarning, r"megatron\."),  # of experts, which are not cut
-    # Said by the compiler, of a drawing in a docstring, where its bytecode is not there yet. It names a file.
+    # From Python's compiler, about a drawing in a docstring, when no bytecode is cached yet.
     ("invalid escape sequence", SyntaxWarning, r".*\bkv_block_allocator"),  # inference/contexts
-    # torch 2.13 says so of names that distributed/param_and_grad_buffer.py calls.
+    # From torch 2.13, about functions that distributed/param_and_grad_buffer.py calls.
     (r"`torch\.distributed\.(reduce_scatter|all_gather_into)_tensor` is deprecated", FutureWarning, r"torch\.dist"),
 ):
     warnings.filterwarnings("ignore", _message, _category, _module)
 
 
 def _is_not_succession(record: logging.LogRecord) -> bool:
-    """Whether a line says anything but that HybridModel succeeds GPTModel (models/gpt/gpt_model.py:121)."""
+    """Return False for the line that HybridModel succeeds GPTModel (models/gpt/gpt_model.py:121)."""
     return not record.getMessage().startswith("GPTModel IS DEPRECATED")
 
 
@@ -37,7 +46,12 @@ from specrl.trainer.megatron_backend import cpu_shim  # noqa: E402 - after the f
 
 check_versions("megatron-core", "torch")
 
+# emerging-optimizers logs at its import by absl, which gives a root logger without handlers one of its own
+# (absl/logging/__init__.py, `log`). Every line of ours would then be printed a second time.
+_placeholder = logging.NullHandler()
+logging.getLogger().addHandler(_placeholder)
 with cpu_shim.without_compilation():
     from specrl.trainer.megatron_backend.backend import MegatronBackend
+logging.getLogger().removeHandler(_placeholder)
 
 __all__ = ["MegatronBackend"]

@@ -1,13 +1,17 @@
-"""A checkpoint on disk: float32 weights and moments by Hugging Face names, the drafter, random state, step.
+"""Writes and reads checkpoints: float32 weights and moments by Hugging Face names, the drafter, random state, step.
 
-    begin     SNAPSHOT: ranks gather one tensor at a time, and copy their share of them to the host; training goes on
-    thread    WRITING: every rank writes what it has into `.step-000010.tmp`  -- all ranks are done -->
-              rank 0: index, checksums, one rename -> COMPLETE; or, a disk having refused, nothing -> FAILED
-    reading   every rank cuts its own shards out of whole tensors, so any layout reads what any other wrote
+    SNAPSHOT   ranks gather one tensor at a time, and each copies its share to the host; then training goes on
+    WRITING    in a thread, every rank writes its share into `.step-000010.tmp`   -- all ranks are done -->
+               rank 0 writes index and checksums and renames the folder
+    COMPLETE, or FAILED if a disk or a rank failed; then the folder is deleted
 
-A process that dies at any point leaves a name that is never looked at. The ranks' threads meet in a Gloo group of their
-own: at a rank's death it breaks, and its timeout bounds every wait. The thread of one save ends before the next begins.
-Megatron's dist_checkpointing was tried and left (docs/decisions/0003).
+    reading    every rank cuts its shards out of whole tensors, so a checkpoint of any layout loads into any other
+
+Invariant: a folder with the final name is complete. A process that dies leaves only a temporary folder.
+
+The ranks' threads synchronise over their own Gloo group. When a rank dies, the group breaks, and WRITE_TIMEOUT bounds
+every wait. Only one save runs at a time. Megatron's dist_checkpointing was tried and rejected (docs/decisions/0003).
+Called by `backend.py`.
 """
 
 from __future__ import annotations
@@ -24,156 +28,149 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from specrl.drafting.online import DrafterTrainer
 from specrl.errors import CheckpointInvalid, CollectiveFailed, SpecrlError, StoreFailed
-from specrl.files import SMALL_BYTES, read_object, sync
-from specrl.records import StreamPlace
-from specrl.trainer import checksums
-from specrl.trainer.checkpoints import DRAFTER, POLICY, STATE, stream_of, temporary
-from specrl.trainer.hf_folder import SHARD_BYTES, Shards, write_index, write_shards
-from specrl.trainer.megatron_backend.exchange import exchange
-from specrl.trainer.megatron_backend.groups import Groups
-from specrl.trainer.megatron_backend.policy import Policy
+from specrl.files import SMALL_BYTES, read_object, sync_to_disk
+from specrl.tensor_files import load_tensors
+from specrl.trainer.checkpointing import checksums
+from specrl.trainer.checkpointing.checkpoints import DRAFTER, POLICY, STATE, parse_stream_place, scratch_directory
+from specrl.trainer.checkpointing.hf_folder import SHARD_BYTES, WrittenShards, write_index, write_shards
+from specrl.trainer.megatron_backend.parallel.exchange import exchange_objects
+from specrl.trainer.megatron_backend.parallel.groups import RankGroups
+from specrl.trainer.megatron_backend.training.models import CheckpointState, RankModels
 
-RANDOM = "random.safetensors"
-WRITE_TIMEOUT = timedelta(hours=1)  # longest difference between two ranks in writing their shares
-
-
-@dataclass(frozen=True)
-class State:
-    """What is not a tensor."""
-
-    step: int
-    is_drafter_initialised: bool
-    has_drafter: bool
-    updates: int
-    """That the policy's optimizer has made: not one for each step, since steps are skipped, and some make several."""
-    skipped_in_a_row: int
-    """Steps up to this one that were skipped, one after another."""
-    stream: StreamPlace | None = None
-    """Where the data stand; checkpoints of a supervised warm-up, and old ones, do not say."""
+RANDOM = "random.safetensors"  # the state of torch's CPU generator
+WRITE_TIMEOUT = timedelta(hours=1)  # the longest that one rank may take for its share more than another
 
 
 Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Snapshot:
-    """What one rank writes, on the host. policy: by kind, this rank's share; others: at rank 0 alone.
+class CheckpointSnapshot:
+    """The data that one rank writes, copied to the host.
 
-    others: files of their own, by name.
+    policy: this rank's share of the weights and moments, by kind. others: contents of further files by name; only at
+    rank 0.
     """
 
-    state: State
+    state: CheckpointState
     policy: Mapping[str, Tensors]
     others: Mapping[str, Tensors]
 
 
-class Saver:
-    """Writes checkpoints, one at a time, in a thread. Making one is a collective of all ranks."""
+class CheckpointSaver:
+    """Saves checkpoints in a thread, one at a time. Constructing one is a collective of all ranks."""
 
-    def __init__(self, groups: Groups) -> None:
+    def __init__(self, groups: RankGroups) -> None:
         self._groups = groups
         self._meeting = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT) if groups.world_size > 1 else None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
 
-    def save(self, target: Path, policy: Policy, drafter: DrafterTrainer | None, state: State) -> Future[None]:
-        """Take a snapshot, and write `target` in a thread, whole or not at all. A collective.
+    def start_save(self, target: Path, models: RankModels, state: CheckpointState) -> Future[None]:
+        """Take a snapshot, then write `target` in a thread, atomically. A collective.
 
-        Waits for the save before. The future is done when the checkpoint is durable; it raises StoreFailed when a
-        rank's disk refuses, CollectiveFailed when a rank is lost.
+        Waits for the previous save first. The future completes when the checkpoint is durable. It raises StoreFailed
+        when a rank cannot write, CollectiveFailed when a rank is lost.
         """
-        self.wait()
-        taken = snapshot(policy, drafter, state, self._groups)
-        self._writing = self._thread.submit(write, target, taken, self._groups.rank, self._meeting)
-        return self._writing
-
-    def wait(self) -> None:
-        """Until the save under way has ended, however it ends."""
         if self._writing is not None:
             wait([self._writing])
+        taken = take_snapshot(models, state)
+        self._writing = self._thread.submit(write_checkpoint, target, taken, self._groups.rank, self._meeting)
+        return self._writing
 
     def close(self) -> None:
-        """Let the save under way end."""
+        """Wait for the current save and end the thread."""
         self._thread.shutdown()
 
 
-def snapshot(policy: Policy, drafter: DrafterTrainer | None, state: State, groups: Groups) -> Snapshot:
-    """Copies of what the next step changes. A collective; the tensors of a kind are dealt to all ranks.
+def take_snapshot(models: RankModels, state: CheckpointState) -> CheckpointSnapshot:
+    """Copy what the next step changes to the host. A collective.
 
-    On a rank's host that is 12 bytes for each of its parameters, while they are written.
+    Tensors are distributed over the ranks. Until they are written, a rank's host holds 12 bytes for each of the
+    model's parameters, divided by the number of ranks.
     """
+    groups = models.groups
+    drafter = models.drafter
     found = {
         kind: {
-            name: _copy(tensor)
+            name: _copy_to_host(tensor)
+            # Every rank must exhaust `tensors`, even where it keeps nothing: gathering is a collective.
             for place, (name, tensor) in enumerate(tensors)
             if place % groups.world_size == groups.rank
         }
-        for kind, tensors in policy.state().items()
+        for kind, tensors in models.policy.gather_state().items()
     }
     others: dict[str, Tensors] = {}
     if groups.rank == 0:
         others[RANDOM] = {"cpu": torch.get_rng_state()}
         if drafter is not None:
-            others[DRAFTER] = {name: _copy(tensor) for name, tensor in drafter.state().items()}
-    return Snapshot(state, found, others)
+            others[DRAFTER] = {name: _copy_to_host(tensor) for name, tensor in drafter.collect_state().items()}
+    return CheckpointSnapshot(state, found, others)
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
+def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
-def write(target: Path, taken: Snapshot, rank: int, meeting: dist.ProcessGroup | None) -> None:
-    """One rank's part in writing `target`. Raises StoreFailed or CollectiveFailed, with nothing left of it."""
-    scratch = temporary(target)
+def write_checkpoint(target: Path, taken: CheckpointSnapshot, rank: int, meeting: dist.ProcessGroup | None) -> None:
+    """Do one rank's part in writing `target`.
 
-    def begin() -> dict[str, Any]:
+    Raises StoreFailed or CollectiveFailed, and deletes the files that were written.
+    """
+    scratch = scratch_directory(target)
+
+    def make_scratch() -> None:
         if rank == 0:
             shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir(parents=True)
-        return {}
 
+    def finish_folder() -> None:
+        if rank == 0:
+            _finish_folder(target, scratch, taken.state, parts)
+
+    # Each phase begins when every rank has finished the one before.
     try:
-        _agree(begin, target, meeting)
-        parts = _agree(lambda: _write_share(scratch, taken, rank), target, meeting)
-        _agree(lambda: _complete(target, scratch, taken.state, parts) if rank == 0 else {}, target, meeting)
+        _run_on_all_ranks(make_scratch, target, meeting)
+        parts = _run_on_all_ranks(lambda: _write_share(scratch, taken, rank), target, meeting)
+        _run_on_all_ranks(finish_folder, target, meeting)
     except SpecrlError:
         if rank == 0:
-            shutil.rmtree(scratch, ignore_errors=True)  # a full disk is full of it, too
+            shutil.rmtree(scratch, ignore_errors=True)  # it may be what filled the disk
         raise
 
 
-def _agree(work: Callable[[], dict[str, Any]], target: Path, meeting: dist.ProcessGroup | None) -> list[dict[str, Any]]:
-    """Do one rank's part, and wait for the others'; what each returned, as JSON. Raises StoreFailed if any failed."""
+def _run_on_all_ranks(
+    work: Callable[[], dict[str, Any] | None], target: Path, meeting: dist.ProcessGroup | None
+) -> list[dict[str, Any]]:
+    """Run `work` on this rank and wait for the other ranks. Returns every rank's result, in rank order.
+
+    work: returns what JSON can hold. Raises StoreFailed on all ranks if it failed on one, CollectiveFailed when a rank
+    is lost. WRITE_TIMEOUT bounds the wait.
+    """
     try:
-        mine = work()
-    except (OSError, SafetensorError) as error:  # what safetensors writes fails with its own error
+        mine = work() or {}
+    except (OSError, SafetensorError) as error:  # safetensors reports a full disk as its own error
         mine = {"error": str(error)}
-    found = _of_all_ranks(mine, meeting)
+    found = [mine]
+    if meeting is not None:
+        try:
+            found = exchange_objects(mine, meeting, torch.device("cpu"))
+        except (RuntimeError, dist.DistError) as error:
+            raise CollectiveFailed(
+                f"lost a trainer rank while writing a checkpoint: {error}; restart all ranks"
+            ) from error
     errors = [part["error"] for part in found if "error" in part]
     if errors:
-        raise StoreFailed(f"a checkpoint must be written to {target}, got {errors[0]}; make room on the disk")
+        raise StoreFailed(f"could not write checkpoint {target}: {errors[0]}; free space on its disk")
     return found
 
 
-def _of_all_ranks(mine: dict[str, Any], meeting: dist.ProcessGroup | None) -> list[dict[str, Any]]:
-    """Every rank's answer, at every rank."""
-    if meeting is None:
-        return [mine]
-    try:
-        return exchange(mine, meeting, torch.device("cpu"))
-    except (RuntimeError, dist.DistError) as error:
-        raise CollectiveFailed(
-            f"all trainer ranks must live until a checkpoint is complete, got {error}; start them again"
-        ) from error
-
-
-def _write_share(scratch: Path, taken: Snapshot, rank: int) -> dict[str, Any]:
-    """Write what this rank holds. Returns the places of its tensors, by kind, and its files' checksums."""
-    shards: dict[str, Shards] = {}
+def _write_share(scratch: Path, taken: CheckpointSnapshot, rank: int) -> dict[str, Any]:
+    """Write this rank's share. Returns which file each tensor is in, by kind, and the files' checksums."""
+    shards: dict[str, WrittenShards] = {}
     for kind, tensors in taken.policy.items():
         folder = scratch / POLICY / kind
         folder.mkdir(parents=True, exist_ok=True)
@@ -182,84 +179,89 @@ def _write_share(scratch: Path, taken: Snapshot, rank: int) -> dict[str, Any]:
         save_file(tensors, scratch / name)
     files = [Path(POLICY, kind, file) for kind, item in shards.items() for file in set(item.places.values())]
     files += [Path(name) for name in taken.others]
-    for file in files:
-        sync(scratch / file)
+    for file in files:  # before the checksums, and long before the rename that makes the checkpoint visible
+        sync_to_disk(scratch / file)
     return {
         "shards": {kind: asdict(item) for kind, item in shards.items()},
-        "checksums": {str(file): asdict(checksums.checksum(scratch / file)) for file in files},
+        "checksums": {str(file): asdict(checksums.checksum_file(scratch / file)) for file in files},
     }
 
 
-def _complete(target: Path, scratch: Path, state: State, parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Rank 0, when all shares are written: what binds them together, and the rename."""
-    found = {name: checksums.Checksum(**item) for part in parts for name, item in part["checksums"].items()}
+def _finish_folder(target: Path, scratch: Path, state: CheckpointState, parts: list[dict[str, Any]]) -> None:
+    """Write indices, state and checksums, and rename the folder. At rank 0, after all ranks have written."""
+    found = {name: checksums.FileChecksum(**item) for part in parts for name, item in part["checksums"].items()}
     for kind in sorted({kind for part in parts for kind in part["shards"]}):
         own = [part["shards"][kind] for part in parts if kind in part["shards"]]
         places = {name: file for item in own for name, file in item["places"].items()}
         write_index(scratch / POLICY / kind, places, sum(item["size_bytes"] for item in own))
     (scratch / STATE).write_text(json.dumps(asdict(state)), encoding="utf-8")
     small = [path for path in scratch.rglob("*.json") if path.is_file()]
-    checksums.write(scratch, found | {str(path.relative_to(scratch)): checksums.checksum(path) for path in small})
+    checksums.write_checksums(
+        scratch, found | {str(path.relative_to(scratch)): checksums.checksum_file(path) for path in small}
+    )
     for path in (*scratch.rglob("*"), scratch):
-        sync(path)
-    before = target.with_name(f".{target.name}.before.tmp")  # a name that `prune` clears away
-    if target.exists():  # written before, by a step that is now replayed
+        sync_to_disk(path)
+    # An older checkpoint of this step exists if the step is trained again. `prune_superseded` deletes its new name,
+    # should this process die in between.
+    before = target.with_name(f".{target.name}.before.tmp")
+    if target.exists():
         target.rename(before)
     scratch.rename(target)
-    sync(target.parent)
+    sync_to_disk(target.parent)  # makes the rename durable
     shutil.rmtree(before, ignore_errors=True)
-    return {}
 
 
-def read_state(source: Path) -> State:
-    """Raises CheckpointInvalid for a folder that is no complete checkpoint."""
+def read_state(source: Path) -> CheckpointState:
+    """Read and check state.json. Raises CheckpointInvalid for a folder that is not a complete checkpoint."""
     try:
         found = read_object(source / STATE, SMALL_BYTES)
-        state = State(**found | {"stream": stream_of(found.get("stream"))})
+        state = CheckpointState(**found | {"stream": parse_stream_place(found.get("stream"))})
+        # JSON does not check types, and a bool is an int to isinstance.
         is_whole = [type(value) for value in astuple(state)[:5]] == [int, bool, bool, int, int]
         if not is_whole or min(state.step, state.updates, state.skipped_in_a_row) < 0:
             raise ValueError(f"got {state}")
         return state
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointInvalid(
-            f"a checkpoint must be complete, got {source}: {error}; delete it and the one before it is used"
+            f"could not read checkpoint {source}: {error}; delete it to use the one before it"
         ) from error
 
 
-def _check_files(source: Path, groups: Groups) -> None:
-    """Compare every file with its checksum, each rank a share. Raises CheckpointInvalid at all ranks alike."""
-    expected = sorted(checksums.read(source).items())
+def _verify_files(source: Path, groups: RankGroups) -> None:
+    """Verify every file's checksum, each rank a share of the files. Raises CheckpointInvalid on all ranks alike."""
+    expected = sorted(checksums.read_checksums(source).items())
     mine = range(groups.rank, len(expected), groups.world_size)
-    damaged = next((place for place in mine if checksums.damage(source, *expected[place])), len(expected))
+    damaged = next((place for place in mine if checksums.describe_damage(source, *expected[place])), len(expected))
+    # All ranks agree on the first damaged file, so that all raise the same error.
     first = torch.tensor(damaged, device=groups.device)
     dist.all_reduce(first, dist.ReduceOp.MIN)
     if first < len(expected):
         name, item = expected[int(first)]
-        reason = checksums.damage(source, name, item) or f"{name} cannot be read by another rank as it was written"
-        raise CheckpointInvalid(
-            f"a checkpoint must be as it was written, got {source}: {reason}; delete it and the one before it is used"
-        )
+        reason = checksums.describe_damage(source, name, item) or f"another rank reads {name} differently"
+        raise CheckpointInvalid(f"checkpoint {source} is damaged: {reason}; delete it to use the one before it")
 
 
-def load(source: Path, policy: Policy, drafter: DrafterTrainer | None, groups: Groups) -> State:
-    """Fill policy, optimizer and drafter. A collective.
+def load_checkpoint(source: Path, models: RankModels) -> None:
+    """Load a checkpoint into the models, and restore the random state. A collective.
 
-    Raises CheckpointInvalid when a file is not as it was written, or does not fit.
+    Raises CheckpointInvalid when a file is damaged or does not fit the model.
     """
     state = read_state(source)
-    _check_files(source, groups)
+    _verify_files(source, models.groups)
+    drafter = models.drafter
     if state.has_drafter != (drafter is not None):
         raise CheckpointInvalid(
-            f"a checkpoint must be of the same run, got {'a' if state.has_drafter else 'no'} drafter in {source}; "
-            "keep generation.speculation as it was, or start another run"
+            "checkpoint and run file must both have a drafter or both have none, got "
+            f"{'a' if state.has_drafter else 'no'} drafter in {source}; restore generation.speculation, "
+            "or start another run"
         )
     try:
-        policy.load_state(source / POLICY, state.updates)
+        models.policy.load_state(source / POLICY, state.updates)
         if drafter is not None:
-            drafter.load_state(load_file(source / DRAFTER))
-        torch.set_rng_state(load_file(source / RANDOM)["cpu"])
+            drafter.load_state(load_tensors(source / DRAFTER))
+        torch.set_rng_state(load_tensors(source / RANDOM)["cpu"])
     except (OSError, KeyError, ValueError, RuntimeError, TypeError, SafetensorError) as error:
         raise CheckpointInvalid(
-            f"the checkpoint must fit model.path, got {source}: {error}; resume with the model it was made of"
+            f"checkpoint must fit the model of model.path, got {source}: {error}; resume with the model of its run"
         ) from error
-    return state
+    models.state = state

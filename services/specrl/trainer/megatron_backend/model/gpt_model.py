@@ -1,14 +1,15 @@
-"""From a policy's shape to a Megatron GPTModel with its family's forward pass, on CUDA or on CPUs.
+"""Builds the Megatron GPTModel of a policy, on CUDA or on CPUs. Called by `sharded_policy.py`.
 
-Vocabulary rows are padded to a multiple of 128 that all tensor parallel layouts share, so that a checkpoint of one
-layout loads into another; padded rows are kept out of every softmax by `mask_padding`.
+The vocabulary is padded to a multiple of 128 and of the tensor parallel size. `mask_padding` keeps the padding out of
+every softmax.
 """
 
 from __future__ import annotations
 
 import os
 
-os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # Megatron decorates with torch.compile, which need not see the shim
+# Set before the import of Megatron, which decorates functions with torch.compile. The shim must not be compiled.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 import math
 from typing import Any
@@ -21,32 +22,35 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch.nn import functional
 
-from specrl.drafting.policy_config import PolicyConfig
-from specrl.errors import SpecInvalid
+from specrl.drafting import rotary
+from specrl.errors import raise_problems
+from specrl.models.policy_config import PolicyConfig
 from specrl.spec.trainer import Parallelism, Recompute, Routing, Trainer
-from specrl.trainer.layout import layout_problems
-from specrl.trainer.megatron_backend import replay, rope
-from specrl.trainer.megatron_backend.attention import PackedAttention
+from specrl.trainer.layout import find_layout_problems
+from specrl.trainer.megatron_backend.model import router_replay
+from specrl.trainer.megatron_backend.model.attention import PackedAttention
 
 VOCABULARY_MULTIPLE = 128  # Megatron's own default
 
 
 def check_layout(config: PolicyConfig, parallelism: Parallelism) -> None:
     """Raise SpecInvalid unless ranks share heads, widths, layers and experts evenly."""
-    problems = layout_problems(parallelism, config)
-    if problems:
-        raise SpecInvalid(tuple(problems))
+    raise_problems(find_layout_problems(parallelism, config))
 
 
-def padded_vocabulary(config: PolicyConfig, tensor: int) -> int:
-    """Vocabulary rows of the Megatron model."""
+def compute_padded_vocabulary(config: PolicyConfig, tensor: int) -> int:
+    """Compute the number of vocabulary rows of the Megatron model. tensor: tensor parallel ranks."""
     multiple = math.lcm(VOCABULARY_MULTIPLE, tensor)
     return -(-config.vocab_size // multiple) * multiple
 
 
-def transformer_config(config: PolicyConfig, trainer: Trainer, dtype: torch.dtype) -> TransformerConfig:
-    """The policy in Megatron's words. Fused kernels are off: they exist for CUDA only, and change rounding."""
-    is_cpu, parallelism = not torch.cuda.is_available(), trainer.parallelism
+def build_transformer_config(config: PolicyConfig, trainer: Trainer, dtype: torch.dtype) -> TransformerConfig:
+    """Build Megatron's configuration of the policy.
+
+    Fused kernels are off: they exist for CUDA alone, and they round differently.
+    """
+    is_cpu = not torch.cuda.is_available()
+    parallelism = trainer.parallelism
     is_recomputed = trainer.recompute is Recompute.LAYERS
     mixture: dict[str, Any] = {}
     if config.experts is not None:
@@ -54,13 +58,14 @@ def transformer_config(config: PolicyConfig, trainer: Trainer, dtype: torch.dtyp
             "num_moe_experts": config.experts.count,
             "moe_router_topk": config.experts.per_token,
             "moe_ffn_hidden_size": config.experts.intermediate_size,
-            # The softmax of the chosen logits is that of all, divided by the sum of the chosen.
+            # Hugging Face normalises after the top-k: softmax over all, divided by the sum over the chosen experts.
+            # That equals a softmax over the chosen logits, which is Megatron's post-softmax.
             "moe_router_pre_softmax": not config.experts.is_normalised,
-            "moe_router_load_balancing_type": "none",
+            "moe_router_load_balancing_type": "none",  # an auxiliary loss would change the objective
             "moe_router_dtype": "fp32",
             "moe_token_dispatcher_type": "alltoall",
             "expert_model_parallel_size": parallelism.expert,
-            "expert_tensor_parallel_size": 1,
+            "expert_tensor_parallel_size": 1,  # docs/decisions/0023
         }
     found = TransformerConfig(
         num_layers=config.num_layers,
@@ -73,6 +78,7 @@ def transformer_config(config: PolicyConfig, trainer: Trainer, dtype: torch.dtyp
         layernorm_epsilon=config.norm_epsilon,
         qk_layernorm=config.family.has_qk_norm,
         add_bias_linear=False,
+        add_qkv_bias=config.family.has_qkv_bias,
         gated_linear_unit=True,
         activation_func=functional.silu,
         attention_dropout=0.0,
@@ -86,7 +92,7 @@ def transformer_config(config: PolicyConfig, trainer: Trainer, dtype: torch.dtyp
         pipeline_model_parallel_size=parallelism.pipeline,
         virtual_pipeline_model_parallel_size=parallelism.virtual_stages if parallelism.virtual_stages > 1 else None,
         batch_p2p_comm=parallelism.virtual_stages == 1,
-        overlap_p2p_comm=parallelism.virtual_stages > 1,  # else two interleaved ranks take messages for one another
+        overlap_p2p_comm=parallelism.virtual_stages > 1,  # else two interleaved ranks mix up their messages
         recompute_granularity="full" if is_recomputed else None,
         recompute_method="uniform" if is_recomputed else None,
         recompute_num_layers=1 if is_recomputed else None,
@@ -95,19 +101,20 @@ def transformer_config(config: PolicyConfig, trainer: Trainer, dtype: torch.dtyp
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=is_cpu,
         deterministic_mode=False,
-        cuda_graph_modules=[],  # what Megatron makes of its own default, "full", with a warning that it is deprecated
-        calculate_per_token_loss=True,  # gradients are summed over ranks; the loss itself carries the divisor
+        cuda_graph_modules=[],  # Megatron turns its default, "full", into this, with a deprecation warning
+        calculate_per_token_loss=True,  # sum gradients over ranks: the loss is already divided by the batch's size
         **mixture,
     )
-    _scale_attention(found, rope.attention_factor(config))
+    _scale_attention(found, rotary.compute_attention_factor(config.rope_scaling))
     return found
 
 
 def _scale_attention(found: TransformerConfig, factor: float) -> None:
-    """Have cosine and sine multiplied by `factor`.
+    """Make Megatron multiply cosine and sine by `factor`.
 
-    Megatron reads it as YaRN's fields alone, and computes 0.1 * m * ln(e) + 1: `_yarn_get_mscale`, called by
-    `_yarn_get_concentration_factor` of yarn_rotary_pos_embedding.py.
+    Megatron has no field for it. It computes 0.1 * mscale * ln(scaling factor) + 1 from YaRN's fields. So these are set
+    to give `factor`, with ln(e) = 1. See `_yarn_get_concentration_factor` and `_yarn_get_mscale` in
+    yarn_rotary_pos_embedding.py.
     """
     if factor != 1:
         found.yarn_rotary_scaling_factor = math.e
@@ -115,38 +122,44 @@ def _scale_attention(found: TransformerConfig, factor: float) -> None:
         found.yarn_mscale_all_dim = 0.0
 
 
-class Norm(torch.nn.RMSNorm):
-    """Megatron's own refuses sequence parallelism, in which each rank sees the gradient of its own tokens."""
+class SequenceParallelNorm(torch.nn.RMSNorm):
+    """RMSNorm with support for sequence parallelism, which Megatron's wrapper of torch's RMSNorm rejects."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__(hidden_size, eps)
-        # An attribute that Megatron looks for: such gradients are summed over tensor parallel ranks.
+        # Each rank has the gradient of its own tokens. Megatron sums over tensor parallel ranks the gradients of
+        # parameters with this attribute.
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 - no attribute of its type
 
 
 def build_model(config: PolicyConfig, trainer: Trainer, dtype: torch.dtype) -> list[GPTModel]:
-    """This rank's stages, unwrapped, with arbitrary weights in `dtype`, on its device. Needs initialised groups."""
+    """Build this rank's chunks of the model, one per virtual stage, on its device, with arbitrary weights in `dtype`.
+
+    Needs initialised process groups. Raises SpecInvalid when the layout does not divide the model.
+    """
     check_layout(config, trainer.parallelism)
-    return [_stage(config, trainer, dtype, number) for number in range(trainer.parallelism.virtual_stages)]
+    return [_build_chunk(config, trainer, dtype, number) for number in range(trainer.parallelism.virtual_stages)]
 
 
-def _stage(config: PolicyConfig, trainer: Trainer, dtype: torch.dtype, number: int) -> GPTModel:
-    megatron, parallelism = transformer_config(config, trainer, dtype), trainer.parallelism
+def _build_chunk(config: PolicyConfig, trainer: Trainer, dtype: torch.dtype, number: int) -> GPTModel:
+    megatron = build_transformer_config(config, trainer, dtype)
+    parallelism = trainer.parallelism
     virtual = number if parallelism.virtual_stages > 1 else None
     layer = get_gpt_layer_local_spec(
         num_experts=config.experts.count if config.experts is not None else None,
         qk_layernorm=config.family.has_qk_norm,
         normalization="RMSNorm",
     )
-    parts, attention = layer.submodules, layer.submodules.self_attention.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = Norm
+    parts = layer.submodules
+    attention = layer.submodules.self_attention.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = SequenceParallelNorm
     if config.family.has_qk_norm:
-        attention.q_layernorm = attention.k_layernorm = Norm
+        attention.q_layernorm = attention.k_layernorm = SequenceParallelNorm
     attention.core_attention = PackedAttention
     model = GPTModel(
         megatron,
-        TransformerBlockSubmodules([layer] * get_num_layers_to_build(megatron, virtual), Norm),
-        vocab_size=padded_vocabulary(config, parallelism.tensor),
+        TransformerBlockSubmodules([layer] * get_num_layers_to_build(megatron, virtual), SequenceParallelNorm),
+        vocab_size=compute_padded_vocabulary(config, parallelism.tensor),
         max_sequence_length=config.max_length,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual),
@@ -156,21 +169,25 @@ def _stage(config: PolicyConfig, trainer: Trainer, dtype: torch.dtype, number: i
         parallel_output=True,
         vp_stage=virtual,
     )
-    model.rotary_pos_emb.inv_freq = rope.inverse_frequencies(config).to(model.rotary_pos_emb.inv_freq.device)
+    # Megatron knows fewer ways of scaling positions than config.json does.
+    frequencies = rotary.compute_inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+    model.rotary_pos_emb.inv_freq = frequencies.to(model.rotary_pos_emb.inv_freq.device)
     if model.post_process:
-        # Under sequence parallelism it would gather its input by itself; `schedule.py` gathers, then picks rows.
-        model.output_layer.sequence_parallel, model.output_layer.allreduce_dgrad = False, parallelism.tensor > 1
+        # With sequence parallelism the output layer would gather its input. `schedule.py` does that before it, because
+        # it drops the rows that predict no sampled token.
+        model.output_layer.sequence_parallel = False
+        model.output_layer.allreduce_dgrad = parallelism.tensor > 1
     if config.experts is not None and trainer.routing is Routing.REPLAY:
         rank = parallel_state.get_tensor_model_parallel_rank()
         for built in model.decoder.layers:
-            replay.install(built, rank, parallelism.tensor)
+            router_replay.install_replay(built, rank, parallelism.tensor)
     if dtype == torch.bfloat16:
         model = model.bfloat16()
     return model.cuda() if torch.cuda.is_available() else model
 
 
 def mask_padding(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Take this rank's padded vocabulary columns out of the softmax. logits [..., V / tensor]."""
+    """Set this rank's padded vocabulary columns to -inf. logits: [..., W], W columns on this tensor parallel rank."""
     width = logits.shape[-1]
     first = parallel_state.get_tensor_model_parallel_rank() * width
     if first + width <= vocab_size:

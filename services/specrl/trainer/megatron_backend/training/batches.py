@@ -1,0 +1,73 @@
+"""Validates the rollouts of a batch, and splits a batch into this rank's micro-batches.
+
+Called by every module of this package that runs the policy, and by `backend.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from specrl.errors import RecordInvalid
+from specrl.models.policy_config import PolicyConfig
+from specrl.records import TrainRollout
+from specrl.spec.trainer import Routing
+from specrl.trainer import micro_batches
+from specrl.trainer.megatron_backend.policy.tensors import MicroBatch, build_micro_batch, compute_padded_length
+from specrl.trainer.megatron_backend.training.models import RankModels
+
+
+def check_rollouts(rollouts: Sequence[TrainRollout], config: PolicyConfig) -> None:
+    """Raise RecordInvalid, on all ranks alike, for rollouts that the forward pass would fail on."""
+    if not rollouts:
+        raise RecordInvalid("rollouts must not be empty, got none; send the groups of the step")
+    experts = config.experts
+    # Layers, experts per token, and experts in total; zeros if the model has none.
+    shape = (config.num_layers, experts.per_token, experts.count) if experts is not None else (0, 0, 0)
+    for item in rollouts:
+        item.check(config.max_length, config.vocab_size)
+        item.check_experts(shape)
+
+
+def check_experts(rollouts: Sequence[TrainRollout], routing: Routing) -> None:
+    """Raise RecordInvalid for rollouts without experts if the run replays routing.
+
+    Not called for a warm-up or Score, whose rollouts need none.
+    """
+    missing = [item.rollout.rollout_id for item in rollouts if item.rollout.experts_SLK is None]
+    if missing and routing is Routing.REPLAY:
+        raise RecordInvalid(
+            f"rollouts must have the sampler's experts with trainer.routing Replay, got none in {missing[0]}; "
+            "use replicas that were started with this run file"
+        )
+
+
+def check_sets(rollouts: Sequence[TrainRollout], *, is_truncated: bool) -> None:
+    """Raise RecordInvalid for rollouts without sampling sets if the run samples with top-p or top-k.
+
+    Not called for a warm-up or Score, whose rollouts may have been sampled otherwise.
+    """
+    if is_truncated:
+        for item in rollouts:
+            item.rollout.check_recorded_sets()
+
+
+def cut_micro_batches(models: RankModels, rollouts: Sequence[TrainRollout]) -> list[MicroBatch]:
+    """Split a batch into micro-batches. Returns those of this data parallel rank."""
+    trainer = models.spec.trainer
+    groups = models.groups
+    context = groups.context.size
+    lengths = [
+        compute_padded_length(len(item.prompt_token_ids) + item.rollout.total_length, context) for item in rollouts
+    ]
+    # Megatron's interleaved schedule needs a multiple of the pipeline's size.
+    together = groups.pipeline.size if trainer.parallelism.virtual_stages > 1 else 1
+    room = trainer.micro_batch_tokens * context  # the limit is per rank
+    cuts = micro_batches.plan_micro_batches(lengths, groups.data.size, room, together)[groups.data.rank]
+    # Context parallelism splits a pass into equal chunks, and sequence parallelism splits each rank's tokens.
+    multiple = math.lcm(compute_padded_length(1, context), groups.tensor.size * context)
+    sizes = micro_batches.compute_padded_sizes(cuts, lengths, multiple, is_even=groups.pipeline.size > 1)
+    return [
+        build_micro_batch(rollouts, indices, models.state.step, groups, tokens)
+        for indices, tokens in zip(cuts, sizes, strict=True)
+    ]

@@ -1,0 +1,75 @@
+"""Computes log-probabilities of sampled tokens, without gradient, at the run's sampling temperature.
+
+Called by `policy_step.py` before a step's updates, and by `backend.py` for the call Score.
+
+Shapes: T sampled tokens of a micro-batch, N of one rollout; L and W as in `sharded_policy.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from specrl.records import TrainRollout
+from specrl.trainer.megatron_backend.policy.tensors import MicroBatch
+from specrl.trainer.megatron_backend.training.batches import cut_micro_batches
+from specrl.trainer.megatron_backend.training.models import RankModels
+
+
+def compute_proximal(models: RankModels, cuts: Sequence[MicroBatch]) -> tuple[list[torch.Tensor], float]:
+    """Compute log-probabilities [T] of every micro-batch under the current policy, and the sum of entropies in nats.
+
+    Only the last pipeline stage has them. Other stages return an empty list and 0.
+    """
+    policy = models.policy
+    found: list[torch.Tensor] = []
+    entropies: list[float] = []
+
+    def keep_logprobs(number: int, logits_LW: torch.Tensor) -> None:
+        # Entropies first: computing log-probabilities overwrites the logits.
+        entropies.append(float(policy.compute_entropies(logits_LW, cuts[number]).double().sum()))
+        found.append(policy.compute_logprobs(logits_LW, cuts[number]))
+
+    policy.run_micro_batches(cuts, keep_logprobs, models.sampling_temperature)
+    return found, sum(entropies)
+
+
+def compute_reference(models: RankModels, cuts: Sequence[MicroBatch]) -> list[torch.Tensor]:
+    """Compute log-probabilities [T] of every micro-batch under the reference.
+
+    Returns an empty list if there is no reference, and at all stages but the last.
+    """
+    found: list[torch.Tensor] = []
+    if models.reference is not None:
+        policy = models.reference
+
+        def keep_reference(number: int, logits_LW: torch.Tensor) -> None:
+            found.append(policy.compute_logprobs(logits_LW, cuts[number]))
+
+        policy.run_micro_batches(cuts, keep_reference, models.sampling_temperature)
+    return found
+
+
+def compute_scores(models: RankModels, rollouts: Sequence[TrainRollout]) -> list[npt.NDArray[np.float32]]:
+    """Compute log-probabilities [N] of each rollout's sampled tokens. Returns them at every rank."""
+    policy = models.policy
+    groups = models.groups
+    counts = [item.rollout.sampled_length for item in rollouts]
+    ends = np.cumsum([0, *counts])
+    # Each data parallel rank fills in its own rollouts. The sum over ranks is exact, since all others add zero.
+    whole = torch.zeros(int(ends[-1]), device=groups.device)
+    cuts = cut_micro_batches(models, rollouts)
+
+    def keep_scores(number: int, logits_LW: torch.Tensor) -> None:
+        found_T = policy.compute_logprobs(logits_LW, cuts[number])
+        parts = found_T.split([counts[i] for i in cuts[number].indices])
+        for index, part in zip(cuts[number].indices, parts, strict=True):
+            whole[ends[index] : ends[index + 1]] = part
+
+    policy.run_micro_batches(cuts, keep_scores, models.sampling_temperature)
+    dist.all_reduce(groups.broadcast_from_last_stage(whole), group=groups.data.group)
+    return [part.cpu().numpy() for part in torch.split(whole, counts)]
