@@ -1,13 +1,20 @@
-"""What people ask of a run while it goes on: pause, resume, a checkpoint now, another number of replicas.
+"""Requests of users and of the launcher to a running run: pause, resume, checkpoint now, change the replicas.
 
-    GOING <--resume / pause--> PAUSED     a fact of the store: durable before it is answered, so a restart keeps it
+Pause. A paused run starts no rollout and no training step. Work in progress is finished and kept. The pause is stored
+in the ledger before the request is answered, so it survives a restart of the coordinator.
 
-Paused, no new rollout and no training step begins; what is under way is finished and kept. The loop looks between two
-steps (`Loop._do_as_asked`), and is woken by `asked`; the rollout stage looks before it gives out work. A checkpoint
-that was asked for is written at the next such place; asked of a coordinator that dies before, it is forgotten.
+Checkpoint. The loop writes a requested checkpoint before the next training step. The request is not stored: it is lost
+if the coordinator dies first.
 
-How many replicas a local run has is a line of its run file: the coordinator rewrites it, says so in the status, and the
-launcher follows. In a cluster the RLJob's scale subresource says it, and nobody asks here.
+Given up. The launcher of a local run says which replicas it starts no more. This is not stored: the launcher says it
+again after a restart of the coordinator.
+
+Scale. A local run keeps its number of replicas in the run file. The coordinator rewrites that file and publishes the
+number in the status, and the launcher starts or stops replicas. In a cluster the RLJob's scale subresource holds the
+number, and this class is not involved.
+
+`requests/actions.py` calls this class. `asked` wakes the loop (`Loop._handle_user_requests`), and the callback of
+`watch_changes` wakes the rollout dispatcher.
 """
 
 from __future__ import annotations
@@ -18,82 +25,77 @@ from pathlib import Path
 
 import structlog
 
-from specrl.coordinator.board import PAUSED, Board
-from specrl.coordinator.store_link import StoreLink
+from specrl.coordinator.ledger.ledger import Ledger
+from specrl.coordinator.run_events import ReplicasScaled, RunEvents
 from specrl.files import write_text
-from specrl.spec import RunSpec, dump
+from specrl.spec import RunSpec, dump_spec
 
 log = structlog.get_logger(__name__)
 
 
 class Controls:
-    """What is asked of one run, until it is done.
+    """Holds the open requests of one run.
 
-    asked: set while the loop has something of it to do. spec: with the present number of replicas.
+    asked: set while the run is paused or a checkpoint is requested. spec: the run file with the current replicas.
     """
 
-    def __init__(self, spec: RunSpec, directory: Path, store: StoreLink, board: Board) -> None:
-        self.spec, self._run_file = spec, directory / "run.yaml"
-        self._store, self._board = store, board
+    def __init__(self, spec: RunSpec, directory: Path, ledger: Ledger, events: RunEvents) -> None:
+        self.spec = spec
+        self._run_file = directory / "run.yaml"
+        self._ledger = ledger
+        self._events = events
         self._wants_checkpoint = False
-        self._moved = asyncio.Event()
-        self._tell: Callable[[], None] = lambda: None
+        self._changed = asyncio.Event()
+        self._notify: Callable[[], None] = lambda: None
         self.asked = asyncio.Event()
-        self._settle()
+        self._update_asked()
 
-    @property
-    def is_paused(self) -> bool:
-        """Whether nothing new may begin."""
-        return bool(self._store.fact(PAUSED))
+    def watch_changes(self, notify: Callable[[], None]) -> None:
+        """Call `notify` after every request and every change of the pause. There is one such callback."""
+        self._notify = notify
 
-    def watch(self, tell: Callable[[], None]) -> None:
-        """Call `tell` whenever something is asked, done, or taken back; for whoever gives out work."""
-        self._tell = tell
+    async def pause_run(self) -> None:
+        """Pause the run. Durable when this returns. Idempotent."""
+        await self._ledger.set_paused(True)
+        self._update_asked()
 
-    async def pause(self) -> None:
-        """Nothing new begins from now on. Idempotent."""
-        await self._set_paused(True)
+    async def resume_run(self) -> None:
+        """End the pause. Durable when this returns. Idempotent."""
+        await self._ledger.set_paused(False)
+        self._update_asked()
 
-    async def resume(self) -> None:
-        """Go on. Idempotent."""
-        await self._set_paused(False)
-
-    async def _set_paused(self, paused: bool) -> None:
-        if paused != self.is_paused:
-            await self._store.set_fact(PAUSED, paused)
-            log.info("run_paused" if paused else "run_resumed", step=self._store.trained())
-            self._settle()
-
-    def checkpoint(self) -> None:
-        """Have a checkpoint written at the next boundary between two steps. Asking twice before is asking once."""
+    def request_checkpoint(self) -> None:
+        """Request a checkpoint before the next training step. Several requests until then cause one checkpoint."""
         self._wants_checkpoint = True
-        log.info("checkpoint_requested", step=self._store.trained())
-        self._settle()
+        log.info("checkpoint_requested", step=self._ledger.last_trained_step)
+        self._update_asked()
 
-    def takes_checkpoint(self) -> bool:
-        """Whether a checkpoint was asked for; whoever asks writes it."""
-        wanted, self._wants_checkpoint = self._wants_checkpoint, False
-        self._settle()
+    def take_checkpoint_request(self) -> bool:
+        """Return whether a checkpoint was requested, and clear the request. The caller must write the checkpoint."""
+        wanted = self._wants_checkpoint
+        self._wants_checkpoint = False
+        self._update_asked()
         return wanted
 
-    def scale(self, replicas: int) -> None:
-        """Have the launcher keep so many replicas. Durable, in the run file, when this returns. Raises OSError."""
+    def scale_replicas(self, replicas: int) -> None:
+        """Set the number of replicas that the launcher keeps. Durable when this returns. Raises OSError."""
         generation = self.spec.generation.model_copy(update={"replicas": replicas})
         spec = self.spec.model_copy(update={"generation": generation})
-        write_text(self._run_file, dump(spec), is_synced=True)
-        self.spec = spec
+        write_text(self._run_file, dump_spec(spec), is_synced=True)
+        self.spec = spec  # only after the write: if that fails, nothing has changed
         log.info("run_scaled", replicas=replicas)
-        self._board.scaled(replicas)
+        self._events.publish(ReplicasScaled(replicas))
 
-    async def moved(self) -> None:
-        """Wait until something else is asked."""
-        self._moved.clear()
-        await self._moved.wait()
+    async def wait_for_change(self) -> None:
+        """Wait until the next request or change of the pause. Has no limit; `_update_asked` wakes it."""
+        self._changed.clear()
+        await self._changed.wait()
 
-    def _settle(self) -> None:
-        if self.is_paused or self._wants_checkpoint:
+    def _update_asked(self) -> None:
+        """Set or clear `asked`, and wake everyone who waits for a change."""
+        if self._ledger.facts.is_paused or self._wants_checkpoint:
             self.asked.set()
         else:
             self.asked.clear()
-        self._moved.set()
-        self._tell()
+        self._changed.set()
+        self._notify()

@@ -1,0 +1,63 @@
+"""The context of a run: its spec, members, ledger, prompts and verifier. `wiring.py` builds it once per process.
+
+The loop and its parts receive the whole context instead of long argument lists. It holds no observer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from specrl.coordinator.controls import Controls
+from specrl.coordinator.ledger.continuation import IdentifiedPrompts
+from specrl.coordinator.ledger.ledger import Ledger
+from specrl.coordinator.members.registry import Registry
+from specrl.coordinator.members.replica_session import TurnSettings
+from specrl.coordinator.phase import RunPhase
+from specrl.coordinator.reports import StepTally
+from specrl.coordinator.run_events import RunEvents
+from specrl.coordinator.run_spans import RunSpans
+from specrl.records import Prompt, Reward
+from specrl.spec import RunSpec
+
+
+class PromptStream(IdentifiedPrompts, Protocol):
+    """The prompts of a run, in training order. Implemented by `specrl.prompts`."""
+
+    def prompt(self, position: int) -> Prompt:
+        """Return the prompt at this position of the shuffled stream. Positions count from 0 through all epochs."""
+
+
+class Grader(Protocol):
+    """Grades completions. Implemented by `specrl.rewards.VerifierPool`."""
+
+    async def grade(self, prompt: Prompt, text: str) -> Reward:
+        """Return the reward of a completion. If the verifier fails, the reward has no value but a reason."""
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """All that the parts of one run share.
+
+    directory: holds the run file, store, logs, checkpoints and export.
+    tally: counts for the next step report.
+    turns: tool settings of multi-turn rollouts; None if rollouts have one turn.
+    events: the parts of a run publish here, and only observers subscribe.
+    spans: traces of the run; recorded only if a trace sink is configured.
+    """
+
+    spec: RunSpec
+    directory: Path
+    registry: Registry
+    ledger: Ledger
+    phase: RunPhase
+    tally: StepTally
+    controls: Controls
+    prompts: PromptStream
+    validation_prompts: Sequence[Prompt]
+    grader: Grader
+    turns: TurnSettings | None
+    events: RunEvents
+    spans: RunSpans

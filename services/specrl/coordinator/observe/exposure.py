@@ -1,0 +1,89 @@
+"""Measures exposed generation over the last steps, by cause, and suggests how to reduce it. Shown by the live page.
+
+Exposed generation is the wall time in which the trainer is idle because it has no batch. Reducing it is what this
+system is for. Its causes are those of `specrl_coordinator_exposed_generation_seconds_total`: bufferWait (too few
+rollouts are finished) and syncDrain (replicas that joined are receiving weights).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import fmean
+
+from specrl.formats.reports import CAUSES, PhaseSeconds, ReportModel, StepReport
+from specrl.spec import RunSpec
+
+RECENT_STEPS = 10  # over which the figures are averaged
+HIDDEN_SHARE = 0.05
+"""Share of a step below which another replica would gain less than the noise between two steps."""
+DULL_ACCEPTANCE = 1.3
+"""Tokens per verification below which drafting gained little on every measured engine (docs/decisions/0005)."""
+
+
+class Exposure(ReportModel):
+    """Exposed generation, as means over the last `steps` steps."""
+
+    steps: int
+    share: float
+    """Share of the steps' wall time in which the trainer waited for rollouts, 0 to 1."""
+    step_seconds: float
+    """Wall seconds of a step."""
+    seconds: dict[str, float]
+    """Exposed seconds per step, by cause: bufferWait and syncDrain. Their sum is phases.generation."""
+    phases: PhaseSeconds
+    """Seconds per step."""
+    advice: str
+    """Advice on how to reduce it, in a sentence."""
+
+
+def measure_exposure(reports: Sequence[StepReport], spec: RunSpec, replicas: int) -> Exposure:
+    """Average the last RECENT_STEPS steps. reports: ascending. replicas: how many serve."""
+    recent = reports[-RECENT_STEPS:]
+    count = max(len(recent), 1)
+    sums = {name: sum(getattr(report.phases, name) for report in recent) for name in PhaseSeconds.model_fields}
+    phases = PhaseSeconds(**{name: total / count for name, total in sums.items()})
+    return Exposure(
+        steps=len(recent),
+        share=phases.exposed_share,
+        step_seconds=phases.wall_seconds,
+        seconds={cause: sum(r.exposed_by_cause.get(cause, 0.0) for r in recent) / count for cause in CAUSES},
+        phases=phases,
+        advice=_choose_advice(recent, phases, spec, replicas) if recent else "No step is trained yet.",
+    )
+
+
+def _choose_advice(recent: Sequence[StepReport], phases: PhaseSeconds, spec: RunSpec, replicas: int) -> str:
+    """Return the first remedy that applies, the cheapest first."""
+    share = phases.exposed_share
+    if phases.validation > phases.generation and phases.validation > HIDDEN_SHARE * phases.wall_seconds:
+        return (
+            "Steps wait for validations longer than for rollouts. Validate less often (validation.everySteps) or on "
+            "fewer problems (validation.limit)."
+        )
+    if share < HIDDEN_SHARE:
+        return "Generation is hidden behind training. Nothing needs to be done."
+    if spec.schedule.max_policy_lag == 0:
+        return "Generation and training take turns, because schedule.maxPolicyLag is 0. With 1 they overlap."
+    lengths = [r.acceptance_length for r in recent if r.acceptance_length is not None]
+    if lengths and fmean(lengths) < DULL_ACCEPTANCE:
+        return (
+            f"A verification yields {fmean(lengths):.2f} tokens, which hardly pays for drafting. Train "
+            "the drafter longer (trainer.drafter) or choose another mechanism (generation.speculation)."
+        )
+    # Generation, the bottleneck, lasts the whole step; training takes 1 - share of it. Generation scales with the
+    # replicas, so it takes as long as training with replicas / (1 - share) of them.
+    enough = math.ceil(replicas / (1 - share)) if share < 1 else 2 * replicas
+    drained = sum(r.exposed_by_cause.get("syncDrain", 0.0) for r in recent)
+    if drained > sum(r.exposed_generation for r in recent) / 2:
+        return (
+            "The trainer waits while replicas that have just joined receive weights. The events below show why "
+            "replicas join and leave; make them do so less often."
+        )
+    if replicas == 0:
+        return "No replica is serving. The events below show why."
+    return (
+        f"Generation is the bottleneck. About {max(enough, replicas + 1)} replicas instead of {replicas} would hide it "
+        "(kubectl scale, or specrl scale). If the timeline below shows idle replicas at the end of each step, a larger "
+        "schedule.maxPolicyLag keeps them busy."
+    )

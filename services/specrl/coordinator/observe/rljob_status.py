@@ -1,0 +1,153 @@
+"""Writes a run's progress and conditions into the status of its RLJob. The operator reads them; the run never waits.
+
+There is at most one write per PERIOD_S, and none while nothing has changed. Server-side apply under a field manager of
+the coordinator's own leaves the operator's fields alone. A failed write is retried later with the then newest status.
+A later RLJob of the same name cannot be overwritten by mistake: the token belongs to an account that is deleted with
+the job.
+
+The coordinator writes these conditions:
+
+- `CollectiveReady`: the first weights went through the collective that all later ones use, were verified, and met the
+  deadline. False when replicas were given up in it.
+- `DrafterReady`: replicas have the drafter that this run trains. False while it is initialised.
+- `RunFinished`: the last step is trained and the policy is exported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+import httpx2
+import structlog
+
+from specrl.coordinator.observe.observer import RunObserver
+from specrl.coordinator.requests.rljob_api import RLJobReference
+from specrl.formats.reports import Phase, StatusReport, StepReport
+from specrl.spec.rljob.manifest import API_VERSION, KIND, PLURAL
+from specrl.spec.rljob.status import CoordinatorCondition
+
+FIELD_MANAGER = "specrl-coordinator"
+PERIOD_S = 10.0
+FINAL_S = 120.0
+"""How long the coordinator retries the last write at the end of a run before it exits without it."""
+
+log = structlog.get_logger(__name__)
+
+Now = Callable[[], datetime]
+
+
+def build_rljob_status(status: StatusReport, newest: StepReport | None) -> dict[str, Any]:
+    """Build the coordinator's part of the RLJob's status, without times. newest: the last complete report, if any."""
+    progress: dict[str, Any] = {"step": status.step}
+    if status.policy_version >= 0:
+        progress["policyVersion"] = status.policy_version
+    if status.is_paused:
+        progress["paused"] = True
+    if newest is not None:
+        progress["policyLag"] = newest.policy_lag_max
+        if newest.phases.wall_seconds > 0:
+            progress["exposedGenerationShare"] = f"{newest.phases.exposed_share:.2f}"
+        if newest.acceptance_length is not None:
+            progress["acceptanceLength"] = f"{newest.acceptance_length:.2f}"
+    conditions = [
+        {"type": kind.value, "status": str(is_true), "reason": reason, "message": message[:1024]}
+        for kind, is_true, reason, message in _list_conditions(status)
+    ]
+    return {"progress": progress, "conditions": conditions}
+
+
+def _list_conditions(status: StatusReport) -> Iterator[tuple[CoordinatorCondition, bool, str, str]]:
+    """Yield each condition that is known: its type, whether it holds, reason and message."""
+    given_up = sum(count for moved, count in status.replica_transitions.items() if moved.endswith("-> stale"))
+    collective = CoordinatorCondition.COLLECTIVE_READY
+    if status.policy_version >= 0:
+        yield collective, True, "WeightsArrived", "all replicas have received the first weights"
+    elif given_up:
+        reasons = "; ".join(f"{it.id}: {it.reason}" for it in status.replicas if it.reason)
+        message = (
+            f"the first weights reached no replica; replicas were given up {given_up} times"
+            f"{f' ({reasons})' if reasons else ''}; see the logs of trainer and replicas, and check placement.nvlink, "
+            "the network between their nodes and NetworkPolicies"
+        )
+        yield collective, False, "PreflightFailed", message
+    drafter = CoordinatorCondition.DRAFTER_READY
+    if status.phase is Phase.INITIALISING:
+        progress = f" ({status.done} of {status.total})" if status.total else ""
+        yield drafter, False, "Initialising", f"{status.detail}{progress}"
+    elif status.phase is not Phase.WAITING and any(replica.drafter_version >= 0 for replica in status.replicas):
+        yield drafter, True, "Serves", "replicas serve the drafter that this run trains"
+    if status.phase is Phase.FINISHED:
+        exported = status.summary.policy_path if status.summary else ""
+        where = f"; the policy is in {exported}" if exported else ""
+        message = f"{status.steps} steps are trained{where}"
+        yield CoordinatorCondition.RUN_FINISHED, True, "MaxStepsReached", message
+
+
+class RLJobStatusWriter:
+    """Keeps the status of one RLJob up to date.
+
+    `write_changes` writes once, if anything has changed. `run` repeats it every PERIOD_S until it is cancelled.
+    """
+
+    def __init__(self, observer: RunObserver, place: RLJobReference, now: Now = lambda: datetime.now(UTC)) -> None:
+        self._observer = observer
+        self._place = place
+        self._now = now
+        self._written: dict[str, Any] | None = None  # the last status that was written
+        self._since: dict[str, tuple[str, str]] = {}  # by condition: its status, and since when it has had it
+
+    async def run(self) -> None:
+        """Write changes until cancelled."""
+        while True:
+            await self.write_changes()
+            await asyncio.sleep(PERIOD_S)
+
+    async def write_final_status(self) -> bool:
+        """Write the final status, retrying for up to FINAL_S. Returns whether it was written."""
+        try:
+            async with asyncio.timeout(FINAL_S):
+                while True:
+                    if await self.write_changes():
+                        return True
+                    await asyncio.sleep(1.0)
+        except TimeoutError:
+            log.error("rljob_final_status_not_written", rljob=self._place.name)
+            return False
+
+    async def write_changes(self) -> bool:
+        """Write the status if it has changed. Returns whether the RLJob is up to date."""
+        status = self._observer.build_status()
+        newest = self._observer.find_newest_report()
+        found = build_rljob_status(status, newest)
+        if found == self._written:
+            return True
+        body = {
+            "apiVersion": API_VERSION,
+            "kind": KIND,
+            "metadata": {"name": self._place.name},
+            "status": self._add_times(found),
+        }
+        place = self._place
+        path = f"{API_VERSION}/namespaces/{place.namespace}/{PLURAL}/{place.name}/status"
+        query = {"fieldManager": FIELD_MANAGER, "force": "true"}
+        try:
+            await place.call_api("PATCH", path, body, "application/apply-patch+yaml", **query)
+        except (httpx2.HTTPError, OSError, ValueError) as error:  # OSError: no token; ValueError: a bad certificate
+            log.warning("rljob_status_not_written", rljob=self._place.name, reason=str(error))
+            return False
+        self._written = found
+        return True
+
+    def _add_times(self, found: dict[str, Any]) -> dict[str, Any]:
+        """Add times. A condition's lastTransitionTime changes only with its status, as Kubernetes defines it."""
+        moment = self._now().strftime("%Y-%m-%dT%H:%M:%SZ")
+        conditions = []
+        for condition in found["conditions"]:
+            known_status, since = self._since.get(condition["type"], ("", moment))
+            since = since if known_status == condition["status"] else moment
+            self._since[condition["type"]] = condition["status"], since
+            conditions.append(condition | {"lastTransitionTime": since})
+        return {"progress": found["progress"] | {"lastUpdateTime": moment}, "conditions": conditions}

@@ -1,0 +1,1 @@
+"""The live page and its REST API. `app.py` lists the routes."""
