@@ -1,1 +1,1 @@
-"""gRPC as the rest of specrl sees it: typed clients, one way to serve, errors that keep their class across the wire."""
+"""gRPC between the processes of a run: typed clients, one server, and errors that keep their class over the wire."""

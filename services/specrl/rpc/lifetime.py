@@ -1,4 +1,7 @@
-"""How long a serving process lives: until it is told to stop, or until one of the things it does ends."""
+"""Lifetime of a serving process: it ends on a signal, or when one of its tasks ends.
+
+The main functions of the trainer and of a replica call it, and `membership.py`.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,11 @@ from collections.abc import Coroutine
 from typing import Any
 
 
-async def first_to_end(*coroutines: Coroutine[Any, Any, None]) -> None:
-    """Run all until one ends; cancel the others; raise what it raised. Of several, the last given counts.
+async def run_until_first_ends(*coroutines: Coroutine[Any, Any, object]) -> None:
+    """Run all coroutines until one ends, cancel the others, and raise its error.
 
-    With `told_to_stop` given last, an interrupt that reaches the process's children too is an interrupt, not the
-    failure that their deaths look like.
+    If several have ended, the last argument wins. So pass `wait_for_signal` last: Ctrl-C reaches the child processes,
+    too, and their deaths then do not count as a failure.
     """
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
@@ -21,17 +24,27 @@ async def first_to_end(*coroutines: Coroutine[Any, Any, None]) -> None:
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)  # so that their cleanup is done when this returns
 
 
-async def told_to_stop(*signals: signal.Signals) -> None:
-    """Return when the process receives one of `signals`; SIGTERM or SIGINT unless told otherwise."""
-    told, loop = asyncio.Event(), asyncio.get_running_loop()
-    signals = signals or (signal.SIGTERM, signal.SIGINT)
-    for number in signals:
+def wait_for_signal(*signals: signal.Signals) -> Coroutine[Any, Any, None]:
+    """Take `signals` over, and return a coroutine that ends when one arrives; without arguments, SIGTERM or SIGINT.
+
+    They are taken over by the call itself. So a process that calls it before it says that it serves is not ended by
+    Python's own handlers in between. The coroutine gives them back at its end.
+    """
+    # The loop's handlers replace Python's own, which would raise KeyboardInterrupt anywhere.
+    told = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    taken = signals or (signal.SIGTERM, signal.SIGINT)
+    for number in taken:
         loop.add_signal_handler(number, told.set)
-    try:
-        await told.wait()
-    finally:
-        for number in signals:
-            loop.remove_signal_handler(number)
+
+    async def wait() -> None:
+        try:
+            await told.wait()
+        finally:
+            for number in taken:
+                loop.remove_signal_handler(number)
+
+    return wait()

@@ -1,36 +1,40 @@
-"""How a replica or the trainer stays known to the coordinator.
+"""Keeps a replica or the trainer registered with the coordinator.
 
     UNKNOWN --register--> KNOWN --heartbeat--> KNOWN
-    KNOWN --coordinator answers "unknown" (it restarted) or cannot be reached--> UNKNOWN
-    any --told to stop, or the coordinator answers "leave"--> LEAVING --drained, or nobody is there--> (ends)
+    KNOWN --coordinator replies "unknown" (it restarted) or is unreachable--> UNKNOWN
+    any --signal, or the coordinator replies "leave"--> LEAVING --drained, or coordinator unreachable--> (ends)
 
-The loop never gives up by itself: a coordinator that is down comes back under the same address, and a peer that nobody
-wants is stopped by whoever started it. Pauses between attempts grow to `MAX_PAUSE_S`, less up to a half at random: the
-peers of a run lose their coordinator at the same moment, and must not all ask the next one at the same moments.
+The loop retries without a limit. A restarted coordinator has the same address, and the launcher or the operator stops a
+peer that is no longer needed. Pauses between attempts double up to `MAX_PAUSE_S`. They have jitter, because all peers
+of a run lose their coordinator at the same moment and must not all reconnect at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from typing import Any
 
 import structlog
 
 from specrl.errors import RunInvalid, SpecrlError
 from specrl.records import GenerationStatus, HeldRollout, Peer
 from specrl.rpc.clients import CoordinatorClient
+from specrl.rpc.lifetime import run_until_first_ends
 
-FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 2.0
+FIRST_PAUSE_S = 0.1
+MAX_PAUSE_S = 2.0
+"""Bounds how long a peer stays away from a coordinator that is back."""
 
 log = structlog.get_logger(__name__)
 
 
 def draw_pauses(draw: Callable[[], float]) -> Iterator[float]:
-    """Seconds to wait before each further attempt, without end. draw: uniform in [0, 1).
+    """Yield the seconds to wait before each further attempt, for ever. draw: uniform in [0, 1).
 
-    A pause has a ceiling, which doubles from FIRST_PAUSE_S to MAX_PAUSE_S, and lies between its half and itself ("equal
-    jitter"). So no peer asks again at once. "Full jitter", between 0 and the ceiling, would let some.
+    The ceiling of a pause doubles from FIRST_PAUSE_S to MAX_PAUSE_S. A pause lies between half of its ceiling and the
+    ceiling ("equal jitter"). "Full jitter", between 0 and the ceiling, would let some peers retry at once.
     """
     ceiling_s = FIRST_PAUSE_S
     while True:
@@ -42,70 +46,75 @@ async def stay_registered(  # noqa: PLR0913 - the source of chance is a paramete
     coordinator: CoordinatorClient,
     peer: Peer,
     generation_status: Callable[[], Awaitable[GenerationStatus]] | None = None,
-    held: Callable[[], Sequence[HeldRollout]] = tuple,
+    list_held_rollouts: Callable[[], Sequence[HeldRollout]] = tuple,
     leaving: asyncio.Event | None = None,
     *,
-    draw: Callable[[], float] = random.random,
+    draw: Callable[[], float] = random.random,  # noqa: S311 - spreads retries; nothing secret
 ) -> None:
-    """Register and heartbeat until cancelled. `generation_status` rides along with all that a replica says.
+    """Register and send heartbeats until cancelled.
 
-    held: what a replica that registers holds from before.
-    leaving: set when the coordinator wants the peer to leave; once it is set nobody registers any more.
-    draw: uniform in [0, 1), for the pauses between attempts.
-    Raises RunInvalid when the coordinator refuses this peer for good: it runs another run file.
+    generation_status: a replica's status, sent with registrations and heartbeats. list_held_rollouts: lists the
+    rollouts that a replica holds, sent with registrations. leaving: is set here when the coordinator dismisses the
+    peer; while it is set, the peer does not register again. draw: uniform in [0, 1), for the pauses between attempts.
+
+    Raises RunInvalid if the coordinator refuses the peer for good, because its run file differs.
     """
     leaving = leaving or asyncio.Event()
-    interval_s, is_known, is_reported = 1.0, False, False
+    interval_s = 1.0  # until the first registration says
+    is_known = False
+    is_reported = False  # whether this loss of the coordinator has been logged: once, not once per attempt
     pauses = draw_pauses(draw)
     while True:
         try:
             if not is_known and not leaving.is_set():
                 status = await generation_status() if generation_status is not None else None
-                reply = await coordinator.register(peer, status, held())
-                interval_s, is_known, is_reported = reply.heartbeat_interval_s, True, False
+                reply = await coordinator.register_peer(peer, status, list_held_rollouts())
+                interval_s = reply.heartbeat_interval_s
+                is_known = True
+                is_reported = False
                 pauses = draw_pauses(draw)
                 log.info("registered", peer=peer.peer_id, run=reply.run)
             await asyncio.sleep(interval_s)
+            # The status is read after the pause, so that a heartbeat never carries an old one.
             status = await generation_status() if generation_status is not None else None
-            answer = await coordinator.heartbeat(peer.peer_id, peer.incarnation, status)
-            is_known = answer.is_known
+            answer = await coordinator.send_heartbeat(peer.peer_id, peer.incarnation, status)
+            is_known = answer.is_known  # False: registers in the next round, without a pause
             if answer.must_leave and not leaving.is_set():
                 log.info("dismissed", peer=peer.peer_id)
                 leaving.set()
-        except RunInvalid:
+        except RunInvalid:  # a retry cannot help: the run files differ
             raise
         except SpecrlError as error:
             if not is_reported:
                 log.warning("coordinator_lost" if is_known else "coordinator_not_reached", reason=str(error))
-            is_known, is_reported = False, True
+            is_known = False
+            is_reported = True
             await asyncio.sleep(next(pauses))
 
 
-async def drain_when_told(
-    coordinator: CoordinatorClient, peer: Peer, leaving: asyncio.Event, told: Awaitable[None], drain_s: float
+async def drain_on_request(
+    coordinator: CoordinatorClient,
+    peer: Peer,
+    leaving: asyncio.Event,
+    stop_requested: Coroutine[Any, Any, None],
+    drain_s: float,
 ) -> None:
-    """Wait until `told` is done or `leaving` is set; then drain, for `drain_s` at most, and return.
+    """Wait until `stop_requested` completes or `leaving` is set. Then drain for at most `drain_s` seconds, and return.
 
-    A coordinator that cannot be reached takes no rollouts: then there is nothing to wait for.
+    If the coordinator is unreachable, returns at once: nobody would receive the rollouts.
     """
-    waits = [asyncio.ensure_future(told), asyncio.ensure_future(leaving.wait())]
-    try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for wait in waits:
-            wait.cancel()
-        await asyncio.gather(*waits, return_exceptions=True)
-    leaving.set()
+    await run_until_first_ends(stop_requested, leaving.wait())
+    leaving.set()  # before Leave: `stay_registered` must not register a peer again that is about to leave
     log.info("drain_begun", peer=peer.peer_id, at_most_s=drain_s)
     try:
-        await coordinator.leave(peer.peer_id, peer.incarnation, drain_s)
+        await coordinator.leave_run(peer.peer_id, peer.incarnation, drain_s)
     except SpecrlError as error:
-        log.info("drain_broken_off", reason=str(error))
+        log.info("drain_failed", reason=str(error))
 
 
-async def say_goodbye(coordinator: CoordinatorClient, peer: Peer) -> None:
-    """Leave, best effort: a coordinator that is gone already needs no goodbye."""
+async def leave_without_drain(coordinator: CoordinatorClient, peer: Peer) -> None:
+    """Leave the run without a drain. Errors are only logged: a coordinator that is gone has nothing to remove."""
     try:
-        await coordinator.leave(peer.peer_id, peer.incarnation)
+        await coordinator.leave_run(peer.peer_id, peer.incarnation)
     except SpecrlError as error:
-        log.info("goodbye_unheard", reason=str(error))
+        log.info("leave_failed", reason=str(error))

@@ -1,15 +1,21 @@
-"""One way to serve gRPC: a port that is really ours, messages that can be read, and errors that arrive as raised.
+"""The gRPC server of every process: checks each call, and sends errors so that clients can raise the same class.
 
-    bytes --of a role that may call?--> --not too many?--> --protobuf?--> servicer --> answer --not too large?--> bytes
+    metadata --token--> request bytes --caller's role--> --size limit--> --protobuf--> servicer
+    servicer --> reply --size limit--> reply bytes
 
-What fails on the way is a SpecrlError, and becomes its own gRPC status with the class's name in the trailing metadata;
-`clients.py` turns it back. Anything else is our bug: it is logged with its traceback and answered INTERNAL. Each is
-counted, and the server goes on.
+A call without the run's token is refused before its request is read. Connections, streams and metadata are bounded, and
+refusals are paced, so that hostile callers cost little (`PACE_PER_S`).
+
+A SpecrlError becomes its gRPC status, with the class name in the trailing metadata; `clients.py` raises it again. Any
+other exception is a bug of specrl: it is logged with its traceback and answered with INTERNAL. Both are counted in a
+metric, and the server continues.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -19,197 +25,272 @@ import structlog
 from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import DecodeError
 
-from specrl.errors import MessageTooLarge, PortTaken, RecordInvalid, SpecrlError
+from specrl.errors import MessageTooLarge, PortTaken, RecordInvalid, SpecrlError, TokenRefused
 from specrl.rpc.limits import LARGEST_BYTES
-from specrl.rpc.tls import Guard
+from specrl.rpc.run_token import PROOF_KEY, RunToken
+from specrl.rpc.tls import CallerGuard
 from specrl.telemetry import metrics
-from specrl.telemetry.spans import METHOD, SILENT, OpenSpan, Recorder, SpanName, continue_from
+from specrl.telemetry.pace import Pace
+from specrl.telemetry.spans import METHOD, SILENT_RECORDER, Recorder, SpanName, continue_trace
 
 ERROR_CLASS_KEY = "specrl-error"
+"""Trailing metadata: the class name of the error, see `errors.ERRORS_BY_NAME`."""
+
 TRACEPARENT = "traceparent"
-"""Metadata: the caller's span, as W3C Trace Context writes it. One that is malformed is passed over."""
+"""Metadata: the caller's span (W3C Trace Context). A malformed one is ignored."""
 
 DETAILS_BYTES = 2000
-"""Of an error's message. It travels as a header, in which a byte may take three, and headers may take 8 KiB."""
+"""Longest error message. gRPC percent-encodes it into a header, up to 3 bytes per byte, and limits headers to 8 KiB."""
 
 UNEXPECTED = "Unexpected"
-"""In place of the error's class where it is none of ours: a bug."""
+"""Sent in place of the class name for an exception that is no SpecrlError."""
 
 type Context = grpc.aio.ServicerContext[Any, Any]
 
 log = structlog.get_logger(__name__)
 
 
-def channel_options(limit_bytes: int) -> list[tuple[str, int]]:
-    """What both sides tell gRPC. It refuses without words and uncounted, so it refuses only what is twice too large."""
+UNKNOWN_METHOD = "unknown"
+"""Label of refused calls to methods that do not exist: the caller chooses their names."""
+
+MAX_CONNECTIONS = 512
+"""Most open connections of a server: four for each of 64 replicas, and as many of others. Others are closed at once."""
+
+MAX_STREAMS = 32
+"""Most calls at once over one connection; further ones wait at the caller. Our clients have at most eight."""
+
+METADATA_BYTES = 8 << 10
+"""Longest metadata of a call. gRPC refuses some calls above it, and all that are twice as long."""
+
+HANDSHAKE_S = 5
+"""Longest wait for a new connection to begin HTTP/2, TLS included. gRPC's default is two minutes."""
+
+IDLE_S = 300
+"""A connection without calls is closed after so long. Our clients open another one for their next call."""
+
+KEEPALIVE_S = 60
+"""Pause between pings to a silent client, and longest wait for the answer. It ends connections that read nothing."""
+
+PACE_PER_S = 20.0
+"""Most calls without the run's token that are answered in a second; further ones wait for their turn.
+
+A refused call takes about 0.4 ms of the event loop. While it waits it counts as one of its connection's MAX_STREAMS.
+"""
+
+PACE_BURST = 20
+"""Refusals that are answered at once after a quiet time."""
+
+
+def make_server_options(limit_bytes: int) -> list[tuple[str, int]]:
+    """Options of servers: those of channels, and bounds on what a hostile client can hold."""
+    return [
+        *make_channel_options(limit_bytes),
+        ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+        ("grpc.max_concurrent_streams", MAX_STREAMS),
+        ("grpc.max_metadata_size", METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", 2 * METADATA_BYTES),
+        ("grpc.server_handshake_timeout_ms", 1000 * HANDSHAKE_S),
+        ("grpc.max_connection_idle_ms", 1000 * IDLE_S),
+        ("grpc.keepalive_time_ms", 1000 * KEEPALIVE_S),
+        ("grpc.keepalive_timeout_ms", 1000 * KEEPALIVE_S),
+    ]
+
+
+def make_channel_options(limit_bytes: int) -> list[tuple[str, int]]:
+    """Options of clients and servers.
+
+    gRPC's own size check returns no useful error and increments no metric. It is set to twice our limit, so that
+    `check_size` fires first.
+    """
     most = min(2 * limit_bytes, LARGEST_BYTES)
     return [
         ("grpc.max_send_message_length", most),
         ("grpc.max_receive_message_length", most),
-        ("grpc.so_reuseport", 0),
+        ("grpc.so_reuseport", 0),  # else two servers may share a port, and PortTaken is never raised
     ]
 
 
-def count_from_zero(service: ServiceDescriptor) -> None:
-    """Export how often each method of a service has failed by a bug, before it does: alerts look at increases."""
+def export_zero_counts(service: ServiceDescriptor) -> None:
+    """Export 0 bugs for each method.
+
+    Alerts look at increases, and a series that starts with its first bug has none.
+    """
     for method in service.methods:
         metrics.CALLS_REFUSED.labels(f"/{service.full_name}/{method.name}", UNEXPECTED)
 
 
 def check_size(what: str, size_bytes: int, limit_bytes: int) -> None:
-    """Raise MessageTooLarge for a message that is larger than any of its run may be."""
+    """Raise MessageTooLarge if a message exceeds the run's limit. what: names the message in the error."""
     if size_bytes > limit_bytes:
         raise MessageTooLarge(
-            f"{what} must be at most {limit_bytes} bytes, the largest that its run needs, got {size_bytes}; use one "
-            "run file everywhere, or lower schedule.promptsPerStep, schedule.groupSize or generation.sampling.maxTokens"
+            f"{what} must be at most {limit_bytes} bytes, the limit of this run file, got {size_bytes}; use one run "
+            "file everywhere, or lower schedule.promptsPerStep, schedule.groupSize or generation.sampling.maxTokens"
         )
 
 
 @dataclass(frozen=True)
-class Border:
-    """What a server asks of calls, and whom it tells of them.
+class ServerOptions:
+    """Settings with which a server checks and traces calls.
 
-    limit_bytes: of every message, in and out (`limits.py`). guard: mutual TLS with callers of its roles; without one,
-    anybody who reaches the port may call. recorder: hears of calls that are part of a caller's span, in this lane.
+    limit_bytes: largest message, in and out (`limits.py`). guard: requires mutual TLS and a caller of its roles; None:
+    anybody who reaches the port may call. token: requires a proof of the run's token; None asks for none. recorder:
+    records a span for each call whose caller sent one. lane: the spans' lane in the trace.
     """
 
     limit_bytes: int = LARGEST_BYTES
-    guard: Guard | None = None
-    recorder: Recorder = SILENT
+    guard: CallerGuard | None = None
+    token: RunToken | None = None
+    recorder: Recorder = SILENT_RECORDER
     lane: str = ""
 
 
-ANYBODY = Border()
-"""For servers of one machine."""
+OPEN_SERVER = ServerOptions()
+"""Options of servers that anybody may call who reaches them, as in tests and benchmarks."""
 
 
-async def serve(
-    register: Callable[[grpc.aio.Server], None],
-    host: str,
-    port: int,
-    border: Border = ANYBODY,
+async def start_server(
+    register: Callable[[grpc.aio.Server], None], host: str, port: int, options: ServerOptions = OPEN_SERVER
 ) -> tuple[grpc.aio.Server, int]:
-    """Start a server with the servicers that `register` adds. port 0 takes any free one. Returns (server, port).
+    """Start a server with the servicers that `register` adds. Returns (server, port).
 
-    Raises PortTaken.
+    port: 0 takes any free one. Raises PortTaken.
     """
-    server = grpc.aio.server(options=channel_options(border.limit_bytes), interceptors=[_Checks(border)])
+    checks = _CallChecks(options)
+    server = grpc.aio.server(options=make_server_options(options.limit_bytes), interceptors=[checks])
     register(server)
     address = f"{host}:{port}"
     try:
-        if border.guard is None:
+        if options.guard is None:
             bound = server.add_insecure_port(address)
         else:
-            bound = server.add_secure_port(address, border.guard.credentials())
+            bound = server.add_secure_port(address, options.guard.server_credentials())
     except RuntimeError as error:
         raise PortTaken(
-            f"the gRPC address must be free, got {host}:{port} taken by another process; choose another port or use 0"
+            f"the gRPC address must be free, got {host}:{port}, which another process uses; choose another port, or 0"
         ) from error
+    checks.port = bound
     await server.start()
-    return server, bound
+    return server, bound  # the port that was bound, which is another one than `port` if that was 0
 
 
-class _Checks(grpc.aio.ServerInterceptor):
-    """Wraps every handler of this server's three call shapes: unary-unary, stream-stream and stream-unary.
+class _CallChecks(grpc.aio.ServerInterceptor):
+    """Wraps every handler, for the three kinds of calls in use: unary-unary, stream-unary and stream-stream.
 
-    gRPC would read requests itself, and answer what it cannot read in words of its own: so it is given no codec, and
-    hands over bytes. Handlers are untyped: types-grpcio describes those of the server with threads alone.
+    The wrapped handlers have no codec, so that gRPC passes bytes. It would otherwise parse requests itself, and answer
+    malformed ones with errors of its own. Handlers are untyped, because types-grpcio describes only those of the
+    threaded server.
+
+    port: of the server, for which proofs of the token are made; set before the server starts.
     """
 
-    def __init__(self, border: Border) -> None:
-        self._border = border
-        self._limit_bytes, self._guard = border.limit_bytes, border.guard
+    def __init__(self, options: ServerOptions) -> None:
+        self._options = options
+        self._pace = Pace(PACE_PER_S, PACE_BURST)
+        self.port = 0
 
     async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
         handler = await continuation(handler_call_details)
-        if handler is None:
+        if self._options.token is not None:
+            try:
+                proof = _read_metadata(handler_call_details.invocation_metadata, PROOF_KEY)
+                self._options.token.check_proof(self.port, proof)
+            except TokenRefused as error:
+                label = UNKNOWN_METHOD if handler is None else handler_call_details.method
+                return self._make_refusing_handler(label, error)
+        if handler is None:  # an unknown method; gRPC answers UNIMPLEMENTED
             return handler
         method = handler_call_details.method
-        caller = _caller(handler_call_details.invocation_metadata)
+        traceparent = _read_metadata(handler_call_details.invocation_metadata, TRACEPARENT)
+        caller = traceparent if isinstance(traceparent, str) else ""
 
-        def span() -> OpenSpan:
-            """Of this call, if it is part of one of the caller's. The task is the call's own."""
-            continue_from(caller)
+        @asynccontextmanager
+        async def answer_call(context: Context) -> AsyncIterator[None]:
+            """Check and trace one call around its servicer, below the caller's span if it sent one."""
+            continue_trace(caller)  # gRPC runs each call in its own task, so the context variable is this call's
             name = method.removeprefix("/")
-            return self._border.recorder.begin(SpanName.CALL, self._border.lane, None, **{METHOD: name})
+            with self._options.recorder.begin_span(SpanName.CALL, self._options.lane, None, **{METHOD: name}) as span:
+                try:
+                    if self._options.guard is not None:
+                        self._options.guard.check_caller(method, context.auth_context())
+                    yield
+                except Exception as error:  # noqa: BLE001 - the edge of the process: answer, count, go on
+                    span.end(type(error).__name__)
+                    await _abort_call(method, context, error)
 
-        def admit(context: Context) -> None:
-            if self._guard is not None:
-                self._guard.check(method, context.auth_context())
-
-        def request_of(data: bytes) -> Any:
-            check_size(f"a request to {method}", len(data), self._limit_bytes)
+        def decode_request(data: bytes) -> Any:
+            check_size(f"a request to {method}", len(data), self._options.limit_bytes)
             try:
                 return handler.request_deserializer(data)
             except DecodeError as error:
                 raise RecordInvalid(
-                    f"a request to {method} must be the protobuf message of its name, got {len(data)} other bytes; "
-                    "use the same version of specrl everywhere"
+                    f"a request to {method} must be its protobuf message, got {len(data)} other bytes; use the same "
+                    "version of specrl everywhere"
                 ) from error
 
-        def bytes_of(reply: Any) -> bytes:
+        def encode_reply(reply: Any) -> bytes:
             data: bytes = handler.response_serializer(reply)
-            check_size(f"an answer of {method}", len(data), self._limit_bytes)
+            check_size(f"a reply of {method}", len(data), self._options.limit_bytes)
             return data
 
-        async def answer(data: bytes, context: Context) -> Any:
-            with span() as open_span:
-                try:
-                    admit(context)
-                    return bytes_of(await handler.unary_unary(request_of(data), context))
-                except Exception as error:  # noqa: BLE001 - the edge of the process: answer, count, go on
-                    open_span.end(type(error).__name__)
-                    await _refuse(method, context, error)
-
-        async def requests_of(parts: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+        async def decode_requests(parts: AsyncIterator[bytes]) -> AsyncIterator[Any]:
             async for data in parts:
-                yield request_of(data)
+                yield decode_request(data)
 
-        async def gather(parts: AsyncIterator[bytes], context: Context) -> Any:
-            with span() as open_span:
-                try:
-                    admit(context)
-                    return bytes_of(await handler.stream_unary(requests_of(parts), context))
-                except Exception as error:  # noqa: BLE001 - the edge of the process: answer, count, go on
-                    open_span.end(type(error).__name__)
-                    await _refuse(method, context, error)
+        async def handle_unary_unary(data: bytes, context: Context) -> Any:
+            async with answer_call(context):
+                return encode_reply(await handler.unary_unary(decode_request(data), context))
 
-        async def converse(parts: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
-            with span() as open_span:
-                try:
-                    admit(context)
-                    async for item in handler.stream_stream(requests_of(parts), context):
-                        yield bytes_of(item)
-                except Exception as error:  # noqa: BLE001 - the edge of the process: answer, count, go on
-                    open_span.end(type(error).__name__)
-                    await _refuse(method, context, error)
+        async def handle_stream_unary(parts: AsyncIterator[bytes], context: Context) -> Any:
+            async with answer_call(context):
+                return encode_reply(await handler.stream_unary(decode_requests(parts), context))
 
+        async def handle_stream_stream(parts: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
+            async with answer_call(context):
+                async for item in handler.stream_stream(decode_requests(parts), context):
+                    yield encode_reply(item)
+
+        # grpc.aio stores a handler's function in the attribute of its kind; the others are None.
         if handler.stream_unary is not None:
-            return grpc.stream_unary_rpc_method_handler(gather)
+            return grpc.stream_unary_rpc_method_handler(handle_stream_unary)
         if handler.unary_unary is not None:
-            return grpc.unary_unary_rpc_method_handler(answer)
-        return grpc.stream_stream_rpc_method_handler(converse)
+            return grpc.unary_unary_rpc_method_handler(handle_unary_unary)
+        return grpc.stream_stream_rpc_method_handler(handle_stream_stream)
+
+    def _make_refusing_handler(self, method: str, error: TokenRefused) -> Any:
+        """Make a handler that refuses a call. A handler of streams, so that gRPC reads nothing of the request."""
+
+        async def refuse_call(_parts: AsyncIterator[bytes], context: Context) -> None:
+            wait_s = self._pace.take_turn()
+            if wait_s:
+                await asyncio.sleep(wait_s)
+            await _abort_call(method, context, error)
+
+        return grpc.stream_stream_rpc_method_handler(refuse_call)
 
 
-def _caller(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    """The traceparent of a call, or what was sent in its place; empty without one."""
-    found = next((value for key, value in metadata or () if key == TRACEPARENT), "")
-    return found if isinstance(found, str) else ""
+def _read_metadata(metadata: Iterable[tuple[str, str | bytes]] | None, wanted: str) -> str | bytes | None:
+    """Return the first value of a key in a call's metadata; None without one."""
+    return next((value for key, value in metadata or () if key == wanted), None)
 
 
-async def _refuse(method: str, context: Context, error: Exception) -> NoReturn:
-    """Answer a call with an error."""
-    if isinstance(error, grpc.aio.AbortError):  # a servicer has answered already
+async def _abort_call(method: str, context: Context, error: Exception) -> NoReturn:
+    """Abort a call with the status, message and class name of an error. Logs and counts it."""
+    if isinstance(error, grpc.aio.AbortError):  # the servicer has aborted the call already
         raise error
     if isinstance(error, SpecrlError):
-        name, status, details = type(error).__name__, error.grpc_status, str(error)
+        name = type(error).__name__
+        status = error.grpc_status
+        details = str(error)
         log.debug("call_refused", method=method, error=name, reason=details)
     else:
-        name, status, details = UNEXPECTED, "INTERNAL", f"{method} must not fail like this; see the log of the server"
+        name = UNEXPECTED
+        status = "INTERNAL"
+        details = f"{method} failed because of a bug in specrl; see the server's log"
         log.error("call_failed", method=method, exc_info=error)
     metrics.CALLS_REFUSED.labels(method, name).inc()
-    encoded = details.encode("utf-8", "backslashreplace")  # half of a surrogate pair is no UTF-8
-    if len(encoded) > DETAILS_BYTES:  # the middle goes: a long value may stand before or after what is wrong with it
+    # The message is a header: valid UTF-8 of limited size, whatever the request put into it.
+    encoded = details.encode("utf-8", "backslashreplace")  # a lone surrogate cannot be encoded otherwise
+    if len(encoded) > DETAILS_BYTES:  # cut the middle: the reason may stand before or after a long value
         encoded = encoded[: DETAILS_BYTES // 2] + b" ... " + encoded[-DETAILS_BYTES // 2 :]
     await context.abort(getattr(grpc.StatusCode, status), encoded.decode("utf-8", "ignore"), ((ERROR_CLASS_KEY, name),))
-    raise AssertionError("abort raises")
+    raise AssertionError("abort raises")  # grpc.aio types abort as returning

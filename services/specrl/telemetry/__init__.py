@@ -1,1 +1,1 @@
-"""Logs and metrics. Every metric is declared in `metrics`; every process calls `logs.configure` once."""
+"""Logs, metrics and traces. `metrics` declares every metric; every process calls `configure_logging` once."""

@@ -1,7 +1,8 @@
-"""Logs: JSON lines in pods and files, readable text on a terminal. Event names are in the past tense (docs/logs.md).
+"""Configures logging: JSON lines in pods and files, readable text on a terminal. docs/logs.md lists all events.
 
-What libraries log and warn of takes the same way, with its `logger`. Prompts and completions are never logged above
-DEBUG: no event has them, and a traceback shows no values. A line that cannot be written is lost, and nothing else.
+Logs and warnings of libraries go through the same handlers, with their `logger`. Prompts and completions never appear
+above DEBUG: no event has them, and tracebacks show no local variables. A line that cannot be written is dropped; it
+never stops the program.
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ from typing import Any
 import structlog
 
 Tap = Callable[[str, str, Mapping[str, Any]], None]
-"""Is told of every line: level, event, fields."""
+"""Called with level, event and fields of every line."""
 
+# Not passed to a tap: these fields are in every line.
 _OF_EVERY_LINE = ("event", "level", "timestamp", "process", "run", "exc_info")
 QUIET = ("httpx2", "httpcore2", "asyncio", "grpc", "urllib3", "uvicorn")
-"""Libraries whose INFO says nothing of a run."""
+"""Libraries whose INFO messages do not concern the run; only their warnings are logged."""
 
 
-class _Diagnostics(StringIO):
-    """Standard error, but for lines that it refuses, as a log file on a full disk does: those are lost.
+class _LossyStderr(StringIO):
+    """Standard error that drops what cannot be written, for example when it is a file on a full disk.
 
-    A program must not fail where it only tells what it does. The standard library's handlers drop such lines, too.
+    A failing log must not stop the program. The handlers of the standard library drop such lines, too.
     """
 
     def write(self, text: str) -> int:
@@ -39,59 +41,59 @@ class _Diagnostics(StringIO):
             sys.stderr.flush()
 
 
-def configure(level: str, process: str, run: str, tap: Tap | None = None) -> None:
-    """Set up logging of this process; `process` and `run` are in every line, whichever thread writes it.
+def configure_logging(level: str, process: str, run: str, tap: Tap | None = None) -> None:
+    """Set up logging of this process. Call it once, before anything logs.
 
-    Call once, first. tap: shows what structlog's loggers say somewhere else, too.
+    process, run: fields of every line, from any thread. tap: also called with each line of structlog's loggers.
     """
-    is_terminal = sys.stderr.isatty()
 
-    def bound(_logger: Any, _name: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    # Not structlog's contextvars: a thread that starts later would not have them.
+    def add_process_fields(_logger: Any, _name: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
         return {"process": process, "run": run} | dict(event)
 
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
-        bound,
+        add_process_fields,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
-    last = _on_terminal() if is_terminal else [structlog.processors.format_exc_info, _as_json()]
-    output = _Diagnostics()
+    # The last processors render a line. JSON needs tracebacks as text; a terminal renders them itself.
+    last: list[structlog.typing.Processor] = [
+        structlog.processors.format_exc_info,
+        structlog.processors.JSONRenderer(default=str),  # a path or an exception must not lose the line
+    ]
+    if sys.stderr.isatty():
+        # rich shows local variables in tracebacks by default. They may hold prompts.
+        traceback = structlog.dev.RichTracebackFormatter(show_locals=False)
+        last = [structlog.dev.ConsoleRenderer(exception_formatter=traceback)]
+    output = _LossyStderr()
     structlog.configure(
-        processors=[*shared, *([] if tap is None else [_tapped(tap)]), *last],
+        processors=[*shared, *([] if tap is None else [_make_tap(tap)]), *last],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
         logger_factory=structlog.WriteLoggerFactory(file=output),
-        cache_logger_on_first_use=False,
+        cache_logger_on_first_use=False,  # module-level loggers exist before this call
     )
     handler = logging.StreamHandler(output)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
+            # The lines of libraries get the same fields as ours.
             foreign_pre_chain=[structlog.stdlib.add_logger_name, structlog.stdlib.ExtraAdder(), *shared],
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last],
         )
     )
+    # `force` removes handlers that libraries have installed on import; their lines would appear twice.
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    logging.captureWarnings(True)
+    logging.captureWarnings(True)  # Python's warnings become lines of the logger py.warnings
     for noisy in QUIET:
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
-def _as_json() -> structlog.typing.Processor:
-    return structlog.processors.JSONRenderer(default=str)
+def _make_tap(tap: Tap) -> structlog.types.Processor:
+    """Make a processor that passes each line to `tap` and leaves it unchanged."""
 
-
-def _on_terminal() -> list[structlog.typing.Processor]:
-    """Without local variables in tracebacks, which rich shows by default: they hold prompts."""
-    traceback = structlog.dev.RichTracebackFormatter(show_locals=False)
-    return [structlog.dev.ConsoleRenderer(exception_formatter=traceback)]
-
-
-def _tapped(tap: Tap) -> structlog.types.Processor:
-    """A processor that changes nothing and tells `tap`."""
-
-    def tell(_logger: Any, _method: str, line: structlog.types.EventDict) -> structlog.types.EventDict:
+    def call_tap(_logger: Any, _method: str, line: structlog.types.EventDict) -> structlog.types.EventDict:
         fields = {name: value for name, value in line.items() if name not in _OF_EVERY_LINE}
         tap(str(line["level"]), str(line["event"]), fields)
         return line
 
-    return tell
+    return call_tap

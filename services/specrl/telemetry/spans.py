@@ -1,13 +1,13 @@
-"""Spans: which part of a run's work took how long, where, and as part of what. Handed to whoever listens when they end.
+"""Records spans: named, timed pieces of a run's work, each with its parent. Finished spans go to sinks.
 
-    Recorder.begin --> OpenSpan --end--> Span --> every sink
+    Recorder.begin_span --> OpenSpan --end--> Span --> every sink
 
-A span knows the span that it is part of, also across processes: what runs inside of `with recorder.begin(...)` is below
-it, calls over gRPC included, since `rpc/clients.py` sends the present span as W3C `traceparent` and `rpc/server.py`
-takes it up. The present span is a context variable, one per task of the event loop; nothing else here is global.
+Work inside `with recorder.begin_span(...)` becomes a child of that span. This works across processes: `rpc/clients.py`
+sends the present span as W3C `traceparent`, and `rpc/server.py` continues from it. The present span is a context
+variable, so each task of the event loop has its own. No other state is global.
 
-A recorder without sinks makes no spans, and sends nothing: `begin` then costs a function call. Attributes are numbers
-and names. Prompts, completions, and messages of errors, which may quote them, never become attributes.
+A recorder without sinks makes no spans; `begin_span` then costs one function call. Attributes are only numbers and
+names. Prompts and completions never become attributes, nor do error messages, which may quote them.
 """
 
 from __future__ import annotations
@@ -22,81 +22,87 @@ from enum import StrEnum
 from types import TracebackType
 from typing import Self
 
-COORDINATOR, TRAINER, VERIFIERS = "coordinator", "trainer", "verifiers"
-"""Lanes. Every replica has one of its own, its id."""
+COORDINATOR = "coordinator"
+TRAINER = "trainer"
+VERIFIERS = "verifiers"
+"""Lanes, which group spans for display. Each replica has its own lane, named by its id."""
 
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}(-.*)?", re.ASCII)
-"""https://www.w3.org/TR/trace-context/#traceparent-header; what later versions append is passed over."""
+"""https://www.w3.org/TR/trace-context/#traceparent-header. Fields that later versions append are ignored."""
 
 
 class SpanName(StrEnum):
-    """What is done, with the lane that it stands in."""
+    """Kinds of work, each with its lane."""
 
     START = "start"
-    """Coordinator: all before the first step, or before going on after a restart."""
+    """Coordinator: everything before the first step, also after a restart."""
     STEP = "step"
-    """Coordinator: one step, from the end of the one before; its wall time."""
+    """Coordinator: one step, from the end of the previous one. Its length is the step's wall time."""
     COLLECT = "collect"
     """Coordinator: the trainer waits for groups. This is exposed generation."""
     PROMPT = "prompt"
-    """Coordinator: one prompt's group, from its first rollout's beginning to its choice by a step."""
+    """Coordinator: one prompt's group, from the start of its first rollout until a step selects it."""
     ROLLOUT = "rollout"
-    """A replica: one rollout, from being given to it until it came back."""
+    """A replica: one rollout, from its dispatch until the coordinator has it."""
     REWARD = "reward"
-    """Verifiers: one verdict, its wait for a worker included."""
+    """Verifiers: one verdict, including the wait for a worker."""
     TRAIN_STEP = "train_step"
-    """Trainer: the call that computes log-probabilities and trains, transport and repetitions included."""
+    """Trainer: the call that computes log-probabilities and trains, including transport and retries."""
     LOGPROB = "logprob"
-    """Trainer, as it reports it."""
+    """Trainer: log-probabilities, in seconds that the trainer reports."""
     TRAIN = "train"
-    """Trainer, as it reports it."""
+    """Trainer: training, in seconds that the trainer reports."""
     REPLAY = "replay"
-    """Trainer: one that came back is brought up to date."""
+    """Trainer: a restarted trainer replays the steps since its checkpoint."""
     SYNC = "sync"
-    """Coordinator: one version to replicas, without the canary."""
+    """Coordinator: sending one policy version to replicas, without the canary."""
     BROADCAST = "broadcast"
-    """Trainer: it sends, or writes files."""
+    """Trainer: broadcasting the weights, or writing them to files."""
     RECEIVE = "receive"
-    """A replica: weights arrive, while it goes on generating."""
+    """A replica: receiving weights while it goes on generating."""
     COMMIT = "commit"
-    """A replica: the call in which it takes the version; the next four are its parts."""
+    """A replica: the call that switches it to the version. The next four are its parts."""
     VERIFY = "verify"
     PAUSE = "pause"
     LOAD = "load"
     RESUME = "resume"
     CANARY = "canary"
-    """Coordinator: short rollouts of updated replicas, and the trainer's scores of them."""
+    """Coordinator: short rollouts of updated replicas, scored by the trainer."""
     VALIDATION = "validation"
-    """Coordinator: mean reward under one version."""
+    """Coordinator: the validation of one policy version."""
     CHECKPOINT = "checkpoint"
-    """Trainer: it stands still for a snapshot, and for the last one until that is written."""
+    """Trainer: blocked by a snapshot, or by the previous checkpoint that is still being written."""
     WRITE = "write"
-    """Trainer: a checkpoint is written, beside the training of the next steps."""
+    """Trainer: writing a checkpoint while the next steps train."""
     DRAFTER = "drafter"
-    """Coordinator: the drafter is initialised."""
+    """Coordinator: initialising the drafter."""
     FINISH = "finish"
-    """Coordinator: all after the last step."""
+    """Coordinator: everything after the last step."""
     EXPORT = "export"
-    """Trainer: Hugging Face folders of what was trained."""
+    """Trainer: exporting policy and drafter as Hugging Face folders."""
     CALL = "call"
-    """A peer, in its own process: a call that it answers; the attribute `METHOD` says which."""
+    """A peer, in its own process: answering a call. The attribute `METHOD` names it."""
     GENERATE = "generate"
-    """A replica, in its own process: one turn of a rollout, from its arrival to its end; the next three, if the engine
-    knows them, are its parts."""
+    """A replica, in its own process: one turn of a rollout, from arrival to end. The next three are its parts, if the
+    engine reports them."""
     QUEUE = "queue"
     PREFILL = "prefill"
     DECODE = "decode"
 
 
 METHOD = "method"
-"""Attribute: what is called, as `specrl.api.v1.TrainerService/TrainParts`."""
+"""Attribute with the called method, for example `specrl.api.v1.TrainerService/TrainParts`."""
 
 Value = str | int | float | bool
 
 
 @dataclass(frozen=True, slots=True)
 class SpanContext:
-    """Which span: trace_id of 128 bits, span_id of 64, neither 0. step: whose trace it is; None in other processes."""
+    """The identity of a span.
+
+    trace_id: 128 bits. span_id: 64 bits. Neither is 0. step: the step that the trace belongs to; known only in the
+    coordinator, None in other processes.
+    """
 
     trace_id: int
     span_id: int
@@ -104,59 +110,65 @@ class SpanContext:
 
     @property
     def traceparent(self) -> str:
-        """As W3C Trace Context writes it; sampled."""
+        """The W3C Trace Context header, with the flag `sampled`: the exporter of each process samples by trace id."""
         return f"00-{self.trace_id:032x}-{self.span_id:016x}-01"
 
     @classmethod
-    def parse(cls, text: str) -> SpanContext | None:
-        """The span that a traceparent names. None when it names none: what a peer sends is never an error here."""
+    def parse_traceparent(cls, text: str) -> SpanContext | None:
+        """Parse a traceparent. Returns None for an invalid one: a peer's header must never fail a call."""
         found = _TRACEPARENT.fullmatch(text)
+        # Version ff is forbidden, and version 00 must not have further fields.
         if found is None or text.startswith("ff") or (text.startswith("00") and found[3]):
             return None
-        trace_id, span_id = int(found[1], 16), int(found[2], 16)
+        trace_id = int(found[1], 16)
+        span_id = int(found[2], 16)
         return cls(trace_id, span_id) if trace_id and span_id else None
 
 
 @dataclass(frozen=True)
 class Span:
-    """Finished work. began_s, ended_s: unix seconds, both of one monotonic clock. parent: None for a trace's root.
+    """A finished span.
 
-    error: what ended it early, in a word (an error's class), empty when nothing did. links: spans of other traces that
-    it took something from.
+    began_s, ended_s: unix seconds, from the same monotonic clock. parent: None for the root of a trace.
+    error: class of the exception that ended it; empty without one.
     """
 
     name: SpanName
     lane: str
-    step: int | None
     began_s: float
     ended_s: float
     attributes: Mapping[str, Value]
     context: SpanContext
     parent: SpanContext | None = None
     error: str = ""
-    links: tuple[SpanContext, ...] = ()
+
+    @property
+    def step(self) -> int | None:
+        """The step that its trace belongs to; None where that is unknown."""
+        return self.context.step
 
 
-Sink = Callable[[Span], None]
-"""Takes finished spans, on the event loop: it neither blocks nor raises."""
+SpanSink = Callable[[Span], None]
+"""Receives finished spans, on the event loop. It must neither block nor raise."""
 
+# A task inherits the value at its creation, so work that is started inside a span stays below it.
 _present: ContextVar[SpanContext | None] = ContextVar("present_span", default=None)
 
 
-def present() -> SpanContext | None:
-    """The span that the present task works in, of this process or of the caller's."""
+def present_span() -> SpanContext | None:
+    """Return the span in which the current task works; it may be a caller's span in another process."""
     return _present.get()
 
 
-def continue_from(traceparent: str) -> None:
-    """What the present task does from now on is part of the caller's span; nothing changes if that names none."""
-    context = SpanContext.parse(traceparent)
+def continue_trace(traceparent: str) -> None:
+    """Make the caller's span the current task's present span. An invalid traceparent changes nothing."""
+    context = SpanContext.parse_traceparent(traceparent)
     if context is not None:
         _present.set(context)
 
 
 class UnixClock:
-    """Unix seconds that never step back: the wall clock as it was once, plus monotonic time since."""
+    """A clock in unix seconds that never goes back: the wall clock at its creation, plus monotonic time since."""
 
     def __init__(self) -> None:
         self._offset_s = time.time() - time.monotonic()
@@ -166,55 +178,57 @@ class UnixClock:
 
 
 class Recorder:
-    """Makes spans and hands them to its sinks. One for each process, passed along to whoever does the work."""
+    """Makes spans and passes finished ones to its sinks. Each process has one, which is passed to all that needs it."""
 
-    def __init__(self, *sinks: Sink, clock: Callable[[], float] | None = None) -> None:
+    def __init__(self, *sinks: SpanSink, clock: Callable[[], float] | None = None) -> None:
         self._sinks = sinks
         self.open: dict[int, OpenSpan] = {}
-        """Work under way, by span id; for whoever shows it before it ends."""
+        """Open spans by span id, for the live page's timeline."""
         self.now = clock if clock is not None else UnixClock()
 
     @property
-    def is_heard(self) -> bool:
-        """Whether anybody listens."""
+    def has_sinks(self) -> bool:
+        """Whether there is any sink."""
         return bool(self._sinks)
 
-    def root(self, name: SpanName, lane: str, context: SpanContext) -> OpenSpan:
-        """Begin the first span of a trace, whose ids the caller knows."""
+    def begin_root(self, name: SpanName, lane: str, context: SpanContext) -> OpenSpan:
+        """Begin the root span of a trace under the given ids."""
         return OpenSpan(self, name, lane, context, None) if self._sinks else NO_SPAN
 
-    def begin(self, name: SpanName, lane: str, parent: SpanContext | None = None, **attributes: Value) -> OpenSpan:
-        """Begin a span below `parent`, or below the present one. Without either it is no part of a run: no span."""
+    def begin_span(self, name: SpanName, lane: str, parent: SpanContext | None = None, **attributes: Value) -> OpenSpan:
+        """Begin a child of `parent`, or of the present span. Without either, return NO_SPAN: it is no part of a run."""
         above = parent if parent is not None else _present.get()
         if not self._sinks or above is None:
             return NO_SPAN
+        # W3C forbids a span id of 0.
         context = SpanContext(above.trace_id, random.getrandbits(64) or 1, above.step)
         return OpenSpan(self, name, lane, context, above, attributes)
 
-    def lay_out(
+    def record_parts(
         self, parts: Sequence[tuple[SpanName, float]], lane: str, parent: SpanContext, within_s: tuple[float, float]
     ) -> None:
-        """Spans for `parts`, (name, seconds) in their order, end to end before the end of `within_s`; cut at its begin.
+        """Record spans for parts of which only the duration is known.
 
-        For what is known to have taken so long, and not when.
+        parts: (name, seconds) in order. They are placed one after the other, so that the last ends with `within_s`
+        (begin, end), and are cut at its begin.
         """
         earliest_s, ended_s = within_s
         for name, seconds in reversed(parts):
-            part = self.begin(name, lane, parent)
+            part = self.begin_span(name, lane, parent)
             part.began_s = max(earliest_s, ended_s - seconds)
             part.end_at(ended_s)
             ended_s = part.began_s
 
-    def hand_out(self, span: Span) -> None:
-        """Give a finished span to every sink."""
+    def emit_span(self, span: Span) -> None:
+        """Pass a finished span to every sink."""
         self.open.pop(span.context.span_id, None)
         for sink in self._sinks:
             sink(span)
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True)  # compared by identity; slots, because thousands are open at once
 class OpenSpan:
-    """Work under way. `with` makes it the present span inside; without, whoever holds it calls `end`."""
+    """A span in progress. `with` makes it the present span and ends it. Without `with`, its holder must call `end`."""
 
     recorder: Recorder
     name: SpanName
@@ -222,63 +236,47 @@ class OpenSpan:
     context: SpanContext
     parent: SpanContext | None
     attributes: dict[str, Value] = field(default_factory=dict)
-    links: list[SpanContext] = field(default_factory=list)
     began_s: float = field(init=False)
     _ended_s: float | None = field(init=False, default=None)
     _outer: SpanContext | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.began_s = self.recorder.now()
-        if self.recorder.is_heard:
+        if self.recorder.has_sinks:
             self.recorder.open[self.context.span_id] = self
 
     @property
     def traceparent(self) -> str:
-        """For a peer that does a part of it; empty when nobody listens."""
+        """The header for a peer that does a part of this work; empty without sinks."""
         return self.context.traceparent
 
-    def note(self, **attributes: Value) -> None:
-        """Add what is known only now."""
+    def add_attributes(self, **attributes: Value) -> None:
+        """Add attributes that were not known at the beginning."""
         self.attributes.update(attributes)
 
-    def link(self, context: SpanContext) -> None:
-        """It takes something from a span of another trace."""
-        self.links.append(context)
-
     def end(self, error: str = "") -> None:
-        """It is over; the first end counts. error: the class of what ended it early."""
-        if self._ended_s is not None:
-            return
-        self.end_at(self.recorder.now(), error)
+        """End the span now. Later calls change nothing. error: class of the exception that ended it."""
+        if self._ended_s is None:
+            self.end_at(self.recorder.now(), error)
 
     def end_at(self, ended_s: float, error: str = "") -> None:
-        """It was over at that time."""
+        """End the span at `ended_s`, in unix seconds."""
         self._ended_s = ended_s
-        self.recorder.hand_out(
-            Span(
-                self.name,
-                self.lane,
-                self.context.step,
-                self.began_s,
-                ended_s,
-                self.attributes,
-                self.context,
-                self.parent,
-                error,
-                tuple(self.links),
-            )
-        )
+        span = Span(self.name, self.lane, self.began_s, ended_s, self.attributes, self.context, self.parent, error)
+        self.recorder.emit_span(span)
 
-    def forget(self) -> None:
-        """It does not end here: nobody hears of it."""
+    def discard(self) -> None:
+        """Discard the span: no sink receives it."""
+        # Set, so that a later `end` does nothing.
         self._ended_s = self.recorder.now()
         self.recorder.open.pop(self.context.span_id, None)
 
-    def end_in(self, *parts: tuple[SpanName, float]) -> None:
-        """It is over, and its last seconds went into `parts`, as a peer reports it; transport came before."""
+    def end_with_parts(self, *parts: tuple[SpanName, float]) -> None:
+        """End the span now, and record `parts`, (name, seconds) that a peer reports, as its last seconds."""
+        # A peer reports no clock times. The rest of the span is transport, which is placed before the parts.
         ended_s = self.recorder.now()
         self.end_at(ended_s)
-        self.recorder.lay_out(parts, self.lane, self.context, (self.began_s, ended_s))
+        self.recorder.record_parts(parts, self.lane, self.context, (self.began_s, ended_s))
 
     def __enter__(self) -> Self:
         self._outer = _present.get()
@@ -288,12 +286,14 @@ class OpenSpan:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        _present.set(self._outer)  # no `reset`: an abandoned stream's generator is closed in another task
+        # Not `ContextVar.reset`, which raises in another context: the generator of an abandoned stream is closed in
+        # another task than it was started in.
+        _present.set(self._outer)
         self.end("" if kind is None else kind.__name__)
 
 
 class _NoSpan(OpenSpan):
-    """Begun where nobody listens: does nothing, costs nothing."""
+    """The span of a recorder without sinks: every method does nothing."""
 
     __slots__ = ()
 
@@ -301,23 +301,20 @@ class _NoSpan(OpenSpan):
     def traceparent(self) -> str:
         return ""
 
-    def note(self, **attributes: Value) -> None:
-        """Nothing to add to."""
-
-    def link(self, context: SpanContext) -> None:
-        """Nothing to link."""
+    def add_attributes(self, **attributes: Value) -> None:
+        """Do nothing."""
 
     def end(self, error: str = "") -> None:
-        """Nothing to end."""
+        """Do nothing."""
 
     def end_at(self, ended_s: float, error: str = "") -> None:
-        """Nothing to end."""
+        """Do nothing."""
 
-    def forget(self) -> None:
-        """Nothing to end."""
+    def discard(self) -> None:
+        """Do nothing."""
 
-    def end_in(self, *parts: tuple[SpanName, float]) -> None:
-        """Nothing to end."""
+    def end_with_parts(self, *parts: tuple[SpanName, float]) -> None:
+        """Do nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -325,10 +322,10 @@ class _NoSpan(OpenSpan):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Nothing to end."""
+        """Do nothing."""
 
 
-SILENT = Recorder()
-"""Nobody listens."""
+SILENT_RECORDER = Recorder()
+"""A recorder without sinks."""
 
-NO_SPAN: OpenSpan = _NoSpan(SILENT, SpanName.START, COORDINATOR, SpanContext(1, 1), None)
+NO_SPAN: OpenSpan = _NoSpan(SILENT_RECORDER, SpanName.START, COORDINATOR, SpanContext(1, 1), None)

@@ -1,6 +1,7 @@
-"""Whether this process exports its spans as OpenTelemetry traces. Off, which is the default, nothing of it is imported.
+"""Switches the export of OpenTelemetry traces on or off for one process. Off by default.
 
-`telemetry.traces` of the run file switches it on, in every process of the run; the extra `traces` brings it.
+`telemetry.traces` of the run file switches it on in every process of the run. It needs the extra `traces`. While it is
+off, OpenTelemetry is not imported.
 """
 
 from __future__ import annotations
@@ -9,49 +10,45 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from specrl.errors import Problem, SpecInvalid
+from specrl.errors import SpecProblem, raise_problems
+from specrl.models import RunModels
 from specrl.spec import RunSpec
-from specrl.telemetry.spans import Recorder, Sink
+from specrl.telemetry.spans import Recorder, SpanSink
 
 
-def is_on(spec: RunSpec) -> bool:
-    """Whether the run file asks for traces, and the standard variable OTEL_SDK_DISABLED does not forbid them here."""
+def is_tracing_on(spec: RunSpec) -> bool:
+    """Whether the run file enables traces and the standard variable OTEL_SDK_DISABLED does not disable them here."""
     return spec.telemetry.traces is not None and os.environ.get("OTEL_SDK_DISABLED", "").lower() != "true"
 
 
-def check(spec: RunSpec) -> None:
-    """Raise SpecInvalid when traces are asked for and the packages that they need are not installed."""
-    if not is_on(spec):
-        return
+def check(spec: RunSpec, _models: RunModels | None = None) -> list[SpecProblem]:
+    """Return a problem if traces are on and the packages that they need are not installed."""
+    if not is_tracing_on(spec):
+        return []
     try:
-        import specrl.telemetry.otel  # noqa: F401 - whether it can be
+        import specrl.telemetry.otel  # noqa: F401 - imported only to see whether it works
     except ImportError as error:
-        raise SpecInvalid(
-            (
-                Problem(
-                    "telemetry.traces",
-                    f"must have OpenTelemetry's SDK and OTLP exporter, got none installed ({error})",
-                    "install the extra: pip install 'specrl[traces]', or leave telemetry.traces out",
-                ),
-            )
-        ) from error
+        rule = f"must have OpenTelemetry's SDK and OTLP exporter installed, got neither ({error})"
+        remedy = "install the extra: pip install 'specrl[traces]', or remove telemetry.traces"
+        return [SpecProblem("telemetry.traces", rule, remedy)]
+    return []
 
 
 @contextmanager
-def sinks(spec: RunSpec, process: str, instance: str) -> Iterator[tuple[Sink, ...]]:
-    """Where this process's spans go: to the collector, or nowhere. Leaving sends what is left, for seconds at most.
+def open_trace_sinks(spec: RunSpec, process: str, instance: str) -> Iterator[tuple[SpanSink, ...]]:
+    """Yield the trace sink of this process, or none if traces are off. On exit, send queued spans for up to CLOSE_S.
 
     process: coordinator, generation or trainer. instance: which one, for example gen-0. Raises SpecInvalid.
     """
-    check(spec)
+    raise_problems(check(spec))
     traces = spec.telemetry.traces
-    if traces is None or not is_on(spec):
+    if traces is None or not is_tracing_on(spec):
         yield ()
         return
     from specrl.telemetry import otel
 
     about = {"service.name": f"specrl-{process}", "service.instance.id": instance, "specrl.run": spec.name}
-    sink = otel.TraceSink(otel.otlp_exporter(traces.endpoint), about)
+    sink = otel.TraceSink(otel.make_otlp_exporter(traces.endpoint), about)
     try:
         yield (sink,)
     finally:
@@ -59,7 +56,7 @@ def sinks(spec: RunSpec, process: str, instance: str) -> Iterator[tuple[Sink, ..
 
 
 @contextmanager
-def recorder(spec: RunSpec, process: str, instance: str) -> Iterator[Recorder]:
-    """A recorder with these `sinks` and no others."""
-    with sinks(spec, process, instance) as found:
+def open_recorder(spec: RunSpec, process: str, instance: str) -> Iterator[Recorder]:
+    """Yield a recorder whose only sink is the trace sink; silent if traces are off."""
+    with open_trace_sinks(spec, process, instance) as found:
         yield Recorder(*found)
