@@ -1,18 +1,13 @@
-"""Plan before you buy: what a run would cost on a cluster, and which layout of it is best. Nothing here touches a GPU.
+"""Predicts what a run would cost on a cluster before you buy it, and which layout is best. Uses no GPU.
 
-    scenario        what is simulated: model, cluster, layout, workload, schedule, speculation, efficiency
-    hardware, models                published figures of GPUs; shapes of models
-    acceptance, lengths             what a draft brings; how long rollouts are
-    roofline, measured              seconds of one engine step: from published figures, or from a run's calibration
-    memory          does it fit
-    costs, pace     what is asked of either; seconds for a token by live batch and context
-    drain           one step's batch, from its first token to its last rollout
+    scenarios/      what is simulated: read from a scenario, run file or RLJob; checked; figures of GPUs and models
+    costs/          its seconds and bytes: from published figures, or from a run's calibration
     pipeline        steps as discrete events, with the coordinator's own scheduler
-    from_run        a run file or RLJob as a scenario
-    simulate        one scenario with and without speculation -> Outcome
-    search          the best layout of the same cluster -> Advice
-    pages, figures, maps            Markdown, HTML, JSON; SVG and the numbers in it
+    simulate        one scenario with and without speculation -> SimulationResult
+    search          the best layout of the same cluster -> LayoutAdvice
+    pages/          results as Markdown, HTML, JSON and SVG
 
-Imports of the services: their pure state machines and file formats alone (`coordinator.scheduler`, `order`,
-`calibration`, `report`); that nothing else is reached is checked by import-linter. Needs the extra `plan`.
+Of the services it imports only pure state machines and file formats (`coordinator.schedule.scheduler`,
+`formats.calibration`). import-linter checks that nothing else is reached. Needs the extra `plan`. Called by `specrl
+simulate` and `specrl plan`.
 """

@@ -1,35 +1,38 @@
-"""The best layout of the same cluster: splits, lags and widths, each simulated, with k chosen by the batch.
+"""Finds the best layout of the same cluster: splits, policy lags and widths, each simulated, with k chosen by batch.
 
-What is not searched is what the simulator cannot judge: more policy lag costs learning, so no more of it is recommended
-than the run has, or than is allowed; GPUs are those of the cluster. With a calibration of processors alone the layout
-stays: how a trainer's seconds scale with its ranks was not measured.
+The search leaves out what the simulator cannot judge. More policy lag costs learning, so it recommends no more lag than
+the run has, or than the user allows. The GPUs are those of the cluster. With a calibration on processors only the lag
+varies: how a trainer's seconds scale with its ranks was not measured. Called by `specrl plan`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import groupby
 
 import numpy as np
 
-from specrl.coordinator.calibration import Calibration
 from specrl.errors import SpecInvalid
-from specrl.simulator.scenario import Mechanism, Scenario
-from specrl.simulator.simulate import Means, Prepared, means, prepare, run
+from specrl.formats.calibration import RunCalibration
+from specrl.simulator.costs.pace import solve_constant_chance
+from specrl.simulator.scenarios.scenario import Mechanism, Scenario
+from specrl.simulator.simulate import PreparedScenario, StepMeans, prepare_scenario, simulate_means
 
-SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-"""Of the GPUs that generate."""
+# Shares of the GPUs that generate, in layouts where generation and training have GPUs of their own.
+GENERATION_SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
-WIDTHS = (1, 2, 4, 8)
-"""GPUs of tensor parallelism."""
+# Degrees of tensor parallelism, in GPUs.
+TENSOR_WIDTHS = (1, 2, 4, 8)
 
-MOST_DRAFTED = 8
+# Longest draft that is considered, in tokens, unless the scenario itself drafts more.
+MAX_DRAFT_LENGTH = 8
 
-DRAWS = 8
-"""Of lengths and efficiencies, for the uncertainty of the gain."""
+# Draws of lengths and efficiencies for the uncertainty of the gain. Each costs two simulations.
+GAIN_DRAWS = 8
 
-DOUBT = {
+# Relative standard deviations of efficiencies: about what separates one good software stack from another.
+EFFICIENCY_DEVIATIONS = {
     "memory_bandwidth": 0.1,
     "flops": 0.15,
     "train_flops": 0.2,
@@ -41,194 +44,172 @@ DOUBT = {
     "eager_us_per_layer": 0.3,
     "prepare_s": 0.3,
 }
-"""Standard deviations of efficiencies, as shares of themselves: about what separates one good stack from another."""
 
-Tick = Callable[[int, int], None]
-"""Called with layouts tried, and how many there are."""
+SearchProgress = Callable[[int, int], None]
+"""Called with the number of layouts tried and the number of all layouts."""
 
 
 @dataclass(frozen=True)
-class Tried:
-    """One layout: its scenario and means; None where it is impossible."""
+class TriedLayout:
+    """A layout that was simulated: its scenario and means."""
 
     scenario: Scenario
-    means: Means | None
+    means: StepMeans
 
 
 @dataclass(frozen=True)
-class Advice:
-    """What to change, what it brings, what then binds. Gains: today's step over the recommended one."""
+class LayoutAdvice:
+    """The recommended layout, its gain, and its bottleneck. Gains are today's step time over the recommended one's."""
 
-    today: Tried
-    best: Tried
-    tried: list[Tried]
+    today: TriedLayout
+    best: TriedLayout
+    layouts_tried: int
+    layouts_impossible: int
     draft_lengths: list[tuple[int, int, int]]
-    """(first live batch of a replica, last, tokens drafted)."""
+    """(smallest live batch of a replica, largest, tokens drafted)."""
     gain: float
     gain_low: float
     gain_high: float
-    binds: str
+    bottleneck: str
     shares: dict[str, float]
-    """Of the recommended step, by stage."""
+    """Share of each phase in the recommended step."""
     capture_tokens: int | None
-    """Query tokens that CUDA graphs should cover; None without speculation."""
+    """Query tokens that CUDA graphs should cover; None without GPUs or speculation."""
 
     def as_json(self) -> dict[str, object]:
-        """What `specrl plan --json` prints."""
-        best, layout = self.best.scenario, self.best.scenario.layout
-        assert self.best.means is not None
+        """Return what `specrl plan --json` prints."""
+        best = self.best.scenario
+        layout = best.layout
         return {
-            "draft_lengths": [{"from": low, "to": high, "k": k} for low, high, k in self.draft_lengths],
-            "generation_gpus": layout.generation_gpus,
-            "training_gpus": layout.training_gpus,
+            "draftLengths": [{"from": low, "to": high, "k": k} for low, high, k in self.draft_lengths],
+            "generationGpus": layout.generation_gpus,
+            "trainingGpus": layout.training_gpus,
             "colocated": layout.colocated,
-            "max_policy_lag": best.schedule.max_policy_lag,
-            "replicas": layout.replicas,
-            "tensor_parallel": layout.tensor_parallel,
-            "capture_tokens": self.capture_tokens,
-            "step_s": self.best.means.step_s,
+            "maxPolicyLag": best.schedule.max_policy_lag,
+            "replicas": layout.replica_count,
+            "tensorParallel": layout.tensor_parallel,
+            "captureTokens": self.capture_tokens,
+            "stepSeconds": self.best.means.step_s,
             "gain": self.gain,
-            "gain_p10": self.gain_low,
-            "gain_p90": self.gain_high,
-            "binds": self.binds,
-            "layouts_tried": len(self.tried),
+            "gainP10": self.gain_low,
+            "gainP90": self.gain_high,
+            "binds": self.bottleneck,
+            "layoutsTried": self.layouts_tried,
         }
 
 
-def search(
-    scenario: Scenario, calibration: Calibration | None = None, max_lag: int | None = None, tick: Tick | None = None
-) -> Advice:
-    """Try every layout. Raises SpecInvalid when today's own is impossible."""
-    today = _with_steps(scenario)
-    now = Tried(today, _means(prepare(today, calibration)))
-    candidates = list(_candidates(today, scenario.schedule.max_policy_lag if max_lag is None else max_lag))
-    tried: list[Tried] = []
-    for candidate in candidates:
-        tried.append(_try(candidate, calibration))
+def find_best_layout(
+    scenario: Scenario,
+    calibration: RunCalibration | None = None,
+    max_lag: int | None = None,
+    tick: SearchProgress | None = None,
+) -> LayoutAdvice:
+    """Simulate every layout and return the best. Raises SpecInvalid when today's own layout is impossible.
+
+    max_lag: largest policy lag to consider; None: that of the scenario.
+    """
+    today = _with_few_steps(scenario)
+    now = TriedLayout(today, simulate_means(today, calibration))
+    candidates = list(_candidate_layouts(today, scenario.schedule.max_policy_lag if max_lag is None else max_lag))
+    tried: list[TriedLayout] = []
+    for number, candidate in enumerate(candidates, 1):
+        with suppress(SpecInvalid):  # the layout breaks a rule or does not fit into memory
+            tried.append(TriedLayout(candidate, simulate_means(candidate, calibration)))
         if tick is not None:
-            tick(len(tried), len(candidates))
-    best = min(tried, key=lambda one: one.means.step_s if one.means is not None else float("inf"))
-    assert best.means is not None  # today's layout is among the candidates
-    prepared = prepare(best.scenario, calibration)
-    low, high = _doubt(today, best.scenario, calibration)
-    lengths = [(*_ends(run_), k) for k, run_ in groupby(enumerate(prepared.pace.lengths_B), lambda it: it[1])]
-    lengths = [(max(1, first), last, k) for first, last, k in lengths if last >= 1]
+            tick(number, len(candidates))
+    best = min(tried, key=lambda one: one.means.step_s)  # not empty: today's layout is among the candidates
+    prepared = prepare_scenario(best.scenario, calibration)
+    low, high = _gain_quantiles(today, best.scenario, calibration)
+    lengths: list[tuple[int, int, int]] = []
+    # Index 0 stands for no live rollout and is left out.
+    for live, k in enumerate(prepared.pace_table.lengths_B[1:], 1):
+        first = lengths.pop()[0] if lengths and lengths[-1][2] == k else live
+        lengths.append((first, live, k))
     longest = max((last * (k + 1) for _, last, k in lengths if k), default=None)
-    assert now.means is not None
-    return Advice(
+    return LayoutAdvice(
         today=now,
         best=best,
-        tried=tried,
+        layouts_tried=len(candidates),
+        layouts_impossible=len(candidates) - len(tried),
         draft_lengths=lengths,
         gain=now.means.step_s / best.means.step_s,
         gain_low=low,
         gain_high=high,
-        binds=_binds(prepared, best.means),
-        shares={stage: value / best.means.step_s for stage, value in best.means.stages_s.items()},
+        bottleneck=_find_bottleneck(prepared, best.means),
+        shares={phase: value / best.means.step_s for phase, value in best.means.phases_s.items()},
         capture_tokens=longest if scenario.cluster.gpu is not None else None,
     )
 
 
-def _ends(batches: Iterator[tuple[int, int]]) -> tuple[int, int]:
-    found = [place for place, _ in batches]
-    return found[0], found[-1]
+def _with_few_steps(scenario: Scenario) -> Scenario:
+    """Simulate as few steps as possible: twice as many as fill the pipeline. More steps change the means little."""
+    return scenario.with_fields(schedule={"steps": 2 * (scenario.schedule.max_policy_lag + 2)})
 
 
-def _with_steps(scenario: Scenario) -> Scenario:
-    """Few steps say as much as many, once the pipeline is full."""
-    return scenario.with_(schedule={"steps": 2 * (scenario.schedule.max_policy_lag + 2)})
-
-
-def _candidates(today: Scenario, max_lag: int) -> Iterator[Scenario]:
-    """Today's layout with k by the batch, and every other that the GPUs allow."""
+def _candidate_layouts(today: Scenario, max_lag: int) -> Iterator[Scenario]:
+    """Yield today's layout with k chosen by batch, then every other layout that the GPUs allow."""
     speculation = today.speculation
     changes: dict[str, object] = {}
     if speculation.mechanism is not Mechanism.NONE:
-        reach = {"is_adaptive": True}
-        if speculation.chances is not None:
-            changes = reach | {"k": max(MOST_DRAFTED, speculation.k)}
-        else:
-            changes = _as_chance(today) | reach
-    adaptive = today.with_(speculation=changes)
+        changes = {"is_adaptive": True, "k": max(MAX_DRAFT_LENGTH, speculation.k)}
+        if speculation.acceptance_length is not None:
+            # It holds for one k only, so use the same chance at all positions instead.
+            chance = solve_constant_chance(speculation.acceptance_length, speculation.k)
+            changes |= {"acceptance_length": None, "chances": (chance,)}
+    adaptive = today.with_fields(speculation=changes)
     yield adaptive
     total = today.cluster.gpus
     if today.cluster.gpu is None:
         for lag in range(max_lag + 1):
-            yield _with_steps(adaptive.with_(schedule={"max_policy_lag": lag}))
+            yield _with_few_steps(adaptive.with_fields(schedule={"max_policy_lag": lag}))
         return
-    widths = [
-        width for width in WIDTHS if today.layout.expert_parallel == 1 or today.layout.expert_parallel % width == 0
-    ]
-    for width in widths:
-        layout = today.layout.model_copy(update={"tensor_parallel": width})
-        step = layout.gpus_per_replica
-        together = {"tensor_parallel": width, "colocated": True, "generation_gpus": total, "training_gpus": total}
-        yield _with_steps(adaptive.with_(layout=together, schedule={"max_policy_lag": 0}))
-        for share in SHARES:
-            generating = round(share * total / step) * step
+    for width in TENSOR_WIDTHS:
+        # Experts are divided among whole groups of tensor parallelism, so the width must divide expert parallelism.
+        if today.layout.expert_parallel > 1 and today.layout.expert_parallel % width:
+            continue
+        wide = adaptive.with_fields(layout={"tensor_parallel": width})
+        size = wide.layout.gpus_per_replica
+        together = {"colocated": True, "generation_gpus": total, "training_gpus": total}
+        # Colocated: the GPUs take turns, so no rollout can be sampled while the trainer works.
+        yield _with_few_steps(wide.with_fields(layout=together, schedule={"max_policy_lag": 0}))
+        for share in GENERATION_SHARES:
+            generating = round(share * total / size) * size  # whole replicas only
             if not 0 < generating < total:
                 continue
-            split = {
-                "tensor_parallel": width,
-                "colocated": False,
-                "generation_gpus": generating,
-                "training_gpus": total - generating,
-            }
+            split = {"colocated": False, "generation_gpus": generating, "training_gpus": total - generating}
             for lag in range(1, max_lag + 1):
-                yield _with_steps(adaptive.with_(layout=split, schedule={"max_policy_lag": lag}))
+                yield _with_few_steps(wide.with_fields(layout=split, schedule={"max_policy_lag": lag}))
 
 
-def _as_chance(today: Scenario) -> dict[str, object]:
-    from specrl.simulator.acceptance import constant_chance
-
-    speculation = today.speculation
-    assert speculation.acceptance_length is not None  # rules.py
-    chance = constant_chance(speculation.acceptance_length, speculation.k)
-    return {"k": max(MOST_DRAFTED, speculation.k), "acceptance_length": None, "chances": (chance,)}
-
-
-def _try(scenario: Scenario, calibration: Calibration | None) -> Tried:
-    try:
-        return Tried(scenario, _means(prepare(scenario, calibration)))
-    except SpecInvalid:
-        return Tried(scenario, None)
-
-
-def _means(prepared: Prepared) -> Means:
-    return means(prepared, run(prepared))
-
-
-def _doubt(today: Scenario, best: Scenario, calibration: Calibration | None) -> tuple[float, float]:
-    """p10 and p90 of the gain over other lengths and, where a roofline is used, other efficiencies."""
+def _gain_quantiles(today: Scenario, best: Scenario, calibration: RunCalibration | None) -> tuple[float, float]:
+    """Return p10 and p90 of the gain over other draws of lengths and of a roofline's efficiencies."""
     random = np.random.default_rng(today.schedule.seed)
     gains = []
-    for draw in range(DRAWS):
-        how = {
-            name: min(1.0, value) if name.endswith(("bandwidth", "flops", "experts")) else value
-            for name, value in (
-                (name, getattr(today.efficiency, name) * float(np.exp(sigma * random.standard_normal())))
-                for name, sigma in DOUBT.items()
-            )
-        }
-        seconds = []
-        for scenario in (today, best):
-            other = scenario.with_(efficiency=how, schedule={"seed": today.schedule.seed + 1 + draw})
-            seconds.append(_means(prepare(other, calibration)).step_s)
-        gains.append(seconds[0] / seconds[1])
+    for draw in range(GAIN_DRAWS):
+        how = {}
+        for name, sigma in EFFICIENCY_DEVIATIONS.items():
+            value = getattr(today.efficiency, name) * float(np.exp(sigma * random.standard_normal()))  # log-normal
+            # Shares of a published figure cannot exceed 1.
+            how[name] = min(1.0, value) if name.endswith(("bandwidth", "flops", "experts")) else value
+        seed = {"seed": today.schedule.seed + 1 + draw}
+        drawn = [one.with_fields(efficiency=how, schedule=seed) for one in (today, best)]
+        before_s, after_s = [simulate_means(one, calibration).step_s for one in drawn]
+        gains.append(before_s / after_s)
     low, high = np.quantile(gains, [0.1, 0.9])
     return float(low), float(high)
 
 
-def _binds(prepared: Prepared, found: Means) -> str:
-    """What a faster one of would shorten the step most."""
-    stages = found.stages_s
+def _find_bottleneck(prepared: PreparedScenario, found: StepMeans) -> str:
+    """Return what limits the step: a faster one of these would shorten the step most."""
+    phases = found.phases_s
     parts = {
-        "trainer": stages["logprob"] + stages["train"] + stages["data"],
-        "generation": stages["generation"],
-        "sync": stages["prepare"],
+        "trainer": phases["logprob"] + phases["train"] + phases["data"],
+        "generation": phases["generation"],
+        "sync": phases["prepare"],
     }
     binding = max(parts, key=lambda name: parts[name])
     scenario = prepared.scenario
-    rollouts = scenario.schedule.prompts_per_step * scenario.schedule.group_size
-    wanted = min(scenario.engine.max_live_rollouts, -(-rollouts // scenario.layout.replicas))
+    per_replica = -(-scenario.schedule.rollouts_per_step // scenario.layout.replica_count)
+    wanted = min(scenario.engine.max_live_rollouts, per_replica)
+    # Generation is limited by memory when the KV cache holds fewer rollouts than a replica would be given.
     return "memory" if binding == "generation" and prepared.max_live < wanted else binding

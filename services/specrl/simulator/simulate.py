@@ -1,4 +1,7 @@
-"""One scenario, with its speculation and without: what a step takes, what of it is exposed, what it costs."""
+"""Simulates a scenario with and without its speculation: step time, exposed generation, GPU-hours, price.
+
+Called by `search`, `pages.maps` and `specrl simulate`.
+"""
 
 from __future__ import annotations
 
@@ -10,73 +13,81 @@ from statistics import fmean
 
 import numpy as np
 
-from specrl.coordinator.calibration import Calibration
-from specrl.errors import SpecInvalid
-from specrl.simulator.costs import Costs
-from specrl.simulator.hardware import GPUS
-from specrl.simulator.lengths import Distribution, Groups, Lengths, log_normal
-from specrl.simulator.measured import MeasuredCosts
-from specrl.simulator.memory import Memory, memory_of, memory_problems
-from specrl.simulator.models import MODELS, ModelShape, read_shape
-from specrl.simulator.pace import Pace, pace_of
-from specrl.simulator.pipeline import STAGES, Pipeline, Trace
-from specrl.simulator.roofline import Roofline
-from specrl.simulator.rules import problems
-from specrl.simulator.scenario import Mechanism, Scenario, Speculation
-from specrl.simulator.workloads import NAMED
+from specrl.errors import raise_problems
+from specrl.formats.calibration import RunCalibration
+from specrl.simulator.costs.interface import CostModel
+from specrl.simulator.costs.measured import MeasuredCosts
+from specrl.simulator.costs.memory import GpuMemory, estimate_gpu_memory, find_memory_problems
+from specrl.simulator.costs.pace import PaceTable, build_pace_table
+from specrl.simulator.costs.roofline import RooflineCosts
+from specrl.simulator.pipeline import PHASES, PipelineSimulation, SimulationTrace
+from specrl.simulator.scenarios.hardware import GPUS
+from specrl.simulator.scenarios.lengths import (
+    NAMED_LENGTHS,
+    LengthDistribution,
+    LengthModel,
+    MeasuredGroups,
+    log_normal,
+)
+from specrl.simulator.scenarios.models import MODELS, ModelShape, read_shape
+from specrl.simulator.scenarios.rules import find_rule_problems
+from specrl.simulator.scenarios.scenario import Mechanism, Scenario, Speculation
 
 NO_DRAFTS: dict[str, object] = dict(Speculation())
 
-Tick = Callable[[int], None]
+StepProgress = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A scenario that holds together, with what it costs. memory None: without GPUs that is not known."""
+class PreparedScenario:
+    """A scenario that passed its checks, with its costs. memory is None without GPUs, where it is not known.
+
+    max_live: rollouts that one replica computes at once.
+    """
 
     scenario: Scenario
-    costs: Costs
-    lengths: Lengths
-    memory: Memory | None
+    costs: CostModel
+    lengths: LengthModel
+    memory: GpuMemory | None
     max_live: int
 
     @cached_property
-    def pace(self) -> Pace:
-        """Seconds for a token, by live batch and context."""
-        return pace_of(self.scenario, self.costs, self.max_live)
+    def pace_table(self) -> PaceTable:
+        """The seconds per token, by live batch and context."""
+        return build_pace_table(self.scenario, self.costs, self.max_live)
 
 
 @dataclass(frozen=True)
-class Means:
+class StepMeans:
     """Means over the steps after the pipeline has filled. Seconds; batch_s: one step's rollouts generated alone."""
 
     step_s: float
-    stages_s: dict[str, float]
+    phases_s: dict[str, float]
     batch_s: float
     busy_share: float
     policy_lag_max: int
 
     @property
     def exposed_generation_s(self) -> float:
-        return self.stages_s["generation"]
+        return self.phases_s["generation"]
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """A scenario beside itself without speculation."""
+class SimulationResult:
+    """The result of simulating a scenario, beside that of the same scenario without speculation."""
 
     scenario: Scenario
-    speculative: Means
-    plain: Means
-    trace: Trace
-    memory: Memory | None
+    speculative: StepMeans
+    plain: StepMeans
+    trace: SimulationTrace
+    memory: GpuMemory | None
     lengths_B: list[int]
     """Draft length by live batch of a replica; index 0 is not used."""
     warnings: list[str]
 
     @property
     def rollout_speedup(self) -> float:
-        """Of generating one step's rollouts, everything else aside."""
+        """Speed-up of generating one step's rollouts, apart from everything else."""
         return self.plain.batch_s / self.speculative.batch_s
 
     @property
@@ -85,139 +96,145 @@ class Outcome:
 
     @property
     def gpu_hours(self) -> float:
-        """Of the whole run."""
+        """GPU-hours of the whole run."""
         return self.speculative.step_s * self.run_steps * self.scenario.cluster.gpus / 3600
 
     @property
     def run_steps(self) -> int:
-        """Steps of the whole run, simulated or not."""
+        """Steps of the whole run, including those that are not simulated."""
         return self.scenario.schedule.run_steps or self.scenario.schedule.steps
 
     @property
-    def usd(self) -> float | None:
+    def cost_usd(self) -> float | None:
         price = self.scenario.cluster.usd_per_gpu_hour
         return None if price is None else price * self.gpu_hours
 
     def as_json(self) -> dict[str, object]:
-        """What `--json` prints."""
+        """Return what `specrl simulate --json` prints."""
         return {
-            "rollout_speedup": self.rollout_speedup,
-            "step_speedup": self.step_speedup,
-            "step_s": self.speculative.step_s,
-            "exposed_generation_s": self.speculative.exposed_generation_s,
-            "stages_s": {stage: self.speculative.stages_s[stage] for stage in STAGES},
+            "rolloutSpeedup": self.rollout_speedup,
+            "stepSpeedup": self.step_speedup,
+            "stepSeconds": self.speculative.step_s,
+            "exposedGenerationSeconds": self.speculative.exposed_generation_s,
+            "phaseSeconds": {phase: self.speculative.phases_s[phase] for phase in PHASES},
         }
 
 
-def prepare(scenario: Scenario, calibration: Calibration | None = None) -> Prepared:
-    """Check a scenario and find its costs. Raises SpecInvalid with every problem."""
-    found = problems(scenario, has_calibration=calibration is not None)
-    if found:
-        raise SpecInvalid(tuple(found))
-    lengths = _lengths(scenario)
-    engine_seats = scenario.engine.max_live_rollouts
+def prepare_scenario(scenario: Scenario, calibration: RunCalibration | None = None) -> PreparedScenario:
+    """Check a scenario and derive its costs. Raises SpecInvalid with every problem."""
+    raise_problems(find_rule_problems(scenario, has_calibration=calibration is not None))
+    lengths = _build_lengths(scenario)
+    seats = min(scenario.engine.max_live_rollouts, scenario.max_rollouts)
     if scenario.cluster.gpu is None:
         assert calibration is not None  # rules.py
-        seats = min(engine_seats, _most_live(scenario))
-        return Prepared(scenario, MeasuredCosts(calibration, scenario), lengths, None, seats)
+        return PreparedScenario(scenario, MeasuredCosts(calibration, scenario), lengths, None, seats)
     gpu = GPUS[scenario.cluster.gpu]
-    shape = _shape(scenario)
-    memory = memory_of(scenario, shape, gpu, lengths.mean)
-    found = memory_problems(scenario, memory)
-    if found:
-        raise SpecInvalid(tuple(found))
-    costs: Costs = Roofline(scenario, shape, gpu)
+    shape = _find_shape(scenario)
+    memory = estimate_gpu_memory(scenario, shape, gpu, lengths.mean_tokens)
+    raise_problems(find_memory_problems(scenario, memory))
+    # Memory follows from the shape in any case; a calibration replaces the seconds.
+    costs: CostModel = RooflineCosts(scenario, shape, gpu)
     if calibration is not None:
         costs = MeasuredCosts(calibration, scenario)
-    seats = min(engine_seats, memory.max_live, _most_live(scenario))
-    return Prepared(scenario, costs, lengths, memory, seats)
+    return PreparedScenario(scenario, costs, lengths, memory, min(seats, memory.max_live))
 
 
-def simulate(scenario: Scenario, calibration: Calibration | None = None, tick: Tick | None = None) -> Outcome:
-    """Simulate it and the same without speculation. Raises SpecInvalid with every problem."""
-    prepared = prepare(scenario, calibration)
-    plain = prepare(scenario.with_(speculation=NO_DRAFTS), calibration)
-    trace = run(prepared, tick)
-    mine = means(prepared, trace)
+def simulate_scenario(
+    scenario: Scenario, calibration: RunCalibration | None = None, tick: StepProgress | None = None
+) -> SimulationResult:
+    """Simulate a scenario, and the same without speculation. Raises SpecInvalid with every problem.
+
+    tick: called with the number of each simulated step.
+    """
+    prepared = prepare_scenario(scenario, calibration)
+    plain = prepare_scenario(scenario.with_fields(speculation=NO_DRAFTS), calibration)
+    trace = simulate_events(prepared, tick)
+    mine = average_steps(prepared, trace)
     is_plain = scenario.speculation.mechanism is Mechanism.NONE
-    theirs = mine if is_plain else means(plain, run(plain, tick))
-    warnings = _warnings(prepared)
-    return Outcome(scenario, mine, theirs, trace, prepared.memory, prepared.pace.lengths_B, warnings)
+    theirs = mine if is_plain else average_steps(plain, simulate_events(plain, tick))
+    warnings = _find_warnings(prepared)
+    return SimulationResult(scenario, mine, theirs, trace, prepared.memory, prepared.pace_table.lengths_B, warnings)
 
 
-def run(prepared: Prepared, tick: Tick | None = None) -> Trace:
-    """The events of one run."""
-    return Pipeline(prepared.scenario, prepared.costs, prepared.pace, prepared.lengths, tick).run()
+def simulate_events(prepared: PreparedScenario, tick: StepProgress | None = None) -> SimulationTrace:
+    """Simulate the events of one run."""
+    return PipelineSimulation(prepared.scenario, prepared.costs, prepared.pace_table, prepared.lengths, tick).run()
 
 
-def means(prepared: Prepared, trace: Trace) -> Means:
-    """Over the steps after those in which the pipeline fills: maxPolicyLag + 1, but at least half of all remain."""
+def simulate_means(scenario: Scenario, calibration: RunCalibration | None) -> StepMeans:
+    """Simulate a run and return its means. Raises SpecInvalid where the scenario is impossible."""
+    prepared = prepare_scenario(scenario, calibration)
+    return average_steps(prepared, simulate_events(prepared))
+
+
+def average_steps(prepared: PreparedScenario, trace: SimulationTrace) -> StepMeans:
+    """Average over the steps after the pipeline has filled.
+
+    It fills within maxPolicyLag + 1 steps; these are left out, but at most half of all steps.
+    """
     steps = trace.steps
     lag = prepared.scenario.schedule.max_policy_lag
     kept = steps[min(lag + 1 if lag else 0, len(steps) // 2) :]
-    return Means(
-        step_s=fmean(step.seconds for step in kept),
-        stages_s={stage: fmean(step.stages[stage] for step in kept) for stage in STAGES},
-        batch_s=fmean(step.stages["generation"] for step in kept) if lag == 0 else batch_s(prepared),
+    return StepMeans(
+        step_s=fmean(step.wall_s for step in kept),
+        phases_s={phase: fmean(step.phases[phase] for step in kept) for phase in PHASES},
+        batch_s=fmean(step.phases["generation"] for step in kept) if lag == 0 else batch_s(prepared),
         busy_share=fmean(step.busy_share for step in kept),
         policy_lag_max=max(step.policy_lag_max for step in steps),
     )
 
 
-def batch_s(prepared: Prepared, batches: int = 3) -> float:
-    """Seconds in which the replicas generate one step's rollouts from none to the last, mean of a few batches."""
-    alone = prepared.scenario.with_(schedule={"max_policy_lag": 0, "steps": batches}).alone()
-    trace = Pipeline(alone, prepared.costs, prepared.pace, prepared.lengths).run()
-    return fmean(step.stages["generation"] for step in trace.steps)
+def batch_s(prepared: PreparedScenario, batches: int = 3) -> float:
+    """Return the seconds in which the replicas generate one step's rollouts, from none to the last.
+
+    This is the mean of `batches` batches.
+    """
+    # With lag 0, generation starts from nothing in every step and nothing runs beside it.
+    alone = prepared.scenario.with_fields(schedule={"max_policy_lag": 0, "steps": batches}).without_failures()
+    trace = PipelineSimulation(alone, prepared.costs, prepared.pace_table, prepared.lengths).run()
+    return fmean(step.phases["generation"] for step in trace.steps)
 
 
-def _shape(scenario: Scenario) -> ModelShape:
+def _find_shape(scenario: Scenario) -> ModelShape:
     model = scenario.model
     return MODELS[model.name] if model.name is not None else _read_shape(Path(str(model.path)))
 
 
-@lru_cache(maxsize=8)
-def _read_shape(folder: Path) -> ModelShape:
-    return read_shape(folder)
+_read_shape = lru_cache(maxsize=8)(read_shape)  # a search prepares hundreds of scenarios of one model
 
 
-def _lengths(scenario: Scenario) -> Lengths:
+def _build_lengths(scenario: Scenario) -> LengthModel:
     work = scenario.workload
     if work.groups is not None:
-        return Groups(work.groups, work.max_tokens)
+        return MeasuredGroups(work.groups, work.max_tokens)
     if work.quantiles is not None:
-        return Distribution(np.asarray(work.quantiles), work.group_correlation, work.max_tokens)
-    median, sigma = NAMED[work.named] if work.named is not None else (work.median_tokens, work.sigma)
+        return LengthDistribution(np.asarray(work.quantiles), work.group_correlation, work.max_tokens)
+    median, sigma = NAMED_LENGTHS[work.named] if work.named is not None else (work.median_tokens, work.sigma)
     assert median is not None  # rules.py
     assert sigma is not None
     return log_normal(median, sigma, work.max_tokens, work.group_correlation)
 
 
-def _most_live(scenario: Scenario) -> int:
-    """Rollouts that there ever are: of the steps that may be under way together."""
-    schedule = scenario.schedule
-    return schedule.prompts_per_step * schedule.group_size * (schedule.max_policy_lag + 1)
-
-
-def _warnings(prepared: Prepared) -> list[str]:
-    """What a reader must know of this outcome."""
-    scenario, found = prepared.scenario, []
-    engine, speculation = scenario.engine, scenario.speculation
+def _find_warnings(prepared: PreparedScenario) -> list[str]:
+    """Return what a reader must know to judge this result."""
+    scenario = prepared.scenario
+    found = []
+    engine = scenario.engine
     if not engine.has_host_costs:
-        found.append("engine.hasHostCosts is false: an ideal engine whose processor costs nothing, not a forecast")
-    per_replica = -(-_most_live(scenario) // scenario.layout.replicas)
-    if prepared.memory is not None and prepared.max_live < min(engine.max_live_rollouts, per_replica):
+        found.append("engine.hasHostCosts is false: this is an ideal engine without CPU costs, not a forecast")
+    scheduled = min(engine.max_live_rollouts, scenario.max_replica_rollouts)
+    if prepared.memory is not None and prepared.max_live < scheduled:
         found.append(
-            f"memory binds: a replica's KV cache holds {prepared.max_live} rollouts of mean length, "
-            f"{min(engine.max_live_rollouts, per_replica)} would be given to it"
+            f"memory is the bottleneck: a replica's KV cache holds {prepared.max_live} rollouts of mean length, "
+            f"but {scheduled} would be scheduled on it"
         )
-    k = 0 if speculation.mechanism is Mechanism.NONE else speculation.k
-    live = min(prepared.max_live, per_replica)
+    k = scenario.speculation.draft_tokens
+    live = min(prepared.max_live, scenario.max_replica_rollouts)
     if engine.capture_tokens is not None and k and live * (k + 1) > engine.capture_tokens and scenario.cluster.gpu:
         found.append(
-            f"CUDA graphs cover {engine.capture_tokens} query tokens, and {live} live rollouts x (k + 1) are "
-            f"{live * (k + 1)}: capture that many (engine.captureTokens)"
+            f"CUDA graphs cover {engine.capture_tokens} query tokens, but {live} live rollouts x (k + 1) are "
+            f"{live * (k + 1)}; set engine.captureTokens to that"
         )
     if isinstance(prepared.costs, MeasuredCosts):
-        found += prepared.costs.extrapolations(prepared.max_live if per_replica > prepared.max_live else per_replica)
+        found += prepared.costs.list_extrapolations(live)
     return found

@@ -1,7 +1,8 @@
-"""Shapes of transformer language models, as far as costs follow from them: from a name, or from a config.json.
+"""Shapes of transformer language models, as far as costs depend on them: by name, or from a config.json.
 
-Decoders with grouped-query attention and gated feed-forward layers, dense or with routed experts in every layer
-(Qwen3, Llama). Others (latent attention, shared experts, dense first layers) are refused rather than guessed at.
+Supported are decoders with grouped-query attention and gated feed-forward layers, dense or with routed experts in every
+layer (Qwen3, Llama). Others (latent attention, shared experts, dense first layers) are refused rather than guessed.
+Called by `simulate` and `costs`.
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from specrl.errors import Problem, SpecInvalid
+from specrl.errors import SpecInvalid, SpecProblem
 from specrl.files import SMALL_BYTES, read_object
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """experts 0: dense, with `intermediate` wide feed-forward layers; else each expert is that wide."""
+    """The sizes of one model. experts 0: dense, with feed-forward layers of width `intermediate`.
+
+    With experts, `intermediate` is the width of each expert.
+    """
 
     name: str
     layers: int
@@ -31,39 +35,42 @@ class ModelShape:
 
     @property
     def attention_parameters(self) -> int:
-        """Of one layer: queries, keys, values, output."""
+        """Parameters of one layer's query, key, value and output projections."""
         return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
 
     @property
     def expert_parameters(self) -> int:
-        """Of one expert of one layer; of a dense model, of its feed-forward layer."""
+        """Parameters of one expert in one layer; in a dense model, of one feed-forward layer."""
         return 3 * self.hidden * self.intermediate
 
     @property
     def head_parameters(self) -> int:
-        """Of the output layer."""
+        """Parameters of the output layer."""
         return self.vocabulary * self.hidden
 
     @property
     def active_parameters(self) -> float:
-        """That one token is multiplied with."""
+        """Parameters that one token is multiplied with."""
         per_layer = self.attention_parameters + max(1, self.experts_per_token) * self.expert_parameters
         return self.layers * per_layer + self.head_parameters
 
     @property
-    def parameters(self) -> float:
-        """All of them, embedding included."""
+    def total_parameters(self) -> float:
+        """All parameters, embedding included."""
         per_layer = self.attention_parameters + max(1, self.experts) * self.expert_parameters
         return self.layers * per_layer + self.head_parameters * (1 if self.has_tied_embeddings else 2)
 
     def kv_bytes_per_token(self, bytes_per_value: float) -> float:
-        """Keys and values of one token in all layers."""
+        """Return the bytes of one token's keys and values in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * bytes_per_value
 
     @property
     def drafter_parameters(self) -> float:
-        """Of an EAGLE-3 head: one dense layer on twice the width, a projection of three hidden states, its own head
-        over 32,000 tokens (arXiv:2503.01840)."""
+        """Parameters of an EAGLE-3 head (arXiv:2503.01840).
+
+        It has one dense layer on twice the width, a projection of three hidden states, and an output layer over 32,000
+        tokens.
+        """
         layer = self.attention_parameters * 2 + 3 * self.hidden * max(self.intermediate, 3 * self.hidden)
         return layer + 3 * self.hidden * self.hidden + min(self.vocabulary, 32_000) * self.hidden
 
@@ -80,19 +87,21 @@ MODELS = {
     )
 }
 
-_UNKNOWN = ("q_lora_rank", "kv_lora_rank", "n_shared_experts", "first_k_dense_replace")
+# Fields of a config.json that mark latent attention, shared experts, and dense first layers.
+_UNSUPPORTED_FIELDS = ("q_lora_rank", "kv_lora_rank", "n_shared_experts", "first_k_dense_replace")
 
 
 def read_shape(folder: Path) -> ModelShape:
-    """The shape of a Hugging Face folder. Raises SpecInvalid when it cannot be read, or is of another kind."""
+    """Read the shape from a Hugging Face folder. Raises SpecInvalid when it cannot be read or is not supported."""
     file = folder / "config.json"
     try:
         found = read_object(file, SMALL_BYTES)
-        unknown = [name for name in _UNKNOWN if found.get(name)]
+        unknown = [name for name in _UNSUPPORTED_FIELDS if found.get(name)]
         if unknown:
             rule = f"must be of a model with grouped-query attention and equal layers, got {unknown[0]}"
-            raise SpecInvalid((Problem(str(file), rule, "such models are not simulated"),))
-        heads, hidden = int(found["num_attention_heads"]), int(found["hidden_size"])
+            raise SpecInvalid((SpecProblem(str(file), rule, "simulate a similar model instead"),))
+        heads = int(found["num_attention_heads"])
+        hidden = int(found["hidden_size"])
         experts = int(found.get("num_experts") or found.get("num_local_experts") or 0)
         width = found.get("moe_intermediate_size") if experts else None
         shape = ModelShape(
@@ -117,7 +126,12 @@ def read_shape(folder: Path) -> ModelShape:
     except SpecInvalid:
         raise
     except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError, OverflowError) as error:
+        # Any malformed value of the file ends here, so that a user never sees a traceback.
         rule = f"must be a model's config.json, got {type(error).__name__}: {error}"
         raise SpecInvalid(
-            (Problem(str(file), rule, "--set model.path=FOLDER, or --set model.path=null --set model.name=qwen3-8b"),)
+            (
+                SpecProblem(
+                    str(file), rule, "--set model.path=FOLDER, or --set model.path=null --set model.name=qwen3-8b"
+                ),
+            )
         ) from error

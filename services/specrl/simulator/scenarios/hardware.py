@@ -1,12 +1,12 @@
-"""Published figures of GPUs. What of them a program reaches is in `scenario.Efficiency`, not here.
+"""Published figures of GPUs. The share of them that programs reach is in `scenario.Efficiency`.
 
-Sources (vendor's data sheets; without sparsity; a second of a link counts one direction):
+Sources: the vendor's data sheets. Figures are without sparsity; link bandwidths count one direction.
     GB200   nvidia.com/en-us/data-center/gb200-nvl72: 72 GPUs have 13.4 TB, 576 TB/s, 180 PFLOPS BF16, 360 FP8
     B200    nvidia.com/en-us/data-center/dgx-b200: 8 GPUs have 1.44 TB, 64 TB/s, 18 PFLOPS BF16, 36 FP8
     H200    nvidia.com/en-us/data-center/h200: SXM
     H100    nvidia.com/en-us/data-center/h100: SXM
     A100    nvidia.com/en-us/data-center/a100: 80 GB SXM; it has no FP8
-Networks are what the vendor's reference systems give each GPU: one 400 Gb/s adapter, 200 Gb/s with A100.
+Networks are those of the vendor's reference systems, per GPU: one 400 Gb/s adapter, or 200 Gb/s with A100.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. Bytes, bytes and floating-point operations a second. fp8_flops None: it has none."""
+    """One GPU. Units: bytes, bytes per second, and floating-point operations per second. fp8_flops None: no FP8."""
 
     name: str
     memory_bytes: float
@@ -26,7 +26,7 @@ class Gpu:
     nvlink_bandwidth: float
     network_bandwidth: float
     nvlink_gpus: int
-    """GPUs that one NVLink domain has at most."""
+    """Most GPUs in one NVLink domain."""
 
 
 GPUS = {
