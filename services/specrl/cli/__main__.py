@@ -1,4 +1,4 @@
-"""`python -m specrl.cli`, for an installation whose scripts are not on the PATH."""
+"""Runs the command line as `python -m specrl.cli`, for installations whose scripts are not on the PATH."""
 
 from specrl.cli import main
 

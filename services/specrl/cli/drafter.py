@@ -1,29 +1,29 @@
-"""`specrl drafter`: make an EAGLE-3 head for a policy, or bring a published one in, or take one out."""
+"""`specrl drafter`: trains a drafter for a policy, imports a published EAGLE-3 head, or exports one."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 import tempfile
-from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from specrl.cli.endings import FAILED_CODE, complain, conclude
-from specrl.cli.options import RUNS, Overrides, Plain, Runs
-from specrl.errors import Problem, RunInvalid, SpecInvalid
+from specrl.cli.command_exit import report_outcome, run_module
+from specrl.cli.options import RUNS, Overrides, Plain, Runs, refuse_existing
+from specrl.drafting.registry import find_kind
+from specrl.errors import RunInvalid, SpecInvalid, SpecProblem
+from specrl.formats.reports import DrafterInitReport
 from specrl.installation import require_engines
 from specrl.launcher import launch, run_directory
 from specrl.launcher.run_directory import RunDirectory
-from specrl.launcher.view import view_for
+from specrl.launcher.terminal.view import choose_view
 from specrl.spec import RunSpec, load_spec
 
+# File in the drafter's folder with its acceptance on held-out prompts.
 ACCEPTANCE = "acceptance.json"
 
 app = typer.Typer(help="Drafters: small models that propose tokens for the policy to verify.", no_args_is_help=True)
@@ -36,132 +36,142 @@ class Format(StrEnum):
     EAGLE3 = "eagle3"
 
 
-@app.command()
-def init(  # noqa: PLR0913, PLR0917 - one argument per option
+@app.command("init")
+def init_drafter(  # noqa: PLR0913, PLR0917 - one argument per option
     out: Out,
     file: Annotated[Path | None, typer.Option("--file", "-f", metavar="FILE", help="Run file (YAML).")] = None,
     resume: Annotated[
         str | None,
-        typer.Option(metavar="RUN", help="Go on with this initialisation: its folder, or its name in --runs."),
+        typer.Option(metavar="RUN", help="Resume this initialisation: its folder, or its name in --runs."),
     ] = None,
     overrides: Overrides = [],  # noqa: B006 - typer copies it
     runs: Runs = RUNS,
     plain: Plain = False,
 ) -> None:
-    """Train a fresh drafter on the policy's own rollouts of the run's prompts, without moving the policy.
+    """Train a fresh drafter, or a draft model, on the policy's own rollouts of the run's prompts.
 
-    This is the run of FILE with no steps and no validation; what `trainer.drafter.initialisation` says is done, and
-    the drafter is written to DIR, for `generation.speculation.eagle3.path` of later runs, with its acceptance on
-    held-out prompts in acceptance.json. After Ctrl-C or a crash `--resume` goes on: no finished rollout is generated
-    again, no finished epoch trained again.
+    This is the run of FILE without steps and validation. It does what `trainer.drafter.initialisation` says: epochs go
+    on while the acceptance on held-out prompts grows, and more rollouts are sampled if they are missing. It writes the
+    drafter to DIR, for `generation.speculation.eagle3.path` or `draftModel.path` of later runs. With `mtp` it
+    trains the heads that the policy ships, and DIR is the policy's folder with the new heads, for `model.path` of later
+    runs. DIR/acceptance.json has the acceptance on held-out prompts and why training ended. After Ctrl-C or a crash,
+    `--resume` continues: finished rollouts are not generated again, and finished epochs are not trained again.
     """
     if (file is None) == (resume is None):
         raise typer.BadParameter("give either -f FILE for a new drafter, or --resume RUN")
-    refuse_existing(out)
-    view = view_for(Console(), plain)
+    refuse_existing(out)  # before hours of training, not after them
+    view = choose_view(Console(), plain)
     if file is not None:
-        launched = launch.begin(initialisation_only(load_spec(file, overrides)), runs, view)
+        launched = launch.start_run(keep_only_initialisation(load_spec(file, overrides)), runs, view)
     else:
         assert resume is not None
-        launched = launch.resume(initialisation(run_directory.find(resume, runs)), overrides, view)
-    conclude(launched, view, f"specrl drafter init --resume {{}} --out {out}")
+        launched = launch.resume_run(require_initialisation(run_directory.find_run(resume, runs)), overrides, view)
+    directory = launched.directory
+    report_outcome(
+        launched,
+        view,
+        f"specrl drafter init --resume {{}} --out {out}",
+        # No report and no page: there are no steps to show.
+        facts={"logs": str(directory.logs_folder), "show again": f"specrl status {directory.path}"},
+    )
     assert launched.outcome.status is not None
     summary = launched.outcome.status.summary
-    if summary is None or not summary.drafter_path:
-        raise RunInvalid(f"the run must export a drafter, got none; see {launched.directory.logs}")
-    acceptance = summary.drafter_start.model_dump(by_alias=True) if summary.drafter_start is not None else None
-    copy_whole(Path(summary.drafter_path), out, {ACCEPTANCE: acceptance} if acceptance else {})
-    typer.echo(f"drafter written to {out}")
+    # Native heads are in the policy's folder.
+    exported = (summary.drafter_path or summary.policy_path) if summary is not None else ""
+    if summary is None or not exported:
+        raise RunInvalid(f"the run ended without exporting a drafter; see {directory.logs_folder}")
+    copy_atomically(Path(exported), out, summary.drafter_start)
+    field = choose_path_field(load_spec(directory.run_file))
+    typer.echo(f"drafter written to {out}; use it in a run with --set {field}={out}")
 
 
 @app.command("import")
-def import_(
+def import_drafter(
     source: Annotated[Path, typer.Argument(help="Folder of a published EAGLE-3 head.")],
-    policy: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the policy that it is to draft for.")],
+    policy: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the policy that it will draft for.")],
     out: Out,
 ) -> None:
     """Check a published head against the policy and write it as a drafter that specrl trains and vLLM loads.
 
     Reads the layout of the EAGLE authors, SpecForge and vLLM (LlamaForCausalLMEagle3; safetensors or
-    pytorch_model.bin) and that of the speculators library.
+    pytorch_model.bin), and that of the speculators library.
     """
-    convert("import", source, out, "--policy", str(policy))
+    convert_drafter("import", source, out, "--policy", str(policy))
 
 
-@app.command()
-def export(
-    drafter: Annotated[Path, typer.Argument(help="Folder of a drafter, as `specrl` writes it.")],
-    format: Annotated[Format, typer.Option(help="Whose layout.")],
+@app.command("export")
+def export_drafter(
+    drafter: Annotated[Path, typer.Argument(help="Folder of a drafter that specrl wrote.")],
+    format: Annotated[Format, typer.Option(help="Layout to write.")],
     out: Out,
     policy: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder of its policy; speculators names it as the verifier.")
     ] = None,
 ) -> None:
-    """Write a drafter in another layout: of the speculators library, or of the EAGLE authors and SpecForge."""
-    convert("export", drafter, out, "--format", format.value, *(() if policy is None else ("--policy", str(policy))))
+    """Write a drafter in the layout of the speculators library, or in that of the EAGLE authors and SpecForge."""
+    convert_drafter(
+        "export", drafter, out, "--format", format.value, *(() if policy is None else ("--policy", str(policy)))
+    )
 
 
-def convert(direction: str, source: Path, out: Path, *options: str) -> None:
-    """Convert in a process of its own, which needs torch. Its message and exit code are the command's."""
+def convert_drafter(direction: str, source: Path, out: Path, *options: str) -> None:
+    """Convert a drafter in a separate process, since that needs torch. Raises RunInvalid when `out` exists."""
     require_engines("torch")
     refuse_existing(out)
-    command = [sys.executable, "-m", "specrl.drafting.convert", direction, str(source), "--out", str(out), *options]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    if done.returncode:
-        complain(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "the conversion failed")
-        raise typer.Exit(done.returncode if done.returncode > 0 else FAILED_CODE)
-    typer.echo(done.stdout.strip())
+    typer.echo(run_module("specrl.drafting.eagle3.convert", direction, str(source), "--out", str(out), *options))
 
 
-def refuse_existing(out: Path) -> None:
-    """Raise RunInvalid when there is something at `out`."""
-    if out.exists():
-        raise RunInvalid(f"--out must not exist, got out={out}; name a new folder")
-
-
-def initialisation_only(spec: RunSpec) -> RunSpec:
-    """The run without steps and validation. Raises SpecInvalid when it has no fresh drafter to train."""
-    eagle3 = spec.generation.speculation.eagle3
-    path = "generation.speculation.eagle3"
-    if eagle3 is None:
-        kind = spec.generation.speculation.kind
-        raise SpecInvalid(
-            (Problem(path, f"must be given to train a drafter, got {kind}", f"--set {path}.numDraftTokens=3"),)
-        )
-    if eagle3.path is not None:
-        raise SpecInvalid(
-            (Problem(f"{path}.path", f"must be null for a fresh drafter, got {eagle3.path}", "leave it out"),)
-        )
+def keep_only_initialisation(spec: RunSpec) -> RunSpec:
+    """Return the run without steps and validation. Raises SpecInvalid when it has no drafter to train."""
+    # A run of 0 steps ends after its drafter is initialised and exported.
     schedule = spec.schedule.model_copy(update={"steps": 0})
-    return spec.model_copy(update={"schedule": schedule, "validation": None})
+    run = spec.model_copy(update={"schedule": schedule, "validation": None})
+    kind = find_kind(run)
+    path = "generation.speculation.eagle3"
+    if kind is None:
+        rule = f"must be given to train a drafter, got {spec.generation.speculation.kind}"
+        remedy = f"--set {path}.numDraftTokens=3, or mtp for a policy that has heads"
+        raise SpecInvalid((SpecProblem(path, rule, remedy),))
+    if not kind.is_fresh(run):  # of all kinds, only a head can be named that was initialised before
+        rule = "must be null for a fresh drafter, got a folder"
+        raise SpecInvalid((SpecProblem(f"{path}.path", rule, "leave it out"),))
+    return run
 
 
-def initialisation(directory: RunDirectory) -> RunDirectory:
-    """A run that is nothing else. Raises RunInvalid for any other."""
+def choose_path_field(spec: RunSpec) -> str:
+    """Return the field of a run file that names a drafter of this kind. Native heads are a part of the policy."""
+    speculation = spec.generation.speculation
+    if speculation.mtp is not None:
+        return "model.path"
+    kind = "eagle3" if speculation.eagle3 is not None else "draftModel"
+    return f"generation.speculation.{kind}.path"
+
+
+def require_initialisation(directory: RunDirectory) -> RunDirectory:
+    """Return the folder unchanged if its run only initialises a drafter; raise RunInvalid otherwise."""
     steps = load_spec(directory.run_file).schedule.steps
     if steps:
         raise RunInvalid(
             f"--resume must name a run of `specrl drafter init`, got {directory.path} with {steps} steps; "
-            f"go on with that one by `specrl run --resume {directory.path}`"
+            f"resume that one with `specrl run --resume {directory.path}`"
         )
     return directory
 
 
-def copy_whole(source: Path, out: Path, beside: Mapping[str, Any]) -> None:
-    """Copy a folder, and JSON files beside, to a name that is free: it appears there complete, or not at all.
-
-    Raises RunInvalid.
-    """
+def copy_atomically(source: Path, out: Path, start: DrafterInitReport | None) -> None:
+    """Copy a drafter and its acceptance to a free name. It appears there complete or not at all. Raises RunInvalid."""
     out = out.absolute()
     out.parent.mkdir(parents=True, exist_ok=True)
+    # Beside its final name, since a rename is atomic only within one file system.
     unfinished = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
         shutil.copytree(source, unfinished, dirs_exist_ok=True)
-        for name, content in beside.items():
-            (unfinished / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        if start is not None:
+            acceptance = json.dumps(start.model_dump(by_alias=True), indent=2)
+            (unfinished / ACCEPTANCE).write_text(acceptance + "\n", encoding="utf-8")
         unfinished.chmod(0o755)  # mkdtemp's 0700 would hide it from other users
         unfinished.rename(out)
     except OSError as error:
-        raise RunInvalid(f"the drafter must be written to {out}, got {error}; it is still in {source}") from error
+        raise RunInvalid(f"writing the drafter to {out} failed: {error}; the run keeps it in {source}") from error
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)  # does nothing after a successful rename

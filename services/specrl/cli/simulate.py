@@ -1,4 +1,7 @@
-"""`specrl simulate` and `specrl plan`: what a run would take on a cluster, and which layout of it is best."""
+"""`specrl simulate` and `specrl plan`: predict what a run would take on a cluster, and find its best layout.
+
+The simulator is imported inside the functions, since it needs the extra `plan`.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,19 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from specrl.cli.options import Overrides
+from specrl.cli.options import AsJson, Overrides
 from specrl.errors import RunInvalid
 from specrl.spec import load_spec
-from specrl.spec.rljob import is_rljob
+from specrl.spec.rljob.manifest import is_rljob
 
 if TYPE_CHECKING:
-    from specrl.coordinator.calibration import Calibration
-    from specrl.simulator.scenario import Scenario
+    from specrl.formats.calibration import RunCalibration
+    from specrl.simulator.scenarios.scenario import Scenario
 
 Source = Annotated[
     str,
     typer.Argument(
-        metavar="SCENARIO|FILE", help="A scenario of examples/plan/, a scenario file, a run file, or an RLJob."
+        metavar="SCENARIO|FILE", help="Name of a scenario in examples/plan/, scenario file, run file, or RLJob."
     ),
 ]
 CalibrationFiles = Annotated[
@@ -35,20 +38,19 @@ CalibrationFiles = Annotated[
     typer.Option(
         "--calibration",
         metavar="FILE",
-        help="calibration.json of a run: measured costs, acceptance, lengths. Several: engine steps of all.",
+        help="calibration.json of a run: measured costs, acceptance, lengths. May be repeated to combine runs.",
     ),
 ]
 ClusterFile = Annotated[
     Path | None,
-    typer.Option("--cluster", metavar="FILE", help="YAML with gpu, gpus, usdPerGpuHour; for run files and RLJobs."),
+    typer.Option("--cluster", metavar="FILE", help="YAML with gpu, gpus, usdPerGpuHour, for run files and RLJobs."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Out = Annotated[
-    Path | None, typer.Option("--out", metavar="DIR", help="Also write Markdown, HTML, JSON and figures there.")
+    Path | None, typer.Option("--out", metavar="DIR", help="Also write Markdown, HTML, JSON and figures to DIR.")
 ]
 
 
-def simulate(  # noqa: PLR0913, PLR0917 - one parameter for each option
+def print_simulation(  # noqa: PLR0913, PLR0917 - one parameter for each option
     source: Source,
     overrides: Overrides = [],  # noqa: B006 - typer copies it
     calibration: CalibrationFiles = [],  # noqa: B006 - the same
@@ -56,23 +58,24 @@ def simulate(  # noqa: PLR0913, PLR0917 - one parameter for each option
     as_json: AsJson = False,
     out: Out = None,
 ) -> None:
-    """Predict the stages of a step, exposed generation, speed-up and GPU-hours. Starts nothing."""
-    _check_extra()
-    from specrl.simulator import pages
-    from specrl.simulator.simulate import simulate as simulated
+    """Predict the phases of a step, exposed generation, speed-up and GPU-hours. Starts nothing."""
+    _require_plan_extra()
+    from specrl.simulator.pages import tables
+    from specrl.simulator.simulate import simulate_scenario as simulated
 
-    scenario, measured = _read(source, overrides, calibration, cluster)
-    with _progress("simulating", 2 * scenario.schedule.steps) as advance:
+    scenario, measured = _read_scenario(source, overrides, calibration, cluster)
+    # Twice: with speculation and without.
+    with _progress_bar("simulating", 2 * scenario.schedule.steps) as advance:
         outcome = simulated(scenario, measured, lambda _: advance())
     if out is not None:
         _write_outcome(out, outcome, measured)
     if as_json:
         typer.echo(json.dumps(outcome.as_json()))
         return
-    _show(f"{scenario.name}, predicted", pages.stages(outcome), pages.facts(outcome))
+    _print_table(f"{scenario.name}, predicted", tables.phase_table(outcome), tables.result_sentences(outcome))
 
 
-def plan(  # noqa: PLR0913, PLR0917 - the same
+def print_plan(  # noqa: PLR0913, PLR0917 - the same
     source: Source,
     overrides: Overrides = [],  # noqa: B006 - typer copies it
     calibration: CalibrationFiles = [],  # noqa: B006 - the same
@@ -80,105 +83,118 @@ def plan(  # noqa: PLR0913, PLR0917 - the same
     max_lag: Annotated[
         int | None,
         typer.Option(
-            "--max-lag", metavar="STEPS", min=0, help="Most policy lag to recommend. Default: the scenario's."
+            "--max-lag", metavar="STEPS", min=0, help="Largest policy lag to recommend. Default: the scenario's."
         ),
     ] = None,
     as_json: AsJson = False,
     out: Out = None,
 ) -> None:
-    """Find the best layout of the same cluster: k by live batch, generation against training, lag, replicas, width."""
-    _check_extra()
-    from specrl.simulator import pages
-    from specrl.simulator.search import search
+    """Find the best layout of the same cluster: split of GPUs, policy lag, tensor parallelism, and k by live batch."""
+    _require_plan_extra()
+    from specrl.simulator.pages import tables
+    from specrl.simulator.search import find_best_layout
 
-    scenario, measured = _read(source, overrides, calibration, cluster)
-    with _progress("searching", None) as advance:
-        advice = search(scenario, measured, max_lag, lambda _, total: advance(total))
-    title, table, told = f"{scenario.name}, planned", pages.advice_rows(advice), pages.advice_facts(advice)
+    scenario, measured = _read_scenario(source, overrides, calibration, cluster)
+    with _progress_bar("searching", None) as advance:
+        advice = find_best_layout(scenario, measured, max_lag, lambda _, total: advance(total))
+    title = f"{scenario.name}, planned"
+    table = tables.advice_table(advice)
+    told = tables.advice_sentences(advice)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "plan.md").write_text(pages.markdown(title, scenario.about, table, told), encoding="utf-8")
-        (out / "plan.html").write_text(pages.html(title, scenario.about, table, told), encoding="utf-8")
+        (out / "plan.md").write_text(tables.render_markdown(title, scenario.about, table, told), encoding="utf-8")
+        (out / "plan.html").write_text(tables.render_html(title, scenario.about, table, told), encoding="utf-8")
         (out / "plan.json").write_text(json.dumps(advice.as_json(), indent=1) + "\n", encoding="utf-8")
     if as_json:
         typer.echo(json.dumps(advice.as_json()))
         return
-    _show(title, table, told)
+    _print_table(title, table, told)
 
 
-def _check_extra() -> None:
+def _require_plan_extra() -> None:
+    """Raise RunInvalid unless the packages of the extra `plan` are installed."""
     missing = [name for name in ("simpy", "scipy") if importlib.util.find_spec(name) is None]
     if missing:
         raise RunInvalid(
-            f"the extra `plan` must be installed, got no {' and no '.join(missing)}; pip install 'specrl[plan]'"
+            f"the extra `plan` must be installed, got no {' and no '.join(missing)}; run pip install 'specrl[plan]'"
         )
 
 
-def _read(
+def _read_scenario(
     source: str, overrides: list[str], calibrations: list[Path], cluster: Path | None
-) -> tuple[Scenario, Calibration | None]:
-    """The scenario that the arguments mean. Raises SpecInvalid with every problem."""
-    from specrl.simulator.from_run import scenario_of
-    from specrl.simulator.measured import read_calibrations
-    from specrl.simulator.scenario_file import find, parse, read_mapping
+) -> tuple[Scenario, RunCalibration | None]:
+    """Read the scenario and calibration that the arguments name. Raises SpecInvalid with every problem."""
+    from specrl.simulator.costs.measured import read_calibrations
+    from specrl.simulator.scenarios.from_run import scenario_from_run
+    from specrl.simulator.scenarios.scenario_file import find_scenario, parse_scenario, read_mapping
 
-    file = find(source)
+    file = find_scenario(source)
     measured = read_calibrations(calibrations) if calibrations else None
     raw = read_mapping(file)
+    # A scenario has no section `trainer`, and every run file has.
     if is_rljob(raw) or "trainer" in raw:
         given = read_mapping(cluster) if cluster is not None else None
-        raw = scenario_of(load_spec(file), measured, given)
+        raw = scenario_from_run(load_spec(file), measured, given)
     elif cluster is not None:
         raw["cluster"] = read_mapping(cluster)
-    return parse(raw, overrides), measured
+    return parse_scenario(raw, overrides), measured
 
 
-def _write_outcome(out: Path, outcome: Any, measured: Calibration | None) -> None:
-    from specrl.simulator import figures, maps, pages
-    from specrl.simulator.search import SHARES
+def _write_outcome(out: Path, outcome: Any, measured: RunCalibration | None) -> None:
+    from specrl.simulator.pages import figures, heatmap_values, tables
+    from specrl.simulator.search import GENERATION_SHARES
 
     scenario = outcome.scenario
-    with _progress("drawing", 8 * 8 + 4 * 9) as advance:
-        by_acceptance = maps.over_acceptance(scenario, measured, advance)
-        by_split = maps.over_splits(scenario, measured, advance)
-    chances, shares = [f"{p:.0%}" for p in maps.CHANCES], [f"{s:.0%}" for s in SHARES]
-    lengths, lags = [str(k) for k in maps.LENGTHS], [str(lag) for lag in maps.LAGS]
+    # One step per cell of the two heatmaps: 8 chances x 8 lengths, 4 lags x 9 shares.
+    with _progress_bar("drawing", 8 * 8 + 4 * 9) as advance:
+        by_acceptance = heatmap_values.map_acceptance(scenario, measured, advance)
+        by_split = heatmap_values.map_splits(scenario, measured, advance)
+    chances = [f"{p:.0%}" for p in heatmap_values.CHANCES]
+    shares = [f"{s:.0%}" for s in GENERATION_SHARES]
+    lengths = [str(k) for k in heatmap_values.LENGTHS]
+    lags = [str(lag) for lag in heatmap_values.LAGS]
     over_k = figures.Heatmap("Speed-up of rollouts", ("k", "token accepted"), lengths, chances, by_acceptance)
     over_lag = figures.Heatmap("Seconds of a step", ("GPUs that generate", "policy lag"), shares, lags, by_split)
     drawn = {
-        "timeline.svg": figures.timeline(outcome.trace, scenario.layout.replicas),
-        "acceptance.svg": figures.heatmap(over_k),
-        "split.svg": figures.heatmap(over_lag),
+        "timeline.svg": figures.draw_timeline(outcome.trace, scenario.layout.replica_count),
+        "acceptance.svg": figures.draw_heatmap(over_k),
+        "split.svg": figures.draw_heatmap(over_lag),
     }
     out.mkdir(parents=True, exist_ok=True)
     for name, figure in drawn.items():
         (out / name).write_text(figure, encoding="utf-8")
-    title, table, told = f"{scenario.name}, predicted", pages.stages(outcome), pages.facts(outcome)
-    (out / "report.md").write_text(pages.markdown(title, scenario.about, table, told, list(drawn)), encoding="utf-8")
-    (out / "report.html").write_text(
-        pages.html(title, scenario.about, table, told, list(drawn.values())), encoding="utf-8"
-    )
+    title = f"{scenario.name}, predicted"
+    table = tables.phase_table(outcome)
+    told = tables.result_sentences(outcome)
+    markdown = tables.render_markdown(title, scenario.about, table, told, list(drawn))
+    html = tables.render_html(title, scenario.about, table, told, list(drawn.values()))
+    (out / "report.md").write_text(markdown, encoding="utf-8")
+    (out / "report.html").write_text(html, encoding="utf-8")
     (out / "report.json").write_text(json.dumps(outcome.as_json(), indent=1) + "\n", encoding="utf-8")
 
 
 @contextmanager
-def _progress(what: str, total: int | None) -> Iterator[Any]:
-    """A bar on stderr, gone when done. Yields what moves it on by one; it takes a new total."""
+def _progress_bar(what: str, total: int | None) -> Iterator[Any]:
+    """Yield a callback that advances a progress bar on stderr by one; it also takes a new total.
+
+    The bar disappears at the end, so that stdout and the terminal hold only the result.
+    """
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total)
 
-        def advance(new_total: int | None = None) -> None:
+        def advance_bar(new_total: int | None = None) -> None:
             bar.update(task, advance=1, total=total if new_total is None else new_total)
 
-        yield advance
+        yield advance_bar
 
 
-def _show(title: str, rows: list[Any], sentences: list[str]) -> None:
+def _print_table(title: str, rows: list[Any], sentences: list[str]) -> None:
     head, *body = rows
     table = Table(*head, box=SIMPLE_HEAD, title=title, title_justify="left")
     for row in body:
         table.add_row(*row)
     console = Console()
+    # No markup: names from a scenario file may contain brackets.
     console.print(table, markup=False, highlight=False)
     for sentence in sentences:
         console.print(f"- {sentence}", markup=False, highlight=False)

@@ -1,5 +1,5 @@
-"""Runs on one machine: what the operator does in a cluster, with processes instead of pods.
+"""Runs training on one machine: it plays the role of the Kubernetes operator, with processes instead of pods.
 
-Called by the command line alone. The launcher decides which processes live, never what they do: order, versions and
-progress are the coordinator's, and the launcher reads them from it like any other spectator.
+The command line calls it. The launcher decides which processes live, and the coordinator decides what they do. The
+launcher reads the order of steps, policy versions and progress from the coordinator's REST API, like any other client.
 """

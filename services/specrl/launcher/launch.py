@@ -1,105 +1,172 @@
-"""Begin a run, or go on with one: preflight, folder, lock, programs, to the end. What the command line calls.
+"""Starts a new run or resumes one: preflight, run folder, lock, processes, and the wait for the end.
 
-Nothing is written before preflight has passed, and nothing is started before the run's lock is held.
+Invariants: nothing is written before preflight passes, and no process starts before the run's lock is held.
+Called by the commands `run`, `demo` and `drafter init`.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from specrl.errors import CheckpointInvalid, RunInvalid
+from specrl.files import private_umask, write_text
+from specrl.formats.reports import Phase, StatusReport
+from specrl.hub import write_sources
 from specrl.launcher import preflight, run_directory
-from specrl.launcher.check_progress import CheckProgress
-from specrl.launcher.local_run import LocalRun, Outcome
-from specrl.launcher.ports import HOST
-from specrl.launcher.programs import programs_of
-from specrl.launcher.replicas import Replicas
-from specrl.launcher.reports import CoordinatorReports
+from specrl.launcher.coordinator_client import CoordinatorReports
+from specrl.launcher.local_run import LocalRun
+from specrl.launcher.processes.ports import HOST
+from specrl.launcher.processes.programs import build_programs
+from specrl.launcher.processes.replicas import ReplicaScaler
+from specrl.launcher.processes.supervisor import RunEnd, RunOutcome
 from specrl.launcher.run_directory import RunDirectory
-from specrl.launcher.view import View
-from specrl.spec import RunSpec, digest, load_spec
-from specrl.trainer import checkpoints, checksums
+from specrl.launcher.stored_reports import read_stored_status, read_stored_steps
+from specrl.launcher.terminal.check_progress import CheckProgress, open_fetch_display
+from specrl.launcher.terminal.view import View, describe_page
+from specrl.rpc import run_token
+from specrl.spec import RunSpec, digest_spec, load_process_spec, load_spec
+from specrl.trainer.checkpointing import checkpoints, checksums
 
 
 @dataclass(frozen=True)
-class Launched:
-    """A launch that came to its end, and where its run lies."""
+class LaunchResult:
+    """A launch that has ended: the folder of its run and how the run ended."""
 
     directory: RunDirectory
-    outcome: Outcome
+    outcome: RunOutcome
 
 
-def begin(
+def start_run(
     spec: RunSpec, runs: Path, view: View, keep_serving: bool = False, checkpoint: Path | None = None
-) -> Launched:
-    """Start a new run below `runs` and drive it to its end. Raises the SpecrlErrors of preflight, RunInvalid.
+) -> LaunchResult:
+    """Start a new run in a numbered folder below `runs` and block until it ends.
 
-    checkpoint: of another run, which this one goes on from; it gets a copy. Raises CheckpointInvalid.
+    checkpoint: a checkpoint of another run to start from. It is copied into the new run's folder.
+    keep_serving: keep the coordinator's page up after a successful end, until Ctrl-C.
+    Raises what preflight raises, RunInvalid when the folder cannot be made, and CheckpointInvalid for a bad checkpoint.
     """
-    ready = _check(spec, None, view)
+    # Everything that can be refused is refused before the folder exists.
+    ready = _run_preflight(spec, None, view)
+    spec = ready.spec
     if checkpoint is not None:
-        _check_checkpoint(checkpoint, spec)
-    directory = run_directory.create(runs, spec)
-    with directory.lock():
-        ready.decision.write(directory.path)
+        check_checkpoint(checkpoint, spec)
+    directory = run_directory.create_run(runs, spec)
+    with directory.lock(), private_umask():
+        ready.decision.write_file(directory.path)
+        write_sources(directory.path, ready.sources)
         if checkpoint is not None:
             checkpoints.copy_into(directory.path, checkpoint)
-        return _drive(spec, directory, ready, view, keep_serving)
+        return _run_programs(spec, directory, ready, view, keep_serving)
 
 
-def _check(spec: RunSpec, directory: Path | None, view: View) -> preflight.Readiness:
-    """Preflight, which shows how far it is where that takes long."""
-    try:
-        return preflight.check(spec, directory, CheckProgress(view))
-    finally:
-        view.close()
+def _run_preflight(spec: RunSpec, directory: Path | None, view: View) -> preflight.PreflightResult:
+    """Run preflight. The view shows its progress when it takes longer than a second."""
+    with open_fetch_display(view) as display:
+        return preflight.check_run(spec, directory, CheckProgress(view), display=display)
 
 
-def _check_checkpoint(checkpoint: Path, spec: RunSpec) -> None:
-    """Before a folder is made for it. Raises CheckpointInvalid, RunInvalid."""
-    step = checkpoints.complete_step(checkpoint)
-    damages = checksums.damages(checkpoint)
+def check_checkpoint(checkpoint: Path, spec: RunSpec) -> None:
+    """Refuse an unusable checkpoint before a folder is made for the run. Raises CheckpointInvalid, RunInvalid."""
+    step = checkpoints.check_complete(checkpoint)
+    damages = checksums.list_damages(checkpoint)
     if damages:
-        raise CheckpointInvalid(f"{checkpoint} must be as it was written, got {'; '.join(damages)}; use another one")
+        raise CheckpointInvalid(f"{checkpoint} must match its checksums, got {'; '.join(damages)}; use another one")
     if step >= spec.schedule.steps:
         raise RunInvalid(
-            f"schedule.steps must be more than the step of the checkpoint, {step}, got {spec.schedule.steps}; raise it"
+            f"schedule.steps must be greater than the checkpoint's step {step}, got {spec.schedule.steps}; raise it"
         )
 
 
-def resume(directory: RunDirectory, overrides: Sequence[str], view: View, keep_serving: bool = False) -> Launched:
-    """Go on with a run under its own run file; only the number of replicas may be another than before.
+def resume_run(
+    directory: RunDirectory, overrides: Sequence[str], view: View, keep_serving: bool = False
+) -> LaunchResult:
+    """Resume a run with its own run file and block until it ends. Only generation.replicas may be overridden.
 
-    Raises RunInvalid for any other change, or when another launcher drives the run, and what preflight raises.
+    A run that has finished starts no process, unless `keep_serving` asks for its page.
+
+    Raises RunInvalid for any other override, or when another launcher holds the run's lock, and what preflight raises.
     """
-    stored = load_spec(directory.run_file)
+    stored = load_process_spec(directory.run_file)
     spec = load_spec(directory.run_file, overrides)
-    if digest(spec) != digest(stored):
+    # The digest leaves out generation.replicas, so that a run may be resumed with another number of replicas.
+    if digest_spec(spec) != digest_spec(stored):
+        newest = checkpoints.find_newest(directory.path)
         raise RunInvalid(
-            "a resumed run must keep its run file but for generation.replicas, got "
-            f"{' '.join(f'--set {override}' for override in overrides)}; start a new run with -f {directory.run_file}"
+            "--set must change nothing but generation.replicas with --resume, got "
+            f"{' '.join(f'--set {override}' for override in overrides)}; go on in a new run with `specrl run "
+            f"{directory.run_file} --set ...{'' if newest is None else f' --checkpoint {newest}'}`"
         )
     with directory.lock():
-        ready = _check(spec, directory.path, view)
-        if spec != stored:
-            directory.write_run_file(spec)
-        return _drive(spec, directory, ready, view, keep_serving)
+        finished = _read_finished_status(directory)
+        if finished is not None and not keep_serving:
+            view.show_message(f"run {directory.name} finished at step {finished.step}, so there is nothing to resume")
+            return LaunchResult(directory, RunOutcome(RunEnd.FINISHED, status=finished))
+        if opened := directory.make_private():
+            view.show_message(opened)
+        ready = _run_preflight(spec, directory.path, view)  # may fetch into a cache that users share
+        spec = ready.spec
+        with private_umask():
+            write_sources(directory.path, ready.sources)
+            if spec != stored:
+                directory.write_run_file(spec)
+            ready.notices += (_describe_stored_state(spec, directory),)
+            return _run_programs(spec, directory, ready, view, keep_serving)
 
 
-def _drive(
-    spec: RunSpec, directory: RunDirectory, ready: preflight.Readiness, view: View, keep_serving: bool
-) -> Launched:
-    programs = programs_of(spec, directory, ready.grpc_port, ready.http_port)
-    with CoordinatorReports(f"{HOST}:{ready.http_port}") as reports:
-        replicas = Replicas(spec, directory, ready.grpc_port, ready.replica_bytes)
+def _describe_stored_state(spec: RunSpec, directory: RunDirectory) -> str:
+    has_store = spec.redis is not None or (directory.path / "store.db").exists()
+    steps = read_stored_steps(directory)
+    saved = checkpoints.list_complete(directory.path)
+    if not saved and spec.checkpoint.mirror is not None:
+        return f"resuming from the newest checkpoint at {spec.checkpoint.mirror}, if there is one"
+    return describe_resumption(steps[-1].step if steps else 0, saved[-1][0] if saved else 0, has_store=has_store)
+
+
+def describe_resumption(reported: int, saved: int, *, has_store: bool) -> str:
+    """Describe from where a run goes on, so that its user sees whether anything is lost.
+
+    reported: the newest step with a report. saved: the step of the newest checkpoint. 0: none. has_store: whether the
+    store with rollouts and batches is there. It may hold a step more than was reported.
+    """
+    origin = f"the checkpoint of step {saved}" if saved else "the policy as it came, since there is no checkpoint yet"
+    if reported <= saved:
+        return f"resuming from {origin}; no step is lost"
+    later = f"step {reported}" if reported == saved + 1 else f"steps {saved + 1} to {reported}"
+    if not has_store:
+        return f"resuming from {origin}; the store is gone, so that {later} cannot be trained again"
+    return f"resuming from {origin}; nothing is lost: {later} will be trained again from stored rollouts"
+
+
+def _read_finished_status(directory: RunDirectory) -> StatusReport | None:
+    """Return the status of a finished run; None if the run has not finished, or its export is gone."""
+    status = read_stored_status(directory)
+    if status is None or status.phase is not Phase.FINISHED or status.summary is None:
+        return None
+    exported = status.summary.policy_path or status.summary.drafter_path
+    return status if exported and Path(exported).is_dir() else None
+
+
+def _run_programs(
+    spec: RunSpec, directory: RunDirectory, ready: preflight.PreflightResult, view: View, keep_serving: bool
+) -> LaunchResult:
+    token = run_token.write_token(directory.path)
+    programs = build_programs(spec, directory, ready.grpc_port, ready.http_port)
+    with CoordinatorReports(f"{HOST}:{ready.http_port}", token) as reports:
+        replicas = ReplicaScaler(spec, directory, ready.grpc_port, ready.replica_bytes)
         run = LocalRun(directory, programs, reports, view, replicas)
-        view.begin(directory.name, {"folder": str(directory.path), "page": reports.url})
+        # The view starts before the processes do, so that their first notices have a place.
+        facts = {"folder": str(directory.path), "page": describe_page(reports.url, token), "precision": ready.precision}
+        view.show_start(directory.name, facts)
         for notice in ready.notices:
-            view.message(notice)
+            view.show_message(notice)
+        directory.outcome_file.unlink(missing_ok=True)
         try:
-            outcome = run.drive(keep_serving)
+            outcome = run.run_to_end(keep_serving)
         finally:
             view.close()
-    return Launched(directory, outcome)
+        ended = {"exitCode": outcome.end.exit_code, "error": outcome.message or None}
+        write_text(directory.outcome_file, json.dumps(ended) + "\n")
+    return LaunchResult(directory, outcome)

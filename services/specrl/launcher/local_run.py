@@ -1,13 +1,15 @@
-"""Drives one run on this machine: starts its programs, shows what they report, stops them in order.
+"""Runs one launch of a run: starts its programs, shows what they report, and stops them in order.
 
-    STARTING -> RUNNING -> coordinator says finished or failed -> STOPPING -> DOWN
-                        -> a program refuses or is given up on -> STOPPING -> DOWN
-                        -> Ctrl-C, SIGTERM or SIGHUP           -> STOPPING -> DOWN; a second one kills at once
+    STARTING -> RUNNING -> the coordinator reports finished or failed -> STOPPING -> DOWN
+                        -> a program refuses to run or crashes too often -> STOPPING -> DOWN
+                        -> Ctrl-C, SIGTERM or SIGHUP -> STOPPING -> DOWN (a second signal kills everything at once)
 
-While it runs, it keeps as many replicas as the coordinator's status says (`specrl scale`).
+While the run is active, the launcher keeps as many replicas as the coordinator's status asks for (`specrl scale`).
 
-One thread, one loop. Each turn waits at most `TURN_S`, plus what the coordinator takes to answer (bounded by
-`reports.TIMEOUT_S`). A signal only counts; the loop looks at the count.
+There is one thread and one loop. Each iteration waits at most `TURN_S`, plus the coordinator's response times, which
+`coordinator_client.REPORT_TIMEOUT_S` bounds. The loop also tells the coordinator which replicas it starts no more.
+Signal handlers only increment a counter; the loop reads it.
+Called by `launcher.launch`.
 """
 
 from __future__ import annotations
@@ -15,65 +17,26 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from enum import StrEnum
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from types import FrameType
 
-from specrl.coordinator.report import Phase, Status
-from specrl.launcher.follow import Follower
-from specrl.launcher.replicas import Replicas
-from specrl.launcher.reports import CoordinatorReports, stored_status
+from specrl.errors import RunInvalid
+from specrl.formats.reports import Phase, StatusReport
+from specrl.launcher.coordinator_client import REPORT_TIMEOUT_S, CoordinatorReports, request_run_action
+from specrl.launcher.processes.replicas import ReplicaScaler
+from specrl.launcher.processes.supervisor import Program, RunEnd, RunOutcome, Supervisor
 from specrl.launcher.run_directory import RunDirectory
-from specrl.launcher.supervisor import Ending, Program, Supervisor, Verdict
-from specrl.launcher.view import View
+from specrl.launcher.stored_reports import read_stored_status
+from specrl.launcher.terminal.run_follower import RunFollower
+from specrl.launcher.terminal.view import View
 
 TURN_S = 0.25
-_ENDED = (Phase.FINISHED, Phase.FAILED, Phase.STOPPED)
-
-
-class Ended(StrEnum):
-    """How a launch came to its end. REFUSED: it would end so again until its user has repaired something."""
-
-    FINISHED = "finished"
-    FAILED = "failed"
-    REFUSED = "refused"
-    INTERRUPTED = "interrupted"
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The end of a launch. message: what to tell the user, empty when all is well."""
-
-    ended: Ended
-    message: str = ""
-    status: Status | None = None
-
-
-class Interrupts:
-    """How often the user has asked to stop."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        """Count SIGINT, SIGTERM and SIGHUP (the terminal was closed) instead of dying of them."""
-
-        def count(_number: int, _frame: FrameType | None) -> None:
-            self.count += 1
-
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        before = [(number, signal.signal(number, count)) for number in numbers]
-        try:
-            yield
-        finally:
-            for number, handler in before:
-                signal.signal(number, handler)
+GIVEN_UP_CHARACTERS = 2000  # of all reasons together; as JSON each character takes up to 6 bytes of the 16 KiB
 
 
 class LocalRun:
-    """One launch of one run. The caller holds the run's lock. replicas: None keeps those that it began with."""
+    """One launch of one run. The caller holds the run's lock. replicas: None keeps the number of replicas constant."""
 
     def __init__(
         self,
@@ -81,71 +44,130 @@ class LocalRun:
         programs: Sequence[Program],
         reports: CoordinatorReports,
         view: View,
-        replicas: Replicas | None = None,
+        replicas: ReplicaScaler | None = None,
     ) -> None:
         self._directory = directory
         self._supervisor = Supervisor(programs)
-        self._reports, self._replicas = reports, replicas
+        self._reports = reports
+        self._replicas = replicas
         self._view = view
-        self._interrupts = Interrupts()
-        self._follower = Follower(reports, view)
+        self._status_before_ns = 0  # when the status of an earlier launch was written; 0: there was none
+        self._interrupts = 0  # the user's requests to stop so far
+        self._follower = RunFollower(reports, view)
+        self._told_given_up: dict[str, str] = {}  # what the coordinator was told last
 
-    def drive(self, keep_serving: bool = False) -> Outcome:
-        """Run to the end. keep_serving: after a good end the coordinator's page stays up until Ctrl-C."""
-        with self._interrupts.counted(), self._supervisor:
-            outcome = self._watch()
-            if outcome.ended is Ended.FINISHED and keep_serving:
-                self._view.message(f"finished; {self._reports.url} stays up until Ctrl-C")
-                while self._interrupts.count == 0 and self._supervisor.poll() is None:
+    def run_to_end(self, keep_serving: bool = False) -> RunOutcome:
+        """Start all programs, wait until the run ends, and stop them. Returns how it ended.
+
+        keep_serving: after a successful end, keep the coordinator's page up until Ctrl-C.
+        """
+        with suppress(OSError):
+            self._status_before_ns = self._directory.status_file.stat().st_mtime_ns
+        with self._count_interrupts(), self._supervisor:
+            outcome = self._wait_for_end()
+            if outcome.end is RunEnd.FINISHED and keep_serving:
+                self._view.show_message(f"run finished; its page {self._reports.url} stays up until Ctrl-C")
+                # Ends on a signal, or when a program ends the run.
+                while self._interrupts == 0 and self._supervisor.poll() is None:
                     time.sleep(TURN_S)
-            self._stop()
+            self._stop_programs()
+        if outcome.end is RunEnd.INTERRUPTED:
+            # The coordinator has written what it saved since the status that ended the wait.
+            outcome = replace(outcome, status=read_stored_status(self._directory) or outcome.status)
         return outcome
 
-    def _watch(self) -> Outcome:
-        """Turn until something ends the run."""
+    def _wait_for_end(self) -> RunOutcome:
+        """Loop until the run ends: supervise the programs, show their reports, scale the replicas."""
         while True:
-            verdict = self._supervisor.poll()
+            ended = self._supervisor.poll()
             for notice in self._supervisor.take_notices():
-                self._view.message(notice)
-            if verdict is not None:
-                return self._judged(verdict)
-            status = self._follower.turn()
+                self._view.show_message(notice)
+            if ended is not None:
+                self._tell_given_up()
+                return replace(ended, status=read_stored_status(self._directory))
+            # Waits for the coordinator's answer, at most REPORT_TIMEOUT_S; None while it starts or restarts.
+            status = self._follower.show_updates()
+            if status is not None and self._knows_other_replicas(status):
+                self._tell_given_up()
             if self._replicas is not None and status is not None and status.replicas_wanted is not None:
-                self._replicas.keep(status.replicas_wanted, self._supervisor, self._view)
-            if status is not None and status.phase in _ENDED:
-                return _ended(status)
-            if self._interrupts.count:
-                return Outcome(Ended.INTERRUPTED, status=status)
+                scaled = self._replicas.scale_to(status.replicas_wanted, self._supervisor)
+                if scaled is not None:
+                    self._view.show_message(scaled)
+            status = status or self._read_new_status()
+            if status is not None and status.phase.is_over:
+                return _outcome_from_status(status)
+            if self._interrupts:
+                return RunOutcome(RunEnd.INTERRUPTED, status=status)
             time.sleep(TURN_S)
 
-    def _stop(self) -> None:
-        """Bring everything down in order; at once when the user asks again."""
-        patience = self._interrupts.count + 1
-        if self._interrupts.count:
-            self._view.message("stopping: the run is being saved; press Ctrl-C again to kill it at once")
+    def _knows_other_replicas(self, status: StatusReport) -> bool:
+        """Whether the coordinator must be told again which replicas are given up, such as after its restart."""
+        given_up = self._supervisor.given_up
+        return given_up != self._told_given_up or not given_up.keys() <= status.replicas_given_up.keys()
+
+    def _tell_given_up(self) -> None:
+        """Tell the coordinator which replicas are given up. If it does not answer, the next iteration tells it."""
+        given_up = self._supervisor.given_up
+        if given_up == self._told_given_up == {}:
+            return
+        # The coordinator accepts small bodies only, so that the ends of long reasons are left out.
+        longest = GIVEN_UP_CHARACTERS // max(1, len(given_up))
+        reasons = {name: reason[:longest] for name, reason in given_up.items()}
+        with suppress(RunInvalid):
+            request_run_action(self._directory, "PUT", "/given-up", {"reasons": reasons}, REPORT_TIMEOUT_S)
+            self._told_given_up = given_up
+
+    def _read_new_status(self) -> StatusReport | None:
+        """Read the status in the folder if this launch has written it: others may keep the coordinator's page busy."""
+        try:
+            is_new = self._directory.status_file.stat().st_mtime_ns != self._status_before_ns
+        except OSError:
+            return None
+        return read_stored_status(self._directory) if is_new else None
+
+    def _stop_programs(self) -> None:
+        """Stop the programs in order. A further signal kills them at once."""
+        # The signal that caused this stop does not count as the second one.
+        patience = self._interrupts + 1
+        if self._interrupts:
+            self._view.show_message(
+                "stopping: the trainer finishes its step, however long that takes, and writes a checkpoint; "
+                "press Ctrl-C again to kill the run at once"
+            )
         self._supervisor.begin_stop()
+        # Every program has a grace period, so the supervisor bounds this wait.
         while not self._supervisor.poll_stop():
-            if self._interrupts.count >= patience:
+            if self._interrupts >= patience:
                 self._supervisor.kill_all()
                 return
-            status = self._reports.status() or stored_status(self._directory)
+            status = self._reports.fetch_status() or read_stored_status(self._directory)
             if status is not None:
-                self._view.show(status)
+                self._view.show_status(status)
             time.sleep(TURN_S)
 
-    def _judged(self, verdict: Verdict) -> Outcome:
-        ended = {
-            Ending.REFUSED: Ended.REFUSED,
-            Ending.GIVEN_UP: Ended.FAILED,
-            Ending.ENDED: Ended.INTERRUPTED,
-        }
-        return Outcome(ended[verdict.ending], verdict.message, stored_status(self._directory))
+    @contextmanager
+    def _count_interrupts(self) -> Iterator[None]:
+        """Count SIGINT, SIGTERM and SIGHUP (sent when the terminal closes) while the context is open.
+
+        Outside the context these signals end the process, as usual.
+        """
+
+        def on_signal(_number: int, _frame: FrameType | None) -> None:
+            self._interrupts += 1
+
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = [(number, signal.signal(number, on_signal)) for number in numbers]
+        try:
+            yield
+        finally:
+            for number, handler in before:
+                signal.signal(number, handler)
 
 
-def _ended(status: Status) -> Outcome:
+def _outcome_from_status(status: StatusReport) -> RunOutcome:
     if status.phase is Phase.FINISHED:
-        return Outcome(Ended.FINISHED, status=status)
+        return RunOutcome(RunEnd.FINISHED, status=status)
     if status.phase is Phase.FAILED:
-        ended = Ended.REFUSED if status.needs_user else Ended.FAILED
-        return Outcome(ended, status.error or status.detail or "the run failed", status)
-    return Outcome(Ended.INTERRUPTED, "the coordinator was stopped", status)
+        end = RunEnd.REFUSED if status.needs_user else RunEnd.FAILED
+        return RunOutcome(end, status.error or status.detail or "the run failed", status)
+    return RunOutcome(RunEnd.INTERRUPTED, "the coordinator was stopped", status)

@@ -1,255 +1,245 @@
-"""Everything that can be known to go wrong before anything is written or started.
+"""Checks everything that could end a run before anything is written or started, and reports all problems at once.
 
-Each check raises one SpecrlError whose message says what to do; the command line shows it and exits 2. The order is
-that of a user's reading: the run file (checked when it is loaded), engines, mechanism, traces, model, drafter,
-parallelism, prompts and verifier, tool, store, mirror, sinks, ports, memory.
-Processes check again what is theirs; these checks only make sure that a user learns of it in seconds.
+    fetch_run_sources(spec)            fetches what the run names on the hub
+    models = read_models(spec)         reads each model folder once
+    package.check(spec, models)        every package checks what only it knows
+    ports, data, memory                what a launch chooses or learns on the way
+
+Each process repeats the checks that concern it. Preflight exists so that a user learns of a mistake within seconds.
+Called by `launcher.launch` and by `specrl spec check --preflight`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import socket
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from specrl.coordinator.checked_prompts import CheckedPrompts, Decision, Progress, load_checked_prompts
-from specrl.coordinator.sinks import check_sinks
-from specrl.coordinator.store import check_server
-from specrl.drafting.policy_config import ARCHITECTURES, read_policy_config, read_reference_config
-from specrl.errors import CheckpointInvalid, DatasetInvalid, Problem, SpecInvalid, SpecrlError, VerifierFailed
-from specrl.generation.vllm_backend import checkpoint
-from specrl.generation.vllm_backend.mechanisms import check_mechanism, drafting_model, surroundings
+from specrl import agent_tools, models, prompts, rewards
+from specrl.coordinator import preflight as coordinator
+from specrl.coordinator.ledger import open_store_reader
+from specrl.coordinator.ledger.ledger import DurableFacts
+from specrl.coordinator.ledger.run_inputs import compare_inputs
+from specrl.coordinator.rollouts.checked_prompts import (
+    CheckedPrompts,
+    ProgressCallback,
+    ReferenceDecision,
+    load_checked_prompts,
+)
+from specrl.drafting import preflight as drafting
+from specrl.errors import CheckpointInvalid, MemoryTooSmall, SpecProblem, collect_problems, raise_problems
+from specrl.generation.vllm_backend import preflight as generation
+from specrl.hub import FetchedSource, fetch_run_sources, read_sources
+from specrl.hub.fetching import NO_DISPLAY, FetchDisplay
 from specrl.installation import require_engines
-from specrl.launcher.environment import visible_gpus
-from specrl.launcher.memory import check_memory, estimate_memory
-from specrl.launcher.model_folder import ModelSummary, read_model_folder
-from specrl.launcher.ports import choose_ports
-from specrl.machine import available_memory_bytes
-from specrl.rewards import check_verifier
-from specrl.spec import RunSpec
-from specrl.spec.trainer import Routing
+from specrl.launcher.memory import MemoryNeed, check_memory, estimate_memory, format_gib
+from specrl.launcher.processes.ports import choose_ports
+from specrl.machine import available_memory_bytes, visible_gpus
+from specrl.models import read_models
+from specrl.models.model_folder import has_chat_template
+from specrl.models.native_heads import list_head_notices
+from specrl.models.precision import describe_dtype, list_dtype_notices, resolve_dtype
+from specrl.models.sampling_defaults import list_sampling_notices
+from specrl.spec import RunSpec, read_spec
+from specrl.spec.data import PromptFormat
+from specrl.spec.run import Transport
 from specrl.telemetry import traces
-from specrl.trainer import mirror
-from specrl.trainer.layout import layout_problems
+from specrl.trainer import preflight as trainer
+
+PACKAGES = (models, generation, drafting, trainer, traces, prompts, rewards, agent_tools, coordinator)
+"""Packages with a `check(spec, models)`, in the order of the sections of a run file."""
 
 
-@dataclass(frozen=True)
-class Readiness:
-    """What the checks chose on the way: the coordinator's ports, and which references the run does without; and what
-    the user should know before the start.
+SOCKET_NAME = "specrl-"
+LONGEST_SOCKET_NAME = 36
+"""vLLM 0.32 names its sockets by a UUID of 36 letters. Those of multiprocessing (`pymp-xxxxxxxx/listener-xxxxxxxx`) are
+shorter."""
 
-    replica_bytes: memory that one replica takes on a CPU; 0 with GPUs.
+
+@dataclass
+class PreflightResult:
+    """The choices of preflight for this launch: precision, ports, references to leave out, and notices for the user.
+
+    spec: the run with its precision chosen, and with folders in place of names on the hub. precision: that choice in
+    words. sources: what was fetched for the names.
+    replica_bytes: estimated memory of one replica on a CPU; 0 with GPUs.
+    data: the run's prompts; None if a problem was found. memory_need: None with GPUs. available_bytes: 0 with GPUs.
     """
 
-    grpc_port: int
-    http_port: int
-    decision: Decision
+    spec: RunSpec
+    precision: str
+    sources: tuple[FetchedSource, ...] = ()
+    grpc_port: int = 0
+    http_port: int = 0
+    decision: ReferenceDecision = field(default_factory=lambda: ReferenceDecision("", {}))
     notices: tuple[str, ...] = ()
     replica_bytes: int = 0
+    data: CheckedPrompts | None = None
+    memory_need: MemoryNeed | None = None
+    available_bytes: int = 0
 
 
 def ignore_progress(_done: int, _total: int) -> None:
-    """For those who do not show it."""
+    """Discard the progress of the reference check."""
 
 
-def check(
+def load_run(file: Path | Mapping[str, Any], overrides: Sequence[str]) -> RunSpec:
+    """Read the run file of a run that `check_run` will be called for. file: its path, or its content.
+
+    Raises SpecInvalid. With malformed fields it lists all of them. When every field parses but a rule is broken, it
+    lists all broken rules and everything that `check_run` would find.
+    """
+    spec, broken = read_spec(file, overrides)
+    if broken:
+        problems = [*broken]
+        with collect_problems(problems):
+            check_run(spec)
+        raise_problems(problems)
+    return spec
+
+
+def check_run(
     spec: RunSpec,
     directory: Path | None = None,
-    progress: Progress = ignore_progress,
+    progress: ProgressCallback = ignore_progress,
     available_bytes: Callable[[], int] = available_memory_bytes,
-) -> Readiness:
-    """Raise the first SpecrlError that would end this run on this machine; else the ports to use.
+    display: FetchDisplay = NO_DISPLAY,
+) -> PreflightResult:
+    """Check the run on this machine and return what the checks chose. Raises SpecInvalid with every problem.
 
-    directory: of a run that is resumed.
+    What the run names on the hub is fetched first. directory: of a run that is resumed. display: shows the fetching.
     """
-    require_engines("torch", "megatron", "vllm")
-    check_mechanism(spec, surroundings())
-    check_trainable(spec)
-    traces.check(spec)
-    policy = check_policy(spec)
-    check_reference(spec, policy)
-    check_drafter(spec, policy)
-    draft_model = check_draft_model(spec)
-    check_parallelism(spec, policy)
-    data = check_data(spec, directory, progress)
-    check_tools(spec)
-    check_server(spec)
-    mirror.of_run(spec)
-    check_sinks(spec)
-    grpc_port, http_port = choose_ports(spec)
-    replica_bytes = 0
-    if not visible_gpus():  # with GPUs the bulk is in their memory, which the engines check
-        need = estimate_memory(spec, policy, draft_model)
-        check_memory(need, available_bytes())
-        replica_bytes = need.replica_bytes
-    return Readiness(grpc_port, http_port, data.decision, tuple(data_notices(data)), replica_bytes)
+    problems = list[SpecProblem]()
+    known = read_sources(directory) if directory is not None else ()
+    precision = describe_dtype(spec)
+    fetched = fetch_run_sources(
+        resolve_dtype(spec), known, display, partial(check_model_before_weights, available_bytes)
+    )
+    problems += fetched.problems
+    spec = fetched.spec
+    ready = PreflightResult(spec, precision, fetched.sources)
+    found = read_models(spec)
+    with collect_problems(problems):
+        require_engines("torch", "megatron", "vllm")
+    # Each check copes with models that could not be read, so that one run of the command reports everything.
+    findings = {package: package.check(spec, found) for package in PACKAGES}
+    problems += [problem for package in PACKAGES for problem in findings[package]]
+    problems += [*_find_transport_problems(spec), *find_socket_problems(Path(tempfile.gettempdir()))]
+    with collect_problems(problems):
+        ready.grpc_port, ready.http_port = choose_ports(spec)
+    with collect_problems(problems):
+        if fetched.problems:
+            pass  # the data may be among what could not be fetched
+        elif found.policy is None or found.policy.vocabulary is None or findings[prompts]:
+            prompts.open_sources(spec)  # the data can be read, though not tokenized, without a tokenizer
+        else:
+            data = check_data(spec, directory, progress, tries_verifier=not findings[rewards])
+            ready.data = data
+            ready.decision = data.decision
+            ready.notices = (*list_data_notices(data), *list_function_notices(spec, directory, data))
+    ready.notices = (*fetched.notices, *ready.notices)
+    ready.notices += tuple(list_dtype_notices(spec))
+    if found.policy is not None:
+        ready.notices += tuple(list_head_notices(spec, found.policy))
+        ready.notices += tuple(list_sampling_notices(spec, found.policy.path))
+    if not visible_gpus() and found.policy is not None and found.policy_config is not None:
+        # Only for CPUs. With GPUs most of the need is GPU memory, which the engines check themselves.
+        need = estimate_memory(spec, found)
+        ready.replica_bytes = need.replica_bytes
+        ready.memory_need = need
+        ready.available_bytes = available_bytes()
+        with collect_problems(problems):
+            check_memory(need, ready.available_bytes)
+    raise_problems(problems)
+    return ready
 
 
-def check_policy(spec: RunSpec) -> ModelSummary:
-    """The model folder is whole, of a family that can be trained, and long enough. Raises CheckpointInvalid."""
-    policy = read_model_folder(Path(spec.model.path), "model.path")
-    longest = read_policy_config(policy.path).max_length
-    size, vocabulary = policy.tokenizer_size, policy.number("vocab_size") or 0
-    if size is None:
-        raise CheckpointInvalid(
-            f"model.path must have a tokenizer, got {policy.path} without tokenizer.json; "
-            "copy the model's tokenizer there"
-        )
-    if size > vocabulary:
-        raise CheckpointInvalid(
-            f"the tokenizer's token ids must be < the model's vocabulary, got {size} tokens for "
-            f"vocab_size={vocabulary} in {policy.path}; use the tokenizer that the model was trained with"
-        )
-    if spec.model.max_length > longest:
-        raise CheckpointInvalid(
-            f"model.maxLength must be <= {longest}, the model's max_position_embeddings, got "
-            f"maxLength={spec.model.max_length}; shorten prompts.maxTokens or generation.sampling.maxTokens, use "
-            "another model, or stretch this one's positions by YaRN (docs/models.md)"
-        )
-    return policy
+def check_model_before_weights(available_bytes: Callable[[], int], spec: RunSpec, folder: Path, size: int) -> None:
+    """Check what the small files of a model tell, before its weights are fetched. size: of the weights, in bytes.
 
-
-def check_trainable(spec: RunSpec) -> None:
-    """The trainer can train what the mechanism needs of the policy. Raises SpecInvalid."""
-    if spec.generation.speculation.mtp is not None:
-        raise SpecInvalid(
-            (
-                Problem(
-                    "generation.speculation.mtp",
-                    f"must not be used in a run: the trainer of this version trains {', '.join(ARCHITECTURES)}, which "
-                    "have no heads for multi-token prediction, got mtp",
-                    "use eagle3, whose head the run trains, or draftModel",
-                ),
-            )
-        )
-
-
-def check_draft_model(spec: RunSpec) -> int:
-    """Parameters of `draftModel`, 0 without it. Raises CheckpointInvalid or SpecInvalid unless it fits the policy."""
-    if spec.generation.speculation.draft_model is None:
-        return 0
-    model = drafting_model(spec, checkpoint.read_policy(Path(spec.model.path), spec.model.max_length))
-    return sum(math.prod(shape) for shape in model.shapes.values()) if model is not None else 0
-
-
-def check_reference(spec: RunSpec, policy: ModelSummary) -> None:
-    """A reference that is given is a model of the policy's vocabulary. Raises CheckpointInvalid."""
-    kl = spec.trainer.loss.reference_kl
-    if kl is None or kl.path is None:
-        return
-    reference = read_model_folder(Path(kl.path), "trainer.loss.referenceKl.path")
-    read_reference_config(reference.path, read_policy_config(policy.path))
-
-
-def check_drafter(spec: RunSpec, policy: ModelSummary) -> None:
-    """A drafter that is given speaks the policy's vocabulary and has its width. Raises CheckpointInvalid."""
-    eagle3 = spec.generation.speculation.eagle3
-    if eagle3 is None:
-        return
-    vocabulary = policy.number("vocab_size") or 0
-    if eagle3.draft_vocab_size is not None and eagle3.draft_vocab_size > vocabulary:
-        raise SpecInvalid(
-            (
-                Problem(
-                    "generation.speculation.eagle3.draftVocabSize",
-                    f"must be <= {vocabulary}, the policy's vocabulary, got {eagle3.draft_vocab_size}",
-                    "lower it, or leave it out to draft every token",
-                ),
-            )
-        )
-    if eagle3.path is None:
-        return
-    field = "generation.speculation.eagle3.path"
-    drafter = read_model_folder(Path(eagle3.path), field)
-    for name in ("vocab_size", "hidden_size"):
-        theirs = drafter.number("target_hidden_size") if name == "hidden_size" else None
-        theirs = theirs or drafter.number(name)
-        if theirs is not None and theirs != policy.number(name):
-            raise CheckpointInvalid(
-                f"{field} must be a drafter of this policy, got {name}={theirs} in {drafter.path} and "
-                f"{policy.number(name)} in {policy.path}; use its own drafter, or leave path out for a fresh one"
-            )
-    if drafter.tokenizer_size not in (None, policy.tokenizer_size):
-        raise CheckpointInvalid(
-            f"{field} must have the policy's tokenizer, got {drafter.tokenizer_size} tokens in {drafter.path} and "
-            f"{policy.tokenizer_size} in {policy.path}; use the policy's own drafter, or leave path out for a fresh one"
-        )
-
-
-def check_parallelism(spec: RunSpec, policy: ModelSummary) -> None:
-    """Ranks share heads, widths, layers and experts evenly. Raises SpecInvalid with every number that does not."""
-    ranks = spec.generation.tensor_parallel
-    config = read_policy_config(policy.path)
-    problems = layout_problems(spec.trainer.parallelism, config)
-    if spec.trainer.routing is Routing.REPLAY and config.experts is None:
-        problems.append(
-            Problem(
-                "trainer.routing", "must be Anew, since the model's layers have no experts, got Replay", "leave it out"
-            )
-        )
-    kl = spec.trainer.loss.reference_kl
-    if kl is not None and kl.path is not None:
-        problems += layout_problems(spec.trainer.parallelism, read_policy_config(Path(kl.path)), "the reference's")
-    problems += [
-        Problem("generation.tensorParallel", f"must divide the model's {field}={heads}, got {ranks}", "use a divisor")
-        for field in ("num_attention_heads", "num_key_value_heads")
-        if (heads := policy.number(field)) is not None and heads % ranks
-    ]
-    if problems:
-        raise SpecInvalid(tuple(problems))
-
-
-def check_data(spec: RunSpec, directory: Path | None = None, progress: Progress = ignore_progress) -> CheckedPrompts:
-    """Every problem can be read and fits, the verifier works here and can use every reference. All faults at once.
-
-    directory: the run's, where it has one. progress: told how many references are checked, of how many. Raises
-    DatasetInvalid with file and line; SpecInvalid for the verifier. What is found of references is kept for the next
-    start; without it a check takes a second or two for each thousand (`math`) or hundred (`code`).
+    Raises CheckpointInvalid without the chat template that the prompts need, and MemoryTooSmall on CPUs.
     """
-    errors: list[SpecrlError] = []
-    try:
-        check_rewards(spec)
-    except SpecInvalid as error:
-        errors.append(error)
-    tries_verifier, workers = not errors, max(spec.reward_pool.workers, len(os.sched_getaffinity(0)))
-    try:
-        checked = asyncio.run(
-            load_checked_prompts(spec, directory, progress, workers=workers, tries_verifier=tries_verifier)
+    if spec.prompts.format is PromptFormat.CHAT and not has_chat_template(folder):
+        raise CheckpointInvalid(
+            f"{spec.model.path}: must have a chat template for prompts.format Chat, got none; use Raw, or the model's "
+            "instruct version"
         )
-    except (DatasetInvalid, SpecInvalid, VerifierFailed) as error:
-        errors.append(error)
-    if len(errors) > 1:
-        raise DatasetInvalid("\n".join(map(str, errors)))
-    if errors:
-        raise errors[0]
-    return checked
+    # A trainer and a replica each hold the weights, so this is far less than a run needs. `check_memory` knows more.
+    if not visible_gpus() and size > available_bytes():
+        raise MemoryTooSmall(
+            f"{spec.model.path} must fit into the memory, got {format_gib(size)} of weights for "
+            f"{format_gib(available_bytes())}; use a smaller model, or a machine with more memory"
+        )
 
 
-def data_notices(data: CheckedPrompts) -> Iterator[str]:
-    """What a user should know of data and a verifier that are used nevertheless."""
-    found = data.stream.source.left_out
-    if found.skipped:
-        yield f"{len(found.skipped)} problems are left out (onBadLine: Skip), the first: {found.skipped[0]}"
-    if found.repeated:
-        yield f"{found.repeated} problems ask what an earlier one asks, and are asked as often as they are there"
+def _find_transport_problems(spec: RunSpec) -> Iterator[SpecProblem]:
+    """Report NCCL on a machine without GPUs. The cluster rules report it for an RLJob."""
+    if spec.weights.transport is Transport.NCCL and not visible_gpus():
+        yield SpecProblem("weights.transport", "must be Gloo or Auto on a machine without GPUs, got Nccl", "use Auto")
+
+
+def find_socket_problems(scratch: Path) -> Iterator[SpecProblem]:
+    """Report a folder for scratch files in which the run's processes cannot open their sockets.
+
+    vLLM and multiprocessing open Unix sockets there, whose paths may have 107 bytes on Linux.
+    """
+    path = scratch / f"{SOCKET_NAME}{os.getpid()}".ljust(LONGEST_SOCKET_NAME, "x")
+    try:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(path))
+    except OSError as error:
+        reason = f"{error}; its path has {len(os.fsencode(scratch))} bytes"
+        rule = f"must be a folder in which sockets can be opened, got {scratch}: {reason}"
+        yield SpecProblem("TMPDIR", rule, "set it to a folder with a short path, such as /tmp")
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def check_data(
+    spec: RunSpec, directory: Path | None, progress: ProgressCallback, *, tries_verifier: bool
+) -> CheckedPrompts:
+    """Check that every problem can be read and fits, and that the verifier can use every reference.
+
+    directory: of the run, if it has one. progress: called with the numbers of references checked and in total.
+    The findings are stored for the next start. Without them, a check takes one or two seconds per thousand references
+    (`math`) or per hundred (`code`). Raises DatasetInvalid with file and line, and SpecInvalid or VerifierFailed for
+    the verifier.
+    """
+    # No engine runs yet, so the check may use every core, even if the run's own pool is smaller.
+    workers = max(spec.reward_pool.workers, len(os.sched_getaffinity(0)))
+    return asyncio.run(load_checked_prompts(spec, directory, progress, workers=workers, tries_verifier=tries_verifier))
+
+
+def list_function_notices(spec: RunSpec, directory: Path | None, data: CheckedPrompts) -> Iterator[str]:
+    """Compare what a resumed run is made from with what it began with, and yield what has changed and may have.
+
+    directory: of the run; None for a new one. Raises RunInvalid for another run file or other data. Only a store in the
+    run's folder is read: of a run on Redis, the coordinator compares.
+    """
+    if directory is None or spec.redis is not None or not (directory / "store.db").exists():
+        return
+    with closing(open_store_reader(spec, directory)) as store:
+        before = DurableFacts.from_stored(store.read_facts()).inputs
+        next_step = store.read_last_trained_step() + 1
+    _, notice = compare_inputs(before, spec, data.stream.identify_sources(), data.validation, next_step)
+    if notice:
+        yield notice
+
+
+def list_data_notices(data: CheckedPrompts) -> Iterator[str]:
+    """Yield what a user should know about data and a verifier that are used despite it."""
+    for found in (named.source for named in data.stream.sources):
+        if found.skipped:
+            yield f"{len(found.skipped)} problems are left out (onBadLine: Skip); the first is {found.skipped[0]}"
+        if found.repeated:
+            yield f"{found.repeated} problems repeat the question of an earlier one; each is sampled as its own prompt"
     if data.untried:
-        yield f"{data.untried} references could not be tried on this machine, and are taken for sound"
+        yield f"{data.untried} references could not be tried on this machine; the run assumes that they are usable"
     yield from data.failures
-
-
-def check_rewards(spec: RunSpec) -> None:
-    """The verifier can work on this machine. Raises SpecInvalid. Takes a second or two, in a process of its own."""
-    if spec.rewards.code is not None or spec.rewards.python is not None:  # the others need nothing of the machine
-        check_verifier(spec.rewards)
-
-
-def check_tools(spec: RunSpec) -> None:
-    """The policy can say how it calls, and calls can be answered on this machine. Raises SpecInvalid."""
-    from specrl import tools
-
-    if spec.tools is not None:
-        tools.Delimiters(spec.tools, spec.model.path)
-        tools.check_tools(spec.tools)

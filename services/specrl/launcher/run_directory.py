@@ -1,21 +1,29 @@
-"""The folder of one run: where everything lies, how it comes to be, and who may drive it.
+"""The folder of one run: where each file is, how the folder is created, and who may run it.
 
     runs/NAME-1/
-      run.yaml        the resolved run file                    launcher; coordinator, when it is scaled
-      endpoints.json  addresses of the coordinator             coordinator, at each start
-      token           what lets this machine's user act on it  coordinator, at each start
-      status.json     the last phase and, at the end, summary  coordinator, at each change
-      metrics.jsonl   one line a step                          coordinator
-      validations.jsonl  one line a validation                 coordinator
-      origin.json     versions and machine, at each start      coordinator
-      references.json references that the run does without     launcher, coordinator
-      store.db        progress, unless it is kept in Redis     coordinator
-      store-id        the run's id, for a store that it shares coordinator
+      file               content                               written by
+      run.yaml           the resolved run file                 launcher; coordinator, when the run is scaled
+      endpoints.json     addresses of the coordinator          coordinator, at each start
+      token              credential of the run                 launcher, at each launch
+      status.json        the last status, later the summary    coordinator, at each change
+      outcome.json       how the last launch ended             launcher, at its end
+      metrics.jsonl      one line per step                     coordinator
+      validations.jsonl  one line per validation               coordinator
+      rollouts.jsonl     a few rollouts of each step           coordinator
+      rollouts.old.jsonl those of earlier steps                coordinator
+      timeline.jsonl     timeline of the last steps            coordinator
+      origin.json        versions and machine                  coordinator, at each start
+      sources.json       models and data fetched by name       launcher
+      references.json    references that the run leaves out    launcher, coordinator
+      store.db           progress, unless Redis holds it       coordinator
+      store-id           the run's id in a shared store        coordinator
       checkpoints/, export/                                    trainer
-      logs/NAME.log   one a process                            launcher
-      lock            held by the launcher that drives the run
+      logs/NAME.log      one file per process                  launcher
+      lock               held while a launcher runs the run    launcher
 
-Invariants: a folder appears under its name whole, with its run file, or not at all; one launcher at a time drives it.
+Invariants: a folder appears under its name complete, with its run file, or not at all. Only its owner can use it, and
+each file in it, whatever the umask. One launcher at a time holds the lock. The launcher and most commands use this
+module.
 """
 
 from __future__ import annotations
@@ -33,71 +41,68 @@ from pathlib import Path
 from typing import IO
 
 from specrl.errors import RunInvalid
-from specrl.files import write_text
-from specrl.spec import RunSpec, dump
+from specrl.files import open_regular, private_umask, take_from_others, write_text
+from specrl.rpc.run_token import TOKEN_FILE
+from specrl.spec import RunSpec, dump_spec
 
 RUN_FILE = "run.yaml"
+
+# Five attempts, 20 ms apart: `has_launcher` of another process holds the lock for an instant only.
 LOCK_ATTEMPTS = 5
+
+
+class _PathBelow:
+    """An attribute of RunDirectory: the path of one of the run's files or folders."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, directory: RunDirectory, _: type[RunDirectory]) -> Path:
+        return directory.path / self._name
 
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """Paths of one run."""
+    """Paths of one run's files, and its lock."""
 
     path: Path
+
+    run_file = _PathBelow(RUN_FILE)
+    endpoints_file = _PathBelow("endpoints.json")
+    status_file = _PathBelow("status.json")
+    outcome_file = _PathBelow("outcome.json")
+    metrics_file = _PathBelow("metrics.jsonl")
+    validations_file = _PathBelow("validations.jsonl")
+    rollouts_file = _PathBelow("rollouts.jsonl")
+    older_rollouts_file = _PathBelow("rollouts.old.jsonl")
+    origin_file = _PathBelow("origin.json")
+    logs_folder = _PathBelow("logs")
+    lock_file = _PathBelow("lock")
+    token_file = _PathBelow(TOKEN_FILE)
 
     @property
     def name(self) -> str:
         return self.path.name
 
-    @property
-    def run_file(self) -> Path:
-        return self.path / RUN_FILE
-
-    @property
-    def endpoints_file(self) -> Path:
-        return self.path / "endpoints.json"
-
-    @property
-    def status_file(self) -> Path:
-        return self.path / "status.json"
-
-    @property
-    def metrics_file(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def validations_file(self) -> Path:
-        return self.path / "validations.jsonl"
-
-    @property
-    def origin_file(self) -> Path:
-        return self.path / "origin.json"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def lock_file(self) -> Path:
-        return self.path / "lock"
-
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Drive this run alone. The kernel frees the lock when the process ends, however it ends. Raises RunInvalid."""
+        """Hold the run's lock, which only one launcher can. Raises RunInvalid when another process holds it.
+
+        The kernel releases the lock when this process ends, even if it is killed.
+        """
         with self.lock_file.open("a") as file:
-            if not any(_locked(file) for _ in range(LOCK_ATTEMPTS)):
+            if not any(_try_lock(file) for _ in range(LOCK_ATTEMPTS)):
                 raise RunInvalid(
-                    f"a run must be driven by one launcher, got run={self.path} driven by another; "
-                    f"stop that one, or look on with `specrl status {self.path}`"
+                    f"RUN must not be active, got {self.path}, which another launcher is running; "
+                    f"stop that launcher, or watch the run with `specrl status -w {self.path}`"
                 )
-            os.utime(self.lock_file)  # `newest` goes by it
+            os.utime(self.lock_file)  # `find_run` takes the newest lock file for the newest run
             yield
 
-    def is_driven(self) -> bool:
+    def has_launcher(self) -> bool:
         """Whether a launcher holds the lock at this moment."""
         try:
-            with self.lock_file.open() as file:
+            with open_regular(self.lock_file) as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
@@ -105,28 +110,45 @@ class RunDirectory:
             return False
         return False
 
+    def make_private(self) -> str:
+        """Take the run from other users, as new runs are. Returns a message if an older version had left it open.
+
+        Raises RunInvalid if a part of it belongs to another user.
+        """
+        try:
+            changed = take_from_others(self.path)
+        except OSError as error:
+            raise RunInvalid(
+                f"all files of a run must belong to the user who resumes it, got {error}; "
+                "resume it as the user who started it, or change their owner"
+            ) from error
+        return f"made {changed} files and folders of {self.path} private, as they are in new runs" if changed else ""
+
     def write_run_file(self, spec: RunSpec) -> None:
-        """Replace the run file, in one piece."""
-        write_text(self.run_file, dump(spec), is_synced=True)
+        """Replace the run file atomically."""
+        write_text(self.run_file, dump_spec(spec), is_synced=True)
 
 
-def create(runs: Path, spec: RunSpec) -> RunDirectory:
-    """Make `runs/<name>-<n>` with the next n, holding the run file. Two at once get two numbers. Raises RunInvalid."""
+def create_run(runs: Path, spec: RunSpec) -> RunDirectory:
+    """Make `runs/<name>-<n>` with the next free n and write the run file into it. Raises RunInvalid.
+
+    Safe against concurrent launches: two at once get two numbers.
+    """
     try:
         runs.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(prefix=".new-", dir=runs))
     except OSError as error:
         raise RunInvalid(
-            f"runs must be a writable folder, got runs={runs}: {error.strerror}; pass --runs DIR"
+            f"the folder for runs must be writable, got {runs}: {error.strerror}; name another folder"
         ) from error
     try:
-        unfinished.chmod(0o755)  # mkdtemp's 0700 would hide the run from other users
-        directory = RunDirectory(unfinished)
-        directory.logs.mkdir()
-        directory.lock_file.touch()
-        directory.write_run_file(spec)
-        number = 1 + max(_numbers(runs, spec.name), default=0)
-        while not _renamed(unfinished, runs / f"{spec.name}-{number}"):
+        directory = RunDirectory(unfinished)  # with mkdtemp's 0700: prompts, rollouts and the token are private
+        with private_umask():
+            directory.logs_folder.mkdir()
+            directory.lock_file.touch()
+            directory.write_run_file(spec)
+        number = 1 + max(_used_numbers(runs, spec.name), default=0)
+        while not _try_rename(unfinished, runs / f"{spec.name}-{number}"):
             number += 1
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -134,25 +156,38 @@ def create(runs: Path, spec: RunSpec) -> RunDirectory:
     return RunDirectory((runs / f"{spec.name}-{number}").resolve())
 
 
-def find(run: str, runs: Path) -> RunDirectory:
-    """The run of that path or, below `runs`, of that name. Raises RunInvalid."""
+def find_run(run: str | None, runs: Path) -> RunDirectory:
+    """Find a run by its path or by its name below `runs`. None: the run that was locked last. Raises RunInvalid."""
+    if run is None:
+        return _find_newest(runs)
     for path in (runs / run, Path(run)):
-        if (path / RUN_FILE).is_file():
-            return RunDirectory(path.resolve())
+        try:
+            if (path / RUN_FILE).is_file():
+                return RunDirectory(path.resolve())
+        except PermissionError as error:
+            raise RunInvalid(
+                f"RUN must be a run of this user, got {path}, which only its owner can use; "
+                "ask the owner, or give the command as that user"
+            ) from error
     known = ", ".join(sorted(path.parent.name for path in runs.glob(f"*/{RUN_FILE}"))) or "none"
-    raise RunInvalid(f"a run must be a run directory or the name of one in {runs}, got run={run}; runs there: {known}")
+    raise RunInvalid(f"RUN must be a run's folder or the name of a run in {runs}, got {run}; runs there: {known}")
 
 
-def newest(runs: Path) -> RunDirectory:
-    """The run that was driven last. Raises RunInvalid when there is none."""
+def _find_newest(runs: Path) -> RunDirectory:
+    # Names with a leading dot are folders that `create_run` has not finished.
     locks = [path.parent / "lock" for path in runs.glob(f"[!.]*/{RUN_FILE}") if (path.parent / "lock").is_file()]
     if not locks:
-        raise RunInvalid(f"there must be a run in {runs}, got none; start one with `specrl run` or pass --runs DIR")
+        raise RunInvalid(
+            f"--runs must be a folder with a run, got none in {runs}; start one with `specrl run`, or pass --runs DIR"
+        )
     return RunDirectory(max(locks, key=lambda lock: lock.stat().st_mtime_ns).parent.resolve())
 
 
-def _locked(file: IO[str]) -> bool:
-    """Try for the lock. `is_driven` holds it for an instant when it looks, so one failure proves nothing."""
+def _try_lock(file: IO[str]) -> bool:
+    """Try once to take the lock. Returns whether it was taken; sleeps for 20 ms otherwise.
+
+    `has_launcher` takes the lock for an instant to test it, so a single failure proves nothing.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -161,17 +196,19 @@ def _locked(file: IO[str]) -> bool:
     return True
 
 
-def _numbers(runs: Path, name: str) -> Iterator[int]:
+def _used_numbers(runs: Path, name: str) -> Iterator[int]:
+    """Yield the numbers of the existing runs of this name."""
     for path in runs.iterdir():
         match = re.fullmatch(rf"{re.escape(name)}-(\d+)", path.name)
         if match is not None:
             yield int(match[1])
 
 
-def _renamed(source: Path, target: Path) -> bool:
-    """Rename a folder onto a name that is free. False when somebody else has just taken it."""
+def _try_rename(source: Path, target: Path) -> bool:
+    """Rename a folder to a free name. Returns False when another process took the name first."""
     try:
-        source.rename(target)  # atomic, and refused when the target has anything in it; a run always has
+        # Atomic. The kernel refuses a target folder that is not empty, and a run's folder never is.
+        source.rename(target)
     except OSError:
         if target.exists():
             return False

@@ -1,17 +1,17 @@
-"""`specrl rewards`: try a verifier, or a run's own one, on completions in a file or on the rollouts of a run."""
+"""`specrl rewards`: tries a verifier on completions from a file, or on the rollouts of a run."""
 
 from __future__ import annotations
 
 import typer
 
-from specrl.cli.rewards.command import EPILOG, grade
+from specrl.cli.rewards.command import EPILOG, grade_completions
 
 app = typer.Typer(help="Try a verifier before it rewards a run.", no_args_is_help=True)
 
 
 @app.callback()
-def rewards() -> None:
-    """Keeps `grade` a command of its own: typer runs the only command of an app without its name."""
+def require_subcommand() -> None:
+    """Keep `grade` a subcommand: typer runs the only command of an app without its name."""
 
 
-app.command("grade", epilog=EPILOG)(grade)
+app.command("grade", epilog=EPILOG)(grade_completions)

@@ -1,10 +1,10 @@
-"""Verdicts on many lines at once, shown in the order of the lines, by the pool that a run uses.
+"""Grades many lines at once with the pool that a run uses, and shows the verdicts in the order of the lines.
 
-    a thread reads lines -> one task for each asks the pool -> verdicts are shown in the order of the lines
+    a thread reads lines -> one task per line asks the pool -> verdicts are shown in order
 
-Who waits for whom: the reading thread for room, `AHEAD` lines at most being between reading and showing; a task for
-one of the pool's workers, whose answers are bounded (rewards/workers.py). Reading has a thread because stdin may have
-nothing to read for as long as it likes.
+Waiting: the reading thread waits for room, since at most `AHEAD` lines are between reading and showing. A task waits
+for one of the pool's workers, whose answers are bounded in time (rewards/workers.py). Reading has a thread because
+stdin may block for any length of time. Called by `cli.rewards.command`.
 """
 
 from __future__ import annotations
@@ -12,74 +12,122 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from specrl.cli.rewards.completions import Line
-from specrl.records import Reward
-from specrl.rewards import Verifier, VerifierPool
-from specrl.rewards.references import Reference, ReferencePool
+from specrl.cli.rewards.completions import CompletionLine
+from specrl.records import Prompt, Reward
+from specrl.rewards.checks.references import CheckedReference, ReferencePool
+from specrl.rewards.pool import VerifierPool
+from specrl.rewards.verifier_set import VerifierSet, WeightedVerifier
 from specrl.spec.data import RewardPool
 
-AHEAD = 128
-"""Lines that are read and not yet shown: one slow verdict holds up the output, and not the other workers. Bounded since
-each may be as long as `prompts.sources.LINE_BYTES`."""
-_REMEMBERED = 64
-"""References that are known to be sound, or not. The rollouts of a group share theirs, and follow one another."""
+# Lines that are read but not yet shown. A slow verdict delays the output, but must not idle the other workers.
+# Bounded because each line may be as long as `prompts.sources.LINE_BYTES`.
+MAX_LINES_AHEAD = 128
+
+# References whose check is remembered. The rollouts of a group share a reference and follow one another.
+_MAX_CACHED_REFERENCES = 64
 
 
 @dataclass(frozen=True)
-class Graded:
-    """A line and its verdict; without one, the reward's failure says why. seconds: 0 where no verdict was asked for."""
+class GradedLine:
+    """A line and its verdict, or the reason why there is none (`reward.failure`).
 
-    line: Line
+    seconds: how long the verdict took; 0 when the pool was not asked.
+    """
+
+    line: CompletionLine
     reward: Reward
     seconds: float = 0.0
 
     @property
-    def reason(self) -> str:
-        """Why the reward is what it is, or why there is none. A line that is at fault is named by its place."""
+    def reason_text(self) -> str:
+        """Reason of the reward, or why there is no reward. A fault of the line itself begins with its place."""
         if self.line.fault:
             return f"{self.line.place}: {self.line.fault}"
         return self.reward.failure if self.reward.value is None else self.reward.reason
 
 
-class _Pool(ReferencePool):
-    """The pool that a run uses, which checks references, too, as a run does before it starts."""
+class _GradingPool(ReferencePool):
+    """The pool that a run uses. It also checks each reference, as a run does before it starts."""
 
     start_method: ClassVar[str] = VerifierPool.start_method
 
+    def __init__(self, verifiers: VerifierSet, limits: RewardPool) -> None:
+        super().__init__(verifiers, limits)
+        # One question per worker at a time, so that the measured seconds contain no waiting for a worker.
+        self._free_workers = asyncio.Semaphore(limits.workers)
+        self._refusals: dict[tuple[WeightedVerifier, str], str] = {}
+
+    async def grade_line(self, line: CompletionLine) -> GradedLine:
+        if line.fault:
+            return GradedLine(line, Reward(None, line.fault))
+        async with self._free_workers:
+            if refusal := await self._find_refusal(line.prompt):
+                return GradedLine(line, Reward(None, refusal))
+            began = time.monotonic()
+            reward = await self.grade(line.prompt, line.completion)
+            return GradedLine(line, reward, time.monotonic() - began)
+
+    async def _find_refusal(self, prompt: Prompt) -> str:
+        """Return why a run would refuse this prompt's record or reference; empty when it would accept both."""
+        if fault := self.verifiers.find_fault(prompt.source, prompt.row):
+            return fault
+        for term in self.verifiers.select_terms(prompt.source, prompt.row):
+            key = (term, prompt.answer)
+            if key not in self._refusals:
+                if len(self._refusals) >= _MAX_CACHED_REFERENCES:
+                    del self._refusals[next(iter(self._refusals))]  # the oldest, since dicts keep their order
+                found = await self.check_one(CheckedReference(prompt.answer, None), term.verifier)
+                self._refusals[key] = found.refusal
+            if self._refusals[key]:
+                return self._refusals[key]
+        return ""
+
 
 async def grade_lines(
-    lines: Iterable[Line], verifier: Verifier, limits: RewardPool, show: Callable[[Graded], None]
+    lines: Iterable[CompletionLine], verifiers: VerifierSet, limits: RewardPool, show: Callable[[GradedLine], None]
 ) -> None:
-    """Grade every line and show each verdict once those before it are shown.
+    """Grade every line, and show each verdict once those before it are shown.
 
-    What ends it early ends it after the verdicts that there are: what `lines` raises; VerifierFailed when the pool can
-    answer nothing any more. Raises SpecInvalid when the verifier cannot work on this machine.
+    Errors end it after the verdicts that are already there. Raises what `lines` raises, VerifierFailed when the pool
+    can answer nothing any more, and SpecInvalid when the verifier cannot work on this machine.
     """
-    pool = _Pool(verifier, limits)
-    grader = _Grader(pool, limits.workers)
-    room, in_order = threading.Semaphore(AHEAD), asyncio.Queue[asyncio.Task[Graded | None]]()
+    pool = _GradingPool(verifiers, limits)
+    room = threading.Semaphore(MAX_LINES_AHEAD)
     loop = asyncio.get_running_loop()
-    tasks: set[asyncio.Task[Graded | None]] = set()
+    in_order = asyncio.Queue[asyncio.Task[GradedLine] | Exception | None]()  # ends with None, or why reading failed
+    tasks: set[asyncio.Task[GradedLine]] = set()  # not shown yet; cancelled if grading ends early
 
-    def begin[T](work: Callable[[T], Coroutine[Any, Any, Graded | None]], about: T) -> None:
-        task = loop.create_task(work(about))
+    def start_task(line: CompletionLine) -> None:
+        task = loop.create_task(pool.grade_line(line))
         tasks.add(task)
         in_order.put_nowait(task)
 
+    def read_lines() -> None:
+        problem: Exception | None = None
+        with suppress(RuntimeError):  # the event loop is closed because grading has ended
+            try:
+                for line in lines:
+                    room.acquire()  # released when an earlier verdict is shown
+                    loop.call_soon_threadsafe(start_task, line)
+            except Exception as error:  # noqa: BLE001 - the edge of a thread; the loop below raises it
+                problem = error
+            loop.call_soon_threadsafe(in_order.put_nowait, problem)
+
     try:
         await pool.start()
-        threading.Thread(target=_read, args=(lines, room, loop, begin, grader), daemon=True).start()
-        while True:
-            task = await in_order.get()
-            graded = await task
-            tasks.discard(task)
-            if graded is None:
-                return
+        # A daemon, since it may be blocked in a read of stdin when the command ends.
+        threading.Thread(target=read_lines, daemon=True).start()
+        # Woken by the reading thread, which always puts an item that ends the loop.
+        while (item := await in_order.get()) is not None:
+            if isinstance(item, Exception):
+                raise item
+            graded = await item
+            tasks.discard(item)
             show(graded)
             room.release()
     finally:
@@ -87,55 +135,3 @@ async def grade_lines(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await pool.close()
-
-
-def _read(
-    lines: Iterable[Line],
-    room: threading.Semaphore,
-    loop: asyncio.AbstractEventLoop,
-    begin: Callable[..., None],
-    grader: _Grader,
-) -> None:
-    """In the thread: a task for every line, then one that ends the showing."""
-    problem: Exception | None = None
-    with suppress(RuntimeError):  # the loop is closed: nobody shows anything any more
-        try:
-            for line in lines:
-                room.acquire()
-                loop.call_soon_threadsafe(begin, grader.graded, line)
-        except Exception as error:  # noqa: BLE001 - the edge of a thread: raised again where verdicts are shown
-            problem = error
-        loop.call_soon_threadsafe(begin, _end, problem)
-
-
-async def _end(problem: Exception | None) -> None:
-    if problem is not None:
-        raise problem
-
-
-class _Grader:
-    """Asks the pool, one question for each worker at a time, so that the time of a verdict is its own."""
-
-    def __init__(self, pool: _Pool, workers: int) -> None:
-        self._pool = pool
-        self._free = asyncio.Semaphore(workers)
-        self._refusals: dict[str, str] = {}
-
-    async def graded(self, line: Line) -> Graded:
-        if line.fault:
-            return Graded(line, Reward(None, line.fault))
-        async with self._free:
-            refusal = await self._refusal(line.prompt.answer)
-            if refusal:
-                return Graded(line, Reward(None, refusal))
-            began = time.monotonic()
-            reward = await self._pool.grade(line.prompt, line.completion)
-            return Graded(line, reward, time.monotonic() - began)
-
-    async def _refusal(self, reference: str) -> str:
-        """Why a run would refuse this reference; nothing when it would not."""
-        if reference not in self._refusals:
-            if len(self._refusals) >= _REMEMBERED:
-                del self._refusals[next(iter(self._refusals))]
-            self._refusals[reference] = (await self._pool.check_one(Reference(reference, None))).refusal
-        return self._refusals[reference]

@@ -1,99 +1,83 @@
-"""The rollouts that a run's folder, or its server, still holds, as lines to grade: read, never changed.
+"""The rollouts that a run's store still holds, as lines to grade. They are read and never changed.
 
-They are those that no step has trained yet, and those of steps since the last checkpoint. The store has no references:
-each is the one at the rollout's place in the stream of prompts, which is a function of the run file, its data and
-what the run has decided about them.
+These are the rollouts that no step has trained yet, and those of steps since the last checkpoint. The store has no
+references. A rollout's place in the stream of prompts determines its reference. The stream is a function of the run
+file, its data, and the run's decisions about them. Called by `cli.rewards.command`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 
-from specrl.cli.rewards.completions import Line
-from specrl.coordinator.checked_prompts import load_decided_prompts
-from specrl.coordinator.scheduler import SlotId
-from specrl.coordinator.store import Store, read_store
+from specrl.cli.rewards.completions import CompletionLine, Completions
+from specrl.coordinator.ledger import Store, open_store_reader
+from specrl.coordinator.rollouts.checked_prompts import load_decided_prompts
+from specrl.coordinator.schedule.scheduler import SlotId
 from specrl.errors import RunInvalid
 from specrl.launcher.run_directory import RunDirectory
 from specrl.prompts import PromptStream
 from specrl.records import GradedRollout, Prompt, wire
 from specrl.spec import load_spec
-from specrl.trainer import checkpoints
+from specrl.trainer.checkpointing import checkpoints
 
 
-@dataclass(frozen=True)
-class StoredRollouts:
-    """Rollouts of the run in the folder `name`."""
+def load_stored_rollouts(directory: RunDirectory, step: int | None) -> Completions:
+    """Return the rollouts of step `step`, or of all steps, in stream order.
 
-    name: str
-    lines: Sequence[Line]
-
-    @property
-    def total(self) -> int:
-        """How many there are."""
-        return len(self.lines)
-
-    def __iter__(self) -> Iterator[Line]:
-        return iter(self.lines)
-
-
-def stored_rollouts(directory: RunDirectory, step: int | None) -> StoredRollouts:
-    """The rollouts of the prompts of `step`, or of all steps, in stream order. Raises RunInvalid when there are none.
-
-    The run may be under way. Raises also what the store and the data set raise.
+    The run may be active. Raises RunInvalid when there are none, and what the store and the data set raise.
     """
     spec = load_spec(directory.run_file)
     if spec.redis is None and not (directory.path / "store.db").exists():
-        raise RunInvalid(f"a run must have begun to have rollouts, got {directory.path}, which never did")
-    with closing(read_store(spec, directory.path)) as store:
-        found = _rollouts(store)
+        raise RunInvalid(f"RUN must have started, got {directory.path}, which has no state; start it first")
+    with closing(open_store_reader(spec, directory.path)) as store:
+        found = _read_rollouts(store)
     if not found:
         raise RunInvalid(
-            f"{directory.path} must still hold rollouts, got none: a checkpoint of the step that trained them lets "
-            "them go; grade while the run is under way, or pass --completions FILE"
+            f"RUN must still hold rollouts, got {directory.path} with none, since a checkpoint deletes those of the "
+            "steps before it; grade while the run is active, or pass --completions FILE"
         )
     chosen = {slot: graded for slot, graded in found.items() if step in (None, slot.step)}
     if not chosen:
         steps = ", ".join(map(str, sorted({slot.step for slot in found})))
-        raise RunInvalid(f"--step must be one whose rollouts {directory.path} still holds, got {step}; it has {steps}")
+        raise RunInvalid(f"--step must be a step whose rollouts the run still holds, got {step}; it holds {steps}")
     prompts = load_decided_prompts(spec, directory.path)
     _check_identity(directory, prompts)
+    # A prompt's position in the stream decides its step, so step and index give the position back.
     places = spec.schedule.prompts_per_step
     lines = [
-        _line(slot, graded, prompts.prompt((slot.step - 1) * places + slot.index)) for slot, graded in chosen.items()
+        _rollout_line(slot, graded, prompts.prompt((slot.step - 1) * places + slot.index))
+        for slot, graded in chosen.items()
     ]
-    return StoredRollouts(str(directory.path), lines)
+    return Completions(str(directory.path), len(lines), lines)
 
 
-def _rollouts(store: Store) -> dict[SlotId, GradedRollout]:
-    """In stream order. A batch that is not trained yet has rollouts that the store lists, too."""
+def _read_rollouts(store: Store) -> dict[SlotId, GradedRollout]:
+    """Read all rollouts in stream order. The store lists the rollouts of an untrained batch twice."""
     found = {
         SlotId(row.step, row.index, row.sample, row.attempt): wire.graded_from_bytes(row.data)
-        for row in store.rollouts()
-        if row.step >= 1  # others are not of the stream of prompts: the drafter's
+        for row in store.read_rollouts()
+        if row.step >= 1  # lower steps are rollouts for the drafter, which are not from the stream of prompts
     }
-    for data in (data for step in store.batches() for data in store.batch_rollouts(step)):
+    for data in (data for step in store.list_batch_steps() for data in store.read_batch_rollouts(step)):
         graded = wire.graded_from_bytes(data)
-        slot = SlotId.parse(graded.rollout.rollout_id)
+        slot = SlotId.from_name(graded.rollout.rollout_id)
         if slot is not None:
             found[slot] = graded
     return {slot: found[slot] for slot in sorted(found)}
 
 
 def _check_identity(directory: RunDirectory, prompts: PromptStream) -> None:
-    """The data are those that the newest checkpoint was written with, or a rollout meets another prompt's reference."""
-    newest = checkpoints.newest(directory.path)
-    place = checkpoints.stream_in(newest) if newest is not None else None
+    """Check that the data are those of the newest checkpoint. Otherwise references would be those of other prompts."""
+    newest = checkpoints.find_newest(directory.path)
+    place = checkpoints.read_stream_place(newest) if newest is not None else None
     if place is not None and place.identity != prompts.identity():
         raise RunInvalid(
-            f"prompts.source must have the {place.problems} problems that {directory.path} was trained on, got others "
-            f"({len(prompts)}): references would be those of other prompts; restore the data"
+            f"prompts.source must have the {place.problems} problems that {directory.path} was trained on, got "
+            f"{len(prompts)} others, whose references do not belong to its rollouts; restore the data"
         )
 
 
-def _line(slot: SlotId, graded: GradedRollout, prompt: Prompt) -> Line:
+def _rollout_line(slot: SlotId, graded: GradedRollout, prompt: Prompt) -> CompletionLine:
     copied = {
         "step": slot.step,
         "index": slot.index,
@@ -103,4 +87,4 @@ def _line(slot: SlotId, graded: GradedRollout, prompt: Prompt) -> Line:
         "completion": graded.rollout.text,
         "rewardInRun": graded.reward.value,
     }
-    return Line(f"rollout {slot}", prompt, graded.rollout.text, copied)
+    return CompletionLine(f"rollout {slot}", prompt, graded.rollout.text, copied)

@@ -1,0 +1,67 @@
+"""Changes the number of replicas of an active local run: starts missing ones and retires the last ones.
+
+The coordinator's status says how many there should be (`specrl scale` sets it). It has then already written the number
+into the run file. A retired replica finishes its rollouts, for at most generation.drainS, like a pod that a cluster
+deletes. Called by `launcher.local_run`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from specrl.launcher.memory import format_gib
+from specrl.launcher.processes.programs import build_replica_program
+from specrl.launcher.processes.supervisor import Supervisor
+from specrl.launcher.run_directory import RunDirectory
+from specrl.machine import available_memory_bytes
+from specrl.spec import RunSpec
+
+# Time for a replica to exit after it has drained.
+EXIT_GRACE_S = 15.0
+
+
+class ReplicaScaler:
+    """Scales the replicas gen-0 to gen-(n-1) of one launch.
+
+    replica_bytes: estimated memory of one replica; 0: not known, as with GPUs.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        directory: RunDirectory,
+        grpc_port: int,
+        replica_bytes: int = 0,
+        available_bytes: Callable[[], int] = available_memory_bytes,
+    ) -> None:
+        self._spec = spec
+        self._directory = directory
+        self._grpc_port = grpc_port
+        self._replica_bytes = replica_bytes
+        self._available_bytes = available_bytes
+        self._count = self._asked = spec.generation.replicas
+
+    def scale_to(self, wanted: int, supervisor: Supervisor) -> str | None:
+        """Start or retire replicas until there are `wanted`. Returns a message about the change or why it is refused.
+
+        Idempotent: repeating the last number changes nothing and returns None. A replica that left for another reason
+        comes back with the next change.
+        """
+        if wanted == self._asked:
+            return None
+        self._asked = wanted
+        added = max(0, wanted - self._count)
+        # Refuse rather than let the kernel kill a process of the run for lack of memory.
+        if added * self._replica_bytes > self._available_bytes():
+            return (
+                f"available memory must be >= {format_gib(added * self._replica_bytes)} for {added} more replicas, "
+                f"got {format_gib(self._available_bytes())}; keeping {self._count}"
+            )
+        # From 0, not from the old number: a replica that left for another reason is started again, too.
+        for number in range(wanted):
+            supervisor.keep_running(build_replica_program(self._spec, self._directory, self._grpc_port, number))
+        for number in range(wanted, self._count):
+            supervisor.retire_program(f"gen-{number}", self._spec.generation.drain_s + EXIT_GRACE_S)
+        before = self._count
+        self._count = wanted
+        return f"scaled from {before} replicas to {wanted}"
