@@ -1,1 +1,4 @@
-"""The operator: turns RLJobs into placed pods. It decides in pure functions and acts in `reconcile.py` alone."""
+"""The Kubernetes operator of RLJobs. Pure functions decide; only `reconcile.py` writes to the cluster.
+
+Read `reconcile.py` first, then `plan/job_plan.py` and `plan/decision.py`.
+"""

@@ -1,0 +1,28 @@
+"""The rights of a job's coordinator at the API server: it may patch the status of its own job, nothing else. Pure."""
+
+from __future__ import annotations
+
+from specrl_operator import kinds
+from specrl_operator.api import Job, Object
+
+
+def build_coordinator_access(job: Job) -> list[Object]:
+    """Build the ServiceAccount, Role and RoleBinding of the coordinator."""
+    metadata = {"name": job.name, "labels": job.build_labels()}
+    group = "rbac.authorization.k8s.io"
+    # Kubernetes lets the operator grant only rights that it has itself: the chart's rules must include this one.
+    rule = {
+        "apiGroups": ["specrl.dev"],
+        "resources": ["rljobs/status"],
+        "resourceNames": [job.name],
+        "verbs": ["patch"],
+    }
+    subject = {"kind": "ServiceAccount", "name": job.name, "namespace": job.namespace}
+    return [
+        # The coordinator's pod asks for its own token.
+        kinds.SERVICE_ACCOUNT.build_object(metadata, automountServiceAccountToken=False),
+        kinds.ROLE.build_object(metadata, rules=[rule]),
+        kinds.ROLE_BINDING.build_object(
+            metadata, roleRef={"apiGroup": group, "kind": "Role", "name": job.name}, subjects=[subject]
+        ),
+    ]

@@ -1,0 +1,72 @@
+"""Owner reference and hashes of a child. Pure.
+
+Two annotations hold hashes of what the operator applied. The hash of the whole child decides whether it must be
+patched. The hash of its pod template decides whether the patch would restart pods.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+from specrl_operator import kinds
+from specrl_operator.api import ATTEMPT_ANNOTATION, HASH_ANNOTATION, TEMPLATE_ANNOTATION, Job, Object
+from specrl_operator.kinds import Kind
+from specrl_operator.observed import TRAINER_KINDS
+from specrl_operator.plan.restarts import read_restarts
+
+CREATE_ONLY_KINDS = (*TRAINER_KINDS, kinds.COMPUTE_DOMAIN)
+"""Kinds that are created and deleted but never patched. A ComputeDomain's spec is immutable."""
+LONG_RUNNING_KINDS = (kinds.DEPLOYMENT, kinds.STATEFUL_SET, kinds.LEADER_WORKER_SET)
+"""Kinds with long-running pods. While they run, only their replica count is patched: upgrading the operator, or giving
+it other images, must not restart a pod. Other changes are applied while the job is suspended."""
+
+
+def add_revision(job: Job, child: Object) -> Object:
+    """Return a child with its owner reference, namespace and hashes."""
+    notes = dict(child["metadata"].get("annotations") or {})
+    if kinds.JOB.is_kind_of(child):
+        notes[ATTEMPT_ANNOTATION] = str(read_restarts(job))
+    metadata = {
+        **child["metadata"],
+        "namespace": job.namespace,
+        "ownerReferences": [job.owner_reference],
+        "annotations": notes,
+    }
+    complete = {**child, "metadata": metadata}
+    # `complete` holds `notes` itself: the second hash covers the first, but not itself.
+    if kind_of(child) in LONG_RUNNING_KINDS:
+        notes[TEMPLATE_ANNOTATION] = _hash_object({**child["spec"], "replicas": None})
+    notes[HASH_ANNOTATION] = _hash_object(complete)
+    return complete
+
+
+def is_up_to_date(known: Object, child: Object) -> bool:
+    """Whether an existing child needs no patch."""
+    return kind_of(child) in CREATE_ONLY_KINDS or _read_annotation(known, HASH_ANNOTATION) == _read_annotation(
+        child, HASH_ANNOTATION
+    )
+
+
+def would_restart_pods(known: Object, child: Object) -> bool:
+    """Whether a child runs, keeps running, and would get another pod template."""
+    if kind_of(child) not in LONG_RUNNING_KINDS:
+        return False
+    both = known["spec"].get("replicas", 1), child["spec"].get("replicas", 1)
+    return min(both) > 0 and _read_annotation(known, TEMPLATE_ANNOTATION) != _read_annotation(
+        child, TEMPLATE_ANNOTATION
+    )
+
+
+def kind_of(child: Object) -> Kind:
+    """Return the kind of a child."""
+    return next(kind for kind in kinds.CHILD_KINDS if kind.is_kind_of(child))
+
+
+def _hash_object(child: Object) -> str:
+    return hashlib.sha256(json.dumps(child, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _read_annotation(item: Object, annotation: str) -> str | None:
+    found: str | None = (item["metadata"].get("annotations") or {}).get(annotation)
+    return found

@@ -1,0 +1,81 @@
+"""The observed state of a job: its trainer, replicas and pods, and readers of pod statuses. Pure.
+
+`reconcile.py` builds one `Observed` per reconciliation; `plan` and `status` read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specrl_operator import kinds
+from specrl_operator.api import MAX_MESSAGE_LENGTH, TRAINER, Object, has_component, is_condition_true
+from specrl_operator.kinds import Kind
+
+TRAINER_KINDS = (kinds.JOB_SET, kinds.JOB)
+"""Kinds of a trainer. They are created and deleted, never patched."""
+
+
+@dataclass(frozen=True)
+class ObservedState:
+    """A job's children at one moment."""
+
+    trainer: Object | None = None
+    """JobSet or Job."""
+    generation: Object | None = None
+    pods: tuple[Object, ...] = ()
+    has_claim_template: bool = False
+    domain: str | None = None
+    """NVLink domain of the nodes that the trainer's pods are bound to; None: unknown, or not bound yet."""
+
+    def pods_of(self, component: str) -> list[Object]:
+        """Return the pods of a component, sorted by name so that messages are the same every time."""
+        return sorted(
+            (pod for pod in self.pods if has_component(pod, component)), key=lambda pod: str(pod["metadata"]["name"])
+        )
+
+    @property
+    def has_trainer_ended(self) -> bool:
+        """Whether the trainer's JobSet or Job is finished: none of its pods runs, and none will be created."""
+        status = (self.trainer or {}).get("status") or {}
+        # A Job reports Complete, a JobSet Completed.
+        return any(is_condition_true(status, condition) for condition in ("Failed", "Complete", "Completed"))
+
+
+def list_trainers(children: Mapping[Kind, Sequence[Object]]) -> list[Object]:
+    """List the trainers among a job's children, a JobSet before a Job."""
+    return [item for kind in TRAINER_KINDS for item in children[kind] if has_component(item, TRAINER)]
+
+
+def list_container_statuses(pod: Object) -> list[Object]:
+    """Return the statuses of a pod's containers, init containers first."""
+    status = pod.get("status") or {}
+    found: list[Object] = (status.get("initContainerStatuses") or []) + (status.get("containerStatuses") or [])
+    return found
+
+
+def find_last_exit(pod: Object) -> tuple[int | None, str]:
+    """Return the exit code and message of the first container that exited, in its current or previous run.
+
+    (None, "") if no container has exited.
+    """
+    for container in list_container_statuses(pod):
+        # The previous run counts, too: a container in a crash loop is `waiting` or `running` most of the time.
+        for name in ("state", "lastState"):
+            ended: dict[str, Any] | None = (container.get(name) or {}).get("terminated")
+            if ended is not None:
+                lines = [line for line in str(ended.get("message") or ended.get("reason") or "").splitlines() if line]
+                # With FallbackToLogsOnError the message is the log's end. The error is in its last lines.
+                return int(ended.get("exitCode", 0)), " ".join(lines[-8:])[-MAX_MESSAGE_LENGTH:]
+    return None, ""
+
+
+def is_pod_ready(pod: Object) -> bool:
+    """Whether a pod is ready and not being deleted."""
+    return is_condition_true(pod.get("status") or {}, "Ready") and "deletionTimestamp" not in pod["metadata"]
+
+
+def count_container_restarts(pod: Object) -> int:
+    """Count the kubelet's restarts of all containers of a pod."""
+    return sum(int(container.get("restartCount", 0)) for container in list_container_statuses(pod))

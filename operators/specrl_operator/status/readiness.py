@@ -1,0 +1,97 @@
+"""Replica counts of a job's roles, whether they suffice, and why pods are not ready. Pure.
+
+`job_status.py` and `conditions.py` call it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specrl_operator.api import (
+    COORDINATOR,
+    GENERATION,
+    LEADER_LABEL,
+    TRAINER,
+    ConditionState,
+    Job,
+    Object,
+    find_condition,
+)
+from specrl_operator.observed import ObservedState, find_last_exit, is_pod_ready, list_container_statuses
+
+ROLE_CONDITIONS = {COORDINATOR: "CoordinatorReady", TRAINER: "TrainerReady", GENERATION: "GenerationReady"}
+"""Roles and their conditions, in the order in which they are shown."""
+REASONS_BY_SEVERITY = (
+    "ImagePullFailed",
+    "ConfigurationMissing",
+    "CrashLooping",
+    "InsufficientCapacity",
+    "PodsPending",
+    "PodsNotReady",
+)
+"""Reasons of pods that are not ready, the most specific first. PodsNotReady is last: a coordinator is not ready while
+trainer or replicas are not, so its own reason explains nothing."""
+
+
+def count_replicas(job: Job, observed: ObservedState, role: str) -> Object:
+    """Count a role's pods, wanted and ready. For generation, count replicas as the scale subresource shows them."""
+    pods = observed.pods_of(role)
+    if role != GENERATION:
+        wanted = 1 if role == COORDINATOR else job.spec.trainer.num_nodes
+        return {"replicas": wanted, "readyReplicas": sum(map(is_pod_ready, pods))}
+    # A replica of several nodes has one leader pod, which serves.
+    leaders = [pod for pod in pods if pod["metadata"]["labels"].get(LEADER_LABEL) == "true"]
+    return {
+        "replicas": len(leaders),
+        "readyReplicas": sum(map(is_pod_ready, leaders)),
+        "selector": job.scale_selector,
+    }
+
+
+def decide_role_condition(
+    job: Job, role: str, observed: ObservedState, counts: Object, *, is_stopped: bool
+) -> ConditionState:
+    """Decide whether a role has as many ready pods as it needs."""
+    needed = counts["replicas"]
+    if role == GENERATION:
+        needed = min(job.spec.failure_policy.min_generation_replicas, job.spec.generation.replicas)
+    ready = counts["readyReplicas"]
+    if is_stopped:
+        return ConditionState(False, "Stopped", f"waiting for {ready} pods to stop" if ready else "")
+    if ready >= needed:
+        return ConditionState(True, "PodsReady", f"{ready} ready")
+    reason, why = _find_worst_problem(observed.pods_of(role))
+    return ConditionState(False, reason, f"{ready} of at least {needed} ready" + (f": {why}" if why else ""))
+
+
+def _find_worst_problem(pods: Sequence[Object]) -> tuple[str, str]:
+    """Return the most specific reason why pods are not ready, with the pod and its message.
+
+    The result does not depend on the order of the pods, so that the status does not change without cause.
+    """
+    found = [(*_find_pod_problem(pod), str(pod["metadata"]["name"])) for pod in pods if not is_pod_ready(pod)]
+    if not found:
+        return "PodsPending", "no pods exist yet"
+    reason, message, name = min(found, key=lambda it: (REASONS_BY_SEVERITY.index(it[0]), it[2]))
+    return reason, f"{name}: {message}" if message else name
+
+
+def _find_pod_problem(pod: Object) -> tuple[str, str]:
+    for state in list_container_statuses(pod):
+        waiting = (state.get("state") or {}).get("waiting") or {}
+        reason = waiting.get("reason", "")
+        message = waiting.get("message", "")
+        if reason in ("ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull"):
+            return "ImagePullFailed", message or str(state.get("image", ""))
+        if reason in ("CreateContainerConfigError", "CreateContainerError"):
+            return "ConfigurationMissing", message
+    # After the waiting reasons: a container in a crash loop waits, too, but its last exit says more.
+    code, message = find_last_exit(pod)
+    if code:
+        return "CrashLooping", f"exit code {code}: {message}"
+    scheduled = find_condition(pod.get("status") or {}, "PodScheduled")
+    if scheduled.get("status") == "False":
+        return "InsufficientCapacity", str(scheduled.get("message", ""))
+    if (pod.get("status") or {}).get("phase", "Pending") == "Pending":
+        return "PodsPending", ""
+    return "PodsNotReady", ""
