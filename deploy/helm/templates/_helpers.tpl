@@ -1,4 +1,5 @@
-{{/* Names: the release's, unless it already says specrl. 40 characters leave room for suffixes in 63. */}}
+{{/* Names of objects: the release's name, followed by the chart's unless it contains it. Cut to 40 characters, so that
+     suffixes fit into the 63 of a label. */}}
 {{- define "specrl.name" -}}
 {{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" }}
 {{- end }}
@@ -13,7 +14,7 @@
 {{- end }}
 {{- end }}
 
-{{/* Labels that never change in a release's life: selectors of a Deployment are immutable. */}}
+{{/* Labels that never change during a release, since selectors of a Deployment are immutable. */}}
 {{- define "specrl.selectorLabels" -}}
 app.kubernetes.io/name: {{ include "specrl.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}
@@ -46,7 +47,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 {{- end }}
 
-{{/* Not ours, so images.registry is not put before it. */}}
+{{/* The image of a store. It is not one of specrl's, so images.registry does not apply. */}}
 {{- define "specrl.storeImage" -}}
 {{- with .Values.images.store }}
 {{- .repository }}{{ if .digest }}@{{ .digest }}{{ else }}:{{ .tag }}{{ end }}
@@ -62,7 +63,7 @@ imagePullSecrets:
 {{- end }}
 {{- end }}
 
-{{/* The "restricted" Pod Security Standard, for every pod of the chart. 65532 is the user of the images. */}}
+{{/* The "restricted" Pod Security Standard, for every pod of the chart. 65532 is the uid of the images' user. */}}
 {{- define "specrl.podSecurityContext" -}}
 runAsNonRoot: true
 runAsUser: {{ .uid | default 65532 }}
@@ -79,7 +80,7 @@ capabilities:
   drop: [ALL]
 {{- end }}
 
-{{/* monitor: (dict "root" $ "enabled" X "kind" "ServiceMonitor") - "true" if it is to be created: see values.yaml */}}
+{{/* monitor: (dict "root" $ "enabled" X "kind" "ServiceMonitor") - "true" if the object is created; values.yaml explains `enabled` */}}
 {{- define "specrl.monitor" -}}
 {{- if kindIs "bool" .enabled }}
 {{- ternary "true" "" .enabled }}

@@ -1,18 +1,18 @@
 {{/*
-What the operator may do to objects of RLJobs' namespaces: the content of a ClusterRole, or of a Role in each of
-operator.watchNamespaces. Listed per object and verb; no wildcard, and no list of secrets: a job names its Secrets, the kubelet
-mounts them. `patch` is server-side apply, which also needs `create` for what is not there yet.
+The operator's rights in namespaces with RLJobs: the rules of a ClusterRole, or of a Role in each of
+operator.watchNamespaces. Every resource and verb is listed; there are no wildcards, and Secrets cannot be listed.
+`patch` is for server-side apply, which also needs `create` for objects that do not exist yet.
 */}}
 {{- define "specrl.operatorRules" -}}
-# RLJobs are written by their users. The operator reads them, writes their status, and deletes those whose
-# ttlSecondsAfterFinished is over. It never writes a spec: spec.generation.replicas belongs to `kubectl scale` and HPAs.
+# The operator reads RLJobs, writes their status, and deletes those whose ttlSecondsAfterFinished has passed. It never
+# writes a spec: users own it, and `kubectl scale` and autoscalers change spec.generation.replicas.
 - apiGroups: [specrl.dev]
   resources: [rljobs]
   verbs: [get, list, watch, delete]
 - apiGroups: [specrl.dev]
   resources: [rljobs/status]
   verbs: [patch]
-# To own children with blockOwnerDeletion where the cluster enforces who may (OpenShift does).
+# For children with blockOwnerDeletion, on clusters that enforce OwnerReferencesPermissionEnforcement, as OpenShift does.
 - apiGroups: [specrl.dev]
   resources: [rljobs/finalizers]
   verbs: [update]
@@ -22,8 +22,8 @@ mounts them. `patch` is server-side apply, which also needs `create` for what is
 - apiGroups: [""]
   resources: [pods]
   verbs: [get, list, watch]
-# The password of a job's own store, <job>-store, and with tls.mode CertManager <job>-<role>-tls, which cert-manager fills:
-# made once, and looked for by name, as tls.secretName is. None can be listed.
+# The Secrets <job>-store (the password of a job's own store) and, with tls.mode CertManager, <job>-<role>-tls. The
+# operator creates them once and gets them by name, as it does the one in tls.secretName.
 - apiGroups: [""]
   resources: [secrets]
   verbs: [get, create]
@@ -39,12 +39,12 @@ mounts them. `patch` is server-side apply, which also needs `create` for what is
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
   verbs: [get, list, watch, create, patch, delete]
-# The coordinator's Role: patch of its own job's status, which the operator has itself, so that nothing is
-# escalated.
+# For the Role of a job's coordinator, which may patch its own job's status. The operator has that right itself, so
+# Kubernetes lets it grant it.
 - apiGroups: [rbac.authorization.k8s.io]
   resources: [roles, rolebindings]
   verbs: [get, list, watch, create, patch, delete]
-# generation.autoscaling
+# For generation.autoscaling with by: HPA.
 - apiGroups: [autoscaling]
   resources: [horizontalpodautoscalers]
   verbs: [get, list, watch, create, patch, delete]
@@ -63,10 +63,10 @@ mounts them. `patch` is server-side apply, which also needs `create` for what is
 - apiGroups: [resource.nvidia.com]
   resources: [computedomains]
   verbs: [get, list, watch, create, patch, delete]
-# The claim template that NVIDIA's driver makes for it: pods wait until it exists.
+# The claim template that NVIDIA's driver creates for a ComputeDomain. The operator creates GPU pods once it exists.
 - apiGroups: [resource.k8s.io]
   resources: [resourceclaimtemplates]
-  verbs: [get]
+  verbs: [list, watch]
 {{- end }}
 {{- if .certManager }}
 - apiGroups: [cert-manager.io]
