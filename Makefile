@@ -5,13 +5,13 @@ PROTOS := $(sort $(wildcard protos/specrl/api/v1/*.proto))
 API := services/specrl/api
 CRD := deploy/helm/templates/crd/rljobs.yaml
 DASHBOARDS := deploy/helm/files/dashboards
-GENERATED := $(API) docs/run-file.md docs/metrics.md docs/logs.md $(CRD) $(DASHBOARDS)
+GENERATED := $(API) docs/run-file.md docs/metrics.md docs/logs.md docs/errors.md docs/scripting.md $(CRD) $(DASHBOARDS)
 
 # Tests and runs start processes by the hundred: what Python has compiled once, it keeps.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup suffix sinks s3 browser demo test test-py313 test-deep controlplane test-e2e fuzz chaos mutants check check-gpu-pins seams gen lock lint format bench clean
+.PHONY: help setup suffix sinks s3 browser demo test test-py313 test-deep controlplane test-e2e fuzz chaos mutants check docs pictures check-gpu-pins seams gen lock lint format bench clean
 
 help: ## show this table
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -72,13 +72,28 @@ chaos: setup ## train under random faults and check every promise; SEED=N repeat
 mutants: setup ## make lines of the product wrong, one at a time, and see which test notices; ARGS="--only ID" selects
 	$(BIN)/python -m tools.mutants $(ARGS)
 
-check: lint ## everything but the tests: lint, and generated files equal to their sources
+check: lint ## everything but the tests: lint, generated files equal to their sources, links between documents
 	@$(MAKE) --no-print-directory gen
 	git diff --exit-code -- $(GENERATED)
 	@new=$$(git ls-files --others --exclude-standard -- $(GENERATED)); \
 	  test -z "$$new" || { echo "generated, but not added to git: $$new"; exit 1; }
+	$(BIN)/python -m tools.doc_links
 	$(BIN)/python -m tools.gpu_pins --check
 	@$(BIN)/python tools/recorded_tests.py check || true
+
+# In an environment of its own: nothing of it is needed to run or test the product.
+.venv-docs/installed: requirements/docs.lock | setup
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-docs
+	$(BIN)/uv pip install --quiet --python .venv-docs/bin/python --no-deps --require-hashes --requirement requirements/docs.lock
+	@touch $@
+
+docs: setup .venv-docs/installed ## build the documentation site in build/site, strictly; fetches Zensical once
+	$(BIN)/python -m tools.site stage
+	cd build && ../.venv-docs/bin/zensical build --strict
+	$(BIN)/python -m tools.site check
+
+pictures: setup ## take the pictures of the docs again, from a run of the demo: a quarter of an hour; needs chromium
+	$(BIN)/python -m tests.pictures
 
 # The wheels stay in ~/.cache/specrl/wheels (or $$SPECRL_CACHE_DIR/wheels), so a second run downloads nothing.
 check-gpu-pins: setup ## compare vllm, torch and megatron-core of gpu.lock with what our code assumes (docs/seams.md); downloads 800 MB once
@@ -87,10 +102,11 @@ check-gpu-pins: setup ## compare vllm, torch and megatron-core of gpu.lock with 
 seams: setup ## write what our code uses of the installed vllm, torch and megatron-core, after reading another version
 	$(BIN)/python -m tools.gpu_pins --installed
 
-lint: setup ## ruff, mypy, import-linter, deptry
+lint: setup ## ruff, mypy, vulture, import-linter, deptry
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m tools.unused_code
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/deptry services operators examples
 	$(BIN)/deptry services operators examples tools tests benchmarks --ignore DEP002,DEP004
@@ -100,16 +116,18 @@ format: setup ## rewrite the sources as the formatter wants them
 	$(BIN)/ruff format .
 
 # The old output goes first, so that a deleted .proto leaves nothing behind.
-gen: setup ## generate services/specrl/api from protos/; docs/run-file.md and the chart's CRD from the spec's model; docs/metrics.md; docs/logs.md; dashboards
+gen: setup ## generate services/specrl/api from protos/; docs/run-file.md and the chart's CRD from the spec's model; docs/metrics.md; docs/logs.md; docs/errors.md; docs/scripting.md; dashboards
 	@rm -f $(API)/v1/*_pb2.py $(API)/v1/*_pb2.pyi $(API)/v1/*_pb2_grpc.py $(API)/v1/*_pb2_grpc.pyi
 	$(if $(PROTOS),PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc --proto_path=protos \
 	  --python_out=services --grpc_python_out=services --mypy_out=quiet:services --mypy_grpc_out=quiet:services \
 	  $(PROTOS),@echo "no .proto files in protos/")
 	$(BIN)/python -m specrl.spec.reference docs/run-file.md
 	$(BIN)/python tools/events.py docs/logs.md
-	$(BIN)/python -m specrl.spec.crd $(CRD)
+	$(BIN)/python -m tools.errors_page docs/errors.md
+	$(BIN)/python -m specrl.spec.rljob.crd $(CRD)
 	$(BIN)/python -m tools.dashboards $(DASHBOARDS)
 	$(BIN)/python -m tools.metrics_page docs/metrics.md
+	$(BIN)/python -m tools.scripting_page docs/scripting.md
 
 # Everything is resolved as of this day; a newer release enters when the day changes.
 LOCKED_ON := 2026-11-24
@@ -125,7 +143,8 @@ CPU_INPUTS := --config-file requirements/uv.toml --extra cpu --extra operator --
 
 # A lock lists the hashes of every file of a version, so one lock serves Python 3.12 and 3.13, x86-64 and aarch64;
 # tests/integration/images/test_locks.py resolves again for each. control.lock keeps to the versions of cpu.lock, which the tests
-# run with. torch-cpu.lock is written by hand: it says why. The last three add to .venv without changing its versions.
+# run with. torch-cpu.lock is written by hand: it says why. docs.lock has an environment of its own. The last three add to
+# .venv without changing its versions.
 lock: setup ## write requirements/*.lock after a change of dependencies; UPGRADE=1 takes the newest of LOCKED_ON
 	$(COMPILE) $(X86_64) $(CPU_INPUTS) --output-file requirements/cpu.lock
 	$(COMPILE) $(X86_64) --no-config --constraints requirements/cpu.lock \
@@ -134,6 +153,7 @@ lock: setup ## write requirements/*.lock after a change of dependencies; UPGRADE
 	  --constraints requirements/cpu.lock --output-file requirements/control.lock pyproject.toml
 	$(COMPILE) $(AARCH64) --no-config --extra gpu --extra traces --extra setup \
 	  --overrides requirements/gpu-overrides.txt --output-file requirements/gpu.lock pyproject.toml
+	$(COMPILE) $(X86_64) --no-config --output-file requirements/docs.lock requirements/docs.in
 	$(foreach added,suffix sinks s3,$(COMPILE) $(X86_64) --no-config --overrides requirements/cpu.lock \
 	  --output-file requirements/$(added).lock requirements/$(added).in &&) true
 
@@ -144,5 +164,5 @@ bench: setup ## speed of rollouts by kind of speculation, on a finished run: RUN
 	$(BIN)/python benchmarks/rollout_speed.py --run $(RUN)
 
 clean: ## delete .venv, caches and build outputs; runs/ stays
-	rm -rf .venv .venv-py313 build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-py313 .venv-docs build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find services operators tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

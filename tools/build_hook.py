@@ -1,7 +1,7 @@
-"""Adds the commit to every wheel and sdist: specrl/commit.txt, which `specrl --version` reads.
+"""Adds specrl/commit.txt to every wheel and sdist; `specrl --version` reads it.
 
-hatchling runs it ([tool.hatch.build.hooks.custom] in pyproject.toml). An editable install gets no such file, since its
-commit changes; there `specrl --version` asks git. A wheel that is built from an sdist has the file of the sdist.
+hatchling runs this hook ([tool.hatch.build.hooks.custom] in pyproject.toml). An editable install gets no such file,
+because its commit changes; there `specrl --version` asks git. A wheel that is built from an sdist has the sdist's file.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 PACKAGE = Path("services") / "specrl"
 
 
-class CommitHook(BuildHookInterface):  # type: ignore[type-arg] # hatchling's own configuration is of no interest here
-    """Writes the file to a temporary folder, and has it included under its name in the package."""
+class CommitHook(BuildHookInterface):  # type: ignore[type-arg] # the configuration's type, which is not used
+    """Writes the file to a temporary folder and includes it in the package."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         package = Path(self.root) / PACKAGE
@@ -31,6 +31,7 @@ class CommitHook(BuildHookInterface):  # type: ignore[type-arg] # hatchling's ow
         self._folder = tempfile.TemporaryDirectory()
         file = Path(self._folder.name) / name
         file.write_text(commit + "\n", encoding="ascii")
+        # An sdist has the layout of the repository, a wheel that of the installed package.
         place = PACKAGE if self.target_name == "sdist" else Path("specrl")
         build_data["force_include"][str(file)] = str(place / name)
 

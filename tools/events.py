@@ -1,9 +1,9 @@
-"""docs/logs.md, written from the sources: every event that is logged, its levels, its fields, and who logs it.
+"""Writes docs/logs.md from the sources: every log event with its levels, its fields and the modules that log it.
 
     python tools/events.py docs/logs.md
 
-The names are what searches and alerts on logs go by: a change shows in this page's diff. Tests hold them to the past
-tense, and compare the committed page with what this writes.
+Users search and alert by these names, so a change must be visible in this page's diff. Tests check that names are in
+the past tense, and that the committed page is current.
 """
 
 from __future__ import annotations
@@ -23,16 +23,19 @@ _HEAD = """\
 
 <!-- Written by `python tools/events.py docs/logs.md` from the sources. Never edited by hand. -->
 
-Every process logs to standard error: text where that is a terminal, one JSON object a line elsewhere. So a local run
-has JSON in `RUN/logs/NAME.log`, one file a process, and so have the pods' logs. A line has `event`, `level`,
-`timestamp` (UTC), `process` and `run`, and the fields below; a traceback is in `exception`. What a library logs or
-warns of takes the same way, its text as `event` and its name as `logger`. vLLM and torch's native code write some lines
-of their own, which are not JSON. `telemetry.logLevel` sets the least severe level.
+Every process logs to standard error: text on a terminal, otherwise one JSON object per line. A local run has one JSON
+file per process, `RUN/logs/NAME.log`. Each line has `event`, `level`, `timestamp` (UTC), `process` and `run`, and the
+fields below. A traceback is in `exception`. Log records and warnings of libraries have their text in `event` and the
+library's name in `logger`. vLLM and torch's native code write some lines of their own, which are not JSON.
+`telemetry.logLevel` sets the lowest level that is logged.
 
-Prompts, completions, tools' calls and their outputs are in no line at INFO or above: nor are the words of an exception
-that a verifier or tool of one's own raised, since they may quote them; its class and place are. With `logLevel: debug`
-the words are, too. A test trains a run whose prompts and completions hold marks, and searches everything that its
-processes write and serve.
+No line at INFO or above contains prompts, completions, tool calls or tool outputs. An exception of a user's verifier or
+tool might quote them, so only its class and place are logged; with `logLevel: debug` its message is logged, too. A test
+trains a run with marked prompts and completions, and searches everything that its processes write and serve.
+
+Two places keep texts on purpose. `rollouts.jsonl` in the run's folder has a few rollouts of each step, with prompt and
+completion. `telemetry.rollouts: 0` switches it off. The run's store has the rollouts of steps that are not trained yet.
+So protect a run's folder as you protect the data set.
 
 | event | level | fields | logged by |
 |---|---|---|---|"""
@@ -40,15 +43,15 @@ processes write and serve.
 
 @dataclass
 class Event:
-    """One name. fields: of all places together, those that are passed on as a whole left out."""
+    """One event: its levels, fields and modules. fields: of all calls together, without those passed as `**fields`."""
 
     levels: set[str] = field(default_factory=set)
     fields: set[str] = field(default_factory=set)
     modules: set[str] = field(default_factory=set)
 
 
-def events() -> dict[str, Event]:
-    """Every event of the sources, by name."""
+def find_events() -> dict[str, Event]:
+    """Find every log event in the sources, by name."""
     found: dict[str, Event] = {}
     for root in ROOTS:
         for path in sorted((REPOSITORY / root).rglob("*.py")):
@@ -62,7 +65,10 @@ def events() -> dict[str, Event]:
 
 
 def _logged(tree: ast.Module) -> Iterator[tuple[str, str, set[str]]]:
-    """Name, level and fields of each `log.LEVEL(name, ...)`; a name may be chosen by `if` or from a module's table."""
+    """Yield name, level and fields of each `log.LEVEL(name, ...)`.
+
+    The name may be an `if` expression, or come from a dictionary of the module.
+    """
     tables = {
         target.id: statement.value
         for statement in tree.body
@@ -88,17 +94,17 @@ def _names(first: ast.expr, tables: dict[str, ast.Dict]) -> list[str]:
             return _names(body, tables) + _names(other, tables)
         case ast.Subscript(value=ast.Name(id=table)) if table in tables:
             return [name for value in tables[table].values for name in _names(value, tables)]
-    raise ValueError(f"an event must be named where it is logged, got {ast.unparse(first)}; write its name there")
+    raise ValueError(f"the name of a log event must be a literal, got {ast.unparse(first)}; write the name in the call")
 
 
-def page() -> str:
+def render_page() -> str:
     rows = [
         f"| `{name}` | {', '.join(sorted(event.levels, key=LEVELS.index))} "
         f"| {', '.join(sorted(event.fields))} | {', '.join(sorted(event.modules))} |"
-        for name, event in events().items()
+        for name, event in find_events().items()
     ]
     return "\n".join([_HEAD, *rows]) + "\n"
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(page(), encoding="utf-8")
+    Path(sys.argv[1]).write_text(render_page(), encoding="utf-8")

@@ -1,16 +1,16 @@
 """Compares what our code assumes of vllm, torch and megatron-core with the wheels of requirements/gpu.lock.
 
     make check-gpu-pins   python -m tools.gpu_pins              download, compare, write requirements/gpu-seams.json
-    make check            python -m tools.gpu_pins --check      is that file of the wheels in gpu.lock? No network
+    make check            python -m tools.gpu_pins --check      check that this file matches gpu.lock, without network
     make seams            python -m tools.gpu_pins --installed  write services/specrl/seams/expected.json from .venv
 
-The wheels are those of the images: Linux on aarch64, Python 3.12. Their sources are read inside the zip: nothing is
-imported, and no GPU is needed. They are kept in $SPECRL_CACHE_DIR/wheels/SHA256, by default below ~/.cache/specrl, and
-held against the lock's sha256 each time. vllm and torch are some 800 MB.
+The wheels are those of the images: Linux on aarch64, Python 3.12. Their sources are read inside the zip, so nothing is
+imported and no GPU is needed. The wheels stay in $SPECRL_CACHE_DIR/wheels/SHA256 (default: below ~/.cache/specrl), and
+their sha256 is compared with the lock each time. vllm and torch have about 800 MB.
 
-gpu-seams.json has, by NAME==VERSION, the wheel's name and sha256, all hashes that gpu.lock had for that version, and
-what each name of `specrl.seams.table` is there: kind, signature and, where its body counts, a hash. What differs from
-the versions that the tests run with is printed, and must be explained in docs/seams.md, which a test checks.
+gpu-seams.json has one entry per NAME==VERSION: the wheel's name and sha256, all hashes of that version in gpu.lock, and
+the kind, signature and (if its body matters) hash of each name in `seam_table.py`. Names that differ from the
+versions that the tests run with are printed. docs/seams.md must explain each of them, which a test checks.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from tools.seam_reader import Files, NotFound, Reader, WheelFiles, installed_files
+from tools.seam_table import SEAMS, Seam
 
 from specrl.files import cache_folder
-from specrl.seams.table import SEAMS, Seam
 from specrl.seams.versions import DISTRIBUTIONS, installed_version
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,9 +38,10 @@ LOCK = ROOT / "requirements" / "gpu.lock"
 GPU_SEAMS = ROOT / "requirements" / "gpu-seams.json"
 EXPECTED = ROOT / "services" / "specrl" / "seams" / "expected.json"
 MODULES = {"vllm": "vllm", "megatron": "megatron-core", "torch": "torch"}
-"""The package of each importable name."""
+"""Distribution of each importable name."""
 IMPORTED = {package: name for name, package in MODULES.items()}
 PYTHON = "3.12"
+# Wheel tags that pip may download: glibc 2.17 to 2.39, the newest first.
 TAGS = (*(f"manylinux_2_{glibc}_aarch64" for glibc in range(39, 16, -1)), "manylinux2014_aarch64")
 
 Row = dict[str, str]
@@ -48,8 +49,10 @@ Pins = dict[str, dict[str, Any]]
 
 
 def describe_seams(reader: Reader) -> dict[str, Row]:
-    """What each seam of a reader's package is there, by its dotted name."""
-    return {seam.name: _row(reader, seam) for seam in SEAMS if seam.package == reader.package and not seam.unchecked}
+    """Describe each seam of the reader's package, by dotted name: kind, signature and hash of its body."""
+    return {
+        seam.name: _row(reader, seam) for seam in SEAMS if seam.package_name == reader.package and not seam.unchecked
+    }
 
 
 def _row(reader: Reader, seam: Seam) -> Row:
@@ -66,7 +69,7 @@ def _row(reader: Reader, seam: Seam) -> Row:
 
 
 def find_differences(expected: Mapping[str, Row], found: Mapping[str, Row]) -> dict[str, str]:
-    """By name, what is different from what is expected, in words."""
+    """Describe in words what differs from the expected rows, by name."""
     told: dict[str, str] = {}
     for name, row in expected.items():
         other = found.get(name, {"kind": "absent"})
@@ -85,15 +88,15 @@ def _part(kind: str, before: str | None, after: str | None) -> str:
 
 
 def locked_hashes(lock: str, package: str) -> tuple[str, list[str]]:
-    """The version that a lock pins, and the sha256 of all its files."""
+    """Return the version that a lock pins, and the sha256 of all files of that version."""
     match = re.search(rf"^{re.escape(package)}==(\S+) \\\n((?:    --hash=sha256:\w+(?: \\)?\n)+)", lock, re.MULTILINE)
     if match is None:
-        raise SystemExit(f"{LOCK.name} must pin {package} with hashes, got none")
+        raise SystemExit(f"{LOCK.name} must pin {package} with hashes, got no such pin; run `make lock`")
     return match[1], sorted(re.findall(r"sha256:(\w+)", match[2]))
 
 
 def unread_pins(lock: str, seams: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What a lock names and gpu-seams.json does not know, one line a package."""
+    """List packages of the lock that gpu-seams.json does not describe, one line each."""
     told = []
     for package in DISTRIBUTIONS:
         version, hashes = locked_hashes(lock, package)
@@ -103,14 +106,14 @@ def unread_pins(lock: str, seams: Mapping[str, Mapping[str, Any]]) -> list[str]:
             continue
         new = sorted(set(hashes) - set(known["locked"]))
         if new:
-            told.append(f"{package}=={version} has {len(new)} hashes that were not known, {new[0]} among them")
+            told.append(f"{package}=={version} has {len(new)} new hashes, among them {new[0]}")
         elif known["sha256"] not in hashes:
-            told.append(f"{package}=={version}: {known['wheel']} that was read is not in the lock")
+            told.append(f"{package}=={version}: {known['wheel']}, which was read, is no longer in the lock")
     return told
 
 
 def read_pins(lock: str) -> Pins:
-    """Download and read the wheels."""
+    """Download the wheels if needed, and describe their seams."""
     found: Pins = {}
     for package in DISTRIBUTIONS:
         version, hashes = locked_hashes(lock, package)
@@ -126,13 +129,13 @@ def read_pins(lock: str) -> Pins:
 
 
 def _wheel(package: str, version: str, hashes: list[str]) -> Path:
-    """The wheel for Python 3.12 on aarch64, from the cache or the index. Its folder is named by its sha256."""
+    """Return the wheel for Python 3.12 on aarch64, from the cache or the index. Its folder's name is its sha256."""
     cache = cache_folder() / "wheels"
     for sha256 in hashes:
         for wheel in (cache / sha256).glob("*.whl"):
             if _sha256(wheel) == sha256:
                 return wheel
-            print(f"{wheel} is damaged; it is fetched again")
+            print(f"{wheel} is damaged; downloading it again")
             wheel.unlink()
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
@@ -140,7 +143,7 @@ def _wheel(package: str, version: str, hashes: list[str]) -> Path:
         (found,) = Path(scratch).glob("*.whl")
         sha256 = _sha256(found)
         if sha256 not in hashes:
-            raise SystemExit(f"{found.name} must have a sha256 of {LOCK.name}, got {sha256}")
+            raise SystemExit(f"{found.name} must have a sha256 of {LOCK.name}, got {sha256}; run `make lock`")
         (cache / sha256).mkdir(exist_ok=True)
         return found.rename(cache / sha256 / found.name)
 
@@ -162,7 +165,7 @@ def _sha256(file: Path) -> str:
 
 
 def installed_readers() -> dict[str, Reader]:
-    """Of what is installed here, by the name that Python imports."""
+    """Make a reader of each installed package, by importable name."""
     return {
         IMPORTED[package]: Reader(next(filter(None, map(_installed, distributions))), IMPORTED[package])
         for package, distributions in DISTRIBUTIONS.items()
@@ -177,21 +180,21 @@ def _installed(distribution: str) -> Files | None:
 
 
 def read_installed(readers: Mapping[str, Reader]) -> Pins:
-    """What those have."""
+    """Describe the seams of the installed packages."""
     return {
         f"{package}=={installed_version(package)}": {"seams": describe_seams(readers[IMPORTED[package]])}
         for package in DISTRIBUTIONS
     }
 
 
-def by_package(pins: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str, dict[str, Row]]]:
-    """Of each package the version and its rows."""
+def group_by_package(pins: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str, dict[str, Row]]]:
+    """Return (NAME==VERSION, rows) by package name."""
     return {key.partition("==")[0]: (key, value["seams"]) for key, value in pins.items()}
 
 
 def changed_names() -> dict[str, dict[str, str]]:
-    """By NAME==VERSION of the GPU pins, what differs from the versions that the tests run with."""
-    expected, found = (by_package(_read(file)) for file in (EXPECTED, GPU_SEAMS))
+    """Return the differences between the GPU pins and the versions that the tests run with, by NAME==VERSION."""
+    expected, found = (group_by_package(_read(file)) for file in (EXPECTED, GPU_SEAMS))
     return {key: find_differences(expected[package][1], rows) for package, (key, rows) in found.items()}
 
 
@@ -206,23 +209,23 @@ def _write(file: Path, pins: Pins) -> None:
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Run the command. Returns the exit status."""
     parser = argparse.ArgumentParser(description="Compare our seams with the wheels of requirements/gpu.lock.")
-    parser.add_argument("--check", action="store_true", help="only whether gpu-seams.json is of those wheels")
-    parser.add_argument("--installed", action="store_true", help="write expected.json from what is installed")
+    parser.add_argument("--check", action="store_true", help="only check that gpu-seams.json matches the lock")
+    parser.add_argument("--installed", action="store_true", help="write expected.json from the installed packages")
     arguments = parser.parse_args()
     lock = LOCK.read_text(encoding="utf-8")
     if arguments.check:
         told = unread_pins(lock, _read(GPU_SEAMS))
         for line in told:
-            print(f"{GPU_SEAMS.relative_to(ROOT)} is old: {line}; run `make check-gpu-pins` and commit it")
+            print(f"{GPU_SEAMS.relative_to(ROOT)} is outdated: {line}; run `make check-gpu-pins` and commit it")
         return 1 if told else 0
     if arguments.installed:
         _write(EXPECTED, read_installed(installed_readers()))
         return 0
     _write(GPU_SEAMS, read_pins(lock))
     for key, told_of in changed_names().items():
-        print(f"\n{key}: {len(told_of)} names differ from what the tests run with")
+        print(f"\n{key}: {len(told_of)} names differ from the versions that the tests run with")
         for name, text in told_of.items():
             print(f"  {name}\n      {text}")
     print("explain each difference in docs/seams.md, or change our code")

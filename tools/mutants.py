@@ -1,17 +1,17 @@
-"""Run the tests on mutants of the product, each with one line that is wrong, and record which test notices.
+"""Runs the tests on mutants of the product, each with one wrong line, and records which test fails.
 
-python -m tools.mutants                  runs all mutants of tests/mutants/mutants.toml (`make mutants`)
-python -m tools.mutants --only ID        runs this one; may be repeated
-python -m tools.mutants --rest           runs those without a result
-python -m tools.mutants --own            runs the tests that each names and no others: quick, for whoever adds mutants
-python -m tools.mutants --confirm        runs the tests that killed mutants once more without any: all must pass
-python -m tools.mutants --write          writes the table of results into docs/testing.md
+    python -m tools.mutants                  run all mutants of tests/mutants/mutants.toml (`make mutants`)
+    python -m tools.mutants --only ID        run this mutant; may be repeated
+    python -m tools.mutants --rest           run the mutants without a result
+    python -m tools.mutants --own            run only the tests that each mutant names: a quick check of new mutants
+    python -m tools.mutants --confirm        run the tests that killed mutants without a mutant: all must pass
+    python -m tools.mutants --write          write the table of results into docs/testing.md
 
-For each mutant the tests that it names run first, and the run ends at the first failure. All of `make test` runs only
-for a mutant that survived them. Results are written after each mutant, so that an interrupted run goes on with --rest.
+The tests that a mutant names run first, up to the first failure. The whole of `make test` runs only if the mutant
+survived them. Results are written after each mutant, so that --rest continues an interrupted run.
 
-Invariant: the working tree is read and never changed. The tests run in a copy of it, in a temporary folder, with the
-packages of .venv. PYTHONPATH puts the copy's sources before those that .venv was installed from, in every process.
+Invariant: the working tree is never changed. The tests run in a copy of it, in a temporary folder, with the packages of
+.venv. PYTHONPATH puts the copy's sources before those that .venv was installed from, in every process.
 """
 
 from __future__ import annotations
@@ -33,17 +33,19 @@ from tests.mutants.catalog import ROOT, Mutant, MutantInvalid, Result
 
 SOURCES = ("services", "operators")
 OWN_TEST = "tests/unit/test_mutants.py"
-"""Fails on every mutant, since it looks for the line that the mutant replaces."""
+"""Left out: it fails on every mutant, because it looks for the line that the mutant replaces."""
+
+# Exit statuses of pytest. Any other one means that the tests did not run.
 PASSED = 0
 FAILED = 1
-"""Exit statuses of pytest; every other one says that the tests did not run."""
+
 STOP_S = 120.0
-"""For pytest to end its fixtures after an interrupt."""
+"""Time for pytest to tear down its fixtures after an interrupt."""
 
 
 @contextmanager
 def copied_tree() -> Iterator[Path]:
-    """A clone of the repository with the files of the working tree, which is deleted at the end."""
+    """Yield a clone of the repository with the files of the working tree. It is deleted at the end."""
     with tempfile.TemporaryDirectory(prefix="specrl-mutants-") as folder:
         copy = Path(folder) / "specrl"
         subprocess.run(["git", "clone", "--quiet", "--shared", str(ROOT), str(copy)], check=True)
@@ -64,7 +66,10 @@ def copied_tree() -> Iterator[Path]:
 
 
 def make_environment(copy: Path) -> dict[str, str]:
-    """Of the tests: the copy's sources come first. Raises MutantInvalid if Python imports others all the same."""
+    """Make the tests' environment variables, with the copy's sources first on the path.
+
+    Raises MutantInvalid if Python nevertheless imports other sources.
+    """
     variables = os.environ | {"PYTHONPATH": os.pathsep.join(str(copy / source) for source in SOURCES)}
     ask = [sys.executable, "-c", "import specrl, specrl_operator; print(specrl.__file__, specrl_operator.__file__)"]
     said = subprocess.run(ask, cwd="/", env=variables, check=True, capture_output=True, text=True).stdout
@@ -74,9 +79,10 @@ def make_environment(copy: Path) -> dict[str, str]:
 
 
 def try_mutant(mutant: Mutant, copy: Path, variables: dict[str, str], *, only_own: bool) -> Result:
-    """Its own tests, then all. Raises MutantInvalid for one that does not apply, or whose tests do not run.
+    """Run the tests that the mutant names, then all tests, until one fails.
 
-    only_own: never all of them, and raise for one that survives its own.
+    only_own: do not run all tests, and raise for a mutant that survives its own. Raises MutantInvalid for a mutant that
+    does not apply, or whose tests do not run.
     """
     file = copy / mutant.file
     text = file.read_text(encoding="utf-8")
@@ -89,14 +95,16 @@ def try_mutant(mutant: Mutant, copy: Path, variables: dict[str, str], *, only_ow
             if failed:
                 return Result(failed[0], cpu_s)
             if only_own:
-                raise MutantInvalid(f"{mutant.id}: one of its own tests must fail, got none; run it without --own")
+                raise MutantInvalid(
+                    f"{mutant.id}: one of the tests that it names must fail, got none; run it without --own"
+                )
         return Result("", cpu_s)
     finally:
         file.write_text(text, encoding="utf-8")
 
 
 def run_tests(name: str, arguments: Sequence[str], copy: Path, variables: dict[str, str]) -> tuple[list[str], float]:
-    """The tests that failed, and the CPU seconds. Raises MutantInvalid when they do not run."""
+    """Run tests. Returns the tests that failed, and CPU seconds. Raises MutantInvalid if they do not run."""
     cache = copy / ".pytest_cache"
     costs = copy.with_name("costs.json")
     shutil.rmtree(cache, ignore_errors=True)
@@ -112,7 +120,7 @@ def run_tests(name: str, arguments: Sequence[str], copy: Path, variables: dict[s
                 running.wait(STOP_S)
             raise
         finally:
-            with suppress(ProcessLookupError):  # what a broken product has left running
+            with suppress(ProcessLookupError):  # processes that a broken product left running
                 os.killpg(running.pid, signal.SIGKILL)
         output.seek(0)
         said = output.read()
@@ -127,8 +135,8 @@ def run_tests(name: str, arguments: Sequence[str], copy: Path, variables: dict[s
     return failed, spent_s
 
 
-def confirm(chosen: Sequence[Mutant], mutants: Sequence[Mutant]) -> int:
-    """Run the tests that killed the chosen ones without any mutant; forget the results of those that fail all the same.
+def confirm_killers(chosen: Sequence[Mutant], mutants: Sequence[Mutant]) -> int:
+    """Run the tests that killed the chosen mutants without a mutant. Results of tests that fail then are deleted.
 
     Returns the exit status.
     """
@@ -142,8 +150,8 @@ def confirm(chosen: Sequence[Mutant], mutants: Sequence[Mutant]) -> int:
     return 1 if failed else 0
 
 
-def run(chosen: Sequence[Mutant], mutants: Sequence[Mutant], *, only_own: bool) -> int:
-    """Try the chosen ones; returns the exit status, 1 when one survived or could not be tried."""
+def try_mutants(chosen: Sequence[Mutant], mutants: Sequence[Mutant], *, only_own: bool) -> int:
+    """Try the chosen mutants. Returns the exit status: 1 if one survived or could not be tried."""
     results = catalog.load_results()
     bad = 0
     with copied_tree() as copy:
@@ -165,11 +173,11 @@ def run(chosen: Sequence[Mutant], mutants: Sequence[Mutant], *, only_own: bool) 
 
 
 def main() -> int:
-    """Returns the exit status."""
-    parser = argparse.ArgumentParser(description="Run the tests on mutants, and record which test notices each.")
+    """Run the command. Returns the exit status."""
+    parser = argparse.ArgumentParser(description="Run the tests on mutants, and record which test kills each.")
     parser.add_argument("--only", metavar="ID", action="append", default=[], help="only this mutant; may be repeated")
     parser.add_argument("--rest", action="store_true", help="only mutants without a result")
-    parser.add_argument("--confirm", action="store_true", help="run the tests that killed mutants without any")
+    parser.add_argument("--confirm", action="store_true", help="run the tests that killed mutants without a mutant")
     parser.add_argument("--own", action="store_true", help="only the tests that each mutant names")
     page = catalog.PAGE.relative_to(ROOT)
     parser.add_argument("--write", action="store_true", help=f"write the table into {page}; run nothing")
@@ -183,13 +191,15 @@ def main() -> int:
         parser.error(f"--only must name mutants of {catalog.MUTANTS.name}, got {', '.join(sorted(unknown))}")
     known = catalog.load_results() if options.rest else {}
     chosen = [it for it in mutants if it.id not in known and (not options.only or it.id in options.only)]
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # `make mutants &` ignores it, and so would the tests
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a background job ignores SIGINT, and pytest would inherit that
     try:
         if options.confirm:
-            return confirm(chosen, mutants)
-        return run(chosen, mutants, only_own=options.own)
+            return confirm_killers(chosen, mutants)
+        return try_mutants(chosen, mutants, only_own=options.own)
     except KeyboardInterrupt:
-        print("stopped; the results so far are kept, and --rest goes on")
+        print("interrupted; the results so far are kept, and --rest continues")
         return 130
 
 

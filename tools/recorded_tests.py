@@ -1,12 +1,12 @@
-"""Tests that a routine run leaves out, because their result depends on a few files that seldom change.
+"""Runs tests that routine runs leave out, because their result depends on a few files that seldom change.
 
-    python tools/recorded_tests.py check         name each record that is older than its files; exit status 1 if any is
+    python tools/recorded_tests.py check         list records that are older than their files; exit status 1 if any is
     python tools/recorded_tests.py check deep    the same for one record
-    python tools/recorded_tests.py run deep      run the tests; where they pass, write the record
+    python tools/recorded_tests.py run deep      run the tests; if they pass, write the record
 
-`py313` is the unit and contract tests on Python 3.13, and depends on what is installed. `deep` is the tests marked
-`deep`: statistical power that is needed after a change of a sampler, a scheduler or a lock. A record is a hash of the
-files and the result of the last run. `make check` reads them; `.ci/run` runs what is old.
+`py313` has the unit and contract tests on Python 3.13, and depends on the installed packages. `deep` has the tests
+marked `deep`, whose statistical power is needed after a change of a sampler, a scheduler or a lock. A record holds a
+hash of the files and the result of the last run. `make check` reads the records, and `.ci/run` runs outdated ones.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+# The lock of the documentation site, whose environment no test uses.
+UNTESTED = ROOT / "requirements" / "docs.lock"
 
 
 def packages_inputs() -> Iterator[tuple[str, bytes]]:
-    """What decides which packages the tests run with: locks, the tables of pyproject.toml that name packages, setup."""
+    """Yield what decides which packages are installed: locks, tables of pyproject.toml that name packages, setup."""
     yield from _files("requirements/*.lock", "tools/setup.py", "tools/interpreters.py")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     yield "pyproject.toml", json.dumps([project["build-system"], project["project"]], sort_keys=True).encode()
 
 
 def deep_inputs() -> Iterator[tuple[str, bytes]]:
-    """Samplers, schedulers, locks, and the deep tests themselves."""
+    """Yield samplers, schedulers, locks, and the deep tests themselves."""
     yield from _files(
         "requirements/*.lock",
-        "services/specrl/generation/vllm_backend/*.py",
+        "services/specrl/generation/vllm_backend/**/*.py",
         "services/specrl/generation/draft_length.py",
-        *(
-            f"services/specrl/coordinator/{name}.py"
-            for name in ("scheduler", "order", "progress", "restart", "registry", "replica_states")
-        ),
+        *(f"services/specrl/coordinator/schedule/{name}.py" for name in ("scheduler", "restart")),
+        *(f"services/specrl/coordinator/members/{name}.py" for name in ("registry", "replica_states")),
         "tests/sampling_lab.py",
         "tests/enumeration.py",
         "tests/unit/coordinator/world.py",
@@ -54,7 +54,7 @@ def deep_inputs() -> Iterator[tuple[str, bytes]]:
 
 def _files(*patterns: str) -> Iterator[tuple[str, bytes]]:
     for pattern in patterns:
-        found = sorted(ROOT.glob(pattern))
+        found = sorted(path for path in ROOT.glob(pattern) if path != UNTESTED)
         if not found:
             sys.exit(f"{pattern} must match a file; correct it in {Path(__file__).name}")
         for path in found:
@@ -63,7 +63,10 @@ def _files(*patterns: str) -> Iterator[tuple[str, bytes]]:
 
 @dataclass(frozen=True)
 class Record:
-    """One group of tests. inputs: the files, by name and content, that its result depends on."""
+    """A group of tests and its recorded result.
+
+    inputs: yields names and contents of the files that the result depends on. changed: what these are, for messages.
+    """
 
     name: str
     inputs: Callable[[], Iterator[tuple[str, bytes]]]
@@ -72,18 +75,18 @@ class Record:
 
     @property
     def file(self) -> Path:
-        """Where its last result is kept."""
+        """File with the last result."""
         return ROOT / "tests" / f"{self.name}.json"
 
     def digest(self) -> str:
-        """Hash of names and contents of all inputs."""
+        """Compute a hash of names and contents of all inputs."""
         total = hashlib.sha256()
         for name, content in self.inputs():
             total.update(f"{name}\n{hashlib.sha256(content).hexdigest()}\n".encode())
         return total.hexdigest()
 
     def is_current(self) -> bool:
-        """Whether the tests have passed with the files of today."""
+        """Whether the tests have passed with the present files."""
         if not self.file.is_file():
             return False
         recorded: object = json.loads(self.file.read_text(encoding="utf-8")).get("tested")
@@ -99,18 +102,18 @@ RECORDS = {
 }
 
 
-def check(records: list[Record]) -> int:
-    """Name every record that is older than its files. Returns the exit status."""
+def check_records(records: list[Record]) -> int:
+    """Print every record that is older than its files. Returns the exit status."""
     old = [record for record in records if not record.is_current()]
     for record in old:
         path = record.file.relative_to(ROOT)
-        print(f"{path} is old: {record.changed} changed since. Run `make test-{record.name}` and commit the file.")
+        print(f"{path} is outdated: {record.changed} changed since; run `make test-{record.name}` and commit the file")
     return 1 if old else 0
 
 
-def run(record: Record) -> int:
-    """Run the tests, and write the record where they pass. Returns pytest's exit status."""
-    digest = record.digest()  # before the tests: files that change meanwhile were not tested
+def run_tests(record: Record) -> int:
+    """Run the tests, and write the record if they pass. Returns pytest's exit status."""
+    digest = record.digest()  # before the tests: a file that changes while they run was not tested
     with tempfile.TemporaryDirectory() as folder:
         costs = Path(folder) / "costs.json"
         command = [sys.executable, "-m", "pytest", *record.pytest_arguments, "--costs", str(costs)]
@@ -125,7 +128,7 @@ def run(record: Record) -> int:
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Run the command. Returns the exit status."""
     parser = argparse.ArgumentParser(description="Tests that a routine run leaves out, and when they last passed.")
     commands = parser.add_subparsers(dest="command", required=True)
     checking = commands.add_parser("check", help="say which records are older than the files that they depend on")
@@ -134,11 +137,11 @@ def main() -> int:
     running.add_argument("name", choices=RECORDS)
     arguments = parser.parse_args()
     if arguments.command == "run":
-        return run(RECORDS[arguments.name])
+        return run_tests(RECORDS[arguments.name])
     unknown = [name for name in arguments.names if name not in RECORDS]
     if unknown:
         parser.error(f"NAME must be one of {', '.join(RECORDS)}, got {', '.join(unknown)}")
-    return check([RECORDS[name] for name in arguments.names or RECORDS])
+    return check_records([RECORDS[name] for name in arguments.names or RECORDS])
 
 
 if __name__ == "__main__":

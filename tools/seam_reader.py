@@ -1,11 +1,11 @@
-"""Reads what an upstream package defines, without importing it: from an installed folder, or from a wheel as a zip.
+"""Reads the definitions of an upstream package without importing it, from an installed folder or from a wheel.
 
-A name is followed as Python follows it: through modules, re-exports (`from x import y`, `*`), classes and their bases,
-and attributes that methods set on `self`. For a compiled module its `.pyi` is read. Called by `tools/gpu_pins.py` and
-by the tests of `specrl.seams`.
+Names are resolved as Python resolves them: through modules, re-exports (`from x import y`, `*`), classes and their
+bases, and attributes that methods set on `self`. For a compiled module its `.pyi` is read. `tools/gpu_pins.py` and the
+tests of `specrl.seams` call it.
 
-What is found is described by a kind (function, class, attribute), a signature and a hash. Neither depends on comments,
-docstrings, positions or the Python that reads: `ast.dump` itself differs between 3.12 and 3.13.
+A definition is described by a kind (function, class, attribute), a signature and a hash. These do not depend on
+comments, docstrings, line numbers or the Python that reads. `ast.dump` would: it differs between 3.12 and 3.13.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Protocol
 
 Node = ast.stmt | ast.alias
 Functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-MOST_PARAMETERS = 30
-"""A class with more has a signature that changes with every version. `Seam.only` names the parameters that count."""
+MAX_PARAMETERS = 30
+"""A longer signature is not recorded, because it changes with every version; see `Seam.only`."""
 MANY = "(many)"
 
 
@@ -32,12 +32,12 @@ class Files(Protocol):
     """The files of one distribution."""
 
     def read(self, path: str) -> str | None:
-        """A file's text by its path below site-packages; None where there is none."""
+        """Return the text of a file by its path below site-packages; None if it does not exist."""
 
 
 @dataclass(frozen=True)
 class InstalledFiles:
-    """Below a folder that is on sys.path."""
+    """Files below a folder that is on sys.path."""
 
     root: Path
 
@@ -47,7 +47,7 @@ class InstalledFiles:
 
 
 class WheelFiles:
-    """Inside a wheel."""
+    """Files inside a wheel."""
 
     def __init__(self, wheel: Path) -> None:
         self._zip = zipfile.ZipFile(wheel)
@@ -58,13 +58,13 @@ class WheelFiles:
 
 
 def installed_files(distribution: str) -> InstalledFiles:
-    """Where a distribution is installed. Raises PackageNotFoundError."""
+    """Return the files of an installed distribution. Raises PackageNotFoundError."""
     return InstalledFiles(Path(str(metadata.distribution(distribution).locate_file(""))))
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a name stands for. A function may be defined more than once: overloads, or branches of an `if`."""
+    """A definition. A function may have several nodes: overloads, or branches of an `if`."""
 
     kind: str
     signature: str
@@ -72,7 +72,7 @@ class Found:
 
     @property
     def body(self) -> str:
-        """A short hash of the syntax trees, which is equal for equal code."""
+        """Short hash of the syntax trees, equal for equal code."""
         text = "\n".join(_dump(node) for node in self.nodes)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -83,7 +83,7 @@ class NotFound(LookupError):
 
 @dataclass(frozen=True)
 class _Scope:
-    """A module or a class: what it defines by name."""
+    """A module or a class: nodes by the name that they define. stars: modules of its `import *`. node: of a class."""
 
     module: str
     nodes: dict[str, list[ast.AST]]
@@ -92,7 +92,7 @@ class _Scope:
 
 
 class Reader:
-    """Of one package, by the name that Python imports. Every file is parsed once."""
+    """Reads one package, given by its importable name. Each file is parsed once."""
 
     def __init__(self, files: Files, package: str) -> None:
         self._files = files
@@ -101,7 +101,7 @@ class Reader:
         self._class = cache(_class_scope)
 
     def find(self, name: str, only: Sequence[str] = ()) -> Found:
-        """What a dotted name stands for. only: parameters of its signature that count. Raises NotFound."""
+        """Find the definition of a dotted name. only: parameters to put in its signature. Raises NotFound."""
         module, rest = self._split(name)
         scope: _Scope | None = self._module(module)
         nodes: list[ast.AST] = []
@@ -122,7 +122,7 @@ class Reader:
 
     def _read_module(self, name: str) -> _Scope | None:
         if name.partition(".")[0] != self.package:
-            return None  # it may be installed beside this one, and is not in the same wheel
+            return None  # another package: installed beside this one perhaps, but not in the same wheel
         path = name.replace(".", "/")
         for file in (f"{path}.py", f"{path}/__init__.py", f"{path}.pyi", f"{path}/__init__.pyi"):
             text = self._files.read(file)
@@ -132,7 +132,7 @@ class Reader:
         return None
 
     def _member(self, scope: _Scope, part: str, wanted: str) -> tuple[_Scope | None, list[ast.AST]]:
-        """A name of a scope: as a scope, where it is one, and the nodes that define it."""
+        """Resolve a name in a scope. Returns it as a scope, None if it is neither module nor class, and its nodes."""
         nodes = scope.nodes.get(part, [])
         if not nodes and scope.node is None:
             inner = self._module(f"{scope.module}.{part}")
@@ -197,7 +197,10 @@ class Reader:
         return Found("attribute", "", tuple(nodes))
 
     def _class_parameters(self, scope: _Scope) -> list[str]:
-        """Of `__init__`, or the fields of a dataclass or named tuple; bases that are not of the package have none."""
+        """List the parameters of `__init__`, or the fields of a dataclass or named tuple.
+
+        Bases outside the package are ignored.
+        """
         assert scope.node is not None
         own = scope.nodes.get("__init__", [])
         functions = [node for node in own if isinstance(node, Functions)]
@@ -218,7 +221,7 @@ class Reader:
 
 
 class _Import(ast.AST):
-    """A name that a module takes from elsewhere; with `name` empty it is the module itself."""
+    """A name that a module imports from `module`; `name` is empty if it imports the module itself."""
 
     _fields = ()
 
@@ -230,7 +233,7 @@ class _Import(ast.AST):
 
 def _parse(text: str, file: str) -> ast.Module:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # escapes in other people's docstrings
+        warnings.simplefilter("ignore")  # invalid escapes in upstream docstrings
         return ast.parse(text, file)
 
 
@@ -270,7 +273,7 @@ def _class_scope(module: str, node: ast.ClassDef) -> _Scope:
 
 
 def _flat(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements of a scope, those inside `if`, `try` and `with` too."""
+    """Yield the statements of a scope, also those inside `if`, `try` and `with`."""
     for node in body:
         if isinstance(node, ast.If | ast.Try | ast.With):
             for part in ("body", "handlers", "orelse", "finalbody"):
@@ -305,7 +308,7 @@ def _absolute(node: ast.ImportFrom, package: str) -> str:
 
 
 def _parameters(args: ast.arguments) -> list[str]:
-    """Names, kinds and defaults; annotations are left out."""
+    """List parameters with kinds and defaults, without annotations."""
     found: list[str] = []
     positional = [*args.posonlyargs, *args.args]
     defaults: list[ast.expr | None] = [None] * (len(positional) - len(args.defaults)) + list(args.defaults)
@@ -325,11 +328,11 @@ def _parameters(args: ast.arguments) -> list[str]:
 
 
 def _cut(parameters: list[str], only: Sequence[str]) -> str:
-    """only: what our code passes by name, so that neither order nor defaults count."""
+    """Format a signature. only: parameters that our code passes by name; then order and defaults do not matter."""
     if only:
         names = {item.partition("=")[0] for item in parameters}
         return ", ".join(sorted(names.intersection(only)))
-    return MANY if len(parameters) > MOST_PARAMETERS else ", ".join(parameters)
+    return MANY if len(parameters) > MAX_PARAMETERS else ", ".join(parameters)
 
 
 def _short(node: ast.expr) -> str:
@@ -338,7 +341,7 @@ def _short(node: ast.expr) -> str:
 
 
 def _dump(node: object) -> str:
-    """A syntax tree as text, without docstrings, positions and empty fields."""
+    """Format a syntax tree as text, without docstrings, positions and empty fields."""
     if isinstance(node, list):
         return f"[{', '.join(_dump(item) for item in node)}]"
     if not isinstance(node, ast.AST):

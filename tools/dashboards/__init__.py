@@ -1,7 +1,7 @@
-"""The chart's Grafana dashboards, in code; `make gen` writes them. Never edit the JSON; edit the page of its topic.
+"""The source of the chart's Grafana dashboards. `make gen` writes the JSON files, which are never edited.
 
-`model` is what a dashboard consists of, `expressions` writes the PromQL, `grafana` the JSON. Tests look each metric up
-in the code that exports it, and evaluate each expression against a Prometheus that scrapes a real run.
+Each dashboard has a module. `model` has its data classes, `expressions` writes PromQL, `grafana` JSON. Tests check that
+the code exports each metric, and evaluate each expression in a Prometheus that scrapes a real run.
 """
 
 from __future__ import annotations

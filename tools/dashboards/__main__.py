@@ -1,4 +1,4 @@
-"""Write every dashboard into a folder; other JSON files there are deleted.
+"""Write every dashboard into a folder. Other JSON files in it are deleted.
 
 python -m tools.dashboards deploy/helm/files/dashboards
 """
@@ -10,17 +10,17 @@ import sys
 from pathlib import Path
 
 from tools.dashboards import DASHBOARDS
-from tools.dashboards.grafana import as_grafana
+from tools.dashboards.grafana import render_dashboard
 
 
 def main() -> None:
-    """Write them into the folder that the command line names."""
+    """Write the dashboards into the folder given on the command line."""
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
     for stale in folder.glob("*.json"):
         stale.unlink()
     for name, dashboard in DASHBOARDS.items():
-        text = json.dumps(as_grafana(dashboard), indent=2, ensure_ascii=False)
+        text = json.dumps(render_dashboard(dashboard), indent=2, ensure_ascii=False)
         (folder / name).write_text(text + "\n", encoding="utf-8")
 
 

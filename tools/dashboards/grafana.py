@@ -1,18 +1,19 @@
-"""Dashboards as Grafana's JSON model."""
+"""Convert dashboards to Grafana's JSON model."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tools.dashboards.model import Dashboard, Kind, Panel, Variable
+from tools.dashboards.model import Dashboard, Panel, PanelKind, Variable
 
-PANEL_WIDTH, PANEL_HEIGHT = 12, 8  # of a grid of 24 columns: two panels in a row
+PANEL_WIDTH = 12  # of a grid of 24 columns: two panels in a row
+PANEL_HEIGHT = 8
 SCHEMA_VERSION = 39  # Grafana 11; later ones migrate it when they load it
 PROMETHEUS = {"type": "prometheus", "uid": "${datasource}"}
 
 
-def as_grafana(dashboard: Dashboard) -> dict[str, Any]:
-    """The dashboard as Grafana's JSON model."""
+def render_dashboard(dashboard: Dashboard) -> dict[str, Any]:
+    """Convert a dashboard to Grafana's JSON model."""
     datasource = {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"}
     return {
         "uid": dashboard.uid,
@@ -21,7 +22,7 @@ def as_grafana(dashboard: Dashboard) -> dict[str, Any]:
         "tags": ["specrl"],
         "schemaVersion": SCHEMA_VERSION,
         "editable": False,
-        "graphTooltip": 1,
+        "graphTooltip": 1,  # one crosshair over all panels
         "refresh": "30s",
         "time": {"from": "now-3h", "to": "now"},
         "links": [
@@ -34,12 +35,12 @@ def as_grafana(dashboard: Dashboard) -> dict[str, Any]:
                 "keepTime": True,
             }
         ],
-        "templating": {"list": [datasource, *map(_variable, dashboard.variables)]},
-        "panels": [_panel(number, panel) for number, panel in enumerate(dashboard.panels)],
+        "templating": {"list": [datasource, *map(_render_variable, dashboard.variables)]},
+        "panels": [_render_panel(number, panel) for number, panel in enumerate(dashboard.panels)],
     }
 
 
-def _variable(variable: Variable) -> dict[str, Any]:
+def _render_variable(variable: Variable) -> dict[str, Any]:
     query = f"label_values({variable.metric}, {variable.label})"
     return {
         "name": variable.name,
@@ -47,8 +48,8 @@ def _variable(variable: Variable) -> dict[str, Any]:
         "type": "query",
         "datasource": PROMETHEUS,
         "query": {"query": query, "refId": variable.name},
-        "refresh": 2,
-        "sort": 1,
+        "refresh": 2,  # when the time range changes
+        "sort": 1,  # alphabetically
         "multi": True,
         "includeAll": True,
         "allValue": ".*",
@@ -56,8 +57,9 @@ def _variable(variable: Variable) -> dict[str, Any]:
     }
 
 
-def _panel(number: int, panel: Panel) -> dict[str, Any]:
-    column, row = number % 2, number // 2
+def _render_panel(number: int, panel: Panel) -> dict[str, Any]:
+    column = number % 2
+    row = number // 2
     return {
         "id": number + 1,
         "title": panel.title,
@@ -65,16 +67,16 @@ def _panel(number: int, panel: Panel) -> dict[str, Any]:
         "type": panel.kind.value,
         "datasource": PROMETHEUS,
         "gridPos": {"x": PANEL_WIDTH * column, "y": PANEL_HEIGHT * row, "w": PANEL_WIDTH, "h": PANEL_HEIGHT},
-        "fieldConfig": {"defaults": _defaults(panel), "overrides": []},
-        "options": _options(panel),
+        "fieldConfig": {"defaults": _render_defaults(panel), "overrides": []},
+        "options": _render_options(panel),
         "targets": [
-            {"refId": chr(ord("A") + index), "expr": expression, "legendFormat": legend, **_target(panel.kind)}
+            {"refId": chr(ord("A") + index), "expr": expression, "legendFormat": legend, **_render_target(panel.kind)}
             for index, (expression, legend) in enumerate(panel.queries)
         ],
     }
 
 
-def _defaults(panel: Panel) -> dict[str, Any]:
+def _render_defaults(panel: Panel) -> dict[str, Any]:
     defaults: dict[str, Any] = {"unit": panel.unit}
     if panel.minimum is not None:
         defaults["min"] = panel.minimum
@@ -85,15 +87,15 @@ def _defaults(panel: Panel) -> dict[str, Any]:
     return defaults
 
 
-def _options(panel: Panel) -> dict[str, Any]:
-    if panel.kind is Kind.HEATMAP:
+def _render_options(panel: Panel) -> dict[str, Any]:
+    if panel.kind is PanelKind.HEATMAP:
         return {"calculate": False, "yAxis": {"unit": panel.unit}, "color": {"mode": "scheme", "scheme": "Oranges"}}
-    if panel.kind is Kind.BARS:
+    if panel.kind is PanelKind.BARS:
         return {"orientation": "horizontal", "displayMode": "basic", "reduceOptions": {"calcs": ["lastNotNull"]}}
     return {"legend": {"displayMode": "list", "placement": "bottom"}}
 
 
-def _target(kind: Kind) -> dict[str, Any]:
-    if kind is Kind.HEATMAP:
+def _render_target(kind: PanelKind) -> dict[str, Any]:
+    if kind is PanelKind.HEATMAP:
         return {"format": "heatmap"}
-    return {"instant": True} if kind is Kind.BARS else {}
+    return {"instant": True} if kind is PanelKind.BARS else {}

@@ -1,4 +1,4 @@
-"""What a dashboard consists of."""
+"""Data classes of dashboards: panels and variables. `grafana.py` converts them to JSON."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Kind(StrEnum):
-    """How a panel shows its series: as Grafana's plugins are named."""
+class PanelKind(StrEnum):
+    """Type of a panel, with the name of Grafana's plugin."""
 
     LINES = "timeseries"
     HEATMAP = "heatmap"
-    """Of a histogram's buckets."""
+    """Shows a histogram's buckets over time."""
     BARS = "bargauge"
-    """The newest value of each series."""
+    """Shows the newest value of each series."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One graph. queries: pairs of (expression, legend). unit: one of Grafana's names of units."""
+    """One graph. queries: pairs of (expression, legend). unit: Grafana's name of a unit."""
 
     title: str
     description: str
     unit: str
     queries: tuple[tuple[str, str], ...]
-    kind: Kind = Kind.LINES
+    kind: PanelKind = PanelKind.LINES
     stacked: bool = False
     maximum: float | None = None
     minimum: float | None = 0
@@ -32,7 +32,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Variable:
-    """What the user chooses at the top: values of a label of a metric, several at once, all by default."""
+    """A choice at the top of a dashboard: values of a metric's label, several at once, all by default."""
 
     name: str
     label: str
@@ -41,7 +41,7 @@ class Variable:
 
 @dataclass(frozen=True)
 class Dashboard:
-    """One dashboard. uid: part of its address in Grafana, so it never changes."""
+    """One dashboard. uid: part of its URL in Grafana, so it must never change."""
 
     uid: str
     title: str
@@ -50,7 +50,7 @@ class Dashboard:
     panels: tuple[Panel, ...]
 
 
-OF_A_RUN = (
+RUN_VARIABLES = (
     Variable("namespace", "namespace", "specrl_coordinator_policy_version{}"),
     Variable("rljob", "rljob", 'specrl_coordinator_policy_version{namespace=~"$namespace"}'),
 )

@@ -1,6 +1,7 @@
-"""Operator: whether jobs are looked after, and how they are. Its series know no coordinator, so that they select alone.
+"""The dashboard of the operator: its reconciliations, and the conditions of all jobs.
 
-`operator` is the namespace of the operator's own pod, `namespace` that of the jobs.
+The operator's series have other labels than those of runs, so this module builds its own expressions. The variable
+`operator` is the namespace of the operator's pod, `namespace` that of the jobs.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ OWN = '{namespace=~"$operator"}'
 JOBS = 'namespace=~"$namespace"'
 
 
-def _rate(metric: str, by: str) -> str:
+def _sum_rate(metric: str, by: str) -> str:
     return f"sum by (namespace, {by}) (rate({metric}{OWN}[$__rate_interval]))"
 
 
-def _mean(histogram: str) -> str:
+def _histogram_mean(histogram: str) -> str:
     above, below = (f"sum by (namespace) ({histogram}_{part}{OWN})" for part in ("sum", "count"))
     return f"{above} / ({below} > 0)"
 
@@ -23,7 +24,7 @@ def _mean(histogram: str) -> str:
 OPERATOR = Dashboard(
     "specrl-operator",
     "specrl / Operator",
-    "Whether jobs are looked after, and how they are.",
+    "Reconciliations of the operator, and the conditions of all jobs.",
     (
         Variable("operator", "namespace", "specrl_operator_is_leader{}"),
         Variable("namespace", "namespace", "specrl_rljob_condition{}"),
@@ -31,13 +32,13 @@ OPERATOR = Dashboard(
     (
         Panel(
             "Jobs by condition",
-            "RLJobs of which a condition holds; one job may be in several.",
+            "Number of RLJobs for which a condition is true. One job can count in several.",
             "short",
             ((f'sum by (type) (specrl_rljob_condition{{{JOBS},status="True"}})', "{{type}}"),),
         ),
         Panel(
-            "Jobs that cannot run, or have failed",
-            "1 for a job whose condition Failed is true, or whose condition Accepted is false.",
+            "Failed and refused jobs",
+            "1 for each job whose condition Failed is true, or whose condition Accepted is false.",
             "short",
             (
                 (
@@ -51,54 +52,54 @@ OPERATOR = Dashboard(
             ),
         ),
         Panel(
-            "Operators that lead",
-            "One should: with none nothing is created, scaled or restarted.",
+            "Leading operators",
+            "Must be 1. With 0, nothing is created, scaled or restarted; running jobs go on.",
             "short",
             ((f"sum by (namespace) (specrl_operator_is_leader{OWN})", "{{namespace}}"),),
         ),
         Panel(
-            "Looks at jobs, by result",
-            "A second: done, failed (and repeated).",
+            "Reconciliations per second, by result",
+            "Results: done, and failed, which is retried with backoff.",
             "ops",
-            ((_rate("specrl_operator_reconcile_seconds_count", "result"), "{{namespace}} {{result}}"),),
+            ((_sum_rate("specrl_operator_reconcile_seconds_count", "result"), "{{namespace}} {{result}}"),),
         ),
         Panel(
-            "Duration of a look",
-            "95th percentile of the wall seconds of one look at one job.",
+            "Duration of a reconciliation",
+            "95th percentile of the wall seconds of one reconciliation of one job.",
             "s",
             (
                 (
-                    f"histogram_quantile(0.95, {_rate('specrl_operator_reconcile_seconds_bucket', 'le')})",
+                    f"histogram_quantile(0.95, {_sum_rate('specrl_operator_reconcile_seconds_bucket', 'le')})",
                     "{{namespace}}",
                 ),
             ),
         ),
         Panel(
-            "Queue",
-            "Jobs that are due to be looked at, and looks that are repeated after a failure, a second.",
+            "Work queue",
+            "Jobs that are due for reconciliation, and retries after failures per second.",
             "short",
             (
                 (f"sum by (namespace) (specrl_operator_workqueue_depth{OWN})", "{{namespace}} due"),
                 (
                     f"sum by (namespace) (rate(specrl_operator_workqueue_retries_total{OWN}[$__rate_interval]))",
-                    "{{namespace}} repeated a second",
+                    "{{namespace}} retries per second",
                 ),
             ),
         ),
         Panel(
-            "Jobs that ended",
-            "Since the operator started, by result.",
+            "Finished jobs",
+            "Number of jobs that completed or failed since the operator started.",
             "short",
             ((f"sum by (namespace, result) (specrl_rljob_terminal_total{OWN})", "{{namespace}} {{result}}"),),
         ),
         Panel(
-            "From start to nodes, and to ready",
-            "Mean wall seconds from a job's start until its coordinator runs, and until all its parts were ready; of "
-            "all jobs since the operator started.",
+            "Time to schedule and to start",
+            "Mean wall seconds from a job's start until its coordinator is ready (scheduling), and until all its parts "
+            "are ready (startup), over all jobs since the operator started.",
             "s",
             (
-                (_mean("specrl_rljob_scheduling_seconds"), "{{namespace}} scheduling"),
-                (_mean("specrl_rljob_startup_seconds"), "{{namespace}} startup"),
+                (_histogram_mean("specrl_rljob_scheduling_seconds"), "{{namespace}} scheduling"),
+                (_histogram_mean("specrl_rljob_startup_seconds"), "{{namespace}} startup"),
             ),
         ),
     ),

@@ -1,163 +1,193 @@
-"""Overview: how long the trainer waits for rollouts, why, and what the run achieves."""
+"""The overview dashboard: how long the trainer waits for rollouts, why, and the run's rewards."""
 
 from __future__ import annotations
 
-from tools.dashboards.expressions import heat, latest, mean, quantile, rate, ratio_to_run
-from tools.dashboards.model import OF_A_RUN, Dashboard, Kind, Panel
+from tools.dashboards.expressions import (
+    histogram_heat,
+    histogram_mean,
+    histogram_quantile,
+    latest_value,
+    ratio_to_run,
+    sum_rate,
+)
+from tools.dashboards.model import RUN_VARIABLES, Dashboard, Panel, PanelKind
 
 COORDINATOR = "specrl_coordinator"
-EXPOSED, STEP = f"{COORDINATOR}_exposed_generation_seconds_total", f"{COORDINATOR}_step_seconds"
-STEPS = rate(f"{STEP}_count", where='phase="train"')
+EXPOSED = f"{COORDINATOR}_exposed_generation_seconds_total"
+STEP = f"{COORDINATOR}_step_seconds"
+STEPS = sum_rate(f"{STEP}_count", where='phase="train"')
 
 OVERVIEW = Dashboard(
     "specrl-overview",
     "specrl / Overview",
-    "How much of a step the trainer waits for rollouts, where the rest goes, and what the run achieves.",
-    OF_A_RUN,
+    "How long the trainer waits for rollouts, where the rest of a step's time goes, and the run's rewards.",
+    RUN_VARIABLES,
     (
         Panel(
-            "Exposed generation, share of the time",
-            "Share of wall time in which the trainer could run but had no admissible batch. 0: generation is hidden "
-            "behind training. buffer_wait: too few rollouts were finished. sync_drain: replicas that joined were given "
-            "weights meanwhile.",
+            "Exposed generation, share of time",
+            "Share of wall time in which the trainer was idle because it had no admissible batch. 0: generation is "
+            "hidden behind training. Causes: buffer_wait (too few finished rollouts), sync_drain (sending weights to "
+            "replicas that joined).",
             "percentunit",
-            ((ratio_to_run(rate(EXPOSED, "cause"), rate(f"{STEP}_sum")), "{{rljob}} {{cause}}"),),
+            ((ratio_to_run(sum_rate(EXPOSED, "cause"), sum_rate(f"{STEP}_sum")), "{{rljob}} {{cause}}"),),
             stacked=True,
             maximum=1,
         ),
         Panel(
-            "Exposed generation, seconds a step",
-            "Mean wall seconds of a step in which the trainer waited for rollouts, by cause.",
+            "Exposed generation, seconds per step",
+            "Mean wall seconds per step in which the trainer waited for rollouts, by cause.",
             "s",
-            ((ratio_to_run(rate(EXPOSED, "cause"), STEPS), "{{rljob}} {{cause}}"),),
+            ((ratio_to_run(sum_rate(EXPOSED, "cause"), STEPS), "{{rljob}} {{cause}}"),),
             stacked=True,
         ),
         Panel(
-            "Step by stage",
-            "Mean wall seconds of a step. The stages partition it: data, prepare (weight sync), generation (exposed), "
-            "logprob, train, and validation and checkpoint in the steps that have them.",
+            "Step by phase",
+            "Mean wall seconds of a step. Its phases add up: data, prepare (weight sync), generation (exposed), "
+            "logprob, train, and in some steps validation and checkpoint.",
             "s",
-            ((ratio_to_run(rate(f"{STEP}_sum", "phase"), STEPS), "{{rljob}} {{phase}}"),),
+            ((ratio_to_run(sum_rate(f"{STEP}_sum", "phase"), STEPS), "{{rljob}} {{phase}}"),),
             stacked=True,
         ),
         Panel(
             "Reward and validation",
-            "Mean reward of the last trained batch; mean reward of the last validation.",
+            "Mean reward of the last trained batch, and of the last validation.",
             "short",
             (
-                (latest(f"{COORDINATOR}_reward_mean"), "{{rljob}} reward"),
-                (latest(f"{COORDINATOR}_validation_reward_mean"), "{{rljob}} validation"),
+                (latest_value(f"{COORDINATOR}_reward_mean"), "{{rljob}} reward"),
+                (latest_value(f"{COORDINATOR}_validation_reward_mean"), "{{rljob}} validation"),
+            ),
+            minimum=None,
+        ),
+        Panel(
+            "Rewards by name",
+            "Mean of each of several rewards before weighting, in the last batch and in the last validation that it "
+            "applied to. Empty for runs with one reward.",
+            "short",
+            (
+                (latest_value(f"{COORDINATOR}_named_reward_mean", "reward"), "{{rljob}} {{reward}}"),
+                (
+                    latest_value(f"{COORDINATOR}_validation_named_reward_mean", "reward"),
+                    "{{rljob}} {{reward}}, validation",
+                ),
             ),
             minimum=None,
         ),
         Panel(
             "Policy lag of trained rollouts",
-            "How many rollouts were trained at each lag: steps from a rollout's oldest token to the policy trained.",
+            "Trained rollouts by policy lag: steps between a rollout's oldest token and the trained policy.",
             "short",
-            ((heat(f"{COORDINATOR}_policy_lag_steps"), "{{le}}"),),
-            kind=Kind.HEATMAP,
+            ((histogram_heat(f"{COORDINATOR}_policy_lag_steps"), "{{le}}"),),
+            kind=PanelKind.HEATMAP,
         ),
         Panel(
-            "Policy lag against its bound",
-            "Mean lag of trained rollouts, and maxPolicyLag, which no rollout exceeds.",
+            "Policy lag and its bound",
+            "Mean policy lag of trained rollouts, and maxPolicyLag, which no rollout exceeds.",
             "short",
             (
-                (mean(f"{COORDINATOR}_policy_lag_steps"), "{{rljob}} mean"),
-                (latest(f"{COORDINATOR}_policy_lag_bound_steps"), "{{rljob}} bound"),
+                (histogram_mean(f"{COORDINATOR}_policy_lag_steps"), "{{rljob}} mean"),
+                (latest_value(f"{COORDINATOR}_policy_lag_bound_steps"), "{{rljob}} bound"),
             ),
         ),
         Panel(
             "Generation replicas by state",
-            "What the coordinator knows of each replica; only those that serve are given rollouts.",
+            "Replicas by state, as the coordinator knows it. Only serving replicas get new rollouts.",
             "short",
-            ((latest(f"{COORDINATOR}_replicas", "state"), "{{rljob}} {{state}}"),),
+            ((latest_value(f"{COORDINATOR}_replicas", "state"), "{{rljob}} {{state}}"),),
             stacked=True,
         ),
         Panel(
-            "Groups begun and waiting",
-            "Groups whose rollouts are under way, and complete groups that wait for their step.",
+            "Groups in flight and buffered",
+            "Groups whose rollouts are being generated, and complete groups that wait for their step.",
             "short",
             (
-                (latest(f"{COORDINATOR}_groups_in_flight"), "{{rljob}} in flight"),
-                (latest(f"{COORDINATOR}_groups_buffered"), "{{rljob}} buffered"),
+                (latest_value(f"{COORDINATOR}_groups_in_flight"), "{{rljob}} in flight"),
+                (latest_value(f"{COORDINATOR}_groups_buffered"), "{{rljob}} buffered"),
             ),
         ),
         Panel(
-            "Generated tokens a second, by replica",
-            "vLLM's own count of sampled tokens.",
+            "Generated tokens per second, by replica",
+            "Sampled tokens, as vLLM counts them.",
             "short",
-            ((rate("vllm:generation_tokens_total", "replica"), "{{rljob}} {{replica}}"),),
+            ((sum_rate("vllm:generation_tokens_total", "replica"), "{{rljob}} {{replica}}"),),
             stacked=True,
         ),
         Panel(
             "Rollouts by replica",
-            "Rollouts that the coordinator has given to a replica and that are not finished, and requests that its "
-            "vLLM computes: what is between the two waits there, or is being judged.",
+            "Unfinished rollouts that are assigned to a replica, and requests that its vLLM computes. The others are "
+            "queued there, or are being graded.",
             "short",
             (
-                (latest(f"{COORDINATOR}_replica_live_rollouts", "replica"), "{{rljob}} {{replica}} given"),
-                (latest("vllm:num_requests_running", "replica"), "{{rljob}} {{replica}} computed"),
+                (latest_value(f"{COORDINATOR}_replica_live_rollouts", "replica"), "{{rljob}} {{replica}} assigned"),
+                (latest_value("vllm:num_requests_running", "replica"), "{{rljob}} {{replica}} running"),
             ),
         ),
         Panel(
             "KV cache in use",
-            "Share of the blocks, by replica. Near 1, requests are preempted and computed again.",
+            "Share of KV cache blocks in use, by replica. Near 1, vLLM preempts requests and recomputes them.",
             "percentunit",
-            ((latest("vllm:kv_cache_usage_perc", "replica", how="max"), "{{rljob}} {{replica}}"),),
+            ((latest_value("vllm:kv_cache_usage_perc", "replica", how="max"), "{{rljob}} {{replica}}"),),
             maximum=1,
         ),
         Panel(
             "Preempted and waiting requests",
-            "Requests that lost their blocks, a second, and those that wait for room: KV memory or maxLiveRollouts is "
-            "the limit.",
+            "Preemptions per second, and requests that wait because KV cache memory or maxLiveRollouts is exhausted.",
             "short",
             (
-                (rate("vllm:num_preemptions_total", "replica"), "{{rljob}} {{replica}} preempted a second"),
-                (latest("vllm:num_requests_waiting", "replica"), "{{rljob}} {{replica}} waiting"),
+                (sum_rate("vllm:num_preemptions_total", "replica"), "{{rljob}} {{replica}} preempted per second"),
+                (latest_value("vllm:num_requests_waiting", "replica"), "{{rljob}} {{replica}} waiting"),
             ),
         ),
         Panel(
             "Rollouts by outcome",
-            "Trained, requeued (a replica was lost), resumed, poisoned, ungraded; a second.",
+            "Rollouts per second: trained, requeued (their replica was lost), resumed, poisoned, ungraded.",
             "ops",
-            ((rate(f"{COORDINATOR}_rollouts_total", "outcome"), "{{rljob}} {{outcome}}"),),
+            ((sum_rate(f"{COORDINATOR}_rollouts_total", "outcome"), "{{rljob}} {{outcome}}"),),
         ),
         Panel(
-            "Verdicts on no answer",
-            "Shares of the last step: no answer was found in the completion; the verifier raised, or the answer ended "
-            "it; no verdict, sampled again.",
+            "Rollouts without a proper reward",
+            "Shares of the last step's rollouts. No answer: the completion contains none. Verifier errors: the "
+            "verifier raised an error or was killed, and the reward is 0. Ungraded: there is no reward, and the "
+            "rollout is sampled again.",
             "percentunit",
             (
-                (latest(f"{COORDINATOR}_no_answer_share"), "{{rljob}} no answer"),
-                (latest(f"{COORDINATOR}_verifier_error_share"), "{{rljob}} verifier errors"),
-                (latest(f"{COORDINATOR}_ungraded_share"), "{{rljob}} ungraded"),
+                (latest_value(f"{COORDINATOR}_no_answer_share"), "{{rljob}} no answer"),
+                (latest_value(f"{COORDINATOR}_verifier_error_share"), "{{rljob}} verifier errors"),
+                (latest_value(f"{COORDINATOR}_ungraded_share"), "{{rljob}} ungraded"),
             ),
         ),
         Panel(
-            "What failed and was tried again",
-            "Verdicts and answers of tools that workers owed, gRPC calls and store operations that were repeated; a "
-            "second.",
+            "Failures and retries",
+            "Per second: failures of verifier and tool workers, retried gRPC calls, retried store operations.",
             "ops",
             (
-                (rate("specrl_worker_failures_total", "pool, kind"), "{{rljob}} {{pool}} {{kind}}"),
-                (rate("specrl_rpc_retries_total", "role"), "{{rljob}} calls of {{role}}"),
-                (rate(f"{COORDINATOR}_store_retries_total"), "{{rljob}} store"),
+                (sum_rate("specrl_worker_failures_total", "pool, kind"), "{{rljob}} {{pool}} {{kind}}"),
+                (sum_rate("specrl_rpc_retries_total", "role"), "{{rljob}} calls of {{role}}"),
+                (sum_rate(f"{COORDINATOR}_store_retries_total"), "{{rljob}} store"),
+            ),
+        ),
+        Panel(
+            "Refused requests",
+            "Per second: HTTP requests and connections by kind, and gRPC calls by error, that were refused.",
+            "ops",
+            (
+                (sum_rate("specrl_http_refused_total", "kind"), "{{rljob}} HTTP {{kind}}"),
+                (sum_rate("specrl_rpc_calls_refused_total", "error"), "{{rljob}} gRPC {{error}}"),
             ),
         ),
         Panel(
             "Store latency",
-            "Wall seconds of one durable read or write: the mean of each operation, and the 95th percentile of all.",
+            "Wall seconds of one store operation: the mean by operation, and the 95th percentile of all.",
             "s",
             (
-                (mean(f"{COORDINATOR}_store_seconds", "operation"), "{{rljob}} {{operation}}"),
-                (quantile(0.95, f"{COORDINATOR}_store_seconds"), "{{rljob}} 95 %"),
+                (histogram_mean(f"{COORDINATOR}_store_seconds", "operation"), "{{rljob}} {{operation}}"),
+                (histogram_quantile(0.95, f"{COORDINATOR}_store_seconds"), "{{rljob}} 95 %"),
             ),
         ),
         Panel(
             "Policy version served",
-            "Newest version that every replica serves: the steps trained.",
+            "Newest policy version that every replica serves. It equals the number of trained steps.",
             "short",
-            ((latest(f"{COORDINATOR}_policy_version"), "{{rljob}}"),),
+            ((latest_value(f"{COORDINATOR}_policy_version"), "{{rljob}}"),),
             minimum=None,
         ),
     ),

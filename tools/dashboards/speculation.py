@@ -1,96 +1,101 @@
-"""Speculation: what drafts add, how long they are made, what that gains, and how old the drafter is."""
+"""The dashboard of speculation: acceptance, draft lengths, speed-up, and the drafter's age and training."""
 
 from __future__ import annotations
 
-from tools.dashboards.expressions import latest, rate, ratio, ratio_to_run
-from tools.dashboards.model import OF_A_RUN, Dashboard, Kind, Panel
+from tools.dashboards.expressions import divide_series, latest_value, ratio_to_run, sum_rate
+from tools.dashboards.model import RUN_VARIABLES, Dashboard, Panel, PanelKind
 
-DRAFTS = rate("vllm:spec_decode_num_drafts_total")
+DRAFTS = sum_rate("vllm:spec_decode_num_drafts_total")
 
 SPECULATION = Dashboard(
     "specrl-speculation",
     "specrl / Speculation",
-    "What drafts add, how long they are made, what that gains, and how old the drafter is.",
-    OF_A_RUN,
+    "Acceptance, draft lengths, speed-up, and the drafter's age and training.",
+    RUN_VARIABLES,
     (
         Panel(
             "Acceptance length",
-            "Mean tokens of a verification, bonus token included: 1 is no gain from drafts. At the run's own sampling.",
+            "Mean tokens per verification, including the bonus token, at the run's sampling settings. 1: drafts gain "
+            "nothing.",
             "short",
             (
                 (
-                    "1 + " + ratio(rate("vllm:spec_decode_num_accepted_tokens_total"), DRAFTS),
+                    "1 + " + divide_series(sum_rate("vllm:spec_decode_num_accepted_tokens_total"), DRAFTS),
                     "{{rljob}} measured by vLLM",
                 ),
-                (latest("specrl_generation_acceptance_length"), "{{rljob}} of the last step"),
+                (latest_value("specrl_generation_acceptance_length"), "{{rljob}} of the last step"),
             ),
         ),
         Panel(
             "Acceptance by position",
-            "Share of drafts whose token at this position, from 0, was accepted: counted by vLLM, and over the last "
-            "step, canaries left out.",
+            "Share of drafts whose token at this position (from 0) was accepted: as vLLM counts, and in the last step "
+            "without canaries.",
             "percentunit",
             (
                 (
-                    ratio_to_run(rate("vllm:spec_decode_num_accepted_tokens_per_pos_total", "position"), DRAFTS),
+                    ratio_to_run(sum_rate("vllm:spec_decode_num_accepted_tokens_per_pos_total", "position"), DRAFTS),
                     "{{rljob}} position {{position}}",
                 ),
-                (latest("specrl_generation_accepted_share", "position"), "{{rljob}} position {{position}}, last step"),
+                (
+                    latest_value("specrl_generation_accepted_share", "position"),
+                    "{{rljob}} position {{position}}, last step",
+                ),
             ),
             maximum=1,
         ),
         Panel(
             "Chosen draft length by live batch",
-            "The k that is drafted at each number of live requests, mean of the replicas: 0 where drafts do not pay. "
-            "Adaptive draft length only.",
+            "Draft length k at each number of live requests, mean of the replicas. 0: drafts do not pay. Only with "
+            "adaptive draft length.",
             "short",
-            ((latest("specrl_generation_chosen_draft_length", "live", how="avg"), "{{rljob}} {{live}} live"),),
-            kind=Kind.BARS,
+            ((latest_value("specrl_generation_chosen_draft_length", "live", how="avg"), "{{rljob}} {{live}} live"),),
+            kind=PanelKind.BARS,
         ),
         Panel(
             "Draft length and live batch over time",
-            "Mean tokens of a draft over the last step, and requests that a replica computes at once.",
+            "Mean tokens per draft in the last step, and requests that a replica computes at the same time.",
             "short",
             (
-                (latest("specrl_generation_draft_length"), "{{rljob}} draft length"),
-                (latest("vllm:num_requests_running", how="avg"), "{{rljob}} live requests of a replica"),
+                (latest_value("specrl_generation_draft_length"), "{{rljob}} draft length"),
+                (latest_value("vllm:num_requests_running", how="avg"), "{{rljob}} live requests of a replica"),
             ),
         ),
         Panel(
             "Speed-up over decoding without drafts",
-            "Speed over the calibrated speed of autoregressive decoding, at each replica's recent loads: predicted "
-            "from costs and acceptance, and measured. Below 1 the drafter is switched off. Adaptive draft length only.",
+            "Speed relative to the calibrated speed of autoregressive decoding at each replica's recent loads: "
+            "predicted from costs and acceptance, and measured. Below 1, the drafter is switched off. Only with "
+            "adaptive draft length.",
             "suffix:x",
             (
                 (
-                    latest("specrl_generation_replica_speculation_gain", "replica, kind"),
+                    latest_value("specrl_generation_replica_speculation_gain", "replica, kind"),
                     "{{rljob}} {{replica}} {{kind}}",
                 ),
-                (latest("specrl_generation_speculation_gain"), "{{rljob}} mean of the replicas, last step"),
+                (latest_value("specrl_generation_speculation_gain"), "{{rljob}} mean of the replicas, last step"),
             ),
         ),
         Panel(
-            "Calibrated cost of a step",
-            "Wall seconds of one decoding step by live requests and draft length, mean of the replicas; length -1: the "
-            "drafter rests, which is autoregressive decoding. Corrected by every step since the calibration.",
+            "Calibrated cost of a decoding step",
+            "Wall seconds of one decoding step by live requests and draft length, mean of the replicas. Length -1 is "
+            "autoregressive decoding, with the drafter off. Every step since the calibration updates the costs.",
             "s",
             (
                 (
-                    latest("specrl_generation_step_cost_seconds", "live, draft_length", how="avg"),
+                    latest_value("specrl_generation_step_cost_seconds", "live, draft_length", how="avg"),
                     "{{rljob}} {{live}} live, length {{draft_length}}",
                 ),
             ),
         ),
         Panel(
             "Drafter's age",
-            "Policy versions since the drafter that is served was trained: the oldest of the run, and by replica.",
+            "Policy versions since the served drafter was trained: the oldest of the run, and by replica.",
             "short",
             (
-                (latest("specrl_drafter_version_lag"), "{{rljob}} oldest"),
+                (latest_value("specrl_drafter_version_lag"), "{{rljob}} oldest"),
                 (
-                    latest("specrl_coordinator_replica_policy_version", "replica")
+                    latest_value("specrl_coordinator_replica_policy_version", "replica")
                     + " - "
-                    + latest("specrl_generation_drafter_version", "replica"),
+                    + latest_value("specrl_generation_drafter_version", "replica"),
                     "{{rljob}} {{replica}}",
                 ),
             ),
@@ -98,28 +103,28 @@ SPECULATION = Dashboard(
         ),
         Panel(
             "Drafter's loss",
-            "Loss of the last step's drafter training, and the norm of its gradient before the clip.",
+            "Loss of the drafter's training in the last step, and its gradient norm before clipping.",
             "short",
             (
-                (latest("specrl_drafter_loss"), "{{rljob}} loss"),
-                (latest("specrl_trainer_drafter_grad_norm"), "{{rljob}} gradient norm"),
+                (latest_value("specrl_drafter_loss"), "{{rljob}} loss"),
+                (latest_value("specrl_trainer_drafter_grad_norm"), "{{rljob}} gradient norm"),
             ),
         ),
         Panel(
             "Acceptance at the trainer, by position",
-            "How probably the policy accepts the draft token at this position, given those before it: of the drafter "
-            "that is being trained, on the batch that it learns from.",
+            "Probability that the policy accepts the draft token at this position if it accepted those before, for the "
+            "drafter in training, on its training batch.",
             "percentunit",
-            ((latest("specrl_trainer_drafter_acceptance", "position"), "{{rljob}} position {{position}}"),),
+            ((latest_value("specrl_trainer_drafter_acceptance", "position"), "{{rljob}} position {{position}}"),),
             maximum=1,
         ),
         Panel(
-            "Drafts a second, and drafters that rest",
-            "Drafts that were verified; replicas whose drafter is switched off because it does not pay.",
+            "Drafts per second, and drafters switched off",
+            "Verified drafts per second, and replicas whose drafter is switched off because it does not pay.",
             "short",
             (
-                (DRAFTS, "{{rljob}} drafts a second"),
-                (latest("specrl_generation_drafters_resting"), "{{rljob}} resting"),
+                (DRAFTS, "{{rljob}} drafts per second"),
+                (latest_value("specrl_generation_drafters_off"), "{{rljob}} switched off"),
             ),
         ),
     ),

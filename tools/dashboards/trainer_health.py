@@ -1,120 +1,120 @@
-"""Trainer health: loss, gradients, clips, and how far sampler and trainer are apart."""
+"""The dashboard of training: loss, gradients, clipping, and the mismatch of sampler and trainer."""
 
 from __future__ import annotations
 
-from tools.dashboards.expressions import latest, mean, quantile, rate
-from tools.dashboards.model import OF_A_RUN, Dashboard, Panel
+from tools.dashboards.expressions import histogram_mean, histogram_quantile, latest_value, sum_rate
+from tools.dashboards.model import RUN_VARIABLES, Dashboard, Panel
 
 TRAINER_HEALTH = Dashboard(
     "specrl-trainer-health",
     "specrl / Trainer health",
-    "Loss, gradients, clips, and how far sampler and trainer are apart: figures of the trainer's rank 0.",
-    OF_A_RUN,
+    "Loss, gradients, clipping, and the mismatch of sampler and trainer, as measured by the trainer's rank 0.",
+    RUN_VARIABLES,
     (
         Panel(
-            "Policy's loss",
-            "Mean over the tokens of the last step.",
+            "Policy loss",
+            "Loss of the last step.",
             "short",
-            ((latest("specrl_trainer_loss"), "{{rljob}}"),),
+            ((latest_value("specrl_trainer_loss"), "{{rljob}}"),),
             minimum=None,
         ),
         Panel(
             "Gradient norm",
-            "Of the policy, before the clip.",
+            "Global gradient norm of the policy in the last step, before clipping.",
             "short",
-            ((latest("specrl_trainer_grad_norm"), "{{rljob}}"),),
+            ((latest_value("specrl_trainer_grad_norm"), "{{rljob}}"),),
         ),
         Panel(
             "Entropy",
-            "Policy's mean entropy of a token, in nats. A fall to 0 is a policy that explores no more.",
+            "Mean entropy of the policy per token, in nats. Near 0, the policy no longer explores.",
             "short",
-            ((latest("specrl_trainer_entropy_nats"), "{{rljob}}"),),
+            ((latest_value("specrl_trainer_entropy_nats"), "{{rljob}}"),),
         ),
         Panel(
             "Effective sample size",
-            "Share of the batch's tokens that count as much as uncorrected ones. Low: importance weights differ much, "
-            "since rollouts are old or the sampler is off.",
+            "Effective sample size of the importance weights, as a share of the batch's tokens. Low values mean uneven "
+            "weights, because rollouts are old or sampler and trainer disagree.",
             "percentunit",
-            ((latest("specrl_trainer_effective_sample_size"), "{{rljob}}"),),
+            ((latest_value("specrl_trainer_effective_sample_size"), "{{rljob}}"),),
             maximum=1,
         ),
         Panel(
             "Clipped tokens",
-            "Share of the batch's tokens that a clip held: low and high (the policy's ratio), importance (the cap of "
-            "the weight).",
+            "Share of the batch's tokens that were clipped: low and high (the policy's ratio), importance (the bound "
+            "of the importance weight).",
             "percentunit",
-            ((latest("specrl_trainer_clip_fraction", "clip"), "{{rljob}} {{clip}}"),),
+            ((latest_value("specrl_trainer_clip_fraction", "clip"), "{{rljob}} {{clip}}"),),
         ),
         Panel(
-            "Masked tokens, and skipped steps",
-            "Share of the batch's tokens that a mask left out of the policy gradient; and steps of which an update was "
-            "not made, since gradients were not finite.",
+            "Masked tokens and skipped steps",
+            "Share of the batch's tokens that are masked out of the policy gradient, and number of steps that were "
+            "skipped because gradients were not finite.",
             "short",
             (
-                (latest("specrl_trainer_masked_fraction"), "{{rljob}} masked"),
-                (latest("specrl_trainer_steps_skipped_total"), "{{rljob}} skipped"),
+                (latest_value("specrl_trainer_masked_fraction"), "{{rljob}} masked"),
+                (latest_value("specrl_trainer_steps_skipped_total"), "{{rljob}} skipped"),
             ),
         ),
         Panel(
             "Groups without signal",
-            "Groups a second whose rewards were all the same: trained on, or left out (trainer.loss.withoutSignal).",
+            "Groups per second whose rewards are all equal: trained on, or left out (trainer.loss.withoutSignal).",
             "short",
-            ((rate("specrl_coordinator_groups_without_signal_total", "outcome"), "{{rljob}} {{outcome}}"),),
+            ((sum_rate("specrl_coordinator_groups_without_signal_total", "outcome"), "{{rljob}} {{outcome}}"),),
         ),
         Panel(
-            "Policy against reference",
-            "KL (k3), in nats per token; 0 without a reference.",
+            "KL divergence from the reference",
+            "KL divergence (k3) of the policy from the reference, in nats per token. 0 without a reference.",
             "short",
-            ((latest("specrl_trainer_reference_kl_nats"), "{{rljob}}"),),
+            ((latest_value("specrl_trainer_reference_kl_nats"), "{{rljob}}"),),
         ),
         Panel(
             "Importance weight",
-            "Mean over the batch's tokens, after the cap. Near 1 when sampler and trainer agree.",
+            "Mean importance weight of the batch's tokens, after truncation. Near 1 if sampler and trainer agree.",
             "short",
-            ((latest("specrl_trainer_importance_weight_mean"), "{{rljob}}"),),
+            ((latest_value("specrl_trainer_importance_weight_mean"), "{{rljob}}"),),
         ),
         Panel(
-            "Sampler against trainer",
-            "KL (k3) between sampler and trainer over the newest version's rollouts, in nats: engines that disagree, "
-            "lag left aside.",
+            "Mismatch of sampler and trainer",
+            "KL divergence (k3) between sampler and trainer over rollouts of the newest policy version, in nats. It "
+            "shows differences of the engines, without the effect of policy lag.",
             "short",
-            ((latest("specrl_sampler_mismatch_kl"), "{{rljob}}"),),
+            ((latest_value("specrl_sampler_mismatch_kl"), "{{rljob}}"),),
         ),
         Panel(
             "Learning rate",
-            "Of the last step.",
+            "Learning rate of the last step.",
             "short",
-            ((latest("specrl_trainer_learning_rate"), "{{rljob}}"),),
+            ((latest_value("specrl_trainer_learning_rate"), "{{rljob}}"),),
         ),
         Panel(
-            "Step at the trainer",
-            "Mean wall seconds of one step's log-probabilities and training, the drafter's included.",
+            "Trainer time per step",
+            "Mean wall seconds per step of log-probabilities and training, including the drafter's.",
             "s",
-            ((mean("specrl_trainer_stage_seconds", "stage"), "{{rljob}} {{stage}}"),),
+            ((histogram_mean("specrl_trainer_phase_seconds", "phase"), "{{rljob}} {{phase}}"),),
             stacked=True,
         ),
         Panel(
-            "Tokens trained a second",
-            "Sampled tokens, of all wall time.",
+            "Trained tokens per second",
+            "Sampled tokens that were trained on, per second of wall time.",
             "short",
-            ((rate("specrl_trainer_tokens_total"), "{{rljob}}"),),
+            ((sum_rate("specrl_trainer_tokens_total"), "{{rljob}}"),),
         ),
         Panel(
             "Checkpoints",
-            "95th percentile of the wall seconds of one, and those that could not be written, a second.",
+            "95th percentile of the wall seconds of writing a checkpoint, and failed checkpoints per second.",
             "short",
             (
-                (quantile(0.95, "specrl_trainer_checkpoint_seconds"), "{{rljob}} seconds"),
-                (rate("specrl_coordinator_checkpoints_failed_total"), "{{rljob}} failed a second"),
+                (histogram_quantile(0.95, "specrl_trainer_checkpoint_seconds"), "{{rljob}} seconds"),
+                (sum_rate("specrl_coordinator_checkpoints_failed_total"), "{{rljob}} failed per second"),
             ),
         ),
         Panel(
-            "Step, and times the trainer came back",
-            "Last step trained, as the trainer says; and its recoveries from a checkpoint.",
+            "Trained step and recoveries",
+            "Last step that the trainer reports, and the number of its recoveries from a checkpoint.",
             "short",
             (
-                (latest("specrl_trainer_step"), "{{rljob}} step"),
-                (latest("specrl_coordinator_trainer_recoveries_total"), "{{rljob}} recoveries"),
+                (latest_value("specrl_trainer_step"), "{{rljob}} step"),
+                (latest_value("specrl_coordinator_trainer_recoveries_total"), "{{rljob}} recoveries"),
             ),
         ),
     ),

@@ -1,98 +1,99 @@
-"""Weight sync: what an update of all replicas takes, and whether they compute with what they were sent."""
+"""The dashboard of weight sync: time and size of updates, and canaries, which check the replicas' weights."""
 
 from __future__ import annotations
 
-from tools.dashboards.expressions import latest, mean, quantile, rate, ratio
-from tools.dashboards.model import OF_A_RUN, Dashboard, Panel
+from tools.dashboards.expressions import divide_series, histogram_mean, histogram_quantile, latest_value, sum_rate
+from tools.dashboards.model import RUN_VARIABLES, Dashboard, Panel
 
-SECONDS, STEP = "specrl_weight_sync_seconds", "specrl_coordinator_step_seconds"
-BYTES = rate("specrl_weight_sync_bytes_total")
+SECONDS = "specrl_weight_sync_seconds"
+STEP = "specrl_coordinator_step_seconds"
+BYTES = sum_rate("specrl_weight_sync_bytes_total")
 
 WEIGHT_SYNC = Dashboard(
     "specrl-weight-sync",
     "specrl / Weight sync",
-    "What an update of all replicas takes, and whether they compute with what they were sent.",
-    OF_A_RUN,
+    "Time and size of weight updates, and canaries, which check that replicas have the right weights.",
+    RUN_VARIABLES,
     (
         Panel(
-            "Update by stage",
-            "Mean wall seconds of an update of all replicas: pause, broadcast, verify, resume (loading included). Only "
-            "during pause and resume no token is computed.",
+            "Update by phase",
+            "Mean wall seconds of an update of all replicas: pause, broadcast, verify, resume (including loading). "
+            "Replicas generate during broadcast and verify, but not during pause and resume.",
             "s",
-            ((mean(SECONDS, "stage"), "{{rljob}} {{stage}}"),),
+            ((histogram_mean(SECONDS, "phase"), "{{rljob}} {{phase}}"),),
             stacked=True,
         ),
         Panel(
-            "Slow updates by stage",
-            "95th percentile of the wall seconds of each stage.",
+            "Slow updates by phase",
+            "95th percentile of the wall seconds of each phase of an update.",
             "s",
-            ((quantile(0.95, SECONDS, "stage"), "{{rljob}} {{stage}}"),),
+            ((histogram_quantile(0.95, SECONDS, "phase"), "{{rljob}} {{phase}}"),),
         ),
         Panel(
             "Share of a step",
-            "Share of wall time that the trainer spends on publishing, canaries included.",
+            "Share of wall time that the trainer spends on publishing weights, including canaries.",
             "percentunit",
-            ((ratio(rate(f"{STEP}_sum", where='phase="prepare"'), rate(f"{STEP}_sum")), "{{rljob}}"),),
+            ((divide_series(sum_rate(f"{STEP}_sum", where='phase="prepare"'), sum_rate(f"{STEP}_sum")), "{{rljob}}"),),
             maximum=1,
         ),
         Panel(
             "Size of an update",
-            "Bytes of policy and drafter, counted once, however many replicas receive them.",
+            "Bytes of policy and drafter, counted once for all replicas.",
             "bytes",
-            ((ratio(BYTES, rate(f"{SECONDS}_count", where='stage="broadcast"')), "{{rljob}}"),),
+            ((divide_series(BYTES, sum_rate(f"{SECONDS}_count", where='phase="broadcast"')), "{{rljob}}"),),
         ),
         Panel(
-            "Speed of the broadcast",
-            "Bytes sent a second of broadcasting.",
+            "Broadcast throughput",
+            "Bytes per second during broadcasts.",
             "Bps",
-            ((ratio(BYTES, rate(f"{SECONDS}_sum", where='stage="broadcast"')), "{{rljob}}"),),
+            ((divide_series(BYTES, sum_rate(f"{SECONDS}_sum", where='phase="broadcast"')), "{{rljob}}"),),
         ),
         Panel(
-            "Transfers that were repeated",
-            "By reason, a second: checksum (what arrived was not what was sent), failed.",
+            "Retried transfers",
+            "Per second, by reason: checksum (the received bytes differ from the sent ones), failed.",
             "ops",
-            ((rate("specrl_weight_sync_retries_total", "reason"), "{{rljob}} {{reason}}"),),
+            ((sum_rate("specrl_weight_sync_retries_total", "reason"), "{{rljob}} {{reason}}"),),
         ),
         Panel(
             "Policy version by replica",
-            "What each replica serves, and what all of them do.",
+            "Policy version that each replica serves, and the newest one that all serve.",
             "short",
             (
-                (latest("specrl_coordinator_replica_policy_version", "replica"), "{{rljob}} {{replica}}"),
-                (latest("specrl_coordinator_policy_version"), "{{rljob}} all"),
+                (latest_value("specrl_coordinator_replica_policy_version", "replica"), "{{rljob}} {{replica}}"),
+                (latest_value("specrl_coordinator_policy_version"), "{{rljob}} all"),
             ),
             minimum=None,
         ),
         Panel(
-            "Replicas' changes of state",
-            "A second, by the state that was reached.",
+            "Replica state changes",
+            "State changes per second, by new state.",
             "ops",
-            ((rate("specrl_coordinator_replica_transitions_total", "after"), "{{rljob}} {{after}}"),),
+            ((sum_rate("specrl_coordinator_replica_transitions_total", "after"), "{{rljob}} {{after}}"),),
         ),
         Panel(
             "Canaries by outcome",
-            "After an update each replica answers a few prompts and the trainer scores them; a second: agreed, "
-            "disagreed, skipped, lost.",
+            "Canaries per second. After an update, each replica answers a few prompts, and the trainer scores the "
+            "answers. Outcomes: agreed, disagreed, skipped, lost.",
             "ops",
-            ((rate("specrl_sampler_canaries_total", "outcome"), "{{rljob}} {{outcome}}"),),
+            ((sum_rate("specrl_sampler_canaries_total", "outcome"), "{{rljob}} {{outcome}}"),),
         ),
         Panel(
-            "Canaries: sampler against trainer",
-            "Absolute difference of log-probabilities in the last replica's canary, in nats: mean, and at the worst "
-            "token. The run file's canary bounds both.",
+            "Canary difference of sampler and trainer",
+            "Absolute difference of log-probabilities in the last replica's canary, in nats: the mean, and the largest "
+            "of one token. The run file's section canary bounds both.",
             "short",
             (
-                (latest("specrl_sampler_canary_mean_abs_nats", how="max"), "{{rljob}} mean"),
-                (latest("specrl_sampler_canary_max_abs_nats", how="max"), "{{rljob}} worst token"),
+                (latest_value("specrl_sampler_canary_mean_abs_nats", how="max"), "{{rljob}} mean"),
+                (latest_value("specrl_sampler_canary_max_abs_nats", how="max"), "{{rljob}} worst token"),
             ),
         ),
         Panel(
-            "What canaries take",
-            "Mean wall seconds of the canaries of one update, all replicas at once; and the tokens compared, a second.",
+            "Canary time and tokens",
+            "Mean wall seconds of one update's canaries, for all replicas in parallel, and compared tokens per second.",
             "short",
             (
-                (mean("specrl_sampler_canary_seconds"), "{{rljob}} seconds"),
-                (rate("specrl_sampler_canary_tokens_total"), "{{rljob}} tokens a second"),
+                (histogram_mean("specrl_sampler_canary_seconds"), "{{rljob}} seconds"),
+                (sum_rate("specrl_sampler_canary_tokens_total"), "{{rljob}} tokens per second"),
             ),
         ),
     ),
