@@ -7,7 +7,7 @@ An untrained model with its tokenizer, and texts; `specrl sft` does the rest (do
 Hugging Face folder. The policy has read what a base model has read: problems worked out step by step, and problems with
 the answer alone. So it often answers at once, and is then mostly wrong. That working a problem out pays is what RL is
 to teach it. With `--worked-only` it has learnt that already: every answer is worked out, and long. With `--calculator`
-the problems are sums, and those that are worked out are so by a call of a tool, for examples/tools/run.yaml.
+the problems are sums, and those that are worked out are so by a call of a tool, for examples/05-tools/run.yaml.
 The number of steps is fixed, not the time, so one seed gives one policy (on one machine and number of threads).
 Deeper and narrower than such a small model would otherwise be: speculation gains when the policy is much dearer than
 a drafter of one layer. Nothing is downloaded.
@@ -30,7 +30,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from specrl.prompts.families import Problem, default_difficulty, family_names, generate_problem
+from specrl.prompts.families import GeneratedProblem, default_difficulty, family_names, generate_problem
 
 EXAMPLES = Path(__file__).resolve().parents[1]
 FAMILY = "wheels"
@@ -182,7 +182,7 @@ def read_texts(wanted: Wanted) -> Iterator[dict[str, str]]:
         yield {"prompt": problem.question, "completion": worked if is_worked else f"#### {problem.answer}"}
 
 
-def work(problem: Problem) -> tuple[str, str, str]:
+def work(problem: GeneratedProblem) -> tuple[str, str, str]:
     """A sum worked out: the call, what the tool writes in the way of a run file's defaults, and the answer."""
     first, second = re.findall(r"[0-9]+", problem.question)
     return f"<tool>{first}+{second}</tool>", f"<output>{problem.answer}</output>", f"#### {problem.answer}"
