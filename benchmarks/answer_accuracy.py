@@ -1,9 +1,12 @@
-"""How often graders of mathematical answers are right, on the labelled pairs of `tests/data`.
+"""Measures how often graders of mathematical answers are right, on the labelled pairs of `tests/data`.
 
-Called by `verifiers.py --accuracy`. A grader works in a process of its own, so that a pair that takes too long, or
-kills the process, costs that pair alone: it counts as 0, as do an exception and a reference that cannot be used.
-Precision: of the answers that got 1, the share that is right. Recall: of the right answers, the share that got 1.
-Both are given for the boxed answers alone, too: most other graders are made for these, and do not know a mark.
+Called by `verifiers.py --accuracy`. Each grader runs in its own process, so that a pair that takes too long or kills
+the process affects only itself. Such a pair counts as reward 0, and so do an exception and a reference that cannot be
+used.
+
+Precision: share of right answers among those with reward 1. Recall: share of answers with reward 1 among the right
+ones. Both are also given for boxed answers alone, because most other graders are made for these and do not know other
+marks.
 """
 
 from __future__ import annotations
@@ -25,15 +28,15 @@ from rich.console import Console
 from rich.table import Table
 
 _START_S = 300
-"""Longest start of a grader on a loaded machine: TRL imports transformers."""
+"""Longest start of a grader on a loaded machine. TRL's imports transformers."""
 
 type Grader = Callable[[str, str, str], float | None]
-"""From reference, completion and mark to the reward; None: the reference cannot be used."""
+"""Maps reference, completion and mark to the reward. None: the reference cannot be used."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A completion, its reference and the reward that it deserves."""
+    """A completion, its reference and the right reward."""
 
     form: str
     reference: str
@@ -44,60 +47,60 @@ class Pair:
 
     @property
     def is_boxed(self) -> bool:
-        """Whether the completion has a box, and no mark that goes before it."""
+        """Whether the completion has a box, and no mark that takes precedence over it."""
         return r"\boxed{" in self.completion and self.mark not in self.completion
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a grader made of a pair."""
+    """A grader's result for a pair."""
 
     pair: Pair
     reward: float | None
     """None: the reference cannot be used."""
     fault: str = ""
-    """The exception's name, or `time-out`; the reward is 0 then."""
+    """Name of the exception, or `time-out`. The reward is then 0."""
 
     @property
     def is_one(self) -> bool:
-        """Whether the answer was rewarded."""
+        """Whether the answer got reward 1."""
         return self.reward is not None and self.reward > 0.5
 
 
 @dataclass
 class Tally:
-    """A grader's outcomes, counted."""
+    """Counts of a grader's outcomes."""
 
     outcomes: list[Outcome] = field(default_factory=list)
 
     @property
     def false_ones(self) -> list[Outcome]:
-        """Wrong answers that got 1."""
+        """Wrong answers with reward 1."""
         return [outcome for outcome in self.outcomes if outcome.is_one and not outcome.pair.reward]
 
     @property
     def false_zeros(self) -> list[Outcome]:
-        """Right answers that did not get 1."""
+        """Right answers without reward 1."""
         return [outcome for outcome in self.outcomes if outcome.pair.reward and not outcome.is_one]
 
     @property
     def precision(self) -> float:
-        """NaN when nothing got 1."""
+        """NaN if no answer got 1."""
         ones = sum(outcome.is_one for outcome in self.outcomes)
         return 1 - len(self.false_ones) / ones if ones else float("nan")
 
     @property
     def recall(self) -> float:
-        """NaN when no answer is right."""
+        """NaN if no answer is right."""
         right = sum(outcome.pair.reward for outcome in self.outcomes)
         return 1 - len(self.false_zeros) / right if right else float("nan")
 
     def boxed(self) -> Tally:
-        """The pairs whose answer is in a box alone, as most graders of others ask for it."""
+        """The pairs with only a boxed answer, the form that most other graders expect."""
         return Tally([outcome for outcome in self.outcomes if outcome.pair.is_boxed])
 
     def figures(self) -> dict[str, Any]:
-        """What the table shows, and the mistakes of each form."""
+        """Return a row of the table, and the mistakes by form."""
         return {
             "pairs": len(self.outcomes),
             "precision": self.precision,
@@ -110,11 +113,11 @@ class Tally:
 
 
 class GraderFailed(Exception):
-    """The grader could not be made: a package that it needs is missing."""
+    """The grader could not be made, because a package is missing."""
 
 
 class GraderProcess:
-    """A grader in a process of its own, replaced when a pair takes longer than the limit or ends it."""
+    """A grader in its own process, which is replaced if a pair exceeds the time limit or kills it."""
 
     def __init__(self, make: Callable[[], Grader], limit_s: float) -> None:
         self._make = make
@@ -122,7 +125,7 @@ class GraderProcess:
         self._start()
 
     def _start(self) -> None:
-        """Raises GraderFailed. Waits for the process, at most _START_S."""
+        """Start the process and wait at most _START_S for it. Raises GraderFailed."""
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, self._make))
@@ -137,7 +140,7 @@ class GraderProcess:
             raise GraderFailed(problem)
 
     def grade(self, pair: Pair) -> Outcome:
-        """The grader's outcome. Waits for it, at most the limit."""
+        """Grade a pair. Waits at most the time limit."""
         try:
             self._pipe.send((pair.reference, pair.completion, pair.mark))
             if self._pipe.poll(self._limit_s):
@@ -150,9 +153,9 @@ class GraderProcess:
         return Outcome(pair, 0.0, fault)
 
     def close(self) -> None:
-        """End the process, and those that it started."""
+        """Kill the process and its children."""
         assert self._process.pid is not None, "it was started"
-        with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet
+        with contextlib.suppress(ProcessLookupError):  # the process has not made its own group yet
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
         self._process.join()
@@ -160,14 +163,14 @@ class GraderProcess:
 
 
 def _serve(pipe: Connection, make: Callable[[], Grader]) -> None:
-    """Grade what comes, until the pipe or the process is closed."""
-    os.setsid()  # its own process group: graders start processes, which end with it
+    """Grade pairs until the pipe or the process is closed."""
+    os.setsid()  # own process group: a grader's children are killed with it
     silence = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silence, sys.stdout.fileno())  # what graders print would stand between the tables
+    os.dup2(silence, sys.stdout.fileno())  # output of graders would appear between the tables
     os.dup2(silence, sys.stderr.fileno())
     try:
         grade = make()
-    except Exception as error:  # noqa: BLE001 - the edge of this process: the reason is told, and the process ends
+    except Exception as error:  # noqa: BLE001 - the edge of this process: it reports the reason and ends
         pipe.send(f"{type(error).__name__}: {error}")
         return
     pipe.send("")
@@ -178,13 +181,13 @@ def _serve(pipe: Connection, make: Callable[[], Grader]) -> None:
             return
         try:
             result = grade(reference, completion, mark), ""
-        except Exception as error:  # noqa: BLE001 - the edge of this process: it is counted
+        except Exception as error:  # noqa: BLE001 - the edge of this process: the error is counted
             result = 0.0, type(error).__name__
         pipe.send(result)
 
 
 def read_pairs(file: Path) -> list[Pair]:
-    """The labelled pairs of a file."""
+    """Read the labelled pairs of a file."""
     return [Pair(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
@@ -198,14 +201,15 @@ def tally(pairs: Iterable[Pair], make: Callable[[], Grader], limit_s: float) -> 
 
 
 def tables(title: str, tallies: dict[str, Tally]) -> Iterator[Table]:
-    """Precision and recall of each grader; then the mistakes by form."""
+    """Make the table of precision and recall per grader, then the mistakes by form."""
     summary = Table(title=title)
     summary.add_column("grader")
     columns = ("precision", "recall", "false 1s", "false 0s", "references refused", "faults")
     for column in (*columns, "boxed: precision", "boxed: recall"):
         summary.add_column(column, justify="right")
     for name, counted in tallies.items():
-        figures, boxed = counted.figures(), counted.boxed()
+        figures = counted.figures()
+        boxed = counted.boxed()
         summary.add_row(
             name,
             f"{counted.precision:.4f}",
@@ -234,7 +238,7 @@ def tables(title: str, tallies: dict[str, Tally]) -> Iterator[Table]:
 def measure_accuracy(
     files: Iterable[Path], makers: dict[str, Callable[[], Grader]], limit_s: float, console: Console
 ) -> dict[str, dict[str, Tally]]:
-    """Measure and print. By file's name and grader."""
+    """Measure and print all graders. Returns results by file name and grader."""
     measured: dict[str, dict[str, Tally]] = {}
     for file in files:
         pairs = read_pairs(file)
@@ -250,7 +254,7 @@ def measure_accuracy(
 
 
 def show_mistakes(outcomes: Iterable[Outcome], console: Console) -> None:
-    """One line per mistake."""
+    """Print one line per mistake."""
     for outcome in outcomes:
         pair = outcome.pair
         line = f"{pair.form}: must be {pair.reward}, got {outcome.reward} {outcome.fault}".rstrip()

@@ -1,11 +1,11 @@
-"""The graders of mathematical answers that `verifiers.py --accuracy` compares: ours, math-verify, TRL's and verl's.
+"""The graders that `verifiers.py --accuracy` compares: ours, math-verify, TRL's and verl's.
 
-Every maker here returns a grader, and is called in the process that then grades. Each grader gets the completion as it
-is, and the reference as its own documentation wants it: `bare_answer` does what the preparation of data for TRL and
-verl does before a run, which takes the answer out of a worked solution. What a grader needs is imported by its maker.
+Each `make` function returns a grader; it is called in the process that grades, and imports what that grader needs.
+Every grader gets the whole completion. It gets the reference in the form that its documentation asks for: `bare_answer`
+extracts the answer of a worked solution, as TRL's and verl's data preparation does before a run.
 
-verl (Apache-2.0) is no dependency of ours. Install it without its own dependencies into a folder outside the checkout,
-with the two packages that two of its rewards import (both MIT or Apache-2.0), and name the folder:
+verl (Apache-2.0) is no dependency of ours. Install it without its dependencies into a folder outside the checkout, with
+the two packages that two of its rewards import (MIT and Apache-2.0), and name the folder:
 
     pip install --no-deps --target FOLDER verl==0.9.1 pylatexenc mathruler
     python benchmarks/verifiers.py --accuracy --verl FOLDER
@@ -32,11 +32,11 @@ _VERL_SOURCES = {
     "verl prime": "numina_olympiads",
     "verl geo3k": "hiyouga/geometry3k",
 }
-"""verl chooses a reward by the name of the data set."""
+"""verl selects a reward by the name of the data set."""
 
 
 def makers(verl: Path | None) -> dict[str, Callable[[], Grader]]:
-    """By the name that the table shows; verl's only with the folder that it is installed in."""
+    """Makers of graders by the name in the table. verl's are left out without the folder that it is installed in."""
     found = {"ours": make_ours, "math-verify": make_math_verify, "TRL": make_trl}
     if verl is not None:
         found |= {name: partial(make_verl, verl, source) for name, source in _VERL_SOURCES.items()}
@@ -45,9 +45,9 @@ def makers(verl: Path | None) -> dict[str, Callable[[], Grader]]:
 
 
 def make_ours() -> Grader:
-    """`math`, by the object that a run's workers use."""
+    """Make our grader, `math`, with the class that workers of a run use."""
     from specrl.errors import VerifierFailed
-    from specrl.rewards import verifier_for
+    from specrl.rewards.choice import verifier_for
     from specrl.spec.data import MathVerifier, Rewards
 
     def grade(reference: str, completion: str, mark: str) -> float | None:
@@ -56,13 +56,13 @@ def make_ours() -> Grader:
             verifier.check_reference(reference)
         except VerifierFailed:
             return None
-        return verifier.reward(reference, completion)
+        return verifier.compute_reward(reference, completion)
 
     return grade
 
 
 def make_math_verify() -> Grader:
-    """math-verify alone, with its defaults. Its README wants LaTeX between dollar signs."""
+    """Make math-verify's grader with its defaults. Its README asks for LaTeX between dollar signs."""
     from math_verify import parse, verify
 
     def grade(reference: str, completion: str, mark: str) -> float | None:
@@ -73,7 +73,7 @@ def make_math_verify() -> Grader:
 
 
 def make_trl() -> Grader:
-    """TRL's accuracy_reward, which returns None for a reference that math-verify cannot read."""
+    """Make TRL's accuracy_reward, which returns None for a reference that math-verify cannot read."""
     from trl.rewards import accuracy_reward
 
     def grade(reference: str, completion: str, mark: str) -> float | None:
@@ -86,7 +86,7 @@ def make_trl() -> Grader:
 
 
 def make_verl(folder: Path, source: str) -> Grader:
-    """The reward that verl gives to answers of that data set: right if it is more than half of the most it gives."""
+    """Make the grader that verl uses for a data set. An answer counts as right above half of its highest reward."""
     scores = _verl_module(folder, "verl.utils.reward_score")
 
     def grade(reference: str, completion: str, mark: str) -> float | None:
@@ -100,19 +100,19 @@ def make_verl(folder: Path, source: str) -> Grader:
 
 
 def make_verl_math_verify(folder: Path) -> Grader:
-    """verl's own use of math-verify, which its users choose in place of the default."""
+    """Make verl's own math-verify grader, which its users can choose in place of the default."""
     module = _verl_module(folder, "verl.utils.reward_score.math_verify")
 
     def grade(reference: str, completion: str, mark: str) -> float | None:
-        # compute_score calls this in a pool of processes, to bound its time; here, the whole process is bounded.
+        # compute_score calls this in a process pool to bound its time; here the whole process is bounded
         return float(module._verify_in_subprocess(rf"\boxed{{{bare_answer(reference)}}}", completion))
 
     return grade
 
 
 def _verl_module(folder: Path, name: str) -> ModuleType:
-    """A module of verl. The packages above it are entered by hand: importing them asks for Ray and tensordict."""
-    # Last on the path: nothing in that folder takes the place of a package of this environment.
+    """Import a module of verl. Its parent packages are stubs, because importing them needs Ray and tensordict."""
+    # Last on the path, so that nothing in that folder replaces a package of this environment.
     sys.path.append(str(folder))
     for package in ("verl", "verl.utils"):
         sys.modules[package] = ModuleType(package)
@@ -121,7 +121,9 @@ def _verl_module(folder: Path, name: str) -> ModuleType:
 
 
 def bare_answer(reference: str) -> str:
-    """The answer of a worked solution: what follows its last `####`, or what its last box holds; else the reference."""
+    """Extract the answer of a worked solution: the text after the last `####`, or the last box; otherwise the whole
+    reference.
+    """
     if "####" in reference:
         return reference.rpartition("####")[2].strip()
     boxed = re.search(r"(?s).*\\boxed\{(.*)\}", reference)

@@ -1,23 +1,23 @@
-"""How many rollouts a second does one coordinator take, from how many replicas, at what cost? And Ray, side by side.
+"""Measures how many rollouts per second one coordinator handles, at what cost, beside the same flow through Ray.
 
-    python -m benchmarks.coordinator_scale                          # sizes that a laptop stands
+    python -m benchmarks.coordinator_scale                          # sizes that fit a laptop
     python -m benchmarks.coordinator_scale --full                   # 512 replicas, 100,000 rollouts in flight
     python -m benchmarks.coordinator_scale --ray-python RAY/bin/python   # an interpreter with ray, numpy and psutil
 
-The real coordinator (loop, scheduler, registry, store, board) runs in a process of its own, and talks gRPC over
-loopback to replicas and a trainer that compute nothing (`scale_peers.py`). Every rollout is 8192 tokens with
-log-probabilities and text, is checked, graded (at once), made durable, put into a group of 16, batched, made durable
-again with its batch, and sent to the trainer; every step is published to every replica. A step takes 16 rollouts of
-each replica, so that rows differ in scale and in little else.
+The real coordinator (loop, scheduler, registry, ledger, observer) runs in its own process. It talks gRPC over loopback
+to replicas and a trainer that compute nothing (`scale_peers.py`). Every rollout has 8192 tokens with log-probabilities
+and text. It is checked, graded (at once), stored, put into a group of 16, batched, stored with its batch, and sent to
+the trainer. Every step is published to every replica. A step takes 16 rollouts per replica, so that rows differ in
+scale alone.
 
-Beside it the same flow through Ray, as NeMo-RL and verl have it (`scale_ray.py`): actors that generate, a controller
-that keeps their seats filled and collects groups, an actor that is the queue, a trainer that takes batches out of it.
-It keeps nothing durable, checks nothing and publishes nothing.
+Ray's rows have the same flow as NeMo-RL and verl (`scale_ray.py`): actors that generate, a controller that fills their
+seats and collects groups, an actor that is the queue, and a trainer that takes batches from it. It stores nothing
+durably, checks nothing and publishes nothing.
 
-Cost is counted in CPU time, since the machine's cores are shared: of all processes but those that stand for
-replicas and trainer. Printed for each: rollouts a second under a closed load; CPU milliseconds a rollout, and how many
-of them are durable writes (the thread that calls the store, and Redis' own process); rollouts a second of one core,
-cores used, the most memory, and the latency from a seat that is free to the request that fills it, at half that load.
+Cost is CPU time of all processes but those that stand in for replicas and trainer, because the machine's cores are
+shared. Printed per row: rollouts per second under a closed load; CPU milliseconds per rollout, and the part of durable
+writes (the thread that calls the store, and the Redis process); rollouts per second and core; cores used; peak memory;
+and the latency from a free seat to the request that fills it, at half that load.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ from benchmarks.scale_peers import GROUP, Peers, Used
 from rich.console import Console
 from rich.table import Table
 from tests.integration.coordinator.small_run import a_spec
-from tests.redis_servers import RedisProcess, settings
+from tests.redis_servers import RedisProcess, redis_settings
 
 from specrl.spec import RunSpec, parse_spec
-from specrl.spec.load import dump
+from specrl.spec.load import dump_spec
 
 REPOSITORY = Path(__file__).parents[1]
 PROMPT_TOKENS = 256
 PACED_SHARE = 0.5
-"""Of the rate of the closed load: latency is that of a coordinator that keeps up."""
+"""Share of the closed load's rate at which latency is measured, so that the coordinator keeps up."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """One row's size. live: rollouts in flight at each replica; rollouts: how many are measured at least."""
+    """Size of one row. live: rollouts in flight per replica. rollouts: how many are measured at least."""
 
     replicas: int
     live: int
@@ -68,7 +68,7 @@ class Load:
 
     @property
     def steps(self) -> int:
-        """Whole ones, which are at least as many rollouts."""
+        """Whole steps that have at least as many rollouts."""
         return -(-self.rollouts // (self.prompts_per_step * GROUP))
 
     @property
@@ -79,7 +79,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One row. cpu_s: of `rollouts` rollouts; durable_s: of it, for durable writes.
+    """Result of one row. cpu_s: CPU seconds for `rollouts` rollouts. durable_s: the part of durable writes.
 
     latencies_ms: of dispatches at half the load.
     """
@@ -95,7 +95,7 @@ class Outcome:
 
     @property
     def per_core(self) -> float:
-        """Rollouts a second if one core did nothing else."""
+        """Rollouts per second if one core did nothing else."""
         return self.rollouts / self.cpu_s
 
 
@@ -103,7 +103,7 @@ class Outcome:
 
 
 def spec_of(load: Load, folder: Path, server: RedisProcess | None) -> RunSpec:
-    """A run whose lag bound allows all seats at once."""
+    """Make a run file whose lag bound allows all seats at once."""
     steps_in_flight = -(-load.replicas * load.live // (load.prompts_per_step * GROUP))
     base = a_spec(
         folder,
@@ -127,20 +127,20 @@ def spec_of(load: Load, folder: Path, server: RedisProcess | None) -> RunSpec:
     wanted["weights"] = {"timeoutS": 120}
     del wanted["validation"]
     if server is not None:
-        wanted["store"] = {"redis": settings(server, timeout_s=30).model_dump(by_alias=True, mode="json")}
+        wanted["store"] = {"redis": redis_settings(server, timeout_s=30).model_dump(by_alias=True, mode="json")}
     return parse_spec(wanted)
 
 
 @contextmanager
 def running(folder: Path) -> Iterator[tuple[psutil.Process, int, int]]:
-    """The coordinator's process, its port, and the number of its thread that calls the store."""
+    """Start the coordinator. Returns its process, its port, and the id of its thread that calls the store."""
     command = [sys.executable, "-m", "benchmarks.scale_coordinator", str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) as process:
         try:
             assert process.stdout is not None
-            line = process.stdout.readline()  # empty when it ended, and said why
+            line = process.stdout.readline()  # empty if the process ended; it has printed why
             if not line:
-                raise RuntimeError("the coordinator must start, got an end; see above")
+                raise RuntimeError("the coordinator ended at its start; its message is above")
             port, writer = map(int, line.split())
             yield psutil.Process(process.pid), port, writer
         finally:
@@ -148,16 +148,19 @@ def running(folder: Path) -> Iterator[tuple[psutil.Process, int, int]]:
 
 
 async def drive(load: Load, spec: RunSpec, folder: Path, port: int, used: Used) -> dict[str, Any]:
-    """Fill all seats, then both loads. Returns fields of the outcome. A coordinator that dies ends it with an error."""
+    """Fill all seats, then apply both loads. Returns fields of the outcome. Raises if the coordinator dies."""
     async with asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(used.watch())
         async with Peers(spec, folder, f"127.0.0.1:{port}", load.tokens) as peers:
             floor = peers.floor
             await floor.fill(load.replicas * load.live)
-            await floor.saturate(peers.backend, 1, load.outstanding)  # caches, connections and buffers fill
-            began, cpu_s, durable_s = time.monotonic(), used.cpu_s, used.durable_s
+            await floor.saturate(peers.backend, 1, load.outstanding)  # fill caches, connections and buffers
+            began = time.monotonic()
+            cpu_s = used.cpu_s
+            durable_s = used.durable_s
             await floor.saturate(peers.backend, load.steps, load.outstanding)
-            seconds, cpu_s = time.monotonic() - began, used.cpu_s - cpu_s
+            seconds = time.monotonic() - began
+            cpu_s = used.cpu_s - cpu_s
             durable_s = used.durable_s - durable_s
             floor.latencies_s.clear()
             await floor.pace(load.measured // 2, PACED_SHARE * load.measured / seconds)
@@ -167,13 +170,13 @@ async def drive(load: Load, spec: RunSpec, folder: Path, port: int, used: Used) 
 
 
 def measure(load: Load, kind: str) -> Outcome:
-    """One row of the real coordinator, with the store that `kind` names."""
+    """Measure one row of the real coordinator, with the store `kind`."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         server = RedisProcess(folder / "redis", appendfsync="always") if kind == "redis" else None
         try:
             spec = spec_of(load, folder, server)
-            (folder / "run.yaml").write_text(dump(spec), encoding="utf-8")
+            (folder / "run.yaml").write_text(dump_spec(spec), encoding="utf-8")
             with running(folder) as (coordinator, port, writer):
                 counted = [coordinator]
                 if server is not None:
@@ -191,7 +194,7 @@ def measure(load: Load, kind: str) -> Outcome:
 
 
 def measure_ray(load: Load, python: Path) -> Outcome:
-    """The same flow through Ray, in its own interpreter."""
+    """Measure the same flow through Ray, in its own interpreter."""
     script = Path(__file__).with_name("scale_ray.py")
     given = asdict(load) | {"group": GROUP, "prompt_tokens": PROMPT_TOKENS, "paced_share": PACED_SHARE}
     command = [str(python), str(script), json.dumps(given)]
@@ -200,7 +203,7 @@ def measure_ray(load: Load, python: Path) -> Outcome:
 
 
 def has_ray(python: Path) -> bool:
-    """Whether this is an interpreter that has Ray, and what `scale_ray.py` needs beside it."""
+    """Whether this interpreter has Ray and the packages that `scale_ray.py` needs."""
     command = [str(python), "-c", "import numpy, psutil, ray"]
     try:
         return subprocess.run(command, check=False, capture_output=True, timeout=120).returncode == 0
@@ -259,27 +262,30 @@ def show(outcomes: list[Outcome], console: Console) -> None:
 
 
 def quieten() -> None:
-    """Say nothing but errors; that a coordinator was killed is none."""
+    """Log only errors. A killed coordinator is none."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     os.environ["GRPC_VERBOSITY"] = "NONE"
 
 
 def main() -> None:
-    """Measure all rows, print the table."""
+    """Measure all rows and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, nargs="+", default=[8, 64], help="one row each (default: 8 64)")
     parser.add_argument("--live", type=int, default=16, help="rollouts in flight at each replica (default: 16)")
-    parser.add_argument("--rollouts", type=int, default=4000, help="measured in each row at least (default: 4000)")
-    parser.add_argument("--tokens", type=int, default=8192, help="of a rollout (default: 8192)")
+    parser.add_argument(
+        "--rollouts", type=int, default=4000, help="rollouts measured per row, at least (default: 4000)"
+    )
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens of a rollout (default: 8192)")
     parser.add_argument("--outstanding", type=int, default=64, help="free seats of the closed load (default: 64)")
     parser.add_argument("--stores", nargs="+", default=["sqlite", "redis"], choices=["sqlite", "redis"])
     parser.add_argument("--full", action="store_true", help="8 and 512 replicas with 196 rollouts in flight each")
     parser.add_argument("--ray-python", type=Path, default=Path(sys.executable), help="an interpreter that has Ray")
     parser.add_argument("--ray-replicas", type=int, nargs="+", default=[8], help="each is a process (default: 8)")
-    parser.add_argument("--json", type=Path, help="where to leave every row's figures")
+    parser.add_argument("--json", type=Path, help="file for the figures of all rows")
     arguments = parser.parse_args()
     if arguments.full:
-        arguments.replicas, arguments.live = [8, 512], 196  # 100,352 in flight
+        arguments.replicas = [8, 512]  # 100,352 in flight
+        arguments.live = 196
     quieten()
     console = Console(width=170)
     outcomes = []
@@ -304,7 +310,7 @@ def main() -> None:
             outcomes.append(measure_ray(load_of(replicas), arguments.ray_python))
     else:
         console.print(
-            f"Ray's rows are skipped: {arguments.ray_python} cannot import ray, numpy and psutil; install them into "
+            f"skipping Ray's rows: {arguments.ray_python} cannot import ray, numpy and psutil; install them into "
             "an environment of their own (python -m venv) and name its interpreter with --ray-python"
         )
     show(outcomes, console)

@@ -1,4 +1,4 @@
-"""Runs of the demo's run file that benchmarks compare: begun, watched, and kept when they are finished."""
+"""Starts and watches runs of the demo's run file for benchmarks, and keeps the finished ones."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from specrl.coordinator.report import Phase
-from specrl.spec import digest, load_spec
+from specrl.formats.reports import Phase
+from specrl.spec import digest_spec, load_spec
 
 DEMO = Path(__file__).resolve().parents[1] / "examples" / "demo"
 RUN_FILE = DEMO / "run.yaml"
@@ -19,13 +19,13 @@ GLANCE_S = 1.0
 
 
 class Failed(Exception):
-    """A command that had to succeed did not; the text names its log."""
+    """A command failed. The message names its log."""
 
 
 def call(command: Sequence[str], log: Path, look: Callable[[], None] = lambda: None) -> None:
-    """Run a command to its end, its output in `log`. Raises Failed. On Ctrl-C the command ends cleanly first.
+    """Run a command to its end, with its output in `log`. On Ctrl-C the command ends cleanly first.
 
-    look: called every second meanwhile.
+    look: called every second meanwhile. Raises Failed.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as file, subprocess.Popen(command, stdout=file, stderr=file) as process:
@@ -37,29 +37,29 @@ def call(command: Sequence[str], log: Path, look: Callable[[], None] = lambda: N
                 except subprocess.TimeoutExpired:
                     continue
         except KeyboardInterrupt:
-            process.wait()  # it has had the same signal from the terminal
+            process.wait()  # the command got the terminal's signal, too
             raise
     if process.returncode:
         raise Failed(f"exit code {process.returncode}; see {log}")
 
 
 def overrides_of(fields: Mapping[str, str]) -> list[str]:
-    """`path=value` for each field."""
+    """Format each field as `path=value`."""
     return [f"{path}={value}" for path, value in fields.items()]
 
 
 def begin(fields: Mapping[str, str], runs: Path, *command: str) -> list[str]:
-    """Command line of specrl for the demo's run file with these fields."""
+    """Make the specrl command line for the demo's run file with these fields."""
     settings = [word for override in overrides_of(fields) for word in ("--set", override)]
     return [str(SPECRL), *command, "-f", str(RUN_FILE), "--runs", str(runs), "--plain", *settings]
 
 
 def run(fields: Mapping[str, str], runs: Path, trained: Callable[[int], None] = lambda _: None) -> Path:
-    """Folder of the finished run with these fields below `runs`; one that an earlier call left is not repeated.
+    """Return the folder of the finished run with these fields, below `runs`. A finished run is not repeated.
 
-    trained: told how many steps the run under way has trained, every second. Raises Failed.
+    trained: called every second with the number of steps that the run has trained. Raises Failed.
     """
-    wanted = digest(load_spec(RUN_FILE, overrides_of(fields)))
+    wanted = digest_spec(load_spec(RUN_FILE, overrides_of(fields)))
     found = finished(runs, wanted)
     if found is None:
         shutil.rmtree(runs, ignore_errors=True)
@@ -68,16 +68,16 @@ def run(fields: Mapping[str, str], runs: Path, trained: Callable[[int], None] = 
         found = finished(runs, wanted)
         if found is None:
             raise Failed(f"no finished run; see {log}")
-        for unread in ("checkpoints", "export"):  # tens of MB a run
+        for unread in ("checkpoints", "export"):  # tens of MB per run
             shutil.rmtree(found / unread, ignore_errors=True)
     return found
 
 
 def finished(runs: Path, wanted: str) -> Path | None:
-    """Folder of the run below `runs` that has finished, if its run file has this digest."""
+    """Find the finished run below `runs` whose run file has this digest."""
     for status in runs.glob("*/status.json"):
         is_finished = json.loads(status.read_text(encoding="utf-8"))["phase"] == Phase.FINISHED
-        if is_finished and digest(load_spec(status.parent / "run.yaml")) == wanted:
+        if is_finished and digest_spec(load_spec(status.parent / "run.yaml")) == wanted:
             return status.parent
     return None
 

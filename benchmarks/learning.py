@@ -1,12 +1,12 @@
-"""Does speculation change what is learnt? The demo's run with and without it, two seeds each.
+"""Tests whether speculation changes what is learnt: the demo's run with and without it, two seeds each.
 
     python benchmarks/learning.py --policy runs/demo-policy --out runs/learning [--steps 12] [--seeds 1,2]
 
-Each run is `specrl run` on examples/demo/run.yaml; only the speculation and the seed differ. Printed: validation
-accuracy by policy version of each run, and the test that the two kinds of run learn alike. For every version the means
-of the two kinds differ by at most `z` standard errors, z = 3 with Bonferroni over the versions; the standard error is
-that of a difference of means of independent accuracies, each over the same number of problems, p(1-p)/n, plus the
-spread between seeds, which is estimated from the runs themselves.
+Each run is `specrl run` on examples/demo/run.yaml; only the speculation and the seed differ. Printed: the validation
+accuracy by policy version of each run, and a test that both kinds of run learn alike. For every version the means of
+both kinds may differ by at most `z` standard errors: z = 3, with Bonferroni's correction over the versions. The
+standard error is that of a difference of means of independent accuracies over the same number of problems, p(1-p)/n,
+plus the spread between seeds, which is estimated from the runs.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from rich.console import Console
 from rich.table import Table
 
 from specrl.launcher.run_directory import RunDirectory
-from specrl.report.reading import read
+from specrl.report.reading import load_run
 
 KINDS = {"none": "{none: {}}", "eagle3": "{eagle3: {numDraftTokens: 3}}"}
 Z = 3.0
 
 
 def accuracies(kind: str, seed: int, arguments: argparse.Namespace) -> dict[int, tuple[float, int]]:
-    """Accuracy and number of problems by policy version, of one run to its end."""
+    """Train one run to its end. Returns accuracy and number of problems by policy version."""
     fields = {
         "model.path": json.dumps(str(arguments.policy.resolve())),
         "generation.speculation": KINDS[kind],
@@ -38,12 +38,12 @@ def accuracies(kind: str, seed: int, arguments: argparse.Namespace) -> dict[int,
         "schedule.steps": str(arguments.steps),
         "validation.everySteps": str(max(1, arguments.steps // 3)),
     }
-    found = read(RunDirectory(run(fields, arguments.out.resolve() / f"{kind}-{seed}")))
+    found = load_run(RunDirectory(run(fields, arguments.out.resolve() / f"{kind}-{seed}")))
     return {report.policy_version: (report.reward, report.problems) for report in found.validations}
 
 
 def distance(first: list[float], second: list[float], problems: int) -> float:
-    """Difference of the two kinds' means in standard errors."""
+    """Compute the difference of the two means in standard errors."""
     pooled = mean(first + second)
     sampling = pooled * (1 - pooled) / problems * (1 / len(first) + 1 / len(second))
     seeds = sum(variance(values) / len(values) for values in (first, second) if len(values) > 1)
@@ -62,7 +62,8 @@ def main() -> None:
     curves = {kind: [accuracies(kind, s, arguments) for s in arguments.seeds] for kind in KINDS}
     versions = sorted(set.intersection(*(set(curve) for kind in curves.values() for curve in kind)))
     table = Table("version", *(f"{kind} seed {seed}" for kind in KINDS for seed in arguments.seeds), "distance")
-    limit, worst = Z + math.sqrt(2 * math.log(len(versions))), 0.0
+    limit = Z + math.sqrt(2 * math.log(len(versions)))
+    worst = 0.0
     for version in versions:
         values = {kind: [curve[version][0] for curve in curves[kind]] for kind in KINDS}
         apart = distance(values["none"], values["eagle3"], curves["none"][0][version][1])

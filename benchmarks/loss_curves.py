@@ -1,4 +1,4 @@
-"""What benchmarks/losses.py trains, and the way from its runs to tables and a picture. Pure: it makes no runs."""
+"""The kinds of runs of benchmarks/losses.py, and the tables and pictures of their results. Pure: it starts no runs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from statistics import mean, stdev
 
 from scipy.stats import t as student
 
-from specrl.coordinator.pass_rates import interval
+from specrl.formats.statistics.pass_rates import effective_wilson_interval
 from specrl.report import charts
-from specrl.report.charts import Line
-from specrl.report.words import number
+from specrl.report.charts import ChartLine
+from specrl.report.words import format_number
 
 LAGS = (0, 1, 4)
 LOSSES = {
@@ -23,19 +23,23 @@ LOSSES = {
     "GSPO": 'objective: Gspo, advantages: GroupStandardised, normaliser: Sequences, clipLow: "3e-4", clipHigh: "4e-4"',
     "CISPO": 'objective: Cispo, advantages: GroupStandardised, clipLow: "1", clipHigh: "4"',
 }
-"""As docs/losses.md has them, less GRPO's reference and DAPO's punishment of long answers."""
-NOTHING, TRUNCATED, RATIO = "none", "TIS", "ratio"
+"""Losses as in docs/losses.md, without GRPO's reference and DAPO's penalty for long answers."""
+NOTHING = "none"
+TRUNCATED = "TIS"
+RATIO = "ratio"
 CORRECTIONS = {
     NOTHING: "correction: {method: None}",
     TRUNCATED: 'correction: {method: Truncate, high: "2"}',
     RATIO: "ratioTo: Sampler, correction: {method: None}",
 }
-"""Weights of 1; trainer over sampler, at most 2; and, as PPO has it, the objective's own ratio, clipped as it is."""
+"""Corrections: none (weights of 1); trainer over sampler, at most 2; and the objective's own ratio to the sampler,
+clipped as PPO does.
+"""
 
 
 @dataclass(frozen=True, order=True)
 class Kind:
-    """What one run, or several of several seeds, are of."""
+    """The settings of one run, or of the runs of several seeds."""
 
     data: str
     loss: str
@@ -47,23 +51,23 @@ class Kind:
         return f"{self.data}-{self.loss}-lag{self.lag}-{self.correction}".lower()
 
     def fields(self) -> dict[str, str]:
-        """Of the run file."""
+        """Fields of the run file."""
         loss = f"{{{LOSSES[self.loss]}, {CORRECTIONS[self.correction]}}}"
         return {"trainer.loss": loss, "schedule.maxPolicyLag": str(self.lag)}
 
 
 def kinds(data: str) -> list[Kind]:
-    """Every loss at every lag with and without a correction; where lag is greatest also by the ratio."""
+    """Every loss at every lag with and without correction; at the greatest lag also with the ratio."""
     both = [Kind(data, *it) for it in product(LOSSES, LAGS, (NOTHING, TRUNCATED))]
     return both + [Kind(data, loss, max(LAGS), RATIO) for loss in LOSSES]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run. accuracies: of every validation, as (policy version, share of problems solved), ascending.
+    """Result of one run. accuracies: of every validation, as (policy version, share of problems solved), ascending.
 
-    rewards: mean of each step's rollouts. lag: mean policy lag of all rollouts trained. effective: mean of the steps'
-    effective sample sizes, 1 where all weights are alike. clipped: mean share of tokens that a clip held.
+    rewards: mean reward of each step. lag: mean policy lag of all rollouts trained. effective: mean effective sample
+    size of the steps; 1 if all weights are equal. clipped: mean share of tokens that a clip changed.
     """
 
     accuracies: tuple[tuple[int, float], ...]
@@ -79,30 +83,30 @@ class Outcome:
 
     @property
     def area(self) -> float:
-        """Mean accuracy of all versions validated after the first, which no run has changed."""
+        """Mean accuracy of all validated versions after the first, which is the same in all runs."""
         return mean(accuracy for _, accuracy in self.accuracies[1:])
 
 
 Found = Mapping[Kind, Sequence[Outcome]]
-"""Runs of each kind, one a seed, in the same order of seeds."""
+"""Runs of each kind, one per seed, in the same order of seeds."""
 
 
 def last_with_interval(runs: Sequence[Outcome]) -> str:
-    """Accuracy of the last version: mean over seeds, and the 95 % interval over all their problems."""
+    """Accuracy of the last version: mean over seeds, and its 95 % interval over all their problems."""
     values = [run.last for run in runs]
     low, high = shares_interval(values, [run.problems for run in runs])
     return f"{mean(values):.2f} ({low:.2f}-{high:.2f})"
 
 
 def shares_interval(shares: Sequence[float], problems: Sequence[int]) -> tuple[float, float]:
-    """Of the mean of several validations, as if all of their problems were one draw: Wilson's."""
+    """Wilson interval of the mean of several validations, as if all problems were one sample."""
     solved = [round(share * count) for share, count in zip(shares, problems, strict=True)]
     values = [1.0] * sum(solved) + [0.0] * (sum(problems) - sum(solved))
-    return interval(values, 1)
+    return effective_wilson_interval(values, 1)
 
 
 def mean_with_interval(differences: Sequence[float]) -> str:
-    """Mean and its 95 % interval by Student's t; no interval of a single one."""
+    """Mean and its 95 % interval by Student's t. A single value has no interval."""
     middle = mean(differences)
     if len(differences) < 2:
         return f"{middle:+.2f}"
@@ -111,7 +115,7 @@ def mean_with_interval(differences: Sequence[float]) -> str:
 
 
 def table(found: Found) -> str:
-    """Markdown: a row of each data, lag and correction, a column of each loss; then what the correction is worth."""
+    """Render Markdown: a row per data, lag and correction, a column per loss; then the gain of the correction."""
     present = [correction for correction in CORRECTIONS if any(kind.correction == correction for kind in found)]
     rows = [("", "lag", "correction", *LOSSES, "mean lag", "effective sample size", "clipped")]
     for data, lag, correction in product(_data(found), LAGS, present):
@@ -120,12 +124,12 @@ def table(found: Found) -> str:
         if runs:
             cells = [last_with_interval(some) if some else "-" for some in of.values()]
             means = [mean(getattr(run, name) for run in runs) for name in ("lag", "effective", "clipped")]
-            rows.append((data, str(lag), correction, *cells, *(number(value, 2) for value in means)))
-    return _markdown(rows, text_columns=1)
+            rows.append((data, str(lag), correction, *cells, *(format_number(value, 2) for value in means)))
+    return render_rows(rows, text_columns=1)
 
 
 def worth(found: Found) -> str:
-    """Markdown: accuracy with less without a correction, over losses and seeds, by data and lag."""
+    """Render Markdown: accuracy with minus accuracy without correction, over losses and seeds, by data and lag."""
     rows = [("", "lag", "correction", "last accuracy, less that without", "mean accuracy, less that without", "runs")]
     for data, lag, correction in product(_data(found), LAGS, (TRUNCATED, RATIO)):
         pairs = [pair for loss in LOSSES for pair in _pairs(found, Kind(data, loss, lag, correction))]
@@ -133,11 +137,11 @@ def worth(found: Found) -> str:
             last = mean_with_interval([a.last - b.last for a, b in pairs])
             area = mean_with_interval([a.area - b.area for a, b in pairs])
             rows.append((data, str(lag), correction, last, area, f"2 x {len(pairs)}"))
-    return _markdown(rows, text_columns=1)
+    return render_rows(rows, text_columns=1)
 
 
 def _pairs(found: Found, kind: Kind) -> list[tuple[Outcome, Outcome]]:
-    """Runs of this correction, each with that of its seed without any."""
+    """Pair the runs with this correction with those without, by seed."""
     without = found.get(replace(kind, correction=NOTHING), ())
     return list(zip(found.get(kind, ()), without, strict=False))
 
@@ -146,7 +150,7 @@ def _data(found: Found) -> list[str]:
     return list(dict.fromkeys(kind.data for kind in found))
 
 
-def _markdown(rows: Sequence[Sequence[str]], text_columns: int) -> str:
+def render_rows(rows: Sequence[Sequence[str]], text_columns: int) -> str:
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     rule = "|" + "--|" * text_columns + "--:|" * (len(rows[0]) - text_columns)
     return "\n".join([lines[0], rule, *lines[1:]]) + "\n"
@@ -163,12 +167,13 @@ text { font: 12.5px ui-sans-serif, system-ui, Arial, sans-serif; fill: #63676f }
 .curve.first { stroke: #274b70 } .curve.second { stroke: #c8501e }
 .curve.third { stroke: #8a74bd } .curve.fourth { stroke: #4f9a94 }
 """
-HEAD, GAP = 26, 16
+HEAD = 26
+GAP = 16
 """Pixels above each chart for its title, and between charts."""
 
 
 def picture(found: Found, data: str) -> str:
-    """SVG that stands alone: validation accuracy by version, a chart of each lag and correction, a curve of each loss.
+    """Render a standalone SVG: validation accuracy by version, a chart per lag and correction, a curve per loss.
 
     Curves are means over seeds.
     """
@@ -187,7 +192,7 @@ def picture(found: Found, data: str) -> str:
             x = (GAP + charts.WIDTH) * columns.index(lag)
             parts.append(_panel(found, Kind(data, "", lag, correction), x, height))
         height += (HEAD + charts.HEIGHT + GAP) * bool(row)
-    width = (GAP + charts.WIDTH) * max(2, len(columns))  # the key stands above the second
+    width = (GAP + charts.WIDTH) * max(2, len(columns))  # the legend stands above the second chart
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">'
         f"<style>{SHEET}</style>"
@@ -212,8 +217,8 @@ def _panel(found: Found, kind: Kind, x: int, y: int) -> str:
         runs = found.get(Kind(kind.data, loss, kind.lag, kind.correction), ())
         if runs:
             by_version = zip(*(run.accuracies for run in runs), strict=True)
-            series.append(Line(loss, style, [(float(at[0][0]), mean(a for _, a in at)) for at in by_version]))
-    drawn = charts.lines(series, f"{kind.data}, {title}", top=1.0)
-    return f'<text class="title" x="{x + charts.LEFT}" y="{y + 18}">{escape(title)}</text>' + drawn.replace(
+            series.append(ChartLine(loss, style, [(float(at[0][0]), mean(a for _, a in at)) for at in by_version]))
+    drawn = charts.draw_lines(title, series, f"{kind.data}, {title}", top=1.0)
+    return f'<text class="title" x="{x + charts.LEFT}" y="{y + 18}">{escape(title)}</text>' + drawn.svg.replace(
         "<svg ", f'<svg x="{x}" y="{y + HEAD}" width="{charts.WIDTH}" height="{charts.HEIGHT + 4}" ', 1
     )

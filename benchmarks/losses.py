@@ -1,24 +1,24 @@
-"""What losses and corrections are worth when rollouts lag behind: GRPO, DAPO, GSPO and CISPO at policy lag 0, 1 and 4.
+"""Measures losses and corrections on lagging rollouts: GRPO, DAPO, GSPO and CISPO at policy lags 0, 1 and 4.
 
     python benchmarks/losses.py --policy runs/demo-policy --out runs/losses                # all 28 runs; resumable
-    python benchmarks/losses.py --policy ... --out ... --only lag4                         # those whose name has it
-    python benchmarks/losses.py --policy runs/words-policy --data words --out runs/losses  # another policy's problems
+python benchmarks/losses.py --policy ... --out ... --only lag4                         # runs with this in their name
+python benchmarks/losses.py --policy runs/words-policy --data words --out runs/losses  # problems for another policy
 
-Each run is `specrl run` on examples/demo/run.yaml without speculation: real RL of a tiny policy, 6 prompts x 8 rollouts
-a step, two updates a step, so that the objectives' clips have something to clip, and a learning rate several times the
-demo's, so that a policy is soon another one. Runs of one table start from the same policy, with the same prompts and
-seeds. Corrections: `none` takes a lagging rollout for a fresh one; `TIS` weighs its tokens by trainer over sampler, at
-most 2; `ratio`, at the greatest lag, takes the objective's own ratio to the sampler. At lag 0 all weights are 1: what
-"TIS" and "none" differ by there is what two runs of the same thing differ by.
+Each run is `specrl run` on examples/demo/run.yaml without speculation: real RL of a tiny policy with 6 prompts x 8
+rollouts per step. A step makes two updates, so that clips of the objectives take effect. The learning rate is several
+times the demo's, so that the policy changes quickly. Runs of one table have the same first policy, prompts and seeds.
 
-Data: `wheels`, the demo's; `words`, word problems in the manner of GSM8K, for a policy that has been warmed up on them;
-`gsm8k`, for a policy of yours that solves some of it, with `--gsm8k FOLDER`, which has GSM8K's own train.jsonl and
-test.jsonl and is no part of the project.
+Corrections: `none` treats lagging rollouts as fresh. `TIS` weighs tokens by trainer over sampler, at most 2. `ratio`,
+at the greatest lag, uses the objective's own ratio to the sampler. At lag 0 all weights are 1, so a difference between
+"TIS" and "none" there is noise between equal runs.
 
-Printed: the accuracy of the last version with its 95 % interval over problems, and what each correction is worth, by
-pairs of runs of the same loss and seed, with a 95 % interval over the pairs. With `--write FOLDER` the tables and a
-picture of the curves go there. What has finished is kept under --out: after Ctrl-C, or with another `--only`, the same
-command goes on.
+Data: `wheels`, the demo's problems; `words`, word problems like GSM8K's, for a policy that has been warmed up on them;
+`gsm8k`, for a policy of yours that solves some of it, with `--gsm8k FOLDER`: the folder has GSM8K's train.jsonl and
+test.jsonl, which are not part of the project.
+
+Printed: the accuracy of the last version with its 95 % interval over problems, and the gain of each correction over
+pairs of runs with the same loss and seed, with a 95 % interval over the pairs. `--write FOLDER` writes the tables and a
+picture of the curves. Finished runs stay in --out, so the same command continues after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from specrl.launcher.run_directory import RunDirectory
-from specrl.report.reading import read
+from specrl.report.reading import load_run
 
 COMMON = {
     "generation.speculation": "{none: {}}",
@@ -55,7 +55,7 @@ DATA = ("wheels", "words", "gsm8k")
 
 
 def data_fields(data: str, gsm8k: Path | None) -> dict[str, str]:
-    """What of the run file depends on the problems."""
+    """Fields of the run file that depend on the problems."""
     if data == "words":
         return {
             "prompts.source": WORDS.format(count=512, seed=1),
@@ -75,9 +75,10 @@ def data_fields(data: str, gsm8k: Path | None) -> dict[str, str]:
 
 
 def outcome(folder: Path) -> Outcome:
-    """Of a finished run."""
-    found = read(RunDirectory(folder))
-    steps, validations = found.steps, sorted(found.validations, key=lambda report: report.policy_version)
+    """Read the results of a finished run."""
+    found = load_run(RunDirectory(folder))
+    steps = found.steps
+    validations = sorted(found.validations, key=lambda report: report.policy_version)
     return Outcome(
         accuracies=tuple((report.policy_version, report.reward) for report in validations),
         problems=validations[-1].problems,
@@ -89,7 +90,7 @@ def outcome(folder: Path) -> Outcome:
 
 
 class Runs:
-    """Where they lie, and what they have in common."""
+    """Folder and common fields of the runs."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._out: Path = arguments.out.resolve()
@@ -102,7 +103,7 @@ class Runs:
         }
 
     def made(self, kind: Kind, seed: int, progress: Progress) -> Outcome:
-        """One run to its end, or what an earlier call left. Raises Failed."""
+        """Train one run, or return what an earlier call left. Raises Failed."""
         fields = self._fields | kind.fields() | {"schedule.seed": str(seed), "prompts.shuffleSeed": str(seed)}
         (bar,) = progress.task_ids
         before = progress.tasks[bar].completed
@@ -116,7 +117,7 @@ class Runs:
 
 @contextmanager
 def progress_bar(steps: int, console: Console) -> Iterator[Progress]:
-    """Over all steps of all runs."""
+    """Mean over all steps of all runs."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -129,16 +130,18 @@ def progress_bar(steps: int, console: Console) -> Iterator[Progress]:
 
 
 def main() -> None:
-    """Train what is chosen and not there yet; show all of it."""
+    """Train the chosen runs that are not finished, and show all results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policy", type=Path, required=True, help="base policy, as `specrl demo` leaves it")
     parser.add_argument("--out", type=Path, required=True, help="folder for the runs; finished ones are not repeated")
     parser.add_argument("--data", choices=DATA, default=DATA[0], help="problems (default: %(default)s)")
     parser.add_argument("--gsm8k", type=Path, help="folder with GSM8K's train.jsonl and test.jsonl, for --data gsm8k")
-    parser.add_argument("--steps", type=int, default=12, help="of each run (default: %(default)s)")
-    parser.add_argument("--learning-rate", default="1.5e-4", help="of each run (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=12, help="steps of each run (default: %(default)s)")
+    parser.add_argument("--learning-rate", default="1.5e-4", help="learning rate of each run (default: %(default)s)")
     parser.add_argument("--seeds", type=lambda text: [int(part) for part in text.split(",")], default=[1])
-    parser.add_argument("--only", default="", help="runs whose names hold each of these words, as in grpo,lag4")
+    parser.add_argument(
+        "--only", default="", help="only runs whose names contain all of these words, such as grpo,lag4"
+    )
     parser.add_argument("--write", type=Path, help="folder for losses-DATA.md and losses-DATA.svg")
     arguments = parser.parse_args()
     if arguments.data == "gsm8k" and arguments.gsm8k is None:
@@ -147,7 +150,8 @@ def main() -> None:
     if not chosen:
         names = "\n  ".join(kind.name for kind in kinds(arguments.data))
         parser.error(f"--only must leave runs, got {arguments.only}; they are\n  {names}")
-    console, runs = Console(), Runs(arguments)
+    console = Console()
+    runs = Runs(arguments)
     found: dict[Kind, list[Outcome]] = {}
     failures = 0
     with progress_bar(arguments.steps * len(chosen) * len(arguments.seeds), console) as progress:
@@ -159,7 +163,7 @@ def main() -> None:
                     failures += 1
                     console.print(f"{kind.name}, seed {seed} FAILED: {error}")
                 except KeyboardInterrupt:
-                    sys.exit("stopped; the same command goes on with the run that was under way")
+                    sys.exit("interrupted; the same command continues with the unfinished run")
     tables = f"{table(found)}\n{worth(found)}"
     console.print(tables, highlight=False, soft_wrap=True)
     if arguments.write is not None:

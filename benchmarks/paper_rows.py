@@ -1,7 +1,6 @@
-"""What benchmarks/paper_table.py measures: its rows, the paper's figures, and the way from steps' reports to ratios.
+"""The rows of benchmarks/paper_table.py, the paper's figures, and how ratios follow from the steps' reports.
 
-Pure: runs are made elsewhere. Figures of the paper are those of arXiv 2604.26779 and nothing else; where it has none
-for a row, there is none.
+Pure: it starts no runs. The paper's figures are only those of arXiv 2604.26779; where it has none for a row, None.
 """
 
 from __future__ import annotations
@@ -13,19 +12,20 @@ from pathlib import Path
 from statistics import mean, median, quantiles
 from typing import Any
 
-from specrl.coordinator.report import StageSeconds, StepReport
+from specrl.formats.reports import PhaseSeconds, StepReport
 
 WARM_UP_STEPS = 1
-STAGES = ("data", "prepare", "generation", "logprob", "train")
-IN_DOMAIN, WEAK = "drafter-in-domain", "drafter-weak"
+PHASES = ("data", "prepare", "generation", "logprob", "train")
+IN_DOMAIN = "drafter-in-domain"
+WEAK = "drafter-weak"
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A policy to start from, what makes it, how long its answers are, and the rows measured on it.
+    """A policy to start from, how it is made, how long its answers are, and the rows measured on it.
 
-    difficulty: lines that every problem is longer by, one of six tokens each. max_tokens: of an answer.
-    warm_up: batches of examples/demo/make_policy.py.
+    difficulty: extra lines of every problem, of six tokens each. max_tokens: longest answer. warm_up: batches of
+    examples/demo/make_policy.py.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Configuration:
-    """One row: what differs from the others. reference: the row that it is a ratio to."""
+    """A row and what distinguishes it. reference: the row that its ratios are relative to."""
 
     name: str
     says: str
@@ -64,7 +64,7 @@ class Configuration:
     reference: str = "none"
 
     def overrides(self, folder: Path) -> dict[str, str]:
-        """Fields of the run file. folder: where the workload's drafters are."""
+        """Fields of the run file. folder: has the workload's drafters."""
         speculation = self.speculation
         if self.drafter is not None:
             speculation = speculation.replace("}", f", path: {json.dumps(str(folder / self.drafter))}}}")
@@ -79,7 +79,7 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Published:
-    """The paper's figures for one row; None where it has none."""
+    """The paper's figures for one row; None if it has none."""
 
     generation: float | None = None
     step: float | None = None
@@ -87,7 +87,7 @@ class Published:
 
 
 def eagle3(k: int) -> str:
-    """Member of `generation.speculation` for a fresh head that drafts k tokens."""
+    """Make the `generation.speculation` section of a fresh head that drafts k tokens."""
     return f"eagle3: {{numDraftTokens: {k}}}"
 
 
@@ -127,7 +127,7 @@ WORKLOADS = (
         max_tokens=176,
         rows=tuple(configuration.name for configuration in CONFIGURATIONS if not configuration.lag),
     ),
-    # The paper's asynchronous run is of this one.
+    # The paper's asynchronous run has this workload.
     Workload(
         "reasoning",
         "a model trained for longer on longer answers, as RL-Think",
@@ -138,15 +138,15 @@ WORKLOADS = (
     ),
 )
 
-# arXiv 2604.26779, 32 GB200, synchronous, EAGLE-3, initialised on DAPO: seconds by stage, without speculation and with.
-PUBLISHED_STAGES = {
+# arXiv 2604.26779, 32 GB200, synchronous, EAGLE-3 initialised on DAPO: seconds by phase, without and with speculation.
+PUBLISHED_PHASES = {
     "base": (
-        StageSeconds(data=0.2, prepare=1.9, generation=100.0, logprob=17.8, train=31.3),
-        StageSeconds(data=0.2, prepare=2.1, generation=56.6, logprob=18.1, train=30.5),
+        PhaseSeconds(data=0.2, prepare=1.9, generation=100.0, logprob=17.8, train=31.3),
+        PhaseSeconds(data=0.2, prepare=2.1, generation=56.6, logprob=18.1, train=30.5),
     ),
     "reasoning": (
-        StageSeconds(data=0.3, prepare=2.1, generation=133.6, logprob=17.9, train=31.4),
-        StageSeconds(data=0.2, prepare=1.6, generation=87.0, logprob=18.1, train=30.5),
+        PhaseSeconds(data=0.3, prepare=2.1, generation=133.6, logprob=17.9, train=31.4),
+        PhaseSeconds(data=0.2, prepare=1.6, generation=87.0, logprob=18.1, train=30.5),
     ),
 }
 PUBLISHED = {
@@ -164,7 +164,7 @@ Steps = dict[tuple[int, int], StepReport]
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times less time than the reference: of typical steps, and the middle half of like steps' ratios."""
+    """Speed-up over the reference: of the typical step, and the middle half of the ratios of equal steps."""
 
     value: float
     low: float
@@ -186,9 +186,9 @@ class Row:
     step: Ratio | None
     acceptance_length: float | None
     exposed_share: float
-    """Exposed generation, share of the steps' time."""
-    stages: dict[str, float]
-    """Each stage of a typical step, and the total, in shares of the reference's."""
+    """Exposed generation: share of the steps' time."""
+    phases: dict[str, float]
+    """Each phase of a typical step, and the total, as shares of the reference's step."""
     mean_length: float
     published: Published
 
@@ -197,7 +197,7 @@ class Row:
 
 
 def read_steps(metrics: str, number: int) -> Steps:
-    """The steps of one run after its warm-up, from the text of its metrics.jsonl. number: its round."""
+    """Read the steps of a run after its warm-up, from the text of its metrics.jsonl. number: its round."""
     reports = [StepReport.model_validate_json(line) for line in metrics.splitlines() if line.strip()]
     return {(number, report.step): report for report in reports if report.step > WARM_UP_STEPS}
 
@@ -205,7 +205,9 @@ def read_steps(metrics: str, number: int) -> Steps:
 def ratio(
     reference: Steps, own: Steps, seconds: Callable[[StepReport], float], middle: Middle = median
 ) -> Ratio | None:
-    """Time of the reference over the row's own, on the steps that both have; None when a time is 0 or nothing is."""
+    """Compute the reference's time over the row's, on steps that both have; None if a time is 0 or there is no such
+    step.
+    """
     places = sorted(set(reference) & set(own))
     theirs = [seconds(reference[place]) for place in places]
     mine = [seconds(own[place]) for place in places]
@@ -216,59 +218,61 @@ def ratio(
 
 
 def row_of(workload: str, configuration: Configuration, found: Mapping[str, Steps]) -> Row:
-    """A row of the table. found: steps by the name of the row; the row's own and its reference's are there.
+    """Make a row of the table. found: steps by row name, with those of this row and of its reference.
 
-    With policy lag a step that finds its rollouts ready follows one that waited: the mean stands for both kinds, and
-    exposed generation, which is 0 in the one kind, is given as a share and not as a ratio.
+    With a policy lag, steps that find their rollouts ready alternate with steps that waited. So the mean of both kinds
+    is used, and exposed generation, which is 0 for one kind, is given as a share and not as a ratio.
     """
-    own, reference = found[configuration.name], found[configuration.reference]
-    reports, is_synchronous = list(own.values()), configuration.lag == 0
+    own = found[configuration.name]
+    reference = found[configuration.reference]
+    reports = list(own.values())
+    is_synchronous = configuration.lag == 0
     middle: Middle = median if is_synchronous else mean
-    whole = middle([report.stages.total for report in reference.values()])
-    seconds = {stage: middle([getattr(report.stages, stage) for report in reports]) for stage in STAGES}
-    seconds["total"] = middle([report.stages.total for report in reports])
+    whole = middle([report.phases.wall_seconds for report in reference.values()])
+    seconds = {phase: middle([getattr(report.phases, phase) for report in reports]) for phase in PHASES}
+    seconds["total"] = middle([report.phases.wall_seconds for report in reports])
     accepted = [report.acceptance_length for report in reports if report.acceptance_length is not None]
     generation = per_token = None
     if is_synchronous:
-        generation = ratio(reference, own, lambda report: report.stages.generation)
-        per_token = ratio(reference, own, lambda report: report.stages.generation / report.tokens)
+        generation = ratio(reference, own, lambda report: report.phases.generation)
+        per_token = ratio(reference, own, lambda report: report.phases.generation / report.tokens)
     return Row(
         name=configuration.name,
         says=configuration.says,
         steps=len(reports),
         generation=generation,
         per_token=per_token,
-        step=ratio(reference, own, lambda report: report.stages.total, middle),
+        step=ratio(reference, own, lambda report: report.phases.wall_seconds, middle),
         acceptance_length=mean(accepted) if accepted else None,
-        exposed_share=sum(r.exposed_generation for r in reports) / sum(r.stages.total for r in reports),
-        stages={stage: value / whole for stage, value in seconds.items()},
+        exposed_share=sum(r.exposed_generation for r in reports) / sum(r.phases.wall_seconds for r in reports),
+        phases={phase: value / whole for phase, value in seconds.items()},
         mean_length=sum(r.tokens for r in reports) / sum(r.rollouts for r in reports),
         published=PUBLISHED.get((workload, configuration.name), Published()),
     )
 
 
 def rows_of(workload: str, found: Mapping[str, Steps]) -> list[Row]:
-    """Rows in the order of `CONFIGURATIONS`; one without steps, or whose reference has none, is left out."""
+    """Make the rows in the order of `CONFIGURATIONS`. A row without steps, or whose reference has none, is left out."""
     known = {name: steps for name, steps in found.items() if steps}
     return [row_of(workload, c, known) for c in CONFIGURATIONS if c.name in known and c.reference in known]
 
 
 def published_shares(workload: str) -> tuple[dict[str, float], dict[str, float]]:
-    """The paper's stages without speculation and with, in shares of its step without."""
-    plain, speculated = PUBLISHED_STAGES[workload]
+    """Make the paper's phases without and with speculation, as shares of its step without."""
+    plain, speculated = PUBLISHED_PHASES[workload]
     plain_s, speculated_s = (
-        {stage: getattr(seconds, stage) for stage in STAGES} | {"total": seconds.total}
+        {phase: getattr(seconds, phase) for phase in PHASES} | {"total": seconds.wall_seconds}
         for seconds in (plain, speculated)
     )
     whole = plain_s["total"]
     return (
-        {stage: value / whole for stage, value in plain_s.items()},
-        {stage: value / whole for stage, value in speculated_s.items()},
+        {phase: value / whole for phase, value in plain_s.items()},
+        {phase: value / whole for phase, value in speculated_s.items()},
     )
 
 
 def plan(names: Sequence[str], rounds: int) -> list[tuple[int, Configuration]]:
-    """Who runs when: each round starts one third further on, so that nobody is always first or always last."""
+    """Order the rows of each round. A round starts one third further on, so that no row is always first or last."""
     chosen = [configuration for configuration in CONFIGURATIONS if configuration.name in names]
     order: list[tuple[int, Configuration]] = []
     for number in range(1, rounds + 1):

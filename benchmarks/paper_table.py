@@ -1,26 +1,26 @@
-"""The paper's design on this machine: stages of an RL step with speculation against none, beside the paper's ratios.
+"""Reproduces the paper's design on this machine: phases of an RL step with and without speculation.
 
     python benchmarks/paper_table.py --out runs/paper              # all rows, both workloads, two rounds
     python benchmarks/paper_table.py --out runs/paper --quick      # four rows of the base model
 
-Every row is `specrl run` on examples/demo/run.yaml, real RL of a policy of 24 layers, for which a one-layer drafter is
-cheap: coordinator, one replica on one core, one trainer rank on both when it trains synchronously and on the other at
-policy lag 1, 4 rollouts a step. The stages come from the runs' metrics.jsonl; the first step of a run warms it up and
-is left out. All rows of a workload start from the same policy and have the same prompts and seeds. They take turns in
-rounds, every round in another order and with other prompts, so that a noisy machine disturbs all alike. Runs that have
-finished with the same settings are not repeated: after Ctrl-C the same command goes on.
+Every row is `specrl run` on examples/demo/run.yaml: real RL of a policy of 24 layers, for which a one-layer drafter is
+cheap, with 4 rollouts per step. A coordinator, one replica on one core and one trainer rank share two cores.
+Synchronous, the trainer uses both; at policy lag 1 it uses the other one. Phases come from the runs' metrics.jsonl; the
+first step of a run warms up and is left out. All rows of a workload have the same first policy, prompts and seeds. Rows
+take turns in rounds, each in another order and with other prompts, so that a noisy machine affects all rows equally.
+Finished runs with the same settings are not repeated, so the same command continues after Ctrl-C.
 
-Speeds are ratios to the row without speculation at the same policy lag: the median over steps of the one over that of
-the other, and in brackets the middle half of the ratios of like steps. At policy lag 1, where steps that wait and steps
-that do not alternate, they are of means, and of whole steps only. "a token" is the speed of generation in seconds a
-token: what is sampled is of one distribution in all rows, but not of one length. "exposed" is the share of a step in
-which the trainer waits for rollouts. No row has a canary, as the paper's have none.
+Speeds are ratios to the row without speculation at the same policy lag: the ratio of the median steps, and in brackets
+the middle half of the ratios of equal steps. At policy lag 1, steps that wait alternate with steps that do not, so
+means are used, and of whole steps only. "a token" is the speed of generation in seconds per token: all rows sample from
+one distribution, but not the same lengths. "exposed" is the share of a step in which the trainer waits for rollouts. As
+in the paper, no row has a canary.
 
-Beside them stand the figures of arXiv 2604.26779 (Qwen3-8B-Base and Qwen3-8B on 32 GB200, synchronous), where it has
-any. Another model on another machine: the direction is to be compared, not the size.
+The paper's figures (arXiv 2604.26779; Qwen3-8B-Base and Qwen3-8B on 32 GB200, synchronous) stand beside them where it
+has any. Model and machine differ, so compare the direction and not the size.
 
-The policies and drafters are made once, under --out: two policies, and for each a drafter initialised on its own
-rollouts of the run's prompts and one on its rollouts of another family's.
+Policies and drafters are made once, below --out: two policies, and for each a drafter initialised on its own rollouts
+of the run's prompts and one on its rollouts of another family's.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from paper_rows import (
     CONFIGURATIONS,
     IN_DOMAIN,
     NAMES,
+    PHASES,
     QUICK,
-    STAGES,
     WARM_UP_STEPS,
     WEAK,
     WORKLOADS,
@@ -59,18 +59,18 @@ from rich.console import Console
 from rich.table import Table
 
 LAYERS = 24
-WIDTH = 120  # of the tables in a file
+WIDTH = 120  # columns of tables in a file
 
 COMMON = {
     "validation": "null",
     "canary.everySteps": "0",
     "checkpoint.everySteps": "1000",
     "prompts.maxTokens": "56",
-    # One process for each of the two: they start sooner than more would.
+    # One process for each: they start sooner than several would.
     "generation.replicas": "1",
     "generation.kvCacheMib": "64",
     "trainer.parallelism.data": "1",
-    # So few rollouts that a step is mostly waiting for the longest answer, as in the paper.
+    # So few rollouts that a step mostly waits for its longest answer, as in the paper.
     "schedule.promptsPerStep": "1",
     "schedule.groupSize": "4",
     "generation.maxLiveRollouts": "4",
@@ -80,6 +80,7 @@ INITIALISATION = {
     "generation.kvCacheMib": "256",
     "generation.speculation": f"{{{eagle3(5)}}}",
     "trainer.drafter.initialisation.prompts": "256",
+    "trainer.drafter.initialisation.maxPrompts": "256",
     "trainer.drafter.initialisation.epochs": "10",
 }
 OTHER_FAMILY = {"prompts.source.generated.family": "ledger", "prompts.source.generated.difficulty": "0"}
@@ -87,7 +88,7 @@ DRAFTERS: dict[str, dict[str, str]] = {IN_DOMAIN: {}, WEAK: OTHER_FAMILY}
 
 
 def prepare(workload: Workload, folder: Path, drafters: Sequence[str], console: Console) -> None:
-    """Make the workload's policy and the drafters named, unless they are there."""
+    """Make the workload's policy and the named drafters unless they exist."""
     policy = folder / "policy"
     if not policy.exists():
         console.print(f"{workload.name}: making the policy ...")
@@ -108,7 +109,7 @@ def fields_of(workload: Workload, folder: Path) -> dict[str, str]:
 
 
 def run_once(workload: Workload, configuration: Configuration, number: int, folder: Path, steps: int) -> Steps:
-    """One run of a row, or what an earlier one of the same settings left. Raises Failed."""
+    """Train one run of a row, or return what an earlier one with the same settings left. Raises Failed."""
     runs = folder / "runs" / f"{configuration.name.replace(':', '-')}-round{number}"
     fields = fields_of(workload, folder) | configuration.overrides(folder)
     fields |= {"schedule.steps": str(steps), "schedule.seed": str(number), "prompts.shuffleSeed": str(number)}
@@ -117,7 +118,7 @@ def run_once(workload: Workload, configuration: Configuration, number: int, fold
 
 
 def measure(arguments: argparse.Namespace, console: Console) -> tuple[dict[str, dict[str, Steps]], int]:
-    """Do the runs; returns the steps by workload and row, and how many runs failed."""
+    """Train the runs. Returns the steps by workload and row, and the number of failed runs."""
     workloads = [workload for workload in WORKLOADS if workload.name in arguments.only]
     orders = {w.name: plan(arguments.configs or w.rows, arguments.rounds) for w in workloads}
     for workload in workloads:
@@ -125,7 +126,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> tuple[dict[str, 
         prepare(workload, arguments.out / workload.name, [name for name in DRAFTERS if name in drafters], console)
     found: dict[str, dict[str, Steps]] = {workload.name: {} for workload in workloads}
     failures = 0
-    # By rounds first: the two workloads of a round are measured in the same state of the machine.
+    # Rounds first, so that both workloads of a round meet the same state of the machine.
     tasks = [
         (number, workload, configuration)
         for at in range(1, arguments.rounds + 1)
@@ -148,7 +149,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> tuple[dict[str, 
 
 
 def speeds(rows: Sequence[Row]) -> Table:
-    """Ratios, each beside the paper's."""
+    """Make the table of ratios, beside the paper's."""
     columns = ("generation", "paper", "a token", "step", "paper", "acceptance", "paper", "exposed")
     table = Table("row", *columns, box=SIMPLE_HEAD)
     for row in rows:
@@ -162,14 +163,16 @@ def speeds(rows: Sequence[Row]) -> Table:
     return table
 
 
-def stages(workload: str, rows: Sequence[Row]) -> Table:
-    """Stages as in the paper's first table, in per cent of a step without speculation at the same lag."""
-    table = Table("% of a step of none", *STAGES, "total", "mean length", box=SIMPLE_HEAD)
+def phases(workload: str, rows: Sequence[Row]) -> Table:
+    """Make the table of phases, as in the paper's first table, in percent of a step without speculation at the same
+    lag.
+    """
+    table = Table("% of a step of none", *PHASES, "total", "mean length", box=SIMPLE_HEAD)
     for row in rows:
-        shares = (f"{100 * row.stages[stage]:.1f}" for stage in (*STAGES, "total"))
+        shares = (f"{100 * row.phases[phase]:.1f}" for phase in (*PHASES, "total"))
         table.add_row(row.name, *shares, f"{row.mean_length:.0f} tokens")
     for name, published in zip(("paper, none", "paper, eagle3:3"), published_shares(workload), strict=True):
-        table.add_row(name, *(f"{100 * published[stage]:.1f}" for stage in (*STAGES, "total")), "")
+        table.add_row(name, *(f"{100 * published[phase]:.1f}" for phase in (*PHASES, "total")), "")
     return table
 
 
@@ -187,7 +190,9 @@ def main() -> None:
     parser.add_argument("--only", choices=workloads, help="one workload (default: both)")
     parser.add_argument("--configs", type=lambda text: text.split(","), default=(), help=f"rows, of {', '.join(NAMES)}")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each row (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=10, help="of each run, warm-up included (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=10, help="steps of each run, warm-up included (default: %(default)s)"
+    )
     parser.add_argument("--quick", action="store_true", help=f"--only base --configs {','.join(QUICK)}")
     parser.add_argument("--json", type=Path, help="also write the rows here")
     arguments = parser.parse_args()
@@ -211,7 +216,7 @@ def main() -> None:
     except Failed as error:
         sys.exit(f"policies and drafters must be made first: {error}")
     except KeyboardInterrupt:
-        sys.exit("stopped; the same command goes on with the run that was under way")
+        sys.exit("interrupted; the same command continues with the unfinished run")
     result = {}
     for workload in WORKLOADS:
         rows = rows_of(workload.name, found.get(workload.name, {}))
@@ -221,7 +226,7 @@ def main() -> None:
             console.print(speeds(rows))
             for row in rows:
                 console.print(f"  {row.name}: {row.says}", highlight=False)
-            console.print(stages(workload.name, rows))
+            console.print(phases(workload.name, rows))
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     sys.exit(1 if failures else 0)

@@ -1,13 +1,14 @@
-"""What the parts of a rollout's way through the coordinator cost by themselves, beside the whole.
+"""Measures the cost of each part of a rollout's way through the coordinator, beside the whole.
 
     python -m benchmarks.rollout_budget
     python -m benchmarks.rollout_budget --ray-python RAY/bin/python   # an interpreter with ray, numpy and psutil
 
-Each part does with a rollout of 8192 tokens what the coordinator does with it, in a process that does nothing else, and
-is counted in CPU time of that process. The whole is a row of `coordinator_scale.py` with 8 replicas. What the parts
-do not explain is the scheduler, the tasks of the event loop and the board; and what they cost each other in caches.
-Printed: each part as a share of the whole; with Ray, what its flow costs beside it, and how much faster than Ray a
-coordinator would be that did nothing but to take rollouts from one gRPC call and to pass them on over another.
+Each part does with a rollout of 8192 tokens what the coordinator does, alone in a process, and is measured in CPU time
+of that process. The whole is a row of `coordinator_scale.py` with 8 replicas. The parts leave unexplained the
+scheduler, the tasks of the event loop, the observer, and what the parts cost each other in caches.
+
+Printed: each part as a share of the whole. With Ray: the cost of its flow, and how much faster than Ray a coordinator
+would be that only forwards rollouts from one gRPC call to another.
 """
 
 from __future__ import annotations
@@ -29,30 +30,34 @@ from benchmarks.scale_peers import Payload
 from rich.console import Console
 from rich.table import Table
 
-from specrl.coordinator.store import SqliteStore, StoredRollout
+from specrl.coordinator.ledger import SqliteStore, StoredRollout
 from specrl.records import Batch, FinishReason, GradedRollout, Reward, Rollout, TrainRollout, VersionSpan, wire
 
-TOKENS, PROMPT_TOKENS, GROUP, TOGETHER = 8192, 256, 16, 8
+TOKENS = 8192
+PROMPT_TOKENS = 256
+GROUP = 16
+TOGETHER = 8
 ROUNDS = 60
-"""Of a group each."""
+"""Rollouts in a group."""
 
 
 def a_message() -> bytes:
-    """What a replica sends for one rollout."""
+    """Make what a replica sends for one rollout."""
     payload = Payload.of(TOKENS)
-    versions, ids_T = (VersionSpan(3, 0, TOKENS),), payload.token_ids_T
+    versions = (VersionSpan(3, 0, TOKENS),)
+    ids_T = payload.token_ids_T
     names = ("000001-00000-000-0", "000001-00000", 0)
     rollout = Rollout(*names, ids_T, payload.logprobs_T, versions, FinishReason.LENGTH, "gen-000", payload.text, 1.0)
     return wire.rollout_to_bytes(rollout)
 
 
 def read_and_check(message: bytes) -> None:
-    """A message becomes a record that may be trained on."""
+    """Parse a message into a checked record."""
     wire.rollout_from_bytes(message).check(TOKENS, range(3, 4))
 
 
 def of_cpu(work: Callable[[], object]) -> float:
-    """CPU seconds of a rollout, of `ROUNDS` groups."""
+    """CPU seconds per rollout of `work`, over `ROUNDS` groups."""
     work()
     began = time.process_time()
     for _ in range(ROUNDS):
@@ -61,7 +66,7 @@ def of_cpu(work: Callable[[], object]) -> float:
 
 
 async def of_cpu_async(work: Callable[[], Awaitable[object]]) -> float:
-    """The same, where work has to be awaited."""
+    """The same for work that is awaited."""
     await work()
     began = time.process_time()
     for _ in range(ROUNDS):
@@ -73,7 +78,7 @@ async def of_cpu_async(work: Callable[[], Awaitable[object]]) -> float:
 
 
 async def answer() -> None:
-    """Serve calls that send a rollout, or take a part of a batch; print the port."""
+    """Serve calls that send a rollout or take a part of a batch. Prints the port."""
     message = a_message()
 
     async def one_each(requests: Any, _context: Any) -> Any:
@@ -98,7 +103,7 @@ async def answer() -> None:
 
 
 async def over_the_wire(port: int, batch: Batch) -> dict[str, float]:
-    """CPU seconds of a rollout on this side of the wire."""
+    """CPU seconds per rollout on this side of the wire."""
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         request = bytes(PROMPT_TOKENS * 3)
         take: Any = channel.stream_unary("/budget/take")
@@ -113,7 +118,7 @@ async def over_the_wire(port: int, batch: Batch) -> dict[str, float]:
 
         async def send() -> None:
             sending = take()
-            for part in wire.train_step_parts(batch):
+            for part in wire.encode_train_parts(batch):
                 await sending.write(part)
             await sending.done_writing()
             await sending
@@ -130,7 +135,7 @@ async def over_the_wire(port: int, batch: Batch) -> dict[str, float]:
 
 
 def in_the_store(message: bytes) -> dict[str, float]:
-    """CPU seconds of a rollout in SQLite, eight in each transaction, a step of 8 groups forgotten at a time."""
+    """CPU seconds per rollout in SQLite: eight in each transaction, and steps of 8 groups are deleted one at a time."""
     graded = wire.graded_to_bytes(GradedRollout(wire.rollout_from_bytes(message), Reward(1.0)))
     spent = {"SQLite: write it": 0.0, "SQLite: forget it": 0.0}
     with tempfile.TemporaryDirectory() as folder:
@@ -141,7 +146,7 @@ def in_the_store(message: bytes) -> dict[str, float]:
                 for first in range(0, GROUP, TOGETHER):
                     samples = range(first, first + TOGETHER)
                     store.put_rollouts([StoredRollout(step, index, sample, 0, graded) for sample in samples])
-            store.put_batch(step, b"outline", [(step, index) for index in range(8)])
+            store.put_batch(step, b"outline", list(range(8)))
             store.finish_step(step, {"step": step})
             spent["SQLite: write it"] += time.process_time() - began
             began = time.process_time()
@@ -156,7 +161,7 @@ def in_the_store(message: bytes) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure all parts and the whole, print the table."""
+    """Measure all parts and the whole, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ray-python", type=Path, help="an interpreter that has Ray")
     parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)

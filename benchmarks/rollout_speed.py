@@ -1,4 +1,4 @@
-"""Rollouts per kind of speculation, draft length and live batch, and specrl's overhead over a plain vLLM loop.
+"""Measures rollout speed by kind of speculation, draft length and live batch, and specrl's overhead over plain vLLM.
 
     python benchmarks/rollout_speed.py --run runs/demo-1                # the demo's policy with its trained drafter
 
@@ -10,10 +10,10 @@ A policy of 24 layers, for which a one-layer drafter is cheap:
     python benchmarks/rollout_speed.py --run runs/deep/demo-1 --batches 1,8 \\
         --mechanisms none,ngram:3,eagle3:1,eagle3:3,eagle3:5
 
-One process: the engines (by default none, and ngram and eagle3 at k = 1, 3, 5) are started first and measured in turns
-on the same prompts and seeds. Speed is tokens per second relative to `none` in the same turn: median and range.
-The overhead compares, on the `none` engine, the path that a rollout takes in a run (gRPC client, service, Engine, wire)
-with `AsyncLLM.generate` called directly, again in turns.
+All engines (by default none, and ngram and eagle3 at k = 1, 3, 5) start first, in one process, and are measured
+alternately on the same prompts and seeds. Speed is tokens per second relative to `none` in the same turn: median and
+range. The overhead compares, on the `none` engine, the path of a rollout in a run (gRPC client, service, Engine, wire)
+with direct calls of `AsyncLLM.generate`, again alternately.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from statistics import median
 from rich.console import Console
 from rich.progress import Progress
 
-from specrl.generation.compare import a_request, close_engines, compare, start_engines, table
+from specrl.generation.compare import build_request, close_engines, compare_engines, format_table, start_engines
 from specrl.generation.engine import Engine
 from specrl.generation.service import GenerationService
 from specrl.prompts import load_prompts
 from specrl.records import RolloutRequest
 from specrl.rpc.clients import GenerationClient
-from specrl.rpc.server import serve
+from specrl.rpc.server import start_server
 from specrl.spec import RunSpec, load_spec
 
 MECHANISMS = ["none", *(f"{kind}:{k}" for kind in ("ngram", "eagle3") for k in (1, 3, 5))]
@@ -45,17 +45,18 @@ async def measure(arguments: argparse.Namespace, console: Console) -> None:
     """Start all engines, measure, print, and write the rows if asked."""
     run: Path = arguments.run
     spec = load_spec(run / "run.yaml")
-    policy, drafter = run / "export" / "policy", run / "export" / "drafter"
+    policy = run / "export" / "policy"
+    drafter = run / "export" / "drafter"
     with Progress(console=console, disable=not console.is_terminal) as progress:
         engines = await start_engines(spec, arguments.mechanisms, str(policy), str(drafter))
         try:
-            rows = await compare(engines, spec, arguments.batches, arguments.turns, progress)
+            rows = await compare_engines(engines, spec, arguments.batches, arguments.turns, progress)
             ratios = await overhead(engines[arguments.mechanisms[0]], spec, arguments.turns)
         finally:
             await close_engines(engines)
     layers = json.loads((policy / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"]
     console.print(f"policy of {layers} layers, sampling of the run file, {arguments.turns} turns")
-    console.print(table(rows))
+    console.print(format_table(rows))
     console.print(
         f"specrl against a plain vLLM loop, {spec.generation.max_live_rollouts} live: {median(ratios):.3f}x tokens "
         f"per second (range {min(ratios):.3f}-{max(ratios):.3f})"
@@ -66,18 +67,18 @@ async def measure(arguments: argparse.Namespace, console: Console) -> None:
 
 
 async def overhead(engine: Engine, spec: RunSpec, turns: int) -> list[float]:
-    """Tokens per second through specrl over those of a plain loop, turn by turn, all requests at once."""
+    """Measure tokens per second through specrl over those of a plain loop, per turn, all requests at once."""
     prompts = load_prompts(spec)
     batch = spec.generation.max_live_rollouts
-    server, port = await serve(GenerationService(engine, spec.weights, 0.0).add_to, "127.0.0.1", 0)
+    server, port = await start_server(GenerationService(engine, spec.weights, 0.0).add_to, "127.0.0.1", 0)
     ratios: list[float] = []
     async with GenerationClient(f"127.0.0.1:{port}") as client:
         for turn in range(turns + 1):
             requests = [
-                a_request(spec, prompts.prompt(place).token_ids, f"overhead-{turn}-{place}", 7919 * turn + place)
+                build_request(spec, prompts.prompt(place).token_ids, f"overhead-{turn}-{place}", 7919 * turn + place)
                 for place in range(2 * batch)
             ]
-            # Who goes first alternates, so that a machine that slows down or speeds up favours neither.
+            # The order alternates, so that a machine that slows down or speeds up favours neither.
             order = [plain, through_specrl] if turn % 2 else [through_specrl, plain]
             speeds = {path: await path(engine, client, requests) for path in order}
             if turn > 0:  # the first turn warms up
@@ -86,16 +87,17 @@ async def overhead(engine: Engine, spec: RunSpec, turns: int) -> list[float]:
     return ratios
 
 
-async def through_specrl(engine: Engine, client: GenerationClient, requests: Sequence[RolloutRequest]) -> float:
-    """Tokens per second as the coordinator gets them."""
-    began, tokens = time.perf_counter(), 0
-    async for rollout in client.generate(requests, admit_together=False, min_policy_version=-1):
-        tokens += rollout.length
+async def through_specrl(_engine: Engine, client: GenerationClient, requests: Sequence[RolloutRequest]) -> float:
+    """Tokens per second as the coordinator receives them."""
+    began = time.perf_counter()
+    tokens = 0
+    async for rollout in client.generate_rollouts(requests, admit_together=False, min_policy_version=-1):
+        tokens += rollout.total_length
     return tokens / (time.perf_counter() - began)
 
 
-async def plain(engine: Engine, client: GenerationClient, requests: Sequence[RolloutRequest]) -> float:
-    """Tokens per second of `AsyncLLM.generate`, final outputs only, as a user of vLLM would write it."""
+async def plain(engine: Engine, _client: GenerationClient, requests: Sequence[RolloutRequest]) -> float:
+    """Tokens per second of `AsyncLLM.generate`, final outputs only, as a user of vLLM would call it."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

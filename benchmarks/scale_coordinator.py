@@ -1,10 +1,9 @@
-"""The process that `coordinator_scale.py` measures: `specrl-coordinator` less web page and verifiers.
+"""The process that `coordinator_scale.py` measures: `specrl-coordinator` without web page and verifiers.
 
     python -m benchmarks.scale_coordinator RUN-DIRECTORY
 
-Prints its gRPC port and the number of the thread that calls the store, and serves until it is killed.
-
-Prompts are made up and verdicts take no time, so that what is measured is the coordinator alone.
+Prints its gRPC port and the id of the thread that calls the store, and serves until it is killed. Prompts are made up
+and grading takes no time, so that only the coordinator is measured.
 """
 
 from __future__ import annotations
@@ -20,22 +19,20 @@ from pathlib import Path
 
 import structlog
 
-from specrl.coordinator.board import Board
-from specrl.coordinator.controls import Controls
-from specrl.coordinator.loop import Loop
+from specrl.coordinator.ledger import make_claim, open_store
+from specrl.coordinator.ledger.store_link import StoreLink
 from specrl.coordinator.main import GARBAGE_THRESHOLDS
-from specrl.coordinator.parts import Parts
-from specrl.coordinator.registry import Registry
-from specrl.coordinator.service import CoordinatorService
-from specrl.coordinator.store import claim_for, open_store
-from specrl.coordinator.store_link import StoreLink
+from specrl.coordinator.members.registry import Registry
+from specrl.coordinator.members.service import CoordinatorService
+from specrl.coordinator.observe.observer import RunObserver
+from specrl.coordinator.wiring import wire_coordinator
 from specrl.records import Prompt, Reward
-from specrl.rpc.server import serve
-from specrl.spec import digest, load_spec
+from specrl.rpc.server import start_server
+from specrl.spec import digest_spec, load_spec
 
 
 class Prompts:
-    """A stream of prompts as long as the run file allows."""
+    """A stream with as many prompts as the run file allows."""
 
     def __init__(self, tokens: int) -> None:
         self._token_ids = tuple(range(2, 2 + tokens))
@@ -51,7 +48,7 @@ class Prompts:
 
 
 class Grader:
-    """A verdict that takes no time."""
+    """Grades at once."""
 
     async def grade(self, prompt: Prompt, text: str) -> Reward:
         return Reward(float(len(text) % 2))
@@ -59,19 +56,19 @@ class Grader:
 
 async def coordinate(folder: Path) -> None:
     """Serve the run in `folder` to its end."""
-    spec, claim = load_spec(folder / "run.yaml"), claim_for(folder)
+    spec = load_spec(folder / "run.yaml")
+    claim = make_claim(folder)
     store = await StoreLink.open(spec.name, lambda: open_store(spec, folder, claim))
-    await store.rollouts()  # its thread exists from now on
-    registry = Registry(digest(spec), spec.telemetry.heartbeat_s, time.monotonic)
-    board = Board(spec, folder, registry, store)
+    await store.read_rollouts()  # the thread exists from now on
+    registry = Registry(digest_spec(spec), spec.telemetry.heartbeat_s, time.monotonic)
     service = CoordinatorService(registry, spec.name, spec.telemetry.heartbeat_s)
-    _, port = await serve(service.add_to, "127.0.0.1", 0)
+    _, port = await start_server(service.add_to, "127.0.0.1", 0)
     writer = next(thread for thread in threading.enumerate() if thread.name.startswith("store"))
     sys.stdout.write(f"{port} {writer.native_id}\n")
     sys.stdout.flush()
-    controls = Controls(spec, folder, store, board)
-    parts = Parts(spec, folder, registry, store, board, controls, Prompts(spec.prompts.max_tokens), (), Grader())
-    await Loop(parts).run()
+    loop = wire_coordinator(spec, folder, store, registry, Prompts(spec.prompts.max_tokens), Grader())
+    RunObserver(loop.context, loop)
+    await loop.run()
 
 
 if __name__ == "__main__":

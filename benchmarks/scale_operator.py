@@ -1,7 +1,7 @@
-"""The operator of `operator_scale.py`: the real one, in a process of its own, with a count of what it does.
+"""The operator of `operator_scale.py`: the real one, in its own process, with counts of its requests.
 
-For every line on its standard input it prints a line of JSON: each look at a job since the line before, as seconds,
-reads and writes; its CPU seconds, and the most memory that it has held.
+For each line on standard input it prints a line of JSON: seconds, reads and writes of each reconciliation since the
+previous line; its CPU seconds; and its peak memory.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import time
 from typing import Any
 
 from specrl.telemetry import logs
-from specrl_operator import leader, main
-from specrl_operator.kube import KubeCluster, connect
+from specrl_operator import main
+from specrl_operator.cluster import leader
+from specrl_operator.cluster.kube import KubeCluster, connect_cluster
 from specrl_operator.reconcile import Reconciler
 
 READS = ("get", "list", "served")
@@ -24,7 +25,7 @@ looks: list[tuple[float, int, int]] = []
 
 
 class Counted:
-    """A cluster that counts the requests of each thread, but for watches."""
+    """A cluster that counts the requests of each thread, without watches."""
 
     def __init__(self, cluster: KubeCluster) -> None:
         self._cluster = cluster
@@ -43,7 +44,7 @@ class Counted:
 
 
 class Recorded(Reconciler):
-    """Notes every look: seconds, reads, writes."""
+    """Records seconds, reads and writes of every reconciliation."""
 
     def reconcile(self, namespace: str, name: str) -> float | None:
         counts.reads = counts.writes = 0
@@ -65,9 +66,9 @@ def report() -> None:
 
 
 if __name__ == "__main__":
-    options = main.parse(sys.argv[1:])
-    logs.configure("warning", "operator", "")
+    options = main.parse_arguments(sys.argv[1:])
+    logs.configure_logging("warning", "operator", "")
     main.Reconciler = Recorded  # type: ignore[misc]
-    cluster: Any = Counted(connect(""))
+    cluster: Any = Counted(connect_cluster(""))
     threading.Thread(target=report, daemon=True).start()
-    sys.exit(main.Operator(cluster, connect("", leader.REQUEST_S), options).run())
+    sys.exit(main.Operator(cluster, connect_cluster("", leader.REQUEST_S), options).run())

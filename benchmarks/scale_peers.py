@@ -1,17 +1,17 @@
-"""The peers of `coordinator_scale.py`: replicas and a trainer that speak the real gRPC, and the clock of the benchmark.
+"""The peers of `coordinator_scale.py`: replicas and a trainer with the real gRPC services, and the benchmark's clock.
 
     live --its turn comes--> finished --stream--> coordinator --stream--> the next request: a dispatch
 
-One process holds all replicas: each is a real GenerationService with its own port over an engine that computes
-nothing. Rollouts finish about in the order of the stream, wherever they are: each is overtaken by those of two later
-steps at the most, drawn at random, so that replicas take turns. Its payload exists when it finishes. The trainer is a
-real TrainerService that counts steps; an update moves no weights, but every call of it is made.
+One process has all replicas. Each is a real GenerationService with its own port, over an engine that computes nothing.
+Rollouts finish roughly in stream order, across replicas: those of at most two later steps, drawn at random, finish
+before a rollout, so that replicas take turns. A rollout's payload is made when it finishes. The trainer is a real
+TrainerService that counts steps. An update makes every call but moves no weights.
 
 A load is closed or open. Closed: at most `outstanding` seats are free at any time, at most four steps of rollouts are
-finished and not trained yet, and the next rollout finishes as soon as both allow it: as many rollouts a second as the
-coordinator can take, keep, batch and train. Open: rollouts finish at a fixed rate; then the time from
-a free seat to the request that fills it is the dispatch latency. Seats that were free while an update went on do not
-count, since no replica may be given work then.
+finished and untrained, and the next rollout finishes as soon as both allow it. That is the rate at which the
+coordinator can receive, store, batch and train. Open: rollouts finish at a fixed rate, and the dispatch latency is the
+time from a free seat to the request that fills it. Seats that were free during an update do not count, because no
+replica may get work then.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from specrl.coordinator.scheduler import SlotId
+from specrl.coordinator.schedule.scheduler import SlotId
 from specrl.generation.engine import LoadTiming
 from specrl.generation.service import GenerationService
 from specrl.records import (
@@ -55,8 +55,8 @@ from specrl.records import (
 )
 from specrl.rpc.clients import CoordinatorClient
 from specrl.rpc.membership import stay_registered
-from specrl.rpc.server import serve
-from specrl.spec import RunSpec, digest
+from specrl.rpc.server import start_server
+from specrl.spec import RunSpec, digest_spec
 from specrl.trainer.service import TrainerService
 
 CHECKSUMS = (1,)
@@ -66,7 +66,7 @@ VOCAB = 150_000
 
 @dataclass
 class Payload:
-    """What every rollout carries: token ids [T] int32, log-probabilities [T] float32, text."""
+    """The payload of every rollout: token ids [T] int32, log-probabilities [T] float32, text."""
 
     token_ids_T: np.ndarray
     logprobs_T: np.ndarray
@@ -81,7 +81,7 @@ class Payload:
 
 @dataclass
 class Live:
-    """A rollout under way: where its stream reads it from."""
+    """A rollout in progress: where its stream gets it from."""
 
     request: RolloutRequest
     stream: asyncio.Queue[Rollout]
@@ -92,8 +92,8 @@ class Live:
 class Floor:
     """All replicas, and what is measured on them.
 
-    rollouts_per_step: twice as many that come later in the stream may finish before one.
-    filled: seats that were filled after one was freed. latencies_s: of those that no update interrupted.
+    rollouts_per_step: twice as many later rollouts may finish before one. filled: seats that were filled after one was
+    freed. latencies_s: of dispatches that no update interrupted.
     """
 
     payload: Payload
@@ -106,16 +106,16 @@ class Floor:
     latencies_s: list[float] = field(default_factory=list)
     was_filled: asyncio.Event = field(default_factory=asyncio.Event)
     _order: list[tuple[float, int, Live]] = field(default_factory=list)
-    _random: random.Random = field(default_factory=lambda: random.Random(0))  # noqa: S311 - no secret
+    _random: random.Random = field(default_factory=lambda: random.Random(0))  # noqa: S311 - not for security
 
     @property
     def live(self) -> int:
         return len(self._order)
 
     def start(self, item: Live) -> None:
-        """A rollout is under way."""
+        """Add a rollout that is in progress."""
         self.started += 1
-        slot = SlotId.parse(item.request.rollout_id)
+        slot = SlotId.from_name(item.request.rollout_id)
         assert slot is not None, "all rollouts are of the stream"
         place = slot.step * self.rollouts_per_step + slot.index * GROUP + slot.sample
         late = self._random.uniform(0, 2 * self.rollouts_per_step)
@@ -129,8 +129,8 @@ class Floor:
             await self.was_filled.wait()
 
     async def finish_one(self) -> None:
-        """Let the next rollout finish, when its replica computes."""
-        while not self._order or not self._order[0][2].engine.is_running:  # noqa: ASYNC110 - no event says both
+        """Finish the next rollout, once its replica computes."""
+        while not self._order or not self._order[0][2].engine.is_running:  # noqa: ASYNC110 - no event covers both conditions
             await asyncio.sleep(0.001)
         item = heapq.heappop(self._order)[2]
         item.engine.finish(item)
@@ -148,7 +148,7 @@ class Floor:
             await asyncio.sleep(0)
 
     async def pace(self, count: int, per_second: float) -> None:
-        """Finish `count` rollouts at a fixed rate; what falls behind it is not made up for."""
+        """Finish `count` rollouts at a fixed rate. A delay is not made up for."""
         for _ in range(count):
             due = time.monotonic() + 1 / per_second
             await self.finish_one()
@@ -156,17 +156,19 @@ class Floor:
 
 
 class IdleEngine:
-    """Implements Engine: computes nothing, finishes what the floor tells it to."""
+    """Implements Engine without computing. The floor finishes its rollouts."""
 
     def __init__(self, name: str, floor: Floor) -> None:
-        self.name, self._floor = name, floor
+        self.name = name
+        self._floor = floor
         self.live = 0
         self.is_running = True
         self._freed: deque[tuple[float, int]] = deque()
-        self._version, self._staged = -1, -1
+        self._version = -1
+        self._staged = -1
 
     def finish(self, item: Live) -> None:
-        """Hand a rollout to its stream; its seat is free from now on."""
+        """Give a rollout to its stream. Its seat is free from now on."""
         payload = self._floor.payload
         self.live -= 1
         tokens = len(payload.token_ids_T)
@@ -211,18 +213,20 @@ class IdleEngine:
     async def resume(self) -> None:
         self.is_running = True
 
-    async def receive(self, group: WeightGroup, manifest: WeightManifest, policy_version: int) -> WeightChecksums:
+    async def receive_weights(
+        self, group: WeightGroup, manifest: WeightManifest, policy_version: int
+    ) -> WeightChecksums:
         self._staged = policy_version
         return WeightChecksums(policy_version, CHECKSUMS)
 
-    async def load(self, sent: WeightChecksums) -> LoadTiming:
+    async def load_weights(self, sent: WeightChecksums) -> LoadTiming:
         self._floor.updates += 1
         self._version = self._staged
         return LoadTiming(0.0, 0.0, 0.0)
 
-    async def discard(self) -> None: ...
+    async def discard_weights(self) -> None: ...
 
-    async def status(self) -> GenerationStatus:
+    async def get_status(self) -> GenerationStatus:
         return GenerationStatus(
             self.name, self._version, not self.is_running, self.live, SpeculationCounters(), NO_DRAFTER
         )
@@ -231,25 +235,24 @@ class IdleEngine:
 
 
 class CountingBackend:
-    """What TrainerService asks of a backend, without a model. `trained`: rollouts of all steps."""
+    """Implements TrainerBackend without a model. `trained`: rollouts of all steps."""
 
     def __init__(self, rollouts_per_step: int) -> None:
         self.rollouts_per_step = rollouts_per_step
         self.step = self.trained = 0
 
-    def load(self, checkpoint: Path | None) -> None: ...
-
-    def check_alive(self) -> None: ...
+    def load_model(self, checkpoint: Path | None) -> None: ...
 
     def close(self) -> None: ...
 
-    def status(self) -> TrainerStatus:
+    def get_status(self) -> TrainerStatus:
         return TrainerStatus(self.step, self.step, True, 1)
 
     def train_step(self, batch: Batch) -> TrainMetrics:
         assert batch.step == self.step + 1, "steps are trained in order"
-        self.step, self.trained = batch.step, self.trained + len(batch.rollouts)
-        return TrainMetrics.of_nothing(0.0)
+        self.step = batch.step
+        self.trained = self.trained + len(batch.rollouts)
+        return TrainMetrics.for_empty_batch(0.0)
 
     def describe_weights(self) -> WeightManifest:
         return WeightManifest((TensorMeta("policy", WeightOwner.POLICY, "float32", (1,)),), 1 << 20)
@@ -260,7 +263,7 @@ class CountingBackend:
     def broadcast_weights(self, group_id: str) -> WeightChecksums:
         return WeightChecksums(self.step, CHECKSUMS, NO_DRAFTER)
 
-    def save(self, directory: Path, stream: StreamPlace | None = None) -> Future[None]:
+    def save_checkpoint(self, directory: Path, stream: StreamPlace | None = None) -> Future[None]:
         saved: Future[None] = Future()
         saved.set_result(None)
         return saved
@@ -268,9 +271,10 @@ class CountingBackend:
 
 @dataclass
 class Used:
-    """What processes have used by now: CPU seconds, and the most memory that was seen at once.
+    """CPU seconds of processes so far, and their peak memory.
 
-    The first is the coordinator, `writer` its thread that calls the store; another one is the store's server.
+    The first process is the coordinator, and `writer` is its thread that calls the store. A second one is the store's
+    server.
     """
 
     processes: list[psutil.Process]
@@ -283,13 +287,13 @@ class Used:
 
     @property
     def durable_s(self) -> float:
-        """CPU seconds of durable writes: of the thread that makes them, and of a server that takes them."""
+        """CPU seconds of durable writes: of the thread that makes them, and of the store's server."""
         coordinator, *server = self.processes
         written = sum(t.user_time + t.system_time for t in coordinator.threads() if t.id == self.writer)
         return written + sum(sum(process.cpu_times()[:2]) for process in server)
 
     async def watch(self) -> None:
-        """Look at the memory now and then, until cancelled."""
+        """Sample the memory until cancelled."""
         while True:
             now = sum(process.memory_full_info().pss for process in self.processes)
             self.peak_bytes = max(self.peak_bytes, now)
@@ -297,10 +301,11 @@ class Used:
 
 
 class Peers:
-    """Replicas and trainer of one run, registered with its coordinator. Use as `async with Peers(...) as peers`."""
+    """Replicas and trainer of a run, registered with its coordinator. Use as `async with Peers(...) as peers`."""
 
     def __init__(self, spec: RunSpec, folder: Path, address: str, tokens: int) -> None:
-        self._spec, self._folder = spec, folder
+        self._spec = spec
+        self._folder = folder
         self._client = CoordinatorClient(address)
         self.backend = CountingBackend(spec.schedule.prompts_per_step * spec.schedule.group_size)
         self.floor = Floor(Payload.of(tokens), self.backend.rollouts_per_step)
@@ -314,7 +319,7 @@ class Peers:
             service = GenerationService(engine, self._spec.weights, float(self._spec.generation.reattach_s))
             await self._join(service, engine.name, Role.GENERATION, engine)
         trainer = TrainerService(self.backend, self._spec, self._folder, "127.0.0.1")  # type: ignore[arg-type]
-        await trainer.load()
+        await trainer.load_model()
         await self._join(trainer, "trainer", Role.TRAINER, None)
         return self
 
@@ -326,8 +331,8 @@ class Peers:
         await self._client.close()
 
     async def _join(self, service: Any, name: str, role: Role, engine: IdleEngine | None) -> None:
-        server, port = await serve(service.add_to, "127.0.0.1", 0)
+        server, port = await start_server(service.add_to, "127.0.0.1", 0)
         self._servers.append(server)
-        peer = Peer(name, role, f"127.0.0.1:{port}", digest(self._spec))
-        staying = stay_registered(self._client, peer, engine.status if engine is not None else None)
+        peer = Peer(name, role, f"127.0.0.1:{port}", digest_spec(self._spec))
+        staying = stay_registered(self._client, peer, engine.get_status if engine is not None else None)
         self._memberships.append(asyncio.create_task(staying))

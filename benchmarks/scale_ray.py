@@ -1,15 +1,15 @@
-"""The flow of `coordinator_scale.py` through Ray. Run by it, in an interpreter with ray, numpy and psutil.
+"""The flow of `coordinator_scale.py` through Ray. That benchmark runs it in an interpreter with ray, numpy and psutil.
 
-What is Ray's here is how NeMo-RL (algorithms/async_utils.py: ReplayBuffer, AsyncTrajectoryCollector) and verl
-(fully_async_policy: Rollouter, MessageQueue) have it:
+Ray is used as in NeMo-RL (algorithms/async_utils.py: ReplayBuffer, AsyncTrajectoryCollector) and verl
+(fully_async_policy: Rollouter, MessageQueue):
 
     Rollouter (async actor) --generate.remote--> Replica (async actor, a process each), its seats kept filled
     Rollouter --a group of 16, put_sample.remote--> Queue (async actor with a deque)
     trainer (this process) --get_samples.remote--> Queue, a step's groups at a time
 
-Payloads are numpy arrays, which Ray hands over without a copy where it can; verl's are lists. A rollout is checked by
-nobody and kept by nobody. Replicas take turns and count latencies as those of `scale_peers.py` do. CPU time and memory
-are those of all of Ray's processes but replicas and trainer.
+Payloads are numpy arrays, which Ray passes without a copy where it can; verl's are lists. Rollouts are neither checked
+nor stored. Replicas take turns and measure latencies like those of `scale_peers.py`. CPU time and memory are those of
+all Ray processes but replicas and trainer.
 
 Prints one line of JSON: rollouts, seconds, cpu_s, peak_bytes, latencies_ms.
 """
@@ -34,7 +34,7 @@ OBJECT_STORE_BYTES = 2 << 30
 
 @ray.remote
 class Replica:
-    """Holds requests, and finishes the oldest when its load says so."""
+    """Holds requests, and finishes the oldest when its load allows."""
 
     def __init__(self, tokens: int) -> None:
         random = np.random.default_rng(0)
@@ -77,7 +77,7 @@ class Replica:
             await asyncio.sleep(0)
 
     async def pace(self, count: int, per_second: float) -> list[float]:
-        """Finish `count` rollouts at a fixed rate. Returns the latencies since."""
+        """Finish `count` rollouts at a fixed rate. Returns the latencies meanwhile."""
         self.latencies_ms.clear()
         for _ in range(count):
             due = time.monotonic() + 1 / per_second
@@ -88,7 +88,7 @@ class Replica:
 
 @ray.remote
 class Queue:
-    """Groups between rollouter and trainer."""
+    """The queue of groups between rollouter and trainer."""
 
     def __init__(self) -> None:
         self._samples: deque[Any] = deque()
@@ -107,10 +107,12 @@ class Queue:
 
 @ray.remote
 class Rollouter:
-    """Keeps every seat of every replica filled, and puts complete groups into the queue."""
+    """Keeps all seats of all replicas filled, and puts complete groups into the queue."""
 
     def __init__(self, replicas: list[Any], queue: Any, load: dict[str, Any]) -> None:
-        self._replicas, self._queue, self._load = replicas, queue, load
+        self._replicas = replicas
+        self._queue = queue
+        self._load = load
         self._prompt = list(range(load["prompt_tokens"]))
         self._groups: dict[int, list[dict[str, Any]]] = {}
         self._places = itertools.count()
@@ -135,7 +137,7 @@ class Rollouter:
 
 
 class Used:
-    """What Ray's processes have used, those of `excluded` left out."""
+    """CPU seconds and memory of Ray's processes but `excluded`."""
 
     def __init__(self, excluded: set[int]) -> None:
         self._processes = [p for p in psutil.Process().children(recursive=True) if p.pid not in excluded]
@@ -146,14 +148,15 @@ class Used:
         return sum(sum(process.cpu_times()[:2]) for process in self._processes if process.is_running())
 
     def look(self) -> None:
-        """Note the memory: pages that processes share are counted once."""
+        """Record the memory. Pages that processes share count once."""
         now = sum(process.memory_full_info().pss for process in self._processes if process.is_running())
         self.peak_bytes = max(self.peak_bytes, now)
 
 
 def train(queue: Any, load: dict[str, Any], work: list[Any], used: Used) -> list[Any]:
-    """Take steps out of the queue until `work` is done; returns its results."""
-    step, pending = queue.get_samples.remote(load["prompts_per_step"]), work
+    """Take steps from the queue until `work` is done. Returns its results."""
+    step = queue.get_samples.remote(load["prompts_per_step"])
+    pending = work
     while pending:
         ready, _ = ray.wait([step, *pending], num_returns=1)
         if ready[0] == step:
@@ -166,7 +169,7 @@ def train(queue: Any, load: dict[str, Any], work: list[Any], used: Used) -> list
 
 
 def main() -> None:
-    """One row."""
+    """Measure one row."""
     load = json.loads(sys.argv[1])
     count = load["replicas"]
     ray.init(
@@ -182,11 +185,14 @@ def main() -> None:
     rollouter = Rollouter.options(max_concurrency=32).remote(replicas, queue, load)
     ray.get(rollouter.start.remote())
     used = Used({*ray.get([replica.pid.remote() for replica in replicas])})
-    each, free = load["rollouts"] // count, max(1, load["outstanding"] // count)
+    each = load["rollouts"] // count
+    free = max(1, load["outstanding"] // count)
     train(queue, load, [replica.saturate.remote(each // 4, free) for replica in replicas], used)
-    began, cpu_s = time.monotonic(), used.cpu_s
+    began = time.monotonic()
+    cpu_s = used.cpu_s
     train(queue, load, [replica.saturate.remote(each, free) for replica in replicas], used)
-    seconds, cpu_s = time.monotonic() - began, used.cpu_s - cpu_s
+    seconds = time.monotonic() - began
+    cpu_s = used.cpu_s - cpu_s
     rate = load["paced_share"] * each / seconds
     latencies = train(queue, load, [replica.pace.remote(each // 2, rate) for replica in replicas], used)
     found = {

@@ -1,16 +1,17 @@
-"""How well `specrl simulate` predicts what others have published. It predicts first, then scores.
+"""Measures how well `specrl simulate` predicts published results. It predicts first, and scores later.
 
     python -m benchmarks.simulator_accuracy predict     # writes benchmarks/simulator_predictions.json
-    python -m benchmarks.simulator_accuracy score       # that beside what is published
+    python -m benchmarks.simulator_accuracy score       # compares that file with what is published
 
-Published are speed-ups of arXiv:2604.26779 (Qwen3-8B on 32 GB200). Batch size, length cap, spread of lengths and
-parallelism are not, so an ensemble over plausible ones is calibrated, each member by itself, on RL-Zero: the median
-length on its column without speculation, the processor's time of drafting on its column at k = 3. What k = 5 needs
-beyond that (steps that no CUDA graph covers) is calibrated on RL-Zero at k = 5 in a second ensemble; the first has the
-default. RL-Think's lengths are calibrated on its column without speculation. A prediction is the median over members,
-its band p10 to p90. Members whose calibration needs impossible values (drafting below 0 or above 24 ms) are dropped,
-and counted. "extrapolated": a k or mechanism that nothing was calibrated on. NeMo-RL's own rows: simulator_nemo_rl.py;
-runs of this machine: simulator_runs.py.
+arXiv:2604.26779 publishes speed-ups (Qwen3-8B on 32 GB200), but not batch size, length limit, spread of lengths and
+parallelism. So each member of an ensemble of plausible values is calibrated by itself on RL-Zero: the median length on
+the column without speculation, and the processor's time of drafting on the column at k = 3. k = 5 needs more, because
+no CUDA graph covers its steps; a second ensemble calibrates that on RL-Zero at k = 5, and the first one has the
+default. RL-Think's lengths are calibrated on its column without speculation.
+
+A prediction is the median over members, with a band from p10 to p90. Members whose calibration needs impossible values
+(drafting below 0 or above 24 ms) are dropped and counted. "extrapolated" marks a k or a mechanism that nothing was
+calibrated on. For NeMo-RL's own rows see simulator_nemo_rl.py, and for runs of this machine simulator_runs.py.
 """
 
 from __future__ import annotations
@@ -26,20 +27,23 @@ from typing import Any
 
 import numpy as np
 from benchmarks import simulator_nemo_rl as nemo_rl
+from benchmarks.drain import drain_s
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from scipy.optimize import brentq
 
 from specrl.errors import SpecInvalid
-from specrl.simulator.drain import drain_s
-from specrl.simulator.scenario import Mechanism, Scenario
-from specrl.simulator.scenario_file import find, parse, read_mapping
-from specrl.simulator.simulate import prepare, simulate
+from specrl.simulator.scenarios.scenario import Mechanism, Scenario
+from specrl.simulator.scenarios.scenario_file import find_scenario, parse_scenario, read_mapping
+from specrl.simulator.simulate import prepare_scenario, simulate_scenario
 
 STORED = Path(__file__).with_name("simulator_predictions.json")
 
-ZERO_PLAIN_S, ZERO_K3_S, ZERO_K5_SPEEDUP, THINK_PLAIN_S = 100.0, 56.6, 1.44, 133.6
+ZERO_PLAIN_S = 100.0
+ZERO_K3_S = 56.6
+ZERO_K5_SPEEDUP = 1.44
+THINK_PLAIN_S = 133.6
 
 PUBLISHED = {
     "zero k=3": 100.0 / 56.6,
@@ -48,10 +52,10 @@ PUBLISHED = {
     "zero k=3, online": 1.78,
     "think k=3, online": 1.52,
 }
-"""Rollout speed-ups in notes of the paper; others are held back."""
+"""Rollout speed-ups from notes of the paper. The others are held back."""
 
 ASKED = {
-    # acceptance lengths that are not published are those of the constant chance 0.87 (Zero) and 0.75 (Think)
+    # acceptance lengths that are not published are those of a constant acceptance of 0.87 (Zero) and 0.75 (Think)
     "zero k=3": ("zero", "eagle3", 3, 3.32),
     "zero k=3, online": ("zero", "eagle3", 3, 3.29),
     "zero k=5": ("zero", "eagle3", 5, 4.35),
@@ -72,28 +76,29 @@ CALIBRATED = ("zero k=3",)
 
 @dataclass(frozen=True)
 class Member:
-    """One workload that the publication could have had, calibrated."""
+    """A calibrated workload that the publication may have had."""
 
     zero: Scenario
     think: Scenario
 
 
 def members(*, calibrates_cliff: bool) -> tuple[list[Member], int]:
-    """The ensemble, and how many were dropped."""
-    found, dropped = [], 0
+    """Make the ensemble. Returns also the number of dropped members."""
+    found = []
+    dropped = 0
     choices = list(itertools.product((128, 256), (6144, 8192), (0.4, 0.8), (1, 2)))
     for prompts, cap, sigma, width in track(choices, "calibrating", transient=True):
         try:
             found += list(_calibrated((prompts, cap, sigma, width), calibrates_cliff=calibrates_cliff))
-        except (ValueError, SpecInvalid):  # no root, or no memory: this is not what was run
+        except (ValueError, SpecInvalid):  # no root, or not enough memory: the publication did not have this workload
             dropped += 1
     return found, dropped
 
 
 def _calibrated(choice: tuple[int, int, float, int], *, calibrates_cliff: bool) -> Iterator[Member]:
     prompts, cap, sigma, width = choice
-    base = parse(read_mapping(find("paper-8b-zero-sync")))
-    base = base.with_(
+    base = parse_scenario(read_mapping(find_scenario("paper-8b-zero-sync")))
+    base = base.with_fields(
         workload={"sigma": sigma, "max_tokens": cap},
         schedule={"prompts_per_step": prompts},
         layout={"tensor_parallel": width},
@@ -108,45 +113,49 @@ def _calibrated(choice: tuple[int, int, float, int], *, calibrates_cliff: bool) 
 
     zero = median_of(ZERO_PLAIN_S, base)
     k3 = drafting(zero, "eagle3", 3, 3.32)
-    total_ms = brentq(lambda ms: batch_s(k3.with_(efficiency=_halves(ms))) - ZERO_K3_S, 0, 24)
+    total_ms = brentq(lambda ms: batch_s(k3.with_fields(efficiency=_halves(ms))) - ZERO_K3_S, 0, 24)
     how = _halves(total_ms)
     if calibrates_cliff:
-        k5 = drafting(zero, "eagle3", 5, 4.35).with_(efficiency=how)
+        k5 = drafting(zero, "eagle3", 5, 4.35).with_fields(efficiency=how)
         target_s = ZERO_PLAIN_S / ZERO_K5_SPEEDUP
         how["eager_us_per_layer"] = brentq(
-            lambda us: batch_s(k5.with_(efficiency={"eager_us_per_layer": us})) - target_s, 0, 1500
+            lambda us: batch_s(k5.with_fields(efficiency={"eager_us_per_layer": us})) - target_s, 0, 1500
         )
-        if abs(batch_s(k3.with_(efficiency=how)) / ZERO_K3_S - 1) > 0.01:
+        if abs(batch_s(k3.with_fields(efficiency=how)) / ZERO_K3_S - 1) > 0.01:
             raise ValueError("steps at k = 3 are not covered either: no cliff between 3 and 5")
     for think_cap in (cap, round(cap * 1.25)):
         try:
-            think = median_of(THINK_PLAIN_S, base.with_(workload={"max_tokens": think_cap}))
+            think = median_of(THINK_PLAIN_S, base.with_fields(workload={"max_tokens": think_cap}))
         except (ValueError, SpecInvalid):
             continue
-        yield Member(zero.with_(efficiency=how), think.with_(efficiency=how))
+        yield Member(zero.with_fields(efficiency=how), think.with_fields(efficiency=how))
 
 
 def _halves(total_ms: float) -> dict[str, float]:
-    """What a speculative step of k = 3 takes beyond its GPU time: half of it the step's, half of it its passes'."""
+    """Split the time of a speculative step at k = 3 beyond its GPU time: half to the step, half to its passes."""
     return {"speculation_step_ms": total_ms / 2, "draft_pass_ms": total_ms / 6}
 
 
 def lengths(scenario: Scenario, median_tokens: float) -> Scenario:
-    return scenario.with_(workload={"median_tokens": median_tokens})
+    return scenario.with_fields(workload={"median_tokens": median_tokens})
 
 
 def drafting(scenario: Scenario, mechanism: str, k: int, acceptance_length: float | None) -> Scenario:
     how = {"mechanism": Mechanism(mechanism), "k": k, "acceptance_length": acceptance_length, "chances": None}
-    return scenario.with_(speculation=how)
+    return scenario.with_fields(speculation=how)
 
 
 def batch_s(scenario: Scenario, batches: int = 2) -> float:
-    """Seconds to generate one step's rollouts."""
-    prepared, schedule = prepare(scenario), scenario.schedule
-    drawn = prepared.lengths.draw(batches * schedule.prompts_per_step, schedule.group_size, np.random.default_rng(0))
+    """Seconds to generate the rollouts of a step."""
+    prepared = prepare_scenario(scenario)
+    schedule = scenario.schedule
+    drawn = prepared.lengths.draw_lengths(
+        batches * schedule.prompts_per_step, schedule.group_size, np.random.default_rng(0)
+    )
     parts = np.split(drawn, batches)
-    prompt_tokens, pace = scenario.workload.prompt_tokens, prepared.pace
-    return float(np.mean([drain_s(part, scenario.layout.replicas, pace, prompt_tokens) for part in parts]))
+    prompt_tokens = scenario.workload.prompt_tokens
+    pace = prepared.pace_table
+    return float(np.mean([drain_s(part, scenario.layout.replica_count, pace, prompt_tokens) for part in parts]))
 
 
 def speedup(scenario: Scenario, mechanism: str, k: int, acceptance_length: float) -> float:
@@ -155,7 +164,7 @@ def speedup(scenario: Scenario, mechanism: str, k: int, acceptance_length: float
 
 
 def predict() -> dict[str, Any]:
-    """All predictions, with their bands."""
+    """Make all predictions with their bands."""
     found: dict[str, Any] = {"rollout_speedup": {}, "scenarios": {}}
     for ensemble, calibrates_cliff in (("calibrated on k=3", False), ("calibrated on k=3 and k=5", True)):
         workloads, dropped = members(calibrates_cliff=calibrates_cliff)
@@ -166,7 +175,7 @@ def predict() -> dict[str, Any]:
             for member in workloads:
                 try:
                     values.append(speedup(getattr(member, which), *how))
-                except (ValueError, SpecInvalid):  # no seat for every rollout
+                except (ValueError, SpecInvalid):  # a rollout has no seat
                     continue
             low, middle, high = np.quantile(values, [0.1, 0.5, 0.9])
             found["rollout_speedup"][ensemble][name] = {
@@ -186,18 +195,18 @@ def predict() -> dict[str, Any]:
 
 
 def scenarios(calibrated: list[Member]) -> Iterator[tuple[str, list[Scenario]]]:
-    """What nothing here was calibrated on, each as the workloads that it could have had.
+    """Predict what nothing was calibrated on, for each workload that it may have had.
 
-    The asynchronous 8B layout: RL-Think's ensemble. 235B: spread of lengths, what kernels reach, and, where training
-    has GPUs of its own, the split, which is not published.
+    The asynchronous 8B layout uses RL-Think's ensemble. 235B varies the spread of lengths, the efficiency of kernels
+    and, where training has its own GPUs, their share, which is not published.
     """
-    asynchronous = parse(read_mapping(find("paper-8b-think-async")))
+    asynchronous = parse_scenario(read_mapping(find_scenario("paper-8b-think-async")))
     for mechanism, length in (("none", None), ("eagle3", 2.77)):
         given = [drafting(member.think, mechanism, 3, length) for member in calibrated]
         yield (
             f"paper-8b-think-async, {mechanism}",
             [
-                one.with_(
+                one.with_fields(
                     cluster=dict(asynchronous.cluster),
                     layout=dict(asynchronous.layout) | {"tensor_parallel": one.layout.tensor_parallel},
                     schedule={"max_policy_lag": 1, "steps": 8},
@@ -207,37 +216,45 @@ def scenarios(calibrated: list[Member]) -> Iterator[tuple[str, list[Scenario]]]:
         )
     for k, length in itertools.product((3, 5, 7), (3, 4, 5, 8)):
         if length <= k + 1:
-            base = drafting(parse(read_mapping(find("paper-235b-sync-512"))), "eagle3", k, length)
+            base = drafting(parse_scenario(read_mapping(find_scenario("paper-235b-sync-512"))), "eagle3", k, length)
             yield f"paper-235b-sync-512, k={k}, acceptance {length}", list(_plausible(base))
-    base = parse(read_mapping(find("paper-235b-sync-512"))).with_(engine={"has_host_costs": True})
+    base = parse_scenario(read_mapping(find_scenario("paper-235b-sync-512"))).with_fields(
+        engine={"has_host_costs": True}
+    )
     yield "paper-235b-sync-512, k=3, acceptance 3, with processors' costs", list(_plausible(base))
     for lag in (0, 1, 2):
-        base = parse(read_mapping(find("paper-235b-async-2048"))).with_(schedule={"max_policy_lag": lag})
+        base = parse_scenario(read_mapping(find_scenario("paper-235b-async-2048"))).with_fields(
+            schedule={"max_policy_lag": lag}
+        )
         splits = [
-            base.with_(layout={"generation_gpus": gpus, "training_gpus": 2048 - gpus}) for gpus in (640, 832, 1024)
+            base.with_fields(layout={"generation_gpus": gpus, "training_gpus": 2048 - gpus})
+            for gpus in (640, 832, 1024)
         ]
         yield f"paper-235b-async-2048, lag {lag}", [one for split in splits for one in _plausible(split)]
 
 
 def _plausible(base: Scenario) -> Iterator[Scenario]:
-    """With other spreads of lengths of the same mean, and kernels that reach less or more."""
-    mean = prepare(base).lengths.mean
+    """Vary the spread of lengths at the same mean, and the efficiency of kernels."""
+    mean = prepare_scenario(base).lengths.mean_tokens
     for sigma, (flops, bandwidth) in itertools.product((0.6, 0.8, 1.0), ((0.6, 0.75), (0.8, 0.9))):
-        other = base.with_(workload={"sigma": sigma}, efficiency={"flops": flops, "memory_bandwidth": bandwidth})
+        other = base.with_fields(workload={"sigma": sigma}, efficiency={"flops": flops, "memory_bandwidth": bandwidth})
         cap = base.workload.max_tokens
         yield lengths(other, brentq(partial(_mean_off, other, mean), 0.2 * mean, cap))
 
 
 def _mean_off(scenario: Scenario, mean: float, median_tokens: float) -> float:
-    return prepare(lengths(scenario, median_tokens)).lengths.mean - mean
+    return prepare_scenario(lengths(scenario, median_tokens)).lengths.mean_tokens - mean
 
 
 def _bands(variants: list[Scenario]) -> dict[str, Any]:
-    """Over those that can be: median and p10 to p90 of every number, and the reason of the last that cannot."""
-    outcomes, dropped = [], ""
+    """Summarise the members that can be simulated: median, p10 and p90 of every number, and the last error of the
+    others.
+    """
+    outcomes = []
+    dropped = ""
     for scenario in track(variants, variants[0].name, transient=True):
         try:
-            outcomes.append(simulate(scenario))
+            outcomes.append(simulate_scenario(scenario))
         except SpecInvalid as error:
             dropped = str(error)
     values: dict[str, list[float]] = {
@@ -254,7 +271,7 @@ def _bands(variants: list[Scenario]) -> dict[str, Any]:
 
 
 def score() -> None:
-    """Beside what is published."""
+    """Compare the predictions with what is published."""
     stored = json.loads(STORED.read_text(encoding="utf-8"))
     score_nemo_rl(stored["nemo_rl_step_s"])
     for ensemble, predictions in stored["rollout_speedup"].items():
@@ -279,7 +296,7 @@ def score() -> None:
 
 
 def score_nemo_rl(stored: dict[str, Any]) -> None:
-    """Beside what NeMo-RL publishes of itself."""
+    """Compare the predictions with NeMo-RL's published figures."""
     table = Table("NeMo-RL row", "p10, s", "median, s", "p90, s", "published, s", "off by", title="seconds of a step")
     errors = []
     for row, found in nemo_rl.scored(stored):

@@ -1,13 +1,13 @@
-"""Step times that NeMo-RL publishes of itself, and what `specrl simulate` makes of their configurations.
+"""Step times that NeMo-RL publishes, and what `specrl simulate` predicts for their configurations.
 
-Rows: its docs/about/performance-summary.md (releases 0.4 and 0.6; GRPO on OpenMathInstruct-2, bfloat16); which nodes
-generate: the recipes in its examples/configs/recipes/llm/performance. DeepSeek-V3 (latent attention), SWE (tools) and
-FP8 are not simulated, and left out.
+Rows: docs/about/performance-summary.md of NeMo-RL (releases 0.4 and 0.6; GRPO on OpenMathInstruct-2, bfloat16). The
+recipes in its examples/configs/recipes/llm/performance say which nodes generate. DeepSeek-V3 (latent attention), SWE
+(tools) and FP8 are left out, because they are not simulated.
 
-Published are mean lengths, not their spread, and stages are not. So every member of an ensemble (spread of lengths,
-likeness of a group's, memory bandwidth reached) is calibrated by itself on the first synchronous row of each release,
-GPU and model: the share of its floating-point figures that the trainer reaches is chosen to meet that row. All else is
-the simulator's one set of efficiencies. The other rows are predicted.
+Mean lengths are published; their spread and the phases of a step are not. So each member of an ensemble (spread of
+lengths, correlation within a group, achieved memory bandwidth) is calibrated by itself on the first synchronous row of
+each release, GPU and model: the trainer's share of peak floating-point operations is chosen to match that row.
+Everything else is the simulator's own set of efficiencies. The other rows are predicted.
 """
 
 from __future__ import annotations
@@ -22,23 +22,26 @@ from rich.progress import track
 from scipy.optimize import brentq
 
 from specrl.errors import SpecInvalid
-from specrl.simulator.lengths import log_normal
-from specrl.simulator.models import MODELS
-from specrl.simulator.scenario import Scenario
-from specrl.simulator.scenario_file import parse
-from specrl.simulator.simulate import means, prepare, run
+from specrl.simulator.scenarios.lengths import log_normal
+from specrl.simulator.scenarios.models import MODELS
+from specrl.simulator.scenarios.scenario import Scenario
+from specrl.simulator.scenarios.scenario_file import parse_scenario
+from specrl.simulator.simulate import average_steps, prepare_scenario, simulate_events
 
 PROMPT_TOKENS = 105
-"""What published tokens a second count beyond the mean length of completions."""
+"""Tokens that published tokens per second count beyond the mean completion."""
 GENERATIONS = 32
-"""Rollouts of a prompt, in every recipe."""
+"""Rollouts per prompt in every recipe."""
 MEMBERS = tuple(itertools.product((0.3, 0.6, 0.9), (0.3, 0.7), (0.75, 0.9)))
-"""Sigma of lengths, correlation in a group, share of memory bandwidth."""
+"""Sigma of lengths, correlation within a group, share of memory bandwidth."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One published run. generating: its GPUs that generate; None: all do, in turn with training. lag: in steps."""
+    """One published run.
+
+    generating: GPUs that only generate; None: all, alternating with training. lag: policy lag in steps.
+    """
 
     release: str
     gpu: str
@@ -50,7 +53,7 @@ class Row:
     mean_tokens: int
     longest: int
     tensor: int
-    """Parallel, in generation."""
+    """Parallelism of generation."""
     step_s: float
 
     @property
@@ -63,14 +66,14 @@ class Row:
         return f"{self.release} {self.gpu} {self.model} {self.gpus} GPUs, {how}"
 
     def scenario(self, sigma: float, correlation: float, bandwidth: float) -> Scenario:
-        """As one member of the ensemble sees it."""
+        """Make the simulator's workload for one member of the ensemble."""
         longest = self.longest - PROMPT_TOKENS
 
         def quantiles(median: float) -> np.ndarray:
             return log_normal(median, sigma, longest, correlation).quantiles_Q
 
         median = brentq(lambda tokens: quantiles(tokens).mean() - self.mean_tokens, 10, 100 * longest)
-        return parse(
+        return parse_scenario(
             {
                 "name": self.name,
                 "model": {"name": self.model},
@@ -122,12 +125,13 @@ ROWS = (
 
 
 def predict() -> dict[str, Any]:
-    """Seconds of a step, by row: median and band over members, and what cannot be simulated with its reason."""
+    """Predict seconds per step by row: median and band over members; and why a row cannot be simulated."""
     found: dict[str, Any] = {}
     for group in track(sorted({row.calibrated_together for row in ROWS}), "predicting NeMo-RL", transient=True):
         first, *others = [row for row in ROWS if row.calibrated_together == group]
         values: dict[Row, list[float]] = {row: [] for row in others}
-        shares, refused = [], ""
+        shares = []
+        refused = ""
         for member in MEMBERS:
             try:
                 share = _trainer_share(first, member)
@@ -145,7 +149,7 @@ def predict() -> dict[str, Any]:
 
 
 def scored(stored: dict[str, Any]) -> Iterator[tuple[Row, dict[str, Any]]]:
-    """Rows that were predicted, with what was stored of them."""
+    """Rows that were predicted, with their stored predictions."""
     for row in ROWS:
         if stored[row.name]["kind"] == "predicted":
             yield row, stored[row.name]
@@ -153,17 +157,19 @@ def scored(stored: dict[str, Any]) -> Iterator[tuple[Row, dict[str, Any]]]:
 
 def _step_s(row: Row, member: tuple[float, float, float], share: float) -> float:
     field = "train_flops_experts" if MODELS[row.model].experts else "train_flops"
-    prepared = prepare(row.scenario(*member).with_(efficiency={field: share}))
-    return means(prepared, run(prepared)).step_s
+    prepared = prepare_scenario(row.scenario(*member).with_fields(efficiency={field: share}))
+    return average_steps(prepared, simulate_events(prepared)).step_s
 
 
 def _trainer_share(row: Row, member: tuple[float, float, float]) -> float:
-    """The share of floating-point figures with which a synchronous step takes what is published.
+    """Find the share of floating-point operations at which a synchronous step takes its published time.
 
-    Its time is a + b / share. Raises ValueError when no share from 0 to 1 does.
+    The step's time is a + b / share. Raises ValueError if no share from 0 to 1 fits.
     """
-    low, high = 0.1, 0.5
-    slow, fast = _step_s(row, member, low), _step_s(row, member, high)
+    low = 0.1
+    high = 0.5
+    slow = _step_s(row, member, low)
+    fast = _step_s(row, member, high)
     b = (slow - fast) / (1 / low - 1 / high)
     rest = row.step_s - (slow - b / low)
     if not 0 < b / rest <= 1:

@@ -1,21 +1,21 @@
-"""How well `specrl simulate` predicts runs of this machine: from two, thirteen others, before they are measured.
+"""Measures how well `specrl simulate` predicts runs of this machine: thirteen runs, predicted from two others.
 
     python -m benchmarks.simulator_runs --run runs/demo-1 --out runs/simulator      # a finished run with a drafter
 
-The run's trained policy and drafter train on 24 prompts, epoch after epoch, under each configuration: draft length,
-live rollouts, length cap, replicas, policy lag, group size. Two more, one without drafts and one with, at the largest
-batch and the longest answers, calibrate: their calibration.json are all that the predictions know, which are written to
-OUT/predictions.json before any of the thirteen is read. All fifteen take turns, every turn in another order, the same
-seeds in each, so that a slow hour of the machine meets what predicts and what is predicted. Whole epochs are compared,
-since the prompts decide how long answers are, and answers what a step takes; for that the policy learns next to nothing
-(a learning rate of 1e-9).
+The trained policy and drafter of the run train on 24 prompts, epoch after epoch, with thirteen configurations of draft
+length, live rollouts, length limit, replicas, policy lag and group size. Two more runs calibrate, one without and one
+with drafts, at the largest batch and the longest answers. The predictions know only their calibration.json, and are
+written to OUT/predictions.json before any of the thirteen runs is read. All fifteen take turns, each turn in another
+order with the same seeds, so that a slow hour of the machine affects all of them. Whole epochs are compared, because
+prompts decide how long answers are, and answers how long a step is. For the same reason the policy must not change, so
+the learning rate is 1e-9.
 
-Measured is the median over turns of a run's mean step, its first epochs left out, until it has warmed up as it has for
-a calibration; its noise is the median distance of a turn from that. "gain" is the speed of generation against the same
-configuration without drafts, where that is one of the thirteen and nothing is trained meanwhile. A gain is as noisy as
-two engines are, and its prediction as two more, so these runs and those that calibrate have more turns. Exposed
-generation is next to nothing in some configurations, so its error is told in shares of the measured step. Runs that
-have finished are kept: after Ctrl-C the same command goes on.
+The measured value is the median over turns of a run's mean step. First epochs are left out until the run has warmed up
+as far as for a calibration. The noise is the median distance of a turn from that median. "gain" is the speed of
+generation relative to the same configuration without drafts, if that is one of the thirteen and nothing is trained
+meanwhile. A gain is as noisy as two engines, so these runs and those that calibrate have more turns. Exposed generation
+is almost 0 in some configurations, so its error is given as a share of the measured step. Finished runs are kept, so
+the same command continues after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from specrl.coordinator.calibration import WARM_UP_STEPS
+from specrl.formats.calibration import WARM_UP_STEPS
 from specrl.launcher.run_directory import RunDirectory
-from specrl.report.reading import read
-from specrl.simulator.from_run import scenario_of
-from specrl.simulator.measured import read_calibrations
-from specrl.simulator.pipeline import STAGES
-from specrl.simulator.scenario_file import parse
-from specrl.simulator.simulate import simulate
+from specrl.report.reading import load_run
+from specrl.simulator.costs.measured import read_calibrations
+from specrl.simulator.pipeline import PHASES
+from specrl.simulator.scenarios.from_run import scenario_from_run
+from specrl.simulator.scenarios.scenario_file import parse_scenario
+from specrl.simulator.simulate import simulate_scenario
 from specrl.spec import load_spec
 
 PROMPTS = 24
-"""Of an epoch."""
+"""Prompts in an epoch."""
 
 MEASURED_STEPS = 3
-"""Of a run, at least: whole epochs of them."""
+"""Steps of a run at least, in whole epochs."""
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """One of those that are compared. k 0: no drafts. rollouts: of a step, in groups of `group`."""
+    """A configuration that is compared. k 0: no drafts. rollouts: per step, in groups of `group`."""
 
     k: int
     rollouts: int
@@ -65,18 +65,18 @@ class Configuration:
 
     @property
     def name(self) -> str:
-        """Also its folder's."""
+        """Name, also of its folder."""
         load = f"rollouts{self.rollouts}-group{self.group}-longest{self.longest}"
         return f"k{self.k}-{load}-replicas{self.replicas}-lag{self.lag}"
 
     @property
     def plain(self) -> Configuration:
-        """The same without drafts."""
+        """The same configuration without drafts."""
         return replace(self, k=0)
 
     @property
     def epoch_steps(self) -> int:
-        """Steps in which every prompt is trained on once."""
+        """Steps in which every prompt is trained once."""
         return PROMPTS * self.group // self.rollouts
 
     @property
@@ -86,14 +86,14 @@ class Configuration:
 
     @property
     def steps(self) -> int:
-        """Of a run."""
+        """Steps of a run."""
         return self.warm_up_steps + self._whole(MEASURED_STEPS)
 
     def _whole(self, steps: int) -> int:
         return -(-steps // self.epoch_steps) * self.epoch_steps
 
     def fields(self, run: Path) -> dict[str, str]:
-        """Of the demo's run file."""
+        """Fields of the demo's run file."""
         export = (run / "export").resolve()
         speculation = "{none: {}}"
         if self.k:
@@ -136,16 +136,16 @@ CONFIGURATIONS = (
 )
 
 COMPARED = tuple(one for one in CONFIGURATIONS if one.k and not one.lag and one.plain in CONFIGURATIONS)
-"""Those whose gain is compared: with the same without drafts. Where training goes on meanwhile, it is not told."""
+"""Pair configurations with the same ones without drafts. A configuration that trains meanwhile has no gain."""
 
 
 def predict(run: Path, calibrations: list[Path]) -> dict[str, Any]:
-    """Seconds of a step, seconds of it that are exposed, and the gain, by configuration."""
+    """Seconds per step, exposed seconds per step, and gain, by configuration."""
     measured = read_calibrations(calibrations)
     found = {}
     for configuration in CONFIGURATIONS:
         spec = load_spec(demo_runs.RUN_FILE, demo_runs.overrides_of(configuration.fields(run)))
-        outcome = simulate(parse(scenario_of(spec, measured, None)), measured)
+        outcome = simulate_scenario(parse_scenario(scenario_from_run(spec, measured, None)), measured)
         found[configuration.name] = {
             "stepS": outcome.speculative.step_s,
             "exposedS": outcome.speculative.exposed_generation_s,
@@ -156,35 +156,40 @@ def predict(run: Path, calibrations: list[Path]) -> dict[str, Any]:
 
 
 def measured_of(configuration: Configuration, folder: Path) -> dict[str, float]:
-    """Means over the steps of a run after those in which it warms up."""
-    steps = read(RunDirectory(folder)).steps[configuration.warm_up_steps :]
+    """Means over the steps of a run after its warm-up."""
+    steps = load_run(RunDirectory(folder)).steps[configuration.warm_up_steps :]
     return {
-        "stepS": fmean(sum(getattr(step.stages, name) for name in STAGES) for step in steps),
+        "stepS": fmean(sum(getattr(step.phases, name) for name in PHASES) for step in steps),
         "exposedS": fmean(step.exposed_generation for step in steps),
     }
 
 
 def noise_of(values: Sequence[float]) -> float:
-    """How far one of them is from their median as a rule, relative to it."""
+    """Median distance of a value from the median, relative to the median."""
     middle = median(values)
     return median(abs(value / middle - 1) for value in values)
 
 
 def score(predictions: Mapping[str, Any], turns: Mapping[str, list[dict[str, float]]], console: Console) -> None:
-    """Predicted beside measured, and how far off."""
+    """Print predictions beside measurements, with their errors."""
     table = Table(
         "configuration", "step, s", "measured", "off by", "noise", "exposed, s", "measured", "gain", "measured"
     )
-    errors, gains, exposed, noises, gain_noises = [], [], [], [], []
+    errors = []
+    gains = []
+    exposed = []
+    noises = []
+    gain_noises = []
     for configuration in CONFIGURATIONS:
-        name, own = configuration.name, predictions[configuration.name]
+        name = configuration.name
+        own = predictions[configuration.name]
         found = {key: [turn[key] for turn in turns[name]] for key in ("stepS", "exposedS")}
         step_s = median(found["stepS"])
         errors.append(own["stepS"] / step_s - 1)
         noises.append(noise_of(found["stepS"]))
         exposed_s = median(found["exposedS"])
         exposed.append((own["exposedS"] - exposed_s) / step_s)
-        gain = ""  # where nothing is trained meanwhile, all of generation is exposed
+        gain = ""  # if nothing is trained meanwhile, all generation is exposed
         if configuration in COMPARED:
             plain = [turn["exposedS"] for turn in turns[configuration.plain.name]]
             each = [one / other for one, other in zip(plain, found["exposedS"], strict=True)]
@@ -207,21 +212,21 @@ def score(predictions: Mapping[str, Any], turns: Mapping[str, list[dict[str, flo
 
 
 def shuffled(configurations: Sequence[Configuration], turn: int) -> list[Configuration]:
-    """Another order every turn, the same in every run of this program."""
-    return random.Random(turn).sample(configurations, len(configurations))  # noqa: S311 - no secret
+    """Shuffle for each turn, equally in every run of this program."""
+    return random.Random(turn).sample(configurations, len(configurations))  # noqa: S311 - not for security
 
 
 def main() -> None:
-    """Run all in turns; predict from those that calibrate; score."""
+    """Run all configurations in turns, predict from those that calibrate, and score."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, required=True, help="a finished run of the demo: its policy and drafter")
     parser.add_argument("--out", type=Path, required=True, help="folder of runs and predictions")
-    parser.add_argument("--turns", type=int, default=5, help="of every configuration (default: %(default)s)")
+    parser.add_argument("--turns", type=int, default=5, help="turns of every configuration (default: %(default)s)")
     parser.add_argument(
         "--more-turns",
         type=int,
         default=4,
-        help="after those: of what calibrates, and of what a gain is measured with (default: %(default)s)",
+        help="further turns of runs that calibrate, and of those with a gain (default: %(default)s)",
     )
     asked = parser.parse_args()
     console = Console(width=150)

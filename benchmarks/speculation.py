@@ -1,29 +1,30 @@
-"""Does the adaptive draft length find the best one, and can speculation ever cost anything?
+"""Measures whether the adaptive draft length finds the best length, and whether speculation can slow generation down.
 
     python benchmarks/speculation.py --run runs/demo-1                # the demo's policy with its trained drafter
 
-Engines side by side: `none`; the trained drafter, left to the controller; the same held at a length of 1 to 5; and
-under the controller two more drafters: a useless one (random weights), and an adversarial one (the trained head with
-its output layer negated, so that it proposes what the policy likes least). Engines are processes, and two processes
-that do the same differ by some per cent for as long as they live, by where the machine put them. So another `none` is
-measured, too: what it says against the first is how far any of the ratios can be believed. The fixed lengths share an
-engine, which changes places with the adaptive one halfway: a round, or a turn, is one of the first half and one of the
-second together.
+Engines side by side: `none`; the trained drafter with the adaptive length; the same drafter with fixed lengths of 1 to
+5; and with the adaptive length two more drafters, a useless one (random weights) and an adversarial one (the trained
+head with its output layer negated, which proposes the least likely tokens). Each engine is a process, and two equal
+processes differ by some percent all their lives, depending on where the machine placed them. So a second `none` is
+measured, too: its ratio to the first shows how precise all ratios are. The fixed lengths share one engine, which swaps
+places with the adaptive one at half time; a round, or a turn, combines one of each half.
 
-So every table is printed a second time "at mean costs", by which engines no longer differ in how fast they are, but
-only in what they do: each step that did nothing but decode is taken at the mean of all engines' steps of its kind (live
-rollouts by half powers of two, draft length; with a drafter and without apart), all else at the time it took.
+Every table is printed a second time "at mean costs", which removes differences between processes. There, each step that
+only decoded costs the mean of all engines' steps of its kind (live rollouts by half powers of two, and draft length;
+engines with and without a drafter apart). Everything else keeps its measured time.
 
 Two measurements on the same prompts:
-    load    so many rollouts live all the time in every engine; all engines are paused but one, which computes for a
-            fifth of a second, then the next one, in another order every round, so that noise meets all alike. The
-            controllers have twelve seconds to know each load
-    drain   a full batch at once, until the last one has finished: the live batch falls from full to 1; in turns. How
-            long answers are is long-tailed, as in RL: log-normal, unless they end by themselves before. The engine is
-            not told: who watches it aborts each where it ends
-Speeds are tokens per second relative to `none` in the same round or turn: median, and the interval that holds the true
-one with 95 %. "against the best" divides by the best fixed length at that load, which nobody told the controller. Which
-one that is, odd rounds say for even ones and even for odd: the best of several medians is lucky in the rounds that
+
+    load    every engine keeps so many rollouts live. All engines but one are paused; that one computes for a fifth of a
+            second, then the next, in another order each round, so that noise affects all equally. The controllers have
+            twelve seconds to adapt to each load
+    drain   a full batch at once until its last rollout finishes, so that the live batch falls from full to 1; in turns.
+            Lengths are long-tailed as in RL (log-normal) unless the policy ends earlier. The engine does not know them:
+            the benchmark aborts each answer at its length
+
+Speeds are tokens per second relative to `none` in the same round or turn: the median and its 95 % interval. "against
+the best" divides by the best fixed length at that load, which the controller does not know. Odd rounds choose that
+length for even ones and even rounds for odd ones, because the best of several medians is biased in the rounds that
 chose it.
 """
 
@@ -49,38 +50,43 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from specrl.drafting.head import load_head, save_head, write_untrained
-from specrl.drafting.policy_config import read_policy_config
-from specrl.generation.compare import LONGEST_ADAPTIVE, a_request, close_engines, mechanism, with_speculation
-from specrl.generation.vllm_backend import drafting
+from specrl.drafting.eagle3.head import load_head, write_untrained_head
+from specrl.generation.compare import (
+    LONGEST_ADAPTIVE,
+    build_request,
+    close_engines,
+    parse_mechanism,
+    replace_speculation,
+)
+from specrl.generation.vllm_backend import draft_length_client
 from specrl.generation.vllm_backend.engine import VllmEngine
+from specrl.models.policy_config import read_policy_config
 from specrl.prompts import load_prompts
 from specrl.prompts.stream import PromptStream
 from specrl.records import RolloutRequest, StepCost
 from specrl.spec import RunSpec, load_spec
 from specrl.spec.generation import Eagle3
 
-NONE, ANOTHER, ADAPTIVE, FIXED, USELESS, ADVERSARIAL = (
-    "none",
-    "another none",
-    "adaptive",
-    "fixed",
-    "useless drafter",
-    "adversarial drafter",
-)
+NONE = "none"
+ANOTHER = "another none"
+ADAPTIVE = "adaptive"
+FIXED = "fixed"
+USELESS = "useless drafter"
+ADVERSARIAL = "adversarial drafter"
 CONTROLLED = (ADAPTIVE, USELESS, ADVERSARIAL)
 DRAIN = "drain"
-MEDIAN_TOKENS, SIGMA = 20, 1.0  # of a drain's answers, log-normal
+MEDIAN_TOKENS = 20  # median and sigma of a drain's answer lengths, log-normal
+SIGMA = 1.0
 WATCH_S = 0.002  # a tenth of a step of a full batch
-SLICE_S = 0.2  # ten steps or more; whatever else the machine does lasts longer, and meets the neighbours, too
-SETTLE_S = 0.02  # outputs of a paused engine's last step arrive
-LEARNING_S = 12.0  # of a load, for each controller
+SLICE_S = 0.2  # ten steps or more; other noise of the machine lasts longer, and affects the neighbours, too
+SETTLE_S = 0.02  # wait for the outputs of a paused engine's last step
+LEARNING_S = 12.0  # seconds at a load for each controller
 WARM_UP = 2  # rounds and turns that are not counted
 
 
 @dataclass(frozen=True)
 class Mode:
-    """An engine, and the length that it is held at; None leaves it to the controller."""
+    """An engine and its fixed length. None: the controller chooses the length."""
 
     name: str
     engine: VllmEngine
@@ -92,7 +98,7 @@ Bin = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Slice:
-    """What an engine did in its turn. steps: those that did nothing but decode, and their seconds, by kind."""
+    """Work of an engine in a turn. steps: count and seconds of steps that only decoded, by kind."""
 
     tokens: int
     seconds: float
@@ -100,34 +106,34 @@ class Slice:
 
     @property
     def speed(self) -> float:
-        """Tokens a second, as measured."""
+        """Tokens per second as measured."""
         return self.tokens / self.seconds
 
     def plus(self, other: Slice) -> Slice:
-        """Both together."""
+        """Add another turn."""
         steps = added([self.steps, other.steps])
         return Slice(self.tokens + other.tokens, self.seconds + other.seconds, steps)
 
     def speed_at(self, mean_s: Mapping[Bin, float]) -> float:
-        """The same, had each step taken what its kind takes on average."""
+        """Tokens per second if each step had cost the mean of its kind."""
         counted = sum(seconds for _, seconds in self.steps.values())
         expected = sum(count * mean_s[kind] for kind, (count, _) in self.steps.items())
         return self.tokens / (self.seconds - counted + expected)
 
 
 async def costs_of(engine: VllmEngine) -> dict[Bin, StepCost]:
-    """What its steps have taken so far, by kind."""
-    return {cost.bin: cost for cost in (await engine.status()).step_costs}
+    """Costs of the engine's steps so far, by kind."""
+    return {cost.bin_key: cost for cost in (await engine.get_status()).step_costs}
 
 
 def since(before: Mapping[Bin, StepCost], now: Mapping[Bin, StepCost]) -> dict[Bin, tuple[int, float]]:
-    """Steps and their seconds that came on top."""
+    """Steps and seconds since `before`, by kind."""
     found = {kind: cost.minus(before.get(kind)) for kind, cost in now.items()}
     return {kind: (cost.steps, cost.seconds_sum) for kind, cost in found.items() if cost.steps}
 
 
 def added(parts: Iterable[Mapping[Bin, tuple[int, float]]]) -> dict[Bin, tuple[int, float]]:
-    """Steps and their seconds of all of them, by kind."""
+    """Sum steps and seconds of all turns, by kind."""
     sums: dict[Bin, tuple[int, float]] = {}
     for part in parts:
         for kind, (count, seconds) in part.items():
@@ -137,7 +143,7 @@ def added(parts: Iterable[Mapping[Bin, tuple[int, float]]]) -> dict[Bin, tuple[i
 
 
 def at_mean_costs(slices: Mapping[str, Sequence[Slice]]) -> dict[str, list[float]]:
-    """Speeds by mode, every step at the mean of its kind over all engines with a drafter, or over those without."""
+    """Speeds by mode, with each step at the mean of its kind, over engines with a drafter or over those without."""
     found: dict[str, list[float]] = {}
     for names in ((NONE, ANOTHER), [name for name in slices if name not in (NONE, ANOTHER)]):
         sums = added(one.steps for name in names for one in slices[name])
@@ -149,21 +155,21 @@ def at_mean_costs(slices: Mapping[str, Sequence[Slice]]) -> dict[str, list[float
 async def start(spec: RunSpec, policy: Path, drafter: Path, scratch: Path) -> dict[str, VllmEngine]:
     """All engines."""
     config = read_policy_config(policy)
-    write_untrained(scratch / "useless", policy, Eagle3(), seed=1)
+    write_untrained_head(scratch / "useless", policy, Eagle3(), seed=1)
     head = load_head(drafter, config)
     head.lm_head.weight.data.neg_()
-    save_head(scratch / "adversarial", head, head.lm_head.weight.dtype)
+    head.write_folder(scratch / "adversarial", head.lm_head.weight.dtype)
     heads = {ADAPTIVE: drafter, FIXED: drafter, USELESS: scratch / "useless", ADVERSARIAL: scratch / "adversarial"}
     engines: dict[str, VllmEngine] = {}
     for name in (NONE, ANOTHER, *heads):
-        fields = mechanism("eagle3", str(heads[name])) if name in heads else mechanism("none", "")
-        engines[name] = VllmEngine(with_speculation(spec, fields, str(policy)), name.replace(" ", "-"))
+        fields = parse_mechanism("eagle3", str(heads[name])) if name in heads else parse_mechanism("none", "")
+        engines[name] = VllmEngine(replace_speculation(spec, fields, str(policy)), name.replace(" ", "-"))
         await engines[name].start()
     return engines
 
 
 def modes_of(engines: dict[str, VllmEngine], lengths: Sequence[int]) -> list[Mode]:
-    """What is measured; 3 is always among the fixed lengths."""
+    """The modes that are measured. The fixed lengths always include 3."""
     fixed = [Mode(f"k = {k}", engines[FIXED], k) for k in sorted({3, *lengths})]
     plain = [Mode(name, engines[name], None) for name in (NONE, ANOTHER)]
     return [*plain, *fixed, *(Mode(name, engines[name], None) for name in CONTROLLED)]
@@ -174,7 +180,7 @@ async def both_ways(
     lengths: Sequence[int],
     measure: Callable[[list[Mode]], Awaitable[dict[str, list[Slice]]]],
 ) -> dict[str, list[Slice]]:
-    """Half of it with the engines as they are, half with the adaptive and the fixed one in each other's place."""
+    """Measure twice, swapping the places of the adaptive and the fixed engine in between."""
     swapped = engines | {ADAPTIVE: engines[FIXED], FIXED: engines[ADAPTIVE]}
     first, second = [await measure(modes_of(placed, lengths)) for placed in (engines, swapped)]
     return {
@@ -183,10 +189,12 @@ async def both_ways(
 
 
 class Load:
-    """So many rollouts live all the time in one engine, of which only the time between resume and pause counts."""
+    """Keeps so many rollouts live in one engine. Only the time between resume and pause counts."""
 
     def __init__(self, engine: VllmEngine, spec: RunSpec, prompts: PromptStream, live: int) -> None:
-        self._engine, self._spec, self._prompts = engine, spec, prompts
+        self._engine = engine
+        self._spec = spec
+        self._prompts = prompts
         self._finished = 0
         self._numbers = itertools.count()
         self._tasks = [asyncio.create_task(self._keep_one()) for _ in range(live)]
@@ -195,16 +203,18 @@ class Load:
         while True:
             number = next(self._numbers)
             name = f"{len(self._tasks)}-{number}"
-            request = a_request(self._spec, self._prompts.prompt(number).token_ids, name, number)
+            request = build_request(self._spec, self._prompts.prompt(number).token_ids, name, number)
             async for rollout in self._engine.generate([request], admit_together=False):
-                self._finished += rollout.length
+                self._finished += rollout.total_length
 
     async def compute(self, seconds: float) -> Slice:
         """Let the engine compute for so long."""
-        before, tokens, began = await costs_of(self._engine), self._tokens(), time.perf_counter()
-        await self._engine.resume()
+        before = await costs_of(self._engine)
+        tokens = self._tokens()
+        began = time.perf_counter()
+        await resume_sampling(self._engine)
         await asyncio.sleep(seconds)
-        await self._engine.pause()
+        await self._engine._pause_scheduling()
         took = time.perf_counter() - began
         await asyncio.sleep(SETTLE_S)
         return Slice(self._tokens() - tokens, took, since(before, await costs_of(self._engine)))
@@ -213,27 +223,33 @@ class Load:
         return self._finished + sum(len(completion.token_ids) for completion in self._engine._live.values())
 
     async def close(self) -> None:
-        """Abort what is live; the engine computes again."""
+        """Abort the live rollouts, and resume the engine."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._engine.resume()
+        await resume_sampling(self._engine)
+
+
+async def resume_sampling(engine: VllmEngine) -> None:
+    """Let a paused engine sample again. The time of the pause is no step's duration."""
+    engine._counters.times.note_interruption()
+    await engine._resume_scheduling()
 
 
 async def choose(mode: Mode) -> None:
-    """Hold the engine at the mode's length, or let its controller go on."""
+    """Fix the engine's length, or leave it to its controller."""
     if mode.length is not None or mode.name in CONTROLLED:
-        await drafting.fix(mode.engine._llm, mode.length)
+        await draft_length_client.fix_length(mode.engine._llm, mode.length)
 
 
 async def at_load(
     live: int, modes: Sequence[Mode], spec: RunSpec, rounds: int, advance: Callable[[], None]
 ) -> dict[str, list[Slice]]:
-    """One load by mode, one slice a round."""
+    """Measure one load by mode, one slice per round."""
     prompts = load_prompts(spec)
     engines = list({id(mode.engine): mode.engine for mode in modes}.values())
     for engine in engines:
-        await engine.pause()
+        await engine._pause_scheduling()
     loads = {id(engine): Load(engine, spec, prompts, live) for engine in engines}
     for mode in modes:
         if mode.name in CONTROLLED:
@@ -253,12 +269,12 @@ async def at_load(
 
 
 async def answer(engine: VllmEngine, requests: Sequence[RolloutRequest], most: Sequence[int]) -> tuple[int, float]:
-    """Have all requests answered at once, each until it ends or has so many tokens. Returns tokens and seconds."""
+    """Generate all requests at once, each until it ends or has so many tokens. Returns tokens and seconds."""
     emitted: dict[str, int] = {}
 
     async def one(request: RolloutRequest) -> None:
         async for rollout in engine.generate([request], admit_together=False):
-            emitted[request.rollout_id] = rollout.length
+            emitted[request.rollout_id] = rollout.total_length
 
     began = time.perf_counter()
     tasks = {request.rollout_id: asyncio.create_task(one(request)) for request in requests}
@@ -266,13 +282,14 @@ async def answer(engine: VllmEngine, requests: Sequence[RolloutRequest], most: S
     while not all(task.done() for task in tasks.values()):
         await asyncio.sleep(WATCH_S)
         for completion in list(engine._live.values()):
-            name, tokens = completion.request.rollout_id, len(completion.token_ids)
+            name = completion.request.rollout_id
+            tokens = len(completion.token_ids)
             if tokens >= limits[name] and name not in emitted:
                 emitted[name] = tokens
                 tasks[name].cancel()
     seconds = time.perf_counter() - began
     for ended in await asyncio.gather(*tasks.values(), return_exceptions=True):
-        if isinstance(ended, Exception):  # which a task that was cancelled has not
+        if isinstance(ended, Exception):  # a cancelled task has none
             raise ended
     return sum(emitted.values()), seconds
 
@@ -280,12 +297,13 @@ async def answer(engine: VllmEngine, requests: Sequence[RolloutRequest], most: S
 async def drain(
     modes: Sequence[Mode], spec: RunSpec, turns: int, advance: Callable[[], None]
 ) -> dict[str, list[Slice]]:
-    """A full batch until it is empty by mode, one slice a turn."""
-    prompts, full = load_prompts(spec), spec.generation.max_live_rollouts
+    """Measure a full batch until it is empty, by mode, one slice per turn."""
+    prompts = load_prompts(spec)
+    full = spec.generation.max_live_rollouts
     slices: dict[str, list[Slice]] = {mode.name: [] for mode in modes}
     for number in range(turns + WARM_UP):
         requests = [
-            a_request(spec, prompts.prompt(place).token_ids, f"{number}-{place}", 1000 * number + place)
+            build_request(spec, prompts.prompt(place).token_ids, f"{number}-{place}", 1000 * number + place)
             for place in range(full)
         ]
         drawn = np.random.default_rng(number).lognormal(math.log(MEDIAN_TOKENS), SIGMA, full)
@@ -303,12 +321,12 @@ async def drain(
 
 
 def in_order(modes: Sequence[Mode], number: int) -> list[Mode]:
-    """Another order every round, the same in every run."""
-    return random.Random(number).sample(modes, len(modes))  # noqa: S311 - no secret
+    """Shuffle for each round, equally in every run."""
+    return random.Random(number).sample(modes, len(modes))  # noqa: S311 - not for security
 
 
 def rows_of(found: dict[str, dict[str, list[float]]]) -> list[dict[str, Any]]:
-    """Ratios to `none`, turn by turn, and of the adaptive length to the best fixed one and to k = 3."""
+    """Ratios to `none` by turn, and of the adaptive length to the best fixed one and to k = 3."""
     rows: list[dict[str, Any]] = []
     for load, speeds in found.items():
         ratios = {name: _ratios(own, speeds[NONE]) for name, own in speeds.items()}
@@ -332,15 +350,17 @@ def _ratios(mine: Sequence[float], theirs: Sequence[float]) -> list[float]:
 
 
 def _spread(ratios: Sequence[float]) -> dict[str, float]:
-    """The median, and the order statistics between which the true one lies with 95 %."""
-    ranked, count = sorted(ratios), len(ratios)
+    """The median, and the order statistics that bound its 95 % interval."""
+    ranked = sorted(ratios)
+    count = len(ratios)
     reach = 0.98 * math.sqrt(count)
-    low, high = max(0, math.floor(count / 2 - reach)), min(count - 1, math.ceil(count / 2 + reach))
+    low = max(0, math.floor(count / 2 - reach))
+    high = min(count - 1, math.ceil(count / 2 + reach))
     return {"speed": median(ranked), "low": ranked[low], "high": ranked[high]}
 
 
 def tables(rows: Sequence[dict[str, Any]], title: str) -> list[Table]:
-    """For people."""
+    """Format for people."""
     speeds = Table("live", "mode", "speed (median)", "95 %", title=title)
     against = Table("live", "adaptive against", "speed (median)", "95 %", title=title)
     for row in rows:
@@ -368,7 +388,7 @@ async def run(arguments: argparse.Namespace, console: Console) -> None:
                 at_this = partial(at_load, live, spec=spec, rounds=arguments.rounds, advance=advance)
                 found[str(live)] = await both(at_this)
             found[DRAIN] = await both(partial(drain, spec=spec, turns=arguments.turns, advance=advance))
-            reports = {name: await drafting.report(engines[name]._llm) for name in CONTROLLED}
+            reports = {name: await draft_length_client.fetch_report(engines[name]._llm) for name in CONTROLLED}
         finally:
             await close_engines(engines)
     rows = rows_of({load: {name: [one.speed for one in own] for name, own in by.items()} for load, by in found.items()})
@@ -394,13 +414,15 @@ def main() -> None:
         "--lengths",
         type=lambda text: [int(part) for part in text.split(",")],
         default=list(range(1, LONGEST_ADAPTIVE + 1)),
-        help=f"fixed lengths that the adaptive one is held against (default: 1 to {LONGEST_ADAPTIVE})",
+        help=f"fixed lengths that the adaptive one is compared with (default: 1 to {LONGEST_ADAPTIVE})",
     )
     parser.add_argument("--rounds", type=int, default=30, help="measured rounds at each load (default: %(default)s)")
     parser.add_argument("--turns", type=int, default=8, help="measured turns of the drain (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="also write the rows here")
     arguments = parser.parse_args()
-    if min(arguments.rounds, arguments.turns) < 2:  # one that chooses the best length, one that is judged
+    if (
+        min(arguments.rounds, arguments.turns) < 2
+    ):  # at least one round that chooses the best length, and one that is judged by it
         parser.error(f"rounds and turns must be 2 or more, got {arguments.rounds} and {arguments.turns}")
     asyncio.run(run(arguments, Console()))
 

@@ -1,11 +1,10 @@
 """The process that `telemetry_overhead.py` measures: a coordinator whose telemetry is switched while it runs.
 
-    python -m benchmarks.telemetry_coordinator RUN-DIRECTORY COLLECTOR   # prints its gRPC and HTTP ports; then, for
-                                                                         # each line of input, which names a level,
-                                                                         # the CPU seconds that it has used so far
+    python -m benchmarks.telemetry_coordinator RUN-DIRECTORY COLLECTOR
 
-A level takes effect once what the one before has queued is exported, so that CPU time lies with the level that caused
-it. Each level has all that those before it have.
+It prints its gRPC and HTTP ports. Each line of input names a level; it then prints the CPU seconds used so far. A level
+includes all levels before it. It takes effect once the queue of the previous level is exported, so that CPU time is
+charged to the level that caused it.
 """
 
 from __future__ import annotations
@@ -25,48 +24,46 @@ import uvicorn
 from benchmarks.scale_coordinator import Grader, Prompts
 from prometheus_client.metrics import MetricWrapperBase
 
-from specrl.coordinator.board import Board
-from specrl.coordinator.controls import Controls
-from specrl.coordinator.loop import Loop
-from specrl.coordinator.parts import Parts
-from specrl.coordinator.registry import Registry
+from specrl.coordinator.ledger import make_claim, open_store
+from specrl.coordinator.ledger.store_link import StoreLink
+from specrl.coordinator.members.registry import Registry
+from specrl.coordinator.members.service import CoordinatorService
+from specrl.coordinator.observe.observer import RunObserver
+from specrl.coordinator.observe.timeline import Timeline
+from specrl.coordinator.observe.web.app import make_app
 from specrl.coordinator.run_spans import RunSpans
-from specrl.coordinator.service import CoordinatorService
-from specrl.coordinator.store import claim_for, open_store
-from specrl.coordinator.store_link import StoreLink
-from specrl.coordinator.timeline import Timeline
-from specrl.coordinator.web import make_app
-from specrl.rpc.server import serve
-from specrl.spec import digest, load_spec
+from specrl.coordinator.wiring import wire_coordinator
+from specrl.rpc.server import start_server
+from specrl.spec import digest_spec, load_spec
 from specrl.telemetry import metrics
-from specrl.telemetry.otel import TraceSink, otlp_exporter
-from specrl.telemetry.spans import Recorder, Sink
+from specrl.telemetry.otel import TraceSink, make_otlp_exporter
+from specrl.telemetry.spans import Recorder, SpanSink
 
 LEVELS = ("off", "metrics", "spans", "traces")
 
 
 class NoMetric:
-    """Takes the place of a metric where there are to be none."""
+    """Stands in for a metric when metrics are off."""
 
     def __getattr__(self, _: str) -> Callable[..., NoMetric]:
         return lambda *_args, **_labels: self
 
 
 class Switched(Recorder):
-    """A recorder whose listeners come and go, which none in a run do."""
+    """A recorder whose listeners can be added and removed, unlike in a run."""
 
-    def listen(self, *sinks: Sink) -> None:
+    def listen(self, *sinks: SpanSink) -> None:
         self._sinks = sinks
 
 
 class Telemetry:
-    """What is on now."""
+    """The telemetry that is on."""
 
     def __init__(self, collector: str) -> None:
         self._metrics = {name: value for name, value in vars(metrics).items() if isinstance(value, MetricWrapperBase)}
         self.timeline = Timeline()
-        self._traces = TraceSink(otlp_exporter(collector), {"service.name": "specrl-coordinator"})
-        self._sinks: dict[str, tuple[Sink, ...]] = {
+        self._traces = TraceSink(make_otlp_exporter(collector), {"service.name": "specrl-coordinator"})
+        self._sinks: dict[str, tuple[SpanSink, ...]] = {
             "off": (),
             "metrics": (),
             "spans": (self.timeline,),
@@ -74,13 +71,13 @@ class Telemetry:
         }
         self._level = "off"
         self.recorder = Switched()
-        self.timeline.ask(self.recorder)
+        self.timeline.set_recorder(self.recorder)
 
     def switch(self, level: str) -> None:
-        """Export what is queued, then be at `level`. Metrics are scraped here once, as a Prometheus would."""
+        """Export the queue, then switch to `level`. Scrapes metrics once, as Prometheus would."""
         if self._level != "off":
             prometheus_client.generate_latest()
-        self._traces._processor.force_flush()  # waits until all is sent, which a run never does
+        self._traces._processor.force_flush()  # waits until everything is sent, which a run never does
         self._level = level
         self.recorder.listen(*self._sinks[level])
         for name, metric in self._metrics.items():
@@ -88,33 +85,28 @@ class Telemetry:
 
 
 async def coordinate(folder: Path, collector: str) -> None:
-    """Serve the run in `folder` until input ends."""
+    """Serve the run in `folder` until the input ends."""
     telemetry = Telemetry(collector)
     telemetry.switch("off")
-    spec, claim = load_spec(folder / "run.yaml"), claim_for(folder)
+    spec = load_spec(folder / "run.yaml")
+    claim = make_claim(folder)
     store = await StoreLink.open(spec.name, lambda: open_store(spec, folder, claim))
-    registry = Registry(digest(spec), spec.telemetry.heartbeat_s, time.monotonic)
-    board = Board(spec, folder, registry, store)
+    registry = Registry(digest_spec(spec), spec.telemetry.heartbeat_s, time.monotonic)
     service = CoordinatorService(registry, spec.name, spec.telemetry.heartbeat_s)
-    _, port = await serve(service.add_to, "127.0.0.1", 0)
-    spans = RunSpans(telemetry.recorder, claim.run_id)
-    prompts = Prompts(spec.prompts.max_tokens)
-    parts = Parts(
-        spec=spec,
-        directory=folder,
-        registry=registry,
-        store=store,
-        board=board,
-        controls=Controls(spec, folder, store, board),
-        prompts=prompts,
-        validation_prompts=(),
-        grader=Grader(),
-        spans=spans,
-        timeline=telemetry.timeline,
+    _, port = await start_server(service.add_to, "127.0.0.1", 0)
+    loop = wire_coordinator(
+        spec,
+        folder,
+        store,
+        registry,
+        Prompts(spec.prompts.max_tokens),
+        Grader(),
+        spans=RunSpans(telemetry.recorder, claim.run_id),
     )
-    running = asyncio.create_task(Loop(parts).run())
+    observer = RunObserver(loop.context, loop, timeline=telemetry.timeline)
+    running = asyncio.create_task(loop.run())
     listener = socket.create_server(("127.0.0.1", 0))
-    web = uvicorn.Server(uvicorn.Config(make_app(parts), log_config=None, access_log=False))
+    web = uvicorn.Server(uvicorn.Config(make_app(loop.context, observer), log_config=None, access_log=False))
     serving = asyncio.create_task(web.serve([listener]))
     say(f"{port} {listener.getsockname()[1]}")
     while level := (await asyncio.to_thread(sys.stdin.readline)).strip():

@@ -1,23 +1,23 @@
-"""What do metrics, spans, traces and a page that is open cost, as a share of a step's time? By turns, in one process.
+"""Measures the cost of metrics, spans, traces and an open live page, as a share of a step's time.
 
     python -m benchmarks.telemetry_overhead --run runs/demo-1     # a finished run of this machine, for example the demo
 
-The real coordinator (loop, scheduler, registry, store, board) runs in a process of its own and talks gRPC over loopback
-to replicas and a trainer that compute nothing (`scale_peers.py`), with as many replicas, prompts and rollouts a step,
-and as long ones, as RUN has. Blocks of steps at four levels take turns, each with what those before it have:
+The real coordinator (loop, scheduler, registry, store, observer) runs in its own process. It talks gRPC over loopback
+to replicas and a trainer that compute nothing (`scale_peers.py`), with as many replicas, prompts and rollouts per step,
+and as long rollouts, as RUN. Blocks of steps at four levels take turns. Each level includes those before it:
 
-    off       metrics are replaced by objects that do nothing, and nobody hears of spans
-    metrics   as they are, and scraped once a block
+    off       metrics are replaced by objects that do nothing, and spans have no listener
+    metrics   as in a run, scraped once per block
     spans     kept in memory, from which the live page draws its timeline
-    traces    exported over OTLP to a collector, another process, which reads them
+    traces    exported over OTLP to a collector in another process, which parses them
 
-Cost is the CPU time of the coordinator's process, all of its threads, which wall time on a shared machine would blur;
-it is an upper bound of what telemetry adds to a step's wall time, since most of it is spent while the trainer and the
-replicas compute. It is divided by the median step's wall time in RUN. Replicas and trainer are not counted: a replica
-makes one span and its parts for each rollout, the coordinator two and more.
+The cost is CPU time of the coordinator's process, because wall time on a shared machine is too noisy, divided by the
+median step's wall time in RUN. It is an upper bound of what telemetry adds to a step, because most of it is spent while
+trainer and replicas compute. Replicas and trainer are not counted: a replica makes one span with its parts per rollout,
+the coordinator two or more.
 
-A page that somebody looks at costs by the second: it follows the stream, and asks for the timeline every second and for
-the curves with every step. So it is measured after the steps, by turns with and without a page, over wall time.
+An open page costs by the second: it follows the stream, and requests the timeline every second and the curves with
+every step. So it is measured after the steps, alternately with and without a page, relative to wall time.
 """
 
 from __future__ import annotations
@@ -49,22 +49,22 @@ from rich.console import Console
 from rich.table import Table
 
 from specrl.spec import RunSpec, load_spec, parse_spec
-from specrl.spec.load import dump
+from specrl.spec.load import dump_spec
 
 REPOSITORY = Path(__file__).parents[1]
 OUTSTANDING = 16
 """Free seats of the closed load: rollouts finish as fast as the coordinator takes them."""
 LAG = 6
-"""So that the bound never keeps a seat free."""
+"""Large enough that the lag bound never keeps a seat free."""
 LOOKED_ON_S = 8.0
-"""One turn with a page, and one without."""
+"""Seconds of a turn with a page, and of one without."""
 ASKED_S = {"/timeline?steps=4&points=240": 1.0, "/curves?first=1&points=240": 2.0}
-"""What a page asks for again and again, and how many seconds it lets pass at least (web/assets/main.js)."""
+"""Requests that a page repeats, and their shortest interval in seconds (web/assets/main.js)."""
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """What RUN's steps are like: median seconds and mean tokens of a rollout."""
+    """The steps of RUN: median seconds, and mean tokens of a rollout."""
 
     spec: RunSpec
     step_s: float
@@ -72,18 +72,18 @@ class Pattern:
 
     @classmethod
     def of(cls, run: Path) -> Pattern:
-        """Of a finished run."""
+        """Read the pattern of a finished run."""
         reports = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-        step_s = statistics.median(sum(report["stages"].values()) for report in reports)
+        step_s = statistics.median(sum(report["phases"].values()) for report in reports)
         return cls(load_spec(run / "run.yaml"), step_s, round(statistics.mean(r["meanLength"] for r in reports)))
 
     @property
     def rollouts(self) -> int:
-        """Of a step."""
+        """Rollouts of a step."""
         return self.spec.schedule.prompts_per_step * self.spec.schedule.group_size
 
     def endless(self) -> RunSpec:
-        """The run without an end, and without what is not the coordinator's everyday work."""
+        """Make a run without an end, and without what the coordinator does rarely."""
         fields = self.spec.model_dump(mode="json", by_alias=True, exclude_none=True)
         fields["schedule"] |= {"steps": 1_000_000, "maxPolicyLag": LAG}
         live = self.rollouts // self.spec.generation.replicas
@@ -96,7 +96,7 @@ class Pattern:
 
 
 class Collector(BaseHTTPRequestHandler):
-    """Reads what it is sent, and forgets it."""
+    """Parses what it is sent, and drops it."""
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
@@ -108,7 +108,7 @@ class Collector(BaseHTTPRequestHandler):
 
 
 def collect(port: Connection) -> None:
-    """A collector's process: says its port, and serves until it is killed."""
+    """Run a collector in this process: report its port, and serve until killed."""
     server = HTTPServer(("127.0.0.1", 0), Collector)
     port.send(server.server_port)
     server.serve_forever()
@@ -116,7 +116,7 @@ def collect(port: Connection) -> None:
 
 @contextmanager
 def collector() -> Iterator[str]:
-    """The address of a collector in another process."""
+    """Start a collector in another process. Yields its address."""
     context = get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=collect, args=(there,), daemon=True)
@@ -139,7 +139,7 @@ class Coordinator:
         self.port, self.http_port = map(int, self._line().split())
 
     def switch(self, level: str) -> float:
-        """Go to a level; returns the CPU seconds used before it."""
+        """Switch to a level. Returns the CPU seconds used before."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{level}\n")
         self._process.stdin.flush()
@@ -153,7 +153,7 @@ class Coordinator:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError("the coordinator must go on, got an end; see above")
+            raise RuntimeError("the coordinator ended early; its message is above")
         return line
 
 
@@ -180,12 +180,13 @@ async def look_on(port: int, step_s: float) -> None:
 
 
 async def page_share(coordinator: Coordinator, step_s: float) -> float:
-    """CPU of a page over wall time: that of a turn with one less that of a turn without."""
+    """CPU of a page over wall time: a turn with one minus a turn without."""
     used = []
     for is_open in (False, True):
         page = asyncio.create_task(look_on(coordinator.http_port, step_s)) if is_open else None
-        await asyncio.sleep(1)  # to open it is not to look at it
-        began_s, began = time.monotonic(), await asyncio.to_thread(coordinator.switch, "spans")
+        await asyncio.sleep(1)  # opening the page is not part of the cost
+        began_s = time.monotonic()
+        began = await asyncio.to_thread(coordinator.switch, "spans")
         await asyncio.sleep(LOOKED_ON_S)
         ended = await asyncio.to_thread(coordinator.switch, "spans")
         used.append((ended - began) / (time.monotonic() - began_s))
@@ -196,10 +197,11 @@ async def page_share(coordinator: Coordinator, step_s: float) -> float:
 
 
 async def measure(pattern: Pattern, rounds: int, steps: int) -> tuple[list[dict[str, float]], list[float]]:
-    """CPU seconds of a step at each level, for each round; and of a page, shares of wall time."""
+    """CPU seconds per step at each level, for each round; and of a page, as shares of wall time."""
     with tempfile.TemporaryDirectory() as scratch, collector() as address:
-        folder, spec = Path(scratch), pattern.endless()
-        (folder / "run.yaml").write_text(dump(spec), encoding="utf-8")
+        folder = Path(scratch)
+        spec = pattern.endless()
+        (folder / "run.yaml").write_text(dump_spec(spec), encoding="utf-8")
         coordinator = Coordinator(folder, address)
         try:
             async with Peers(spec, folder, f"127.0.0.1:{coordinator.port}", pattern.tokens) as peers:
@@ -221,7 +223,7 @@ async def measure(pattern: Pattern, rounds: int, steps: int) -> tuple[list[dict[
 
 
 def show(pattern: Pattern, found: list[dict[str, float]], pages: list[float], console: Console) -> None:
-    """Medians and ranges over the rounds."""
+    """Print medians and ranges over the rounds."""
     table = Table("level", "CPU of the coordinator, over off", "share of a step's time", "range over rounds")
     for level in LEVELS[1:]:
         over = np.array([costs[level] / costs["off"] for costs in found])
@@ -239,7 +241,7 @@ def show(pattern: Pattern, found: list[dict[str, float]], pages: list[float], co
 
 
 def main() -> None:
-    """Measure, print the table."""
+    """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, required=True, help="a finished run of this machine")
     parser.add_argument("--rounds", type=int, default=10, help="turns of every level (default: 10)")

@@ -1,22 +1,22 @@
-"""How fast a training step is: specrl's packed one, the same padded, plain transformers, and TRL's GRPO, side by side.
+"""Measures the speed of a training step: specrl's packed step, the same padded, plain transformers, and TRL's GRPO.
 
-    python benchmarks/trainer.py                       # a random Qwen3 of some 7 million weights, one CPU thread
+    python benchmarks/trainer.py                       # a random Qwen3 with about 7 million weights, one CPU thread
     python benchmarks/trainer.py --policy DIR --rollouts 64 --longest 2048 --dtype bfloat16 --json trainer.json
 
-One process and one batch: long-tailed completions (log-normal, cut at --longest) after prompts of 16 to 64 tokens. All
-begin with the same weights, and their log-probabilities are compared before anything is timed. Every round has a step
-of each contender, in turns; a step is the stage `logprob` (the policy's own log-probabilities, without gradient) and
-the stage `train` (forward, backward, clip, AdamW).
+All contenders share one process and one batch: long-tailed completions (log-normal, cut at --longest) after prompts of
+16 to 64 tokens. They begin with the same weights, and their log-probabilities are compared before anything is timed.
+Each round has one step of each contender. A step has the phase `logprob` (the policy's log-probabilities, without
+gradient) and the phase `train` (forward, backward, clip, AdamW).
 
     packed        specrl's trainer: rollouts one after another, no padding
-    padded        the same trainer on rollouts that are made as long as the longest of them
+    padded        the same trainer on rollouts that are all as long as the longest
     transformers  AutoModelForCausalLM, rows in the batch's order, each micro-batch padded to its longest; output layer
-                  and softmax for completions alone
-    trl           GRPOTrainer's own log-probabilities and loss, on its own shapes: all rows padded to the longest
+                  and softmax only for completions
+    trl           GRPOTrainer's log-probabilities and loss, on its own shapes: all rows padded to the longest
 
-All have micro-batches of at most --micro-batch-tokens tokens, padding included. Printed: tokens of the rollouts (no
-padding) a second relative to TRL's, and the floating-point operations that these tokens need as a share of this
-machine's matrix product (measured in the same rounds). Medians over rounds, and ranges.
+Micro-batches have at most --micro-batch-tokens tokens, padding included. Printed: tokens of the rollouts (without
+padding) per second relative to TRL's, and the floating-point operations that these tokens need as a share of this
+machine's matrix product, measured in the same rounds. Medians over rounds, and ranges.
 """
 
 from __future__ import annotations
@@ -39,31 +39,35 @@ from rich.table import Table
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from specrl.drafting.budget import POLICY_FORWARDS, policy_flops
-from specrl.drafting.policy_config import read_policy_config
+from specrl.drafting.budget import POLICY_FORWARDS, estimate_policy_flops
+from specrl.models.policy_config import read_policy_config
 from specrl.records import Batch, FinishReason, Rollout, TrainRollout, VersionSpan
 from specrl.spec import RunSpec, parse_spec
 from specrl.trainer.megatron_backend.backend import MegatronBackend
 
 Seconds = dict[str, float]
-STAGES = {"logprob": 1, "train": POLICY_FORWARDS - 1}  # forward passes, a backward one being two
-LEARNING_RATE, CLIP, CAP = 1e-6, 0.2, 2.0
-MATRIX = 2048  # rows and columns of the product that stands for the machine's peak
-AGREEMENT = {"float32": 1e-3, "bfloat16": 0.5}  # nats: largest difference between two contenders' log-probabilities
+STAGES = {"logprob": 1, "train": POLICY_FORWARDS - 1}  # forward passes per step; a backward pass counts as two
+LEARNING_RATE = 1e-6
+CLIP = 0.2
+CAP = 2.0
+MATRIX = 2048  # rows and columns of the product that measures the machine's peak
+AGREEMENT = {
+    "float32": 1e-3,
+    "bfloat16": 0.5,
+}  # nats: largest allowed difference between log-probabilities of two contenders
 
 
-def make_policy(folder: Path, hidden: int, layers: int) -> Path:
-    """A Qwen3 with random weights, and a tokenizer of as many words."""
+def make_policy(folder: Path, hidden: int, layers: int, words: int = 4096, head_dim: int = 64) -> Path:
+    """Write a Qwen3 with random weights, and a tokenizer with as many words."""
     torch.manual_seed(0)
-    words = 4096
     config = Qwen3Config(
         vocab_size=words,
         hidden_size=hidden,
         intermediate_size=3 * hidden,
         num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=max(1, hidden // 128),
-        head_dim=64,
+        num_attention_heads=hidden // head_dim,
+        num_key_value_heads=max(1, hidden // head_dim // 2),
+        head_dim=head_dim,
         max_position_embeddings=32768,
         tie_word_embeddings=False,
     )
@@ -75,7 +79,7 @@ def make_policy(folder: Path, hidden: int, layers: int) -> Path:
 
 
 def a_spec(policy: Path, arguments: argparse.Namespace) -> RunSpec:
-    """A run of the policy without a drafter."""
+    """Make a run of the policy without a drafter."""
     return parse_spec(
         {
             "name": "benchmark",
@@ -95,7 +99,7 @@ def a_spec(policy: Path, arguments: argparse.Namespace) -> RunSpec:
 
 
 def a_batch(rollouts: int, longest: int, words: int) -> list[TrainRollout]:
-    """Random tokens; lengths log-normal around a fifth of `longest`, which the last one has."""
+    """Make rollouts of random tokens. Lengths are log-normal around a fifth of `longest`, which the last one has."""
     generator = np.random.default_rng(0)
     lengths = np.clip(generator.lognormal(np.log(longest / 5), 0.9, rollouts), 8, longest).astype(int)
     lengths[-1] = longest
@@ -120,33 +124,34 @@ def a_batch(rollouts: int, longest: int, words: int) -> list[TrainRollout]:
 
 
 def as_long_as_the_longest(rollouts: Sequence[TrainRollout]) -> list[TrainRollout]:
-    """The same samples after longer prompts, so that each takes as many tokens as the longest."""
-    longest = max(len(item.prompt_token_ids) + item.rollout.length for item in rollouts)
+    """Put longer prompts before the same completions, so that each has as many tokens as the longest."""
+    longest = max(len(item.prompt_token_ids) + item.rollout.total_length for item in rollouts)
 
     def padded(item: TrainRollout) -> TrainRollout:
-        missing = longest - len(item.prompt_token_ids) - item.rollout.length
+        missing = longest - len(item.prompt_token_ids) - item.rollout.total_length
         return replace(item, prompt_token_ids=(4,) * missing + item.prompt_token_ids)
 
     return [padded(item) for item in rollouts]
 
 
 class Specrl:
-    """The trainer's backend on one rank, and a batch of it."""
+    """The trainer's backend on one rank, and a batch for it."""
 
     def __init__(self, backend: MegatronBackend, rollouts: Sequence[TrainRollout]) -> None:
-        self._backend, self._rollouts = backend, tuple(rollouts)
+        self._backend = backend
+        self._rollouts = tuple(rollouts)
 
     def logprobs(self) -> list[torch.Tensor]:
-        return [torch.from_numpy(found_T) for found_T in self._backend.score(self._rollouts)]
+        return [torch.from_numpy(found_T) for found_T in self._backend.score_rollouts(self._rollouts)]
 
     def step(self) -> Seconds:
-        metrics = self._backend.train_step(Batch(self._backend.status().step + 1, self._rollouts))
+        metrics = self._backend.train_step(Batch(self._backend.get_status().step + 1, self._rollouts))
         return {"logprob": metrics.logprob_seconds, "train": metrics.train_seconds}
 
 
 @dataclass
 class Rows:
-    """Rollouts as padded rows: prompts end, and completions begin, in one column."""
+    """Rollouts as padded rows: all prompts end, and all completions begin, in one column."""
 
     prompt_BP: torch.Tensor
     prompt_mask_BP: torch.Tensor
@@ -183,11 +188,11 @@ class Rows:
 
 
 def cuts(rollouts: Sequence[TrainRollout], max_tokens: int) -> list[list[TrainRollout]]:
-    """Consecutive rollouts whose padded rows hold at most `max_tokens` tokens."""
+    """Group consecutive rollouts whose padded rows hold at most `max_tokens` tokens."""
     found: list[list[TrainRollout]] = []
     for item in rollouts:
         row = [*found[-1], item] if found else [item]
-        width = max(len(it.prompt_token_ids) for it in row) + max(it.rollout.length for it in row)
+        width = max(len(it.prompt_token_ids) for it in row) + max(it.rollout.total_length for it in row)
         if not found or len(row) * width > max_tokens:
             found.append([item])
         else:
@@ -203,10 +208,10 @@ class Transformers:
         self._model: Any = AutoModelForCausalLM.from_pretrained(policy, dtype=dtype).to(device)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
         self._rows = [Rows.of(cut, device) for cut in cuts(rollouts, max_tokens)]
-        self._tokens = sum(item.rollout.length for item in rollouts)
+        self._tokens = sum(item.rollout.total_length for item in rollouts)
 
     def _logprobs(self, rows: Rows) -> torch.Tensor:
-        """[T] of the completions' tokens, one row after another."""
+        """[T] log-probabilities of the completions' tokens, row after row."""
         mask_BS = rows.mask_BS
         position_BS = (mask_BS.cumsum(1) - 1).clamp(min=0)
         hidden_BSH = self._model.model(
@@ -246,7 +251,7 @@ class Transformers:
 
 
 class Trl:
-    """TRL's GRPOTrainer, given rollouts instead of generating them."""
+    """TRL's GRPOTrainer, which is given rollouts instead of generating them."""
 
     def __init__(self, policy: Path, rollouts: Sequence[TrainRollout], max_tokens: int, dtype: torch.dtype) -> None:
         from datasets import Dataset
@@ -293,7 +298,8 @@ class Trl:
         return [row_C[:length].float().cpu() for row_C, length in zip(self._proximal(), lengths, strict=True)]
 
     def step(self) -> Seconds:
-        rows, started = self._rows, now()
+        rows = self._rows
+        started = now()
         proximal_BC = self._proximal()
         scored = now()
         for first in range(0, len(rows.advantage_B), self._at_once):
@@ -318,14 +324,14 @@ class Trl:
 
 
 def now() -> float:
-    """Seconds, after everything that was asked of the device is done."""
+    """Seconds since the start, once the device has finished."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def peak_flops(dtype: torch.dtype, device: torch.device) -> float:
-    """Of a product of two square matrices, a second; the fastest of a few."""
+    """Operations per second of a product of two square matrices: the fastest of a few."""
     left, right = (torch.randn(MATRIX, MATRIX, dtype=dtype, device=device) for _ in range(2))
     best = float("inf")
     for _ in range(3):
@@ -337,7 +343,7 @@ def peak_flops(dtype: torch.dtype, device: torch.device) -> float:
 
 @dataclass
 class Measured:
-    """Seconds of every round, by stage."""
+    """Seconds of every round, by phase."""
 
     rounds: list[Seconds] = field(default_factory=list)
 
@@ -346,16 +352,19 @@ class Measured:
 
 
 def check_agreement(contenders: dict[str, Any], most: float) -> dict[str, float]:
-    """Largest difference of log-probabilities to transformers', by contender. Exits when one is too large."""
+    """Largest difference of log-probabilities from transformers', by contender. Exits if one is too large."""
     expected = contenders["transformers"].logprobs()
-    # With other tokens before it, a padded rollout has other log-probabilities.
+    # A padded rollout has other tokens before it, and so other log-probabilities.
     compared = {name: it for name, it in contenders.items() if name not in ("transformers", "padded")}
     found = {
         name: max(float((a.float() - b.float()).abs().max()) for a, b in zip(it.logprobs(), expected, strict=True))
         for name, it in compared.items()
     }
     if max(found.values()) > most:
-        raise SystemExit(f"the contenders must agree within {most} nats, got {found}; they do not do the same work")
+        raise SystemExit(
+            f"log-probabilities of the contenders must agree within {most} nats, got {found}; they do not compute the "
+            "same thing"
+        )
     return found
 
 
@@ -365,29 +374,34 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
 
 
 def main() -> None:
-    """Measure, print, and write the figures where asked to."""
+    """Measure, print, and write the figures if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policy", type=Path, help="Hugging Face folder; without it a random policy is made")
-    parser.add_argument("--hidden", type=int, default=256, help="of the random policy; a multiple of 128")
-    parser.add_argument("--layers", type=int, default=6, help="of the random policy")
-    parser.add_argument("--rollouts", type=int, default=16, help="a multiple of 4")
+    parser.add_argument("--hidden", type=int, default=256, help="width of the random policy; a multiple of 128")
+    parser.add_argument("--layers", type=int, default=6, help="layers of the random policy")
+    parser.add_argument("--rollouts", type=int, default=16, help="rollouts in the batch; a multiple of 4")
     parser.add_argument("--longest", type=int, default=768, help="tokens of the longest completion")
     parser.add_argument("--micro-batch-tokens", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1, help="of the CPU")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--dtype", choices=AGREEMENT, default="float32")
-    parser.add_argument("--without-trl", action="store_true", help="where its package is missing")
-    parser.add_argument("--json", type=Path, help="write all figures there")
+    parser.add_argument(
+        "--without-trl", action="store_true", help="leave TRL out, for example because it is not installed"
+    )
+    parser.add_argument("--json", type=Path, help="file for all figures")
     arguments = parser.parse_args()
     console = Console()
     torch.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory() as scratch:
         policy = arguments.policy or make_policy(Path(scratch) / "policy", arguments.hidden, arguments.layers)
-        config, dtype = read_policy_config(policy), getattr(torch, arguments.dtype)
+        config = read_policy_config(policy)
+        dtype = getattr(torch, arguments.dtype)
         rollouts = a_batch(arguments.rollouts, arguments.longest, config.vocab_size)
         most = arguments.micro_batch_tokens
-        backend = MegatronBackend(a_spec(policy, arguments))  # one for both: Megatron's groups are the process's
-        backend.load(None)
+        backend = MegatronBackend(
+            a_spec(policy, arguments)
+        )  # one backend for both: Megatron's groups belong to the process
+        backend.load_model(None)
         contenders: dict[str, Any] = {
             "packed": Specrl(backend, rollouts),
             "padded": Specrl(backend, as_long_as_the_longest(rollouts)),
@@ -397,9 +411,9 @@ def main() -> None:
             contenders["trl"] = Trl(policy, rollouts, most, dtype)
         apart = check_agreement(contenders, AGREEMENT[arguments.dtype])
         measured, peaks = measure(contenders, arguments.rounds, dtype, console)
-    lengths = [(len(item.prompt_token_ids), item.rollout.length) for item in rollouts]
+    lengths = [(len(item.prompt_token_ids), item.rollout.total_length) for item in rollouts]
     completions = np.array([completion for _, completion in lengths])
-    flops = sum(policy_flops(config, prompt, completion) for prompt, completion in lengths)
+    flops = sum(estimate_policy_flops(config, prompt, completion) for prompt, completion in lengths)
     base = "transformers" if arguments.without_trl else "trl"
     console.print(
         f"{len(rollouts)} rollouts, completions of {completions.min()} to {completions.max()} tokens, "
@@ -415,7 +429,10 @@ def main() -> None:
 def measure(
     contenders: dict[str, Any], rounds: int, dtype: torch.dtype, console: Console
 ) -> tuple[dict[str, Measured], list[float]]:
-    """One step of each, in turns, after one that warms up; and the machine's peak in every round. Ctrl-C ends early."""
+    """Run one step of each contender in turns, after one to warm up, and measure the machine's peak in every round.
+
+    Ctrl-C ends early.
+    """
     measured = {name: Measured() for name in contenders}
     peaks: list[float] = []
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -429,12 +446,12 @@ def measure(
                     it.rounds.append(seconds[name])
                 peaks.append(peak)
     if not peaks:
-        raise SystemExit("no round was measured to its end; let one")
+        raise SystemExit("no round was complete; let at least one finish")
     return measured, peaks
 
 
 def a_table(measured: dict[str, Measured], peaks: Sequence[float], flops: float, base: str) -> Table:
-    """Ratios of tokens a second, round by round, and shares of the peak."""
+    """Ratios of tokens per second by round, and shares of the peak."""
     table = Table("", *(f"{stage}, tokens/s against {base}" for stage in (*STAGES, "step")), "share of peak, step")
     ratio: Callable[[str, str], list[float]] = lambda name, stage: [  # noqa: E731 - one expression, used thrice
         theirs / ours for ours, theirs in zip(measured[name].seconds(stage), measured[base].seconds(stage), strict=True)

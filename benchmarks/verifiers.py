@@ -1,16 +1,17 @@
-"""Verdicts per second by verifier and size of the pool, what the sandbox costs over a bare subprocess; and accuracy.
+"""Measures grading: verdicts per second by verifier and pool size, the sandbox's overhead, and accuracy.
 
     python benchmarks/verifiers.py                       # all verifiers, pools of 1, 2 and 4 workers
     python benchmarks/verifiers.py --workers 1,8 --verifiers math,program --turns 5 --json verifiers.json
     python benchmarks/verifiers.py --accuracy            # of `math`, math-verify alone and TRL's reward
     python benchmarks/verifiers.py --accuracy --verl FOLDER --held-out --json accuracy.json
 
-Ratios within one run. Throughput: the same verdicts, all asked for at once, from pools of different sizes, relative to
-one worker in the same turn; and each verifier with one worker relative to `exact`. Sandbox: one small program run in
-the sandbox against `subprocess.run` of the same interpreter with the same options, by turns. Medians, and ranges.
+Figures are ratios within one run: medians and ranges. Throughput: the same verdicts, all requested at once, from pools
+of different sizes, relative to one worker in the same turn; and each verifier with one worker relative to `exact`.
+Sandbox: one small program in the sandbox relative to `subprocess.run` of the same interpreter with the same options,
+alternately.
 
-Accuracy (answer_accuracy.py): precision and recall on the labelled pairs of tests/data, of `math` and of other graders;
-answer_graders.py says how each is called, and how verl gets into FOLDER.
+Accuracy (answer_accuracy.py): precision and recall of `math` and of other graders on the labelled pairs of tests/data.
+answer_graders.py says how each grader is called, and how to install verl into FOLDER.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from rich.table import Table
 
 from specrl.errors import SpecInvalid
 from specrl.records import Prompt
-from specrl.rewards import VerifierPool, verifier_for
+from specrl.rewards.choice import verifier_for
+from specrl.rewards.pool import VerifierPool
 from specrl.rewards.sandbox.filesystem import INTERPRETER
 from specrl.spec.data import (
     CodeVerifier,
@@ -47,7 +49,8 @@ from specrl.spec.data import (
 )
 
 DATA = Path(__file__).parent.parent / "tests" / "data"
-OPEN, HELD_OUT = DATA / "math_answers.jsonl", DATA / "math_answers_held_out.jsonl"
+OPEN = DATA / "math_answers.jsonl"
+HELD_OUT = DATA / "math_answers_held_out.jsonl"
 SUM = json.dumps({"inputs": ["1 2\n"], "outputs": ["3\n"]})
 PROGRAM = "a, b = map(int, input().split())\nprint(a + b)\n"
 FUNCTION = "def add(a, b):\n    return a + b\n"
@@ -55,7 +58,7 @@ FUNCTION = "def add(a, b):\n    return a + b\n"
 
 @dataclass(frozen=True)
 class Case:
-    """A verifier, and one verdict of 1 that it is asked for again and again."""
+    """A verifier, and a verdict of 1 that is requested repeatedly."""
 
     rewards: Rewards
     reference: str
@@ -64,7 +67,7 @@ class Case:
 
 
 def cases() -> dict[str, Case]:
-    """By name. Cheap verdicts are asked for more often, so that every measurement takes about as long."""
+    """By name. Cheap verdicts are requested more often, so that all measurements take about as long."""
     plain = {
         "exact": Case(Rewards(exact=ExactVerifier()), "#### 18", "so\n#### 18", 2000),
         "regex": Case(Rewards(regex=RegexVerifier()), r"\d+ eggs", "so\n#### 18 eggs", 2000),
@@ -76,7 +79,7 @@ def cases() -> dict[str, Case]:
         ),
         "math": Case(Rewards(math=MathVerifier()), r"#### \frac{1}{2}", r"so \boxed{\frac{2}{4}}", 200),
     }
-    for isolation in Isolation:
+    for isolation in (Isolation.NAMESPACES, Isolation.LANDLOCK):
         code = Rewards(code=CodeVerifier(isolation=isolation))
         add = '{"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}'
         plain |= {
@@ -88,7 +91,7 @@ def cases() -> dict[str, Case]:
 
 
 async def throughput(case: Case, workers: int) -> float:
-    """Verdicts per second of a pool that is warm."""
+    """Verdicts per second of a warm pool."""
     prompt = Prompt("p0", 0, (1,), "question", case.reference)
     async with VerifierPool(verifier_for(case.rewards), RewardPool(workers=workers, timeout_s=60)) as pool:
         await asyncio.gather(*(pool.grade(prompt, case.completion) for _ in range(workers)))
@@ -102,9 +105,9 @@ async def throughput(case: Case, workers: int) -> float:
 
 
 def overhead(isolation: Isolation, turns: int, programs: int) -> list[float]:
-    """Seconds of a program in the sandbox over those of a bare subprocess, turn by turn."""
+    """Seconds of a program in the sandbox over those of a bare subprocess, by turn."""
     verifier = verifier_for(Rewards(code=CodeVerifier(isolation=isolation)))
-    verifier.ready()
+    verifier.prepare_worker()
 
     def bare() -> None:
         command = [str(INTERPRETER), "-I", "-S", "-B", "-X", "utf8", "-c", PROGRAM]
@@ -112,7 +115,7 @@ def overhead(isolation: Isolation, turns: int, programs: int) -> list[float]:
         assert done.stdout == "3\n"
 
     def confined() -> None:
-        assert verifier.reward(SUM, PROGRAM) == 1.0
+        assert verifier.compute_reward(SUM, PROGRAM) == 1.0
 
     def seconds(run: Callable[[], None]) -> float:
         started = time.perf_counter()
@@ -122,7 +125,7 @@ def overhead(isolation: Isolation, turns: int, programs: int) -> list[float]:
 
     ratios = []
     for turn in range(turns):
-        # Who goes first alternates, so that a machine that slows down or speeds up favours neither.
+        # The order alternates, so that a machine that slows down or speeds up favours neither.
         if turn % 2:
             first = seconds(bare)
             ratios.append(seconds(confined) / first)
@@ -165,7 +168,7 @@ async def measure(arguments: argparse.Namespace, console: Console) -> None:
         first = f"{median(row['over exact']):.4f}x" if "over exact" in row else ""
         table.add_row(name, first, *(shown(row[f"{size} workers"]) for size in sizes[1:]))
     console.print(table)
-    for isolation in Isolation:
+    for isolation in (Isolation.NAMESPACES, Isolation.LANDLOCK):
         try:
             ratios = overhead(isolation, 2 * arguments.turns, 20)
         except SpecInvalid as error:
@@ -181,7 +184,7 @@ def compare_graders(arguments: argparse.Namespace, console: Console) -> None:
     """Measure accuracy, print, and write the figures if asked."""
     files = [OPEN, HELD_OUT] if arguments.held_out else [OPEN]
     measured = measure_accuracy(files, makers(arguments.verl), arguments.limit_s, console)
-    if arguments.mistakes:  # never those of the held-out file, by which the grader is not to be changed
+    if arguments.mistakes:  # never the held-out file's mistakes: the grader must not be tuned on them
         ours = measured[OPEN.name]["ours"]
         show_mistakes([*ours.false_ones, *ours.false_zeros], console)
     if arguments.json:
@@ -193,17 +196,21 @@ def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description="Verdicts per second, and the cost of the sandbox, as ratios.")
     parser.add_argument("--workers", type=lambda text: [int(size) for size in text.split(",")], default=[1, 2, 4])
-    parser.add_argument("--verifiers", type=lambda text: text.split(","), default=[""], help="beginnings of names")
+    parser.add_argument("--verifiers", type=lambda text: text.split(","), default=[""], help="prefixes of names")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--accuracy", action="store_true", help="precision and recall instead, of `math` and others")
-    parser.add_argument("--held-out", action="store_true", help="accuracy: on the held-out pairs, too")
-    parser.add_argument("--mistakes", action="store_true", help="accuracy: list ours, of the open file")
-    parser.add_argument("--verl", type=Path, help="accuracy: the folder that verl is installed in")
-    parser.add_argument("--limit-s", type=float, default=30.0, help="accuracy: seconds for a pair")
+    parser.add_argument(
+        "--accuracy", action="store_true", help="measure precision and recall of `math` and other graders instead"
+    )
+    parser.add_argument("--held-out", action="store_true", help="accuracy: also on the held-out pairs")
+    parser.add_argument(
+        "--mistakes", action="store_true", help="accuracy: list the mistakes of `math` on the open file"
+    )
+    parser.add_argument("--verl", type=Path, help="accuracy: folder that verl is installed in")
+    parser.add_argument("--limit-s", type=float, default=30.0, help="accuracy: time limit of a pair, in seconds")
     arguments = parser.parse_args()
     if arguments.accuracy:
-        # Wide enough for the graders' columns where the output is no terminal.
+        # Wide enough for the graders' columns when the output is no terminal.
         compare_graders(arguments, Console(width=None if sys.stdout.isatty() else 140))
     else:
         asyncio.run(measure(arguments, Console()))

@@ -1,18 +1,18 @@
-"""What one weight update costs: bytes per second against this machine's limits, and how long generation stands still.
+"""Measures a weight update: bytes per second against this machine's limits, and how long generation pauses.
 
     python benchmarks/weight_sync.py                                     # 64 and 256 MiB to 1, 2, 4, 8, 16 processes
     python benchmarks/weight_sync.py --mib 1024 --replicas 1,4 --turns 7 --json weight_sync.json
     python benchmarks/weight_sync.py --policy FOLDER                     # adds a real vLLM replica of that model
     python benchmarks/weight_sync.py --ray-python /path/to/a/python      # adds Ray's object store
 
-Each way moves the same bytes from this process to all receivers at once, checksums included, by turns; receivers are
-processes of their own. Limits of the same run: a copy in memory by one thread, and one TCP stream over loopback, which
-is what a transfer by Gloo to one receiver cannot exceed. `one bucket at a time` is the collective without its double
-buffer. Ray: one `put`, one `get` in each actor, which shares the memory, and the same checksum over it. vLLM's own
-transfer engines (0.32: NCCL, CUDA IPC and RDMA) need GPUs: there is no row for them on a machine that has none.
+Each way moves the same bytes from this process to all receivers at once, checksums included, in turns. Receivers are
+processes. Limits measured in the same run: a memory copy by one thread, and one TCP stream over loopback, which a Gloo
+transfer to one receiver cannot exceed. `one bucket at a time` is the collective without double buffering. Ray: one
+`put`, one `get` in each actor, which shares the memory, and the same checksums. vLLM's own transfer engines (0.32:
+NCCL, CUDA IPC and RDMA) need GPUs, so they have no row on a machine without one.
 
-The replica: tokens are computed before and during updates; `stands still` is what a rollout notices of an update. With
-the pause before the transfer it would be both columns together.
+With a replica, tokens are generated before and during updates. `stands still` is the pause that a rollout sees. If the
+pause began before the transfer, it would be the sum of both columns.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from specrl.generation.vllm_backend.engine import VllmEngine
 from specrl.records import RolloutRequest, Sampling, TensorMeta, WeightGroup, WeightManifest, WeightOwner
 from specrl.spec import parse_spec
 from specrl.weights import files
-from specrl.weights.group import BroadcastGroup, listen
-from specrl.weights.stream import receive, send
+from specrl.weights.group import BroadcastGroup, open_rendezvous_store
+from specrl.weights.stream import receive_version, send_version
 
 TENSOR_BYTES = 4 << 20
-BUCKET_BYTES = 64 << 20  # the run file's default
+BUCKET_BYTES = 64 << 20  # default of the run file
 TIMEOUT_S = 300.0
 RAY = Path(__file__).with_name("weight_sync_ray.py")
 
@@ -64,20 +64,21 @@ class Row:
     seconds: list[float]
 
     def rate(self, seconds: float) -> float:
-        """GB/s that one receiver sees."""
+        """GB/s per receiver."""
         return self.size_bytes / seconds / 1e9
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", default="64,256", help="sizes of the version, MiB")
+    parser.add_argument("--mib", default="64,256", help="sizes of the version, in MiB")
     parser.add_argument("--replicas", default="1,2,4,8,16", help="receiving processes")
     parser.add_argument("--turns", type=int, default=5, help="measured turns, after one that warms up")
     parser.add_argument("--policy", type=Path, help="Hugging Face folder of a model for a real replica")
     parser.add_argument("--ray-python", default=sys.executable, help="a Python that has ray; default: this one")
     parser.add_argument("--json", type=Path, help="write every turn here")
     arguments = parser.parse_args()
-    console, rows = Console(), list[Row]()
+    console = Console()
+    rows = list[Row]()
     replica = asyncio.run(replica_rows(arguments.policy, arguments.turns)) if arguments.policy else {}
     if replica:
         show_replica(console, replica)
@@ -101,7 +102,7 @@ def main() -> None:
 
 
 def some_tensors(size_bytes: int) -> tuple[WeightManifest, list[tuple[str, torch.Tensor]]]:
-    """bfloat16 tensors of 4 MiB each, and what describes them."""
+    """Make bfloat16 tensors of 4 MiB each, and their manifest."""
     count = max(1, size_bytes // TENSOR_BYTES)
     values = torch.randint(0, 255, (count, TENSOR_BYTES), dtype=torch.uint8).view(torch.bfloat16)
     tensors = [(f"t{number}", values[number]) for number in range(count)]
@@ -113,7 +114,7 @@ def some_tensors(size_bytes: int) -> tuple[WeightManifest, list[tuple[str, torch
 
 
 def measured(way: str, size_bytes: int, receivers: int, turns: int, turn: Turn) -> Row:
-    """Run one turn to warm up, then the others by the clock."""
+    """Run one turn to warm up, then time the others."""
     seconds = []
     for number in range(turns + 1):
         began = time.perf_counter()
@@ -124,8 +125,9 @@ def measured(way: str, size_bytes: int, receivers: int, turns: int, turn: Turn) 
 
 
 def memory_copy(size_bytes: int, turns: int) -> Row:
-    """One thread, into memory that is there already."""
-    source, target = torch.ones(size_bytes, dtype=torch.uint8), torch.zeros(size_bytes, dtype=torch.uint8)
+    """Copy by one thread, into allocated memory."""
+    source = torch.ones(size_bytes, dtype=torch.uint8)
+    target = torch.zeros(size_bytes, dtype=torch.uint8)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     row = measured("copy in memory", size_bytes, 1, turns, lambda: target.copy_(source))
@@ -134,7 +136,7 @@ def memory_copy(size_bytes: int, turns: int) -> Row:
 
 
 def loopback(size_bytes: int, turns: int) -> Row:
-    """One TCP stream to another process, which reads and throws away."""
+    """One TCP stream to another process, which reads and drops it."""
     data = memoryview(bytearray(size_bytes))
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
@@ -164,7 +166,7 @@ def _drain_socket(port: int) -> None:
 
 
 def transfers(size_bytes: int, count: int, turns: int) -> list[Row]:
-    """The project's own: by a collective, double-buffered and not, and by files."""
+    """specrl's own ways: a collective with and without double buffering, and files."""
     return [
         collective("collective", size_bytes, count, turns),
         collective("one bucket at a time", size_bytes, count, turns),
@@ -173,14 +175,15 @@ def transfers(size_bytes: int, count: int, turns: int) -> list[Row]:
 
 
 class OneAtATime:
-    """A group whose broadcasts are over when they have begun."""
+    """A group whose broadcasts block until they are done."""
 
     def __init__(self, group: BroadcastGroup) -> None:
-        self._group, self.device = group, group.device
+        self._group = group
+        self.device = group.device
 
-    def start(self, buffer: torch.Tensor) -> Turn:
-        """Wait here."""
-        self._group.start(buffer)()
+    def start_broadcast(self, buffer: torch.Tensor) -> Turn:
+        """Wait for the broadcast."""
+        self._group.start_broadcast(buffer)()
         return lambda: None
 
 
@@ -189,9 +192,9 @@ def _way(way: str, group: BroadcastGroup) -> Any:
 
 
 def collective(way: str, size_bytes: int, count: int, turns: int) -> Row:
-    """This process to `count` others, as the trainer to its replicas."""
+    """Broadcast from this process to `count` others, as the trainer does to its replicas."""
     manifest, tensors = some_tensors(size_bytes)
-    store = listen(count + 1, TIMEOUT_S, "127.0.0.1")
+    store = open_rendezvous_store(count + 1, TIMEOUT_S, "127.0.0.1")
     group = WeightGroup("bench", "127.0.0.1", store.port, 0, count + 1, TIMEOUT_S, "gloo")
     done = multiprocessing.get_context("spawn").Queue()
     members = [replace(group, rank=rank) for rank in range(1, count + 1)]
@@ -200,7 +203,7 @@ def collective(way: str, size_bytes: int, count: int, turns: int) -> Row:
         joined = BroadcastGroup(group, store)
 
         def turn() -> None:
-            sums = send(_way(way, joined), manifest, tensors)
+            sums = send_version(_way(way, joined), manifest, tensors)
             check([done.get(timeout=TIMEOUT_S) for _ in range(count)], sums)
 
         return measured(way, size_bytes, count, turns, turn)
@@ -210,21 +213,22 @@ def _receive(way: str, group: WeightGroup, manifest: WeightManifest, turns: int,
     torch.set_num_threads(1)
     joined = BroadcastGroup(group)
     for _ in range(turns):
-        done.put(receive(_way(way, joined), manifest).checksums)
+        done.put(receive_version(_way(way, joined), manifest).checksums)
 
 
 def by_files(size_bytes: int, count: int, turns: int) -> Row:
-    """This process writes, `count` others read: through the page cache of one machine."""
+    """Write in this process and read in `count` others, through the page cache of one machine."""
     manifest, tensors = some_tensors(size_bytes)
     context = multiprocessing.get_context("spawn")
-    done, numbers = context.Queue(), iter(range(turns + 1))
+    done = context.Queue()
+    numbers = iter(range(turns + 1))
     orders = [context.Queue() for _ in range(count)]
     receivers = [(_read, (order, manifest, turns + 1, done)) for order in orders]
     with tempfile.TemporaryDirectory() as directory, started(receivers):
 
         def turn() -> None:
             folder = Path(directory) / f"version-{next(numbers)}"
-            sums = files.write(folder, manifest, tensors)
+            sums = files.write_version(folder, manifest, tensors)
             for order in orders:
                 order.put(str(folder))
             check([done.get(timeout=TIMEOUT_S) for _ in range(count)], sums)
@@ -235,17 +239,17 @@ def by_files(size_bytes: int, count: int, turns: int) -> Row:
 def _read(order: Any, manifest: WeightManifest, turns: int, done: Any) -> None:
     torch.set_num_threads(1)
     for _ in range(turns):
-        done.put(files.read(Path(order.get(timeout=TIMEOUT_S)), manifest).checksums)
+        done.put(files.read_version(Path(order.get(timeout=TIMEOUT_S)), manifest).checksums)
 
 
 def check(received: Sequence[tuple[int, ...]], sent: tuple[int, ...]) -> None:
-    """Every receiver has every bit, or the figure means nothing."""
+    """Exit unless every receiver has every bit."""
     if any(sums != sent for sums in received):
-        raise SystemExit("what arrived must be what was sent, got other checksums")
+        raise SystemExit("received bytes must equal those sent, got other checksums; the figures would mean nothing")
 
 
 def can_run_ray(python: str, console: Console) -> bool:
-    """Whether that interpreter has what the rows of Ray need; says so if not."""
+    """Whether that interpreter has what Ray's rows need. Prints what is missing."""
     if subprocess.run([python, "-c", "import ray, xxhash"], capture_output=True, check=False).returncode == 0:
         return True
     words = f"no rows for Ray: {python} lacks ray or xxhash; see --ray-python, and the extra specrl[benchmark]"
@@ -254,7 +258,7 @@ def can_run_ray(python: str, console: Console) -> bool:
 
 
 def ray(python: str, size_bytes: int, count: int, turns: int) -> Row:
-    """Ray's object store, in a process of its own."""
+    """Measure Ray's object store, in its own process."""
     command = [python, str(RAY), str(size_bytes), str(count), str(turns)]
     found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
     return Row("Ray object store", size_bytes, count, json.loads(found.stdout.splitlines()[-1]))
@@ -262,7 +266,7 @@ def ray(python: str, size_bytes: int, count: int, turns: int) -> Row:
 
 @contextmanager
 def started(work: Sequence[tuple[Callable[..., None], tuple[Any, ...]]]) -> Iterator[None]:
-    """Processes that end when they are done, or when this block fails."""
+    """Processes that end by themselves, or when this block fails."""
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=target, args=arguments, daemon=True) for target, arguments in work]
     for process in processes:
@@ -280,7 +284,7 @@ def started(work: Sequence[tuple[Callable[..., None], tuple[Any, ...]]]) -> Iter
 
 
 async def replica_rows(policy: Path, turns: int) -> dict[str, list[float]]:
-    """Seconds of transfer and of standing still, and tokens per second without and during transfers, by turns."""
+    """Seconds of transfer and of the pause, and tokens per second without and during transfers, by turn."""
     generation = {"sampling": {"maxTokens": 384}, "speculation": {"none": {}}, "maxLiveRollouts": 8}
     spec = parse_spec(
         {
@@ -299,17 +303,17 @@ async def replica_rows(policy: Path, turns: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {"transfer": [], "standsStill": [], "tokensPerS": [], "tokensPerSDuring": []}
     engine = VllmEngine(spec, "gen-0")
     await engine.start()
-    store = listen(2, TIMEOUT_S, "127.0.0.1")
+    store = open_rendezvous_store(2, TIMEOUT_S, "127.0.0.1")
     group = WeightGroup("bench", "127.0.0.1", store.port, 1, 2, TIMEOUT_S, "gloo")
     sender: list[BroadcastGroup] = []
 
     def broadcast() -> tuple[int, ...]:
         if not sender:
             sender.append(BroadcastGroup(replace(group, rank=0), store))
-        return send(sender[0], manifest, tensors)
+        return send_version(sender[0], manifest, tensors)
 
     async def tokens() -> int:
-        return (await engine.status()).speculation.generated_tokens
+        return (await engine.get_status()).speculation.generated_tokens
 
     for turn in range(turns + 1):
         requests = [RolloutRequest(f"{turn}-{n}", "g", n, (3 + n, 5), Sampling(384, seed=n)) for n in range(8)]
@@ -317,13 +321,18 @@ async def replica_rows(policy: Path, turns: int) -> dict[str, list[float]]:
         while await tokens() == 0:  # noqa: ASYNC110 - a counter
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.3)
-        first, began = await tokens(), time.perf_counter()
+        first = await tokens()
+        began = time.perf_counter()
         await asyncio.sleep(0.5)
-        second, between = await tokens(), time.perf_counter()
-        received, sums = await asyncio.gather(engine.receive(group, manifest, turn), asyncio.to_thread(broadcast))
-        third, arrived = await tokens(), time.perf_counter()
+        second = await tokens()
+        between = time.perf_counter()
+        received, sums = await asyncio.gather(
+            engine.receive_weights(group, manifest, turn), asyncio.to_thread(broadcast)
+        )
+        third = await tokens()
+        arrived = time.perf_counter()
         check([received.checksums], sums)
-        timing = await engine.load(received)
+        timing = await engine.load_weights(received)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         if turn > 0:
@@ -344,7 +353,7 @@ async def _exhaust(engine: VllmEngine, requests: list[RolloutRequest]) -> None:
 
 
 def show(console: Console, rows: list[Row]) -> None:
-    """GB/s of each receiver: median and range; and relative to the limits measured with the same size."""
+    """Make the table of GB/s per receiver: median and range, and relative to the limits measured with the same size."""
     table = Table(title="bytes of one version to all receivers, checksums included")
     for name in ("MiB", "receivers", "way", "GB/s each", "range", "of a copy", "of loopback", "s"):
         table.add_column(name, justify="left" if name == "way" else "right")
@@ -364,7 +373,7 @@ def show(console: Console, rows: list[Row]) -> None:
 
 
 def show_replica(console: Console, found: dict[str, list[float]]) -> None:
-    """What a rollout of a real replica notices of an update."""
+    """Print what a rollout of a real replica sees of an update."""
     shares = [still / (still + move) for still, move in zip(found["standsStill"], found["transfer"], strict=True)]
     during = [now / before for now, before in zip(found["tokensPerSDuring"], found["tokensPerS"], strict=True)]
     console.print(

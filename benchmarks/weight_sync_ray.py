@@ -1,6 +1,6 @@
-"""Ray's share of weight_sync.py, for a Python that has ray: SIZE_BYTES COUNT TURNS -> seconds of each turn, as JSON.
+"""Ray's part of weight_sync.py, for a Python that has ray: SIZE_BYTES COUNT TURNS -> seconds of each turn, as JSON.
 
-One `put` of the bytes, one `get` in each actor, and the checksum of what it sees there, in tensors of 4 MiB.
+One `put` of the bytes, one `get` in each actor, and the checksums of what it gets, in tensors of 4 MiB.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ TENSOR_BYTES = 4 << 20
 
 @ray.remote(num_cpus=0)
 class Receiver:
-    """Sees the object in shared memory."""
+    """Reads the object from shared memory."""
 
     def take(self, data: np.ndarray) -> list[int]:
-        """Checksums of its tensors."""
+        """Compute the checksums of its tensors."""
         return [xxhash.xxh3_64_intdigest(data[at : at + TENSOR_BYTES].data) for at in range(0, len(data), TENSOR_BYTES)]
 
 

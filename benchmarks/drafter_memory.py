@@ -1,0 +1,192 @@
+"""Measures the memory and the time that a drafter adds to a trainer's step, for a policy with a large vocabulary.
+
+    python benchmarks/drafter_memory.py --out runs/drafter-memory                     # 32 768 words, two tensor ranks
+    python benchmarks/drafter_memory.py --out runs/drafter-memory --tensor 1 --steps 8
+
+Three cases, one after another, each in processes of its own: without drafter, with an EAGLE-3 head that drafts the
+whole vocabulary, and with one that drafts 4096 words. The policy is a random Qwen3. Printed for each: the most bytes of
+live tensors in a step, over the ranks, and the CPU seconds of a step at rank 0, which other programs on the machine
+hardly change. Memory is measured in the second step, which has all moments. Time is measured in later steps, because
+counting tensors slows a step down.
+
+With PYTHONPATH it measures another tree, so that two versions can be compared on one machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from trainer import make_policy
+
+from specrl.records import Batch, FinishReason, Rollout, TrainRollout, VersionSpan
+from specrl.spec import RunSpec, parse_spec
+from specrl.trainer.megatron_backend import MegatronBackend
+
+CASES: dict[str, dict[str, Any]] = {
+    "without": {"none": {}},
+    "whole vocabulary": {"eagle3": {}},
+    "4096 words": {"eagle3": {"draftVocabSize": 4096}},
+}
+ROLLOUTS = 8
+PROMPT = 16  # tokens
+COMPLETION = 112
+
+
+class LiveTensors(TorchDispatchMode):
+    """Counts the bytes of all storages that are alive, made while it is active, and the most of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0
+        self.most = 0
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage in self._seen:
+            return
+        self._seen.add(storage)
+        size = storage.nbytes()
+        self.now += size
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._forget, size)
+
+    def _forget(self, size: int) -> None:
+        self.now -= size
+
+
+def make_spec(policy: Path, speculation: dict[str, Any], tensor: int) -> RunSpec:
+    """Make a run whose drafter learns within its default budget."""
+    return parse_spec(
+        {
+            "name": "benchmark",
+            "model": {"path": str(policy), "dtype": "float32", "maxLength": 512},
+            "prompts": {"source": {"generated": {"family": "addition", "count": 10}}, "maxTokens": 64},
+            "rewards": {"exact": {}},
+            "generation": {"sampling": {"maxTokens": COMPLETION}, "speculation": speculation},
+            "trainer": {
+                "parallelism": {"tensor": tensor},
+                "optimizer": {"learningRate": "1e-6"},
+                "microBatchTokens": 512,
+            },
+            "schedule": {"steps": 1000, "promptsPerStep": 2, "groupSize": 4},
+        }
+    )
+
+
+def make_batch(step: int, words: int) -> Batch:
+    """Make rollouts of random tokens, equally long."""
+    generator = np.random.default_rng([0, step])
+
+    def make_rollout(index: int) -> TrainRollout:
+        sampled = Rollout(
+            rollout_id=f"r{index}",
+            group_id=f"g{index // 4}",
+            sample_index=index % 4,
+            token_ids_T=generator.integers(4, words, COMPLETION).astype(np.int32),
+            sampler_logprobs_T=np.full(COMPLETION, -np.log(words), dtype=np.float32),
+            versions=(VersionSpan(step - 1, 0, COMPLETION),),
+            finish_reason=FinishReason.LENGTH,
+            replica_id="gen-0",
+            text="",
+            seconds=0.0,
+        )
+        prompt = tuple(int(token) for token in generator.integers(4, words, PROMPT))
+        return TrainRollout(prompt, sampled, float(generator.normal()))
+
+    return Batch(step, tuple(make_rollout(index) for index in range(ROLLOUTS)))
+
+
+def measure_rank(arguments: argparse.Namespace) -> None:
+    """Run one rank of one case: two steps, whose tensors are counted, then timed steps. Writes its figures."""
+    words = arguments.words
+    with LiveTensors() as live:
+        backend = MegatronBackend(make_spec(arguments.out / "policy", CASES[arguments.case], arguments.tensor))
+        backend.load_model(None)
+        loaded = live.most
+        backend.train_step(make_batch(1, words))
+        live.most = live.now  # from now on there are moments
+        backend.train_step(make_batch(2, words))
+    seconds = []
+    for step in range(3, 3 + arguments.steps):
+        started = time.process_time()
+        backend.train_step(make_batch(step, words))
+        seconds.append(time.process_time() - started)
+    figures = {"loaded": loaded, "most": live.most, "seconds": seconds}
+    rank = os.environ["RANK"]
+    (arguments.out / f"{arguments.case}-{rank}.json").write_text(json.dumps(figures))
+    backend.close()
+
+
+def measure_case(arguments: argparse.Namespace, case: str) -> list[dict[str, Any]]:
+    """Run all ranks of a case. Returns the figures of each."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    processes = []
+    for rank in range(arguments.tensor):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(arguments.tensor)}
+        environment = os.environ | place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, __file__, *sys.argv[1:], "--case", case]
+        processes.append(subprocess.Popen(command, env=environment))
+    codes = [process.wait() for process in processes]
+    if any(codes):
+        raise SystemExit(f"a rank of the case {case} failed")
+    return [json.loads((arguments.out / f"{case}-{rank}.json").read_text()) for rank in range(arguments.tensor)]
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--words", type=int, default=32768)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--tensor", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=5, help="timed steps of each case")
+    parser.add_argument("--case", choices=list(CASES), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.case is not None:
+        measure_rank(arguments)
+        return
+    if not (arguments.out / "policy").exists():
+        make_policy(arguments.out / "policy", arguments.hidden, 4, arguments.words, head_dim=32)
+    table = Table(title=f"{arguments.words} words, {arguments.hidden} wide, {arguments.tensor} tensor ranks")
+    for column in ("drafter", "while loading, MiB", "in a step, MiB", "step, CPU s", "range"):
+        table.add_column(column, justify="left" if column == "drafter" else "right")
+    for case in CASES:
+        ranks = measure_case(arguments, case)
+        seconds = ranks[0]["seconds"]
+        table.add_row(
+            case,
+            f"{max(item['loaded'] for item in ranks) / 2**20:.0f}",
+            f"{max(item['most'] for item in ranks) / 2**20:.0f}",
+            f"{median(seconds):.2f}",
+            f"{min(seconds):.2f}-{max(seconds):.2f}",
+        )
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""What hostile clients cost a run: the time of its steps with and without them, in pairs within one run.
+
+    python -m benchmarks.hostile_clients --pairs 10 --clients 64
+
+A run on stand-ins (real coordinator, servers and protocol; engine and trainer compute nothing) goes on all the time. In
+each pair of windows, one window has the clients of tests/hostile_clients.py, which attack every gRPC and HTTP port of
+the run, and one has the same clients against a server of their own, so that both have the same load on the processors.
+Their order alternates. A window's figure is the median wall time of its steps. Reported: the medians over
+the windows, and the median ratio of the pairs with its 95 % bootstrap interval.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tests.hostile_clients import start_attack
+from tests.integration.elastic.cluster import Cluster
+from tests.integration.elastic.test_hostile_clients import list_targets
+
+RUN: dict[str, Any] = {
+    "schedule": {"steps": 1_000_000, "promptsPerStep": 8, "groupSize": 4, "maxPolicyLag": 1},
+    "generation": {"replicas": 2, "maxLiveRollouts": 32, "sampling": {"maxTokens": 40}},
+    "weights": {"timeoutS": 60},
+    "telemetry": {"heartbeatS": 10},
+}
+SETTLE_S = 3.0
+"""Seconds between the begin of an attack and its window, in which the clients start."""
+
+DRAWS = 5000
+"""Bootstrap samples of the pairs."""
+
+
+def main() -> None:
+    """Run the pairs and print the figures."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=20.0, help="length of a window")
+    parser.add_argument("--json", type=Path, help="write the figures into this file, too")
+    options = parser.parse_args()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Cluster(Path(folder), RUN, token_seconds=0.005) as cluster,
+        serve_decoy() as port,
+    ):
+        cluster.start("coordinator", "trainer", "gen-0", "gen-1")
+        cluster.until(lambda: cluster.status().get("step", 0) >= 5)
+        targets = {"hostile": list_targets(cluster), "quiet": [f"http:127.0.0.1:{port}", f"grpc:127.0.0.1:{port}"]}
+        pairs = []
+        for number in range(options.pairs):
+            order = ("quiet", "hostile") if number % 2 else ("hostile", "quiet")
+            found = {arm: measure_steps(cluster, options, targets[arm]) for arm in order}
+            pairs.append((found["quiet"], found["hostile"]))
+            print(f"pair {number + 1}: {found['quiet']:.3f} s quiet, {found['hostile']:.3f} s hostile", flush=True)
+    figures = summarise_pairs(pairs)
+    print(json.dumps(figures, indent=1))
+    if options.json is not None:
+        options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def serve_decoy() -> Iterator[int]:
+    """A server that reads and drops what it is sent: what the clients attack in the quiet windows. Yields its port."""
+
+    def drop_input(client: socket.socket) -> None:
+        with client, suppress(OSError):
+            client.settimeout(10)
+            while client.recv(1 << 16):
+                time.sleep(0.005)
+
+    def accept_clients() -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = listener.accept()
+                threading.Thread(target=drop_input, args=(client,), daemon=True).start()
+                time.sleep(0.02)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=accept_clients, daemon=True).start()
+        yield listener.getsockname()[1]
+
+
+def measure_steps(cluster: Cluster, options: argparse.Namespace, targets: Sequence[str]) -> float:
+    """Attack `targets` for one window. Returns the median wall seconds of the steps that ended in it."""
+    with start_attack(options.clients, *targets):
+        time.sleep(SETTLE_S)
+        before = len(read_steps(cluster))
+        time.sleep(options.seconds)
+        return median(read_steps(cluster)[before:])
+
+
+def read_steps(cluster: Cluster) -> list[float]:
+    """Read the wall seconds of all steps so far from the run's folder: no request competes with the clients."""
+    lines = cluster.directory.metrics_file.read_text(encoding="utf-8").splitlines()
+    return [sum(json.loads(line)["phases"].values()) for line in lines if line.endswith("}")]
+
+
+def summarise_pairs(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """Compute the medians, and the median ratio hostile to quiet with its 95 % interval."""
+    ratios = [hostile / quiet for quiet, hostile in pairs]
+    chance = random.Random(0)  # noqa: S311 - a bootstrap
+    drawn = sorted(median(chance.choices(ratios, k=len(ratios))) for _ in range(DRAWS))
+    return {
+        "pairs": len(pairs),
+        "quietSeconds": round(median(quiet for quiet, _ in pairs), 4),
+        "hostileSeconds": round(median(hostile for _, hostile in pairs), 4),
+        "ratio": round(median(ratios), 3),
+        "interval": [round(drawn[int(DRAWS * 0.025)], 3), round(drawn[int(DRAWS * 0.975)], 3)],
+    }
+
+
+if __name__ == "__main__":
+    main()
