@@ -1,4 +1,4 @@
-"""Certificates for tests of TLS, made by openssl: an authority, and what it signs."""
+"""Makes certificates for tests of TLS with openssl: an authority, and the certificates that it signs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ KEY_USAGE = ("-addext", "keyUsage=critical,keyCertSign,cRLSign")
 
 
 class Authority:
-    """`folder` gets NAME.pem and NAME.key of the authority, and those of whatever it signs. Skips without openssl.
+    """A certificate authority. It writes NAME.pem and NAME.key, its own and those that it signs, to `folder`.
 
-    Python 3.13 refuses authorities without a key usage, which those of older clusters are: `has_key_usage=False`.
+    Skips the test without openssl. `has_key_usage=False` makes an authority as older clusters have it, which Python
+    3.13 refuses.
     """
 
     def __init__(self, folder: Path, name: str = "ca", has_key_usage: bool = True) -> None:
         OPENSSL.require()
-        self.folder, self.name = folder, name
+        self.folder = folder
+        self.name = name
         folder.mkdir(parents=True, exist_ok=True)
         self._openssl(
             *("req", "-x509", *KEY, "-days", "2", "-subj", f"/CN={name}", "-keyout", f"{name}.key"),
@@ -30,11 +32,14 @@ class Authority:
 
     @property
     def file(self) -> Path:
-        """Its own certificate."""
+        """The authority's own certificate."""
         return self.folder / f"{self.name}.pem"
 
     def sign(self, name: str, names: Sequence[str]) -> None:
-        """NAME.pem and NAME.key: a certificate for `names`, each as openssl writes them: DNS:example, IP:127.0.0.1."""
+        """Write NAME.pem and NAME.key, a certificate for `names`.
+
+        names: in openssl's form, such as DNS:example or IP:127.0.0.1.
+        """
         (self.folder / f"{name}.ext").write_text(f"subjectAltName={','.join(names)}\n{KEY_IDENTIFIERS}")
         self._openssl(*("req", *KEY, "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.csr"))
         self._openssl(
@@ -43,7 +48,7 @@ class Authority:
         )
 
     def secret(self, names: Sequence[str]) -> dict[str, bytes]:
-        """What a Secret of a process with these DNS names holds."""
+        """Make the content of a Secret for a process with these DNS names."""
         self.sign("secret", [f"DNS:{name}" for name in names])
         found = {"tls.crt": "secret.pem", "tls.key": "secret.key", "ca.crt": f"{self.name}.pem"}
         return {name: (self.folder / file).read_bytes() for name, file in found.items()}
@@ -52,8 +57,8 @@ class Authority:
         subprocess.run(["openssl", *words], cwd=self.folder, check=True, capture_output=True, timeout=60)
 
 
-def mount(folder: Path, secret: dict[str, bytes]) -> Path:
-    """A folder with the files of a Secret, changed at once as a kubelet does it: by a link to a new folder."""
+def mount_secret(folder: Path, secret: dict[str, bytes]) -> Path:
+    """Write the files of a Secret as a kubelet does: one link to a new folder replaces all of them at once."""
     folder.mkdir(parents=True, exist_ok=True)
     fresh = folder / f"..{len(list(folder.iterdir()))}"
     fresh.mkdir()

@@ -1,6 +1,6 @@
 """Fixtures that several tiers share. Engines take tens of seconds to start, so each is started once per session.
 
-Tests that use one run in the session's event loop: `pytestmark = pytest.mark.asyncio(loop_scope="session")`.
+Tests that use an engine run in the session's event loop: `pytestmark = pytest.mark.asyncio(loop_scope="session")`.
 """
 
 from __future__ import annotations
@@ -26,36 +26,42 @@ if TYPE_CHECKING:
     from specrl.generation.vllm_backend.engine import VllmEngine
 
 
-# Sandboxes are forked from this process here, the product's from a server that loads little. With its support for forks
-# gRPC starts threads in the child, and in a process with threads no user namespace can be made.
+# The tests fork sandboxes from this process; the product forks them from a small server. With fork support gRPC starts
+# threads in the child, and a process with threads cannot make a user namespace.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
-# torch and OpenMP read it when they are imported. On tensors as small as those of tests, several threads wait for each
-# other more than they compute, and on a busy machine far more. The product sets the variable of each of its processes.
+# torch and OpenMP read the variable when they are imported. On small tensors, several threads spend more time waiting
+# for each other than computing, most of all on a busy machine. The product sets it for each of its processes.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-settings.register_profile("specrl", deadline=None)  # a busy machine is slow, not wrong
+# On a busy machine, an example may be slow without being wrong. Every run draws other examples, so many runs try many.
+# Where one run must try more, its test says so.
+settings.register_profile("specrl", deadline=None, max_examples=50)
 settings.load_profile("specrl")
 
 MECHANISMS = ("eagle3", "draftModel", "mtp", "suffix", "ngram", "none")
-"""Members of generation.speculation. Tests of all of them are `parametrize`d by `kind`, for the whole session: pytest
-then runs those of one mechanism after each other, in whatever modules they are, and each engine starts once."""
+"""Members of generation.speculation. Tests of all of them are `parametrize`d by `kind` with session scope.
+
+pytest then runs all tests of one mechanism together, across modules, so that each engine starts once.
+"""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--costs` and `--deep`."""
-    parser.addoption("--costs", type=Path, metavar="FILE", help="write what each module cost, as JSON")
+    """Add the options `--costs` and `--deep`."""
+    parser.addoption(
+        "--costs", type=Path, metavar="FILE", help="write wall time, CPU time and processes of each module, as JSON"
+    )
     parser.addoption("--deep", action="store_true", help="run the tests marked deep, and no others")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Every run ends with what it could not prove on this machine, and with what it cost."""
+    """Add the summaries of skipped requirements and of costs to every run."""
     config.pluginmanager.register(Skips())
     config.pluginmanager.register(Costs(config.getoption("--costs")))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deep tests and the others never run together: `make test-deep` records what the former found."""
+    """Keep either the deep tests or all others, never both: `make test-deep` records the result of the deep ones."""
     chosen = [item for item in items if (item.get_closest_marker("deep") is not None) == config.getoption("--deep")]
     left_out = set(items).difference(chosen)
     if left_out:
@@ -65,9 +71,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="module")
 def forkable() -> None:
-    """Before a module's sandboxes: OpenTelemetry's exporters of earlier tests are gone.
+    """Wait until OpenTelemetry's exporters of earlier tests have ended, before a module starts sandboxes.
 
-    They start a thread in every fork. One whose collector does not answer holds its worker after it was closed, until
+    They start a thread in every fork. If the collector does not answer, that thread keeps a closed worker alive until
     its own deadline.
     """
     for thread in threading.enumerate():
@@ -79,7 +85,7 @@ def forkable() -> None:
 
 @pytest.fixture(scope="session")
 def vllm_imported() -> None:
-    """vllm, imported without the deprecation warnings of its own dependencies, which would be errors here."""
+    """Import vllm without the deprecation warnings of its dependencies, which would be errors here."""
     _import_vllm()
 
 
@@ -91,7 +97,7 @@ def _import_vllm() -> None:
 
 @pytest.fixture(scope="session")
 def models_when_needed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Models]:
-    """Makes `models` at its first call; a test that turns out to need none imports no vLLM."""
+    """Return a function that makes `models` at its first call, so that tests without models import no vLLM."""
 
     @cache
     def make() -> Models:
@@ -106,13 +112,13 @@ def models_when_needed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[],
 
 @pytest.fixture(scope="session")
 def models(models_when_needed: Callable[[], Models]) -> Models:
-    """Two versions of a tiny policy with drafters, and two of one with native heads."""
+    """Two versions of a tiny policy with drafters, and two versions of one with native heads."""
     return models_when_needed()
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def engines(models_when_needed: Callable[[], Models]) -> AsyncIterator[Engines]:
-    """vLLM with any mechanism: eagle3 for the whole session, of the others one at a time."""
+    """vLLM with any mechanism: eagle3 runs for the whole session, of the others one at a time."""
     from tests.vllm_cases import Engines
 
     found = Engines(models_when_needed)
@@ -122,5 +128,5 @@ async def engines(models_when_needed: Callable[[], Models]) -> AsyncIterator[Eng
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def eagle3_engine(engines: Engines) -> VllmEngine:
-    """vLLM with the first version of policy and EAGLE-3 drafter. Tests leave it serving, under any version."""
-    return (await engines.serving("eagle3")).engine
+    """vLLM with the first version of policy and EAGLE-3 drafter. Tests leave it running, with any version loaded."""
+    return (await engines.get_served("eagle3")).engine

@@ -1,7 +1,7 @@
-"""What the tests cost: wall time, CPU seconds of pytest and all its children, and the processes that were started.
+"""Measures what the tests cost: wall time, CPU seconds of pytest and all its children, and the processes started.
 
-`make test` ends with one line of it. `--costs FILE` writes a row for every module as JSON. CPU seconds can be compared;
-wall time depends on what else the machine does.
+`make test` ends with one line of it. `--costs FILE` writes a row per module as JSON. CPU seconds are comparable; wall
+time depends on what else the machine does.
 """
 
 from __future__ import annotations
@@ -17,23 +17,26 @@ from pathlib import Path
 import psutil
 import pytest
 
-LOOK_S = 0.5
-"""The children are looked at after each phase of a test that took longer. A process that ended before is paid for, but
-not counted. A thread would see more; it would also hold files of /proc open, which tests of descriptors find."""
+CHILD_CHECK_S = 0.5
+"""Children are counted after each phase of a test that took longer than this.
+
+A process that ended before is not counted, but its CPU time is. A thread would see more processes. But it would hold
+files of /proc open, and tests that count descriptors would fail.
+"""
 
 KINDS = (
-    ("engine", ("VLLM::EngineCore", "'vllm.v1.engine.core'")),  # the latter: tests/engine_fork.py
+    ("engine", ("VLLM::EngineCore", "'vllm.v1.engine.core'")),  # second pattern: tests/engine_fork.py
     ("replica", ("specrl-generation", "specrl.generation")),
     ("trainer", ("specrl-trainer", "specrl.trainer", "tests.integration.trainer")),
     ("coordinator", ("specrl-coordinator", "specrl.coordinator")),
     ("store", ("redis-server", "valkey-server")),
 )
-"""What a process is, by words of its command line. The first that fits counts."""
+"""Kinds of processes, by words of their command lines. The first match counts."""
 
 
 @dataclass
 class Cost:
-    """Of one module. processes: how many were started, by kind."""
+    """Costs of one module. processes: number started, by kind."""
 
     tests: int = 0
     wall_s: float = 0.0
@@ -42,7 +45,7 @@ class Cost:
 
 
 class Costs:
-    """The plugin."""
+    """The pytest plugin that measures and reports costs."""
 
     def __init__(self, file: Path | None) -> None:
         self.modules: dict[str, Cost] = defaultdict(Cost)
@@ -53,7 +56,7 @@ class Costs:
         self._cpu_s = 0.0
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """A test begins: what was spent since the last change of modules belongs to the one before."""
+        """Charge what was spent since the last change of modules to the previous module."""
         module = nodeid.partition("::")[0]
         if module != self._module:
             self._charge()
@@ -61,12 +64,12 @@ class Costs:
         self.modules[module].tests += 1
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """A phase of a test has ended."""
-        if report.duration > LOOK_S:
-            self._look()
+        """Count children after a long phase."""
+        if report.duration > CHILD_CHECK_S:
+            self._measure_children()
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """One line; and the file, where one is wanted."""
+        """Print one line, and write the file of `--costs`."""
         self._charge()
         wall_s = time.monotonic() - self._began_s
         cpu_s = sum(cost.cpu_s for cost in self.modules.values())
@@ -82,21 +85,22 @@ class Costs:
             self._file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     def _charge(self) -> None:
-        cpu_s = self._look()
+        cpu_s = self._measure_children()
         now_s = time.monotonic()
         cost = self.modules[self._module]
-        cost.cpu_s += max(0.0, cpu_s - self._cpu_s)  # the children of a child that was killed are lost to us
+        cost.cpu_s += max(0.0, cpu_s - self._cpu_s)  # a killed child takes its children's CPU time with it
         cost.wall_s += now_s - self._switched_s
         self._cpu_s = cpu_s
         self._switched_s = now_s
 
-    def _look(self) -> float:
-        """Count new children; returns the CPU seconds of all, those that have ended included."""
+    def _measure_children(self) -> float:
+        """Count new children. Returns the CPU seconds of all children, ended ones included."""
         spent_s = 0.0
         for process in _tree():
             try:
                 with process.oneshot():
-                    times, identity = process.cpu_times(), (process.pid, process.create_time())
+                    times = process.cpu_times()
+                    identity = (process.pid, process.create_time())
                     spent_s += times.user + times.system + times.children_user + times.children_system
                     if identity not in self._seen and process.pid != os.getpid():
                         self._seen.add(identity)

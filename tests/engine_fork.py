@@ -1,16 +1,17 @@
 """Starts vLLM's processes as forks of a server that has imported vLLM.
 
-The start of an engine core takes sixteen CPU seconds, and imports are ten of them. The product spawns each core: a
-fresh interpreter imports vLLM. The server here is such an interpreter. It imports the same modules in the same
-environment, starts no thread and no engine, and is forked for each core. Spawned cores are tested where the product's
-programs run: test_process, the second node of test_nodes, tests/integration/elastic, test_demo.
+Starting an engine core takes sixteen CPU seconds, ten of them for imports. The product spawns each core: a fresh
+interpreter that imports vLLM. This server is such an interpreter. It imports the same modules in the same environment,
+starts no thread and no engine, and is forked for each core. Spawned cores are tested where the product's programs run:
+test_process, the second node of test_nodes, tests/chaos, test_demo.
 
-`install` changes where vLLM takes processes from, in this process and in all forks. vLLM also starts a process to look
-at a model's class; it looks in this process instead.
+`install_engine_context` replaces vLLM's multiprocessing context, in this process and in all forks. It also makes vLLM
+inspect a model's class in this process, instead of in a new one.
 """
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import warnings
@@ -33,8 +34,9 @@ IMPORTED = [
     "vllm.model_executor.models.qwen2",
     "vllm.model_executor.models.qwen3",
     "vllm.model_executor.models.qwen3_moe",
-    "specrl.generation.vllm_backend.worker",
-    "specrl.generation.vllm_backend.scheduler",
+    "compressed_tensors",
+    "specrl.generation.vllm_backend.extensions.worker",
+    "specrl.generation.vllm_backend.extensions.scheduler",
     "tests.sampling_lab",
 ]
 AT_IMPORT = (
@@ -45,9 +47,9 @@ AT_IMPORT = (
     "TORCH_COMPILE_DISABLE",
     "VLLM_LOGGING_LEVEL",
 )
-"""Variables that these modules, or libraries below them, read once. A process that needs other values is spawned."""
+"""Variables that these modules or their libraries read once, at import. A process with other values is spawned."""
 
-_server = forkserver.ForkServer()  # not the module's own, which forks sandboxes
+_server = forkserver.ForkServer()  # not multiprocessing's own instance, which forks sandboxes
 _server.set_forkserver_preload(IMPORTED)
 _imported_with: dict[str, str | None] = {}
 
@@ -63,29 +65,30 @@ class _Popen(popen_forkserver.Popen):
 
 
 class EngineProcess(ForkServerProcess):
-    """A fork of the server, with the environment of whoever starts it, or another."""
+    """A fork of the server. environment: its variables; with None, it has those of the process that starts it."""
 
     environment: Mapping[str, str] | None = None
 
     def start(self) -> None:
-        """Start the server too, if this is the first one."""
+        """Start the process. The first call also starts the server."""
         self.environment = dict(self.environment or os.environ)
         if not _imported_with:
             _start_server(self.environment)
         super().start()
 
     def run(self) -> None:
-        """In the fork."""
+        """Run the target function. Called in the fork."""
         assert self.environment is not None
+        gc.freeze()  # vLLM collects garbage at each start; without the imported modules' objects that takes no time
         os.environ.clear()
         os.environ.update(self.environment)
-        # The interpreter has told its own instance where the server is, and would start another one all the same.
+        # The child knows the address of multiprocessing's own instance, and would start another server for this one.
         told: Any = forkserver._forkserver
         _server._forkserver_address = told._forkserver_address
         _server._forkserver_alive_fd = told._forkserver_alive_fd
-        _server.ensure_running = lambda: None  # type: ignore[method-assign]  # that is the point
-        _imported_with.update(_of_imports(self.environment))
-        install()
+        _server.ensure_running = lambda: None  # type: ignore[method-assign]  # the server must not start again
+        _imported_with.update(_read_import_variables(self.environment))
+        install_engine_context()
         super().run()
 
     @staticmethod
@@ -99,9 +102,9 @@ class EngineContext(ForkServerContext):
     Process = EngineProcess
 
 
-def install() -> None:
-    """From now on vLLM starts its processes here."""
-    with warnings.catch_warnings():  # of its dependencies, which would be errors here
+def install_engine_context() -> None:
+    """Make vLLM start its processes with `EngineContext`."""
+    with warnings.catch_warnings():  # warnings of dependencies would be errors here
         warnings.simplefilter("ignore")
         from vllm.model_executor.models import registry
         from vllm.utils import system_utils
@@ -109,22 +112,22 @@ def install() -> None:
         from vllm.v1.executor import multiproc_executor
 
     for module in (system_utils, utils, multiproc_executor):
-        module.get_mp_context = _context  # type: ignore[attr-defined]  # that is the point
-    registry._run_in_subprocess = _run_here
+        module.get_mp_context = _context  # type: ignore[attr-defined]  # a module attribute that mypy does not know
+    registry._run_in_subprocess = _run_in_process
 
 
-def _run_here[T](function: Callable[[], T]) -> T:
-    """vLLM asks a model's class for its abilities in another process, of ten CPU seconds, so as not to initialise CUDA.
+def _run_in_process[T](function: Callable[[], T]) -> T:
+    """Call a function in this process. vLLM calls it in a new process, so that it does not initialise CUDA here.
 
-    It keeps the answers in a cache, which may be empty.
+    A new process costs ten CPU seconds. vLLM caches the results, but the cache may be empty.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return function()
 
 
-def start(target: Callable[..., Any], *args: Any, environment: Mapping[str, str]) -> EngineProcess:
-    """Run a function in a fork of its own."""
+def start_fork(target: Callable[..., Any], *args: Any, environment: Mapping[str, str]) -> EngineProcess:
+    """Run a function in a fork."""
     process = EngineProcess(target=target, args=args)
     process.environment = environment
     process.start()
@@ -132,17 +135,17 @@ def start(target: Callable[..., Any], *args: Any, environment: Mapping[str, str]
 
 
 def _context() -> BaseContext:
-    is_alike = not _imported_with or _imported_with == _of_imports(os.environ)
+    is_alike = not _imported_with or _imported_with == _read_import_variables(os.environ)
     return EngineContext() if is_alike else multiprocessing.get_context("spawn")
 
 
-def _of_imports(environment: Mapping[str, str]) -> dict[str, str | None]:
+def _read_import_variables(environment: Mapping[str, str]) -> dict[str, str | None]:
     return {name: environment.get(name) for name in AT_IMPORT}
 
 
 def _start_server(environment: Mapping[str, str]) -> None:
     before = dict(os.environ)
-    _imported_with.update(_of_imports(environment))
+    _imported_with.update(_read_import_variables(environment))
     os.environ.update(environment)
     try:
         _server.ensure_running()

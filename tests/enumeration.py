@@ -1,11 +1,11 @@
 """The exact distribution of a policy's first tokens, and whether samples are drawn from it.
 
-A policy that is left a few tokens (`tiny_models.allow_only`) has so few beginnings of a completion that transformers
-can compute the probability of each. Counts are compared with them by Pearson's chi-square: of whole beginnings (`fit`),
-and of each token after those before it (`fit_next`), which finds more with few samples.
+A policy with only a few allowed tokens (`tiny_models.allow_only`) has so few beginnings of completions that
+transformers can compute the probability of each. Pearson's chi-square compares counts with them: of whole beginnings
+(`fit`), and of each token given those before it (`fit_next`), which detects more with few samples.
 
-False alarms: a right sampler falls below ALARM with probability ALARM, one in ten thousand for each comparison and
-fresh seeds; the tests' seeds are fixed, and with them the outcome. Power: `detectable_distance`.
+False alarms: a correct sampler falls below ALARM with probability ALARM, one in ten thousand per comparison and set of
+seeds. The tests' seeds are fixed, and so is their outcome. Power: see `detectable_distance`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import torch
 from scipy import optimize, stats
 
 ALARM = 1e-4
-FEWEST_EXPECTED = 5.0  # of a cell; below it Pearson's statistic has no chi-square distribution, and cells are pooled
+# Expected count of a cell; below it Pearson's statistic is not chi-square distributed, so cells are pooled.
+FEWEST_EXPECTED = 5.0
 
 
 @dataclass(frozen=True)
@@ -34,17 +35,17 @@ class Fit:
 
     @property
     def distance(self) -> float:
-        """Estimated chi-square distance, sum (q - p)^2 / p, of what was sampled from what should have been."""
+        """Estimated chi-square distance, sum (q - p)^2 / p, of the sampled from the expected distribution."""
         return max(0.0, (self.statistic - (self.cells - 1)) / self.samples)
 
 
 def beginnings(tokens: Sequence[int], length: int) -> list[tuple[int, ...]]:
-    """Every completion's first `length` tokens, in the order of `chain`."""
+    """List all beginnings of `length` tokens, in the order of `chain`."""
     return list(itertools.product(tokens, repeat=length))
 
 
 def next_logits(policy: Path, prompt: Sequence[int], tokens: Sequence[int], length: int) -> list[np.ndarray]:
-    """For every position, [len(tokens) ** position, len(tokens)] float64 logits after each beginning so far."""
+    """Compute logits for each position: [len(tokens) ** position, len(tokens)] float64, one row per beginning."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).eval()
@@ -60,8 +61,8 @@ def next_logits(policy: Path, prompt: Sequence[int], tokens: Sequence[int], leng
     return found
 
 
-def processed(logits_BA: np.ndarray, temperature: float, top_p: float = 1.0, top_k: int = 0) -> np.ndarray:
-    """[B, A] probabilities after temperature, then the `top_k` likeliest, then the fewest that make up `top_p`."""
+def apply_sampling(logits_BA: np.ndarray, temperature: float, top_p: float = 1.0, top_k: int = 0) -> np.ndarray:
+    """Compute probabilities [B, A] after temperature, then top-k, then top-p."""
     logits_BA = logits_BA / temperature
     order_BA = np.argsort(-logits_BA, axis=-1)
     rank_BA = np.argsort(order_BA, axis=-1)
@@ -79,7 +80,7 @@ def _softmax(logits_BA: np.ndarray) -> np.ndarray:
 
 
 def chain(conditionals: Sequence[np.ndarray]) -> np.ndarray:
-    """[A ** n] probabilities of whole beginnings from those of each next token."""
+    """Compute probabilities [A ** n] of whole beginnings from those of each next token."""
     joint = np.ones(1)
     for conditional_BA in conditionals:
         joint = (joint[:, None] * conditional_BA).ravel()
@@ -94,23 +95,27 @@ def fit(completions: Sequence[Sequence[int]], tokens: Sequence[int], probs: np.n
     samples = len(completions)
     if any(index < 0 or probs[index] == 0 for index in found):
         return Fit(0.0, np.inf, len(probs), samples)
-    counts, expected = np.bincount(found, minlength=len(probs)).astype(float), probs * samples
+    counts = np.bincount(found, minlength=len(probs)).astype(float)
+    expected = probs * samples
     rare = expected < FEWEST_EXPECTED
-    if expected[rare].sum() < FEWEST_EXPECTED:  # too few even together: the least likely of the others joins them
+    if expected[rare].sum() < FEWEST_EXPECTED:  # too few even when pooled: the least likely of the others joins them
         rare |= expected == expected[~rare].min()
-    counts, expected = np.append(counts[~rare], counts[rare].sum()), np.append(expected[~rare], expected[rare].sum())
+    counts = np.append(counts[~rare], counts[rare].sum())
+    expected = np.append(expected[~rare], expected[rare].sum())
     statistic = float(((counts - expected) ** 2 / expected).sum())
     return Fit(float(stats.chi2.sf(statistic, len(counts) - 1)), statistic, len(counts), samples)
 
 
 def fit_next(completions: Sequence[Sequence[int]], tokens: Sequence[int], conditionals: Sequence[np.ndarray]) -> Fit:
-    """Compare each token with its probabilities after those before it; counts are added by position and last token.
+    """Compare each token with its probabilities given those before it. Counts are added by position and last token.
 
-    With few samples most beginnings are too rare for a cell of `fit`; here no sample is lost. A group's counts, less
-    what was expected of them, are a sum of martingale differences, and their covariance is a multinomial's at most: the
-    sum of Pearson's statistics is chi-square distributed, or smaller. Arguments as of `fit` and `chain`.
+    With few samples most beginnings are too rare for a cell of `fit`; here no sample is lost. A group's counts minus
+    their expectation are a sum of martingale differences, whose covariance is at most a multinomial's. So the sum of
+    Pearson's statistics is chi-square distributed, or smaller. Arguments as for `fit` and `chain`.
     """
-    places, size, samples = {token: place for place, token in enumerate(tokens)}, len(tokens), len(completions)
+    places = {token: place for place, token in enumerate(tokens)}
+    size = len(tokens)
+    samples = len(completions)
     length = len(conditionals)
     if any(len(found) < length or not places.keys() >= set(found[:length]) for found in completions):
         return Fit(0.0, np.inf, 0, samples)
@@ -125,7 +130,8 @@ def fit_next(completions: Sequence[Sequence[int]], tokens: Sequence[int], condit
             return Fit(0.0, np.inf, 0, samples)
         for last in range(size if position else 1):
             group_N = before_N % size == last if position else np.ones(samples, dtype=bool)
-            expected_A, counts_A = probs_NA[group_N].sum(0), np.bincount(now_N[group_N], minlength=size)
+            expected_A = probs_NA[group_N].sum(0)
+            counts_A = np.bincount(now_N[group_N], minlength=size)
             order_A = np.argsort(-expected_A)
             cells = max(1, int((expected_A >= FEWEST_EXPECTED).sum()))
             heads = order_A[: cells - 1]
@@ -139,9 +145,9 @@ def fit_next(completions: Sequence[Sequence[int]], tokens: Sequence[int], condit
 
 
 def detectable_distance(cells: int, samples: int, power: float = 0.99) -> float:
-    """The chi-square distance from which `fit` raises the alarm with probability `power`.
+    """Compute the chi-square distance that `fit` detects with probability `power`.
 
-    Pearson's statistic of samples from q has a noncentral chi-square distribution, of noncentrality samples x distance.
+    Pearson's statistic of samples from q is noncentral chi-square distributed, with noncentrality samples x distance.
     """
     limit = stats.chi2.isf(ALARM, cells - 1)
     found = optimize.brentq(lambda it: stats.ncx2.sf(limit, cells - 1, it) - power, 1e-6, 1e6)

@@ -1,4 +1,4 @@
-"""Real Redis servers for tests: started, stopped, killed and started again on the same data."""
+"""Real Redis servers and Sentinels. Tests can stop, kill and restart them with the same data."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from redis.retry import Retry
 from tests.e2e.binaries import find
 from tests.requirements import REDIS
 
+from specrl.errors import StoreFailed
 from specrl.spec.store import RedisStore
 
 needs_redis = pytest.mark.needs(REDIS)
@@ -24,12 +26,13 @@ DURABLE = {"appendonly": "yes", "appendfsync": "always"}
 
 
 class RedisProcess:
-    """One redis-server with its own folder and port."""
+    """One redis-server process with its own folder and port."""
 
     def __init__(self, folder: Path, port: int | None = None, **options: str) -> None:
-        """options: settings, with _ for -; durable unless they say otherwise."""
+        """options: settings of the server, with `_` instead of `-`. They override DURABLE."""
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.port = folder, port or free_port()
+        self.folder = folder
+        self.port = port or free_port()
         self._options = DURABLE | {name.replace("_", "-"): value for name, value in options.items()}
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
@@ -40,12 +43,12 @@ class RedisProcess:
 
     @property
     def pid(self) -> int:
-        """Its process; of one that runs."""
+        """Process id of the running server."""
         assert self._process is not None
         return self._process.pid
 
     def start(self) -> None:
-        """Start it and wait until its socket listens; what is on disk is loaded."""
+        """Start the server, which loads its data from disk, and wait until its socket listens."""
         listening = {"port": str(self.port)} | {"bind": "127.0.0.1", "dir": str(self.folder), "save": ""}
         settings = [word for name, value in (listening | self._options).items() for word in (f"--{name}", value)]
         with (self.folder / "server.log").open("ab") as log:
@@ -66,14 +69,14 @@ class RedisProcess:
                 time.sleep(0.01)
 
     def kill(self) -> None:
-        """SIGKILL, as a machine's crash is for the process."""
+        """Kill the server with SIGKILL, as a crash of its machine would."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
 
     def pause(self) -> None:
-        """SIGSTOP: connections stay, nothing is answered."""
+        """Stop the server with SIGSTOP: connections stay open, but it answers nothing."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 
@@ -82,17 +85,17 @@ class RedisProcess:
         self._process.send_signal(signal.SIGCONT)
 
     def wait_for_end(self, timeout_s: float = 30.0) -> None:
-        """Wait until it ends by itself."""
+        """Wait until the server exits by itself."""
         assert self._process is not None
         self._process.wait(timeout_s)
         self._process = None
 
     def client(self, **options: Any) -> redis.Redis:
-        """A client of the test's own."""
+        """Make a client for the test. It never retries."""
         return a_client(self.port, **options)
 
-    def follow(self, primary: RedisProcess) -> None:
-        """Become a replica of `primary`, and wait until in step."""
+    def replicate(self, primary: RedisProcess) -> None:
+        """Become a replica of `primary`, and wait until it is synchronised."""
         with self.client() as client:
             client.replicaof("127.0.0.1", primary.port)
             deadline = time.monotonic() + 30
@@ -107,7 +110,7 @@ class RedisProcess:
 
 
 class SentinelProcess:
-    """One redis-sentinel that watches `primary` as `main`, and fails over when `quorum` of them miss it for 2 s."""
+    """One redis-sentinel. It watches `primary` as `main`, and fails over when `quorum` Sentinels miss it for 2 s."""
 
     def __init__(self, folder: Path, primary: RedisProcess, quorum: int, password: str = "") -> None:
         folder.mkdir(parents=True)
@@ -130,8 +133,8 @@ class SentinelProcess:
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
-    def until_it_knows(self, replicas: int, sentinels: int, timeout_s: float = 60.0) -> None:
-        """Wait until it has found so many replicas and other Sentinels."""
+    def wait_until_it_knows(self, replicas: int, sentinels: int, timeout_s: float = 60.0) -> None:
+        """Wait until the Sentinel has found this number of replicas and of other Sentinels."""
         deadline = time.monotonic() + timeout_s
         while True:
             found = {}
@@ -151,7 +154,7 @@ class SentinelProcess:
 
 
 def a_client(port: int, **options: Any) -> redis.Redis:
-    """A client of the test's own."""
+    """Make a client for the test. It never retries."""
     return redis.Redis(
         host="127.0.0.1",
         port=port,
@@ -163,8 +166,21 @@ def a_client(port: int, **options: Any) -> redis.Redis:
     )
 
 
-def settings(*servers: RedisProcess, **fields: Any) -> RedisStore:
-    """What a run file says of these servers; calls take a second at most."""
+def retry_until_success(work: Callable[[], object], timeout_s: float = 120.0) -> None:
+    """Retry `work` while it raises StoreFailed, as the coordinator's link to its store does."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            work()
+            return
+        except StoreFailed:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+
+
+def redis_settings(*servers: RedisProcess, **fields: Any) -> RedisStore:
+    """Return the run file's settings for these servers, with a timeout of one second."""
     return RedisStore(**({"addresses": tuple(server.address for server in servers), "timeout_s": 1} | fields))
 
 

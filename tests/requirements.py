@@ -1,13 +1,13 @@
-"""What tests need and a machine may lack: what is then not proved, and how to get it.
+"""Requirements of tests that a machine may lack. Each says what stays unproved without it, and how to install it.
 
-A test that lacks something is skipped through this module alone:
+A test is skipped for a missing requirement only through this module:
 
-    @pytest.mark.needs(REDIS)           on a test, a module or a parameter; looked for when the test starts
+    @pytest.mark.needs(REDIS)           on a test, a module or a parameter; checked when the test starts
     REDIS.require()                     in a fixture or a helper
-    REDIS.skip("it said no")            where the caller looked for itself
+    REDIS.skip("connection refused")    if the caller has checked by itself
 
-A run ends with one line for each thing that was missing: the number of tests, what they prove, and the remedy. `Skips`
-writes it. A skip that did not go through this module, say of a case that does not apply, gets a line with its reason.
+At the end of a run, `Skips` writes one line per missing requirement: the number of tests, what they prove, and the
+remedy. A skip for another reason, such as a case that does not apply, gets a line with that reason.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ GSM8K_FOLDER = Path(os.environ.get("SPECRL_GSM8K") or Path(__file__).parents[2] 
 
 @dataclass(frozen=True)
 class Requirement:
-    """proves: what tests that need it prove, a noun phrase. remedy: what a person does about it."""
+    """A program, package or right. proves: what its tests prove, as a noun phrase. remedy: how a person gets it."""
 
     name: str
     proves: str
     remedy: str
     look: Callable[[], str] = field(default=lambda: "", compare=False)
-    """Why it is missing; empty where it is there."""
+    """Returns why it is missing; empty if it is not."""
 
     def require(self) -> None:
-        """Skip the test that calls this if it is missing."""
+        """Skip the calling test if the requirement is missing."""
         if why := self.look():
             self.skip(why)
 
     def skip(self, why: str) -> NoReturn:
-        """Skip the test that calls this."""
+        """Skip the calling test. why: the reason why the requirement is missing."""
         pytest.skip(f"{_MISSING}{self.name}: {why}")
 
 
@@ -57,7 +57,7 @@ def _without_modules(*names: str) -> Callable[[], str]:
 
 
 def _without_program(name: str) -> Callable[[], str]:
-    """A program of the PATH, or one that tests/e2e/binaries.py has or fetches. Looked for once."""
+    """Check once for a program: on the PATH, or if tests/e2e/binaries.py lists it, there or by downloading it."""
 
     @cache
     def look() -> str:
@@ -74,7 +74,7 @@ def _without_program(name: str) -> Callable[[], str]:
 
 @cache
 def _redis_without_tls() -> str:
-    """Started for TLS without a certificate, a server asks for the certificate, or says that it cannot do TLS."""
+    """Check for TLS. A server that is started for TLS without a certificate either asks for one or reports no TLS."""
     if why := REDIS.look():
         return why
     command = [binaries.find("redis-server"), "--port", "0", "--tls-port", "1"]
@@ -83,7 +83,7 @@ def _redis_without_tls() -> str:
 
 
 def _without_cpu_kernels() -> str:
-    from specrl.generation.vllm_backend import cpu_kernels  # with torch, which few tests need
+    from specrl.generation.vllm_backend.extensions import cpu_kernels  # imports torch, which few tests need
 
     return "" if cpu_kernels.is_supported() else "this build of vLLM has none"
 
@@ -174,36 +174,36 @@ BY_NAME = {each.name: each for each in tuple(globals().values()) if isinstance(e
 
 
 class Skips:
-    """The plugin: honours `needs`, and sums up at the end what was skipped."""
+    """The pytest plugin: applies `needs`, and summarises skips at the end."""
 
     def __init__(self) -> None:
         self._tests: dict[str, int] = defaultdict(int)
 
     def pytest_configure(self, config: pytest.Config) -> None:
-        """Make the marker known."""
+        """Register the marker."""
         config.addinivalue_line("markers", "needs(requirement): skipped where the machine lacks it")
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        """Before any fixture: what is missing cannot be started."""
+        """Check before any fixture, because a fixture may start what is missing."""
         for mark in item.iter_markers("needs"):
             for requirement in mark.args:
                 requirement.require()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """A test that was skipped, wherever it was. An expected failure is reported as skipped, too."""
+        """Count a skipped test. An expected failure is reported as skipped, too."""
         if report.skipped and not hasattr(report, "wasxfail"):
             assert isinstance(report.longrepr, tuple)
             self._tests[report.longrepr[2].removeprefix("Skipped: ")] += 1
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """A line for each missing thing, with most tests first; then a line for every other reason."""
-        for line in summary(self._tests):
+        """Print a line per missing requirement, with the most tests first, then a line per other reason."""
+        for line in summarise_skips(self._tests):
             terminalreporter.write_line(line)
 
 
-def summary(tests: dict[str, int]) -> list[str]:
-    """tests: numbers of tests, by the reason that they were skipped for."""
+def summarise_skips(tests: dict[str, int]) -> list[str]:
+    """Make the lines of the summary. tests: number of skipped tests by reason."""
     missing: dict[Requirement, int] = defaultdict(int)
     others: dict[str, int] = defaultdict(int)
     for reason, number in tests.items():

@@ -1,7 +1,7 @@
-"""RLJobs that exactly one rule decides: for every rule of the spec, one that it refuses and one that it accepts.
+"""For every rule of the spec, an RLJob that only this rule refuses, and a similar one that it accepts.
 
-Both forms of a rule are held to them, Python's (`specrl.spec.load`) and CEL's: in the unit tests by
-`tests/rljob_admission.py`, in the e2e tier by a real API server.
+Tests compare both forms of a rule, in Python (`specrl.spec.load`) and in CEL. Unit tests run CEL with
+`tests/rljob_admission.py`, and the e2e tier with a real API server.
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from typing import Any
+
+from specrl.spec import RunSpec
+from specrl.spec.rljob.manifest import API_VERSION, KIND
 
 Changes = dict[str, Any]
 
@@ -23,8 +26,15 @@ SOUND: dict[str, Any] = {
 }
 
 
+def manifest_of(spec: RunSpec, namespace: str | None = None) -> dict[str, Any]:
+    """Make the RLJob of a run with every default and without nulls, as an API server would store it."""
+    fields = spec.model_dump(mode="json", by_alias=True, exclude_none=True)
+    metadata = {"name": fields.pop("name")} | ({} if namespace is None else {"namespace": namespace})
+    return {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "spec": fields}
+
+
 def a_job(changes: Changes | None = None, name: str = "job") -> dict[str, Any]:
-    """A sound RLJob with values at dotted paths of its spec; `...` takes a field out."""
+    """Make a valid RLJob with values at dotted paths of its spec; `...` removes a field."""
     spec = copy.deepcopy(SOUND)
     for path, value in (changes or {}).items():
         *parents, last = path.split(".")
@@ -40,23 +50,26 @@ def a_job(changes: Changes | None = None, name: str = "job") -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Case:
-    """One rule: where a problem is shown, and the changes of a sound job that it refuses and accepts."""
+    """One rule. path: of its problem. refused, accepted: changes of a valid job."""
 
     path: str
     refused: Changes
     accepted: Changes
     must: str = "must"
-    """How the rule begins, to tell apart those that are shown at one field."""
+    """The beginning of the message, which distinguishes rules of one field."""
 
 
 def _at(path: str, refused: Any, accepted: Any, must: str = "must") -> Case:
-    """A case of one field's value."""
+    """Build a case of one field's value."""
     return Case(path, {path: refused}, {path: accepted}, must)
 
 
 _REDIS: dict[str, Any] = {"addresses": ["redis:6379"]}
 _SENTINEL: dict[str, Any] = {"addresses": ["watch:1"], "masterName": "main"}
 _TOOLS: dict[str, Any] = {"answeredBy": {"code": {}}, "maxOutputTokens": 4}
+_JSONL: dict[str, Any] = {"jsonl": {"path": "/models/train.jsonl"}}
+_PARQUET: dict[str, Any] = {"parquet": {"path": "/models/test"}}
+_SOURCES: list[dict[str, Any]] = [{"name": "math", "source": _JSONL}]
 _VALIDATION: dict[str, Any] = {"source": {"parquet": {"path": "/models/test"}}}
 _ONE_REPLICA = {"generation.gpusPerReplica": 4, "generation.tensorParallel": 4}
 _TRAINER = {"trainer.gpusPerNode": 4, "trainer.parallelism": {"tensor": 4}}
@@ -64,25 +77,37 @@ _GB200 = {"placement.profile": "GB200", **_ONE_REPLICA, **_TRAINER}
 
 
 def _redis(path: str, refused: Any, accepted: Any, must: str = "must") -> Case:
-    """A case of one field of a Redis store."""
+    """Build a case of one field of a Redis store."""
     changes = ({"store.redis": _REDIS, f"store.redis.{path}": value} for value in (refused, accepted))
     return Case(f"store.redis.{path}", *changes, must)
 
 
 def _tools(path: str, refused: Any, accepted: Any, must: str = "must") -> Case:
-    """A case of one field of the tools."""
+    """Build a case of one field of the tools."""
     changes = ({"tools": _TOOLS, f"tools.{path}": value} for value in (refused, accepted))
     return Case(f"tools.{path}", *changes, must)
 
 
 def _gb200(path: str, refused: Changes, accepted: Changes, must: str = "must") -> Case:
-    """A case of a job with GPUs on GB200 nodes."""
+    """Build a case of a job with GPUs on GB200 nodes."""
     return Case(path, _GB200 | refused, _GB200 | accepted, must)
 
+
+def _sum_of(*terms: Any) -> Any:
+    """Build the rewards of several terms."""
+    return {"sum": {"terms": list(terms)}}
+
+
+_EXACT: dict[str, Any] = {"verifier": {"exact": {}}}
 
 UNIONS = (
     _at("prompts.source", {"jsonl": {"path": "/a"}, "parquet": {"path": "/b"}}, {"parquet": {"path": "/b"}}),
     _at("rewards", {"math": {}, "exact": {}}, {"exact": {}}),
+    Case(
+        "rewards.sum.terms.0.verifier",
+        {"rewards": _sum_of({"name": "a", "verifier": {}})},
+        {"rewards": _sum_of({"name": "a", "verifier": {"tags": {}}})},
+    ),
     _at("generation.speculation", {}, {"ngram": {}}),
     _at("store", {"sqlite": {}, "redis": _REDIS}, {"sqlite": {}}),
     _redis("password", {}, {"environment": "SECRET"}),
@@ -91,7 +116,8 @@ UNIONS = (
 
 DECIMALS = (
     _at("generation.sampling.temperature", "0", "0.01"),
-    _at("generation.sampling.topP", "0.9", "1.0"),
+    _at("generation.sampling.topP", "0", "1.0"),
+    _at("generation.sampling.topP", "1.01", "0.9"),
     _at("trainer.optimizer.learningRate", "0", "1e-99"),
     _at("trainer.optimizer.epsilon", "-1e-8", "+.5"),
     _at("trainer.optimizer.clipNorm", "0.0", "1e9"),
@@ -102,8 +128,24 @@ DECIMALS = (
     _at("canary.maxMeanAbs", "0", "0.001"),
     _at("canary.maxAbs", "-0.5", "0.5"),
     _at("trainer.optimizer.beta1", "1", "0.999"),
+    Case(
+        "trainer.optimizer.muon.learningRate",
+        {"trainer.optimizer": {"kind": "Muon", "learningRate": "1", "muon": {"learningRate": "0"}}},
+        {"trainer.optimizer": {"kind": "Muon", "learningRate": "1", "muon": {"learningRate": "1e-3"}}},
+    ),
+    Case(
+        "trainer.optimizer.muon.momentum",
+        {"trainer.optimizer": {"kind": "Muon", "learningRate": "1", "muon": {"momentum": "1"}}},
+        {"trainer.optimizer": {"kind": "Muon", "learningRate": "1", "muon": {"momentum": "0.9"}}},
+    ),
     _at("trainer.optimizer.beta2", "-0.1", "0"),
     _at("trainer.drafter.initialisation.heldOut", "1.5", "0"),
+    _at("trainer.drafter.initialisation.minGain", "-0.01", "0"),
+    Case(
+        "trainer.drafter.initialisation.maxPrompts",
+        {"trainer.drafter.initialisation": {"prompts": 64, "maxPrompts": 63}},
+        {"trainer.drafter.initialisation": {"prompts": 64, "maxPrompts": 64}},
+    ),
     _at("trainer.optimizer.weightDecay", "-0.1", "0"),
     _at("trainer.optimizer.finalLearningRate", "-1", "0"),
     _at("trainer.loss.correction.low", "-1", "0"),
@@ -142,7 +184,7 @@ DECIMALS = (
 )
 
 RUN = (
-    _at("generation.sampling.topK", 5, 0),
+    _at("generation.sampling.topK", 1, 2),
     Case(
         "trainer.parallelism.virtualStages",
         {"trainer.parallelism": {"virtualStages": 2}},
@@ -170,6 +212,12 @@ RUN = (
         {"rewards": {"code": {"wallS": 10}}, "rewardPool": {"timeoutS": 11}},
     ),
     Case(
+        "rewardPool.timeoutS",
+        {"rewards": _sum_of({"name": "a", "verifier": {"code": {"wallS": 10}}}), "rewardPool": {"timeoutS": 10}},
+        {"rewards": _sum_of({"name": "a", "verifier": {"code": {"wallS": 10}}}), "rewardPool": {"timeoutS": 11}},
+        must="must be > wallS of every verifier code in rewards.sum.terms",
+    ),
+    Case(
         "tools.callEnd",
         {"tools": _TOOLS, "generation.sampling.stop": ["end", "so</tool>then"]},
         {"tools": _TOOLS, "generation.sampling.stop": ["end", "", "<tool>"]},
@@ -182,11 +230,66 @@ RUN = (
         {"generation.speculation": {"ngram": {"lookupMin": 3}}},
     ),
     Case(
+        "checkpoint.keepBest",
+        {"checkpoint.keepBest": True},
+        {"checkpoint.keepBest": True, "validation": _VALIDATION},
+    ),
+    Case(
         "checkpoint.milestoneEverySteps",
         {"checkpoint.everySteps": 4, "checkpoint.milestoneEverySteps": 10},
         {"checkpoint.everySteps": 5, "checkpoint.milestoneEverySteps": 10},
     ),
     _at("prompts.template", "no question", "Q: {question}"),
+    Case(
+        "prompts.source",
+        {"prompts": {"source": _JSONL, "sources": _SOURCES}},
+        {"prompts": {"sources": _SOURCES}},
+    ),
+    Case("prompts.source", {"prompts": {}}, {"prompts": {"source": _JSONL}}),
+    Case(
+        "validation.source",
+        {"validation": {"source": _PARQUET, "sources": [{"name": "a", "source": _PARQUET}]}},
+        {"validation": {"sources": [{"name": "a", "source": _PARQUET}]}},
+    ),
+    Case(
+        "prompts.sources",
+        {"prompts": {"sources": [*_SOURCES, _SOURCES[0]]}},
+        {"prompts": {"sources": [*_SOURCES, {**_SOURCES[0], "name": "other"}]}},
+    ),
+    Case(
+        "validation.sources",
+        {"validation": {"sources": [{"name": "a", "source": _PARQUET}] * 2}},
+        {"validation": {"sources": [{"name": name, "source": _PARQUET} for name in ("a", "b")]}},
+    ),
+    Case(
+        "prompts.sources",  # the API server goes on with [0].template, Python with .0.template
+        {"prompts": {"sources": [{**_SOURCES[0], "template": "no question"}]}},
+        {"prompts": {"sources": [{**_SOURCES[0], "template": "Q: {question}"}]}},
+        "must contain {question}",
+    ),
+    Case(
+        "prompts.format",
+        {"prompts.system": "Be brief."},
+        {"prompts.system": "Be brief.", "prompts.format": "Chat"},
+    ),
+    Case(
+        "prompts.format",
+        {"prompts": {"sources": [{**_SOURCES[0], "fewShot": [{"user": "1+1?", "assistant": "2"}]}]}},
+        {"prompts": {"format": "Chat", "sources": [{**_SOURCES[0], "fewShot": [{"user": "1+1?", "assistant": "2"}]}]}},
+    ),
+    Case(
+        "validation",
+        {"validation": _VALIDATION, "validation.sampling": {"maxTokens": 1536}},
+        {"validation": _VALIDATION, "validation.sampling": {"maxTokens": 1535}},
+    ),
+    Case(
+        "validation",
+        {"validation": {"sources": [{"name": "a", "source": _PARQUET, "sampling": {"maxTokens": 1536}}]}},
+        {
+            "validation": {"sources": [{"name": "a", "source": _PARQUET, "sampling": {"maxTokens": 1535}}]},
+            "validation.sampling": {"maxTokens": 1536},  # of sources without their own, and there are none
+        },
+    ),
     Case(
         "trainer.loss.correction.low",
         {"trainer.loss.correction": {"low": "3"}},
@@ -218,6 +321,18 @@ RUN = (
         {"trainer.optimizer": {"learningRate": "1e-6", "finalLearningRate": "1e-6"}},
     ),
     Case(
+        "trainer.optimizer.kind",
+        {"trainer.optimizer": {"learningRate": "1", "muon": {}}},
+        {"trainer.optimizer": {"kind": "Muon", "learningRate": "1", "muon": {}}},
+        "must be Muon",
+    ),
+    Case(
+        "trainer.optimizer.kind",
+        {"trainer.optimizer": {"kind": "Muon", "learningRate": "1"}, "trainer.lora": {"rank": 8}},
+        {"trainer.optimizer": {"kind": "Muon", "learningRate": "1"}},
+        "must be AdamW",
+    ),
+    Case(
         "trainer.optimizer.decaySteps",
         {"trainer.optimizer": {"learningRate": "1", "decaySteps": 1}},
         {"trainer.optimizer": {"learningRate": "1", "decaySteps": 1, "decay": "Linear"}},
@@ -231,6 +346,24 @@ RUN = (
         "validation.sampling.samplesPerPrompt",
         {"validation": _VALIDATION, "validation.sampling": {"samplesPerPrompt": 2}},
         {"validation": _VALIDATION, "validation.sampling": {"samplesPerPrompt": 2, "temperature": "1"}},
+    ),
+    Case(
+        "rewards.sum.terms",
+        {"rewards": _sum_of({"name": "a", **_EXACT}, {"name": "a", **_EXACT})},
+        {"rewards": _sum_of({"name": "a", **_EXACT}, {"name": "A", **_EXACT})},
+        must="must have different names",
+    ),
+    Case(
+        "rewards.sum.terms",
+        {"rewards": _sum_of({"name": "a", "weight": "0", **_EXACT}, {"name": "b", "weight": "-0.0", **_EXACT})},
+        {"rewards": _sum_of({"name": "a", "weight": "0", **_EXACT}, {"name": "b", "weight": "-0.5", **_EXACT})},
+        must="must have a weight other than 0",
+    ),
+    Case(
+        "rewards.sum.terms",
+        {"rewards": _sum_of({"name": "a", "sources": ["main", "other"], **_EXACT})},
+        {"rewards": _sum_of({"name": "a", "sources": ["main"], **_EXACT})},
+        must="must be restricted to sources of prompts or validation",
     ),
     Case(
         "rewards.python.function",
@@ -270,8 +403,46 @@ REDIS = (
     _redis("keyPrefix", "all*", "specrl:team/run"),
 )
 
+_HUB: dict[str, Any] = {"name": "openai/gsm8k", "config": "main"}
+
+
+def _model_at(parent: str, section: str, field: str, refused: Changes, must: str) -> Case:
+    """A rule of a section that names a model. refused: of the section's fields."""
+    place = f"{parent}.{section}".removeprefix(".")
+    more = {"coefficient": "1"} if section == "referenceKl" else {}
+    return Case(f"{place}.{field}", {place: {**more, **refused}}, {place: {**more, "path": "/model"}}, must)
+
+
+# In an RLJob the path must be absolute, so that a revision is never right there.
+HUB = (
+    Case("model.revision", {"model.revision": "main"}, {}),
+    _model_at("generation.speculation", "eagle3", "revision", {"path": "/m", "revision": "main"}, "must not be given"),
+    _model_at("generation.speculation", "eagle3", "revision", {"revision": "main"}, "must not be given"),
+    _model_at(
+        "generation.speculation", "draftModel", "revision", {"path": "/m", "revision": "main"}, "must not be given"
+    ),
+    _model_at("trainer.loss", "referenceKl", "revision", {"path": "/m", "revision": "main"}, "must not be given"),
+    _model_at("", "model", "path", {"path": "/policy.gguf"}, "must not be a GGUF"),
+    _model_at("generation.speculation", "eagle3", "path", {"path": "/head.gguf"}, "must not be a GGUF"),
+    _model_at("generation.speculation", "draftModel", "path", {"path": "/small.gguf"}, "must not be a GGUF"),
+    _model_at("trainer.loss", "referenceKl", "path", {"path": "/base.gguf"}, "must not be a GGUF"),
+    Case(
+        "prompts.source.dataset.files",
+        {"prompts.source": {"dataset": {**_HUB, "files": ["/data/a.parquet", "b.parquet"]}}},
+        {"prompts.source": {"dataset": {**_HUB, "files": ["/data/a.parquet", "/data/b.parquet"]}}},
+        "must all be",
+    ),
+)
+
 PATHS = (
     _at("model.path", "policy", "/policy"),
+    _at("model.path", "Qwen/Qwen3-0.6B", "/policy"),
+    Case(
+        "prompts.source.dataset.files",
+        {"prompts.source": {"dataset": _HUB}},
+        {"prompts.source": {"dataset": {**_HUB, "files": ["/data/train.parquet"]}}},
+        "must be absolute",
+    ),
     _at("prompts.source", {"jsonl": {"path": "data/train.jsonl"}}, {"jsonl": {"path": "/train.jsonl"}}),
     _at("rewards", {"code": {"packages": "packages"}}, {"code": {"packages": "/packages"}}),
     _tools("answeredBy", {"code": {"packages": "./packages"}}, {"code": {"packages": "/packages"}}),
@@ -365,13 +536,13 @@ PLACEMENT = (
         "generation.gpusPerReplica",
         {"generation.gpusPerReplica": 8, "generation.tensorParallel": 4},
         {"generation.gpusPerReplica": 8, "generation.tensorParallel": 8},
-        "must be tensorParallel",
+        "must equal tensorParallel",
     ),
     _gb200(
         "trainer.gpusPerNode",
         {"placement.nvlink": "Required", "trainer.gpusPerNode": 2, "trainer.numNodes": 2},
         {"placement.nvlink": "Required"},
-        "must be placement",
+        "must equal placement",
     ),
     _gb200(
         "generation.gpusPerReplica",
@@ -451,14 +622,14 @@ MODES = (
     ),
 )
 
-CASES: tuple[Case, ...] = (*UNIONS, *DECIMALS, *RUN, *REDIS, *PATHS, *STORAGE, *PLACEMENT, *SCALE, *MODES)
+CASES: tuple[Case, ...] = (*UNIONS, *DECIMALS, *RUN, *REDIS, *HUB, *PATHS, *STORAGE, *PLACEMENT, *SCALE, *MODES)
 
-# What may change later. For each field: values that a sound job may have; `...` for none. From any to any other.
+# Fields of a job, each with valid values; `...` means absent. Tests try every change from one value to another.
 CHANGED_JOB: Changes = {
     "trainer.parallelism": {"data": 2},
     "failurePolicy": {"onTrainerFailure": "Fail"},
 }
-"""The job that is changed: one in which each of the values below is sound."""
+"""Changes of the job in which every value below is valid."""
 
 _TEMPLATES = ({"spec": {"hostIPC": True}}, {"spec": {"hostIPC": False}}, ...)
 NEVER: dict[str, tuple[Any, ...]] = {
@@ -519,7 +690,7 @@ AT_ANY_TIME: dict[str, tuple[Any, ...]] = {
 
 
 def changes_of(table: dict[str, tuple[Any, ...]]) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Every change from one value of a table to another: the field, the job before and the job after."""
+    """List every change from one value of a table to another: the field, the job before and the job after."""
     return [
         (path, a_job({**CHANGED_JOB, path: before}), a_job({**CHANGED_JOB, path: after}))
         for path, values in table.items()

@@ -1,8 +1,10 @@
-"""Run files and model folders for tests that never load a model: whole in form, weights of zeros. Without torch."""
+"""Makes run files and complete model folders with zeros as weights, for tests that load no model. Needs no torch."""
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ CONFIG: dict[str, Any] = {
 
 
 def a_model_folder(path: Path, **config: Any) -> Path:
-    """A folder as transformers would write it; keywords replace fields of the config."""
+    """Write a model folder like transformers' own; keywords replace fields of the config."""
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(CONFIG | config))
     write_safetensors(path / "model.safetensors", {"model.embed_tokens.weight": (264, 64)})
@@ -37,19 +39,20 @@ def a_model_folder(path: Path, **config: Any) -> Path:
     return path
 
 
-def write_safetensors(path: Path, shapes: dict[str, tuple[int, int]]) -> None:
-    """float32 zeros of these shapes."""
-    header, offset = {}, 0
-    for name, (rows, columns) in shapes.items():
-        end = offset + 4 * rows * columns
-        header[name] = {"dtype": "F32", "shape": [rows, columns], "data_offsets": [offset, end]}
+def write_safetensors(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Write float32 zeros of these shapes."""
+    header = {}
+    offset = 0
+    for name, shape in shapes.items():
+        end = offset + 4 * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [offset, end]}
         offset = end
     encoded = json.dumps(header).encode()
     path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + bytes(offset))
 
 
 def a_run(folder: Path, **changes: Any) -> dict[str, Any]:
-    """The content of a small valid run file for the model folder `folder`/model; keywords replace sections."""
+    """Make a small valid run file for the model in `folder`/model; keywords replace sections."""
     run: dict[str, Any] = {
         "name": "tiny",
         "model": {"path": str(folder / "model"), "dtype": "float32", "maxLength": 128},
@@ -63,7 +66,7 @@ def a_run(folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 def a_run_file(folder: Path, **changes: Any) -> Path:
-    """`folder`/run.yaml with `a_run`."""
+    """Write `folder`/run.yaml with the content of `a_run`."""
     file = folder / "run.yaml"
     file.write_text(yaml.safe_dump(a_run(folder, **changes)))
     return file

@@ -1,9 +1,9 @@
-"""vLLM in one process of its own, as specrl configures it, whose rejection sampler can be broken on purpose.
+"""Runs vLLM in one process, configured by specrl, with a rejection sampler that can be broken on purpose.
 
     main(EXCHANGE)      reads jobs from a JSON file and writes what was sampled into it
 
-In one process an engine starts in seconds, and its sampler is within reach: tests of distributions need many samples
-of many engines, and must show that they catch a sampler that is wrong. The product's own engine, in two processes, is
+In one process an engine starts in seconds, and its sampler can be replaced. Tests of distributions need many samples
+from many engines, and must show that they detect a wrong sampler. The product's own engine, with two processes, is
 tested beside it.
 """
 
@@ -22,14 +22,15 @@ import torch
 
 from specrl.errors import EngineFailed
 from specrl.generation.draft_length import OFF
-from specrl.generation.vllm_backend import arguments, drafting, sampling_check
+from specrl.generation.vllm_backend import arguments, draft_length_client
+from specrl.generation.vllm_backend.extensions import sampling_check
 from specrl.spec import parse_spec
 
 LIVE_LENGTHS = (2, 2, OFF, 1, 2, 0, OFF, 2, 1)
-"""Step by step, over and over, with a live draft length; those that a mechanism does not have are left out."""
+"""Live draft lengths of consecutive steps, repeated. Lengths that a mechanism does not have are left out."""
 
 ONE_PROCESS = {
-    "OMP_NUM_THREADS": "1",  # read when torch is imported: more threads wait for each other actively, and for longer
+    "OMP_NUM_THREADS": "1",  # read when torch is imported: more threads spin while they wait for each other
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "TORCH_COMPILE_DISABLE": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -38,8 +39,11 @@ ONE_PROCESS = {
 
 
 @dataclass(frozen=True)
-class Turn:
-    """Requests that are sampled alike: one completion for each seed, of `prompts` in turn."""
+class SamplingTurn:
+    """Requests that are sampled alike: one completion for each seed, of `prompts` in turn.
+
+    blocks: number of KV cache blocks that the turn may use; None: all.
+    """
 
     prompts: list[list[int]]
     seeds: list[int]
@@ -48,49 +52,50 @@ class Turn:
     top_p: float = 1.0
     top_k: int = 0
     fault: str | None = None
+    blocks: int | None = None
 
 
 @dataclass(frozen=True)
 class Job:
-    """An engine and what to ask of it. `raw` is a run file's content; `drafter` a folder."""
+    """An engine and its turns. raw: content of a run file. drafter: a folder."""
 
     raw: dict[str, Any]
-    turns: list[Turn]
+    turns: list[SamplingTurn]
     drafter: str | None = None
 
 
 @dataclass
-class Outcome:
-    """What a turn gave: a completion and its log-probabilities for each seed, and vLLM's counters."""
+class TurnOutcome:
+    """Result of a turn: a completion with log-probabilities per seed, and vLLM's counters."""
 
     tokens: list[list[int]]
     logprobs: list[list[float]]
     counts: dict[str, float] = field(default_factory=dict)
     refusal: str | None = None
-    """Of the check that each worker makes at its start (`sampling_check`), tried on the sampler of this turn."""
+    """Error of the check that each worker makes at its start (`sampling_check`), run on the sampler of this turn."""
 
 
 def write_jobs(exchange: Path, jobs: Sequence[Job]) -> None:
-    """Put jobs where the laboratory reads them."""
+    """Write jobs for `main`."""
     exchange.write_text(json.dumps([asdict(job) for job in jobs]), encoding="utf-8")
 
 
-def read_outcomes(exchange: Path) -> list[list[Outcome]]:
-    """What came back: for each job, for each of its turns."""
-    return [[Outcome(**turn) for turn in job] for job in json.loads(exchange.read_text(encoding="utf-8"))]
+def read_outcomes(exchange: Path) -> list[list[TurnOutcome]]:
+    """Read the results: per job, per turn."""
+    return [[TurnOutcome(**turn) for turn in job] for job in json.loads(exchange.read_text(encoding="utf-8"))]
 
 
 # -- broken samplers ------------------------------------------------------------------------------------------------
 
 
 def accept_too_often(sampler: Any) -> dict[str, Callable[..., Any]]:
-    """A draft is accepted with probability min(1, 1.5 p/q) instead of min(1, p/q)."""
+    """Accept a draft with probability min(1, 1.5 p/q) instead of min(1, p/q)."""
     original = sampler.generate_uniform_probs
     return {"generate_uniform_probs": lambda *args, **kwargs: original(*args, **kwargs) / 1.5}
 
 
 def keep_rejected_draft(sampler: Any) -> dict[str, Callable[..., Any]]:
-    """The drafter's token stays where it was rejected."""
+    """Keep the drafter's token where it was rejected."""
 
     def keep(_length: int, _counts: Any, _ends: Any, draft_token_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return draft_token_ids.clone()
@@ -99,7 +104,7 @@ def keep_rejected_draft(sampler: Any) -> dict[str, Callable[..., Any]]:
 
 
 def redraw_from_policy(sampler: Any) -> dict[str, Callable[..., Any]]:
-    """After a rejection the policy's own distribution is drawn from, not what the drafter left of it."""
+    """After a rejection, draw from the policy's own distribution instead of the residual one."""
     original = sampler.sample_recovered_tokens
 
     def redraw(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -113,12 +118,12 @@ def redraw_from_policy(sampler: Any) -> dict[str, Callable[..., Any]]:
 
 
 def repeat_draft_as_bonus(sampler: Any) -> dict[str, Callable[..., Any]]:
-    """When every draft was accepted, the last one is emitted again instead of the bonus token."""
+    """If every draft was accepted, emit the last one again instead of the bonus token."""
     return {"rejection_sample": _with_bonus(sampler, lambda row, length: row[length - 1])}
 
 
 def drop_bonus(sampler: Any) -> dict[str, Callable[..., Any]]:
-    """When every draft was accepted, no bonus token is emitted."""
+    """If every draft was accepted, emit no bonus token."""
     return {"rejection_sample": _with_bonus(sampler, lambda row, length: sampler.PLACEHOLDER_TOKEN_ID)}
 
 
@@ -142,8 +147,8 @@ FAULTS = {
 
 
 @contextmanager
-def broken(fault: str | None) -> Iterator[None]:
-    """vLLM's rejection sampler with one of FAULTS, for a while."""
+def broken_sampler(fault: str | None) -> Iterator[None]:
+    """Replace vLLM's rejection sampler by one of FAULTS."""
     from vllm.v1.sample import rejection_sampler
 
     changes = FAULTS[fault](rejection_sampler) if fault is not None else {}
@@ -157,25 +162,36 @@ def broken(fault: str | None) -> Iterator[None]:
             setattr(rejection_sampler, name, function)
 
 
+@contextmanager
+def scarce_blocks(llm: Any, count: int | None) -> Iterator[None]:
+    """Leave so many free KV cache blocks to an idle engine. With None, all."""
+    pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    taken = pool.get_new_blocks(pool.get_num_free_blocks() - count) if count is not None else []
+    try:
+        yield
+    finally:
+        pool.free_blocks(taken)
+
+
 # -- one engine -----------------------------------------------------------------------------------------------------
 
 
-def run(job: Job) -> list[Outcome]:
-    """Start the job's engine in this process, take its turns, stop it."""
+def run_job(job: Job) -> list[TurnOutcome]:
+    """Start the job's engine in this process, run its turns, and stop it."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
     spec = parse_spec(job.raw)
-    keywords = arguments.engine_arguments(spec, Path(job.drafter) if job.drafter else None, is_cpu=True)
+    keywords = arguments.build_engine_arguments(spec, Path(job.drafter) if job.drafter else None, is_cpu=True)
     keywords["distributed_executor_backend"] = "uni"
-    lengths = arguments.draft_lengths(spec)
+    lengths = arguments.list_adaptive_lengths(spec)
     if lengths:
         keywords |= live_length_arguments(keywords, lengths)
     llm = LLM(**keywords, disable_log_stats=False)
     try:
         if lengths:
             change_lengths(llm, [length for length in LIVE_LENGTHS if length in lengths])
-        return [take(llm, turn) for turn in job.turns]
+        return [sample_turn(llm, turn) for turn in job.turns]
     finally:
         llm.llm_engine.engine_core.shutdown()
         del llm
@@ -184,11 +200,11 @@ def run(job: Job) -> list[Outcome]:
 
 
 def live_length_arguments(keywords: dict[str, Any], lengths: Sequence[int]) -> dict[str, Any]:
-    """What `drafting.configure` makes of an engine's config, as arguments, since LLM makes its config itself."""
+    """Make arguments of LLM with the effect of `configure_scheduler`, because LLM makes its engine's config itself."""
     from vllm import EngineArgs
 
     config = EngineArgs(**keywords).create_engine_config()
-    drafting.configure(config, lengths)
+    draft_length_client.configure_scheduler(config, lengths)
     scheduler = config.scheduler_config
     return {
         "scheduler_cls": scheduler.scheduler_cls,
@@ -198,10 +214,11 @@ def live_length_arguments(keywords: dict[str, Any], lengths: Sequence[int]) -> d
 
 
 def change_lengths(llm: Any, lengths: Sequence[int]) -> None:
-    """Have every step draft another number of tokens."""
-    llm.collective_rpc("specrl_inspect")  # which also lets the drafter rest
+    """Make every step draft another number of tokens."""
+    llm.collective_rpc("specrl_inspect")  # also allows the drafter to rest
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    schedule, wanted = scheduler.schedule, itertools.cycle(lengths)
+    schedule = scheduler.schedule
+    wanted = itertools.cycle(lengths)
 
     def schedule_another(*args: Any, **kwargs: Any) -> Any:
         scheduler.drafting_fix(next(wanted))
@@ -211,7 +228,9 @@ def change_lengths(llm: Any, lengths: Sequence[int]) -> None:
 
 
 def bind_kernels_once() -> None:
-    """vLLM 0.32 binds its CPU kernels at the start of each worker, and fails at the second worker of a process."""
+    """Work around vLLM 0.32: it binds its CPU kernels at the start of each worker, and fails at the second one in a
+    process.
+    """
     from vllm.platforms import current_platform
 
     platform: Any = type(current_platform)
@@ -224,8 +243,8 @@ def bind_kernels_once() -> None:
     platform.register_triton_kernel_overrides = classmethod(bind_once)
 
 
-def take(llm: Any, turn: Turn) -> Outcome:
-    """Sample one turn's completions."""
+def sample_turn(llm: Any, turn: SamplingTurn) -> TurnOutcome:
+    """Sample the completions of one turn."""
     from vllm import SamplingParams
 
     prompts = [{"prompt_token_ids": turn.prompts[number % len(turn.prompts)]} for number in range(len(turn.seeds))]
@@ -241,32 +260,35 @@ def take(llm: Any, turn: Turn) -> Outcome:
         )
         for seed in turn.seeds
     ]
-    before = counts_of(llm)
-    with broken(turn.fault):
+    before = read_counters(llm)
+    with broken_sampler(turn.fault), scarce_blocks(llm, turn.blocks):
         done = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
-        (refusal,) = llm.collective_rpc(refusal_of)
-    return Outcome(
+        (refusal,) = llm.collective_rpc(run_sampling_check)
+    return TurnOutcome(
         tokens=[list(output.token_ids) for output in done],
         logprobs=[
             [entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs, strict=True)]
             for output in done
         ],
-        counts={name: value - before[name] for name, value in counts_of(llm).items()},
+        counts={name: value - before[name] for name, value in read_counters(llm).items()},
         refusal=refusal,
     )
 
 
-def refusal_of(bound: Any) -> str | None:
-    """Make the check of a worker's start on vLLM's worker `bound`. Returns its error, or None if the samplers pass."""
+def run_sampling_check(bound: Any) -> str | None:
+    """Run the start-up check of vLLM's worker `bound`. Returns its error, or None if the samplers pass."""
     try:
-        sampling_check.check(bound.model_runner)
+        sampling_check.check_model_runner(bound.model_runner)
     except EngineFailed as error:
         return str(error)
     return None
 
 
-def counts_of(llm: Any) -> dict[str, float]:
-    """vLLM's counters, by their names without `vllm:`; of those by position, the last position's as `accepted_last`."""
+def read_counters(llm: Any) -> dict[str, float]:
+    """Read vLLM's counters, by name without `vllm:`.
+
+    Of counters by position, the last position's is `accepted_last`.
+    """
     found: dict[str, float] = {}
     for metric in llm.get_metrics():
         name = metric.name.removeprefix("vllm:").removeprefix("spec_decode_")
@@ -277,17 +299,17 @@ def counts_of(llm: Any) -> dict[str, float]:
     return found
 
 
-def environment(job: Job) -> dict[str, str]:
-    """Variables that a laboratory needs before it imports vLLM: the product's, and those of ONE_PROCESS."""
-    return arguments.environment(parse_spec(job.raw)) | ONE_PROCESS
+def build_environment(job: Job) -> dict[str, str]:
+    """Variables to set before vLLM is imported: the product's, and those of ONE_PROCESS."""
+    return arguments.build_environment(parse_spec(job.raw)) | ONE_PROCESS
 
 
 def main(exchange: Path) -> None:
-    """Run the jobs of a file, in a process of their own with `environment`."""
+    """Run the jobs of a file. The process must be new, with `environment`."""
     jobs = [
-        Job(job["raw"], [Turn(**turn) for turn in job["turns"]], job["drafter"])
+        Job(job["raw"], [SamplingTurn(**turn) for turn in job["turns"]], job["drafter"])
         for job in json.loads(exchange.read_text(encoding="utf-8"))
     ]
     bind_kernels_once()
-    outcomes = [run(job) for job in jobs]
+    outcomes = [run_job(job) for job in jobs]
     exchange.write_text(json.dumps([[asdict(turn) for turn in job] for job in outcomes]), encoding="utf-8")

@@ -1,12 +1,12 @@
-"""Finds, in our sources' syntax trees, what they take from vllm, megatron and torch without a promise of theirs.
+"""Finds uses of unstable names of vllm, megatron and torch in our sources' syntax trees.
 
-    import      of a name of vllm or megatron, neither of which promises any; of torch, with an underscore in its path
+    import      of a name of vllm or megatron, which promise no stability; of torch, with an underscore in its path
     private     `x._name` on anything that is not an object of ours
-    subclass    of one of their classes, and each method of theirs that it overrides
+    subclass    of one of their classes, and each of its methods that is overridden
     assignment  to an attribute of anything that is not an object of ours, by `=`, `setattr` or `x.__dict__[...]`
 
-Where the type of `x` is not known from imports, annotations or a call of a class, it counts as theirs: in these files
-most of what has no type comes from an engine. Such a use is found by its last name alone, and so are rows of the table.
+If imports, annotations or a call of a class do not show the type of `x`, it counts as theirs, because most untyped
+objects in these files come from an engine. Only the last part of such a name is known; the table is searched for it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ NAMED_TUPLE = frozenset({"_asdict", "_fields", "_replace"})
 PACKAGES = ("vllm", "megatron", "torch")
 _IMPORTS = re.compile(rf"^\s*(from|import) .*\b({'|'.join(PACKAGES)})\b", re.MULTILINE)
 BACKENDS = ("specrl.generation.vllm_backend", "specrl.trainer.megatron_backend")
-"""Every file of these counts, whatever it imports: objects of the engines pass through all of them as `Any`."""
+"""All files of these packages count, whatever they import: objects of the engines pass through them as `Any`."""
 
 
 @dataclass(frozen=True)
 class SeamUse:
-    """name: dotted where it is known, else `?.` and the last name."""
+    """One use of an unstable name. name: the dotted name if known, otherwise `?.` and its last part."""
 
     name: str
     kind: str
@@ -49,7 +49,7 @@ class SeamUse:
 
 
 def find_uses(roots: Sequence[Path], relative_to: Path) -> list[SeamUse]:
-    """Of all Python files below the roots."""
+    """Find all uses in Python files below the roots."""
     found: list[SeamUse] = []
     for root in roots:
         for file in sorted(root.rglob("*.py")):
@@ -64,7 +64,7 @@ def find_uses(roots: Sequence[Path], relative_to: Path) -> list[SeamUse]:
 
 @cache
 def words_of(file: Path) -> frozenset[str]:
-    """Every word of a file: of its code and of its texts."""
+    """Collect all words of a file's code, comments and strings."""
     return frozenset(re.findall(r"\w+", file.read_text(encoding="utf-8")))
 
 
@@ -106,7 +106,7 @@ class _FileUses:
         self._found.append(SeamUse(name, kind, self._file, getattr(node, "lineno", 0), self._module))
 
     def _bases(self, node: ast.ClassDef) -> list[str]:
-        """Bases that are theirs, by their dotted names; of a class of this file, its bases."""
+        """List dotted names of bases that are theirs, also through bases in this file."""
         found = []
         for base in node.bases:
             name = self._dotted(base)
@@ -119,7 +119,7 @@ class _FileUses:
         return found
 
     def _visit(self, node: ast.AST, types: dict[str, ast.expr]) -> None:
-        """types: annotation or value of each local name, as far as one was seen."""
+        """types: annotation or value of each local name, if one was seen."""
         if isinstance(node, ast.ClassDef):
             bases = self._bases(node)
             for base in bases:
@@ -183,7 +183,7 @@ class _FileUses:
         self._add(f"?.{target.attr}", kind, where)
 
     def _dotted(self, node: ast.expr) -> str | None:
-        """A chain of attributes as a dotted name, where it begins with something imported."""
+        """Resolve a chain of attributes to a dotted name, if it begins with an import."""
         if isinstance(node, ast.Subscript):
             node = node.value
         if isinstance(node, ast.Attribute):
@@ -192,11 +192,11 @@ class _FileUses:
         return self._imports.get(node.id) if isinstance(node, ast.Name) else None
 
     def _is_ours(self, node: ast.expr, types: dict[str, ast.expr], depth: int = 0) -> bool:
-        """Whether an object is known to be no engine's."""
+        """Whether an object is known not to be an engine's."""
         if not isinstance(node, ast.Name) or depth > 4:
             return isinstance(node, ast.Constant)
         if node.id in {"self", "cls"} and node.id not in types:
-            return True  # attributes of a subclass of theirs that theirs has, too, are compared by the test
+            return True  # the test compares attributes of a subclass with those of its base
         kind = types.get(node.id)
         if kind is None:
             return node.id in self._ours

@@ -11,8 +11,8 @@ from tests.requirements import MOUNTS
 
 
 @contextmanager
-def a_small_disk(place: Path, size: str) -> Iterator[Path]:
-    """Mount a tmpfs of `size` at `place`, for as long as the context lasts; skips without the right to."""
+def mount_small_disk(place: Path, size: str) -> Iterator[Path]:
+    """Mount a tmpfs of `size` at `place` while the context lasts. Skips the test without the right to mount."""
     place.mkdir()
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)],

@@ -1,7 +1,6 @@
-"""The list of mutants, what became of each, and the table of both in docs/testing.md.
+"""The list of mutants, the result of each, and their table in docs/testing.md.
 
-Called by tools/mutants.py, which runs the tests on each, and by tests/unit/test_mutants.py, which checks that each of
-them still applies.
+tools/mutants.py runs the tests on each mutant. tests/unit/test_mutants.py checks that each one still applies.
 """
 
 from __future__ import annotations
@@ -26,9 +25,10 @@ class MutantInvalid(Exception):
 
 @dataclass(frozen=True)
 class Mutant:
-    """old, new: a line of `file` and what replaces it, without indentation. tests: arguments of pytest, cheapest first.
+    """A wrong line of the product.
 
-    breaks: what goes wrong, in one sentence. fixed_in: the commit that repaired it once, where there was one.
+    old, new: a line of `file` and its replacement, without indentation. breaks: what goes wrong, in one sentence.
+    tests: pytest's arguments, the cheapest first. fixed_in: commit that fixed this bug; empty if it never existed.
     """
 
     id: str
@@ -41,11 +41,11 @@ class Mutant:
 
     @property
     def package(self) -> str:
-        """The folder of its file below the source root."""
+        """Folder of the file below the source root."""
         return str(Path(*Path(self.file).parts[1:-1]))
 
     def apply(self, text: str) -> str:
-        """The file's text with the line replaced. Raises MutantInvalid unless the line is there exactly once."""
+        """Replace the line in a file's text. Raises MutantInvalid unless the line occurs exactly once."""
         if "\n" in self.old + self.new or self.old == self.new:
             raise MutantInvalid(f"{self.id}: a mutant must replace one line by another one")
         lines = text.split("\n")
@@ -59,33 +59,33 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Result:
-    """killed_by: the test that failed; empty for a mutant that survived all. cpu_s: of pytest and all its children."""
+    """killed_by: test that failed; empty if the mutant survived. cpu_s: CPU time of pytest and all its children."""
 
     killed_by: str
     cpu_s: float
 
 
 def load_mutants() -> list[Mutant]:
-    """All mutants, in the order of the file."""
+    """Load all mutants, in the order of the file."""
     found = tomllib.loads(MUTANTS.read_text(encoding="utf-8"))["mutant"]
     return [Mutant(**fields | {"tests": tuple(fields["tests"])}) for fields in found]
 
 
 def load_results() -> dict[str, Result]:
-    """By the mutant's id."""
+    """Load results by mutant id."""
     if not RESULTS.is_file():
         return {}
     return {name: Result(**fields) for name, fields in json.loads(RESULTS.read_text(encoding="utf-8")).items()}
 
 
 def write_results(mutants: Sequence[Mutant], results: Mapping[str, Result]) -> None:
-    """Write them in the order of the mutants; those of mutants that are gone are left out."""
+    """Write the results in the order of the mutants. Results of removed mutants are dropped."""
     rows = {mutant.id: asdict(results[mutant.id]) for mutant in mutants if mutant.id in results}
     RESULTS.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
 def make_table(mutants: Sequence[Mutant], results: Mapping[str, Result]) -> str:
-    """The results as Markdown."""
+    """Render the results as a Markdown table."""
     rows = ["| mutant | in | what it breaks | killed by | CPU s |", "|---|---|---|---|--:|"]
     for mutant in mutants:
         result = results.get(mutant.id)

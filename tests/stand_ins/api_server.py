@@ -1,12 +1,12 @@
-"""An API server in memory, for tests of the operator without a control plane.
+"""A Kubernetes API server in memory, for tests of the operator without a control plane.
 
-It keeps what the operator rests on: resource versions and 409, uids, generations, a status apart from the spec, fields
-owned by managers (server-side apply), label selectors, watches that continue from a version or are Gone, deletion of
-what an owner owned, and 404 for kinds that are not served.
+It implements what the operator relies on: resource versions and 409, uids, generations, the status subresource, field
+ownership (server-side apply), label selectors, watches that resume from a version or are Gone, garbage collection by
+owner, and 404 for kinds that are not served.
 
-What it does not know, so that no test here proves it: admission, defaulting, CEL and schemas, RBAC, finalizers,
-pagination, conversion, and list types other than status.conditions (by type), env, containers and ownerReferences,
-which are the ones that two managers share. Any other list belongs whole to whoever applied it last.
+Not implemented, so not tested here: admission, defaulting, CEL and schemas, RBAC, finalizers, pagination, conversion.
+Only the lists that two managers share are merged by key: status.conditions, env, containers and ownerReferences. Any
+other list belongs as a whole to the manager that applied it last.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from specrl_operator.api import Kind, Object, is_controlled_by, seen
-from specrl_operator.cluster import Change, ClusterError, Gone, Listing
+from specrl_operator.api import Object, is_controlled_by, trim_object
+from specrl_operator.cluster.interface import ClusterError, Listing, WatchEvent, WatchExpired
+from specrl_operator.kinds import Kind
 
 CORE = frozenset(
     {
@@ -38,70 +39,71 @@ BY_KEY = {"conditions": "type", "containers": "name", "env": "name", "ownerRefer
 Place = tuple[str, str, str, str]  # apiVersion, kind, namespace, name
 
 
-def _sent(item: Any) -> Any:
-    """What arrives of it: a copy, as JSON would make one."""
+def _copy_json(item: Any) -> Any:
+    """Return a deep copy, as a round trip through JSON would."""
     return json.loads(json.dumps(item))
 
 
 class Killed(BaseException):
-    """The process that made the call died right after it. Not an Exception: nothing may catch it."""
+    """The process that made the call died right after it. Not an Exception, so that no handler catches it."""
 
 
 class FakeApiServer:
-    """Keeps the promises of `Cluster`, and counts its calls."""
+    """Implements `Cluster` in memory, and counts its calls."""
 
     def __init__(self, served: frozenset[str] = CORE) -> None:
         self.group_versions = served
         self.objects: dict[Place, Object] = {}
         self.calls: list[tuple[str, str]] = []
-        """What was asked: verb and kind."""
+        """The calls that were made: verb and kind."""
         self.kill_after: int | None = None
-        """Raise Killed once so many calls have been carried out."""
+        """Raise Killed after this number of calls has been carried out."""
         self.refuse: Callable[[str, Object], ClusterError | None] = lambda verb, body: None
-        """What the server refuses, by verb and body."""
+        """Errors with which the server refuses calls, chosen by verb and body."""
         self._managed: dict[tuple[Place, str, str], Object] = {}
         self._log: list[tuple[int, str, Place, Object]] = []
         self._oldest = 0
-        self._version, self._uid = 100, 0
+        self._version = 100
+        self._uid = 0
         self._changed = threading.Condition()
 
     def copy(self) -> FakeApiServer:
-        """A server of the same state, which goes its own way from here. Nobody watches it yet."""
+        """Return a server with a copy of the state, and without watches."""
         return copy.deepcopy(self, {id(self._changed): threading.Condition()})
 
     # -- the interface ---------------------------------------------------------------------------------------------
 
-    def served(self) -> frozenset[str]:
-        self._called("served", "")
+    def list_served_versions(self) -> frozenset[str]:
+        self._record_call("served", "")
         return self.group_versions
 
     def get(self, kind: Kind, namespace: str | None, name: str) -> Object | None:
-        self._serves(kind)
-        found = _sent(self.objects.get(_place(kind, namespace, name)))
-        self._called("get", kind.name)
+        self._check_served(kind)
+        found = _copy_json(self.objects.get(_place(kind, namespace, name)))
+        self._record_call("get", kind.name)
         return found
 
     def list(self, kind: Kind, namespace: str | None, selector: str = "") -> Listing:
-        self._serves(kind)
+        self._check_served(kind)
         found = [
-            seen(_sent(item))
+            trim_object(_copy_json(item))
             for place, item in sorted(self.objects.items())
             if place[:2] == (kind.api_version, kind.name)
             and namespace in (None, place[2])
-            and _selected(item, selector)
+            and _matches_selector(item, selector)
         ]
-        self._called("list", kind.name)
+        self._record_call("list", kind.name)
         return Listing(found, str(self._version))
 
-    def watch(self, kind: Kind, namespace: str | None, selector: str, resource_version: str) -> Iterator[Change]:
-        self._serves(kind)
-        self._called("watch", kind.name)
+    def watch(self, kind: Kind, namespace: str | None, selector: str, resource_version: str) -> Iterator[WatchEvent]:
+        self._check_served(kind)
+        self._record_call("watch", kind.name)
         if int(resource_version) < self._oldest:
-            raise Gone
+            raise WatchExpired
         for version, what, place, item in list(self._log):
             is_asked = place[:2] == (kind.api_version, kind.name) and namespace in (None, place[2])
-            if version > int(resource_version) and is_asked and _selected(item, selector):
-                yield Change(what, seen(_sent(item)))
+            if version > int(resource_version) and is_asked and _matches_selector(item, selector):
+                yield WatchEvent(what, trim_object(_copy_json(item)))
 
     def apply(self, kind: Kind, body: Object, manager: str) -> Object:
         return self._apply(kind, body, manager, "")
@@ -110,42 +112,42 @@ class FakeApiServer:
         return self._apply(kind, body, manager, "status")
 
     def create(self, kind: Kind, body: Object) -> Object:
-        self._serves(kind)
-        self._refuses("create", body)
+        self._check_served(kind)
+        self._check_refused("create", body)
         place = _place_of(kind, body)
         if place in self.objects:
             raise ClusterError(409, f"{kind.plural} {place[3]!r} already exists")
-        item = self._born(kind, _sent(body))
+        item = self._init_metadata(kind, _copy_json(body))
         self._store(place, item, "ADDED")
-        self._called("create", kind.name)
-        return _sent(item)
+        self._record_call("create", kind.name)
+        return _copy_json(item)
 
     def replace(self, kind: Kind, body: Object) -> Object:
-        self._serves(kind)
+        self._check_served(kind)
         place = _place_of(kind, body)
         there = self.objects.get(place)
         if there is None:
             raise ClusterError(404, f"{kind.plural} {place[3]!r} not found")
         if body["metadata"].get("resourceVersion") != there["metadata"]["resourceVersion"]:
             raise ClusterError(409, "the object has been modified")
-        item = _sent(body)
+        item = _copy_json(body)
         item["metadata"]["uid"] = there["metadata"]["uid"]
         self._store(place, item, "MODIFIED")
-        self._called("replace", kind.name)
-        return _sent(item)
+        self._record_call("replace", kind.name)
+        return _copy_json(item)
 
     def delete(self, kind: Kind, item: Object) -> None:
-        self._serves(kind)
+        self._check_served(kind)
         place = _place_of(kind, item)
         there = self.objects.get(place)
         if there is not None and there["metadata"]["uid"] == item["metadata"]["uid"]:
             self._remove(place)
-        self._called("delete", kind.name)
+        self._record_call("delete", kind.name)
 
-    # -- what others do ---------------------------------------------------------------------------------------------
+    # -- changes by others -------------------------------------------------------------------------------------------
 
-    def put(self, item: Object) -> Object:
-        """Somebody else makes or changes an object: a user, a controller, a kubelet. Whole, status included."""
+    def put_object(self, item: Object) -> Object:
+        """Create or replace a whole object, status included, as a user, a controller or a kubelet would."""
         place: Place = (
             item["apiVersion"],
             item["kind"],
@@ -153,45 +155,45 @@ class FakeApiServer:
             item["metadata"]["name"],
         )
         before = self.objects.get(place)
-        fresh = self._born(None, _sent(item)) if before is None else _sent(item)
+        fresh = self._init_metadata(None, _copy_json(item)) if before is None else _copy_json(item)
         if before is not None:
             fresh["metadata"] = {**before["metadata"], **fresh["metadata"]}
             if fresh.get("spec") != before.get("spec"):
                 fresh["metadata"]["generation"] = before["metadata"].get("generation", 1) + 1
         self._store(place, fresh, "ADDED" if before is None else "MODIFIED")
-        return _sent(fresh)
+        return _copy_json(fresh)
 
-    def forget_history(self) -> None:
-        """What is compacted away: watches that go on from before are Gone."""
+    def compact_history(self) -> None:
+        """Compact the history: watches that resume from an older version are Gone."""
         self._oldest = self._version
         self._log.clear()
 
-    def of(self, kind: Kind) -> dict[str, Object]:
-        """Objects of a kind by name, of whatever namespace."""
+    def objects_by_name(self, kind: Kind) -> dict[str, Object]:
+        """Return objects of a kind by name, from all namespaces."""
         places = sorted(place for place in self.objects if place[:2] == (kind.api_version, kind.name))
-        return {place[3]: _sent(self.objects[place]) for place in places}
+        return {place[3]: _copy_json(self.objects[place]) for place in places}
 
-    def writes(self) -> list[tuple[str, str]]:
-        """Calls that changed something."""
+    def list_writes(self) -> list[tuple[str, str]]:
+        """Return the number of calls that changed something."""
         return [call for call in self.calls if call[0] not in ("get", "list", "watch", "served")]
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    def _called(self, verb: str, kind: str) -> None:
+    def _record_call(self, verb: str, kind: str) -> None:
         self.calls.append((verb, kind))
         if self.kill_after is not None and len(self.calls) >= self.kill_after:
             raise Killed
 
-    def _serves(self, kind: Kind) -> None:
+    def _check_served(self, kind: Kind) -> None:
         if kind.api_version not in self.group_versions:
             raise ClusterError(404, f"the server could not find the requested resource: {kind.plural}")
 
-    def _refuses(self, verb: str, body: Object) -> None:
+    def _check_refused(self, verb: str, body: Object) -> None:
         error = self.refuse(verb, body)
         if error is not None:
             raise error
 
-    def _born(self, kind: Kind | None, item: Object) -> Object:
+    def _init_metadata(self, kind: Kind | None, item: Object) -> Object:
         self._uid += 1
         item["metadata"].setdefault("uid", f"00000000-0000-4000-8000-{self._uid:012d}")
         item["metadata"].setdefault("creationTimestamp", "2026-01-01T00:00:00Z")
@@ -202,7 +204,7 @@ class FakeApiServer:
         self._version += 1
         item["metadata"]["resourceVersion"] = str(self._version)
         self.objects[place] = item
-        self._log.append((self._version, what, place, _sent(item)))
+        self._log.append((self._version, what, place, _copy_json(item)))
 
     def _remove(self, place: Place) -> None:
         item = self.objects.pop(place)
@@ -215,8 +217,8 @@ class FakeApiServer:
                 self._remove(owned)
 
     def _apply(self, kind: Kind, body: Object, manager: str, part: str) -> Object:
-        self._serves(kind)
-        self._refuses("apply", body)
+        self._check_served(kind)
+        self._check_refused("apply", body)
         place = _place_of(kind, body)
         there = self.objects.get(place)
         asked = body["metadata"].get("resourceVersion")
@@ -226,62 +228,64 @@ class FakeApiServer:
             raise ClusterError(409, "the object has been modified")
         wanted = {
             name: value
-            for name, value in _sent(body).items()
+            for name, value in _copy_json(body).items()
             if (name == "status") == (part == "status") and name not in ("apiVersion", "kind")
         }
         meta = wanted.pop("metadata", {}) if part == "status" else wanted.get("metadata", {})
         for name in ("uid", "resourceVersion", "namespace", "name"):
             meta.pop(name, None)
-        item = _sent(there) if there else {"apiVersion": kind.api_version, "kind": kind.name, "metadata": {}}
+        item = _copy_json(there) if there else {"apiVersion": kind.api_version, "kind": kind.name, "metadata": {}}
         key = (place, manager, part)
-        # What this manager applied before and does not any more goes, unless others own it, too.
+        # Fields that this manager applied before and leaves out now are removed, unless other managers own them, too.
         others = [
             old
             for (at, who, at_part), old in self._managed.items()
             if (at, at_part) == (place, part) and who != manager
         ]
-        _without(item, self._managed.get(key, {}), wanted, others)
-        _with(item, wanted)
+        _remove_fields(item, self._managed.get(key, {}), wanted, others)
+        _merge_fields(item, wanted)
         item["metadata"] |= {"name": place[3]} | ({"namespace": place[2]} if place[2] else {})
         self._managed[key] = wanted
         if there is None:
-            item = self._born(kind, item)
+            item = self._init_metadata(kind, item)
         elif item.get("spec") != there.get("spec"):
             item["metadata"]["generation"] = there["metadata"].get("generation", 1) + 1
         if there != item:
             self._store(place, item, "ADDED" if there is None else "MODIFIED")
-        self._called("apply" if not part else "applyStatus", kind.name)
-        return _sent(item)
+        self._record_call("apply" if not part else "applyStatus", kind.name)
+        return _copy_json(item)
 
 
-def _with(item: Any, wanted: Any) -> None:
-    """Put what is wanted into `item`."""
+def _merge_fields(item: Any, wanted: Any) -> None:
+    """Merge the wanted fields into `item`."""
     for name, value in wanted.items():
         key = BY_KEY.get(name)
         if isinstance(value, dict):
             if not isinstance(item.get(name), dict):
                 item[name] = {}
-            _with(item[name], value)
+            _merge_fields(item[name], value)
         elif isinstance(value, list) and key is not None:
             there = item.setdefault(name, [])
             for entry in value:
                 same = next((it for it in there if it.get(key) == entry.get(key)), None)
                 if same is None:
-                    there.append(_sent(entry))
+                    there.append(_copy_json(entry))
                 else:
-                    _with(same, entry)
+                    _merge_fields(same, entry)
         else:
-            item[name] = _sent(value)
+            item[name] = _copy_json(value)
 
 
-def _without(item: Any, before: Any, wanted: Any, others: list[Any]) -> None:
-    """Take out of `item` what was wanted before, is not now, and nobody else wants."""
+def _remove_fields(item: Any, before: Any, wanted: Any, others: list[Any]) -> None:
+    """Remove from `item` the fields that the manager wanted before, no longer wants, and no other manager owns."""
     for name, old in before.items():
         if name not in item:
             continue
-        new, theirs, key = wanted.get(name), [it[name] for it in others if name in it], BY_KEY.get(name)
+        new = wanted.get(name)
+        theirs = [it[name] for it in others if name in it]
+        key = BY_KEY.get(name)
         if isinstance(old, dict) and isinstance(item[name], dict):
-            _without(
+            _remove_fields(
                 item[name], old, new if isinstance(new, dict) else {}, [it for it in theirs if isinstance(it, dict)]
             )
             if not item[name] and new is None and not theirs:
@@ -302,7 +306,7 @@ def _place_of(kind: Kind, item: Object) -> Place:
     return _place(kind, item["metadata"].get("namespace"), item["metadata"]["name"])
 
 
-def _selected(item: Object, selector: str) -> bool:
+def _matches_selector(item: Object, selector: str) -> bool:
     labels = item["metadata"].get("labels") or {}
     wanted = [part.split("=", 1) for part in selector.split(",") if part]
     return all(labels.get(name) == value for name, value in wanted)

@@ -1,7 +1,7 @@
-"""The API server in memory, behind HTTP: what `kube.py` speaks to in tests without a control plane.
+"""The in-memory API server behind HTTP, for tests of `kube.py` without a control plane.
 
-Paths, verbs, media types, Status bodies, list and watch framing as Kubernetes has them, for the calls that the operator
-makes. One page of a list holds PAGE objects, so that pages are followed.
+It uses the paths, verbs, media types, Status bodies, and list and watch framing of Kubernetes, for the calls that the
+operator makes.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from urllib.parse import parse_qs, urlsplit
 
 from tests.stand_ins.api_server import FakeApiServer
 
-from specrl_operator import api
-from specrl_operator.api import Kind, Object
-from specrl_operator.cluster import ClusterError
+from specrl_operator import kinds
+from specrl_operator.api import Object
+from specrl_operator.cluster.interface import ClusterError
+from specrl_operator.kinds import Kind
 
-KINDS = [kind for kind in vars(api).values() if isinstance(kind, Kind)]
-PAGE = 2
+KINDS = [kind for kind in vars(kinds).values() if isinstance(kind, Kind)]
+PAGE = 2  # objects per page of a list; small, so that tests cover pagination
 TOKEN = "let-me-in"
 
 
@@ -31,7 +32,7 @@ class HttpApiServer:
     def __init__(self, server: FakeApiServer) -> None:
         self.fake = server
         self.watch_s = 0.0
-        """How long a watch waits for something to tell."""
+        """Seconds for which a watch waits for changes."""
         self.tokens: set[str] = {TOKEN}
         outer = self
 
@@ -43,10 +44,12 @@ class HttpApiServer:
                 body = json.loads(self.rfile.read(length)) if length else None
                 try:
                     outer._check(self.headers)
-                    code, found = 200, outer._do(self.command, self.path, body, self.headers)
+                    code = 200
+                    found = outer._do(self.command, self.path, body, self.headers)
                 except ClusterError as error:
-                    code, found = error.status, {"kind": "Status", "code": error.status, "message": str(error)}
-                with suppress(BrokenPipeError, ConnectionResetError):  # who asked may have ended
+                    code = error.status
+                    found = {"kind": "Status", "code": error.status, "message": str(error)}
+                with suppress(BrokenPipeError, ConnectionResetError):  # the client may have closed the connection
                     self._answer(code, found)
 
             do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _serve
@@ -64,7 +67,7 @@ class HttpApiServer:
                 self.send_header("Transfer-Encoding", "chunked")
                 self.end_headers()
                 text = "".join(json.dumps(event) + "\n" for event in events).encode()
-                for start in range(0, len(text), 100):  # lines in pieces, as networks deliver them
+                for start in range(0, len(text), 100):  # lines in pieces, as a network may deliver them
                     part = text[start : start + 100]
                     self.wfile.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
                 self.wfile.write(b"0\r\n\r\n")
@@ -89,7 +92,7 @@ class HttpApiServer:
         query = {name: values[0] for name, values in parse_qs(address.query).items()}
         if address.path == "/apis":
             groups: dict[str, list[Object]] = {}
-            for version in sorted(self.fake.served() - {"v1"}):
+            for version in sorted(self.fake.list_served_versions() - {"v1"}):
                 groups.setdefault(version.partition("/")[0], []).append({"groupVersion": version})
             return {"kind": "APIGroupList", "groups": [{"name": it, "versions": found} for it, found in groups.items()]}
         kind, namespace, name, part = _parse(address.path)
@@ -133,7 +136,7 @@ class HttpApiServer:
             except ClusterError as error:
                 gone = {"kind": "Status", "code": error.status, "message": str(error)}
                 return [{"type": "ERROR", "object": gone}]
-            return [{"type": it.what, "object": it.item} for it in changes]
+            return [{"type": it.type, "object": it.item} for it in changes]
         found = self.fake.list(kind, namespace, selector)
         start = int(query.get("continue", "0"))
         items = [{k: v for k, v in it.items() if k not in ("kind", "apiVersion")} for it in found.items]
@@ -146,7 +149,8 @@ def _parse(path: str) -> tuple[Kind, str | None, str | None, str]:
     version, rest = (parts[1], parts[2:]) if parts[0] == "api" else (f"{parts[1]}/{parts[2]}", parts[3:])
     namespace = None
     if rest[0] == "namespaces":
-        namespace, rest = rest[1], rest[2:]
+        namespace = rest[1]
+        rest = rest[2:]
     kind = next((it for it in KINDS if (it.api_version, it.plural) == (version, rest[0])), None)
     if kind is None:
         raise ClusterError(404, "the server could not find the requested resource")
