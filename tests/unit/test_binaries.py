@@ -1,4 +1,4 @@
-"""Programs of others: the PATH's if new enough, else the pinned one, held against its checksum."""
+"""External programs: the one on the PATH if new enough, otherwise a pinned one with a verified checksum."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def nothing_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 @pytest.fixture
 def carry(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], list[Path]]:
-    """A registry that has `tool` with this content; returns where it was fetched to."""
+    """A registry that has `tool` with this content. Yields the files that were downloaded."""
 
     def carries(content: bytes) -> list[Path]:
         fetched: list[Path] = []
@@ -79,7 +79,7 @@ def test_program_on_the_path_is_taken_if_new_enough(
     assert bool(fetched) is not is_taken
 
 
-def test_nothing_is_fetched_where_that_is_forbidden(
+def test_nothing_is_downloaded_if_downloads_are_forbidden(
     tmp_path: Path, carry: Callable[[bytes], list[Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetched = carry(GOOD)
@@ -90,7 +90,7 @@ def test_nothing_is_fetched_where_that_is_forbidden(
     assert not fetched
 
 
-def test_registry_that_is_away_is_said_in_words(
+def test_an_unreachable_registry_is_reported(
     carry: Callable[[bytes], list[Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     carry(GOOD)

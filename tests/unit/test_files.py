@@ -1,4 +1,4 @@
-"""Replacing a file in one piece, and following a file that another process writes."""
+"""Replacing a file and writing a folder atomically, and following a file that another process writes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import threading
 from pathlib import Path
 
 import pytest
-from tests.small_disk import a_small_disk
+from tests.small_disk import mount_small_disk
 
 from specrl import files
-from specrl.files import Follow
+from specrl.files import LineFollower
 
 
 def test_a_file_that_is_replaced_has_the_new_content_and_nothing_lies_beside_it(tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ def test_a_new_file_has_the_mode_asked_for_less_the_umask(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("is_synced", [False, True])
 def test_a_full_disk_leaves_the_old_file_and_no_scratch_file(tmp_path: Path, is_synced: bool) -> None:
-    with a_small_disk(tmp_path / "disk", "64k") as disk:
+    with mount_small_disk(tmp_path / "disk", "64k") as disk:
         path = disk / "status.json"
         files.write_text(path, "old")
         with pytest.raises(OSError, match="No space left") as refused:
@@ -66,6 +66,35 @@ def test_a_writer_that_fails_leaves_the_old_file_and_no_scratch_file(
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_folder_appears_whole_and_takes_nothing_from_a_killed_writer(tmp_path: Path) -> None:
+    (tmp_path / ".export.tmp" / "left over").mkdir(parents=True)
+    with files.write_folder(tmp_path / "export") as scratch:
+        (scratch / "weights").write_text("new")
+        assert not (tmp_path / "export").exists()
+    assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == [
+        "export",
+        "export/weights",
+    ]
+
+
+def test_a_folder_whose_writer_fails_or_whose_name_is_taken_does_not_appear(tmp_path: Path) -> None:
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "weights").write_text("old")
+
+    def write_new(error: Exception | None) -> None:
+        with files.write_folder(tmp_path / "export") as scratch:
+            (scratch / "weights").write_text("new")
+            if error is not None:
+                raise error
+
+    with pytest.raises(RuntimeError, match="stopped"):
+        write_new(RuntimeError("stopped"))
+    with pytest.raises(OSError, match="not empty"):
+        write_new(None)
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]
+    assert (tmp_path / "export" / "weights").read_text() == "old"
+
+
 def test_a_name_that_cannot_be_replaced_is_an_error_and_leaves_no_scratch_file(tmp_path: Path) -> None:
     (tmp_path / "status.json" / "inside").mkdir(parents=True)
     with pytest.raises(OSError, match="directory"):
@@ -74,7 +103,7 @@ def test_a_name_that_cannot_be_replaced_is_an_error_and_leaves_no_scratch_file(t
 
 
 def test_two_writers_of_one_file_never_share_a_scratch_file(tmp_path: Path) -> None:
-    """With one scratch name, the second writer cut the first one's file off, or renamed it away under its hands."""
+    """With a shared scratch name, the second writer truncated the first one's file, or renamed it away."""
     path = tmp_path / "status.json"
     with files.replace_file(path) as first, files.replace_file(path) as second:
         first.write_text("first")
@@ -92,7 +121,7 @@ def test_a_reader_finds_whole_content_while_several_threads_write(tmp_path: Path
         try:
             for _ in range(30):
                 files.write_bytes(path, content)
-        except BaseException as error:  # noqa: BLE001 - shown by the test
+        except BaseException as error:  # noqa: BLE001 - the test shows the error
             failed.append(error)
 
     writers = [threading.Thread(target=repeat_writing, args=[content]) for content in contents]
@@ -108,7 +137,8 @@ def test_what_must_survive_a_power_cut_is_synced_before_its_name_and_the_name_af
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
-    sync, rename = files.sync, Path.replace
+    sync = files.sync_to_disk
+    rename = Path.replace
 
     def record_sync(path: Path) -> None:
         done.append(f"sync {'folder' if path.is_dir() else 'file'}")
@@ -118,7 +148,7 @@ def test_what_must_survive_a_power_cut_is_synced_before_its_name_and_the_name_af
         done.append("rename")
         return rename(path, target)
 
-    monkeypatch.setattr(files, "sync", record_sync)
+    monkeypatch.setattr(files, "sync_to_disk", record_sync)
     monkeypatch.setattr(Path, "replace", record_rename)
     files.write_text(tmp_path / "status.json", "not synced")
     assert done == ["rename"]
@@ -136,30 +166,40 @@ def test_a_file_is_created_once(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_lines_are_given_once_and_whole(tmp_path: Path) -> None:
+def test_each_line_is_returned_once_and_complete(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    follow = Follow(path)
-    assert follow.lines() == []  # not there yet
+    follow = LineFollower(path)
+    assert follow.read_lines() == []  # not there yet
 
     path.write_bytes(b"one\ntw")
-    assert follow.lines() == [b"one"]
-    assert follow.lines() == []
+    assert follow.read_lines() == [b"one"]
+    assert follow.read_lines() == []
     path.write_bytes(b"one\ntwo\n")
-    assert follow.lines() == [b"two"]
+    assert follow.read_lines() == [b"two"]
 
 
-def test_a_file_that_is_cut_back_is_read_anew(tmp_path: Path) -> None:
+def test_a_truncated_file_is_read_from_its_start(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"one\ntwo\nthree\n")
-    follow = Follow(path)
-    follow.lines()
+    follow = LineFollower(path)
+    follow.read_lines()
     path.write_bytes(b"one\n")
-    assert follow.lines() == [b"one"]
+    assert follow.read_lines() == [b"one"]
 
 
-def test_a_long_file_comes_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_file_is_read_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "CHUNK_BYTES", 10)
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"one\ntwo\nthree\n")
-    follow = Follow(path)
-    assert [follow.lines(), follow.lines(), follow.lines()] == [[b"one", b"two"], [b"three"], []]
+    follow = LineFollower(path)
+    assert [follow.read_lines(), follow.read_lines(), follow.read_lines()] == [[b"one", b"two"], [b"three"], []]
+
+
+def test_a_line_longer_than_a_chunk_is_returned_whole_and_the_next_one_after_it(tmp_path: Path) -> None:
+    """The follower used to return nothing from then on."""
+    path = tmp_path / "lines"
+    long = b"x" * (2 * files.CHUNK_BYTES + 5)
+    path.write_bytes(long + b"\nnext\n")
+    follow = LineFollower(path)
+    found = follow.read_lines() + follow.read_lines()
+    assert found == [long, b"next"]

@@ -1,4 +1,4 @@
-"""What an installation has, and what it says when the engines are missing."""
+"""Files of an installation, and the error for missing engines."""
 
 from __future__ import annotations
 

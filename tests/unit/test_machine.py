@@ -1,4 +1,4 @@
-"""Memory that a container's limit leaves, by every kind of cgroup, and by files that nobody expected."""
+"""Memory below a container's limit, with every kind of cgroup and with malformed files; GPUs; units for bfloat16."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from specrl.machine import available_memory_bytes
+from specrl.machine import available_memory_bytes, has_bfloat16_units, visible_gpus
 
 FREE = 64 << 30
 
@@ -20,7 +20,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def a_cgroup(place: Path, **files: str | bytes) -> Path:
-    """Files of cgroup v2 (`memory_max`), or of v1 (`v1_limit_in_bytes`), with this content."""
+    """Write files of cgroup v2 (`memory_max`) or v1 (`v1_limit_in_bytes`) with this content."""
     (place / "memory").mkdir()
     for name, content in files.items():
         version, _, rest = name.partition("_")
@@ -74,18 +74,49 @@ def test_a_containers_limit_counts_where_it_is_lower(tmp_path: Path, files: dict
 @pytest.mark.parametrize(
     "content", ["", "\n", "many", "-1", "1.5", "5000 6000", b"\xff\xfe", "9" * 5000, "1" * 2000000]
 )
-def test_a_malformed_limit_is_none(tmp_path: Path, content: str | bytes) -> None:
+def test_a_malformed_limit_counts_as_none(tmp_path: Path, content: str | bytes) -> None:
     """The launcher's own reader raised ValueError, and `specrl run` ended with a traceback."""
     assert available_memory_bytes(a_cgroup(tmp_path, memory_max=content, v1_limit_in_bytes=content)) == FREE
 
 
 @pytest.mark.parametrize("content", ["", "many", "-1", b"\xff\xfe", "inactive_file\n", "inactive_file many\n"])
-def test_a_limit_counts_where_what_is_used_cannot_be_read(tmp_path: Path, content: str | bytes) -> None:
+def test_a_limit_applies_if_the_usage_cannot_be_read(tmp_path: Path, content: str | bytes) -> None:
     cgroup = a_cgroup(tmp_path, memory_max="5000", memory_current=content, memory_stat=content)
     assert available_memory_bytes(cgroup) == 5000
 
 
-def test_a_limit_counts_where_what_is_used_is_missing_or_a_folder(tmp_path: Path) -> None:
+def test_a_limit_applies_if_the_usage_is_missing_or_a_folder(tmp_path: Path) -> None:
     cgroup = a_cgroup(tmp_path, memory_max="5000")
     (tmp_path / "memory.stat").mkdir()
     assert available_memory_bytes(cgroup) == 5000
+
+
+def test_only_gpus_that_the_user_allows_are_visible(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidiactl"):
+        (tmp_path / name).touch()
+    assert visible_gpus({}, tmp_path) == ("0", "1")
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "3,5"}, tmp_path) == ("3", "5")
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("flags\t\t: fpu avx2 avx512f avx512_bf16\nflags\t\t: fpu avx2 avx512f avx512_bf16\n", True),
+        ("flags\t\t: fpu avx2 amx_bf16 amx_tile\n", True),
+        ("Features\t: fp asimd i8mm bf16\n", True),
+        ("flags\t\t: fpu avx2\n", False),
+        ("flags\t\t: fpu amx_bf16\nflags\t\t: fpu avx2\n", False),  # one core lacks them
+        ("model name\t: bf16 amx_bf16\n", False),
+        ("", False),
+    ],
+)
+def test_units_for_bfloat16_are_those_that_linux_lists_for_every_core(
+    tmp_path: Path, text: str, expected: bool
+) -> None:
+    (tmp_path / "cpuinfo").write_text(text)
+    assert has_bfloat16_units(tmp_path / "cpuinfo") is expected
+
+
+def test_a_system_that_does_not_describe_its_cpus_has_no_units_for_bfloat16(tmp_path: Path) -> None:
+    assert not has_bfloat16_units(tmp_path / "cpuinfo")

@@ -1,4 +1,4 @@
-"""The list of mutants fits the product of today, so that `make mutants` tries what it says it does."""
+"""The list of mutants fits the present product, so that `make mutants` tries what it says."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from tests.mutants.catalog import (
 )
 
 FEWEST = 2
-"""Mutants of a package."""
+"""Count the mutants of a package."""
 PARTS = (
-    *("coordinator/sinks", "coordinator/store", "coordinator/web", "generation/vllm_backend"),
+    *("coordinator/ledger", "coordinator/members", "coordinator/requests", "coordinator/rollouts"),
+    *("coordinator/observe/sinks", "coordinator/schedule", "generation/vllm_backend"),
     *("rewards/code", "rewards/math", "rewards/sandbox", "trainer/losses", "trainer/megatron_backend"),
 )
-"""Folders of specrl's packages that are as large as packages."""
+"""Folders of packages that are large enough to need mutants of their own."""
 MUTANT = Mutant("twice", "a.py", "x = 1", "x = 2", "Nothing.", ("tests/unit",))
 
 
 def list_packages() -> list[str]:
-    """Folders below the source roots that must have mutants; generated code and links to data have none."""
+    """List folders below the source roots that must have mutants. Generated code and links to data need none."""
     folders = [path for path in (ROOT / "services" / "specrl").iterdir() if path.is_dir() and not path.is_symlink()]
     found = [f"specrl/{path.name}" for path in folders if path.name != "api" and any(path.glob("*.py"))]
     return [*sorted(found), *(f"specrl/{part}" for part in PARTS), "specrl_operator"]
@@ -46,7 +47,7 @@ def test_every_mutant_is_one_line_of_its_file_and_can_be_compiled() -> None:
         compile(changed, mutant.file, "exec")
 
 
-def test_every_mutant_has_a_name_of_its_own_a_sentence_and_tests_that_there_are() -> None:
+def test_every_mutant_has_a_unique_name_a_sentence_and_existing_tests() -> None:
     mutants = load_mutants()
     assert [name for name, count in Counter(mutant.id for mutant in mutants).items() if count > 1] == []
     for mutant in mutants:
@@ -66,7 +67,7 @@ def test_every_package_has_mutants() -> None:
 
 
 def list_parents(package: str) -> list[str]:
-    """Folders above it."""
+    """List the parent folders."""
     return [str(folder) for folder in Path(package).parents]
 
 
@@ -85,7 +86,7 @@ def test_a_line_keeps_its_indentation() -> None:
     assert MUTANT.apply("if y:\n    x = 1\n") == "if y:\n    x = 2\n"
 
 
-def test_the_table_shows_who_killed_what_and_what_was_not_tried() -> None:
+def test_the_table_shows_the_killing_test_and_untried_mutants() -> None:
     mutants = [replace(MUTANT, id=name) for name in ("killed", "survivor", "new")]
     results = {"killed": Result("tests/a.py::test_b[x|y]", 3.6), "survivor": Result("", 9.0)}
     rows = make_table(mutants, results).splitlines()[2:]
@@ -94,8 +95,9 @@ def test_the_table_shows_who_killed_what_and_what_was_not_tried() -> None:
     assert "not tried" in rows[2]
 
 
-def test_the_page_has_the_results_as_they_were_written() -> None:
-    mutants, results = load_mutants(), load_results()
+def test_the_page_shows_the_recorded_results() -> None:
+    mutants = load_mutants()
+    results = load_results()
     assert set(results) <= {mutant.id for mutant in mutants}
     written = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].strip()
     assert written == make_table(mutants, results), "python -m tools.mutants --write"

@@ -1,4 +1,4 @@
-"""What a machine lacks is said once, with the number of tests, what they prove and a remedy."""
+"""A missing requirement is reported once, with the number of tests, what they prove, and a remedy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.requirements import BY_NAME, REDIS, SUFFIX, Requirement, summary
+from tests.requirements import BY_NAME, REDIS, SUFFIX, Requirement, summarise_skips
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -63,7 +63,7 @@ def test_a_run_ends_with_one_line_for_each_missing_thing(tmp_path: Path) -> None
     assert lines[-1].startswith("1 passed, 4 skipped, 1 xfailed")
 
 
-def test_a_reason_is_traced_to_its_requirement_and_counts_are_added() -> None:
+def test_skips_are_counted_by_requirement() -> None:
     found = []
     for why in ("not on the PATH", "no network: none at all"):
         with pytest.raises(pytest.skip.Exception) as caught:
@@ -71,7 +71,7 @@ def test_a_reason_is_traced_to_its_requirement_and_counts_are_added() -> None:
         found.append(str(caught.value))
     with pytest.raises(pytest.skip.Exception) as caught:
         SUFFIX.skip("not installed")
-    assert summary({found[0]: 3, found[1]: 4, str(caught.value): 9, "another kind": 1}) == [
+    assert summarise_skips({found[0]: 3, found[1]: 4, str(caught.value): 9, "another kind": 1}) == [
         "not proved here: that suffix decoding is lossless (9 tests, without arctic-inference); remedy: make suffix",
         "not proved here: that the Redis store keeps its promises (7 tests, without redis-server); "
         "remedy: apt install redis-server",
@@ -80,7 +80,7 @@ def test_a_reason_is_traced_to_its_requirement_and_counts_are_added() -> None:
 
 
 @pytest.mark.parametrize("requirement", BY_NAME.values(), ids=BY_NAME.keys())
-def test_a_requirement_says_all_that_its_line_needs(requirement: Requirement) -> None:
+def test_every_requirement_has_a_purpose_and_a_remedy(requirement: Requirement) -> None:
     assert ": " not in requirement.name, "a reason is taken apart there"
     assert requirement.proves
     assert requirement.remedy

@@ -1,8 +1,9 @@
-"""Every file that is not whole is refused, by name, with what to do."""
+"""Every incomplete file is refused with its name and a remedy."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,19 @@ from typing import Any
 
 import pytest
 
+from specrl import tensor_files
 from specrl.errors import CheckpointInvalid
-from specrl.tensor_files import read_tensor_shapes
+from specrl.hub.models import SMALL_FILES
+from specrl.tensor_files import (
+    INDEX,
+    KNOWN_FILES,
+    FolderReader,
+    check_folder,
+    check_links,
+    copy_all_but_weights,
+    read_tensor_shapes,
+    read_weight_map,
+)
 
 
 def a_file(folder: Path, header: object, data_bytes: int) -> Path:
@@ -67,8 +79,10 @@ def test_shapes_of_every_dtype_are_read_without_torch(tmp_path: Path) -> None:
         (b'{"a":' + b"[" * 10**5, 0),
     ],
 )
-def test_a_header_that_lies_is_refused(tmp_path: Path, header: object, data_bytes: int) -> None:
-    """The shapes, the offsets and the file's length must agree."""
+def test_a_header_that_contradicts_itself_or_the_file_is_refused(
+    tmp_path: Path, header: object, data_bytes: int
+) -> None:
+    """Shapes, offsets and the file's length must agree."""
     file = a_file(tmp_path, header, data_bytes)
     with pytest.raises(CheckpointInvalid) as caught:
         read_tensor_shapes(file, "the policy")
@@ -91,7 +105,7 @@ def test_a_file_without_a_header_is_refused(tmp_path: Path, content: bytes) -> N
         read_tensor_shapes(file, "model.path")
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointInvalid, match=r"model\.path must have all its weight files, got .*none\.safetensors: No"
     ):
@@ -99,3 +113,136 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     (tmp_path / "folder.safetensors").mkdir()
     with pytest.raises(CheckpointInvalid, match="must have all its weight files"):
         read_tensor_shapes(tmp_path / "folder.safetensors", "model.path")
+
+
+def test_rows_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No part has more rows than are read at once, and together they are the chosen ones in order."""
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import save_file
+
+    whole = torch.arange(60.0).view(20, 3)
+    save_file({"w": whole}, tmp_path / "model.safetensors")
+    monkeypatch.setattr(tensor_files, "CHUNK_ROWS", 8)
+    reader = FolderReader(tmp_path)
+    rows = torch.tensor([0, 7, 8, 18, 19])
+    parts = list(reader.read_rows("w", rows))
+    assert [len(part) for part in parts] == [2, 1, 2]
+    assert torch.equal(torch.cat(parts), whole[rows])
+    assert torch.equal(reader.read_tensor("w"), whole)
+    with pytest.raises(CheckpointInvalid, match="must have v in safetensors files"):
+        reader.read_tensor("v")
+
+
+def a_cached_model(cache: Path) -> Path:
+    """Make a folder as huggingface_hub's cache has it: links into `blobs`, and from there into the cache's store."""
+    repository = cache / "models--team--tiny"
+    folder = repository / "snapshots" / "abc"
+    for made in (folder, repository / "blobs", cache / "blobs" / "00"):
+        made.mkdir(parents=True)
+    (repository / "blobs" / "1").write_text("{}")
+    (cache / "blobs" / "00" / "2").write_text("weights")
+    (repository / "blobs" / "2").symlink_to("../../blobs/00/2")
+    (folder / "config.json").symlink_to("../../blobs/1")
+    (folder / "model.safetensors").symlink_to("../../blobs/2")
+    return folder
+
+
+def test_links_of_a_cached_model_are_followed(tmp_path: Path) -> None:
+    folder = a_cached_model(tmp_path / "hub")
+    (folder / "tokenizer_config.json").symlink_to("config.json")
+    check_links(folder, "model.path")
+    (tmp_path / "mine").symlink_to(folder)  # the folder itself may be a link
+    check_links(tmp_path / "mine", "model.path")
+
+
+@pytest.mark.parametrize("place", ["/etc/passwd", "../../../../secret", "../../../other/blobs/1", "../../refs", "sub"])
+def test_a_link_to_another_place_is_refused(tmp_path: Path, place: str) -> None:
+    """An export would have copied what it leads to: a private key, for example."""
+    folder = a_cached_model(tmp_path / "hub")
+    for made in ("hub/other/blobs", "hub/models--team--tiny/refs", "hub/models--team--tiny/snapshots/abc/sub"):
+        (tmp_path / made).mkdir(parents=True)
+    for made in ("secret", "hub/other/blobs/1"):
+        (tmp_path / made).write_text("secret")
+    (folder / "notes.txt").symlink_to(place)
+    with pytest.raises(CheckpointInvalid, match=r"model\.path must have no links to other places, got .*notes\.txt"):
+        check_links(folder, "model.path")
+
+
+def test_a_blob_that_leads_out_of_the_cache_is_refused(tmp_path: Path) -> None:
+    folder = a_cached_model(tmp_path / "hub")
+    (folder.parents[1] / "blobs" / "3").symlink_to("/etc/passwd")
+    (folder / "notes.txt").symlink_to("../../blobs/3")
+    with pytest.raises(CheckpointInvalid, match="which leads to /etc/passwd; copy the file into the folder"):
+        check_links(folder, "model.path")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../private.safetensors", "/etc/private.safetensors", "sub/a.safetensors", "..", "", ".a.safetensors", "a.bin",
+     "a\0.safetensors", "\ud800.safetensors", 7, None, ["a.safetensors"]],
+)  # fmt: skip
+def test_an_index_that_leaves_its_folder_is_refused(tmp_path: Path, name: object) -> None:
+    """The policy was read from any file of the machine, and exported."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(CheckpointInvalid, match="names of safetensors files in its own folder"):
+        FolderReader(tmp_path / "model")
+    with pytest.raises(CheckpointInvalid, match="names of safetensors files in its own folder"):
+        read_weight_map(tmp_path / "model" / INDEX, "model.path")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "name", ["tokenizer_config.json", "chat_template.jinja", "model.safetensors", "additional_chat_templates/a.jinja"]
+)
+def test_a_folder_with_a_fifo_or_a_huge_file_is_refused(tmp_path: Path, name: str) -> None:
+    """transformers and safetensors open these by name: they waited for ever, or read until memory was full."""
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    os.mkfifo(file)
+    with pytest.raises(CheckpointInvalid, match=r"must have regular files .*, got .*: must be a re"):
+        check_folder(tmp_path, "model.path")
+    with pytest.raises(CheckpointInvalid, match="got a FIFO"):
+        FolderReader(tmp_path)
+    file.unlink()
+    file.touch()
+    os.truncate(file, 1 << 40)
+    if file.suffix == ".safetensors":
+        check_folder(tmp_path, "model.path")
+    else:
+        with pytest.raises(CheckpointInvalid, match="must be at most"):
+            check_folder(tmp_path, "model.path")
+
+
+def test_a_link_to_itself_is_refused(tmp_path: Path) -> None:
+    """Path.resolve raised RuntimeError."""
+    (tmp_path / "config.json").symlink_to("config.json")
+    with pytest.raises(CheckpointInvalid, match="must have no links to other places"):
+        check_links(tmp_path, "model.path")
+
+
+def test_files_that_are_fetched_are_known() -> None:
+    patterns = {*KNOWN_FILES, INDEX}
+    assert set(SMALL_FILES) <= patterns, "an export would lack what a fetched folder has"
+
+
+def test_exports_have_the_content_of_known_files(tmp_path: Path) -> None:
+    """Everything but weights was copied: notebooks, archives, and whatever a user kept in the folder."""
+    folder = a_cached_model(tmp_path / "hub")
+    for name in (
+        "LICENSE",
+        "chat_template.jinja",
+        "modeling_tiny.py",
+        "notes.zip",
+        "secret.txt",
+        "credentials.json",
+        "run.py",
+        ".env",
+        "model.safetensors.index.json",
+    ):
+        (folder / name).write_text(name)
+    (tmp_path / "out").mkdir()
+    copy_all_but_weights(folder, tmp_path / "out")
+    copied = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert copied == ["LICENSE", "chat_template.jinja", "config.json", "modeling_tiny.py"]
+    assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())

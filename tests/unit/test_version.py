@@ -1,4 +1,4 @@
-"""Which commit specrl says it is."""
+"""The commit that specrl reports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from specrl import version
-from specrl.coordinator.origin import origin
+from specrl.coordinator.observe.origin import collect_origin
 
 
 def git(checkout: Path, *arguments: str) -> str:
@@ -19,7 +19,7 @@ def git(checkout: Path, *arguments: str) -> str:
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    """The package's folder in a checkout of one commit."""
+    """The package's folder in a checkout with one commit."""
     package = tmp_path / "services" / "specrl"
     package.mkdir(parents=True)
     (package / "code.py").write_text("1\n")
@@ -29,7 +29,7 @@ def package(tmp_path: Path) -> Path:
     return package
 
 
-def test_a_checkout_is_of_its_commit_and_says_when_it_was_modified(package: Path, tmp_path: Path) -> None:
+def test_a_checkout_has_its_commit_and_whether_it_was_modified(package: Path, tmp_path: Path) -> None:
     commit = git(tmp_path, "rev-parse", "HEAD")[:12]
     (package / "untracked.py").write_text("2\n")
     assert version.read_commit(package) == commit
@@ -37,20 +37,20 @@ def test_a_checkout_is_of_its_commit_and_says_when_it_was_modified(package: Path
     assert version.read_commit(package) == f"{commit}, modified"
 
 
-def test_what_was_built_names_the_commit_of_the_build(package: Path) -> None:
+def test_a_build_has_the_commit_that_it_was_built_from(package: Path) -> None:
     (package / version.COMMIT_FILE).write_text("0123456789ab\n")
     assert version.read_commit(package) == "0123456789ab"
 
 
 def test_a_source_tree_inside_another_project_has_no_commit(package: Path) -> None:
-    """`git rev-parse` answers there with the other project's commit."""
+    """`git rev-parse` would answer with the other project's commit."""
     inner = package / "vendor" / "services" / "specrl"
     inner.mkdir(parents=True)
     assert version.read_commit(inner) is None
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"\xff"])
-def test_without_a_commit_there_is_the_version_alone(
+def test_without_a_commit_only_the_version_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
 ) -> None:
     (tmp_path / version.COMMIT_FILE).write_bytes(content)
@@ -65,4 +65,4 @@ def test_a_machine_without_git_has_no_commit(package: Path, monkeypatch: pytest.
 
 
 def test_a_runs_origin_names_the_version_as_the_command_line_does() -> None:
-    assert origin()["specrl"] == version.describe_version()
+    assert collect_origin()["specrl"] == version.describe_version()

@@ -1,4 +1,4 @@
-"""A batch holds every rollout of its groups, in the order of the stream, and none that breaks the bound."""
+"""A batch holds every rollout of its groups, in stream order, and none beyond the policy lag bound."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specrl.batching import assemble
+from specrl.batching import assemble_batch
 from specrl.errors import RecordInvalid
 from specrl.records import FinishReason, Group, Prompt, Reward, Rollout, VersionSpan
 from specrl.spec import RunSpec, parse_spec
@@ -54,7 +54,7 @@ def a_group(position: int, rewards: tuple[float | None, ...] = (0, 1), step: int
 
 
 def aged(group: Group, *versions: int) -> Group:
-    """The group with its first rollout sampled under these versions, a token each."""
+    """Return the group with its first rollout sampled under these versions, one token each."""
     spans = tuple(VersionSpan(version, index, index + 1) for index, version in enumerate(versions))
     return replace(group, rollouts=(replace(group.rollouts[0], versions=spans), *group.rollouts[1:]))
 
@@ -65,7 +65,7 @@ def aged(group: Group, *versions: int) -> Group:
     lag=st.integers(0, 3),
     data=st.data(),
 )
-def test_everything_is_in_the_batch_once_and_in_order(
+def test_batch_holds_every_rollout_once_in_stream_order(
     positions: list[int], size: int, lag: int, data: st.DataObject
 ) -> None:
     versions = [data.draw(st.integers(4 - lag, 4)) for _ in positions]
@@ -73,7 +73,7 @@ def test_everything_is_in_the_batch_once_and_in_order(
         a_group(position, tuple(float(i == 0) for i in range(size)), version=version)
         for position, version in zip(positions, versions, strict=True)
     ]
-    batch = assemble(5, groups, a_spec(len(positions), size, lag))
+    batch = assemble_batch(5, groups, a_spec(len(positions), size, lag))
     assert batch.step == 5
     expected = [rollout.rollout_id for position in sorted(positions) for rollout in a_group_named(groups, position)]
     assert [item.rollout.rollout_id for item in batch.rollouts] == expected
@@ -85,26 +85,27 @@ def a_group_named(groups: list[Group], position: int) -> tuple[Rollout, ...]:
     return next(group.rollouts for group in groups if group.prompt.position == position)
 
 
-def test_advantages_are_the_groups_own() -> None:
-    batch = assemble(5, [a_group(7, (1, 1)), a_group(3, (0, 1))], a_spec())
+def test_advantages_are_computed_per_group() -> None:
+    batch = assemble_batch(5, [a_group(7, (1, 1)), a_group(3, (0, 1))], a_spec())
     assert [item.advantage for item in batch.rollouts] == [-0.5, 0.5, 0.0, 0.0]
-    normalised = assemble(5, [a_group(7, (1, 1)), a_group(3, (0, 1))], a_spec(advantages="GroupStandardised"))
+    normalised = assemble_batch(5, [a_group(7, (1, 1)), a_group(3, (0, 1))], a_spec(advantages="GroupStandardised"))
     expected = 0.5 / (0.5**0.5 + 1e-4)
     assert [item.advantage for item in normalised.rollouts] == pytest.approx([-expected, expected, 0, 0])
 
 
-def test_a_rollout_at_the_bound_is_trained_and_one_beyond_it_never() -> None:
-    within, beyond = aged(a_group(0), 3, 4), aged(a_group(0), 4, 2)
-    assert assemble(5, [within, a_group(1)], a_spec(lag=1)).policy_lags == [1, 0, 0, 0]
+def test_a_rollout_at_the_lag_bound_is_accepted_and_one_beyond_it_is_rejected() -> None:
+    within = aged(a_group(0), 3, 4)
+    beyond = aged(a_group(0), 4, 2)
+    assert assemble_batch(5, [within, a_group(1)], a_spec(lag=1)).policy_lags == [1, 0, 0, 0]
     with pytest.raises(RecordInvalid, match="policy lag must be <= maxPolicyLag=1, got lag=2 for g0/0"):
-        assemble(5, [beyond, a_group(1)], a_spec(lag=1))
+        assemble_batch(5, [beyond, a_group(1)], a_spec(lag=1))
     with pytest.raises(RecordInvalid, match="maxPolicyLag=0, got lag=1"):
-        assemble(5, [within, a_group(1)], a_spec(lag=0))
+        assemble_batch(5, [within, a_group(1)], a_spec(lag=0))
 
 
-def test_a_rollout_of_a_version_that_is_yet_to_be_trained_is_refused() -> None:
+def test_a_rollout_of_a_future_version_is_rejected() -> None:
     with pytest.raises(RecordInvalid, match="policy versions must be <= 4, got 5"):
-        assemble(5, [aged(a_group(0), 4, 5), a_group(1)], a_spec())
+        assemble_batch(5, [aged(a_group(0), 4, 5), a_group(1)], a_spec())
 
 
 def swapped(group: Group) -> Group:
@@ -123,53 +124,53 @@ def of_another(group: Group) -> Group:
         (lambda group: replace(group, rollouts=group.rollouts * 2), "samples must be 0 to 1 in order"),
         (swapped, "samples must be 0 to 1 in order"),
         (lambda group: replace(group, rewards=group.rewards[:1]), "rewards must be 2"),
-        (of_another, "rollouts must be of their group"),
+        (of_another, "rollouts must belong to the group"),
         (aged, "must name its policy versions"),
         (lambda group: a_group(0, (1, None)), "every rollout must be graded"),
         (lambda group: a_group(0, (1, float("nan"))), "rewards must be finite"),
         (lambda group: a_group(1), "must differ in id and position"),
     ],
 )
-def test_an_unsound_group_is_refused(spoil: Callable[[Group], Group], said: str) -> None:
+def test_an_invalid_group_is_rejected(spoil: Callable[[Group], Group], said: str) -> None:
     with pytest.raises(RecordInvalid, match=said):
-        assemble(5, [spoil(a_group(0)), a_group(1)], a_spec())
+        assemble_batch(5, [spoil(a_group(0)), a_group(1)], a_spec())
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_a_step_needs_all_of_its_groups(count: int) -> None:
-    with pytest.raises(RecordInvalid, match=f"less the failed prompts, 2, got {count}"):
-        assemble(5, [a_group(position) for position in range(count)], a_spec())
+    with pytest.raises(RecordInvalid, match=f"minus the failed prompts, 2, got {count}"):
+        assemble_batch(5, [a_group(position) for position in range(count)], a_spec())
 
 
-def test_a_prompt_that_was_given_up_leaves_its_group_out_and_no_other() -> None:
-    batch = assemble(5, [a_group(3)], a_spec(), failed=[5])
+def test_a_failed_prompt_removes_only_its_own_group() -> None:
+    batch = assemble_batch(5, [a_group(3)], a_spec(), failed=[5])
     assert batch.positions == (3, 5)
     assert [item.rollout.rollout_id for item in batch.rollouts] == ["g3/0", "g3/1"]
-    with pytest.raises(RecordInvalid, match="less the failed prompts, 1, got 2;"):
-        assemble(5, [a_group(3), a_group(4)], a_spec(), failed=[5])
+    with pytest.raises(RecordInvalid, match="minus the failed prompts, 1, got 2;"):
+        assemble_batch(5, [a_group(3), a_group(4)], a_spec(), failed=[5])
 
 
-def test_a_group_without_signal_is_left_out_whole_and_its_place_is_settled() -> None:
+def test_a_group_without_signal_is_dropped_and_its_position_is_kept() -> None:
     groups = [a_group(7, (1, 1)), a_group(3, (0, 1)), a_group(5, (0, 0))]
-    left_out = assemble(5, groups, a_spec(3, withoutSignal="LeaveOut"))
+    left_out = assemble_batch(5, groups, a_spec(3, withoutSignal="LeaveOut"))
     assert [item.rollout.group_id for item in left_out.rollouts] == ["g3", "g3"]
     assert left_out.positions == (3, 5, 7)
-    assert [item.rollout.group_id for item in assemble(5, groups, a_spec(3)).rollouts] == [
+    assert [item.rollout.group_id for item in assemble_batch(5, groups, a_spec(3)).rollouts] == [
         name for name in ("g3", "g5", "g7") for _ in range(2)
     ]
 
 
-def test_rewards_are_shaped_before_advantages_and_kept_with_them() -> None:
+def test_shaped_rewards_are_kept_and_used_for_advantages() -> None:
     group = a_group(0, (1, 1))
     longer = replace(group.rollouts[1], token_ids_T=np.zeros(14, np.int32), sampler_logprobs_T=np.zeros(14, np.float32))
     group = replace(group, rollouts=(group.rollouts[0], longer))
-    batch = assemble(5, [group], a_spec(1, overlong={"bufferTokens": 4, "penalty": "0.5"}))
+    batch = assemble_batch(5, [group], a_spec(1, overlong={"bufferTokens": 4, "penalty": "0.5"}))
     assert [item.reward for item in batch.rollouts] == [1, 0.75]
     assert [item.advantage for item in batch.rollouts] == [0.125, -0.125]
-    left_out = assemble(5, [group], a_spec(1, overlong={"bufferTokens": 4}, withoutSignal="LeaveOut"))
-    assert left_out.rollouts == (), "its answers are equally right, whatever their lengths"
+    left_out = assemble_batch(5, [group], a_spec(1, overlong={"bufferTokens": 4}, withoutSignal="LeaveOut"))
+    assert left_out.rollouts == (), "the answers are equally right, whatever their lengths"
 
 
-def test_advantages_of_a_batch_see_all_of_its_groups() -> None:
-    batch = assemble(5, [a_group(0, (1, 1)), a_group(1, (0, 0))], a_spec(2, advantages="BatchStandardised"))
+def test_batch_standardised_advantages_use_all_groups() -> None:
+    batch = assemble_batch(5, [a_group(0, (1, 1)), a_group(1, (0, 0))], a_spec(2, advantages="BatchStandardised"))
     assert [round(item.advantage, 3) for item in batch.rollouts] == [0.866, 0.866, -0.866, -0.866]

@@ -1,4 +1,4 @@
-"""From finished runs to the table and the picture of the losses."""
+"""Tables and the picture of the losses, from finished runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_every_loss_is_trained_at_every_lag_with_and_without_a_correction() -> N
 
 @pytest.mark.parametrize("kind", kinds("wheels"), ids=lambda kind: kind.name)
 def test_what_a_kind_sets_is_a_run(kind: Kind) -> None:
-    """As --set does it; rules that fields keep with one another are asked, too."""
+    """Fields are set as by --set, so rules between fields are checked, too."""
     spec = load_spec(RUN_FILE, overrides_of(kind.fields()))
     assert spec.schedule.max_policy_lag == kind.lag
     is_corrected = spec.trainer.loss.correction.method is not CorrectionMethod.NONE

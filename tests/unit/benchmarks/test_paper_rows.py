@@ -1,4 +1,4 @@
-"""From the reports of runs to the rows of the paper's table."""
+"""Rows of the paper's table, from the reports of runs."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from benchmarks.paper_rows import (
     rows_of,
 )
 
-from specrl.coordinator.report import StageSeconds, StepReport
+from specrl.formats.reports import PhaseSeconds, StepReport
 
 
 def a_report(step: int, **changes: Any) -> StepReport:
-    """A step of 2 s generation and 1 s training; keywords replace fields."""
-    stages = changes.get("stages", StageSeconds(generation=2.0, train=1.0))
+    """Make a step with 2 s of generation and 1 s of training; keywords replace fields."""
+    phases = changes.get("phases", PhaseSeconds(generation=2.0, train=1.0))
     numbers = dict.fromkeys(name for name, field in StepReport.model_fields.items() if field.is_required())
     fields: dict[str, Any] = dict.fromkeys(numbers, 0) | {
         "step": step,
         "rollouts": 8,
         "tokens": 80,
         "acceptance_length": None,
-        "stages": stages,
-        "exposed_generation": stages.generation,
+        "phases": phases,
+        "exposed_generation": phases.generation,
     }
     return StepReport.model_validate(fields | changes)
 
 
 def steps_of(*seconds: float, acceptance_length: float | None = None) -> Steps:
-    """One round whose measured steps generate for so many seconds and train for one."""
+    """Make a round whose steps generate for so many seconds and train for one."""
     return {
-        (1, step): a_report(step, stages=StageSeconds(generation=value, train=1.0), acceptance_length=acceptance_length)
+        (1, step): a_report(step, phases=PhaseSeconds(generation=value, train=1.0), acceptance_length=acceptance_length)
         for step, value in enumerate(seconds, 2)
     }
 
@@ -53,21 +53,21 @@ def test_first_step_of_a_run_warms_up_and_is_left_out() -> None:
 
 
 def test_ratio_is_of_medians_and_its_range_the_middle_half_of_like_steps() -> None:
-    found = ratio(steps_of(2, 4, 6, 8, 10), steps_of(2, 2, 2, 2, 2), lambda report: report.stages.generation)
+    found = ratio(steps_of(2, 4, 6, 8, 10), steps_of(2, 2, 2, 2, 2), lambda report: report.phases.generation)
     assert found is not None
     assert (found.value, found.low, found.high) == (3.0, 2.0, 4.0)
     assert str(found) == "3.00x (2.00-4.00)"
 
 
 def test_steps_that_only_one_of_the_two_has_do_not_count() -> None:
-    found = ratio(steps_of(2, 2, 1000), steps_of(1, 1), lambda report: report.stages.generation)
+    found = ratio(steps_of(2, 2, 1000), steps_of(1, 1), lambda report: report.phases.generation)
     assert found is not None
     assert found.value == 2.0
 
 
 @pytest.mark.parametrize("own", [steps_of(0, 1), steps_of(1), {}])
 def test_nothing_to_divide_by_gives_no_ratio(own: Steps) -> None:
-    assert ratio(steps_of(2, 2), own, lambda report: report.stages.generation) is None
+    assert ratio(steps_of(2, 2), own, lambda report: report.phases.generation) is None
 
 
 def test_row_holds_ratios_shares_and_the_papers_figures() -> None:
@@ -80,7 +80,7 @@ def test_row_holds_ratios_shares_and_the_papers_figures() -> None:
     assert eagle3.generation is not None
     assert eagle3.step is not None
     assert (eagle3.generation.value, eagle3.step.value, eagle3.acceptance_length) == (3.0, 2.0, 2.5)
-    assert (eagle3.stages["generation"], eagle3.stages["train"], eagle3.stages["total"]) == (0.25, 0.25, 0.5)
+    assert (eagle3.phases["generation"], eagle3.phases["train"], eagle3.phases["total"]) == (0.25, 0.25, 0.5)
     assert (eagle3.mean_length, eagle3.published.step) == (10.0, 1.41)
 
 
@@ -93,7 +93,7 @@ def test_row_with_policy_lag_compares_means_of_whole_steps_and_gives_exposed_gen
     assert adaptive.step.value == pytest.approx(7 / 4)
     assert none.exposed_share == pytest.approx(4 / 7)
     assert adaptive.exposed_share == 0.25
-    assert adaptive.stages["total"] == pytest.approx(4 / 7)
+    assert adaptive.phases["total"] == pytest.approx(4 / 7)
 
 
 def test_row_is_left_out_when_it_or_its_reference_was_not_measured() -> None:
@@ -108,7 +108,7 @@ def test_every_round_runs_everything_once_and_begins_with_another() -> None:
     assert by_round[0] != by_round[1]
 
 
-def test_papers_stages_and_speeds_agree_with_each_other() -> None:
+def test_papers_phases_and_speeds_agree_with_each_other() -> None:
     for workload in WORKLOADS:
         plain, speculated = published_shares(workload.name)
         figures = PUBLISHED[workload.name, "eagle3:3"]

@@ -1,4 +1,4 @@
-"""Who may read a run over HTTP. The API server here answers from a table; the real one: tests/e2e/test_run.py."""
+"""Who may read a run over HTTP and act on it. Uses a fake API server; tests/e2e/test_run.py uses a real one."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import httpx2
 import pytest
 from fastapi import Depends, FastAPI, HTTPException, Request
 
-from specrl.coordinator.admission import (
+from specrl.coordinator.requests.admission import (
     AUDIENCE,
     LONGEST_TOKEN,
-    MOST_REMEMBERED,
+    MAX_REMEMBERED,
     REMEMBERED_S,
-    ByReview,
-    ByToken,
+    ReviewAdmission,
+    TokenAdmission,
 )
-from specrl.coordinator.rljob import Place
-from specrl.coordinator.run_token import TOKEN_FILE
+from specrl.coordinator.requests.rljob_api import RLJobReference
+from specrl.rpc.run_token import TOKEN_FILE, write_token
 
 ADA = {"username": "ada", "groups": ["team-a"], "uid": "7", "extra": {"scopes": ["all"]}}
 
 
 @dataclass(frozen=True)
-class Cluster(Place):
-    """Knows whose a token is, and who may read the RLJob."""
+class Cluster(RLJobReference):
+    """A fake API server that knows the user of each token and which users are allowed."""
 
     users: dict[str, dict[str, Any]] = field(default_factory=dict)
     allowed: set[str] = field(default_factory=set)
@@ -35,7 +35,7 @@ class Cluster(Place):
     audiences: list[str] = field(default_factory=lambda: [AUDIENCE])
     away: list[Exception] = field(default_factory=list)
 
-    async def call(
+    async def call_api(
         self, method: str, path: str, body: dict[str, Any], kind: str = "application/json", **query: str
     ) -> dict[str, Any]:
         if self.away:
@@ -52,16 +52,16 @@ class Cluster(Place):
 
 @dataclass
 class Service:
-    """An app behind ByReview, and its clock."""
+    """An app that `ReviewAdmission` protects, with a clock that the test sets."""
 
     cluster: Cluster
     now: float = 0.0
 
     def __post_init__(self) -> None:
         self._app = FastAPI()
-        readers = ByReview(self.cluster, clock=lambda: self.now)
+        readers = ReviewAdmission(self.cluster, clock=lambda: self.now)
 
-        @self._app.get("/status", dependencies=[Depends(readers.admit)])
+        @self._app.get("/status", dependencies=[Depends(readers.admit_request)])
         async def status() -> str:
             return "all of it"
 
@@ -77,7 +77,7 @@ def service() -> Service:
     return Service(Cluster("rl", "tiny", "https://api", users={"adas": ADA}, allowed={"ada"}))
 
 
-async def test_a_reader_of_the_rljob_reads_the_run_and_is_asked_about_by_name(service: Service) -> None:
+async def test_a_user_who_may_get_the_rljob_may_read_the_run(service: Service) -> None:
     answer = await service.asked("Bearer adas")
     assert (answer.status_code, answer.json()) == (200, "all of it")
     token, access = (it["spec"] for it in service.cluster.asked)
@@ -88,7 +88,7 @@ async def test_a_reader_of_the_rljob_reads_the_run_and_is_asked_about_by_name(se
 
 
 @pytest.mark.parametrize("header", [None, "", "adas", "Basic adas", "Bearer", "Bearer  ", "Bearer " + "x" * 20_000])
-async def test_without_a_token_nobody_is_asked(service: Service, header: str | None) -> None:
+async def test_a_request_without_a_token_is_refused_without_a_review(service: Service, header: str | None) -> None:
     assert LONGEST_TOKEN < 20_000
     answer = await service.asked(header)
     assert answer.status_code == 401
@@ -97,24 +97,24 @@ async def test_without_a_token_nobody_is_asked(service: Service, header: str | N
     assert not service.cluster.asked
 
 
-async def test_a_token_of_nobody_or_for_another_audience_is_refused(service: Service) -> None:
+async def test_an_unknown_token_or_one_for_another_audience_is_refused(service: Service) -> None:
     answer = await service.asked("Bearer stolen")
     assert answer.status_code == 401
     assert "no such token" in answer.text
     service.cluster.audiences[:] = ["https://kubernetes.default.svc"]
     answer = await service.asked("Bearer adas")
     assert answer.status_code == 401
-    assert "not meant for the audience specrl.dev" in answer.text
+    assert "not issued for the audience specrl.dev" in answer.text
 
 
-async def test_who_may_not_read_the_rljob_is_told_what_to_ask_for(service: Service) -> None:
+async def test_a_refused_user_learns_which_role_to_ask_for(service: Service) -> None:
     service.cluster.allowed.clear()
     answer = await service.asked("Bearer adas")
     assert answer.status_code == 403
-    assert "ada must be allowed to get rljobs.specrl.dev tiny in rl" in answer.text
+    assert "ada must be allowed to get rljobs.specrl.dev tiny in namespace rl" in answer.text
 
 
-async def test_verdicts_are_remembered_for_a_minute(service: Service) -> None:
+async def test_decisions_are_cached_for_a_minute(service: Service) -> None:
     assert (await service.asked("Bearer adas")).status_code == 200
     service.cluster.allowed.clear()
     service.now = REMEMBERED_S - 1
@@ -126,9 +126,7 @@ async def test_verdicts_are_remembered_for_a_minute(service: Service) -> None:
 
 
 @pytest.mark.parametrize("error", [httpx2.ConnectError("refused"), OSError("no token"), ValueError("certificate")])
-async def test_while_the_api_server_is_away_nobody_new_gets_in_and_nothing_is_remembered(
-    service: Service, error: Exception
-) -> None:
+async def test_a_failed_review_admits_nobody_and_is_not_cached(service: Service, error: Exception) -> None:
     service.cluster.away.append(error)
     answer = await service.asked("Bearer adas")
     assert answer.status_code == 503
@@ -137,28 +135,28 @@ async def test_while_the_api_server_is_away_nobody_new_gets_in_and_nothing_is_re
     assert (await service.asked("Bearer adas")).status_code == 200
 
 
-async def test_an_answer_without_a_status_admits_nobody(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_review_without_a_status_admits_nobody(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     async def call(*_: object, **__: object) -> dict[str, Any]:
         return {"kind": "Status"}
 
-    monkeypatch.setattr(Cluster, "call", call)
+    monkeypatch.setattr(Cluster, "call_api", call)
     assert (await service.asked("Bearer adas")).status_code == 503
 
 
-async def test_tokens_that_are_no_good_do_not_fill_the_memory(service: Service) -> None:
-    readers = ByReview(service.cluster, clock=lambda: 0.0)
-    for number in range(MOST_REMEMBERED + 5):
-        await readers._verdict(f"guess-{number}")
-    assert len(readers._known) == MOST_REMEMBERED
+async def test_refused_tokens_do_not_fill_the_cache(service: Service) -> None:
+    readers = ReviewAdmission(service.cluster, clock=lambda: 0.0)
+    for number in range(MAX_REMEMBERED + 5):
+        await readers._decide_cached(f"guess-{number}")
+    assert len(readers._known) == MAX_REMEMBERED
 
 
-async def test_who_may_act_is_asked_about_with_the_verb_of_a_change(service: Service) -> None:
-    actors = ByReview(service.cluster, "update", lambda: 0.0)
-    assert (await actors._verdict("adas")).status == 200
+async def test_acting_requires_permission_to_update_the_rljob(service: Service) -> None:
+    actors = ReviewAdmission(service.cluster, "update", lambda: 0.0)
+    assert (await actors._decide_cached("adas")).status == 200
     assert service.cluster.asked[1]["spec"]["resourceAttributes"]["verb"] == "update"
     service.cluster.allowed.clear()
-    refused = await ByReview(service.cluster, "update", lambda: 0.0)._verdict("adas")
-    assert "ada must be allowed to update rljobs.specrl.dev tiny in rl" in refused.detail
+    refused = await ReviewAdmission(service.cluster, "update", lambda: 0.0)._decide_cached("adas")
+    assert "ada must be allowed to update rljobs.specrl.dev tiny in namespace rl" in refused.detail
     assert "editor" in refused.detail
 
 
@@ -166,23 +164,31 @@ def a_request(authorization: str) -> Request:
     return Request({"type": "http", "headers": [(b"authorization", authorization.encode("latin-1"))]})
 
 
-async def test_the_token_file_is_the_owners_alone_and_admits_who_shows_it(tmp_path: Path) -> None:
+async def test_only_the_owner_can_read_the_token_file_and_its_token_admits(tmp_path: Path) -> None:
     (tmp_path / TOKEN_FILE).write_text("of the start before")
-    admission = ByToken(tmp_path)
+    admission = TokenAdmission(tmp_path)
     file = tmp_path / TOKEN_FILE
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert len(file.read_text()) >= 43, "256 bits"
-    await admission.admit(a_request(f"Bearer {file.read_text()}"))
+    await admission.admit_request(a_request(f"Bearer {file.read_text()}"))
     for wrong in ("", "Bearer", "Bearer x", "Bearer \xff", f"Basic {file.read_text()}", "Bearer of the start before"):
         with pytest.raises(HTTPException) as refused:
-            await admission.admit(a_request(wrong))
+            await admission.admit_request(a_request(wrong))
         assert refused.value.status_code == 401
         assert "content of the file token in the run's folder" in refused.value.detail
 
 
-def test_every_start_draws_another_token(tmp_path: Path) -> None:
-    tokens = set()
-    for _ in range(3):
-        ByToken(tmp_path)
-        tokens.add((tmp_path / TOKEN_FILE).read_text())
-    assert len(tokens) == 3
+def test_a_restarted_coordinator_keeps_the_token_of_the_launch(tmp_path: Path) -> None:
+    """The page and the peers of the run have it. Each launch draws another one."""
+    launched = [write_token(tmp_path) for _ in range(3)]
+    assert len(set(launched)) == 3
+    TokenAdmission(tmp_path)
+    assert (tmp_path / TOKEN_FILE).read_text() == launched[-1]
+
+
+def test_a_token_that_others_may_have_read_is_replaced(tmp_path: Path) -> None:
+    before = write_token(tmp_path)
+    (tmp_path / TOKEN_FILE).chmod(0o644)
+    TokenAdmission(tmp_path)
+    assert (tmp_path / TOKEN_FILE).read_text() != before
+    assert stat.S_IMODE((tmp_path / TOKEN_FILE).stat().st_mode) == 0o600

@@ -1,4 +1,4 @@
-"""Sampler and trainer agree, or the weights are sent again, or the run ends."""
+"""Sampler and trainer agree if their log-probabilities differ by no more than rounding can explain."""
 
 from __future__ import annotations
 
@@ -10,12 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specrl.coordinator.agreement import BOUNDS, Bound, Comparison, Verdict, bound_of, compare, judge
-from specrl.errors import BY_NAME, SamplerDisagrees
+from specrl.coordinator.members.agreement import (
+    DEFAULT_BOUNDS,
+    AgreementBound,
+    LogprobComparison,
+    choose_bound,
+    compare_logprobs,
+)
+from specrl.errors import ERRORS_BY_NAME, SamplerDisagrees
 from specrl.records import FinishReason, Rollout, TrainRollout, VersionSpan
 from specrl.spec.run import Canary, Dtype
 
-BOUND = Bound(mean_abs=1e-3, max_abs=1e-2)
+BOUND = AgreementBound(mean_abs=1e-3, max_abs=1e-2)
 nats = st.floats(0, 10)
 
 
@@ -36,67 +42,65 @@ def a_rollout(logprobs: list[float], version: int = 7) -> TrainRollout:
 
 
 def test_differences_are_taken_token_by_token_over_all_rollouts() -> None:
-    found = compare(7, [a_rollout([-1.0, -2.0, -3.0]), a_rollout([-4.0])], [[-1.0, -2.5, -3.0], [-4.25]])
+    found = compare_logprobs(7, [a_rollout([-1.0, -2.0, -3.0]), a_rollout([-4.0])], [[-1.0, -2.5, -3.0], [-4.25]])
     assert (found.tokens, found.mean_abs, found.max_abs) == (4, 0.1875, 0.5)
     assert found.other_versions == frozenset()
 
 
 def test_tokens_of_another_version_are_named() -> None:
-    found = compare(7, [a_rollout([-1.0]), a_rollout([-1.0], version=6)], [[-1.0], [-1.0]])
+    found = compare_logprobs(7, [a_rollout([-1.0]), a_rollout([-1.0], version=6)], [[-1.0], [-1.0]])
     assert found.other_versions == {6}
-    assert judge(found, BOUND, is_repeated=False) is Verdict.REPEAT
+    assert not found.is_within(BOUND)
 
 
 @pytest.mark.parametrize(
-    ("mean_abs", "max_abs", "first", "again"),
+    ("mean_abs", "max_abs", "agrees"),
     [
-        (0.0, 0.0, Verdict.AGREES, Verdict.AGREES),
-        (1e-3, 1e-2, Verdict.AGREES, Verdict.AGREES),
-        (1.1e-3, 2e-3, Verdict.REPEAT, Verdict.END),
-        (5e-4, 1.1e-2, Verdict.REPEAT, Verdict.END),
-        (math.nan, math.nan, Verdict.REPEAT, Verdict.END),
-        (math.inf, math.inf, Verdict.REPEAT, Verdict.END),
+        (0.0, 0.0, True),
+        (1e-3, 1e-2, True),
+        (1.1e-3, 2e-3, False),
+        (5e-4, 1.1e-2, False),
+        (math.nan, math.nan, False),
+        (math.inf, math.inf, False),
     ],
 )
-def test_weights_are_sent_once_more_before_a_run_ends(
-    mean_abs: float, max_abs: float, first: Verdict, again: Verdict
+def test_a_replica_agrees_if_both_differences_are_within_the_bound(
+    mean_abs: float, max_abs: float, agrees: bool
 ) -> None:
-    comparison = Comparison(32, mean_abs, max_abs)
-    assert judge(comparison, BOUND, is_repeated=False) is first
-    assert judge(comparison, BOUND, is_repeated=True) is again
+    assert LogprobComparison(32, mean_abs, max_abs).is_within(BOUND) is agrees
 
 
-@given(mean_abs=nats, max_abs=nats, more=nats, is_repeated=st.booleans())
+@given(mean_abs=nats, max_abs=nats, more=nats)
 def test_a_greater_difference_never_agrees_where_a_smaller_one_does_not(
-    mean_abs: float, max_abs: float, more: float, is_repeated: bool
+    mean_abs: float, max_abs: float, more: float
 ) -> None:
-    smaller = judge(Comparison(8, mean_abs, max_abs), BOUND, is_repeated=is_repeated)
-    greater = judge(Comparison(8, mean_abs + more, max_abs + more), BOUND, is_repeated=is_repeated)
-    assert smaller is Verdict.AGREES or greater is smaller
+    smaller = LogprobComparison(8, mean_abs, max_abs)
+    greater = LogprobComparison(8, mean_abs + more, max_abs + more)
+    assert smaller.is_within(BOUND) or not greater.is_within(BOUND)
 
 
 @given(st.lists(st.lists(st.floats(-20, 0, width=32), min_size=1, max_size=5), min_size=2, max_size=4))
 def test_comparisons_add_up_to_the_comparison_of_all(logprobs: list[list[float]]) -> None:
     rollouts = [a_rollout(values) for values in logprobs]
     scores = [[value - 0.5 * place for place, value in enumerate(values)] for values in logprobs]
-    total = Comparison()
+    total = LogprobComparison()
     for rollout, score in zip(rollouts, scores, strict=True):
-        total = total.plus(compare(7, [rollout], [score]))
-    whole = compare(7, rollouts, scores)
+        total = total.plus(compare_logprobs(7, [rollout], [score]))
+    whole = compare_logprobs(7, rollouts, scores)
     assert (total.tokens, total.max_abs) == (whole.tokens, whole.max_abs)
     assert math.isclose(total.mean_abs, whole.mean_abs, abs_tol=1e-12)
 
 
 def test_bounds_are_those_of_the_precision_unless_the_run_file_gives_others() -> None:
-    assert bound_of(Canary(), Dtype.FLOAT32) == BOUNDS[Dtype.FLOAT32] == BOUND
-    assert bound_of(Canary(), Dtype.BFLOAT16).mean_abs > BOUND.mean_abs
-    assert bound_of(Canary.model_validate({"maxMeanAbs": "0.2"}), Dtype.FLOAT32) == Bound(0.2, 1e-2)
-    assert bound_of(Canary.model_validate({"maxAbs": "0.5"}), Dtype.BFLOAT16).max_abs == 0.5
+    assert choose_bound(Canary(), Dtype.FLOAT32) == DEFAULT_BOUNDS[Dtype.FLOAT32] == BOUND
+    assert choose_bound(Canary(), Dtype.BFLOAT16).mean_abs > BOUND.mean_abs
+    assert choose_bound(Canary.model_validate({"maxMeanAbs": "0.2"}), Dtype.FLOAT32) == AgreementBound(0.2, 1e-2)
+    assert choose_bound(Canary.model_validate({"maxAbs": "0.5"}), Dtype.BFLOAT16).max_abs == 0.5
 
 
 def test_the_error_ends_a_run_for_good_and_pickles() -> None:
     error = SamplerDisagrees("gen-0 must sample from policy version 7, got another; change the engine")
     assert (error.retryable, error.exit_code) == (False, 2)
-    assert BY_NAME["SamplerDisagrees"] is SamplerDisagrees
+    assert ERRORS_BY_NAME["SamplerDisagrees"] is SamplerDisagrees
     copy = pickle.loads(pickle.dumps(error))  # noqa: S301 - our own bytes
     assert (type(copy), str(copy)) == (SamplerDisagrees, str(error))

@@ -1,4 +1,4 @@
-"""What a run tells its RLJob, and where its API server is. Writing: tests/integration/coordinator/test_rljob.py."""
+"""The status that a run reports to its RLJob, and which API server it uses. Writes: tests/integration/coordinator."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from specrl.coordinator.report import Phase, ReplicaReport, StageSeconds, Status, StepReport
-from specrl.coordinator.rljob import ACCOUNT, place_of, told
-from specrl.coordinator.store import claim_for
+from specrl.coordinator.ledger import make_claim
+from specrl.coordinator.observe.rljob_status import build_rljob_status
+from specrl.coordinator.requests.rljob_api import ACCOUNT, locate_rljob
 from specrl.errors import RunInvalid, StoreInvalid
+from specrl.formats.reports import Phase, PhaseSeconds, ReplicaReport, StatusReport, StepReport
 
 IN_A_POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "KUBERNETES_SERVICE_PORT": "6443"}
 
 
-def a_status(**changes: object) -> Status:
-    return Status(run="tiny", phase=Phase.TRAINING, steps=4, policy_version=-1).model_copy(update=changes)
+def a_status(**changes: object) -> StatusReport:
+    return StatusReport(run="tiny", phase=Phase.TRAINING, steps=4, policy_version=-1).model_copy(update=changes)
 
 
 def a_report(**changes: object) -> StepReport:
@@ -28,17 +29,17 @@ def a_report(**changes: object) -> StepReport:
         0.0,
     )
     counts = {"rollouts": 4, "tokens": 40, "policy_lag_max": 1, "mismatch_tokens": 0}
-    stages = StageSeconds(generation=1.0, train=3.0)
-    whole = {"step": 3, "policy_version": 3, "stages": stages, "reward": 0.5, "acceptance_length": 2.345}
+    phases = PhaseSeconds(generation=1.0, train=3.0)
+    whole = {"step": 3, "policy_version": 3, "phases": phases, "reward": 0.5, "acceptance_length": 2.345}
     return StepReport.model_validate(numbers | counts | whole | changes)
 
 
-def condition(status: Status, kind: str) -> dict[str, str]:
-    return next((it for it in told(status, None)["conditions"] if it["type"] == kind), {})
+def condition(status: StatusReport, kind: str) -> dict[str, str]:
+    return next((it for it in build_rljob_status(status, None)["conditions"] if it["type"] == kind), {})
 
 
-def test_progress_is_that_of_the_last_step() -> None:
-    assert told(a_status(step=3, policy_version=3), a_report())["progress"] == {
+def test_the_progress_is_of_the_last_step() -> None:
+    assert build_rljob_status(a_status(step=3, policy_version=3), a_report())["progress"] == {
         "step": 3,
         "policyVersion": 3,
         "policyLag": 1,
@@ -47,13 +48,13 @@ def test_progress_is_that_of_the_last_step() -> None:
     }
 
 
-def test_what_is_not_known_yet_is_left_out() -> None:
-    assert told(a_status(), None) == {"progress": {"step": 0}, "conditions": []}
-    assert told(a_status(is_paused=True), None)["progress"] == {"step": 0, "paused": True}
-    assert "acceptanceLength" not in told(a_status(), a_report(acceptance_length=None))["progress"]
+def test_unknown_figures_are_omitted() -> None:
+    assert build_rljob_status(a_status(), None) == {"progress": {"step": 0}, "conditions": []}
+    assert build_rljob_status(a_status(is_paused=True), None)["progress"] == {"step": 0, "paused": True}
+    assert "acceptanceLength" not in build_rljob_status(a_status(), a_report(acceptance_length=None))["progress"]
 
 
-def test_the_first_weights_are_the_preflight() -> None:
+def test_the_first_weights_decide_the_condition_collective_ready() -> None:
     assert condition(a_status(), "CollectiveReady") == {}
     assert condition(a_status(policy_version=0), "CollectiveReady")["status"] == "True"
     replica = ReplicaReport(
@@ -68,51 +69,53 @@ def test_the_first_weights_are_the_preflight() -> None:
     assert condition(healed, "CollectiveReady")["status"] == "True"
 
 
-def test_a_drafter_s_initialisation_is_a_condition_until_it_serves() -> None:
+def test_the_drafters_initialisation_is_a_condition_until_it_serves() -> None:
     replica = ReplicaReport(id="tiny-generation-0", state="serving", policy_version=0, live_rollouts=0)
     served = [replica.model_copy(update={"drafter_version": 0})]
-    assert condition(a_status(phase=Phase.WAITING, replicas=served), "DrafterReady") == {}, "it is untrained yet"
+    assert condition(a_status(phase=Phase.WAITING, replicas=served), "DrafterReady") == {}, "no trained drafter"
     begun = a_status(phase=Phase.INITIALISING, replicas=served, detail="drafter: training", done=1, total=3)
     found = condition(begun, "DrafterReady")
     assert (found["status"], found["reason"]) == ("False", "Initialising")
     assert found["message"] == "drafter: training (1 of 3)"
     assert condition(a_status(replicas=served), "DrafterReady")["status"] == "True"
-    assert condition(a_status(replicas=[replica]), "DrafterReady") == {}, "a run without one"
+    assert condition(a_status(replicas=[replica]), "DrafterReady") == {}, "the run has no drafter"
 
 
-def test_a_run_is_finished_when_it_says_so_and_not_when_its_steps_are_done() -> None:
+def test_a_run_is_finished_by_its_phase_and_not_by_its_steps() -> None:
     assert condition(a_status(step=4), "RunFinished") == {}
     assert condition(a_status(step=4, phase=Phase.FAILED), "RunFinished") == {}
     assert condition(a_status(step=4, phase=Phase.FINISHED), "RunFinished")["status"] == "True"
 
 
-def test_the_api_server_is_that_of_the_pod() -> None:
-    place = place_of("rl/tiny", IN_A_POD)
+def test_the_api_server_is_taken_from_the_pods_environment() -> None:
+    place = locate_rljob("rl/tiny", IN_A_POD)
     assert (place.server, place.namespace, place.name) == ("https://10.0.0.1:6443", "rl", "tiny")
     assert place.account == ACCOUNT
-    assert place_of("rl/tiny", {**IN_A_POD, "KUBERNETES_SERVICE_HOST": "fd00::1"}).server == "https://[fd00::1]:6443"
+    assert (
+        locate_rljob("rl/tiny", {**IN_A_POD, "KUBERNETES_SERVICE_HOST": "fd00::1"}).server == "https://[fd00::1]:6443"
+    )
 
 
 @pytest.mark.parametrize("rljob", ["tiny", "/tiny", "rl/"])
 def test_a_name_without_its_namespace_is_refused(rljob: str) -> None:
     with pytest.raises(RunInvalid, match="must be NAMESPACE/NAME"):
-        place_of(rljob, IN_A_POD)
+        locate_rljob(rljob, IN_A_POD)
 
 
-def test_outside_of_a_pod_it_is_refused() -> None:
+def test_an_rljob_outside_a_pod_is_refused() -> None:
     with pytest.raises(RunInvalid, match="KUBERNETES_SERVICE_HOST"):
-        place_of("rl/tiny", {})
+        locate_rljob("rl/tiny", {})
 
 
-def test_a_run_whose_folder_was_lost_is_still_the_same_run(tmp_path: Path) -> None:
+def test_a_run_keeps_its_id_when_its_folder_was_lost(tmp_path: Path) -> None:
     name = "0123456789abcdef0123456789abcdef"
     for folder in (tmp_path / "one", tmp_path / "two"):
         folder.mkdir()
-        assert claim_for(folder, name).run_id == name
-    assert claim_for(tmp_path / "one").run_id == name
+        assert make_claim(folder, name).run_id == name
+    assert make_claim(tmp_path / "one").run_id == name
 
 
 def test_the_folder_of_another_run_is_refused(tmp_path: Path) -> None:
-    claim_for(tmp_path)
-    with pytest.raises(StoreInvalid, match="must be this run's folder"):
-        claim_for(tmp_path, "0" * 32)
+    make_claim(tmp_path)
+    with pytest.raises(StoreInvalid, match="must be the folder of run"):
+        make_claim(tmp_path, "0" * 32)

@@ -1,11 +1,11 @@
-"""Where metrics are scraped: the coordinator as it is reached, and every peer that is registered and serves some."""
+"""Prometheus targets are the coordinator, as the scraper reaches it, and all registered peers that serve metrics."""
 
 from __future__ import annotations
 
 import pytest
 
-from specrl.coordinator.registry import Registry
-from specrl.coordinator.targets import target_groups
+from specrl.coordinator.members.registry import Registry
+from specrl.coordinator.observe.web.targets import list_target_groups
 from specrl.errors import RecordInvalid
 from specrl.records import Peer, Role
 
@@ -18,8 +18,8 @@ async def test_peers_that_serve_metrics_are_targets_while_they_are_registered() 
         ("silent", Role.GENERATION, 0),
         ("trainer", Role.TRAINER, 9002),
     ):
-        registry.register(Peer(name, role, "10.0.0.7:7001", "digest", metrics_port=port), None)
-    own, *peers = target_groups("box", "http", "127.0.0.1:8080", registry)
+        registry.register_peer(Peer(name, role, "10.0.0.7:7001", "digest", metrics_port=port), None)
+    own, *peers = list_target_groups("box", "http", "127.0.0.1:8080", registry)
     assert own.targets == ["127.0.0.1:8080"]
     assert own.labels == {"rljob": "box", "component": "coordinator", "__scheme__": "http"}
     assert [(group.targets, group.labels) for group in peers] == [
@@ -28,9 +28,11 @@ async def test_peers_that_serve_metrics_are_targets_while_they_are_registered() 
         (["10.0.0.7:9002"], {"rljob": "box", "component": "trainer"}),
     ]
     registry.lose_trainer("killed")
-    assert [group.labels["component"] for group in target_groups("box", "http", "a:1", registry)].count("trainer") == 0
+    assert [group.labels["component"] for group in list_target_groups("box", "http", "a:1", registry)].count(
+        "trainer"
+    ) == 0
 
 
 def test_a_metrics_port_that_is_none_is_refused() -> None:
-    with pytest.raises(RecordInvalid, match="metrics_port must be a port"):
+    with pytest.raises(RecordInvalid, match="metrics_port of gen-0 must be 0 to 65535"):
         Peer("gen-0", Role.GENERATION, "10.0.0.7:7001", "digest", metrics_port=1 << 16).check()

@@ -1,35 +1,39 @@
-"""All that can go any way around the scheduler, as a model: replicas, trainer, store, a coordinator that dies.
+"""A model of everything around the scheduler: replicas, trainer, store, and a coordinator that may die.
 
-`World` drives one scheduler and checks at every event what a run promises:
+`World` drives one scheduler, and checks the promises of a run at every event:
 
-    (a) no trained rollout has a token older than step - 1 - maxPolicyLag
-    (b) every prompt is trained once or reported as failed, and never both; a step has one batch for good
-    (c) nothing is dropped for its age, (e) nor for its length: what was graded is never sampled again, and is what its
-        group is trained on
-    (d) from any state, replicas that serve the newest version lead to the end
+    (a) no trained rollout has a token older than version step - 1 - maxPolicyLag
+    (b) every prompt is either trained once or reported as failed; a step has one batch, which never changes
+    (c) no rollout is dropped for its age or its length: a graded rollout is never sampled again, and is trained with
+        its group
+    (d) no deadlock: from any state, replicas that serve the newest version lead to the end of the run
 
-`AnyRun` has hypothesis choose the events. What is durable here is what the store keeps, and a restart keeps nothing
-else: `take_up`, the product's own, builds the schedule again.
+`AnyRun` lets hypothesis choose the events. A restart keeps only `Durable`, which is what the store keeps. The product's
+`rebuild_schedule` then rebuilds the schedule from it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from specrl.coordinator.order import Deadlines, InOrder
-from specrl.coordinator.progress import Progress
-from specrl.coordinator.restart import Finished, Remains, take_up
-from specrl.coordinator.scheduler import MAX_ATTEMPTS, Choice, Scheduler, Shape, SlotId
+from specrl.coordinator.schedule.restart import FinishedSlot, rebuild_schedule
+from specrl.coordinator.schedule.scheduler import MAX_ATTEMPTS, Scheduler, ScheduleShape, SlotId, StepChoice
 
 REPLICAS = ("a", "b", "c")
 
 
+def settled_positions(choice: StepChoice[Any]) -> list[int]:
+    """The positions that a step trains or gives up, sorted."""
+    return sorted(position for position, _ in [*choice.groups, *choice.failures])
+
+
 @dataclass(frozen=True)
 class Sample:
-    """A graded rollout: where it belongs, its oldest token's version, its length."""
+    """A graded rollout: its position and sample index, the version of its oldest token, its length."""
 
     position: int
     sample: int
@@ -39,7 +43,7 @@ class Sample:
 
 @dataclass
 class Replica:
-    """version: None while it has registered and serves nothing yet."""
+    """version: None from its registration to its first update."""
 
     version: int | None = None
     is_paused: bool = False
@@ -47,7 +51,7 @@ class Replica:
 
 @dataclass
 class Job:
-    """A rollout under way; `versions` are those of its tokens so far, and of the next one."""
+    """A rollout in progress. versions: of its tokens so far, and of the next one."""
 
     slot: SlotId
     replica: str
@@ -56,19 +60,20 @@ class Job:
 
 @dataclass
 class Durable:
-    """What the store keeps."""
+    """What the store keeps. trained: the last trained step."""
 
-    progress: Progress = field(default_factory=Progress)
-    rollouts: dict[tuple[int, int], Finished[Sample]] = field(default_factory=dict)
+    trained: int = 0
+    rollouts: dict[tuple[int, int], FinishedSlot[Sample]] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
-    batches: dict[int, Choice[Sample]] = field(default_factory=dict)
+    batches: dict[int, StepChoice[Sample]] = field(default_factory=dict)
 
 
 class World:
-    """One run of `kind`, a scheduler, with `deadlines`."""
+    """One run. kind: class of the scheduler, which may be a mutant."""
 
-    def __init__(self, shape: Shape, kind: type[Scheduler[Sample]], deadlines: Deadlines) -> None:
-        self.shape, self.kind, self.deadlines = shape, kind, deadlines
+    def __init__(self, shape: ScheduleShape, kind: type[Scheduler[Sample]]) -> None:
+        self.shape = shape
+        self.kind = kind
         self.durable = Durable()
         self.replicas: dict[str, Replica] = {}
         self.graded: dict[tuple[int, int], Sample] = {}
@@ -80,44 +85,46 @@ class World:
     # -- the coordinator -----------------------------------------------------------------------------------------
 
     def start_coordinator(self) -> None:
-        """A coordinator that knows nothing but what is durable; replicas must register and be updated again.
+        """Start a coordinator that knows only what is durable. Replicas must register and be updated again.
 
-        What replicas had under way they still have.
+        They still have their unfinished rollouts.
         """
-        self.held, self.jobs = self.jobs, []
+        self.held = self.jobs
+        self.jobs = []
         self.grading: list[tuple[SlotId, Sample]] = []
         self.stage = "collecting"
         self.replicas = {name: Replica() for name in self.replicas}
-        self.scheduler = self.kind(self.shape, self.deadlines, self.durable.progress)
-        batch = self.durable.batches.get(self.durable.progress.step + 1)
+        self.scheduler = self.kind(self.shape, self.durable.trained)
         stored = list(self.durable.rollouts.values())
-        remains = Remains(stored, self.durable.failures, batch.positions if batch else None)
-        expected = [item for item in stored if not self.durable.progress.is_settled(item.result.position)]
-        assert take_up(self.scheduler, remains) == len(expected), "what is stored and not settled is taken up"
+        expected = [item for item in stored if item.slot.step > self.durable.trained]
+        assert rebuild_schedule(self.scheduler, stored, self.durable.failures) == len(expected), (
+            "every stored rollout of an untrained step is restored"
+        )
 
     def choose(self, *, dies_before_the_batch: bool = False) -> bool:
-        """Fix what the next step trains. False while it has to wait."""
-        choice = self.scheduler.choose()
+        """Choose the next step and store its batch. Returns False while it has to wait."""
+        choice = self.scheduler.choose_groups()
         if choice is None:
             return False
-        assert choice.step == self.durable.progress.step + 1, "steps are chosen in order"
-        own = {self.shape.own_step(position) for position in choice.positions}
-        assert own == {choice.step} or not isinstance(self.deadlines, InOrder), "InOrder overtakes nobody"
-        count = self.shape.prompts_per_step
-        assert len(choice.positions) == len(set(choice.positions)) == count, "a step takes promptsPerStep prompts"
+        assert choice.step == self.durable.trained + 1, "steps are chosen in order"
+        assert settled_positions(choice) == list(self.shape.positions_of_step(choice.step)), (
+            "a step takes its own prompts, each once"
+        )
         self.durable.failures |= dict(choice.failures)
         if dies_before_the_batch:
             self.start_coordinator()
             return True
         first = self.durable.batches.setdefault(choice.step, choice)
-        assert (first.positions, list(first.groups)) == (choice.positions, list(choice.groups)), "two batches of a step"
-        assert self.scheduler.choose() is choice, "a step is chosen once"
+        assert (settled_positions(first), list(first.groups)) == (settled_positions(choice), list(choice.groups)), (
+            "two batches of a step"
+        )
+        assert self.scheduler.choose_groups() is choice, "a step is chosen once"
         self.stage = "stored"
         return True
 
     def train(self) -> None:
-        """The trainer takes the step, unless it has already; the coordinator does not know yet."""
-        choice = self.durable.batches[self.durable.progress.step + 1]
+        """Train the step, unless the trainer has done so. The coordinator has not recorded it yet."""
+        choice = self.durable.batches[self.durable.trained + 1]
         if self.trainer_version < choice.step:
             self.trainer_version = choice.step
             for position, results in choice.groups:
@@ -134,84 +141,84 @@ class World:
             assert 0 <= step - 1 - item.oldest_version <= self.shape.max_policy_lag, f"lag of {item} at step {step}"
 
     def finish_step(self) -> None:
-        """The step's report is durable, in one transaction with what the store forgets."""
-        choice = self.durable.batches[self.durable.progress.step + 1]
-        self.durable.progress = choice.progress
+        """Record the step as trained; in the same transaction the store forgets its rollouts."""
+        choice = self.durable.batches[self.durable.trained + 1]
+        self.durable.trained = choice.step
         for position, sample in list(self.durable.rollouts):
-            if self.shape.own_step(position) <= choice.step and position not in choice.overtaken:
+            if self.shape.step_of(position) <= choice.step:
                 del self.durable.rollouts[position, sample]
         self.scheduler.mark_trained(choice.step)
-        assert self.scheduler.progress == self.durable.progress, "what is settled is what is durable"
+        assert self.scheduler.trained == self.durable.trained, "the scheduler settles what the store has as trained"
         self.stage = "collecting"
 
     # -- replicas ------------------------------------------------------------------------------------------------
 
     def update(self, name: str) -> None:
-        """Weights change in flight: what is under way goes on under the trainer's version."""
+        """Update a replica in flight: its rollouts continue under the trainer's version."""
         self.replicas[name].version = self.trainer_version
         for job in [*self.jobs, *self.held]:
             if job.replica == name and job.versions[-1] != self.trainer_version:
                 job.versions.append(self.trainer_version)
 
     def resume(self, name: str) -> int:
-        """A replica says what it holds from before the restart. Returns how much of it is taken up."""
+        """Register the rollouts that a replica holds from before the restart. Returns how many are resumed."""
         mine = [job for job in self.held if job.replica == name]
         self.held = [job for job in self.held if job.replica != name]
-        resumed = [job for job in mine if self.scheduler.resume(job.slot, job.versions[0])]
+        resumed = [job for job in mine if self.scheduler.resume_slot(job.slot, job.versions[0])]
         for job in resumed:
             assert not any(other.slot == job.slot for other in self.jobs), f"{job.slot} is under way twice"
-            assert not self.scheduler.resume(job.slot, job.versions[0]), "it is taken up once"
+            assert not self.scheduler.resume_slot(job.slot, job.versions[0]), "a rollout is resumed only once"
         self.jobs += resumed
         return len(resumed)
 
     def lose(self, name: str) -> None:
-        """A replica dies. What it still says is not wanted."""
+        """Lose a replica. Rollouts that it still sends are refused."""
         del self.replicas[name]
         self.held = [job for job in self.held if job.replica != name]
         lost = [job for job in self.jobs if job.replica == name]
         self.jobs = [job for job in self.jobs if job.replica != name]
         self.scheduler.requeue([job.slot for job in lost])
         for job in lost:
-            assert not self.scheduler.sampled(job.slot), "a late duplicate"
+            assert not self.scheduler.mark_sampled(job.slot), "a late duplicate was accepted"
 
     def take(self, name: str, room: int) -> int:
-        """Give a replica work. Returns how much it was."""
+        """Give a replica slots. Returns how many."""
         replica = self.replicas[name]
         if replica.version is None or replica.is_paused:
             return 0
-        slots = self.scheduler.take(replica.version, room)
-        assert len(slots) <= room, "no more than there is room for"
+        slots = self.scheduler.take_slots(replica.version, room)
+        assert len(slots) <= room, "a replica got more slots than it has room for"
         for slot in slots:
             assert not any(job.slot == slot for job in self.jobs), f"{slot} is under way twice"
             self.jobs.append(Job(slot, name, [replica.version]))
         return len(slots)
 
     def sample(self, job: Job, length: int) -> None:
-        """A rollout ends, and waits for its verdict. Its oldest token may be younger than its start."""
+        """End a rollout, which then waits for the verifier. Its oldest token may be newer than its start."""
         if self.replicas[job.replica].is_paused:
             return
         self.jobs.remove(job)
-        if self.scheduler.sampled(job.slot):
-            assert not self.scheduler.sampled(job.slot), "it came twice"
-            position = self.shape.position(job.slot.step, job.slot.index)
+        if self.scheduler.mark_sampled(job.slot):
+            assert not self.scheduler.mark_sampled(job.slot), "a rollout was accepted twice"
+            position = self.shape.position_at(job.slot.step, job.slot.index)
             self.grading.append((job.slot, Sample(position, job.slot.sample, min(job.versions), length)))
 
     def grade(self, place: int) -> None:
-        """The verifier speaks: the rollout is durable, then counted."""
+        """Grade a rollout: first it is stored, then the scheduler counts it."""
         slot, item = self.grading.pop(place)
         key = (item.position, item.sample)
         assert key not in self.graded, f"{slot} was graded before: a finished rollout was dropped"
         self.graded[key] = item
-        self.durable.rollouts[key] = Finished(slot, item, item.oldest_version)
-        self.scheduler.graded(slot, item, item.oldest_version)
+        self.durable.rollouts[key] = FinishedSlot(slot, item, item.oldest_version)
+        self.scheduler.mark_graded(slot, item, item.oldest_version)
 
     def refuse(self, place: int) -> None:
-        """The verifier hangs, or the rollout is poisoned."""
+        """Refuse a rollout: the verifier hangs, or the rollout is malformed."""
         slot, _ = self.grading.pop(place)
-        self.scheduler.refuse(slot, "refused")
+        self.scheduler.refuse_sample(slot, "refused")
 
     def fail_prompt(self, name: str) -> None:
-        """Every sample of whatever this replica is given next is refused."""
+        """Refuse every attempt of the next slot that this replica is given, until its group fails."""
         if self.take(name, 1):
             slot = self.jobs[-1].slot
             for _ in range(MAX_ATTEMPTS):
@@ -227,24 +234,23 @@ class World:
     # -- the end -------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """No deadlock: serving, finishing and training alone lead to the end, and then all is accounted for."""
-        while self.durable.progress.step < self.shape.steps:
+        """Run to the end without further faults, then check that every prompt and rollout is accounted for."""
+        while self.durable.trained < self.shape.steps:
             self.go_on()
-        everything = set(range(self.shape.prompts))
+        everything = set(range(self.shape.prompt_count))
         failed = {position for position in self.durable.failures if position not in self.trained}
         assert set(self.trained) | failed == everything, "a prompt was lost"
         assert not set(self.trained) & set(self.durable.failures), "a prompt was trained and reported as failed"
-        assert self.durable.progress == Progress(self.shape.steps, self.shape.prompts), "the stream is settled"
         trained = [item for choice in self.durable.batches.values() for _, group in choice.groups for item in group]
         generated = [item for item in self.graded.values() if item.position not in failed]
         lengths = (sorted(item.length for item in trained), sorted(item.length for item in generated))
         assert lengths[0] == lengths[1], "lengths trained differ from those generated"
-        assert not self.durable.rollouts, "the store has forgotten what is trained"
+        assert not self.durable.rollouts, "the store keeps rollouts of trained steps"
 
     def go_on(self, stragglers: int = 0, room: int = 10_000) -> None:
-        """One round in which everybody does what they can; something must have happened, or stragglers are waited for.
+        """Run one round in which every part makes progress; fail if none can.
 
-        stragglers: so many rollouts, the first of the stream, do not end. room: most that a replica is given.
+        stragglers: how many rollouts, the first of the stream, do not end. room: most slots that a replica is given.
         """
         if self.stage == "stored":
             self.train()
@@ -266,27 +272,24 @@ class World:
 
 
 class AnyRun(RuleBasedStateMachine):
-    """Any mix of latencies, failures, scale events, swaps in flight, pauses, restarts. Subclasses choose the kind."""
+    """Any mix of latencies, failures, scaling, updates in flight, pauses and restarts. Subclasses set `kind`."""
 
     kind: type[Scheduler[Sample]] = Scheduler
-    deadlines: tuple[Deadlines, ...] = ()
 
     @initialize(
-        order=st.integers(0, 1),
         lag=st.integers(0, 3),
         steps=st.integers(2, 6),
         prompts=st.integers(1, 3),
         group=st.integers(2, 3),
     )
-    def begin(self, order: int, lag: int, steps: int, prompts: int, group: int) -> None:
-        shape = Shape(steps, prompts, group, lag)
-        self.world = World(shape, self.kind, self.deadlines[order % len(self.deadlines)])
+    def begin(self, lag: int, steps: int, prompts: int, group: int) -> None:
+        self.world = World(ScheduleShape(steps, prompts, group, lag), self.kind)
         for name in REPLICAS[:2]:
             self.world.replicas[name] = Replica()
             self.world.update(name)
 
     def is_stage(self, *stages: str) -> bool:
-        return self.world.stage in stages and self.world.durable.progress.step < self.world.shape.steps
+        return self.world.stage in stages and self.world.durable.trained < self.world.shape.steps
 
     def some_replica(self, place: int) -> str:
         return sorted(self.world.replicas)[place % len(self.world.replicas)]
@@ -327,7 +330,7 @@ class AnyRun(RuleBasedStateMachine):
     @precondition(lambda self: self.world.held)
     @rule(place=st.integers(0, 40))
     def resume(self, place: int) -> None:
-        """At any time after a restart: new rollouts may have begun before the replica registers."""
+        """May happen late after a restart: new rollouts may have begun before the replica registers."""
         self.world.resume(self.world.held[place % len(self.world.held)].replica)
 
     @precondition(lambda self: self.world.replicas and self.world.stage == "collecting")
@@ -372,7 +375,7 @@ class AnyRun(RuleBasedStateMachine):
     @rule(rounds=st.integers(1, 12), stragglers=st.integers(0, 2), room=st.integers(1, 12))
     def go_on(self, rounds: int, stragglers: int, room: int) -> None:
         for _ in range(rounds):
-            if self.world.durable.progress.step < self.world.shape.steps:
+            if self.world.durable.trained < self.world.shape.steps:
                 self.world.go_on(stragglers, room)
 
     @rule()
@@ -380,9 +383,11 @@ class AnyRun(RuleBasedStateMachine):
         self.world.start_coordinator()
 
     @invariant()
-    def every_begun_group_can_be_trained_in_time(self) -> None:
+    def every_rollout_can_be_trained_at_its_step(self) -> None:
         if hasattr(self, "world"):
-            assert self.world.scheduler.has_kept_deadlines(), "more groups are due than steps can take"
+            shape = self.world.shape
+            for job in self.world.jobs:
+                assert job.slot.step <= job.versions[0] + 1 + shape.max_policy_lag, f"{job.slot} was started too early"
 
     def teardown(self) -> None:
         if hasattr(self, "world"):

@@ -1,4 +1,4 @@
-"""What is minimised and what acceptance means: against formulas in float64, finite differences, drafting by lot."""
+"""Losses and acceptance, compared with formulas in float64, finite differences and simulated rejection sampling."""
 
 from __future__ import annotations
 
@@ -7,16 +7,24 @@ import pytest
 import torch
 
 from specrl.drafting import criteria
-from specrl.drafting.criteria import Criterion
+from specrl.drafting.criteria import DraftCriterion, PolicyTargets
 from specrl.records import DrafterMetrics
 from specrl.spec.trainer import DrafterLoss
 
-E, V = 5, 9
-ALL, SOME = torch.arange(V), torch.tensor([0, 2, 3, 7])
+E = 5
+V = 9
+ALL = torch.arange(V)
+SOME = torch.tensor([0, 2, 3, 7])
 
 
 def some_logits(seed: int, width: int = V) -> torch.Tensor:
     return 2 * torch.randn(E, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def targets_of(policy_EV: torch.Tensor, draft_ids: torch.Tensor, temperature: float) -> PolicyTargets:
+    """Compute targets as the trainer does: from the logits that can be drafted, and the whole normaliser."""
+    normaliser_E = (policy_EV / temperature).logsumexp(-1) if len(draft_ids) < V else None
+    return criteria.compute_targets(policy_EV[:, draft_ids], temperature, normaliser_E)
 
 
 def softmax(logits: np.ndarray, temperature: float = 1.0) -> np.ndarray:
@@ -28,49 +36,57 @@ def softmax(logits: np.ndarray, temperature: float = 1.0) -> np.ndarray:
 @pytest.mark.parametrize("draft_ids", [ALL, SOME])
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.4])
 def test_total_variation_is_one_minus_the_overlap(draft_ids: torch.Tensor, temperature: float) -> None:
-    policy_EV, draft_EK = some_logits(1), some_logits(2, len(draft_ids))
+    policy_EV = some_logits(1)
+    draft_EK = some_logits(2, len(draft_ids))
     p_EV = softmax(policy_EV.numpy(), temperature)
     q_EV = np.zeros_like(p_EV)
     q_EV[:, draft_ids.numpy()] = softmax(draft_EK.numpy(), temperature)
-    found = criteria.total_variation(draft_EK, criteria.targets(policy_EV, draft_ids, temperature), temperature)
+    found = criteria.total_variation(draft_EK, targets_of(policy_EV, draft_ids, temperature), temperature)
     np.testing.assert_allclose(found, 0.5 * np.abs(p_EV - q_EV).sum(-1), rtol=1e-12)
     np.testing.assert_allclose(found, 1 - np.minimum(p_EV, q_EV).sum(-1), rtol=1e-12)
 
 
 @pytest.mark.parametrize("draft_ids", [ALL, SOME])
-def test_soft_cross_entropy_is_a_divergence_over_the_draft_vocabulary(draft_ids: torch.Tensor) -> None:
-    policy_EV, draft_EK = some_logits(1), some_logits(2, len(draft_ids))
-    p_EK, q_EK = softmax(policy_EV[:, draft_ids].numpy()), softmax(draft_EK.numpy())
-    found = criteria.soft_cross_entropy(draft_EK, criteria.targets(policy_EV, draft_ids, 0.6))
+def test_soft_cross_entropy_is_the_kl_divergence_over_the_draft_vocabulary(draft_ids: torch.Tensor) -> None:
+    policy_EV = some_logits(1)
+    draft_EK = some_logits(2, len(draft_ids))
+    p_EK = softmax(policy_EV[:, draft_ids].numpy())
+    q_EK = softmax(draft_EK.numpy())
+    found = criteria.soft_cross_entropy(draft_EK, targets_of(policy_EV, draft_ids, 0.6))
     np.testing.assert_allclose(found, (p_EK * np.log(p_EK / q_EK)).sum(-1), rtol=1e-10)
 
 
 @pytest.mark.parametrize("loss", DrafterLoss)
 @pytest.mark.parametrize("draft_ids", [ALL, SOME])
-def test_gradients_are_those_of_finite_differences(loss: DrafterLoss, draft_ids: torch.Tensor) -> None:
-    wanted = criteria.targets(some_logits(1), draft_ids, 0.8)
+def test_gradients_equal_finite_differences(loss: DrafterLoss, draft_ids: torch.Tensor) -> None:
+    wanted = targets_of(some_logits(1), draft_ids, 0.8)
     draft_EK = some_logits(2, len(draft_ids)).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: criteria.loss(Criterion(loss, 0.8), x, wanted), draft_EK, eps=1e-7)
+    assert torch.autograd.gradcheck(
+        lambda x: criteria.compute_loss(DraftCriterion(loss, 0.8), x, wanted), draft_EK, eps=1e-7
+    )
 
 
-def test_neither_loss_is_negative_and_both_vanish_on_the_policy_itself() -> None:
+def test_both_losses_are_positive_and_zero_for_the_policy_itself() -> None:
     policy_EV = some_logits(1)
-    wanted = criteria.targets(policy_EV, ALL, 1.0)
+    wanted = targets_of(policy_EV, ALL, 1.0)
     for loss in DrafterLoss:
-        assert criteria.loss(Criterion(loss), some_logits(3), wanted).min() > 0
-        assert criteria.loss(Criterion(loss), policy_EV, wanted).abs().max() < 1e-12
+        assert criteria.compute_loss(DraftCriterion(loss), some_logits(3), wanted).min() > 0
+        assert criteria.compute_loss(DraftCriterion(loss), policy_EV, wanted).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("is_probabilistic", [False, True])
 @pytest.mark.parametrize("draft_ids", [ALL, SOME])
-def test_acceptance_is_what_rejection_sampling_accepts(is_probabilistic: bool, draft_ids: torch.Tensor) -> None:
-    """Draft, verify and count; and the weight of a rollout's token is the chance that it was an accepted draft."""
-    draws, temperature = 200_000, 0.7
-    policy_EV, draft_EK = some_logits(1), some_logits(2, len(draft_ids))
-    wanted = criteria.targets(policy_EV, draft_ids, temperature)
-    criterion = Criterion(temperature=temperature, is_probabilistic=is_probabilistic)
+def test_acceptance_equals_that_of_rejection_sampling(is_probabilistic: bool, draft_ids: torch.Tensor) -> None:
+    """Simulates drafting and verification. Weighted tokens of a rollout are distributed as accepted drafts."""
+    draws = 200_000
+    temperature = 0.7
+    policy_EV = some_logits(1)
+    draft_EK = some_logits(2, len(draft_ids))
+    wanted = targets_of(policy_EV, draft_ids, temperature)
+    criterion = DraftCriterion(temperature=temperature, is_probabilistic=is_probabilistic)
     rng = np.random.default_rng(0)
-    p_EV, q_EV = softmax(policy_EV.numpy(), temperature), np.zeros((E, V))
+    p_EV = softmax(policy_EV.numpy(), temperature)
+    q_EV = np.zeros((E, V))
     drawn_EK = (
         softmax(draft_EK.numpy(), temperature) if is_probabilistic else np.eye(len(draft_ids))[draft_EK.argmax(-1)]
     )
@@ -82,7 +98,7 @@ def test_acceptance_is_what_rejection_sampling_accepts(is_probabilistic: bool, d
         for token in range(V):
             index = (draft_ids == token).nonzero()
             next_EK1 = torch.full((E, 1), int(index[0, 0]) if len(index) else -1)
-            share_E, weight_E = criteria.acceptance(criterion, draft_EK, wanted, next_EK1)
+            share_E, weight_E = criteria.estimate_acceptance(criterion, draft_EK, wanted, next_EK1)
             assert float(share_E[row]) == pytest.approx(accepted.sum(), abs=0.006)
             assert p_EV[row, token] * float(weight_E[row]) == pytest.approx(
                 accepted[token] if is_probabilistic else p_EV[row, token] * (token == drafted[0]), abs=0.006

@@ -1,4 +1,4 @@
-"""Published layouts of a head: in and out again, judged by the speculators library, and what does not fit a policy."""
+"""Published head layouts: conversion both ways, comparison with the speculators library, and rejected heads."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.tiny_models import edit_config, make_policy
 
-from specrl.drafting import convert
-from specrl.drafting.formats import read_published
-from specrl.drafting.head import Eagle3Head, HeadConfig, LayerShape, load_head, save_head
-from specrl.drafting.online import PolicyEnds, starts_per_pass, training_time_test
-from specrl.drafting.packing import HeadBatch, pack
-from specrl.drafting.policy_config import PolicyConfig, read_policy_config
+from specrl.drafting.eagle3 import convert
+from specrl.drafting.eagle3.head import Eagle3Head, HeadConfig, LayerShape, load_head
+from specrl.drafting.eagle3.head_formats import read_published_head
+from specrl.drafting.packing import LessonBatch, pack_rows
 from specrl.errors import CheckpointInvalid
+from specrl.models.policy_config import PolicyConfig, read_policy_config
 
 AUX = (1, 2, 4)
 
@@ -28,7 +27,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def a_drafter(folder: Path, policy: PolicyConfig, **changes: Any) -> Eagle3Head:
-    """With other auxiliary layers than the default, and every parameter off its initial value."""
+    """A head with auxiliary layers other than the default, whose parameters all differ from their initial values."""
     head = Eagle3Head(HeadConfig(policy, changes.pop("draft_vocab_size", policy.vocab_size), AUX, **changes))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -37,7 +36,7 @@ def a_drafter(folder: Path, policy: PolicyConfig, **changes: Any) -> Eagle3Head:
             weight.copy_(1 + 0.2 * noise if weight.ndim == 1 else 0.1 * noise)
     if head.config.is_reduced:
         head.set_draft_vocabulary(torch.arange(0, policy.vocab_size, 2)[: head.config.draft_vocab_size])
-    save_head(folder, head, torch.float32)
+    head.write_folder(folder, torch.float32)
     return head
 
 
@@ -54,7 +53,7 @@ SHAPES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("layout", ["speculators", "eagle3"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_head_that_is_taken_out_comes_back_the_same(
+def test_an_exported_head_is_imported_unchanged(
     layout: str, shape: dict[str, Any], policy: Path, tmp_path: Path
 ) -> None:
     head = a_drafter(tmp_path / "ours", read_policy_config(policy), **shape)
@@ -62,12 +61,12 @@ def test_head_that_is_taken_out_comes_back_the_same(
     assert run("import", tmp_path / "theirs", "--policy", policy, "--out", tmp_path / "again") == 0
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "ours" / name).read_bytes()
-    assert load_head(tmp_path / "again", read_policy_config(policy)).config.shape == head.config.shape
+    assert load_head(tmp_path / "again", read_policy_config(policy)).config.decoder_shape == head.config.decoder_shape
 
 
 @pytest.mark.filterwarnings("ignore")  # speculators and what it imports warn about themselves
 @pytest.mark.parametrize("shape", SHAPES)
-def test_speculators_loads_what_is_exported_and_computes_the_same(
+def test_speculators_loads_an_exported_head_and_computes_the_same(
     shape: dict[str, Any], policy: Path, tmp_path: Path
 ) -> None:
     from speculators import SpeculatorModel
@@ -95,37 +94,41 @@ def test_speculators_loads_what_is_exported_and_computes_the_same(
             position_ids=torch.arange(11)[None],
             ttt_steps=1,
         )
-        ours = our_logits(head, states, policy)
+        ours = our_logits(head, states)
     torch.testing.assert_close(logits[0][0, 1:10], ours, rtol=1e-4, atol=1e-4)
 
 
 def edit_index(policy: Path) -> None:
-    """speculators finds a verifier's tensors by the index that large models come with."""
+    """Write an index, by which speculators finds the verifier's tensors."""
     names = load_file(policy / "model.safetensors").keys()
     index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
     (policy / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def the_states(config: PolicyConfig) -> HeadBatch:
+def the_states(config: PolicyConfig) -> LessonBatch:
     generator = torch.Generator().manual_seed(2)
     hidden = torch.randn(1, 12, 4 * config.hidden_size, generator=generator)
     tokens = torch.randint(0, config.vocab_size, (1, 12), generator=generator)
     width = 3 * config.hidden_size
-    return HeadBatch(tokens, hidden[..., :width], hidden[..., width:], torch.tensor([2]), torch.tensor([12]))
+    embedding_VH = load_file(config.path / "model.safetensors")["model.embed_tokens.weight"]
+    return LessonBatch(
+        tokens,
+        hidden[..., :width],
+        embedding_VH[tokens],
+        hidden[..., :0],
+        torch.zeros(9, config.vocab_size),
+        torch.zeros(9, 1),
+        torch.tensor([2]),
+        torch.tensor([12]),
+    )
 
 
-def our_logits(head: Eagle3Head, states: HeadBatch, policy: Path) -> torch.Tensor:
-    """Of pass 0 at every start: what `training_time_test` sees, caught at the output layer."""
-    weights = load_file(policy / "model.safetensors")
-    ends = PolicyEnds(weights["model.embed_tokens.weight"], weights["model.norm.weight"], weights["lm_head.weight"])
-    caught: list[torch.Tensor] = []
-    handle = head.lm_head.register_forward_hook(lambda _module, _inputs, output: caught.append(output.detach()))
-    training_time_test(head, ends, pack(states), starts_per_pass([10], 1))
-    handle.remove()
-    return caught[0]
+def our_logits(head: Eagle3Head, states: LessonBatch) -> torch.Tensor:
+    """The logits of pass 0 at every start."""
+    return next(head.draft_logits(pack_rows(states), 1)).detach()
 
 
-def test_layouts_of_others_are_read_by_any_of_their_names(policy: Path, tmp_path: Path) -> None:
+def test_all_names_of_published_layouts_are_accepted(policy: Path, tmp_path: Path) -> None:
     config = read_policy_config(policy)
     head = a_drafter(tmp_path, config, draft_vocab_size=100)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -134,10 +137,27 @@ def test_layouts_of_others_are_read_by_any_of_their_names(policy: Path, tmp_path
     theirs["embed_tokens.weight"] = load_file(policy / "model.safetensors")["model.embed_tokens.weight"]
     torch.save(theirs, tmp_path / "pytorch_model.bin")
     edit_config(tmp_path, eagle_config={"eagle_aux_hidden_state_layer_ids": list(AUX)}, head_dim=None, rope_theta=1e4)
-    found, dtype = read_published(tmp_path, config)
+    found, dtype = read_published_head(tmp_path, config)
     assert dtype == torch.float32
-    for name, tensor in head.tensors(torch.float32).items():
-        assert torch.equal(found.tensors(torch.float32)[name], tensor), name
+    for name, tensor in head.collect_tensors(torch.float32).items():
+        assert torch.equal(found.collect_tensors(torch.float32)[name], tensor), name
+
+
+@pytest.mark.parametrize("change", [{}, {"num_hidden_layers": 40}])
+def test_a_head_that_names_the_family_of_its_layer_is_imported(
+    change: dict[str, Any], policy: Path, tmp_path: Path
+) -> None:
+    """So the EAGLE authors publish their heads, one of them with its policy's depth. It was refused by its name."""
+    config = read_policy_config(policy)
+    head = a_drafter(tmp_path, config, draft_vocab_size=100)
+    edit_config(tmp_path, architectures=["LlamaForCausalLM"], **change)
+    found, _ = read_published_head(tmp_path, config)
+    assert torch.equal(found.fc.weight, head.fc.weight)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(2, 2)  # then it is another kind of model
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointInvalid, match="architectures must be LlamaForCausalLMEagle3"):
+        read_published_head(tmp_path, config)
 
 
 @pytest.mark.parametrize(
@@ -147,17 +167,18 @@ def test_layouts_of_others_are_read_by_any_of_their_names(policy: Path, tmp_path
         ({"vocab_size": 32000}, "vocab_size must be the policy's 264, got 32000"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 18, 33]}}, "at most the policy's 4"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}}, "fc must take 2 x 64 columns, got 192"),
-        ({"draft_vocab_size": 90}, "d2t must lead to 90 ascending tokens"),
+        ({"draft_vocab_size": 90}, "d2t must map to 90 ascending token ids"),
         ({"norm_before_fc": True}, "norm_before_fc must be false"),
         ({"num_hidden_layers": 2}, "num_hidden_layers must be 1, got 2"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}}, "rope type must be default, got llama3"),
-        ({"architectures": ["LlamaForCausalLM"]}, "architectures must be LlamaForCausalLMEagle3"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 5e5}}, "rope_type must be one of default, llama3"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5}}, "rope_parameters.factor must be a number"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, "architectures must be LlamaForCausalLMEagle3"),
         ({"speculators_model_type": "dflash"}, "speculators_model_type must be eagle3, got dflash"),
         ({"target_hidden_size": 128}, "target_hidden_size must be the policy's 64"),
         ({"intermediate_size": 100}, "midlayer.mlp"),
     ],
 )
-def test_head_that_does_not_fit_is_refused_by_what_is_wrong(
+def test_a_head_that_does_not_fit_is_refused_with_the_reason(
     change: dict[str, Any], message: str, policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a_drafter(tmp_path / "head", read_policy_config(policy), draft_vocab_size=100)
@@ -171,35 +192,39 @@ def test_head_that_does_not_fit_is_refused_by_what_is_wrong(
     assert not (tmp_path / "out").exists()
 
 
-def test_everything_that_is_wrong_is_said_at_once(policy: Path, tmp_path: Path) -> None:
+def test_all_mismatches_are_named_at_once(policy: Path, tmp_path: Path) -> None:
     config = read_policy_config(policy)
     a_drafter(tmp_path, config)
     edit_config(tmp_path, hidden_size=128, norm_before_fc=True)
     with pytest.raises(CheckpointInvalid, match=r"norm_before_fc.*hidden_size must be the policy's 64"):
-        read_published(tmp_path, config)
+        read_published_head(tmp_path, config)
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [("embed_tokens.weight", "embed_tokens must be the policy's"), ("lm_head.weight", "its own|own")],
 )
-def test_head_with_a_wrong_end_is_refused(name: str, message: str, policy: Path, tmp_path: Path) -> None:
+def test_a_head_with_a_wrong_embedding_or_output_layer_is_refused(
+    name: str, message: str, policy: Path, tmp_path: Path
+) -> None:
     config = read_policy_config(policy)
     a_drafter(tmp_path, config)
-    tensors, theirs = load_file(tmp_path / "model.safetensors"), load_file(policy / "model.safetensors")
-    tensors[name] = theirs["lm_head.weight"]  # as the head's output layer it is the policy's; as the embedding, another
+    tensors = load_file(tmp_path / "model.safetensors")
+    theirs = load_file(policy / "model.safetensors")
+    # Wrong in both places: the output layer must not be the policy's, and the embedding must be the policy's embedding.
+    tensors[name] = theirs["lm_head.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointInvalid, match=message):
-        read_published(tmp_path, config)
+        read_published_head(tmp_path, config)
 
 
-def test_folder_without_a_head_is_refused(policy: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointInvalid, match="nothing is downloaded"):
-        read_published(tmp_path / "none", read_policy_config(policy))
+def test_a_folder_without_a_head_is_refused(policy: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointInvalid, match="specrl downloads nothing"):
+        read_published_head(tmp_path / "none", read_policy_config(policy))
     assert run("export", policy, "--format", "eagle3", "--out", tmp_path / "out") == CheckpointInvalid.exit_code
 
 
-def test_speculators_folder_must_name_its_policy(
+def test_exporting_to_speculators_needs_the_policy(
     policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a_drafter(tmp_path / "ours", read_policy_config(policy))

@@ -1,4 +1,4 @@
-"""The multi-pass loss: against speculators, against the way drafts are made, and against what must not matter."""
+"""The multi-pass loss equals that of speculators and of token-by-token drafting, and packing does not change it."""
 
 from __future__ import annotations
 
@@ -12,61 +12,72 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from tests.unit.drafting.builders import HIDDEN, VOCAB, a_head, a_policy, some_ends, some_states
+from tests.unit.drafting.builders import (
+    HIDDEN,
+    VOCAB,
+    PolicyEnds,
+    a_head,
+    a_policy,
+    choose_targets,
+    some_ends,
+    some_last,
+    some_states,
+)
 
-from specrl.drafting import online
-from specrl.drafting.criteria import Criterion
-from specrl.drafting.head import Eagle3Head, rotate
+from specrl.drafting import attention, online
+from specrl.drafting.criteria import DraftCriterion
+from specrl.drafting.eagle3.head import Eagle3Head
+from specrl.drafting.layers import apply_rotary
 from specrl.drafting.online import (
     FULL_RATE_STARTS,
     PASS_DECAY,
     WARM_UP_UPDATES,
     DrafterTrainer,
-    PolicyEnds,
-    metrics_of,
-    online_rate,
-    starts_per_pass,
-    training_time_test,
+    combine_updates,
+    compute_multi_pass_loss,
+    count_starts,
+    scale_learning_rate,
 )
-from specrl.drafting.packing import HeadBatch, lay_out, pack
+from specrl.drafting.packing import LessonBatch, lay_out_rows, pack_rows
 from specrl.spec.trainer import DrafterLoss
 
 PASSES = 3
 
 
-def loss_of(head: Eagle3Head, ends: PolicyEnds, batch: HeadBatch) -> online.PassSums:
+def loss_of(head: Eagle3Head, batch: LessonBatch) -> online.PassSums:
     lengths = (batch.lengths_B - batch.prompt_lengths_B).tolist()
-    return training_time_test(head, ends, pack(batch), [max(1, n) for n in starts_per_pass(lengths, PASSES)])
+    return compute_multi_pass_loss(head, pack_rows(batch), [max(1, n) for n in count_starts(lengths, PASSES)])
 
 
 def gradients(head: Eagle3Head, loss: torch.Tensor, *, keep: bool = False) -> list[torch.Tensor]:
     return list(torch.autograd.grad(loss, list(head.parameters()), retain_graph=keep))
 
 
-def drafts(head: Eagle3Head, ends: PolicyEnds, batch: HeadBatch, row: int, start: int) -> list[torch.Tensor]:
-    """Log-probabilities [V] of each pass, computed as an engine drafts: token after token with a growing cache.
+def drafts(head: Eagle3Head, ends: PolicyEnds, batch: LessonBatch, row: int, start: int) -> list[torch.Tensor]:
+    """Return log-probabilities [V] of each pass, computed as an engine drafts: token by token with a growing cache.
 
     Verified context first: pairs (h_t, x_{t+1}) for t <= start. Then each pass appends one more pair, of the last
     output and the next token, at the next position.
     """
-    policy, layer = head.config.policy, head.midlayer
+    policy = head.config.policy
+    layer = head.midlayer
     hidden_SH = head.fc(batch.aux_BSA[row, : start + 1])
     tokens_S = batch.token_ids_BS[row, 1 : start + 2]
     found = []
     for step in range(PASSES):
-        input_SX = head.qkv_input(ends.embedding_VH[tokens_S], hidden_SH)
+        input_SX = head.join_qkv_input(ends.embedding_VH[tokens_S], hidden_SH)
         position_1S = torch.arange(len(tokens_S))[None]
 
         def heads(x_SX: torch.Tensor) -> torch.Tensor:
             return x_SX.view(len(x_SX), -1, policy.head_dim).transpose(0, 1)[None]
 
-        query = rotate(heads(layer.self_attn.q_proj(input_SX)), position_1S, policy.rope_theta)[:, :, -1:]
-        key = rotate(heads(layer.self_attn.k_proj(input_SX)), position_1S, policy.rope_theta)
+        query = apply_rotary(heads(layer.self_attn.q_proj(input_SX)), position_1S, head.config.decoder_shape)[:, :, -1:]
+        key = apply_rotary(heads(layer.self_attn.k_proj(input_SX)), position_1S, head.config.decoder_shape)
         attended = torch.nn.functional.scaled_dot_product_attention(
             query, key, heads(layer.self_attn.v_proj(input_SX)), enable_gqa=True
         )
         out_H = head.after_attention(attended.transpose(1, 2).flatten(2)[0, 0], hidden_SH[-1])
-        found.append(head.logits(out_H).log_softmax(-1))
+        found.append(head.compute_logits(out_H).log_softmax(-1))
         following = start + 2 + step
         if following < batch.token_ids_BS.shape[1]:
             tokens_S = torch.cat([tokens_S, batch.token_ids_BS[row, following : following + 1]])
@@ -74,99 +85,109 @@ def drafts(head: Eagle3Head, ends: PolicyEnds, batch: HeadBatch, row: int, start
     return found
 
 
-def test_loss_is_that_of_drafting_token_by_token() -> None:
-    head, ends, batch = a_head(), some_ends(), some_states([3, 2], [9, 6])
-    totals = starts_per_pass([6, 4], PASSES)
+def test_the_loss_equals_that_of_drafting_token_by_token() -> None:
+    head = a_head()
+    ends = some_ends()
+    batch = some_states([3, 2], [9, 6])
+    last_BSH = some_last([9, 6])
+    totals = count_starts([6, 4], PASSES)
     expected = 0.0
     for row in range(2):
-        prompt, length = int(batch.prompt_lengths_B[row]), int(batch.lengths_B[row])
+        prompt = int(batch.prompt_lengths_B[row])
+        length = int(batch.lengths_B[row])
         for start in range(prompt - 1, length - 2):
             for step, drafted_V in enumerate(drafts(head, ends, batch, row, start)):
                 if start + 2 + step >= length:
                     continue
-                last_H = batch.last_BSH[row, start + 1 + step]
-                normed_H = torch.nn.functional.rms_norm(last_H, (HIDDEN,), ends.norm_H, 1e-6)
-                wanted_V = (normed_H @ ends.lm_head_VH.T).log_softmax(-1)
+                wanted_V = ends.compute_logits(last_BSH[row, start + 1 + step]).log_softmax(-1)
                 divergence = (wanted_V.exp() * (wanted_V - drafted_V)).sum()
                 expected += PASS_DECAY**step * float(divergence.detach()) / totals[step]
-    assert float(loss_of(head, ends, batch).loss.detach()) == pytest.approx(expected, rel=1e-5)
+    assert float(loss_of(head, batch).loss.detach()) == pytest.approx(expected, rel=1e-5)
 
 
-def test_padding_and_company_change_nothing() -> None:
-    head, ends = a_head(), some_ends()
-    together = loss_of(head, ends, some_states([3, 2], [9, 6]))
-    padded = loss_of(head, ends, some_states([3, 2], [9, 6], padding=5))
+def test_padding_and_other_sequences_change_nothing() -> None:
+    head = a_head()
+    together = loss_of(head, some_states([3, 2], [9, 6]))
+    padded = loss_of(head, some_states([3, 2], [9, 6], padding=5))
     assert float(together.loss.detach()) == pytest.approx(float(padded.loss.detach()), rel=1e-6)
     batch = some_states([3, 2], [9, 6])
-    totals = starts_per_pass([6, 4], PASSES)
-    alone = [training_time_test(head, ends, pack(part), totals) for part in (batch.rows([0]), batch.rows([1]))]
+    totals = count_starts([6, 4], PASSES)
+    alone = [
+        compute_multi_pass_loss(head, pack_rows(part), totals)
+        for part in (batch.select_sequences([0]), batch.select_sequences([1]))
+    ]
     assert sum(float(part.loss.detach()) for part in alone) == pytest.approx(float(together.loss.detach()), rel=1e-6)
     for name in ("loss_sums_J", "alive_J", "accepted_J"):
         torch.testing.assert_close(sum(getattr(part, name) for part in alone), getattr(together, name))
 
 
-def test_blocks_of_starts_give_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    head, ends, batch = a_head(), some_ends(), some_states([3, 2], [20, 11])
-    whole = gradients(head, loss_of(head, ends, batch).loss)
-    monkeypatch.setattr(online, "BLOCK_STARTS", 5)
-    for one, other in zip(whole, gradients(head, loss_of(head, ends, batch).loss), strict=True):
+def test_attention_in_blocks_gives_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = a_head()
+    batch = some_states([3, 2], [20, 11])
+    whole = gradients(head, loss_of(head, batch).loss)
+    monkeypatch.setattr(attention, "BLOCK_STARTS", 5)
+    for one, other in zip(whole, gradients(head, loss_of(head, batch).loss), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
-def test_too_short_completions_are_no_error() -> None:
+def test_too_short_completions_give_zero_loss() -> None:
     trainer = DrafterTrainer(a_head(), 1e-3, 1.0, PASSES)
-    trainer.begin(some_ends(), [1, 1])
-    trainer.accumulate(some_states([3, 2], [4, 3]))
-    metrics = metrics_of([trainer.finish()])
+    trainer.begin_update([1, 1])
+    trainer.accumulate_gradients(some_states([3, 2], [4, 3]))
+    metrics = combine_updates([trainer.finish_update()])
     assert metrics.loss == 0
     assert metrics.acceptance_per_position == (0.0, 0.0, 0.0)
 
 
 def test_only_the_head_gets_gradients() -> None:
-    ends, batch = some_ends(), some_states([3], [9])
+    batch = some_states([3], [9])
     batch.aux_BSA.requires_grad_()
-    detached = HeadBatch(batch.token_ids_BS, batch.aux_BSA.detach(), *list(vars(batch).values())[2:])
+    detached = batch._replace(aux_BSA=batch.aux_BSA.detach())
     head = a_head()
-    torch.autograd.backward(loss_of(head, ends, detached).loss)
+    torch.autograd.backward(loss_of(head, detached).loss)
     assert batch.aux_BSA.grad is None
     assert all(weight.grad is not None and weight.grad.abs().sum() > 0 for weight in head.parameters())
 
 
-def test_reduced_vocabulary_accepts_what_the_policy_gives_to_tokens_it_can_draft() -> None:
-    head, ends, batch = a_head(draft_vocab=8), some_ends(), some_states([2] * 8, [12] * 8)
+def test_acceptance_with_a_reduced_vocabulary_counts_draftable_tokens_only() -> None:
+    head = a_head(draft_vocab=8)
     head.set_draft_vocabulary(torch.arange(40, 48))
-    sums = loss_of(head, ends, batch)
+    batch = some_states([2] * 8, [12] * 8, draft_ids_K=head.draft_ids_K)
+    sums = loss_of(head, batch)
     assert math.isfinite(float(sums.loss.detach()))
     assert int(sums.alive_J[0]) == 8 * 9
-    normed = torch.nn.functional.rms_norm(batch.last_BSH, (HIDDEN,), ends.norm_H, 1e-6)
-    best_BS = (normed @ ends.lm_head_VH.T).softmax(-1)[..., 40:].max(-1).values
+    best_BS = some_ends().compute_logits(some_last([12] * 8)).softmax(-1)[..., 40:].max(-1).values
     assert 0 < float(sums.accepted_J[0]) <= float(best_BS[:, 2:11].sum())
     could_stay_BS = batch.token_ids_BS[:, 3:11] >= 40
     assert float(sums.alive_J[1]) <= int(could_stay_BS.sum())
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_acceptance_is_that_of_greedy_drafts_verified_one_by_one(temperature: float) -> None:
-    head, ends, batch = a_head(), some_ends(), some_states([3, 2], [9, 12])
-    # Tokens that the head itself drafts first, so that some starts stay alive.
+def test_acceptance_equals_that_of_greedy_drafts_verified_one_by_one(temperature: float) -> None:
+    head = a_head()
+    ends = some_ends()
+    batch = some_states([3, 2], [9, 12])
+    last_BSH = some_last([9, 12])
+    # The first tokens are those that the head drafts, so that some starts stay alive.
     batch.token_ids_BS[0, 4] = drafts(head, ends, batch, 0, 2)[0].argmax()
     batch.token_ids_BS[1, 6] = drafts(head, ends, batch, 1, 4)[0].argmax()
-    alive, accepted = [0.0] * PASSES, [0.0] * PASSES
+    batch = batch._replace(embedding_BSH=ends.embedding_VH[batch.token_ids_BS])
+    alive = [0.0] * PASSES
+    accepted = [0.0] * PASSES
     for row in range(2):
-        prompt, length = int(batch.prompt_lengths_B[row]), int(batch.lengths_B[row])
+        prompt = int(batch.prompt_lengths_B[row])
+        length = int(batch.lengths_B[row])
         for start in range(prompt - 1, length - 2):
             is_alive = True
             for step, drafted_V in enumerate(drafts(head, ends, batch, row, start)):
                 if not is_alive or start + 2 + step >= length:
                     continue
-                last_H = batch.last_BSH[row, start + 1 + step]
-                normed_H = torch.nn.functional.rms_norm(last_H, (HIDDEN,), ends.norm_H, 1e-6)
-                policy_V = (normed_H @ ends.lm_head_VH.T / temperature).softmax(-1)
+                policy_V = (ends.compute_logits(last_BSH[row, start + 1 + step]) / temperature).softmax(-1)
                 alive[step] += 1
                 accepted[step] += float(policy_V[drafted_V.argmax()])
                 is_alive = int(drafted_V.argmax()) == int(batch.token_ids_BS[row, start + 2 + step])
-    totals = starts_per_pass([6, 10], PASSES)
-    sums = training_time_test(head, ends, pack(batch), totals, Criterion(temperature=temperature))
+    totals = count_starts([6, 10], PASSES)
+    sums = compute_multi_pass_loss(head, pack_rows(batch), totals, DraftCriterion(temperature=temperature))
     assert sums.alive_J.tolist() == alive
     assert alive[1] >= 2
     assert sums.accepted_J.tolist() == pytest.approx(accepted, rel=1e-4)
@@ -177,21 +198,20 @@ LENGTHS = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 9)), min_size=1, 
 
 @given(LENGTHS, st.sampled_from(list(DrafterLoss)), st.sampled_from([48, 16]))
 @settings(max_examples=25, deadline=None)
-def test_packed_rows_are_the_same_as_unpacked_ones(
+def test_packed_rows_give_the_same_result_as_unpacked_ones(
     sizes: list[tuple[int, int]], loss: DrafterLoss, draft_vocab: int
 ) -> None:
-    prompts, lengths = [p for p, _ in sizes], [p + t for p, t in sizes]
-    batch, ends = some_states(prompts, lengths), some_ends()
-    batch = HeadBatch(
-        batch.token_ids_BS, batch.aux_BSA.double(), batch.last_BSH.double(), *list(vars(batch).values())[3:]
-    )
-    ends = PolicyEnds(ends.embedding_VH.double(), ends.norm_H.double(), ends.lm_head_VH.double())
+    prompts = [p for p, _ in sizes]
+    lengths = [p + t for p, t in sizes]
+    ids_K = torch.arange(draft_vocab) if draft_vocab < VOCAB else None
+    batch = some_states(prompts, lengths, draft_ids_K=ids_K, temperature=0.7)
+    batch = LessonBatch(*(x.double() if x.is_floating_point() else x for x in batch))
     head = a_head(draft_vocab).double()
-    totals = [max(1, n) for n in starts_per_pass([t for _, t in sizes], PASSES)]
-    criterion = Criterion(loss, temperature=0.7)
-    whole = training_time_test(head, ends, lay_out(batch, [list(range(len(sizes)))]), totals, criterion)
-    for rows in (pack(batch), lay_out(batch, [[i] for i in range(len(sizes))])):
-        other = training_time_test(head, ends, rows, totals, criterion)
+    totals = [max(1, n) for n in count_starts([t for _, t in sizes], PASSES)]
+    criterion = DraftCriterion(loss, temperature=0.7)
+    whole = compute_multi_pass_loss(head, lay_out_rows(batch, [list(range(len(sizes)))]), totals, criterion)
+    for rows in (pack_rows(batch), lay_out_rows(batch, [[i] for i in range(len(sizes))])):
+        other = compute_multi_pass_loss(head, rows, totals, criterion)
         torch.testing.assert_close(other.loss, whole.loss, rtol=1e-10, atol=1e-12)
         for name in ("loss_sums_J", "alive_J", "accepted_J"):
             torch.testing.assert_close(getattr(other, name), getattr(whole, name), rtol=1e-9, atol=1e-12)
@@ -200,78 +220,84 @@ def test_packed_rows_are_the_same_as_unpacked_ones(
                 torch.testing.assert_close(one, two, rtol=1e-8, atol=1e-11)
 
 
-def test_packing_is_by_first_fit_and_wastes_little() -> None:
+def test_packing_is_first_fit_and_wastes_little() -> None:
     batch = some_states([2, 2, 2, 2, 2], [20, 11, 9, 6, 5])
-    rows = pack(batch)
+    rows = pack_rows(batch)
     assert rows.token_ids_RW.shape == (3, 20)
     assert int((rows.room_RM > 0).sum()) == sum(n - 3 for n in (20, 11, 9, 6, 5))
 
 
-def test_a_stretch_of_a_rollout_is_trained_like_a_completion_of_its_own() -> None:
-    head, ends, batch = a_head(), some_ends(), some_states([3], [15])
-    stretch = batch.cut([6], [11])
-    alone = HeadBatch(*(x[:, :11] for x in list(vars(batch).values())[:3]), torch.tensor([6]), torch.tensor([11]))
-    assert float(loss_of(head, ends, stretch).loss.detach()) == pytest.approx(
-        float(loss_of(head, ends, alone).loss.detach())
-    )
+def test_a_slice_of_a_rollout_is_trained_like_a_completion() -> None:
+    head = a_head()
+    batch = some_states([3], [15])
+    slice_of = {"target_NK": batch.target_NK[3:7], "normaliser_N1": batch.normaliser_N1[3:7]}
+    slice_of |= {"prompt_lengths_B": torch.tensor([6]), "lengths_B": torch.tensor([11])}
+    stretch = batch._replace(**slice_of)
+    alone = LessonBatch(*(x[:, :11] for x in batch[:4]), *slice_of.values())
+    assert float(loss_of(head, stretch).loss.detach()) == pytest.approx(float(loss_of(head, alone).loss.detach()))
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=10))
-def test_starts_per_pass_count_what_the_loss_sums(lengths: list[int]) -> None:
+def test_starts_per_pass_equal_the_terms_of_the_loss(lengths: list[int]) -> None:
     expected = [sum(1 for n in lengths for m in range(n - 1) if m + j < n - 1) for j in range(PASSES)]
-    assert starts_per_pass(lengths, PASSES) == expected
+    assert count_starts(lengths, PASSES) == expected
 
 
-def test_head_learns_a_policy_that_can_be_learnt() -> None:
+def test_a_head_learns_a_predictable_policy() -> None:
     generator = torch.Generator().manual_seed(5)
     ends = some_ends()
     tokens_BS = (torch.randint(0, VOCAB, (64, 1), generator=generator) + 5 * torch.arange(12)) % VOCAB
-    # The last hidden state says the next token: its output row, after a norm that leaves it as it is.
+    # The last hidden state is the output row of the next token, and the norm leaves it unchanged.
     following_BS = (tokens_BS + 5) % VOCAB
-    lined_up = torch.nn.functional.normalize(ends.lm_head_VH, dim=-1)[following_BS] * 20
+    rows_VH = torch.nn.functional.normalize(ends.lm_head_VH, dim=-1)
+    logits_BSV = PolicyEnds(torch.ones(HIDDEN), rows_VH, rows_VH).compute_logits(rows_VH[following_BS] * 20)
+    targets = choose_targets(logits_BSV, [2] * 64, [12] * 64)
     aux = torch.cat([ends.embedding_VH[tokens_BS]] * 3, -1)
-    batch = HeadBatch(tokens_BS, aux, lined_up, torch.full((64,), 2), torch.full((64,), 12))
-    plain = PolicyEnds(ends.embedding_VH, torch.ones(HIDDEN), torch.nn.functional.normalize(ends.lm_head_VH, dim=-1))
-    # At temperature 1 the policy itself gives its best token 0.8 only.
-    trainer = DrafterTrainer(a_head(), 1e-2, 1.0, PASSES, Criterion(temperature=0.5))
+    batch = LessonBatch(
+        tokens_BS, aux, aux[..., :HIDDEN], aux[..., :0], *targets, torch.full((64,), 2), torch.full((64,), 12)
+    )
+    # At temperature 1 the policy itself gives its top token a probability of only 0.8.
+    trainer = DrafterTrainer(a_head(), 1e-2, 1.0, PASSES, DraftCriterion(temperature=0.5))
     history = []
     for _ in range(30):
-        trainer.begin(plain, [10] * 64)
-        trainer.accumulate(batch)
-        history.append(metrics_of([trainer.finish(1e-2)]))
+        trainer.begin_update([10] * 64)
+        trainer.accumulate_gradients(batch)
+        history.append(combine_updates([trainer.finish_update(1e-2)]))
     assert history[-1].loss < history[0].loss / 4
     assert min(history[-1].acceptance_per_position) > 0.9
 
 
-def test_state_brings_the_optimizer_back() -> None:
-    ends, batch = some_ends(), some_states([3, 2], [9, 6])
+def test_the_state_restores_the_optimizer() -> None:
+    batch = some_states([3, 2], [9, 6])
 
     def step(trainer: DrafterTrainer) -> float:
-        trainer.begin(ends, [6, 4])
-        trainer.accumulate(batch)
-        return metrics_of([trainer.finish()]).loss
+        trainer.begin_update([6, 4])
+        trainer.accumulate_gradients(batch)
+        return combine_updates([trainer.finish_update()]).loss
 
     first, second = (DrafterTrainer(a_head(seed=seed), 1e-2, 1.0, PASSES) for seed in (0, 9))
     step(first)
-    second.load_state(first.state())
+    second.load_state(first.collect_state())
     assert [step(first), step(first)] == [step(second), step(second)]
     fresh = DrafterTrainer(a_head(seed=3), 1e-2, 1.0, PASSES)
-    second.load_state(fresh.state())  # from before its first step
+    second.load_state(fresh.collect_state())  # saved before its first update
     assert step(second) == step(fresh)
 
 
 @pytest.mark.filterwarnings("ignore")  # speculators and what it imports warn about themselves
-def test_loss_equals_that_of_speculators(tmp_path: Path) -> None:
-    batch, ends, head = some_states([1, 1], [9, 9]), some_ends(), a_head()
+def test_the_loss_equals_that_of_speculators(tmp_path: Path) -> None:
+    batch = some_states([1, 1], [9, 9])
+    ends = some_ends()
+    head = a_head()
     theirs = speculators_loss(tmp_path, head, ends, batch)
-    totals = starts_per_pass([8, 8], PASSES)
-    ours = training_time_test(head, ends, pack(batch), totals)
+    totals = count_starts([8, 8], PASSES)
+    ours = compute_multi_pass_loss(head, pack_rows(batch), totals)
     for j in range(PASSES):
         assert float(ours.loss_sums_J[j]) / totals[j] == pytest.approx(theirs[j], rel=1e-5)
 
 
-def speculators_loss(folder: Path, head: Eagle3Head, ends: PolicyEnds, batch: HeadBatch) -> list[float]:
-    """Mean divergence of each pass by speculators' Eagle3DraftModel, sequences packed into one row."""
+def speculators_loss(folder: Path, head: Eagle3Head, ends: PolicyEnds, batch: LessonBatch) -> list[float]:
+    """Compute each pass's mean divergence with speculators' Eagle3DraftModel, with sequences packed into one row."""
     from speculators.losses import resolve_loss_config
     from speculators.models.eagle3.core import Eagle3DraftModel
     from transformers import LlamaConfig, Qwen3Config
@@ -319,10 +345,11 @@ def speculators_loss(folder: Path, head: Eagle3Head, ends: PolicyEnds, batch: He
             "input_ids": batch.token_ids_BS[:, 1:].reshape(1, -1),
             "document_ids": torch.arange(sequences).repeat_interleave(width - 1)[None],
             "position_ids": torch.arange(width - 1).repeat(sequences)[None],
-            "verifier_last_hidden_states": batch.last_BSH[:, 1:].reshape(1, -1, HIDDEN),
+            "verifier_last_hidden_states": some_last([9, 9])[:, 1:].reshape(1, -1, HIDDEN),
         }
         found = []
-        for sequence in range(sequences):  # a pass that runs past a sequence's end would read the next one's target
+        # A pass that runs past the end of a sequence would read the next sequence's target.
+        for sequence in range(sequences):
             one = slice(sequence * (width - 1), (sequence + 1) * (width - 1))
             _, _, metrics = model(
                 **{name: value[:, one] for name, value in rows.items()},
@@ -335,35 +362,49 @@ def speculators_loss(folder: Path, head: Eagle3Head, ends: PolicyEnds, batch: He
     return [sum(column) / sequences for column in zip(*found, strict=True)]
 
 
-def test_metrics_count_each_start_once_however_many_updates_saw_it() -> None:
-    sequences, lengths = some_states([3, 2, 4], [13, 6, 8]), [10, 4, 4]
+def test_metrics_count_each_start_once_over_several_updates() -> None:
+    sequences = some_states([3, 2, 4], [13, 6, 8])
+    lengths = [10, 4, 4]
     looks = []
     with torch.no_grad():
         for some in ([0, 1, 2], [0], [1, 2]):
             trainer = DrafterTrainer(a_head(), 1e-3, 1.0, PASSES)
-            trainer.begin(some_ends(), [lengths[i] for i in some])
-            trainer.accumulate(sequences.rows(some))
-            looks.append(trainer.measured())
-    whole, parts = metrics_of(looks[:1]), metrics_of(looks[1:])
+            trainer.begin_update([lengths[i] for i in some])
+            trainer.accumulate_gradients(sequences.select_sequences(some))
+            looks.append(trainer.finish_measurement())
+    whole = combine_updates(looks[:1])
+    parts = combine_updates(looks[1:])
     assert parts.loss == pytest.approx(whole.loss, rel=1e-6)
     assert parts.acceptance_per_position == pytest.approx(whole.acceptance_per_position, rel=1e-6)
 
 
-def test_sequences_of_several_passes_are_taught_as_if_they_were_of_one() -> None:
-    head, ends = a_head(), some_ends()
+def test_joined_batches_train_like_one_batch() -> None:
+    head = a_head()
     short = some_states([3], [8], padding=4)
-    long = some_states([2, 5], [20, 11], seed=3).cut([2, 5], [16, 11])
-    together = HeadBatch.joined([short, long])
+    long = some_states([2, 5], [16, 11], seed=3, padding=4)
+    together = LessonBatch.join_batches([short, long])
     assert together.token_ids_BS.shape == (3, 16)
-    found = loss_of(head, ends, together)
-    alone = [loss_of(head, ends, batch) for batch in (short, long)]
+    found = loss_of(head, together)
+    alone = [loss_of(head, batch) for batch in (short, long)]
     torch.testing.assert_close(found.loss_sums_J, alone[0].loss_sums_J + alone[1].loss_sums_J)
     torch.testing.assert_close(found.accepted_J, alone[0].accepted_J + alone[1].accepted_J)
 
 
-def test_learning_rate_of_the_loop_is_whole_for_many_starts_after_the_warm_up() -> None:
-    assert online_rate(1e-3, FULL_RATE_STARTS, WARM_UP_UPDATES) == 1e-3
-    assert online_rate(1e-3, 10 * FULL_RATE_STARTS, 1000) == 1e-3
-    assert online_rate(1e-3, FULL_RATE_STARTS // 16, 1000) == pytest.approx(1e-3 / 4)
-    assert online_rate(1e-3, FULL_RATE_STARTS, 0) == pytest.approx(1e-3 / WARM_UP_UPDATES)
-    assert online_rate(1e-3, 0, 1000) == 0
+def test_selected_sequences_keep_their_own_targets() -> None:
+    batch = some_states([3, 2, 4], [9, 6, 12], draft_ids_K=torch.arange(0, 48, 4))
+    chosen = batch.select_sequences([2, 0])
+    assert chosen.count_targets() == [7, 5]
+    torch.testing.assert_close(chosen.target_NK, torch.cat([batch.target_NK[8:], batch.target_NK[:5]]))
+    torch.testing.assert_close(chosen.normaliser_N1, torch.cat([batch.normaliser_N1[8:], batch.normaliser_N1[:5]]))
+    joined = LessonBatch.join_batches([chosen, batch.select_sequences([1])])
+    torch.testing.assert_close(joined.target_NK, torch.cat([chosen.target_NK, batch.target_NK[5:8]]))
+    rows = pack_rows(joined)
+    torch.testing.assert_close(rows.target_RM[rows.select_starts(0)].sort().values, torch.arange(len(joined.target_NK)))
+
+
+def test_the_learning_rate_is_full_for_many_starts_after_the_warm_up() -> None:
+    assert scale_learning_rate(1e-3, FULL_RATE_STARTS, WARM_UP_UPDATES) == 1e-3
+    assert scale_learning_rate(1e-3, 10 * FULL_RATE_STARTS, 1000) == 1e-3
+    assert scale_learning_rate(1e-3, FULL_RATE_STARTS // 16, 1000) == pytest.approx(1e-3 / 4)
+    assert scale_learning_rate(1e-3, FULL_RATE_STARTS, 0) == pytest.approx(1e-3 / WARM_UP_UPDATES)
+    assert scale_learning_rate(1e-3, 0, 1000) == 0

@@ -1,27 +1,30 @@
-"""The run file's choices reach vLLM, and the memory check says what is missing."""
+"""The run file's settings reach vLLM, and requests, memory and CUDA graphs are checked."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.vllm_cases import a_spec
+from tools.seam_table import SEAMS
 
 from specrl.errors import MemoryTooSmall, RecordInvalid, RunInvalid
 from specrl.generation.draft_length import OFF
-from specrl.generation.nodes import Nodes
-from specrl.generation.vllm_backend import arguments, memory
+from specrl.generation.nodes import ReplicaNodes
+from specrl.generation.vllm_backend import arguments
+from specrl.generation.vllm_backend.launch import ReplicaFolders, check_memory
+from specrl.models import ModelFolder
 from specrl.records import RolloutRequest, Sampling
-from specrl.seams.table import SEAMS
 
 POLICY = Path("/models/policy")
 
 
-def test_engine_gets_what_the_run_file_says() -> None:
+def test_the_run_files_settings_become_engine_arguments() -> None:
     spec = a_spec(POLICY, generation={"maxLiveRollouts": 7, "kvCacheMib": 3}, schedule={
         "steps": 1, "promptsPerStep": 1, "groupSize": 2, "seed": 5,
     })  # fmt: skip
-    found = arguments.engine_arguments(spec, None, is_cpu=True)
+    found = arguments.build_engine_arguments(spec, None, is_cpu=True)
     expected = {"model": "/models/policy", "dtype": "float32", "max_model_len": 512, "max_num_seqs": 7, "seed": 5}
     assert expected.items() <= found.items()
     assert found["kv_cache_memory_bytes"] == 3 << 20
@@ -29,12 +32,28 @@ def test_engine_gets_what_the_run_file_says() -> None:
     assert found["speculative_config"] is None
 
 
-def test_every_argument_of_an_engine_is_compared_with_vllms_own() -> None:
+def test_every_engine_argument_is_in_the_table_of_seams() -> None:
     (seam,) = (seam for seam in SEAMS if seam.name == "vllm.AsyncEngineArgs")
-    spec = a_spec(POLICY, {"eagle3": {}}, trainer={"optimizer": {"learningRate": "1e-4"}, "routing": "Replay"})
-    nodes = Nodes(2, 0, "leader", 29500, "leader")
-    passed = [arguments.engine_arguments(spec, None, is_cpu, nodes).keys() for is_cpu in (True, False)]
+    trainer = {"optimizer": {"learningRate": "1e-4"}, "routing": "Replay"}
+    sampling = {"maxTokens": 64, "topP": "0.9"}
+    spec = a_spec(POLICY, {"eagle3": {}}, trainer=trainer, generation={"sampling": sampling})
+    nodes = ReplicaNodes(2, 0, "leader", 29500, "leader")
+    passed = [arguments.build_engine_arguments(spec, None, is_cpu, nodes).keys() for is_cpu in (True, False)]
     assert set(seam.only) == set().union(*passed)
+
+
+@pytest.mark.parametrize(("sampling", "is_returned"), [
+    ({}, False), ({"temperature": "0.7"}, False), ({"topP": "0.9"}, True), ({"topK": 20}, True),
+])  # fmt: skip
+def test_sampling_sets_are_returned_only_if_top_p_or_top_k_leave_tokens_out(
+    sampling: dict[str, Any], is_returned: bool
+) -> None:
+    """Steps may overlap on GPUs only, where vLLM's second model runner returns the sets: not for suffix decoding."""
+    for kind, is_cpu in (("eagle3", True), ("eagle3", False), ("suffix", False)):
+        spec = a_spec(POLICY, {kind: {}}, generation={"sampling": {"maxTokens": 64} | sampling})
+        found = arguments.build_engine_arguments(spec, None, is_cpu)
+        assert ("return_sampling_mask" in found) is is_returned
+        assert ("async_scheduling" in found) is (is_returned and (kind, is_cpu) != ("eagle3", False))
 
 
 @pytest.mark.parametrize(("eager", "is_cpu", "expected"), [
@@ -42,40 +61,40 @@ def test_every_argument_of_an_engine_is_compared_with_vllms_own() -> None:
 ])  # fmt: skip
 def test_eager_is_the_default_on_cpus_only(eager: bool | None, is_cpu: bool, expected: bool) -> None:
     spec = a_spec(POLICY, generation={"eager": eager})
-    assert arguments.engine_arguments(spec, None, is_cpu)["enforce_eager"] is expected
-    assert bool(arguments.eager_environment(spec, is_cpu)) is (expected and is_cpu)
+    assert arguments.build_engine_arguments(spec, None, is_cpu)["enforce_eager"] is expected
+    assert bool(arguments.build_eager_environment(spec, is_cpu)) is (expected and is_cpu)
 
 
-def test_gpus_measure_their_own_kv_cache() -> None:
+def test_vllm_chooses_the_kv_cache_size_on_gpus() -> None:
     spec = a_spec(POLICY, generation={"kvCacheMib": None})
     assert arguments.kv_cache_bytes(spec, is_cpu=False) is None
     assert arguments.kv_cache_bytes(spec, is_cpu=True) == arguments.CPU_KV_CACHE_MIB << 20
 
 
-def test_mechanisms_become_vllms() -> None:
+def test_mechanisms_become_vllms_speculative_config() -> None:
     eagle3 = a_spec(POLICY, {"eagle3": {"numDraftTokens": 2}})
-    assert arguments.speculative_config(eagle3, Path("/head")) == {
+    assert arguments.build_speculative_config(eagle3, Path("/head")) == {
         "method": "eagle3", "model": "/head", "num_speculative_tokens": 2, "draft_sample_method": "greedy",
     }  # fmt: skip
     draft_model = a_spec(POLICY, {"draftModel": {"path": "/small", "draftSampling": "Probabilistic"}})
-    assert arguments.speculative_config(draft_model, Path("/small")) == {
+    assert arguments.build_speculative_config(draft_model, Path("/small")) == {
         "method": "draft_model", "model": "/small", "num_speculative_tokens": 3, "draft_sample_method": "probabilistic",
         "draft_tensor_parallel_size": 1,
     }  # fmt: skip
-    assert arguments.speculative_config(a_spec(POLICY, {"mtp": {}}), None) == {
+    assert arguments.build_speculative_config(a_spec(POLICY, {"mtp": {}}), None) == {
         "method": "mtp", "num_speculative_tokens": 1, "draft_sample_method": "greedy",
     }  # fmt: skip
-    assert arguments.speculative_config(a_spec(POLICY, {"suffix": {"cachedRollouts": 50}}), None) == {
+    assert arguments.build_speculative_config(a_spec(POLICY, {"suffix": {"cachedRollouts": 50}}), None) == {
         "method": "suffix", "num_speculative_tokens": 8, "suffix_decoding_max_cached_requests": 50,
     }  # fmt: skip
     ngram = a_spec(POLICY, {"ngram": {"numDraftTokens": 4, "lookupMin": 2, "lookupMax": 5}})
-    assert arguments.speculative_config(ngram, None) == {
+    assert arguments.build_speculative_config(ngram, None) == {
         "method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 5,
     }  # fmt: skip
 
 
-def test_environment_keeps_vllm_offline_and_its_threads_unbound() -> None:
-    found = arguments.environment(a_spec(POLICY, generation={"threads": 3}))
+def test_the_environment_keeps_vllm_offline_and_its_threads_unbound() -> None:
+    found = arguments.build_environment(a_spec(POLICY, generation={"threads": 3}))
     assert found["HF_HUB_OFFLINE"] == found["VLLM_NO_USAGE_STATS"] == found["DO_NOT_TRACK"] == "1"
     assert found["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert found["OMP_NUM_THREADS"] == "3"
@@ -85,7 +104,7 @@ def a_request(prompt: int = 4, **sampling: object) -> RolloutRequest:
     return RolloutRequest("r", "g", 0, (5,) * prompt, Sampling(**{"max_tokens": 8, **sampling}))  # type: ignore[arg-type]
 
 
-def test_longest_request_leaves_room_for_drafts() -> None:
+def test_the_longest_request_leaves_room_for_drafts() -> None:
     spec = a_spec(POLICY, {"ngram": {"numDraftTokens": 3}})
     arguments.check_request(a_request(500, max_tokens=8), spec, 264)
     with pytest.raises(RecordInvalid, match=r"508 tokens.*got 500 \+ 9"):
@@ -101,33 +120,37 @@ def test_sampling_that_vllm_would_change_or_refuse_is_refused(sampling: dict[str
         arguments.check_request(a_request(**sampling), a_spec(POLICY), 264)
 
 
-def test_memory_that_is_too_small_is_told_in_numbers() -> None:
-    needed = memory.needed_bytes(weight_bytes=100 << 20, kv_cache_bytes=64 << 20)
-    memory.check(needed, needed)
-    with pytest.raises(MemoryTooSmall, match=rf"at least {needed >> 20} MiB.*got {(needed >> 20) - 1} MiB"):
-        memory.check(needed, needed - (1 << 20))
+def test_too_little_memory_is_reported_in_numbers() -> None:
+    """Weights of 100 MiB count twice: policy and drafter, 25 M parameters together."""
+    spec = a_spec(POLICY, generation={"kvCacheMib": 64})
+    policy = ModelFolder(POLICY, "model.path", {}, {"a": (20, 1 << 20)}, None)
+    head = ModelFolder(POLICY, "generation.speculation.eagle3", {}, {"b": (5 << 20,)}, None)
+    needed_mib = 200 + 64 + 1536
+    check_memory(spec, ReplicaFolders(policy, head), needed_mib << 20)
+    with pytest.raises(MemoryTooSmall, match=rf"at least {needed_mib} MiB.*got {needed_mib - 1} MiB"):
+        check_memory(spec, ReplicaFolders(policy, head), (needed_mib - 1) << 20)
 
 
-def test_prompts_are_never_cut_on_cpus_and_the_longest_fits_one_step() -> None:
+def test_prompts_are_never_chunked_on_cpus_and_the_longest_fits_one_step() -> None:
     """vLLM 0.32 rewinds the generator of a seeded request after a partial prompt, which CPU generators cannot."""
     spec = a_spec(POLICY, {"ngram": {"numDraftTokens": 3}}, model={"path": "/p", "maxLength": 4000})
-    found = arguments.engine_arguments(spec, None, is_cpu=True)
+    found = arguments.build_engine_arguments(spec, None, is_cpu=True)
     assert found["enable_chunked_prefill"] is False
     assert found["max_num_batched_tokens"] >= 4000 + 32 * 4
-    assert "enable_chunked_prefill" not in arguments.engine_arguments(spec, None, is_cpu=False)
+    assert "enable_chunked_prefill" not in arguments.build_engine_arguments(spec, None, is_cpu=False)
 
 
-def test_numba_leaves_openmp_alone() -> None:
+def test_numba_does_not_use_openmp() -> None:
     """vLLM's packed weights depend on OpenMP's thread count, which numba's OpenMP layer sets for the whole process."""
-    assert arguments.environment(a_spec(POLICY))["NUMBA_THREADING_LAYER"] == "workqueue"
+    assert arguments.build_environment(a_spec(POLICY))["NUMBA_THREADING_LAYER"] == "workqueue"
 
 
-def test_graphs_are_captured_for_a_full_batch_with_its_drafts() -> None:
+def test_cuda_graphs_cover_a_full_batch_with_drafts() -> None:
     spec = a_spec(POLICY, {"eagle3": {"numDraftTokens": 3}}, generation={"maxLiveRollouts": 256})
-    assert arguments.engine_arguments(spec, Path("head"), is_cpu=False)["compilation_config"] == {
+    assert arguments.build_engine_arguments(spec, Path("head"), is_cpu=False)["compilation_config"] == {
         "cudagraph_capture_sizes": [1, 2, 4, *range(8, 256, 8), *range(256, 1025, 16)]
     }
-    assert "compilation_config" not in arguments.engine_arguments(spec, Path("head"), is_cpu=True)
+    assert "compilation_config" not in arguments.build_engine_arguments(spec, Path("head"), is_cpu=True)
     arguments.check_graph_coverage(spec, 1024, is_cpu=False)
 
 
@@ -135,17 +158,15 @@ def test_graphs_are_captured_for_a_full_batch_with_its_drafts() -> None:
     "mechanism", [{"none": {}}, {"suffix": {"numDraftTokens": 2}}, {"ngram": {"numDraftTokens": 2}}]
 )
 @pytest.mark.parametrize("length", ["Fixed", "Adaptive"])
-def test_full_batches_have_graphs_where_their_tokens_are_no_round_number(
-    mechanism: dict[str, object], length: str
-) -> None:
-    """Runs of 30 rollouts with 2 drafts each were refused: of 90 tokens, vLLM captures 88 by itself."""
+def test_cuda_graphs_cover_full_batches_of_any_size(mechanism: dict[str, object], length: str) -> None:
+    """Once runs of 30 rollouts with 2 drafts each were refused: for their 90 tokens, vLLM's own grid ends at 88."""
     spec = a_spec(POLICY, mechanism, generation={"maxLiveRollouts": 30, "draftLength": length})
-    assert arguments.captured_tokens(spec)[-1] == arguments.full_step_tokens(spec)
-    arguments.check_graph_coverage(spec, arguments.captured_tokens(spec)[-1], is_cpu=False)
+    assert arguments.choose_captured_sizes(spec)[-1] == arguments.full_step_tokens(spec)
+    arguments.check_graph_coverage(spec, arguments.choose_captured_sizes(spec)[-1], is_cpu=False)
 
 
 @pytest.mark.parametrize("largest", [None, 512, 1023])
-def test_graphs_that_do_not_cover_a_full_batch_are_refused(largest: int | None) -> None:
+def test_too_small_cuda_graphs_are_refused(largest: int | None) -> None:
     spec = a_spec(POLICY, {"eagle3": {"numDraftTokens": 3}}, generation={"maxLiveRollouts": 256})
     with pytest.raises(RunInvalid, match=r"= 1024 tokens, got .*; a larger step would run eagerly"):
         arguments.check_graph_coverage(spec, largest, is_cpu=False)
@@ -154,9 +175,9 @@ def test_graphs_that_do_not_cover_a_full_batch_are_refused(largest: int | None) 
     arguments.check_graph_coverage(eager, largest, is_cpu=False)
 
 
-def test_lengths_follow_the_mechanism() -> None:
+def test_the_adaptive_lengths_depend_on_the_mechanism() -> None:
     def lengths(speculation: dict[str, object], length: str = "Adaptive") -> tuple[int, ...]:
-        return arguments.draft_lengths(a_spec(POLICY, speculation, generation={"draftLength": length}))
+        return arguments.list_adaptive_lengths(a_spec(POLICY, speculation, generation={"draftLength": length}))
 
     assert lengths({"eagle3": {"numDraftTokens": 2}}) == (OFF, 0, 1, 2)
     assert lengths({"ngram": {"numDraftTokens": 2}}) == (OFF, 1, 2)
@@ -165,8 +186,8 @@ def test_lengths_follow_the_mechanism() -> None:
     assert lengths({"eagle3": {"numDraftTokens": 2}}, "Fixed") == ()
 
 
-def test_each_draft_length_is_named_to_vllm_once() -> None:
-    """The longest alone was named, and vLLM's second model runner captured graphs for no other length."""
+def test_vllms_table_has_each_draft_length_once() -> None:
+    """Once it had the longest only, and vLLM's second model runner captured graphs for no other length."""
 
     def named(longest: int, live: int) -> list[tuple[int, int, int]]:
         spec = a_spec(
@@ -174,20 +195,20 @@ def test_each_draft_length_is_named_to_vllm_once() -> None:
             {"ngram": {"numDraftTokens": longest}},
             generation={"draftLength": "Adaptive", "maxLiveRollouts": live},
         )
-        found = arguments.engine_arguments(spec, None, is_cpu=False)["speculative_config"]
+        found = arguments.build_engine_arguments(spec, None, is_cpu=False)["speculative_config"]
         ranges: list[tuple[int, int, int]] = found["num_speculative_tokens_per_batch_size"]
         return ranges
 
     assert named(3, 64) == [(1, 1, 0), (2, 2, 1), (3, 3, 2), (4, 64, 3)]
     assert named(3, 4) == [(1, 1, 0), (2, 2, 1), (3, 3, 2), (4, 4, 3)]
     assert named(1, 64) == [(1, 1, 0), (2, 64, 1)]
-    # With fewer batch sizes than lengths: the longest first of all, then 0, then some between.
+    # With fewer batch sizes than lengths: the longest, then 0, then some between.
     assert named(3, 1) == [(1, 1, 3)]
     assert named(8, 2) == [(1, 1, 0), (2, 2, 8)]
     assert named(8, 3) == [(1, 1, 0), (2, 2, 4), (3, 3, 8)]
 
 
-def test_a_fixed_length_is_not_named_by_batch_size() -> None:
+def test_a_fixed_length_has_no_table() -> None:
     spec = a_spec(POLICY, {"ngram": {"numDraftTokens": 3}}, generation={"draftLength": "Fixed"})
-    found = arguments.engine_arguments(spec, None, is_cpu=False)["speculative_config"]
+    found = arguments.build_engine_arguments(spec, None, is_cpu=False)["speculative_config"]
     assert "num_speculative_tokens_per_batch_size" not in found

@@ -1,4 +1,4 @@
-"""vLLM's own normalisation kernels on CPUs against its PyTorch ones: same values, and only where they fit."""
+"""vLLM's RMSNorm kernels on CPUs equal its PyTorch implementation, and are used only where they fit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.requirements import CPU_KERNELS
 
-from specrl.generation.vllm_backend import cpu_kernels
+from specrl.generation.vllm_backend.extensions import cpu_kernels
 
 pytestmark = pytest.mark.needs(CPU_KERNELS)
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
@@ -15,11 +15,11 @@ EPSILON = 1e-6
 
 @pytest.fixture(scope="module", autouse=True)
 def ops():
-    """vLLM's operations, with the kernels registered twice, as in a process that loads the plugin again."""
+    """vLLM's operations. The kernels are registered twice, as if the plugin were loaded again."""
     from vllm import ir
 
-    cpu_kernels.register()
-    cpu_kernels.register()
+    cpu_kernels.register_kernels()
+    cpu_kernels.register_kernels()
     return ir.ops
 
 
@@ -30,7 +30,7 @@ def case(dtype: torch.dtype, *shape: int) -> tuple[torch.Tensor, torch.Tensor, t
     return x, residual, torch.randn(shape[-1], generator=generator).to(dtype)
 
 
-def test_platform_prefers_the_kernels_once_and_keeps_its_own_choice_behind_them(ops):
+def test_the_platform_prefers_the_kernels_and_keeps_its_own_as_a_fallback(ops):
     from vllm.platforms import current_platform
 
     found = current_platform.get_default_ir_op_priority(None)
@@ -40,24 +40,25 @@ def test_platform_prefers_the_kernels_once_and_keeps_its_own_choice_behind_them(
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("shape", [(1, 32), (37, 192), (5, 4, 64)])
-def test_norm_equals_vllms_native_one(ops, dtype, shape):
+def test_the_norm_equals_vllms_native_norm(ops, dtype, shape):
     x, _, weight = case(dtype, *shape)
     expected = ops.rms_norm.impls["native"].impl_fn(x, weight, EPSILON)
     got = ops.rms_norm.impls[cpu_kernels.PROVIDER].impl_fn(x, weight, EPSILON)
     torch.testing.assert_close(got, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-def test_norm_of_a_part_of_a_larger_row(ops):
+def test_the_norm_of_a_view_into_larger_rows_is_right(ops):
     """Queries and keys are normalised as views into the rows of one projection."""
     rows, _, _ = case(torch.float32, 6, 256)
-    x, weight = rows[:, 64:192].view(6, 2, 64), case(torch.float32, 64)[2]
+    x = rows[:, 64:192].view(6, 2, 64)
+    weight = case(torch.float32, 64)[2]
     expected = ops.rms_norm.impls["native"].impl_fn(x, weight, EPSILON)
     got = ops.rms_norm.impls[cpu_kernels.PROVIDER].impl_fn(x, weight, EPSILON)
     torch.testing.assert_close(got, expected, atol=2e-6, rtol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_norm_after_an_addition_equals_vllms_native_one(ops, dtype):
+def test_the_norm_after_an_addition_equals_vllms_native_norm(ops, dtype):
     x, residual, weight = case(dtype, 37, 192)
     expected = ops.fused_add_rms_norm.impls["native"].impl_fn(x, residual, weight, EPSILON)
     got = ops.fused_add_rms_norm.impls[cpu_kernels.PROVIDER].func_impl_fn(x, residual, weight, EPSILON)
@@ -65,7 +66,7 @@ def test_norm_after_an_addition_equals_vllms_native_one(ops, dtype):
         torch.testing.assert_close(mine, theirs, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-def test_rows_that_the_kernel_cannot_take_are_left_to_the_native_one(ops):
+def test_the_native_norm_takes_rows_that_the_kernel_does_not_support(ops):
     norm = ops.rms_norm.impls[cpu_kernels.PROVIDER]
     x, _, weight = case(torch.float32, 4, 64)
     assert norm.supports_args(x, weight, EPSILON)

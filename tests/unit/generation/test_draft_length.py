@@ -1,4 +1,4 @@
-"""The controller of draft lengths against an engine made of formulas: known costs, known acceptance."""
+"""The draft length controller on a simulated engine with known costs and known acceptance."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from specrl.generation.draft_length import (
     DISTURBED_STEPS,
     OFF,
     PRIOR_CHANCE,
-    DraftLengths,
-    State,
-    StepCosts,
-    batch_nodes,
-    calibrated_lengths,
+    DraftingState,
+    DraftLengthController,
+    StepCostModel,
+    choose_batch_nodes,
+    choose_calibrated_lengths,
 )
 
 LONGEST = 5
@@ -27,15 +27,18 @@ LENGTHS = (OFF, *range(LONGEST + 1))
 
 
 def a_cost(batch: int, k: int) -> float:
-    """Seconds: weights are read once, every verified token and every draft pass costs something."""
+    """Seconds of a step: a fixed cost for reading the weights, plus a cost per verified token and per draft pass."""
     if k == OFF:
         return 0.010 + 0.0002 * batch
     return 0.010 + 0.0002 * batch * (k + 1) + 0.001 * max(1, k)
 
 
 @dataclass
-class FormulaRequest:
-    """left: tokens until it has finished. is_whole: a drafter ran in all its steps, so that it can be drafted for."""
+class SimulatedRequest:
+    """One simulated request.
+
+    left: tokens until it ends. is_whole: the drafter ran in all of its steps, so it can draft for it.
+    """
 
     left: float
     context: int = 10
@@ -43,34 +46,35 @@ class FormulaRequest:
 
 
 @dataclass
-class FormulaEngine:
-    """Runs a controller as the scheduler does; `chance` is that of each draft token, given the ones before.
+class SimulatedEngine:
+    """Runs a controller as the scheduler does.
 
-    Reading takes `reading_s` a token, a tenth more with the drafter.
+    chance: acceptance of each draft token, given the ones before. reading_s: seconds per prompt token, and a tenth more
+    with the drafter.
     """
 
-    drafting: DraftLengths
+    drafting: DraftLengthController
     chance: float
     cost: Callable[[int, int], float] = a_cost
     seed: int = 0
     reading_s: float = 0.0
     is_limited: bool = False
-    """The longest request that is live ends where it has to, not before."""
+    """Whether `left` is an exact limit for the controller, as if each request ran to its maximum length."""
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)  # noqa: S311 - no secret
         self.seconds = 0.0
         self.tokens = 0
         self.catch_ups = 0
-        self.live: list[FormulaRequest] = []
+        self.live: list[SimulatedRequest] = []
 
     def calibrate(self) -> None:
         nodes = self.drafting.costs.nodes
-        lengths = calibrated_lengths(self.drafting.lengths)
-        self.drafting.costs.fill({k: [self.cost(node, k) for node in nodes] for k in lengths})
+        lengths = choose_calibrated_lengths(self.drafting.lengths)
+        self.drafting.costs.set_measured_costs({k: [self.cost(node, k) for node in nodes] for k in lengths})
 
     def run(self, batch: int, steps: int, tokens: float = 40.0) -> list[int]:
-        """So many steps at a load of requests of so many tokens; returns the lengths that were used."""
+        """Run steps at a constant batch size, with requests of about `tokens` tokens; returns the lengths used."""
         used = []
         del self.live[batch:]
         for _ in range(steps):
@@ -80,40 +84,41 @@ class FormulaEngine:
         return used
 
     def drain(self, tokens: Sequence[float]) -> list[tuple[int, int]]:
-        """A batch of requests of so many tokens, until the last one has finished; then new weights.
+        """Run a batch until its last request has ended, then update the weights. tokens: of each request.
 
-        Returns how many were live, and the length, step by step.
+        Returns the number of live requests and the length of each step.
         """
         self.live.clear()
         for left in tokens:
             self.begin(left)
-        self.read(self.drafting.lookup()[len(self.live)], is_catch_up=False)
+        self.read(self.drafting.next_table()[len(self.live)], is_catch_up=False)
         used = []
         while self.live:
             used.append((len(self.live), self.step()))
-        self.drafting.weights_changed()
+        self.drafting.handle_new_weights()
         return used
 
     def begin(self, tokens: float) -> None:
-        self.drafting.saw_request()
-        self.live.append(FormulaRequest(tokens))
+        self.drafting.record_request()
+        self.live.append(SimulatedRequest(tokens))
 
     def read(self, length: int, is_catch_up: bool) -> None:
-        """All that is live, for the first time or again."""
-        batch, tokens = len(self.live), sum(request.context for request in self.live)
+        """Compute the contexts of all live requests, for the first time or again."""
+        batch = len(self.live)
+        tokens = sum(request.context for request in self.live)
         seconds = self.cost(batch, length) + tokens * self.reading_s * (1.0 if length == OFF else 1.1)
-        self.drafting.saw_reading(batch, length, tokens, seconds, is_catch_up)
+        self.drafting.record_prefill_step(batch, length, tokens, seconds, is_catch_up)
         self.seconds += seconds
         for request in self.live:
             request.is_whole = length != OFF
 
     def step(self) -> int:
         batch = len(self.live)
-        k = self.drafting.lookup()[batch]
+        k = self.drafting.next_table()[batch]
         is_missed = any(not request.is_whole for request in self.live)
-        if is_missed and self.drafting.fixed is None and self.drafting.state is not State.TRIAL:
+        if is_missed and self.drafting.fixed is None and self.drafting.state is not DraftingState.TRIAL:
             left = (round(request.left) if self.is_limited else 1000 for request in self.live)
-            if self.drafting.catch_up_is_due(batch, (request.context for request in self.live), left):
+            if self.drafting.is_catch_up_due(batch, (request.context for request in self.live), left):
                 self.read(k, is_catch_up=True)
                 self.catch_ups += 1
             else:
@@ -125,20 +130,20 @@ class FormulaEngine:
             while accepted < k and request.is_whole and self.random.random() < self.chance:
                 accepted += 1
             if k > 0:
-                self.drafting.saw_draft(k, accepted, request.is_whole)
+                self.drafting.record_verified_draft(k, accepted, request.is_whole)
             request.left -= 1 + accepted
             request.context += 1 + accepted
             emitted += 1 + accepted
         seconds = self.cost(batch, k) * self.random.uniform(0.95, 1.05)
-        self.drafting.saw_step(batch, k, emitted, seconds)
+        self.drafting.record_step(batch, k, emitted, seconds)
         self.seconds += seconds
         self.tokens += emitted
         self.live = [request for request in self.live if request.left > 0]
         return k
 
 
-def an_engine(chance: float, max_batch: int = 64, **rest: int) -> FormulaEngine:
-    engine = FormulaEngine(DraftLengths(max_batch, LENGTHS), chance, **rest)
+def an_engine(chance: float, max_batch: int = 64, **rest: int) -> SimulatedEngine:
+    engine = SimulatedEngine(DraftLengthController(max_batch, LENGTHS), chance, **rest)
     engine.calibrate()
     return engine
 
@@ -154,9 +159,9 @@ def speed_of(chance: float, batch: int, k: int) -> float:
     return sum(chance**i for i in range(max(k, 0) + 1)) / a_cost(batch, k)
 
 
-def test_a_longer_draft_is_never_believed_to_cost_less() -> None:
-    costs = StepCosts((1, 4), (OFF, 0, 1, 2, 3))
-    costs.fill({OFF: [1.0, 1.0], 0: [2.0, 5.0], 1: [2.2, 3.0], 3: [2.6, 6.0]})
+def test_a_longer_draft_never_costs_less() -> None:
+    costs = StepCostModel((1, 4), (OFF, 0, 1, 2, 3))
+    costs.set_measured_costs({OFF: [1.0, 1.0], 0: [2.0, 5.0], 1: [2.2, 3.0], 3: [2.6, 6.0]})
     assert [costs.seconds[k] for k in (OFF, 0, 1, 2, 3)] == [
         [1.0, 1.0],
         [2.0, 4.0],
@@ -167,35 +172,36 @@ def test_a_longer_draft_is_never_believed_to_cost_less() -> None:
 
 
 @pytest.mark.parametrize("slower", [0.7, 1.5])
-def test_a_machine_that_changes_is_no_length_that_does(slower: float) -> None:
-    """From the very first step, and again when what is in use has long been known."""
-    costs = StepCosts((1, 4), (OFF, 0, 1, 2, 3))
-    costs.fill({k: [k + 3.0, k + 6.0] for k in costs.lengths})
-    before = costs.at(1, 3) / costs.at(1, 2)
+def test_a_slower_machine_does_not_change_relative_costs(slower: float) -> None:
+    """From the first step on, and again after a length has been in use for long."""
+    costs = StepCostModel((1, 4), (OFF, 0, 1, 2, 3))
+    costs.set_measured_costs({k: [k + 3.0, k + 6.0] for k in costs.lengths})
+    before = costs.seconds_at(1, 3) / costs.seconds_at(1, 2)
     for speed in (slower, 1.0, slower):
         for _ in range(100):
-            costs.correct(1, 3, speed * 6.0 / costs.at(1, 3))
-        assert costs.at(1, 3) == pytest.approx(speed * 6.0, rel=0.01)
-        assert costs.at(1, 3) / costs.at(1, 2) == pytest.approx(before, rel=0.03)
+            costs.correct_by_ratio(1, 3, speed * 6.0 / costs.seconds_at(1, 3))
+        assert costs.seconds_at(1, 3) == pytest.approx(speed * 6.0, rel=0.01)
+        assert costs.seconds_at(1, 3) / costs.seconds_at(1, 2) == pytest.approx(before, rel=0.03)
 
 
-def test_a_length_that_was_measured_wrongly_is_known_after_some_steps_beside_another() -> None:
-    costs = StepCosts((1, 4), (OFF, 0, 1, 2, 3))
-    costs.fill({k: [k + 3.0, k + 6.0] for k in costs.lengths})
+def test_a_few_steps_correct_a_wrongly_calibrated_length() -> None:
+    costs = StepCostModel((1, 4), (OFF, 0, 1, 2, 3))
+    costs.set_measured_costs({k: [k + 3.0, k + 6.0] for k in costs.lengths})
     for _ in range(10):
         for k, true_s, steps in ((2, 5.0, 60), (3, 5.4, 6)):  # 3 was measured to take 6
             for _ in range(steps):
-                costs.correct(1, k, true_s / costs.at(1, k))
-    assert costs.at(1, 3) / costs.at(1, 2) == pytest.approx(5.4 / 5.0, rel=0.02)
-    assert costs.at(1, 1) / costs.at(1, 2) == pytest.approx(4.0 / 5.0, rel=0.02)
+                costs.correct_by_ratio(1, k, true_s / costs.seconds_at(1, k))
+    assert costs.seconds_at(1, 3) / costs.seconds_at(1, 2) == pytest.approx(5.4 / 5.0, rel=0.02)
+    assert costs.seconds_at(1, 1) / costs.seconds_at(1, 2) == pytest.approx(4.0 / 5.0, rel=0.02)
 
 
 @pytest.mark.parametrize("chance", [0.5, 0.7, 0.9])
 @pytest.mark.parametrize("batch", [1, 7, 64])
-def test_speed_comes_within_three_per_cent_of_the_best_fixed_length(chance: float, batch: int) -> None:
+def test_the_speed_is_within_three_percent_of_the_best_fixed_length(chance: float, batch: int) -> None:
     engine = an_engine(chance)
     engine.run(batch, 400)
-    engine.seconds, engine.tokens = 0.0, 0
+    engine.seconds = 0.0
+    engine.tokens = 0
     engine.run(batch, 2000)
     best = batch * max(speed_of(chance, batch, k) for k in LENGTHS)
     assert engine.tokens / engine.seconds > 0.97 * best
@@ -210,10 +216,10 @@ def test_larger_batches_get_shorter_drafts() -> None:
     assert all(earlier >= later - 1 for earlier, later in itertools.pairwise(table))
 
 
-def test_useless_drafter_is_switched_off_and_tried_again_rarely() -> None:
+def test_a_useless_drafter_is_switched_off_and_rarely_tried_again() -> None:
     engine = an_engine(0.0)
     used = engine.run(16, 20_000)
-    assert engine.drafting.state in {State.OFF, State.TRIAL}
+    assert engine.drafting.state in {DraftingState.OFF, DraftingState.TRIAL}
     assert sum(k != OFF for k in used) / len(used) < 0.04
     assert engine.tokens / engine.seconds > 0.97 * 16 * speed_of(0.0, 16, OFF)
     moves = [(event["before"], event["after"]) for event in engine.drafting.events]
@@ -224,166 +230,176 @@ def test_useless_drafter_is_switched_off_and_tried_again_rarely() -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 4, 64])
-def test_useless_drafter_is_found_out_at_any_load(batch: int) -> None:
-    """Even where a single token that is never accepted seems too dear to be tried."""
-    engine = FormulaEngine(DraftLengths(64, LENGTHS), 0.0, cost=lambda batch, k: 0.01 * (1 + (k + 1) * 0.8))
+def test_a_useless_drafter_is_switched_off_at_any_batch_size(batch: int) -> None:
+    """Even if a single draft token seems too expensive to try."""
+    engine = SimulatedEngine(DraftLengthController(64, LENGTHS), 0.0, cost=lambda batch, k: 0.01 * (1 + (k + 1) * 0.8))
     engine.calibrate()
     engine.run(batch, 800)
-    assert engine.drafting.state is State.OFF
+    assert engine.drafting.state is DraftingState.OFF
 
 
-def test_drafter_that_recovers_is_switched_on_again_after_new_weights() -> None:
+def test_a_drafter_that_recovers_is_switched_on_after_new_weights() -> None:
     engine = an_engine(0.0)
     engine.run(16, 500)
-    assert engine.drafting.state is State.OFF
+    assert engine.drafting.state is DraftingState.OFF
     engine.chance = 0.8
-    engine.drafting.weights_changed()
+    engine.drafting.handle_new_weights()
     engine.run(16, 3000)
-    assert engine.drafting.state is State.DRAFTING
+    assert engine.drafting.state is DraftingState.DRAFTING
     assert engine.drafting.table[16] == best_length(0.8, 16)
-    believed = [engine.drafting.costs.at(16, k) / a_cost(16, k) for k in LENGTHS]
-    assert max(believed) / min(believed) < 1.05, "those that a trial passes over have drafts, too"
+    believed = [engine.drafting.costs.seconds_at(16, k) / a_cost(16, k) for k in LENGTHS]
+    assert max(believed) / min(believed) < 1.05, "a trial must not distort the costs of other lengths"
 
 
-def test_trial_waits_for_a_request_that_can_be_drafted_for() -> None:
+def test_a_trial_waits_for_a_new_request() -> None:
     engine = an_engine(0.0)
     engine.run(16, 500)
     engine.chance = 0.9
-    engine.drafting.weights_changed()
+    engine.drafting.handle_new_weights()
     engine.live.clear()
-    engine.run(16, 5000, tokens=1e9)  # the tail of a batch: nothing begins, and the drafter has read none of these
-    assert engine.drafting.state is State.OFF
+    engine.run(16, 5000, tokens=1e9)  # no request begins, and the drafter has read none of these
+    assert engine.drafting.state is DraftingState.OFF
     engine.live.clear()
     engine.run(16, 100)
-    assert engine.drafting.state is State.DRAFTING
+    assert engine.drafting.state is DraftingState.DRAFTING
 
 
-def test_trial_believes_requests_that_the_drafter_has_read() -> None:
+def test_a_trial_counts_only_requests_that_the_drafter_has_read() -> None:
     engine = an_engine(0.0)
     engine.run(16, 500)
     engine.chance = 0.9
-    engine.drafting.weights_changed()
+    engine.drafting.handle_new_weights()
     engine.live.clear()
     engine.run(16, 1500, tokens=1e9)
-    engine.live.pop()  # the one that follows is drafted for at 0.9, the fifteen others not at all
+    engine.live.pop()  # the drafter can draft for its successor, and not for the fifteen others
     engine.run(16, 40, tokens=1e9)
-    assert engine.drafting.state is State.TRIAL
-    assert max(engine.drafting.acceptance.chances()) > PRIOR_CHANCE
+    assert engine.drafting.state is DraftingState.TRIAL
+    assert max(engine.drafting.acceptance.prefix_probabilities()) > PRIOR_CHANCE
 
 
-def test_trial_that_saw_too_little_leaves_what_was_known() -> None:
+def test_a_trial_with_too_few_drafts_keeps_the_old_estimate() -> None:
     engine = an_engine(0.0)
     engine.run(16, 500)
-    engine.drafting.weights_changed()
-    known = engine.drafting.acceptance.chances()
+    engine.drafting.handle_new_weights()
+    known = engine.drafting.acceptance.prefix_probabilities()
     engine.live.clear()
     engine.run(16, 1500, tokens=1e9)
-    engine.drafting.saw_request()
-    assert engine.drafting.state is State.TRIAL
+    engine.drafting.record_request()
+    assert engine.drafting.state is DraftingState.TRIAL
     engine.run(16, 300, tokens=1e9)
-    assert engine.drafting.state is State.OFF
-    assert engine.drafting.acceptance.chances() == known
+    assert engine.drafting.state is DraftingState.OFF
+    assert engine.drafting.acceptance.prefix_probabilities() == known
 
 
 LONG_TAILED = [20 * 1.08**place for place in range(64)]
-"""Tokens of a batch of 64: half of them end within 0.09 of the longest one's time."""
+"""Tokens of each request of a batch of 64: half of them end within 9 % of the longest one's time."""
 
 
-def a_dear_step(batch: int, k: int) -> float:
-    """A drafter that costs more than it saves from about ten live on, and much with 64."""
+def costly_drafter_seconds(batch: int, k: int) -> float:
+    """Seconds of a step with a drafter that pays below about ten live requests, and costs much with 64."""
     return (0.010 + 0.0004 * batch * (max(k, 0) + 1)) * (1.0 if k == OFF else 1.1)
 
 
-def after_drains(
+def run_drains(
     chance: float, reading_s: float = 0.0, tokens: Sequence[float] = LONG_TAILED, *, is_limited: bool = False
-) -> tuple[FormulaEngine, list[tuple[int, int]], float]:
-    """After some versions: the engine, its last batch, and its speed relative to that without drafts.
+) -> tuple[SimulatedEngine, list[tuple[int, int]], float]:
+    """Run twelve versions; returns the engine, its last batch, and its speed relative to decoding without drafts.
 
-    The first two are left out of the speed.
+    The first two versions do not count in the speed.
     """
-    engine = FormulaEngine(DraftLengths(64, LENGTHS), chance, a_dear_step, reading_s=reading_s, is_limited=is_limited)
+    engine = SimulatedEngine(
+        DraftLengthController(64, LENGTHS), chance, costly_drafter_seconds, reading_s=reading_s, is_limited=is_limited
+    )
     engine.calibrate()
     used: list[tuple[int, int]] = []
     for version in range(12):
         if version == 2:
-            engine.seconds, engine.tokens = 0.0, 0
+            engine.seconds = 0.0
+            engine.tokens = 0
         used = engine.drain(tokens)
-    without = FormulaEngine(DraftLengths(64, LENGTHS, fixed=OFF), 0.0, a_dear_step, reading_s=reading_s)
+    without = SimulatedEngine(
+        DraftLengthController(64, LENGTHS, fixed=OFF), 0.0, costly_drafter_seconds, reading_s=reading_s
+    )
     without.calibrate()
     without.drain(tokens)
     return engine, used, engine.tokens / engine.seconds / (without.tokens / without.seconds)
 
 
-def test_a_batch_is_decoded_plainly_while_it_is_full_and_drafted_for_at_its_end() -> None:
-    engine, used, speed = after_drains(0.8, reading_s=1e-5)
-    assert engine.drafting.state is State.DRAFTING
+def test_a_batch_is_decoded_without_drafts_while_full_and_with_drafts_at_its_end() -> None:
+    engine, used, speed = run_drains(0.8, reading_s=1e-5)
+    assert engine.drafting.state is DraftingState.DRAFTING
     assert {k for batch, k in used if batch == 64} == {OFF}
     assert sum(k > 0 for batch, k in used if batch <= 4) > 0.8 * sum(batch <= 4 for batch, _ in used)
     assert engine.catch_ups == 12, "once a batch"
     assert speed > 1.3
 
 
-def test_requests_are_not_read_again_when_that_costs_more_than_drafts_save() -> None:
-    engine, _, speed = after_drains(0.8, reading_s=0.1)
+def test_there_is_no_catch_up_if_it_costs_more_than_drafts_save() -> None:
+    engine, _, speed = run_drains(0.8, reading_s=0.1)
     assert engine.catch_ups <= 2
     assert speed > 0.98
 
 
-def test_a_batch_that_ends_as_soon_as_it_is_small_is_not_read_again_for_ever() -> None:
-    """What a catch-up costs is a promise that was not kept: after some, drafting is given up."""
+def test_repeated_useless_catch_ups_end() -> None:
+    """The cost of a catch-up lowers the realised gain, so after some of them drafting is switched off."""
     tokens = [100.0] * 60 + [112.0] * 4
-    _, _, speed = after_drains(0.8, reading_s=3e-4, tokens=tokens)
+    _, _, speed = run_drains(0.8, reading_s=3e-4, tokens=tokens)
     assert speed > 0.97
 
 
-def test_a_batch_is_not_read_again_for_the_few_tokens_that_it_can_have_left() -> None:
+def test_there_is_no_catch_up_for_a_few_remaining_tokens() -> None:
     tokens = [100.0] * 60 + [112.0] * 4
-    engine, *_ = after_drains(0.8, reading_s=3e-4, tokens=tokens, is_limited=True)
+    engine, *_ = run_drains(0.8, reading_s=3e-4, tokens=tokens, is_limited=True)
     assert engine.catch_ups == 0
-    engine, _, speed = after_drains(0.8, reading_s=1e-5, is_limited=True)
+    engine, _, speed = run_drains(0.8, reading_s=1e-5, is_limited=True)
     assert engine.catch_ups == 12, "once a batch"
     assert speed > 1.3
 
 
-def test_a_load_that_has_fallen_is_drafted_for_although_each_request_is_short() -> None:
-    engine = FormulaEngine(DraftLengths(64, LENGTHS), 0.8, a_dear_step, reading_s=1e-3, is_limited=True)
+def test_drafts_start_after_the_load_has_fallen_even_for_short_requests() -> None:
+    engine = SimulatedEngine(
+        DraftLengthController(64, LENGTHS), 0.8, costly_drafter_seconds, reading_s=1e-3, is_limited=True
+    )
     engine.calibrate()
     engine.run(64, 300)
     assert engine.drafting.table[64] == OFF
     assert sum(k > 0 for k in engine.run(4, 1000, tokens=20.0)[-500:]) > 400
 
 
-def test_neighbours_are_tried_ever_less_often_while_nothing_changes() -> None:
+def test_probes_become_rarer_while_nothing_changes() -> None:
     engine = an_engine(0.7)
     used = engine.run(8, 20_000)
     chosen = engine.drafting.table[8]
-    early, late = used[:2000], used[-8000:]
+    early = used[:2000]
+    late = used[-8000:]
     assert sum(k != chosen for k in late) / len(late) < 0.015 < sum(k != chosen for k in early) / len(early)
 
 
-def test_a_load_that_moves_around_the_size_at_which_drafts_begin_to_pay_costs_nothing() -> None:
-    engine = FormulaEngine(DraftLengths(64, LENGTHS), 0.6, a_dear_step, reading_s=1e-4)
+def test_a_load_that_crosses_the_break_even_batch_size_costs_little() -> None:
+    engine = SimulatedEngine(DraftLengthController(64, LENGTHS), 0.6, costly_drafter_seconds, reading_s=1e-4)
     engine.calibrate()
     engine.run(64, 200)
-    border = next(batch for batch in range(1, 65) if engine.drafting.table[batch] == OFF)
-    engine.seconds, engine.tokens, plain_s = 0.0, 0, 0.0
+    break_even = next(batch for batch in range(1, 65) if engine.drafting.table[batch] == OFF)
+    engine.seconds = 0.0
+    engine.tokens = 0
+    plain_s = 0.0
     for turn in range(400):
         before = engine.tokens
-        batch = border + (2 if turn % 2 else -2)
+        batch = break_even + (2 if turn % 2 else -2)
         engine.run(batch, 10, tokens=200.0)
-        plain_s += (engine.tokens - before) / batch * a_dear_step(batch, OFF)
+        plain_s += (engine.tokens - before) / batch * costly_drafter_seconds(batch, OFF)
     assert plain_s / engine.seconds > 0.97
 
 
-def test_initialised_drafter_is_used_although_the_untrained_one_was_useless() -> None:
+def test_an_initialised_drafter_is_used_after_a_useless_untrained_one() -> None:
     engine = an_engine(0.0)
     engine.run(16, 500)
-    assert engine.drafting.state is State.OFF
+    assert engine.drafting.state is DraftingState.OFF
     engine.chance = 0.8
-    engine.drafting.drafter_replaced()
+    engine.drafting.reset_drafter()
     engine.live.clear()
     engine.run(16, 200)
-    assert engine.drafting.state is State.DRAFTING
+    assert engine.drafting.state is DraftingState.DRAFTING
     assert speed_of(0.8, 16, engine.drafting.table[16]) > 0.98 * speed_of(0.8, 16, best_length(0.8, 16))
 
 
@@ -391,34 +407,34 @@ def test_initialised_drafter_is_used_although_the_untrained_one_was_useless() ->
 def test_few_requests_are_enough_for_a_trial(batch: int) -> None:
     engine = an_engine(0.0)
     engine.run(batch, 1000)
-    assert engine.drafting.state is State.OFF
+    assert engine.drafting.state is DraftingState.OFF
     engine.chance = 0.9
-    engine.drafting.weights_changed()
+    engine.drafting.handle_new_weights()
     engine.run(batch, 3000)
-    assert engine.drafting.state is State.DRAFTING
+    assert engine.drafting.state is DraftingState.DRAFTING
 
 
 DRAINS = ((0.0, 1e-2), (0.3, 1e-3), (0.4, 1e-4), (0.5, 1e-3), (0.7, 1e-2), (0.9, 0.0))
-"""Each chance once; drafts hardly pay at those in the middle. The other pairs are deep."""
+"""Each acceptance once; in the middle drafts hardly pay. The other pairs are deep."""
 OTHER_DRAINS = sorted({*itertools.product((0.0, 0.3, 0.4, 0.5, 0.7, 0.9), (0.0, 1e-4, 1e-3, 1e-2))} - {*DRAINS})
 
 
 @pytest.mark.parametrize(
     ("chance", "reading_s"), [*DRAINS, *(pytest.param(*pair, marks=pytest.mark.deep) for pair in OTHER_DRAINS)]
 )
-def test_draining_batch_is_never_much_slower_than_without_drafts(chance: float, reading_s: float) -> None:
-    *_, speed = after_drains(chance, reading_s)
+def test_a_draining_batch_is_never_much_slower_than_without_drafts(chance: float, reading_s: float) -> None:
+    *_, speed = run_drains(chance, reading_s)
     assert speed > 0.97
 
 
-def test_prompts_that_the_drafter_reads_in_vain_switch_it_off() -> None:
-    """The costs of lengths say that drafts pay; they do not know what prompts cost."""
+def test_expensive_prompts_switch_the_drafter_off() -> None:
+    """By step costs alone drafts would pay, since these leave out the prompts that the drafter reads."""
     engine = an_engine(0.5)
-    engine.drafting.fix(None)
+    engine.drafting.fix_length(None)
     for number in range(6000):
         engine.run(4, 1, tokens=4.0)
         if engine.drafting.table[4] != OFF:
-            engine.drafting.saw_reading(4, engine.drafting.table[4], 40, 0.1, is_catch_up=False)
+            engine.drafting.record_prefill_step(4, engine.drafting.table[4], 40, 0.1, is_catch_up=False)
         if number == 200:
             assert engine.drafting.table[4] > 0
     assert engine.drafting.table[4] == OFF
@@ -434,15 +450,15 @@ def test_falling_acceptance_shortens_drafts() -> None:
     assert engine.drafting.table[4] == best_length(0.4, 4)
 
 
-def test_wrong_calibration_is_corrected_by_what_is_seen() -> None:
+def test_later_steps_correct_a_wrong_calibration() -> None:
     engine = an_engine(0.7)
     spoilt = engine.drafting.costs.seconds[3]
     spoilt[:] = [value * 1.3 for value in spoilt]
     engine.run(4, 6000)
-    assert engine.drafting.costs.at(4, 3) == pytest.approx(a_cost(4, 3), rel=0.06)
+    assert engine.drafting.costs.seconds_at(4, 3) == pytest.approx(a_cost(4, 3), rel=0.06)
 
 
-def test_a_few_probes_put_a_length_right_that_was_calibrated_a_little_wrong() -> None:
+def test_a_few_probes_correct_a_slightly_wrong_calibration() -> None:
     engine = an_engine(0.7)
     best = best_length(0.7, 4)
     spoilt = engine.drafting.costs.seconds[best]
@@ -452,10 +468,12 @@ def test_a_few_probes_put_a_length_right_that_was_calibrated_a_little_wrong() ->
     engine.run(4, 3000)
     costs = engine.drafting.costs
     for k in (best - 1, best + 1):
-        assert costs.at(4, best) / costs.at(4, k) == pytest.approx(a_cost(4, best) / a_cost(4, k), rel=0.03)
+        assert costs.seconds_at(4, best) / costs.seconds_at(4, k) == pytest.approx(
+            a_cost(4, best) / a_cost(4, k), rel=0.03
+        )
 
 
-def test_useless_drafter_is_found_out_although_calibration_favoured_it() -> None:
+def test_a_useless_drafter_is_switched_off_although_its_calibration_was_too_good() -> None:
     engine = an_engine(0.0)
     spoilt = engine.drafting.costs.seconds[OFF]
     spoilt[:] = [value * 1.3 for value in spoilt]
@@ -463,73 +481,77 @@ def test_useless_drafter_is_found_out_although_calibration_favoured_it() -> None
     assert engine.drafting.table[16] == OFF
 
 
-def test_slower_machine_does_not_look_like_dearer_drafts() -> None:
+def test_a_slower_machine_does_not_make_drafts_seem_expensive() -> None:
     slow = {"factor": 1.0}
-    engine = FormulaEngine(DraftLengths(64, LENGTHS), 0.7, cost=lambda batch, k: slow["factor"] * a_cost(batch, k))
+    engine = SimulatedEngine(
+        DraftLengthController(64, LENGTHS), 0.7, cost=lambda batch, k: slow["factor"] * a_cost(batch, k)
+    )
     engine.calibrate()
     engine.run(4, 500)
     slow["factor"] = 2.0
     engine.run(4, 500)
-    assert engine.drafting.state is State.DRAFTING
+    assert engine.drafting.state is DraftingState.DRAFTING
     best = max(speed_of(0.7, 4, k) for k in LENGTHS)
     assert speed_of(0.7, 4, engine.drafting.table[4]) > 0.97 * best
     for k in LENGTHS:
-        found = engine.drafting.costs.at(4, k) / engine.drafting.costs.at(4, OFF)
+        found = engine.drafting.costs.seconds_at(4, k) / engine.drafting.costs.seconds_at(4, OFF)
         assert found == pytest.approx(a_cost(4, k) / a_cost(4, OFF), rel=0.12)
 
 
-def test_disturbed_steps_teach_nothing() -> None:
+def test_disturbed_steps_are_ignored() -> None:
     engine = an_engine(0.7)
-    before = engine.drafting.costs.at(4, 2)
+    before = engine.drafting.costs.seconds_at(4, 2)
     for _ in range(DISTURBED_STEPS - 1):
-        engine.drafting.saw_step(4, 2, 8, 100.0)
-    assert engine.drafting.costs.at(4, 2) == before
+        engine.drafting.record_step(4, 2, 8, 100.0)
+    assert engine.drafting.costs.seconds_at(4, 2) == before
     assert engine.drafting.measured.seconds == 0.0
 
 
 @pytest.mark.parametrize("factor", [5.0, 0.1])
-def test_a_machine_that_is_no_longer_what_was_calibrated_is_learnt_anew(factor: float) -> None:
+def test_a_lasting_change_of_the_machines_speed_rescales_the_costs(factor: float) -> None:
     now = {"factor": 1.0}
-    engine = FormulaEngine(DraftLengths(64, LENGTHS), 0.7, cost=lambda batch, k: now["factor"] * a_cost(batch, k))
+    engine = SimulatedEngine(
+        DraftLengthController(64, LENGTHS), 0.7, cost=lambda batch, k: now["factor"] * a_cost(batch, k)
+    )
     engine.calibrate()
     now["factor"] = factor
     engine.run(4, 600)
-    assert engine.drafting.costs.at(4, OFF) == pytest.approx(factor * a_cost(4, OFF), rel=0.15)
+    assert engine.drafting.costs.seconds_at(4, OFF) == pytest.approx(factor * a_cost(4, OFF), rel=0.15)
     assert speed_of(0.7, 4, engine.drafting.table[4]) > 0.97 * max(speed_of(0.7, 4, k) for k in LENGTHS)
 
 
-def test_measured_gain_is_that_of_the_formulas() -> None:
+def test_measured_and_predicted_gain_match_the_simulation() -> None:
     engine = an_engine(0.8)
     engine.run(8, 3000)
-    report = engine.drafting.report()
+    report = engine.drafting.build_report()
     expected = max(speed_of(0.8, 8, k) for k in LENGTHS) / speed_of(0.8, 8, OFF)
     assert report["measured_gain"] == pytest.approx(expected, rel=0.04)
     assert report["predicted_gain"] == pytest.approx(expected, rel=0.06)
 
 
-def test_fixed_length_is_kept_whatever_happens() -> None:
+def test_a_fixed_length_is_always_used() -> None:
     engine = an_engine(0.0)
-    engine.drafting.fix(3)
+    engine.drafting.fix_length(3)
     assert set(engine.run(16, 500)) == {3}
-    engine.drafting.fix(None)
+    engine.drafting.fix_length(None)
     engine.run(16, 500)
-    assert engine.drafting.state is State.OFF
+    assert engine.drafting.state is DraftingState.OFF
 
 
-def test_what_was_decided_before_a_length_was_fixed_is_decided_after_it() -> None:
+def test_a_fixed_length_does_not_change_later_decisions() -> None:
     engine = an_engine(0.8)
     engine.run(8, 2000)
-    before = engine.drafting.report()
+    before = engine.drafting.build_report()
     for k in (1, 5):
-        engine.drafting.fix(k)
+        engine.drafting.fix_length(k)
         assert set(engine.run(8, 50)) == {k}
-    engine.drafting.fix(None)
-    after = engine.drafting.report()
+    engine.drafting.fix_length(None)
+    after = engine.drafting.build_report()
     assert after == before | {"events": []}
 
 
-def test_each_load_is_decided_by_itself() -> None:
-    """Drafts pay with one live and not with 64."""
+def test_each_batch_size_has_its_own_decision() -> None:
+    """Drafts pay with one live request and not with 64."""
     engine = an_engine(0.3)
     engine.run(1, 4000)
     assert engine.drafting.table[1] > 0
@@ -537,38 +559,38 @@ def test_each_load_is_decided_by_itself() -> None:
     assert sum(k > 0 for k in engine.run(1, 200)) > 150
 
 
-def test_lookup_that_seldom_finds_something_is_costed_by_its_share() -> None:
-    drafting = DraftLengths(16, (OFF, 1, 2, 3))
-    engine = FormulaEngine(drafting, 0.9)
+def test_the_draft_rate_of_a_lookup_is_estimated() -> None:
+    drafting = DraftLengthController(16, (OFF, 1, 2, 3))
+    engine = SimulatedEngine(drafting, 0.9)
     engine.calibrate()
     for number in range(2000):
-        k = drafting.lookup()[8]
+        k = drafting.next_table()[8]
         found = number % 10 == 0  # all eight requests find a draft in one step of ten
         for _ in range(8 if found and k > 0 else 0):
-            drafting.saw_draft(k, k, True)
-        drafting.saw_step(8, k, 8 + (8 * k if found and k > 0 else 0), a_cost(8, k if found else OFF))
+            drafting.record_verified_draft(k, k, True)
+        drafting.record_step(8, k, 8 + (8 * k if found and k > 0 else 0), a_cost(8, k if found else OFF))
     assert drafting.acceptance.draft_rate == pytest.approx(0.1, abs=0.03)
 
 
 def test_without_costs_drafts_have_full_length() -> None:
-    drafting = DraftLengths(8, LENGTHS)
-    drafting.saw_step(4, LONGEST, 8, 0.01)
-    drafting.revise()
-    assert drafting.lookup()[4] == LONGEST
+    drafting = DraftLengthController(8, LENGTHS)
+    drafting.record_step(4, LONGEST, 8, 0.01)
+    drafting.revise_table()
+    assert drafting.next_table()[4] == LONGEST
 
 
-def test_costs_of_a_file_are_taken_only_if_they_fit() -> None:
+def test_costs_of_a_file_are_loaded_only_if_they_fit() -> None:
     costs = an_engine(0.5).drafting.costs
-    other = StepCosts(costs.nodes, costs.lengths)
-    assert other.take_json(costs.as_json())
-    assert other.at(9, 2) == costs.at(9, 2)
+    other = StepCostModel(costs.nodes, costs.lengths)
+    assert other.load_json(costs.to_json())
+    assert other.seconds_at(9, 2) == costs.seconds_at(9, 2)
     for wrong in ({}, {"nodes": [1], "seconds": {}}, [], {"nodes": list(costs.nodes), "seconds": {"1": "x"}}, None):
-        assert not StepCosts(costs.nodes, costs.lengths).take_json(wrong)
+        assert not StepCostModel(costs.nodes, costs.lengths).load_json(wrong)
 
 
 @given(st.integers(1, 3000))
 def test_nodes_ascend_from_one_to_the_largest_batch(largest: int) -> None:
-    nodes = batch_nodes(largest)
+    nodes = choose_batch_nodes(largest)
     assert nodes[0] == 1
     assert nodes[-1] == largest
     assert list(nodes) == sorted(set(nodes))

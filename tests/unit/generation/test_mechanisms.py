@@ -1,7 +1,8 @@
-"""A mechanism that cannot run here, or not with these models, is refused by name, before anything is started."""
+"""Preflight rejects mechanisms that vLLM cannot run here or with these models."""
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,12 @@ import pytest
 from tests.tiny_models import Shape, edit_config, make_draft_model, make_mtp_policy, make_policy
 from tests.vllm_cases import a_spec
 
-from specrl.errors import CheckpointInvalid, SpecInvalid
-from specrl.generation.vllm_backend import checkpoint
-from specrl.generation.vllm_backend.mechanisms import Surroundings, check_mechanism, drafting_model
+from specrl.generation.vllm_backend import preflight
+from specrl.generation.vllm_backend.preflight import (
+    find_drafting_model_problems,
+    find_mechanism_problems,
+)
+from specrl.models import read_served_models
 
 SMALL = Shape(layers=1, intermediate=64)
 
@@ -31,76 +35,89 @@ def folder(originals: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(originals, tmp_path / "models"))
 
 
-def model_of(folder: Path, speculation: dict[str, Any], policy: str = "policy") -> checkpoint.EngineModel | None:
+def found(folder: Path, speculation: dict[str, Any], policy: str = "policy") -> str:
+    """Return the problems of the drafting model as text; empty if there is none."""
     spec = a_spec(folder / policy, speculation)
-    return drafting_model(spec, checkpoint.read_policy(folder / policy, 64))
+    return "\n".join(map(str, find_drafting_model_problems(spec, read_served_models(spec))))
 
 
-def test_suffix_decoding_without_its_package_is_refused_with_the_remedy() -> None:
-    spec = a_spec(Path("/policy"), {"suffix": {}})
-    with pytest.raises(SpecInvalid, match=r"generation\.speculation\.suffix.*arctic-inference.*make suffix"):
-        check_mechanism(spec, Surroundings(has_suffix_package=False))
-    check_mechanism(spec, Surroundings(has_suffix_package=True))
+def refusal(speculation: dict[str, Any], has_suffix_package: bool = False) -> str:
+    """Return the problems of the mechanism itself as text."""
+    spec = a_spec(Path("/policy"), speculation)
+    return "\n".join(map(str, find_mechanism_problems(spec, has_suffix_package)))
+
+
+def test_suffix_decoding_without_its_package_is_refused_with_a_remedy() -> None:
+    assert re.search(r"^generation\.speculation\.suffix.*arctic-inference.*make suffix", refusal({"suffix": {}}))
+    assert refusal({"suffix": {}}, has_suffix_package=True) == ""
 
 
 @pytest.mark.parametrize("kind", ["none", "ngram", "eagle3", "mtp"])
 def test_other_mechanisms_need_no_package(kind: str) -> None:
-    check_mechanism(a_spec(Path("/policy"), {kind: {}}), Surroundings(has_suffix_package=False))
+    assert refusal({kind: {}}) == ""
 
 
-def test_drafts_longer_than_vllms_sampler_verifies_are_refused() -> None:
-    check_mechanism(a_spec(Path("/policy"), {"ngram": {"numDraftTokens": 128}}), Surroundings(False))
-    with pytest.raises(SpecInvalid, match=r"draftModel\.numDraftTokens: must be <= 128.*got 129"):
-        check_mechanism(a_spec(Path("/p"), {"draftModel": {"path": "/q", "numDraftTokens": 129}}), Surroundings(False))
+def test_drafts_above_the_limit_of_vllms_sampler_are_refused() -> None:
+    assert refusal({"ngram": {"numDraftTokens": 128}}) == ""
+    said = refusal({"draftModel": {"path": "/q", "numDraftTokens": 129}})
+    assert re.search(r"draftModel\.numDraftTokens: must be <= 128.*got 129", said)
 
 
-def test_model_of_the_same_vocabulary_drafts(folder: Path) -> None:
-    found = model_of(folder, {"draftModel": {"path": str(folder / "small")}})
-    assert found is not None
-    assert found.shapes["lm_head.weight"] == (264, 64)
-    assert model_of(folder, {"ngram": {}}) is None
+def test_a_draft_model_with_the_policys_vocabulary_is_accepted(folder: Path) -> None:
+    speculation = {"draftModel": {"path": str(folder / "small")}}
+    assert found(folder, speculation) == ""
+    draft_model = read_served_models(a_spec(folder / "policy", speculation)).draft_model
+    assert draft_model is not None
+    assert draft_model.shapes["lm_head.weight"] == (264, 64)
+    assert read_served_models(a_spec(folder / "policy", {"ngram": {}})).draft_model is None
 
 
 def test_draft_model_of_another_vocabulary_is_refused(folder: Path) -> None:
     edit_config(folder / "small", vocab_size=300)
-    with pytest.raises(CheckpointInvalid, match=r"policy's vocab_size, got 300 in .* and 264"):
-        model_of(folder, {"draftModel": {"path": str(folder / "small")}})
+    said = found(folder, {"draftModel": {"path": str(folder / "small")}})
+    assert re.search(r"draftModel\.path: must have the policy's vocab_size, got 300 in .* and 264", said)
 
 
 def test_draft_model_with_another_tokenizer_is_refused(folder: Path) -> None:
     file = folder / "small" / "tokenizer.json"
     file.write_text(file.read_text().replace('"A": ', '"AA": '))
-    with pytest.raises(CheckpointInvalid, match="the same tokenizer"):
-        model_of(folder, {"draftModel": {"path": str(folder / "small")}})
+    assert "the same tokenizer" in found(folder, {"draftModel": {"path": str(folder / "small")}})
 
 
 def test_draft_model_without_a_tokenizer_is_refused(folder: Path) -> None:
     (folder / "small" / "tokenizer.json").unlink()
-    with pytest.raises(CheckpointInvalid, match="must come with the policy's tokenizer"):
-        model_of(folder, {"draftModel": {"path": str(folder / "small")}})
+    said = found(folder, {"draftModel": {"path": str(folder / "small")}})
+    assert "must come with the policy's tokenizer" in said
 
 
-def test_draft_model_that_ends_before_the_run_does_is_refused(folder: Path) -> None:
+def test_a_draft_model_with_a_shorter_context_than_the_run_is_refused(folder: Path) -> None:
     edit_config(folder / "small", max_position_embeddings=100)
-    with pytest.raises(CheckpointInvalid, match=r"max_position_embeddings of 100, got 512"):
-        model_of(folder, {"draftModel": {"path": str(folder / "small")}})
+    said = found(folder, {"draftModel": {"path": str(folder / "small")}})
+    assert "max_position_embeddings of 100, got 512" in said
+
+
+def test_heads_of_a_draft_model_must_fit_the_ranks_of_a_replica(folder: Path) -> None:
+    edit_config(folder / "small", num_attention_heads=3)
+    spec = a_spec(folder / "policy", {"draftModel": {"path": str(folder / "small")}}, generation={"tensorParallel": 2})
+    (problem,) = preflight.check(spec, read_served_models(spec))
+    assert problem.path == "generation.tensorParallel"
+    assert problem.rule == "must divide the draft model's num_attention_heads=3, got 2"
 
 
 @pytest.mark.parametrize("name", ["eagle-small", "my-Eagle3", "dflash", "dspark-2"])
-def test_draft_model_whose_name_would_mislead_vllm_is_refused(folder: Path, name: str) -> None:
+def test_a_draft_model_whose_path_would_mislead_vllm_is_refused(folder: Path, name: str) -> None:
     (folder / "small").rename(folder / name)
-    with pytest.raises(SpecInvalid, match=r"draftModel\.path.*link the folder"):
-        model_of(folder, {"draftModel": {"path": str(folder / name)}})
+    said = found(folder, {"draftModel": {"path": str(folder / name)}})
+    assert re.search(r"draftModel\.path.*link the folder", said)
 
 
-def test_policy_with_heads_drafts_for_itself(folder: Path) -> None:
-    assert model_of(folder, {"mtp": {"numDraftTokens": 3}}, "heads") is None
-    with pytest.raises(SpecInvalid, match=r"heads for multi-token prediction, got none"):
-        model_of(folder, {"mtp": {}})
+def test_mtp_needs_a_policy_with_heads(folder: Path) -> None:
+    assert found(folder, {"mtp": {"numDraftTokens": 3}}, "heads") == ""
+    assert "heads for multi-token prediction, got none" in found(folder, {"mtp": {}})
 
 
-def test_heads_are_used_in_turn_and_all_of_them(folder: Path) -> None:
+def test_draft_tokens_must_be_a_multiple_of_the_heads(folder: Path) -> None:
     edit_config(folder / "heads", num_nextn_predict_layers=2)
-    model_of(folder, {"mtp": {"numDraftTokens": 4}}, "heads")
-    with pytest.raises(SpecInvalid, match="2 heads or a multiple of them, got 3"):
-        model_of(folder, {"mtp": {"numDraftTokens": 3}}, "heads")
+    assert found(folder, {"mtp": {"numDraftTokens": 4}}, "heads") == ""
+    said = found(folder, {"mtp": {"numDraftTokens": 3}}, "heads")
+    assert "2 heads or a multiple of them, got 3" in said

@@ -1,4 +1,4 @@
-"""A process that follows the leader of its replica: how long it lives, and what vLLM is told."""
+"""A follower node of a replica: its lifetime, and vLLM's arguments."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from tests.vllm_cases import a_spec
 
-from specrl.generation.main import follow, parse
-from specrl.generation.nodes import Nodes, until_leader_is_gone
-from specrl.generation.vllm_backend import member
-from specrl.generation.vllm_backend.arguments import engine_arguments, environment
-from specrl.launcher.ports import free_port
+from specrl.generation.main import parse_arguments, run_follower
+from specrl.generation.nodes import ReplicaNodes, until_leader_is_gone
+from specrl.generation.vllm_backend import follower
+from specrl.generation.vllm_backend.arguments import build_engine_arguments, build_environment
+from specrl.launcher.processes.ports import find_free_port
 
 WAIT_S = 30.0
 RENDEZVOUS = """
@@ -27,9 +27,10 @@ time.sleep(600)
 
 
 @pytest.mark.asyncio
-async def test_member_waits_for_its_leader_and_ends_with_it() -> None:
-    """The leader's ranks meet in a store of torch's, which is all that a member can see of it."""
-    nodes, met = Nodes(count=2, rank=1, port=free_port()), asyncio.Event()
+async def test_a_follower_waits_for_its_leader_and_ends_with_it() -> None:
+    """The leader is only a rendezvous store of torch here, which is all that a follower sees of it."""
+    nodes = ReplicaNodes(count=2, rank=1, port=find_free_port())
+    met = asyncio.Event()
     following = asyncio.create_task(until_leader_is_gone(nodes, met))
     await asyncio.sleep(0)
     assert not met.is_set()
@@ -44,10 +45,11 @@ async def test_member_waits_for_its_leader_and_ends_with_it() -> None:
 
 
 class Ranks:
-    """In place of vLLM's ranks: they compute for as long as they are let."""
+    """A stand-in for vLLM's ranks, which compute until they are closed."""
 
     def __init__(self) -> None:
-        self.is_closed, self.met = False, asyncio.Event()
+        self.is_closed = False
+        self.met = asyncio.Event()
 
     async def run(self, met: asyncio.Event) -> None:
         await met.wait()
@@ -59,30 +61,31 @@ class Ranks:
 
 
 @pytest.mark.asyncio
-async def test_told_to_stop_it_leaves_first_what_has_no_leader_and_last_what_has_one(
+async def test_sigterm_stops_a_follower_without_a_leader_and_not_one_with_a_leader(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Pods of a group are told at the same moment, and the leader needs its members to finish what it has."""
+    """All pods of a replica get SIGTERM at the same time, and the leader needs its followers to drain."""
     ranks = Ranks()
-    monkeypatch.setattr(member, "Member", lambda *_: ranks)
-    nodes, spec = Nodes(count=2, rank=1, port=free_port()), a_spec(tmp_path)
+    monkeypatch.setattr(follower, "FollowerNode", lambda *_: ranks)
+    nodes = ReplicaNodes(count=2, rank=1, port=find_free_port())
+    spec = a_spec(tmp_path)
 
     async def told() -> None:
-        """Returns when it has been heard: only the first SIGTERM is waited for."""
+        """Send SIGTERM and return when it was handled. The process handles only the first one."""
         while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # noqa: ASYNC110 - it is about to be handled
             await asyncio.sleep(0)
         os.kill(os.getpid(), signal.SIGTERM)
         while signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # noqa: ASYNC110
             await asyncio.sleep(0)
 
-    alone = asyncio.create_task(follow(spec, nodes))
+    alone = asyncio.create_task(run_follower(spec, nodes))
     await told()
     await asyncio.wait_for(alone, WAIT_S)
     assert ranks.is_closed
 
     came = asyncio.Queue[asyncio.StreamWriter]()
     async with await asyncio.start_server(lambda _, writer: came.put_nowait(writer), nodes.address, nodes.port):
-        led = asyncio.create_task(follow(spec, nodes))
+        led = asyncio.create_task(run_follower(spec, nodes))
         connection = await asyncio.wait_for(came.get(), WAIT_S)
         await asyncio.wait_for(ranks.met.wait(), WAIT_S)
         await told()
@@ -91,20 +94,22 @@ async def test_told_to_stop_it_leaves_first_what_has_no_leader_and_last_what_has
         await asyncio.wait_for(led, WAIT_S)
 
 
-def test_each_node_is_told_its_place_and_one_node_nothing(tmp_path: Path) -> None:
+def test_each_node_gets_its_rank_and_a_single_node_no_arguments(tmp_path: Path) -> None:
     spec = a_spec(tmp_path, generation={"tensorParallel": 2})
-    places = [engine_arguments(spec, None, True, Nodes(2, rank, "gen-0", 1234, "10.0.0.7")) for rank in (0, 1)]
+    places = [
+        build_engine_arguments(spec, None, True, ReplicaNodes(2, rank, "gen-0", 1234, "10.0.0.7")) for rank in (0, 1)
+    ]
     assert [place.pop("node_rank") for place in places] == [0, 1]
     assert places[0] == places[1]
     assert (places[0]["nnodes"], places[0]["master_addr"], places[0]["master_port"]) == (2, "gen-0", 1234)
-    assert environment(spec, Nodes(2, 1, host="10.0.0.7"))["VLLM_HOST_IP"] == "10.0.0.7"
-    assert "nnodes" not in engine_arguments(spec, None, True)
-    assert "VLLM_HOST_IP" not in environment(spec)
+    assert build_environment(spec, ReplicaNodes(2, 1, host="10.0.0.7"))["VLLM_HOST_IP"] == "10.0.0.7"
+    assert "nnodes" not in build_engine_arguments(spec, None, True)
+    assert "VLLM_HOST_IP" not in build_environment(spec)
 
 
 @pytest.mark.parametrize("rank", ["2", "-1"])
-def test_rank_outside_of_the_nodes_is_refused(rank: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_node_rank_out_of_range_is_refused(rank: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["--spec", "run.yaml", "--replica-id", "gen-0", "--coordinator", "a:1", "--nnodes", "2"]
     with pytest.raises(SystemExit):
-        parse([*command, f"--node-rank={rank}"])
+        parse_arguments([*command, f"--node-rank={rank}"])
     assert "--node-rank must be >= 0 and < --nnodes" in capsys.readouterr().err

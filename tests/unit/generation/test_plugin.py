@@ -29,7 +29,7 @@ if __name__ == "__main__":
 """
 
 
-def test_child_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
+def test_a_child_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as parent:
@@ -43,7 +43,7 @@ def test_child_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
         assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 
-def test_parent_itself_is_left_alone() -> None:
+def test_a_process_without_a_parent_is_not_watched() -> None:
     code = "from specrl.generation.vllm_backend.plugin import _die_with_parent as f; import threading; f(); "
     code += "assert threading.active_count() == 1"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

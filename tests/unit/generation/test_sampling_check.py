@@ -1,7 +1,7 @@
-"""The check of sampling at a worker's start: right samplers pass, broken and unknown ones are refused.
+"""The sampling check at a worker's start: correct samplers pass, broken and unknown ones fail.
 
-vLLM's own samplers are called: those of its first model runner on its CPU kernels, those of its second one with PyTorch
-stand-ins for its Triton kernels. `tests/integration/generation/test_sampled_distribution.py` tries it in real engines.
+The samplers are vLLM's own: those of its first model runner with its CPU kernels, those of its second one with PyTorch
+stand-ins for its Triton kernels. `tests/integration/generation/test_sampled_distribution.py` tests real engines.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from tests import sampling_lab
 
 from specrl.errors import EngineFailed
-from specrl.generation.vllm_backend import cpu_repair, samplers, sampling_check, worker
-from specrl.generation.vllm_backend.sampling_check import (
+from specrl.generation.vllm_backend.extensions import cpu_repair, samplers, sampling_check, worker
+from specrl.generation.vllm_backend.extensions.sampling_check import (
     ALARM,
     CERTAIN_DRAFTS,
     DRAWN_DRAFTS,
@@ -28,7 +28,7 @@ from specrl.generation.vllm_backend.sampling_check import (
     ROWS,
     SETTINGS,
     VOCABULARY,
-    Case,
+    SamplingCase,
     alarm_threshold,
     expected_probs_KA,
     false_alarm_bound,
@@ -36,14 +36,14 @@ from specrl.generation.vllm_backend.sampling_check import (
 )
 
 CPU = torch.device("cpu")
-FIRST = CPU, VOCABULARY, ALARM / 18  # as `check` has it: 18 comparisons
-VERIFIED = [Case(drafts, settings) for drafts in (CERTAIN_DRAFTS, DRAWN_DRAFTS) for settings in SETTINGS]
+FIRST = CPU, VOCABULARY, ALARM / 18  # the check makes 18 comparisons
+VERIFIED = [SamplingCase(drafts, settings) for drafts in (CERTAIN_DRAFTS, DRAWN_DRAFTS) for settings in SETTINGS]
 TEMPERATURES, FILTERS = SETTINGS
 
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Threads that wait for each other cost more than these few rows."""
+    """With so few rows, more threads would spend their time waiting for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -55,15 +55,15 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def kernels(vllm_imported: None) -> None:
-    """vLLM's CPU kernels, bound as in a worker. That can be done once in a process."""
+    """Bind vLLM's CPU kernels as a worker does. This works once per process."""
     from vllm.platforms import current_platform
     from vllm.triton_utils.dispatcher import KernelOverride
     from vllm.v1.sample import rejection_sampler
 
     cpu_repair.repair_if_needed()
-    cpu_repair.let_top_k_pass_without_drafts()
+    cpu_repair.accept_empty_top_k()
     if not isinstance(rejection_sampler.expand_kernel, KernelOverride):
-        with warnings.catch_warnings():  # of other packages, whose modules it looks through
+        with warnings.catch_warnings():  # it inspects modules of other packages, which warn
             warnings.simplefilter("ignore")
             current_platform.register_triton_kernel_overrides()
 
@@ -76,13 +76,14 @@ def a_speculation(method: str = "standard", num_drafts: int = 3) -> Any:
 
 @pytest.fixture
 def runner(kernels: None) -> Any:
-    """As much of vLLM's first model runner as samples."""
+    """The attributes of vLLM's first model runner that sampling uses."""
     from vllm.v1.sample.logits_processor import LogitsProcessors
     from vllm.v1.sample.metadata import SamplingMetadata
     from vllm.v1.sample.rejection_sampler import RejectionSampler
     from vllm.v1.sample.sampler import Sampler
 
-    sampler, nothing = Sampler(logprobs_mode="processed_logprobs"), torch.empty(0)
+    sampler = Sampler(logprobs_mode="processed_logprobs")
+    nothing = torch.empty(0)
     idle = SamplingMetadata(
         temperature=None,
         all_greedy=True,
@@ -110,10 +111,10 @@ def runner(kernels: None) -> Any:
     )
 
 
-def test_right_samplers_pass_and_no_generator_notices(runner: Any) -> None:
+def test_correct_samplers_pass_and_random_generators_are_unchanged(runner: Any) -> None:
     before = torch.get_rng_state(), np.random.get_state()[1].tolist()
     bound = dict(vars(runner))
-    sampling_check.check(runner)
+    sampling_check.check_model_runner(runner)
     assert torch.equal(torch.get_rng_state(), before[0])
     assert np.random.get_state()[1].tolist() == before[1]
     assert vars(runner) == bound
@@ -121,47 +122,46 @@ def test_right_samplers_pass_and_no_generator_notices(runner: Any) -> None:
 
 @pytest.mark.parametrize("case", VERIFIED, ids=str)
 @pytest.mark.parametrize("fault", sampling_lab.FAULTS)
-def test_broken_rejection_sampler_is_refused(fault: str, case: Case, runner: Any) -> None:
-    """By what a look-up drafts and by what a drafter draws, each alone. The faults are those of the real engines."""
-    sign = "chi-square statistic" if fault != "drop_bonus" else "one token more"  # nothing drawn is wrong there
-    with sampling_lab.broken(fault), pytest.raises(EngineFailed, match=f"{sign}.*{case}"):
-        sampling_check.check_case(case, samplers.bound_samplers(runner), *FIRST)
+def test_a_broken_rejection_sampler_fails(fault: str, case: SamplingCase, runner: Any) -> None:
+    """With certain drafts and with drawn drafts, each alone. The real engines are tested with the same faults."""
+    # Without the bonus token the other tokens still have the right distribution.
+    sign = "chi-square statistic" if fault != "drop_bonus" else "one more token"
+    with sampling_lab.broken_sampler(fault), pytest.raises(EngineFailed, match=f"{sign}.*{case}"):
+        sampling_check.check_case(case, samplers.find_bound_samplers(runner), *FIRST)
 
 
-def test_worker_reports_a_broken_sampler_as_an_error(runner: Any) -> None:
-    """As data, since vLLM turns exceptions of a worker into others."""
+def test_a_worker_reports_a_broken_sampler_as_data(runner: Any) -> None:
+    """vLLM would turn an exception of a worker into another one."""
     rank = worker.WorkerExtension()
     rank.model_runner = runner
-    with sampling_lab.broken("accept_too_often"), pytest.raises(EngineFailed, match="chi-square statistic"):
-        worker.unwrap(rank.specrl_inspect())
+    with sampling_lab.broken_sampler("accept_too_often"), pytest.raises(EngineFailed, match="chi-square statistic"):
+        worker.unwrap_answer(rank.specrl_inspect())
 
 
 def leave_alone(output: torch.Tensor, *inputs: Any) -> None:
-    """The kernel of vLLM 0.32.0 for all but int64: the caller's tensor keeps what was in memory."""
+    """The kernel of vLLM 0.32.0 for other types than int64: the caller's tensor keeps what was in memory."""
     output.zero_()
 
 
 def mend_floats_only(output: torch.Tensor, *inputs: Any) -> None:
-    """The same for top-k, with temperature and top-p mended."""
+    """The same kernel, repaired for temperature and top-p but not for top-k."""
     if output.dtype.is_floating_point:
-        cpu_repair.expand(output, *inputs)
+        cpu_repair.expand_values(output, *inputs)
     else:
         output.fill_(VOCABULARY)
 
 
 def give_neighbours(output: torch.Tensor, values: torch.Tensor, *inputs: Any) -> None:
-    """Each request has the temperature, top-k and top-p of the one before it."""
-    cpu_repair.expand(output, values.roll(1), *inputs)
+    """Each request gets the temperature, top-k and top-p of the one before it."""
+    cpu_repair.expand_values(output, values.roll(1), *inputs)
 
 
 @pytest.mark.parametrize("kernel", [leave_alone, mend_floats_only, give_neighbours])
-def test_wrong_expand_kernel_is_refused(
-    kernel: Callable[..., None], runner: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vllm-project/vllm#55005, as it is in 0.32 and half mended."""
+def test_a_wrong_expand_kernel_fails(kernel: Callable[..., None], runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vllm-project/vllm#55005 as it is in vLLM 0.32, and half repaired."""
     monkeypatch.setattr("vllm.v1.sample.rejection_sampler._expand", kernel)
     with pytest.raises(EngineFailed, match=r"RejectionSampler on cpu must .*55005"):
-        sampling_check.check(runner)
+        sampling_check.check_model_runner(runner)
 
 
 def ignore(logits: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -180,56 +180,57 @@ def sharpen(logits: torch.Tensor, temperature: torch.Tensor, *_: Any) -> torch.T
         ("ops.topk_topp_sampler.apply_top_k_top_p", ignore, FILTERS),
     ],
 )
-def test_broken_plain_sampler_is_refused(
+def test_a_broken_plain_sampler_fails(
     seam: str, fault: Any, settings: str, runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(f"vllm.v1.sample.{seam}", fault)
     runner.vllm_config.speculative_config = None
     with pytest.raises(EngineFailed, match=rf"sampler\.Sampler on cpu must draw.*{NO_DRAFTS}, {settings}"):
-        sampling_check.check(runner)
+        sampling_check.check_model_runner(runner)
 
 
 def test_samplers_without_speculation_pass(runner: Any) -> None:
-    runner.vllm_config.speculative_config, runner.rejection_sampler = None, None
-    sampling_check.check(runner)
+    runner.vllm_config.speculative_config = None
+    runner.rejection_sampler = None
+    sampling_check.check_model_runner(runner)
 
 
-def test_what_a_kernel_raises_is_an_engine_failure_that_names_the_case(
+def test_a_kernels_exception_becomes_an_engine_failure_that_names_the_case(
     runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("no kernel image")
 
     monkeypatch.setattr("vllm.v1.sample.rejection_sampler._sample_recovered_tokens", fail)
-    with pytest.raises(EngineFailed, match=r"rows with certain drafts, temperatures, got \w+: "):
-        sampling_check.check(runner)
+    with pytest.raises(EngineFailed, match=r"rows with certain drafts, temperatures: \w+: "):
+        sampling_check.check_model_runner(runner)
 
 
 # -- which samplers are known ----------------------------------------------------------------------------------------
 
 
-def test_sampler_of_another_class_is_refused_by_name(runner: Any) -> None:
-    """Even one that inherits from vLLM's: what it draws by may be its own."""
+def test_a_sampler_of_another_class_fails_by_name(runner: Any) -> None:
+    """Even a subclass of vLLM's sampler, since it may draw differently."""
 
     class Foreign(type(runner.rejection_sampler)):  # type: ignore[misc]
         pass
 
     runner.rejection_sampler.__class__ = Foreign
     with pytest.raises(EngineFailed, match=r"got .*Foreign, method standard"):
-        sampling_check.check(runner)
+        sampling_check.check_model_runner(runner)
 
 
-def test_missing_rejection_sampler_is_refused(runner: Any) -> None:
+def test_a_missing_rejection_sampler_fails(runner: Any) -> None:
     del runner.rejection_sampler
     with pytest.raises(EngineFailed, match="and None, method standard"):
-        sampling_check.check(runner)
+        sampling_check.check_model_runner(runner)
 
 
 @pytest.mark.parametrize("method", ["synthetic", "block", "fly"])
-def test_other_methods_of_verifying_are_refused_by_name(method: str, runner: Any) -> None:
+def test_other_verification_methods_fail_by_name(method: str, runner: Any) -> None:
     runner.vllm_config.speculative_config = a_speculation(method)
     with pytest.raises(EngineFailed, match=f"method {method}"):
-        sampling_check.check(runner)
+        sampling_check.check_model_runner(runner)
 
 
 # -- vLLM's second model runner --------------------------------------------------------------------------------------
@@ -271,7 +272,9 @@ def verify_as_the_kernels(  # noqa: PLR0917 - vLLM's parameters
     accepted_N = (policy_NV[at] > torch.rand(len(pos)) * drafter_NV[at]) & ~last_N
     instead_N = gumbel_argmax((policy_NV - drafter_NV).clamp(min=0).log())
     sampled_RK = np.full((len(idx_mapping), num_speculative_steps + 1), 7777)  # vLLM leaves what was in memory
-    ends_R, drafts_N, others_N = cu_num_logits.tolist(), draft_N.tolist(), instead_N.tolist()
+    ends_R = cu_num_logits.tolist()
+    drafts_N = draft_N.tolist()
+    others_N = instead_N.tolist()
     kept_R = [accepted_N[start:end].tolist().index(False) for start, end in itertools.pairwise(ends_R)]
     for row, (start, kept) in enumerate(zip(ends_R[:-1], kept_R, strict=True)):
         sampled_RK[row, : kept + 1] = [*drafts_N[start : start + kept], others_N[start + kept]]
@@ -280,7 +283,7 @@ def verify_as_the_kernels(  # noqa: PLR0917 - vLLM's parameters
 
 @pytest.fixture
 def second_runner(vllm_imported: None, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """As much of vLLM's second model runner as samples, with room for one request, and two drafts a step."""
+    """The attributes of vLLM's second model runner that sampling uses, with two drafts per step."""
     from vllm.v1.worker.gpu import buffer_utils
     from vllm.v1.worker.gpu.sample import sampler as plain
     from vllm.v1.worker.gpu.sample import states
@@ -316,35 +319,36 @@ def second_runner(vllm_imported: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     )
 
 
-def test_second_runners_samplers_are_called_as_they_expect(second_runner: Any) -> None:
+def test_the_second_runners_samplers_pass_and_are_unchanged(second_runner: Any) -> None:
     before = dict(vars(second_runner.sampler)), dict(vars(second_runner.rejection_sampler))
     torch.manual_seed(0)
-    sampling_check.check(second_runner)
+    sampling_check.check_model_runner(second_runner)
     assert (vars(second_runner.sampler), vars(second_runner.rejection_sampler)) == before
 
 
-def test_second_runner_without_speculation_passes(second_runner: Any) -> None:
+def test_a_second_runner_without_speculation_passes(second_runner: Any) -> None:
     torch.manual_seed(0)
     second_runner.vllm_config.speculative_config = second_runner.rejection_sampler = None
-    sampling_check.check(second_runner)
+    sampling_check.check_model_runner(second_runner)
 
 
 @pytest.mark.parametrize("case", VERIFIED, ids=str)
-def test_second_runners_broken_sampler_is_refused(
-    case: Case, second_runner: Any, monkeypatch: pytest.MonkeyPatch
+def test_a_broken_sampler_of_the_second_runner_fails(
+    case: SamplingCase, second_runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It replaces a rejected draft from the policy's own distribution."""
+    """The sampler replaces a rejected draft from the policy's own distribution."""
 
     def redraw(logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         sampled_RK, num_sampled_R = verify_as_the_kernels(logits, *args, **kwargs)
-        last_R, starts_R = num_sampled_R - 1, args[2][:-1].long()
+        last_R = num_sampled_R - 1
+        starts_R = args[2][:-1].long()
         sampled_RK[torch.arange(len(last_R)), last_R] = gumbel_argmax(logits)[starts_R + last_R]
         return sampled_RK, num_sampled_R
 
     monkeypatch.setattr("vllm.v1.worker.gpu.spec_decode.rejection_sampler.rejection_sample", redraw)
     torch.manual_seed(0)
     with pytest.raises(EngineFailed, match=f"chi-square statistic.*{case}"):
-        sampling_check.check_case(case, samplers.bound_samplers(second_runner), *FIRST)
+        sampling_check.check_case(case, samplers.find_bound_samplers(second_runner), *FIRST)
 
 
 # -- statistics ------------------------------------------------------------------------------------------------------
@@ -353,8 +357,8 @@ def test_second_runners_broken_sampler_is_refused(
 @pytest.mark.parametrize("x", [0.1, 0.5, 0.9, 0.99])
 @pytest.mark.parametrize("probability", [0.001, 0.1, 0.5])
 @pytest.mark.parametrize("draws", [1, 5, 50, 2000])
-def test_bound_of_the_statistics_moments_holds(draws: int, probability: float, x: float) -> None:
-    """That which `false_alarm_bound` follows from, for two cells, summed exactly. More cells are a chain of two."""
+def test_the_bound_of_the_moments_holds(draws: int, probability: float, x: float) -> None:
+    """Sums the moment of the statistic exactly for two cells. More cells are a chain of pairs of cells."""
     from scipy import stats
 
     probs_A = np.array([probability, 1 - probability])
@@ -364,27 +368,31 @@ def test_bound_of_the_statistics_moments_holds(draws: int, probability: float, x
     assert np.exp(logs).sum() <= 1 / (1 - x)
 
 
-def test_false_alarms_are_as_rare_as_stated() -> None:
-    """At a rate that can be counted, for rare tokens and few draws."""
-    random, probs_A, alarm = np.random.default_rng(0), np.array([0.9, 0.06, 0.03, 0.01]), 0.1
+def test_false_alarms_are_rarer_than_the_bound() -> None:
+    """With a bound large enough to count alarms, and with rare tokens and few draws."""
+    random = np.random.default_rng(0)
+    probs_A = np.array([0.9, 0.06, 0.03, 0.01])
+    alarm = 0.1
     counts = random.multinomial(30, probs_A, size=4_000)
     alarms = sum(false_alarm_bound(g_statistic(count_A, probs_A), 3) < alarm for count_A in counts)
     assert 0 < alarms < 4_000 * alarm
 
 
 @pytest.mark.parametrize("degrees", [2, 3, 6, 24])
-def test_threshold_is_where_the_bound_is_the_alarm(degrees: int) -> None:
+def test_the_bound_at_the_threshold_is_the_alarm(degrees: int) -> None:
     assert false_alarm_bound(alarm_threshold(degrees, ALARM), degrees) == pytest.approx(ALARM)
     assert false_alarm_bound(np.inf, degrees) == 0
     assert false_alarm_bound(2 * degrees, degrees) == 1
 
 
-def test_power_is_what_the_architecture_page_says() -> None:
-    """A sampler that moves 0.15 of the first token's probability is found with a probability above 0.999.
+def test_the_power_is_as_documented_in_the_architecture() -> None:
+    """A sampler that moves 0.15 of probability between two tokens is detected with a probability above 0.999.
 
-    Whichever of the tokens it is moved between, at both temperatures. At least twice 0.15^2 of KL divergence (Pinsker).
+    This holds for any two tokens and both temperatures. The KL divergence is at least 2 * 0.15^2 (Pinsker).
     """
-    random, rows, limit = np.random.default_rng(0), ROWS // 2, alarm_threshold(6, ALARM / 18)
+    random = np.random.default_rng(0)
+    rows = ROWS // 2
+    limit = alarm_threshold(6, ALARM / 18)
     right = [expected_probs_KA(setting)[0] for setting in SETTINGS[TEMPERATURES]]
     moves = [(a, b) for a in range(4) for b in range(4) if a != b and all(probs_A[a] > 0.15 for probs_A in right)]
     assert len(moves) >= 6
@@ -398,7 +406,7 @@ def test_power_is_what_the_architecture_page_says() -> None:
         assert (total < limit).mean() < 1e-3
 
 
-def test_expected_probabilities_are_those_of_each_setting() -> None:
+def test_expected_probabilities_apply_the_setting() -> None:
     plain, cold = (expected_probs_KA(setting)[0] for setting in SETTINGS[TEMPERATURES])
     top_k, top_p = (expected_probs_KA(setting)[0] for setting in SETTINGS[FILTERS])
     assert plain == pytest.approx(POLICY_KA[0])

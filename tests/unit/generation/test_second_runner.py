@@ -1,6 +1,6 @@
-"""vLLM's second model runner, that of GPUs, is asked for nothing that it cannot do, and prepared for all that it is.
+"""vLLM's second model runner, which GPUs use: lengths that it lacks are not requested, the others have CUDA graphs.
 
-vLLM's model runners, scheduler and engine core are stand-ins here; its choice of CUDA graphs is vLLM's own.
+vLLM's model runners, scheduler and engine core are stand-ins here. The choice of CUDA graphs is vLLM's own code.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from tests.vllm_cases import a_spec
 
 from specrl.errors import EngineFailed
 from specrl.generation.draft_length import OFF
-from specrl.generation.vllm_backend import arguments, draft_rest, drafting
-from specrl.generation.vllm_backend.draft_rest import FORCED, Abilities
+from specrl.generation.vllm_backend import arguments, draft_length_client
 from specrl.generation.vllm_backend.engine import VllmEngine
+from specrl.generation.vllm_backend.extensions import draft_rest
+from specrl.generation.vllm_backend.extensions.draft_rest import FORCED, RunnerAbilities
 
-LIVE = 4  # as many as generation.maxLiveRollouts
+LIVE = 4  # generation.maxLiveRollouts
 SECOND_RUNNER = "vllm.v1.worker.gpu.model_runner"
 
 
@@ -35,7 +36,7 @@ def an_instance_of(name: str, **attributes: Any) -> Any:
 
 
 def a_first_runner(drafter: Any, name: str = draft_rest.FIRST_RUNNERS[0]) -> Any:
-    """vLLM's first model runner, as much of it as is wrapped."""
+    """The attributes of vLLM's first model runner that the patch replaces."""
     from vllm.config import CompilationMode, CUDAGraphMode
 
     eager = SimpleNamespace(mode=CompilationMode.NONE, cudagraph_mode=CUDAGraphMode.NONE)
@@ -53,7 +54,7 @@ def a_first_runner(drafter: Any, name: str = draft_rest.FIRST_RUNNERS[0]) -> Any
     )
 
 
-def test_first_runner_lets_its_drafter_rest_and_takes_forced_lengths_out() -> None:
+def test_the_first_runner_supports_off_and_forced_lengths() -> None:
     asked: list[int] = []
 
     def propose(length: int) -> list[list[int]]:
@@ -61,59 +62,59 @@ def test_first_runner_lets_its_drafter_rest_and_takes_forced_lengths_out() -> No
         return [[7], []]
 
     runner = a_first_runner(SimpleNamespace(propose=propose))
-    assert draft_rest.install(runner) == Abilities(can_rest=True, can_force=True)
+    assert draft_rest.patch_model_runner(runner) == RunnerAbilities(can_rest=True, can_force=True)
     assert runner.drafter.propose(FORCED + 3) == [[7, 1, 1], [1, 1, 1]]
     assert asked == [3]
 
 
-def test_learned_drafters_are_never_forced() -> None:
+def test_learned_drafters_do_not_support_forced_lengths() -> None:
     drafter = SimpleNamespace(propose=lambda *_, **__: None, model=object())
-    assert draft_rest.install(a_first_runner(drafter)) == Abilities(can_rest=True, can_force=False)
+    assert draft_rest.patch_model_runner(a_first_runner(drafter)) == RunnerAbilities(can_rest=True, can_force=False)
 
 
 @pytest.mark.parametrize("name", draft_rest.SECOND_RUNNERS)
-def test_second_runner_is_left_as_it_is_and_can_do_neither(name: str) -> None:
+def test_the_second_runner_is_not_patched_and_supports_neither(name: str) -> None:
     runner = an_instance_of(name, speculator=SimpleNamespace(propose=print), execute_model=print, sample_tokens=print)
     before = dict(vars(runner))
-    assert draft_rest.install(runner) == Abilities(can_rest=False, can_force=False)
+    assert draft_rest.patch_model_runner(runner) == RunnerAbilities(can_rest=False, can_force=False)
     assert vars(runner) == before
 
 
 @pytest.mark.parametrize("name", draft_rest.FIRST_RUNNERS)
-def test_first_runner_that_does_not_speculate_is_left_as_it_is(name: str) -> None:
+def test_a_first_runner_without_speculation_is_not_patched(name: str) -> None:
     runner = an_instance_of(name, vllm_config=SimpleNamespace(speculative_config=None))
     before = dict(vars(runner))
-    assert draft_rest.install(runner) == Abilities(can_rest=False, can_force=False)
+    assert draft_rest.patch_model_runner(runner) == RunnerAbilities(can_rest=False, can_force=False)
     assert vars(runner) == before
 
 
 @pytest.mark.parametrize(
     "seam", ["drafter", "_sample", "propose_draft_token_ids", "execute_model_state", "use_aux_hidden_state_outputs"]
 )
-def test_first_runner_that_lacks_a_seam_is_an_error(seam: str) -> None:
-    """It was left as it was, without a word: a drafter that did not pay went on costing a pass a step."""
+def test_a_first_runner_without_a_needed_attribute_is_an_error(seam: str) -> None:
+    """Once it was silently not patched, and a drafter that did not pay kept costing one pass per step."""
     runner = a_first_runner(SimpleNamespace(propose=print))
     delattr(runner, seam)
     with pytest.raises(EngineFailed, match=rf"gpu_model_runner\.GPUModelRunner must have .*got no {seam};"):
-        draft_rest.install(runner)
+        draft_rest.patch_model_runner(runner)
 
 
-def test_drafter_that_cannot_propose_is_an_error() -> None:
+def test_a_drafter_without_propose_is_an_error() -> None:
     with pytest.raises(EngineFailed, match="must have propose, got no propose"):
-        draft_rest.install(a_first_runner(SimpleNamespace()))
+        draft_rest.patch_model_runner(a_first_runner(SimpleNamespace()))
 
 
-def test_policy_that_gives_hidden_states_from_nowhere_is_an_error() -> None:
+def test_a_policy_without_a_module_for_hidden_states_is_an_error() -> None:
     runner = a_first_runner(SimpleNamespace(propose=print))
     runner.use_aux_hidden_state_outputs = True
     runner.model = SimpleNamespace(modules=lambda: [SimpleNamespace()])
     with pytest.raises(EngineFailed, match="must have aux_hidden_state_layers"):
-        draft_rest.install(runner)
+        draft_rest.patch_model_runner(runner)
 
 
-def test_third_runner_is_an_error() -> None:
+def test_an_unknown_runner_is_an_error() -> None:
     with pytest.raises(EngineFailed, match=r"must be one of .*, got vllm\.v2\.Runner; install a version"):
-        draft_rest.install(an_instance_of("vllm.v2.Runner", drafter=SimpleNamespace(propose=print)))
+        draft_rest.patch_model_runner(an_instance_of("vllm.v2.Runner", drafter=SimpleNamespace(propose=print)))
 
 
 # -- the scheduler -----------------------------------------------------------------------------------------------------
@@ -121,13 +122,13 @@ def test_third_runner_is_an_error() -> None:
 
 @pytest.fixture
 def scheduler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`DraftLengthScheduler` on a stand-in of vLLM's: always LIVE requests that decode.
+    """`DraftLengthScheduler` on a stand-in for vLLM's scheduler, with LIVE requests that always decode.
 
-    Parameter: the settings that `drafting.configure` gives it, and `skips`, whether vLLM skips all drafts.
+    Parameter: the scheduler's settings, and `skips`: whether vLLM skips all drafts.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from specrl.generation.vllm_backend.scheduler import DraftLengthScheduler
+    from specrl.generation.vllm_backend.extensions.scheduler import DraftLengthScheduler
 
     settings = dict(request.param)
     skips = settings.pop("skips", None)
@@ -136,7 +137,8 @@ def scheduler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     def init(self: Any) -> None:
         self.vllm_config = SimpleNamespace(additional_config={"specrl": settings})
         self.scheduler_config = SimpleNamespace(max_num_seqs=LIVE)
-        self.running, self.waiting = [None] * LIVE, []
+        self.running = [None] * LIVE
+        self.waiting = []
         if not lacks_lookup:
             self.dynamic_sd_lookup = None
 
@@ -159,7 +161,7 @@ def scheduler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 def calibrated(scheduler: Any) -> set[int]:
-    """Calibrate as far as a few hundred steps go; returns the lengths that vLLM was asked for."""
+    """Run a few hundred steps of a calibration; returns the lengths that were requested from vLLM."""
     scheduler.drafting_calibrate(LIVE)
     return {scheduler.schedule().num_spec_tokens_to_schedule for _ in range(400)}
 
@@ -169,53 +171,53 @@ LEARNED = {"lengths": [OFF, 0, 1, 2], "is_lookup": False}
 
 
 @pytest.mark.parametrize("scheduler", [NGRAM], indirect=True)
-def test_lengths_are_forced_after_the_workers_said_that_they_can(scheduler: Any) -> None:
+def test_lengths_are_forced_after_the_workers_reported_support(scheduler: Any) -> None:
     scheduler.drafting_set_abilities({"can_rest": True, "can_force": True})
     assert calibrated(scheduler) == {OFF, FORCED + 1, FORCED + 2, FORCED + 3}
     assert scheduler.drafting_is_calibrated()
 
 
 @pytest.mark.parametrize("scheduler", [NGRAM], indirect=True)
-def test_no_length_is_forced_on_workers_that_said_nothing(scheduler: Any) -> None:
+def test_no_length_is_forced_before_the_workers_have_reported(scheduler: Any) -> None:
     assert calibrated(scheduler) == {OFF, 1, 2, 3}
 
 
 @pytest.mark.parametrize("scheduler", [NGRAM], indirect=True)
-def test_no_length_is_forced_on_workers_that_cannot_take_it_out(scheduler: Any) -> None:
-    """An n-gram calibration asked the second model runner for 1003 drafts, which has room for three."""
+def test_no_length_is_forced_on_workers_without_support(scheduler: Any) -> None:
+    """Once an n-gram calibration requested 1003 drafts from the second model runner, which has room for three."""
     scheduler.drafting_set_abilities({"can_rest": False, "can_force": False})
     assert calibrated(scheduler) == {1, 2, 3}
     assert scheduler.drafting_is_calibrated()
 
 
 @pytest.mark.parametrize("scheduler", [LEARNED], indirect=True)
-def test_a_drafter_that_cannot_rest_is_asked_for_lengths_from_0(scheduler: Any) -> None:
+def test_without_support_for_off_lengths_start_at_0(scheduler: Any) -> None:
     scheduler.drafting_set_abilities({"can_rest": False, "can_force": False})
     assert calibrated(scheduler) == {0, 1, 2}
 
 
 @pytest.mark.parametrize("scheduler", [LEARNED, LEARNED | {"skips": False}], indirect=True)
-def test_steps_that_draft_are_measured(scheduler: Any) -> None:
+def test_steps_with_drafts_are_measured(scheduler: Any) -> None:
     calibrated(scheduler)
     assert scheduler.drafting_is_calibrated()
 
 
 @pytest.mark.parametrize("scheduler", [LEARNED | {"skips": True}], indirect=True)
-def test_a_step_whose_drafts_vllm_skipped_is_not_measured_as_one_that_drafts(scheduler: Any) -> None:
-    """vLLM 0.33 names the length of such a step all the same, and it was taken for that length's cost."""
-    assert calibrated(scheduler) == {OFF, 0, 1}, "gets as far as 1, and waits for steps of it"
+def test_a_step_whose_drafts_vllm_skipped_counts_as_length_0(scheduler: Any) -> None:
+    """vLLM 0.33 still reports the lookup's length for such a step, which was once taken for that length's cost."""
+    assert calibrated(scheduler) == {OFF, 0, 1}, "the calibration reaches length 1 and waits for steps of it"
     assert not scheduler.drafting_is_calibrated()
 
 
 @pytest.mark.parametrize("scheduler", [LEARNED], indirect=True)
-def test_only_vllm_0_32_may_lack_the_field_of_skipped_drafts(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specrl.generation.vllm_backend.scheduler.LACKS_SKIP_DRAFTS", False)
+def test_only_vllm_0_32_may_lack_the_field_skip_drafts(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specrl.generation.vllm_backend.extensions.scheduler.LACKS_SKIP_DRAFTS", False)
     with pytest.raises(AttributeError, match="skip_drafts"):
         calibrated(scheduler)
 
 
 @pytest.mark.parametrize("scheduler", [LEARNED | {"lacks_lookup": True}], indirect=True)
-def test_scheduler_without_a_lookup_of_lengths_is_an_error(scheduler: Any) -> None:
+def test_a_scheduler_without_dynamic_sd_lookup_is_an_error(scheduler: Any) -> None:
     with pytest.raises(EngineFailed, match="must have dynamic_sd_lookup"):
         scheduler()
 
@@ -224,12 +226,13 @@ def test_scheduler_without_a_lookup_of_lengths_is_an_error(scheduler: Any) -> No
 
 
 class StandInCore:
-    """AsyncLLM with an engine core that only notes its commands."""
+    """AsyncLLM with an engine core that only records its calls."""
 
     def __init__(self) -> None:
-        self.engine_core, self.calls = self, list[tuple[Any, ...]]()
+        self.engine_core = self
+        self.calls = list[tuple[Any, ...]]()
         self.answers: list[dict[str, Any]] = []
-        """Of the workers."""
+        """Answers of the workers, by rank."""
 
     async def collective_rpc(self, *_: Any, **__: Any) -> list[dict[str, Any]]:
         return self.answers
@@ -243,10 +246,10 @@ def a_worker(can_rest: bool, can_force: bool) -> dict[str, Any]:
     return {"can_rest": can_rest, "can_force": can_force, "model_runner": SECOND_RUNNER}
 
 
-async def test_only_what_every_worker_can_do_is_asked_for() -> None:
+async def test_only_lengths_that_every_worker_supports_are_used() -> None:
     core = StandInCore()
-    await drafting.set_abilities(core, (OFF, 1), [a_worker(True, True), a_worker(True, False)], "gen-0")
-    await drafting.set_abilities(core, (OFF, 1), [a_worker(False, True), a_worker(True, True)], "gen-0")
+    await draft_length_client.set_abilities(core, (OFF, 1), [a_worker(True, True), a_worker(True, False)], "gen-0")
+    await draft_length_client.set_abilities(core, (OFF, 1), [a_worker(False, True), a_worker(True, True)], "gen-0")
     assert core.calls == [
         ("set_abilities", {"can_rest": True, "can_force": False}),
         ("set_abilities", {"can_rest": False, "can_force": True}),
@@ -255,13 +258,11 @@ async def test_only_what_every_worker_can_do_is_asked_for() -> None:
 
 @pytest.mark.parametrize(
     ("lengths", "smallest", "meaning"),
-    [((OFF, 0, 1, 2), 0, "every step pays for one pass"), ((OFF, 1, 2), 1, "cannot be switched off")],
+    [((OFF, 0, 1, 2), 0, "every step runs one pass"), ((OFF, 1, 2), 1, "cannot switch drafts off")],
 )
-async def test_a_drafter_that_cannot_rest_is_named_in_the_log_once(
-    lengths: tuple[int, ...], smallest: int, meaning: str
-) -> None:
+async def test_missing_support_for_off_is_logged_once(lengths: tuple[int, ...], smallest: int, meaning: str) -> None:
     with structlog.testing.capture_logs() as events:
-        await drafting.set_abilities(StandInCore(), lengths, [a_worker(False, False)] * 2, "gen-0")
+        await draft_length_client.set_abilities(StandInCore(), lengths, [a_worker(False, False)] * 2, "gen-0")
     (event,) = events
     assert event["event"] == "drafter_rest_not_supported"
     assert event["log_level"] == "warning"
@@ -274,30 +275,32 @@ async def test_a_drafter_that_cannot_rest_is_named_in_the_log_once(
 @pytest.mark.parametrize(("length", "expected"), [
     ("Adaptive", [("set_abilities", {"can_rest": True, "can_force": True})]), ("Fixed", []),
 ])  # fmt: skip
-async def test_an_engine_with_a_live_draft_length_passes_on_what_its_workers_said(
+async def test_only_an_engine_with_an_adaptive_length_passes_on_what_its_workers_support(
     length: str, expected: list[tuple[Any, ...]]
 ) -> None:
     spec = a_spec(Path("/policy"), {"ngram": {}}, generation={"draftLength": length})
-    engine, core = VllmEngine(spec, "gen-0"), StandInCore()
+    engine = VllmEngine(spec, "gen-0")
+    core = StandInCore()
     engine._llm = core
     shared = {"shares_embedding": None, "shares_lm_head": None}
     core.answers = [{"value": shared | a_worker(True, True)}] * 2
-    await engine._inspect()
+    await engine._check_workers()
     assert core.calls == expected
 
 
-async def test_an_engine_does_not_serve_when_one_of_its_workers_samples_wrong() -> None:
-    engine, core = VllmEngine(a_spec(Path("/policy")), "gen-0"), StandInCore()
+async def test_an_engine_does_not_start_if_a_worker_samples_from_a_wrong_distribution() -> None:
+    engine = VllmEngine(a_spec(Path("/policy")), "gen-0")
+    core = StandInCore()
     engine._llm = core
     wrong = {"error": "EngineFailed", "message": "the sampler on cuda:1 must draw from the policy's distribution"}
     core.answers = [{"value": {"shares_embedding": None, "shares_lm_head": None} | a_worker(True, True)}, wrong]
     with pytest.raises(EngineFailed, match="cuda:1"):
-        await engine._inspect()
+        await engine._check_workers()
 
 
-async def test_nothing_is_logged_of_a_drafter_that_can_rest() -> None:
+async def test_support_for_off_is_not_logged() -> None:
     with structlog.testing.capture_logs() as events:
-        await drafting.set_abilities(StandInCore(), (OFF, 0, 1), [a_worker(True, False)], "gen-0")
+        await draft_length_client.set_abilities(StandInCore(), (OFF, 0, 1), [a_worker(True, False)], "gen-0")
     assert not events
 
 
@@ -305,15 +308,16 @@ async def test_nothing_is_logged_of_a_drafter_that_can_rest() -> None:
 
 
 def largest_batches(spec: Any) -> dict[int, int]:
-    """The largest batch of each draft length that vLLM's second model runner would capture a full CUDA graph for.
+    """Return, by draft length, the largest batch for which vLLM's second model runner captures a full CUDA graph.
 
-    Runs vLLM's own choice, which needs no GPU, on a manager that has only what is read there.
+    Runs vLLM's own code, which needs no GPU, on a manager with only the attributes that it reads.
     """
     from vllm.config import CUDAGraphMode
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
-    speculation, live = spec.generation.speculation, spec.generation.max_live_rollouts
-    keywords = arguments.engine_arguments(spec, Path("/head"), is_cpu=False)
+    speculation = spec.generation.speculation
+    live = spec.generation.max_live_rollouts
+    keywords = arguments.build_engine_arguments(spec, Path("/head"), is_cpu=False)
     sizes = keywords["compilation_config"]["cudagraph_capture_sizes"]
     schedule = keywords["speculative_config"]["num_speculative_tokens_per_batch_size"]
     manager: Any = CudaGraphManager.__new__(CudaGraphManager)
@@ -325,10 +329,14 @@ def largest_batches(spec: Any) -> dict[int, int]:
         cache_config=SimpleNamespace(use_kda_recoverssm=False),
     )
     manager.compilation_config = SimpleNamespace(cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=max(sizes))
-    manager.cudagraph_mode, manager.max_num_reqs = CUDAGraphMode.FULL_AND_PIECEWISE, live
-    manager.decode_query_len, manager.varlen_decode = speculation.num_draft_tokens + 1, False
-    manager.ubatch_runner, manager.lora_capture_cases = None, [0]
-    manager._candidates, manager._capture_descs = {}, {}
+    manager.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    manager.max_num_reqs = live
+    manager.decode_query_len = speculation.num_draft_tokens + 1
+    manager.varlen_decode = False
+    manager.ubatch_runner = None
+    manager.lora_capture_cases = [0]
+    manager._candidates = {}
+    manager._capture_descs = {}
     manager._init_candidates()
     found: dict[int, int] = {}
     for graph in manager._capture_descs[CUDAGraphMode.FULL]:
@@ -338,7 +346,7 @@ def largest_batches(spec: Any) -> dict[int, int]:
 
 
 @pytest.mark.parametrize(("longest", "live"), [(3, 64), (2, 30), (3, 60), (3, 136), (5, 100), (3, 4)])
-def test_vllm_captures_a_full_batch_of_every_draft_length(longest: int, live: int) -> None:
+def test_vllm_captures_full_batches_for_every_draft_length(longest: int, live: int) -> None:
     spec = a_spec(
         Path("/policy"),
         {"eagle3": {"numDraftTokens": longest}},

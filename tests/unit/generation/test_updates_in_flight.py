@@ -1,6 +1,6 @@
-"""What VllmEngine asks of vLLM when weights change in flight. vLLM itself is a stand-in here, which computes nothing.
+"""The calls that VllmEngine makes to vLLM when weights change in flight. vLLM is a stand-in here.
 
-That vLLM then does what it was asked: tests/integration/generation/test_weight_updates.py.
+tests/integration/generation/test_weight_updates.py tests the same with a real vLLM.
 """
 
 from __future__ import annotations
@@ -10,33 +10,45 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from tests.run_files import a_run
 
+from specrl.errors import EngineFailed
 from specrl.generation.vllm_backend.engine import VllmEngine
-from specrl.records import Rollout, RolloutRequest, Sampling, WeightChecksums
+from specrl.records import (
+    Rollout,
+    RolloutRequest,
+    Sampling,
+    TensorMeta,
+    WeightChecksums,
+    WeightManifest,
+    WeightOwner,
+)
 from specrl.spec import parse_spec
 
+MANIFEST = WeightManifest((TensorMeta("policy.weight", WeightOwner.POLICY, "float32", (1,)),), 1)
 SENT = WeightChecksums(1, (5,))
 
 
 class Collector:
-    """A request's queue of outputs, as vLLM's."""
+    """A stand-in for vLLM's output queue of a request."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self._outputs: asyncio.Queue[Any] = asyncio.Queue()
 
-    def put(self, tokens: list[int], versions: list[tuple[str, int, int]], finish: str | None = None) -> None:
-        delta = SimpleNamespace(
+    def put(self, tokens: list[int], versions: list[tuple[str, int, int]], finish: str) -> None:
+        output = SimpleNamespace(
             token_ids=tokens,
-            logprobs=[{token: SimpleNamespace(logprob=-1.0)} for token in tokens],
+            logprobs=SimpleNamespace(token_ids=list(tokens), logprobs=[-1.0] * len(tokens)),
             text="",
             finish_reason=finish,
             stop_reason=None,
             weight_versions=[SimpleNamespace(version=v, start=first, end=end) for v, first, end in versions],
             routed_experts=None,
+            sampling_mask=None,
         )
-        self._outputs.put_nowait(SimpleNamespace(finished=finish is not None, outputs=[delta], metrics=None))
+        self._outputs.put_nowait(SimpleNamespace(finished=True, outputs=[output], metrics=None))
 
     def get_nowait(self) -> Any:
         return None if self._outputs.empty() else self._outputs.get_nowait()
@@ -46,21 +58,33 @@ class Collector:
 
 
 class StandInLlm:
-    """AsyncLLM's interface. `calls` are what was asked of it, in order; unfinished requests hold blocks."""
+    """The interface of AsyncLLM. It records its calls in order, and unfinished requests hold blocks."""
 
     errored = False
 
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.requests: list[tuple[str, str, Collector]] = []
+        self.output_processor = SimpleNamespace(request_states={})  # of unfinished requests
 
     async def add_request(self, request_id: str, prompt: Any, _params: Any) -> Collector:
         collector = Collector(request_id)
         self.requests.append((request_id, prompt["cache_salt"], collector))
+        stats = SimpleNamespace(num_generation_tokens=0)
+        self.output_processor.request_states[request_id] = SimpleNamespace(stats=stats)
         return collector
+
+    def count_token(self, request_id: str) -> None:
+        """Have a request generated a token."""
+        self.output_processor.request_states[request_id].stats.num_generation_tokens += 1
+
+    def get_tokenizer(self) -> None:
+        """Return no tokenizer: vLLM then makes no text."""
+        return
 
     async def abort(self, request_id: str, *, internal: bool) -> None:
         self.calls.append(f"abort {request_id}")
+        del self.output_processor.request_states[request_id]
         next(c for name, _, c in reversed(self.requests) if name == request_id).put([], [], "abort")
 
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
@@ -87,17 +111,18 @@ def an_engine(kv_cache: str) -> tuple[VllmEngine, StandInLlm]:
 
     generation = {"sampling": {"maxTokens": 16}, "speculation": {"none": {}}, "draftLength": "Fixed"}
     spec = parse_spec(a_run(Path("run"), generation=generation, weights={"kvCache": kv_cache}))
-    engine, llm = VllmEngine(spec, "gen-0"), StandInLlm()
+    engine = VllmEngine(spec, "gen-0")
+    llm = StandInLlm()
     engine._llm = llm
-    engine._folders = SimpleNamespace(policy=SimpleNamespace(config={"vocab_size": 64}))  # type: ignore[assignment]
+    engine._folders = SimpleNamespace(policy=SimpleNamespace(config={"vocab_size": 64}, vocabulary=None))  # type: ignore[assignment]
     engine._counters = CountingLogger()
     return engine, llm
 
 
 async def update(engine: VllmEngine) -> None:
-    """Load what was staged; the transfer itself is left out."""
-    engine._staged, engine._staged_names = SENT, ["policy.weight"]
-    await engine.load(SENT)
+    """Load staged weights; the transfer itself is skipped."""
+    engine._staged = (MANIFEST, SENT)
+    await engine.load_weights(SENT)
 
 
 async def collect(engine: VllmEngine, *names: str) -> list[Rollout]:
@@ -105,55 +130,54 @@ async def collect(engine: VllmEngine, *names: str) -> list[Rollout]:
     return [rollout async for rollout in engine.generate(requests, False)]
 
 
-async def taken_in() -> None:
-    """Have every task go on as far as it can: nothing here waits for anything but other tasks."""
+async def run_all_tasks() -> None:
+    """Let every task run until it is blocked. Tasks here wait only for other tasks."""
     for _ in range(50):
         await asyncio.sleep(0)
 
 
-async def until_asked(llm: StandInLlm, count: int) -> None:
-    await taken_in()
+async def wait_for_requests(llm: StandInLlm, count: int) -> None:
+    await run_all_tasks()
     assert len(llm.requests) >= count
 
 
-async def test_an_update_keeps_what_is_under_way_and_resumes_last(vllm_imported: None) -> None:
+async def test_an_update_keeps_unfinished_requests_and_resumes_last(vllm_imported: None) -> None:
     engine, llm = an_engine("Keep")
     await update(engine)
     assert llm.calls == ["pause keep clear=False", "specrl_load", "version 1", "reset running=False", "resume"]
-    assert (await engine.status()).policy_version == 1
+    assert (await engine.get_status()).policy_version == 1
 
 
-async def test_no_request_finds_a_prefix_that_another_version_computed(vllm_imported: None) -> None:
+async def test_prompts_of_different_versions_have_different_salts(vllm_imported: None) -> None:
     engine, llm = an_engine("Keep")
     waiting = asyncio.create_task(collect(engine, "a", "b"))
-    await until_asked(llm, 2)
+    await wait_for_requests(llm, 2)
     for _, _, collector in llm.requests:
         collector.put([7], [("0", 0, 1)], "stop")
     await waiting
     await update(engine)
     waiting = asyncio.create_task(collect(engine, "c"))
-    await until_asked(llm, 3)
+    await wait_for_requests(llm, 3)
     llm.requests[2][2].put([7], [("1", 0, 1)], "stop")
     await waiting
     salts = [salt for _, salt, _ in llm.requests]
     assert salts[0] == salts[1] != salts[2]
 
 
-async def test_kept_rollouts_go_on_and_those_without_a_token_begin_again_under_the_new_salt(
+async def test_kept_rollouts_continue_and_those_without_a_token_restart_with_the_new_salt(
     vllm_imported: None,
 ) -> None:
     engine, llm = an_engine("Keep")
     waiting = asyncio.create_task(collect(engine, "begun", "new"))
-    await until_asked(llm, 2)
-    llm.requests[0][2].put([7], [("0", 0, 1)])
-    await taken_in()
+    await wait_for_requests(llm, 2)
+    llm.count_token("begun")
     await update(engine)
-    await until_asked(llm, 3)
+    await wait_for_requests(llm, 3)
     assert "abort new" in llm.calls
     assert "abort begun" not in llm.calls
     assert [name for name, _, _ in llm.requests] == ["begun", "new", "new"]
     assert llm.requests[2][1] != llm.requests[1][1]
-    llm.requests[0][2].put([8], [("0", 0, 1), ("1", 1, 2)], "stop")
+    llm.requests[0][2].put([7, 8], [("0", 0, 1), ("1", 1, 2)], "stop")
     llm.requests[2][2].put([9], [("1", 0, 1)], "stop")
     found = {rollout.rollout_id: rollout for rollout in await waiting}
     assert [span.policy_version for span in found["begun"].versions] == [0, 1]
@@ -162,10 +186,32 @@ async def test_kept_rollouts_go_on_and_those_without_a_token_begin_again_under_t
         rollout.check(8, range(2))
 
 
-async def test_recompute_has_every_unfinished_rollout_computed_again_and_aborts_none(vllm_imported: None) -> None:
+async def test_requests_that_waited_for_a_failed_load_are_refused(vllm_imported: None) -> None:
+    engine, llm = an_engine("Keep")
+    is_broken = asyncio.Event()
+
+    async def fail(method: str, *, args: tuple[Any, ...]) -> list[Any]:
+        await is_broken.wait()
+        raise RuntimeError("a worker died")
+
+    llm.collective_rpc = fail  # type: ignore[method-assign]
+    loading = asyncio.create_task(update(engine))
+    await run_all_tasks()
+    waiting = asyncio.create_task(collect(engine, "late"))
+    await run_all_tasks()
+    is_broken.set()
+    with pytest.raises(EngineFailed, match="specrl_load: RuntimeError: a worker died"):
+        await loading
+    with pytest.raises(EngineFailed, match="an update of gen-0 failed"):
+        await waiting
+    assert llm.requests == []
+    assert "resume" not in llm.calls
+
+
+async def test_recompute_resets_running_requests_and_aborts_none(vllm_imported: None) -> None:
     engine, llm = an_engine("Recompute")
     waiting = asyncio.create_task(collect(engine, "begun", "new"))
-    await until_asked(llm, 2)
+    await wait_for_requests(llm, 2)
     await update(engine)
     assert "reset running=True" in llm.calls
     assert not any(call.startswith("abort") for call in llm.calls)

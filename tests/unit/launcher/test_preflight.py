@@ -1,22 +1,48 @@
-"""What is refused before a run starts, and with which words."""
+"""Preflight refuses invalid runs before they start, with clear messages."""
 
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import socket
+import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.run_files import a_model_folder, a_run, write_safetensors
+import yaml
+from huggingface_hub import constants
+from tests.run_files import a_model_folder, a_run, a_run_file
 from tests.tiny_models import make_tokenizer
+from tests.unit.spec.test_load import RULES
+from typer.testing import CliRunner
 
-from specrl.errors import CheckpointInvalid, DatasetInvalid, MemoryTooSmall, PortTaken, SpecInvalid
+from specrl import agent_tools
+from specrl import models as models_package
+from specrl.cli import app
+from specrl.drafting import preflight as drafting
+from specrl.drafting.kind import TARGET_BYTES
+from specrl.errors import MemoryTooSmall, PortTaken, SpecInvalid, SpecProblem
+from specrl.generation.vllm_backend import preflight as generation_preflight
 from specrl.launcher import preflight
 from specrl.launcher.memory import GIB, check_memory, estimate_memory
-from specrl.launcher.model_folder import read_model_folder
-from specrl.launcher.ports import choose_ports
+from specrl.launcher.processes.ports import choose_ports
+from specrl.models import RunModels, read_model_folder, read_models
+from specrl.prompts import templates
 from specrl.spec import RunSpec, parse_spec
+from specrl.spec.run import Dtype
+from specrl.trainer import preflight as trainer
+
+UNIONS = (
+    "prompts.source",
+    "rewards",
+    "generation.speculation",
+    "store",
+    "store.redis.password",
+    "store.redis.sentinel.password",
+)
 
 
 def a_spec(folder: Path, **changes: Any) -> RunSpec:
@@ -27,100 +53,127 @@ def a_speculating_run(folder: Path, **eagle3: Any) -> RunSpec:
     return a_spec(folder, generation={"sampling": {"maxTokens": 16}, "speculation": {"eagle3": eagle3}})
 
 
-def test_sound_run_passes_and_gets_two_ports(tmp_path: Path) -> None:
+def test_a_valid_run_passes_and_gets_two_ports(tmp_path: Path) -> None:
     a_model_folder(tmp_path / "model")
-    ready = preflight.check(a_spec(tmp_path), available_bytes=lambda: 64 * GIB)
+    ready = preflight.check_run(a_spec(tmp_path), available_bytes=lambda: 64 * GIB)
     assert 0 < ready.grpc_port != ready.http_port > 0
 
 
-def test_missing_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointInvalid, match=r"model\.path must be a Hugging Face folder"):
-        preflight.check_policy(a_spec(tmp_path))
+def test_a_model_by_name_becomes_the_folder_of_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commit is in the cache, so nothing asks the hub."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    commit = "ab" * 20
+    folder = a_model_folder(tmp_path / "hub/models--team--tiny/snapshots" / commit)
+    listing = tmp_path / "hub/models--team--tiny/specrl" / f"{commit}.json"
+    listing.parent.mkdir()
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+    listing.write_text(json.dumps({"commit": commit, "sizes": sizes}))
+    model = {"path": "team/tiny", "revision": commit, "dtype": "float32", "maxLength": 128}
+    ready = preflight.check_run(a_spec(tmp_path, model=model), available_bytes=lambda: 64 * GIB)
+    assert (ready.spec.model.path, ready.spec.model.revision) == (str(folder), None)
+    assert [(it.field, it.name, it.commit) for it in ready.sources] == [("model.path", "team/tiny", commit)]
+    assert ready.notices[0] == f"model.path: team/tiny at commit {commit[:12]}, in {folder}"
+    with pytest.raises(SpecInvalid, match=r"team/tiny must fit into the memory, got .* GiB of weights") as caught:
+        preflight.check_run(a_spec(tmp_path, model=model), available_bytes=lambda: 1)
+    assert len(caught.value.problems) == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("config.json", "readable config.json"),
-        ("model.safetensors", "weights as safetensors"),
-        ("tokenizer.json", "must have a tokenizer"),
-    ],
-)
-def test_incomplete_model_names_what_is_missing(tmp_path: Path, name: str, message: str) -> None:
-    (a_model_folder(tmp_path / "model") / name).unlink()
-    with pytest.raises(CheckpointInvalid, match=message):
-        preflight.check_policy(a_spec(tmp_path))
+def said_of(problems: Iterable[SpecProblem]) -> set[str]:
+    """Return the fields that the problems are about."""
+    return {re.split(":? must ", str(problem))[0] for problem in problems}
 
 
-def test_half_downloaded_weights_are_refused(tmp_path: Path) -> None:
-    weights = a_model_folder(tmp_path / "model") / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(CheckpointInvalid, match=f"model.path must have whole safetensors files, got {weights} of"):
-        preflight.check_policy(a_spec(tmp_path))
-
-
-def test_weights_with_bytes_that_no_tensor_has_are_refused(tmp_path: Path) -> None:
-    """The engine refused such a file and preflight did not, so the run failed after its start."""
-    weights = a_model_folder(tmp_path / "model") / "model.safetensors"
-    weights.write_bytes(weights.read_bytes() + b"\0")
-    with pytest.raises(CheckpointInvalid, match=f"model.path must have whole safetensors files, got {weights} of"):
-        preflight.check_policy(a_spec(tmp_path))
-
-
-@pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", b"\xff" * 64])
-def test_weights_that_are_no_safetensors_are_refused(tmp_path: Path, content: bytes) -> None:
-    (a_model_folder(tmp_path / "model") / "model.safetensors").write_bytes(content)
-    with pytest.raises(CheckpointInvalid, match="must have whole safetensors files"):
-        preflight.check_policy(a_spec(tmp_path))
-
-
-def test_missing_shard_is_named(tmp_path: Path) -> None:
-    folder = a_model_folder(tmp_path / "model")
-    write_safetensors(folder / "model-1.safetensors", {"a": (2, 3)})
-    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointInvalid, match=r"model-2\.safetensors: No such file"):
-        preflight.check_policy(a_spec(tmp_path))
-
-
-def test_shards_are_counted_by_the_index(tmp_path: Path) -> None:
-    folder = a_model_folder(tmp_path / "model")
-    write_safetensors(folder / "model-1.safetensors", {"a": (2, 3), "b": (4, 5)})
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": dict.fromkeys("ab", "model-1.safetensors")})
+def test_all_problems_are_reported_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user needs one run of the command, not one per problem."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    a_model_folder(tmp_path / "model", max_position_embeddings=100)
+    spec = a_spec(
+        tmp_path,
+        prompts={"source": {"jsonl": {"path": "none.jsonl"}}, "maxTokens": 80},
+        generation={"sampling": {"maxTokens": 16}, "tensorParallel": 4, "speculation": {"eagle3": {"path": "none"}}},
+        trainer={"optimizer": {"learningRate": "1e-3"}, "parallelism": {"tensor": 3}},
+        telemetry={"httpPort": 7777, "grpcPort": 7777, "sinks": {"mlflow": {}}},
     )
-    assert read_model_folder(folder, "model.path").parameters == 26
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with pytest.raises(SpecInvalid) as caught:
+        preflight.check_run(spec, available_bytes=lambda: GIB)
+    assert said_of(caught.value.problems) >= {
+        "generation.speculation.eagle3.path",
+        "model.maxLength",
+        "generation.tensorParallel",
+        "trainer.parallelism.tensor",
+        "telemetry.sinks.mlflow.trackingUri",
+        "telemetry.grpcPort",
+        "none.jsonl",
+        "available memory",
+    }
+
+
+def test_data_are_read_even_without_a_model(tmp_path: Path) -> None:
+    spec = a_spec(tmp_path, prompts={"source": {"jsonl": {"path": "none.jsonl"}}, "maxTokens": 80})
+    with pytest.raises(SpecInvalid) as caught:
+        preflight.check_run(spec)
+    assert said_of(caught.value.problems) == {"model.path", "none.jsonl"}
+
+
+def test_broken_rules_and_failed_checks_are_reported_together(tmp_path: Path) -> None:
+    file = a_run_file(tmp_path, model={"path": "model", "maxLength": 20}, store={"redis": {"addresses": ["nobody"]}})
+    with pytest.raises(SpecInvalid) as caught:
+        preflight.load_run(file, [])
+    found = [problem.path for problem in caught.value.problems]
+    assert found[:2] == ["model.maxLength", "store.redis.addresses"]
+    assert "model.path" in said_of(caught.value.problems)
+
+
+def test_malformed_fields_are_reported_before_anything_else(tmp_path: Path) -> None:
+    file = a_run_file(tmp_path, store={"redis": {}}, schedule={"steps": "x", "promptsPerStep": 0, "groupSize": 2})
+    with pytest.raises(SpecInvalid) as caught:
+        preflight.load_run(file, [])
+    assert [problem.path for problem in caught.value.problems] == ["schedule.steps", "schedule.promptsPerStep"]
+
+
+def test_a_section_with_two_members_is_reported_with_broken_rules_only(tmp_path: Path) -> None:
+    file = a_run_file(tmp_path, rewards={"exact": {}, "math": {}}, model={"path": "model", "maxLength": 20})
+    with pytest.raises(SpecInvalid) as caught:
+        preflight.load_run(file, [])
+    assert [problem.path for problem in caught.value.problems] == ["rewards", "model.maxLength"]
+
+
+@pytest.mark.parametrize("path", [path for path in RULES if path not in UNIONS])
+def test_checks_cope_with_every_broken_rule(tmp_path: Path, path: str) -> None:
+    """The checks see invalid runs, which no process ever sees."""
+    a_model_folder(tmp_path / "policy")
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(RULES[path]))
+    with pytest.raises(SpecInvalid) as caught:
+        preflight.load_run(file, [])
+    assert caught.value.problems[0].path == path
+
+
+def found_in(spec: RunSpec, package: Any) -> list[tuple[str, str]]:
+    """Return the paths and rules of a package's findings."""
+    return [(problem.path, problem.rule) for problem in package.check(spec, read_models(spec))]
 
 
 def test_unsupported_architecture_is_refused(tmp_path: Path) -> None:
     a_model_folder(tmp_path / "model", architectures=["MistralForCausalLM"], model_type="mistral")
-    with pytest.raises(CheckpointInvalid, match=r"model_type must be one of qwen3, llama, qwen3_moe, got .mistral."):
-        preflight.check_policy(a_spec(tmp_path))
+    ((_, rule),) = found_in(a_spec(tmp_path), trainer)
+    assert rule.startswith(str(tmp_path / "model/config.json"))
+    assert "model_type must be one of qwen3, qwen2, mimo, llama, qwen3_moe, got 'mistral'" in rule
 
 
-def test_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
-    a_model_folder(tmp_path / "model", vocab_size=200)
-    with pytest.raises(CheckpointInvalid, match="got 256 tokens for vocab_size=200"):
-        preflight.check_policy(a_spec(tmp_path))
-
-
-def test_run_longer_than_the_model_is_refused(tmp_path: Path) -> None:
-    a_model_folder(tmp_path / "model", max_position_embeddings=100)
-    with pytest.raises(CheckpointInvalid, match="maxLength must be <= 100"):
-        preflight.check_policy(a_spec(tmp_path))
-
-
-def check_drafter(tmp_path: Path, **config: Any) -> None:
-    policy = a_model_folder(tmp_path / "model")
+def check_drafter(tmp_path: Path, **config: Any) -> str:
+    a_model_folder(tmp_path / "model")
     folder = a_model_folder(tmp_path / "drafter", architectures=["LlamaForCausalLMEagle3"], **config)
     spec = a_speculating_run(tmp_path, path=str(folder))
-    preflight.check_drafter(spec, read_model_folder(policy, "model.path"))
+    return "\n".join(map(str, drafting.check(spec, read_models(spec))))
 
 
-def test_native_heads_are_refused_in_a_run(tmp_path: Path) -> None:
+def test_native_heads_are_checked_before_a_run(tmp_path: Path) -> None:
+    a_model_folder(tmp_path / "model", model_type="mimo", architectures=["MiMoForCausalLM"], num_nextn_predict_layers=1)
     spec = a_spec(tmp_path, generation={"sampling": {"maxTokens": 16}, "speculation": {"mtp": {}}})
-    with pytest.raises(SpecInvalid, match=r"generation\.speculation\.mtp: must not be used in a run: the trainer"):
-        preflight.check(spec)
+    with pytest.raises(SpecInvalid, match=r"model\.path: must have the num_nextn_predict_layers=1 heads that its"):
+        preflight.check_run(spec)
 
 
 def test_draft_model_is_checked_and_counted(tmp_path: Path) -> None:
@@ -128,49 +181,89 @@ def test_draft_model_is_checked_and_counted(tmp_path: Path) -> None:
     folder = a_model_folder(tmp_path / "small")
     generation = {"sampling": {"maxTokens": 16}, "speculation": {"draftModel": {"path": str(folder)}}}
     spec = a_spec(tmp_path, generation=generation)
-    assert preflight.check_draft_model(spec) == 264 * 64
-    policy = preflight.check_policy(spec)
-    more = estimate_memory(spec, policy, 1 << 20).replica_bytes - estimate_memory(spec, policy).replica_bytes
-    assert more == 4 << 20
+    models = read_models(spec)
+    assert generation_preflight.check(spec, models) == []
+    assert models.draft_model is not None
+    parameters = models.draft_model.num_parameters
+    assert parameters == 264 * 64
+    trained = estimate_memory(spec, models)
+    trainer = {"optimizer": {"learningRate": "1e-3"}, "microBatchTokens": 1024, "drafter": {"online": False}}
+    of_frozen = a_spec(tmp_path, generation=generation, trainer=trainer)
+    frozen = estimate_memory(of_frozen, models)
+    without = estimate_memory(of_frozen, RunModels(models.policy))
+    assert frozen.replica_bytes - without.replica_bytes == 4 * parameters
+    assert trained.replica_bytes - without.replica_bytes == 2 * 4 * parameters
+    assert frozen.trainer_bytes == without.trainer_bytes
+    assert trained.trainer_bytes - frozen.trainer_bytes > (16 + 12) * parameters
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
-    with pytest.raises(CheckpointInvalid, match="vocab_size, got 300"):
-        preflight.check_draft_model(spec)
+    ((path, rule),) = found_in(spec, generation_preflight)
+    assert path == "generation.speculation.draftModel.path"
+    assert "vocab_size, got 300" in rule
 
 
-def test_fitting_drafter_passes(tmp_path: Path) -> None:
-    check_drafter(tmp_path)
+def test_a_matching_drafter_passes(tmp_path: Path) -> None:
+    assert check_drafter(tmp_path) == ""
 
 
 def test_drafter_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointInvalid, match=r"vocab_size=300 .* and 264 in"):
-        check_drafter(tmp_path, vocab_size=300)
+    said = check_drafter(tmp_path, vocab_size=300)
+    assert re.search(r"vocab_size=300 .* and 264 in", said)
+    assert f"{tmp_path}/drafter" in said
+    assert f"{tmp_path}/model" in said
 
 
 def test_drafter_of_another_width_is_refused_by_its_target(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointInvalid, match="hidden_size=96"):
-        check_drafter(tmp_path, target_hidden_size=96)
+    assert "hidden_size=96" in check_drafter(tmp_path, target_hidden_size=96)
+
+
+def test_drafter_without_a_vocabulary_is_refused(tmp_path: Path) -> None:
+    assert "vocab_size=None" in check_drafter(tmp_path, vocab_size=None)
 
 
 def test_vocabulary_inside_a_speculators_config_is_read(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointInvalid, match="vocab_size=300"):
-        check_drafter(tmp_path, vocab_size=None, transformer_layer_config={"vocab_size": 300})
+    said = check_drafter(tmp_path, vocab_size=None, transformer_layer_config={"vocab_size": 300})
+    assert "vocab_size=300" in said
+
+
+def test_drafter_with_another_tokenizer_names_both(tmp_path: Path) -> None:
+    """A tokenizer of the same size used to be found only by the engine."""
+    assert check_drafter(tmp_path) == ""
+    file = tmp_path / "drafter/tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    file.write_text(json.dumps(tokenizer))
+    spec = a_speculating_run(tmp_path, path=str(tmp_path / "drafter"))
+    ((path, rule),) = found_in(spec, drafting)
+    assert path == "generation.speculation.eagle3.path"
+    assert re.search(f"{tmp_path}/drafter.*{tmp_path}/model", rule)
 
 
 def test_missing_drafter_is_refused_under_its_own_name(tmp_path: Path) -> None:
-    policy = read_model_folder(a_model_folder(tmp_path / "model"), "model.path")
-    with pytest.raises(CheckpointInvalid, match=r"generation\.speculation\.eagle3\.path must be a Hugging Face folder"):
-        preflight.check_drafter(a_speculating_run(tmp_path, path=str(tmp_path / "none")), policy)
+    a_model_folder(tmp_path / "model")
+    ((_, rule),) = found_in(a_speculating_run(tmp_path, path=str(tmp_path / "none")), models_package)
+    assert rule.startswith("generation.speculation.eagle3.path must be a Hugging Face folder")
 
 
 def test_draft_vocabulary_larger_than_the_policys_is_refused(tmp_path: Path) -> None:
-    policy = read_model_folder(a_model_folder(tmp_path / "model"), "model.path")
-    with pytest.raises(SpecInvalid, match="must be <= 264"):
-        preflight.check_drafter(a_speculating_run(tmp_path, draftVocabSize=265), policy)
+    a_model_folder(tmp_path / "model")
+    ((path, rule),) = found_in(a_speculating_run(tmp_path, draftVocabSize=265), drafting)
+    assert path == "generation.speculation.eagle3.draftVocabSize"
+    assert rule.startswith("must be <= 264")
+
+
+def test_reference_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    a_model_folder(tmp_path / "model")
+    reference = a_model_folder(tmp_path / "reference", vocab_size=300)
+    loss = {"referenceKl": {"coefficient": "0.1", "path": str(reference)}}
+    spec = a_spec(tmp_path, trainer={"optimizer": {"learningRate": "1e-3"}, "loss": loss})
+    ((_, rule),) = found_in(spec, trainer)
+    assert rule.startswith("trainer.loss.referenceKl.path must have the policy's vocabulary of 264, got vocab_size=300")
 
 
 def test_every_number_that_does_not_divide_the_model_is_listed(tmp_path: Path) -> None:
-    policy = read_model_folder(a_model_folder(tmp_path / "model"), "model.path")
+    a_model_folder(tmp_path / "model")
     spec = a_spec(
         tmp_path,
         generation={"sampling": {"maxTokens": 16}, "tensorParallel": 4},
@@ -179,9 +272,7 @@ def test_every_number_that_does_not_divide_the_model_is_listed(tmp_path: Path) -
             "parallelism": {"tensor": 3, "pipeline": 2, "virtualStages": 3},
         },
     )
-    with pytest.raises(SpecInvalid) as caught:
-        preflight.check_parallelism(spec, policy)
-    assert [(problem.path, problem.rule) for problem in caught.value.problems] == [
+    assert [*found_in(spec, trainer), *found_in(spec, generation_preflight)] == [
         ("trainer.parallelism.tensor", "must divide the model's num_key_value_heads=2, got 3"),
         ("trainer.parallelism.tensor", "must divide the model's intermediate_size=128, got 3"),
         (
@@ -205,30 +296,21 @@ def test_every_number_that_does_not_divide_the_model_is_listed(tmp_path: Path) -
         ({"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 33, "intermediate_size": 127}, None),
     ],
 )
-def test_experts_that_cannot_be_dealt_out_are_refused(
+def test_experts_that_cannot_be_divided_among_ranks_are_refused(
     tmp_path: Path, config: dict[str, Any], refused: str | None
 ) -> None:
     if config:
         config = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], **config}
-    policy = read_model_folder(a_model_folder(tmp_path / "model", **config), "model.path")
+    a_model_folder(tmp_path / "model", **config)
     layout = {"tensor": 2, "data": 2, "expert": 4}
     spec = a_spec(tmp_path, trainer={"optimizer": {"learningRate": "1e-3"}, "parallelism": layout})
-    if refused is None:
-        preflight.check_parallelism(spec, policy)
-        return
-    with pytest.raises(SpecInvalid) as caught:
-        preflight.check_parallelism(spec, policy)
-    assert [(problem.path, problem.rule) for problem in caught.value.problems] == [
-        ("trainer.parallelism.expert", refused)
-    ]
+    assert found_in(spec, trainer) == ([] if refused is None else [("trainer.parallelism.expert", refused)])
 
 
 def test_routing_of_a_dense_model_cannot_be_replayed(tmp_path: Path) -> None:
-    policy = read_model_folder(a_model_folder(tmp_path / "model"), "model.path")
+    a_model_folder(tmp_path / "model")
     spec = a_spec(tmp_path, trainer={"optimizer": {"learningRate": "1e-3"}, "routing": "Replay"})
-    with pytest.raises(SpecInvalid) as caught:
-        preflight.check_parallelism(spec, policy)
-    assert [(problem.path, problem.rule) for problem in caught.value.problems] == [
+    assert found_in(spec, trainer) == [
         ("trainer.routing", "must be Anew, since the model's layers have no experts, got Replay")
     ]
 
@@ -237,33 +319,35 @@ def test_malformed_line_is_named_by_file_and_line(tmp_path: Path) -> None:
     a_model_folder(tmp_path / "model")
     data = tmp_path / "train.jsonl"
     data.write_text('{"question": "1+1?", "answer": "2"}\n{"question": \n')
-    with pytest.raises(DatasetInvalid, match=r"train\.jsonl:2"):
-        preflight.check_data(a_spec(tmp_path, prompts={"source": {"jsonl": {"path": str(data)}}, "maxTokens": 80}))
+    spec = a_spec(tmp_path, prompts={"source": {"jsonl": {"path": str(data)}}, "maxTokens": 80})
+    with pytest.raises(SpecInvalid, match=r"train\.jsonl:2"):
+        preflight.check_run(spec, available_bytes=lambda: 64 * GIB)
 
 
-def test_lines_that_are_left_out_are_told_to_the_user(tmp_path: Path) -> None:
+def test_the_user_learns_of_lines_that_are_left_out(tmp_path: Path) -> None:
     a_model_folder(tmp_path / "model")
     data = tmp_path / "train.jsonl"
     sound = '{"question": "1+1?", "answer": "2"}\n'
     data.write_text(f'{sound}{{\n{sound}{{"question": "{"x" * 90}", "answer": "1"}}\n')
     source = {"jsonl": {"path": str(data), "onBadLine": "Skip"}}
     spec = a_spec(tmp_path, prompts={"source": source, "maxTokens": 80})
-    skipped, repeated = preflight.data_notices(preflight.check_data(spec))
+    skipped, repeated = preflight.check_run(spec, available_bytes=lambda: 64 * GIB).notices
     assert skipped.startswith("2 problems are left out")
     assert "train.jsonl:2: must be a JSON object" in skipped
-    assert repeated.startswith("1 problems ask")
+    assert repeated.startswith("1 problems repeat")
 
 
-def test_answer_that_the_verifier_cannot_compare_with_is_named_by_file_and_line(tmp_path: Path) -> None:
+def test_an_unusable_reference_is_named_by_file_and_line(tmp_path: Path) -> None:
     a_model_folder(tmp_path / "model")
     data = tmp_path / "train.jsonl"
     data.write_text('{"question": "1+1?", "answer": "#### 2"}\n{"question": "1+2?", "answer": "three ####"}\n')
-    with pytest.raises(DatasetInvalid, match=r"train\.jsonl:2"):
-        preflight.check_data(a_spec(tmp_path, prompts={"source": {"jsonl": {"path": str(data)}}, "maxTokens": 80}))
+    spec = a_spec(tmp_path, prompts={"source": {"jsonl": {"path": str(data)}}, "maxTokens": 80})
+    with pytest.raises(SpecInvalid, match=r"train\.jsonl:2"):
+        preflight.check_run(spec, available_bytes=lambda: 64 * GIB)
 
 
-def test_what_is_wrong_with_data_and_verifier_is_reported_at_once(tmp_path: Path) -> None:
-    """A module that cannot be imported was found only when the data were sound."""
+def test_problems_of_data_and_verifier_are_reported_together(tmp_path: Path) -> None:
+    """A module that cannot be imported used to be reported only when the data were valid."""
     a_model_folder(tmp_path / "model")
     (tmp_path / "my_rewards.py").write_text("import json\n\ndef grade(reference, completion:\n")
     data = tmp_path / "train.jsonl"
@@ -272,23 +356,36 @@ def test_what_is_wrong_with_data_and_verifier_is_reported_at_once(tmp_path: Path
         "prompts": {"source": {"jsonl": {"path": str(data)}}, "maxTokens": 80},
         "rewards": {"python": {"function": "my_rewards:grade", "folder": str(tmp_path)}},
     }
-    with pytest.raises(DatasetInvalid) as caught:
-        preflight.check_data(a_spec(tmp_path, **changes))
+    with pytest.raises(SpecInvalid) as caught:
+        preflight.check_run(a_spec(tmp_path, **changes), available_bytes=lambda: 64 * GIB)
     assert "got SyntaxError at " in str(caught.value)
     assert "my_rewards.py:3: " in str(caught.value)
     assert "train.jsonl:2: must be a JSON object" in str(caught.value)
 
 
 def test_a_function_that_fails_for_every_made_up_completion_is_refused(tmp_path: Path) -> None:
-    """It trained nothing, and the run was called finished."""
+    """Such a run used to train on nothing and end as finished."""
     a_model_folder(tmp_path / "model")
     (tmp_path / "lists.py").write_text("def grade(reference, completion):\n    return [1.0]\n")
     rewards = {"python": {"function": "lists:grade", "folder": str(tmp_path)}}
     with pytest.raises(SpecInvalid, match=r"rewards\.python\.function: must grade made-up completions.*got list"):
-        preflight.check_data(a_spec(tmp_path, rewards=rewards))
+        preflight.check_run(a_spec(tmp_path, rewards=rewards), available_bytes=lambda: 64 * GIB)
 
 
-def test_port_in_use_is_refused_by_its_field(tmp_path: Path) -> None:
+def test_spec_check_shows_what_a_run_would_warn_of(tmp_path: Path) -> None:
+    """`spec check --preflight` said only that a file is valid where `run` warned of its reward function."""
+    a_model_folder(tmp_path / "model")
+    (tmp_path / "picky.py").write_text("def grade(reference, completion):\n    return float(completion[0] == '7')\n")
+    rewards = {"python": {"function": "picky:grade", "folder": str(tmp_path)}}
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(a_run(tmp_path, rewards=rewards)))
+    found = CliRunner().invoke(app, ["spec", "check", "--preflight", str(file)])
+    assert found.exit_code == 0
+    assert "is valid" in found.stdout
+    assert "warning: the verifier failed in a trial before the run: IndexError at picky.py:2" in found.stderr
+
+
+def test_a_port_in_use_is_refused_with_its_field(tmp_path: Path) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(1)
@@ -302,41 +399,124 @@ def test_one_port_for_both_is_refused(tmp_path: Path) -> None:
         choose_ports(a_spec(tmp_path, telemetry={"httpPort": 7777, "grpcPort": 7777}))
 
 
-def test_too_little_memory_says_who_needs_how_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_reports_the_need_of_each_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     a_model_folder(tmp_path / "model")
-    with pytest.raises(MemoryTooSmall, match=r"available memory must be >= .* got 1\.0 GiB; .*generation\.replicas"):
-        preflight.check(a_spec(tmp_path), available_bytes=lambda: GIB)
+    with pytest.raises(SpecInvalid, match=r"available memory must be >= .* got 1\.0 GiB.*generation\.replicas"):
+        preflight.check_run(a_spec(tmp_path), available_bytes=lambda: GIB)
 
 
 def test_memory_grows_with_replicas_and_ranks(tmp_path: Path) -> None:
     policy = read_model_folder(a_model_folder(tmp_path / "model"), "model.path")
-    one = estimate_memory(a_spec(tmp_path), policy)
-    two = estimate_memory(a_spec(tmp_path, generation={"sampling": {"maxTokens": 16}, "replicas": 2}), policy)
+    one = estimate_memory(a_spec(tmp_path), RunModels(policy))
+    replicated = a_spec(tmp_path, generation={"sampling": {"maxTokens": 16}, "replicas": 2})
+    two = estimate_memory(replicated, RunModels(policy))
     assert two.total_bytes == one.total_bytes + one.replica_bytes
     check_memory(two, two.total_bytes)
     with pytest.raises(MemoryTooSmall):
         check_memory(two, two.total_bytes - 1)
 
 
+def test_memory_has_the_targets_of_a_drafter_up_to_their_bound(tmp_path: Path) -> None:
+    policy = read_model_folder(a_model_folder(tmp_path / "model"), "model.path")
+
+    def trainer_bytes(token_budget: int, **eagle3: int) -> int:
+        generation = {"sampling": {"maxTokens": 16}, "speculation": {"eagle3": eagle3}}
+        schedule = {"steps": 1, "promptsPerStep": 1 << 20, "groupSize": 8}
+        spec = a_spec(tmp_path, generation=generation, trainer=a_trainer(token_budget), schedule=schedule)
+        return estimate_memory(spec, RunModels(policy=policy)).trainer_bytes
+
+    def a_trainer(token_budget: int) -> dict[str, Any]:
+        return {"optimizer": {"learningRate": "1e-5"}, "drafter": {"tokenBudget": token_budget}}
+
+    item_bytes = 4 if a_spec(tmp_path).model.dtype is Dtype.FLOAT32 else 2
+    vocabulary = policy.config_number("vocab_size") or 0
+    assert trainer_bytes(1100) - trainer_bytes(1000) == 100 * vocabulary * item_bytes
+    assert trainer_bytes(1100, draftVocabSize=8) - trainer_bytes(1000, draftVocabSize=8) == 100 * 8 * item_bytes
+    most = -(-TARGET_BYTES // (vocabulary * item_bytes))
+    assert trainer_bytes(most + 1000) == trainer_bytes(most)
+
+
+def test_muon_keeps_one_moment_in_layers_and_shares_none_out(tmp_path: Path) -> None:
+    policy = read_model_folder(a_model_folder(tmp_path / "model"), "model.path")
+
+    def trainer_bytes(kind: str, ranks: int) -> int:
+        optimizer = {"learningRate": "1e-5", "kind": kind}
+        spec = a_spec(tmp_path, trainer={"optimizer": optimizer, "parallelism": {"data": ranks}})
+        return estimate_memory(spec, RunModels(policy)).trainer_bytes
+
+    assert trainer_bytes("Muon", 1) < trainer_bytes("AdamW", 1)
+    assert trainer_bytes("Muon", 8) > trainer_bytes("AdamW", 8)
+
+
 def test_demo_sized_run_fits_a_small_laptop(tmp_path: Path) -> None:
-    """Two replicas and a trainer were measured to fit easily (notes: 1.7 GB a replica)."""
+    """Two replicas and a trainer were measured to fit easily (1.7 GB per replica)."""
     policy = read_model_folder(a_model_folder(tmp_path / "model"), "model.path")
     spec = a_spec(tmp_path, generation={"sampling": {"maxTokens": 16}, "replicas": 2})
-    assert estimate_memory(spec, policy).total_bytes < 7 * GIB
+    assert estimate_memory(spec, RunModels(policy)).total_bytes < 7 * GIB
 
 
 def test_a_verifier_that_cannot_work_here_is_refused(tmp_path: Path) -> None:
     a_model_folder(tmp_path / "model")
     spec = a_spec(tmp_path, rewards={"python": {"function": "no_such_module:grade", "folder": str(tmp_path)}})
     with pytest.raises(SpecInvalid, match=r"rewards\.python\.function: must be importable, got ModuleNotFoundError"):
-        preflight.check(spec, available_bytes=lambda: 64 * GIB)
+        preflight.check_run(spec, available_bytes=lambda: 64 * GIB)
 
 
 def test_a_tool_that_cannot_be_called_or_cannot_answer_is_refused(tmp_path: Path) -> None:
+    a_model_folder(tmp_path / "model")
     make_tokenizer(tmp_path / "model", 264)
     nobody = {"answeredBy": {"python": {"function": "nobodys_tools:answer"}}, "maxOutputTokens": 4}
-    with pytest.raises(SpecInvalid, match=r"tools\.callEnd: must be text that the policy's tokenizer can say"):
-        preflight.check_tools(a_spec(tmp_path, tools=nobody | {"callEnd": "<|im_end|>"}))
-    with pytest.raises(SpecInvalid, match=r"tools\.answeredBy\.python\.function: must be importable"):
-        preflight.check_tools(a_spec(tmp_path, tools=nobody))
+    unspeakable, missing = found_in(a_spec(tmp_path, tools=nobody | {"callEnd": "<|im_end|>"}), agent_tools)
+    assert unspeakable[0] == "tools.callEnd"
+    assert unspeakable[1].startswith("must be text that the policy's tokenizer can encode")
+    assert missing[0] == "tools.answeredBy.python.function"
+    assert missing[1].startswith("must be importable")
+    assert found_in(a_spec(tmp_path, tools=nobody), agent_tools) == [missing]
+
+
+def test_nccl_without_gpus_is_refused(tmp_path: Path) -> None:
+    """The trainer refused it every two seconds, in the log alone, and the run waited."""
+    a_model_folder(tmp_path / "model")
+    spec = parse_spec(a_run(tmp_path, weights={"transport": "Nccl"}))
+    with pytest.raises(SpecInvalid, match=r"weights\.transport: must be Gloo or Auto on a machine without GPUs"):
+        preflight.check_run(spec, available_bytes=lambda: 64 * GIB)
+
+
+def test_a_scratch_folder_whose_path_is_too_long_for_sockets_is_refused(tmp_path: Path) -> None:
+    """The coordinator crashed six times with `BrokenProcessPool`: schedulers of clusters set such folders."""
+    short = Path(tempfile.mkdtemp(dir="/tmp"))  # tmp_path is a long one itself
+    try:
+        assert not list(preflight.find_socket_problems(short))
+        assert not list(short.iterdir())
+        long = short / ("x" * 60)
+        long.mkdir()
+        (problem,) = preflight.find_socket_problems(long)
+        assert problem.path == "TMPDIR"
+        assert "AF_UNIX path too long" in problem.rule
+        (problem,) = preflight.find_socket_problems(short / "none")
+        assert "No such file" in problem.rule
+    finally:
+        shutil.rmtree(short)
+
+
+def test_a_stop_string_with_more_than_a_special_token_is_refused(tmp_path: Path) -> None:
+    """The engine looks for it in text without special tokens, so every completion would have maxTokens.
+
+    A special token alone becomes an end token.
+    """
+    folder = a_model_folder(tmp_path / "model")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    content["added_tokens"] = [
+        {"id": 256 + number, "content": text, "special": True, **flags} for number, text in enumerate(("<s>", "<end>"))
+    ]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>"})
+    )
+    sampling = {"maxTokens": 16, "stop": ["Q:", "<end>", "x<s>", "<s>"]}
+    spec = parse_spec(a_run(tmp_path, model={"path": str(folder)}, generation={"sampling": sampling}))
+    (problem,) = templates.check(spec, RunModels(policy=read_model_folder(folder, "model.path")))
+    assert problem.path == "generation.sampling.stop[2]"
+    assert "must be a special token alone or have none" in problem.rule

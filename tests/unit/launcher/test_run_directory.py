@@ -1,4 +1,4 @@
-"""Run directories: names, locks, and that they appear whole."""
+"""Run folders: their names, their locks, and that they appear complete."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ def spec(tmp_path: Path) -> RunSpec:
 
 
 def test_runs_are_numbered_from_one(tmp_path: Path, spec: RunSpec) -> None:
-    names = [run_directory.create(tmp_path / "runs", spec).name for _ in range(3)]
+    names = [run_directory.create_run(tmp_path / "runs", spec).name for _ in range(3)]
     assert names == ["tiny-1", "tiny-2", "tiny-3"]
 
 
-def test_number_follows_the_greatest_one_and_ignores_other_runs(tmp_path: Path, spec: RunSpec) -> None:
+def test_the_next_number_follows_the_largest_one_of_the_same_name(tmp_path: Path, spec: RunSpec) -> None:
     for name in ("tiny-7", "tiny-drafter-12", "tiny-x", "other-20"):
         (tmp_path / name).mkdir()
-    assert run_directory.create(tmp_path, spec).name == "tiny-8"
+    assert run_directory.create_run(tmp_path, spec).name == "tiny-8"
 
 
-def test_number_taken_at_the_last_moment_is_passed_over(
+def test_a_number_taken_at_the_last_moment_is_skipped(
     tmp_path: Path, spec: RunSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = run_directory.create(tmp_path, spec)
-    monkeypatch.setattr(run_directory, "_numbers", lambda runs, name: iter(()))
-    assert run_directory.create(tmp_path, spec).name == "tiny-2"
+    first = run_directory.create_run(tmp_path, spec)
+    monkeypatch.setattr(run_directory, "_used_numbers", lambda runs, name: iter(()))
+    assert run_directory.create_run(tmp_path, spec).name == "tiny-2"
     assert load_spec(first.run_file).name == "tiny"
 
 
 def test_new_run_holds_its_run_file(tmp_path: Path, spec: RunSpec) -> None:
-    directory = run_directory.create(tmp_path, spec)
+    directory = run_directory.create_run(tmp_path, spec)
     assert load_spec(directory.run_file) == spec
-    assert directory.logs.is_dir()
+    assert directory.logs_folder.is_dir()
 
 
 def test_failed_creation_leaves_nothing(tmp_path: Path, spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,56 +50,56 @@ def test_failed_creation_leaves_nothing(tmp_path: Path, spec: RunSpec, monkeypat
 
     monkeypatch.setattr(run_directory.RunDirectory, "write_run_file", fail)
     with pytest.raises(OSError, match="disk full"):
-        run_directory.create(tmp_path, spec)
+        run_directory.create_run(tmp_path, spec)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_runs_folder_that_is_a_file_is_refused(tmp_path: Path, spec: RunSpec) -> None:
     (tmp_path / "runs").write_text("")
-    with pytest.raises(RunInvalid, match="runs must be a writable folder"):
-        run_directory.create(tmp_path / "runs", spec)
+    with pytest.raises(RunInvalid, match="the folder for runs must be writable"):
+        run_directory.create_run(tmp_path / "runs", spec)
 
 
-def test_second_launcher_is_refused_while_the_first_drives(tmp_path: Path, spec: RunSpec) -> None:
-    directory = run_directory.create(tmp_path, spec)
+def test_a_second_launcher_is_refused_while_the_first_holds_the_lock(tmp_path: Path, spec: RunSpec) -> None:
+    directory = run_directory.create_run(tmp_path, spec)
     with directory.lock():
-        assert directory.is_driven()
-        with pytest.raises(RunInvalid, match="driven by one launcher"), directory.lock():
+        assert directory.has_launcher()
+        with pytest.raises(RunInvalid, match="another launcher is running"), directory.lock():
             pass
-    assert not directory.is_driven()
+    assert not directory.has_launcher()
     with directory.lock():
         pass
 
 
-def test_looking_on_does_not_keep_a_launcher_out(tmp_path: Path, spec: RunSpec) -> None:
-    directory = run_directory.create(tmp_path, spec)
-    assert not directory.is_driven()
+def test_testing_the_lock_does_not_block_a_launcher(tmp_path: Path, spec: RunSpec) -> None:
+    directory = run_directory.create_run(tmp_path, spec)
+    assert not directory.has_launcher()
     with directory.lock():
-        assert directory.is_driven()
+        assert directory.has_launcher()
 
 
 def test_run_is_found_by_name_and_by_path(tmp_path: Path, spec: RunSpec) -> None:
-    directory = run_directory.create(tmp_path, spec)
-    assert run_directory.find("tiny-1", tmp_path) == directory
-    assert run_directory.find(str(directory.path), Path("elsewhere")) == directory
+    directory = run_directory.create_run(tmp_path, spec)
+    assert run_directory.find_run("tiny-1", tmp_path) == directory
+    assert run_directory.find_run(str(directory.path), Path("elsewhere")) == directory
 
 
-def test_unknown_run_is_refused_with_those_there_are(tmp_path: Path, spec: RunSpec) -> None:
-    run_directory.create(tmp_path, spec)
-    with pytest.raises(RunInvalid, match="got run=tiny-9; runs there: tiny-1"):
-        run_directory.find("tiny-9", tmp_path)
+def test_an_unknown_run_is_refused_with_the_known_runs(tmp_path: Path, spec: RunSpec) -> None:
+    run_directory.create_run(tmp_path, spec)
+    with pytest.raises(RunInvalid, match="got tiny-9; runs there: tiny-1"):
+        run_directory.find_run("tiny-9", tmp_path)
 
 
-def test_newest_is_the_run_driven_last(tmp_path: Path, spec: RunSpec) -> None:
-    first, second = (run_directory.create(tmp_path, spec) for _ in range(2))
+def test_the_newest_run_is_the_one_locked_last(tmp_path: Path, spec: RunSpec) -> None:
+    first, second = (run_directory.create_run(tmp_path, spec) for _ in range(2))
     os.utime(first.lock_file, (1, 1))
     os.utime(second.lock_file, (2, 2))
-    assert run_directory.newest(tmp_path) == second
+    assert run_directory.find_run(None, tmp_path) == second
     with first.lock():
         pass
-    assert run_directory.newest(tmp_path) == first
+    assert run_directory.find_run(None, tmp_path) == first
 
 
-def test_no_run_yet_is_said(tmp_path: Path) -> None:
-    with pytest.raises(RunInvalid, match="there must be a run"):
-        run_directory.newest(tmp_path)
+def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunInvalid, match="must be a folder with a run"):
+        run_directory.find_run(None, tmp_path)

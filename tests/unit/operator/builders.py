@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass, field
 from typing import Any
 
-from specrl_operator.api import (
-    CLAIM_TEMPLATE,
-    COMPUTE_DOMAIN,
-    JOB_SET,
-    LEADER_WORKER_SET,
-    OPTIONAL,
-    RLJOB,
-    Job,
-    Object,
-    read_job,
-)
-from specrl_operator.facts import Facts, Settings
+from specrl_operator import kinds
+from specrl_operator.api import Job, Object, read_job
+from specrl_operator.children.desired import build_children
+from specrl_operator.kinds import CHILD_KINDS, CLAIM_TEMPLATE, COMPUTE_DOMAIN, JOB_SET, LEADER_WORKER_SET, RLJOB, Kind
+from specrl_operator.plan import job_plan
+from specrl_operator.plan.decision import Decision, DesiredState, TrainerAction
+from specrl_operator.plan.job_plan import JobPlan, Settings
 
-ALL = frozenset(OPTIONAL)
+ALL = frozenset(kind for kind in vars(kinds).values() if isinstance(kind, Kind) and kind.is_optional)
 GB200 = frozenset({JOB_SET, COMPUTE_DOMAIN, CLAIM_TEMPLATE, LEADER_WORKER_SET})
 
 RUN: Object = {
@@ -38,7 +34,7 @@ PAPER: Object = {
     "placement": {"profile": "GB200", "nvlink": "Required", "layout": "SameDomain"},
     "volumes": [{"claimName": "models", "mountPath": "/models"}],
 }
-"""12 nodes generate, 4 train: the paper's asynchronous layout."""
+"""The paper's asynchronous layout: 12 nodes for generation, 4 for training."""
 
 
 LARGE: Object = {"generation": {"replicas": 3, "gpusPerReplica": 8, "tensorParallel": 8}}
@@ -46,7 +42,7 @@ LARGE: Object = {"generation": {"replicas": 3, "gpusPerReplica": 8, "tensorParal
 
 
 def merge(base: Object, over: Object) -> Object:
-    """`base` with `over` merged into it; None removes."""
+    """Merge `over` into a copy of `base`; None removes a field."""
     found = copy.deepcopy(base)
     for name, value in over.items():
         if value is None:
@@ -59,7 +55,7 @@ def merge(base: Object, over: Object) -> Object:
 
 
 def an_rljob(*changes: Object, name: str = "tiny", status: Object | None = None, **meta: Any) -> Object:
-    """An RLJob as the API server keeps it; changes are merged into its spec."""
+    """Build an RLJob as the API server stores it; changes are merged into its spec."""
     spec = RUN
     for change in changes:
         spec = merge(spec, change)
@@ -76,10 +72,25 @@ def an_rljob(*changes: Object, name: str = "tiny", status: Object | None = None,
 
 
 def a_job(*changes: Object, **more: Any) -> Job:
-    """The same, read."""
+    """Build an RLJob and parse it."""
     return read_job(an_rljob(*changes, **more))
 
 
-def facts(served: frozenset[Any] = GB200, **more: Any) -> Facts:
-    """What a cluster with JobSet, LWS and NVIDIA's DRA driver offers."""
-    return Facts(Settings(), served, **more)
+@dataclass(frozen=True)
+class ClusterFacts:
+    """The inputs of a plan besides the job: by default a cluster with JobSet, LeaderWorkerSet and NVIDIA's driver."""
+
+    served: frozenset[Kind] = GB200
+    settings: Settings = field(default_factory=Settings)
+
+
+def plan_job(job: Job, facts: ClusterFacts) -> JobPlan:
+    """Plan a job that has no children yet."""
+    versions = frozenset(kind.api_version for kind in facts.served)
+    return job_plan.plan_job(job, facts.settings, versions, {kind: [] for kind in CHILD_KINDS})
+
+
+def children_of(job: Job, given_facts: ClusterFacts, state: DesiredState = DesiredState.RUNNING) -> list[Object]:
+    """Build the children of a job in a state."""
+    trainer = TrainerAction.CREATE if state is DesiredState.RUNNING else TrainerAction.KEEP
+    return build_children(plan_job(job, given_facts), Decision(state, trainer))

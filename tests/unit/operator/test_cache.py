@@ -1,4 +1,4 @@
-"""What is kept of what was listed and watched, and how soon it is tried again. Threads are in tests/integration."""
+"""The cache of watched objects, and the pauses after failures. tests/integration tests the threads."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import pytest
 from tests.unit.operator.builders import an_rljob
 from tests.unit.operator.world import a_pod
 
-from specrl_operator import watches
-from specrl_operator.api import DEPLOYMENT, JOB_LABEL, POD, RLJOB, Object
-from specrl_operator.cluster import Change, ClusterError, Listing
-from specrl_operator.watches import Cache, Watches
+from specrl_operator.api import JOB_LABEL, Object
+from specrl_operator.cluster import watches
+from specrl_operator.cluster.cache import WatchedObjects
+from specrl_operator.cluster.interface import ClusterError, Listing, WatchEvent
+from specrl_operator.cluster.watches import Watches, build_selector
+from specrl_operator.kinds import CLAIM_TEMPLATE, DEPLOYMENT, POD, RLJOB
 
 
 def pod(name: str, job: str = "tiny", namespace: str = "rl") -> Object:
@@ -22,54 +24,66 @@ def pod(name: str, job: str = "tiny", namespace: str = "rl") -> Object:
     return item
 
 
-def names(cache: Cache, job: str = "tiny", namespace: str = "rl") -> list[str]:
-    return [item["metadata"]["name"] for item in cache.find(POD, namespace, job)]
+def names(cache: WatchedObjects, job: str = "tiny", namespace: str = "rl") -> list[str]:
+    return [item["metadata"]["name"] for item in cache.list_objects(POD, namespace, job)]
 
 
-def test_a_job_s_objects_are_found_by_its_label_in_its_namespace() -> None:
-    cache = Cache()
+def test_a_jobs_objects_are_found_by_its_label_in_its_namespace() -> None:
+    cache = WatchedObjects()
     for item in (pod("b"), pod("a"), pod("c", job="other"), pod("d", namespace="elsewhere")):
-        cache.take(POD, Change("ADDED", item))
+        cache.apply_event(POD, WatchEvent("ADDED", item))
     assert names(cache) == ["a", "b"]
     assert names(cache, "other") == ["c"]
     assert names(cache, namespace="elsewhere") == ["d"]
-    assert cache.find(DEPLOYMENT, "rl", "tiny") == []
+    assert cache.list_objects(DEPLOYMENT, "rl", "tiny") == []
 
 
-def test_changes_say_which_job_to_look_at() -> None:
-    cache = Cache()
-    assert cache.take(POD, Change("ADDED", pod("a"))) == ("rl", "tiny")
-    assert cache.take(RLJOB, Change("ADDED", an_rljob(name="mine"))) == ("rl", "mine")
+def test_a_change_wakes_the_job_of_its_object() -> None:
+    cache = WatchedObjects()
+    assert cache.apply_event(POD, WatchEvent("ADDED", pod("a"))) == ("rl", "tiny")
+    assert cache.apply_event(RLJOB, WatchEvent("ADDED", an_rljob(name="mine"))) == ("rl", "mine")
     stray = pod("a")
     stray["metadata"]["labels"] = {}
-    assert cache.take(POD, Change("ADDED", stray)) is None
+    assert cache.apply_event(POD, WatchEvent("ADDED", stray)) is None
 
 
-def test_what_is_deleted_is_forgotten_and_the_job_still_told() -> None:
-    cache = Cache()
-    cache.take(POD, Change("ADDED", pod("a")))
-    assert cache.take(POD, Change("DELETED", pod("a"))) == ("rl", "tiny")
+def test_a_claim_template_wakes_the_job_that_waits_for_it() -> None:
+    """NVIDIA's driver gives it no label of ours, so a job waited for the next relist, up to five minutes."""
+    cache = WatchedObjects()
+    template = CLAIM_TEMPLATE.build_object({"name": "tiny-imex", "namespace": "rl"})
+    assert build_selector(CLAIM_TEMPLATE) == ""
+    assert cache.apply_event(CLAIM_TEMPLATE, WatchEvent("ADDED", template)) == ("rl", "tiny")
+    assert cache.list_objects(CLAIM_TEMPLATE, "rl", "tiny") == [template]
+    foreign = CLAIM_TEMPLATE.build_object({"name": "gpus", "namespace": "rl"})
+    assert cache.apply_event(CLAIM_TEMPLATE, WatchEvent("ADDED", foreign)) is None
+
+
+def test_a_deleted_object_is_dropped_and_its_job_is_woken() -> None:
+    cache = WatchedObjects()
+    cache.apply_event(POD, WatchEvent("ADDED", pod("a")))
+    assert cache.apply_event(POD, WatchEvent("DELETED", pod("a"))) == ("rl", "tiny")
     assert names(cache) == []
 
 
-def test_a_listing_replaces_what_was_known_and_names_those_who_lost_something() -> None:
-    cache = Cache()
+def test_a_listing_replaces_all_objects_and_returns_the_jobs_of_old_and_new_ones() -> None:
+    cache = WatchedObjects()
     for item in (pod("a"), pod("b", job="gone"), pod("c", namespace="elsewhere")):
-        cache.take(POD, Change("ADDED", item))
-    cache.take(RLJOB, Change("ADDED", an_rljob()))
-    assert cache.replace(POD, "rl", [pod("z")]) == {("rl", "tiny"), ("rl", "gone")}
+        cache.apply_event(POD, WatchEvent("ADDED", item))
+    cache.apply_event(RLJOB, WatchEvent("ADDED", an_rljob()))
+    assert cache.replace_all(POD, "rl", [pod("z")]) == {("rl", "tiny"), ("rl", "gone")}
     assert names(cache) == ["z"]
     assert names(cache, "gone") == []
     assert names(cache, namespace="elsewhere") == ["c"]  # another listing's
-    assert len(cache.find(RLJOB, "rl", "tiny")) == 1  # another kind's
-    assert cache.replace(POD, None, []) == {("rl", "tiny"), ("elsewhere", "tiny")}
+    assert len(cache.list_objects(RLJOB, "rl", "tiny")) == 1  # another kind's
+    assert cache.replace_all(POD, None, []) == {("rl", "tiny"), ("elsewhere", "tiny")}
 
 
 class Broken:
-    """An API server that fails as told, on a clock of its own: at a listing, or so many seconds after one."""
+    """An API server with its own clock that fails as scheduled: at a list, or some seconds into the watch after it."""
 
     def __init__(self, failures: list[float | None]) -> None:
-        self.now, self.failures = 0.0, failures
+        self.now = 0.0
+        self.failures = failures
 
     def list(self, *_: object) -> Listing:
         if self.failures[0] is None:
@@ -77,7 +91,7 @@ class Broken:
             raise ClusterError(0, "connection refused")
         return Listing([], "1")
 
-    def watch(self, *_: object) -> Iterator[Change]:
+    def watch(self, *_: object) -> Iterator[WatchEvent]:
         self.now += self.failures.pop(0) or 0.0
         raise ClusterError(0, "the watch broke")
         yield
@@ -87,18 +101,19 @@ class Broken:
     ("failures", "pauses"),
     [
         ([None, None, None, None], [1, 2, 4, 8]),
-        ([None, None, None, 100.0, 0.0], [1, 2, 4, 1, 2]),  # it has worked since
-        ([0.0, 0.0, 0.0, 0.0], [1, 2, 4, 8]),  # each time just a listing: no reason to ask for one every second
+        ([None, None, None, 100.0, 0.0], [1, 2, 4, 1, 2]),  # the watch worked in between
+        ([0.0, 0.0, 0.0, 0.0], [1, 2, 4, 8]),  # only the list works each time, which does not reset the pause
         ([10.0, 10.0, 10.0], [1, 1, 1]),
     ],
     ids=["not reached", "worked since", "breaks at once", "breaks now and then"],
 )
-def test_pauses_grow_while_nothing_works_and_begin_anew_afterwards(
+def test_pauses_double_while_a_watch_fails_and_reset_afterwards(
     failures: list[float | None], pauses: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server, waited = Broken(failures), list[float]()
+    server = Broken(failures)
+    waited = list[float]()
     monkeypatch.setattr(watches, "time", SimpleNamespace(monotonic=lambda: server.now))
-    found: Any = Watches(server, Cache(), [None], lambda key: None)  # type: ignore[arg-type]
+    found: Any = Watches(server, WatchedObjects(), [None], lambda key: None)  # type: ignore[arg-type]
     found._stop = SimpleNamespace(is_set=lambda: not server.failures, wait=waited.append)
-    found._keep(POD, None)
+    found._list_and_watch(POD, None)
     assert waited == pauses

@@ -1,6 +1,6 @@
-"""Children of typical jobs, held against files: a change of what a cluster is given is reviewed as a diff.
+"""Children of typical jobs, compared with golden files, so that every change of them is reviewed as a diff.
 
-`SPECRL_WRITE_GOLDEN=1 pytest tests/unit/operator/test_children.py` writes them anew.
+`SPECRL_WRITE_GOLDEN=1 pytest tests/unit/operator/test_children.py` rewrites the files.
 """
 
 from __future__ import annotations
@@ -16,65 +16,69 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.operator.builders import ALL, GB200, LARGE, PAPER, a_job, facts
+from tests.unit.operator.builders import ALL, GB200, LARGE, PAPER, ClusterFacts, a_job, children_of, plan_job
 
-from specrl.generation.main import parse
-from specrl.generation.nodes import Nodes
-from specrl.launcher import environment
-from specrl.spec import digest, load_spec
-from specrl_operator import placement, pods
-from specrl_operator.acceptance import notes_of, refusal_of
+from specrl.generation.main import parse_arguments
+from specrl.generation.nodes import ReplicaNodes
+from specrl.launcher.processes import environment
+from specrl.spec import digest_spec, load_process_spec, load_spec
+from specrl.spec.run import Dtype
 from specrl_operator.api import (
-    CLAIM_TEMPLATE,
     COMPONENT_LABEL,
-    COMPUTE_DOMAIN,
     COORDINATOR,
-    DEPLOYMENT,
     GENERATION,
     JOB_LABEL,
-    JOB_SET,
     LEADER_LABEL,
-    LEADER_WORKER_SET,
     MANAGED_LABEL,
-    STATEFUL_SET,
     TRAINER,
     Job,
-    Kind,
     Object,
 )
-from specrl_operator.children import desired
-from specrl_operator.facts import Facts, Settings, Want
-from specrl_operator.schedulers.templates import templates, workloads
+from specrl_operator.children import pods
+from specrl_operator.children.affinity import build_nccl_environment
+from specrl_operator.children.schedulers import find_workloads, list_pod_templates
+from specrl_operator.kinds import (
+    CLAIM_TEMPLATE,
+    COMPUTE_DOMAIN,
+    DEPLOYMENT,
+    JOB_SET,
+    LEADER_WORKER_SET,
+    STATEFUL_SET,
+    Kind,
+)
+from specrl_operator.plan.acceptance import find_refusal, list_notes
+from specrl_operator.plan.decision import DesiredState
+from specrl_operator.plan.job_plan import Settings
 
 GOLDEN = Path(__file__).parent / "golden"
 NONE: frozenset[Kind] = frozenset()
 SEPARATE = {"placement": {"layout": "SeparateDomains", "nvlink": "Preferred"}}
 ANY = {"placement": {"layout": "Any", "nvlink": "Preferred"}}
 
-CASES: dict[str, tuple[list[Object], Facts]] = {
-    "minimal": ([], facts(frozenset({JOB_SET}))),
-    "gb200-same-domain": ([PAPER], facts()),
-    "gb200-separate-domains": ([PAPER, SEPARATE], facts()),
-    "gb200-any": ([PAPER, ANY], facts()),
-    "multi-node-replica": ([PAPER, LARGE], facts()),
-    "kueue": ([PAPER, LARGE, {"scheduling": {"queueName": "team-a"}}], facts(ALL)),
-    "kai": ([PAPER, {"scheduling": {"queueName": "team-a", "gang": "KAI"}}], facts(ALL)),
-    "volcano": ([PAPER, {"scheduling": {"gang": "Volcano", "priorityClassName": "high"}}], facts(ALL)),
-    "autoscaled-hpa": ([{"generation": {"autoscaling": {"maxReplicas": 8}}}], facts()),
+CASES: dict[str, tuple[list[Object], ClusterFacts]] = {
+    "minimal": ([], ClusterFacts(frozenset({JOB_SET}))),
+    "gb200-same-domain": ([PAPER], ClusterFacts()),
+    "gb200-separate-domains": ([PAPER, SEPARATE], ClusterFacts()),
+    "gb200-any": ([PAPER, ANY], ClusterFacts()),
+    "multi-node-replica": ([PAPER, LARGE], ClusterFacts()),
+    "kueue": ([PAPER, LARGE, {"scheduling": {"queueName": "team-a"}}], ClusterFacts(ALL)),
+    "kai": ([PAPER, {"scheduling": {"queueName": "team-a", "gang": "KAI"}}], ClusterFacts(ALL)),
+    "volcano": ([PAPER, {"scheduling": {"gang": "Volcano", "priorityClassName": "high"}}], ClusterFacts(ALL)),
+    "autoscaled-hpa": ([{"generation": {"autoscaling": {"maxReplicas": 8}}}], ClusterFacts()),
     "autoscaled-keda": (
         [{"generation": {"autoscaling": {"maxReplicas": 8, "by": "KEDA"}}}],
-        Facts(Settings(prometheus_url="http://prometheus:9090", metrics_namespaces=("monitoring",)), ALL),
+        ClusterFacts(ALL, Settings(prometheus_url="http://prometheus:9090", metrics_namespaces=("monitoring",))),
     ),
-    "tls-cert-manager": ([{"tls": {"mode": "CertManager", "issuer": {"name": "cluster-ca"}}}], facts(ALL)),
-    "tls-existing-secret": ([{"tls": {"mode": "ExistingSecret", "secretName": "mine"}}], facts()),
-    "no-jobset": ([], facts(NONE)),
-    "no-compute-domain": ([PAPER, {"placement": {"nvlink": "Preferred"}}], facts(GB200 - {COMPUTE_DOMAIN})),
-    "suspended": ([], facts(want=Want.STOPPED)),
+    "tls-cert-manager": ([{"tls": {"mode": "CertManager", "issuer": {"name": "cluster-ca"}}}], ClusterFacts(ALL)),
+    "tls-existing-secret": ([{"tls": {"mode": "ExistingSecret", "secretName": "mine"}}], ClusterFacts()),
+    "no-jobset": ([], ClusterFacts(NONE)),
+    "no-compute-domain": ([PAPER, {"placement": {"nvlink": "Preferred"}}], ClusterFacts(GB200 - {COMPUTE_DOMAIN})),
+    "suspended": ([], ClusterFacts()),
 }
 
 
 class _Readable(yaml.SafeDumper):
-    """Run files line by line, and nothing by reference."""
+    """Writes run files as blocks of lines, and no YAML aliases."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -87,9 +91,10 @@ _Readable.add_representer(str, _Readable.represent_text)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_children_are_those_that_were_reviewed(case: str) -> None:
+def test_children_equal_the_golden_files(case: str) -> None:
     changes, given_facts = CASES[case]
-    objects = desired(a_job(*changes, name="qwen3-8b"), given_facts)
+    state = DesiredState.STOPPED if case == "suspended" else DesiredState.RUNNING
+    objects = children_of(a_job(*changes, name="qwen3-8b"), given_facts, state)
     text = yaml.dump_all(objects, Dumper=_Readable, sort_keys=False, width=120)
     path = GOLDEN / f"{case}.yaml"
     if os.environ.get("SPECRL_WRITE_GOLDEN"):
@@ -103,19 +108,21 @@ def test_no_golden_file_is_left_over() -> None:
 
 
 def find(objects: list[Object], kind: Kind, component: str) -> Object:
-    return next(it for it in objects if kind.is_of(it) and it["metadata"]["labels"].get(COMPONENT_LABEL) == component)
+    return next(
+        it for it in objects if kind.is_kind_of(it) and it["metadata"]["labels"].get(COMPONENT_LABEL) == component
+    )
 
 
-def containers(job: Job, given_facts: Facts) -> dict[str, Object]:
-    """The container of each role."""
+def containers(job: Job, given_facts: ClusterFacts) -> dict[str, Object]:
+    """Return the container of each role."""
     found = {}
-    for item in desired(job, given_facts):
+    for item in children_of(job, given_facts):
         spec = item.get("spec", {})
-        if DEPLOYMENT.is_of(item):
+        if DEPLOYMENT.is_kind_of(item):
             found[COORDINATOR] = spec["template"]["spec"]["containers"][0]
-        for workload in workloads([item]):
+        for workload in find_workloads([item]):
             component = workload["metadata"]["labels"][COMPONENT_LABEL]
-            found[component] = templates(workload)[0]["spec"]["containers"][0]
+            found[component] = list_pod_templates(workload)[0]["spec"]["containers"][0]
     return found
 
 
@@ -130,7 +137,7 @@ names = st.from_regex(r"[a-z]([-a-z0-9]{0,32}[a-z0-9])?", fullmatch=True)
 
 @st.composite
 def jobs(draw: Any) -> Job:
-    """Jobs of all shapes that the spec's rules allow."""
+    """Generate jobs of all shapes that the spec's rules allow."""
     per_node = draw(st.sampled_from([1, 4, 8]))
     nodes = draw(st.sampled_from([1, 2, 4, 16, 512]))
     on_gpus = draw(st.booleans())
@@ -173,28 +180,28 @@ everything = st.sampled_from([NONE, GB200, ALL, GB200 - {COMPUTE_DOMAIN}, GB200 
 @settings(max_examples=25)
 @given(jobs(), everything)
 def test_names_of_all_objects_and_pods_are_within_kubernetes_limits(job: Job, served: frozenset[Kind]) -> None:
-    given_facts = facts(served)
-    for item in desired(job, given_facts):
+    given_facts = ClusterFacts(served)
+    for item in children_of(job, given_facts):
         name = item["metadata"]["name"]
         assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name), name
         assert len(name) <= 63
         for value in item["metadata"]["labels"].values():
             assert len(value) <= 63
-        if JOB_SET.is_of(item):  # <jobset>-<job>-0-<pod>-<five letters>
+        if JOB_SET.is_kind_of(item):  # <jobset>-<job>-0-<pod>-<five letters>
             assert len(f"{name}-node-0-{job.spec.trainer.num_nodes - 1}-xxxxx") <= 63
-        elif STATEFUL_SET.is_of(item):  # also the label controller-revision-hash: <name>-<ten letters>
+        elif STATEFUL_SET.is_kind_of(item):  # also the label controller-revision-hash: <name>-<ten letters>
             assert len(f"{name}-{job.spec.generation.replicas - 1}") <= 63
             assert len(f"{name}-xxxxxxxxxx") <= 63
-        elif LEADER_WORKER_SET.is_of(item):
-            assert len(f"{name}-{job.spec.generation.replicas - 1}-{placement.replica_shape(job).pods}") <= 63
-        elif DEPLOYMENT.is_of(item):
+        elif LEADER_WORKER_SET.is_kind_of(item):
+            assert len(f"{name}-{job.spec.generation.replicas - 1}-{plan_job(job, given_facts).replica.pods}") <= 63
+        elif DEPLOYMENT.is_kind_of(item):
             assert len(f"{name}-xxxxxxxxxx-xxxxx") <= 63
 
 
 @settings(max_examples=25)
 @given(jobs(), everything)
-def test_objects_are_told_apart_and_carry_their_job(job: Job, served: frozenset[Kind]) -> None:
-    objects = desired(job, facts(served))
+def test_objects_have_distinct_names_and_the_jobs_labels(job: Job, served: frozenset[Kind]) -> None:
+    objects = children_of(job, ClusterFacts(served))
     twice = [key for key, count in Counter((it["kind"], it["metadata"]["name"]) for it in objects).items() if count > 1]
     assert twice == []
     for item in objects:
@@ -204,8 +211,8 @@ def test_objects_are_told_apart_and_carry_their_job(job: Job, served: frozenset[
 
 @settings(max_examples=25)
 @given(jobs(), everything)
-def test_both_ends_of_the_weight_communicator_are_told_the_same(job: Job, served: frozenset[Kind]) -> None:
-    given_facts = facts(served)
+def test_both_ends_of_the_weight_communicator_get_the_same_nccl_settings(job: Job, served: frozenset[Kind]) -> None:
+    given_facts = ClusterFacts(served)
     found = containers(job, given_facts)
     if job.spec.trainer.gpus_per_node == 0:
         assert not any(name.startswith("NCCL") for role in found for name in variables(found[role]))
@@ -214,7 +221,7 @@ def test_both_ends_of_the_weight_communicator_are_told_the_same(job: Job, served
         {name: value for name, value in variables(found[role]).items() if name.startswith("NCCL")}
         for role in (TRAINER, GENERATION)
     ]
-    assert ends[0] == ends[1] == placement.nccl_environment(job, given_facts)
+    assert ends[0] == ends[1] == build_nccl_environment(plan_job(job, given_facts))
 
 
 @settings(max_examples=25)
@@ -222,12 +229,12 @@ def test_both_ends_of_the_weight_communicator_are_told_the_same(job: Job, served
 def test_a_pod_with_a_channel_takes_a_whole_node_in_a_clique_that_no_other_job_is_in(
     job: Job, served: frozenset[Kind]
 ) -> None:
-    given_facts = facts(served)
-    for workload in workloads(desired(job, given_facts)):
-        for template in templates(workload):
+    given_facts = ClusterFacts(served)
+    for workload in find_workloads(children_of(job, given_facts)):
+        for template in list_pod_templates(workload):
             spec = template["spec"]
             claims = spec.get("resourceClaims", [])
-            assert bool(claims) == placement.has_domain(job, given_facts)
+            assert bool(claims) == plan_job(job, given_facts).has_compute_domain
             if not claims:
                 continue
             resources = spec["containers"][0]["resources"]
@@ -240,33 +247,34 @@ def test_a_pod_with_a_channel_takes_a_whole_node_in_a_clique_that_no_other_job_i
 @settings(max_examples=25)
 @given(jobs(), everything)
 def test_no_replica_straddles_a_clique(job: Job, served: frozenset[Kind]) -> None:
-    """Pods of one replica are bound to one domain: by the replica's own group, or by that of the whole job."""
-    shape = placement.replica_shape(job)
-    for workload in workloads(desired(job, facts(served))):
+    """Whether affinity binds a replica's pods to one domain, by a term of the replica or of the whole job."""
+    shape = plan_job(job, ClusterFacts(served)).replica
+    for workload in find_workloads(children_of(job, ClusterFacts(served))):
         if workload["metadata"]["labels"][COMPONENT_LABEL] != GENERATION or shape.pods == 1:
             continue
-        assert LEADER_WORKER_SET.is_of(workload)
+        assert LEADER_WORKER_SET.is_kind_of(workload)
         assert workload["spec"]["leaderWorkerTemplate"]["size"] == shape.pods
-        for template in templates(workload):
+        for template in list_pod_templates(workload):
             terms = template["spec"]["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
             assert {term["topologyKey"] for term in terms} == {job.spec.placement.topology_key}
-            own, wanted = template["metadata"]["labels"], terms[0]["labelSelector"]["matchLabels"]
-            assert wanted.items() <= own.items()  # it matches itself: the first pod may choose
+            own = template["metadata"]["labels"]
+            wanted = terms[0]["labelSelector"]["matchLabels"]
+            assert wanted.items() <= own.items()  # the term matches the pod itself, so the first pod may choose
             assert ("matchLabelKeys" in terms[0]) == (job.spec.placement.layout.value != "SameDomain")
 
 
 @settings(max_examples=25)
-@given(jobs(), everything, st.sampled_from(list(Want)))
-def test_the_same_job_and_facts_give_the_same_children(job: Job, served: frozenset[Kind], want: Want) -> None:
-    given_facts = facts(served, want=want)
-    assert desired(job, given_facts) == desired(job, given_facts)
+@given(jobs(), everything, st.sampled_from(list(DesiredState)))
+def test_equal_inputs_give_equal_children(job: Job, served: frozenset[Kind], state: DesiredState) -> None:
+    given_facts = ClusterFacts(served)
+    assert children_of(job, given_facts, state) == children_of(job, given_facts, state)
 
 
 @settings(max_examples=25)
 @given(jobs(), everything)
-def test_what_is_stopped_has_no_pods(job: Job, served: frozenset[Kind]) -> None:
-    for item in desired(job, facts(served, want=Want.STOPPED)):
-        assert not JOB_SET.is_of(item)
+def test_a_stopped_job_has_no_pods(job: Job, served: frozenset[Kind]) -> None:
+    for item in children_of(job, ClusterFacts(served), DesiredState.STOPPED):
+        assert not JOB_SET.is_kind_of(item)
         assert item.get("spec", {}).get("replicas", 0) == 0
 
 
@@ -275,16 +283,16 @@ def test_what_is_stopped_has_no_pods(job: Job, served: frozenset[Kind]) -> None:
 
 def test_a_pod_has_time_to_drain_before_it_is_killed() -> None:
     job = a_job({"generation": {"drainS": 500}})
-    found = find(desired(job, facts()), STATEFUL_SET, GENERATION)
+    found = find(children_of(job, ClusterFacts()), STATEFUL_SET, GENERATION)
     assert found["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > 500
 
 
-def test_every_pod_is_hardened_and_one_alone_has_a_token() -> None:
-    for item in desired(a_job(PAPER), facts()):
+def test_every_pod_is_hardened_and_only_the_coordinator_has_a_token() -> None:
+    for item in children_of(a_job(PAPER), ClusterFacts()):
         spec = item.get("spec", {})
         found = [spec["template"]] if "template" in spec else []
-        if JOB_SET.is_of(item):
-            found = templates(item)
+        if JOB_SET.is_kind_of(item):
+            found = list_pod_templates(item)
         for template in found:
             pod = template["spec"]
             assert pod["securityContext"]["runAsNonRoot"] is True
@@ -295,9 +303,9 @@ def test_every_pod_is_hardened_and_one_alone_has_a_token() -> None:
                 assert container["securityContext"]["capabilities"]["drop"] == ["ALL"]
 
 
-def test_pods_are_told_what_local_processes_are_told() -> None:
-    """Beside what a launcher inherits: the same offline switches, threads and CPU settings."""
-    found = containers(a_job({"generation": {"threads": 3}}), facts())
+def test_pods_get_the_environment_of_local_processes() -> None:
+    """Pods and local processes get the same offline switches, thread counts and CPU settings."""
+    found = containers(a_job({"generation": {"threads": 3}}), ClusterFacts())
     local = environment.replica_environment(3, ())
     assert {name: local[name] for name in variables(found[GENERATION]) if name in local and name not in ("HOME",)} == {
         name: value for name, value in variables(found[GENERATION]).items() if name in local and name not in ("HOME",)
@@ -307,7 +315,7 @@ def test_pods_are_told_what_local_processes_are_told() -> None:
 
 def test_the_run_file_is_the_run_with_the_job_s_own_store(tmp_path: Path) -> None:
     job = a_job(PAPER, name="qwen3-8b")
-    run_file = next(it for it in desired(job, facts()) if it["metadata"]["name"] == "qwen3-8b-run")
+    run_file = next(it for it in children_of(job, ClusterFacts()) if it["metadata"]["name"] == "qwen3-8b-run")
     (tmp_path / "run.yaml").write_text(run_file["data"]["run.yaml"])
     spec = load_spec(tmp_path / "run.yaml")
     assert spec.name == "qwen3-8b"
@@ -315,11 +323,23 @@ def test_the_run_file_is_the_run_with_the_job_s_own_store(tmp_path: Path) -> Non
     assert spec.redis.addresses == ("qwen3-8b-store:6379",)
     assert spec.redis.password is not None
     assert spec.redis.password.environment == pods.STORE_PASSWORD
-    assert spec.placement == a_job().spec.placement  # what only the operator reads stays with it
+    assert spec.placement == a_job().spec.placement  # cluster fields are not in the pods' run file
     scaled = a_job(PAPER, {"generation": {"replicas": 13}, "suspend": True}, name="qwen3-8b")
-    other = next(it for it in desired(scaled, facts()) if it["metadata"]["name"] == "qwen3-8b-run")
+    other = next(it for it in children_of(scaled, ClusterFacts()) if it["metadata"]["name"] == "qwen3-8b-run")
     (tmp_path / "other.yaml").write_text(other["data"]["run.yaml"])
-    assert digest(load_spec(tmp_path / "other.yaml")) == digest(spec)
+    assert digest_spec(load_spec(tmp_path / "other.yaml")) == digest_spec(spec)
+
+
+@pytest.mark.parametrize(
+    ("change", "dtype"),
+    [(PAPER, Dtype.BFLOAT16), ({"generation": {"gpusPerReplica": 1}}, Dtype.FLOAT32), ({}, Dtype.FLOAT32)],
+)
+def test_the_precision_of_a_job_is_chosen_by_its_gpus(change: Object, dtype: Dtype, tmp_path: Path) -> None:
+    """Processes must not choose it: pods on nodes with other CPUs would choose differently."""
+    objects = children_of(a_job(change, {"model": {"dtype": None}}), ClusterFacts())
+    run_file = next(it for it in objects if it["metadata"]["name"] == "tiny-run")
+    (tmp_path / "run.yaml").write_text(run_file["data"]["run.yaml"])
+    assert load_process_spec(tmp_path / "run.yaml").model.dtype is dtype
 
 
 @pytest.mark.parametrize(
@@ -328,7 +348,7 @@ def test_the_run_file_is_the_run_with_the_job_s_own_store(tmp_path: Path) -> Non
 )
 def test_every_pod_may_send_traces_to_the_collector_and_to_no_other_port(endpoint: str, port: int) -> None:
     def reached(*changes: Object) -> list[Object]:
-        children = desired(a_job(*changes), facts())
+        children = children_of(a_job(*changes), ClusterFacts())
         (policy,) = [child for child in children if child["metadata"]["name"].endswith("-peers")]
         return [rule for rule in policy["spec"]["egress"] if "to" not in rule]
 
@@ -337,17 +357,17 @@ def test_every_pod_may_send_traces_to_the_collector_and_to_no_other_port(endpoin
     assert collector == {"ports": [{"protocol": "TCP", "port": port}]}
 
 
-def test_two_jobs_on_one_redis_server_do_not_meet() -> None:
+def test_two_jobs_on_one_redis_server_have_different_keys() -> None:
     store = {"store": {"redis": {"addresses": ["redis.infra:6379"]}}}
     prefixes = set()
     for name in ("one", "two"):
-        objects = desired(a_job(store, name=name), facts())
+        objects = children_of(a_job(store, name=name), ClusterFacts())
         text = next(it for it in objects if it["metadata"]["name"] == f"{name}-run")["data"]["run.yaml"]
         prefixes.add(yaml.safe_load(text)["store"]["redis"]["keyPrefix"])
     assert len(prefixes) == 2
 
 
-def test_users_add_to_pods_what_the_operator_does_not_know_of() -> None:
+def test_users_can_add_any_field_to_pods() -> None:
     part = {
         "metadata": {"labels": {"team": "a"}},
         "spec": {
@@ -367,7 +387,7 @@ def test_users_add_to_pods_what_the_operator_does_not_know_of() -> None:
         },
     }
     job = a_job(PAPER, {"generation": {"podTemplate": part}})
-    template = find(desired(job, facts()), STATEFUL_SET, GENERATION)["spec"]["template"]
+    template = find(children_of(job, ClusterFacts()), STATEFUL_SET, GENERATION)["spec"]["template"]
     first, second = template["spec"]["containers"]
     assert template["metadata"]["labels"]["team"] == "a"
     assert template["metadata"]["labels"][JOB_LABEL] == "tiny"
@@ -385,21 +405,21 @@ def test_users_add_to_pods_what_the_operator_does_not_know_of() -> None:
 
 def test_a_runtime_class_reaches_the_pod_that_runs_the_policys_programs_and_no_other() -> None:
     job = a_job(PAPER, {"coordinator": {"podTemplate": {"spec": {"runtimeClassName": "kata"}}}})
-    objects = desired(job, facts())
+    objects = children_of(job, ClusterFacts())
     template = find(objects, DEPLOYMENT, COORDINATOR)["spec"]["template"]
     assert template["spec"]["runtimeClassName"] == "kata"
     assert str(objects).count("runtimeClassName") == 1
 
 
-def test_null_in_a_users_part_removes_a_field() -> None:
+def test_null_in_a_users_template_removes_a_field() -> None:
     part = {"spec": {"securityContext": {"runAsUser": None}}}
     job = a_job({"coordinator": {"podTemplate": part}})
-    template = find(desired(job, facts()), DEPLOYMENT, COORDINATOR)["spec"]["template"]
+    template = find(children_of(job, ClusterFacts()), DEPLOYMENT, COORDINATOR)["spec"]["template"]
     assert "runAsUser" not in template["spec"]["securityContext"]
     assert template["spec"]["securityContext"]["runAsNonRoot"] is True
 
 
-# -- what a cluster lacks --------------------------------------------------------------------------------------------
+# -- missing dependencies ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -416,9 +436,12 @@ def test_null_in_a_users_part_removes_a_field() -> None:
     ],
     ids=["lws", "compute-domain", "dra", "kueue", "kai", "cert-manager", "volcano", "keda"],
 )
-def test_what_is_missing_is_named_with_a_way_out(changes: list[Object], served: frozenset[Kind], named: str) -> None:
+def test_missing_dependencies_are_named_with_a_remedy(
+    changes: list[Object], served: frozenset[Kind], named: str
+) -> None:
     job = a_job(*changes)
-    refusal, with_all = refusal_of(job, facts(served)), refusal_of(job, facts(ALL))
+    refusal = find_refusal(plan_job(job, ClusterFacts(served)))
+    with_all = find_refusal(plan_job(job, ClusterFacts(ALL)))
     assert refusal is not None
     assert refusal.reason == "DependencyMissing"
     assert named in refusal.message
@@ -439,24 +462,24 @@ def test_what_is_missing_is_named_with_a_way_out(changes: list[Object], served: 
         ),
     ],
 )
-def test_what_a_job_does_without_is_said(changes: list[Object], served: frozenset[Kind], note: str) -> None:
-    job, given_facts = a_job(*changes), facts(served)
-    assert refusal_of(job, given_facts) is None
-    assert any(note in it for it in notes_of(job, given_facts))
+def test_features_that_a_job_runs_without_are_noted(changes: list[Object], served: frozenset[Kind], note: str) -> None:
+    plan = plan_job(a_job(*changes), ClusterFacts(served))
+    assert find_refusal(plan) is None
+    assert any(note in it for it in list_notes(plan))
 
 
 def test_a_replica_of_several_nodes_is_one_engine_that_its_leader_serves() -> None:
     job = a_job(PAPER, LARGE)
-    assert refusal_of(job, facts()) is None
-    group = find(desired(job, facts()), LEADER_WORKER_SET, GENERATION)["spec"]["leaderWorkerTemplate"]
+    assert find_refusal(plan_job(job, ClusterFacts())) is None
+    group = find(children_of(job, ClusterFacts()), LEADER_WORKER_SET, GENERATION)["spec"]["leaderWorkerTemplate"]
     assert (group["size"], group["restartPolicy"]) == (2, "RecreateGroupOnPodRestart")
     pods = [group["leaderTemplate"], group["workerTemplate"]]
     told = {"$(LWS_LEADER_ADDRESS)": "gen-0.gen.rl", "$(LWS_WORKER_INDEX)": "1", "$(POD_IP)": "10.0.0.7"}
     for rank, pod in enumerate(pods):
         (container,) = pod["spec"]["containers"]
         command = [re.sub(r"\$\(\w+\)", lambda it: told.get(it[0], it[0]), word) for word in container["command"]]
-        options = parse(command[1:])  # as the program itself reads them
-        assert options.nodes == Nodes(2, rank, "gen-0.gen.rl", 29500, "10.0.0.7")
+        options = parse_arguments(command[1:])  # with the program's own parser
+        assert options.nodes == ReplicaNodes(2, rank, "gen-0.gen.rl", 29500, "10.0.0.7")
         assert ("readinessProbe" in container) == ("ports" in container) == (rank == 0)
         assert pod["metadata"]["labels"].get(LEADER_LABEL) == ("true" if rank == 0 else None)
     assert variables(pods[0]["spec"]["containers"][0]) == variables(pods[1]["spec"]["containers"][0])  # NCCL's, too
@@ -464,7 +487,9 @@ def test_a_replica_of_several_nodes_is_one_engine_that_its_leader_serves() -> No
 
 def test_multi_node_nvlink_is_on_only_where_all_ranks_share_a_domain() -> None:
     def active(*changes: Object, served: frozenset[Kind] = GB200) -> bool:
-        return placement.nccl_environment(a_job(PAPER, *changes), facts(served))["NCCL_MNNVL_ENABLE"] == "1"
+        return (
+            build_nccl_environment(plan_job(a_job(PAPER, *changes), ClusterFacts(served)))["NCCL_MNNVL_ENABLE"] == "1"
+        )
 
     assert active()
     assert not active(SEPARATE)
@@ -485,11 +510,11 @@ def test_multi_node_nvlink_is_on_only_where_all_ranks_share_a_domain() -> None:
     ],
 )
 def test_the_coordinator_may_reach_the_sinks_that_its_run_names(sinks: dict[str, Any], ports: set[int]) -> None:
-    seen = facts()
+    seen = ClusterFacts()
     seen = replace(seen, settings=replace(seen.settings, api_server_ports=(6443,)))
 
     def reachable(changes: list[Object]) -> set[int]:
-        children = desired(a_job(*changes), seen)
+        children = children_of(a_job(*changes), seen)
         policies = [child for child in children if child["kind"] == "NetworkPolicy"]
         (rules,) = [p["spec"]["egress"] for p in policies if p["metadata"]["name"].endswith(COORDINATOR)]
         return {port["port"] for rule in rules for port in rule["ports"]}

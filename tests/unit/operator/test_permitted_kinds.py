@@ -1,27 +1,30 @@
-"""What is watched follows what is served, and what the operator may list of it."""
+"""The watched kinds follow the served kinds and the operator's rights to list them."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 
-from specrl_operator import watches
-from specrl_operator.api import JOB_LABEL, JOB_SET, RLJOB, SCALED_OBJECT, Kind
-from specrl_operator.cluster import Change, ClusterError, Listing
-from specrl_operator.queue import Key
-from specrl_operator.watches import Cache, Watches
+from specrl_operator.api import JOB_LABEL
+from specrl_operator.cluster import watches
+from specrl_operator.cluster.cache import WatchedObjects
+from specrl_operator.cluster.interface import ClusterError, Listing, WatchEvent
+from specrl_operator.cluster.queue import JobKey
+from specrl_operator.cluster.watches import Watches
+from specrl_operator.kinds import JOB_SET, RLJOB, SCALED_OBJECT, Kind
 
 A_JOB = {"metadata": {"name": "tiny", "namespace": "rl"}}
 A_JOB_SET = {"metadata": {"name": "tiny-trainer", "namespace": "rl", "labels": {JOB_LABEL: "tiny"}}}
 
 
 class ACluster:
-    """Serves JobSets, ScaledObjects and core kinds; refuses to list what is `forbidden`, and knows not what is `gone`.
+    """Serves JobSets, ScaledObjects and core kinds. Lists of `forbidden` kinds are refused; `gone` kinds do not exist.
 
-    Of jobs and of JobSets there is one, until they are gone.
+    There is one RLJob and one JobSet, unless their kind is gone.
     """
 
     def __init__(self, *forbidden: Kind) -> None:
@@ -29,7 +32,7 @@ class ACluster:
         self.gone: set[Kind] = set()
         self.closed = threading.Event()
 
-    def served(self) -> frozenset[str]:
+    def list_served_versions(self) -> frozenset[str]:
         return frozenset({JOB_SET.api_version, SCALED_OBJECT.api_version})
 
     def list(self, kind: Kind, namespace: str | None, selector: str = "") -> Listing:
@@ -39,15 +42,15 @@ class ACluster:
             raise ClusterError(404, "the server could not find the requested resource")
         return Listing([item] if (item := {RLJOB: A_JOB, JOB_SET: A_JOB_SET}.get(kind)) else [], "1")
 
-    def watch(self, kind: Kind, namespace: str | None, selector: str, resource_version: str) -> Iterator[Change]:
+    def watch(self, kind: Kind, namespace: str | None, selector: str, resource_version: str) -> Iterator[WatchEvent]:
         while not self.closed.wait(0.05):
             if kind in self.gone:
                 raise ClusterError(404, "the server could not find the requested resource")
         yield from ()
 
 
-def synced(cluster: ACluster, wake: Callable[[Key], None] = lambda _: None) -> tuple[Watches, Cache]:
-    cache = Cache()
+def synced(cluster: ACluster, wake: Callable[[JobKey], None] = lambda _: None) -> tuple[Watches, WatchedObjects]:
+    cache = WatchedObjects()
     found = Watches(cluster, cache, (None,), wake)  # type: ignore[arg-type]
     found.start()
     for _ in range(6000):
@@ -57,7 +60,7 @@ def synced(cluster: ACluster, wake: Callable[[Key], None] = lambda _: None) -> t
     return found, cache
 
 
-def test_kind_that_may_not_be_listed_counts_as_not_installed_and_holds_nothing_up() -> None:
+def test_a_kind_that_must_not_be_listed_counts_as_not_installed() -> None:
     cluster = ACluster(SCALED_OBJECT)
     found, cache = synced(cluster)
     assert found.is_synced
@@ -66,11 +69,25 @@ def test_kind_that_may_not_be_listed_counts_as_not_installed_and_holds_nothing_u
     found.close()
 
 
-def test_right_that_is_granted_later_is_picked_up_and_jobs_that_may_wait_for_it_are_looked_at(
+def test_a_kind_that_must_not_be_listed_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was logged at every discovery, that is every ten seconds."""
+    monkeypatch.setattr(watches, "DISCOVERY_S", 0.01)
+    logged = list[str]()
+    monkeypatch.setattr(watches, "log", SimpleNamespace(info=lambda event, **_: logged.append(event)))
+    cluster = ACluster(SCALED_OBJECT)
+    found, _ = synced(cluster)
+    threading.Event().wait(0.1)
+    assert logged == ["kind_not_permitted"]
+    cluster.closed.set()
+    found.close()
+
+
+def test_a_right_that_is_granted_later_is_used_and_all_jobs_are_reconciled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(watches, "SERVED_S", 0.01)
-    cluster, woken = ACluster(SCALED_OBJECT), list[Key]()
+    monkeypatch.setattr(watches, "DISCOVERY_S", 0.01)
+    cluster = ACluster(SCALED_OBJECT)
+    woken = list[JobKey]()
     found, cache = synced(cluster, woken.append)
     threading.Event().wait(0.1)
     woken.clear()
@@ -85,20 +102,20 @@ def test_right_that_is_granted_later_is_picked_up_and_jobs_that_may_wait_for_it_
     found.close()
 
 
-def test_kind_whose_definition_is_deleted_is_forgotten_and_its_watch_is_no_hang(
+def test_a_kind_whose_definition_is_deleted_is_dropped_and_its_watch_does_not_hang(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(watches, "PAUSE_S", 0.01)
+    monkeypatch.setattr(watches, "MIN_PAUSE_S", 0.01)
     cluster = ACluster()
     found, cache = synced(cluster)
-    assert cache.find(JOB_SET, "rl", "tiny") == [A_JOB_SET]
+    assert cache.list_objects(JOB_SET, "rl", "tiny") == [A_JOB_SET]
     found._beats[JOB_SET, None] = time.monotonic() - 2000
     cluster.gone.add(JOB_SET)
     for _ in range(6000):
-        if not cache.find(JOB_SET, "rl", "tiny") and found.silent_s() < 1000:
+        if not cache.list_objects(JOB_SET, "rl", "tiny") and found.longest_silence_s() < 1000:
             break
         threading.Event().wait(0.01)
-    assert cache.find(JOB_SET, "rl", "tiny") == []
-    assert found.silent_s() < 1000
+    assert cache.list_objects(JOB_SET, "rl", "tiny") == []
+    assert found.longest_silence_s() < 1000
     cluster.closed.set()
     found.close()

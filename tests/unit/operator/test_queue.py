@@ -1,4 +1,4 @@
-"""The work queue: each key once, by one worker at a time, later after every failure. The clock is a parameter."""
+"""The work queue: deduplication, one worker per key, backoff after failures. The clock is a parameter."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import threading
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specrl_operator.queue import FIRST_DELAY_S, LAST_DELAY_S, Key, WorkQueue
+from specrl_operator.cluster.queue import MAX_BACKOFF_S, MIN_BACKOFF_S, JobKey, WorkQueue
 
-A, B = ("rl", "a"), ("rl", "b")
+A = ("rl", "a")
+B = ("rl", "b")
 
 
 class Clock:
@@ -20,12 +21,12 @@ class Clock:
         return self.now
 
 
-def due(queue: WorkQueue) -> Key | None:
-    """What a worker would get now, without waiting."""
-    return queue.take(waits=False)
+def due(queue: WorkQueue) -> JobKey | None:
+    """Return the key that a worker would get now, without waiting."""
+    return queue.get(waits=False)
 
 
-def test_a_key_that_is_added_twice_is_taken_once() -> None:
+def test_a_key_that_is_added_twice_is_returned_once() -> None:
     queue = WorkQueue(Clock())
     queue.add(A)
     queue.add(A)
@@ -33,7 +34,7 @@ def test_a_key_that_is_added_twice_is_taken_once() -> None:
     assert due(queue) is None
 
 
-def test_a_key_that_is_worked_on_is_taken_again_afterwards_and_not_before() -> None:
+def test_a_key_added_while_in_progress_is_returned_again_after_done() -> None:
     queue = WorkQueue(Clock())
     queue.add(A)
     assert due(queue) == A
@@ -45,7 +46,7 @@ def test_a_key_that_is_worked_on_is_taken_again_afterwards_and_not_before() -> N
     assert due(queue) is None
 
 
-def test_a_key_that_falls_due_while_it_is_worked_on_waits_for_its_worker() -> None:
+def test_a_key_that_becomes_due_while_in_progress_waits_for_done() -> None:
     clock = Clock()
     queue = WorkQueue(clock)
     queue.add(A)
@@ -57,7 +58,7 @@ def test_a_key_that_falls_due_while_it_is_worked_on_waits_for_its_worker() -> No
     assert due(queue) == A
 
 
-def test_the_earliest_of_several_times_counts() -> None:
+def test_a_key_is_due_at_the_earliest_of_its_times() -> None:
     clock = Clock()
     queue = WorkQueue(clock)
     queue.add(A, 100)
@@ -70,7 +71,7 @@ def test_the_earliest_of_several_times_counts() -> None:
     assert due(queue) is None
 
 
-def test_failures_come_back_after_pauses_that_double_up_to_a_bound_and_a_success_ends_them() -> None:
+def test_failed_keys_are_retried_with_bounded_backoff_that_a_success_resets() -> None:
     clock = Clock()
     queue = WorkQueue(clock)
     queue.add(A)
@@ -79,22 +80,21 @@ def test_failures_come_back_after_pauses_that_double_up_to_a_bound_and_a_success
         assert due(queue) == A
         queue.done(A, failed=True, after_s=None)
         before = clock.now
-        while queue.depth() == 0:
+        while queue.count_due() == 0:
             clock.now += 0.5
         pauses.append(clock.now - before)
-    assert pauses[:4] == [FIRST_DELAY_S, 2.0, 4.0, 8.0]
-    assert pauses[-1] == LAST_DELAY_S
-    assert queue.retries == 12
+    assert pauses[:4] == [MIN_BACKOFF_S, 2.0, 4.0, 8.0]
+    assert pauses[-1] == MAX_BACKOFF_S
     assert due(queue) == A
     queue.done(A, failed=False, after_s=None)
     queue.add(A)
     assert due(queue) == A
     queue.done(A, failed=True, after_s=None)
-    clock.now += FIRST_DELAY_S
+    clock.now += MIN_BACKOFF_S
     assert due(queue) == A
 
 
-def test_a_change_does_not_wait_for_the_pause_of_an_earlier_failure() -> None:
+def test_a_change_does_not_wait_for_the_backoff_of_an_earlier_failure() -> None:
     queue = WorkQueue(Clock())
     queue.add(A)
     assert due(queue) == A
@@ -106,9 +106,11 @@ def test_a_change_does_not_wait_for_the_pause_of_an_earlier_failure() -> None:
 
 @settings(max_examples=100)
 @given(st.lists(st.tuples(st.sampled_from(["add", "take", "ok", "fail", "tick"]), st.integers(0, 20)), max_size=60))
-def test_no_key_is_worked_on_twice_at_once_and_none_is_forgotten(steps: list[tuple[str, int]]) -> None:
+def test_no_key_is_in_progress_twice_and_none_is_lost(steps: list[tuple[str, int]]) -> None:
     clock = Clock()
-    queue, working, owed = WorkQueue(clock), [], set()
+    queue = WorkQueue(clock)
+    working = []
+    owed = set()
     for what, number in steps:
         key = (A, B)[number % 2]
         if what == "add":
@@ -127,22 +129,22 @@ def test_no_key_is_worked_on_twice_at_once_and_none_is_forgotten(steps: list[tup
             clock.now += number
     for key in working:
         queue.done(key, failed=False, after_s=None)
-    clock.now += 2 * LAST_DELAY_S
+    clock.now += 2 * MAX_BACKOFF_S
     found = set()
     while (taken := due(queue)) is not None:
         found.add(taken)
     assert owed <= found
 
 
-def test_workers_that_wait_are_woken_by_work_and_by_the_end() -> None:
+def test_waiting_workers_are_woken_by_a_key_and_by_close() -> None:
     queue = WorkQueue(Clock())
-    taken: list[Key | None] = []
+    taken: list[JobKey | None] = []
     woken = threading.Event()
 
     def work() -> None:
-        taken.append(queue.take())
+        taken.append(queue.get())
         woken.set()
-        taken.append(queue.take())
+        taken.append(queue.get())
 
     worker = threading.Thread(target=work, daemon=True)
     worker.start()

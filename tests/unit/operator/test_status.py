@@ -1,32 +1,41 @@
-"""A status is what is there: as a table, and as a property of any order in which it came to be there."""
+"""The status: tables of cases, and properties over any order of events."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.operator.builders import ALL, PAPER, a_job, facts
+from tests.unit.operator.builders import ALL, PAPER, ClusterFacts, a_job, plan_job
 from tests.unit.operator.world import a_pod
 
-from specrl_operator.acceptance import Refusal
-from specrl_operator.api import (
-    COORDINATOR,
-    GENERATION,
-    JOB_SET,
-    TRAINER,
-    Job,
-    Object,
-    condition_of,
-    write_time,
-)
-from specrl_operator.status import Observed, next_moment, summarize, want_of
+from specrl_operator.api import COORDINATOR, GENERATION, TRAINER, Job, Object, find_condition, format_time
+from specrl_operator.kinds import JOB_SET
+from specrl_operator.observed import ObservedState
+from specrl_operator.plan.acceptance import Refusal
+from specrl_operator.plan.decision import make_decision
+from specrl_operator.status.deadlines import find_next_deadline_s
+from specrl_operator.status.job_status import build_status
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 ROLES = (COORDINATOR, TRAINER, GENERATION)
+
+
+@dataclass(frozen=True)
+class Seen(ObservedState):
+    """An observed state, and whether the API server rejected a child."""
+
+    refusal: Refusal | None = None
+
+
+def status_of(job: Job, given_facts: ClusterFacts, seen: Seen, now: datetime) -> Object:
+    """Build the status of a job with this observed state."""
+    plan = plan_job(job, given_facts)
+    decision = make_decision(plan, seen, now)
+    return build_status(plan, decision, seen, seen.refusal or decision.refusal, now)
 
 
 def owner(component: str) -> Object:
@@ -34,7 +43,7 @@ def owner(component: str) -> Object:
 
 
 def pods(**ready: Any) -> tuple[Object, ...]:
-    """Pods by role: a list of whether each is ready."""
+    """Build pods by role, from a list of whether each is ready."""
     return tuple(
         a_pod(f"tiny-{role}-{number}", role, owner(role), is_ready=is_ready)
         for role, states in ready.items()
@@ -42,15 +51,15 @@ def pods(**ready: Any) -> tuple[Object, ...]:
     )
 
 
-def whole(**changes: Any) -> Observed:
-    """Everything is there and ready."""
+def whole(**changes: Any) -> Seen:
+    """Build an observed state in which everything exists and is ready."""
     trainer = {"apiVersion": JOB_SET.api_version, "kind": "JobSet", "metadata": {"name": "tiny-trainer"}}
     every = pods(coordinator=[True], trainer=[True], generation=[True])
-    return replace(Observed(trainer=trainer, pods=every, has_claim_template=True), **changes)
+    return replace(Seen(trainer=trainer, pods=every, has_claim_template=True), **changes)
 
 
 def said(status: Object, kind: str) -> tuple[str | None, str | None]:
-    found = condition_of(status, kind)
+    found = find_condition(status, kind)
     return found.get("status"), found.get("reason")
 
 
@@ -67,80 +76,81 @@ def said(status: Object, kind: str) -> tuple[str | None, str | None]:
         ),
     ],
 )
-def test_the_state_follows_from_the_conditions(observed: Observed, state: str, ready: tuple[str, str]) -> None:
-    status = summarize(a_job(), facts(), observed, NOW)
+def test_the_state_follows_from_the_conditions(observed: Seen, state: str, ready: tuple[str, str]) -> None:
+    status = status_of(a_job(), ClusterFacts(), observed, NOW)
     assert status["state"] == state
     assert said(status, "Ready") == ready
 
 
-def test_ready_counts_what_the_role_needs() -> None:
+def test_a_role_is_ready_with_as_many_pods_as_it_needs() -> None:
     job = a_job({"generation": {"replicas": 4}, "failurePolicy": {"minGenerationReplicas": 2}})
     for count, is_ready in ((1, "False"), (2, "True"), (4, "True")):
         states = [number < count for number in range(4)]
         observed = whole(pods=pods(coordinator=[True], trainer=[True], generation=states))
-        assert said(summarize(job, facts(), observed, NOW), "GenerationReady")[0] == is_ready
+        assert said(status_of(job, ClusterFacts(), observed, NOW), "GenerationReady")[0] == is_ready
 
 
-def test_the_worst_explains_and_not_the_first() -> None:
+def test_the_most_specific_problem_is_the_reason() -> None:
     broken = pods(trainer=[False])[0]
     broken["status"] = {
         "phase": "Pending",
         "containerStatuses": [{"state": {"waiting": {"reason": "ErrImagePull", "message": "no such image"}}}],
     }
     observed = whole(pods=(*pods(coordinator=[False], generation=[False]), broken))
-    status = summarize(a_job(), facts(), observed, NOW)
+    status = status_of(a_job(), ClusterFacts(), observed, NOW)
     assert said(status, "Ready") == ("False", "ImagePullFailed")
-    assert "no such image" in condition_of(status, "Ready")["message"]
+    assert "no such image" in find_condition(status, "Ready")["message"]
 
 
 def test_quota_is_reserved_once_kueue_has_admitted_both() -> None:
     job = a_job({"scheduling": {"queueName": "team-a"}})
     suspended = {**(whole().trainer or {}), "spec": {"suspend": True}}
     waiting = whole(trainer=suspended, pods=())
-    assert said(summarize(job, facts(ALL), waiting, NOW), "QuotaReserved") == ("False", "Pending")
-    assert summarize(job, facts(ALL), waiting, NOW)["state"] == "Queued"
+    assert said(status_of(job, ClusterFacts(ALL), waiting, NOW), "QuotaReserved") == ("False", "Pending")
+    assert status_of(job, ClusterFacts(ALL), waiting, NOW)["state"] == "Queued"
     gated = pods(generation=[False])
     gated[0]["spec"] = {"schedulingGates": [{"name": "kueue.x-k8s.io/admission"}]}
     half = whole(pods=gated)
-    assert said(summarize(job, facts(ALL), half, NOW), "QuotaReserved") == ("False", "Pending")
-    assert said(summarize(job, facts(ALL), whole(), NOW), "QuotaReserved") == ("True", "Admitted")
+    assert said(status_of(job, ClusterFacts(ALL), half, NOW), "QuotaReserved") == ("False", "Pending")
+    assert said(status_of(job, ClusterFacts(ALL), whole(), NOW), "QuotaReserved") == ("True", "Admitted")
 
 
-def test_a_preflight_that_failed_is_why_nothing_moves() -> None:
+def test_a_failed_collective_is_the_reason_for_no_progress() -> None:
     broken = {"type": "CollectiveReady", "status": "False", "reason": "PreflightFailed", "message": "see the network"}
-    job = a_job(status={"progress": {"step": 0, "lastUpdateTime": write_time(NOW)}, "conditions": [broken]})
-    assert said(summarize(job, facts(), whole(), NOW), "Progressing") == ("False", "PreflightFailed")
+    job = a_job(status={"progress": {"step": 0, "lastUpdateTime": format_time(NOW)}, "conditions": [broken]})
+    assert said(status_of(job, ClusterFacts(), whole(), NOW), "Progressing") == ("False", "PreflightFailed")
 
 
-def test_a_run_that_says_nothing_new_for_an_hour_has_stalled() -> None:
-    job = a_job(status={"progress": {"step": 3, "lastUpdateTime": write_time(NOW)}})
-    soon, late = NOW + timedelta(minutes=59), NOW + timedelta(minutes=61)
-    assert said(summarize(job, facts(), whole(), soon), "Progressing") == ("True", "StepsAreTrained")
-    assert said(summarize(job, facts(), whole(), late), "Progressing") == ("False", "Stalled")
-    held = a_job(status={"progress": {"step": 3, "paused": True, "lastUpdateTime": write_time(NOW)}})
-    assert said(summarize(held, facts(), whole(), late), "Progressing") == ("False", "Paused")
+def test_a_run_without_progress_for_an_hour_is_stalled() -> None:
+    job = a_job(status={"progress": {"step": 3, "lastUpdateTime": format_time(NOW)}})
+    soon = NOW + timedelta(minutes=59)
+    late = NOW + timedelta(minutes=61)
+    assert said(status_of(job, ClusterFacts(), whole(), soon), "Progressing") == ("True", "StepsAreTrained")
+    assert said(status_of(job, ClusterFacts(), whole(), late), "Progressing") == ("False", "Stalled")
+    held = a_job(status={"progress": {"step": 3, "paused": True, "lastUpdateTime": format_time(NOW)}})
+    assert said(status_of(held, ClusterFacts(), whole(), late), "Progressing") == ("False", "Paused")
 
 
-def test_a_condition_keeps_its_time_until_it_turns() -> None:
-    first = summarize(a_job(), facts(), whole(), NOW)
+def test_a_condition_keeps_its_transition_time_until_its_status_changes() -> None:
+    first = status_of(a_job(), ClusterFacts(), whole(), NOW)
     later = NOW + timedelta(hours=1)
-    again = summarize(a_job(status=first), facts(), whole(), later)
+    again = status_of(a_job(status=first), ClusterFacts(), whole(), later)
     assert again["conditions"] == first["conditions"]
-    turned = summarize(a_job(status=first), facts(), whole(pods=()), later)
-    assert condition_of(turned, "Ready")["lastTransitionTime"] == write_time(later)
-    assert condition_of(turned, "Accepted")["lastTransitionTime"] == write_time(NOW)
+    turned = status_of(a_job(status=first), ClusterFacts(), whole(pods=()), later)
+    assert find_condition(turned, "Ready")["lastTransitionTime"] == format_time(later)
+    assert find_condition(turned, "Accepted")["lastTransitionTime"] == format_time(NOW)
 
 
-def test_placement_says_whether_weights_go_over_nvlink() -> None:
-    assert summarize(a_job(PAPER), facts(), whole(), NOW)["placement"] == {"multiNodeNVLink": "Active"}
+def test_placement_shows_whether_weights_are_sent_over_nvlink() -> None:
+    assert status_of(a_job(PAPER), ClusterFacts(), whole(), NOW)["placement"] == {"multiNodeNVLink": "Active"}
     apart = a_job(PAPER, {"placement": {"layout": "SeparateDomains"}})
-    assert summarize(apart, facts(), whole(), NOW)["placement"] == {"multiNodeNVLink": "Inactive"}
-    assert "placement" not in summarize(a_job(), facts(), whole(), NOW)
+    assert status_of(apart, ClusterFacts(), whole(), NOW)["placement"] == {"multiNodeNVLink": "Inactive"}
+    assert "placement" not in status_of(a_job(), ClusterFacts(), whole(), NOW)
 
 
-def test_messages_are_no_longer_than_people_read() -> None:
+def test_messages_are_cut_to_their_maximum_length() -> None:
     observed = whole(refusal=Refusal("ChildRejected", "x" * 5000))
-    for condition in summarize(a_job(), facts(), observed, NOW)["conditions"]:
+    for condition in status_of(a_job(), ClusterFacts(), observed, NOW)["conditions"]:
         assert len(condition["message"]) <= 1024
 
 
@@ -148,11 +158,11 @@ def test_messages_are_no_longer_than_people_read() -> None:
 
 
 @st.composite
-def observations(draw: Any) -> Observed:
+def observations(draw: Any) -> Seen:
     every = pods(**{role: draw(st.lists(st.booleans(), max_size=2)) for role in ROLES})
     for pod in every:
         trouble = draw(st.sampled_from([None, "ErrImagePull", "exit", "unschedulable"]))
-        if condition_of(pod["status"], "Ready")["status"] == "True" or trouble is None:
+        if find_condition(pod["status"], "Ready")["status"] == "True" or trouble is None:
             continue
         if trouble == "exit":
             ended = {"terminated": {"exitCode": 1, "message": "lost"}}
@@ -167,7 +177,7 @@ def observations(draw: Any) -> Observed:
 
 
 def timeless(status: Object) -> Object:
-    """A status without what says when, and without what remembers by intention."""
+    """Return a status without times, and without the fields that intentionally remember earlier states."""
     conditions = [
         {name: value for name, value in it.items() if name != "lastTransitionTime"}
         for it in status["conditions"]
@@ -177,19 +187,20 @@ def timeless(status: Object) -> Object:
     return {**kept, "conditions": conditions}
 
 
-def after(job: Job, history: list[Observed]) -> Object:
-    """The status after these were seen, one after the other."""
+def after(job: Job, history: list[Seen]) -> Object:
+    """Build the status after observing these states one after the other."""
     status: Object = {}
     for number, observed in enumerate(history):
         now = NOW + timedelta(seconds=number)
-        status = summarize(replace(job, status=status), facts(), observed, now)
+        status = status_of(replace(job, status=status), ClusterFacts(), observed, now)
     return status
 
 
 @settings(max_examples=60)
 @given(st.lists(observations(), min_size=1, max_size=4), st.randoms(use_true_random=False))
-def test_any_order_of_events_ends_in_the_same_status(history: list[Observed], random: Any) -> None:
-    job, last = a_job(PAPER), history[-1]
+def test_any_order_of_events_ends_in_the_same_status(history: list[Seen], random: Any) -> None:
+    job = a_job(PAPER)
+    last = history[-1]
     other = history[:-1]
     random.shuffle(other)
     direct = after(job, [last])
@@ -202,48 +213,48 @@ def test_any_order_of_events_ends_in_the_same_status(history: list[Observed], ra
 
 @settings(max_examples=60)
 @given(observations())
-def test_a_second_look_at_the_same_changes_nothing(observed: Observed) -> None:
+def test_building_a_status_again_changes_nothing(observed: Seen) -> None:
     job = a_job(PAPER)
-    first = summarize(job, facts(), observed, NOW)
-    assert summarize(replace(job, status=first), facts(), observed, NOW + timedelta(hours=2)) == first
+    first = status_of(job, ClusterFacts(), observed, NOW)
+    assert status_of(replace(job, status=first), ClusterFacts(), observed, NOW + timedelta(hours=2)) == first
 
 
 @settings(max_examples=60)
 @given(st.lists(observations(), max_size=4), st.sampled_from(["Complete", "Failed"]))
-def test_a_last_word_stays_whatever_follows(history: list[Observed], word: str) -> None:
+def test_a_terminal_condition_stays_whatever_follows(history: list[Seen], word: str) -> None:
     spoken = {
         "type": word,
         "status": "True",
         "reason": "MaxStepsReached",
         "message": "",
-        "lastTransitionTime": write_time(NOW),
+        "lastTransitionTime": format_time(NOW),
     }
-    status: Object = {"conditions": [spoken], "completionTime": write_time(NOW)}
+    status: Object = {"conditions": [spoken], "completionTime": format_time(NOW)}
     for observed in history:
         job = a_job(PAPER, status=status)
-        status = summarize(job, facts(), observed, NOW + timedelta(hours=1))
+        status = status_of(job, ClusterFacts(), observed, NOW + timedelta(hours=1))
         assert said(status, word) == ("True", "MaxStepsReached")
-        assert status["completionTime"] == write_time(NOW)
+        assert status["completionTime"] == format_time(NOW)
         assert status["state"] == word
         assert len([it for it in status["conditions"] if it["type"] in ("Complete", "Failed")]) == 1
 
 
 @settings(max_examples=60)
 @given(observations(), st.booleans())
-def test_what_is_wanted_follows_from_what_is_there(observed: Observed, suspend: bool) -> None:
+def test_the_desired_state_follows_from_the_observed_one(observed: Seen, suspend: bool) -> None:
     job = a_job(PAPER, {"suspend": suspend})
-    want = want_of(job, facts(), observed, None)
+    state = make_decision(plan_job(job, ClusterFacts()), observed, NOW).state
     if suspend:
-        assert want.name == ("SAVING" if observed.of(COORDINATOR) else "STOPPED")
+        assert state.name == ("SAVING" if observed.pods_of(COORDINATOR) else "STOPPED")
     else:
         waits = observed.trainer is None and not observed.has_claim_template
-        assert want.name == ("WAITING" if waits else "RUNNING")
+        assert state.name == ("WAITING" if waits else "RUNNING")
 
 
-def test_the_next_look_is_due_when_time_alone_changes_something() -> None:
+def test_the_next_reconciliation_is_due_at_the_next_deadline() -> None:
     job = a_job({"activeDeadlineSeconds": 100, "startupDeadlineSeconds": 40})
-    status = summarize(job, facts(), whole(pods=()), NOW)
-    assert next_moment(job, status, NOW) == pytest.approx(41)
-    started = summarize(job, facts(), whole(), NOW)
-    assert next_moment(job, started, NOW) == pytest.approx(101)
-    assert next_moment(a_job(), summarize(a_job(), facts(), whole(), NOW), NOW) is None
+    status = status_of(job, ClusterFacts(), whole(pods=()), NOW)
+    assert find_next_deadline_s(job, status, NOW) == pytest.approx(41)
+    started = status_of(job, ClusterFacts(), whole(), NOW)
+    assert find_next_deadline_s(job, started, NOW) == pytest.approx(101)
+    assert find_next_deadline_s(a_job(), status_of(a_job(), ClusterFacts(), whole(), NOW), NOW) is None

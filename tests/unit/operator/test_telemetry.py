@@ -1,16 +1,16 @@
-"""What the operator serves to Prometheus and to the kubelet."""
+"""The operator's metrics and probes."""
 
 from __future__ import annotations
 
 import urllib.error
 import urllib.request
 
-from specrl_operator.telemetry import serve
+from specrl_operator.telemetry import serve_metrics
 
 
 def test_metrics_and_probes_are_served_and_nothing_else() -> None:
     wrong: list[str] = []
-    server = serve("127.0.0.1", 0, {"/readyz": lambda: wrong[0] if wrong else None})
+    server = serve_metrics("127.0.0.1", 0, {"/readyz": lambda: wrong[0] if wrong else None})
 
     def answer(path: str) -> tuple[int, str, str]:
         try:

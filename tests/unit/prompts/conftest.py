@@ -26,7 +26,8 @@ def policy_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.add_special_tokens(["<s>", "</s>"])
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-    fast.bos_token, fast.eos_token = "<s>", "</s>"
+    fast.bos_token = "<s>"
+    fast.eos_token = "</s>"
     fast.chat_template = CHAT_TEMPLATE
     folder = tmp_path_factory.mktemp("policy")
     fast.save_pretrained(folder)
@@ -35,7 +36,7 @@ def policy_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def a_spec(policy_path: Path) -> Callable[..., RunSpec]:
-    """A run with the given `prompts` section and, optionally, others."""
+    """Return a function that builds a run with the given `prompts` section and, optionally, others."""
 
     def build(
         prompts: dict[str, Any],

@@ -1,4 +1,4 @@
-"""Sources read what is sound and name everything that is not."""
+"""Sources read valid records, and report every malformed one."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import pyarrow.parquet
 import pytest
 
 from specrl.errors import DatasetInvalid
-from specrl.prompts import sources
-from specrl.prompts.columns import Problem
-from specrl.prompts.sources import open_source
+from specrl.prompts import parquet_rows, sources
+from specrl.prompts.columns import DatasetProblem
+from specrl.prompts.data_files import read_json_rows
+from specrl.prompts.sources import open_problem_source
 from specrl.spec.data import FieldMapping, FileSource, GeneratedSource, OnBadLine, PromptSource
 
 
@@ -36,24 +37,26 @@ def record(question: str = "1+1?", answer: str = "2") -> str:
 
 
 def test_jsonl_keeps_the_order_of_the_file_and_skips_blank_lines(tmp_path: Path) -> None:
-    source = open_source(jsonl(tmp_path, record("a", "1"), "", record("b", "2"), "  "))
-    assert [source.problem(i) for i in range(len(source))] == [Problem("a", "1"), Problem("b", "2")]
-    assert source.place(1).endswith("data.jsonl:3")
+    source = open_problem_source(jsonl(tmp_path, record("a", "1"), "", record("b", "2"), "  "))
+    assert [source.problems[i] for i in range(len(source))] == [DatasetProblem("a", "1"), DatasetProblem("b", "2")]
+    assert source.locate_problem(1).endswith("data.jsonl:3")
 
 
 def test_a_line_separator_inside_text_does_not_end_the_line(tmp_path: Path) -> None:
     line = json.dumps({"question": "a\u2028b\x85c", "answer": "1"}, ensure_ascii=False)
-    assert open_source(jsonl(tmp_path, line)).problem(0).question == "a\u2028b\x85c"
+    assert open_problem_source(jsonl(tmp_path, line)).problems[0].question == "a\u2028b\x85c"
 
 
 def test_a_byte_order_mark_and_windows_line_ends_are_read(tmp_path: Path) -> None:
-    source = open_source(jsonl(tmp_path, b"\xef\xbb\xbf" + record("a").encode() + b"\r", record("b")))
-    assert [source.problem(i).question for i in range(len(source))] == ["a", "b"]
+    source = open_problem_source(jsonl(tmp_path, b"\xef\xbb\xbf" + record("a").encode() + b"\r", record("b")))
+    assert [source.problems[i].question for i in range(len(source))] == ["a", "b"]
 
 
 def test_other_column_names_are_mapped(tmp_path: Path) -> None:
     line = json.dumps({"prompt": "a", "solution": "1", "id": 7})
-    assert open_source(jsonl(tmp_path, line, question="prompt", answer="solution")).problem(0) == Problem("a", "1")
+    assert open_problem_source(jsonl(tmp_path, line, question="prompt", answer="solution")).problems[
+        0
+    ] == DatasetProblem("a", "1")
 
 
 @pytest.mark.parametrize(
@@ -63,9 +66,12 @@ def test_other_column_names_are_mapped(tmp_path: Path) -> None:
         ("[1]", "got a list; write one object a line"),
         ("7", "got a number"),
         (b'{"question": "\xff", "answer": "1"}', "must be UTF-8, got byte 0xff at column 15"),
-        ('{"question": "a"}', "field 'answer' must be there, got fields question"),
-        ('{"answer": "1"}', "field 'question' must be there, got fields answer"),
-        ('{"question": 7, "answer": "1"}', "field 'question' must be text, got a number; it is what the policy"),
+        ('{"question": "a"}', "field 'answer' must exist, got fields question"),
+        ('{"answer": "1"}', "field 'question' must exist, got fields answer"),
+        (
+            '{"question": 7, "answer": "1"}',
+            "field 'question' must be text or messages, got a number; it is what the policy",
+        ),
         (
             '{"question": "a", "answer": null}',
             "field 'answer' must be text, a number or other JSON, got null; give",
@@ -73,28 +79,28 @@ def test_other_column_names_are_mapped(tmp_path: Path) -> None:
         ('{"question": "a", "answer": NaN}', "field 'answer' must be a finite number, got NaN"),
         ('{"question": " ", "answer": "1"}', "field 'question' must not be empty"),
         ('{"question": "a", "answer": ""}', "field 'answer' must not be empty"),
-        ('{"question": "\\ud800", "answer": "1"}', "field 'question' must be Unicode text"),
+        ('{"question": "\\ud800", "answer": "1"}', "field 'question' must be valid Unicode"),
         ("[" * 100_000, "must be a JSON object on one line"),
     ],
 )
-def test_a_malformed_line_is_named_with_file_line_and_remedy(tmp_path: Path, line: str | bytes, said: str) -> None:
+def test_a_malformed_line_is_reported_with_file_line_and_remedy(tmp_path: Path, line: str | bytes, said: str) -> None:
     with pytest.raises(DatasetInvalid) as caught:
-        open_source(jsonl(tmp_path, record(), line))
+        open_problem_source(jsonl(tmp_path, record(), line))
     (fault,) = [row for row in str(caught.value).splitlines() if "data.jsonl:2: " in row]
     assert said in fault
     assert "; " in fault, "a fault comes with its remedy"
 
 
 def test_many_faults_are_counted_and_the_first_are_shown(tmp_path: Path) -> None:
-    with pytest.raises(DatasetInvalid, match="got 15 that break this") as caught:
-        open_source(jsonl(tmp_path, *["{}"] * 7, record(), "null"))
+    with pytest.raises(DatasetInvalid, match="got 15 faults") as caught:
+        open_problem_source(jsonl(tmp_path, *["{}"] * 7, record(), "null"))
     assert "and 5 more" in str(caught.value)
 
 
 def test_a_single_fault_is_one_line(tmp_path: Path) -> None:
-    """It was announced by a line that says no more than the fault itself."""
+    """A heading line used to repeat what the fault says."""
     with pytest.raises(DatasetInvalid) as caught:
-        open_source(jsonl(tmp_path, record(), "{"))
+        open_problem_source(jsonl(tmp_path, record(), "{"))
     (line,) = str(caught.value).splitlines()
     assert line.startswith(f"{tmp_path}/data.jsonl:2: must be a JSON object on one line")
 
@@ -113,15 +119,15 @@ def test_a_single_fault_is_one_line(tmp_path: Path) -> None:
         ('"18"', "18"),
     ],
 )
-def test_a_reference_that_is_no_text_is_taken_as_it_is_written(tmp_path: Path, written: str, reference: str) -> None:
-    """Numbers and objects were refused, with the advice to write them in quotes, an object too."""
+def test_a_reference_that_is_not_text_keeps_its_json_text(tmp_path: Path, written: str, reference: str) -> None:
+    """Numbers and objects used to be refused, with the advice to quote them."""
     line = f' {{"id": {{"answer": 1}}, "answer" : {written} , "question":"a, {{b"}} '
-    assert open_source(jsonl(tmp_path, line)).problem(0) == Problem("a, {b", reference)
+    assert open_problem_source(jsonl(tmp_path, line)).problems[0] == DatasetProblem("a, {b", reference)
 
 
-def test_of_two_columns_with_one_name_the_last_counts_for_a_number_too(tmp_path: Path) -> None:
+def test_the_last_of_two_columns_with_the_same_name_counts(tmp_path: Path) -> None:
     (line,) = ['{"answer": 1.0, "question": "a", "answer": 2.0}']
-    assert open_source(jsonl(tmp_path, line)).problem(0).answer == "2.0"
+    assert open_problem_source(jsonl(tmp_path, line)).problems[0].answer == "2.0"
 
 
 @pytest.mark.parametrize(
@@ -139,29 +145,31 @@ def test_of_two_columns_with_one_name_the_last_counts_for_a_number_too(tmp_path:
         (pyarrow.array([[1, 2]]), "[1, 2]"),
     ],
 )
-def test_a_table_s_reference_that_is_no_text_becomes_text(
+def test_a_parquet_reference_that_is_not_text_becomes_text(
     tmp_path: Path, column: pyarrow.Array, reference: str
 ) -> None:
-    """They were refused, with the advice to write them in quotes, which a table has no place for."""
-    assert open_source(parquet(tmp_path, {"question": ["a"], "answer": column})).problem(0) == Problem("a", reference)
+    """These values used to be refused, with the advice to quote them, which Parquet does not allow."""
+    assert open_problem_source(parquet(tmp_path, {"question": ["a"], "answer": column})).problems[0] == DatasetProblem(
+        "a", reference
+    )
 
 
-def test_the_data_s_own_solution_is_read_where_its_column_is_named(tmp_path: Path) -> None:
+def test_the_data_sets_own_solution_is_read_from_its_column(tmp_path: Path) -> None:
     lines = [
         json.dumps({"question": "a", "answer": "1", "code": code}) for code in ("x = 1", ["y = 1", "z"], None, [], " ")
     ]
-    source = open_source(jsonl(tmp_path, *lines, solution="code"))
-    assert [source.problem(i).solution for i in range(5)] == ["x = 1", "y = 1", None, None, None]
-    with pytest.raises(DatasetInvalid, match=r"jsonl:1: field 'solved' must be there.*with fields\.solution"):
-        open_source(jsonl(tmp_path, lines[0], solution="solved"))
+    source = open_problem_source(jsonl(tmp_path, *lines, solution="code"))
+    assert [source.problems[i].solution for i in range(5)] == ["x = 1", "y = 1", None, None, None]
+    with pytest.raises(DatasetInvalid, match=r"jsonl:1: field 'solved' must exist.*with fields\.solution"):
+        open_problem_source(jsonl(tmp_path, lines[0], solution="solved"))
     with pytest.raises(DatasetInvalid, match=r"jsonl:1: field 'code' must be text or null, got a number"):
-        open_source(jsonl(tmp_path, '{"question": "a", "answer": "1", "code": 7}', solution="code"))
+        open_problem_source(jsonl(tmp_path, '{"question": "a", "answer": "1", "code": 7}', solution="code"))
 
 
-def test_a_row_is_kept_where_it_is_asked_for_and_holds_json_values_alone(tmp_path: Path) -> None:
+def test_a_row_is_kept_on_request_and_has_only_json_values(tmp_path: Path) -> None:
     line = '{"question": "a", "answer": {"b": 1}, "level": 3.5, "tags": ["x", null]}'
-    assert open_source(jsonl(tmp_path, line)).problem(0).row is None
-    row = open_source(jsonl(tmp_path, line), keeps_rows=True).problem(0).row
+    assert open_problem_source(jsonl(tmp_path, line)).problems[0].row is None
+    row = open_problem_source(jsonl(tmp_path, line), keeps_rows=True).problems[0].row
     assert row == {"question": "a", "answer": {"b": 1}, "level": 3.5, "tags": ["x", None]}
     columns = {
         "question": ["a"],
@@ -172,7 +180,7 @@ def test_a_row_is_kept_where_it_is_asked_for_and_holds_json_values_alone(tmp_pat
         "price": [Decimal("3.50")],
         "nested": [{"prices": [Decimal("1.0")]}],
     }
-    row = open_source(parquet(tmp_path, columns), keeps_rows=True).problem(0).row
+    row = open_problem_source(parquet(tmp_path, columns), keeps_rows=True).problems[0].row
     assert json.loads(json.dumps(row)) == {
         "question": "a",
         "answer": "1",
@@ -184,25 +192,28 @@ def test_a_row_is_kept_where_it_is_asked_for_and_holds_json_values_alone(tmp_pat
     }
 
 
-def test_a_missing_file_a_folder_and_an_empty_file_are_told_apart(tmp_path: Path) -> None:
-    for path, said in [(tmp_path / "none.jsonl", "no file there"), (tmp_path, "a folder")]:
+def test_a_missing_file_a_folder_and_an_empty_file_have_different_messages(tmp_path: Path) -> None:
+    for path, said in [(tmp_path / "none.jsonl", "no such file"), (tmp_path, "a folder")]:
         with pytest.raises(DatasetInvalid, match=said):
-            open_source(PromptSource(jsonl=FileSource(path=str(path))))
+            open_problem_source(PromptSource(jsonl=FileSource(path=str(path))))
     with pytest.raises(DatasetInvalid, match="an empty data set"):
-        open_source(jsonl(tmp_path, "", ""))
+        open_problem_source(jsonl(tmp_path, "", ""))
 
 
 def test_parquet_reads_the_same_problems_as_jsonl(tmp_path: Path) -> None:
-    source = open_source(parquet(tmp_path, {"id": [1, 2], "question": ["a", "b"], "answer": ["1", "2"]}))
-    assert [source.problem(i) for i in range(len(source))] == [Problem("a", "1"), Problem("b", "2")]
-    assert source.place(1).endswith("data.parquet:2")
+    source = open_problem_source(parquet(tmp_path, {"id": [1, 2], "question": ["a", "b"], "answer": ["1", "2"]}))
+    assert [source.problems[i] for i in range(len(source))] == [DatasetProblem("a", "1"), DatasetProblem("b", "2")]
+    assert source.locate_problem(1).endswith("data.parquet:2")
 
 
 @pytest.mark.parametrize(
     ("columns", "said"),
     [
-        ({"question": ["a", "b"]}, "field 'answer' must be there, got fields question"),
-        ({"question": ["a", None], "answer": ["1", "2"]}, "parquet:2: field 'question' must be text, got null"),
+        ({"question": ["a", "b"]}, "field 'answer' must exist, got fields question"),
+        (
+            {"question": ["a", None], "answer": ["1", "2"]},
+            "parquet:2: field 'question' must be text or messages, got null",
+        ),
         ({"question": ["a", "b"], "answer": ["1", None]}, "parquet:2: field 'answer' must be text, a number or other"),
         ({"question": ["a", "b"], "answer": [1.5, float("nan")]}, "field 'answer' must be a finite number, got nan"),
         (
@@ -215,7 +226,7 @@ def test_parquet_reads_the_same_problems_as_jsonl(tmp_path: Path) -> None:
 )
 def test_a_malformed_table_is_refused(tmp_path: Path, columns: dict[str, Any], said: str) -> None:
     with pytest.raises(DatasetInvalid) as caught:
-        open_source(parquet(tmp_path, columns))
+        open_problem_source(parquet(tmp_path, columns))
     assert said in str(caught.value)
 
 
@@ -223,39 +234,40 @@ def test_a_file_that_is_not_parquet_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "data.parquet"
     path.write_bytes(b"PAR1 but not really")
     with pytest.raises(DatasetInvalid, match="must be a"):
-        open_source(PromptSource(parquet=FileSource(path=str(path))))
+        open_problem_source(PromptSource(parquet=FileSource(path=str(path))))
 
 
-def test_a_generated_source_holds_distinct_problems_and_is_the_same_again() -> None:
+def test_a_generated_source_is_reproducible_and_has_distinct_problems() -> None:
     section = PromptSource(generated=GeneratedSource(family="ledger", count=200, seed=3))
-    first, second = open_source(section), open_source(section)
-    problems = [first.problem(i) for i in range(len(first))]
+    first = open_problem_source(section)
+    second = open_problem_source(section)
+    problems = [first.problems[i] for i in range(len(first))]
     assert len({problem.question for problem in problems}) == 200
-    assert problems == [second.problem(i) for i in range(200)]
+    assert problems == [second.problems[i] for i in range(200)]
 
 
 def test_a_higher_difficulty_makes_longer_problems() -> None:
     def mean_length(difficulty: int) -> float:
-        source = open_source(
+        source = open_problem_source(
             PromptSource(generated=GeneratedSource(family="wordProblem", count=100, difficulty=difficulty))
         )
-        return sum(len(source.problem(i).question) for i in range(100)) / 100
+        return sum(len(source.problems[i].question) for i in range(100)) / 100
 
     assert mean_length(0) < mean_length(1) < mean_length(3)
 
 
 def test_an_unknown_family_is_refused_with_the_known_ones() -> None:
     with pytest.raises(DatasetInvalid, match="family must be one of"):
-        open_source(PromptSource(generated=GeneratedSource(family="nope", count=1)))
+        open_problem_source(PromptSource(generated=GeneratedSource(family="nope", count=1)))
 
 
-def test_trained_questions_are_drawn_around_in_a_family_and_refused_in_a_file(tmp_path: Path) -> None:
+def test_training_questions_are_replaced_in_a_family_and_refused_in_a_file(tmp_path: Path) -> None:
     section = PromptSource(generated=GeneratedSource(family="addition", count=50))
-    trained = frozenset(open_source(section).problem(i).question for i in range(50))
-    held_out = open_source(section, exclude=trained)
-    assert trained.isdisjoint(held_out.problem(i).question for i in range(50))
-    with pytest.raises(DatasetInvalid, match="jsonl:2: is trained on"):
-        open_source(jsonl(tmp_path, record("new"), record("old")), exclude={"old"})
+    trained = frozenset(open_problem_source(section).problems[i].question for i in range(50))
+    held_out = open_problem_source(section, exclude=trained)
+    assert trained.isdisjoint(held_out.problems[i].question for i in range(50))
+    with pytest.raises(DatasetInvalid, match="jsonl:2: the question is also a training question"):
+        open_problem_source(jsonl(tmp_path, record("new"), record("old")), exclude={"old"})
 
 
 def skipping(path: Path) -> PromptSource:
@@ -263,7 +275,7 @@ def skipping(path: Path) -> PromptSource:
     return PromptSource(**{kind: FileSource(path=str(path), on_bad_line=OnBadLine.SKIP)})
 
 
-def test_bad_lines_may_be_skipped_and_are_counted_with_their_line(tmp_path: Path) -> None:
+def test_malformed_lines_may_be_skipped_and_are_listed_with_their_line(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     lines = [
         record("a").encode(),
@@ -273,36 +285,116 @@ def test_bad_lines_may_be_skipped_and_are_counted_with_their_line(tmp_path: Path
         record("b").encode(),
     ]
     path.write_bytes(b"\n".join(lines))
-    source = open_source(skipping(path))
-    assert [(source.problem(i).question, source.place(i)) for i in range(len(source))] == [
+    source = open_problem_source(skipping(path))
+    assert [(source.problems[i].question, source.locate_problem(i)) for i in range(len(source))] == [
         ("a", f"{path}:1"),
         ("b", f"{path}:5"),
     ]
-    assert [fault.split(": ")[0] for fault in source.left_out.skipped] == [f"{path}:{line}" for line in (2, 3, 4)]
+    assert [fault.split(": ")[0] for fault in source.skipped] == [f"{path}:{line}" for line in (2, 3, 4)]
 
 
-def test_bad_rows_of_a_table_may_be_skipped(tmp_path: Path) -> None:
+def test_malformed_rows_of_a_parquet_file_may_be_skipped(tmp_path: Path) -> None:
     parquet(tmp_path, {"question": ["a", None, " "], "answer": ["1", "2", "3"]})
-    source = open_source(skipping(tmp_path / "data.parquet"))
-    assert (len(source), len(source.left_out.skipped)) == (1, 2)
+    source = open_problem_source(skipping(tmp_path / "data.parquet"))
+    assert (len(source), len(source.skipped)) == (1, 2)
 
 
-def test_a_file_of_bad_lines_alone_is_refused_though_they_may_be_skipped(tmp_path: Path) -> None:
+def test_a_file_with_only_malformed_lines_is_refused_even_with_skip(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text("{\nnull\n")
     with pytest.raises(DatasetInvalid, match=r"data\.jsonl:1: must be a JSON object"):
-        open_source(skipping(path))
+        open_problem_source(skipping(path))
 
 
-def test_a_question_that_is_there_again_is_kept_and_counted(tmp_path: Path) -> None:
-    source = open_source(jsonl(tmp_path, record("a"), record("b"), record("a"), record("a", "3")))
-    assert (len(source), source.left_out.repeated) == (4, 2)
+def test_a_repeated_question_is_kept_and_counted(tmp_path: Path) -> None:
+    source = open_problem_source(jsonl(tmp_path, record("a"), record("b"), record("a"), record("a", "3")))
+    assert (len(source), source.repeated) == (4, 2)
 
 
 def test_a_line_without_an_end_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "LINE_BYTES", 1000)
     path = tmp_path / "data.jsonl"
     path.write_bytes(record("a").encode() + b"\n" + b"x" * 5000 + b"\n" + record("b").encode())
-    source = open_source(skipping(path))
-    assert [source.place(i) for i in range(len(source))] == [f"{path}:1", f"{path}:3"]
-    assert "must be at most 1000 bytes" in source.left_out.skipped[0]
+    source = open_problem_source(skipping(path))
+    assert [source.locate_problem(i) for i in range(len(source))] == [f"{path}:1", f"{path}:3"]
+    assert "must be at most 1000 bytes" in source.skipped[0]
+
+
+def test_column_that_is_larger_than_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal values are stored once: a file of some KB made a list of a TB."""
+    monkeypatch.setattr(parquet_rows, "_WORKER_MIB", 256)
+    source = parquet(tmp_path, {"question": ["x" * 1_000_000] * 400, "answer": ["1"] * 400})
+    with pytest.raises(
+        DatasetInvalid, match=r"data\.parquet: must be a Parquet file, got one that needs more than 256"
+    ):
+        open_problem_source(source)
+
+
+def test_large_batches_of_a_parquet_file_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet_rows, "BATCH_BYTES", 1000)
+    questions = [f"{number} {'x' * 300}" for number in range(50)]
+    source = open_problem_source(parquet(tmp_path, {"question": questions, "answer": ["1"] * 50}))
+    assert [problem.question for problem in source.problems] == questions
+    assert list(source.numbers) == list(range(1, 51))
+    with pytest.raises(DatasetInvalid, match="got more than 1000 bytes in row 2"):
+        open_problem_source(parquet(tmp_path, {"question": ["a", "x" * 2000], "answer": ["1", "2"]}))
+
+
+def test_nested_types_are_bounded(tmp_path: Path) -> None:
+    kind = pyarrow.string()
+    for _ in range(70):
+        kind = pyarrow.struct([("a", kind)])
+    table = pyarrow.table({"question": pyarrow.array([None], type=kind), "answer": ["1"]})
+    pyarrow.parquet.write_table(table, tmp_path / "data.parquet")
+    with pytest.raises(DatasetInvalid, match="column 'question' nested more than 64 levels deep"):
+        open_problem_source(PromptSource(parquet=FileSource(path=str(tmp_path / "data.parquet"))))
+
+
+def test_problems_that_do_not_fit_in_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A packed file of some MB became more problems, or more faults, than the machine has memory for."""
+    monkeypatch.setattr(sources, "available_memory_bytes", lambda: 20_000)
+    with pytest.raises(
+        DatasetInvalid, match="must fit in half of the memory that this machine has free, got more by r"
+    ):
+        open_problem_source(jsonl(tmp_path, *(record(str(number)) for number in range(100))))
+    with pytest.raises(DatasetInvalid, match="must fit in half of the memory"):
+        open_problem_source(jsonl(tmp_path, *["{"] * 100))
+
+
+def test_file_without_records_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A packed file of 10 MB has 10 GB of blank lines, and a sparse one a line of a terabyte."""
+    monkeypatch.setattr(sources, "LINE_BYTES", 64)
+    monkeypatch.setattr(sources, "PASSED_OVER_BYTES", 1000)
+    with pytest.raises(DatasetInvalid, match=r"jsonl:1001: must be followed by a record within 1000 bytes"):
+        open_problem_source(jsonl(tmp_path, *[""] * 5000))
+    with pytest.raises(DatasetInvalid, match=r"(?s)jsonl:1: must be at most 64.*jsonl:1: must be followed by a record"):
+        open_problem_source(jsonl(tmp_path, "x" * 5000, record()))
+    found = open_problem_source(jsonl(tmp_path, *[line for _ in range(40) for line in ("", record())]))
+    assert len(found) == 40
+
+
+def test_message_names_some_of_many_columns(tmp_path: Path) -> None:
+    source = jsonl(tmp_path, json.dumps({f"column{number}": 1 for number in range(100_000)}))
+    with pytest.raises(DatasetInvalid, match=r"column0, .* and 99970 more; name the column") as caught:
+        open_problem_source(source)
+    assert len(str(caught.value)) < 3000
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[", "[{}", "[{} {}]", "[{},]", "[,]", "[{}]]", "[{}] x", "[]x", "{}", "[" * 5000, "[nul]"]
+)
+def test_damaged_json_list_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(DatasetInvalid, match="must be a JSON list of objects, got"):
+        list(read_json_rows(str(tmp_path / "a.json"), "answer"))
+
+
+def test_json_list_is_read_item_by_item(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('\ufeff [ {"answer": 1.50} ,\n{"answer": "2"}]\n')
+    rows = list(read_json_rows(str(tmp_path / "a.json"), "answer"))
+    assert [(number, record.reference) for number, record in rows if not isinstance(record, str)] == [
+        (1, "1.50"),
+        (2, "2"),
+    ]
+    (tmp_path / "a.json").write_text(" [ ] ")
+    assert list(read_json_rows(str(tmp_path / "a.json"), "answer")) == []

@@ -1,4 +1,4 @@
-"""The stream is a function of its position, and covers every problem once an epoch."""
+"""A prompt is a function of its position, and each epoch has every problem once."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specrl.errors import CheckpointInvalid, DatasetInvalid
-from specrl.prompts import load_prompts, load_validation
-from specrl.prompts.stream import epoch_order
+from specrl.prompts import load_prompts, load_validation, open_sources
+from specrl.prompts.mixing import epoch_order
 from specrl.prompts.templates import PromptTemplate
 from specrl.spec import RunSpec
 
@@ -28,13 +28,11 @@ def a_file(tmp_path: Path, count: int, name: str = "train.jsonl") -> dict[str, o
     return {"jsonl": {"path": str(path)}}
 
 
-def test_a_group_tokenizes_its_prompt_once_however_often_it_asks(
-    tmp_path: Path, a_spec: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_is_tokenized_once_per_group(tmp_path: Path, a_spec: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = load_prompts(a_spec({"source": a_file(tmp_path, 3)}))
     asked: list[str] = []
-    tokenize = PromptTemplate.tokenize
-    monkeypatch.setattr(PromptTemplate, "tokenize", lambda self, text: asked.append(text) or tokenize(self, text))
+    tokenize = PromptTemplate.tokenize_text
+    monkeypatch.setattr(PromptTemplate, "tokenize_text", lambda self, text: asked.append(text) or tokenize(self, text))
     first = [stream.prompt(position) for position in (0, 1, 0, 1, 0)]
     assert len(asked) == 2
     assert [prompt.position for prompt in first] == [0, 1, 0, 1, 0]
@@ -47,7 +45,7 @@ def test_every_epoch_is_a_permutation(count: int, seed: int, epoch: int) -> None
 
 
 def test_the_order_never_changes_between_machines_and_versions() -> None:
-    # Written down on numpy 2.3; a run that is resumed after an upgrade goes on with the same prompts.
+    # Recorded with numpy 2.3: a run that is resumed after an upgrade must continue with the same prompts.
     assert epoch_order(8, 0, 0).tolist() == [0, 2, 1, 5, 4, 3, 6, 7]
     assert epoch_order(8, 0, 1).tolist() == [5, 3, 7, 2, 4, 1, 0, 6]
     assert epoch_order(8, -1, 0).tolist() == [0, 7, 4, 2, 6, 3, 1, 5]
@@ -65,7 +63,7 @@ def test_orders_are_uniform_over_the_permutations() -> None:
     assert sum((seen - expected) ** 2 / expected for seen in counts.values()) < 49.7
 
 
-def test_any_position_can_be_sought(tmp_path: Path, a_spec: Build) -> None:
+def test_the_stream_can_seek_to_any_position(tmp_path: Path, a_spec: Build) -> None:
     spec = a_spec({"source": a_file(tmp_path, 7), "shuffleSeed": 5})
     walked = [load_prompts(spec).prompt(position) for position in range(30)]
     stream = load_prompts(spec)
@@ -74,7 +72,7 @@ def test_any_position_can_be_sought(tmp_path: Path, a_spec: Build) -> None:
         assert walked[position].position == position
 
 
-def test_an_epoch_holds_every_problem_once_and_ids_last_over_epochs(tmp_path: Path, a_spec: Build) -> None:
+def test_an_epoch_has_every_problem_once_with_the_same_ids_in_each_epoch(tmp_path: Path, a_spec: Build) -> None:
     stream = load_prompts(a_spec({"source": a_file(tmp_path, 7)}))
     epochs = [[stream.prompt(7 * epoch + place) for place in range(7)] for epoch in range(3)]
     ids = [{prompt.prompt_id: prompt.answer for prompt in epoch} for epoch in epochs]
@@ -83,7 +81,7 @@ def test_an_epoch_holds_every_problem_once_and_ids_last_over_epochs(tmp_path: Pa
     assert len({tuple(prompt.prompt_id for prompt in epoch) for epoch in epochs}) == 3
 
 
-def test_repeated_records_have_ids_of_their_own(tmp_path: Path, a_spec: Build) -> None:
+def test_repeated_records_have_different_ids(tmp_path: Path, a_spec: Build) -> None:
     path = tmp_path / "twice.jsonl"
     path.write_text('{"question": "a", "answer": "1"}\n' * 2)
     stream = load_prompts(a_spec({"source": {"jsonl": {"path": str(path)}}}))
@@ -104,36 +102,38 @@ def test_positions_start_at_zero(tmp_path: Path, a_spec: Build) -> None:
         load_prompts(a_spec({"source": a_file(tmp_path, 1)})).prompt(-1)
 
 
-def test_all_prompts_that_are_too_long_are_named_at_the_start(tmp_path: Path, a_spec: Build) -> None:
+def test_all_prompts_that_are_too_long_are_reported_at_the_start(tmp_path: Path, a_spec: Build) -> None:
     path = tmp_path / "long.jsonl"
     questions = ["x" * 10, "y" * 30, "z" * 31]
     path.write_text("".join(json.dumps({"question": q, "answer": "1"}) + "\n" for q in questions))
     with pytest.raises(DatasetInvalid) as caught:
         load_prompts(a_spec({"source": {"jsonl": {"path": str(path)}}, "maxTokens": 30}))
-    assert "long.jsonl:2: 31 tokens" in str(caught.value), "30 bytes and the first token"
-    assert "long.jsonl:3: 32 tokens" in str(caught.value)
+    must_be = "the prompt must have 1 to 30 tokens (prompts.maxTokens), got"
+    assert f"long.jsonl:2: {must_be} 31" in str(caught.value), "30 bytes and the first token"
+    assert f"long.jsonl:3: {must_be} 32" in str(caught.value)
     assert "long.jsonl:1" not in str(caught.value)
-    assert "raise it to 32" in str(caught.value)
+    assert "raise prompts.maxTokens to 32" in str(caught.value)
     assert len(load_prompts(a_spec({"source": {"jsonl": {"path": str(path)}}, "maxTokens": 32}))) == 3
 
 
 def test_validation_takes_the_first_problems_in_order(tmp_path: Path, a_spec: Build) -> None:
-    train, held_out = a_file(tmp_path, 4), a_file(tmp_path, 9, "test.jsonl")
+    train = a_file(tmp_path, 4)
+    held_out = a_file(tmp_path, 9, "test.jsonl")
     spec = a_spec({"source": train}, {"source": held_out, "limit": 3})
-    prompts = load_validation(spec)
+    prompts = load_validation(spec, open_sources(spec).validation)
     assert [prompt.answer for prompt in prompts] == ["0", "1", "2"]
     assert [prompt.position for prompt in prompts] == [0, 1, 2]
     stream = load_prompts(spec)
     assert {p.prompt_id for p in prompts}.isdisjoint(stream.prompt(i).prompt_id for i in range(4))
-    assert load_validation(a_spec({"source": train})) == []
+    assert load_validation(a_spec({"source": train}), ()) == []
 
 
-def test_validation_on_trained_problems_is_refused(tmp_path: Path, a_spec: Build) -> None:
+def test_validation_on_training_problems_is_refused(tmp_path: Path, a_spec: Build) -> None:
     train = a_file(tmp_path, 4)
     copy = tmp_path / "copy.jsonl"
     copy.write_text((tmp_path / "train.jsonl").read_text())
-    with pytest.raises(DatasetInvalid, match="must not be among the run's prompts"):
-        load_validation(a_spec({"source": train}, {"source": {"jsonl": {"path": str(copy)}}}))
+    with pytest.raises(DatasetInvalid, match="must not be training questions"):
+        open_sources(a_spec({"source": train}, {"source": {"jsonl": {"path": str(copy)}}}))
 
 
 def test_a_policy_without_tokenizer_is_refused_before_anything_is_downloaded(tmp_path: Path, a_spec: Build) -> None:
@@ -153,7 +153,7 @@ def test_torch_is_never_loaded(tmp_path: Path, a_spec: Build) -> None:
 
 
 def test_a_python_verifier_gets_the_row_and_others_keep_none_in_memory(tmp_path: Path, a_spec: Build) -> None:
-    """A function got nothing but the reference, so that it could not grade by level, source or test cases."""
+    """A function used to get only the reference, so it could not grade by level, source or test cases."""
     path = tmp_path / "train.jsonl"
     path.write_text('{"question": "1+1?", "answer": 2, "level": "easy"}\n')
     source = {"jsonl": {"path": str(path)}}
@@ -162,5 +162,5 @@ def test_a_python_verifier_gets_the_row_and_others_keep_none_in_memory(tmp_path:
     validation = {"source": {"jsonl": {"path": str(held_out)}}}
     spec = a_spec({"source": source}, validation, rewards={"python": {"function": "my_rewards:grade"}})
     assert load_prompts(spec).prompt(0).row == {"question": "1+1?", "answer": 2, "level": "easy"}
-    assert [prompt.row["level"] for prompt in load_validation(spec)] == ["hard"]
+    assert [prompt.row["level"] for prompt in load_validation(spec, open_sources(spec).validation)] == ["hard"]
     assert load_prompts(a_spec({"source": source})).prompt(0).row == {}

@@ -12,7 +12,7 @@ counters = st.builds(SpeculationCounters, count, count, count, st.lists(count, m
 
 
 @given(counters, counters)
-def test_what_was_added_is_what_came_since(earlier: SpeculationCounters, more: SpeculationCounters) -> None:
+def test_counts_since_earlier_are_the_difference(earlier: SpeculationCounters, more: SpeculationCounters) -> None:
     since = earlier.plus(more).minus(earlier)
     width = len(since.accepted_per_position)
     assert since.accepted_per_position == (more.accepted_per_position + (0,) * width)[:width]
@@ -25,10 +25,19 @@ def test_what_was_added_is_what_came_since(earlier: SpeculationCounters, more: S
 
 
 @given(counters, counters, counters)
-def test_the_sum_over_replicas_has_no_order(
+def test_the_sum_over_replicas_does_not_depend_on_their_order(
     a: SpeculationCounters, b: SpeculationCounters, c: SpeculationCounters
 ) -> None:
     assert a.plus(b).plus(c) == c.plus(b.plus(a))
+
+
+def test_acceptance_has_only_positions_that_a_draft_can_have_reached() -> None:
+    """An adaptive length of 1 was reported as `0.0 %` at the positions 2 and 3, which nothing had drafted."""
+    short = SpeculationCounters(drafts=10, draft_tokens=10, accepted_tokens=7, accepted_per_position=(7, 0, 0))
+    assert short.acceptance_by_position == [0.7]
+    mixed = SpeculationCounters(drafts=10, draft_tokens=12, accepted_tokens=8, accepted_per_position=(7, 1, 0, 0))
+    assert mixed.acceptance_by_position == [0.7, 0.1, 0.0]
+    assert SpeculationCounters(accepted_per_position=(0, 0)).acceptance_by_position == []
 
 
 def test_acceptance_length_counts_the_bonus_token() -> None:

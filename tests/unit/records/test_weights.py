@@ -26,7 +26,7 @@ tensors = st.lists(
 
 @given(tensors=tensors, bucket_bytes=st.integers(1, 2000))
 def test_buckets_are_the_tensors_in_order(tensors: tuple[TensorMeta, ...], bucket_bytes: int) -> None:
-    buckets = WeightManifest(tensors, bucket_bytes).buckets()
+    buckets = WeightManifest(tensors, bucket_bytes).cut_buckets()
     assert tuple(tensor for bucket in buckets for tensor in bucket) == tensors
     assert all(buckets), "no bucket is empty"
 
@@ -35,7 +35,7 @@ def test_buckets_are_the_tensors_in_order(tensors: tuple[TensorMeta, ...], bucke
 def test_a_bucket_exceeds_its_size_only_for_a_tensor_that_is_larger_alone(
     tensors: tuple[TensorMeta, ...], bucket_bytes: int
 ) -> None:
-    for bucket in WeightManifest(tensors, bucket_bytes).buckets():
+    for bucket in WeightManifest(tensors, bucket_bytes).cut_buckets():
         carried = [tensor for tensor in bucket if tensor.size_bytes]
         assert sum(tensor.size_bytes for tensor in bucket) <= bucket_bytes or len(carried) == 1
 
@@ -44,7 +44,7 @@ def test_a_bucket_exceeds_its_size_only_for_a_tensor_that_is_larger_alone(
 def test_a_bucket_is_closed_only_when_the_next_tensor_does_not_fit(
     tensors: tuple[TensorMeta, ...], bucket_bytes: int
 ) -> None:
-    buckets = WeightManifest(tensors, bucket_bytes).buckets()
+    buckets = WeightManifest(tensors, bucket_bytes).cut_buckets()
     for bucket, following in pairwise(buckets):
         assert sum(tensor.size_bytes for tensor in bucket) + following[0].size_bytes > bucket_bytes
 
@@ -58,10 +58,10 @@ def test_sizes_are_bytes() -> None:
 
 def test_equal_checksums_pass_and_corrupt_tensors_are_named() -> None:
     sent = WeightChecksums(7, (1, 2, 3))
-    WeightChecksums(7, (1, 2, 3)).check(sent, ["a", "b", "c"])
-    with pytest.raises(ChecksumMismatch, match="got 2 corrupt tensors, a, c among them"):
-        WeightChecksums(7, (0, 2, 0)).check(sent, ["a", "b", "c"])
-    with pytest.raises(ChecksumMismatch, match="must be version 7 with 3 tensors, got version=6"):
-        WeightChecksums(6, (1, 2, 3)).check(sent, ["a", "b", "c"])
-    with pytest.raises(ChecksumMismatch, match="got version=7 with 2"):
-        WeightChecksums(7, (1, 2)).check(sent, ["a", "b", "c"])
+    WeightChecksums(7, (1, 2, 3)).check_equal(sent, ["a", "b", "c"])
+    with pytest.raises(ChecksumMismatch, match="2 tensors of version 7 arrived corrupt, among them a, c"):
+        WeightChecksums(7, (0, 2, 0)).check_equal(sent, ["a", "b", "c"])
+    with pytest.raises(ChecksumMismatch, match="3 tensors of version 6 arrived, but the trainer sent 3 of version 7"):
+        WeightChecksums(6, (1, 2, 3)).check_equal(sent, ["a", "b", "c"])
+    with pytest.raises(ChecksumMismatch, match="2 tensors of version 7 arrived, but the trainer sent 3"):
+        WeightChecksums(7, (1, 2)).check_equal(sent, ["a", "b", "c"])

@@ -1,7 +1,8 @@
-"""What goes onto the wire comes off it, bit for bit; what cannot be read is RecordInvalid."""
+"""Records survive the wire bit for bit, and unreadable messages raise RecordInvalid."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -9,23 +10,29 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from specrl.api.v1 import coordinator_pb2, rollout_pb2, trainer_pb2, weights_pb2
 from specrl.errors import RecordInvalid
 from specrl.records import (
     Batch,
     DrafterMetrics,
+    Drafting,
     FinishReason,
     GenerationStatus,
     GradedRollout,
-    Group,
+    HeldRollout,
+    NamedReward,
     OutputSpan,
-    Prompt,
+    Peer,
     Reward,
+    Role,
     Rollout,
     RolloutRequest,
     Sampling,
+    SamplingSets,
     SpeculationCounters,
+    StepCost,
     StreamPlace,
     TensorMeta,
     TrainerStatus,
@@ -38,6 +45,8 @@ from specrl.records import (
     WeightOwner,
     wire,
 )
+from specrl.records.status import DRAFTING_STATES
+from specrl.telemetry.training_figures import FIGURES
 
 text = st.text(max_size=12)
 int32 = st.integers(-(2**31), 2**31 - 1)
@@ -50,12 +59,14 @@ def many(elements: st.SearchStrategy[Any], most: int = 4) -> st.SearchStrategy[t
 
 
 samplings = st.builds(Sampling, int32, number, number, int32, st.none() | int64, many(text))
-prompts = st.builds(Prompt, text, int64, many(int32), text, text)
 requests = st.builds(RolloutRequest, text, text, int32, many(int32), samplings)
 experts = st.builds(
     lambda shape, kind: np.arange(np.prod(shape)).astype(kind).reshape(shape),
     st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3)),
     st.sampled_from([np.uint8, np.uint16]),
+)
+sets = st.lists(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=3), min_size=1, max_size=4).map(
+    SamplingSets.from_lists
 )
 rollouts = st.builds(
     Rollout,
@@ -72,9 +83,11 @@ rollouts = st.builds(
     outputs=many(st.builds(OutputSpan, int32, int32)),
     stop=text,
     experts_SLK=st.none() | experts,
+    sets=st.none() | sets,
 )
-rewards = st.builds(Reward, st.none() | number, text)
-groups = st.builds(Group, text, prompts, int64, many(rollouts, 3), many(rewards, 3))
+plain_rewards = st.builds(Reward, st.none() | number, text)
+named_rewards = st.builds(NamedReward, text, number, plain_rewards)
+rewards = st.builds(Reward, st.none() | number, text, named=st.lists(named_rewards, max_size=2).map(tuple))
 batches = st.builds(Batch, int64, many(st.builds(TrainRollout, many(int32), rollouts, number), 3), many(int64))
 tensors = st.builds(
     TensorMeta, text, st.sampled_from(WeightOwner), st.sampled_from(["float32", "bfloat16"]), many(st.integers(0, 2**9))
@@ -88,20 +101,35 @@ checksums = st.builds(WeightChecksums, int64, many(st.integers(0, 2**64 - 1)), i
 weight_groups = st.builds(WeightGroup, text, text, int32, int32, int32, number, text)
 count = st.integers(0, 2**63 - 1)
 counters = st.builds(SpeculationCounters, count, count, count, many(count), count)
-statuses = st.builds(GenerationStatus, text, int64, st.booleans(), st.integers(0, 2**31 - 1), counters, int64)
+draftings = st.builds(Drafting, st.sampled_from(DRAFTING_STATES), st.floats(0, 9), st.none() | st.floats(0, 9))
+step_costs = st.builds(
+    StepCost, st.integers(0, 9), st.integers(1, 9), st.floats(0, 9), st.floats(0, 9), st.floats(0, 9)
+)
+statuses = st.builds(
+    GenerationStatus,
+    text,
+    int64,
+    st.booleans(),
+    st.integers(0, 2**31 - 1),
+    counters,
+    int64,
+    st.none() | draftings,
+    many(step_costs),
+)
 drafter_metrics = st.builds(DrafterMetrics, number, number, many(number), number)
 train_metrics = st.builds(
     TrainMetrics,
-    **{
-        field.name: {"int": int64, "bool": st.booleans()}.get(str(field.type), number)
-        for field in fields(TrainMetrics)
-        if field.name != "drafter"
-    },
+    **{name: int32 if name == "mismatch_tokens" else number for name in FIGURES},
+    tokens=int64,
+    logprob_seconds=number,
+    train_seconds=number,
+    updates=int64,
+    is_skipped=st.booleans(),
     drafter=st.none() | drafter_metrics,
 )
 stream_places = st.builds(
-    lambda places, problems, identity: StreamPlace(places[0], tuple(places[1:]), problems, identity),
-    st.lists(st.integers(0, 2**40), min_size=1, max_size=5, unique=True).map(sorted),
+    StreamPlace,
+    st.integers(0, 2**40),
     st.integers(1, 2**40),
     st.text("0123456789abcdef", min_size=1, max_size=32),
 )
@@ -109,28 +137,27 @@ trainer_statuses = st.builds(TrainerStatus, int64, int64, st.booleans(), int32, 
 
 
 def plain(record: Any) -> Any:
-    """A record as nested tuples, arrays by type and bits: NaN equals NaN, and 0.0 is not -0.0."""
+    """Convert a record to nested tuples, with arrays by type and bits: NaN equals NaN, and 0.0 differs from -0.0."""
     if isinstance(record, np.ndarray):
         return (record.dtype.str, record.shape, record.tobytes())
     if is_dataclass(record):
         return (type(record), *(plain(getattr(record, field.name)) for field in fields(record)))
+    if isinstance(record, BaseModel):
+        return (type(record), *((name, plain(value)) for name, value in record))
     if isinstance(record, tuple | list):
         return tuple(plain(item) for item in record)
     return (type(record), repr(record))
 
 
 KINDS = [
-    ("sampling", samplings),
-    ("prompt", prompts),
     ("request", requests),
+    ("reward", rewards),
     ("rollout", rollouts),
-    ("group", groups),
     ("train_rollout", st.builds(TrainRollout, many(int32), rollouts, number, number)),
     ("batch", batches),
     ("manifest", manifests),
     ("checksums", checksums),
     ("weight_group", weight_groups),
-    ("counters", counters),
     ("generation_status", statuses),
     ("drafter_metrics", drafter_metrics),
     ("train_metrics", train_metrics),
@@ -147,23 +174,28 @@ def test_a_record_survives_the_wire(kind: str, records: st.SearchStrategy[Any], 
     assert plain(getattr(wire, f"{kind}_from_wire")(received)) == plain(record)
 
 
-@given(group=groups)
-def test_a_stored_group_is_read_back_and_its_bytes_are_the_same_again(group: Group) -> None:
-    data = wire.group_to_bytes(group)
-    assert plain(wire.group_from_bytes(data)) == plain(group)
-    assert wire.group_to_bytes(wire.group_from_bytes(data)) == data
+@pytest.mark.parametrize("role", Role)
+def test_a_registration_survives_the_wire(role: Role) -> None:
+    peer = Peer("gen-0", role, "127.0.0.1:1", "digest", "incarnation", 9)
+    status = GenerationStatus("gen-0", 3, is_paused=False, live_requests=0)
+    held = [HeldRollout("1-0-0-0", 3)]
+    message = wire.registration_to_wire(peer, status, held)
+    assert wire.peer_from_wire(message) == peer
+    assert wire.generation_status_from_wire(message.generation) == status
+    assert [wire.held_from_wire(item) for item in message.held_rollouts] == held
+    assert not wire.registration_to_wire(peer, None, []).HasField("generation")
 
 
 @given(batch=batches)
-def test_a_stored_batch_is_read_back_and_its_bytes_are_the_same_again(batch: Batch) -> None:
+def test_a_batch_survives_a_round_trip_with_equal_bytes(batch: Batch) -> None:
     data = wire.batch_to_bytes(batch)
     assert plain(wire.batch_from_bytes(data)) == plain(batch)
     assert wire.batch_to_bytes(wire.batch_from_bytes(data)) == data
 
 
 @given(rollout=rollouts)
-def test_a_rollout_is_passed_on_as_the_bytes_that_came(rollout: Rollout) -> None:
-    """Fields that this version does not know included; a copy with another value is not what came."""
+def test_a_parsed_rollout_is_encoded_as_the_same_bytes(rollout: Rollout) -> None:
+    """Unknown fields are kept, too. A copy with another value does not keep the message."""
     data = wire.rollout_to_wire(rollout).SerializeToString() + b"\xf8\x3f\x07"  # field 1023, a varint
     received = wire.rollout_from_bytes(data)
     assert plain(replace(received)) == plain(rollout)
@@ -177,7 +209,7 @@ def test_a_rollout_is_passed_on_as_the_bytes_that_came(rollout: Rollout) -> None
 
 
 def numbered(batch: Batch) -> Batch:
-    """Its rollouts have names of their own, as those of a step have."""
+    """Rollouts of a batch must have unique ids, as those of a step have."""
     return Batch(
         batch.step,
         tuple(
@@ -188,51 +220,58 @@ def numbered(batch: Batch) -> Batch:
     )
 
 
+def joined(parts: Sequence[bytes]) -> trainer_pb2.TrainPartsRequest:
+    """Join parts one after another, as the trainer does."""
+    whole = None
+    for part in parts:
+        whole = wire.join_train_part(whole, trainer_pb2.TrainPartsRequest.FromString(part))
+    return wire.check_joined_parts(whole)
+
+
 @given(batch=batches.map(numbered), part_bytes=st.integers(1, 2000))
-def test_a_batch_arrives_in_parts_as_it_was(batch: Batch, part_bytes: int) -> None:
+def test_joined_parts_equal_the_batch(batch: Batch, part_bytes: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wire, "PART_BYTES", part_bytes)
-        sent = list(wire.train_step_parts(batch))
-    messages = [trainer_pb2.TrainStepRequest.FromString(part) for part in sent]
-    assert all(message.batch.rollouts for message in messages[1:])
-    parts = [wire.batch_from_wire(message.batch) for message in messages]
-    assert {message.rollouts_total for message in messages} == {len(batch.rollouts)}
-    assert plain(wire.batch_from_parts(parts, len(batch.rollouts))) == plain(batch)
-    assert all(len(part) <= part_bytes + 16 for part, read in zip(sent, parts, strict=True) if len(read.rollouts) > 1)
+        sent = list(wire.encode_train_parts(batch))
+    parts = [trainer_pb2.TrainPartsRequest.FromString(part) for part in sent]
+    assert all(part.batch.rollouts for part in parts[1:])
+    assert {part.rollouts_total for part in parts} == {len(batch.rollouts)}
+    assert plain(wire.batch_from_wire(joined(sent).batch)) == plain(batch)
+    assert all(
+        len(data) <= part_bytes + 16 for data, part in zip(sent, parts, strict=True) if len(part.batch.rollouts) > 1
+    )
 
 
-def test_parts_of_no_batch_and_of_two_are_refused() -> None:
+@given(first=batches.filter(lambda batch: len(batch.rollouts) > 0).map(numbered))
+def test_missing_parts_and_parts_of_two_batches_are_refused(first: Batch) -> None:
     with pytest.raises(RecordInvalid, match="at least one part, got none"):
-        wire.batch_from_parts([], 0)
-    with pytest.raises(RecordInvalid, match=r"one step, got \[1, 2\]"):
-        wire.batch_from_parts([Batch(2, ()), Batch(1, ())], 0)
+        wire.check_joined_parts(None)
+    with pytest.raises(RecordInvalid, match=r"step must be equal in all parts of a batch, got \[1, 2\]"):
+        joined([part for step in (2, 1) for part in wire.encode_train_parts(Batch(step, first.rollouts))])
 
 
 @given(batch=batches.filter(lambda batch: len(batch.rollouts) > 1).map(numbered))
-def test_a_batch_that_lacks_a_part_or_has_one_twice_is_refused(batch: Batch) -> None:
+def test_a_batch_with_a_missing_or_repeated_part_is_refused(batch: Batch) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wire, "PART_BYTES", 1)
-        sent = [trainer_pb2.TrainStepRequest.FromString(part) for part in wire.train_step_parts(batch)]
-    parts, total = [wire.batch_from_wire(message.batch) for message in sent], sent[0].rollouts_total
+        parts = list(wire.encode_train_parts(batch))
     for wrong in (parts[:-1], parts[1:], [*parts, parts[-1]], [*parts[:-1], parts[0]]):
-        with pytest.raises(RecordInvalid, match="each once, got"):
-            wire.batch_from_parts(wrong, total)
+        with pytest.raises(RecordInvalid, match="different rollouts together, got"):
+            joined(wrong)
 
 
 @given(batch=batches)
 def test_a_batch_is_stored_without_its_rollouts_and_read_back_with_them(batch: Batch) -> None:
     graded = [wire.graded_to_bytes(GradedRollout(item.rollout, Reward(1.0))) for item in batch.rollouts]
-    outline = wire.batch_outline(batch)
+    outline = wire.batch_to_outline(batch)
     assert plain(wire.batch_from_stored(outline, graded)) == plain(batch)
-    assert plain(wire.batch_from_stored(wire.batch_to_bytes(batch), [])) == plain(batch), "as older stores have it"
-    assert wire.batch_positions(outline) == batch.positions
-    with pytest.raises(RecordInvalid, match="must have all of its"):
+    with pytest.raises(RecordInvalid, match="must have all"):
         wire.batch_from_stored(outline, [*graded, b""])
 
 
 @given(data=st.binary(max_size=200))
-def test_any_other_bytes_are_refused_or_read_and_never_crash(data: bytes) -> None:
-    for read in (wire.group_from_bytes, wire.batch_from_bytes):
+def test_random_bytes_are_parsed_or_refused_and_never_crash(data: bytes) -> None:
+    for read in (wire.graded_from_bytes, wire.batch_from_bytes):
         try:
             read(data)
         except RecordInvalid:
@@ -240,9 +279,8 @@ def test_any_other_bytes_are_refused_or_read_and_never_crash(data: bytes) -> Non
 
 
 def test_truncated_records_are_refused() -> None:
-    group = Group("g", Prompt("p", 0, (1, 2), "text", "answer"), 1, (), (Reward(1.0),))
-    with pytest.raises(RecordInvalid, match="must be a protobuf Group"):
-        wire.group_from_bytes(wire.group_to_bytes(group)[:-1])
+    with pytest.raises(RecordInvalid, match="must be a protobuf GradedRollout"):
+        wire.graded_from_bytes(b"\x0a\xff")
     with pytest.raises(RecordInvalid, match="must be a protobuf Batch"):
         wire.batch_from_bytes(b"\x0a\xff")
 
@@ -250,7 +288,7 @@ def test_truncated_records_are_refused() -> None:
 def test_an_unknown_finish_reason_or_role_is_refused() -> None:
     with pytest.raises(RecordInvalid, match="finish_reason must be known"):
         wire.rollout_from_wire(rollout_pb2.Rollout(rollout_id="r"))
-    with pytest.raises(RecordInvalid, match="role must be known"):
+    with pytest.raises(RecordInvalid, match=r"role of peer .* must be known"):
         wire.peer_from_wire(coordinator_pb2.RegisterRequest(peer_id="p"))
 
 
@@ -260,46 +298,32 @@ def test_an_unknown_tensor_owner_is_refused() -> None:
         wire.manifest_from_wire(message)
 
 
-def test_zero_is_not_the_same_as_ungraded() -> None:
+def test_a_reward_of_zero_differs_from_ungraded() -> None:
     rewards = (
         Reward(0.0, extracted="7", reason="another number"),
         Reward(0.0, reason="no answer found", lacks_answer=True),
         Reward(0.0, error="KeyError at my_rewards.py:12"),
         Reward(None, "crash: died"),
     )
-    group = Group("g", Prompt("p", 0, (), "", "", {"points": 3}), 1, (), rewards)
-    assert wire.group_from_bytes(wire.group_to_bytes(group)).rewards == group.rewards
-
-
-def test_a_rollout_that_was_stored_before_numbers_were_packed_is_read() -> None:
-    message = rollout_pb2.Rollout(
-        rollout_id="r",
-        token_ids=[3, -1, 2**31 - 1],
-        sampler_logprobs=[-0.5, -1.25, 0.0],
-        versions=[rollout_pb2.VersionSpan(policy_version=1, first=0, end=3)],
-        finish_reason=rollout_pb2.FINISH_REASON_STOP,
-    )
-    rollout = wire.rollout_from_wire(message)
-    assert (rollout.token_ids_T.dtype, rollout.token_ids_T.tolist()) == (np.int32, [3, -1, 2**31 - 1])
-    assert (rollout.sampler_logprobs_T.dtype, rollout.sampler_logprobs_T.tolist()) == (np.float32, [-0.5, -1.25, 0.0])
+    assert [wire.reward_from_wire(wire.reward_to_wire(reward)) for reward in rewards] == list(rewards)
 
 
 @pytest.mark.parametrize("name", ["packed_token_ids", "packed_sampler_logprobs"])
-def test_packed_numbers_that_were_cut_short_are_refused(name: str) -> None:
+def test_truncated_packed_numbers_are_refused(name: str) -> None:
     message = rollout_pb2.Rollout(rollout_id="r", finish_reason=rollout_pb2.FINISH_REASON_STOP, **{name: bytes(7)})
-    with pytest.raises(RecordInvalid, match=r"rollout r: packed numbers must be of 4 bytes each, got 7 bytes"):
+    with pytest.raises(RecordInvalid, match=r"rollout r: packed numbers must have 4 bytes each, got 7 bytes"):
         wire.rollout_from_wire(message)
 
 
 @pytest.mark.parametrize("changes", [{"expert_bytes": 4}, {"expert_layers": 0}, {"packed_experts": bytes(7)}])
-def test_experts_that_are_no_whole_tokens_are_refused(changes: dict[str, Any]) -> None:
+def test_experts_of_partial_tokens_are_refused(changes: dict[str, Any]) -> None:
     sound = {"packed_experts": bytes(12), "expert_layers": 3, "experts_per_token": 2, "expert_bytes": 1}
     message = rollout_pb2.Rollout(rollout_id="r", finish_reason=rollout_pb2.FINISH_REASON_STOP, **(sound | changes))
-    with pytest.raises(RecordInvalid, match="rollout r: experts must be whole tokens"):
+    with pytest.raises(RecordInvalid, match="rollout r: packed_experts must hold whole tokens"):
         wire.rollout_from_wire(message)
 
 
-def test_people_read_a_stored_rollout_as_numbers() -> None:
+def test_json_of_a_stored_rollout_lists_its_numbers() -> None:
     rollout = Rollout(
         rollout_id="r",
         group_id="g",

@@ -1,4 +1,4 @@
-"""Run folders as a coordinator leaves them, for tests of what reads them."""
+"""Makes run folders as a coordinator leaves them, for tests of their readers."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 
 from tests.run_files import a_run
 
-from specrl.coordinator.report import Phase, StageSeconds, Status, StepReport, ValidationReport
-from specrl.launcher.run_directory import RunDirectory, create
+from specrl.formats.reports import Phase, PhaseSeconds, StatusReport, StepReport, ValidationReport
+from specrl.launcher.run_directory import RunDirectory, create_run
 from specrl.spec import parse_spec
 
 
 def a_step(step: int, **changes: Any) -> StepReport:
-    """Ten seconds, four of them exposed; keywords replace fields."""
+    """Make the report of a step of ten seconds, four of them exposed. Keywords replace fields."""
     numbers = {name: 0 for name, field in StepReport.model_fields.items() if field.is_required()}
-    stages = StageSeconds(data=0.5, prepare=1.0, generation=4.0, logprob=1.5, train=3.0)
+    phases = PhaseSeconds(data=0.5, prepare=1.0, generation=4.0, logprob=1.5, train=3.0)
     known: dict[str, Any] = {
         "step": step,
         "policy_version": step,
-        "stages": stages,
+        "phases": phases,
         "exposed_generation": 4.0,
-        "exposed_by_cause": {"buffer_wait": 3.0, "sync_drain": 1.0},
+        "exposed_by_cause": {"bufferWait": 3.0, "syncDrain": 1.0},
         "reward": 0.5,
         "reward_error": 0.1,
         "rollouts": 8,
@@ -45,15 +45,15 @@ def a_folder(
     phase: Phase | None = Phase.FINISHED,
     **sections: Any,
 ) -> RunDirectory:
-    """A run folder below `runs`; sections replace those of its run file. phase: None leaves no status."""
-    directory = create(runs, parse_spec(a_run(runs, **sections)))
+    """Make a run folder below `runs`. sections: replace those of the run file. phase: None writes no status."""
+    directory = create_run(runs, parse_spec(a_run(runs, **sections)))
     lines = [report.model_dump_json(by_alias=True) for report in steps]
     directory.metrics_file.write_text("".join(f"{line}\n" for line in lines))
     if validations:
         lines = [report.model_dump_json(by_alias=True) for report in validations]
         directory.validations_file.write_text("".join(f"{line}\n" for line in lines))
     if phase is not None:
-        status = Status(run="tiny", phase=phase, step=len(steps), counters={"requeued": 3, "poisoned": 0})
+        status = StatusReport(run="tiny", phase=phase, step=len(steps), counters={"requeued": 3, "poisoned": 0})
         directory.status_file.write_text(status.model_dump_json(by_alias=True))
     directory.origin_file.write_text(json.dumps({"specrl": "0.1.0", "processor": "Z80"}))
     return directory

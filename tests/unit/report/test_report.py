@@ -1,20 +1,22 @@
-"""`specrl report`: one page without any request, of any run that trained a step; words for everything else."""
+"""`specrl report` makes a self-contained page of any run that trained a step, and refuses others with a message."""
 
 from __future__ import annotations
 
 import fcntl
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.unit.report.runs import a_folder, a_step
 from typer.testing import CliRunner, Result
 
 from specrl.cli import app
-from specrl.coordinator.report import Phase, Status, StepReport, ValidationReport
+from specrl.formats.reports import Phase, SourceReport, StatusReport, StepReport, ValidationReport
 from specrl.report import comparison, render, sections
-from specrl.report.reading import read
+from specrl.report.reading import load_run
 
 KEY_ERROR = "KeyError at my_rewards.py:12"
 
@@ -24,7 +26,7 @@ def report(*arguments: str | Path) -> Result:
 
 
 class Page(HTMLParser):
-    """What a page holds: elements that must be closed, addresses that it would fetch."""
+    """Parses a page: elements that are not closed, all elements, and all addresses that it would fetch."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -68,15 +70,31 @@ def test_a_finished_run_has_all_of_its_figures_in_both_pages(tmp_path: Path) -> 
         "| accepted at position 2 | 30 % |",
         "| version 2 | 0.500 | 0.250 to 0.750 | 40 | - | - |",
         "| lag 1 | 12 | 75 % |",
-        "| rollouts sampled again after their replica was lost | 3 |",
+        "| rollouts requeued because their replica was lost | 3 |",
         "| processor | Z80 |",
     ):
         assert row in text, text
         assert all(cell.strip() in a_page(directory.path) for cell in row.strip("| ").split("|"))
-    assert "refused by their checks" not in text, "what never happened is not listed"
+    assert "failed a record check" not in text, "counters of 0 are not listed"
 
 
-def test_what_completions_had_no_answer_or_broke_the_verifier_is_in_both_pages(tmp_path: Path) -> None:
+def test_each_source_of_a_validation_has_a_row_of_its_own(tmp_path: Path) -> None:
+    def scores(reward: float, problems: int, **more: Any) -> ValidationReport:
+        return ValidationReport(policy_version=2, reward=reward, problems=problems, seconds=1.0, **more)
+
+    whole = scores(0.4, 5, sources={"math": scores(0.25, 4), "code": scores(1.0, 1)})
+    directory = a_folder(tmp_path / "runs", validations=[whole])
+    assert report(directory.path).exit_code == 0
+    text = (directory.path / "report.md").read_text()
+    rows = (
+        "| version 2 | 0.400 | - | 5 |",
+        "| version 2, math | 0.250 | - | 4 |",
+        "| version 2, code | 1.000 | - | 1 |",
+    )
+    assert [row in text for row in rows] == [True] * 3, text
+
+
+def test_both_pages_count_missing_answers_and_verifier_errors(tmp_path: Path) -> None:
     steps = [
         a_step(1, verdicts=10, no_answer=1, ungraded=10, verifier_errors={"KeyError at rewards.py:12": 3}),
         a_step(2, verdicts=10, no_answer=4, verifier_errors={"KeyError at rewards.py:12": 1, "timeout": 2}),
@@ -85,9 +103,9 @@ def test_what_completions_had_no_answer_or_broke_the_verifier_is_in_both_pages(t
     report(directory.path)
     text = (directory.path / "report.md").read_text()
     for row in (
-        "| no answer was found | 5 | 25 % | 40 % |",
-        "| the verifier raised, or was ended | 6 | 30 % | 30 % |",
-        "| no verdict; sampled again | 10 | 33 % | 50 % |",
+        "| no answer found | 5 | 25 % | 40 % |",
+        "| verifier raised, crashed or timed out | 6 | 30 % | 30 % |",
+        "| ungraded; sampled again | 10 | 33 % | 50 % |",
         "| KeyError at rewards.py:12 | 4 |",
         "| timeout | 2 |",
     ):
@@ -95,7 +113,7 @@ def test_what_completions_had_no_answer_or_broke_the_verifier_is_in_both_pages(t
         assert all(cell.strip() in a_page(directory.path) for cell in row.strip("| ").split("|"))
 
 
-def test_the_page_fetches_nothing_and_is_readable_without_seeing_it(tmp_path: Path) -> None:
+def test_the_page_fetches_nothing_and_works_with_a_screen_reader(tmp_path: Path) -> None:
     directory = a_folder(tmp_path / "runs")
     report(directory.path)
     page = Page(a_page(directory.path))
@@ -103,50 +121,56 @@ def test_the_page_fetches_nothing_and_is_readable_without_seeing_it(tmp_path: Pa
     assert page.addresses == []
     assert not {"script", "link", "img", "iframe"} & set(page.seen)
     assert re.findall(r"url\(|@import|https?://", a_page(directory.path)) == []
-    assert page.seen.count("svg") == page.seen.count("title") - 1 >= 5, "each chart has its words"
+    assert page.seen.count("svg") == page.seen.count("title") - 1 >= 5, "each chart has an alternative text"
     assert page.seen.count("table") == page.seen.count("caption") >= 5
 
 
-def test_names_and_errors_of_others_are_text_in_the_page(tmp_path: Path) -> None:
+def test_text_of_the_run_is_escaped_in_the_page(tmp_path: Path) -> None:
     directory = a_folder(tmp_path / "runs", phase=None, prompts={
         "source": {"generated": {"family": "ledger", "count": 8}}, "maxTokens": 80, "template": "<script>{question}|",
     })  # fmt: skip
-    failed = Status(run="tiny", phase=Phase.FAILED, error="</p><script>alert(1)</script> | *")
+    failed = StatusReport(run="tiny", phase=Phase.FAILED, error="</p><script>alert(1)</script> | *")
     directory.status_file.write_text(failed.model_dump_json(by_alias=True))
     assert report(directory.path).exit_code == 0
     assert "script" not in Page(a_page(directory.path)).seen
     assert r"\</p\>\<script\>alert(1)\</script\> \| \*" in (directory.path / "report.md").read_text()
 
 
-def test_an_interrupted_run_says_so_and_one_under_way_too(tmp_path: Path) -> None:
+def test_a_report_names_the_isolation_of_each_sandbox(tmp_path: Path) -> None:
+    directory = a_folder(tmp_path / "runs", phase=None)
+    status = StatusReport(run="tiny", phase=Phase.FINISHED, isolations={"rewards.code": "Landlock"})
+    directory.status_file.write_text(status.model_dump_json(by_alias=True))
+    report(directory.path)
+    assert "| isolation | rewards.code: Landlock |" in (directory.path / "report.md").read_text()
+
+
+def test_a_report_says_whether_the_run_is_interrupted_or_in_progress(tmp_path: Path) -> None:
     directory = a_folder(tmp_path / "runs", phase=Phase.TRAINING)
-    assert read(directory).standing == "interrupted"
-    assert "was interrupted" in sections.notices(read(directory))[0]
+    assert load_run(directory).run_state == "interrupted"
+    assert "was interrupted" in sections.list_notices(load_run(directory))[0]
     with directory.lock_file.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert "under way" in sections.notices(read(directory))[0]
+        assert "in progress" in sections.list_notices(load_run(directory))[0]
 
 
-def test_lines_that_cannot_be_read_are_passed_over_and_counted(tmp_path: Path) -> None:
+def test_unreadable_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     directory = a_folder(tmp_path / "runs", [a_step(1), a_step(2), a_step(4)])
     with directory.metrics_file.open("a") as file:
         file.write('nonsense\n{"step": 5}\n{"step": 6, "cut')
-    found = read(directory)
+    found = load_run(directory)
     assert [step.step for step in found.steps] == [1, 2, 4]
-    said = sections.notices(found)
+    said = sections.list_notices(found)
     assert any("2 lines of its files could not be read" in notice for notice in said)
     assert any("1 steps before the last one have no line" in notice for notice in said)
 
 
 def test_a_step_that_was_written_twice_counts_once(tmp_path: Path) -> None:
     directory = a_folder(tmp_path / "runs", [a_step(1), a_step(2, reward=0.1), a_step(2, reward=0.7)])
-    assert [step.reward for step in read(directory).steps] == [0.5, 0.7]
+    assert [step.reward for step in load_run(directory).steps] == [0.5, 0.7]
 
 
-@pytest.mark.parametrize(
-    ("lines", "said"), [("", "none in metrics.jsonl"), ("{}\n", "and 1 lines that cannot be read")]
-)
-def test_a_run_without_steps_is_refused_in_words(tmp_path: Path, lines: str, said: str) -> None:
+@pytest.mark.parametrize(("lines", "said"), [("", "none in metrics.jsonl"), ("{}\n", "and 1 unreadable lines")])
+def test_a_run_without_steps_is_refused(tmp_path: Path, lines: str, said: str) -> None:
     directory = a_folder(tmp_path / "runs", [], phase=None)
     directory.metrics_file.write_text(lines)
     result = report(directory.path)
@@ -157,8 +181,8 @@ def test_a_run_without_steps_is_refused_in_words(tmp_path: Path, lines: str, sai
 
 
 @pytest.mark.parametrize("validations", [(), (0, 2)])
-def test_a_run_without_any_reward_is_reported_in_words(tmp_path: Path, validations: tuple[int, ...]) -> None:
-    """It ended in a traceback of the chart of rewards: when every rollout stays ungraded, one wants the report."""
+def test_a_run_without_any_reward_has_a_report(tmp_path: Path, validations: tuple[int, ...]) -> None:
+    """The reward chart once raised for such a run. A user needs the report most when every rollout is ungraded."""
     steps = [
         a_step(step, reward=None, reward_error=None, rollouts=0, tokens=0, policy_lags=[], acceptance_length=None)
         for step in (1, 2)
@@ -171,18 +195,68 @@ def test_a_run_without_any_reward_is_reported_in_words(tmp_path: Path, validatio
     result = report(directory.path)
     assert result.exit_code == 0, result.output
     text = (directory.path / "report.md").read_text()
-    assert "> No rollout was graded: nothing was learnt." in text
-    assert "Mean reward of each step" not in text, "an empty chart would say nothing"
-    assert "reward**" not in text.split("##")[0], "there is no change of reward to head the page"
+    assert "> No rollout was graded, so nothing was learned." in text
+    assert "Mean reward of each step" not in text, "an empty chart is omitted"
+    assert "reward**" not in text.split("##")[0], "the headline has no reward"
     assert ("| 0 of 4 graded, 4 failed: KeyError at my\\_rewards.py:12 (4) |" in text) == bool(validations)
     other = a_folder(tmp_path / "runs", steps)
-    assert report(directory.path, other.path).exit_code == 0, "and compared"
+    assert report(directory.path, other.path).exit_code == 0, "it can also be compared"
 
 
-def test_a_run_that_failed_before_its_first_step_is_reported_with_the_reason(tmp_path: Path) -> None:
-    """A reward that always fails ends the run at step 1: the report that one then wants was refused."""
+def test_a_report_shows_each_of_several_rewards(tmp_path: Path) -> None:
+    terms = [
+        {"name": "answer", "verifier": {"exact": {}}},
+        {"name": "tags", "weight": 0.5, "verifier": {"tags": {}}},
+    ]
+    steps = [a_step(n, rewards={"answer": 0.25 * n, "tags": 0.5}) for n in (1, 2)]
+    validation = ValidationReport(policy_version=0, reward=0.5, rewards={"tags": 0.125}, problems=4, seconds=1.0)
+    rewards = {"sum": {"terms": terms}}
+    directory = a_folder(tmp_path / "runs", steps, [validation], rewards=rewards)
+    assert report(directory.path).exit_code == 0
+    text = (directory.path / "report.md").read_text()
+    assert "| answer | 1 | 0.250 | 0.500 | - | - |" in text
+    assert "| tags | 0.5 | 0.500 | 0.500 | - | 0.125 |" in text
+    assert "judged by exact (answer, weight 1), tags (tags, weight 0.5)" in text
+    assert "Rewards by name, before weighting" in a_page(directory.path)
+
+
+def test_a_report_shows_the_reward_of_each_training_source(tmp_path: Path) -> None:
+    def parts(**rewards: float) -> dict[str, SourceReport]:
+        return {name: SourceReport(reward=it, groups=2, groups_without_signal=1) for name, it in rewards.items()}
+
+    steps = [a_step(1, sources=parts(math=0.25, code=0.5)), a_step(2, sources=parts(math=0.75))]
+    directory = a_folder(tmp_path / "runs", steps)
+    assert report(directory.path).exit_code == 0
+    text = (directory.path / "report.md").read_text()
+    assert "| math | 0.250 | 0.750 | 2 of 4 | - | - |" in text
+    assert "| code | - | 0.500 | 1 of 2 | - | - |" in text
+    assert "Reward by source" in a_page(directory.path)
+    found = json.loads(report(directory.path, "--json").stdout)
+    assert found["sources"] == {"math": {"first": 0.25, "last": 0.75}, "code": {"first": None, "last": 0.5}}
+
+
+def test_a_report_says_how_many_steps_drafted(tmp_path: Path) -> None:
+    """A drafter that was off in most steps had a mean that read as that of all of them."""
+    steps = [a_step(n, acceptance_length=2.0 if n == 1 else None, draft_length=3.0) for n in (1, 2, 3)]
+    speculation = {"speculation": {"ngram": {}}, "sampling": {"maxTokens": 16}}
+    directory = a_folder(tmp_path / "runs", steps, generation=speculation)
+    assert report(directory.path).exit_code == 0
+    assert "Drafts, over the 1 of 3 steps that drafted" in (directory.path / "report.md").read_text()
+
+
+def test_a_report_names_the_replicas_that_were_given_up(tmp_path: Path) -> None:
+    directory = a_folder(tmp_path / "runs", phase=None)
+    status = StatusReport(run="tiny", phase=Phase.FAILED, replicas_given_up={"gen-1": "no memory"})
+    directory.status_file.write_text(status.model_dump_json(by_alias=True))
+    assert report(directory.path).exit_code == 0
+    assert "| gen-1 | no memory |" in (directory.path / "report.md").read_text()
+    assert json.loads(report(directory.path, "--json").stdout)["replicasGivenUp"] == {"gen-1": "no memory"}
+
+
+def test_the_report_of_a_run_that_failed_before_its_first_step_has_the_reason(tmp_path: Path) -> None:
+    """A verifier that always fails ends the run at step 1. Its report was once refused."""
     directory = a_folder(tmp_path / "runs", [], phase=None)
-    status = Status(
+    status = StatusReport(
         run="tiny", phase=Phase.FAILED, error="step 1 must have a graded rollout", verdict_failures={KEY_ERROR: 60}
     )
     directory.status_file.write_text(status.model_dump_json(by_alias=True))
@@ -197,30 +271,32 @@ def test_a_run_that_failed_before_its_first_step_is_reported_with_the_reason(tmp
     assert "must have trained a step to be compared" in refused.stderr
 
 
-def test_a_run_whose_groups_all_teach_nothing_says_so_first(tmp_path: Path) -> None:
-    """The report of a constant reward had no word of it."""
+def test_the_report_warns_first_if_no_group_has_a_signal(tmp_path: Path) -> None:
+    """The report once did not mention that all rewards were equal."""
     silent = [a_step(step, groups=4, groups_without_signal=4) for step in (1, 2)]
-    found = sections.document(read(a_folder(tmp_path / "runs", silent)))
-    assert "8 of 8 groups teach nothing: all rewards are equal within each." in found.notices
+    found = sections.build_run_report(load_run(a_folder(tmp_path / "runs", silent)))
+    assert "8 of 8 groups have no training signal: the rewards within each group are equal." in found.notices
     some = [a_step(1, groups=4, groups_without_signal=4), a_step(2, groups=4, groups_without_signal=3)]
-    found = sections.document(read(a_folder(tmp_path / "runs", some)))
-    assert not any("teach nothing" in notice for notice in found.notices)
+    found = sections.build_run_report(load_run(a_folder(tmp_path / "runs", some)))
+    assert not any("training signal" in notice for notice in found.notices)
 
 
 @pytest.mark.parametrize(
     ("steps", "said"),
     [
-        (1, "Mean reward of each step: 0.10; one step is too few to compare."),
-        (2, "Mean reward of each step: 0.10 → 0.20, from the first step to the last."),
-        (3, "Mean reward of each step: 0.10 → 0.30, from the first step to the last."),
-        (9, "Mean reward of each step: 0.25 → 0.75, means of the first and of the last 4 steps."),
-        (12, "Mean reward of each step: 0.30 → 1.00, means of the first and of the last 5 steps."),
+        (1, "Mean reward of each step: 0.10 (a single step)."),
+        (2, "Mean reward of each step: 0.10 → 0.20 (first and last step)."),
+        (3, "Mean reward of each step: 0.10 → 0.30 (first and last step)."),
+        (9, "Mean reward of each step: 0.25 → 0.75 (means of the first and of the last 4 steps)."),
+        (12, "Mean reward of each step: 0.30 → 1.00 (means of the first and of the last 5 steps)."),
     ],
 )
-def test_no_step_is_among_the_first_and_the_last(tmp_path: Path, steps: int, said: str) -> None:
-    """Up to 9 steps the windows of five overlapped: "reward 0.485 -> 0.485 (+0.000)" of 0.650 ... 0.300."""
+def test_no_step_counts_among_the_first_and_the_last(tmp_path: Path, steps: int, said: str) -> None:
+    """With up to 9 steps the windows of five overlapped: "reward 0.485 -> 0.485 (+0.000)" for 0.650 ... 0.300."""
     directory = a_folder(tmp_path / "runs", [a_step(step, reward=step / 10) for step in range(1, steps + 1)])
-    (learnt,) = [it for it in sections.document(read(directory)).sections if it.title == "What was learnt"]
+    (learnt,) = [
+        it for it in sections.build_run_report(load_run(directory)).sections if it.title == "Rewards and validations"
+    ]
     assert learnt.charts[0].alternative == said
 
 
@@ -229,8 +305,8 @@ def test_bad_input_is_one_message_and_exit_code_2(tmp_path: Path) -> None:
     taken = tmp_path / "taken"
     taken.write_text("")
     for arguments, said in (
-        ((tmp_path / "nowhere",), "a run must be a run directory"),
-        ((directory.path, tmp_path / "nowhere"), "a run must be a run directory"),
+        ((tmp_path / "nowhere",), "RUN must be a run's folder"),
+        ((directory.path, tmp_path / "nowhere"), "RUN must be a run's folder"),
         ((directory.path, "--out", taken), "--out must be a folder, or a file that ends in .html or .md"),
         ((directory.path, "--out", taken / "below" / "x.html"), "--out must be writable"),
     ):
@@ -240,7 +316,7 @@ def test_bad_input_is_one_message_and_exit_code_2(tmp_path: Path) -> None:
         assert result.stderr.count("specrl: ") == 1
 
 
-def test_both_pages_lie_where_out_says(tmp_path: Path) -> None:
+def test_out_chooses_where_both_pages_are_written(tmp_path: Path) -> None:
     directory = a_folder(tmp_path / "runs")
     for out, names in ((tmp_path / "a", "report"), (tmp_path / "b" / "mine.md", "mine"), (tmp_path / "c.html", "c")):
         assert report(directory.path, "--out", out).exit_code == 0
@@ -254,15 +330,81 @@ def test_ten_thousand_steps_make_a_page_of_ordinary_size(tmp_path: Path) -> None
     assert len(a_page(directory.path)) < 400_000
 
 
+# -- for programs -----------------------------------------------------------------------------------------------------
+
+
+def read_json(*arguments: str | Path) -> dict[str, Any]:
+    result = report(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def test_the_figures_of_the_page_are_printed_as_json(tmp_path: Path) -> None:
+    validations = [ValidationReport(policy_version=v, reward=0.25 * v, problems=40, seconds=1.0) for v in (0, 2)]
+    steps = [a_step(1, grad_norm=2.0, reward=0.25), a_step(2, grad_norm=1.0, verifier_errors={KEY_ERROR: 2})]
+    directory = a_folder(tmp_path / "runs", steps, validations)
+    found = read_json(directory.path)
+    assert found["phases"]["generation"] == {"seconds": 4.0, "share": 0.4}
+    assert (found["run"], found["state"], found["steps"], found["stepSeconds"]) == ("tiny-1", "finished", 2, 10.0)
+    assert (found["firstReward"], found["lastReward"], found["rewardSteps"]) == (0.25, 0.5, 1)
+    assert [it["reward"] for it in found["validations"]] == [0.0, 0.5]
+    assert found["training"]["gradNorm"] == {"first": 2.0, "last": 1.0}
+    assert found["acceptedPerPosition"] == [0.7, 0.3]
+    assert found["policyLags"] == [4, 12]
+    assert found["verifierErrors"] == {KEY_ERROR: 2}
+    assert found["origin"]["processor"] == "Z80"
+    assert found["runFile"]["schedule"]["promptsPerStep"] == 2
+    assert not (directory.path / "report.html").exists(), "it writes no page"
+
+
+def test_two_runs_as_json_have_ratios_only_if_their_steps_are_the_same_work(tmp_path: Path) -> None:
+    first = a_folder(tmp_path / "runs")
+    second = a_folder(tmp_path / "runs", [faster(1), faster(2)], generation={
+        "sampling": {"maxTokens": 16}, "replicas": 2,
+    })  # fmt: skip
+    found = read_json(first.path, second.path)
+    assert [run["run"] for run in found["runs"]] == ["tiny-1", "tiny-2"]
+    assert found["isComparable"]
+    assert found["speedUps"]["generation"] == 4.0
+    assert found["speedUps"]["validation"] is None, "neither took any time"
+    assert found["differences"]["generation.replicas"] == [1, 2]
+    other = a_folder(tmp_path / "runs", schedule={"steps": 2, "promptsPerStep": 4, "groupSize": 2})
+    found = read_json(first.path, other.path)
+    assert (found["isComparable"], found["speedUps"]) == (False, {})
+
+
+def test_a_failed_run_without_steps_has_a_report_as_json(tmp_path: Path) -> None:
+    directory = a_folder(tmp_path / "runs", [], phase=None)
+    status = StatusReport(run="tiny", phase=Phase.FAILED, error="step 1 must have a graded rollout")
+    directory.status_file.write_text(status.model_dump_json(by_alias=True))
+    found = read_json(directory.path)
+    assert (found["state"], found["error"]) == ("failed", "step 1 must have a graded rollout")
+    assert (found["steps"], found["stepSeconds"], found["phases"]) == (0, None, {})
+
+
+def test_json_and_a_place_for_pages_exclude_each_other(tmp_path: Path) -> None:
+    directory = a_folder(tmp_path / "runs")
+    assert report(directory.path, "--json", "--out", tmp_path).exit_code == 2
+
+
+def test_a_run_that_a_crash_ended_is_reported_as_failed(tmp_path: Path) -> None:
+    """Its coordinator was stopped, as by a user, because another program had crashed too often."""
+    directory = a_folder(tmp_path / "runs", phase=Phase.STOPPED)
+    directory.outcome_file.write_text(json.dumps({"exitCode": 1, "error": "gen-0 crashed 6 times in a row"}))
+    assert load_run(directory).run_state == "failed"
+    assert "The run failed: gen-0 crashed 6 times in a row" in sections.list_notices(load_run(directory))
+
+
 # -- two runs ---------------------------------------------------------------------------------------------------------
 
 
 def faster(step: int) -> StepReport:
     found = a_step(step)
-    return found.model_copy(update={"stages": found.stages.model_copy(update={"generation": 1.0})})
+    return found.model_copy(update={"phases": found.phases.model_copy(update={"generation": 1.0})})
 
 
-def test_two_runs_of_one_task_have_speed_ups_by_stage(tmp_path: Path) -> None:
+def test_two_runs_of_one_task_have_speed_ups_by_phase(tmp_path: Path) -> None:
     first = a_folder(tmp_path / "runs")
     second = a_folder(tmp_path / "runs", [faster(1), faster(2)], schedule={
         "steps": 2, "promptsPerStep": 2, "groupSize": 2, "maxPolicyLag": 0,
@@ -284,19 +426,20 @@ def test_two_runs_of_one_task_have_speed_ups_by_stage(tmp_path: Path) -> None:
         ({"rewards": {"math": {}}}, "rewards.exact"),
     ],
 )
-def test_runs_of_other_tasks_are_not_compared_and_the_fields_are_named(
+def test_runs_with_different_tasks_are_not_compared_and_the_fields_are_named(
     tmp_path: Path, section: dict[str, object], path: str
 ) -> None:
-    first, second = a_folder(tmp_path / "runs"), a_folder(tmp_path / "runs", **section)
-    document = comparison.document(read(first), read(second))
+    first = a_folder(tmp_path / "runs")
+    second = a_folder(tmp_path / "runs", **section)
+    document = comparison.build_comparison(load_run(first), load_run(second))
     assert document.headline == ()
     assert any(notice.startswith("Not comparable") and path in notice for notice in document.notices)
     assert "speed-up" not in document.sections[0].tables[0].head
 
 
-def test_other_machines_are_said_but_compared(tmp_path: Path) -> None:
+def test_runs_on_different_resources_are_compared_with_a_warning(tmp_path: Path) -> None:
     first = a_folder(tmp_path / "runs")
     second = a_folder(tmp_path / "runs", generation={"sampling": {"maxTokens": 16}, "replicas": 2})
-    document = comparison.document(read(first), read(second))
-    assert any("Not of like machines: generation.replicas differ" in notice for notice in document.notices)
+    document = comparison.build_comparison(load_run(first), load_run(second))
+    assert any("Different resources: the runs differ in generation.replicas" in notice for notice in document.notices)
     assert document.headline

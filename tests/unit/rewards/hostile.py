@@ -1,7 +1,7 @@
-"""A verifier that does what its reference and its completion say. In a module of its own: workers import it by name.
+"""A verifier that misbehaves as its reference or completion says. Workers import this module by name.
 
-A completion that begins with `once` does what it says the first time that it is read, in whichever worker: as a worker
-does that somebody kills from outside. The file that the reference names remembers it.
+A completion with `once` misbehaves only the first time, in whichever worker reads it. So a test can imitate a worker
+that is killed from outside. The file that the completion names records that it happened.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from specrl.errors import VerifierFailed
-from specrl.rewards import Ungraded, Verdict, Verifier, question_time
+from specrl.rewards import Ungraded, question_time
+from specrl.rewards.verifier import Verdict, Verifier
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A user's own function: its number is the reward, and what else comes of it is 0 and counted."""
+"""Verifier `python`: the function's number is the reward; any other result or exception gives 0 and is counted."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ import pytest
 
 from specrl.errors import SpecInvalid
 from specrl.records import Prompt, Reward
-from specrl.rewards import FailureKind, Verdict, VerifierPool, check_verifier, choice, verifier_for
+from specrl.rewards import choice
+from specrl.rewards.choice import check_worker_start, verifier_for
 from specrl.rewards.custom import Custom, UserFunction
-from specrl.rewards.judging import judge
+from specrl.rewards.judging import judge_completion
+from specrl.rewards.pool import VerifierPool
+from specrl.rewards.verifier import Verdict
+from specrl.rewards.workers import FailureKind
 from specrl.spec.data import PythonVerifier, RewardPool, Rewards
 
 MODULE = """
@@ -96,14 +100,14 @@ def rewards_of(folder: Path, function: str) -> Rewards:
     return Rewards(python=PythonVerifier(function=function, folder=str(folder)))
 
 
-async def test_it_returns_a_number_and_anything_else_is_0_and_counted(folder: Path) -> None:
-    """What it raised, and a list or NaN, left the rollout ungraded: a policy that found such an answer was not graded.
+async def test_a_number_is_the_reward_and_anything_else_gives_0_and_is_counted(folder: Path) -> None:
+    """An exception, a list or NaN used to leave the rollout ungraded, so a policy could avoid its grade that way.
 
-    JudgeAway is a class that this process cannot import, and so cannot unpickle. 1e39 is finite in float64 alone; it
-    ended the run, and every later start of it, where the advantages were computed.
+    JudgeAway is a class that this process cannot import and therefore cannot unpickle. 1e39 is finite only in float64:
+    it used to end the run, and each restart, when advantages were computed.
     """
     rewards = rewards_of(folder, "my_rewards:grade")
-    check_verifier(rewards)
+    check_worker_start(verifier_for(rewards), "rewards")
     async with VerifierPool(verifier_for(rewards), RewardPool(workers=1, timeout_s=30)) as pool:
         for completion, value in {
             "banana": 1.5,
@@ -149,14 +153,14 @@ async def test_a_function_that_asks_for_the_row_gets_it_with_the_prompt(folder: 
         assert (await pool.grade(PROMPT, "nothing")).value == 0.0
 
 
-def test_an_option_of_its_own_is_not_given_the_row(folder: Path) -> None:
+def test_a_third_parameter_with_a_default_does_not_get_the_row(folder: Path) -> None:
     verdict = verifier_for(rewards_of(folder, "my_rewards:with_option")).grade("a", "b", {"points": 3})
     assert verdict == Verdict(0.25)
 
 
-def test_a_list_of_rewards_is_no_reward(folder: Path) -> None:
-    """The list left every rollout of the run ungraded."""
-    verdict = judge(verifier_for(rewards_of(folder, "my_rewards:of_batch")), "a", "b", {"points": 3})
+def test_a_list_of_rewards_gives_0(folder: Path) -> None:
+    """A list used to leave every rollout of the run ungraded."""
+    verdict = judge_completion(verifier_for(rewards_of(folder, "my_rewards:of_batch")), "a", "b", {"points": 3})
     assert verdict.reason == "my_rewards:of_batch must return a number that is finite in float32, got list"
     assert verdict.error == "ReturnedList at my_rewards:of_batch"
 
@@ -178,31 +182,31 @@ def test_a_list_of_rewards_is_no_reward(folder: Path) -> None:
         ("my_rewards:of_one", r"must take \(reference, completion\) or .*, got \(completion\)"),
     ],
 )
-def test_what_cannot_be_called_is_refused_before_the_run(folder: Path, function: str, said: str) -> None:
+def test_a_function_that_cannot_be_called_is_refused_before_the_run(folder: Path, function: str, said: str) -> None:
     with pytest.raises(SpecInvalid, match=said) as refusal:
-        verifier_for(rewards_of(folder, function)).ready()
+        verifier_for(rewards_of(folder, function)).prepare_worker()
     (problem,) = refusal.value.problems
     assert "\n" not in problem.rule
 
 
-async def test_a_refusal_comes_back_from_the_processes_that_find_it(folder: Path) -> None:
+async def test_a_refusal_in_a_worker_reaches_the_caller(folder: Path) -> None:
     rewards = rewards_of(folder, "broken_rewards:grade")
     with pytest.raises(SpecInvalid, match="no licence"):
-        check_verifier(rewards)
+        check_worker_start(verifier_for(rewards), "rewards")
     with pytest.raises(SpecInvalid, match="no licence"):
         async with VerifierPool(verifier_for(rewards), RewardPool(workers=1)):
             pass
 
 
 @pytest.mark.parametrize("function", ["dying_rewards:grade", "hanging_rewards:grade"])
-def test_a_module_that_dies_or_hangs_is_refused_too(
+def test_a_module_that_crashes_or_hangs_is_refused(
     folder: Path, function: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choice, "_READY_S", 5)
-    with pytest.raises(SpecInvalid, match="rewards: must be ready in 5 s"):
-        check_verifier(Rewards(python=PythonVerifier(function=function, folder=str(folder))))
+    with pytest.raises(SpecInvalid, match="rewards: must be ready within 5 s"):
+        check_worker_start(verifier_for(rewards_of(folder, function)), "rewards")
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_folder_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(SpecInvalid, match=r"rewards\.python\.folder: must be a folder"):
-        Custom(UserFunction("my_rewards:grade", str(tmp_path / "nowhere"), "rewards.python")).ready()
+        Custom(UserFunction("my_rewards:grade", str(tmp_path / "nowhere"), "rewards.python")).prepare_worker()

@@ -1,4 +1,4 @@
-"""Verifier `math`: what it takes for the answer, and what it calls equal to the reference."""
+"""Verifier `math`: which text it takes as the answer, and which values it calls equal to the reference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SOLUTION = "She makes 9 * 2 = $<<9*2=18>>18.\n#### 18"
 
 
 def labelled(name: str) -> list[dict[str, object]]:
-    """Pairs of a labelled set, tests/data/README.md."""
+    """Read a labelled set of pairs (tests/data/README.md)."""
     return [json.loads(line) for line in (DATA / name).read_text(encoding="utf-8").splitlines()]
 
 
@@ -65,19 +65,19 @@ def test_every_labelled_answer_gets_its_label(name: str) -> None:
         ("#### " + "1+" * 200 + "x", 0.0),
     ],
 )
-def test_math_is_not_led_astray(completion: str, verdict: float) -> None:
-    assert MATH.reward(SOLUTION, completion) == verdict
+def test_math_finds_the_final_answer_among_distractions(completion: str, verdict: float) -> None:
+    assert MATH.compute_reward(SOLUTION, completion) == verdict
 
 
 REFERENCES = (DATA / "math_references.txt").read_text(encoding="utf-8").splitlines()
 
 
 @pytest.mark.parametrize("reference", REFERENCES)
-def test_a_reference_is_right_for_itself_wherever_it_stands(reference: str) -> None:
+def test_a_reference_equals_itself_in_every_answer_format(reference: str) -> None:
     MATH.check_reference(reference)
     places = [r"#### {}", r"\boxed{{{}}}", "The answer is {}", "**Answer:** {}"]
     places += ["$${}$$", "#### ${}$"] if not reference.startswith("$") else []
-    assert [place for place in places if MATH.reward(reference, place.format(reference)) != 1.0] == []
+    assert [place for place in places if MATH.compute_reward(reference, place.format(reference)) != 1.0] == []
 
 
 @pytest.mark.parametrize(
@@ -145,9 +145,9 @@ ENDLESS = {
 
 @pytest.mark.parametrize("expression", ENDLESS.values(), ids=ENDLESS)
 def test_an_answer_that_cannot_be_computed_is_wrong(expression: str) -> None:
-    """These kept SymPy busy for longer than a verdict may take, and left the rollout ungraded."""
+    """These answers used to keep SymPy busy beyond the time limit, which left the rollout ungraded."""
     for place in ("#### {}", r"\boxed{{{}}}", "The answer is {}", "$${}$$", "{}"):
-        assert MATH.reward("18", place.format(expression)) == 0.0
+        assert MATH.compute_reward("18", place.format(expression)) == 0.0
 
 
 LONG = ["9", "(", "[", "\\boxed{", "\\boxed{1} or ", "$$", r"\[", r"\begin{align}", "answer is ", "answer ", " ", "*"]
@@ -155,8 +155,8 @@ LONG = ["9", "(", "[", "\\boxed{", "\\boxed{1} or ", "$$", r"\[", r"\begin{align
 
 @pytest.mark.parametrize("repeated", LONG)
 def test_a_completion_of_a_megabyte_is_graded(repeated: str) -> None:
-    assert MATH.reward("18", repeated * (10**6 // len(repeated))) == 0.0
-    assert MATH.reward("18", repeated * (10**6 // len(repeated)) + "\n#### 18") == 1.0
+    assert MATH.compute_reward("18", repeated * (10**6 // len(repeated))) == 0.0
+    assert MATH.compute_reward("18", repeated * (10**6 // len(repeated)) + "\n#### 18") == 1.0
 
 
 HOSTILE = [
@@ -193,10 +193,11 @@ LATEX = [
 @given(st.lists(st.sampled_from(HOSTILE + LATEX), min_size=1, max_size=6).map("".join))
 @example("__import__('os')")
 @example("\\text{__import__('os')}")
-def test_of_an_answer_only_numbers_and_names_are_evaluated_as_python(answer: str) -> None:
-    """SymPy reads numbers by `eval`; math-verify's grammar must have cut them out of the answer before."""
-    MATH.ready()
-    evaluate, evaluated = builtins.eval, []
+def test_sympy_evaluates_only_numbers_and_names_of_an_answer_as_python(answer: str) -> None:
+    """SymPy parses numbers with `eval`. Only text that math-verify's grammar has accepted may reach it."""
+    MATH.prepare_worker()
+    evaluate = builtins.eval  # noqa: S307 - what SymPy calls, watched below
+    evaluated = []
 
     def noted(code: object, *scope: object) -> object:
         evaluated.append(code)
@@ -204,6 +205,6 @@ def test_of_an_answer_only_numbers_and_names_are_evaluated_as_python(answer: str
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(builtins, "eval", noted)
-        MATH.reward("#### 7", f"#### {answer}")
+        MATH.compute_reward("#### 7", f"#### {answer}")
     harmless = re.compile(r"(Integer|Float|Rational|Symbol) \('?[\w. +-]*'? ?\)|[A-Z] ")
     assert [code for code in evaluated if not harmless.fullmatch(str(code))] == []

@@ -1,4 +1,4 @@
-"""The labelled set of mathematical answers has the shape that its figures rely on."""
+"""The labelled set of mathematical answers has the size and balance that the published accuracy relies on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers that must have a form. What is hostile is judged, in linear time, and never left to chance."""
+"""Verifiers `regex` and `jsonSchema`: hostile answers and references get a definite verdict in linear time."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specrl.errors import VerifierFailed
-from specrl.rewards.patterns import JsonSchema, Regex
+from specrl.rewards.text.json_answers import JsonPlace
+from specrl.rewards.text.patterns import JsonSchema, Regex
 
-WHOLE, ANYWHERE = Regex("####", is_whole=True), Regex("", is_whole=False)
-SCHEMA = JsonSchema("")
+WHOLE = Regex("####", is_whole=True)
+ANYWHERE = Regex("", is_whole=False)
+SCHEMA = JsonSchema(JsonPlace())
 PERSON = json.dumps(
     {
         "type": "object",
@@ -25,7 +27,8 @@ PERSON = json.dumps(
         "additionalProperties": False,
     }
 )
-DRAFT_4, DRAFT_7 = "http://json-schema.org/draft-04/schema#", "http://json-schema.org/draft-07/schema#"
+DRAFT_4 = "http://json-schema.org/draft-04/schema#"
+DRAFT_7 = "http://json-schema.org/draft-07/schema#"
 DRAFT_2019 = "https://json-schema.org/draft/2019-09/schema"
 TREE = json.dumps({"type": "array", "items": {"$ref": "#"}})
 
@@ -50,28 +53,28 @@ TREE = json.dumps({"type": "array", "items": {"$ref": "#"}})
     ],
 )
 def test_the_whole_answer_must_match(pattern: str, completion: str, verdict: float) -> None:
-    assert WHOLE.reward(pattern, completion) == verdict
+    assert WHOLE.compute_reward(pattern, completion) == verdict
 
 
-def test_anywhere_a_part_is_enough() -> None:
-    assert ANYWHERE.reward(r"\bdef\b", "here:\ndef f") == 1.0
-    assert ANYWHERE.reward(r"^def", "here:\ndef f") == 0.0
-    assert ANYWHERE.reward(r"(?m)^def", "here:\ndef f") == 1.0
+def test_with_match_anywhere_a_part_of_the_answer_suffices() -> None:
+    assert ANYWHERE.compute_reward(r"\bdef\b", "here:\ndef f") == 1.0
+    assert ANYWHERE.compute_reward(r"^def", "here:\ndef f") == 0.0
+    assert ANYWHERE.compute_reward(r"(?m)^def", "here:\ndef f") == 1.0
 
 
 @pytest.mark.parametrize("pattern", ["(", "(?=a)", r"(a)\1", "a{100000}", "(?:a{1000}){1000}", "\ud800"])
 def test_a_pattern_that_cannot_be_matched_in_linear_time_is_refused_before_the_run(pattern: str) -> None:
     with pytest.raises(VerifierFailed, match="must be one of RE2's"):
-        WHOLE.reward(pattern, "#### a")
+        WHOLE.compute_reward(pattern, "#### a")
     with pytest.raises(VerifierFailed, match="a regular expression must be one of RE2's"):
         WHOLE.check_reference(pattern)
 
 
 @given(text=st.text())
 def test_any_text_has_a_verdict(text: str) -> None:
-    assert WHOLE.reward(r"\d+", text) in (0.0, 1.0)
-    assert SCHEMA.reward(PERSON, text) in (0.0, 1.0)
-    assert SCHEMA.reward("true", text) in (0.0, 1.0)
+    assert WHOLE.compute_reward(r"\d+", text) in (0.0, 1.0)
+    assert SCHEMA.compute_reward(PERSON, text) in (0.0, 1.0)
+    assert SCHEMA.compute_reward("true", text) in (0.0, 1.0)
 
 
 _ANY_TEXT = st.text(st.characters(exclude_categories=()))  # with halves of surrogate pairs
@@ -89,8 +92,8 @@ _ANY_JSON = st.recursive(
     answer=_ANY_JSON,
 )  # fmt: skip
 def test_any_json_has_a_verdict(schema: str, answer: Any) -> None:
-    assert SCHEMA.reward(schema, json.dumps(answer)) in (0.0, 1.0)
-    assert SCHEMA.reward(schema, json.dumps(answer, ensure_ascii=False)) in (0.0, 1.0)
+    assert SCHEMA.compute_reward(schema, json.dumps(answer)) in (0.0, 1.0)
+    assert SCHEMA.compute_reward(schema, json.dumps(answer, ensure_ascii=False)) in (0.0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -165,14 +168,14 @@ def test_any_json_has_a_verdict(schema: str, answer: Any) -> None:
         ('{"pattern": "(?i)paris"}', '"PARIS"', 1.0),
     ],
 )
-def test_json_is_valid_or_not(schema: str, completion: str, verdict: float) -> None:
-    assert SCHEMA.reward(schema, completion) == verdict
+def test_an_answer_gets_1_only_if_it_is_valid_under_the_schema(schema: str, completion: str, verdict: float) -> None:
+    assert SCHEMA.compute_reward(schema, completion) == verdict
 
 
 def test_the_answer_follows_the_last_mark() -> None:
-    marked = JsonSchema("Answer:")
-    assert marked.reward(PERSON, 'I think.\nAnswer: 3\nAnswer: {"name": "Ann", "age": 3}') == 1.0
-    assert marked.reward(PERSON, '{"name": "Ann", "age": 3}') == 0.0
+    marked = JsonSchema(JsonPlace("Answer:"))
+    assert marked.compute_reward(PERSON, 'I think.\nAnswer: 3\nAnswer: {"name": "Ann", "age": 3}') == 1.0
+    assert marked.compute_reward(PERSON, '{"name": "Ann", "age": 3}') == 0.0
 
 
 @pytest.mark.parametrize(
@@ -180,16 +183,16 @@ def test_the_answer_follows_the_last_mark() -> None:
     ["", "3", "[]", "{", '"{}"', '{"type": "strange"}', '{"const": NaN}', '{"maximum": 1e999}', '{"pattern": 3}',
      r'{"const": "\ud800"}', r'{"properties": {"\ud800": {}}}', "[" * 10**5, '{"not": ' * 300 + "{}" + "}" * 300],
 )  # fmt: skip
-def test_a_schema_that_cannot_judge_is_refused_before_the_run(schema: str) -> None:
+def test_a_malformed_schema_is_refused_before_the_run(schema: str) -> None:
     with pytest.raises(VerifierFailed, match=r"the reference must be a JSON Schema, got .*; correct the data set"):
-        SCHEMA.reward(schema, "{}")
+        SCHEMA.compute_reward(schema, "{}")
     with pytest.raises(VerifierFailed, match=r"the reference must be a JSON Schema, got .*; correct the data set"):
         SCHEMA.check_reference(schema)
 
 
 @pytest.mark.parametrize("pattern", ["(?=a)", "(?!x)", "(?<=a)b", r"(a)\1", r"(?P<n>a)(?P=n)", "(?>a)", "("])
 @pytest.mark.parametrize("draft", [{}, {"$schema": DRAFT_4}, {"$schema": DRAFT_7}])
-def test_a_schema_whose_pattern_has_no_linear_time_is_refused(pattern: str, draft: dict[str, Any]) -> None:
+def test_a_schema_pattern_without_linear_time_is_refused(pattern: str, draft: dict[str, Any]) -> None:
     for place in (
         {"pattern": pattern},
         {"patternProperties": {pattern: {}}},
@@ -208,7 +211,7 @@ def test_a_schema_whose_pattern_would_be_too_large_is_refused(schema: dict[str, 
 
 @pytest.fixture
 def fetched() -> Iterator[tuple[str, list[str]]]:
-    """The address of a server, and what was asked of it."""
+    """Start a server. Yields its address and the list of paths that were requested."""
     asked: list[str] = []
 
     class Schemas(http.server.BaseHTTPRequestHandler):
@@ -229,7 +232,7 @@ def fetched() -> Iterator[tuple[str, list[str]]]:
         serving.join()
 
 
-def test_a_reference_out_of_the_schema_is_refused_and_fetches_nothing(fetched: tuple[str, list[str]]) -> None:
+def test_an_external_schema_reference_is_refused_and_never_fetched(fetched: tuple[str, list[str]]) -> None:
     address, asked = fetched
     for reference in (f"{address}/schema.json", "https://example.invalid/schema.json", "file:///etc/passwd"):
         for schema in (
@@ -247,7 +250,7 @@ def test_a_reference_out_of_the_schema_is_refused_and_fetches_nothing(fetched: t
 
 
 @pytest.mark.parametrize("schema", [{"$ref": "#/nowhere"}, {"$ref": "#nowhere"}, {"$ref": "nowhere"}])
-def test_a_reference_to_nowhere_is_refused(schema: dict[str, Any]) -> None:
+def test_an_unresolvable_schema_reference_is_refused(schema: dict[str, Any]) -> None:
     with pytest.raises(VerifierFailed, match="must refer to itself alone"):
         SCHEMA.check_reference(json.dumps(schema))
 
@@ -283,11 +286,11 @@ ITSELF = {"$ref": "#"}
                             "$defs": {"default": {"$dynamicAnchor": "node"}}}}},
     ],
 )  # fmt: skip
-def test_a_schema_that_turns_in_a_circle_is_refused_before_the_run(schema: dict[str, Any]) -> None:
-    """jsonschema-rs calls every value valid under such a schema."""
+def test_a_cyclic_schema_is_refused_before_the_run(schema: dict[str, Any]) -> None:
+    """jsonschema-rs accepts every value under such a schema."""
     reference = json.dumps(schema)
     with pytest.raises(VerifierFailed, match=r"must not lead back to itself, got .* -> "):
-        SCHEMA.reward(reference, "{}")
+        SCHEMA.compute_reward(reference, "{}")
     with pytest.raises(VerifierFailed, match="a reference of a JSON Schema must not lead back to itself"):
         SCHEMA.check_reference(reference)
 
@@ -315,7 +318,7 @@ STRICT_TREE = {
         (STRICT_TREE, '{"children": [{"childs": []}]}', 0.0),
     ],
 )  # fmt: skip
-def test_a_reference_into_a_part_of_the_answer_is_no_circle(
+def test_a_schema_reference_that_descends_into_the_answer_is_not_a_cycle(
     schema: dict[str, Any], completion: str, verdict: float
 ) -> None:
-    assert SCHEMA.reward(json.dumps(schema), completion) == verdict
+    assert SCHEMA.compute_reward(json.dumps(schema), completion) == verdict

@@ -1,4 +1,4 @@
-"""Whatever an answer does to its verifier, the pool has a verdict; there is none only for what no answer can cause."""
+"""The pool returns a verdict whatever an answer does to its verifier, except for failures that no answer can cause."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.hogs import hogs
+from tests.processor_load import occupy_processor
 
 from specrl.errors import VerifierFailed
 from specrl.records import Prompt, Reward
-from specrl.rewards import FailureKind, Verifier, VerifierPool, verifier_for
+from specrl.rewards.choice import verifier_for
+from specrl.rewards.pool import VerifierPool
+from specrl.rewards.verifier import Verifier
+from specrl.rewards.workers import FailureKind
 from specrl.spec.data import MathVerifier, RewardPool, Rewards
 
 PROMPT = Prompt("p0", 0, (1,), "question", "right")
 TIMEOUT_S = 2
-"""Of `hurried_pool`. What `hostile` waits in it, on purpose, is longer."""
+"""Time limit of `hurried_pool`. The waits in `hostile` are longer."""
 
 
 @pytest.fixture
@@ -35,14 +38,14 @@ def hostile(monkeypatch: pytest.MonkeyPatch) -> Verifier:
 
 @pytest.fixture
 async def pool(hostile: Verifier) -> AsyncIterator[VerifierPool]:
-    """Its time is never up: what happens here does not depend on how busy the machine is."""
+    """A pool whose time limit is out of reach, so that tests do not depend on the load of the machine."""
     async with VerifierPool(hostile, RewardPool(workers=1, timeout_s=300)) as pool:
         yield pool
 
 
 @pytest.fixture
 async def hurried_pool(hostile: Verifier) -> AsyncIterator[VerifierPool]:
-    """For questions that take all of their time. Others are answered at once, and what they wait is not counted."""
+    """A pool with a short time limit. Other questions finish in time on a loaded machine, since waits do not count."""
     async with VerifierPool(hostile, RewardPool(workers=1, timeout_s=TIMEOUT_S)) as pool:
         yield pool
 
@@ -52,10 +55,9 @@ def workers(pool: VerifierPool) -> list[int]:
     return list(pool._pool._pool_manager.worker_manager.workers)
 
 
-async def test_verdicts_are_the_verifiers_own(pool: VerifierPool) -> None:
+async def test_the_pool_returns_the_verifiers_verdicts(pool: VerifierPool) -> None:
     assert (await pool.grade(PROMPT, "right")).value == 1.0
     assert (await pool.grade(PROMPT, "wrong")).value == 0.0
-    assert pool.graded == 2
     assert not pool.failures
 
 
@@ -74,29 +76,27 @@ async def test_verdicts_are_the_verifiers_own(pool: VerifierPool) -> None:
         ("too large for float32", "ValueError at hostile.py:", {}),
     ],
 )
-async def test_what_an_answer_causes_is_a_verdict_of_0(
+async def test_a_failure_that_the_answer_causes_gives_0(
     pool: VerifierPool, completion: str, error: str, failures: dict[FailureKind, int]
 ) -> None:
-    """It was ungraded, and sampled again: an answer chose whether it was graded."""
+    """Such rollouts used to be ungraded and sampled again, so an answer could avoid its grade."""
     reward = await pool.grade(PROMPT, completion)
     assert reward.value == 0.0
     assert reward.error.startswith(error)
     assert not reward.lacks_answer
     assert dict(pool.failures) == failures
-    assert (await pool.grade(PROMPT, "right")).value == 1.0, "the next rollout meets a sound worker"
-    assert pool.graded == 2
+    assert (await pool.grade(PROMPT, "right")).value == 1.0, "the next rollout must get a working worker"
 
 
 @pytest.mark.parametrize("completion", ["hang", "hang deaf", "exit politely"])
-async def test_an_answer_that_takes_all_time_is_a_verdict_of_0(hurried_pool: VerifierPool, completion: str) -> None:
+async def test_an_answer_that_times_out_gets_0(hurried_pool: VerifierPool, completion: str) -> None:
     reward = await hurried_pool.grade(PROMPT, completion)
     assert (reward.value, reward.error, reward.lacks_answer) == (0.0, "timeout", False)
     assert dict(hurried_pool.failures) == {FailureKind.TIMEOUT: 1}
-    assert (await hurried_pool.grade(PROMPT, "right")).value == 1.0, "the next rollout meets a sound worker"
-    assert hurried_pool.graded == 2
+    assert (await hurried_pool.grade(PROMPT, "right")).value == 1.0, "the next rollout must get a working worker"
 
 
-async def test_a_reference_that_takes_all_time_is_ungraded(hurried_pool: VerifierPool) -> None:
+async def test_a_reference_that_times_out_is_ungraded(hurried_pool: VerifierPool) -> None:
     reward = await hurried_pool.grade(replace(PROMPT, answer="hang"), "right")
     assert (reward.value, reward.failure) == (None, f"timeout: the verifier took longer than timeoutS={TIMEOUT_S}")
     assert (await hurried_pool.grade(PROMPT, "right")).value == 1.0
@@ -111,9 +111,7 @@ async def test_a_reference_that_takes_all_time_is_ungraded(hurried_pool: Verifie
         ("blame the reference", "error: the reference must be better"),
     ],
 )
-async def test_what_a_reference_causes_without_the_answer_is_ungraded(
-    pool: VerifierPool, reference: str, said: str
-) -> None:
+async def test_a_failure_of_the_reference_alone_is_ungraded(pool: VerifierPool, reference: str, said: str) -> None:
     reward = await pool.grade(replace(PROMPT, answer=reference), "right")
     assert reward.value is None
     assert reward.failure == said
@@ -121,49 +119,51 @@ async def test_what_a_reference_causes_without_the_answer_is_ungraded(
 
 
 @pytest.mark.parametrize("how", ["die", "end", "exit", "fill memory"])
-async def test_a_worker_that_somebody_else_ended_costs_no_verdict(pool: VerifierPool, tmp_path: Path, how: str) -> None:
-    """An end that does not repeat is not the answer's doing, nor is a want of memory that earlier answers have left."""
+async def test_a_worker_killed_from_outside_costs_no_verdict(pool: VerifierPool, tmp_path: Path, how: str) -> None:
+    """A crash that does not repeat is not caused by the answer. Nor is a lack of memory that earlier answers caused."""
     reward = await pool.grade(PROMPT, f"{how} once {tmp_path / 'marker'}")
     assert reward == Reward(1.0, extracted="right")
     assert dict(pool.failures) == {FailureKind.CRASH: 1}
 
 
-async def test_a_judge_that_is_away_leaves_the_rollout_ungraded(pool: VerifierPool) -> None:
+async def test_a_judge_that_is_down_leaves_the_rollout_ungraded(pool: VerifierPool) -> None:
     reward = await pool.grade(PROMPT, "judge away")
     assert reward.value is None
     assert reward.failure == "ungraded: the judge must answer, got nothing"
     assert (await pool.grade(PROMPT, "right")).value == 1.0
 
 
-async def test_verdicts_belong_to_their_rollouts_when_failures_are_between(pool: VerifierPool) -> None:
+async def test_verdicts_match_their_rollouts_despite_failures_between_them(pool: VerifierPool) -> None:
     texts = ["right", "wrong", "die", "right", "raise", "wrong", "judge away", "right"]
     rewards = await asyncio.gather(*(pool.grade(PROMPT, text) for text in texts))
     assert [reward.value for reward in rewards] == [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, None, 1.0]
 
 
-async def test_a_worker_that_waits_for_a_processor_is_given_its_time(hostile: Verifier) -> None:
-    """The pool killed it after timeoutS on a clock of its own, however little of it the worker got."""
-    with hogs(7):  # before the pool, whose workers are bound to the same processor
+async def test_time_that_a_worker_waits_for_a_processor_does_not_count(hostile: Verifier) -> None:
+    """The pool used to kill the worker after timeoutS of wall time, however little processor time the worker got."""
+    with occupy_processor(7):  # before the pool, whose workers are bound to the same processor
         async with VerifierPool(hostile, RewardPool(workers=1, timeout_s=TIMEOUT_S)) as pool:
             assert (await pool.grade(PROMPT, "wait for a processor")).value == 0.0
             assert not pool.failures
 
 
-async def test_a_question_that_waits_for_ever_is_ungraded(hurried_pool: VerifierPool) -> None:
+async def test_a_question_that_waits_too_long_for_a_processor_is_ungraded(hurried_pool: VerifierPool) -> None:
     reward = await hurried_pool.grade(PROMPT, "wait for programs for ever")
     assert reward.value is None
     assert "the machine is too busy" in reward.failure
     assert dict(hurried_pool.failures) == {FailureKind.UNGRADED: 1}
 
 
-async def test_what_sandboxed_programs_waited_is_not_their_workers_time(hurried_pool: VerifierPool) -> None:
+async def test_time_that_sandboxed_programs_wait_does_not_count(hurried_pool: VerifierPool) -> None:
     assert (await hurried_pool.grade(PROMPT, "wait for programs")).value == 0.0
-    assert (await hurried_pool.grade(PROMPT, "right")).value == 1.0, "and its slot is free for the next question"
-    assert (await hurried_pool.grade(PROMPT, "hang")).error == "timeout", "which has no credit of an earlier question"
+    assert (await hurried_pool.grade(PROMPT, "right")).value == 1.0, "the slot must be free for the next question"
+    assert (await hurried_pool.grade(PROMPT, "hang")).error == "timeout", (
+        "the slot must not keep the waits of an earlier question"
+    )
     assert dict(hurried_pool.failures) == {FailureKind.TIMEOUT: 1}
 
 
-async def test_a_worker_that_dies_idle_costs_no_verdict(pool: VerifierPool) -> None:
+async def test_an_idle_worker_that_dies_costs_no_verdict(pool: VerifierPool) -> None:
     for _ in range(2):
         (worker,) = workers(pool)
         os.kill(worker, signal.SIGKILL)
@@ -171,7 +171,7 @@ async def test_a_worker_that_dies_idle_costs_no_verdict(pool: VerifierPool) -> N
     assert not pool.failures
 
 
-async def test_an_abandoned_verdict_frees_its_worker(pool: VerifierPool) -> None:
+async def test_a_cancelled_verdict_frees_its_worker(pool: VerifierPool) -> None:
     task = asyncio.create_task(pool.grade(PROMPT, "hang"))
     await asyncio.sleep(0)
     task.cancel()
@@ -180,7 +180,7 @@ async def test_an_abandoned_verdict_frees_its_worker(pool: VerifierPool) -> None
     assert (await pool.grade(PROMPT, "right")).value == 1.0
 
 
-async def test_a_closed_pool_leaves_no_process_and_refuses(pool: VerifierPool) -> None:
+async def test_a_closed_pool_leaves_no_process_and_refuses_questions(pool: VerifierPool) -> None:
     (worker,) = workers(pool)
     await pool.close()
     await pool.close()
@@ -199,8 +199,8 @@ async def test_the_math_verifier_works_in_the_pool() -> None:
 
 PROGRAM = """
 import asyncio, os, signal, sys
-from specrl.rewards import VerifierPool
-from specrl.rewards.exact import Exact
+from specrl.rewards.pool import VerifierPool
+from specrl.rewards.text.exact import Exact
 from specrl.spec.data import RewardPool
 
 def say_handler():
@@ -208,14 +208,14 @@ def say_handler():
 
 async def main():
     async with VerifierPool(Exact("####"), RewardPool(workers=2)) as pool:
-        newborn = pool._context.Process(target=say_handler)  # as a worker is before pebble has its first word
+        newborn = pool._context.Process(target=say_handler)  # in the state of a worker before pebble's code runs
         newborn.start()
         newborn.join()
         print(*pool._pool._pool_manager.worker_manager.workers, flush=True)
         await asyncio.sleep(3600)
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs with SIGINT ignored
     try:
         asyncio.run(main())
     except KeyboardInterrupt:
@@ -224,8 +224,8 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_workers_end_with_their_coordinator_and_in_silence(tmp_path: Path, how: signal.Signals) -> None:
-    """Of two workers that a Ctrl-C met, one had just been forked: it had Python's own handler, and a traceback."""
+def test_workers_exit_silently_with_their_coordinator(tmp_path: Path, how: signal.Signals) -> None:
+    """A worker that had just been forked still had Python's handler for Ctrl-C, and printed a traceback."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     with subprocess.Popen(
@@ -241,7 +241,7 @@ def test_workers_end_with_their_coordinator_and_in_silence(tmp_path: Path, how: 
             assert process.stdout.readline() == "True\n", "a worker must ignore Ctrl-C from the start"
             pids = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
             if how is signal.SIGINT:
-                os.killpg(process.pid, how)  # as a terminal does it: to every process of the group
+                os.killpg(process.pid, how)  # a terminal signals every process of the group
             else:
                 process.kill()
             assert process.wait(timeout=60) == (130 if how is signal.SIGINT else -how)
@@ -252,5 +252,5 @@ def test_workers_end_with_their_coordinator_and_in_silence(tmp_path: Path, how: 
         assert not [worker for worker in alive if worker.status() != psutil.STATUS_ZOMBIE]
         said = process.stderr.read()
         assert "Traceback" not in said
-        # After a kill, Python's resource tracker removes the pool's semaphores, and says so.
+        # After a SIGKILL, Python's resource tracker removes the pool's semaphores and prints a warning.
         assert not said or how is signal.SIGKILL

@@ -1,10 +1,10 @@
-"""Which parts of a completion may be its program: blocks as models write them."""
+"""Code blocks that may be a completion's program are found in the forms that models write."""
 
 from __future__ import annotations
 
 import pytest
 
-from specrl.rewards.code.answers import program_blocks
+from specrl.rewards.code.answers import find_program_blocks
 
 DOCUMENTED = 'def f():\n    """\n    ```\n    f()\n    ```\n    """\n'
 
@@ -54,8 +54,8 @@ DOCUMENTED = 'def f():\n    """\n    ```\n    f()\n    ```\n    """\n'
         (" \n ", []),
     ],
 )  # fmt: skip
-def test_blocks_of_python_are_found_as_they_are_written(completion: str, blocks: list[str]) -> None:
-    assert program_blocks(completion) == blocks
+def test_python_blocks_are_found_as_models_write_them(completion: str, blocks: list[str]) -> None:
+    assert find_program_blocks(completion) == blocks
 
 
 @pytest.mark.parametrize(
@@ -63,4 +63,4 @@ def test_blocks_of_python_are_found_as_they_are_written(completion: str, blocks:
     ["`" * 10**6, "```\n" * 10**5, "> " * 10**5 + "```", "\t" * 10**6 + "```", "1. " * 10**5, "</think>" * 10**5],
 )
 def test_any_text_is_read_in_linear_time(completion: str) -> None:
-    program_blocks(completion * 2)
+    find_program_blocks(completion * 2)

@@ -1,4 +1,4 @@
-"""What was printed and returned is compared by the rules of docs/rewards.md, exactly where integers are expected."""
+"""Printed and returned results are compared by the rules of docs/rewards.md; integers must be exact."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from specrl.rewards.code.comparison import same_text, same_value
+from specrl.rewards.code.result_comparison import is_same_text, is_same_value
 from specrl.rewards.sandbox.inside.codec import encode
 
 
@@ -33,8 +33,8 @@ from specrl.rewards.sandbox.inside.codec import encode
         ("YES", "YES"),
     ],
 )
-def test_printed_numbers_that_are_what_was_asked_for_are_right(printed: str, expected: str) -> None:
-    assert same_text(printed, expected)
+def test_a_printed_number_equal_to_the_expected_one_is_right(printed: str, expected: str) -> None:
+    assert is_same_text(printed, expected)
 
 
 @pytest.mark.parametrize(
@@ -67,8 +67,8 @@ def test_printed_numbers_that_are_what_was_asked_for_are_right(printed: str, exp
         ("٣", "3"),
     ],
 )
-def test_printed_numbers_that_are_others_are_wrong(printed: str, expected: str) -> None:
-    assert not same_text(printed, expected)
+def test_a_different_printed_number_is_wrong(printed: str, expected: str) -> None:
+    assert not is_same_text(printed, expected)
 
 
 @pytest.mark.parametrize(
@@ -93,8 +93,8 @@ def test_printed_numbers_that_are_others_are_wrong(printed: str, expected: str) 
         ({}, {}),
     ],
 )
-def test_a_result_that_is_the_expected_json_is_right(returned: object, expected: object) -> None:
-    assert same_value(json.loads(json.dumps(encode(returned))), json.loads(json.dumps(expected)))
+def test_a_result_equal_to_the_expected_json_is_right(returned: object, expected: object) -> None:
+    assert is_same_value(json.loads(json.dumps(encode(returned))), json.loads(json.dumps(expected)))
 
 
 @pytest.mark.parametrize(
@@ -129,6 +129,6 @@ def test_a_result_that_is_the_expected_json_is_right(returned: object, expected:
         ({10**5000: 1}, {"1": 1}),
     ],
 )
-def test_a_result_that_is_another_is_wrong(returned: object, expected: object) -> None:
-    """Integers are never compared as floats: fib(90) by Binet's formula was right, and so was / for //."""
-    assert not same_value(json.loads(json.dumps(encode(returned))), json.loads(json.dumps(expected)))
+def test_a_different_result_is_wrong(returned: object, expected: object) -> None:
+    """Integers used to be compared as floats: fib(90) by Binet's formula was accepted, and so was / instead of //."""
+    assert not is_same_value(json.loads(json.dumps(encode(returned))), json.loads(json.dumps(expected)))

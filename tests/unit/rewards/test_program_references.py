@@ -1,4 +1,4 @@
-"""Tests of programs are read in the forms that published data sets have, and what is no test is refused in words."""
+"""Tests of programs are read in the formats of published data sets; other references are refused with a message."""
 
 # ruff: noqa: E501 - a reference is read best on one line
 
@@ -9,8 +9,8 @@ import json
 import pytest
 
 from specrl.errors import VerifierFailed
-from specrl.rewards import verifier_for
-from specrl.rewards.code.references import FunctionTests, ProgramTests, PythonTests, read_tests
+from specrl.rewards.choice import verifier_for
+from specrl.rewards.code.reference_tests import FunctionTests, ProgramTests, PythonTests, read_tests
 from specrl.spec.data import CodeVerifier, Rewards
 
 STDIN = {"inputs": ["1\n"], "outputs": ["2"]}
@@ -41,7 +41,7 @@ FUNCTIONAL = [{"input": '[1, 2]\n"a"', "output": "[3]", "testtype": "functional"
         ([{"input": "1", "output": "2"}], (("1", "2"),)),
     ],
 )
-def test_a_program_has_inputs_and_outputs_in_every_form(reference: object, cases: tuple[tuple[str, str], ...]) -> None:
+def test_program_tests_are_read_in_every_format(reference: object, cases: tuple[tuple[str, str], ...]) -> None:
     assert read_tests(json.dumps(reference)) == ProgramTests(cases)
 
 
@@ -62,7 +62,7 @@ def test_a_program_has_inputs_and_outputs_in_every_form(reference: object, cases
         ),
     ],
 )  # fmt: skip
-def test_a_function_has_calls_and_results_in_every_form(reference: object, tests: FunctionTests) -> None:
+def test_function_tests_are_read_in_every_format(reference: object, tests: FunctionTests) -> None:
     assert read_tests(json.dumps(reference)) == tests
 
 
@@ -84,7 +84,7 @@ def test_a_function_has_calls_and_results_in_every_form(reference: object, tests
 def test_tests_in_python_name_what_the_answer_must_define(reference: str, names: tuple[str, ...]) -> None:
     tests = read_tests(reference)
     assert isinstance(tests, PythonTests)
-    assert tests.names == names
+    assert tests.required_names == names
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_tests_in_python_name_what_the_answer_must_define(reference: str, names:
         '{"inputs": ' + "[" * 5000,
     ],
 )
-def test_references_that_are_no_tests_are_named_before_the_run(reference: str) -> None:
+def test_a_reference_without_tests_is_refused_before_the_run(reference: str) -> None:
     with pytest.raises(VerifierFailed, match="correct the data set"):
         read_tests(reference)
     with pytest.raises(VerifierFailed, match="correct the data set"):

@@ -1,4 +1,4 @@
-"""References that hang, or end their process, are found before the run and cost the others nothing."""
+"""References that hang or crash their process are found before the run, without loss of other results."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from specrl.rewards import references
-from specrl.rewards.reference_cache import ReferenceCache
-from specrl.rewards.references import Finding, Reference, ReferencePool
+from specrl.rewards.checks import references
+from specrl.rewards.checks.reference_cache import ReferenceCache
+from specrl.rewards.checks.references import CheckedReference, ReferenceFinding, ReferencePool
+from specrl.rewards.verifier import Verifier
 from specrl.spec.data import ExactVerifier, MathVerifier, RewardPool, Rewards
 
 
@@ -22,40 +23,46 @@ async def pool(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ReferencePool]:
         yield pool
 
 
-async def test_a_worker_that_hands_back_a_part_is_given_the_rest(
+def hostile_of(pool: ReferencePool) -> Verifier:
+    return pool.verifiers.terms[0].verifier
+
+
+async def test_a_worker_that_returns_a_part_of_a_chunk_gets_the_rest(
     pool: ReferencePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(references, "TURN_S", 0.0)
-    expected, told = [Reference(str(number), None) for number in range(20)], list[Reference]()
-    await pool.check(expected, lambda some: told.extend(reference for reference, _ in some))
+    monkeypatch.setattr(references, "CHUNK_TURN_S", 0.0)
+    expected = [CheckedReference(str(number), None) for number in range(20)]
+    told = list[CheckedReference]()
+    await pool.check_all(expected, hostile_of(pool), lambda some: told.extend(reference for reference, _ in some))
     assert sorted(told) == sorted(expected)
 
 
-async def test_every_reference_is_found_out_whatever_others_do(pool: ReferencePool) -> None:
-    """References were not tried at all: one that SymPy hangs at made every answer to it ungraded."""
-    sound = [Reference(str(number), None) for number in range(1000)]
+async def test_every_reference_is_checked_despite_those_that_hang_or_crash(pool: ReferencePool) -> None:
+    """References used to be unchecked: one on which SymPy hangs left all of its answers ungraded."""
+    sound = [CheckedReference(str(number), None) for number in range(1000)]
     bad = ["blame the reference", "hang", "die", "raise", "fill memory", "judge away"]
-    everything = [*sound[:500], *(Reference(what, None) for what in bad), *sound[500:]]
-    findings: dict[Reference, Finding] = {}
+    everything = [*sound[:500], *(CheckedReference(what, None) for what in bad), *sound[500:]]
+    findings: dict[CheckedReference, ReferenceFinding] = {}
 
-    def found(some: Sequence[tuple[Reference, Finding]]) -> None:
-        assert not findings.keys() & {reference for reference, _ in some}, "each is told once"
+    def found(some: Sequence[tuple[CheckedReference, ReferenceFinding]]) -> None:
+        assert not findings.keys() & {reference for reference, _ in some}, "each reference must be reported once"
         findings.update(some)
 
-    await pool.check(everything, found)
+    await pool.check_all(everything, hostile_of(pool), found)
     assert findings.keys() == set(everything)
-    assert {findings[reference] for reference in sound} == {Finding("")}
-    blamed, hung, died, raised, filled, away = (findings[Reference(what, None)] for what in bad)
-    assert blamed == Finding("the reference must be better")
+    assert {findings[reference] for reference in sound} == {ReferenceFinding("")}
+    blamed, hung, died, raised, filled, away = (findings[CheckedReference(what, None)] for what in bad)
+    assert blamed == ReferenceFinding("the reference must be better")
     assert "took longer than timeoutS=2" in hung.refusal
     assert "exit status -9" in died.refusal
     assert "needed more than memoryMib=4096" in filled.refusal
     assert raised.refusal.startswith("the reference must be one that the verifier can read, got KeyError")
-    assert away == Finding("", is_certain=False), "the reference is not at fault"
+    assert away == ReferenceFinding("", is_certain=False), "the reference is not at fault"
     assert [it.is_certain for it in (blamed, raised, hung, died, filled)] == [True, True, False, False, False]
 
 
-REWARDS, LIMITS = Rewards(exact=ExactVerifier()), RewardPool()
+REWARDS = Rewards(exact=ExactVerifier())
+LIMITS = RewardPool()
 
 
 @pytest.fixture
@@ -64,9 +71,9 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_what_is_cached_is_known_to_the_same_verifier_alone(cache_folder: Path) -> None:
-    ReferenceCache(REWARDS, LIMITS).add({"a": "", "b": "must be better"})
-    ReferenceCache(REWARDS, LIMITS).add({"c": ""})
+def test_cached_results_are_used_only_by_the_same_verifier(cache_folder: Path) -> None:
+    ReferenceCache(REWARDS, LIMITS).add_refusals({"a": "", "b": "must be better"})
+    ReferenceCache(REWARDS, LIMITS).add_refusals({"c": ""})
     assert ReferenceCache(REWARDS, LIMITS).refusals == {"a": "", "b": "must be better", "c": ""}
     others = [
         (Rewards(exact=ExactVerifier(answer_after="=")), LIMITS),
@@ -76,8 +83,8 @@ def test_what_is_cached_is_known_to_the_same_verifier_alone(cache_folder: Path) 
     assert all(not ReferenceCache(*other).refusals for other in others)
 
 
-def test_a_cache_that_is_damaged_or_cannot_be_written_is_passed_over(cache_folder: Path) -> None:
-    ReferenceCache(REWARDS, LIMITS).add({"a": ""})
+def test_a_damaged_or_unwritable_cache_is_ignored(cache_folder: Path) -> None:
+    ReferenceCache(REWARDS, LIMITS).add_refusals({"a": ""})
     (file,) = (cache_folder / "references").iterdir()
     file.write_bytes(b'\xff\n7\n["b"]\n' + file.read_bytes() + b'["c", "cut o')
     assert ReferenceCache(REWARDS, LIMITS).refusals == {"a": ""}
@@ -85,9 +92,17 @@ def test_a_cache_that_is_damaged_or_cannot_be_written_is_passed_over(cache_folde
     file.parent.rmdir()
     file.parent.write_text("no folder")
     cache = ReferenceCache(REWARDS, LIMITS)
-    cache.add({"a": ""})
+    cache.add_refusals({"a": ""})
     assert cache.refusals == {"a": ""}, "of this process"
 
 
-def test_references_with_other_solutions_are_others() -> None:
-    assert len({Reference(*it).key for it in [("a", None), ("a", ""), ("a", "b"), ("a\0b", None), ("ab", None)]}) == 5
+def test_the_same_reference_with_another_solution_has_another_key() -> None:
+    assert (
+        len(
+            {
+                CheckedReference(*it).cache_key
+                for it in [("a", None), ("a", ""), ("a", "b"), ("a\0b", None), ("ab", None)]
+            }
+        )
+        == 5
+    )

@@ -1,6 +1,6 @@
-"""Where the kernel lets programs be isolated, our sandbox starts.
+"""The sandbox starts on every machine whose kernel permits isolation.
 
-The other tests of sandboxes are skipped where none starts. So they are skipped by a sandbox that we have broken, too.
+The other tests of sandboxes are skipped if none starts, so a broken sandbox would skip them, too. This test would fail.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from specrl.rewards import verifier_for
+from specrl.rewards.choice import verifier_for
 from specrl.spec.data import CodeVerifier, Isolation, Rewards
 
 UNSHARE = ["unshare", "--user", "--map-root-user", "--mount", "--pid", "--net", "--ipc", "--uts", "--fork", "true"]
@@ -22,4 +22,4 @@ def test_a_machine_that_has_user_namespaces_is_not_refused(forkable: None) -> No
         pytest.skip("unproven that the sandbox starts: there is no unshare (util-linux)")
     if tried.returncode != 0:
         pytest.skip(f"unproven that the sandbox starts: {tried.stderr.strip()}")
-    verifier_for(Rewards(code=CodeVerifier(isolation=Isolation.NAMESPACES))).ready()
+    verifier_for(Rewards(code=CodeVerifier(isolation=Isolation.NAMESPACES))).prepare_worker()

@@ -1,4 +1,4 @@
-"""A function that can grade nothing is refused before the run, with its name and what it did."""
+"""A function that fails on all completions is refused before the run, with its name and error."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import pytest
 
 from specrl.errors import SpecInvalid, VerifierFailed
 from specrl.records import Prompt
-from specrl.rewards import VerifierPool, verifier_for, workers
-from specrl.rewards.trials import try_verifier
+from specrl.rewards import workers
+from specrl.rewards.checks.trials import try_verifiers
+from specrl.rewards.choice import verifiers_for
+from specrl.rewards.pool import VerifierPool
 from specrl.spec.data import ExactVerifier, PythonVerifier, RewardPool, Rewards
 
 MODULE = """from specrl.rewards import Ungraded
@@ -53,8 +55,8 @@ PROMPTS = [Prompt(f"p{i}", i, (1,), "question", str(i), {"level": i} if i else {
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine a function that hangs waits for a processor more than the pool allows, and is ungraded."""
-    monkeypatch.setattr(workers, "MOST_WAITING", 100)
+    """Raise the cap on waiting: on a loaded machine, a function that hangs would be ungraded instead of timing out."""
+    monkeypatch.setattr(workers, "MAX_WAITING", 100)
 
 
 @pytest.fixture(scope="module")
@@ -66,62 +68,60 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 async def tried(folder: Path, function: str) -> list[str]:
     rewards = Rewards(python=PythonVerifier(function=f"my_rewards:{function}", folder=str(folder)))
-    async with VerifierPool(verifier_for(rewards), RewardPool(workers=1, timeout_s=1)) as pool:
-        return await try_verifier(pool, rewards, PROMPTS)
+    async with VerifierPool(verifiers_for(rewards), RewardPool(workers=1, timeout_s=1)) as pool:
+        return await try_verifiers(pool, PROMPTS)
 
 
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        ("raises", r"for all 12, the first: KeyError at my_rewards\.py:4"),
+        ("raises", r"for all 16, the first: KeyError at my_rewards\.py:4"),
         ("lists", "my_rewards:lists must return a number that is finite in float32, got list"),
         ("nan", "my_rewards:nan must return a number that is finite in float32, got nan"),
         ("nothing", "my_rewards:nothing must return a number that is finite in float32, got NoneType"),
         ("text", "my_rewards:text must return a number that is finite in float32, got str"),
-        ("hangs", "for all 3, the first: timeout: the verifier took longer than timeoutS=1"),
+        ("hangs", "for all 4, the first: timeout: the verifier took longer than timeoutS=1"),
     ],
 )
-async def test_a_function_that_never_gives_a_verdict_is_refused_with_what_it_did(
-    folder: Path, function: str, said: str
-) -> None:
-    """Such runs were called finished, with exit code 0 and a policy that had learnt nothing."""
+async def test_a_function_that_always_fails_is_refused_with_its_error(folder: Path, function: str, said: str) -> None:
+    """Such runs used to finish with exit code 0 and a policy that had learnt nothing."""
     with pytest.raises(SpecInvalid, match=said) as caught:
         await tried(folder, function)
     (problem,) = caught.value.problems
     assert problem.path == "rewards.python.function"
-    assert "it is called as grade(reference: str, completion: str) -> float, once for each" in problem.remedy
+    assert "it is called as grade(reference: str, completion: str) -> float, once per completion" in problem.remedy
     assert "\n" not in str(problem)
 
 
-async def test_trl_s_signature_is_refused_with_the_one_that_is_asked_for(folder: Path) -> None:
+async def test_trls_signature_is_refused_with_the_expected_one(folder: Path) -> None:
     with pytest.raises(SpecInvalid, match=r"TRL's signature \(prompts, completions, \*\*kwargs\); write def grade\("):
         await tried(folder, "trl")
 
 
-async def test_a_judge_that_is_away_is_not_the_run_file_s_fault(folder: Path) -> None:
-    with pytest.raises(VerifierFailed, match=r"for all 12, the first: ungraded: the judge is away.*start"):
+async def test_a_judge_that_is_down_is_not_reported_as_a_fault_of_the_run_file(folder: Path) -> None:
+    with pytest.raises(VerifierFailed, match=r"for all 16, the first: ungraded: the judge is away.*start"):
         await tried(folder, "away")
 
 
-async def test_what_fails_for_some_completions_alone_is_told_and_no_hindrance(folder: Path) -> None:
+async def test_a_function_that_fails_for_some_completions_only_warns(folder: Path) -> None:
     first, *others, count = await tried(folder, "first_word")
     assert first.startswith("the verifier failed in a trial before the run: IndexError at my_rewards.py:29")
     assert first.endswith("for an empty text as the answer to p0")
     assert len(others) == 2
-    assert count.endswith("failed for 4 of 12 made-up completions in all")
+    assert count.endswith("failed for 4 of 16 made-up completions in all")
 
 
-async def test_a_first_prompt_that_lacks_a_column_is_told_and_no_hindrance(folder: Path) -> None:
+async def test_a_first_prompt_that_lacks_a_column_only_warns(folder: Path) -> None:
     notices = await tried(folder, "by_level")
-    assert [notice.rpartition(" ")[2] for notice in notices] == ["p0"] * 3
+    assert [notice.rpartition(" ")[2] for notice in notices] == ["p0", "p0", "p0", "all"]
     assert "KeyError at my_rewards.py:32: 'level'" in notices[0]
 
 
-async def test_a_sound_function_is_not_spoken_of(folder: Path) -> None:
+async def test_a_working_function_gives_no_warning(folder: Path) -> None:
     assert await tried(folder, "good") == []
 
 
-async def test_a_verifier_of_ours_passes_its_trial() -> None:
+async def test_a_built_in_verifier_passes_its_trial() -> None:
     rewards = Rewards(exact=ExactVerifier())
-    async with VerifierPool(verifier_for(rewards), RewardPool(workers=1)) as pool:
-        assert await try_verifier(pool, rewards, PROMPTS) == []
+    async with VerifierPool(verifiers_for(rewards), RewardPool(workers=1)) as pool:
+        assert await try_verifiers(pool, PROMPTS) == []

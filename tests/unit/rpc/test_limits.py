@@ -1,8 +1,9 @@
-"""No legal message is beyond its limit, and what is beyond it is not sent."""
+"""No legal message exceeds its limit, and larger ones are not sent."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from specrl.records import (
     wire,
 )
 from specrl.rpc.clients import TrainerClient
-from specrl.rpc.limits import FRAME_BYTES, LARGEST_BYTES, message_limits
+from specrl.rpc.limits import FRAME_BYTES, LARGEST_BYTES, WIDEST_LIMITS, message_limits
 from specrl.spec import RunSpec, parse_spec
 
 
@@ -32,10 +33,11 @@ def a_spec(prompts: int = 2, group: int = 2, **schedule: int) -> RunSpec:
 
 
 def largest(spec: RunSpec) -> TrainRollout:
-    """A rollout with as much in it as there may be: ids of five bytes, a version a token, long text."""
+    """Make the largest legal rollout: ids of five bytes, a version span per token, long text."""
     length = spec.generation.sampling.max_tokens
     spans = tuple(VersionSpan(2**62, place, place + 1) for place in range(length))
-    ids_T, logprobs_T = np.full(length, 2**31 - 1, np.int32), np.full(length, -1.5, np.float32)
+    ids_T = np.full(length, 2**31 - 1, np.int32)
+    logprobs_T = np.full(length, -1.5, np.float32)
     name = "x" * 40
     text = " " * 128 * length
     rollout = Rollout(name, name, 99, ids_T, logprobs_T, spans, FinishReason.LENGTH, "gen-0", text, 1.5)
@@ -57,15 +59,23 @@ def test_largest_call_for_rollouts_is_within_the_limit() -> None:
     assert size * 2 * 2 * 4 <= message_limits(spec).generation - FRAME_BYTES
 
 
-def test_limits_end_at_what_protobuf_can_hold() -> None:
+def test_no_limit_exceeds_the_largest_protobuf_message() -> None:
     assert message_limits(a_spec(100_000, 100)).trainer == LARGEST_BYTES
 
 
-def test_rollouts_that_hold_experts_may_be_as_large_as_can_be() -> None:
+def test_runs_that_replay_experts_have_the_widest_limits() -> None:
     run = a_run(Path("/none"))
     assert (
         message_limits(parse_spec(run | {"trainer": run["trainer"] | {"routing": "Replay"}})).trainer == LARGEST_BYTES
     )
+
+
+@pytest.mark.parametrize("sampling", [{"topP": "0.9"}, {"topK": 20}])
+def test_runs_with_sampling_sets_have_the_widest_limits(sampling: dict[str, Any]) -> None:
+    """A set may be the whole vocabulary, whose size the run file does not have."""
+    run = a_run(Path("/none"))
+    generation = run["generation"] | {"sampling": run["generation"]["sampling"] | sampling}
+    assert message_limits(parse_spec(run | {"generation": generation})) == WIDEST_LIMITS
 
 
 async def test_message_beyond_the_limit_is_not_sent() -> None:

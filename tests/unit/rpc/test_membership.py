@@ -1,4 +1,4 @@
-"""How peers come back to a coordinator that they have lost."""
+"""How peers reconnect to a coordinator that they have lost."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ from specrl.errors import PeerUnavailable, RunInvalid
 from specrl.records import Peer, Registration, Role
 from specrl.rpc.membership import FIRST_PAUSE_S, MAX_PAUSE_S, stay_registered
 
-PEERS, ATTEMPTS = 200, 12
+PEERS = 200
+ATTEMPTS = 12
 
 
 class LostCoordinator:
-    """Answers each registration as told, and refuses for good after the last."""
+    """Answers each registration as given, and refuses for good after the last."""
 
     def __init__(self, *answers: bool) -> None:
         self._answers = list(answers)
 
-    async def register(self, *_: object) -> Registration:
+    async def register_peer(self, *_: object) -> Registration:
         if not self._answers:
             raise RunInvalid("another run file")
         if self._answers.pop(0):
             return Registration("run", 1.0)
         raise PeerUnavailable("refused")
 
-    async def heartbeat(self, *_: object) -> Any:
+    async def send_heartbeat(self, *_: object) -> Any:
         raise PeerUnavailable("gone")
 
 
 @pytest.fixture
 def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The pauses that were made, in order. None takes time."""
+    """The pauses made, in order. None takes time."""
     found: list[float] = []
 
     async def sleep(seconds: float) -> None:
@@ -53,8 +54,8 @@ async def attempt(coordinator: LostCoordinator, draw: Callable[[], float]) -> No
         await stay_registered(coordinator, peer, draw=draw)  # type: ignore[arg-type]
 
 
-async def test_peers_that_lose_their_coordinator_together_come_back_apart(slept: list[float]) -> None:
-    """They asked in lockstep: hundreds of registrations in the same millisecond, every two seconds."""
+async def test_peers_that_lose_their_coordinator_together_reconnect_at_different_times(slept: list[float]) -> None:
+    """Peers reconnected in lockstep: hundreds of registrations in the same millisecond, every two seconds."""
     for number in range(PEERS):
         await attempt(LostCoordinator(*[False] * ATTEMPTS), np.random.default_rng(number).random)
     assert len(slept) == PEERS * ATTEMPTS
@@ -78,8 +79,8 @@ async def test_a_pause_is_between_half_its_ceiling_and_its_ceiling_which_doubles
     assert slept == pytest.approx([share * ceiling for ceiling in ceilings])
 
 
-async def test_pauses_start_anew_after_a_registration_and_each_loss_is_logged_once(slept: list[float]) -> None:
+async def test_a_registration_resets_the_pauses_and_each_loss_is_logged_once(slept: list[float]) -> None:
     with capture_logs() as logged:
         await attempt(LostCoordinator(False, False, True, False), lambda: 0.0)
-    assert slept == pytest.approx([0.1, 0.2, 1.0, 0.1, 0.2])  # the 1.0 is a heartbeat's
+    assert slept == pytest.approx([0.1, 0.2, 1.0, 0.1, 0.2])  # the 1.0 is a heartbeat's interval
     assert [it["event"] for it in logged] == ["coordinator_not_reached", "registered", "coordinator_lost"]

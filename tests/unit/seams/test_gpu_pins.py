@@ -1,4 +1,4 @@
-"""`make check` says, without network, when gpu.lock names a wheel that nobody has read; wheels are read as they are."""
+"""`make check` reports, without network, a wheel of gpu.lock that was not compared with our code."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ def committed() -> dict[str, Any]:
     return found
 
 
-def test_all_wheels_of_the_lock_have_been_read() -> None:
+def test_all_wheels_of_the_lock_were_compared() -> None:
     assert gpu_pins.unread_pins(LOCK, committed()) == []
 
 
 @pytest.mark.parametrize("package", ["vllm", "torch", "megatron-core"])
-def test_another_version_in_the_lock_is_told(package: str) -> None:
+def test_another_version_in_the_lock_is_reported(package: str) -> None:
     version, _ = gpu_pins.locked_hashes(LOCK, package)
     lock = LOCK.replace(f"\n{package}=={version} ", f"\n{package}==99.0 ")
     assert gpu_pins.unread_pins(lock, committed()) == [f"{package}==99.0 has no entry"]
 
 
 @pytest.mark.parametrize("package", ["vllm", "torch", "megatron-core"])
-def test_another_file_of_the_same_version_is_told(package: str) -> None:
+def test_another_wheel_of_the_same_version_is_reported(package: str) -> None:
     _, hashes = gpu_pins.locked_hashes(LOCK, package)
     lock = LOCK.replace(hashes[0], "0" * 64)
     (told,) = gpu_pins.unread_pins(lock, committed())
-    assert "has 1 hashes that were not known, 0000" in told
+    assert "has 1 new hashes, among them 0000" in told
 
 
-def test_a_wheel_that_left_the_lock_is_told() -> None:
+def test_a_wheel_that_is_no_longer_in_the_lock_is_reported() -> None:
     pins = committed()
     (key,) = (key for key in pins if key.startswith("torch=="))
     pins[key]["sha256"] = "0" * 64
     (told,) = gpu_pins.unread_pins(LOCK, pins)
-    assert told == f"{key}: {pins[key]['wheel']} that was read is not in the lock"
+    assert told == f"{key}: {pins[key]['wheel']}, which was read, is no longer in the lock"
 
 
-def test_a_wheel_of_the_cache_is_used_as_long_as_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cached_wheel_is_used_if_its_hash_matches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECRL_CACHE_DIR", str(tmp_path))
     content = b"a wheel"
     sha256 = hashlib.sha256(content).hexdigest()

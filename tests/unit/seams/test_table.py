@@ -1,7 +1,7 @@
-"""The table of seams is complete, has nothing that is not used, and fits the packages that are installed.
+"""The table of seams is complete, has no unused row, and matches the installed packages.
 
-The four mutants at the end are what it is for: a renamed symbol, a changed signature, a changed body, and a use that is
-not in the table. Nothing of the three packages is imported.
+The mutants at the end show what the table detects: a renamed symbol, a changed signature, a changed body, and a use
+without a row. None of the three packages is imported.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ from tests.seam_uses import SeamUse, find_uses, words_of
 from tools import gpu_pins
 from tools.gpu_pins import ROOT
 from tools.seam_reader import NotFound, Reader
+from tools.seam_table import FOUND_BY_SYNTAX, SEAMS, Seam, Use
 
-from specrl.seams.table import FOUND_BY_SYNTAX, SEAMS, Seam, Use
 from specrl.seams.versions import DISTRIBUTIONS, EXPECTED, GPU_SEAMS, installed_version
 
 SOURCES = (ROOT / "services", ROOT / "operators")
 
 
-def unlisted(uses: Sequence[SeamUse], seams: Sequence[Seam]) -> list[str]:
-    """Uses without a row, each with its file and line."""
+def find_unlisted(uses: Sequence[SeamUse], seams: Sequence[Seam]) -> list[str]:
+    """Uses without a row in the table, each with its file and line."""
     return [
-        f"{use} must be in services/specrl/seams/table.py"
+        f"{use} must be in tools/seam_table.py"
         for use in uses
         if not any(_is_of(use, seam) for seam in seams) and not (use.kind == "override" and not _is_upstream(use.name))
     ]
 
 
-def unused(seams: Sequence[Seam], uses: Sequence[SeamUse]) -> list[str]:
-    """Rows, or modules of rows, that no source has a use for."""
+def find_unused(seams: Sequence[Seam], uses: Sequence[SeamUse]) -> list[str]:
+    """Rows that no source uses, and modules of rows that do not use them."""
     return [
         f"{seam.name} is not used in {where}"
         for seam in seams
         for where in seam.where
-        if words_of(_file(where)).isdisjoint({seam.last, *seam.looks_for})
+        if words_of(_file(where)).isdisjoint({seam.last_name, *seam.looks_for})
         or (seam.use in FOUND_BY_SYNTAX and not any(_is_of(use, seam, where) for use in uses))
     ]
 
 
 def _is_of(use: SeamUse, seam: Seam, where: str | None = None) -> bool:
     modules = seam.where if where is None else (where,)
-    is_named = use.name == seam.name if use.is_resolved else use.last in {seam.last, *seam.looks_for}
+    is_named = use.name == seam.name if use.is_resolved else use.last in {seam.last_name, *seam.looks_for}
     return is_named and use.module.removeprefix("specrl.") in modules
 
 
@@ -55,7 +55,7 @@ def _file(where: str) -> Path:
 
 
 def _is_upstream(name: str) -> bool:
-    """Whether a method or attribute of a subclass of ours is one of theirs, too. Public names of torch do not count."""
+    """Whether a method or attribute of our subclass overrides an upstream one. Public names of torch do not count."""
     last = name.rpartition(".")[2]
     if name.startswith("torch.") and (last.endswith("__") or not last.startswith("_")):
         return False
@@ -72,16 +72,16 @@ def _readers() -> dict[str, Reader]:
 
 
 @cache
-def the_uses() -> tuple[SeamUse, ...]:
+def collect_uses() -> tuple[SeamUse, ...]:
     return tuple(find_uses(SOURCES, ROOT))
 
 
-def test_every_use_of_a_name_without_a_promise_is_in_the_table() -> None:
-    assert unlisted(the_uses(), SEAMS) == []
+def test_every_use_of_an_unstable_name_is_in_the_table() -> None:
+    assert find_unlisted(collect_uses(), SEAMS) == []
 
 
 def test_every_row_of_the_table_is_used_where_it_says() -> None:
-    assert unused(SEAMS, the_uses()) == []
+    assert find_unused(SEAMS, collect_uses()) == []
 
 
 def test_no_name_is_in_the_table_twice() -> None:
@@ -91,13 +91,13 @@ def test_no_name_is_in_the_table_twice() -> None:
 def test_installed_packages_are_what_our_code_expects() -> None:
     expected = json.loads(EXPECTED.read_text(encoding="utf-8"))
     for key, found in gpu_pins.read_installed(_readers()).items():
-        assert key in expected, f"{key} was not read: compare it, then run `make seams`"
+        assert key in expected, f"{key} is not supported: compare it, then run `make seams`"
         told = gpu_pins.find_differences(expected[key]["seams"], found["seams"])
-        assert told == {}, f"{key} is not what specrl was read with: see docs/seams.md"
+        assert told == {}, f"{key} differs from the supported version: see docs/seams.md"
         assert set(expected[key]["seams"]) == set(found["seams"]), "the table has changed: run `make seams`"
 
 
-def test_a_name_is_missing_upstream_only_where_the_table_says_why() -> None:
+def test_a_name_may_be_missing_upstream_only_with_a_reason() -> None:
     for file in (EXPECTED, GPU_SEAMS):
         for key, pin in json.loads(file.read_text(encoding="utf-8")).items():
             reasons = {seam.name: seam.absent for seam in SEAMS}
@@ -105,21 +105,21 @@ def test_a_name_is_missing_upstream_only_where_the_table_says_why() -> None:
             assert missing == [], key
 
 
-def test_what_we_add_is_missing_upstream() -> None:
+def test_names_that_we_add_do_not_exist_upstream() -> None:
     added = [seam for seam in SEAMS if seam.use is Use.ADDS]
     assert added
     for file in (EXPECTED, GPU_SEAMS):
-        pins = gpu_pins.by_package(json.loads(file.read_text(encoding="utf-8")))
+        pins = gpu_pins.group_by_package(json.loads(file.read_text(encoding="utf-8")))
         for seam in added:
-            assert pins[seam.package][1][seam.name] == {"kind": "absent"}
+            assert pins[seam.package_name][1][seam.name] == {"kind": "absent"}
 
 
-def test_all_parameters_that_count_exist_in_every_version_that_was_read() -> None:
+def test_the_listed_parameters_exist_in_every_supported_version() -> None:
     for file in (EXPECTED, GPU_SEAMS):
-        pins = gpu_pins.by_package(json.loads(file.read_text(encoding="utf-8")))
+        pins = gpu_pins.group_by_package(json.loads(file.read_text(encoding="utf-8")))
         for seam in SEAMS:
             if seam.only:
-                found = pins[gpu_pins.MODULES[seam.package]][1][seam.name]["signature"].split(", ")
+                found = pins[gpu_pins.MODULES[seam.package_name]][1][seam.name]["signature"].split(", ")
                 assert sorted(found) == sorted(seam.only), seam.name
 
 
@@ -132,7 +132,7 @@ def test_every_difference_of_the_gpu_pins_is_explained() -> None:
         assert sorted(told) == sorted(names), f"docs/seams.md must explain exactly these of {key}"
 
 
-def test_reading_covers_what_the_locks_of_cpus_pin() -> None:
+def test_the_versions_in_the_cpu_lock_are_supported() -> None:
     versions = {key.partition("==")[::2] for key in json.loads(EXPECTED.read_text(encoding="utf-8"))}
     assert versions == {(package, installed_version(package)) for package in DISTRIBUTIONS}
 
@@ -141,7 +141,7 @@ def test_reading_covers_what_the_locks_of_cpus_pin() -> None:
 
 UPSTREAM = '''\
 class Scheduler:
-    """vLLM's."""
+    """The class of vLLM."""
 
     def schedule(self, now, *, is_forced=False):
         """Old words."""
@@ -172,8 +172,8 @@ def synthetic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     return iter(())
 
 
-def compared(after: str) -> dict[str, str]:
-    """What is told of a changed package."""
+def compare_package(after: str) -> dict[str, str]:
+    """Differences that are reported for a changed package."""
     before, now = (gpu_pins.describe_seams(Reader(Sources(text), "vllm")) for text in (UPSTREAM, after))
     return gpu_pins.find_differences(before, now)
 
@@ -193,15 +193,15 @@ def compared(after: str) -> dict[str, str]:
         ("now + 1", "now + 2", "another body"),
     ],
 )
-def test_a_renamed_symbol_a_changed_signature_and_a_changed_body_are_told(old: str, new: str, told: str) -> None:
+def test_a_renamed_symbol_a_changed_signature_and_a_changed_body_are_reported(old: str, new: str, told: str) -> None:
     assert old in UPSTREAM
-    (text,) = compared(UPSTREAM.replace(old, new)).values()
+    (text,) = compare_package(UPSTREAM.replace(old, new)).values()
     assert told in text
 
 
 @pytest.mark.usefixtures("synthetic")
-def test_words_comments_and_places_are_no_difference() -> None:
-    assert compared("\n\n# moved\n" + UPSTREAM.replace("Old words", "New words")) == {}
+def test_docstrings_comments_and_positions_are_not_compared() -> None:
+    assert compare_package("\n\n# moved\n" + UPSTREAM.replace("Old words", "New words")) == {}
 
 
 @pytest.mark.parametrize(
@@ -220,17 +220,17 @@ def test_words_comments_and_places_are_no_difference() -> None:
         ("def f(runner):\n    for name in 'ab': setattr(runner, name, 1)", "assignment of ?.<not a constant>"),
     ],
 )
-def test_a_seam_that_is_not_in_the_table_is_told_with_its_line(tmp_path: Path, line: str, told: str) -> None:
+def test_a_use_without_a_row_is_reported_with_its_line(tmp_path: Path, line: str, told: str) -> None:
     package = tmp_path / "specrl" / "generation" / "vllm_backend"
     package.mkdir(parents=True)
     (package / "new.py").write_text(f"from vllm import config\n\n{line}\n")
     uses = [use for use in find_uses([tmp_path], tmp_path) if use.name != "vllm.config"]
-    (text,) = unlisted(uses, SEAMS)
+    (text,) = find_unlisted(uses, SEAMS)
     number = 2 + (line.count("\n") or 0) + 1
-    assert text == f"specrl/generation/vllm_backend/new.py:{number}: {told} must be in services/specrl/seams/table.py"
+    assert text == f"specrl/generation/vllm_backend/new.py:{number}: {told} must be in tools/seam_table.py"
 
 
-def test_objects_of_our_own_are_no_seams(tmp_path: Path) -> None:
+def test_our_own_objects_are_not_seams(tmp_path: Path) -> None:
     package = tmp_path / "specrl" / "generation" / "vllm_backend"
     package.mkdir(parents=True)
     source = "class Ours: ...\n\ndef f(a: Ours) -> None:\n    a.x = 1\n    b = Ours()\n    b._y = a._x\n"
@@ -238,6 +238,10 @@ def test_objects_of_our_own_are_no_seams(tmp_path: Path) -> None:
     assert find_uses([tmp_path], tmp_path) == []
 
 
-def test_a_row_that_nothing_uses_is_told() -> None:
-    row = Seam("vllm.v1.core.sched.scheduler.Scheduler.gone", Use.OVERRIDES, ("generation.vllm_backend.scheduler",))
-    assert unused([row], the_uses()) == [f"{row.name} is not used in generation.vllm_backend.scheduler"]
+def test_an_unused_row_is_reported() -> None:
+    row = Seam(
+        "vllm.v1.core.sched.scheduler.Scheduler.gone", Use.OVERRIDES, ("generation.vllm_backend.extensions.scheduler",)
+    )
+    assert find_unused([row], collect_uses()) == [
+        f"{row.name} is not used in generation.vllm_backend.extensions.scheduler"
+    ]

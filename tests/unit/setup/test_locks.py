@@ -1,4 +1,4 @@
-"""Every package of every lock has hashes, and facts that stand in two files agree."""
+"""Every package of every lock has hashes, and locks agree where they share packages."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ ROOT = Path(__file__).resolve().parents[3]
 REQUIREMENTS = ROOT / "requirements"
 LOCKS = sorted(path.stem for path in REQUIREMENTS.glob("*.lock"))
 ADDED = ("suffix", "sinks", "s3")
-"""Locks of what `make` adds to .venv."""
+"""Locks that `make` targets add to .venv."""
 
 
 def packages(lock: str) -> dict[str, tuple[str, int]]:
-    """Version and number of hashes of each package that a lock pins."""
+    """Version and number of hashes of each package in a lock."""
     found: dict[str, tuple[str, int]] = {}
     name = ""
     for line in (REQUIREMENTS / f"{lock}.lock").read_text().splitlines():
@@ -66,7 +66,8 @@ def test_both_builds_of_torch_are_one_version_everywhere() -> None:
 
 @pytest.mark.parametrize("lock", ["control", "torch-cuda", *ADDED])
 def test_locks_that_share_an_environment_pin_the_same_versions(lock: str) -> None:
-    tested, found = packages("cpu"), packages(lock)
+    tested = packages("cpu")
+    found = packages(lock)
     assert not {name for name in tested.keys() & found.keys() if tested[name][0] != found[name][0]}, "run `make lock`"
 
 

@@ -1,6 +1,6 @@
-"""tools/setup.py and tools/interpreters.py: which Python is taken, and what setup says where it cannot go on.
+"""tools/setup.py and tools/interpreters.py: which Python is chosen, and the messages of failures.
 
-Interpreters are shell scripts that answer as the real ones would; uv and its check of hashes are real.
+Interpreters are shell scripts that answer like real ones. uv and its check of hashes are real.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from tests.small_disk import a_small_disk
+from tests.small_disk import mount_small_disk
 
 ROOT = Path(__file__).resolve().parents[3]
 UV = Path(sys.executable).with_name("uv")
@@ -43,7 +43,7 @@ Machine = Callable[..., Path]
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """A machine without any Python. Calling it puts an interpreter at a place below the home folder."""
+    """A machine without Python. Calling it puts an interpreter at a place below the home folder."""
     home = tmp_path / "home"
     (home / "path").mkdir(parents=True)
     for name in ("UV_CACHE_DIR", "PYENV_ROOT", "CONDA_EXE", "CONDA_PREFIX"):
@@ -66,13 +66,13 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 def write_script(path: Path, line: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/sh\n{line}\n")
+    path.write_text(f"#!/bin/sh\n{line}\n", encoding="utf-8")
     path.chmod(0o755)
     return path
 
 
 @pytest.mark.parametrize("name", ["setup.py", "interpreters.py"])
-def test_setup_is_written_in_the_python_of_2019(name: str) -> None:
+def test_setup_parses_as_python_3_8(name: str) -> None:
     ast.parse((ROOT / "tools" / name).read_text(), feature_version=(3, 8))
 
 
@@ -91,7 +91,7 @@ def test_python_3_12_is_taken_before_3_13_wherever_they_are(machine: Machine, in
 def test_an_interpreter_is_found_on_path_in_pyenv_and_in_conda(
     place: str, machine: Machine, interpreters: ModuleType
 ) -> None:
-    machine("path/python3.12", "3.11")  # a name that lies
+    machine("path/python3.12", "3.11")  # a name with another version
     wanted = machine(place, "3.12")
     assert interpreters.find_python(interpreters.PYTHON_VERSIONS) == str(wanted)
 
@@ -126,7 +126,7 @@ def test_interpreters_that_cannot_be_used_are_passed_over_and_named(
     assert "path/python: it does not run" in said
     assert "3.12.3/bin/python3.12: it runs pypy" in said
     assert "miniconda3/bin/python3.12: it is built without the GIL" in said
-    assert "3.11" not in said  # another version is no surprise
+    assert "3.11" not in said  # another version is not reported
 
 
 def test_without_an_interpreter_one_message_names_what_was_found_and_what_to_install(
@@ -186,14 +186,14 @@ def test_other_systems_are_told_that_the_engines_run_on_linux_only(system: str, 
 
 
 def test_a_full_disk_is_named_before_anything_is_built(setup: ModuleType, tmp_path: Path) -> None:
-    with a_small_disk(tmp_path / "disk", "8m") as disk:
+    with mount_small_disk(tmp_path / "disk", "8m") as disk:
         with pytest.raises(setup.SetupFailed, match=r"must have 0\.8 GB free, got 0\.0 GB; free some space"):
             setup.Environment(disk / ".venv", "control").create(setup.PYTHON_VERSIONS)
         assert not (disk / ".venv").exists()
 
 
 def test_a_disk_that_fills_during_setup_is_named(setup: ModuleType, tmp_path: Path) -> None:
-    with a_small_disk(tmp_path / "disk", "8m") as disk:
+    with mount_small_disk(tmp_path / "disk", "8m") as disk:
         environment = setup.Environment(disk / ".venv", "control")
         with pytest.raises(setup.SetupFailed, match=f"exit status 3; the disk of {disk} is full"):
             environment.run(["sh", "-c", "exit 3"])
@@ -210,7 +210,7 @@ def offline(setup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def write_wheel(folder: Path, number: int = 1) -> Path:
-    """The smallest wheel that uv installs."""
+    """Make the smallest wheel that uv installs."""
     wheel = folder / "tiny-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("tiny.py", f"number = {number}\n")
@@ -241,7 +241,7 @@ def test_a_wheel_with_one_changed_byte_is_refused_with_its_name(
         offline.install(lock, options)
     said = capfd.readouterr().err
     assert "tiny-1.0-py3-none-any.whl" in said if change == "on the way" else "Hash mismatch for `tiny==1.0`" in said
-    write_wheel(tmp_path)  # as it was, but for the time in the archive
+    write_wheel(tmp_path)  # unchanged but for the time in the archive
     offline.install(write_lock(wheel), options)
 
 
@@ -266,8 +266,8 @@ def test_a_wheel_that_cannot_be_had_is_one_message(
 
 @pytest.fixture
 def recording(setup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """An environment of Python 3.12 without torch, whose uv writes what it is asked for to `asked`."""
-    monkeypatch.setattr(setup, "TORCH_CPU_INDEX", "http://127.0.0.1:1")  # nobody answers
+    """An environment of Python 3.12 without torch, whose uv writes its arguments to `asked`."""
+    monkeypatch.setattr(setup, "TORCH_CPU_INDEX", "http://127.0.0.1:1")  # no index answers
     environment = setup.Environment(tmp_path / ".venv", "cpu")
     answer = {"version": [3, 12], "implementation": "cpython", "free_threaded": False, "missing": []}
     write_script(environment.python, f"case \"$2\" in *torch*) exit 1;; esac; echo '{json.dumps(answer)}'")

@@ -1,14 +1,14 @@
-"""Small scenarios that tests change."""
+"""Small scenarios for tests to change."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from specrl.simulator.pipeline import Trace
-from specrl.simulator.scenario import Scenario
-from specrl.simulator.scenario_file import parse
-from specrl.simulator.simulate import prepare, run
+from specrl.simulator.pipeline import SimulationTrace
+from specrl.simulator.scenarios.scenario import Scenario
+from specrl.simulator.scenarios.scenario_file import parse_scenario
+from specrl.simulator.simulate import prepare_scenario, simulate_events
 
 
 def a_mapping(**sections: dict[str, Any]) -> dict[str, Any]:
@@ -27,10 +27,10 @@ def a_mapping(**sections: dict[str, Any]) -> dict[str, Any]:
 
 
 def a_scenario(*overrides: str, **sections: dict[str, Any]) -> Scenario:
-    return parse(a_mapping(**sections), overrides)
+    return parse_scenario(a_mapping(**sections), overrides)
 
 
-def a_trace(*overrides: str, failures: Sequence[dict[str, Any]] = ()) -> Trace:
+def a_trace(*overrides: str, failures: Sequence[dict[str, Any]] = ()) -> SimulationTrace:
     raw = a_mapping()
     raw["failures"] = list(failures)
-    return run(prepare(parse(raw, overrides)))
+    return simulate_events(prepare_scenario(parse_scenario(raw, overrides)))

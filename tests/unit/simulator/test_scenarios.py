@@ -1,4 +1,4 @@
-"""Scenarios, files and what is refused: with every problem at once, and what to change."""
+"""Scenarios, their files, and what is refused: with every problem at once, and with a remedy."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typer.testing import CliRunner
 
 from specrl.cli import app
 from specrl.errors import SpecInvalid
-from specrl.simulator.hardware import GPUS
-from specrl.simulator.memory import memory_of
-from specrl.simulator.models import MODELS
-from specrl.simulator.scenario_file import find, named, parse, read_mapping
-from specrl.simulator.simulate import prepare, simulate
+from specrl.simulator.costs.memory import estimate_gpu_memory
+from specrl.simulator.scenarios.hardware import GPUS
+from specrl.simulator.scenarios.models import MODELS
+from specrl.simulator.scenarios.scenario_file import find_scenario, list_scenario_names, parse_scenario, read_mapping
+from specrl.simulator.simulate import prepare_scenario, simulate_scenario
 
-KEYS = {"rollout_speedup", "step_speedup", "step_s", "exposed_generation_s", "stages_s"}
+KEYS = {"rolloutSpeedup", "stepSpeedup", "stepSeconds", "exposedGenerationSeconds", "phaseSeconds"}
 
 
 def specrl(*arguments: str) -> tuple[int, str, str]:
@@ -27,23 +27,24 @@ def specrl(*arguments: str) -> tuple[int, str, str]:
 
 def problems(*overrides: str) -> dict[str, str]:
     with pytest.raises(SpecInvalid) as caught:
-        prepare(a_scenario(*overrides))
+        prepare_scenario(a_scenario(*overrides))
     return {problem.path: str(problem) for problem in caught.value.problems}
 
 
-@pytest.mark.parametrize("name", named())
+@pytest.mark.parametrize("name", list_scenario_names())
 def test_a_named_scenario_prints_one_object_with_the_promised_keys(name: str) -> None:
-    code, out, _ = specrl("simulate", name, "--json", "--set", "schedule.steps=4")
+    few = ("--set", "schedule.steps=4", "--set", "schedule.promptsPerStep=32")
+    code, out, _ = specrl("simulate", name, "--json", *few)
     found = json.loads(out)
     assert code == 0
     assert set(found) == KEYS
-    assert list(found["stages_s"]) == ["data", "prepare", "generation", "logprob", "train"]
-    assert sum(found["stages_s"].values()) == pytest.approx(found["step_s"])
-    assert found["exposed_generation_s"] == found["stages_s"]["generation"]
+    assert list(found["phaseSeconds"]) == ["data", "prepare", "generation", "logprob", "train"]
+    assert sum(found["phaseSeconds"].values()) == pytest.approx(found["stepSeconds"])
+    assert found["exposedGenerationSeconds"] == found["phaseSeconds"]["generation"]
 
 
 def test_the_named_scenarios_are_those_of_the_documentation() -> None:
-    assert named() == [
+    assert list_scenario_names() == [
         "paper-235b-async-2048",
         "paper-235b-sync-512",
         "paper-8b-think-async",
@@ -52,7 +53,7 @@ def test_the_named_scenarios_are_those_of_the_documentation() -> None:
     ]
 
 
-def test_every_problem_is_told_at_once() -> None:
+def test_all_problems_of_a_scenario_are_reported_at_once() -> None:
     found = problems("cluster.gpu=H1000", "schedule.maxPolicyLag=7", "speculation.acceptanceLength=9")
     assert "did you mean H100?" in found["cluster.gpu"]
     assert "must be more than maxPolicyLag + 1 = 8" in found["schedule.steps"]
@@ -64,12 +65,12 @@ def test_an_unknown_path_is_refused_with_the_nearest_one() -> None:
         a_scenario("speculation.acceptancelength=3", "schedule.maxLag=1", "schedule.steps=-1")
     told = str(caught.value)
     assert "did you mean acceptanceLength?" in told
-    assert "--set schedule.maxLag: is not a field here" in told
+    assert "schedule.maxLag: is not a field here" in told
     assert "schedule.steps: must be greater than or equal to 1, got -1" in told
 
 
-def test_a_scenario_is_refused_in_the_words_of_run_files() -> None:
-    """They had words of their own, without a remedy, and took a place in a list for a field."""
+def test_a_scenario_is_refused_with_the_same_messages_as_a_run_file() -> None:
+    """Scenarios used to have messages of their own, without a remedy, that took a list index for a field."""
     with pytest.raises(SpecInvalid) as caught:
         a_scenario("schedule.steps=x", "model=8b", "failures=[{replica: 0, atS: 1, backAfter: 2}]")
     found = {problem.path: f"{problem.rule}; {problem.remedy}" for problem in caught.value.problems}
@@ -80,13 +81,13 @@ def test_a_scenario_is_refused_in_the_words_of_run_files() -> None:
 
 def test_all_malformed_overrides_of_a_scenario_are_named_at_once() -> None:
     with pytest.raises(SpecInvalid) as caught:
-        a_scenario("noequals", "speculation.k=[", "=3", "name.x=1", "speculation.eagle3.kk=1")
+        a_scenario("noequals", "speculation.k=[", "=3", "name.x=1", "speculation.kk=1")
     paths = [problem.path for problem in caught.value.problems]
-    assert paths == ["--set", "--set speculation.k", "--set", "--set name.x", "--set speculation.eagle3.kk"]
+    assert paths == ["--set", "--set speculation.k", "--set", "name", "speculation.kk"]
 
 
 @pytest.mark.parametrize("content", ["", "- 1", "a: 1\n---\nb: 2\n"])
-def test_a_file_that_is_not_one_mapping_is_no_scenario(tmp_path: Path, content: str) -> None:
+def test_a_file_that_is_not_one_mapping_is_refused(tmp_path: Path, content: str) -> None:
     file = tmp_path / "scenario.yaml"
     file.write_text(content)
     with pytest.raises(SpecInvalid, match="must be one mapping of sections; see examples/plan/"):
@@ -113,7 +114,7 @@ def test_a_file_that_is_not_one_mapping_is_no_scenario(tmp_path: Path, content: 
         (("speculation.k=0",), "speculation.k"),
     ],
 )
-def test_what_is_impossible_or_contradicts_itself_is_refused(overrides: tuple[str, ...], path: str) -> None:
+def test_impossible_or_contradictory_scenarios_are_refused(overrides: tuple[str, ...], path: str) -> None:
     assert path in problems(*overrides)
 
 
@@ -131,14 +132,15 @@ def test_a_refusal_is_one_message_and_exit_code_two() -> None:
 
 def test_speculation_has_the_short_forms_of_run_files() -> None:
     short = a_scenario("speculation=ngram", "speculation.acceptanceLength=2.4").speculation
-    union = parse(a_mapping() | {"speculation": {"ngram": {"k": 3, "acceptanceLength": 2.4}}}).speculation
+    union = parse_scenario(a_mapping() | {"speculation": {"ngram": {"k": 3, "acceptanceLength": 2.4}}}).speculation
     assert short == union
     assert short.mechanism == "ngram"
 
 
-def test_more_draft_tokens_leave_less_memory_for_the_cache() -> None:
-    few, many = a_scenario(), a_scenario("speculation.k=8", "speculation.acceptanceLength=4")
-    memories = [memory_of(scenario, MODELS["qwen3-8b"], GPUS["H100"], 300) for scenario in (few, many)]
+def test_more_draft_tokens_leave_less_memory_for_the_kv_cache() -> None:
+    few = a_scenario()
+    many = a_scenario("speculation.k=8", "speculation.acceptanceLength=4")
+    memories = [estimate_gpu_memory(scenario, MODELS["qwen3-8b"], GPUS["H100"], 300) for scenario in (few, many)]
     assert memories[0].sampler < memories[1].sampler
     assert memories[0].max_live > memories[1].max_live
 
@@ -149,19 +151,19 @@ def test_figures_and_pages_are_written(tmp_path: Path) -> None:
     files = {file.name: file.read_text() for file in (tmp_path / "out").iterdir()}
     assert set(files) == {"report.md", "report.html", "report.json", "timeline.svg", "acceptance.svg", "split.svg"}
     assert files["report.html"].count("<svg") == 3
-    assert files["acceptance.svg"].count("<rect") == 1 + 64  # the ground and a cell for each (k, acceptance)
+    assert files["acceptance.svg"].count("<rect") == 1 + 64  # the background, and a cell for each (k, acceptance)
     assert set(json.loads(files["report.json"])) == KEYS
 
 
-def test_a_plan_is_no_slower_than_today_and_says_what_binds(tmp_path: Path) -> None:
+def test_a_plan_is_no_slower_than_today_and_names_the_bottleneck(tmp_path: Path) -> None:
     code, out, error = specrl("plan", str(a_file(tmp_path)), "--json")
     assert code == 0, error
     found = json.loads(out)
     assert found["gain"] >= 1
-    assert found["gain_p10"] <= found["gain_p90"]
+    assert found["gainP10"] <= found["gainP90"]
     assert found["binds"] in ("trainer", "generation", "sync", "memory")
-    assert found["max_policy_lag"] <= 1
-    assert found["draft_lengths"][0]["from"] == 1
+    assert found["maxPolicyLag"] <= 1
+    assert found["draftLengths"][0]["from"] == 1
 
 
 def a_file(folder: Path) -> Path:
@@ -183,7 +185,7 @@ def a_file(folder: Path) -> Path:
 def test_published_speedups_are_met(
     name: str, overrides: tuple[str, ...], rollout: float, step: float | None, tolerance: float
 ) -> None:
-    outcome = simulate(parse(read_mapping(find(name)), overrides))
+    outcome = simulate_scenario(parse_scenario(read_mapping(find_scenario(name)), overrides))
     assert outcome.rollout_speedup == pytest.approx(rollout, rel=tolerance)
     if step is not None:
         assert outcome.step_speedup == pytest.approx(step, rel=tolerance)

@@ -1,4 +1,4 @@
-"""The definition is one that an API server takes, says what the model says, and is the one that is committed."""
+"""The CustomResourceDefinition is valid, matches the model, and is the committed one."""
 
 from __future__ import annotations
 
@@ -10,26 +10,24 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.rljob_admission import Manifest, Refusal, admit, refused_by_rules, schema
-from tests.rljob_cases import AT_ANY_TIME, CASES, NEVER, WHILE_SUSPENDED, a_job, changes_of
+from tests.rljob_admission import Manifest, Refusal, admit, read_schema, refused_by_rules
+from tests.rljob_cases import AT_ANY_TIME, CASES, NEVER, WHILE_SUSPENDED, a_job, changes_of, manifest_of
 from typer.testing import CliRunner
 
 from specrl.cli import app
-from specrl.spec.base import Change, Empty
-from specrl.spec.crd import chart_page, definition, page
-from specrl.spec.rljob import manifest_of
+from specrl.spec.base import ChangePolicy, EmptySection, find_section
+from specrl.spec.rljob.crd import build_definition, render_chart_template, render_definition
+from specrl.spec.rljob.status import RLJobStatus
 from specrl.spec.run import RunSpec
-from specrl.spec.stand_ins import section_of
-from specrl.spec.status import RLJobStatus
 from specrl.spec.store import SqliteStore
 
 REPOSITORY = Path(__file__).parents[3]
 CHART = REPOSITORY / "deploy" / "helm" / "templates" / "crd" / "rljobs.yaml"
-SPEC: dict[str, Any] = schema()["properties"]["spec"]
+SPEC: dict[str, Any] = read_schema()["properties"]["spec"]
 
 
 def nodes(found: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every schema in a schema, with its path."""
+    """Yield every schema in a schema, with its path."""
     yield path, found
     for name, inner in found.get("properties", {}).items():
         yield from nodes(inner, f"{path}.{name}")
@@ -38,43 +36,43 @@ def nodes(found: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str
 
 
 def at(path: str, found: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The schema at a path such as `.spec.model`. Raises KeyError if there is none."""
-    place = schema() if found is None else found
+    """Return the schema at a path such as `.spec.model`. Raises KeyError if there is none."""
+    place = read_schema() if found is None else found
     for part in path.removeprefix(".").split("."):
         place = place["properties"][part]
     return place
 
 
 def test_the_chart_installs_the_committed_definition_and_kubectl_the_same() -> None:
-    assert CHART.read_text(encoding="utf-8") == chart_page(), "run: make gen"
+    assert CHART.read_text(encoding="utf-8") == render_chart_template(), "run: make gen"
     printed = CliRunner().invoke(app, ["crd"])
     assert printed.exit_code == 0
-    assert printed.stdout == page()
-    assert yaml.safe_load(page()) == definition()
-    lines = chart_page().splitlines(keepends=True)
+    assert printed.stdout == render_definition()
+    assert yaml.safe_load(render_definition()) == build_definition()
+    lines = render_chart_template().splitlines(keepends=True)
     annotations = lines.index("  annotations:\n")
     kept = [line for line in lines if not line.startswith("{{-")]
     assert lines[annotations - 1] == "{{- if .Values.crds.keep }}\n"
-    assert [line for line in kept if "resource-policy" not in line and line != "  annotations:\n"] == page().splitlines(
-        keepends=True
-    )
+    assert [
+        line for line in kept if "resource-policy" not in line and line != "  annotations:\n"
+    ] == render_definition().splitlines(keepends=True)
 
 
 def test_the_definition_can_be_applied_by_the_client() -> None:
-    # kubectl apply keeps the whole object in an annotation, of which 256 KiB may be on one object.
-    assert len(json.dumps(definition())) < 200 * 1024
+    # kubectl apply stores the whole object in an annotation. Annotations of one object are limited to 256 KiB.
+    assert len(json.dumps(build_definition())) < 200 * 1024
 
 
 def test_the_schema_is_structural() -> None:
     allowed = {
         *("type", "description", "properties", "required", "items", "default", "enum", "format", "pattern"),
-        *("minimum", "maximum", "minLength", "maxLength", "maxItems"),
+        *("minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems"),
         *("x-kubernetes-validations", "x-kubernetes-list-type", "x-kubernetes-list-map-keys"),
         "x-kubernetes-preserve-unknown-fields",
     }
     empty = {".spec.generation.speculation.none", ".spec.store.sqlite", ".spec.telemetry.sinks.tensorboard"}
-    assert (Empty.model_fields, SqliteStore.model_fields) == ({}, {})
-    for path, node in nodes(schema()):
+    assert (EmptySection.model_fields, SqliteStore.model_fields) == ({}, {})
+    for path, node in nodes(read_schema()):
         assert set(node) <= allowed, path
         assert node["type"] in {"object", "array", "string", "integer", "boolean"}, path
         if node["type"] == "object" and path not in {*empty, ".metadata"}:
@@ -82,9 +80,9 @@ def test_the_schema_is_structural() -> None:
         assert set(node.get("required", [])) <= set(node.get("properties", {})), path
 
 
-def test_every_text_and_list_has_a_longest_length() -> None:
-    """Without one, the API server's cost estimate takes it for megabytes and refuses every rule about it."""
-    for path, node in nodes(schema()):
+def test_every_text_and_list_has_a_maximum_length() -> None:
+    """Without a maximum, the API server's cost estimate assumes megabytes and refuses every rule about the text."""
+    for path, node in nodes(read_schema()):
         if path in {".apiVersion", ".kind"}:
             continue
         if node["type"] == "string":
@@ -94,12 +92,13 @@ def test_every_text_and_list_has_a_longest_length() -> None:
             assert node["x-kubernetes-list-type"] in {"atomic", "map"}, path
 
 
-def test_every_field_of_the_model_is_there_with_meaning_and_default() -> None:
+def test_every_field_of_the_model_is_in_the_schema_with_description_and_default() -> None:
     def compare(section: Any, found: dict[str, Any], path: str) -> None:
         names = {str(field.alias): field for field in section.model_fields.values() if path or field.alias != "name"}
         assert set(names) == set(found.get("properties", {})), path
         for alias, field in names.items():
-            inner, node = section_of(field), found["properties"][alias]
+            inner = find_section(field)
+            node = found["properties"][alias]
             assert node["description"], f"{path}.{alias}"
             assert (alias in found.get("required", [])) == field.is_required(), f"{path}.{alias}"
             assert ("default" in node) == (not field.is_required() and field.default is not None), f"{path}.{alias}"
@@ -107,7 +106,7 @@ def test_every_field_of_the_model_is_there_with_meaning_and_default() -> None:
                 compare(inner, node.get("items", node), f"{path}.{alias}")
 
     compare(RunSpec, SPEC, "")
-    compare(RLJobStatus, schema()["properties"]["status"], "status")
+    compare(RLJobStatus, read_schema()["properties"]["status"], "status")
 
 
 def test_defaults_are_those_of_the_model() -> None:
@@ -119,7 +118,7 @@ def test_defaults_are_those_of_the_model() -> None:
 
 
 def _without_decimals(value: Any) -> Any:
-    """Decimals are numbers: 1e-5 is 0.00001."""
+    """Compare decimals as numbers: 1e-5 equals 0.00001."""
     if isinstance(value, dict):
         return {name: _without_decimals(inner) for name, inner in value.items()}
     try:
@@ -128,15 +127,15 @@ def _without_decimals(value: Any) -> Any:
         return value
 
 
-def test_defaults_stand_on_their_own() -> None:
-    """The API server refuses a definition whose defaults break a rule, or lack a field that a rule reads."""
-    for path, node in nodes(schema()):
+def test_defaults_are_complete_and_break_no_rule() -> None:
+    """The API server refuses a definition with a default that breaks a rule, or lacks a field that a rule reads."""
+    for path, node in nodes(read_schema()):
         if "default" in node:
             assert refused_by_rules(node, node["default"]) == [], path
 
 
 def test_columns_scale_and_rules_point_at_fields_that_exist() -> None:
-    version = definition()["spec"]["versions"][0]
+    version = build_definition()["spec"]["versions"][0]
     columns = {column["name"]: column for column in version["additionalPrinterColumns"]}
     first = [name for name, column in columns.items() if "priority" not in column]
     assert first == ["State", "Step", "Steps", "Gen-Ready", "Gen", "Exposed", "Restarts", "Age"]
@@ -147,22 +146,22 @@ def test_columns_scale_and_rules_point_at_fields_that_exist() -> None:
     assert at(scale["specReplicasPath"])["default"] == 1, "/scale fails where there are no replicas"
     assert at(scale["statusReplicasPath"])["type"] == "integer"
     assert at(scale["labelSelectorPath"])["type"] == "string"
-    for path, node in nodes(schema()):
+    for path, node in nodes(read_schema()):
         for rule in node.get("x-kubernetes-validations", []):
             assert len(rule["message"]) < 2048
             if "fieldPath" in rule:
                 assert at(rule["fieldPath"], node)["type"], path
 
 
-def test_fields_that_are_called_like_words_of_cel_are_escaped() -> None:
-    """The API server's estimate finds no bound of a field that is not, and takes its text for endless."""
+def test_fields_named_like_reserved_words_of_cel_are_escaped() -> None:
+    """With an unescaped name, the API server's cost estimate finds no maximum length, and refuses the rule."""
     words = "as|break|const|continue|else|false|for|function|if|import|in|let|loop|namespace|null|package|return|true"
-    for path, node in nodes(schema()):
+    for path, node in nodes(read_schema()):
         for rule in node.get("x-kubernetes-validations", []):
             assert re.search(rf"\.({words})\b(?!\()", rule["rule"]) is None, (path, rule)
 
 
-def test_conditions_are_a_map_by_type_and_say_which_spec_they_are_about() -> None:
+def test_conditions_are_a_map_by_type_and_have_an_observed_generation() -> None:
     conditions = at(".status.conditions")
     assert (conditions["x-kubernetes-list-type"], conditions["x-kubernetes-list-map-keys"]) == ("map", ["type"])
     fields = conditions["items"]
@@ -175,7 +174,7 @@ def test_conditions_are_a_map_by_type_and_say_which_spec_they_are_about() -> Non
     ("name", "is_sound"),
     [("a", True), ("a" * 34, True), ("q3-8b", True), ("a" * 35, False), ("3b", False), ("a-", False), ("A", False)],
 )
-def test_a_job_is_named_as_a_run_is(name: str, is_sound: bool) -> None:
+def test_names_of_jobs_follow_the_rule_of_run_names(name: str, is_sound: bool) -> None:
     _, refusals = admit(a_job(name=name))
     assert [refusal.path for refusal in refusals] == ([] if is_sound else [""])
     assert all("at most 34 lower-case letters" in refusal.message for refusal in refusals)
@@ -186,10 +185,10 @@ def ids(changes: list[tuple[str, Manifest, Manifest]]) -> list[str]:
 
 
 @pytest.mark.parametrize(("path", "before", "after"), changes_of(NEVER), ids=ids(changes_of(NEVER)))
-def test_a_run_stays_what_it_is(path: str, before: Manifest, after: Manifest) -> None:
+def test_immutable_fields_cannot_be_changed(path: str, before: Manifest, after: Manifest) -> None:
     stored, refusals = admit(before)
     assert refusals == []
-    message = f"{path} cannot be changed, added or removed; make a new job"
+    message = f"{path} cannot be changed, added or removed; create a new job"
     assert admit(after, stored)[1] == [Refusal(f"spec.{path}", message)]
     stored["spec"]["suspend"] = after["spec"]["suspend"] = True
     assert admit(after, stored)[1] == [Refusal(f"spec.{path}", message)], "not while it is suspended, either"
@@ -200,7 +199,7 @@ SUSPENDED = changes_of(WHILE_SUSPENDED)
 
 
 @pytest.mark.parametrize(("path", "before", "after"), SUSPENDED, ids=ids(SUSPENDED))
-def test_pods_are_made_otherwise_only_while_there_are_none(path: str, before: Manifest, after: Manifest) -> None:
+def test_pod_settings_can_be_changed_only_while_suspended(path: str, before: Manifest, after: Manifest) -> None:
     message = f"{path} can only be changed while the job is suspended; set suspend: true first"
     assert admit(after, admit(before)[0])[1] == [Refusal(f"spec.{path}", message)]
     after["spec"]["suspend"] = True
@@ -212,7 +211,7 @@ def test_pods_are_made_otherwise_only_while_there_are_none(path: str, before: Ma
 
 
 @pytest.mark.parametrize(("path", "before", "after"), changes_of(AT_ANY_TIME), ids=ids(changes_of(AT_ANY_TIME)))
-def test_the_rest_may_change_at_any_time(path: str, before: Manifest, after: Manifest) -> None:
+def test_mutable_fields_can_be_changed_at_any_time(path: str, before: Manifest, after: Manifest) -> None:
     assert admit(after, admit(before)[0])[1] == [], path
 
 
@@ -222,8 +221,9 @@ def test_every_field_has_been_changed_in_a_test() -> None:
 
     def free(section: Any, path: str) -> Iterator[str]:
         for field in section.model_fields.values():
-            place, inner = f"{path}.{field.alias}".removeprefix("."), section_of(field)
-            if Change.ANY_TIME in field.metadata:
+            place = f"{path}.{field.alias}".removeprefix(".")
+            inner = find_section(field)
+            if ChangePolicy.ANY_TIME in field.metadata:
                 yield place
             elif inner is not None:
                 yield from free(inner, place)
@@ -231,7 +231,7 @@ def test_every_field_has_been_changed_in_a_test() -> None:
     assert set(free(RunSpec, "")) == set(AT_ANY_TIME)
 
 
-def test_what_is_optional_is_tried_absent_too() -> None:
+def test_optional_fields_are_also_tested_absent() -> None:
     for path, values in {**NEVER, **WHILE_SUSPENDED}.items():
         rule = next(
             it["rule"]
@@ -257,6 +257,6 @@ def test_wrong_types_and_values_are_refused_by_the_schema(changes: dict[str, Any
     assert [refusal.path for refusal in admit(a_job(changes))[1]] == [path]
 
 
-def test_no_string_of_the_page_is_a_number_to_newer_yaml() -> None:
-    """PyYAML takes a bare 1e-8 for text; Helm and kubectl take it for a number, and the API server refuses it."""
-    assert re.findall(r": [-+]?\d+(?:\.\d*)?[eE][-+]?\d+$", page(), re.MULTILINE) == []
+def test_no_string_of_the_definition_is_a_number_in_yaml_1_2() -> None:
+    """PyYAML reads a bare 1e-8 as text. Helm and kubectl read it as a number, which the API server refuses."""
+    assert re.findall(r": [-+]?\d+(?:\.\d*)?[eE][-+]?\d+$", render_definition(), re.MULTILINE) == []

@@ -1,8 +1,9 @@
-"""Every run file and RLJob that users are told to copy is one."""
+"""Every example is a valid run file or RLJob."""
 
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from specrl.spec.run import RunSpec
 
 FOLDER = Path(__file__).parents[3] / "examples"
 EXAMPLES = sorted(set(FOLDER.rglob("*.yaml")) - set(FOLDER.glob("plan/*.yaml")))  # those: tests/unit/simulator
-RLJOBS = sorted(FOLDER.glob("rljob-*.yaml"))
+RLJOBS = sorted(FOLDER.rglob("rljob-*.yaml"))
+LADDER = sorted(FOLDER.glob("0*/"))
 
 
 def the_rljob(file: Path) -> dict[str, Any]:
@@ -32,9 +34,35 @@ def test_every_example_is_a_run_file(file: Path) -> None:
     assert CliRunner().invoke(app, ["spec", "check", str(file)]).exit_code == 0
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/first-run.md"])
+def test_the_run_file_of_a_page_is_valid(page: str, tmp_path: Path) -> None:
+    (shown,) = re.findall(r"^```yaml\n(.*?)^```", (FOLDER.parent / page).read_text(encoding="utf-8"), re.M | re.S)
+    file = tmp_path / "run.yaml"
+    file.write_text(shown, encoding="utf-8")
+    assert CliRunner().invoke(app, ["spec", "check", str(file)]).exit_code == 0
+
+
 def test_there_are_examples() -> None:
     assert len(EXAMPLES) >= 5
-    assert [file.name for file in RLJOBS] == ["rljob-local.yaml", "rljob-qwen3-8b-gb200.yaml"]
+    names = [str(file.relative_to(FOLDER)) for file in RLJOBS]
+    assert names == ["07-gb200/rljob-qwen3-235b.yaml", "07-gb200/rljob-qwen3-8b.yaml", "rljob-local.yaml"]
+
+
+def test_the_ladder_has_seven_steps_and_the_readme_shows_each() -> None:
+    assert [folder.name[:3] for folder in LADDER] == [f"{number:02}-" for number in range(1, 8)]
+    readme = (FOLDER.parent / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[[^]]+\]\(examples/(0[^/]+)/README\.md\)", readme, re.M)
+    assert rows == [folder.name for folder in LADDER]
+
+
+@pytest.mark.parametrize("folder", LADDER, ids=lambda folder: folder.name)
+def test_the_page_of_an_example_says_what_a_user_needs(folder: Path) -> None:
+    page = (folder / "README.md").read_text(encoding="utf-8")
+    assert page.startswith(f"# {folder.name[:2]}: ")
+    parts = ["**Purpose.**", "**Command.**", "**Time and hardware.**", "**Expected output.**"]
+    places = [page.find(part) for part in parts]
+    assert -1 not in places, f"{folder.name} lacks one of {parts}"
+    assert places == sorted(places)
 
 
 @pytest.mark.parametrize("file", RLJOBS, ids=lambda file: file.name)
@@ -55,8 +83,8 @@ def test_the_local_rljob_is_the_demo() -> None:
 
 
 def test_the_gb200_example_is_the_papers_layout_and_scales_as_its_comments_say() -> None:
-    job = the_rljob(FOLDER / "rljob-qwen3-8b-gb200.yaml")
-    spec = load_spec(FOLDER / "rljob-qwen3-8b-gb200.yaml")
+    job = the_rljob(FOLDER / "07-gb200" / "rljob-qwen3-8b.yaml")
+    spec = load_spec(FOLDER / "07-gb200" / "rljob-qwen3-8b.yaml")
     nodes = spec.generation.replicas * spec.generation.gpus_per_replica // spec.placement.gpus_per_node
     assert (nodes, spec.trainer.num_nodes, spec.schedule.max_policy_lag) == (12, 4, 1)
     stored, _ = admit(job)
@@ -70,7 +98,18 @@ def test_the_gb200_example_is_the_papers_layout_and_scales_as_its_comments_say()
         assert [refusal.path for refusal in admit(same_domain)[1]] == refused
 
 
-def test_an_rljob_runs_here_or_is_refused_with_words(tmp_path: Path) -> None:
+def test_the_large_gb200_example_has_the_nodes_that_its_comments_name() -> None:
+    spec = load_spec(FOLDER / "07-gb200" / "rljob-qwen3-235b.yaml")
+    nodes = spec.generation.replicas * spec.generation.gpus_per_replica // spec.placement.gpus_per_node
+    assert (nodes, spec.trainer.num_nodes, spec.schedule.max_policy_lag) == (32, 32, 1)
+    assert spec.trainer.parallelism.world_size == spec.trainer.num_nodes * spec.trainer.gpus_per_node
+    heads, kv_heads, layers, experts = 64, 4, 94, 128  # Qwen3-235B-A22B's config.json
+    parallel = spec.trainer.parallelism
+    assert not any((heads % parallel.tensor, kv_heads % parallel.tensor, layers % parallel.pipeline))
+    assert not any((experts % parallel.expert, kv_heads % spec.generation.tensor_parallel))
+
+
+def test_an_rljob_runs_locally_or_is_refused_with_a_reason(tmp_path: Path) -> None:
     text = (FOLDER / "rljob-local.yaml").read_text(encoding="utf-8")
     file = tmp_path / "job.yaml"
     file.write_text(text.replace("/opt/specrl/demo-policy", "policy"))

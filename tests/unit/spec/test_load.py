@@ -1,8 +1,9 @@
-"""One run of the command names everything that is wrong with a file, and nothing that is not."""
+"""Loading a file reports all of its problems at once, and no others."""
 
 from __future__ import annotations
 
 import copy
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic.alias_generators import to_camel
 from tests.rljob_admission import admit
-from tests.rljob_cases import a_job
+from tests.rljob_cases import a_job, manifest_of
 
 from specrl.errors import SpecInvalid
-from specrl.spec import digest, dump, load_spec, parse_rljob, parse_spec
-from specrl.spec.rljob import manifest_of
+from specrl.spec import digest_spec, dump_spec, load_spec, parse_rljob, parse_spec
 
 SOUND: dict[str, Any] = {
     "name": "run",
@@ -30,7 +30,7 @@ SOUND: dict[str, Any] = {
 
 
 def a_run(**changes: Any) -> dict[str, Any]:
-    """A sound run file with values at dotted paths (`model__path`); `...` takes a field out."""
+    """Build a valid run file with values at paths (`model__path`); `...` removes a field."""
     raw = copy.deepcopy(SOUND)
     for path, value in changes.items():
         *parents, last = path.split("__")
@@ -53,7 +53,7 @@ def problems(raw: dict[str, Any]) -> dict[str, str]:
     return {problem.path: f"{problem.rule}; {problem.remedy}" for problem in caught.value.problems}
 
 
-def test_a_sound_file_loads_with_defaults() -> None:
+def test_a_valid_file_loads_with_defaults() -> None:
     spec = parse_spec(SOUND)
     assert spec.schedule.max_policy_lag == 1
     assert spec.generation.speculation.kind == "none"
@@ -82,8 +82,8 @@ RULES = {
     ),
     "validation.source": a_run(validation__source={"jsonl": {"path": "train.jsonl"}}),
     "generation.sampling.temperature": a_run(generation__sampling__temperature="0"),
-    "generation.sampling.topP": a_run(generation__sampling__topP="0.9"),
-    "generation.sampling.topK": a_run(generation__sampling__topK=5),
+    "generation.sampling.topP": a_run(generation__sampling__topP="1.1"),
+    "generation.sampling.topK": a_run(generation__sampling__topK=1),
     "model.maxLength": a_run(model__maxLength=512 + 64),
     "trainer.optimizer.learningRate": a_run(trainer__optimizer__learningRate="0"),
     "trainer.optimizer.beta2": a_run(trainer__optimizer__beta2="1"),
@@ -101,15 +101,15 @@ RULES = {
 
 
 @pytest.mark.parametrize("path", RULES)
-def test_a_broken_rule_is_named_alone(path: str) -> None:
+def test_a_broken_rule_is_the_only_problem(path: str) -> None:
     assert list(problems(RULES[path])) == [path]
 
 
 @pytest.mark.parametrize("path", [path for path in RULES if path != "trainer.optimizer.learningRate"])
-def test_a_rule_is_still_tried_when_required_fields_are_missing(path: str) -> None:
+def test_rules_are_checked_only_when_every_field_parses(path: str) -> None:
     raw = RULES[path]
     broken = {**raw, "name": "Not A Name", "schedule": {"groupSize": "many"}, "extra": 1}
-    broken["trainer"] = {**broken["trainer"], "optimizer": {**broken["trainer"]["optimizer"], "learningRate": 0.1}}
+    broken["trainer"] = {**broken["trainer"], "optimizer": {**broken["trainer"]["optimizer"], "learningRate": "x"}}
     assert list(problems(broken)) == [
         "name",
         "trainer.optimizer.learningRate",
@@ -117,13 +117,12 @@ def test_a_rule_is_still_tried_when_required_fields_are_missing(path: str) -> No
         "schedule.promptsPerStep",
         "schedule.groupSize",
         "extra",
-        path,
-    ]
+    ], "all malformed fields at once, and no rule"
 
 
 @pytest.mark.parametrize("section", ["model", "prompts", "rewards", "generation", "trainer", "schedule"])
 @pytest.mark.parametrize("value", [..., 5, "text", None, [1]])
-def test_rules_about_a_section_that_is_not_there_are_not_made_up(section: str, value: Any) -> None:
+def test_rules_about_an_absent_section_do_not_apply(section: str, value: Any) -> None:
     raw = a_run(**{section: value}, validation={"source": {"parquet": {"path": "t"}}})
     assert list(problems(raw)) == [section]
 
@@ -140,7 +139,7 @@ def test_rules_about_a_section_that_is_not_there_are_not_made_up(section: str, v
         ("prompts__source", "train.jsonl"),
         ("model__maxLength", None),
         ("model__dtype", "int4"),
-        ("trainer__optimizer__beta1", 0.9),
+        ("trainer__optimizer__beta1", [0.9]),
         ("trainer__loss__advantages", "maybe"),
         ("telemetry__httpPort", 70000),
         ("generation__speculation", {"eagle3": {"numDraftTokens": 0}}),
@@ -148,7 +147,7 @@ def test_rules_about_a_section_that_is_not_there_are_not_made_up(section: str, v
         ("validation__sampling", {"temperature": "x", "samplesPerPrompt": 4}),
     ],
 )
-def test_a_malformed_field_is_the_only_problem_of_a_sound_file(path: str, value: Any) -> None:
+def test_a_malformed_field_is_the_only_problem_of_an_otherwise_valid_file(path: str, value: Any) -> None:
     raw = a_run(**{path: value})
     if "validation" in raw:
         raw["validation"]["source"] = {"parquet": {"path": "t"}}
@@ -156,7 +155,7 @@ def test_a_malformed_field_is_the_only_problem_of_a_sound_file(path: str, value:
     assert named.startswith(path.replace("__", "."))
 
 
-def test_two_missing_sources_are_not_said_to_be_equal() -> None:
+def test_two_missing_sources_are_not_reported_as_equal() -> None:
     raw = a_run(prompts__source=..., validation={"limit": 5})
     assert list(problems(raw)) == ["prompts.source", "validation.source"]
 
@@ -168,15 +167,55 @@ def test_unknown_fields_come_with_a_suggestion() -> None:
     assert found["zzz"].endswith("remove it")
 
 
-def test_python_names_are_read_too_and_their_errors_do_not_hide_the_rules() -> None:
-    assert parse_spec(a_run(schedule__max_policy_lag=3)).schedule.max_policy_lag == 3
-    found = problems(a_run(generation__sampling={"max_tokens": "x"}, prompts__template="none"))
-    assert list(found) == ["generation.sampling.max_tokens", "prompts.template"]
+def test_only_the_name_of_a_run_gets_advice_about_names() -> None:
+    """A URL that did not match its pattern came with advice about lower-case letters and dashes."""
+    found = problems(a_run(name="Not-A-Name", checkpoint={"mirror": "nowhere"}))
+    assert found["name"].endswith("; use at most 34 lower-case letters, digits and dashes")
+    assert found["checkpoint.mirror"].endswith("; see docs/run-file.md")
 
 
-def test_floats_are_refused_with_the_spelling_that_works() -> None:
-    found = problems(a_run(trainer__optimizer__learningRate=1e-5))
-    assert 'must be a decimal in quotes, as in "0.7"' in found["trainer.optimizer.learningRate"]
+def test_names_in_snake_case_are_refused_with_the_name_of_the_field() -> None:
+    """Beside the field itself, such a name was once ignored."""
+    found = problems(a_run(schedule__max_policy_lag=3, schedule__maxPolicyLag=2, trainer__learningRate=1))
+    assert found["schedule.max_policy_lag"] == "is not a field here; did you mean maxPolicyLag?"
+    assert "did you mean trainer.optimizer.learningRate or " in found["trainer.learningRate"]
+
+
+def test_a_field_that_is_given_twice_is_refused(tmp_path: Path) -> None:
+    """The last value won without a word."""
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(SOUND) + "name: other\n", encoding="utf-8")
+    with pytest.raises(SpecInvalid, match="name twice in one section, again in line"):
+        load_spec(file)
+
+
+def test_all_broken_rules_are_reported_at_once() -> None:
+    raw = a_run(prompts__template="none", rewards={"math": {}, "exact": {}}, model__maxLength=512 + 64, store={})
+    assert set(problems(raw)) == {"prompts.template", "rewards", "model.maxLength", "store"}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("0.8", "0.8"), ("1", "1"), ("1.0", "1.0"), ("1.0e-5", "0.00001"), ("1e-4", "0.0001"), ('"0.70"', "0.70")],
+)
+def test_numbers_are_written_as_numbers(tmp_path: Path, text: str, value: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(SOUND).replace("'1e-5'", "1e-5").replace("1e-5", text), encoding="utf-8")
+    for spec in (load_spec(file), load_spec(file, [f"trainer.optimizer.learningRate={text}"])):
+        assert spec.trainer.optimizer.learning_rate == Decimal(value)
+
+
+@pytest.mark.parametrize("value", [True, None, float("nan"), float("inf"), 1e300, "a", "1e", [1]])
+def test_what_is_no_number_is_refused(value: Any) -> None:
+    found = problems(a_run(trainer__optimizer__learningRate=value))
+    assert found["trainer.optimizer.learningRate"].startswith("must be a number, as in 0.7 or 1e-5, got ")
+
+
+def test_an_rljob_has_its_fractions_in_quotes() -> None:
+    """The API server refuses a number there, since the CRD has text."""
+    job = a_job({"trainer.optimizer.learningRate": 0.5})
+    with pytest.raises(SpecInvalid, match=r'must be in quotes in an RLJob, as in "0\.5"'):
+        parse_rljob(job)
 
 
 names = st.sampled_from([*SOUND, "validation", "path", "source", "sampling", "maxTokens", "steps", "junk"])
@@ -208,9 +247,24 @@ def test_paths_are_relative_to_the_file_and_dump_reads_back(tmp_path: Path) -> N
     assert spec.prompts.source.jsonl.path == str(tmp_path / "train.jsonl")
     again = tmp_path / "elsewhere" / "run.yaml"
     again.parent.mkdir()
-    again.write_text(dump(spec))
+    again.write_text(dump_spec(spec))
     assert load_spec(again) == spec
-    assert digest(load_spec(again)) == digest(spec)
+    assert digest_spec(load_spec(again)) == digest_spec(spec)
+
+
+def test_a_name_on_the_hub_stays_unless_it_is_a_folder(tmp_path: Path) -> None:
+    file = write(tmp_path, a_run(model__path="Qwen/Qwen3-0.6B"))
+    assert load_spec(file).model.path == "Qwen/Qwen3-0.6B"
+    (tmp_path / "Qwen/Qwen3-0.6B").mkdir(parents=True)
+    assert load_spec(file).model.path == str(tmp_path / "Qwen/Qwen3-0.6B")
+
+
+@pytest.mark.parametrize(
+    "path", ["./team/tiny", "~/team/tiny", "/team/tiny", "tiny", "a/b/c", "team/../tiny", "../tiny"]
+)
+def test_other_paths_are_always_folders(tmp_path: Path, path: str) -> None:
+    found = load_spec(write(tmp_path, a_run(model__path=path))).model.path
+    assert Path(found).is_absolute()
 
 
 def test_paths_of_drafters_are_relative_to_the_file(tmp_path: Path) -> None:
@@ -272,7 +326,7 @@ def test_a_stop_string_must_not_end_calls() -> None:
     for stop in ("</tool>", "</", "so</tool>then"):
         raw = with_tools()
         raw["generation"] = {**raw["generation"], "sampling": {**raw["generation"]["sampling"], "stop": [stop]}}
-        assert "is one already" in problems(raw)["tools.callEnd"]
+        assert "is a stop string already" in problems(raw)["tools.callEnd"]
 
 
 @pytest.mark.parametrize("name", ["a:b", "a.b_c:d"])
@@ -281,14 +335,14 @@ def test_functions_of_modules_can_be_named(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["", ":", "a", "a:", ":b", "a:b:c", "a b:c", "../a:b", "a..b:c"])
-def test_what_names_no_function_is_refused(name: str) -> None:
+def test_a_malformed_function_name_is_refused(name: str) -> None:
     assert list(problems(a_run(rewards={"python": {"function": name}}))) == ["rewards.python.function"]
 
 
-def test_the_digest_leaves_out_what_may_change_in_a_run() -> None:
+def test_the_digest_ignores_what_may_change_during_a_run() -> None:
     spec = parse_spec(SOUND)
-    assert digest(parse_spec(a_run(generation__replicas=5))) == digest(spec)
-    assert digest(parse_spec(a_run(schedule__seed=5))) != digest(spec)
+    assert digest_spec(parse_spec(a_run(generation__replicas=5))) == digest_spec(spec)
+    assert digest_spec(parse_spec(a_run(schedule__seed=5))) != digest_spec(spec)
 
 
 def test_overrides_are_applied_and_fractions_stay_text(tmp_path: Path) -> None:
@@ -299,19 +353,42 @@ def test_overrides_are_applied_and_fractions_stay_text(tmp_path: Path) -> None:
     assert spec.rewards.kind == "exact"
 
 
-def test_all_malformed_overrides_are_named_at_once(tmp_path: Path) -> None:
+def test_an_override_changes_an_item_of_a_list(tmp_path: Path) -> None:
+    """The list became a mapping: the other items were lost, and the message was about a type."""
+    terms = [{"name": name, "verifier": {"exact": {}}} for name in ("first", "second")]
+    file = write(tmp_path, a_run(rewards={"sum": {"terms": terms}}))
+    spec = load_spec(file, ["rewards.sum.terms.1.weight=0.5", "rewards.sum.terms.0.verifier={math: {}}"])
+    assert spec.rewards.sum is not None
+    first, second = spec.rewards.sum.terms
+    assert (first.name, first.weight, first.verifier.kind) == ("first", 1, "math")
+    assert (second.name, str(second.weight), second.verifier.kind) == ("second", "0.5", "exact")
+    for wrong in ("2", "x", "-1"):
+        with pytest.raises(SpecInvalid, match="must name an item of a list of 2 by its number, from 0, got"):
+            load_spec(file, [f"rewards.sum.terms.{wrong}.weight=0.5"])
+
+
+def test_paths_of_items_of_a_list_are_relative_to_the_file(tmp_path: Path) -> None:
+    verifier = {"python": {"function": "my_rewards:grade", "folder": "mine"}}
+    spec = load_spec(write(tmp_path, a_run(rewards={"sum": {"terms": [{"name": "own", "verifier": verifier}]}})))
+    assert spec.rewards.sum is not None
+    python = spec.rewards.sum.terms[0].verifier.python
+    assert python is not None
+    assert python.folder == str(tmp_path / "mine")
+
+
+def test_all_malformed_overrides_are_reported_at_once(tmp_path: Path) -> None:
     with pytest.raises(SpecInvalid) as caught:
         load_spec(write(tmp_path, SOUND), ["noequals", "a.b=[", "=3", "a..b=1"])
     assert len(caught.value.problems) == 4
 
 
-def test_a_manifest_is_read_as_the_run_that_it_stands_for(tmp_path: Path) -> None:
+def test_a_manifest_is_read_as_its_run(tmp_path: Path) -> None:
     spec = load_spec(write(tmp_path, a_job(name="x")), ["generation.replicas=2"])
     assert (spec.name, spec.model.path, spec.generation.replicas) == ("x", "/models/policy", 2)
 
 
-def test_a_manifest_and_its_run_can_be_made_of_each_other() -> None:
-    decimals = {"learningRate": "0.001", "epsilon": "0.001"}  # written as Python writes them
+def test_a_manifest_and_its_run_can_be_converted_into_each_other() -> None:
+    decimals = {"learningRate": "0.001", "epsilon": "0.001"}  # as Python prints decimals
     template = {"spec": {"tolerations": [{"key": "gpu"}], "hostIPC": False}}
     job = a_job({"trainer.optimizer": decimals, "placement.rdma": {}, "generation.podTemplate": template})
     spec = parse_rljob(job)
@@ -322,7 +399,7 @@ def test_a_manifest_and_its_run_can_be_made_of_each_other() -> None:
     assert stored == manifest_of(spec), "an API server fills in the same defaults"
 
 
-def test_a_manifest_is_held_to_the_rules_of_clusters_and_a_run_file_is_not(tmp_path: Path) -> None:
+def test_cluster_rules_apply_to_a_manifest_and_not_to_a_run_file(tmp_path: Path) -> None:
     job = a_job({"model.path": "policy"})
     with pytest.raises(SpecInvalid, match="must be an absolute path in an RLJob, got 'policy'"):
         load_spec(write(tmp_path, job))
@@ -338,13 +415,13 @@ def test_a_manifest_is_held_to_the_rules_of_clusters_and_a_run_file_is_not(tmp_p
         ({"spec": SOUND | {"name": "x"}}, "spec.name"),
     ],
 )
-def test_what_is_wrong_around_a_manifests_spec_is_named(changes: dict[str, Any], path: str) -> None:
+def test_problems_of_a_manifests_envelope_are_reported(changes: dict[str, Any], path: str) -> None:
     with pytest.raises(SpecInvalid) as caught:
         parse_rljob(a_job() | changes)
     assert [problem.path for problem in caught.value.problems] == [path]
 
 
-def test_a_manifest_with_a_wrong_name_or_too_many_volumes_says_so_in_its_own_terms(tmp_path: Path) -> None:
+def test_problems_of_a_manifest_are_reported_by_the_manifests_paths(tmp_path: Path) -> None:
     volumes = [{"claimName": "a", "mountPath": f"/{number}"} for number in range(17)]
     with pytest.raises(SpecInvalid) as caught:
         load_spec(write(tmp_path, a_job({"volumes": volumes}, name="Not-A-Name")))
@@ -360,11 +437,11 @@ def test_the_one_rljob_of_a_file_is_read_and_two_are_refused(tmp_path: Path) -> 
     assert load_spec(path).name == "job"
     for documents, count in (([a_job(), a_job()], 2), ([claim, SOUND], 0)):
         path.write_text(yaml.safe_dump_all(documents))
-        with pytest.raises(SpecInvalid, match=f"must hold one RLJob, got {count}"):
+        with pytest.raises(SpecInvalid, match=f"must contain exactly one RLJob, got {count}"):
             load_spec(path)
 
 
-def test_what_only_a_cluster_reads_is_accepted_and_changes_neither_run_nor_digest(tmp_path: Path) -> None:
+def test_cluster_fields_are_accepted_and_change_neither_run_nor_digest(tmp_path: Path) -> None:
     raw = a_run(
         suspend=True,
         placement={"profile": "GB200"},
@@ -375,11 +452,11 @@ def test_what_only_a_cluster_reads_is_accepted_and_changes_neither_run_nor_diges
     )
     file = write(tmp_path, raw)
     assert load_spec(file).generation.gpus_per_replica == 4
-    assert digest(load_spec(file)) == digest(load_spec(write(tmp_path, SOUND)))
-    assert dump(parse_spec(raw)) == dump(parse_spec(SOUND))
+    assert digest_spec(load_spec(file)) == digest_spec(load_spec(write(tmp_path, SOUND)))
+    assert dump_spec(parse_spec(raw)) == dump_spec(parse_spec(SOUND))
 
 
-def test_what_is_wrong_in_a_list_of_sections_is_named_with_its_place() -> None:
+def test_problems_in_a_list_of_sections_are_reported_with_their_index() -> None:
     found = problems(a_run(volumes=[{"claimName": "", "mountPath": "/models"}, {"claimNam": "b"}], zzz=1))
     wrong = [f"volumes.{place}" for place in ("0.claimName", "1.claimName", "1.mountPath", "1.claimNam")]
     assert list(found) == [*wrong, "zzz"]
@@ -387,9 +464,15 @@ def test_what_is_wrong_in_a_list_of_sections_is_named_with_its_place() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), [("a: [", "must be YAML"), ("- 1", "mapping of sections"), (b"\xff\xfe\xfd", "must be YAML")]
+    ("content", "said"),
+    [
+        ("a: [", "must be YAML"),
+        ("a: {b: 1\nc: 2", "must be YAML, got expected ',' or '}', but got ':' in line 2, column 2, while parsing"),
+        ("- 1", "mapping of sections"),
+        (b"\xff\xfe\xfd", "must be YAML"),
+    ],
 )
-def test_a_file_that_is_no_run_file_is_refused(tmp_path: Path, content: str | bytes, said: str) -> None:
+def test_a_file_that_is_not_a_run_file_is_refused(tmp_path: Path, content: str | bytes, said: str) -> None:
     path = tmp_path / "run.yaml"
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(SpecInvalid, match=said):
@@ -416,7 +499,7 @@ def test_paths_of_the_stores_secrets_and_certificates_are_relative_to_the_file(t
     assert loaded.username is not None
     assert loaded.username.environment == "STORE_USER"
     assert (loaded.tls.ca_file, loaded.tls.cert_file) == (str(tmp_path / "ca.pem"), "/etc/client.pem")
-    assert parse_spec(yaml.safe_load(dump(spec))) == spec
+    assert parse_spec(yaml.safe_load(dump_spec(spec))) == spec
 
 
 def test_the_path_of_the_sentinels_password_is_relative_to_the_file_too(tmp_path: Path) -> None:

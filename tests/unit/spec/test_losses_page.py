@@ -1,4 +1,4 @@
-"""The recipes of docs/losses.md are run files' lines: each is read, and breaks no rule."""
+"""The recipes of docs/losses.md are parts of run files: each parses, and breaks no rule."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RECIPES = dict(re.findall(r"^\| ([^|]+) \| `([^`]+)` \|$", PAGE.split("## Recipe
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_recipe_is_read(recipe: str) -> None:
+def test_every_recipe_of_the_page_is_a_valid_run_file(recipe: str) -> None:
     loss: dict[str, Any] = yaml.safe_load(RECIPES[recipe])
     parsed = parse_spec(a_run(generation__sampling__maxTokens=4096, model__maxLength=8192, trainer__loss=loss))
     assert set(parsed.trainer.loss.model_dump(by_alias=True, exclude_unset=True)) == set(loss)

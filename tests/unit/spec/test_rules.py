@@ -1,4 +1,4 @@
-"""Every rule decides one case alone, in Python and in CEL, with the same words at the same place."""
+"""Every rule alone decides one case, in Python and in CEL, with the same message at the same path."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from hypothesis import strategies as st
 from tests.rljob_admission import Refusal, admit
 from tests.rljob_cases import CASES, Case, Changes, a_job
 
-from specrl.errors import Problem, SpecInvalid
+from specrl.errors import SpecInvalid, SpecProblem
 from specrl.spec import parse_rljob, parse_spec
-from specrl.spec.cluster_rules import CLUSTER_RULES
-from specrl.spec.rljob import run_fields
-from specrl.spec.rule import Rule, broken
-from specrl.spec.rules import RULES
+from specrl.spec.rljob.manifest import extract_run_fields
+from specrl.spec.rules.cluster_rules import CLUSTER_RULES
+from specrl.spec.rules.rule import Rule, find_broken_rules
+from specrl.spec.rules.run_rules import RULES
 from specrl.spec.run import RunSpec
 
 ALL = (*RULES, *CLUSTER_RULES)
 IDS = [f"{case.path}-{case.must}-{number}" for number, case in enumerate(CASES)]
 
 
-def problems(changes: Changes) -> list[Problem]:
+def problems(changes: Changes) -> list[SpecProblem]:
     try:
         parse_rljob(a_job(changes))
     except SpecInvalid as error:
@@ -29,24 +29,24 @@ def problems(changes: Changes) -> list[Problem]:
 
 
 def rules_against(changes: Changes) -> list[Rule]:
-    """The rules that a sound job with these changes breaks."""
-    spec = RunSpec.model_validate(run_fields(a_job(changes)))
-    return [rule for rule in ALL if list(broken(spec, [rule]))]
+    """Return the rules that a valid job with these changes breaks."""
+    spec = RunSpec.model_validate(extract_run_fields(a_job(changes)))
+    return [rule for rule in ALL if list(find_broken_rules(spec, [rule]))]
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
-def test_a_rule_refuses_alone_in_python_and_in_cel(case: Case) -> None:
+def test_a_broken_rule_is_the_only_finding_in_python_and_in_cel(case: Case) -> None:
     (problem,) = problems(case.refused)
     assert problem.path.startswith(case.path)
     assert problem.rule.startswith(case.must)
     (rule,) = rules_against(case.refused)
     assert (problem.rule.partition(", got ")[0], problem.remedy) == (rule.must, rule.remedy)
     _, refusals = admit(a_job(case.refused))
-    assert refusals == [Refusal(f"spec.{problem.path}", rule.message)]
+    assert refusals == [Refusal(f"spec.{problem.path}", rule.api_message)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
-def test_the_same_rule_accepts_what_is_right(case: Case) -> None:
+def test_every_rule_accepts_a_corrected_run(case: Case) -> None:
     assert problems(case.accepted) == []
     stored, refusals = admit(a_job(case.accepted))
     assert refusals == []
@@ -63,17 +63,20 @@ def test_every_rule_has_a_case() -> None:
 )
 def test_both_forms_agree_on_any_mixture_of_cases(mixture: list[Changes]) -> None:
     job = a_job({path: value for changes in mixture for path, value in changes.items()})
-    spec = RunSpec.model_validate(run_fields(job))
-    found = [Refusal(f"spec.{it.path}", f"{it.rule.partition(', got ')[0]}; {it.remedy}") for it in broken(spec, ALL)]
+    spec = RunSpec.model_validate(extract_run_fields(job))
+    found = [
+        Refusal(f"spec.{it.path}", f"{it.rule.partition(', got ')[0]}; {it.remedy}")
+        for it in find_broken_rules(spec, ALL)
+    ]
     assert set(found) == set(admit(job)[1])
 
 
-def test_a_local_run_is_not_held_to_the_rules_of_clusters() -> None:
+def test_cluster_rules_do_not_apply_to_local_runs() -> None:
     fields = a_job({"model.path": "policy", "placement": {"nvlink": "Required"}, "checkpoint": {}})["spec"]
     assert parse_spec({"name": "local", **fields}).model.path == "policy"
 
 
-def test_rules_say_what_to_do_in_the_words_of_the_style() -> None:
+def test_messages_of_rules_have_the_form_of_the_style_guide() -> None:
     for rule in ALL:
         assert rule.must.startswith("must ")
         assert rule.remedy

@@ -1,4 +1,4 @@
-"""Spans know what they are part of, end once, and cost nothing where nobody listens."""
+"""Spans know their parents and end once. Without a sink they cost nothing."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from specrl.telemetry.spans import (
     COORDINATOR,
     NO_SPAN,
-    SILENT,
+    SILENT_RECORDER,
     TRAINER,
     Recorder,
     Span,
     SpanContext,
     SpanName,
     UnixClock,
-    continue_from,
-    present,
+    continue_trace,
+    present_span,
 )
 
 ROOT = SpanContext(trace_id=7, span_id=9, step=3)
@@ -34,13 +34,13 @@ class Clock:
         return self.now
 
 
-def test_what_begins_inside_of_a_span_is_part_of_it() -> None:
+def test_a_span_that_begins_inside_another_is_its_child() -> None:
     spans: list[Span] = []
     recorder = Recorder(spans.append)
-    with recorder.root(SpanName.STEP, COORDINATOR, ROOT):
-        with recorder.begin(SpanName.SYNC, COORDINATOR, policy_version=2):
-            recorder.begin(SpanName.BROADCAST, TRAINER).end()
-        recorder.begin(SpanName.CHECKPOINT, TRAINER).end()
+    with recorder.begin_root(SpanName.STEP, COORDINATOR, ROOT):
+        with recorder.begin_span(SpanName.SYNC, COORDINATOR, policy_version=2):
+            recorder.begin_span(SpanName.BROADCAST, TRAINER).end()
+        recorder.begin_span(SpanName.CHECKPOINT, TRAINER).end()
     broadcast, sync, checkpoint, step = spans
     assert (step.context, step.parent) == (ROOT, None)
     assert (sync.parent, checkpoint.parent, broadcast.parent) == (ROOT, ROOT, sync.context)
@@ -48,13 +48,13 @@ def test_what_begins_inside_of_a_span_is_part_of_it() -> None:
     assert {span.step for span in spans} == {3}
     assert len({span.context.span_id for span in spans}) == 4
     assert sync.attributes == {"policy_version": 2}
-    assert present() is None
+    assert present_span() is None
 
 
-def test_a_span_that_an_error_ends_names_its_class_and_not_its_words() -> None:
+def test_a_failed_span_has_the_errors_class_and_not_its_message() -> None:
     spans: list[Span] = []
     recorder = Recorder(spans.append)
-    with pytest.raises(ValueError, match="the answer is secret"), recorder.root(SpanName.STEP, COORDINATOR, ROOT):
+    with pytest.raises(ValueError, match="the answer is secret"), recorder.begin_root(SpanName.STEP, COORDINATOR, ROOT):
         raise ValueError("the answer is secret")
     assert [span.error for span in spans] == ["ValueError"]
     assert "secret" not in repr(spans)
@@ -62,19 +62,19 @@ def test_a_span_that_an_error_ends_names_its_class_and_not_its_words() -> None:
 
 def test_only_the_first_end_counts() -> None:
     spans: list[Span] = []
-    with Recorder(spans.append).root(SpanName.STEP, COORDINATOR, ROOT) as span:
+    with Recorder(spans.append).begin_root(SpanName.STEP, COORDINATOR, ROOT) as span:
         span.end("ungraded")
     span.end()
     assert [span.error for span in spans] == ["ungraded"]
 
 
-def test_parts_that_a_peer_reports_lie_end_to_end_before_the_end() -> None:
+def test_parts_that_a_peer_reports_are_placed_back_to_back_at_the_end() -> None:
     spans: list[Span] = []
     clock = Clock()
     recorder = Recorder(spans.append, clock=clock)
-    span = recorder.root(SpanName.TRAIN_STEP, TRAINER, ROOT)
+    span = recorder.begin_root(SpanName.TRAIN_STEP, TRAINER, ROOT)
     clock.now += 10
-    span.end_in((SpanName.LOGPROB, 3.0), (SpanName.TRAIN, 5.0))
+    span.end_with_parts((SpanName.LOGPROB, 3.0), (SpanName.TRAIN, 5.0))
     found = {span.name: (span.began_s, span.ended_s) for span in spans}
     assert found == {
         SpanName.TRAIN_STEP: (1000.0, 1010.0),
@@ -87,42 +87,41 @@ def test_parts_that_a_peer_reports_lie_end_to_end_before_the_end() -> None:
 def test_parts_that_exceed_their_whole_are_cut() -> None:
     spans: list[Span] = []
     clock = Clock()
-    span = Recorder(spans.append, clock=clock).root(SpanName.TRAIN_STEP, TRAINER, ROOT)
+    span = Recorder(spans.append, clock=clock).begin_root(SpanName.TRAIN_STEP, TRAINER, ROOT)
     clock.now += 4
-    span.end_in((SpanName.LOGPROB, 3.0), (SpanName.TRAIN, 3.0))
+    span.end_with_parts((SpanName.LOGPROB, 3.0), (SpanName.TRAIN, 3.0))
     assert {span.name: span.ended_s - span.began_s for span in spans[1:]} == {
         SpanName.TRAIN: 3.0,
         SpanName.LOGPROB: 1.0,
     }
 
 
-def test_without_a_listener_nothing_is_begun_and_nothing_is_sent() -> None:
-    with SILENT.root(SpanName.STEP, COORDINATOR, ROOT) as span:
-        assert present() is None
+def test_without_a_sink_no_span_is_made_or_sent() -> None:
+    with SILENT_RECORDER.begin_root(SpanName.STEP, COORDINATOR, ROOT) as span:
+        assert present_span() is None
         assert span.traceparent == ""
-        assert SILENT.begin(SpanName.SYNC, COORDINATOR) is span is NO_SPAN
-        span.note(tokens=3)
-        span.link(ROOT)
-        span.end_in((SpanName.TRAIN, 1.0))
-    assert (NO_SPAN.attributes, NO_SPAN.links) == ({}, [])
+        assert SILENT_RECORDER.begin_span(SpanName.SYNC, COORDINATOR) is span is NO_SPAN
+        span.add_attributes(tokens=3)
+        span.end_with_parts((SpanName.TRAIN, 1.0))
+    assert NO_SPAN.attributes == {}
 
 
-def test_work_that_is_part_of_no_run_is_no_span() -> None:
+def test_work_outside_a_run_has_no_span() -> None:
     spans: list[Span] = []
-    with Recorder(spans.append).begin(SpanName.SYNC, COORDINATOR):
-        assert present() is None
+    with Recorder(spans.append).begin_span(SpanName.SYNC, COORDINATOR):
+        assert present_span() is None
     assert spans == []
 
 
-async def test_tasks_stay_below_the_span_that_they_were_begun_in() -> None:
+async def test_a_tasks_spans_are_children_of_the_span_in_which_it_started() -> None:
     spans: list[Span] = []
     recorder = Recorder(spans.append)
 
     async def receive(replica: str) -> None:
-        with recorder.begin(SpanName.RECEIVE, replica):
+        with recorder.begin_span(SpanName.RECEIVE, replica):
             await asyncio.sleep(0)
 
-    with recorder.root(SpanName.STEP, COORDINATOR, ROOT):
+    with recorder.begin_root(SpanName.STEP, COORDINATOR, ROOT):
         both = [asyncio.create_task(receive(replica)) for replica in ("gen-0", "gen-1")]
     await asyncio.gather(*both)
     assert {(span.lane, span.parent) for span in spans if span.name is SpanName.RECEIVE} == {
@@ -136,30 +135,30 @@ async def test_a_stream_that_is_closed_elsewhere_ends_its_span() -> None:
     recorder = Recorder(spans.append)
 
     async def stream() -> AsyncGenerator[int]:
-        with recorder.root(SpanName.CALL, TRAINER, ROOT):
+        with recorder.begin_root(SpanName.CALL, TRAINER, ROOT):
             yield 1
 
     numbers = stream()
     assert await asyncio.create_task(anext(numbers)) == 1  # type: ignore[arg-type]  # a coroutine, whatever stubs say
     await asyncio.create_task(numbers.aclose())  # type: ignore[arg-type]
     assert [span.error for span in spans] == ["GeneratorExit"]
-    assert present() is None
+    assert present_span() is None
 
 
-async def test_a_call_goes_on_where_its_caller_is() -> None:
+async def test_a_call_continues_its_callers_trace() -> None:
     spans: list[Span] = []
 
     async def handle() -> None:
-        continue_from("nonsense")
-        continue_from(ROOT.traceparent)
-        Recorder(spans.append).begin(SpanName.LOAD, "gen-0").end()
+        continue_trace("nonsense")
+        continue_trace(ROOT.traceparent)
+        Recorder(spans.append).begin_span(SpanName.LOAD, "gen-0").end()
 
     await asyncio.create_task(handle())
-    assert [span.parent for span in spans] == [SpanContext(ROOT.trace_id, ROOT.span_id)], "of a step it knows nothing"
-    assert present() is None
+    assert [span.parent for span in spans] == [SpanContext(ROOT.trace_id, ROOT.span_id)], "without the step"
+    assert present_span() is None
 
 
-def test_the_clock_shows_unix_seconds_and_never_steps_back() -> None:
+def test_the_clock_shows_unix_seconds_and_never_goes_back() -> None:
     clock = UnixClock()
     times = [clock() for _ in range(100)]
     assert times == sorted(times)
@@ -167,16 +166,16 @@ def test_the_clock_shows_unix_seconds_and_never_steps_back() -> None:
 
 
 @given(st.integers(1, 2**128 - 1), st.integers(1, 2**64 - 1))
-def test_a_traceparent_says_which_span(trace_id: int, span_id: int) -> None:
-    assert SpanContext.parse(SpanContext(trace_id, span_id).traceparent) == SpanContext(trace_id, span_id)
+def test_a_traceparent_identifies_its_span(trace_id: int, span_id: int) -> None:
+    assert SpanContext.parse_traceparent(SpanContext(trace_id, span_id).traceparent) == SpanContext(trace_id, span_id)
 
 
 HEX = st.text("0123456789abcdefABCDEF", max_size=40)
 
 
 @given(st.one_of(st.text(), st.lists(HEX, max_size=6).map("-".join)))
-def test_what_is_no_traceparent_names_no_span_and_is_no_error(text: str) -> None:
-    found = SpanContext.parse(text)
+def test_an_invalid_traceparent_is_ignored(text: str) -> None:
+    found = SpanContext.parse_traceparent(text)
     assert found is None or found.traceparent[3:52] == text[3:52]
 
 
@@ -194,10 +193,10 @@ def test_what_is_no_traceparent_names_no_span_and_is_no_error(text: str) -> None
         "00-\u0660af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
     ],
 )
-def test_what_the_standard_forbids_is_passed_over(text: str) -> None:
-    assert SpanContext.parse(text) is None
+def test_values_that_the_standard_forbids_are_ignored(text: str) -> None:
+    assert SpanContext.parse_traceparent(text) is None
 
 
-def test_a_later_version_of_the_header_is_read_as_far_as_it_is_known() -> None:
+def test_a_later_version_of_the_header_is_read() -> None:
     text = "01-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01-more"
-    assert SpanContext.parse(text) == SpanContext(0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331)
+    assert SpanContext.parse_traceparent(text) == SpanContext(0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331)

@@ -1,4 +1,4 @@
-"""Traces are off until a run file asks for them, reach a collector as they are, and never cost the run anything."""
+"""Traces are off by default, reach a collector unchanged, and a failing collector never affects the run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from specrl.launcher import preflight
 from specrl.launcher.memory import GIB
 from specrl.spec import RunSpec, parse_spec
 from specrl.telemetry import otel, traces
-from specrl.telemetry.otel import TraceSink, otlp_exporter
+from specrl.telemetry.otel import TraceSink, make_otlp_exporter
 from specrl.telemetry.spans import COORDINATOR, METHOD, TRAINER, Recorder, SpanContext, SpanName
 
 ROOT = SpanContext(trace_id=0xABC, span_id=0xDEF, step=3)
@@ -36,12 +36,15 @@ def a_spec(folder: Path, **telemetry: Any) -> RunSpec:
 
 
 def a_step(recorder: Recorder, root: SpanContext = ROOT) -> None:
-    with recorder.root(SpanName.STEP, COORDINATOR, root), recorder.begin(SpanName.SYNC, COORDINATOR, retries=2) as sync:
-        sync.link(SpanContext(5, 6))
+    with (
+        recorder.begin_root(SpanName.STEP, COORDINATOR, root),
+        recorder.begin_span(SpanName.SYNC, COORDINATOR, retries=2),
+    ):
+        pass
 
 
 class Collector(BaseHTTPRequestHandler):
-    """Keeps what it is sent: (path, request)."""
+    """Records the requests that it receives, as (path, request)."""
 
     taken: list[tuple[str, ExportTraceServiceRequest]]
 
@@ -57,7 +60,7 @@ class Collector(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def collector() -> Iterator[tuple[str, list[tuple[str, ExportTraceServiceRequest]]]]:
-    """(address, what arrived there)."""
+    """Yields a collector's address and the requests that it received."""
     taken: list[tuple[str, ExportTraceServiceRequest]] = []
     with ThreadingHTTPServer(("127.0.0.1", 0), type("Here", (Collector,), {"taken": taken})) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
@@ -67,14 +70,16 @@ def collector() -> Iterator[tuple[str, list[tuple[str, ExportTraceServiceRequest
         thread.join()
 
 
-def test_a_collector_gets_the_spans_with_their_own_ids(
+def test_a_collector_receives_spans_with_our_ids(
     tmp_path: Path, collector: tuple[str, list[tuple[str, ExportTraceServiceRequest]]]
 ) -> None:
     endpoint, taken = collector
-    with traces.recorder(a_spec(tmp_path, traces={"endpoint": endpoint}), "generation", "gen-1") as recorder:
+    with traces.open_recorder(a_spec(tmp_path, traces={"endpoint": endpoint}), "generation", "gen-1") as recorder:
         a_step(recorder)
-        with recorder.root(SpanName.STEP, COORDINATOR, ROOT):
-            recorder.begin(SpanName.CALL, TRAINER, **{METHOD: "specrl.api.v1.TrainerService/Score"}).end("StoreFailed")
+        with recorder.begin_root(SpanName.STEP, COORDINATOR, ROOT):
+            recorder.begin_span(SpanName.CALL, TRAINER, **{METHOD: "specrl.api.v1.TrainerService/Score"}).end(
+                "StoreFailed"
+            )
     assert {path for path, _ in taken} == {"/v1/traces"}
     resources = [sent for _, request in taken for sent in request.resource_spans]
     about = {item.key: item.value.string_value for item in resources[0].resource.attributes}
@@ -90,20 +95,19 @@ def test_a_collector_gets_the_spans_with_their_own_ids(
     assert step.span_id == sync.parent_span_id == score.parent_span_id == ROOT.span_id.to_bytes(8, "big")
     assert step.parent_span_id == b""
     assert step.start_time_unix_nano <= sync.start_time_unix_nano <= sync.end_time_unix_nano
-    assert [link.trace_id for link in sync.links] == [(5).to_bytes(16, "big")]
     facts = {item.key: item.value.int_value or item.value.string_value for item in sync.attributes}
     assert facts == {"specrl.retries": 2, "specrl.lane": COORDINATOR, "specrl.step": 3}
     assert (score.status.message, score.kind) == ("StoreFailed", score.SPAN_KIND_SERVER)
 
 
-def test_a_run_file_without_traces_has_none_and_loads_nothing_of_opentelemetry(tmp_path: Path) -> None:
+def test_without_traces_opentelemetry_is_not_imported(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps(a_run(tmp_path)))
     program = (
         "import sys, specrl.coordinator.main\n"
         "from specrl.spec import load_spec\nfrom specrl.telemetry import traces\n"
         "from pathlib import Path\n"
-        "with traces.recorder(load_spec(Path(sys.argv[1])), 'coordinator', 'coordinator') as recorder:\n"
-        "    print(recorder.is_heard, [name for name in sys.modules if name.startswith('opentelemetry')])\n"
+        "with traces.open_recorder(load_spec(Path(sys.argv[1])), 'coordinator', 'coordinator') as recorder:\n"
+        "    print(recorder.has_sinks, [name for name in sys.modules if name.startswith('opentelemetry')])\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path / "run.json")],
@@ -117,28 +121,28 @@ def test_a_run_file_without_traces_has_none_and_loads_nothing_of_opentelemetry(t
 
 def test_the_standard_variable_switches_traces_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
-    with traces.recorder(a_spec(tmp_path, traces={}), "coordinator", "coordinator") as recorder:
-        assert not recorder.is_heard
+    with traces.open_recorder(a_spec(tmp_path, traces={}), "coordinator", "coordinator") as recorder:
+        assert not recorder.has_sinks
 
 
-def test_without_the_extra_a_run_that_asks_for_traces_is_refused_before_it_starts(
+def test_traces_without_the_extra_are_refused_before_the_run_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a_model_folder(tmp_path / "model")
     monkeypatch.delitem(sys.modules, "specrl.telemetry.otel")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(SpecInvalid, match=r"telemetry\.traces: must have OpenTelemetry.*'specrl\[traces\]'"):
-        preflight.check(a_spec(tmp_path, traces={}), available_bytes=lambda: 64 * GIB)
+        preflight.check_run(a_spec(tmp_path, traces={}), available_bytes=lambda: 64 * GIB)
     with (
         pytest.raises(SpecInvalid, match=r"specrl\[traces\]"),
-        traces.sinks(a_spec(tmp_path, traces={}), "trainer", "trainer"),
+        traces.open_trace_sinks(a_spec(tmp_path, traces={}), "trainer", "trainer"),
     ):
         pass
-    preflight.check(a_spec(tmp_path), available_bytes=lambda: 64 * GIB)
+    preflight.check_run(a_spec(tmp_path), available_bytes=lambda: 64 * GIB)
 
 
 class Refusing(InMemorySpanExporter):
-    """A collector's client that fails so many times, and then works."""
+    """An exporter that fails a given number of times, and then works."""
 
     def __init__(self, failures: int) -> None:
         super().__init__()
@@ -149,7 +153,7 @@ class Refusing(InMemorySpanExporter):
         return SpanExportResult.FAILURE if self.failures >= 0 else super().export(spans)
 
 
-def test_spans_that_cannot_be_delivered_are_said_once_and_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spans_that_cannot_be_delivered_are_dropped_and_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "2")
     exporter = Refusing(failures=3)
     sink = TraceSink(exporter, {})
@@ -157,26 +161,26 @@ def test_spans_that_cannot_be_delivered_are_said_once_and_lost(monkeypatch: pyte
         for _ in range(5):
             a_step(Recorder(sink))
         sink.close()
-    assert [line["event"] for line in logs] == ["traces_lost", "traces_taken_again"]
+    assert [line["event"] for line in logs] == ["trace_export_failed", "trace_export_recovered"]
     assert logs[1]["spans_lost"] == 6
     assert len(exporter.get_finished_spans()) == 4
 
 
-def test_a_collector_that_is_not_there_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_collector_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "600")
     with structlog.testing.capture_logs() as logs:
-        sink = TraceSink(otlp_exporter("http://127.0.0.1:9"), {})
+        sink = TraceSink(make_otlp_exporter("http://127.0.0.1:9"), {})
         for _ in range(2000):
             a_step(Recorder(sink))
         sink.close()
-    assert [line["event"] for line in logs] == ["traces_lost"]
+    assert [line["event"] for line in logs] == ["trace_export_failed"]
 
 
-def test_a_collector_that_never_answers_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_collector_that_never_answers_delays_the_exit_only_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(otel, "CLOSE_S", 0.3)
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # the system takes connections and bytes; nobody reads them
-        sink = TraceSink(otlp_exporter(f"http://127.0.0.1:{silent.getsockname()[1]}"), {})
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # connections are accepted, and never read
+        sink = TraceSink(make_otlp_exporter(f"http://127.0.0.1:{silent.getsockname()[1]}"), {})
         for _ in range(600):  # more than a batch: the exporter hangs in the first
             a_step(Recorder(sink))
         closing = threading.Thread(target=sink.close, daemon=True)
@@ -185,7 +189,7 @@ def test_a_collector_that_never_answers_holds_nobody(monkeypatch: pytest.MonkeyP
         assert not closing.is_alive(), "the exporter's own deadline is 10 s"
 
 
-def test_a_sampler_takes_whole_traces_or_nothing_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sampler_takes_or_drops_whole_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
     monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0.5")
     exporter = InMemorySpanExporter()
@@ -211,6 +215,6 @@ def test_a_sampler_takes_whole_traces_or_nothing_of_them(monkeypatch: pytest.Mon
         "http://collector\n",
     ],
 )
-def test_what_is_no_address_of_a_collector_is_refused(tmp_path: Path, endpoint: str) -> None:
+def test_an_invalid_address_of_a_collector_is_refused(tmp_path: Path, endpoint: str) -> None:
     with pytest.raises(SpecInvalid, match=r"telemetry\.traces\.endpoint"):
         a_spec(tmp_path, traces={"endpoint": endpoint})

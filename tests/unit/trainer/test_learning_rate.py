@@ -1,4 +1,4 @@
-"""Warm-up, a constant part, decay: by hand, at the steps where one ends and the next begins."""
+"""Warm-up, stable part and decay of the learning rate, at the steps where one ends and the next begins."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from specrl.spec.trainer import Optimizer
-from specrl.trainer.learning_rate import learning_rate
+from specrl.trainer.learning_rate import compute_learning_rate
 
 
 def rates(*steps: int, **settings: Any) -> list[float]:
     optimizer = Optimizer.model_validate({"learningRate": "8", **settings})
-    return [learning_rate(optimizer, step, 100) for step in steps]
+    return [compute_learning_rate(optimizer, step, 100) for step in steps]
 
 
 def test_warm_up_rises_from_0_and_is_over_at_its_last_step() -> None:

@@ -19,19 +19,18 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specrl.spec.trainer import KlEstimator, Loss
-from specrl.trainer.losses import (
-    SUMS,
-    PolicyLoss,
-    SampledTokens,
-    Sequences,
-    effective_sample_size,
-    reference_kl,
-    sampler_mismatch,
-    weighted_reference_kl,
+from specrl.trainer.losses.divergence import (
+    compute_effective_sample_size,
+    estimate_reference_kl,
+    estimate_weighted_kl,
+    measure_mismatch,
 )
+from specrl.trainer.losses.policy_loss import SUMS, PolicyLoss, SampledTokens
+from specrl.trainer.losses.sequences import Sequences
 
 LENGTHS = (7, 1, 12, 4, 30, 9)
-TOKENS, LONGEST = sum(LENGTHS), 32
+TOKENS = sum(LENGTHS)
+LONGEST = 32
 
 
 @dataclass(frozen=True)
@@ -46,14 +45,14 @@ class Sample:
     sequence_T: torch.Tensor
 
     def tokens(self, first: int = 0, end: int = len(LENGTHS)) -> tuple[torch.Tensor, SampledTokens]:
-        """Policy and the rest of rollouts first to end - 1, as one micro-batch."""
+        """Return the rollouts [first, end) as one micro-batch: policy_T, and the rest as SampledTokens."""
         place_T = (self.sequence_T >= first) & (self.sequence_T < end)
         rest = (x[place_T] for x in (self.proximal, self.sampler, self.advantage))
         sequences = Sequences(self.sequence_T[place_T] - first, end - first)
         return self.policy[place_T], SampledTokens(*rest, sequences, self.reference[place_T])
 
     def rows(self, name: str) -> torch.Tensor:
-        """[B, longest], padded."""
+        """Return a field as [B, longest], padded."""
         parts = getattr(self, name).split(LENGTHS)
         return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
 
@@ -78,7 +77,7 @@ def of_batch(settings: dict[str, Any]) -> PolicyLoss:
 
 
 def loss_and_gradient(settings: dict[str, Any], sample: Sample, *cuts: int) -> tuple[float, torch.Tensor, torch.Tensor]:
-    """Added up over micro-batches that are cut before these rollouts. Loss, gradient [T], sums."""
+    """Return loss, gradient [T] and sums, added up over micro-batches. cuts: rollouts at which a new one starts."""
     policy_T = sample.policy.clone().requires_grad_()
     whole = Sample(policy_T, *list(vars(sample).values())[1:])
     terms = [of_batch(settings)(*whole.tokens(*ends)) for ends in itertools.pairwise((0, *cuts, len(LENGTHS)))]
@@ -110,11 +109,13 @@ REST: dict[str, dict[str, Any]] = {
 
 
 def by_formula(settings: dict[str, Any], sample: Sample) -> dict[str, float]:
-    """The same sums, a token at a time."""
+    """Compute the same sums in plain Python, one token at a time."""
     found = dict.fromkeys(SUMS, 0.0)
     correction = {"method": "Truncate", "level": "Token", "low": "0", "high": "2"} | settings.get("correction", {})
-    mask, kl = settings.get("rolloutMask", {}), settings.get("referenceKl")
-    low, high = 1 - float(settings.get("clipLow", 0.2)), 1 + float(settings.get("clipHigh", 0.2))
+    mask = settings.get("rolloutMask", {})
+    kl = settings.get("referenceKl")
+    low = 1 - float(settings.get("clipLow", 0.2))
+    high = 1 + float(settings.get("clipHigh", 0.2))
     columns = [x.split(LENGTHS) for x in (sample.policy, sample.proximal, sample.sampler, sample.reference)]
     advantages = [part[0].item() for part in sample.advantage.split(LENGTHS)]
     for policy_T, proximal_T, sampler_T, reference_T, advantage in zip(*columns, advantages, strict=True):
@@ -132,9 +133,11 @@ def by_formula(settings: dict[str, Any], sample: Sample) -> dict[str, float]:
             ratio = of_sequence if settings.get("objective") == "Gspo" else math.exp(row[0] - row[base])
             held = min(max(ratio, low), high)
             if settings.get("objective") == "Cispo":
-                loss, is_held = -held * advantage * row[0], held != ratio
+                loss = -held * advantage * row[0]
+                is_held = held != ratio
             else:
-                loss, is_held = -min(ratio * advantage, held * advantage), held * advantage < ratio * advantage
+                loss = -min(ratio * advantage, held * advantage)
+                is_held = held * advantage < ratio * advantage
             ratios = rows if correction["level"] == "Sequence" else [row]
             weight = math.prod(math.exp(r[1] - r[2]) for r in ratios)
             bounded = min(max(weight, float(correction["low"])), float(correction["high"]))
@@ -189,7 +192,7 @@ def test_gradient_is_that_of_finite_differences(objective: str, rest: str, sampl
 
 
 def test_gradient_of_cispo_is_its_weight_at_every_token(sample: Sample) -> None:
-    """Finite differences would see the weight move, which has no gradient by definition."""
+    """Finite differences would include the change of the weight, which has no gradient by definition."""
     settings = OBJECTIVES["cispo"] | {"correction": {"method": "None"}}
     _, gradient_T, _ = loss_and_gradient(settings, sample)
     held_T = (sample.policy - sample.proximal).exp().clamp(0.7, 1.3)
@@ -268,12 +271,12 @@ def test_recipes_equal_those_of_trl(recipe: str, sample: Sample) -> None:
 
 
 def _same(tensor: torch.Tensor, **_: object) -> torch.Tensor:
-    """What a collective of one process does."""
+    """Stands in for a collective of one process."""
     return tensor
 
 
 def trl_trainer(trainer_class: type, policy: torch.Tensor, **settings: object) -> object:
-    """Just enough of a GRPOTrainer for its loss: everything else of it is about generating and logging."""
+    """Build just enough of a GRPOTrainer to compute its loss, without generation and logging."""
     trainer = trainer_class.__new__(trainer_class)
     standard: dict[str, object] = {
         "beta": 0.0,
@@ -302,7 +305,8 @@ def trl_trainer(trainer_class: type, policy: torch.Tensor, **settings: object) -
 
 def test_absurd_ratios_leave_loss_and_gradient_finite(sample: Sample) -> None:
     """In float32, as a sampler or a reference of a wrong model would give them."""
-    policy_T, sampler_T = sample.policy.clone(), sample.sampler.clone()
+    policy_T = sample.policy.clone()
+    sampler_T = sample.sampler.clone()
     sampler_T[::3] -= 500
     policy_T[::4] -= 500
     absurd = Sample(*(x.float() for x in (policy_T, sample.proximal, sampler_T)), *list(vars(sample).values())[3:])
@@ -328,9 +332,9 @@ def test_micro_batch_without_rollouts_adds_nothing(sample: Sample) -> None:
 
 
 class Operations(TorchDispatchMode):
-    """Names of the operations that run while it is entered, backward passes included, as torch's documents spell them.
+    """Records the names of torch operations, including those of backward passes, as torch's documentation spells them.
 
-    Left out is what only sums of floating-point numbers can get wrong: `cumsum` and `bincount` of whole numbers.
+    `cumsum` and `bincount` of integers are left out: their results do not depend on the order.
     """
 
     def __init__(self) -> None:
@@ -349,10 +353,10 @@ class Operations(TorchDispatchMode):
 @pytest.mark.parametrize("rest", REST)
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_no_sum_depends_on_the_order_of_threads(objective: str, rest: str, sample: Sample) -> None:
-    """Sums over a rollout were `index_add`, and their gradients `index_put`: neither has a fixed order by itself.
+    """Sums over a rollout used `index_add`, and their gradients `index_put`. Neither has a fixed order by default.
 
-    torch lists what has none in the documentation of the switch that changes it. On two CPU threads the gradient of
-    indexing 400,000 tokens had two values in 30 tries, and nothing turns the switch on there.
+    torch lists such operations in the documentation of `use_deterministic_algorithms`. On two CPU threads the gradient
+    of indexing 400,000 tokens had two values in 30 tries, and nothing turns the switch on there.
     """
     listed = re.findall(r":(?:func|class|meth):`(?:\w+\.)*(\w+)`", torch.use_deterministic_algorithms.__doc__ or "")
     unordered = {name.strip("_") for name in listed}
@@ -367,20 +371,21 @@ def test_no_sum_depends_on_the_order_of_threads(objective: str, rest: str, sampl
 
 
 def test_sums_over_rollouts_are_taken_one_token_after_another(sample: Sample) -> None:
-    """As `index_add` takes them on one thread, so that figures of earlier runs stay what they were."""
+    """The order is that of `index_add` on one thread, so that figures of earlier runs do not change."""
     sequences = Sequences(sample.sequence_T, len(LENGTHS))
     for dtype in (torch.float32, torch.float64):
         values_T = sample.policy.to(dtype)
         expected_S = values_T.new_zeros(len(LENGTHS)).index_add(0, sample.sequence_T, values_T)
-        assert torch.equal(sequences.sums(values_T), expected_S)
+        assert torch.equal(sequences.sum_tokens(values_T), expected_S)
         values_S = expected_S.clone().requires_grad_()
-        (gradient_S,) = torch.autograd.grad((sequences.spread(values_S) * values_T).sum(), values_S)
+        (gradient_S,) = torch.autograd.grad((sequences.spread_to_tokens(values_S) * values_T).sum(), values_S)
         assert torch.equal(gradient_S, expected_S)
 
 
 def test_mismatch_counts_tokens_of_the_present_version_only() -> None:
-    proximal_T, sampler_T = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.5, -2.0, -9.0])
-    mismatch = sampler_mismatch(proximal_T, sampler_T, torch.tensor([True, True, False]))
+    proximal_T = torch.tensor([-1.0, -2.0, -3.0])
+    sampler_T = torch.tensor([-1.5, -2.0, -9.0])
+    mismatch = measure_mismatch(proximal_T, sampler_T, torch.tensor([True, True, False]))
     assert int(mismatch.tokens) == 2
     assert float(mismatch.abs_sum) == pytest.approx(0.5)
     assert float(mismatch.abs_max) == pytest.approx(0.5)
@@ -388,7 +393,7 @@ def test_mismatch_counts_tokens_of_the_present_version_only() -> None:
 
 
 def test_mismatch_of_no_tokens_is_zero() -> None:
-    mismatch = sampler_mismatch(torch.zeros(2), torch.zeros(2), torch.zeros(2, dtype=torch.bool))
+    mismatch = measure_mismatch(torch.zeros(2), torch.zeros(2), torch.zeros(2, dtype=torch.bool))
     assert [float(value) for value in vars(mismatch).values()] == [0.0] * 4
 
 
@@ -399,7 +404,7 @@ DIVERGENCE = float((POLICY_V * (POLICY_V / OTHER_V).log()).sum())
 
 def test_mismatch_estimates_the_divergence_without_bias() -> None:
     per_token = [
-        float(sampler_mismatch(OTHER_V[i : i + 1].log(), POLICY_V[i : i + 1].log(), torch.tensor([True])).kl_sum)
+        float(measure_mismatch(OTHER_V[i : i + 1].log(), POLICY_V[i : i + 1].log(), torch.tensor([True])).kl_sum)
         for i in range(3)
     ]
     assert sum(p * k for p, k in zip(POLICY_V.tolist(), per_token, strict=True)) == pytest.approx(DIVERGENCE)
@@ -407,42 +412,44 @@ def test_mismatch_estimates_the_divergence_without_bias() -> None:
 
 @pytest.mark.parametrize("estimator", [KlEstimator.K1, KlEstimator.K3])
 def test_reference_kl_is_unbiased(estimator: KlEstimator) -> None:
-    assert float((POLICY_V * reference_kl(POLICY_V.log(), OTHER_V.log(), estimator)).sum()) == pytest.approx(DIVERGENCE)
+    assert float((POLICY_V * estimate_reference_kl(POLICY_V.log(), OTHER_V.log(), estimator)).sum()) == pytest.approx(
+        DIVERGENCE
+    )
 
 
 @pytest.mark.parametrize("estimator", KlEstimator)
 @given(difference=st.floats(-1e6, 1e6, width=32))
 def test_reference_kl_is_finite_at_any_token(estimator: KlEstimator, difference: float) -> None:
-    """K3 was infinite in float32 where the policy is 94 nats below the reference: for one token, steps were skipped."""
+    """K3 overflowed float32 where the policy was 94 nats below the reference. One such token had its step skipped."""
     for d in (-94.0, difference):
         policy_1 = torch.tensor([d], requires_grad=True)
-        cost_1 = reference_kl(policy_1, torch.zeros(1), estimator)
+        cost_1 = estimate_reference_kl(policy_1, torch.zeros(1), estimator)
         assert cost_1.isfinite().all()
         assert torch.autograd.grad(cost_1.sum(), policy_1)[0].isfinite().all()
 
 
 def test_k3_below_its_bound_is_constant() -> None:
     policy_T = torch.tensor([-94.0, -21.0, -20.0, -19.0, 94.0], dtype=torch.float64, requires_grad=True)
-    cost_T = reference_kl(policy_T, torch.zeros(5), KlEstimator.K3)
+    cost_T = estimate_reference_kl(policy_T, torch.zeros(5), KlEstimator.K3)
     (gradient_T,) = torch.autograd.grad(cost_T.sum(), policy_T)
     assert cost_T.tolist() == pytest.approx([*[math.exp(20) - 21] * 3, math.exp(19) - 20, 93])
     assert gradient_T[[0, 1, 3, 4]].tolist() == pytest.approx([0, 0, 1 - math.exp(19), 1])
 
 
 def test_gradients_of_k1_vanish_and_those_of_k2_are_the_divergences_own() -> None:
-    """In expectation over the policy's tokens, of a softmax: why K1 is refused in a loss."""
+    """In expectation over the policy's tokens. This is why the run file rejects K1 in the loss."""
     logits_V = POLICY_V.log().requires_grad_()
     (expected_V,) = torch.autograd.grad(
         (logits_V.log_softmax(0).exp() * (logits_V.log_softmax(0) - OTHER_V.log())).sum(), logits_V
     )
     for estimator, gradient_V in ((KlEstimator.K1, torch.zeros(3).double()), (KlEstimator.K2, expected_V)):
-        loss = (POLICY_V * reference_kl(logits_V.log_softmax(0), OTHER_V.log(), estimator)).sum()
+        loss = (POLICY_V * estimate_reference_kl(logits_V.log_softmax(0), OTHER_V.log(), estimator)).sum()
         torch.testing.assert_close(torch.autograd.grad(loss, logits_V)[0], gradient_V)
 
 
 @dataclass(frozen=True)
 class Lagging:
-    """Seven tokens, [V] float64: the policy's logits, and log-probabilities of those that differ from it."""
+    """Logits of a policy over seven tokens, [V] float64, and log-probabilities of the policies it is compared with."""
 
     logits_V: torch.Tensor
     sampler_V: torch.Tensor
@@ -450,22 +457,23 @@ class Lagging:
     reference_V: torch.Tensor
 
     def expected(self, cost: Callable[[torch.Tensor], torch.Tensor]) -> tuple[float, torch.Tensor]:
-        """Expectation, over the sampler's tokens, of a cost [V] of the policy's log-probabilities [V]; its gradient."""
+        """Return the expectation over the sampler's tokens of a cost [V], and its gradient by the logits."""
         logits_V = self.logits_V.clone().requires_grad_()
         value = (self.sampler_V.exp() * cost(logits_V.log_softmax(0))).sum()
         return float(value.detach()), torch.autograd.grad(value, logits_V)[0]
 
     def divergence(self) -> tuple[float, torch.Tensor]:
-        """KL(policy || reference), and its gradient by logits."""
+        """Return KL(policy || reference) and its gradient by the logits."""
         logits_V = self.logits_V.clone().requires_grad_()
         policy_V = logits_V.log_softmax(0)
         value = (policy_V.exp() * (policy_V - self.reference_V)).sum()
         return float(value.detach()), torch.autograd.grad(value, logits_V)[0]
 
     def in_loss(self, settings: dict[str, Any]) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The run file's loss [V] of each token as a rollout of its own whose advantage is 0: the divergence alone."""
+        """Compute the loss [V] of each token as a rollout with advantage 0, so that only the divergence counts."""
         whole = PolicyLoss(Loss.model_validate(settings), longest=1, tokens=1, rollouts=1)
-        nothing, one = torch.zeros(1, dtype=torch.float64), Sequences(torch.zeros(1, dtype=torch.int64), 1)
+        nothing = torch.zeros(1, dtype=torch.float64)
+        one = Sequences(torch.zeros(1, dtype=torch.int64), 1)
 
         def cost(policy_V: torch.Tensor) -> torch.Tensor:
             rows = zip(policy_V, self.proximal_V, self.sampler_V, self.reference_V, strict=True)
@@ -478,7 +486,7 @@ class Lagging:
 
 @pytest.fixture
 def lagging() -> Lagging:
-    """The sampler is the policy with logits of several updates ago: theirs plus N(0, 0.5); its proximal is another."""
+    """The sampler lags: its logits are the policy's plus N(0, 0.5), and so are those of the proximal policy."""
     generator = torch.Generator().manual_seed(4)
     draws_4V = torch.randn(4, 7, generator=generator, dtype=torch.float64)
     logits_V = draws_4V[0]
@@ -491,7 +499,7 @@ def lagging() -> Lagging:
 
 
 def error(found_V: torch.Tensor, expected_V: torch.Tensor) -> float:
-    """Relative."""
+    """Return the relative error."""
     return float((found_V - expected_V).norm() / expected_V.norm())
 
 
@@ -501,9 +509,9 @@ def error(found_V: torch.Tensor, expected_V: torch.Tensor) -> float:
 def test_gradient_of_the_divergence_is_right_when_the_sampler_lags(
     estimator: str, objective: str, correction: str, lagging: Lagging
 ) -> None:
-    """The term had no importance weight: with tokens of an older policy its gradient was off by half or more of itself.
+    """The divergence had no importance weight, so its gradient was wrong by half or more for tokens of an older policy.
 
-    Exact expectations over all tokens, not samples.
+    Expectations are computed exactly, over all tokens.
     """
     settings = OBJECTIVES[objective] | {"correction": CORRECTIONS[correction]}
     divergence, gradient_V = lagging.divergence()
@@ -520,7 +528,7 @@ def test_gradient_of_the_divergence_is_right_when_the_sampler_lags(
 
 
 def test_reported_divergence_is_right_when_the_sampler_lags(lagging: Lagging) -> None:
-    """The figure does not depend on what is trained on."""
+    """The reported figure does not depend on the loss."""
     for kl in ({"importanceWeighted": False}, {"place": "Reward", "estimator": "K1"}, {}):
         whole = PolicyLoss(Loss.model_validate({"referenceKl": {"coefficient": "1"} | kl}), 1, 1, 1)
         one = Sequences(torch.zeros(1, dtype=torch.int64), 1)
@@ -535,11 +543,11 @@ def test_reported_divergence_is_right_when_the_sampler_lags(lagging: Lagging) ->
 
 
 def test_weight_changes_no_value_and_not_the_gradient_of_k2_where_the_sampler_is_the_policy(sample: Sample) -> None:
-    """At policy lag 0. K3's gradient does change, from that of KL(reference || policy) to that of KL(policy || it)."""
+    """K3's gradient does change, from that of KL(reference || policy) to that of KL(policy || reference)."""
     for estimator in KlEstimator:
         policy_T = sample.policy.clone().requires_grad_()
-        plain_T = reference_kl(policy_T, sample.reference, estimator)
-        weighted_T = weighted_reference_kl(policy_T, sample.policy, sample.reference, estimator)
+        plain_T = estimate_reference_kl(policy_T, sample.reference, estimator)
+        weighted_T = estimate_weighted_kl(policy_T, sample.policy, sample.reference, estimator)
         assert torch.equal(plain_T, weighted_T)
         plain, weighted = (torch.autograd.grad(x.sum(), policy_T)[0] for x in (plain_T, weighted_T))
         assert torch.equal(weighted, sample.policy - sample.reference)
@@ -547,19 +555,19 @@ def test_weight_changes_no_value_and_not_the_gradient_of_k2_where_the_sampler_is
 
 
 def test_gradient_of_weighted_k3_is_that_of_its_value(sample: Sample) -> None:
-    """By autograd through the weight as well, where no bound is hit."""
+    """Compared with autograd through value and weight, where no bound is hit."""
     policy_T = sample.policy.clone().requires_grad_()
-    naive_T = (policy_T - sample.sampler).exp() * reference_kl(policy_T, sample.reference, KlEstimator.K3)
-    found_T = weighted_reference_kl(policy_T, sample.sampler, sample.reference, KlEstimator.K3)
+    naive_T = (policy_T - sample.sampler).exp() * estimate_reference_kl(policy_T, sample.reference, KlEstimator.K3)
+    found_T = estimate_weighted_kl(policy_T, sample.sampler, sample.reference, KlEstimator.K3)
     torch.testing.assert_close(found_T, naive_T)
     torch.testing.assert_close(*(torch.autograd.grad(x.sum(), policy_T)[0] for x in (found_T, naive_T)))
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=50))
 def test_effective_sample_size_is_a_share(weights: list[float]) -> None:
-    share = effective_sample_size(sum(weights), sum(w * w for w in weights), len(weights))
+    share = compute_effective_sample_size(sum(weights), sum(w * w for w in weights), len(weights))
     assert 1 / len(weights) - 1e-9 <= share <= 1 + 1e-9
 
 
 def test_effective_sample_size_of_equal_weights_is_1() -> None:
-    assert effective_sample_size(6.0, 12.0, 3) == pytest.approx(1.0)
+    assert compute_effective_sample_size(6.0, 12.0, 3) == pytest.approx(1.0)

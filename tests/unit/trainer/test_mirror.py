@@ -1,4 +1,4 @@
-"""Copies of checkpoints on fsspec's file system in memory, and on a server that speaks S3 where `make s3` put one."""
+"""The checkpoint mirror, on fsspec's file system in memory, and on an S3 server if `make s3` installed one."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from pathlib import Path
 
 import fsspec
 import pytest
+from tests.checkpoint_sums import write_checksums
 from tests.requirements import S3
 
 from specrl.errors import CheckpointInvalid, RunInvalid, StoreFailed
-from specrl.trainer import checkpoints, checksums
-from specrl.trainer.mirror import Mirror
+from specrl.trainer.checkpointing import checkpoints
+from specrl.trainer.checkpointing.mirror import CheckpointMirror
 
 PLACE = "bucket/runs/a"
 
@@ -30,7 +31,7 @@ def s3_server() -> Iterator[str]:
 
 @pytest.fixture(params=["memory", "s3"])
 def url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Of an empty place, on each file system; as docs/checkpoints.md says, credentials come from the environment."""
+    """URLs of an empty mirror on each file system. Credentials come from the environment, as in docs/checkpoints.md."""
     if request.param == "memory":
         yield f"memory://{PLACE}"
         files = fsspec.filesystem("memory")
@@ -60,16 +61,16 @@ def bucket(url: str) -> fsspec.AbstractFileSystem:
 
 
 @pytest.fixture
-def mirror(url: str) -> Mirror:
-    return Mirror(url, "digest")
+def mirror(url: str) -> CheckpointMirror:
+    return CheckpointMirror(url, "digest")
 
 
 def a_checkpoint(run: Path, step: int, content: str = "weights") -> Path:
-    folder = checkpoints.directory(run, step)
+    folder = checkpoints.step_directory(run, step)
     (folder / "policy" / "weights").mkdir(parents=True)
     (folder / "policy" / "weights" / "model.safetensors").write_text(f"{content} of step {step}")
     (folder / checkpoints.STATE).write_text("{}")
-    checksums.write(folder, checksums.of_folder(folder))
+    write_checksums(folder)
     checkpoints.metrics_file(run, step).write_text(f"answer {step}")
     return folder
 
@@ -78,33 +79,40 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_newest_copy_comes_back_as_it_was_with_its_answer(mirror: Mirror, url: str, tmp_path: Path) -> None:
+def test_restore_fetches_the_newest_checkpoint_and_its_reply(
+    mirror: CheckpointMirror, url: str, tmp_path: Path
+) -> None:
     for step in (1, 2):
         a_checkpoint(tmp_path / "lost", step)
-        mirror.upload(tmp_path / "lost", step)
-    assert mirror.steps() == [1, 2]
-    restored = Mirror(url, "digest").restore(tmp_path / "new")
-    assert restored == checkpoints.newest(tmp_path / "new")
+        mirror.upload_step(tmp_path / "lost", step)
+    assert mirror.list_steps() == [1, 2]
+    restored = CheckpointMirror(url, "digest").restore_newest(tmp_path / "new")
+    assert restored == checkpoints.find_newest(tmp_path / "new")
     assert restored is not None
-    assert files_of(restored) == files_of(checkpoints.directory(tmp_path / "lost", 2))
+    assert files_of(restored) == files_of(checkpoints.step_directory(tmp_path / "lost", 2))
     assert checkpoints.metrics_file(tmp_path / "new", 2).read_text() == "answer 2"
     assert [path.name for path in (tmp_path / "new" / "checkpoints").glob(".*")] == []
 
 
-def test_empty_mirror_gives_nothing_back(mirror: Mirror, tmp_path: Path) -> None:
-    assert mirror.steps() == []
-    assert mirror.restore(tmp_path) is None
+def test_restore_from_an_empty_mirror_returns_none(mirror: CheckpointMirror, tmp_path: Path) -> None:
+    assert mirror.list_steps() == []
+    assert mirror.restore_newest(tmp_path) is None
 
 
 @pytest.mark.parametrize("sent", range(4))
-def test_upload_that_breaks_at_any_file_leaves_the_copy_before(
-    mirror: Mirror, bucket: fsspec.AbstractFileSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: int
+def test_interrupted_upload_keeps_the_previous_checkpoint(
+    mirror: CheckpointMirror,
+    bucket: fsspec.AbstractFileSystem,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sent: int,
 ) -> None:
-    """The answer, the weights, the state, the checksums: after any of them nothing of step 2 is complete."""
+    """The upload breaks after the reply, the weights, the state or the checksums. Step 2 is never complete."""
     for step in (1, 2):
         a_checkpoint(tmp_path / "run", step)
-    mirror.upload(tmp_path / "run", 1)
-    put, count = bucket.put_file, 0
+    mirror.upload_step(tmp_path / "run", 1)
+    put = bucket.put_file
+    count = 0
 
     def breaks(source: str, target: str) -> None:
         nonlocal count
@@ -114,48 +122,56 @@ def test_upload_that_breaks_at_any_file_leaves_the_copy_before(
         put(source, target)
 
     monkeypatch.setattr(mirror._files, "put_file", breaks)
-    with pytest.raises(StoreFailed, match=f"must take a checkpoint, got {mirror.url}.*the network is gone"):
-        mirror.upload(tmp_path / "run", 2)
-    assert mirror.steps() == [1]
+    with pytest.raises(
+        StoreFailed, match=rf"store a checkpoint at checkpoint\.mirror {mirror.url}: .*the network is gone"
+    ):
+        mirror.upload_step(tmp_path / "run", 2)
+    assert mirror.list_steps() == [1]
     monkeypatch.undo()
-    mirror.upload(tmp_path / "run", 2)
-    assert mirror.steps() == [1, 2]
+    mirror.upload_step(tmp_path / "run", 2)
+    assert mirror.list_steps() == [1, 2]
 
 
-def test_damaged_copy_is_passed_over_for_the_one_before(
-    mirror: Mirror, bucket: fsspec.AbstractFileSystem, tmp_path: Path
+def test_restore_skips_a_damaged_checkpoint(
+    mirror: CheckpointMirror, bucket: fsspec.AbstractFileSystem, tmp_path: Path
 ) -> None:
     for step in (1, 2):
         a_checkpoint(tmp_path / "run", step)
-        mirror.upload(tmp_path / "run", step)
+        mirror.upload_step(tmp_path / "run", step)
     bucket.pipe_file(f"{PLACE}/step-000002/policy/weights/model.safetensors", b"cut")
-    restored = mirror.restore(tmp_path / "new")
+    restored = mirror.restore_newest(tmp_path / "new")
     assert restored is not None
     assert restored.name == "step-000001"
     bucket.rm_file(f"{PLACE}/step-000001/policy/weights/model.safetensors")
-    with pytest.raises(CheckpointInvalid, match=r"step-000002.*must have 17 bytes, got 3"):
-        mirror.restore(tmp_path / "newer")
-    assert checkpoints.newest(tmp_path / "newer") is None, "never begin anew beside checkpoints that are lost"
+    with pytest.raises(CheckpointInvalid, match=r"step-000002.*has 3 bytes instead of 17"):
+        mirror.restore_newest(tmp_path / "newer")
+    assert checkpoints.find_newest(tmp_path / "newer") is None, "never begin anew beside checkpoints that are lost"
 
 
-def test_prune_keeps_newest_and_milestones_there(mirror: Mirror, tmp_path: Path) -> None:
+def test_prune_keeps_the_newest_checkpoints_and_milestones(mirror: CheckpointMirror, tmp_path: Path) -> None:
     for step in (2, 4, 6, 8):
         a_checkpoint(tmp_path, step)
-        mirror.upload(tmp_path, step)
-    mirror.prune(1, 4)
-    assert mirror.steps() == [4, 8]
+        mirror.upload_step(tmp_path, step)
+    mirror.delete_superseded(checkpoints.Keeping(1, 4))
+    assert mirror.list_steps() == [4, 8]
 
 
-def test_checkpoints_of_another_run_are_neither_taken_nor_overwritten(mirror: Mirror, url: str, tmp_path: Path) -> None:
+def test_mirror_of_another_run_is_neither_read_nor_overwritten(
+    mirror: CheckpointMirror, url: str, tmp_path: Path
+) -> None:
     a_checkpoint(tmp_path, 1)
-    mirror.upload(tmp_path, 1)
-    other = Mirror(url, "another digest")
-    for work in (other.steps, lambda: other.upload(tmp_path, 1), lambda: other.restore(tmp_path / "new")):
-        with pytest.raises(RunInvalid, match="a place of its own for each run"):
+    mirror.upload_step(tmp_path, 1)
+    other = CheckpointMirror(url, "another digest")
+    for work in (
+        other.list_steps,
+        lambda: other.upload_step(tmp_path, 1),
+        lambda: other.restore_newest(tmp_path / "new"),
+    ):
+        with pytest.raises(RunInvalid, match="use a separate URL for each run"):
             work()
-    assert mirror.steps() == [1]
+    assert mirror.list_steps() == [1]
 
 
 def test_file_system_that_is_not_installed_is_named() -> None:
     with pytest.raises(RunInvalid, match=r"nowhere://a.*pip install"):
-        Mirror("nowhere://a", "digest")
+        CheckpointMirror("nowhere://a", "digest")

@@ -1,100 +1,167 @@
-"""Commands on their way to the other ranks, and what happens when ranks end differently. Without processes."""
+"""Calls to all ranks, and what happens when ranks end a call differently. Without processes."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import get_type_hints
+
 import numpy as np
 import pytest
-from tests.integration.trainer.runs import a_batch
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.message import Message
+from google.protobuf.wrappers_pb2 import StringValue
+from tests.integration.trainer.runs import a_batch, a_spec
 from tests.stand_ins.trainer_backend import StandInBackend
 
-from specrl.errors import PeerUnavailable, VersionConflict
-from specrl.records import Batch, wire
-from specrl.trainer.ranks import RankedBackend, RankLost, decode, encode
+from specrl.api.v1 import trainer_pb2
+from specrl.errors import PeerUnavailable, RecordInvalid, VersionConflict
+from specrl.records import wire
+from specrl.trainer.calls import RANK_0_MAY_REFUSE, RankCalls
+from specrl.trainer.ranks import AllRanks, RankLost, decode_call, encode_call, follow_rank_0
+from specrl.trainer.service import TrainerService
 
 VOCAB = 16
+PLACE = trainer_pb2.StreamPlace(cursor=10, identity="\n")  # contains the byte that separates name and request
+OF_RANK_0 = {"GetTrainerStatus"}  # calls that rank 0 answers without the other ranks
 
 
 class FakeControl:
-    """Rank 0 of two, whose peer answers as it is told."""
+    """The control group of rank 0 of two ranks. The other rank always has the same outcome."""
 
-    rank, world_size = 0, 2
+    rank = 0
+    world_size = 2
 
     def __init__(self, others_outcome: int = 0) -> None:
         self.sent: list[bytes] = []
         self.others_outcome = others_outcome
 
-    def send(self, message: bytes) -> None:
+    def send_message(self, message: bytes) -> None:
         self.sent.append(message)
 
-    def receive(self) -> bytes:
-        raise AssertionError("rank 0 receives nothing")
+    def receive_message(self) -> bytes:
+        return self.sent.pop(0)
 
-    def gather(self, outcome: int) -> list[int]:
+    def gather_outcomes(self, outcome: int) -> list[int]:
         return [outcome, self.others_outcome]
 
 
-def ranked(others_outcome: int = 0) -> tuple[RankedBackend, FakeControl]:
-    control = FakeControl(others_outcome)
+def loaded() -> StandInBackend:
     backend = StandInBackend(VOCAB)
-    backend.load(None)
-    return RankedBackend(backend, control), control  # type: ignore[arg-type]  # a stand-in for the Gloo group
+    backend.load_model(None)
+    return backend
 
 
-def test_commands_survive_the_wire() -> None:
-    batch = a_batch(1, VOCAB)
-    method, arguments, found = decode(encode("train_drafter", {"epochs": 3}, batch))
-    assert (method, arguments) == ("train_drafter", {"epochs": 3})
-    assert found is not None
-    assert wire.batch_to_bytes(found) == wire.batch_to_bytes(batch)
-    assert decode(encode("close", {})) == ("close", {}, None)
+def calls_of(backend: StandInBackend, run: Path = Path("run")) -> RankCalls:
+    return RankCalls(backend, a_spec(run), run, "127.0.0.1")
 
 
-def test_other_ranks_get_the_same_step() -> None:
-    backend, control = ranked()
-    batch = a_batch(1, VOCAB)
-    backend.train_step(batch)
-    (message,) = control.sent
-    method, _, found = decode(message)
-    assert method == "train_step"
-    assert found is not None
-    assert wire.batch_to_bytes(found) == wire.batch_to_bytes(batch)
+def two_ranks(others_outcome: int = 0, run: Path = Path("run")) -> tuple[AllRanks, FakeControl]:
+    control = FakeControl(others_outcome)
+    return AllRanks(calls_of(loaded(), run), control), control  # type: ignore[arg-type]  # for the Gloo group
 
 
-def test_refusal_of_all_ranks_is_an_answer() -> None:
-    backend, _ = ranked(others_outcome=1)
+def a_step(step: int) -> trainer_pb2.TrainPartsRequest:
+    batch = wire.batch_to_wire(a_batch(step, VOCAB))
+    return trainer_pb2.TrainPartsRequest(batch=batch, rollouts_total=len(batch.rollouts))
+
+
+@pytest.mark.parametrize(
+    ("name", "request_"),
+    [
+        ("TrainParts", a_step(1)),
+        ("TrainSupervised", a_step(1).batch),
+        (
+            "TrainDrafter",
+            trainer_pb2.TrainDrafterRequest(rollouts=a_step(1).batch.rollouts, epochs=[trainer_pb2.DrafterEpoch()]),
+        ),
+        (
+            "SaveCheckpoint",
+            trainer_pb2.SaveCheckpointRequest(step=10, stream=trainer_pb2.StreamPlace(cursor=10, identity="\n")),
+        ),
+        ("Load", StringValue(value="run/checkpoints/step-000001")),
+        ("Load", StringValue()),
+        ("Close", Empty()),
+    ],
+)
+def test_decode_returns_the_encoded_call(name: str, request_: Message) -> None:
+    assert decode_call(encode_call(name, request_)) == (name, request_)
+
+
+def test_rank_calls_cover_every_rpc() -> None:
+    """RankCalls has a method for each RPC, with the request type of the proto."""
+    service = trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"]
+    for method in service.methods:
+        assert method.name in vars(TrainerService)
+        if method.name not in OF_RANK_0:
+            hints = get_type_hints(getattr(RankCalls, method.name))
+            assert hints["request"].DESCRIPTOR is method.input_type, method.name
+    assert set(RANK_0_MAY_REFUSE) < {method.name for method in service.methods}
+
+
+def test_another_rank_gets_the_weights_of_rank_0_and_rejects_the_same_requests(tmp_path: Path) -> None:
+    first = loaded()
+    other = StandInBackend(VOCAB)
+    control = FakeControl()
+    ranks = AllRanks(calls_of(first, tmp_path), control)  # type: ignore[arg-type]
+    ranks.load_checkpoint(None)
+    ranks.run_call(RankCalls.TrainParts, a_step(1))
+    control.others_outcome = 1
     with pytest.raises(VersionConflict):
-        backend.train_step(a_batch(2, VOCAB))
+        ranks.run_call(RankCalls.TrainParts, a_step(3))
+    with pytest.raises(RecordInvalid, match="epochs must be"):
+        ranks.run_call(RankCalls.TrainDrafter, trainer_pb2.TrainDrafterRequest(rollouts=a_step(1).batch.rollouts))
+    control.others_outcome = 0
+    ranks.run_call(RankCalls.Close, Empty())
+
+    class Other(FakeControl):
+        """The control group of rank 1. Rank 0 has the same outcomes."""
+
+        def gather_outcomes(self, outcome: int) -> list[int]:
+            return [outcome, outcome]
+
+    of_other = Other()
+    of_other.sent = control.sent
+    follow_rank_0(calls_of(other, tmp_path), of_other)  # type: ignore[arg-type]
+    assert control.sent == []
+    assert other.get_status() == first.get_status()
+    assert np.array_equal(other.policy_VV, first.policy_VV)
+
+
+def test_error_of_all_ranks_is_raised_as_it_is() -> None:
+    ranks, _ = two_ranks(others_outcome=1)
+    with pytest.raises(VersionConflict):
+        ranks.run_call(RankCalls.TrainParts, a_step(2))
 
 
 @pytest.mark.parametrize(("step", "others_outcome"), [(1, 1), (2, 0)])
-def test_ranks_that_end_a_step_differently_are_lost(step: int, others_outcome: int) -> None:
-    backend, _ = ranked(others_outcome)
-    with pytest.raises(RankLost, match="alike"):
-        backend.train_step(a_batch(step, VOCAB))
+def test_different_outcomes_of_a_step_raise_rank_lost(step: int, others_outcome: int) -> None:
+    ranks, _ = two_ranks(others_outcome)
+    with pytest.raises(RankLost, match="trainer ranks disagree on"):
+        ranks.run_call(RankCalls.TrainParts, a_step(step))
 
 
 def test_rank_0_alone_may_fail_to_broadcast() -> None:
-    backend, _ = ranked(others_outcome=0)
+    ranks, _ = two_ranks(others_outcome=0)
     with pytest.raises(VersionConflict):
-        backend.broadcast_weights("unknown")
+        ranks.run_call(RankCalls.BroadcastWeights, trainer_pb2.BroadcastWeightsRequest(group_id="unknown"))
 
 
-def test_broken_connection_is_a_lost_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend, control = ranked()
+def test_broken_connection_raises_rank_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, control = two_ranks()
 
     def broken(message: bytes) -> None:
         raise RuntimeError("Connection closed by peer")
 
-    monkeypatch.setattr(control, "send", broken)
+    monkeypatch.setattr(control, "send_message", broken)
     with pytest.raises(RankLost, match="Connection closed"):
-        backend.check_alive()
+        ranks.run_call(RankCalls.CheckAlive, Empty())
 
 
-def test_unknown_failure_is_a_lost_rank_and_never_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend, _ = ranked()
+def test_unexpected_error_raises_rank_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, _ = two_ranks()
     monkeypatch.setattr(StandInBackend, "train_step", lambda *_: np.zeros(1)[5])
     with pytest.raises(RankLost, match="IndexError"):
-        backend.train_step(Batch(1, ()))
+        ranks.run_call(RankCalls.TrainParts, a_step(1))
 
 
 def test_lost_rank_is_not_retryable() -> None:

@@ -1,4 +1,4 @@
-"""The trainer service over the stand-in: idempotence, what is durable, and what ends the process."""
+"""The trainer service over the stand-in backend: idempotence, checkpoints, mirrors, and lost ranks."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from typing import Any
 import grpc.aio
 import numpy as np
 import pytest
+import structlog
 from tests.integration.trainer.runs import a_batch, a_spec
 from tests.stand_ins.trainer_backend import StandInBackend
 
 from specrl.errors import PeerUnavailable, RecordInvalid, StoreFailed, VersionConflict
-from specrl.records import Batch, TrainMetrics, WeightGroup, wire
+from specrl.records import Batch, DrafterEpoch, TrainMetrics, WeightGroup, wire
 from specrl.rpc.clients import TrainerClient
-from specrl.rpc.server import serve
+from specrl.rpc.server import start_server
 from specrl.spec.run import Checkpoint
-from specrl.trainer import checkpoints
+from specrl.trainer.checkpointing import checkpoints
 from specrl.trainer.ranks import RankLost
 from specrl.trainer.service import TrainerService
 from specrl.weights.group import BroadcastGroup
-from specrl.weights.stream import receive
+from specrl.weights.stream import receive_version
 
 VOCAB = 16
 DEADLINE_S = 30.0
@@ -34,7 +35,7 @@ DEFAULTS = Checkpoint()
 
 
 class CountingBackend(StandInBackend):
-    """Counts what is really trained, can lose a rank, and can take its time."""
+    """Records the steps that it really trains, and can lose a rank."""
 
     def __init__(self) -> None:
         super().__init__(VOCAB)
@@ -44,7 +45,7 @@ class CountingBackend(StandInBackend):
 
     def train_step(self, batch: Batch) -> TrainMetrics:
         if self.is_lost:
-            raise RankLost("all trainer ranks must live, got one that died; start all of them again")
+            raise RankLost("lost a trainer rank: it died; restart all of them")
         metrics = super().train_step(batch)
         self.trained.append(batch.step)
         self.token_counts.append(sum(len(item.rollout.token_ids_T) for item in batch.rollouts))
@@ -57,8 +58,8 @@ async def a_trainer(
 ) -> AsyncIterator[tuple[TrainerClient, TrainerService]]:
     spec = a_spec(run).model_copy(update={"checkpoint": checkpoint})
     service = TrainerService(backend, spec, run, "127.0.0.1")
-    await service.load()
-    server, port = await serve(service.add_to, "127.0.0.1", 0)
+    await service.load_model()
+    server, port = await start_server(service.add_to, "127.0.0.1", 0)
     async with TrainerClient(f"127.0.0.1:{port}") as client:
         try:
             yield client, service
@@ -67,7 +68,7 @@ async def a_trainer(
             await service.close()
 
 
-async def test_repeated_step_is_answered_and_not_trained_again(tmp_path: Path) -> None:
+async def test_repeated_step_gets_the_same_reply_without_training(tmp_path: Path) -> None:
     backend = CountingBackend()
     async with a_trainer(tmp_path, backend) as (client, _):
         first = await client.train_step(a_batch(1, VOCAB), DEADLINE_S)
@@ -75,18 +76,35 @@ async def test_repeated_step_is_answered_and_not_trained_again(tmp_path: Path) -
     assert backend.trained == [1]
 
 
-async def test_a_batch_whose_stream_was_broken_off_is_not_trained(
+@pytest.mark.parametrize(("share", "warned"), [(None, False), (0.9, False), (1.0, True)])
+async def test_a_step_whose_tokens_had_no_alternative_is_a_warning(
+    tmp_path: Path, share: float | None, warned: bool
+) -> None:
+    """As with a topP that keeps one token everywhere: nothing is learned, and no figure of the loss says so."""
+
+    class Certain(CountingBackend):
+        def train_step(self, batch: Batch) -> TrainMetrics:
+            return super().train_step(batch).model_copy(update={"certain_fraction": share})
+
+    with structlog.testing.capture_logs() as events:
+        async with a_trainer(tmp_path, Certain()) as (client, _):
+            assert (await client.train_step(a_batch(1, VOCAB), DEADLINE_S)).certain_fraction == share
+    assert ("gradient_vanished" in {event["event"] for event in events}) is warned
+
+
+async def test_a_batch_from_an_incomplete_stream_is_not_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sender that dies may leave a stream that looks ended; the step must not be taken for trained by its rest."""
+    """The stream of a sender that dies may look complete. The partial batch must not count as the step."""
     monkeypatch.setattr(wire, "PART_BYTES", 1)
-    backend, batch = CountingBackend(), a_batch(1, VOCAB, rollouts=4)
-    parts = list(wire.train_step_parts(batch))
+    backend = CountingBackend()
+    batch = a_batch(1, VOCAB, rollouts=4)
+    parts = list(wire.encode_train_parts(batch))
     assert len(parts) == 4
     async with a_trainer(tmp_path, backend) as (client, _):
         for wrong in (parts[:-1], parts[:1], [*parts, parts[1]]):
             call = client._stub.TrainParts(iter(wrong), timeout=DEADLINE_S)
-            with pytest.raises(grpc.aio.AioRpcError, match="each once, got") as refusal:
+            with pytest.raises(grpc.aio.AioRpcError, match="different rollouts together, got") as refusal:
                 await call
             assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         for count in range(1, 4):
@@ -99,12 +117,13 @@ async def test_a_batch_whose_stream_was_broken_off_is_not_trained(
     assert backend.token_counts == [sum(len(item.rollout.token_ids_T) for item in batch.rollouts)]
 
 
-async def test_a_checkpoint_in_the_background_lets_steps_be_trained_and_is_complete_when_it_is_answered(
+async def test_steps_are_trained_while_a_checkpoint_is_written_in_the_background(
     tmp_path: Path,
 ) -> None:
-    """The next save waits for it; what was written is of the step that was asked for, not of those trained since."""
+    """The next save waits for it. The checkpoint holds the requested step, not those that were trained since."""
     backend = CountingBackend()
-    write, may_write = backend.write_checkpoint, threading.Event()
+    write = backend.write_checkpoint
+    may_write = threading.Event()
 
     def slowly(directory: Path, taken: Any, state: Any) -> None:
         assert may_write.wait(DEADLINE_S)
@@ -119,56 +138,56 @@ async def test_a_checkpoint_in_the_background_lets_steps_be_trained_and_is_compl
         first = asyncio.ensure_future(client.save_checkpoint(1, DEADLINE_S))
         second = asyncio.ensure_future(client.save_checkpoint(2, DEADLINE_S, in_background=True))
         await client.train_step(a_batch(3, VOCAB), DEADLINE_S)
-        assert (await client.status()).checkpoint_step == 0
-        assert checkpoints.complete(tmp_path) == []
+        assert (await client.get_status()).checkpoint_step == 0
+        assert checkpoints.list_complete(tmp_path) == []
         may_write.set()
-        assert Path((await first)[0]) == checkpoints.directory(tmp_path, 1)
+        assert Path(await first) == checkpoints.step_directory(tmp_path, 1)
         with pytest.raises(VersionConflict, match="3, got step=2"):
-            await second  # by the time that it could begin, step 3 was trained
-    assert np.array_equal(np.load(checkpoints.directory(tmp_path, 1) / "policy.npy"), of_step_1)
+            await second  # step 3 was trained before this save could start
+    assert np.array_equal(np.load(checkpoints.step_directory(tmp_path, 1) / "policy.npy"), of_step_1)
 
 
-async def test_a_checkpoint_that_failed_is_written_when_it_is_asked_for_again(tmp_path: Path) -> None:
+async def test_a_failed_checkpoint_is_written_at_the_next_request(tmp_path: Path) -> None:
     backend = CountingBackend()
     write = backend.write_checkpoint
 
     def refuse(directory: Path, taken: Any, state: Any) -> None:
         backend.write_checkpoint = write  # type: ignore[method-assign]
-        raise StoreFailed(f"a checkpoint must be written to {directory}, got a full disk; make room on the disk")
+        raise StoreFailed(f"could not write a checkpoint to {directory}: the disk is full; free space on it")
 
     backend.write_checkpoint = refuse  # type: ignore[method-assign]
     async with a_trainer(tmp_path, backend) as (client, _):
         await client.train_step(a_batch(1, VOCAB), DEADLINE_S)
-        await client.save_checkpoint(1, DEADLINE_S)  # the client asks again by itself
-        assert (await client.status()).checkpoint_step == 1
+        await client.save_checkpoint(1, DEADLINE_S)  # the client retries
+        assert (await client.get_status()).checkpoint_step == 1
         backend.write_checkpoint = refuse  # type: ignore[method-assign]
         await client.train_step(a_batch(2, VOCAB), DEADLINE_S)
         await client.save_checkpoint(2, DEADLINE_S, in_background=True)
         await client.train_step(a_batch(3, VOCAB), DEADLINE_S)
-        with pytest.raises(StoreFailed, match="make room"):
-            await client.save_checkpoint(2, DEADLINE_S)  # step 2 is past: the failure stands, however often one asks
-        assert (await client.status()).checkpoint_step == 1
+        with pytest.raises(StoreFailed, match="free space"):
+            await client.save_checkpoint(2, DEADLINE_S)  # step 2 is past, so the save cannot be repeated
+        assert (await client.get_status()).checkpoint_step == 1
 
 
-async def test_a_drafter_initialised_after_a_checkpoint_of_the_same_step_is_in_the_next_one(tmp_path: Path) -> None:
-    """A coordinator that is stopped before the initialisation has step 0 written; the one after it, once more."""
+async def test_saving_a_step_again_adds_the_drafter_that_was_initialised_since(tmp_path: Path) -> None:
+    """A coordinator that stops before the initialisation saves step 0, and its successor saves step 0 again."""
     async with a_trainer(tmp_path, CountingBackend()) as (client, _):
         await client.save_checkpoint(0, DEADLINE_S)
-        await client.train_drafter(a_batch(1, VOCAB).rollouts, 1, DEADLINE_S)
+        await client.train_drafter(a_batch(1, VOCAB).rollouts, (), [DrafterEpoch(1, 1, 1)], DEADLINE_S)
         await client.save_checkpoint(0, DEADLINE_S)
         await client.save_checkpoint(0, DEADLINE_S)
     async with a_trainer(tmp_path, CountingBackend()) as (client, _):
-        assert (await client.status()).is_drafter_initialised
+        assert (await client.get_status()).is_drafter_initialised
 
 
-async def test_trainer_whose_disk_is_empty_goes_on_from_the_mirror(tmp_path: Path) -> None:
-    """A checkpoint counts when its copy is complete; one that could not be copied is, when it is asked for again."""
+async def test_trainer_with_an_empty_disk_resumes_from_the_mirror(tmp_path: Path) -> None:
+    """A save is complete only with its copy in the mirror. A repeated save uploads the copy that failed."""
     copies = tmp_path / "elsewhere"
     settings = Checkpoint(mirror=f"file://{copies}", keep=1)
     async with a_trainer(tmp_path / "run", CountingBackend(), settings) as (client, _):
         await client.train_step(a_batch(1, VOCAB), DEADLINE_S)
         copies.write_text("no folder")
-        with pytest.raises(StoreFailed, match=r"checkpoint\.mirror must take a checkpoint, got file://"):
+        with pytest.raises(StoreFailed, match=r"could not store a checkpoint at checkpoint\.mirror file://"):
             await client.save_checkpoint(1, DEADLINE_S)
         copies.unlink()
         await client.save_checkpoint(1, DEADLINE_S)
@@ -178,12 +197,12 @@ async def test_trainer_whose_disk_is_empty_goes_on_from_the_mirror(tmp_path: Pat
     shutil.rmtree(tmp_path / "run")
     backend = CountingBackend()
     async with a_trainer(tmp_path / "run", backend, settings) as (client, _):
-        assert (await client.status()).step == 2
+        assert (await client.get_status()).step == 2
         assert await client.train_step(a_batch(2, VOCAB), DEADLINE_S) == answer, "it was trained before"
     assert backend.trained == []
 
 
-async def test_two_calls_for_one_step_at_once_train_it_once(tmp_path: Path) -> None:
+async def test_concurrent_calls_for_one_step_train_it_once(tmp_path: Path) -> None:
     backend = CountingBackend()
     async with a_trainer(tmp_path, backend) as (client, _):
         calls = [client.train_step(a_batch(1, VOCAB), DEADLINE_S) for _ in range(3)]
@@ -203,16 +222,16 @@ async def test_step_that_is_neither_next_nor_last_is_a_conflict(tmp_path: Path, 
     assert backend.trained == [1, 2]
 
 
-async def test_restart_goes_on_from_the_newest_checkpoint_and_recalls_its_answer(tmp_path: Path) -> None:
+async def test_restart_resumes_from_the_newest_checkpoint_with_its_reply(tmp_path: Path) -> None:
     async with a_trainer(tmp_path, CountingBackend()) as (client, _):
         for step in (1, 2):
             answer = await client.train_step(a_batch(step, VOCAB), DEADLINE_S)
-        path, _ = await client.save_checkpoint(2, DEADLINE_S)
+        path = await client.save_checkpoint(2, DEADLINE_S)
         await client.train_step(a_batch(3, VOCAB), DEADLINE_S)
-    assert Path(path) == checkpoints.directory(tmp_path, 2)
+    assert Path(path) == checkpoints.step_directory(tmp_path, 2)
     backend = CountingBackend()
     async with a_trainer(tmp_path, backend) as (client, _):
-        status = await client.status()
+        status = await client.get_status()
         assert (status.step, status.checkpoint_step) == (2, 2)
         assert await client.train_step(a_batch(2, VOCAB), DEADLINE_S) == answer
         await client.train_step(a_batch(3, VOCAB), DEADLINE_S)
@@ -223,13 +242,13 @@ async def test_checkpoint_of_another_step_is_a_conflict(tmp_path: Path) -> None:
     async with a_trainer(tmp_path, CountingBackend()) as (client, _):
         with pytest.raises(VersionConflict):
             await client.save_checkpoint(1, DEADLINE_S)
-    assert checkpoints.newest(tmp_path) is None
+    assert checkpoints.find_newest(tmp_path) is None
 
 
-async def test_checkpoint_may_be_asked_for_twice(tmp_path: Path) -> None:
+async def test_saving_a_step_twice_is_idempotent(tmp_path: Path) -> None:
     async with a_trainer(tmp_path, CountingBackend()) as (client, _):
         await client.train_step(a_batch(1, VOCAB), DEADLINE_S)
-        assert (await client.save_checkpoint(1, DEADLINE_S))[0] == (await client.save_checkpoint(1, DEADLINE_S))[0]
+        assert await client.save_checkpoint(1, DEADLINE_S) == await client.save_checkpoint(1, DEADLINE_S)
 
 
 async def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
@@ -237,27 +256,28 @@ async def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
         for step in range(1, 5):
             await client.train_step(a_batch(step, VOCAB), DEADLINE_S)
             await client.save_checkpoint(step, DEADLINE_S)
-    assert [step for step, _ in checkpoints.complete(tmp_path)] == [3, 4]
+    assert [step for step, _ in checkpoints.list_complete(tmp_path)] == [3, 4]
 
 
-async def test_poisoned_batch_arrives_as_what_it_was(tmp_path: Path) -> None:
+async def test_poisoned_batch_raises_record_invalid_at_the_client(tmp_path: Path) -> None:
     backend = CountingBackend()
     item = a_batch(1, VOCAB).rollouts[0]
-    rollout = replace(item.rollout, sampler_logprobs_T=np.full(item.rollout.length, np.nan, dtype=np.float32))
+    rollout = replace(item.rollout, sampler_logprobs_T=np.full(item.rollout.total_length, np.nan, dtype=np.float32))
     async with a_trainer(tmp_path, backend) as (client, _):
         with pytest.raises(RecordInvalid, match="finite"):
             await client.train_step(Batch(1, (replace(item, rollout=rollout),)), DEADLINE_S)
     assert backend.trained == []
 
 
-async def test_batch_in_many_parts_is_trained_as_one_and_one_beyond_the_runs_size_is_refused(
+async def test_batch_in_parts_is_trained_whole_and_an_oversized_batch_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wire, "PART_BYTES", 1)
     schedule = a_spec(tmp_path).schedule
     most = schedule.prompts_per_step * schedule.group_size
-    whole, backend = CountingBackend(), CountingBackend()
-    whole.load(None)
+    whole = CountingBackend()
+    backend = CountingBackend()
+    whole.load_model(None)
     expected = whole.train_step(a_batch(1, VOCAB, rollouts=most))
     async with a_trainer(tmp_path, backend) as (client, _):
         with pytest.raises(
@@ -269,7 +289,7 @@ async def test_batch_in_many_parts_is_trained_as_one_and_one_beyond_the_runs_siz
     assert backend.trained == [1]
 
 
-async def test_weights_go_through_a_group_that_the_client_opens(tmp_path: Path) -> None:
+async def test_weights_are_broadcast_to_a_group_that_the_client_opens(tmp_path: Path) -> None:
     async with a_trainer(tmp_path, CountingBackend()) as (client, _):
         group = WeightGroup("epoch-1", "", 0, 0, 2, 20.0, "gloo")
         manifest = await client.describe_weights()
@@ -278,20 +298,20 @@ async def test_weights_go_through_a_group_that_the_client_opens(tmp_path: Path) 
         def replica() -> tuple[int, ...]:
             joined = BroadcastGroup(replace(group, address=address, port=port, rank=1))
             try:
-                return receive(joined, manifest).checksums
+                return receive_version(joined, manifest).checksums
             finally:
                 joined.close()
 
         received = asyncio.create_task(asyncio.to_thread(replica))
-        sent, size_bytes, _ = await client.broadcast_weights("epoch-1", DEADLINE_S)
+        sent, size_bytes = await client.broadcast_weights("epoch-1", DEADLINE_S)
         assert await received == sent.checksums
         assert size_bytes == manifest.size_bytes
 
 
-async def test_lost_rank_fails_the_call_and_ends_the_watch(tmp_path: Path) -> None:
+async def test_lost_rank_fails_the_call_and_ends_the_service(tmp_path: Path) -> None:
     backend = CountingBackend()
     async with a_trainer(tmp_path, backend) as (client, service):
-        watch = asyncio.create_task(service.watch())
+        watch = asyncio.create_task(service.watch_ranks())
         backend.is_lost = True
         with pytest.raises(PeerUnavailable, match="died"):
             await client.train_step(a_batch(1, VOCAB), DEADLINE_S)
@@ -302,11 +322,24 @@ async def test_lost_rank_fails_the_call_and_ends_the_watch(tmp_path: Path) -> No
             await watch
 
 
-async def test_scores_drafter_and_export_travel(tmp_path: Path) -> None:
+async def test_scores_drafter_metrics_and_export_paths_reach_the_client(tmp_path: Path) -> None:
     async with a_trainer(tmp_path, CountingBackend()) as (client, _):
         items = a_batch(1, VOCAB).rollouts
-        assert [len(item) for item in await client.score(items, DEADLINE_S)] == [i.rollout.length for i in items]
-        assert len(await client.train_drafter(items, 2, DEADLINE_S)) == 2
-        assert (await client.status()).is_drafter_initialised
+        assert [len(item) for item in await client.score_rollouts(items, DEADLINE_S)] == [
+            i.rollout.total_length for i in items
+        ]
+        epochs = [DrafterEpoch(len(items), 1, 0.5, True), DrafterEpoch(len(items), 0.5, 0.1)]
+        finished = await client.train_drafter(items, items[:1], epochs, DEADLINE_S)
+        assert [item.epoch for item in finished] == epochs
+        assert all(item.held_out is not None for item in finished)
+        assert (await client.get_status()).is_drafter_initialised
         folders = await client.export_model(str(tmp_path / "out"), DEADLINE_S)
     assert folders == (str(tmp_path / "out" / "policy"), str(tmp_path / "out" / "drafter"))
+
+
+@pytest.mark.parametrize("place", ["checkpoints/step-000001/policy", "weights/a", "logs", "", "..", "a/../../b", "\0"])
+async def test_export_does_not_replace_what_the_run_needs(tmp_path: Path, place: str) -> None:
+    """Whoever may call the trainer could replace the policy of a checkpoint."""
+    async with a_trainer(tmp_path / "run", CountingBackend()) as (client, _):
+        with pytest.raises(RecordInvalid, match=r"must be below the run's folder .* and not in checkpoints or weights"):
+            await client.export_model(str(tmp_path / "run" / place), 10)

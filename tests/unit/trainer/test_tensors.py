@@ -1,4 +1,4 @@
-"""Which rollouts sampler and trainer are compared on."""
+"""On which rollouts the mismatch between sampler and trainer is measured."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from specrl.records import FinishReason, Rollout, TrainRollout, VersionSpan
-from specrl.trainer.megatron_backend.tensors import _is_current
+from specrl.trainer.megatron_backend.policy.tensors import _is_current
 
 
 def sampled_under(*versions: int) -> TrainRollout:
-    """A rollout of one token for each of these versions."""
+    """Build a rollout with one token per version."""
     rollout = Rollout(
         rollout_id="000001-00000-000-0",
         group_id="000001-00000",
@@ -30,5 +30,5 @@ def sampled_under(*versions: int) -> TrainRollout:
 def test_sampler_and_trainer_are_compared_on_rollouts_of_the_present_version_alone(
     versions: tuple[int, ...], is_compared: bool
 ) -> None:
-    """Tokens of version 3 behind some of version 2 attend to keys and values of version 2: they differ rightly."""
+    """Tokens of version 3 after some of version 2 attend to keys and values of version 2, so they may differ."""
     assert _is_current(sampled_under(*versions), 3) is is_compared

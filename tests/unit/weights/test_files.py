@@ -1,4 +1,4 @@
-"""A version in a folder: whole or not there, and whatever happened to its files is found before it is used."""
+"""A version in a shared folder is complete or absent, and damage to its files is detected."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ MANIFEST = WeightManifest(
     ),
     64,
 )
-FIRST, SECOND = "bucket-00000.safetensors", "bucket-00001.safetensors"
+FIRST = "bucket-00000.safetensors"
+SECOND = "bucket-00001.safetensors"
 
 
 def some_tensors() -> list[tuple[str, torch.Tensor]]:
@@ -34,54 +35,56 @@ def some_tensors() -> list[tuple[str, torch.Tensor]]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    files.write(tmp_path / "version", MANIFEST, some_tensors())
+    files.write_version(tmp_path / "version", MANIFEST, some_tensors())
     return tmp_path / "version"
 
 
-def test_what_is_written_is_read_with_the_same_checksums(tmp_path: Path) -> None:
-    sums = files.write(tmp_path / "version", MANIFEST, some_tensors())
-    area = files.read(tmp_path / "version", MANIFEST)
+def test_read_returns_the_written_tensors_with_the_same_checksums(tmp_path: Path) -> None:
+    sums = files.write_version(tmp_path / "version", MANIFEST, some_tensors())
+    area = files.read_version(tmp_path / "version", MANIFEST)
     assert area.checksums == sums
-    for (meta, mine), expected_meta, (_, expected) in zip(area.tensors, MANIFEST.tensors, some_tensors(), strict=True):
+    for (meta, mine), expected_meta, (_, expected) in zip(
+        area.gather_tensors([None]), MANIFEST.tensors, some_tensors(), strict=True
+    ):
         assert meta == expected_meta
         assert torch.equal(mine, expected)
     assert [path.name for path in tmp_path.iterdir()] == ["version"]
 
 
-def test_what_was_read_stays_what_it_was_when_the_files_change(folder: Path) -> None:
-    area = files.read(folder, MANIFEST)
+def test_read_tensors_do_not_change_with_the_files(folder: Path) -> None:
+    area = files.read_version(folder, MANIFEST)
     data = (folder / FIRST).read_bytes()
     with (folder / FIRST).open("r+b") as opened:
         opened.write(bytes(len(data)))
-    for (_, mine), (_, expected) in zip(area.tensors, some_tensors(), strict=True):
+    for (_, mine), (_, expected) in zip(area.gather_tensors([None]), some_tensors(), strict=True):
         assert torch.equal(mine, expected)
 
 
 @pytest.mark.parametrize("place", [-1, -13, -24])
 def test_a_flipped_bit_changes_a_checksum(folder: Path, place: int) -> None:
-    before = files.read(folder, MANIFEST).checksums
+    before = files.read_version(folder, MANIFEST).checksums
     data = bytearray((folder / SECOND).read_bytes())
     data[place] ^= 1
     (folder / SECOND).write_bytes(data)
-    assert files.read(folder, MANIFEST).checksums != before
+    assert files.read_version(folder, MANIFEST).checksums != before
 
 
 @pytest.mark.parametrize("size", [0, 7, 40, -1])
-def test_a_torn_file_is_refused(folder: Path, size: int) -> None:
+def test_a_truncated_file_is_rejected(folder: Path, size: int) -> None:
     (folder / SECOND).write_bytes((folder / SECOND).read_bytes()[:size])
-    with pytest.raises(ChecksumMismatch, match="must be whole"):
-        files.read(folder, MANIFEST)
+    with pytest.raises(ChecksumMismatch, match="could not read all weights"):
+        files.read_version(folder, MANIFEST)
 
 
-def test_a_missing_file_or_folder_is_refused_with_what_to_do(folder: Path) -> None:
+def test_a_missing_file_or_folder_is_rejected_with_a_remedy(folder: Path) -> None:
     (folder / SECOND).unlink()
     with pytest.raises(ChecksumMismatch, match="the run's directory at every replica"):
-        files.read(folder, MANIFEST)
+        files.read_version(folder, MANIFEST)
     with pytest.raises(ChecksumMismatch):
-        files.read(folder.with_name("another"), MANIFEST)
+        files.read_version(folder.with_name("another"), MANIFEST)
 
 
-def test_tensors_of_another_shape_type_or_name_are_refused(folder: Path) -> None:
+def test_tensors_of_another_shape_dtype_or_name_are_rejected(folder: Path) -> None:
     for wrong in (
         {"policy/norm.weight": torch.zeros(7)},
         {"policy/norm.weight": torch.zeros(6)},
@@ -89,13 +92,13 @@ def test_tensors_of_another_shape_type_or_name_are_refused(folder: Path) -> None
     ):
         save_file(wrong, folder / FIRST)
         with pytest.raises(ChecksumMismatch):
-            files.read(folder, MANIFEST)
+            files.read_version(folder, MANIFEST)
 
 
-def test_a_version_that_cannot_be_written_whole_is_not_there(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(TrainerFailed):
-        files.write(tmp_path / "version", MANIFEST, [*some_tensors()[:3], ("another", torch.zeros(1))])
+        files.write_version(tmp_path / "version", MANIFEST, [*some_tensors()[:3], ("another", torch.zeros(1))])
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").write_text("")
-    with pytest.raises(StoreFailed, match="make room"):
-        files.write(tmp_path / "file" / "version", MANIFEST, some_tensors())
+    with pytest.raises(StoreFailed, match=r"could not write weights to .*; free space"):
+        files.write_version(tmp_path / "file" / "version", MANIFEST, some_tensors())

@@ -1,4 +1,4 @@
-"""Shares of a version: together they are all of it, and memory that is shared ends with those who map it."""
+"""The shares of a node's ranks make up the version, and shared memory ends with the processes that map it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from specrl.errors import CollectiveFailed
 from specrl.records import TensorMeta, WeightManifest, WeightOwner
-from specrl.weights.staging import Share, StagingArea, merged, slots
+from specrl.weights.staging import BucketShare, StagingArea, merge_checksums, split_bucket
 
 kinds = st.lists(
     st.tuples(st.sampled_from(("float32", "bfloat16", "int64", "bool")), st.lists(st.integers(0, 5), max_size=2)),
@@ -27,27 +27,30 @@ def a_manifest(found: list[tuple[str, list[int]]], bucket_bytes: int) -> WeightM
     return WeightManifest(tuple(metas), bucket_bytes)
 
 
-def filled(manifest: WeightManifest, share: Share) -> StagingArea:
-    """Each tensor's bytes are its place in the manifest."""
-    area, places = StagingArea(manifest, share), {meta: n for n, meta in enumerate(manifest.tensors)}
-    for number in area.kept:
-        for meta, slot in slots(area.buckets[number], area.bucket(number)):
+def filled(manifest: WeightManifest, share: BucketShare) -> StagingArea:
+    """Fill a staging area. Each byte of a tensor is the tensor's number in the manifest."""
+    area = StagingArea(manifest, share)
+    places = {meta: n for n, meta in enumerate(manifest.tensors)}
+    for number in area.bucket_numbers:
+        for meta, slot in split_bucket(area.buckets[number], area.bucket_memory(number)):
             slot.fill_(places[meta])
-        area.sum(number)
+        area.add_checksums(number)
     return area
 
 
 @settings(deadline=None)
 @given(found=kinds, bucket_bytes=st.integers(1, 200), count=st.integers(1, 5))
-def test_shares_are_the_whole_at_every_rank(found: list[tuple[str, list[int]]], bucket_bytes: int, count: int) -> None:
+def test_every_rank_maps_all_shares_of_the_version(
+    found: list[tuple[str, list[int]]], bucket_bytes: int, count: int
+) -> None:
     manifest = a_manifest(found, bucket_bytes)
-    whole = filled(manifest, Share())
-    ranks = [filled(manifest, Share(index, count)) for index in range(count)]
-    assert merged(manifest, [rank.checksums for rank in ranks]) == whole.checksums
+    whole = filled(manifest, BucketShare())
+    ranks = [filled(manifest, BucketShare(index, count)) for index in range(count)]
+    assert merge_checksums(manifest, [rank.checksums for rank in ranks]) == whole.checksums
     for rank in ranks:
-        gathered = rank.gathered([other.address for other in ranks])
+        gathered = rank.gather_tensors([other.address for other in ranks])
         assert [meta for meta, _ in gathered] == list(manifest.tensors)
-        for (_, tensor), (_, expected) in zip(gathered, whole.tensors, strict=True):
+        for (_, tensor), (_, expected) in zip(gathered, whole.gather_tensors([None]), strict=True):
             assert tensor.dtype == expected.dtype
             assert torch.equal(tensor.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8))
 
@@ -55,28 +58,30 @@ def test_shares_are_the_whole_at_every_rank(found: list[tuple[str, list[int]]], 
 TWO = a_manifest([("int64", [4]), ("int64", [4])], 32)
 
 
-def test_another_process_maps_what_is_there_and_cannot_change_it() -> None:
-    mine = filled(TWO, Share(0, 2))
+def test_another_process_maps_the_memory_and_cannot_change_it() -> None:
+    mine = filled(TWO, BucketShare(0, 2))
     program = f"""
 from tests.unit.weights.test_staging import TWO, filled
-from specrl.weights.staging import Share
-found = filled(TWO, Share(1, 2)).gathered([{mine.address}, None])
+from specrl.weights.staging import BucketShare
+found = filled(TWO, BucketShare(1, 2)).gather_tensors([{mine.address}, None])
 print([tensor.view(-1).tolist() for _, tensor in found])
 found[0][1].fill_(9)
 """
     root = Path(__file__).parents[3]
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=root)
     assert done.stdout == f"{[[0] * 4, [0x0101010101010101] * 4]}\n"
-    assert mine.tensors[0][1].tolist() == [0] * 4
+    assert not mine.bucket_memory(0).any()
 
 
 def test_shared_memory_ends_with_the_last_view_of_it() -> None:
     def shared() -> list[str]:
-        return [line for line in Path("/proc/self/maps").read_text().splitlines() if "specrl-weights" in line]
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8")
+        return [line for line in maps.splitlines() if "specrl-weights" in line]
 
     descriptors = set(Path("/proc/self/fd").iterdir())
-    first, second = filled(TWO, Share(0, 2)), filled(TWO, Share(1, 2))
-    gathered = first.gathered([first.address, second.address])
+    first = filled(TWO, BucketShare(0, 2))
+    second = filled(TWO, BucketShare(1, 2))
+    gathered = first.gather_tensors([first.address, second.address])
     del first, second
     assert len(shared()) == 2
     assert gathered[1][1].tolist() == [0x0101010101010101] * 4
@@ -85,10 +90,11 @@ def test_shared_memory_ends_with_the_last_view_of_it() -> None:
     assert set(Path("/proc/self/fd").iterdir()) == descriptors
 
 
-def test_memory_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
-    area, another = filled(TWO, Share(0, 2)), tmp_path / "too-short"
+def test_memory_that_cannot_be_mapped_raises_collective_failed(tmp_path: Path) -> None:
+    area = filled(TWO, BucketShare(0, 2))
+    another = tmp_path / "too-short"
     another.touch()
     with another.open() as opened:
         for address in ((os.getpid(), 9999), (2**22 + 1, 3), (os.getpid(), opened.fileno())):
-            with pytest.raises(CollectiveFailed, match="ranks of one node must reach each other's staging memory"):
-                area.gathered([area.address, address])
+            with pytest.raises(CollectiveFailed, match="could not map the staging memory of process"):
+                area.gather_tensors([area.address, address])

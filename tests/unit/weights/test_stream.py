@@ -1,4 +1,4 @@
-"""What is sent is what arrives, whatever the buckets; and both ends work while a bucket is on the wire."""
+"""The stream delivers every tensor bit for bit, and both ends work while a bucket is on the wire."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from specrl.errors import TrainerFailed
 from specrl.records import TensorMeta, WeightManifest, WeightOwner
-from specrl.weights.stream import receive, send
+from specrl.weights.stream import receive_version, send_version
 
 DTYPES = ("float32", "bfloat16", "int64", "bool")
 shapes = st.lists(st.integers(0, 7), max_size=3).map(tuple)
@@ -19,9 +19,9 @@ metas = st.lists(st.tuples(st.sampled_from(DTYPES), shapes), min_size=1, max_siz
 
 
 class Wire:
-    """Both ends of a group of two in one thread: what is sent is kept, and given out in order.
+    """Both ends of a group of two in one thread: records what is sent, then delivers it in order.
 
-    events: `start n` and `end n` of each broadcast. A buffer that is touched while it is on the wire is found.
+    events: `start n` and `end n` of each broadcast. Fails if a buffer is touched while it is on the wire.
     """
 
     device = torch.device("cpu")
@@ -33,7 +33,7 @@ class Wire:
         self.is_busy = False
         self.is_receiving = False
 
-    def start(self, buffer: torch.Tensor) -> Callable[[], None]:
+    def start_broadcast(self, buffer: torch.Tensor) -> Callable[[], None]:
         assert not self.is_busy, "one broadcast at a time"
         self.is_busy = True
         number = self.given if self.is_receiving else len(self.sent)
@@ -44,7 +44,7 @@ class Wire:
         else:
             self.sent.append(before)
 
-        def wait() -> None:
+        def wait_for_broadcast() -> None:
             if not self.is_busy:
                 return
             self.is_busy = False
@@ -53,7 +53,7 @@ class Wire:
             if self.is_receiving:
                 buffer.copy_(self.sent[number])
 
-        return wait
+        return wait_for_broadcast
 
 
 def tensors_of(manifest: WeightManifest) -> list[tuple[str, torch.Tensor]]:
@@ -74,20 +74,21 @@ def manifest_of(kinds: list[tuple[str, tuple[int, ...]]], bucket_bytes: int) -> 
 
 @settings(deadline=None)
 @given(kinds=metas, bucket_bytes=st.integers(1, 2000))
-def test_what_is_sent_arrives_bit_for_bit(kinds: list[tuple[str, tuple[int, ...]]], bucket_bytes: int) -> None:
-    """Mixed types in one bucket included: a tensor may begin at any byte."""
-    wire, manifest = Wire(), manifest_of(kinds, bucket_bytes)
-    sums = send(wire, manifest, tensors_of(manifest))
+def test_stream_delivers_tensors_bit_for_bit(kinds: list[tuple[str, tuple[int, ...]]], bucket_bytes: int) -> None:
+    """Buckets may mix dtypes, so a tensor may begin at any byte."""
+    wire = Wire()
+    manifest = manifest_of(kinds, bucket_bytes)
+    sums = send_version(wire, manifest, tensors_of(manifest))
     wire.is_receiving = True
-    area = receive(wire, manifest)
+    area = receive_version(wire, manifest)
     assert area.checksums == sums
-    assert [meta for meta, _ in area.tensors] == list(manifest.tensors)
-    for (_, mine), (_, sent) in zip(area.tensors, tensors_of(manifest), strict=True):
+    assert [meta for meta, _ in area.gather_tensors([None])] == list(manifest.tensors)
+    for (_, mine), (_, sent) in zip(area.gather_tensors([None]), tensors_of(manifest), strict=True):
         assert mine.dtype == sent.dtype
         assert torch.equal(mine, sent)
 
 
-def test_the_next_bucket_is_made_while_one_is_on_the_wire() -> None:
+def test_sender_gathers_the_next_bucket_while_one_is_on_the_wire() -> None:
     manifest = manifest_of([("float32", (8,))] * 3, 32)
     wire = Wire()
 
@@ -96,7 +97,7 @@ def test_the_next_bucket_is_made_while_one_is_on_the_wire() -> None:
             wire.events.append(f"gather {name}")
             yield name, tensor
 
-    send(wire, manifest, gathered())
+    send_version(wire, manifest, gathered())
     assert wire.events == [
         *("gather t0", "start 0"),
         *("gather t1", "end 0", "start 1"),
@@ -104,21 +105,24 @@ def test_the_next_bucket_is_made_while_one_is_on_the_wire() -> None:
     ]
 
 
-def test_a_bucket_is_summed_while_the_next_one_is_on_the_wire(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_receiver_computes_checksums_while_the_next_bucket_is_on_the_wire(monkeypatch: pytest.MonkeyPatch) -> None:
     from specrl.weights import staging
 
-    manifest, wire = manifest_of([("float32", (8,))] * 2, 32), Wire()
-    send(wire, manifest, tensors_of(manifest))
-    wire.events, wire.is_receiving = [], True
-    sums = staging.checksum
-    monkeypatch.setattr(staging, "checksum", lambda slot: (wire.events.append("sum"), sums(slot))[1])
-    receive(wire, manifest)
+    manifest = manifest_of([("float32", (8,))] * 2, 32)
+    wire = Wire()
+    send_version(wire, manifest, tensors_of(manifest))
+    wire.events = []
+    wire.is_receiving = True
+    sums = staging.checksum_bytes
+    monkeypatch.setattr(staging, "checksum_bytes", lambda slot: (wire.events.append("sum"), sums(slot))[1])
+    receive_version(wire, manifest)
     assert wire.events == ["start 0", "end 0", "start 1", "sum", "end 1", "sum"]
 
 
-def test_a_tensor_that_is_not_the_manifests_ends_the_send_when_the_wire_is_free() -> None:
-    manifest, wire = manifest_of([("float32", (8,))] * 2, 32), Wire()
+def test_a_tensor_that_does_not_match_the_manifest_ends_the_send_after_the_running_broadcast() -> None:
+    manifest = manifest_of([("float32", (8,))] * 2, 32)
+    wire = Wire()
     tensors = tensors_of(manifest)
-    with pytest.raises(TrainerFailed, match="must follow the manifest"):
-        send(wire, manifest, [tensors[0], ("another", tensors[1][1])])
-    assert not wire.is_busy, "its buffer is read from until then"
+    with pytest.raises(TrainerFailed, match="tensors must follow the manifest"):
+        send_version(wire, manifest, [tensors[0], ("another", tensors[1][1])])
+    assert not wire.is_busy, "the buffer is read until the broadcast ends"

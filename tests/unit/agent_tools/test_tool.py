@@ -1,4 +1,4 @@
-"""What a tool answers, and what is no answer: the policy's errors are output, the environment's never are."""
+"""Tools: failures that the call causes are output that the policy reads; failures of the machine never are."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 from tests.requirements import SANDBOX
 
+from specrl.agent_tools import Tool, tool_for
+from specrl.agent_tools import ToolPool as Pool
 from specrl.errors import SpecInvalid
 from specrl.records import Prompt
-from specrl.rewards import FailureKind
+from specrl.rewards.choice import check_worker_start
 from specrl.rewards.code import time_limit
+from specrl.rewards.workers import FailureKind
 from specrl.spec.data import Isolation
 from specrl.spec.tools import AnsweredBy, CodeTool, PythonTool, ToolPool, Tools
-from specrl.tools import Tool, check_tools, tool_for
-from specrl.tools import ToolPool as Pool
 
 PROMPT = Prompt("p0", 0, (1,), "question", "4")
 
@@ -50,11 +51,11 @@ def an_interpreter(isolation: Isolation, **limits: int) -> Tool:
     return tool_for(Tools(answered_by=AnsweredBy(code=CodeTool.model_validate(section))))
 
 
-@pytest.fixture(scope="module", params=list(Isolation))
+@pytest.fixture(scope="module", params=[Isolation.NAMESPACES, Isolation.LANDLOCK])
 def isolation(request: pytest.FixtureRequest, forkable: None) -> Isolation:
     found: Isolation = request.param
     try:
-        an_interpreter(found).ready()
+        an_interpreter(found).prepare_worker()
     except SpecInvalid as error:
         SANDBOX.skip(f"{found}: {error}")
     return found
@@ -62,14 +63,14 @@ def isolation(request: pytest.FixtureRequest, forkable: None) -> Isolation:
 
 @pytest.fixture
 def interpreter(isolation: Isolation) -> Tool:
-    """No load of the machine takes a call to these limits."""
+    """An interpreter whose limits are out of reach, even on a loaded machine."""
     return an_interpreter(isolation, cpu_s=60, wall_s=240)
 
 
 @pytest.fixture
 def hurried(isolation: Isolation, monkeypatch: pytest.MonkeyPatch) -> Tool:
-    """For calls that end when their time is up; they are given all the time that they wait for a processor."""
-    monkeypatch.setattr(time_limit, "MOST_WAITING", 100)
+    """An interpreter with a short time limit. Waits for a processor never count, however long they are."""
+    monkeypatch.setattr(time_limit, "MAX_WAITING", 100)
     return an_interpreter(isolation, cpu_s=60, wall_s=2)
 
 
@@ -92,13 +93,13 @@ def hurried(isolation: Isolation, monkeypatch: pytest.MonkeyPatch) -> Tool:
     ],
 )
 def test_a_call_is_run_as_a_cell_and_its_errors_are_output(interpreter: Tool, call: str, output: str) -> None:
-    assert interpreter.answer("", "", call) == output
+    assert interpreter.answer_call("", "", call) == output
 
 
 @pytest.mark.parametrize("isolation", [Isolation.NAMESPACES], indirect=True)  # Landlock alone lets it signal nobody
-def test_a_signal_without_a_name_is_said_by_its_number(interpreter: Tool) -> None:
+def test_an_unnamed_signal_is_reported_by_its_number(interpreter: Tool) -> None:
     call = "import os\nos.kill(os.getpid(), 40)"
-    assert interpreter.answer("", "", call) == "Error: the program was killed by signal 40"
+    assert interpreter.answer_call("", "", call) == "Error: the program was killed by signal 40"
 
 
 @pytest.mark.parametrize(
@@ -112,19 +113,19 @@ def test_a_signal_without_a_name_is_said_by_its_number(interpreter: Tool) -> Non
         ("print('x' * 5000)", "Error: the program printed more than 1024 bytes"),
     ],
 )
-def test_a_hostile_call_meets_the_sandbox_and_reads_what_became_of_it(interpreter: Tool, call: str, said: str) -> None:
-    assert said in interpreter.answer("", "", call)
+def test_a_hostile_call_is_confined_and_its_failure_is_output(interpreter: Tool, call: str, said: str) -> None:
+    assert said in interpreter.answer_call("", "", call)
 
 
 @pytest.mark.parametrize("call", ["time.sleep(1000)", "time.sleep(1.5)\nwhile True: pass"])
-def test_a_call_without_end_is_ended_when_its_time_is_up(hurried: Tool, call: str) -> None:
-    assert "Error: the program ran longer than 2 s" in hurried.answer("", "", f"import time\n{call}")
+def test_an_endless_call_is_killed_at_its_time_limit(hurried: Tool, call: str) -> None:
+    assert "Error: the program ran longer than 2 s" in hurried.answer_call("", "", f"import time\n{call}")
 
 
-def test_a_call_that_never_waits_is_ended_when_its_processor_time_is_up(isolation: Isolation) -> None:
+def test_a_busy_call_is_killed_at_its_processor_time_limit(isolation: Isolation) -> None:
     tool = an_interpreter(isolation, cpu_s=1, wall_s=240)
     call = "import os\nos.close(1)\nwhile True: pass"
-    assert tool.answer("", "", call) == "Error: the program was killed by SIGKILL"
+    assert tool.answer_call("", "", call) == "Error: the program was killed by SIGKILL"
 
 
 @pytest.fixture
@@ -134,49 +135,53 @@ def function(tmp_path: Path) -> Tools:
     return Tools(answered_by=AnsweredBy(python=python), pool=ToolPool(timeout_s=300))
 
 
-async def test_a_function_may_judge_between_turns(function: Tools) -> None:
+async def test_a_function_may_grade_between_turns(function: Tools) -> None:
     async with Pool(tool_for(function), function.pool) as pool:
-        assert (await pool.answer(PROMPT, "so 4?", "4")).text == "4 is right after 5 characters"
-        assert (await pool.answer(PROMPT, "", "5")).text == "5 is wrong after 0 characters"
+        assert (await pool.answer_call(PROMPT, "so 4?", "4")).text == "4 is right after 5 characters"
+        assert (await pool.answer_call(PROMPT, "", "5")).text == "5 is wrong after 0 characters"
     assert not pool.failures
 
 
 @pytest.mark.parametrize(
     ("call", "kind", "said"),
     [
-        ("raise", FailureKind.ERROR, "my_tools:answer must answer, got KeyError at my_tools.py"),
-        ("nothing", FailureKind.ERROR, "must answer with text, got NoneType"),
+        ("raise", FailureKind.ERROR, "my_tools:answer must return, got KeyError at my_tools.py"),
+        ("nothing", FailureKind.ERROR, "must return text, got NoneType"),
         ("leave", FailureKind.ERROR, "got SystemExit"),
         ("die", FailureKind.CRASH, "exit status 3"),
         ("hang", FailureKind.TIMEOUT, "the tool took longer than timeoutS=2"),
     ],
 )
-async def test_what_a_call_does_to_its_tool_is_output_and_counted(
+async def test_a_failure_that_the_call_causes_is_output_and_counted(
     function: Tools, call: str, kind: FailureKind, said: str
 ) -> None:
-    """It was ToolFailed, and the rollout was sampled again: a call could choose not to be judged."""
+    """Such a call used to raise ToolFailed, and the rollout was sampled again: a policy could avoid its grade."""
     limits = ToolPool(timeout_s=2) if kind is FailureKind.TIMEOUT else function.pool
     async with Pool(tool_for(function), limits) as pool:
-        output = await pool.answer(PROMPT, "", call)
+        output = await pool.answer_call(PROMPT, "", call)
         assert output.failure == ""
         assert output.text.startswith(f"Error: {kind}: ")
         assert said in output.text
         assert dict(pool.failures) == {kind: 2 if kind is FailureKind.CRASH else 1}
-        assert (await pool.answer(PROMPT, "", "4")).text.startswith("4 is right"), "the next call meets a sound worker"
+        assert (await pool.answer_call(PROMPT, "", "4")).text.startswith("4 is right"), (
+            "the next call must get a working worker"
+        )
 
 
-async def test_what_no_call_can_cause_is_no_output(function: Tools) -> None:
+async def test_a_failure_that_no_call_can_cause_gives_no_output(function: Tools) -> None:
     async with Pool(tool_for(function), function.pool) as pool:
-        output = await pool.answer(PROMPT, "", "ungraded")
+        output = await pool.answer_call(PROMPT, "", "ungraded")
         assert output.text == ""
         assert output.failure == "ungraded: the shop is away"
-        assert (await pool.answer(PROMPT, "", "killed once ")).text == "alive", "somebody else killed the first worker"
+        assert (await pool.answer_call(PROMPT, "", "killed once ")).text == "alive", (
+            "somebody else killed the first worker"
+        )
 
 
-def test_what_cannot_answer_is_refused_before_the_run(function: Tools) -> None:
-    check_tools(function)
+def test_a_tool_that_cannot_answer_is_refused_before_the_run(function: Tools) -> None:
+    check_worker_start(tool_for(function), "tools")
     python = function.answered_by.python
     assert python is not None
     missing = python.model_copy(update={"function": "my_tools:reply"})
     with pytest.raises(SpecInvalid, match=r"tools\.answeredBy\.python\.function: must be importable"):
-        check_tools(Tools(answered_by=AnsweredBy(python=missing)))
+        check_worker_start(tool_for(Tools(answered_by=AnsweredBy(python=missing))), "tools")

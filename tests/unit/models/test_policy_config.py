@@ -1,4 +1,4 @@
-"""Which models are trained, and with which words all others are refused."""
+"""Models that the trainer supports are read, and all others are refused with every reason."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from tests.run_files import a_model_folder
 
-from specrl.drafting.policy_config import read_policy_config
 from specrl.errors import CheckpointInvalid
+from specrl.models.policy_config import read_policy_config
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 128}
 
@@ -25,20 +25,34 @@ def a_config(folder: Path, **fields: Any) -> Any:
     return read_policy_config(a_model_folder(folder / "model", **fields))
 
 
-def test_family_decides_about_normalised_heads(tmp_path: Path) -> None:
+def test_the_family_decides_whether_heads_are_normalised(tmp_path: Path) -> None:
     assert a_config(tmp_path / "a").family.has_qk_norm
     llama = a_config(tmp_path / "b", model_type="llama", architectures=["LlamaForCausalLM"])
     assert not llama.family.has_qk_norm
 
 
+QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+MIMO = {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+
+
+def test_biases_and_heads_of_a_family_are_counted(tmp_path: Path) -> None:
+    """MiMo's published config names the biases that Qwen2's leaves to the architecture."""
+    llama = a_config(tmp_path / "a", model_type="llama", architectures=["LlamaForCausalLM"])
+    qwen2 = a_config(tmp_path / "b", **QWEN2)
+    mimo = a_config(tmp_path / "c", **MIMO, attention_bias=True)
+    biases = 2 * qwen2.head_dim * (6 + 2 * 2)  # layers; heads, and groups with keys and values
+    assert qwen2.num_parameters - llama.num_parameters == biases == mimo.num_parameters - llama.num_parameters
+    assert (llama.num_mtp_heads, qwen2.num_mtp_heads, mimo.num_mtp_heads) == (0, 0, 1)
+
+
 @pytest.mark.parametrize("count", ["num_experts", "num_local_experts"])
-def test_mixture_is_read_as_transformers_4_and_5_write_it(count: str, tmp_path: Path) -> None:
+def test_mixtures_of_transformers_4_and_5_are_read(count: str, tmp_path: Path) -> None:
     found = a_config(tmp_path, **MIXTURE, **{count: 8})
     assert (found.experts.count, found.experts.per_token, found.active_intermediate_size) == (8, 2, 64)
 
 
 @pytest.mark.parametrize("rope", [{"rope_parameters": YARN}, {"rope_scaling": YARN | {"type": "yarn"}}])
-def test_positions_are_read_as_transformers_4_and_5_write_them(rope: dict[str, Any], tmp_path: Path) -> None:
+def test_rotary_settings_of_transformers_4_and_5_are_read(rope: dict[str, Any], tmp_path: Path) -> None:
     scaling = a_config(tmp_path, **rope).rope_scaling
     assert (scaling.kind, scaling.numbers["factor"], scaling.numbers["beta_fast"]) == ("yarn", 4, 32)
 
@@ -46,12 +60,16 @@ def test_positions_are_read_as_transformers_4_and_5_write_them(rope: dict[str, A
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"model_type": "mixtral"}, "model_type must be one of qwen3, llama, qwen3_moe"),
+        ({"model_type": "mixtral"}, "model_type must be one of qwen3, qwen2, mimo, llama, qwen3_moe"),
         (MIXTURE, "num_experts must be a number above 0"),
         (MIXTURE | {"mlp_only_layers": [0], "num_experts": 8}, r"mlp_only_layers must be empty, got \[0\]"),
         (MIXTURE | {"decoder_sparse_step": 2, "num_experts": 8}, "decoder_sparse_step must be 1, got 2"),
         ({"model_type": "llama"}, r"architectures must be \[LlamaForCausalLM\], got \['Qwen3ForCausalLM'\]"),
         ({"attention_bias": True}, "attention_bias must be false"),
+        (QWEN2 | {"attention_bias": False}, "attention_bias must be true, got False"),
+        (QWEN2 | {"head_dim": 32}, "head_dim must be hidden_size / num_attention_heads = 10, got 32"),
+        (MIMO | {"num_nextn_predict_layers": -1}, "num_nextn_predict_layers must be a whole number of heads, got -1"),
+        (MIMO | {"num_nextn_predict_layers": True}, "num_nextn_predict_layers must be a whole number of heads"),
         ({"mlp_bias": True}, "mlp_bias must be false"),
         ({"hidden_act": "gelu"}, "hidden_act must be silu, got 'gelu'"),
         ({"use_sliding_window": True}, "use_sliding_window must be false"),
@@ -61,16 +79,22 @@ def test_positions_are_read_as_transformers_4_and_5_write_them(rope: dict[str, A
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2}}, "original_max_position_embeddings must be a number"),
         ({"rope_parameters": YARN | {"factor": 3.0}}, "must be > 128 and at most 3.0 times that with YaRN, got 512"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
+        # Of a published Qwen3 of 8B. Trainer and vLLM ignored it alike, so the canary could not tell.
+        (
+            {"rope_parameters": YARN | {"attn_factor": 0.9}},
+            "attn_factor must be absent: yarn has no such field, got 0.9",
+        ),
+        ({"rope_parameters": {"rope_theta": 1e6, "factor": 2.0}}, "factor must be absent: default has no such field"),
         ({"rope_theta": None}, "rope_theta must be given"),
         ({"quantization_config": {}}, "quantization_config must be absent"),
         ({"num_key_value_heads": None}, "num_key_value_heads must be a number above 0, got None"),
     ],
 )
-def test_what_would_be_silently_wrong_is_refused(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_unsupported_fields_are_refused(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointInvalid, match=message):
         a_config(tmp_path, **fields)
 
 
-def test_all_that_is_wrong_is_named_at_once(tmp_path: Path) -> None:
+def test_all_unsupported_fields_are_named_at_once(tmp_path: Path) -> None:
     with pytest.raises(CheckpointInvalid, match=r"hidden_act must be silu.*; attention_bias must be false"):
         a_config(tmp_path, hidden_act="relu", attention_bias=True)

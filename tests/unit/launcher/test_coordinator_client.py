@@ -1,4 +1,4 @@
-"""Reading a run: from its coordinator, which may not answer, and from its folder, which may be torn."""
+"""Reads a run from its coordinator, which may not answer, and from its folder, whose files may be torn."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from pathlib import Path
 
 import httpx2
 
-from specrl.launcher.reports import CoordinatorReports, http_address, stored_status, stored_steps
+from specrl.launcher.coordinator_client import CoordinatorReports
 from specrl.launcher.run_directory import RunDirectory
+from specrl.launcher.stored_reports import read_http_address, read_stored_status, read_stored_steps
 
 STEP = (
-    '{"step": %d, "policyVersion": 1, "stages": {}, "exposedGeneration": 0, "reward": %s, "rollouts": 1, "tokens": 1,'
+    '{"step": %d, "policyVersion": 1, "phases": {}, "exposedGeneration": 0, "reward": %s, "rollouts": 1, "tokens": 1,'
     ' "meanLength": 1, "acceptanceLength": null, "policyLagMax": 0, "policyLagMean": 0, "loss": 0, "gradNorm": 0,'
     ' "learningRate": 0, "entropy": 0, "clipFraction": 0, "importanceWeightMean": 1, "effectiveSampleSize": 1,'
     ' "mismatchMeanAbs": 0, "mismatchMaxAbs": 0, "mismatchKl": 0, "mismatchTokens": 0}'
@@ -19,12 +20,12 @@ STEP = (
 
 def answering(status_code: int, text: str) -> CoordinatorReports:
     transport = httpx2.MockTransport(lambda request: httpx2.Response(status_code, text=text))
-    return CoordinatorReports("127.0.0.1:1", transport)
+    return CoordinatorReports("127.0.0.1:1", transport=transport)
 
 
 def test_status_is_parsed() -> None:
     with answering(200, '{"run": "tiny", "phase": "training", "step": 3}') as reports:
-        status = reports.status()
+        status = reports.fetch_status()
     assert status is not None
     assert (status.run, status.step) == ("tiny", 3)
 
@@ -33,17 +34,17 @@ def test_coordinator_that_does_not_answer_is_none() -> None:
     def refuse(request: httpx2.Request) -> httpx2.Response:
         raise httpx2.ConnectError("refused", request=request)
 
-    with CoordinatorReports("127.0.0.1:1", httpx2.MockTransport(refuse)) as reports:
-        assert reports.status() is None
-        assert reports.steps(0) == []
-        assert reports.validations() == []
+    with CoordinatorReports("127.0.0.1:1", transport=httpx2.MockTransport(refuse)) as reports:
+        assert reports.fetch_status() is None
+        assert reports.fetch_steps(0) == []
+        assert reports.fetch_validations() == []
 
 
-def test_answer_of_another_kind_of_server_is_none() -> None:
+def test_an_answer_from_another_kind_of_server_is_none() -> None:
     for code, text in ((500, "{}"), (200, "<html>"), (200, '{"detail": "Not Found"}'), (200, "[]")):
         with answering(code, text) as reports:
-            assert reports.status() is None
-            assert reports.steps(0) == []
+            assert reports.fetch_status() is None
+            assert reports.fetch_steps(0) == []
 
 
 def test_address_may_be_a_url() -> None:
@@ -51,19 +52,19 @@ def test_address_may_be_a_url() -> None:
         assert reports.url == "http://127.0.0.1:9"
 
 
-def test_torn_last_line_and_replayed_step_are_handled(tmp_path: Path) -> None:
+def test_a_torn_last_line_is_skipped_and_a_repeated_step_appears_once(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
-    assert stored_steps(directory) == []
+    assert read_stored_steps(directory) == []
     lines = [STEP % (1, 0.1), STEP % (2, 0.2), STEP % (2, 0.3), (STEP % (3, 0.4))[:50]]
     directory.metrics_file.write_text("\n".join(lines))
-    assert [(step.step, step.reward) for step in stored_steps(directory)] == [(1, 0.1), (2, 0.3)]
+    assert [(step.step, step.reward) for step in read_stored_steps(directory)] == [(1, 0.1), (2, 0.3)]
 
 
-def test_folder_of_a_run_that_never_came_up_has_no_status(tmp_path: Path) -> None:
+def test_the_folder_of_a_run_that_never_started_has_no_status(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
-    assert stored_status(directory) is None
-    assert http_address(directory) is None
+    assert read_stored_status(directory) is None
+    assert read_http_address(directory) is None
     directory.status_file.write_text("{")
     directory.endpoints_file.write_text("[")
-    assert stored_status(directory) is None
-    assert http_address(directory) is None
+    assert read_stored_status(directory) is None
+    assert read_http_address(directory) is None

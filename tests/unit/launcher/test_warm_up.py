@@ -1,0 +1,58 @@
+"""A warm-up continues in its folder with the same options, or says which of them differ."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+from tests.run_files import a_run
+
+from specrl.errors import RunInvalid
+from specrl.launcher.processes import child_guard
+from specrl.launcher.warm_up import WarmUp, WarmUpOptions
+from specrl.spec import parse_spec
+from specrl.trainer.checkpointing.checkpoints import STATE, step_directory
+
+
+def test_a_warm_up_with_other_options_is_refused_with_their_names(tmp_path: Path) -> None:
+    """It was refused without naming what differed, such as the number of steps."""
+    spec = parse_spec(a_run(tmp_path))
+    wish = WarmUpOptions(None, 7, Decimal(1), 4, None, Decimal("0.05"))
+    out = tmp_path / "warm"
+    WarmUp(spec, wish, out)
+    assert WarmUp(spec, wish, out).is_resumed
+    with pytest.raises(RunInvalid, match="got --steps 10 instead of 7 and --batch-size 8 instead of 4;"):
+        WarmUp(spec, replace(wish, steps=10, batch_size=8), out)
+    with pytest.raises(RunInvalid, match="got another run file;"):
+        WarmUp(parse_spec(a_run(tmp_path, name="other")), wish, out)
+
+
+def test_a_resumed_warm_up_shows_only_the_steps_after_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It printed all earlier steps again. Its trainer writes the file anew, and drops step 4, which it trains again."""
+    metrics = tmp_path / "warm-sft" / "metrics.jsonl"
+    trainer = tmp_path / "trainer.py"
+    trainer.write_text(
+        "import json, pathlib, sys\n"
+        f"lines = [json.dumps({{'step': step, 'loss': 1.0}}) for step in range(6)]\n"
+        f"pathlib.Path({str(metrics)!r}).write_text('\\n'.join(lines) + '\\n')\n"
+    )
+    spec = parse_spec(a_run(tmp_path))
+    wish = WarmUpOptions(None, 5, Decimal(1), 4, None, Decimal("0.05"))
+    WarmUp(spec, wish, tmp_path / "warm")
+    metrics.write_text("".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(5)))
+    folder = step_directory(metrics.parent, 3)
+    folder.mkdir(parents=True)
+    (folder / STATE).touch()
+    (metrics.parent / "export" / "policy").mkdir(parents=True)
+    monkeypatch.setattr(child_guard, "guarded_command", lambda _: (sys.executable, str(trainer)))
+    shown: list[int] = []
+    resumed = WarmUp(spec, wish, tmp_path / "warm")
+    assert resumed.trained == 3
+    assert resumed.run(lambda line: shown.append(line["step"]), lambda _: None)
+    assert shown == [4, 5]
