@@ -1,20 +1,20 @@
-"""Runs under faults until enough CPU time is spent, each held to its promises at its end. `make chaos`; docs/chaos.md.
+"""Injects faults into whole runs until a CPU budget is spent, and checks each run's promises. See docs/chaos.md.
 
     python -m tests.chaos [--seed N] [--minutes M] [--rounds R] [--faults F] [--only FAULT]... [--steps S] [--ranks K]
                           [--folder DIR]
 
-A round is one whole run of real processes, to which some faults happen and which must then come to its end. The
-rounds take turns at SQLite and Redis, and at maxPolicyLag 0, 1 and 2. With 0 the trained policy must be that of a run
-without faults, bit for bit: its rollouts are computed one at a time (maxLiveRollouts 1), so that what an engine
-computes depends on nothing but the rollout, whoever computes it and however often it was begun. So the run without
-faults needs one replica alone.
+A round is one whole run of real processes that has some faults and must then finish. Rounds alternate between SQLite
+and Redis, and between maxPolicyLag 0, 1 and 2.
+
+With maxPolicyLag 0 the trained policy must equal that of a run without faults, bit by bit. Rollouts are computed one at
+a time (maxLiveRollouts 1), so that an engine's result depends on the rollout alone: not on the replica, nor on how
+often it was started. One replica is therefore enough for the run without faults.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import resource
 import signal
@@ -32,8 +32,8 @@ from tests.chaos import network
 from tests.chaos.field import Field, NotThere
 from tests.chaos.plan import Fault, Possible, faults
 from tests.chaos.promises import evidence, violations
+from tests.integration.box_runs import a_synchronous_run, make_box_policy, write_questions
 from tests.integration.runs import checksums
-from tests.integration.test_determinism import QUESTIONS, a_policy, a_synchronous_run
 from tests.redis_servers import RedisProcess
 
 CHECKPOINT_STEPS = 5
@@ -41,7 +41,7 @@ END_S = 1200.0
 """How long a run may take to begin, and to its end after its last fault. A busy machine is slow, not wrong."""
 RESUMES = 10
 """Of one run by its user: what kills the launcher, or what the launcher gives up on, may happen so often."""
-USERS_TURN = ("crashes in a row", "make room")
+USERS_TURN = ("times in a row", "make room", "free space")
 """Ends of a launch after which its user goes on with --resume: a program that was killed too often, a full disk."""
 
 
@@ -51,17 +51,16 @@ class Terrain:
 
     is_on_redis: bool
     lag: int
-    order: str
 
     def __str__(self) -> str:
-        return f"{'Redis' if self.is_on_redis else 'SQLite'}, maxPolicyLag {self.lag}, {self.order}"
+        return f"{'Redis' if self.is_on_redis else 'SQLite'}, maxPolicyLag {self.lag}"
 
 
 TERRAINS = (
-    Terrain(is_on_redis=False, lag=0, order="InOrder"),
-    Terrain(is_on_redis=True, lag=1, order="Windowed"),
-    Terrain(is_on_redis=True, lag=0, order="InOrder"),
-    Terrain(is_on_redis=False, lag=2, order="InOrder"),
+    Terrain(is_on_redis=False, lag=0),
+    Terrain(is_on_redis=True, lag=1),
+    Terrain(is_on_redis=True, lag=0),
+    Terrain(is_on_redis=False, lag=2),
 )
 
 
@@ -79,11 +78,11 @@ class Size:
 
 def a_run(policy: Path, terrain: Terrain, redis: RedisProcess | None, size: Size, replicas: int) -> dict[str, Any]:
     """Replicas with speculation, trainer ranks; seconds a step, and deadlines that faults outlast."""
-    run: dict[str, Any] = a_synchronous_run(policy)
+    run: dict[str, Any] = a_synchronous_run(policy, Path("boxes.jsonl"))
     run["name"] = "chaos"
     run["generation"] |= {"maxLiveRollouts": 1 if terrain.lag == 0 else 8, "replicas": replicas}
     run["trainer"] |= {"parallelism": {"data": size.ranks}}
-    run["schedule"] |= {"steps": size.steps, "maxPolicyLag": terrain.lag, "order": terrain.order}
+    run["schedule"] |= {"steps": size.steps, "maxPolicyLag": terrain.lag}
     return run | {
         "rewardPool": {"workers": 2, "timeoutS": 60 if terrain.lag == 0 else 10},
         "weights": {"timeoutS": 10},
@@ -97,7 +96,9 @@ class Chaos:
     """All rounds of one seed."""
 
     def __init__(self, options: argparse.Namespace, folder: Path, has_namespace: bool) -> None:
-        self._options, self._folder, self._has_namespace = options, folder, has_namespace
+        self._options = options
+        self._folder = folder
+        self._has_namespace = has_namespace
         self._began = time.monotonic()
         self._size = Size(options.steps, options.ranks)
         self._done: Counter[str] = Counter()
@@ -110,7 +111,7 @@ class Chaos:
 
     def go_on(self) -> None:
         """Every round. Raises Violated."""
-        a_policy(self._policy)
+        make_box_policy(self._policy)
         self.say(f"a run without faults, to compare with; {self._size.steps} steps")
         undisturbed = self._round("undisturbed", TERRAINS[0], 0, replicas=1)
         rounds = itertools.count(1) if self._options.rounds is None else range(1, self._options.rounds + 1)
@@ -147,8 +148,7 @@ class Chaos:
         """One run with `count` faults, the first when `from_step` is trained; returns its tensors' checksums."""
         folder = self._folder / name
         folder.mkdir()
-        rows = [{"question": question, "answer": "#### 3"} for question in QUESTIONS]
-        (folder / "boxes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_questions(folder)
         redis = RedisProcess(folder / "redis") if terrain.is_on_redis else None
         run = a_run(self._policy, terrain, redis, self._size, replicas)
         field = Field(folder, run, redis, self._has_namespace)
@@ -168,7 +168,8 @@ class Chaos:
             self._rest(field, fault.wait_s)
             if field.run.process.poll() == 0:
                 return
-            step, at = field.step(), datetime.now().astimezone().strftime("%H:%M:%S")
+            step = field.step()
+            at = datetime.now().astimezone().strftime("%H:%M:%S")
             try:
                 outcome = field.strike(fault)
             except NotThere as reason:
@@ -188,7 +189,8 @@ class Chaos:
 
     def _until(self, field: Field, is_so: Callable[[], bool], goal: str) -> None:
         """Let the run go on until something is so. Raises Violated when it takes too long."""
-        deadline, shown = time.monotonic() + END_S, -5
+        deadline = time.monotonic() + END_S
+        shown = -5
         while not is_so():
             self._look_after(field)
             if field.step() >= shown + 5:

@@ -1,7 +1,7 @@
-"""The run that faults happen to: its processes, its Redis server, its folder; and how each fault is done.
+"""A run under test: its processes, its Redis server and its folder; and how each fault is injected.
 
-A fault that lasts is undone before `strike` returns. Whatever a fault did, Redis is up again afterwards; everything
-else of the run is the product's to bring back, but for the launcher, which a user would start again with --resume.
+A lasting fault is undone before `strike` returns, and Redis is up again. The product must recover everything else by
+itself, except the launcher, which is started again with --resume as a user would.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from tests.redis_servers import RedisProcess
 
 POINTS_FOLDER = Path(__file__).with_name("points")
 REACH_S = 60.0
-"""How long an armed point is waited for; a run may be where it does not pass it."""
+"""How long to wait until a process passes an armed point. The run may be in a phase that never passes it."""
 DISK_MIB = 256
 
 
 class NotThere(Exception):
-    """The fault's target does not exist at this moment."""
+    """The target of the fault does not exist at this moment."""
 
 
 @dataclass
 class Field:
-    """One run in `folder`. redis: its server, if its store is one."""
+    """One run in `folder`. redis: its Redis server; None if the run uses SQLite."""
 
     folder: Path
     spec: Mapping[str, object]
@@ -60,22 +60,22 @@ class Field:
         return self.folder / "chaos" / "ledger"
 
     def last_words(self) -> str:
-        """What the launcher said last, since it was started last."""
+        """The output of the launcher since its last start."""
         return self.run.output.read_bytes()[self._said_before :].decode(errors="replace")[-2000:]
 
     def step(self) -> int:
-        """Last step reported."""
+        """The last reported step."""
         return len(self.run.reports())
 
     def resume(self) -> None:
-        """Start the launcher again, as its user would."""
+        """Start the launcher again with --resume, as a user would."""
         if any((self.folder / "runs").glob("*/run.yaml")):
             self._launch("--resume", self.run.directory.name)
         else:
             self._launch("-f", "run.yaml")
 
     def clear(self) -> None:
-        """Stop what still runs, and give the file system back with the run's folder on it kept."""
+        """Stop all processes, and unmount the file system; the run's folder is kept."""
         self.run.stop()
         if self.redis is not None:
             self.redis.kill()
@@ -84,7 +84,7 @@ class Field:
             network.unmount(str(self.folder / "runs"))
 
     def strike(self, fault: Fault) -> str:
-        """Do it; returns what became of it, in words. Raises NotThere."""
+        """Inject the fault. Returns in words what happened. Raises NotThere."""
         does = {
             Kind.KILL: self._kill,
             Kind.FREEZE: self._freeze,
@@ -109,7 +109,7 @@ class Field:
         self.run = start(self.folder, "run", *arguments, "--plain", environment=environment)
 
     def _process(self, target: str) -> psutil.Process:
-        """The process of that name. Raises NotThere while there is none, as between a crash and the restart."""
+        """Find the process of this name. Raises NotThere if there is none, as between a crash and the restart."""
         if target == "redis":
             assert self.redis is not None
             return psutil.Process(self.redis.pid)
@@ -163,7 +163,7 @@ class Field:
     # -- the store and the disk ----------------------------------------------------------------------------------
 
     def _slow_store(self, fault: Fault) -> str:
-        """Redis answers no command, the SQLite file is locked; again and again, with gaps in which a write gets by."""
+        """Block the store repeatedly (Redis paused or SQLite locked), with gaps in which a write may succeed."""
         until = time.monotonic() + fault.for_s
         while time.monotonic() < until:
             if self.redis is not None:
@@ -186,7 +186,8 @@ class Field:
 
     def _full_disk(self, fault: Fault) -> str:
         filler = self.run.runs / ".filler"
-        chunk, size = bytes(2**20), 0
+        chunk = bytes(2**20)
+        size = 0
         with filler.open("wb", buffering=0) as file, suppress(OSError):
             while True:
                 size += file.write(chunk)
@@ -217,7 +218,7 @@ class Field:
 
 
 def _is(process: psutil.Process, target: str) -> bool:
-    """Whether a child of the launcher is the program, and for the trainer the rank, of that name."""
+    """Whether a child of the launcher is the process of this name; of a trainer, also the rank."""
     words = process.cmdline()
     if target.startswith("trainer-"):
         return any("specrl-trainer" in word for word in words) and process.environ().get("RANK") == target[-1]

@@ -1,4 +1,4 @@
-"""A network of the run's own, whose loopback can be cut: a Linux network namespace, entered by `unshare`.
+"""A private network for a run, whose loopback can be cut: a Linux network namespace, entered with `unshare`.
 
 Everything listens on 127.0.0.1, so a cut is by port: routing rules drop what goes to or comes from the ports that a
 process holds, as a firewall between two machines would. Nobody is told; connections hang until they give up.
@@ -14,11 +14,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 _CUT = "10"
-"""Priority of the rules that drop; before the one that delivers to local addresses."""
+"""Priority of the dropping rules. Must come before the rule that delivers to local addresses."""
 
 
 def enter(module: str, arguments: Sequence[str]) -> None:
-    """Start this program again in namespaces of its own, for network and mounts. Returns where that is not possible."""
+    """Start this program again in its own network and mount namespaces. Returns only if that is not possible."""
     command = ["unshare", "--net", "--mount", *([] if os.geteuid() == 0 else ["--user", "--map-root-user"])]
     if shutil.which("unshare") is None or shutil.which("ip") is None or not _works([*command, "true"]):
         return
@@ -26,7 +26,7 @@ def enter(module: str, arguments: Sequence[str]) -> None:
 
 
 def prepare() -> None:
-    """Bring the new namespace's loopback up, and make room for rules before the one that delivers locally."""
+    """Bring up the loopback of the new namespace, and move the local rule behind the priority of dropping rules."""
     _ip("link", "set", "lo", "up")
     _ip("rule", "add", "pref", "100", "table", "local")
     _ip("rule", "del", "pref", "0")
@@ -47,7 +47,7 @@ def cut(ports: Iterable[int]) -> Iterator[None]:
 
 @contextmanager
 def down() -> Iterator[None]:
-    """No packet reaches anybody."""
+    """Drop all packets."""
     _ip("link", "set", "lo", "down")
     try:
         yield
@@ -56,7 +56,7 @@ def down() -> Iterator[None]:
 
 
 def mount_small(folder: str, size_mib: int) -> None:
-    """A file system of its own for `folder`, so that it can be filled."""
+    """Mount a small file system at `folder`, so that it can be filled up."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size_mib}m", "tmpfs", folder], check=True)
 
 

@@ -1,4 +1,4 @@
-"""What happens to a run, and when, decided before it starts. Pure: the same seed gives the same faults.
+"""Plans the faults of a run before it starts. Pure: the same seed gives the same faults.
 
 Faults are dealt from a shuffled deck of all kinds, so that each has happened before any happens twice.
 """
@@ -25,10 +25,10 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that goes wrong.
+    """One fault.
 
-    target: whose process, or which point and moment. wait_s: after the one before. for_s: how long it lasts.
-    calls: a point strikes at this call from now. signal: what a point sends.
+    target: the process, or the point and moment. wait_s: after the previous fault. for_s: how long it lasts.
+    calls: the point strikes at this call from now on. signal: the signal that it sends.
     """
 
     kind: Kind
@@ -48,7 +48,7 @@ class Fault:
 
 
 PROCESSES = ("coordinator", "gen-0", "gen-1", "engine of gen-0", "engine of gen-1", "trainer-0", "trainer-1")
-"""Processes of the run that are killed and frozen. An engine is the process in which vLLM computes for a replica."""
+"""Processes that are killed and frozen. An engine is the process in which vLLM computes for a replica."""
 
 ANYWHERE = (
     *(Fault(kind, target) for target in PROCESSES for kind in (Kind.KILL, Kind.FREEZE)),
@@ -65,17 +65,17 @@ ANYWHERE = (
 )
 REDIS = tuple(Fault(kind, "redis") for kind in (Kind.KILL, Kind.FREEZE, Kind.CUT))
 VERIFIER = tuple(Fault(kind, "verifier") for kind in (Kind.KILL, Kind.FREEZE))
-"""A rollout whose verdict is lost is sampled again under another seed: not for runs that are compared bit for bit."""
+"""Not for runs that are compared bit by bit: an ungraded rollout is sampled again with another seed."""
 
 FOR_S = (1.0, 4.0, 14.0)
-"""Shorter than a heartbeat's patience, about it, and longer than it and than a collective's deadline."""
+"""Shorter than the time-out of heartbeats, about as long, and longer than it and than a collective's time-out."""
 
 
 @dataclass(frozen=True)
 class Possible:
-    """What can happen to a run: is_on_redis, is_compared (bit for bit), has_namespace (its network can be cut).
+    """Which faults a run can have: is_on_redis, is_compared (bit by bit), has_namespace (its network can be cut).
 
-    only: beginnings of faults in words; empty for all.
+    only: prefixes of the faults' names; empty for all.
     """
 
     is_on_redis: bool
@@ -84,7 +84,7 @@ class Possible:
     only: tuple[str, ...] = ()
 
     def faults(self) -> tuple[Fault, ...]:
-        """All of it, in a fixed order. Raises ValueError when nothing is left."""
+        """All possible faults in a fixed order. Raises ValueError when there are none."""
         found = ANYWHERE + (REDIS if self.is_on_redis else ()) + (() if self.is_compared else VERIFIER)
         if not self.has_namespace:
             found = tuple(fault for fault in found if fault.kind not in {Kind.CUT, Kind.FULL_DISK})
@@ -96,8 +96,8 @@ class Possible:
 
 
 def faults(seed: str, possible: Possible) -> Iterator[Fault]:
-    """Without end: what befalls the run with this seed."""
-    dice = random.Random(seed)  # noqa: S311 - to be repeated, not to be secret
+    """Yield the faults of the run with this seed, without end."""
+    dice = random.Random(seed)  # noqa: S311 - repeatable, not secret
     all_of_them = possible.faults()
     while True:
         for fault in dice.sample(all_of_them, len(all_of_them)):

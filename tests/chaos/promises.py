@@ -1,4 +1,4 @@
-"""What a run must have kept, whatever happened to it: from its store, its reports and the ledger of trained batches.
+"""The promises that every finished run must have kept, checked against its store, reports and trained batches.
 
 Each check returns violations in words; none means that the promise was kept.
 """
@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specrl.coordinator.board import FAILED_PROMPTS
-from specrl.coordinator.scheduler import Shape
-from specrl.coordinator.store import read_store
+from specrl.coordinator.ledger import open_store_reader
+from specrl.coordinator.ledger.ledger import DurableFacts
+from specrl.coordinator.schedule.scheduler import ScheduleShape
 from specrl.records import Batch, wire
 from specrl.spec import RunSpec, load_spec
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Of one finished run.
+    """The results of one finished run.
 
-    trained: every batch that the trainer began to train, replays included. failed: reasons by group id.
+    trained: every batch that the trainer started to train, replays included. failed: reasons by group id.
     """
 
     spec: RunSpec
@@ -36,10 +36,11 @@ class Evidence:
 
 
 def evidence(directory: Path, ledger: Path) -> Evidence:
-    """Read it. The store must answer."""
+    """Read the results of the run in `folder`. Its store must be reachable."""
     spec = load_spec(directory / "run.yaml")
-    with closing(read_store(spec, directory)) as store:
-        failed, reports = store.fact(FAILED_PROMPTS) or {}, store.reports()
+    with closing(open_store_reader(spec, directory)) as store:
+        failed = DurableFacts.model_validate(store.read_facts()).failed_prompts
+        reports = store.read_reports()
     return Evidence(
         spec=spec,
         trained=[wire.batch_from_bytes(file.read_bytes()) for file in sorted(ledger.glob("[0-9]*.pb"))],
@@ -51,12 +52,12 @@ def evidence(directory: Path, ledger: Path) -> Evidence:
 
 
 def violations(found: Evidence) -> list[str]:
-    """Every broken promise, in words."""
+    """Return every broken promise, in words."""
     return [*replays(found), *every_prompt_once(found), *lags(found), *discards(found), *steps_reported(found)]
 
 
 def replays(found: Evidence) -> list[str]:
-    """A step that was trained again, after a crash, was trained on the same bytes."""
+    """A step that was trained again after a crash was trained on the same bytes."""
     contents: dict[int, set[bytes]] = {}
     for batch in found.trained:
         contents.setdefault(batch.step, set()).add(wire.batch_to_bytes(batch))
@@ -66,9 +67,9 @@ def replays(found: Evidence) -> list[str]:
 
 
 def every_prompt_once(found: Evidence) -> list[str]:
-    """Each place of the stream is settled by one step: with a whole group of rollouts, or failed with a reason."""
+    """Each position is settled by one step: trained with its whole group, or failed with a reason."""
     schedule = found.spec.schedule
-    shape = Shape(schedule.steps, schedule.prompts_per_step, schedule.group_size, schedule.max_policy_lag)
+    shape = ScheduleShape(schedule.steps, schedule.prompts_per_step, schedule.group_size, schedule.max_policy_lag)
     batches = {batch.step: batch for batch in found.trained}.values()
     settled = Counter(position for batch in batches for position in batch.positions)
     wanted = range(schedule.steps * schedule.prompts_per_step)
@@ -79,8 +80,9 @@ def every_prompt_once(found: Evidence) -> list[str]:
     wrong += [f"rollout {name} was trained {times} times" for name, times in samples.items() if times > 1]
     groups = Counter(group for group, _ in samples)
     for place in wanted:
-        group = shape.group_id(place)
-        complete, reason = groups[group] == schedule.group_size, found.failed.get(group)
+        group = shape.group_id_at(place)
+        complete = groups[group] == schedule.group_size
+        reason = found.failed.get(group)
         if not (complete and reason is None) and not (groups[group] == 0 and reason):
             wrong.append(
                 f"{group} must be trained whole or failed with a reason, got {groups[group]} rollouts and {reason!r}"
@@ -89,7 +91,7 @@ def every_prompt_once(found: Evidence) -> list[str]:
 
 
 def lags(found: Evidence) -> list[str]:
-    """The oldest token of every trained rollout is within the bound, and the reports say the same."""
+    """The oldest token of every trained rollout is within the lag bound, and the reports agree."""
     bound = found.spec.schedule.max_policy_lag
     wrong = [
         f"{item.rollout.rollout_id} was trained at step {batch.step} with lag {lag}, the bound is {bound}"
@@ -106,13 +108,13 @@ def lags(found: Evidence) -> list[str]:
 
 
 def discards(found: Evidence) -> list[str]:
-    """Nothing was thrown away for its age."""
-    count = found.status["summary"]["discardedForAge"]
-    return [f"{count} rollouts were discarded for age"] if count else []
+    """Every graded rollout was trained, left out with its group, or belongs to a failed prompt."""
+    count = found.status["summary"]["unaccountedRollouts"]
+    return [f"{count} graded rollouts are unaccounted for"] if count else []
 
 
 def steps_reported(found: Evidence) -> list[str]:
-    """Every step once, in order, in the store and in metrics.jsonl, with its weights verified."""
+    """Every step is reported once, in order, in the store and in metrics.jsonl, with its weights verified."""
     wanted = list(range(1, found.spec.schedule.steps + 1))
     wrong = []
     for place, rows in (("the store", found.reports), ("metrics.jsonl", found.lines)):

@@ -1,4 +1,4 @@
-"""`make chaos`, short: one run without faults, and one with some that no other test has on real processes."""
+"""A short `make chaos`: a run without faults, and one with faults that no other test injects into real processes."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ CHEAP = (
     "point store.finish_step.after SIGKILL",
     "cut gen-0",  # this and a full disk need namespaces; without them the others happen more often
 )
-"""After these no engine and no trainer is started again, which takes longer than all else in the test."""
+"""Faults after which no engine or trainer must be restarted. A restart takes longer than the rest of the test."""
 DEAR = ("kill engine of gen-0", "freeze trainer-1", "full disk")
 
 
 @pytest.mark.timeout(3000)
 def test_a_run_under_faults_ends_in_the_weights_of_one_without(tmp_path: Path) -> None:
-    # With this seed the faults follow each other within seconds, and the cut outlasts the patience with heartbeats.
-    check_round(tmp_path, CHEAP, seed=396, steps=20, ranks=1)
+    # With this seed the faults follow each other within seconds, and strike in the first five steps.
+    check_round(tmp_path, CHEAP, seed=396, steps=12, ranks=1)
 
 
 @pytest.mark.deep
 @pytest.mark.timeout(3000)
 def test_a_long_run_under_faults_of_every_part_ends_in_the_weights_of_one_without(tmp_path: Path) -> None:
-    """`make test` has what is like the dear faults, each with fewer promises to keep.
+    """`make test` covers the expensive faults in tests that check fewer promises.
 
-    test_demo.py kills a replica, a trainer and a coordinator; trainer/test_lost_rank.py and trainer/test_bad_disk.py
-    are about a rank that hangs and a disk that is full.
+    test_demo.py kills a replica, a trainer and a coordinator. trainer/test_lost_rank.py has a rank that hangs, and
+    trainer/test_bad_disk.py a full disk.
     """
     check_round(tmp_path, (*CHEAP, *DEAR), seed=7, steps=40, ranks=2)
 

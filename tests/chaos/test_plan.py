@@ -1,4 +1,4 @@
-"""What happens is decided by the seed alone, and everything that can happen does."""
+"""The seed alone decides which faults happen, and every possible fault happens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def dealt(seed: str, count: int, possible: Possible = ALL) -> list[Fault]:
     return list(islice(faults(seed, possible), count))
 
 
-def test_the_same_seed_deals_the_same_faults_and_another_seed_others() -> None:
+def test_the_same_seed_gives_the_same_faults_and_another_seed_gives_others() -> None:
     assert dealt("1", 200) == dealt("1", 200)
     assert dealt("1", 200) != dealt("2", 200)
 
@@ -25,18 +25,18 @@ def test_every_fault_happens_once_before_any_happens_twice() -> None:
     assert found == {(fault.kind, fault.target, fault.signal) for fault in possible}
 
 
-def test_no_verifier_is_struck_in_a_run_that_is_compared_and_no_redis_without_one() -> None:
+def test_compared_runs_lose_no_verifier_and_runs_on_sqlite_lose_no_redis() -> None:
     found = dealt("1", 300, Possible(is_on_redis=False, is_compared=True))
     assert not {fault.target for fault in found} & {"verifier", "redis"}
 
 
-def test_what_kills_lasts_no_time_and_what_does_not_lasts_some() -> None:
+def test_kills_have_no_duration_and_all_other_faults_have_one() -> None:
     for fault in dealt("1", 200):
         kills = fault.kind is Kind.KILL or (fault.kind is Kind.POINT and fault.signal.name == "SIGKILL")
         assert (fault.for_s == 0) == kills, fault
 
 
-def test_what_was_asked_for_is_all_that_happens_and_what_cannot_happen_is_refused() -> None:
+def test_only_the_chosen_faults_happen_and_impossible_ones_are_refused() -> None:
     asked = Possible(is_on_redis=False, is_compared=True, only=("cut gen-0", "full disk"))
     assert {str(fault).split(" for ")[0] for fault in dealt("1", 10, asked)} == {"cut gen-0", "full disk"}
     with pytest.raises(ValueError, match="got kill redis"):

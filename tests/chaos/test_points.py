@@ -1,4 +1,4 @@
-"""Named points: each is a method that the product has, and an armed one strikes its own process, once."""
+"""Every named point is a method of the product, and an armed point strikes its own process once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.chaos.points.sitecustomize import POINTS
 WRITES = """
 import sys
 from pathlib import Path
-from specrl.coordinator.store.sqlite_store import SqliteStore
+from specrl.coordinator.ledger.sqlite_store import SqliteStore
 store = SqliteStore(Path(sys.argv[1]) / "store.db")
 for step in (1, 2, 3):
     store.put_batch(step, b"batch")
@@ -38,7 +38,7 @@ def run(folder: Path, program: str, **environment: str) -> subprocess.CompletedP
 
 
 def arm(folder: Path, name: str, calls: int) -> Path:
-    """Returns the file that will name the process that was struck."""
+    """Arm a point. Returns the file that will contain the id of the struck process."""
     for part in ("armed", "struck", "ledger"):
         (folder / part).mkdir()
     (folder / "armed" / name).write_text(json.dumps({"signal": int(signal.SIGKILL), "calls": calls}))
@@ -60,7 +60,7 @@ def test_a_process_is_struck_before_or_after_the_durable_write_that_was_named(
     assert again.returncode == 0, f"a strike happens once: {again.stderr}"
 
 
-def test_what_is_not_armed_is_left_alone(tmp_path: Path) -> None:
+def test_a_point_that_is_not_armed_does_nothing(tmp_path: Path) -> None:
     arm(tmp_path, "store.finish_step.before", calls=1)
     finished = run(tmp_path, WRITES)
     assert finished.returncode == 0, finished.stderr

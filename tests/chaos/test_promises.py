@@ -1,4 +1,4 @@
-"""The judge of a chaos run: a run that kept its promises passes, and each broken promise is named."""
+"""The check of a chaos run: a run that kept its promises passes, and each broken promise is named."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def a_sound_run(folder: Path) -> Evidence:
         failed={"000002-00001": "the verifier crashed"},
         reports=reports,
         lines=reports,
-        status={"summary": {"discardedForAge": 0}},
+        status={"summary": {"unaccountedRollouts": 0}},
     )
 
 
@@ -85,7 +85,7 @@ def with_fields(**fields: Any) -> Callable[[Evidence], Evidence]:
             with_fields(failed={"000002-00001": "crashed", "000001-00000": "crashed"}),
             "000001-00000 must be trained whole or failed with a reason",
         ),
-        (with_fields(status={"summary": {"discardedForAge": 3}}), "3 rollouts were discarded for age"),
+        (with_fields(status={"summary": {"unaccountedRollouts": 3}}), "3 graded rollouts are unaccounted for"),
         (with_fields(lines=[{"step": 1}, {"step": 1}, {"step": 2}]), "metrics.jsonl must report steps 1 to 2"),
         (with_fields(reports=[{"step": 1, "policyLagMax": 0}]), "the store must report steps 1 to 2"),
     ],

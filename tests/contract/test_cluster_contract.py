@@ -1,8 +1,7 @@
-"""One suite for every Cluster: in memory, over HTTP to the same in memory, and over HTTP to a real API server.
+"""One suite for every Cluster: in memory, over HTTP to the in-memory server, and over HTTP to a real API server.
 
-The last one needs a control plane: `SPECRL_CLUSTER_CONTEXT` names a context of the kubeconfig in which the definition
-of RLJob is installed, '' the current one. Without it that part is skipped: unproven then is that a real API server
-answers as the one in memory does.
+The last one needs a cluster with the CRD of RLJob. `SPECRL_CLUSTER_CONTEXT` names its kubeconfig context, '' the
+current one. Without it that part is skipped, and nothing proves that the in-memory server answers as a real one.
 """
 
 from __future__ import annotations
@@ -18,9 +17,10 @@ from tests.stand_ins.api_server import FakeApiServer
 from tests.stand_ins.api_server_http import TOKEN, HttpApiServer
 from tests.unit.operator.builders import an_rljob
 
-from specrl_operator.api import CONFIG_MAP, DEPLOYMENT, JOB_SET, LEASE, RLJOB, Object, seen
-from specrl_operator.cluster import Cluster, ClusterError, Gone
-from specrl_operator.kube import KubeCluster, connect
+from specrl_operator.api import Object, trim_object
+from specrl_operator.cluster.interface import Cluster, ClusterError, WatchExpired
+from specrl_operator.cluster.kube import KubeCluster, connect_cluster
+from specrl_operator.kinds import CONFIG_MAP, DEPLOYMENT, JOB_SET, LEASE, RLJOB
 
 REAL = os.environ.get("SPECRL_CLUSTER_CONTEXT")
 
@@ -42,12 +42,12 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
         server.close()
     else:
         CLUSTER.require()
-        yield connect(REAL)
+        yield connect_cluster(REAL)
 
 
 @pytest.fixture
 def name(cluster: Cluster) -> Iterator[str]:
-    """Of objects in namespace `default` that go with the test."""
+    """Names of objects in namespace `default` that are deleted after the test."""
     found = f"contract-{uuid.uuid4().hex[:8]}"
     yield found
     for kind in (RLJOB, CONFIG_MAP, LEASE, DEPLOYMENT):
@@ -62,7 +62,7 @@ def a_map(name: str, data: dict[str, str], **meta: object) -> Object:
 
 
 def test_what_is_served_is_known_by_group_and_version(cluster: Cluster) -> None:
-    assert {"apps/v1", "batch/v1", "specrl.dev/v1alpha1"} <= cluster.served()
+    assert {"apps/v1", "batch/v1", "specrl.dev/v1alpha1"} <= cluster.list_served_versions()
 
 
 def test_an_object_that_is_not_there_is_none(cluster: Cluster, name: str) -> None:
@@ -70,7 +70,7 @@ def test_an_object_that_is_not_there_is_none(cluster: Cluster, name: str) -> Non
 
 
 def test_a_kind_that_is_not_served_is_none_to_get_and_an_error_to_write(cluster: Cluster, name: str) -> None:
-    if JOB_SET.api_version in cluster.served():
+    if JOB_SET.api_version in cluster.list_served_versions():
         pytest.skip("this cluster serves JobSet")
     with pytest.raises(ClusterError) as caught:
         cluster.list(JOB_SET, "default")
@@ -169,8 +169,8 @@ def test_lists_are_by_label_whole_and_say_what_they_hold(cluster: Cluster, name:
     try:
         found = cluster.list(CONFIG_MAP, "default", f"contract={name}").items
         assert [it["metadata"]["name"] for it in found] == names
-        assert all(CONFIG_MAP.is_of(it) for it in found)
-        assert all(it == seen(it) for it in found), "what nobody looks at takes no memory"
+        assert all(CONFIG_MAP.is_kind_of(it) for it in found)
+        assert all(it == trim_object(it) for it in found), "what nobody looks at takes no memory"
         assert len(cluster.list(CONFIG_MAP, None, f"contract={name},number=3").items) == 1
         assert cluster.list(CONFIG_MAP, "kube-system", f"contract={name}").items == []
     finally:
@@ -187,8 +187,8 @@ def test_a_watch_tells_what_changed_since_a_listing(cluster: Cluster, name: str)
     cluster.delete(CONFIG_MAP, item)
     found = []
     for change in cluster.watch(CONFIG_MAP, "default", f"contract={name}", version):
-        found.append((change.what, change.item["metadata"]["uid"]))
-        if change.what == "DELETED":
+        found.append((change.type, change.item["metadata"]["uid"]))
+        if change.type == "DELETED":
             break
     uid = item["metadata"]["uid"]
     assert found == [("MODIFIED", uid), ("DELETED", uid)]
@@ -222,7 +222,7 @@ def test_a_deletion_is_of_that_very_object_and_may_be_repeated(cluster: Cluster,
     assert found["data"] == {"new": "1"}
 
 
-# -- what only some can show -----------------------------------------------------------------------------------------
+# -- promises that only some implementations can show ------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -237,22 +237,22 @@ def test_a_watch_from_too_far_back_is_gone(http: HttpApiServer) -> None:
     cluster.apply(CONFIG_MAP, a_map("x", {}), "one")
     version = cluster.list(CONFIG_MAP, "default").resource_version
     cluster.apply(CONFIG_MAP, a_map("x", {"a": "1"}), "one")
-    http.fake.forget_history()
+    http.fake.compact_history()
     for client in (cluster, http.fake):
-        with pytest.raises(Gone):
+        with pytest.raises(WatchExpired):
             list(client.watch(CONFIG_MAP, "default", "", version))
 
 
 def test_a_token_that_is_not_known_is_an_error_with_the_servers_words(http: HttpApiServer) -> None:
     with pytest.raises(ClusterError, match="Unauthorized") as caught:
-        over_http(http, token="old").served()
+        over_http(http, token="old").list_served_versions()
     assert caught.value.status == 401
 
 
 @pytest.mark.parametrize(
     "ask",
     [
-        lambda it: it.served(),
+        lambda it: it.list_served_versions(),
         lambda it: it.get(CONFIG_MAP, "default", "x"),
         lambda it: it.list(CONFIG_MAP, "default"),
         lambda it: list(it.watch(CONFIG_MAP, "default", "", "1")),

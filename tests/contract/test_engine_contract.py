@@ -1,4 +1,4 @@
-"""What every Engine does, asked of each: the stand-in that other tests use, and vLLM with every kind of speculation."""
+"""The contract of the Engine protocol: the stand-in and vLLM with every speculation mechanism must keep it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest_asyncio
 import torch
 from tests.conftest import MECHANISMS
 from tests.stand_ins.engine import TableEngine, TableShape, log_softmax, seeded_table
-from tests.weight_sender import Tensors, WeightSender, manifest_of, transfer, update
+from tests.weight_sender import Tensors, WeightSender, manifest_of, transfer_weights, update_weights
 
 from specrl.errors import (
     ChecksumMismatch,
@@ -49,7 +49,10 @@ Judgement = Callable[[Sequence[int], Sequence[int]], np.ndarray]
 
 @dataclass
 class Case:
-    """An engine, the weights of two versions, and for each what log-probabilities [T, V] it should give."""
+    """An engine, the weights of two versions, and a function for each that computes its log-probabilities [T, V].
+
+    spoilt: the tensor that a corrupt transfer changes. current: index of the version that is served.
+    """
 
     engine: Engine
     weights: tuple[Tensors, Tensors]
@@ -57,10 +60,10 @@ class Case:
     spoilt: str
     current: int = 0
     repeats: bool = True
-    """Whether what it generated before leaves no trace in what it generates next."""
+    """Whether earlier rollouts have no influence on later ones. False for suffix decoding."""
 
     def requests(self, count: int, max_tokens: int = 24, temperature: float = 1.0) -> list[RolloutRequest]:
-        """Seeded requests with different prompts; no two start alike."""
+        """Build seeded requests with different prompts that share no prefix."""
         return [
             RolloutRequest(
                 f"rollout-{n}", f"group-{n}", 0, (5 + n, 9 + n, 7 + n), Sampling(max_tokens, temperature, seed=n)
@@ -69,14 +72,14 @@ class Case:
         ]
 
     async def update(self, sender: WeightSender) -> int:
-        """Publish the other version under the next number; returns it."""
-        number = (await self.engine.status()).policy_version + 1
-        await update(self.engine, sender, self.weights[1 - self.current], number)
+        """Publish the other version under the next version number, and return the number."""
+        number = (await self.engine.get_status()).policy_version + 1
+        await update_weights(self.engine, sender, self.weights[1 - self.current], number)
         self.current = 1 - self.current
         return number
 
     def margins(self, version: int, prompt: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
-        """[T] how far below the best each token's log-probability lies under a version."""
+        """Return [T] the gap between the best log-probability and that of each token, under a version."""
         logprobs_TV = self.judgements[version](prompt, tokens)
         return np.asarray(logprobs_TV.max(-1) - logprobs_TV[np.arange(len(tokens)), list(tokens)])
 
@@ -104,20 +107,20 @@ async def stand_in_case() -> AsyncIterator[Case]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Every test of a case is asked of every engine."""
+    """Run every test that has a case on every engine."""
     if "kind" in metafunc.fixturenames:
         metafunc.parametrize("kind", [*MECHANISMS, STAND_IN], scope="session")
 
 
 @pytest.fixture(scope="session")
 def vllm_cases() -> dict[str, Case]:
-    """Those that have been made, by mechanism."""
+    """vLLM cases by mechanism, created on demand."""
     return {}
 
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def case(kind: str, stand_in_case: Case, engines: Engines, vllm_cases: dict[str, Case]) -> Case:
-    """A run of the stand-in alone starts no vLLM."""
+    """The case of an engine kind. Tests of the stand-in alone do not start vLLM."""
     if kind == STAND_IN:
         return stand_in_case
     if kind not in vllm_cases:
@@ -126,14 +129,14 @@ async def case(kind: str, stand_in_case: Case, engines: Engines, vllm_cases: dic
 
 
 async def _vllm_case(kind: str, engines: Engines) -> Case:
-    from tests.vllm_cases import EAGLE3, SUFFIX, Judge
+    from tests.vllm_cases import SUFFIX, Judge
 
-    served = await engines.serving(kind)
+    served = await engines.get_served(kind)
     await served.publish(0)
     first, second = served.versions
     return Case(
         served.engine,
-        (first.tensors(kind == EAGLE3), second.tensors(kind == EAGLE3)),
+        (first.tensors_of(kind), second.tensors_of(kind)),
         (Judge(first.policy).logprobs_TV, Judge(second.policy).logprobs_TV),
         "model.layers.2.mlp.up_proj.weight",
         repeats=kind != SUFFIX,
@@ -148,8 +151,11 @@ async def sender() -> AsyncIterator[WeightSender]:
 
 
 async def test_a_stop_string_ends_a_completion_at_the_token_that_completes_it(case: Case) -> None:
-    """A turn goes on from that token, also where drafts after it had been accepted."""
-    (request,) = case.requests(1, max_tokens=24)
+    """The next turn continues after that token, even if later drafts were accepted.
+
+    Sampled tokens of suffix decoding depend on its drafts, so its completion is a greedy one.
+    """
+    (request,) = case.requests(1, max_tokens=24, temperature=1.0 if case.repeats else 0.0)
     (whole,) = await _collect(case, [request])
     assert whole.stop == ""
     stop = next(
@@ -162,11 +168,11 @@ async def test_a_stop_string_ends_a_completion_at_the_token_that_completes_it(ca
     ended.check(24)
     assert (ended.finish_reason, ended.stop) == (FinishReason.STOP, stop)
     assert ended.text == whole.text.partition(stop)[0]
-    assert ended.length < whole.length
-    np.testing.assert_array_equal(ended.token_ids_T, whole.token_ids_T[: ended.length])
-    one_less = replace(stopping, sampling=replace(stopping.sampling, max_tokens=ended.length - 1))
+    assert ended.total_length < whole.total_length
+    np.testing.assert_array_equal(ended.token_ids_T, whole.token_ids_T[: ended.total_length])
+    one_less = replace(stopping, sampling=replace(stopping.sampling, max_tokens=ended.total_length - 1))
     (shorter,) = await _collect(case, [one_less])
-    assert shorter.stop == "", "the last token is what completes it"
+    assert shorter.stop == "", "without its last token the stop string is incomplete"
 
 
 async def _collect(case: Case, requests: Sequence[RolloutRequest], together: bool = True) -> list[Any]:
@@ -174,8 +180,8 @@ async def _collect(case: Case, requests: Sequence[RolloutRequest], together: boo
     return [found[request.rollout_id] for request in requests]
 
 
-async def test_rollouts_are_fit_to_train_on_and_carry_the_version_that_is_served(case: Case) -> None:
-    served = (await case.engine.status()).policy_version
+async def test_rollouts_are_valid_and_carry_the_served_version(case: Case) -> None:
+    served = (await case.engine.get_status()).policy_version
     requests = case.requests(6)
     for request, rollout in zip(requests, await _collect(case, requests), strict=True):
         rollout.check(request.sampling.max_tokens)
@@ -184,16 +190,17 @@ async def test_rollouts_are_fit_to_train_on_and_carry_the_version_that_is_served
         assert rollout.seconds > 0
 
 
-async def test_same_seeds_admitted_together_give_the_same_bits(case: Case) -> None:
+async def test_the_same_seeds_admitted_together_give_the_same_bits(case: Case) -> None:
     if not case.repeats:
-        pytest.skip("drafts of this mechanism depend on all that was generated before")
-    first, second = await _collect(case, case.requests(12)), await _collect(case, case.requests(12))
+        pytest.skip("drafts of this mechanism depend on all earlier rollouts")
+    first = await _collect(case, case.requests(12))
+    second = await _collect(case, case.requests(12))
     for mine, other in zip(first, second, strict=True):
         assert mine.token_ids_T.tobytes() == other.token_ids_T.tobytes()
         assert mine.sampler_logprobs_T.tobytes() == other.sampler_logprobs_T.tobytes()
 
 
-async def test_greedy_rollouts_take_the_likeliest_token_and_say_how_likely_it_was(case: Case) -> None:
+async def test_greedy_rollouts_take_the_top_token_and_report_its_probability(case: Case) -> None:
     requests = case.requests(4, temperature=0)
     for request, rollout in zip(requests, await _collect(case, requests, together=False), strict=True):
         tokens = rollout.token_ids_T.tolist()
@@ -202,29 +209,17 @@ async def test_greedy_rollouts_take_the_likeliest_token_and_say_how_likely_it_wa
         assert np.abs(expected_TV[np.arange(len(tokens)), tokens] - rollout.sampler_logprobs_T).max() < 1e-2
 
 
-async def test_paused_engine_keeps_requests_and_finishes_them_after_resume(case: Case) -> None:
-    await case.engine.pause()
-    await case.engine.pause()
-    assert (await case.engine.status()).is_paused
-    waiting = asyncio.create_task(_collect(case, case.requests(3, max_tokens=8)))
-    await asyncio.sleep(0.3)
-    assert not waiting.done()
-    await case.engine.resume()
-    await case.engine.resume()
-    assert len(await waiting) == 3
-    assert not (await case.engine.status()).is_paused
-
-
-async def test_weights_that_change_in_flight_split_rollouts_by_version(case: Case, sender: WeightSender) -> None:
-    before, old = (await case.engine.status()).policy_version, case.current
+async def test_an_update_in_flight_splits_rollouts_by_version(case: Case, sender: WeightSender) -> None:
+    before = (await case.engine.get_status()).policy_version
+    old = case.current
     number = before + 1
-    _, sent = await transfer(case.engine, sender, case.weights[1 - old], number)
+    _, sent = await transfer_weights(case.engine, sender, case.weights[1 - old], number)
     requests = case.requests(4, max_tokens=200, temperature=0)
-    generated = (await case.engine.status()).speculation.generated_tokens
+    generated = (await case.engine.get_status()).speculation.generated_tokens
     running = asyncio.create_task(_collect(case, requests))
-    while (await case.engine.status()).speculation.generated_tokens < generated + 40:  # noqa: ASYNC110 - a counter
+    while (await case.engine.get_status()).speculation.generated_tokens < generated + 40:  # noqa: ASYNC110 - a counter
         await asyncio.sleep(0.002)
-    await case.engine.load(sent)
+    await case.engine.load_weights(sent)
     case.current = 1 - old
     rollouts = await running
     crossed = [rollout for rollout in rollouts if len(rollout.versions) == 2]
@@ -238,98 +233,95 @@ async def test_weights_that_change_in_flight_split_rollouts_by_version(case: Cas
     assert case.margins(case.current, case.requests(1)[0].prompt_token_ids, fresh.token_ids_T.tolist()).max() < 1e-3
 
 
-async def test_corrupt_transfer_is_refused_and_a_repeated_one_is_taken(case: Case, sender: WeightSender) -> None:
-    before, new = (await case.engine.status()).policy_version, case.weights[1 - case.current]
-    _, sent = await transfer(case.engine, sender, new, before + 1, corrupt=case.spoilt)
+async def test_a_corrupt_transfer_is_refused_and_a_repeated_one_succeeds(case: Case, sender: WeightSender) -> None:
+    before = (await case.engine.get_status()).policy_version
+    new = case.weights[1 - case.current]
+    _, sent = await transfer_weights(case.engine, sender, new, before + 1, corrupt=case.spoilt)
     with pytest.raises(ChecksumMismatch, match=case.spoilt):
-        await case.engine.load(sent)
-    status = await case.engine.status()
+        await case.engine.load_weights(sent)
+    status = await case.engine.get_status()
     assert (status.policy_version, status.is_paused) == (before, False)
-    with pytest.raises(VersionConflict):  # what was staged is gone
-        await case.engine.load(sent)
-    _, sent = await transfer(case.engine, sender, new, before + 1)
-    await case.engine.load(sent)
+    with pytest.raises(VersionConflict):  # the staging area was dropped
+        await case.engine.load_weights(sent)
+    _, sent = await transfer_weights(case.engine, sender, new, before + 1)
+    await case.engine.load_weights(sent)
     case.current = 1 - case.current
-    status = await case.engine.status()
+    status = await case.engine.get_status()
     assert (status.policy_version, status.is_paused) == (before + 1, False)
     (fresh,) = await _collect(case, case.requests(1, temperature=0))
     assert case.margins(case.current, case.requests(1)[0].prompt_token_ids, fresh.token_ids_T.tolist()).max() < 1e-3
 
 
 async def test_weights_can_arrive_as_files(case: Case, tmp_path: Path) -> None:
-    before, new = (await case.engine.status()).policy_version, case.weights[1 - case.current]
-    sums = files.write(tmp_path / "version", manifest_of(new), [(meta.name, tensor) for meta, tensor in new])
+    before = (await case.engine.get_status()).policy_version
+    new = case.weights[1 - case.current]
+    sums = files.write_version(tmp_path / "version", manifest_of(new), [(meta.name, tensor) for meta, tensor in new])
     group = WeightGroup("", "", 0, 0, 1, 60.0, "checkpoint", str(tmp_path / "version"))
-    with pytest.raises(ChecksumMismatch, match="must be whole"):
-        await case.engine.receive(replace(group, folder=str(tmp_path)), manifest_of(new), before + 1)
-    received = await case.engine.receive(group, manifest_of(new), before + 1)
+    with pytest.raises(ChecksumMismatch, match="could not read all weights"):
+        await case.engine.receive_weights(replace(group, folder=str(tmp_path)), manifest_of(new), before + 1)
+    received = await case.engine.receive_weights(group, manifest_of(new), before + 1)
     assert received == WeightChecksums(before + 1, sums)
-    await case.engine.load(received)
+    await case.engine.load_weights(received)
     case.current = 1 - case.current
     (fresh,) = await _collect(case, case.requests(1, temperature=0))
     assert fresh.versions[0].policy_version == before + 1
     assert case.margins(case.current, case.requests(1)[0].prompt_token_ids, fresh.token_ids_T.tolist()).max() < 1e-3
 
 
-async def test_aborted_update_leaves_the_version_before(case: Case, sender: WeightSender) -> None:
-    before = (await case.engine.status()).policy_version
-    await transfer(case.engine, sender, case.weights[1 - case.current], before + 1)
-    await case.engine.discard()
-    await case.engine.discard()
-    with pytest.raises(VersionConflict):
-        await case.engine.load(await _claim(case))
+async def test_an_update_that_is_not_loaded_keeps_the_old_version(case: Case, sender: WeightSender) -> None:
+    before = (await case.engine.get_status()).policy_version
+    await transfer_weights(case.engine, sender, case.weights[1 - case.current], before + 1)
     (rollout,) = await _collect(case, case.requests(1, temperature=0))
     assert rollout.versions[0].policy_version == before
     assert case.margins(case.current, case.requests(1)[0].prompt_token_ids, rollout.token_ids_T.tolist()).max() < 1e-3
 
 
-async def test_the_drafters_version_is_the_one_that_was_sent_with_it(case: Case, sender: WeightSender) -> None:
-    before, weights = (await case.engine.status()).policy_version, case.weights[case.current]
-    _, sent = await transfer(case.engine, sender, weights, before + 1)
-    await case.engine.load(replace(sent, drafter_version=before))
-    status = await case.engine.status()
+async def test_the_drafter_has_the_version_that_was_sent_with_it(case: Case, sender: WeightSender) -> None:
+    before = (await case.engine.get_status()).policy_version
+    weights = case.weights[case.current]
+    _, sent = await transfer_weights(case.engine, sender, weights, before + 1)
+    await case.engine.load_weights(replace(sent, drafter_version=before))
+    status = await case.engine.get_status()
     expected = before if manifest_of(weights).has_drafter else NO_DRAFTER
     assert (status.policy_version, status.drafter_version) == (before + 1, expected)
 
 
 async def test_rollouts_begin_and_end_while_weights_arrive(case: Case, sender: WeightSender) -> None:
-    before = (await case.engine.status()).policy_version
-    receiving = asyncio.create_task(case.engine.receive(sender.group(), manifest_of(case.weights[0]), before + 1))
-    await asyncio.sleep(0.1)  # it waits in the group, for a sender that is not there yet
+    before = (await case.engine.get_status()).policy_version
+    receiving = asyncio.create_task(
+        case.engine.receive_weights(sender.group(), manifest_of(case.weights[0]), before + 1)
+    )
+    await asyncio.sleep(0.1)  # the engine waits in the group for the sender
     for together in (True, False):
         for rollout in await _collect(case, case.requests(3), together=together):
             assert {span.policy_version for span in rollout.versions} == {before}
     assert not receiving.done()
-    assert not (await case.engine.status()).is_paused
+    assert not (await case.engine.get_status()).is_paused
     received, sent = await asyncio.gather(receiving, sender.send(case.weights[case.current], before + 1))
     assert sent == received
     with pytest.raises(ChecksumMismatch, match="version"):
-        await case.engine.load(replace(sent, policy_version=before + 2))
+        await case.engine.load_weights(replace(sent, policy_version=before + 2))
 
 
-async def test_trainer_that_never_comes_costs_the_deadline_and_nothing_else(case: Case) -> None:
+async def test_a_missing_trainer_ends_a_transfer_at_its_deadline(case: Case) -> None:
     absent = WeightSender(timeout_s=1.0)
     with pytest.raises((DeadlineExceeded, PeerUnavailable)):
-        await case.engine.receive(absent.group(), manifest_of(case.weights[0]), 99)
+        await case.engine.receive_weights(absent.group(), manifest_of(case.weights[0]), 99)
     absent.close()
     with pytest.raises(VersionConflict):
-        await case.engine.load(await _claim(case))
+        await case.engine.load_weights(WeightChecksums(99, (0,) * len(case.weights[0])))
     assert len(await _collect(case, case.requests(2))) == 2
 
 
-async def _claim(case: Case) -> Any:
-    return WeightChecksums(99, (0,) * len(case.weights[0]))
-
-
-async def test_closing_the_iterator_aborts_what_is_unfinished(case: Case) -> None:
-    rollouts = case.engine.generate([*case.requests(1, max_tokens=1), *_long(case)], False)
+async def test_closing_the_iterator_aborts_unfinished_rollouts(case: Case) -> None:
+    rollouts = case.engine.generate([*case.requests(1, max_tokens=1), *_long_requests(case)], False)
     await anext(rollouts)
-    assert (await case.engine.status()).live_requests == 3
+    assert (await case.engine.get_status()).live_requests == 3
     await rollouts.aclose()  # type: ignore[attr-defined]
-    assert (await case.engine.status()).live_requests == 0
+    assert (await case.engine.get_status()).live_requests == 0
 
 
-def _long(case: Case) -> list[RolloutRequest]:
+def _long_requests(case: Case) -> list[RolloutRequest]:
     return [replace(request, rollout_id=f"long-{request.rollout_id}") for request in case.requests(3, max_tokens=240)]
 
 
@@ -345,24 +337,24 @@ def _long(case: Case) -> list[RolloutRequest]:
     ],
     ids=["empty", "no-tokens", "too-long", "negative", "unknown-token", "negative-temperature"],
 )
-async def test_request_that_does_not_fit_is_refused(case: Case, prompt: tuple[int, ...], sampling: Sampling) -> None:
+async def test_an_invalid_request_is_refused(case: Case, prompt: tuple[int, ...], sampling: Sampling) -> None:
     bad = RolloutRequest("bad", "group", 0, prompt, sampling)
     with pytest.raises(RecordInvalid, match="bad"):
         await _collect(case, [*case.requests(1), bad])
-    assert (await case.engine.status()).live_requests == 0
+    assert (await case.engine.get_status()).live_requests == 0
 
 
-async def test_counters_never_fall(case: Case) -> None:
-    before = (await case.engine.status()).speculation
+async def test_counters_never_decrease(case: Case) -> None:
+    before = (await case.engine.get_status()).speculation
     rollouts = await _collect(case, case.requests(2))
-    since = (await case.engine.status()).speculation.minus(before)
-    assert since.generated_tokens == sum(rollout.length for rollout in rollouts)
+    since = (await case.engine.get_status()).speculation.minus(before)
+    assert since.generated_tokens == sum(rollout.total_length for rollout in rollouts)
     assert min(since.drafts, since.draft_tokens, since.accepted_tokens, *since.accepted_per_position, 0) == 0
 
 
-async def test_closed_engine_says_so() -> None:
+async def test_a_closed_engine_raises_engine_failed() -> None:
     engine = TableEngine()
     await engine.start()
     await engine.close()
     with pytest.raises(EngineFailed):
-        await engine.status()
+        await engine.get_status()

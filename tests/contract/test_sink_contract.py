@@ -1,8 +1,7 @@
-"""What every sink promises, with the real libraries and without a network; what the follower promises, whatever a sink
-does.
+"""One suite for all sinks, with their real libraries and without a network; and the follower, with a sink that fails.
 
-TensorBoard's files are read back by its own accumulator, MLflow's by its client, Weights & Biases' offline files by
-their records. `make sinks` installs the three.
+TensorBoard's files are read back by its own accumulator, MLflow's by its client, Weights & Biases' offline files record
+by record. `make sinks` installs the three libraries.
 """
 
 from __future__ import annotations
@@ -24,24 +23,24 @@ from tests.requirements import SINKS
 from tests.run_files import a_run
 from tests.unit.report.runs import a_step
 
-from specrl.coordinator.report import Phase, StepReport, ValidationReport
-from specrl.coordinator.report_files import ReportFiles
-from specrl.coordinator.sinks import check_sinks, follower, openers_of
-from specrl.coordinator.sinks.contract import Received, Sink, SinkRun, numbers
-from specrl.coordinator.sinks.follower import Follower
-from specrl.errors import SpecInvalid
+from specrl.coordinator.observe.report_files import ReportFiles
+from specrl.coordinator.observe.sinks import find_openers, follower
+from specrl.coordinator.observe.sinks.contract import ReportSink, SinkProgress, SinkRun, flatten_step
+from specrl.coordinator.observe.sinks.follower import SinkFollower
+from specrl.coordinator.preflight import find_sink_problems
+from specrl.formats.reports import Phase, StepReport, ValidationReport
 from specrl.spec import parse_spec
 
 RUN_ID = "0123456789abcdef0123456789abcdef"
 END_S = 60.0  # of tests that hang otherwise
 
 Curve = dict[int, list[float]]
-"""The values of one number by step; more than one where a step was written twice."""
+"""The values of one number by step. A step that was written twice has two values."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A sink, its section of the run file, and how a curve is read back."""
+    """A kind of sink: its section of the run file, and a function that reads a curve back."""
 
     name: str
     section: dict[str, Any]
@@ -72,7 +71,8 @@ def wandb_curve(folder: Path, name: str) -> Curve:
 
     from wandb.proto import wandb_internal_pb2
 
-    axis, rows = "validation/version" if name.startswith("validation/") else "step", []
+    axis = "validation/version" if name.startswith("validation/") else "step"
+    rows = []
     files = sorted((folder / "wandb").glob("offline-run-*/*.wandb"))
     assert {file.name for file in files} == {f"run-{RUN_ID}.wandb"}, "`wandb sync` joins them into one run"
     for file in files:
@@ -88,7 +88,8 @@ def wandb_curve(folder: Path, name: str) -> Curve:
 
 def wandb_records(data: bytes) -> Iterator[bytes]:
     """W&B's files are LevelDB logs behind a header of 7 bytes: blocks of 32 KiB, records of crc, length and type."""
-    place, part = 7, b""
+    place = 7
+    part = b""
     while place + 7 <= len(data):
         left = 32768 - place % 32768
         if left < 7:
@@ -139,57 +140,57 @@ def validations(*versions: int) -> list[ValidationReport]:
     return [ValidationReport(policy_version=v, reward=v / 16, problems=4, seconds=1.0) for v in versions]
 
 
-def opened(kind: Kind, folder: Path) -> Sink:
-    return openers_of(a_sink_run(folder, **{kind.name: kind.section}))[kind.name]()
+def opened(kind: Kind, folder: Path) -> ReportSink:
+    return find_openers(a_sink_run(folder, **{kind.name: kind.section}))[kind.name]()
 
 
 def follow(kind: Kind, folder: Path, phase: Phase = Phase.FINISHED) -> None:
-    """A coordinator's life, as far as its sink is concerned: from the start to the end of what the files hold."""
+    """Run a follower from its start until it has sent everything in the files, as one coordinator process does."""
     run = a_sink_run(folder, **{kind.name: kind.section})
-    follower = Follower(kind.name, run, openers_of(run)[kind.name], look_s=0.01)
+    follower = SinkFollower(kind.name, run, find_openers(run)[kind.name], look_s=0.01)
     follower.start()
-    follower.end(phase)
+    follower.request_end(phase)
     follower.join(END_S)
 
 
 # -- every sink -------------------------------------------------------------------------------------------------------
 
 
-def test_every_step_and_validation_arrives_once_and_a_restart_goes_on(kind: Kind, tmp_path: Path) -> None:
+def test_every_report_arrives_once_also_over_a_restart(kind: Kind, tmp_path: Path) -> None:
     files = ReportFiles(tmp_path)
-    files.append(reports(1, 2, 3))
+    files.append_steps(reports(1, 2, 3))
     files.append_validations(validations(0, 2))
     follow(kind, tmp_path, Phase.STOPPED)
-    files.append(reports(1, 2, 3, 4, 5))
+    files.append_steps(reports(1, 2, 3, 4, 5))
     files.append_validations(validations(0, 2, 4))
     follow(kind, tmp_path)
     assert kind.curve(tmp_path, "reward") == {step: [step / 8] for step in (1, 2, 3, 4, 5)}
-    assert kind.curve(tmp_path, "stages/generation") == {step: [4.0] for step in (1, 2, 3, 4, 5)}
+    assert kind.curve(tmp_path, "phases/generation") == {step: [4.0] for step in (1, 2, 3, 4, 5)}
     assert kind.curve(tmp_path, "validation/reward") == {version: [version / 16] for version in (0, 2, 4)}
 
 
-def test_a_sink_that_was_abandoned_knows_what_it_has(kind: Kind, tmp_path: Path) -> None:
+def test_an_abandoned_sink_knows_its_progress(kind: Kind, tmp_path: Path) -> None:
     first = opened(kind, tmp_path)
-    assert first.received() == Received()
+    assert first.read_progress() == SinkProgress()
     for report in reports(1, 2):
-        first.step(report)
+        first.add_step(report)
     first.flush()
     for validation in validations(0):
-        first.validation(validation)
+        first.add_validation(validation)
     first.flush()
     first.close(None)
     again = opened(kind, tmp_path)
-    assert again.received() == Received(step=2, version=0)
+    assert again.read_progress() == SinkProgress(step=2, version=0)
     again.close(Phase.FINISHED)
 
 
-def test_mlflow_has_the_run_file_and_how_the_run_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_has_the_run_file_and_the_final_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     SINKS.require()
     mlflow = import_module("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlruns")
     client = mlflow.MlflowClient()
-    ReportFiles(tmp_path).append(reports(1))
+    ReportFiles(tmp_path).append_steps(reports(1))
     for phase, status in ((Phase.STOPPED, "KILLED"), (Phase.FAILED, "FAILED"), (Phase.FINISHED, "FINISHED")):
         follow(KINDS[2], tmp_path, phase)
         (run,) = client.search_runs([client.get_experiment_by_name("specrl").experiment_id])
@@ -198,8 +199,8 @@ def test_mlflow_has_the_run_file_and_how_the_run_ended(tmp_path: Path, monkeypat
     assert run.data.tags["specrl.run"] == RUN_ID
 
 
-def test_the_numbers_of_a_step_are_all_of_them_and_no_text() -> None:
-    found = numbers(a_step(3, failed={"g1": "secret words"}, reward=None, weight_sync={"pause": 0.5}))
+def test_a_flattened_step_has_all_numbers_and_no_text() -> None:
+    found = flatten_step(a_step(3, failed={"g1": "secret words"}, reward=None, weight_sync={"pause": 0.5}))
     assert found["exposed_generation_share"] == 0.4
     assert found["accepted_per_position/1"] == 0.7
     assert found["policy_lags/0"] == 2.0
@@ -208,25 +209,25 @@ def test_the_numbers_of_a_step_are_all_of_them_and_no_text() -> None:
     assert all(isinstance(value, float) for value in found.values())
 
 
-# -- the follower, whatever a sink does -------------------------------------------------------------------------------
+# -- the follower -----------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Memory:
-    """A sink that keeps what it is given, survives its connections, and fails when it is told to."""
+    """A sink in memory that survives reopening and fails at chosen steps."""
 
     steps: list[int] = field(default_factory=list)
     failures: list[int] = field(default_factory=list)
-    """Steps that it refuses once."""
+    """Steps at which it fails once."""
     closed: list[Phase | None] = field(default_factory=list)
     awaited: int = 0
-    """The step that `has_awaited` is about."""
+    """The step that sets `has_awaited`."""
     has_awaited: threading.Event = field(default_factory=threading.Event)
 
-    def received(self) -> Received:
-        return Received(max(self.steps, default=0))
+    def read_progress(self) -> SinkProgress:
+        return SinkProgress(max(self.steps, default=0))
 
-    def step(self, report: StepReport) -> None:
+    def add_step(self, report: StepReport) -> None:
         if report.step in self.failures:
             self.failures.remove(report.step)
             raise ConnectionError("away")
@@ -234,7 +235,7 @@ class Memory:
         if report.step == self.awaited:
             self.has_awaited.set()
 
-    def validation(self, report: ValidationReport) -> None: ...
+    def add_validation(self, report: ValidationReport) -> None: ...
 
     def flush(self) -> None: ...
 
@@ -246,16 +247,16 @@ def metric(name: str, sink: str) -> float:
     return REGISTRY.get_sample_value(f"specrl_coordinator_sink_{name}", {"rljob": "tiny", "sink": sink}) or 0.0
 
 
-def test_a_sink_that_fails_is_given_the_rest_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sink_that_failed_gets_the_rest_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follower, "FIRST_PAUSE_S", 0.001)
-    ReportFiles(tmp_path).append(reports(1, 2, 3, 4))
+    ReportFiles(tmp_path).append_steps(reports(1, 2, 3, 4))
     memory = Memory(failures=[2, 2, 4], awaited=4)
     before = metric("failures_total", "one")
-    started = Follower("one", a_sink_run(tmp_path), lambda: memory, look_s=0.001)
+    started = SinkFollower("one", a_sink_run(tmp_path), lambda: memory, look_s=0.001)
     with capture_logs() as logged:
         started.start()
         assert memory.has_awaited.wait(END_S)
-        started.end(Phase.FINISHED)
+        started.request_end(Phase.FINISHED)
         started.join(END_S)
     assert memory.steps == [1, 2, 3, 4]
     assert memory.closed == [None, None, None, Phase.FINISHED]
@@ -263,76 +264,72 @@ def test_a_sink_that_fails_is_given_the_rest_in_order(tmp_path: Path, monkeypatc
     assert metric("step", "one") == 4
     lost = [line for line in logged if line["event"] == "sink_lost"]
     assert 1 <= len(lost) <= 3
-    assert [line["event"] for line in logged].count("sink_found") == len(lost), "once each time that it comes back"
+    assert [line["event"] for line in logged].count("sink_recovered") == len(lost), "once per recovery"
 
 
-def test_a_sink_that_hangs_holds_up_neither_the_files_nor_the_end(tmp_path: Path) -> None:
-    files, hangs, freed = ReportFiles(tmp_path), threading.Event(), threading.Event()
-    files.append(reports(1))
+def test_a_sink_that_hangs_blocks_neither_the_files_nor_the_end(tmp_path: Path) -> None:
+    files = ReportFiles(tmp_path)
+    hangs = threading.Event()
+    freed = threading.Event()
+    files.append_steps(reports(1))
 
     class Hanging(Memory):
-        def step(self, report: StepReport) -> None:
+        def add_step(self, report: StepReport) -> None:
             hangs.set()
             freed.wait()
-            super().step(report)
+            super().add_step(report)
 
     memory = Hanging()
-    started = Follower("two", a_sink_run(tmp_path), lambda: memory, look_s=0.001)
+    started = SinkFollower("two", a_sink_run(tmp_path), lambda: memory, look_s=0.001)
     with capture_logs() as logged:
         started.start()
         assert hangs.wait(END_S)
-        files.append(reports(1, 2, 3))
-        started.end(Phase.FINISHED)
+        files.append_steps(reports(1, 2, 3))
+        started.request_end(Phase.FINISHED)
         started.join(0.01)
-        assert [line["event"] for line in logged] == ["sink_left_behind"]
+        assert [line["event"] for line in logged] == ["sink_abandoned"]
     freed.set()
     started.join(END_S)
-    assert memory.steps == [1, 2, 3], "and had it been waited for, it would have had all"
+    assert memory.steps == [1, 2, 3], "a sink that is waited for gets everything"
 
 
-def test_a_line_that_is_being_written_waits_for_its_end(tmp_path: Path) -> None:
+def test_an_incomplete_line_is_not_read_until_it_ends(tmp_path: Path) -> None:
     memory = Memory()
     lines = [report.model_dump_json(by_alias=True) for report in reports(1, 2)]
     (tmp_path / "metrics.jsonl").write_text(f"{lines[0]}\nnonsense\n{lines[1][:40]}")
-    started = Follower("three", a_sink_run(tmp_path), lambda: memory)
+    started = SinkFollower("three", a_sink_run(tmp_path), lambda: memory)
     started.start()
-    started.end(Phase.STOPPED)
+    started.request_end(Phase.STOPPED)
     started.join(END_S)
     assert memory.steps == [1]
     (tmp_path / "metrics.jsonl").write_text(f"{lines[0]}\nnonsense\n{lines[1]}\n")
-    again = Follower("three", a_sink_run(tmp_path), lambda: memory)
+    again = SinkFollower("three", a_sink_run(tmp_path), lambda: memory)
     again.start()
-    again.end(Phase.FINISHED)
+    again.request_end(Phase.FINISHED)
     again.join(END_S)
     assert memory.steps == [1, 2]
 
 
-# -- before anything starts -------------------------------------------------------------------------------------------
+# -- preflight --------------------------------------------------------------------------------------------------------
 
 
-def test_a_sink_without_its_package_is_refused_with_the_words_to_install_it(
+def test_a_sink_without_its_package_is_refused_with_the_install_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specrl.coordinator.sinks.find_spec", lambda name: None)
-    with pytest.raises(SpecInvalid) as refused:
-        check_sinks(a_sink_run(tmp_path, tensorboard={}, wandb={"mode": "Offline"}).spec)
-    assert [problem.path for problem in refused.value.problems] == [
-        "telemetry.sinks.tensorboard",
-        "telemetry.sinks.wandb",
-    ]
-    assert "pip install 'specrl[wandb]'" in str(refused.value)
-    check_sinks(a_sink_run(tmp_path).spec)
+    monkeypatch.setattr("specrl.coordinator.preflight.find_spec", lambda name: None)
+    tensorboard, wandb = find_sink_problems(a_sink_run(tmp_path, tensorboard={}, wandb={"mode": "Offline"}).spec)
+    assert (tensorboard.path, wandb.path) == ("telemetry.sinks.tensorboard", "telemetry.sinks.wandb")
+    assert "pip install 'specrl[wandb]'" in str(wandb)
+    assert not list(find_sink_problems(a_sink_run(tmp_path).spec))
 
 
 def test_a_sink_without_its_server_or_key_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specrl.coordinator.sinks.find_spec", lambda name: name)
+    monkeypatch.setattr("specrl.coordinator.preflight.find_spec", lambda name: name)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     run = a_sink_run(tmp_path, wandb={}, mlflow={})
-    with pytest.raises(SpecInvalid) as refused:
-        check_sinks(run.spec)
-    assert len(refused.value.problems) == 2
+    assert len(list(find_sink_problems(run.spec))) == 2
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mlflow")
     monkeypatch.setenv("WANDB_API_KEY", "key")
-    check_sinks(run.spec)
+    assert not list(find_sink_problems(run.spec))

@@ -1,4 +1,4 @@
-"""Whole runs as a user starts them: the command line in a process of its own, real engines, real trainer."""
+"""Starts whole runs as a user does: the `specrl` command in its own process, with real engines and a real trainer."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from typing import Any
 import psutil
 
 SPECRL = Path(sys.executable).with_name("specrl")
+STOP_S = 90.0  # longest wait for the launcher to stop its processes
 
 
 @dataclass
 class StartedRun:
-    """`specrl ...` under way; its run appears under `runs`."""
+    """A running `specrl` command. runs: has the folder of its run. output: file of what it prints."""
 
     process: subprocess.Popen[bytes]
     runs: Path
@@ -29,26 +30,26 @@ class StartedRun:
 
     @property
     def directory(self) -> Path:
-        """The folder of the one run."""
+        """The folder of the run. There must be exactly one."""
         (found,) = [path for path in self.runs.iterdir() if (path / "run.yaml").exists()]
         return found
 
     def reports(self) -> list[dict[str, Any]]:
-        """Steps reported so far."""
+        """Read the reports of all steps so far, without a line that is still being written."""
         files = list(self.runs.glob("*/metrics.jsonl"))
         lines = files[0].read_text().splitlines() if files else []
         return [json.loads(line) for line in lines if line.endswith("}")]
 
-    def until(self, is_so: Callable[[], bool], timeout_s: float) -> None:
-        """Wait until something is so; fails when the run ends before."""
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        """Poll until the condition holds. Fails if the run ends first, or after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
-        while not is_so():
+        while not condition():
             assert self.process.poll() is None, f"the run ended: {self.output.read_text()[-3000:]}"
             assert time.monotonic() < deadline, f"not within {timeout_s} s: {self.output.read_text()[-3000:]}"
             time.sleep(0.1)
 
     def kill_program(self, *words: str) -> None:
-        """SIGKILL the one process of this run whose command line holds all of `words`, not its children."""
+        """Send SIGKILL to the first process of this run whose command line has all `words`, but not to its children."""
         found = [
             child
             for child in psutil.Process(self.process.pid).children(recursive=True)
@@ -58,24 +59,24 @@ class StartedRun:
         found[0].send_signal(signal.SIGKILL)
 
     def finish(self, timeout_s: float) -> str:
-        """Wait for the end; returns what was printed. Fails unless the exit code is 0."""
+        """Wait for the end of the command, and return what it printed. Fails unless the exit code is 0."""
         code = self.process.wait(timeout_s)
         text = self.output.read_text()
         assert code == 0, text[-3000:]
         return text
 
     def stop(self) -> None:
-        """End it, whatever became of the test."""
+        """Stop the run if it still runs: first with Ctrl-C, as a user does, then with SIGKILL."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
             try:
-                self.process.wait(90)
+                self.process.wait(STOP_S)
             except subprocess.TimeoutExpired:
                 self.process.kill()
 
 
 def start(folder: Path, *arguments: str, environment: Mapping[str, str] = os.environ) -> StartedRun:
-    """Start `specrl ARGUMENTS` with its output at the end of `folder`/output.txt."""
+    """Start `specrl ARGUMENTS` in `folder`. Its output is appended to `folder`/output.txt."""
     output = folder / "output.txt"
     with output.open("ab") as file:
         process = subprocess.Popen(
@@ -85,12 +86,12 @@ def start(folder: Path, *arguments: str, environment: Mapping[str, str] = os.env
 
 
 def checksums(directory: Path, step: int) -> dict[str, str]:
-    """sha256 of every tensor file of a finished run's export and of its checkpoint of `step`."""
+    """Compute sha256 of every tensor file of a finished run: of its export, and of its checkpoint of `step`."""
     files = [
         *directory.glob("export/**/*.safetensors"),
         *directory.glob(f"checkpoints/step-{step:06d}/**/*.*tensors"),
     ]
-    assert len(files) >= 7, "policy and drafter; weights, two moments, drafter and random state"
+    assert len(files) >= 7, "two files of the export; of the checkpoint weights, two moments, drafter and random state"
     return {str(file.relative_to(directory)): sha256(file.read_bytes()).hexdigest() for file in files}
 
 

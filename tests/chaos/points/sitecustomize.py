@@ -1,10 +1,11 @@
-"""Strikes at named points inside the real processes of a run. Python imports this first, if its folder is on the path.
+"""Kills or stops real processes of a run at named points. Python imports it if its folder is on the path.
 
-Product code knows nothing of it: the methods in `POINTS` are wrapped when their module is loaded. A wrapper looks for
-the file `$SPECRL_CHAOS/armed/POINT.MOMENT`; whoever finds it counts its calls down, and at the last one renames it to
-`struck/` with its own process id and sends itself the signal. So each armed strike happens once, whatever restarts.
+Product code does not know about it: the methods in `POINTS` are wrapped when their module is loaded. A wrapper looks
+for the file `$SPECRL_CHAOS/armed/POINT.MOMENT`. The process that finds it counts the calls down. At the last one it
+moves the file to `struck/` and sends itself the signal. So each armed strike happens once, however often processes
+restart.
 
-It also keeps the ledger: every batch that rank 0 of a trainer begins to train, as `$SPECRL_CHAOS/ledger/STEP-TIME.pb`.
+It also keeps a ledger: every batch that rank 0 of a trainer starts to train, in `$SPECRL_CHAOS/ledger/STEP-TIME.pb`.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 MOMENTS = ("before", "after")
-"""Of a call. Of a stream: before its first and after its first element."""
+"""Before and after a call. Of a stream: before and after its first element."""
 
 
 class Point(NamedTuple):
-    """A method that processes of a run pass through. process: who; meaning: what is half done there, for people."""
+    """A method at which a process can be struck. process: which one. meaning: what is in progress there."""
 
     module: str
     method: str
@@ -36,7 +37,8 @@ class Point(NamedTuple):
     meaning: str
 
 
-_SQLITE, _REDIS = "specrl.coordinator.store.sqlite_store", "specrl.coordinator.store.redis_store"
+_SQLITE = "specrl.coordinator.ledger.sqlite_store"
+_REDIS = "specrl.coordinator.ledger.redis_store"
 _BACKEND = "specrl.trainer.megatron_backend.backend"
 _CHECKPOINT = "specrl.trainer.megatron_backend.checkpoint"
 
@@ -47,37 +49,58 @@ POINTS: dict[str, tuple[Point, ...]] = {
     )
     for name, meaning in {
         "put_rollouts": "graded rollouts are written",
-        "put_batch": "a step's batch is fixed",
-        "finish_step": "a step counts as trained",
+        "put_batch": "a step's batch is stored",
+        "finish_step": "a step is recorded as trained",
         "set_report": "a report is completed",
-        "set_fact": "what the run must remember is written: a failed prompt, a proved version, where it began",
-        "forget_batches": "a checkpoint makes batches needless",
+        "set_fact": "a fact of the run is written: a failed prompt, a checked version, its first step",
+        "forget_batches": "batches that a checkpoint covers are deleted",
     }.items()
 } | {
     "call.train_step": (
         Point("specrl.rpc.clients", "TrainerClient.train_step", "coordinator", "the trainer trains a step"),
     ),
-    "stream.generate": (Point("specrl.generation.holdings", "Holdings.stream", "replica", "rollouts are streamed"),),
-    "weights.join": (
-        Point("specrl.weights.group", "BroadcastGroup.__init__", "trainer or engine", "members of a group meet"),
+    "stream.generate": (
+        Point(
+            "specrl.generation.detached_rollouts",
+            "DetachedRollouts.stream_finished",
+            "replica",
+            "rollouts are streamed",
+        ),
     ),
-    "weights.send": (Point("specrl.weights.stream", "send", "trainer", "weights are broadcast"),),
-    "weights.receive": (Point("specrl.weights.stream", "receive", "engine", "weights are received, by others too"),),
+    "weights.join": (
+        Point("specrl.weights.group", "BroadcastGroup.__init__", "trainer or engine", "members join a weight group"),
+    ),
+    "weights.send": (Point("specrl.weights.stream", "send_version", "trainer", "weights are broadcast"),),
+    "weights.receive": (
+        Point(
+            "specrl.weights.stream",
+            "receive_version",
+            "engine",
+            "weights are received, concurrently with other members",
+        ),
+    ),
     "engine.load": (
-        Point("specrl.generation.vllm_backend.engine", "VllmEngine.load", "replica", "weights are loaded, committed"),
+        Point(
+            "specrl.generation.vllm_backend.engine",
+            "VllmEngine.load_weights",
+            "replica",
+            "weights are loaded in the commit",
+        ),
     ),
     "ranks.gather": (
-        Point("specrl.trainer.ranks", "ControlGroup.gather", "trainer rank", "ranks agree on an outcome"),
+        Point("specrl.trainer.ranks", "ControlGroup.gather_outcomes", "trainer rank", "ranks agree on an outcome"),
     ),
     "ranks.reduce": (
         Point("torch.distributed.distributed_c10d", "all_reduce", "trainer rank", "gradients are summed"),
     ),
     "trainer.step": (Point(_BACKEND, "MegatronBackend.train_step", "trainer rank", "an optimizer step"),),
-    "checkpoint.save": (Point(_BACKEND, "MegatronBackend.save", "trainer rank", "a checkpoint's snapshot"),),
+    "checkpoint.save": (Point(_BACKEND, "MegatronBackend.save_checkpoint", "trainer rank", "a checkpoint's snapshot"),),
     "checkpoint.write": (
-        Point(_CHECKPOINT, "write", "trainer rank", "a checkpoint is written, while steps are trained"),
+        Point(_CHECKPOINT, "write_checkpoint", "trainer rank", "a checkpoint is written, while steps are trained"),
     ),
-    "checkpoint.prune": (Point("specrl.trainer.checkpoints", "prune", "trainer", "old checkpoints are deleted"),),
+    "checkpoint.prune": (
+        Point("specrl.trainer.checkpointing.checkpoints", "prune_superseded", "trainer", "old checkpoints are deleted"),
+    ),
 }
 """Where a process can be struck. The table in docs/chaos.md is made from this."""
 

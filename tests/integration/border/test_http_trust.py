@@ -14,12 +14,11 @@ import httpx2
 import pytest
 from tests.certificates import Authority
 
-from specrl.coordinator import run_token
-from specrl.coordinator.rljob import Place
+from specrl.coordinator.requests.rljob_api import RLJobReference
 from specrl.errors import RunInvalid
-from specrl.launcher.asking import ask
-from specrl.launcher.reports import CoordinatorReports
+from specrl.launcher.coordinator_client import CoordinatorReports, request_run_action
 from specrl.launcher.run_directory import RunDirectory
+from specrl.rpc import run_token
 
 UNTRUSTED = "CERTIFICATE_VERIFY_FAILED"
 
@@ -80,16 +79,16 @@ def install(monkeypatch: pytest.MonkeyPatch, authority: Authority) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))
 
 
-def place_at(server: Served, folder: Path, authority: Authority) -> Place:
+def place_at(server: Served, folder: Path, authority: Authority) -> RLJobReference:
     """The API server, and the account of a pod that trusts `authority`."""
     (folder / "token").write_text("secret")
     (folder / "ca.crt").write_bytes(authority.file.read_bytes())
-    return Place("team-a", "tiny", server.url, folder)
+    return RLJobReference("team-a", "tiny", server.url, folder)
 
 
 async def test_an_api_server_of_the_pod_s_authority_is_trusted(server: Served, ours: Authority, tmp_path: Path) -> None:
     """With Python 3.13, too, whose default flags refuse authorities without key usage, as this one is."""
-    answer = await place_at(server, tmp_path, ours).call("GET", "specrl.dev/v1", {})
+    answer = await place_at(server, tmp_path, ours).call_api("GET", "specrl.dev/v1", {})
     assert (answer["run"], server.seen) == ("tiny", ["/apis/specrl.dev/v1"])
 
 
@@ -98,7 +97,7 @@ async def test_an_api_server_of_another_authority_is_refused_even_if_the_machine
 ) -> None:
     install(monkeypatch, ours)
     with pytest.raises(httpx2.ConnectError, match=UNTRUSTED):
-        await place_at(server, tmp_path, another).call("GET", "specrl.dev/v1", {})
+        await place_at(server, tmp_path, another).call_api("GET", "specrl.dev/v1", {})
     assert server.seen == []
 
 
@@ -107,7 +106,7 @@ async def test_an_api_server_with_a_certificate_for_another_name_is_refused(
     server: Served, ours: Authority, tmp_path: Path
 ) -> None:
     with pytest.raises(httpx2.ConnectError, match=r"not valid for '127\.0\.0\.1'"):
-        await place_at(server, tmp_path, ours).call("GET", "specrl.dev/v1", {})
+        await place_at(server, tmp_path, ours).call_api("GET", "specrl.dev/v1", {})
     assert server.seen == []
 
 
@@ -120,10 +119,10 @@ def test_the_launcher_refuses_https_whatever_the_machine_trusts(
         assert trusting.get(server.url).status_code == 200, "the machine trusts it"
     server.seen.clear()
     directory = RunDirectory(tmp_path)
-    run_token.write(tmp_path)
+    run_token.write_token(tmp_path)
     directory.endpoints_file.write_text(json.dumps({"http": server.url}))
     with directory.lock(), pytest.raises(RunInvalid, match=UNTRUSTED):
-        ask(directory, "POST", "/pause")
+        request_run_action(directory, "POST", "/pause")
     with CoordinatorReports(server.url) as reports:
-        assert reports.status() is None
+        assert reports.fetch_status() is None
     assert server.seen == []

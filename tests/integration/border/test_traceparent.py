@@ -14,7 +14,7 @@ from tests.stand_ins.engine import TableEngine
 from specrl.api.v1 import generation_pb2, generation_pb2_grpc
 from specrl.generation.service import GenerationService
 from specrl.records import RolloutRequest, Sampling, wire
-from specrl.rpc.server import Border, serve
+from specrl.rpc.server import ServerOptions, start_server
 from specrl.spec.run import Weights
 from specrl.telemetry.spans import Recorder, Span, SpanContext, SpanName
 
@@ -39,9 +39,11 @@ def test_no_traceparent_is_refused_and_only_one_that_is_sound_is_taken_up() -> N
             answers = runner.run(asked(stub, (("traceparent", of_call),), of_rollout))
             assert answers == ["r"]
             calls = [span for span in spans if span.name is SpanName.CALL]
-            assert [span.parent for span in calls] == [SpanContext.parse(of_call)] * bool(SpanContext.parse(of_call))
+            assert [span.parent for span in calls] == [SpanContext.parse_traceparent(of_call)] * bool(
+                SpanContext.parse_traceparent(of_call)
+            )
             parents = [span.parent for span in spans if span.name is SpanName.GENERATE]
-            above = SpanContext.parse(of_rollout) or (calls[0].context if calls else None)
+            above = SpanContext.parse_traceparent(of_rollout) or (calls[0].context if calls else None)
             assert parents == [above] * (above is not None)
 
         play()
@@ -67,7 +69,7 @@ async def a_replica(recorder: Recorder) -> tuple[grpc.aio.Server, Any, grpc.aio.
     engine = TableEngine()
     await engine.start()
     service = GenerationService(engine, Weights(), 0.0, recorder)
-    server, port = await serve(service.add_to, "127.0.0.1", 0, Border(recorder=recorder, lane="gen-0"))
+    server, port = await start_server(service.add_to, "127.0.0.1", 0, ServerOptions(recorder=recorder, lane="gen-0"))
     channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
     return server, generation_pb2_grpc.GenerationServiceStub(channel), channel
 

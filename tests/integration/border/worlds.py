@@ -21,17 +21,17 @@ from tests.stand_ins.engine import TableEngine
 from tests.stand_ins.trainer_backend import StandInBackend
 
 from specrl.api.v1 import coordinator_pb2, generation_pb2, rollout_pb2, trainer_pb2, weights_pb2
-from specrl.coordinator.registry import Calls, Registry
-from specrl.coordinator.service import CoordinatorService
-from specrl.errors import BY_NAME
+from specrl.coordinator.members.registry import PeerClients, Registry
+from specrl.coordinator.members.service import CoordinatorService
+from specrl.errors import ERRORS_BY_NAME
 from specrl.generation.service import GenerationService
 from specrl.records import Peer, Role, wire
 from specrl.rpc.clients import CoordinatorClient, GenerationClient, TrainerClient
 from specrl.rpc.limits import message_limits
-from specrl.rpc.server import ERROR_CLASS_KEY, Border, serve
-from specrl.spec import RunSpec, digest, parse_spec
+from specrl.rpc.server import ERROR_CLASS_KEY, ServerOptions, start_server
+from specrl.spec import RunSpec, digest_spec, parse_spec
 from specrl.telemetry import metrics
-from specrl.trainer import checkpoints
+from specrl.trainer.checkpointing import checkpoints
 from specrl.trainer.service import TrainerService
 
 PATIENCE_S = 240.0  # a busy machine is slow, not wrong
@@ -96,7 +96,7 @@ class World(ABC):
     async def call(self, method: str, request: bytes) -> str:
         """One call with these bytes. Returns OK or the error's class."""
         shape = next(m for m in self.service.methods if method.endswith(f"/{m.name}"))
-        counted = {name: _counted(method, name) for name in (*BY_NAME, "Unexpected")}
+        counted = {name: _counted(method, name) for name in (*ERRORS_BY_NAME, "Unexpected")}
         try:
             if shape.client_streaming and shape.server_streaming:
                 async for _ in self.channel.stream_stream(method)(iter([request]), timeout=PATIENCE_S):
@@ -113,8 +113,8 @@ class World(ABC):
         pairs: Any = refusal.trailing_metadata() or ()  # iterates over pairs, whatever its stubs say
         name = str(next((value for key, value in pairs if key == ERROR_CLASS_KEY), ""))
         words = f"{refusal.code()} {refusal.details()!r}"
-        assert name in BY_NAME, f"{method} must refuse with an error of ours, got {words}"
-        assert refusal.code() is getattr(grpc.StatusCode, BY_NAME[name].grpc_status)
+        assert name in ERRORS_BY_NAME, f"{method} must refuse with an error of ours, got {words}"
+        assert refusal.code() is getattr(grpc.StatusCode, ERRORS_BY_NAME[name].grpc_status)
         assert len((refusal.details() or "").split()) > 4, f"{method} must refuse in words, got {words}"
         assert _counted(method, name) == counted[name] + 1
         return name
@@ -135,13 +135,13 @@ class CoordinatorWorld(World):
 
     async def start(self) -> tuple[grpc.aio.Server, int]:
         limits = message_limits(self.spec)
-        self.registry = Registry(digest(self.spec), 1.0, lambda: 0.0, calls=Calls(limits))
-        found = await serve(
-            CoordinatorService(self.registry, "small", 1.0).add_to, "127.0.0.1", 0, Border(limits.coordinator)
+        self.registry = Registry(digest_spec(self.spec), 1.0, lambda: 0.0, clients=PeerClients(limits))
+        found = await start_server(
+            CoordinatorService(self.registry, "small", 1.0).add_to, "127.0.0.1", 0, ServerOptions(limits.coordinator)
         )
         self.client = CoordinatorClient(f"127.0.0.1:{found[1]}")
         for name, role in (("gen-0", Role.GENERATION), ("trainer", Role.TRAINER)):
-            await self.client.register(Peer(name, role, "127.0.0.1:1", digest(self.spec), f"{name}-first"))
+            await self.client.register_peer(Peer(name, role, "127.0.0.1:1", digest_spec(self.spec), f"{name}-first"))
         return found
 
     async def stop(self) -> None:
@@ -160,9 +160,9 @@ class CoordinatorWorld(World):
                 peer_id="gen-9",
                 incarnation="nine",
                 address="127.0.0.1:9",
-                spec_digest=digest(self.spec),
+                spec_digest=digest_spec(self.spec),
                 generation=status,
-                held=[coordinator_pb2.HeldRollout(rollout_id="1-0-0-0", policy_version=3)],
+                held_rollouts=[coordinator_pb2.HeldRollout(rollout_id="1-0-0-0", policy_version=3)],
             ),
             "Heartbeat": coordinator_pb2.HeartbeatRequest(
                 peer_id="gen-0", incarnation="gen-0-first", generation=status
@@ -180,11 +180,11 @@ class CoordinatorWorld(World):
 
     async def work(self) -> None:
         self.count += 1
-        peer = Peer(f"probe-{self.count}", Role.GENERATION, "127.0.0.1:1", digest(self.spec))
-        await self.client.register(peer)
-        assert (await self.client.heartbeat(peer.peer_id, peer.incarnation, None)).is_known
-        await self.client.leave(peer.peer_id, peer.incarnation)
-        assert not (await self.client.heartbeat(peer.peer_id, peer.incarnation, None)).is_known
+        peer = Peer(f"probe-{self.count}", Role.GENERATION, "127.0.0.1:1", digest_spec(self.spec))
+        await self.client.register_peer(peer)
+        assert (await self.client.send_heartbeat(peer.peer_id, peer.incarnation, None)).is_known
+        await self.client.leave_run(peer.peer_id, peer.incarnation)
+        assert not (await self.client.send_heartbeat(peer.peer_id, peer.incarnation, None)).is_known
 
 
 class GenerationWorld(World):
@@ -200,7 +200,7 @@ class GenerationWorld(World):
         await self.engine.start()
         self.servicer = GenerationService(self.engine, self.spec.weights, float(self.spec.generation.reattach_s))
         limit = message_limits(self.spec).generation
-        found = await serve(self.servicer.add_to, "127.0.0.1", 0, Border(limit))
+        found = await start_server(self.servicer.add_to, "127.0.0.1", 0, ServerOptions(limit))
         self.client = GenerationClient(f"127.0.0.1:{found[1]}", "gen-0", limit)
         return found
 
@@ -253,9 +253,9 @@ class GenerationWorld(World):
 
     async def work(self) -> None:
         (request,) = [wire.request_from_wire(item) for item in self.legal()["Generate"].requests[:1]]  # type: ignore[attr-defined]
-        (rollout,) = [rollout async for rollout in self.client.generate([request], True, -1)]
+        (rollout,) = [rollout async for rollout in self.client.generate_rollouts([request], True, -1)]
         rollout.check(4)
-        assert (await self.client.status()).policy_version == self.engine._policy_version == -1
+        assert (await self.client.get_status()).policy_version == self.engine._policy_version == -1
 
 
 class TrainerWorld(World):
@@ -264,14 +264,15 @@ class TrainerWorld(World):
     service = trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"]
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.spec = folder, a_border_spec(folder)
+        self.folder = folder
+        self.spec = a_border_spec(folder)
 
     async def start(self) -> tuple[grpc.aio.Server, int]:
         self.backend = StandInBackend(VOCAB)
         self.servicer = TrainerService(self.backend, self.spec, self.folder, "127.0.0.1")
-        await self.servicer.load()
+        await self.servicer.load_model()
         limit = message_limits(self.spec).trainer
-        found = await serve(self.servicer.add_to, "127.0.0.1", 0, Border(limit))
+        found = await start_server(self.servicer.add_to, "127.0.0.1", 0, ServerOptions(limit))
         self.client = TrainerClient(f"127.0.0.1:{found[1]}", limit)
         return found
 
@@ -282,17 +283,19 @@ class TrainerWorld(World):
     def legal(self) -> dict[str, Message]:
         batch = wire.batch_to_wire(a_batch(1, VOCAB, rollouts=2))
         return {
-            "TrainStep": trainer_pb2.TrainStepRequest(batch=batch),
-            "TrainParts": trainer_pb2.TrainStepRequest(batch=batch, rollouts_total=len(batch.rollouts)),
-            "TrainDrafter": trainer_pb2.TrainDrafterRequest(rollouts=batch.rollouts, epochs=1),
-            "EvaluateDrafter": trainer_pb2.EvaluateDrafterRequest(rollouts=batch.rollouts),
+            "TrainParts": trainer_pb2.TrainPartsRequest(batch=batch, rollouts_total=len(batch.rollouts)),
+            "TrainDrafter": trainer_pb2.TrainDrafterRequest(
+                rollouts=batch.rollouts,
+                epochs=[trainer_pb2.DrafterEpoch(rollouts=2, first_rate=1, last_rate=0.5)],
+                held_out=batch.rollouts,
+            ),
             "Score": trainer_pb2.ScoreRequest(rollouts=batch.rollouts),
             "DescribeWeights": trainer_pb2.DescribeWeightsRequest(),
             "OpenWeightGroup": trainer_pb2.OpenWeightGroupRequest(
                 group_id="1-abc", world_size=2, timeout_s=0.1, transport="gloo"
             ),
             "BroadcastWeights": trainer_pb2.BroadcastWeightsRequest(group_id="1-abc"),
-            "WriteWeights": trainer_pb2.WriteWeightsRequest(anew=True),
+            "WriteWeights": trainer_pb2.WriteWeightsRequest(must_rewrite=True),
             "SaveCheckpoint": trainer_pb2.SaveCheckpointRequest(step=0),
             "ExportModel": trainer_pb2.ExportModelRequest(directory=str(self.folder / "export")),
             "GetTrainerStatus": trainer_pb2.GetTrainerStatusRequest(),
@@ -300,15 +303,15 @@ class TrainerWorld(World):
 
     def state(self) -> Any:
         backend = self.backend
-        kept = [step for step, _ in checkpoints.complete(self.folder)]
-        return backend.status(), backend.policy_VV.tobytes(), backend.drafter_VV.tobytes(), kept
+        kept = [step for step, _ in checkpoints.list_complete(self.folder)]
+        return backend.get_status(), backend.policy_VV.tobytes(), backend.drafter_VV.tobytes(), kept
 
     async def work(self) -> None:
-        status = await self.client.status()
+        status = await self.client.get_status()
         batch = a_batch(status.step + 1, VOCAB, rollouts=2)
-        assert len(await self.client.score(batch.rollouts, PATIENCE_S)) == 2
+        assert len(await self.client.score_rollouts(batch.rollouts, PATIENCE_S)) == 2
         assert (await self.client.train_step(batch, PATIENCE_S)).tokens > 0
-        assert (await self.client.status()).step == status.step + 1
+        assert (await self.client.get_status()).step == status.step + 1
 
 
 WORLDS: list[type[World]] = [CoordinatorWorld, GenerationWorld, TrainerWorld]

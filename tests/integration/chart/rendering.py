@@ -1,4 +1,4 @@
-"""The chart, rendered by the real helm."""
+"""Render the chart with the real helm."""
 
 from __future__ import annotations
 
@@ -25,43 +25,43 @@ Object = dict[str, Any]
 
 
 def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run helm, whatever comes of it."""
+    """Run helm without checking its exit code."""
     HELM.require()
     return subprocess.run([find("helm"), *arguments], capture_output=True, text=True, timeout=300, check=False)
 
 
 def render_text(*arguments: str, release: str = "specrl", namespace: str = "specrl-system") -> str:
-    """What `helm template` prints."""
+    """Return the output of `helm template`."""
     done = helm("template", release, str(CHART), "--namespace", namespace, *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def render(*arguments: str, **names: str) -> list[Object]:
-    """The objects of a release."""
+    """Return the objects of a release."""
     return [item for item in yaml.load_all(render_text(*arguments, **names), yaml.CSafeLoader) if item]
 
 
 def refusal(*arguments: str) -> str:
-    """What helm says when it refuses values."""
+    """Return helm's error message for refused values."""
     done = helm("template", "specrl", str(CHART), *arguments)
     assert done.returncode != 0, f"{arguments} must be refused, got {len(done.stdout)} characters of YAML"
     return done.stderr
 
 
 def of_kind(objects: Iterable[Object], *kinds: str) -> list[Object]:
-    """Those of a kind."""
+    """Return the objects of a kind."""
     return [item for item in objects if item["kind"] in kinds]
 
 
 def the(objects: Iterable[Object], kind: str, name: str) -> Object:
-    """The one object of a kind and name."""
+    """Return the one object of a kind and name."""
     (found,) = [item for item in of_kind(objects, kind) if item["metadata"]["name"] == name]
     return found
 
 
 def pods(objects: Iterable[Object]) -> dict[str, Object]:
-    """Specs of all pods, by kind and name of what makes them."""
+    """Return the specs of all pods, by kind and name of their workload."""
     found: dict[str, Object] = {}
     for item in objects:
         spec: Mapping[str, Any] = item.get("spec") or {}
@@ -72,6 +72,6 @@ def pods(objects: Iterable[Object]) -> dict[str, Object]:
 
 
 def arguments_of(objects: Iterable[Object]) -> list[str]:
-    """The operator's command line."""
+    """Return the operator's command line."""
     (container,) = pods(objects)["Deployment/specrl-operator"]["containers"]
     return list(container["command"]) + list(container["args"])

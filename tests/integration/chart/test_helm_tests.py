@@ -1,4 +1,4 @@
-"""The programs of `helm test`, run here as the pods would run them."""
+"""The programs of `helm test`, run as in their pods."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ANSWERS = {"/healthz": b"ok\n", "/metrics": b"specrl_operator_is_leader 1.0\n", 
 
 
 class Operator(BaseHTTPRequestHandler):
-    """Answers as the operator does."""
+    """Answers like the operator."""
 
     def do_GET(self) -> None:
         found = ANSWERS.get(self.path)
@@ -45,17 +45,18 @@ def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(("name", "broken"), [("healthz", "/elsewhere"), ("metrics", "/other")])
-def test_program_asks_the_operator_and_fails_where_it_does_not_answer(name: str, broken: str, address: str) -> None:
+def test_the_charts_tests_fail_if_the_operator_does_not_answer(name: str, broken: str, address: str) -> None:
     (container,) = pods(render())[f"Pod/specrl-test-{name}"]["containers"]
     assert container["command"] == ["python", "-c"]
     program, url, want = container["args"]
-    service, path = "http://specrl-operator.specrl-system:8080", f"/{name}"
+    service = "http://specrl-operator.specrl-system:8080"
+    path = f"/{name}"
     assert url == service + path
     assert run(program, address + path, want).returncode == 0
     assert run(program, address + broken, want).returncode != 0
 
 
-def test_job_program_is_python_and_says_which_job_it_sends() -> None:
+def test_the_rljob_test_is_valid_python_and_sends_the_smallest_job() -> None:
     (container,) = pods(render())["Pod/specrl-test-rljob"]["containers"]
     compile(container["args"][0], "rljob", "exec")
     assert "dryRun=All" in container["args"][0]

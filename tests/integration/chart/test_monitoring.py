@@ -1,4 +1,4 @@
-"""Rules and dashboards ask for what is exported, are PromQL, and fire when they should."""
+"""Rules and dashboards use exported metrics and valid PromQL, and alerts fire when they should."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import yaml
 from tests.e2e.binaries import find
-from tests.integration.chart.asked import RULES, alerts, panels, rules, variables
-from tests.integration.chart.exported import exported
+from tests.integration.chart.exported_metrics import exported
+from tests.integration.chart.promql_sources import RULES, alerts, panels, rules, variables
 from tests.integration.chart.rendering import CHART, ROOT
 from tests.requirements import PROMTOOL
 from tools.dashboards import DASHBOARDS
-from tools.dashboards.grafana import as_grafana
+from tools.dashboards.grafana import render_dashboard
 
 RULES_TEST = Path(__file__).parent / "rules_test.yaml"
 
@@ -37,7 +37,7 @@ def expressions() -> dict[str, str]:
 
 
 def asked_for(expression: str) -> dict[str, set[str]]:
-    """Series in an expression and the labels that select them."""
+    """Return the series in an expression and the labels that select them."""
     found: dict[str, set[str]] = {}
     for name, selector in re.findall(r"\b((?:specrl|vllm)[_:][a-z0-9_:]+)(?:\{([^}]*)\})?", expression):
         found.setdefault(name, set()).update(re.findall(r"(\w+)\s*(?:=~|!=|!~|=)", selector))
@@ -45,8 +45,9 @@ def asked_for(expression: str) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("name", expressions())
-def test_expression_asks_for_what_is_exported(name: str) -> None:
-    known, expression = exported(), expressions()[name]
+def test_every_expression_uses_exported_metrics(name: str) -> None:
+    known = exported()
+    expression = expressions()[name]
     recorded = {str(rule["record"]) for rule in rules() if "record" in rule}
     wanted = asked_for(expression)
     assert wanted
@@ -81,12 +82,12 @@ def test_rules_are_promql() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_alerts_fire_when_they_should_and_not_else() -> None:
+def test_alerts_fire_exactly_when_they_should() -> None:
     done = promtool("test", "rules", RULES_TEST)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_every_alert_is_made_to_fire_and_has_a_runbook() -> None:
+def test_every_alert_fires_in_a_test_and_has_a_runbook() -> None:
     cases = [
         case for test in yaml.safe_load(RULES_TEST.read_text())["tests"] for case in test.get("alert_rule_test", [])
     ]
@@ -100,15 +101,15 @@ def test_every_alert_is_made_to_fire_and_has_a_runbook() -> None:
             assert annotations["runbook_url"] == f"docs/alerts.md#{str(rule['alert']).lower()}"
 
 
-def test_dashboards_are_what_the_script_writes() -> None:
+def test_the_committed_dashboards_are_the_generated_ones() -> None:
     for name, dashboard in DASHBOARDS.items():
         committed = json.loads((CHART / "files" / "dashboards" / name).read_text())
-        assert committed == as_grafana(dashboard), "run `make gen`"
+        assert committed == render_dashboard(dashboard), "run `make gen`"
     assert {path.name for path in (CHART / "files" / "dashboards").iterdir()} == set(DASHBOARDS)
 
 
-def test_panels_lie_beside_each_other_and_say_what_they_show() -> None:
-    for dashboard in map(as_grafana, DASHBOARDS.values()):
+def test_panels_do_not_overlap_and_have_descriptions() -> None:
+    for dashboard in map(render_dashboard, DASHBOARDS.values()):
         corners = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in dashboard["panels"]]
         assert len(set(corners)) == len(corners)
         assert len({panel["title"] for panel in dashboard["panels"]}) == len(corners)

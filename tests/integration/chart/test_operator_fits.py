@@ -1,24 +1,14 @@
-"""The chart starts the operator as its command line is, and lets it do what it does, and no more."""
+"""The chart starts the operator with valid arguments, and gives it the rights that it needs and no others."""
 
 from __future__ import annotations
 
 import pytest
 from tests.integration.chart.rendering import arguments_of, of_kind, render
-from tests.unit.operator.builders import a_job, facts
+from tests.unit.operator.builders import ClusterFacts, a_job, children_of
 
-from specrl_operator import access
-from specrl_operator.api import (
-    CHILDREN,
-    CLAIM_TEMPLATE,
-    EVENT,
-    LEASE,
-    POD,
-    RLJOB,
-    SECRET,
-    Kind,
-)
-from specrl_operator.children import desired
-from specrl_operator.main import parse, settings_of
+from specrl_operator.children.access import build_coordinator_access
+from specrl_operator.kinds import CHILD_KINDS, CLAIM_TEMPLATE, EVENT, LEASE, POD, RLJOB, SECRET, Kind
+from specrl_operator.main import parse_arguments, read_settings
 
 EVERYTHING = (
     "--set",
@@ -30,7 +20,7 @@ OWNED = {"get", "list", "watch", "create", "patch", "delete"}
 
 
 def granted() -> dict[tuple[str, str], set[str]]:
-    """Verbs by (group, resource) that the operator has in a namespace that it watches, and in its own."""
+    """Return the operator's verbs by (group, resource), in a watched namespace and in its own."""
     objects = render(*EVERYTHING)
     found: dict[tuple[str, str], set[str]] = {}
     for role in of_kind(objects, "Role"):
@@ -50,8 +40,8 @@ def name_of(kind: Kind) -> tuple[str, str]:
 def test_every_argument_is_one_of_the_operators() -> None:
     program, *arguments = arguments_of(render(*EVERYTHING))
     assert program == "specrl-operator"
-    options = parse(arguments)
-    settings = settings_of(options)
+    options = parse_arguments(arguments)
+    settings = read_settings(options)
     assert options.namespace == ["a", "b"]
     assert options.lease_name == "specrl"
     assert options.port == 8080
@@ -64,12 +54,12 @@ def test_every_argument_is_one_of_the_operators() -> None:
     assert settings.prometheus_url == "http://prometheus:9090"
 
 
-@pytest.mark.parametrize("kind", CHILDREN, ids=lambda kind: kind.name)
-def test_operator_may_do_with_its_children_what_it_does(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", CHILD_KINDS, ids=lambda kind: kind.name)
+def test_the_operators_role_permits_all_its_requests(kind: Kind) -> None:
     assert granted()[name_of(kind)] == OWNED
 
 
-def test_operator_may_do_nothing_else() -> None:
+def test_the_operators_role_permits_no_other_requests() -> None:
     read = {"get", "list", "watch"}
     others = {
         name_of(RLJOB): {*read, "delete"},
@@ -79,9 +69,9 @@ def test_operator_may_do_nothing_else() -> None:
         name_of(SECRET): {"get", "create"},
         name_of(EVENT): {"create"},
         name_of(LEASE): {"create", "get", "update"},
-        name_of(CLAIM_TEMPLATE): {"get"},
+        name_of(CLAIM_TEMPLATE): {"list", "watch"},
     }
-    assert granted() == {name_of(kind): OWNED for kind in CHILDREN} | others
+    assert granted() == {name_of(kind): OWNED for kind in CHILD_KINDS} | others
 
 
 def test_pod_monitor_finds_the_ports_that_serve_metrics() -> None:
@@ -89,7 +79,7 @@ def test_pod_monitor_finds_the_ports_that_serve_metrics() -> None:
     selector = monitor["spec"]["selector"]["matchLabels"]
     scraped = {endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]}
     served: dict[str, set[str]] = {}
-    for child in desired(a_job(), facts()):
+    for child in children_of(a_job(), ClusterFacts()):
         if child["kind"] in ("Deployment", "StatefulSet"):
             template = child["spec"]["template"]
             component = template["metadata"]["labels"]["app.kubernetes.io/component"]
@@ -102,10 +92,10 @@ def test_pod_monitor_finds_the_ports_that_serve_metrics() -> None:
     assert not served.get("store")
 
 
-def test_what_the_operator_grants_to_coordinators_it_has_itself() -> None:
-    """Else the API server refuses the Role as an escalation."""
+def test_the_operator_has_every_right_that_it_grants_to_coordinators() -> None:
+    """Otherwise the API server would refuse the Role as a privilege escalation."""
 
-    (role,) = [item for item in access.objects(a_job()) if item["kind"] == "Role"]
+    (role,) = [item for item in build_coordinator_access(a_job()) if item["kind"] == "Role"]
     for rule in role["rules"]:
         for group in rule["apiGroups"]:
             for resource in rule["resources"]:

@@ -1,4 +1,4 @@
-"""Each rule of the chart's _validation.tpl, broken by values that break no other."""
+"""Each rule of the chart's _validation.tpl, broken by values that break no other rule."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ BROKEN = {
         "monitoring.podMonitor.labels.release=mine",
     ),
 }
-"""What a message begins with: the values that it refuses, and the nearest ones that it accepts."""
+"""Start of a rule's message: values that the rule refuses, and similar ones that it accepts."""
 
 
 @pytest.mark.parametrize("message", BROKEN)
-def test_rule_refuses_in_words_and_only_what_it_means(message: str) -> None:
+def test_every_validation_rule_refuses_only_what_it_describes(message: str) -> None:
     refused, accepted = BROKEN[message]
     said = refusal("--set", refused)
     assert message in said

@@ -1,6 +1,6 @@
-"""The chart's shared store starts with its arguments and is one that the coordinator's store accepts.
+"""The chart's shared store starts with the chart's arguments, and the coordinator's store accepts it.
 
-Run on redis-server, which takes the same arguments, or on the Valkey that stands in for it where there is none.
+Runs redis-server, which has the same arguments, or a Valkey if redis-server is not installed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.e2e.binaries import find
 from tests.integration.chart.rendering import ROOT, pods, render
 from tests.redis_servers import a_client, free_port, needs_redis
 
-from specrl.coordinator.store.redis_server import RedisServer
+from specrl.coordinator.ledger.redis_server import RedisServer
 from specrl.spec.store import Durability, RedisStore, Secret
 
 
@@ -24,7 +24,8 @@ def test_documented_users_and_the_charts_arguments_make_a_store(
 ) -> None:
     objects = render("--set", "valkey.enabled=true,valkey.existingSecret=store-users")
     (container,) = pods(objects)["StatefulSet/specrl-valkey"]["containers"]
-    port, users = free_port(), tmp_path / "users.acl"
+    port = free_port()
+    users = tmp_path / "users.acl"
     users.write_text(acl_of_the_documents("sesame"))
     here = {"/data": str(tmp_path), "/etc/valkey/users.acl": str(users), "6379": str(port)}
     arguments = [here.get(word, word) for word in container["args"]]
@@ -41,7 +42,7 @@ def test_documented_users_and_the_charts_arguments_make_a_store(
             durability=Durability.EVERY_WRITE,
             timeout_s=10,
         )
-        RedisServer(settings).check()
+        RedisServer(settings).check_connection()
         with a_client(port) as stranger, pytest.raises(Exception, match=r"(?i)noauth|authentication"):
             stranger.ping()
     finally:
@@ -50,7 +51,7 @@ def test_documented_users_and_the_charts_arguments_make_a_store(
 
 
 def acl_of_the_documents(password: str) -> str:
-    """The file that docs/deploy.md tells to write."""
+    """Return the file that docs/deploy.md tells users to write."""
     text = (ROOT / "docs" / "deploy.md").read_text()
     lines = [line.strip() for line in text.splitlines() if line.strip().startswith("user ")]
     assert len(lines) == 2
@@ -67,6 +68,6 @@ def wait_for(port: int, server: subprocess.Popen[bytes], log: Path) -> None:
         except Exception as error:  # noqa: BLE001 - until it answers, with whatever refusal
             if "auth" in str(error).lower():
                 return
-        assert server.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, log.read_text()
+        assert server.poll() is None, log.read_text(encoding="utf-8")
+        assert time.monotonic() < deadline, log.read_text(encoding="utf-8")
         time.sleep(0.05)

@@ -13,38 +13,35 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import numpy as np
 from tests.stand_ins.engine import TableEngine, TableShape
 from tests.stand_ins.trainer_backend import StandInBackend
 
-from specrl.coordinator.board import Board
-from specrl.coordinator.controls import Controls
-from specrl.coordinator.loop import Loop
-from specrl.coordinator.parts import Grader, Parts
-from specrl.coordinator.registry import Registry
+from specrl.coordinator.context import Grader
+from specrl.coordinator.ledger import SqliteStore, Store
+from specrl.coordinator.ledger.store_link import StoreLink
+from specrl.coordinator.members.registry import Registry
+from specrl.coordinator.members.replica_session import TurnSettings
+from specrl.coordinator.members.service import CoordinatorService
 from specrl.coordinator.run_spans import RunSpans
-from specrl.coordinator.samples import Samples
-from specrl.coordinator.service import CoordinatorService
-from specrl.coordinator.store import SqliteStore, Store
-from specrl.coordinator.store_link import StoreLink
-from specrl.coordinator.timeline import Timeline
-from specrl.coordinator.turns import Turns
+from specrl.coordinator.wiring import wire_coordinator
 from specrl.generation.service import GenerationService
 from specrl.records import Batch, Peer, Prompt, Reward, Role, wire
 from specrl.rpc.clients import CoordinatorClient
 from specrl.rpc.membership import stay_registered
-from specrl.rpc.server import Border, serve
-from specrl.spec import RunSpec, digest, parse_spec
-from specrl.telemetry.spans import Recorder, Sink
+from specrl.rpc.server import ServerOptions, start_server
+from specrl.spec import RunSpec, digest_spec, parse_spec
+from specrl.telemetry.spans import Recorder, SpanSink
 from specrl.trainer.service import TrainerService
 
 VOCAB = 32
 
 
 def a_spec(folder: Path, **schedule: int | str) -> RunSpec:
-    """Six steps of 3 prompts x 4 rollouts on two replicas, unless told otherwise."""
+    """Six steps of 3 prompts x 4 rollouts on two replicas. Arguments change the schedule."""
     return parse_spec(
         {
             "name": "small",
@@ -59,7 +56,7 @@ def a_spec(folder: Path, **schedule: int | str) -> RunSpec:
             },
             "trainer": {
                 "optimizer": {"learningRate": "1e-3"},
-                "drafter": {"initialisation": {"prompts": 4, "epochs": 1}},
+                "drafter": {"initialisation": {"prompts": 4, "maxPrompts": 4, "epochs": 1}},
             },
             "schedule": {"steps": 6, "promptsPerStep": 3, "groupSize": 4, "maxPolicyLag": 1} | schedule,
             "weights": {"timeoutS": 5, "attempts": 3},
@@ -75,7 +72,7 @@ def a_spec(folder: Path, **schedule: int | str) -> RunSpec:
 
 
 class TableStream:
-    """Prompts whose text is their position."""
+    """Prompts whose text is their position in the stream."""
 
     def prompt(self, position: int) -> Prompt:
         return Prompt(f"p{position}", position, (2 + position % (VOCAB - 2), 5), str(position), "3")
@@ -89,7 +86,7 @@ class TableStream:
 
 @dataclass
 class LengthGrader:
-    """Rewards short completions; `fails` says which calls are left ungraded."""
+    """Rewards short completions. fails: whether a call, by its number, stays ungraded."""
 
     fails: Callable[[int], bool] = lambda _: False
     calls: int = 0
@@ -106,7 +103,7 @@ class LengthGrader:
 
 @dataclass
 class Replica:
-    """A replica as a process would be: `kill` leaves no goodbye."""
+    """A replica. `kill` ends it as a killed process ends: without leaving."""
 
     engine: TableEngine
     service: GenerationService
@@ -122,7 +119,7 @@ class Replica:
 
 @dataclass
 class Trainer:
-    """The trainer as a process would be; `batches` are those that were trained by it, in order."""
+    """A trainer. batches: those that it trained, in order."""
 
     service: TrainerService
     backend: RecordingBackend
@@ -136,16 +133,16 @@ class Trainer:
 
 
 class RecordingBackend(StandInBackend):
-    """Remembers what it trained, and the policy of every version [V, V]."""
+    """Records what it trained, and the policy of every version [V, V]."""
 
     def __init__(self, trained: list[Batch]) -> None:
         super().__init__(VOCAB, seed=1)
         self.trained = trained
         self.tables: dict[int, np.ndarray] = {}
 
-    def load(self, checkpoint: Path | None) -> None:
-        super().load(checkpoint)
-        self.tables[self.status().step] = self.policy_VV
+    def load_model(self, checkpoint: Path | None) -> None:
+        super().load_model(checkpoint)
+        self.tables[self.get_status().step] = self.policy_VV
 
     def train_step(self, batch: Batch):  # type: ignore[no-untyped-def]
         metrics = super().train_step(batch)
@@ -157,7 +154,7 @@ class RecordingBackend(StandInBackend):
 
 @dataclass
 class Run:
-    """One run and everything in it. Use as `async with Run(folder, spec) as run`."""
+    """One run with all of its members. Use as `async with Run(folder, spec) as run`."""
 
     folder: Path
     spec: RunSpec
@@ -170,10 +167,10 @@ class Run:
     trained: list[Batch] = field(default_factory=list)
     replicas: dict[str, Replica] = field(default_factory=dict)
     trainer: Trainer | None = None
-    turns: Turns | None = None
-    sinks: Sequence[Sink] = ()
-    samples: Samples = field(default_factory=Samples)
-    peer_sinks: Callable[[str], Sequence[Sink]] = lambda _: ()
+    turns: TurnSettings | None = None
+    sinks: Sequence[SpanSink] = ()
+    peer_sinks: Callable[[str], Sequence[SpanSink]] = lambda _: ()
+    is_observed: bool = True
 
     async def __aenter__(self) -> Run:
         self.port = _free_port()
@@ -195,31 +192,43 @@ class Run:
     async def start_coordinator(self) -> None:
         self.store = await asyncio.to_thread(self.open_store, self.folder)
         self.link = StoreLink(self.spec.name, self.store)
-        self.registry = Registry(digest(self.spec), self.spec.telemetry.heartbeat_s, time.monotonic)
-        self.board = Board(self.spec, self.folder, self.registry, self.link)
-        validation = [TableStream().prompt(1000 + place) for place in range(4)]
-        timeline = Timeline()
-        self.parts = parts = Parts(
+        self.registry = Registry(digest_spec(self.spec), self.spec.telemetry.heartbeat_s, time.monotonic)
+        timeline, recorder = self._make_recorder()
+        self.loop = wire_coordinator(
             self.spec,
             self.folder,
-            self.registry,
             self.link,
-            self.board,
-            Controls(self.spec, self.folder, self.link, self.board),
+            self.registry,
             TableStream(),
-            validation,
             self.grader,
-            self.turns,
-            RunSpans(Recorder(timeline, *self.sinks), run_id=self.folder.name),
-            samples=self.samples,
-            timeline=timeline,
+            validation_prompts=[TableStream().prompt(1000 + place) for place in range(4)],
+            turns=self.turns,
+            spans=RunSpans(recorder, run_id=self.folder.name),
         )
-        timeline.ask(parts.spans.recorder)
+        self.context = self.loop.context
+        self.observer = self._make_observer(timeline)
         service = CoordinatorService(self.registry, self.spec.name, self.spec.telemetry.heartbeat_s)
-        self.server, _ = await serve(service.add_to, "127.0.0.1", self.port)
-        self.loop = Loop(parts)
+        self.server, _ = await start_server(service.add_to, "127.0.0.1", self.port)
         self.running = asyncio.create_task(self.loop.run())
         self.expiring = asyncio.create_task(self._expire(self.registry))
+
+    def _make_recorder(self) -> tuple[Any, Recorder]:
+        """The timeline, None if the run is not observed, and a recorder of spans."""
+        if not self.is_observed:
+            return None, Recorder(*self.sinks)
+        from specrl.coordinator.observe.timeline import Timeline
+
+        timeline = Timeline()
+        recorder = Recorder(timeline, *self.sinks)
+        timeline.set_recorder(recorder)
+        return timeline, recorder
+
+    def _make_observer(self, timeline: Any) -> Any:
+        if not self.is_observed:
+            return None
+        from specrl.coordinator.observe.observer import RunObserver
+
+        return RunObserver(self.context, self.loop, timeline=timeline)
 
     async def kill_coordinator(self) -> None:
         self.expiring.cancel()
@@ -237,9 +246,9 @@ class Run:
         await engine.start()
         recorder = Recorder(*self.peer_sinks(name))
         service = self.make_service(engine, self.spec.weights, float(self.spec.generation.reattach_s), recorder)
-        server, port = await serve(service.add_to, "127.0.0.1", 0, Border(recorder=recorder, lane=name))
-        peer = Peer(name, Role.GENERATION, f"127.0.0.1:{port}", digest(self.spec))
-        staying = stay_registered(self.client, peer, engine.status, service.held)
+        server, port = await start_server(service.add_to, "127.0.0.1", 0, ServerOptions(recorder=recorder, lane=name))
+        peer = Peer(name, Role.GENERATION, f"127.0.0.1:{port}", digest_spec(self.spec))
+        staying = stay_registered(self.client, peer, engine.get_status, service.list_held)
         membership = asyncio.create_task(staying)
         self.replicas[name] = Replica(engine, service, server, membership)
 
@@ -250,10 +259,10 @@ class Run:
     async def start_trainer(self) -> None:
         backend = RecordingBackend(self.trained)
         service = TrainerService(backend, self.spec, self.folder, "127.0.0.1")
-        await service.load()
-        border = Border(recorder=Recorder(*self.peer_sinks("trainer")), lane="trainer")
-        server, port = await serve(service.add_to, "127.0.0.1", 0, border)
-        peer = Peer("trainer", Role.TRAINER, f"127.0.0.1:{port}", digest(self.spec))
+        await service.load_model()
+        border = ServerOptions(recorder=Recorder(*self.peer_sinks("trainer")), lane="trainer")
+        server, port = await start_server(service.add_to, "127.0.0.1", 0, border)
+        peer = Peer("trainer", Role.TRAINER, f"127.0.0.1:{port}", digest_spec(self.spec))
         membership = asyncio.create_task(stay_registered(self.client, peer))
         self.trainer = Trainer(service, backend, server, membership)
 
@@ -263,7 +272,7 @@ class Run:
         await self.start_trainer()
 
     async def until(self, is_so: Callable[[], bool], timeout_s: float = 30.0) -> None:
-        """Wait until something is so; a loop that ended badly says why."""
+        """Wait until a condition holds. Raises the loop's error if the loop fails first."""
         async with asyncio.timeout(timeout_s):
             while not is_so():
                 if self.running.done() and not self.running.cancelled() and self.running.exception():
@@ -280,11 +289,11 @@ class Run:
         with suppress(asyncio.CancelledError):
             while True:
                 await asyncio.sleep(0.2)
-                registry.expire()
+                registry.expire_silent_peers()
 
 
 def same_batch(first: Batch, second: Batch) -> bool:
-    """Equal in every bit."""
+    """Whether two batches are equal bit by bit."""
     return wire.batch_to_bytes(first) == wire.batch_to_bytes(second)
 
 

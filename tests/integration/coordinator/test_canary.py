@@ -1,4 +1,4 @@
-"""A replica that samples from another policy than the trainer is found at any lag, and mended or the run ends.
+"""The canary finds a replica that samples from another policy than the trainer's, at any lag.
 
 Real loop, gRPC and weight broadcast; the stand-in engine serves the very table that the trainer trains.
 """
@@ -30,14 +30,15 @@ def with_canary(spec: RunSpec, **changes: Any) -> RunSpec:
 
 
 def only_gen_0(kind: Callable[[str], TableEngine]) -> Callable[[str], TableEngine]:
-    """Engines of which the first replica's is of another kind."""
+    """Engines; that of the first replica is of another kind."""
     return lambda name: kind(name) if name == "gen-0" else TableEngine(name, seed=7, shape=SHAPE)
 
 
 def check_nothing_wrong_was_trained(run: Run) -> int:
-    """Every token trained has the log-probability that its version of the policy gives it. Returns how many."""
+    """Check that every trained token has the log-probability of its policy version. Returns the number of tokens."""
     assert run.trainer is not None
-    tables, tokens = run.trainer.backend.tables, 0
+    tables = run.trainer.backend.tables
+    tokens = 0
     for batch in run.trained:
         for item in batch.rollouts:
             assert not item.rollout.group_id.startswith("canary")
@@ -55,23 +56,23 @@ async def test_every_step_reports_that_all_replicas_agree(tmp_path: Path, lag: i
     async with Run(tmp_path, a_spec(tmp_path, steps=4, maxPolicyLag=lag)) as run:
         await run.finish()
         check_nothing_wrong_was_trained(run)
-        for report in run.board.reports():
+        for report in run.observer.read_reports():
             assert 0 < report.canary_tokens <= 2 * 2 * 16
             assert report.canary_max_abs is not None
             assert report.canary_max_abs < 1e-4
             assert report.canary_mean_abs is not None
-            assert 0 < report.canary_seconds < report.stages.prepare
+            assert 0 < report.canary_seconds < report.phases.prepare
             assert report.drafter_version == report.policy_version
-        status = run.board.status()
+        status = run.observer.build_status()
         assert status.counters["canariesDisagreed"] == status.counters["canariesSkipped"] == 0
         for replica in status.replicas:
             assert (replica.policy_version, replica.drafter_version) == (4, 4)
             assert replica.canary_max_abs is not None
 
 
-async def test_a_stale_sampler_is_found_with_lag_and_mended_by_sending_the_weights_again(tmp_path: Path) -> None:
+async def test_a_stale_sampler_is_found_with_lag_and_repaired_by_sending_the_weights_again(tmp_path: Path) -> None:
     async with Run(tmp_path, a_spec(tmp_path)) as run:
-        await run.until(lambda: run.store.trained() >= 2)
+        await run.until(lambda: run.store.read_last_trained_step() >= 2)
         run.replicas["gen-0"].engine.stale_loads = 1
         with structlog.testing.capture_logs() as lines:
             await run.finish()
@@ -80,27 +81,27 @@ async def test_a_stale_sampler_is_found_with_lag_and_mended_by_sending_the_weigh
         found = [line for line in lines if line["event"] == "sampler_disagreed"]
         assert [(line["replica"], line["repeated"], line["log_level"]) for line in found] == [("gen-0", False, "error")]
         assert found[0]["max_abs"] > 1e-2 or found[0]["mean_abs"] > 1e-3
-        status = run.board.status()
+        status = run.observer.build_status()
         assert status.counters["canariesDisagreed"] == 1
-        assert [report.step for report in run.board.reports()] == list(range(1, 7))
-        (bad,) = [report for report in run.board.reports() if report.canary_max_abs == found[0]["max_abs"]]
+        assert [report.step for report in run.observer.read_reports()] == list(range(1, 7))
+        (bad,) = [report for report in run.observer.read_reports() if report.canary_max_abs == found[0]["max_abs"]]
         assert bad.step == found[0]["policy_version"]
         assert all(replica.policy_version == 6 for replica in run.registry.replicas.values())
 
 
-async def test_a_sampler_that_stays_wrong_ends_the_run_and_not_its_data(tmp_path: Path) -> None:
+async def test_a_sampler_that_stays_wrong_ends_the_run_and_none_of_its_rollouts_is_stored(tmp_path: Path) -> None:
     async with Run(tmp_path, a_spec(tmp_path)) as run:
-        await run.until(lambda: run.store.trained() >= 2)
+        await run.until(lambda: run.store.read_last_trained_step() >= 2)
         run.replicas["gen-0"].engine.stale_loads = FOR_EVER
-        with structlog.testing.capture_logs() as lines, pytest.raises(SamplerDisagrees, match="gen-0 must"):
+        with structlog.testing.capture_logs() as lines, pytest.raises(SamplerDisagrees, match="of gen-0 at policy"):
             await run.finish()
         found = [line for line in lines if line["event"] == "sampler_disagreed"]
         assert [(line["replica"], line["repeated"]) for line in found] == [("gen-0", False), ("gen-0", True)]
-        assert found[0]["policy_version"] == found[1]["policy_version"] == run.store.trained()
+        assert found[0]["policy_version"] == found[1]["policy_version"] == run.store.read_last_trained_step()
         agreed = [line["replica"] for line in lines if line["event"] == "canary_agreed"]
         assert set(agreed) == {"gen-1"}, "the other replica is not to blame"
-        ended = run.store.trained()
-        # With a sound engine the run goes on from the store, in which nothing of the wrong sampler is.
+        ended = run.store.read_last_trained_step()
+        # With a correct engine the run resumes: the store has no rollout of the wrong sampler.
         await run.restart_coordinator()
         await run.restart_replica("gen-0")
         await run.finish()
@@ -109,7 +110,7 @@ async def test_a_sampler_that_stays_wrong_ends_the_run_and_not_its_data(tmp_path
 
 
 class AsksDuringCanary(TableEngine):
-    """Tells `on_canary` when the canary of a version comes."""
+    """Calls `on_canary` when the canary of a version arrives."""
 
     on_canary: Callable[[str], Any] | None = None
     is_silent = False
@@ -137,38 +138,38 @@ async def test_a_replica_that_dies_during_its_canary_is_lost_and_does_not_disagr
         engine.on_canary = kill
         await run.finish()
         assert len(killing) == 1
-        status = run.board.status()
+        status = run.observer.build_status()
         assert status.counters["canariesDisagreed"] == 0
         serving = [replica.id for replica in status.replicas if replica.state == "serving"]
         assert serving == ["gen-1"], "the other is suspect, or gone"
-        assert all(report.canary_tokens > 0 for report in run.board.reports())
+        assert all(report.canary_tokens > 0 for report in run.observer.read_reports())
 
 
-async def test_a_restarted_coordinator_takes_up_no_rollout_of_a_version_that_no_canary_has_proved(
+async def test_a_restarted_coordinator_resumes_no_rollout_of_a_version_that_no_canary_checked(
     tmp_path: Path,
 ) -> None:
-    """No other test fails when it takes up all that its replicas hold (mutant resumed-from-a-bad-engine)."""
+    """Only this test fails if the coordinator resumes all that replicas hold (mutant resumed-from-a-bad-engine)."""
     slow = TableShape(VOCAB, 128, 0.02)
     async with Run(tmp_path, a_spec(tmp_path), make_engine=lambda name: AsksDuringCanary(name, 7, slow)) as run:
-        await run.until(lambda: run.store.trained() >= 2)
+        await run.until(lambda: run.store.read_last_trained_step() >= 2)
         asked: list[str] = []
         for replica in run.replicas.values():
             assert isinstance(replica.engine, AsksDuringCanary)
             replica.engine.on_canary = asked.append
             replica.engine.is_silent = True
-        await run.until(lambda: bool(asked) and any(replica.service.held() for replica in run.replicas.values()))
+        await run.until(lambda: bool(asked) and any(replica.service.list_held() for replica in run.replicas.values()))
         await run.kill_coordinator()
-        assert any(replica.service.held() for replica in run.replicas.values()), "there was something to take up"
+        assert any(replica.service.list_held() for replica in run.replicas.values()), "there was something to take up"
         for replica in run.replicas.values():
             assert isinstance(replica.engine, AsksDuringCanary)
             replica.engine.is_silent = False
         await run.start_coordinator()
         await run.finish()
-        assert run.board.status().counters["resumed"] == 0
+        assert run.observer.build_status().counters["resumed"] == 0
         assert check_nothing_wrong_was_trained(run) > 0
 
 
-async def test_a_canary_that_is_not_answered_is_skipped_counted_and_complained_of_from_the_third_on(
+async def test_an_unanswered_canary_is_skipped_and_counted_with_a_warning_from_the_third_on(
     tmp_path: Path,
 ) -> None:
     class Silent(AsksDuringCanary):
@@ -178,32 +179,35 @@ async def test_a_canary_that_is_not_answered_is_skipped_counted_and_complained_o
     with structlog.testing.capture_logs() as lines:
         async with Run(tmp_path, spec, make_engine=only_gen_0(lambda name: Silent(name, 7, SHAPE))) as run:
             await run.finish()
-            status = run.board.status()
+            status = run.observer.build_status()
     of_all = [line for line in lines if line["event"] == "canary_skipped"]
     assert status.counters["canariesSkipped"] == len(of_all)
-    skips = [line for line in of_all if line["replica"] == "gen-0"]  # on a busy machine the other one may be late, too
+    skips = [
+        line for line in of_all if line["replica"] == "gen-0"
+    ]  # on a busy machine the other replica may be late, too
     assert len(skips) >= 3
     assert [line["in_a_row"] for line in skips] == list(range(1, len(skips) + 1))
     assert [line["log_level"] for line in skips] == ["info", "info"] + ["warning"] * (len(skips) - 2)
     assert status.counters["canariesDisagreed"] == 0
 
 
-async def test_without_a_canary_nothing_is_asked_and_nothing_is_reported(tmp_path: Path) -> None:
+async def test_without_a_canary_no_replica_is_checked_and_nothing_is_reported(tmp_path: Path) -> None:
     asked: list[str] = []
 
     def make(name: str) -> TableEngine:
         engine = AsksDuringCanary(name, 7, SHAPE)
-        engine.on_canary, engine.stale_loads = asked.append, FOR_EVER
+        engine.on_canary = asked.append
+        engine.stale_loads = FOR_EVER
         return engine
 
     async with Run(tmp_path, with_canary(a_spec(tmp_path, steps=2), every_steps=0), make_engine=make) as run:
         await run.finish()
         assert asked == []
-        for report in run.board.reports():
+        for report in run.observer.read_reports():
             assert (report.canary_tokens, report.canary_mean_abs, report.canary_max_abs) == (0, None, None)
 
 
-async def test_between_due_versions_only_replicas_that_join_are_asked(tmp_path: Path) -> None:
+async def test_between_due_versions_only_replicas_that_join_are_checked(tmp_path: Path) -> None:
     asked: list[str] = []
 
     def make(name: str) -> TableEngine:
@@ -212,7 +216,7 @@ async def test_between_due_versions_only_replicas_that_join_are_asked(tmp_path: 
         return engine
 
     async with Run(tmp_path, with_canary(a_spec(tmp_path), every_steps=4), make_engine=make) as run:
-        await run.until(lambda: run.store.trained() >= 1)
+        await run.until(lambda: run.store.read_last_trained_step() >= 1)
         await run.restart_replica("gen-0")
         await run.finish()
         versions = {(name.split("-")[1], name.split("-")[3]) for name in asked}
@@ -222,13 +226,13 @@ async def test_between_due_versions_only_replicas_that_join_are_asked(tmp_path: 
 
 
 class OlderDrafter(TableEngine):
-    """Claims an older drafter than was sent, for so many loads."""
+    """Reports an older drafter than it was sent, for a number of loads."""
 
     wrong = 1
 
-    async def load(self, sent: WeightChecksums) -> LoadTiming:
+    async def load_weights(self, sent: WeightChecksums) -> LoadTiming:
         self.wrong -= 1
-        return await super().load(replace(sent, drafter_version=sent.drafter_version - (self.wrong >= 0)))
+        return await super().load_weights(replace(sent, drafter_version=sent.drafter_version - (self.wrong >= 0)))
 
 
 async def test_a_replica_with_another_drafter_than_was_sent_is_refused_at_the_commit(tmp_path: Path) -> None:
@@ -236,7 +240,7 @@ async def test_a_replica_with_another_drafter_than_was_sent_is_refused_at_the_co
     with structlog.testing.capture_logs() as lines:
         async with Run(tmp_path, spec, make_engine=only_gen_0(lambda name: OlderDrafter(name, 7, SHAPE))) as run:
             await run.finish()
-            assert [replica.drafter_version for replica in run.board.status().replicas] == [2, 2]
+            assert [replica.drafter_version for replica in run.observer.build_status().replicas] == [2, 2]
     refused = [line for line in lines if line["event"] == "replica_update_failed"]
     assert len(refused) == 1
-    assert "with the drafter of version 0, got 0 with -1" in refused[0]["reason"]
+    assert "serves policy version 0 with drafter version -1, but was sent 0 with 0" in refused[0]["reason"]

@@ -1,51 +1,70 @@
-"""The drafter's initialisation in a whole run: what dies in the middle of it is not done again."""
+"""The drafter's initialisation in a whole run: after a crash no finished part is repeated."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.integration.coordinator.small_run import VOCAB, Run, a_spec
 from tests.stand_ins.engine import TableEngine, TableShape
 
-from specrl.coordinator import drafter_start
-from specrl.coordinator.board import DRAFTER_START
-from specrl.coordinator.drafter_start import held_out_prompts
+from specrl.coordinator.rollouts.drafter_init import select_held_out_prompts
 from specrl.spec import RunSpec
 
-PROMPTS, SAMPLES = 10, 2
+PROMPTS = 10
+SAMPLES = 2
 
 
-def an_initialisation(folder: Path) -> RunSpec:
-    """No steps: 10 prompts answered twice, of which 3 are held out."""
+def an_initialisation(folder: Path, most: int = PROMPTS) -> RunSpec:
+    """A run without steps: 10 prompts with two answers each, at most `most`; 3 prompts are held out."""
     spec = a_spec(folder, steps=0)
-    plan = {"prompts": PROMPTS, "samples_per_prompt": SAMPLES, "epochs": 3, "held_out": "0.3"}
+    plan = {"prompts": PROMPTS, "max_prompts": most, "samples_per_prompt": SAMPLES, "epochs": 3, "held_out": "0.3"}
     plan_of = type(spec.trainer.drafter.initialisation)
     drafter = spec.trainer.drafter.model_copy(update={"initialisation": plan_of.model_validate(plan)})
     return spec.model_copy(update={"trainer": spec.trainer.model_copy(update={"drafter": drafter}), "validation": None})
 
 
 def stored(run: Run) -> dict[int, bytes]:
-    return {row.index: row.data for row in run.store.rollouts() if row.step == 0}
+    return {row.index: row.data for row in run.store.read_rollouts() if row.step == 0}
+
+
+def read_epochs(folder: Path) -> list[Any]:
+    """The finished epochs in the trainer's file, with the seconds that each took."""
+    finished: list[Any] = json.loads((folder / "checkpoints" / "drafter.safetensors").read_text())["finished"]
+    return finished
 
 
 async def test_answers_and_epochs_outlive_the_coordinator(tmp_path: Path) -> None:
-    spec = an_initialisation(tmp_path)
+    """It is killed while the first answers are sampled, and again while twice as many are."""
+    spec = an_initialisation(tmp_path, most=2 * PROMPTS)
     slow = TableShape(VOCAB, 128, 0.004)
     async with Run(tmp_path, spec, make_engine=lambda name: TableEngine(name, seed=7, shape=slow)) as run:
         await run.until(lambda: 4 <= len(stored(run)) < PROMPTS * SAMPLES)
         before = stored(run)
         await run.restart_coordinator()
-        await run.until(lambda: run.store.fact(DRAFTER_START) is not None)
+        await run.until(lambda: PROMPTS * SAMPLES < len(stored(run)) < 2 * PROMPTS * SAMPLES)
+        first_epochs = read_epochs(tmp_path)
+        await run.restart_coordinator()
+        await run.until(lambda: run.store.read_facts().get("drafterStart") is not None)
         after = stored(run)
-        assert len(after) == PROMPTS * SAMPLES
-        assert {index: after[index] for index in before} == before  # to the second that each took
-        report = run.store.fact(DRAFTER_START)
-        assert (report["rollouts"], report["heldOutPrompts"]) == (7 * SAMPLES, 3)
-        assert len(report["lossPerEpoch"]) == 3
-        assert len(report["heldOutAcceptance"]) == 3
+        assert len(after) == 2 * PROMPTS * SAMPLES
+        assert {index: after[index] for index in before} == before  # including the seconds that each took
+        assert read_epochs(tmp_path)[: len(first_epochs)] == first_epochs
+        report = run.store.read_facts().get("drafterStart")
+        assert (report["rollouts"], report["heldOutPrompts"]) == (17 * SAMPLES, 3)
+        assert [(point["rollouts"], point["epochs"]) for point in report["points"]] == [
+            (7 * SAMPLES, 3),
+            (17 * SAMPLES, 3),
+        ]
+        assert len(report["lossPerEpoch"]) == 6
+        assert len(report["heldOutAcceptedPerPosition"]) == 3
         await run.finish()
-        assert run.board.status().summary.drafter_start.held_out_prompts == 3
+        summary = run.observer.build_status().summary
+        assert summary.drafter_start.held_out_prompts == 3
+        assert summary.policy_path == "", "the policy is the one that the run was given"
+        assert [path.name for path in (tmp_path / "export").iterdir()] == ["drafter"]
 
 
 async def test_trainer_that_dies_after_the_training_answers_again_without_training(tmp_path: Path) -> None:
@@ -55,7 +74,7 @@ async def test_trainer_that_dies_after_the_training_answers_again_without_traini
         await run.restart_trainer()
         await run.restart_coordinator()
         await run.finish()
-        report = run.store.fact(DRAFTER_START)
+        report = run.store.read_facts().get("drafterStart")
         assert len(report["lossPerEpoch"]) == 3
         assert report["lossPerEpoch"] == sorted(report["lossPerEpoch"], reverse=True)
 
@@ -64,10 +83,11 @@ async def test_finished_initialisation_is_not_repeated(tmp_path: Path) -> None:
     spec = an_initialisation(tmp_path)
     async with Run(tmp_path, spec) as run:
         await run.finish()
-        first, bits = run.store.fact(DRAFTER_START), stored(run)
+        first = run.store.read_facts().get("drafterStart")
+        bits = stored(run)
         await run.restart_coordinator()
         await run.finish()
-        assert (run.store.fact(DRAFTER_START), stored(run)) == (first, bits)
+        assert (run.store.read_facts().get("drafterStart"), stored(run)) == (first, bits)
 
 
 @pytest.mark.parametrize(
@@ -84,5 +104,5 @@ async def test_finished_initialisation_is_not_repeated(tmp_path: Path) -> None:
 def test_held_out_prompts_are_never_trained_on_and_something_always_is(
     prompts: list[str], share: float, held_out: set[str]
 ) -> None:
-    assert held_out_prompts(prompts, share) == held_out
-    assert drafter_start.held_out_prompts(prompts, share) != set(prompts)
+    assert select_held_out_prompts(prompts, share) == held_out
+    assert select_held_out_prompts(prompts, share) != set(prompts)

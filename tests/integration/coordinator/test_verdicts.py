@@ -5,6 +5,7 @@ A whole run with the stand-in engine and the real pool of verifiers.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,10 +14,13 @@ from prometheus_client import REGISTRY
 from structlog.testing import capture_logs
 from tests.integration.coordinator.small_run import LengthGrader, Run, a_spec
 
-from specrl.coordinator.parts import Grader
-from specrl.coordinator.report import StepReport
+from specrl.coordinator.context import Grader
+from specrl.coordinator.observe.sinks.contract import flatten_step, flatten_validation
+from specrl.formats.reports import StepReport
 from specrl.records import Prompt, Reward
-from specrl.rewards import VerifierPool, verifier_for
+from specrl.rewards.choice import verifier_for, verifiers_for
+from specrl.rewards.pool import VerifierPool
+from specrl.rewards.verifier_set import add_rewards
 from specrl.spec.data import PythonVerifier, RewardPool, Rewards
 
 MODULE = """
@@ -64,7 +68,7 @@ def folders(tmp_path: Path) -> Path:
 
 
 async def small_run(folder: Path, grader: Grader, lag: int = 0) -> Run:
-    """A run to its end."""
+    """Run one run to its end."""
     spec = a_spec(folder, maxPolicyLag=lag).model_copy(update={"name": folder.name})
     async with Run(folder, spec, grader=grader) as run:
         await run.finish()
@@ -75,14 +79,14 @@ async def judged_run(folders: Path, function: str) -> tuple[list[StepReport], Ru
     rewards = Rewards(python=PythonVerifier(function=f"my_rewards:{function}", folder=str(folders)))
     async with VerifierPool(verifier_for(rewards), RewardPool(workers=2, timeout_s=30)) as pool:
         run = await small_run(folders / function, pool)
-    return run.board.reports(), run
+    return run.observer.read_reports(), run
 
 
 async def test_a_wrong_answer_gains_nothing_by_what_it_does_to_the_verifier(folders: Path) -> None:
-    """The same policy, twice: once its wrong answers are judged, once each tries to be ungraded.
+    """Run the same policy twice. In the second run every wrong answer tries to make the verifier fail.
 
-    It was then reported with a reward of 1.00 where it earned 0.08 to 0.50, at every step and in validation, and was
-    trained on its right answers alone.
+    Such answers were ungraded, so the second run was trained on its right answers alone. It reported a reward of 1.00
+    at every step and in validation, where the first reported 0.08 to 0.50.
     """
     honest, _ = await judged_run(folders, "honest")
     with capture_logs() as logs:
@@ -98,18 +102,18 @@ async def test_a_wrong_answer_gains_nothing_by_what_it_does_to_the_verifier(fold
     found = {error for report in escaping for error in report.verifier_errors}
     assert all(error.startswith(tuple(ERRORS)) for error in found)
     assert len(found) > 3
-    status = run.board.status()
+    status = run.observer.build_status()
     wrong = sum(sum(report.verifier_errors.values()) for report in escaping)
     assert (status.counters["ungraded"], status.counters["verifierErrors"]) == (0, wrong)
 
-    said = [(line["step"], line["error"]) for line in logs if line["event"] == "verifier_erred"]
+    said = [(line["step"], line["error"]) for line in logs if line["event"] == "verifier_failed"]
     assert len(said) == len(set(said)) == sum(len(report.verifier_errors) for report in escaping), "once a step each"
     assert value("specrl_coordinator_verifier_error_share", "escaping") == escaping[-1].verifier_error_share
-    assert sum(total for _, total in series("specrl_coordinator_verifier_errors_total", "escaping").items()) == wrong
+    assert sum(series("specrl_coordinator_verifier_errors_total", "escaping").values()) == wrong
 
 
 class Mixed(LengthGrader):
-    """Every fourth call has no verdict; on every third completion there is no answer."""
+    """Fails at every fourth call, and finds no answer in every third completion."""
 
     async def grade(self, prompt: Prompt, text: str) -> Reward:
         reward = await super().grade(prompt, text)
@@ -119,10 +123,10 @@ class Mixed(LengthGrader):
 
 
 async def test_every_step_says_how_many_had_no_answer_and_no_verdict(folders: Path) -> None:
-    """Nothing beside the reward said so: cut answers looked like wrong ones, and ungraded ones like none."""
+    """Only the reward showed it: truncated answers looked like wrong ones, and ungraded ones were invisible."""
     run = await small_run(folders / "mixed", Mixed(fails=lambda call: call % 4 == 0), lag=1)
-    reports = run.board.reports()
-    counters = run.board.status().counters
+    reports = run.observer.read_reports()
+    counters = run.observer.build_status().counters
     assert 0 < sum(report.ungraded for report in reports) <= counters["ungraded"]
     assert sum(report.no_answer for report in reports) == counters["noAnswer"] > 0
     for report in reports:
@@ -131,8 +135,82 @@ async def test_every_step_says_how_many_had_no_answer_and_no_verdict(folders: Pa
     assert value("specrl_coordinator_no_answer_share", "mixed") == reports[-1].no_answer_share
     assert value("specrl_coordinator_ungraded_share", "mixed") == reports[-1].ungraded_share
     assert '"noAnswerShare":' in (folders / "mixed" / "metrics.jsonl").read_text()
-    curves = run.board.curves(1, None, 100).numbers
+    curves = run.observer.curves.downsample_steps(1, None, 100).numbers
     assert curves["no_answer_share"] == [pytest.approx(report.no_answer_share, abs=1e-3) for report in reports]
+
+
+class TwoRewards(LengthGrader):
+    """Adds the reward for the length, and half a reward for an even position in the stream."""
+
+    async def grade(self, prompt: Prompt, text: str) -> Reward:
+        rewards = [await super().grade(prompt, text), Reward(float(prompt.position % 2 == 0))]
+        return add_rewards(verifiers_for(TWO_REWARDS).terms, rewards)
+
+
+TWO_REWARDS = Rewards.model_validate(
+    {
+        "sum": {
+            "terms": [
+                {"name": "length", "verifier": {"exact": {}}},
+                {"name": "even", "weight": "0.5", "verifier": {"exact": {}}},
+            ]
+        }
+    }
+)
+
+
+async def test_every_step_and_validation_reports_each_of_several_rewards(folders: Path) -> None:
+    folder = folders / "mixed"
+    spec = a_spec(folder).model_copy(update={"name": "two", "rewards": TWO_REWARDS})
+    async with Run(folder, spec, grader=TwoRewards()) as run:
+        await run.finish()
+    reports = run.observer.read_reports()
+    for report in reports:
+        assert report.reward == pytest.approx(report.rewards["length"] + report.rewards["even"] / 2)
+        assert report.rewards["even"] in (pytest.approx(1 / 3), pytest.approx(2 / 3)), "positions alternate"
+    validations = run.observer.read_validations()
+    assert all(it.reward == pytest.approx(it.rewards["length"] + it.rewards["even"] / 2) for it in validations)
+    assert reports[2].validation_rewards == validations[1].rewards
+    summary = run.observer.build_status().summary
+    assert summary is not None
+    assert summary.first_rewards.keys() == summary.last_rewards.keys() == {"length", "even"}
+    curves = run.observer.curves.downsample_steps(1, None, 100)
+    assert curves.rewards["length"] == [pytest.approx(it.rewards["length"], abs=1e-3) for it in reports]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["rewards"] for line in lines] == [report.rewards for report in reports]
+    flat = flatten_step(reports[2])
+    assert flat["rewards/even"] == reports[2].rewards["even"]
+    assert flat["validation_rewards/even"] == validations[1].rewards["even"]
+    assert flatten_validation(validations[1])["validation/rewards/even"] == validations[1].rewards["even"]
+
+
+class Nothing(LengthGrader):
+    """Gives every completion of a step above `last` the reward 0."""
+
+    def __init__(self, last: int) -> None:
+        super().__init__()
+        self.last = last
+
+    async def grade(self, prompt: Prompt, text: str) -> Reward:
+        is_hopeless = self.last * 3 <= prompt.position < 1000  # three prompts a step; those of the validation are above
+        return Reward(0.0) if is_hopeless else await super().grade(prompt, text)
+
+
+@pytest.mark.parametrize(("last", "since", "remedy"), [(2, 3, "learningRate"), (0, 1, "easier prompts")])
+async def test_rewards_and_gradients_that_stay_at_zero_are_reported_with_what_to_try(
+    folders: Path, last: int, since: int, remedy: str
+) -> None:
+    """A run whose policy had collapsed went on for its remaining steps, without a word."""
+    with capture_logs() as logs:
+        run = await small_run(folders / "mixed", Nothing(last))
+    reports = run.observer.read_reports()
+    assert [report.reward == 0 for report in reports] == [step > last for step in range(1, 7)]
+    said = [line for line in logs if line["event"] == "policy_collapsed"]
+    assert [(line["log_level"], line["step"]) for line in said] == [("warning", since + 2)], "once"
+    status = run.observer.build_status()
+    assert status.collapsed_since == since
+    assert f"since step {since} every reward and every gradient is 0" in status.warnings[0]
+    assert remedy in status.warnings[0]
 
 
 def value(name: str, run: str) -> float | None:

@@ -1,17 +1,14 @@
 """A run of real processes on one machine, for tests that kill and stop them.
 
 The product's coordinator, and replicas and a trainer around stand-ins (tests/stand_ins/process.py), each a copy of a
-process that has imported what they need. Signals go to processes that this module started, and to no others.
+process that has imported what it needs. Signals go to processes that this module started, and to no others.
 """
 
 from __future__ import annotations
 
 import atexit
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-from tests.fork_server import Forked, ForkServer
+from tests.fork_server import Forked, ForkServer, start_coordinator
 from tests.redis_servers import free_port
 from tests.run_files import a_model_folder, a_run
 
 from specrl.launcher import run_directory
+from specrl.rpc import run_token
+from specrl.rpc.run_token import RunToken
 from specrl.spec import RunSpec, parse_spec
 
 STAND_IN = "tests.stand_ins.process"
@@ -46,14 +45,15 @@ class Cluster:
     folder: Path
     changes: dict[str, Any] = field(default_factory=dict)
     token_seconds: float = 0.01
-    processes: dict[str, subprocess.Popen[bytes] | Forked] = field(default_factory=dict)
+    processes: dict[str, Forked] = field(default_factory=dict)
 
     def __enter__(self) -> Cluster:
         a_model_folder(self.folder / "model")
-        spec: RunSpec = parse_spec(a_run(self.folder, telemetry={"heartbeatS": 1}, **self.changes))
+        spec: RunSpec = parse_spec(a_run(self.folder, **{"telemetry": {"heartbeatS": 1}} | self.changes))
         self.spec = spec
-        self.directory = run_directory.create(self.folder / "runs", spec)
-        self.port, self.http_port = free_port(), free_port()
+        self.directory = run_directory.create_run(self.folder / "runs", spec)
+        self.port = free_port()
+        self.http_port = free_port()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -63,11 +63,17 @@ class Cluster:
         for process in self.processes.values():
             process.wait(PATIENCE_S)
 
+    @property
+    def token(self) -> RunToken:
+        """What its processes ask their callers for."""
+        return RunToken(self.directory.token_file)
+
     def start(self, *names: str) -> None:
         """Start processes by name: coordinator, trainer, or a replica's name."""
         for name in names:
             run_file = str(self.directory.run_file)
             peer = ("--spec", run_file, "--coordinator", f"127.0.0.1:{self.port}")
+            peer = (*peer, "--token-file", str(self.directory.token_file), "--metrics-port", "0")
             if name == "coordinator":
                 self.processes[name] = self._start_coordinator()
                 continue
@@ -78,13 +84,9 @@ class Cluster:
             environment = {"HF_HUB_OFFLINE": "1", "TOKEN_SECONDS": str(self.token_seconds)}
             self.processes[name] = stand_ins().start(STAND_IN, arguments, environment, self.log(name))
 
-    def _start_coordinator(self) -> subprocess.Popen[bytes]:
+    def _start_coordinator(self) -> Forked:
         ports = ("--port", str(self.port), "--http-port", str(self.http_port))
-        command = [sys.executable, "-m", "specrl.coordinator.main", "--run-directory", str(self.directory.path), *ports]
-        with self.log("coordinator").open("ab") as output:
-            return subprocess.Popen(
-                command, env=os.environ | {"HF_HUB_OFFLINE": "1"}, stdout=output, stderr=subprocess.STDOUT
-            )
+        return start_coordinator(("--run-directory", str(self.directory.path), *ports), self.log("coordinator"))
 
     def log(self, name: str) -> Path:
         """What a process has said, over all of its starts."""
@@ -97,7 +99,7 @@ class Cluster:
 
     def moves(self, replica: str) -> list[str]:
         """The states that a replica has been led to, in order, as the coordinator logged them."""
-        found = [line for line in self.events("coordinator", "replica_moved") if line["replica"] == replica]
+        found = [line for line in self.events("coordinator", "replica_state_changed") if line["replica"] == replica]
         return [line["after"] for line in found]
 
     def signal(self, name: str, number: signal.Signals) -> None:
@@ -131,7 +133,8 @@ class Cluster:
     def _page(self, name: str) -> httpx2.Response:
         """One of the coordinator's. Unverified, or httpx2 would read all the machine's certificates each time."""
         url = f"http://127.0.0.1:{self.http_port}/{name}"
-        return httpx2.get(url, verify=False, timeout=30, trust_env=False)  # no TLS here
+        headers = {"Authorization": f"Bearer {run_token.find_token(self.directory.path)}"}
+        return httpx2.get(url, headers=headers, verify=False, timeout=30, trust_env=False)  # no TLS here
 
     def until(self, is_so: Callable[[], object]) -> None:
         """Wait until something is so; fails with the coordinator's last words when it never is."""

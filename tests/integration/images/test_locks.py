@@ -65,13 +65,16 @@ def requirements_of(files: list[str]) -> dict[str, Requirement]:
 
 def required(lock: str, environment: dict[str, str]) -> list[Requirement]:
     """All requirements that a lock must fulfil: its inputs, and those that installed metadata of its packages names."""
-    command, pinned = compile_commands()[lock], versions((ROOT / "requirements" / f"{lock}.lock").read_text())
+    command = compile_commands()[lock]
+    pinned = versions((ROOT / "requirements" / f"{lock}.lock").read_text())
     extras = arguments_of(command, "--extra")
     inputs = [str(item) for item in requirements_of([word for word in command if word.endswith(".in")]).values()]
     if "pyproject.toml" in command:
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         inputs += project["dependencies"] + [line for name in extras for line in project["optional-dependencies"][name]]
-    waiting, seen, found = [Requirement(line) for line in inputs], set(), []
+    waiting = [Requirement(line) for line in inputs]
+    seen = set()
+    found = []
     while waiting:
         item = waiting.pop()
         name = canonicalize_name(item.name)
@@ -102,7 +105,8 @@ def test_a_lock_holds_what_its_packages_ask_for(lock: str, python: str, machine:
 
     Not seen here is what a registry has: test_a_lock_is_the_same_for_every_python_and_architecture asks it.
     """
-    command, pinned = compile_commands()[lock], versions((ROOT / "requirements" / f"{lock}.lock").read_text())
+    command = compile_commands()[lock]
+    pinned = versions((ROOT / "requirements" / f"{lock}.lock").read_text())
     excluded = requirements_of(arguments_of(command, "--excludes")).keys()
     overridden = requirements_of(arguments_of(command, "--overrides")).keys()
     left_out = {*excluded, *arguments_of(command, "--no-emit-package")}

@@ -1,4 +1,4 @@
-"""Programs that the launcher's tests have started in place of engine and trainer."""
+"""Stand-ins that the launcher starts in place of the engine and the trainer."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from specrl.launcher import programs
+from specrl.launcher.processes import programs
 
 ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
 def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launcher starts stand-ins for engine and trainer; all else is the product's."""
-    before = programs._script
+    """Let the launcher start stand-ins for engine and trainer. Coordinator, launcher and CLI are the real ones."""
+    before = programs._console_script
 
     def script(process: str) -> str:
         if process == "coordinator":
@@ -25,5 +25,5 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         file.chmod(0o755)
         return str(file)
 
-    monkeypatch.setattr(programs, "_script", script)
+    monkeypatch.setattr(programs, "_console_script", script)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -1,9 +1,9 @@
-"""A program for the supervisor's tests: writes down what happens to it in EVENTS, and does as it is told.
+"""A program for the supervisor's tests. It records what happens to it in the file EVENTS.
 
     python fake_program.py NAME [--exit CODE] [--say TEXT] [--ignore-term] [--slow-stop S] [--child] [--serve PORT]
 
-Events, one a line: `NAME started PID [child PID]`, `NAME told to stop`, `NAME stopped`. --serve answers /status with
-the file STATUS, as a coordinator would.
+Events, one per line: `NAME started PID [child PID]`, `NAME told to stop`, `NAME stopped`. With --serve it answers
+/status with the file STATUS, like a coordinator, and records what it is asked to do.
 """
 
 from __future__ import annotations
@@ -18,21 +18,27 @@ import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
-EVENTS, STATUS = Path(os.environ["FAKE_EVENTS"]), Path(os.environ.get("FAKE_STATUS", "/none"))
+EVENTS = Path(os.environ["FAKE_EVENTS"])
+STATUS = Path(os.environ.get("FAKE_STATUS", "/none"))
 
 
 def tell(text: str) -> None:
-    with EVENTS.open("a") as events:
+    with EVENTS.open("a", encoding="utf-8") as events:
         events.write(text + "\n")
 
 
 class Answer(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
-        content = STATUS.read_bytes() if path == "/status" else b"[]"
+        content = STATUS.read_bytes() if path == "/status" or self.command == "PUT" else b"[]"
         self.send_response(200)
         self.end_headers()
         self.wfile.write(content)
+
+    def do_PUT(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        tell(f"coordinator got PUT {self.path} {body}")
+        self.do_GET()
 
     def log_message(self, *_: object) -> None:
         return

@@ -1,6 +1,6 @@
-"""A reward function that breaks while a run goes on ends the run with the reason, and the run goes on once repaired.
+"""A reward function that breaks during a run fails the run with the reason. Once it is fixed, the run can be resumed.
 
-The product's coordinator, launcher and CLI, and the real pool of verifiers; replica and trainer around stand-ins.
+Coordinator, launcher, CLI and the pool of verifiers are real; replica and trainer are stand-ins.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def grade(reference, completion):
     return float(len(completion) % 2)
 """
 STEPS = 6
-"""Of four rollouts. The function breaks once the first is reported, in the second or third."""
+"""Of four rollouts each. The function breaks once step 1 is reported, so in step 2 or 3."""
 
 
 def run_specrl(*arguments: str) -> Result:
@@ -40,10 +40,10 @@ def reports(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("stand_ins")
-def test_a_run_whose_reward_breaks_on_the_way_ends_with_the_reason_and_goes_on_once_it_is_repaired(
+def test_a_run_whose_reward_function_breaks_fails_with_the_reason_and_resumes_after_a_fix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It trained nothing to its last step, said nothing, and ended "finished" with exit code 0."""
+    """Such a run used to train on nothing until its last step, and ended "finished" with exit code 0."""
     monkeypatch.chdir(tmp_path)
     a_model_folder(tmp_path / "model")
     (tmp_path / "breaking.py").write_text(BREAKING)
@@ -61,7 +61,7 @@ def test_a_run_whose_reward_breaks_on_the_way_ends_with_the_reason_and_goes_on_o
     assert ended.exit_code == 2, text
     assert "grading failed: KeyError at breaking.py:9" in text
     assert f"specrl: step {last + 1} must have a graded rollout to learn from, got none: 4 rollouts" in text
-    assert f"go on with `specrl run --resume {directory}`" in text
+    assert f"resume with `specrl run --resume {directory}`" in text
     assert (directory / "checkpoints" / f"step-{last:06d}" / "state.json").exists()
 
     (tmp_path / "repaired").touch()

@@ -1,4 +1,4 @@
-"""`specrl checkpoint`, on the folder of a run that has ended."""
+"""`specrl checkpoint` on the folder of a run that has ended."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from tests.checkpoint_sums import write_checksums
 from tests.run_files import a_run_file
 from tests.tiny_models import Shape, make_policy
 from typer.testing import CliRunner, Result
@@ -17,7 +18,7 @@ from specrl.cli import app
 from specrl.launcher import run_directory
 from specrl.records import StreamPlace
 from specrl.spec import load_spec
-from specrl.trainer import checkpoints, checksums
+from specrl.trainer.checkpointing import checkpoints, checksums
 
 STEPS = (2, 4, 6, 8, 10)
 
@@ -33,32 +34,34 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run of ten steps with a milestone every four, whose policy has never moved."""
+    """A run of ten steps with a milestone every four. Its policy never changes."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     settings = {"everySteps": 2, "keep": 2, "milestoneEverySteps": 4}
     file = a_run_file(tmp_path, model={"path": str(policy), "dtype": "float32"}, checkpoint=settings)
-    directory = run_directory.create(tmp_path / "runs", load_spec(file))
+    directory = run_directory.create_run(tmp_path / "runs", load_spec(file))
     for step in STEPS:
         a_checkpoint(directory.path, step, policy)
     return directory.path
 
 
 def a_checkpoint(run: Path, step: int, policy: Path) -> None:
-    folder = checkpoints.directory(run, step)
+    folder = checkpoints.step_directory(run, step)
     weights = folder / checkpoints.POLICY / checkpoints.WEIGHTS
     weights.mkdir(parents=True)
     shutil.copy(policy / "model.safetensors", weights)
-    place = StreamPlace(70 * step, (), 64, "0f3a") if step > 2 else None  # the first is of a version before
+    place = (
+        StreamPlace(70 * step, 64, "0f3a") if step > 2 else None
+    )  # the first was written by a version without this field
     (folder / checkpoints.STATE).write_text(json.dumps({"stream": asdict(place)} if place is not None else {}))
-    checksums.write(folder, checksums.of_folder(folder))
+    write_checksums(folder)
 
 
 def steps_left(run: Path) -> list[int]:
-    return [step for step, _ in checkpoints.complete(run)]
+    return [step for step, _ in checkpoints.list_complete(run)]
 
 
-def test_list_says_why_each_is_kept(run: Path) -> None:
+def test_list_shows_why_each_checkpoint_is_kept(run: Path) -> None:
     found = json.loads(specrl_command("list", "--json").stdout)
     assert [(item["step"], item["kept"]) for item in found] == [
         (2, "superseded"),
@@ -67,30 +70,30 @@ def test_list_says_why_each_is_kept(run: Path) -> None:
         (8, "milestone, one of the 2 newest"),
         (10, "one of the 2 newest"),
     ]
-    assert all(item["size_bytes"] > 0 for item in found)
+    assert all(item["sizeBytes"] > 0 for item in found)
     assert [(item["cursor"], item["problems"]) for item in found[:2]] == [(None, None), (280, 64)]
     table = specrl_command("list", str(run)).stdout
     assert "milestone, one of the 2 newest" in table
     assert "25 of 64, epoch 5" in table
-    assert "not kept" in table
+    assert "not recorded" in table
 
 
-def test_prune_keeps_the_newest_and_the_milestones_and_asks_first(run: Path) -> None:
+def test_prune_keeps_the_newest_and_the_milestones_and_asks_for_confirmation(run: Path) -> None:
     assert specrl_command("prune", str(run)).exit_code == 1, "nobody has said yes"
     assert steps_left(run) == list(STEPS)
-    assert "of steps 2, 6 go" in specrl_command("prune", str(run), "--yes").stdout
+    assert "2 of 5 checkpoints will be deleted: steps 2, 6" in specrl_command("prune", str(run), "--yes").stdout
     assert steps_left(run) == [4, 8, 10]
     specrl_command("prune", str(run), "--keep", "1", "--yes")
     assert steps_left(run) == [4, 8, 10], "both others are milestones"
     with run_directory.RunDirectory(run).lock():
         refused = specrl_command("prune", str(run), "--yes")
     assert refused.exit_code == 2
-    assert "one launcher" in refused.stderr
+    assert "another launcher" in refused.stderr
 
 
-def test_verify_names_what_is_cut_altered_and_missing(run: Path) -> None:
+def test_verify_names_truncated_altered_and_missing_files(run: Path) -> None:
     assert specrl_command("verify").exit_code == 0
-    of_step = {step: checkpoints.directory(run, step) for step in STEPS}
+    of_step = {step: checkpoints.step_directory(run, step) for step in STEPS}
     weights = Path(checkpoints.POLICY, checkpoints.WEIGHTS, "model.safetensors")
     content = bytearray((of_step[4] / weights).read_bytes())
     (of_step[2] / weights).write_bytes(content[:-100])
@@ -101,17 +104,16 @@ def test_verify_names_what_is_cut_altered_and_missing(run: Path) -> None:
     (of_step[10] / weights).unlink()
     result = specrl_command("verify", "--json")
     assert result.exit_code == 1
-    damages = {int(step): found for step, found in json.loads(result.stdout).items()}
-    assert damages[2] == [f"{weights} must have {len(content)} bytes, got {len(content) - 100}"]
-    assert damages[4][0].startswith(f"{weights} must have the checksum")
-    assert damages[6][0].startswith("state.json must have ")
-    assert damages[6][0].endswith(" bytes, got 3")
-    assert "must have its checksums.json" in damages[8][0]
-    assert damages[10] == [f"{weights} must be readable, got No such file or directory"]
+    damages = {found["step"]: found["damages"] for found in json.loads(result.stdout)}
+    assert damages[2] == [f"{weights} has {len(content) - 100} bytes instead of {len(content)}"]
+    assert damages[4][0].startswith(f"{weights} does not have the checksum ")
+    assert damages[6][0].startswith("state.json has 3 bytes instead of ")
+    assert "could not read checksums.json" in damages[8][0]
+    assert damages[10] == [f"{weights} cannot be read: No such file or directory"]
     assert "5 of 5 checkpoints" in specrl_command("verify", str(run)).stderr
     assert specrl_command("verify", "--step", "4").exit_code == 1
     wrong = specrl_command("verify", "--step", "3")
-    assert (wrong.exit_code, "has 2, 4, 6, 8, 10" in wrong.stderr) == (2, True)
+    assert (wrong.exit_code, "has those of steps 2, 4, 6, 8, 10" in wrong.stderr) == (2, True)
 
 
 def test_export_is_a_hugging_face_folder_and_refuses_a_damaged_checkpoint(run: Path, policy: Path) -> None:
@@ -123,8 +125,8 @@ def test_export_is_a_hugging_face_folder_and_refuses_a_damaged_checkpoint(run: P
     assert all(found[name].equal(expected[name]) for name in found)
     assert (out / "policy" / "tokenizer.json").read_bytes() == (policy / "tokenizer.json").read_bytes()
     assert specrl_command("export", str(run), "--out", str(out)).exit_code == 2, "it exists"
-    (checkpoints.directory(run, 10) / checkpoints.STATE).write_text("{ }")
+    (checkpoints.step_directory(run, 10) / checkpoints.STATE).write_text("{ }")
     refused = specrl_command("export", str(run), "--out", str(run.parent / "other"))
     assert refused.exit_code == 2
-    assert "bytes, got 3; export another one" in refused.stderr
+    assert "is damaged: state.json has 3 bytes instead of" in refused.stderr
     assert not (run.parent / "other").exists()

@@ -1,4 +1,4 @@
-"""A real browser without a window, for tests that look at the page: Debian's, or what `make browser` has fetched."""
+"""A headless Chromium for tests of the live page: Debian's, or the one that `make browser` fetched."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 from tests.e2e.binaries import find
 
-PATIENCE_S = 240.0  # a busy machine is slow, not wrong
+PATIENCE_S = 240.0  # generous, because the machine may be busy
 SCREENSHOTS = Path(__file__).parents[3] / "build" / "screenshots"
 FLAGS = (
     "--headless",
@@ -33,7 +33,7 @@ FLAGS = (
 
 
 class Browser:
-    """One window. Every request that it makes, and every message of its console, is kept."""
+    """One browser window. It records every request and every console message."""
 
     def __init__(self, driver: webdriver.Chrome) -> None:
         self.driver = driver
@@ -74,7 +74,7 @@ class Browser:
         """Whether a canvas has anything on it."""
         return bool(
             self.evaluate(
-                # Of a copy: of the page's own the browser would say that it is read too often.
+                # Reads a copy: the browser warns if the page's own canvas is read too often.
                 f"const c = document.querySelector('{selector}'); if (!c.width) return false;"
                 "const d = new OffscreenCanvas(c.width, c.height).getContext('2d', {willReadFrequently: true});"
                 "d.drawImage(c, 0, 0); return d.getImageData(0, 0, c.width, c.height).data.some((x) => x > 0);"
@@ -114,7 +114,7 @@ class Browser:
 
 @contextmanager
 def a_browser(profile: Path) -> Iterator[Browser]:
-    """A browser with a fresh profile, as wide as a laptop."""
+    """Start a browser with a fresh profile, in the size of a laptop's screen."""
     options = webdriver.ChromeOptions()
     chromium = find("chromium")
     options.binary_location = str(chromium)

@@ -1,4 +1,4 @@
-"""One small run for all tests of a file; who changes it leaves it going on."""
+"""One small run for all tests of a file. A test that pauses or scales it must restore it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.integration.live.live_run import LiveRun
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRun]:
-    """A run that goes on as long as anybody looks, with at least three steps behind it."""
+    """Start a run that continues until the tests end, and wait for its third step."""
     folder = tmp_path_factory.mktemp("live")
     spec = a_spec(folder, steps=100_000)
     shown = spec.telemetry.model_copy(update={"rollouts_shown": 8})

@@ -1,7 +1,7 @@
-"""A small run with its HTTP side, in a thread of its own: for whoever looks at it as a browser or a program does.
+"""A small run with its HTTP server in a separate thread, for tests that use it as a browser or a program does.
 
-The real loop, store, gRPC and broadcast with stand-in engine and trainer (coordinator/small_run.py), behind the real
-uvicorn. `restart_coordinator` kills it without a goodbye; the next one answers at the same address.
+Loop, store, gRPC, broadcast and uvicorn are real; engine and trainer are stand-ins (coordinator/small_run.py).
+`restart_coordinator` kills the coordinator and starts another one at the same address.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from tests.integration.coordinator.small_run import VOCAB, Run
 from tests.integration.live.served import PATIENCE_S, Served
 from tests.stand_ins.engine import TableEngine, TableShape
 
-from specrl.coordinator.admission import ByToken
-from specrl.coordinator.samples import Samples
-from specrl.coordinator.web import make_app
+from specrl.coordinator.observe.web.app import make_app
+from specrl.coordinator.requests.admission import OpenAdmission, TokenAdmission
+from specrl.coordinator.requests.doors import Doors
 from specrl.spec import RunSpec
 from specrl.telemetry import logs
+from specrl.telemetry.hosts import list_local_hosts
 
 
 class LiveRun(Served):
@@ -27,7 +28,9 @@ class LiveRun(Served):
 
     def __init__(self, folder: Path, spec: RunSpec, token_seconds: float = 0.002) -> None:
         super().__init__()
-        self.folder, self.spec, self._pace_s = folder, spec, token_seconds
+        self.folder = folder
+        self.spec = spec
+        self._pace_s = token_seconds
 
     @property
     def acting(self) -> dict[str, str]:
@@ -56,9 +59,8 @@ class LiveRun(Served):
             self.folder,
             self.spec,
             make_engine=lambda name: TableEngine(name, seed=7, shape=TableShape(VOCAB, 128, self._pace_s)),
-            samples=Samples(self.spec.telemetry.rollouts_shown),
         )
-        logs.configure("info", "coordinator", self.spec.name, self._note)
+        logs.configure_logging("info", "coordinator", self.spec.name, self._note)
         await self.run.__aenter__()
         self.serve(self._app())
 
@@ -83,8 +85,10 @@ class LiveRun(Served):
         self.serve(self._app(everybody=everybody))
 
     def _app(self, *, everybody: bool = True) -> Any:
-        owner = ByToken(self.folder)
-        return make_app(self.run.parts, None if everybody else owner, owner)
+        owner = TokenAdmission(self.folder)
+        readers = OpenAdmission() if everybody else owner
+        doors = Doors(readers, owner, owner, list_local_hosts("127.0.0.1"))
+        return make_app(self.run.context, self.run.observer, doors)
 
     def _note(self, level: str, name: str, facts: Mapping[str, Any]) -> None:
-        self.run.parts.events.note(level, name, facts)
+        self.run.observer.events.add_event(level, name, facts)

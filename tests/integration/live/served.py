@@ -1,20 +1,20 @@
-"""Serves an app from an event loop in a thread of its own, with the real uvicorn, at one address for good."""
+"""Serves an app with the real uvicorn, in a separate thread, at an address that stays the same over restarts."""
 
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, Self
 
 import httpx2
-import uvicorn
 from starlette.types import ASGIApp
 from tests.redis_servers import free_port
 
-PATIENCE_S = 240.0  # a busy machine is slow, not wrong
+from specrl.coordinator.requests.web_server import make_server
+
+PATIENCE_S = 240.0  # generous, because the machine may be busy
 
 
 class Served:
@@ -25,7 +25,7 @@ class Served:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="served")
         self.url = f"http://127.0.0.1:{self._port}"
-        # Unverified, or httpx2 would read all the machine's certificates.
+        # Without verification, so that httpx2 does not load the system's certificates.
         self.client = httpx2.Client(base_url=self.url, verify=False, timeout=PATIENCE_S, trust_env=False)  # no TLS
 
     def __enter__(self) -> Self:
@@ -55,10 +55,8 @@ class Served:
 
     def serve(self, app: ASGIApp) -> None:
         """Answer at `url` from now on."""
-        config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1)
-        self._web = uvicorn.Server(config)
-        listener = socket.create_server(("127.0.0.1", self._port))
-        self._serving = self._loop.create_task(self._web.serve(sockets=[listener]))
+        self._web = make_server(app, "127.0.0.1", self._port)
+        self._serving = self._loop.create_task(self._web.serve())
 
     async def unserve(self) -> None:
         """Nobody answers there any more."""

@@ -1,4 +1,4 @@
-"""The REST API over a real run with stand-in engines: what it says, what it does, and to whom."""
+"""The REST API over a real run with stand-in engines: answers, actions and admission."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from schemathesis.generation import GenerationMode
 from tests.integration.coordinator.small_run import Run, a_spec
 from tests.integration.live.live_run import LiveRun
 
-from specrl.coordinator.web import make_app
+from specrl.coordinator.observe.web.app import make_app
 
 RESOURCES = [
     "/status",
@@ -30,12 +30,12 @@ RESOURCES = [
 ]
 
 
-def test_reads_need_no_token_on_one_machine(live: LiveRun) -> None:
-    for path in (*RESOURCES, "/rollouts", "/metrics", "/healthz", "/readyz", "/openapi.json", "/"):
+def test_reading_what_has_no_prompts_needs_no_token_on_one_machine(live: LiveRun) -> None:
+    for path in (*RESOURCES, "/metrics", "/healthz", "/readyz", "/openapi.json", "/"):
         assert live.client.get(path).status_code == 200, path
 
 
-def test_every_answer_carries_the_headers_that_keep_a_page_safe(live: LiveRun) -> None:
+def test_every_answer_has_the_security_headers(live: LiveRun) -> None:
     for path in ("/", "/assets/main.js", "/status", "/nothing"):
         headers = live.client.get(path).headers
         assert "default-src 'none'" in headers["Content-Security-Policy"], path
@@ -51,7 +51,7 @@ def test_actions_need_the_token_of_the_folder(live: LiveRun, method: str, path: 
     assert live.client.get("/status").json()["isPaused"] is False
 
 
-def test_steps_come_page_by_page_without_a_gap(live: LiveRun) -> None:
+def test_steps_are_paginated_without_a_gap(live: LiveRun) -> None:
     live.until(lambda: live.trained() >= 6)
     found: list[int] = []
     while len(found) < 5:
@@ -66,7 +66,9 @@ def test_spec_is_the_resolved_run_file(live: LiveRun) -> None:
 
 
 def test_rollouts_of_a_run_that_opted_in_are_shown_newest_first(live: LiveRun) -> None:
-    found = live.client.get("/rollouts").json()
+    refused = live.client.get("/rollouts")
+    assert (refused.status_code, refused.headers["connection"]) == (401, "close")
+    found = live.client.get("/rollouts", headers=live.acting).json()
     assert 0 < len(found) <= 8
     assert {"prompt", "completion", "reward", "oldestVersion"} <= found[0].keys()
     assert found[0]["extracted"] == f"{len(found[0]['completion'].split())} words"
@@ -82,7 +84,7 @@ def test_timeline_has_the_trainer_and_every_replica(live: LiveRun) -> None:
     assert {"collect", "train", "sync"} <= drawn
 
 
-def test_pause_begins_nothing_and_is_kept_over_a_restart(live: LiveRun) -> None:
+def test_a_paused_run_starts_nothing_and_stays_paused_over_a_restart(live: LiveRun) -> None:
     try:
         assert live.client.post("/pause", headers=live.acting).json()["isPaused"] is True
         live.until(lambda: live.client.get("/status").json()["trainer"] == "ready")
@@ -96,7 +98,7 @@ def test_pause_begins_nothing_and_is_kept_over_a_restart(live: LiveRun) -> None:
         assert not any(it["liveRollouts"] for it in status["replicas"])
         live.client.post("/checkpoint", headers=live.acting)
         live.until(lambda: live.client.get("/status").json()["checkpointStep"] == live.trained())
-        assert live.trained() - trained <= 1, "what was under way is finished, and nothing begun"
+        assert live.trained() - trained <= 1, "the step in progress ends, and no other starts"
     finally:
         assert live.client.post("/resume", headers=live.acting).json()["isPaused"] is False
     live.until(lambda: live.trained() >= trained + 3)
@@ -104,7 +106,7 @@ def test_pause_begins_nothing_and_is_kept_over_a_restart(live: LiveRun) -> None:
     assert {"run_resumed", "checkpoint_requested", "checkpoint_completed"} <= names
 
 
-def test_scale_is_written_into_the_run_file_and_said_in_the_status(live: LiveRun) -> None:
+def test_scaling_changes_the_run_file_and_the_status(live: LiveRun) -> None:
     for wrong in (
         {"replicas": 0},
         {"replicas": 65},
@@ -120,7 +122,17 @@ def test_scale_is_written_into_the_run_file_and_said_in_the_status(live: LiveRun
     assert yaml.safe_load(live.client.get("/spec").text)["generation"]["replicas"] == 3
 
 
-def test_stream_begins_with_the_run_as_it_is_and_goes_on_after_an_event(live: LiveRun) -> None:
+def test_replicas_that_the_launcher_starts_no_more_are_in_the_status(live: LiveRun) -> None:
+    for wrong in ({}, {"reasons": {"x": "y"}}, {"reasons": {"gen-7": 1}}, {"reasons": {"gen-7": "x" * 5000}}):
+        assert live.client.put("/given-up", json=wrong, headers=live.acting).status_code == 422, wrong
+    answer = live.client.put("/given-up", json={"reasons": {"gen-7": "no memory"}}, headers=live.acting)
+    assert (answer.status_code, answer.json()["replicasGivenUp"]) == (202, {"gen-7": "no memory"})
+    assert {"id": "gen-7", "state": "givenUp", "reason": "no memory"}.items() <= answer.json()["replicas"][-1].items()
+    answer = live.client.put("/given-up", json={"reasons": {}}, headers=live.acting)
+    assert answer.json()["replicasGivenUp"] == {}
+
+
+def test_the_stream_begins_with_the_status_and_resumes_after_an_event(live: LiveRun) -> None:
     blocks = read_stream(live, "", 6)
     beat = next(json.loads(block["data"]) for block in blocks if block["event"] == "beat")
     assert beat["status"]["run"] == "small"
@@ -130,7 +142,7 @@ def test_stream_begins_with_the_run_as_it_is_and_goes_on_after_an_event(live: Li
     later = [block["id"] for block in read_stream(live, ids[0], 4) if "id" in block]
     assert later[0] == f"{beat['boot']}.{int(ids[0].partition('.')[2]) + 1}"
     other = [block["id"] for block in read_stream(live, "of-another-start.999999", 4) if "id" in block]
-    assert other[0] == ids[0], "numbers of another start mean nothing"
+    assert other[0] == ids[0], "event ids of another start are ignored"
 
 
 def read_stream(live: LiveRun, last_event_id: str, count: int) -> list[dict[str, str]]:
@@ -160,7 +172,7 @@ async def test_a_run_that_has_not_opted_in_shows_no_rollout_and_a_run_that_is_ov
     async with (
         Run(tmp_path, a_spec(tmp_path, steps=2)) as run,
         httpx2.AsyncClient(
-            transport=httpx2.ASGITransport(make_app(run.parts, is_local=False)), base_url="http://run"
+            transport=httpx2.ASGITransport(make_app(run.context, run.observer, is_local=False)), base_url="http://run"
         ) as client,
     ):
         scaled = await client.put("/scale", json={"replicas": 3})
@@ -170,20 +182,20 @@ async def test_a_run_that_has_not_opted_in_shows_no_rollout_and_a_run_that_is_ov
         await run.finish()
         refused = await client.get("/rollouts")
         assert refused.status_code == 409
-        assert "telemetry.rolloutsShown=0" in refused.json()["detail"]
-        assert run.parts.samples.newest(9) == []
+        assert "telemetry.rolloutsShown must be > 0" in refused.json()["detail"]
+        assert run.observer.samples.list_newest(9) == []
         over = await client.post("/pause")
         assert over.status_code == 409
-        assert "got phase=finished" in over.json()["detail"]
+        assert "the run is over (phase finished)" in over.json()["detail"]
 
 
-# -- whatever is sent --------------------------------------------------------------------------------------------------
+# -- fuzzing -----------------------------------------------------------------------------------------------------------
 
 
-# The run goes on in its thread and draws ids of spans, which Hypothesis takes for a strategy's doing.
+# The run's thread draws random span ids meanwhile, which Hypothesis attributes to a strategy.
 @pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
-def test_nothing_that_is_sent_breaks_what_is_described(live: LiveRun) -> None:
-    """Right and wrong requests to every operation, with the token, so that actions are reached."""
+def test_every_answer_conforms_to_the_openapi_schema(live: LiveRun) -> None:
+    """Sends valid and invalid requests to every operation, with the token, so that actions are reached."""
     schema = schemathesis.openapi.from_url(f"{live.url}/openapi.json")
     tried = []
     for operation in (found.ok() for found in schema.get_all_operations()):

@@ -1,4 +1,4 @@
-"""A run of 10,000 steps on 64 replicas: answers stay small, and so does what the page holds and draws."""
+"""With 10,000 steps and 64 replicas all answers stay small, and so does the page."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ from tests.integration.live.served import Served
 from tests.requirements import BROWSER
 from tests.unit.coordinator.test_report_files import a_report
 
-from specrl.coordinator.board import Board
-from specrl.coordinator.controls import Controls
-from specrl.coordinator.parts import Parts
-from specrl.coordinator.registry import Registry
-from specrl.coordinator.report import Phase, StageSeconds
-from specrl.coordinator.run_spans import RunSpans
-from specrl.coordinator.store import REPORTS_KEPT, SqliteStore
-from specrl.coordinator.store_link import StoreLink
-from specrl.coordinator.timeline import Timeline
-from specrl.coordinator.web import make_app
+from specrl.coordinator.ledger import REPORTS_KEPT, SqliteStore
+from specrl.coordinator.ledger.store_link import StoreLink
+from specrl.coordinator.members.registry import Registry
+from specrl.coordinator.observe.observer import RunObserver
+from specrl.coordinator.observe.timeline import Timeline
+from specrl.coordinator.observe.web.app import make_app
+from specrl.coordinator.wiring import wire_coordinator
+from specrl.formats.reports import Phase, PhaseSeconds
 from specrl.records import Peer, Role
-from specrl.spec import digest
+from specrl.spec import digest_spec
 from specrl.telemetry.spans import COORDINATOR, TRAINER, VERIFIERS, Recorder, Span, SpanContext, SpanName
 
-STEPS, REPLICAS, ROLLOUTS, STEP_S = 10_000, 64, 24, 30.0
+STEPS = 10_000
+REPLICAS = 64
+ROLLOUTS = 24
+STEP_S = 30.0
 SEEN = 60
-"""Steps whose spans the timeline was given: more than a page can show at once."""
+"""Steps whose spans are in the timeline: more than the page can show at once."""
 BEGAN_S = 1_760_000_000.0
 
 
 class LargeRun(Served):
-    """A board, a registry and a timeline as such a run leaves them; nobody trains."""
+    """The observer, registry and timeline of such a run. Nothing trains."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -49,7 +50,7 @@ class LargeRun(Served):
         reports = [
             a_report(step).model_copy(
                 update={
-                    "stages": StageSeconds(
+                    "phases": PhaseSeconds(
                         generation=3 + math.sin(step / 40), logprob=4, train=18, prepare=2, data=0.5
                     ),
                     "reward": 1 - math.exp(-step / 4000),
@@ -66,28 +67,27 @@ class LargeRun(Served):
         (self._folder / "metrics.jsonl").write_text(lines)
         for report in reports[-REPORTS_KEPT:]:
             store.finish_step(report.step, report.model_dump(by_alias=True))
-        link, registry = StoreLink(spec.name, store), Registry(digest(spec), 1e6, lambda: 0.0)
+        link = StoreLink(spec.name, store)
+        registry = Registry(digest_spec(spec), 1e6, lambda: 0.0)
         for number in range(REPLICAS):
-            registry.register(Peer(f"gen-{number}", Role.GENERATION, "127.0.0.1:1", digest(spec)))
-        board, timeline = Board(spec, self._folder, registry, link), a_timeline()
-        board.say(Phase.TRAINING, "training")
+            registry.register_peer(Peer(f"gen-{number}", Role.GENERATION, "127.0.0.1:1", digest_spec(spec)))
         self._link = link
-        parts = Parts(
-            spec=spec,
-            directory=self._folder,
-            registry=registry,
-            store=link,
-            board=board,
-            controls=Controls(spec, self._folder, link, board),
-            prompts=TableStream(),
-            validation_prompts=(),
-            grader=LengthGrader(),
-            spans=RunSpans(),
-            timeline=timeline,
+        timeline = a_timeline()
+        loop = wire_coordinator(
+            spec,
+            self._folder,
+            link,
+            registry,
+            TableStream(),
+            LengthGrader(),
         )
+        observer = RunObserver(loop.context, loop, timeline=timeline)
+        loop.context.phase.update(Phase.TRAINING, "training")
         for number in range(2000):
-            parts.events.note("warning", "replica_moved", {"replica": f"gen-{number % 64}", "reason": "x" * 2000})
-        self.serve(make_app(parts))
+            observer.events.add_event(
+                "warning", "replica_state_changed", {"replica": f"gen-{number % 64}", "reason": "x" * 2000}
+            )
+        self.serve(make_app(loop.context, observer))
 
     async def end(self) -> None:
         """Close the store."""
@@ -96,13 +96,13 @@ class LargeRun(Served):
 
 
 def a_timeline() -> Timeline:
-    """The last SEEN steps: every replica busy, the last of its rollouts longer than a step."""
+    """Add the spans of the last SEEN steps: all replicas are busy, each with a last rollout longer than a step."""
     timeline = Timeline()
-    timeline.ask(Recorder(timeline, clock=lambda: BEGAN_S + (STEPS + 1) * STEP_S))
+    timeline.set_recorder(Recorder(timeline, clock=lambda: BEGAN_S + (STEPS + 1) * STEP_S))
 
     def take(name: SpanName, lane: str, step: int, began: float, ended: float) -> None:
         at_s = BEGAN_S + step * STEP_S
-        timeline(Span(name, lane, step, at_s + began, at_s + ended, {}, SpanContext(1, 1, step)))
+        timeline(Span(name, lane, at_s + began, at_s + ended, {}, SpanContext(1, 1, step)))
 
     for step in range(STEPS - SEEN + 1, STEPS + 1):
         for number in range(REPLICAS):
@@ -148,14 +148,16 @@ def test_answers_are_bounded(large: LargeRun, path: str, most_bytes: int) -> Non
 
 
 def test_every_step_can_be_read_page_by_page(large: LargeRun) -> None:
-    after, pages = 0, 0
+    after = 0
+    pages = 0
     while page := large.client.get(f"/steps?after={after}&limit=1000").json():
         assert [report["step"] for report in page] == list(range(after + 1, after + 1 + len(page)))
-        after, pages = page[-1]["step"], pages + 1
+        after = page[-1]["step"]
+        pages = pages + 1
     assert (after, pages) == (STEPS, 10)
 
 
-def test_curves_of_a_part_are_finer(large: LargeRun) -> None:
+def test_curves_of_fewer_steps_are_finer(large: LargeRun) -> None:
     whole, part = (large.client.get(f"/curves?points=200&first={first}").json() for first in (1, STEPS - 99))
     assert (whole["stride"], len(whole["steps"]), part["stride"], len(part["steps"])) == (50, 200, 1, 100)
     assert part["numbers"]["accepted_2"][0] == 0.6
@@ -170,7 +172,7 @@ def test_page_stays_small(large: LargeRun, tmp_path: Path) -> None:
         page.until(lambda: "10000 steps" in page.text("#curves-words"))
         page.screenshot("live-page-large")
         canvas, most = page.evaluate("return [document.getElementById('gantt-canvas').height, 0.63 * innerHeight]")
-        assert canvas <= most, "only the lanes in view are drawn"
+        assert canvas <= most, "only visible lanes are drawn"
         page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
         page.until(lambda: len(page.all("#timeline-table tbody tr")) >= REPLICAS + 3)
         for select, value in (("timeline-steps", "32"), ("curves-range", "1000")):

@@ -26,38 +26,42 @@ def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture
 def page(window: Browser, live: LiveRun) -> Iterator[Browser]:
-    """The page, live, with a few steps drawn. Whatever a test does, the console stays empty."""
+    """Open the live page and wait until it shows a few steps. The console must stay empty in every test."""
     window.driver.get(live.url)
     window.until(lambda: window.text("#connection") == "live")
-    window.until(lambda: window.all("#stages tbody tr") and "step" in window.text("#timeline-words"))
+    window.until(lambda: window.all("#phases tbody tr") and "step" in window.text("#timeline-words"))
     window.until(lambda: window.painted("#gantt-canvas"))
     yield window
     assert window.complaints() == []
 
 
-def test_page_says_what_the_run_says(page: Browser, live: LiveRun) -> None:
+def test_the_page_shows_the_run(page: Browser, live: LiveRun) -> None:
     assert page.text("#run") == "small"
     assert float(page.text("#share")) >= 0
     assert "for too few finished rollouts" in page.text("#share-words")
-    assert len(page.all("#stages tbody tr")) == 7
+    assert len(page.all("#phases tbody tr")) == 7
     assert page.text("#advice").endswith(".")
     page.until(lambda: page.texts("#replica-table tbody th") == ["gen-0", "gen-1"])
     page.until(lambda: page.painted("figure.wide canvas"))
     page.until(lambda: len(page.all("#event-list li")) > 0)
     page.evaluate("document.getElementById('spec').open = true")
     assert "maxPolicyLag: 1" in page.text("#spec pre")
+    page.driver.get(f"{live.url}/#token={(live.folder / 'token').read_text()}")  # as the terminal prints it
+    page.until(lambda: page.evaluate("return location.hash") == "")
     page.evaluate("document.getElementById('rollouts').open = true")
     page.until(lambda: page.all("#rollouts article"))
+    page.evaluate("sessionStorage.clear()")
     verdicts = page.texts("#rollouts article .verdict")
     assert len(verdicts) == len(page.all("#rollouts article"))
     assert all(re.fullmatch(r"reward [01] for \d+ words: (odd|even)", verdict) for verdict in verdicts), verdicts
 
 
-def test_page_goes_on_by_itself(page: Browser) -> None:
+def test_the_page_updates_itself(page: Browser) -> None:
     def step() -> int:
         return int(page.evaluate("return document.getElementById('progress').value"))
 
-    before, words = step(), page.text("#timeline-words")
+    before = step()
+    words = page.text("#timeline-words")
     page.until(lambda: step() > before + 1)
     page.until(lambda: page.text("#timeline-words") != words)
 
@@ -68,14 +72,14 @@ def test_no_request_leaves_the_coordinator(page: Browser, live: LiveRun) -> None
     assert {url for url in asked if not url.startswith(f"{live.url}/")} == set()
 
 
-def test_page_is_taken_up_again_after_the_coordinator_was_restarted(window: Browser, live: LiveRun) -> None:
+def test_the_page_reconnects_after_a_restart_of_the_coordinator(window: Browser, live: LiveRun) -> None:
     window.driver.get(live.url)
     window.until(lambda: window.text("#connection") == "live")
     live.do(live.kill_coordinator())
     window.until(lambda: window.evaluate("return document.getElementById('connection').dataset.state") == "lost")
-    assert "trying again. Shown is what was so at" in window.text("#connection")
-    assert window.text("#announcer") == "Connection lost; trying again."
-    assert len(window.all("#replica-table tbody tr")) == 2, "what was known stays"
+    assert "reconnecting. This page shows the run at" in window.text("#connection")
+    assert window.text("#announcer") == "Connection lost; reconnecting."
+    assert len(window.all("#replica-table tbody tr")) == 2, "the last known state stays visible"
     live.do(live.start_coordinator())
     window.until(lambda: window.text("#connection") == "live")
     step = int(window.evaluate("return document.getElementById('progress').value"))
@@ -83,7 +87,7 @@ def test_page_is_taken_up_again_after_the_coordinator_was_restarted(window: Brow
     assert "ERR_CONNECTION_REFUSED" in " ".join(window.complaints())
 
 
-def test_page_asks_for_a_token_where_readers_need_one(window: Browser, live: LiveRun) -> None:
+def test_the_page_asks_for_a_token_if_reading_requires_one(window: Browser, live: LiveRun) -> None:
     def show(token: str) -> None:
         window.until(lambda: window.evaluate("return !document.getElementById('token-form').hidden"))
         field = window.driver.find_element(By.ID, "token")
@@ -98,7 +102,7 @@ def test_page_asks_for_a_token_where_readers_need_one(window: Browser, live: Liv
         show((live.folder / "token").read_text())
         window.until(lambda: window.text("#connection") == "live")
         assert window.text("#run") == "small"
-        window.until(lambda: window.all("#stages tbody tr") and window.painted("#gantt-canvas"))
+        window.until(lambda: window.all("#phases tbody tr") and window.painted("#gantt-canvas"))
         window.driver.refresh()
         window.until(lambda: window.text("#connection") == "live", "the token is the tab's")
         assert "401" in " ".join(window.complaints())
@@ -108,7 +112,22 @@ def test_page_asks_for_a_token_where_readers_need_one(window: Browser, live: Liv
         live.do(live.admit(everybody=True))
 
 
-def test_everything_is_reached_and_done_with_the_keyboard(page: Browser) -> None:
+def test_the_page_asks_for_the_token_before_it_shows_rollouts(window: Browser, live: LiveRun) -> None:
+    """Without it, every page that was rebound to this machine and every local user read the prompts."""
+    window.driver.get("about:blank")
+    window.driver.get(live.url)
+    window.until(lambda: not window.evaluate("return document.getElementById('rollouts').hidden"))
+    window.evaluate("document.getElementById('rollouts').open = true")
+    window.until(lambda: not window.evaluate("return document.getElementById('token-form').hidden"))
+    assert window.text("#connection") == "live", "the rest needs none"
+    assert window.all("#rollouts article") == []
+    window.driver.find_element(By.ID, "token").send_keys((live.folder / "token").read_text(), Keys.ENTER)
+    window.until(lambda: window.all("#rollouts article"))
+    window.evaluate("sessionStorage.clear()")
+    assert window.complaints() == []
+
+
+def test_everything_works_with_the_keyboard(page: Browser) -> None:
     body = page.driver.find_element(By.TAG_NAME, "body")
     body.send_keys(Keys.TAB)
     focused = lambda: page.driver.switch_to.active_element  # noqa: E731 - the element that has the focus now
@@ -145,7 +164,7 @@ def is_following(page: Browser) -> bool:
     return bool(page.evaluate("return document.getElementById('follow').ariaPressed === 'true'"))
 
 
-def test_charts_and_timeline_are_tables_too(page: Browser) -> None:
+def test_charts_and_timeline_have_tables(page: Browser) -> None:
     page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
     page.until(lambda: page.all("#timeline-table tbody tr"))
     lanes = page.texts("#timeline-table tbody th")
@@ -155,7 +174,7 @@ def test_charts_and_timeline_are_tables_too(page: Browser) -> None:
     labels = page.evaluate(
         "return [...document.querySelectorAll('figure:not([hidden]) canvas')].map((c) => c.ariaLabel)"
     )
-    assert all(":" in label for label in labels), "what the newest point says is said"
+    assert all(":" in label for label in labels), "each label has the newest values"
 
 
 @pytest.mark.parametrize(
@@ -166,7 +185,7 @@ def test_page_is_accessible_and_fits(page: Browser, name: str, width: int, schem
     page.resize(width, 900)
     page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
     page.until(lambda: page.all("#timeline-table tbody tr"))
-    assert page.evaluate("return document.documentElement.scrollWidth") <= width, "nothing sticks out"
+    assert page.evaluate("return document.documentElement.scrollWidth") <= width, "no horizontal overflow"
     page.evaluate(AXE.read_text(encoding="utf-8"))
     found = page.driver.execute_async_script(
         "const done = arguments[0]; axe.run().then((r) => done(r.violations.map((v) => "

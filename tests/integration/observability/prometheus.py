@@ -14,11 +14,11 @@ from tests.e2e.binaries import find
 from tests.redis_servers import free_port
 from tests.requirements import PROMETHEUS
 
-PATIENCE_S = 180.0  # a busy machine is slow, not wrong
+PATIENCE_S = 180.0  # generous, because the machine may be busy
 
 
 class Prometheus:
-    """Scrapes and evaluates as `config` says. Skips the test where the program is not to be had."""
+    """Start a Prometheus with this configuration. Skips the test if the program is not available."""
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
         PROMETHEUS.require()
@@ -43,8 +43,8 @@ class Prometheus:
         )
         deadline = time.monotonic() + PATIENCE_S
         while not self._is_ready():
-            assert self._process.poll() is None, Path(self._log.name).read_text()[-3000:]
-            assert time.monotonic() < deadline, Path(self._log.name).read_text()[-3000:]
+            assert self._process.poll() is None, Path(self._log.name).read_text(encoding="utf-8")[-3000:]
+            assert time.monotonic() < deadline, Path(self._log.name).read_text(encoding="utf-8")[-3000:]
             time.sleep(0.05)
 
     def _is_ready(self) -> bool:
@@ -60,6 +60,14 @@ class Prometheus:
         return [
             series["metric"] for series in found if any(math.isfinite(float(value)) for _, value in series["values"])
         ]
+
+    def values(
+        self, expression: str, began: float, ended: float, step_s: float
+    ) -> list[tuple[dict[str, str], list[tuple[float, float]]]]:
+        """Labels of each series of an expression, and its pairs of Unix time and value."""
+        asked = {"query": expression, "start": began, "end": ended, "step": step_s}
+        found = self._ask("/api/v1/query_range", asked)["result"]
+        return [(series["metric"], [(second, float(value)) for second, value in series["values"]]) for series in found]
 
     def targets(self) -> list[dict[str, Any]]:
         """What it scrapes."""

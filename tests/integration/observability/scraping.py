@@ -1,6 +1,6 @@
-"""Scrape configurations: what a cluster's Prometheus makes of the chart's monitors, and what users without one write.
+"""Scrape configurations: those that Prometheus derives from the chart's monitors, and those without a cluster.
 
-Both scrape the same processes; `namespace` tells their series apart.
+Both scrape the same processes. The label `namespace` distinguishes their series.
 """
 
 from __future__ import annotations
@@ -9,17 +9,19 @@ import re
 from typing import Any
 from urllib.parse import urlsplit
 
-from tests.integration.chart.asked import groups
+from tests.integration.chart.promql_sources import groups
 from tests.integration.chart.rendering import MONITORING, render, the
 
-CLUSTER, LOCAL, OPERATORS = "cluster", "local", "specrl-system"
+CLUSTER = "cluster"
+LOCAL = "local"
+OPERATORS = "specrl-system"
 SECOND = "1s"
 
 Config = dict[str, Any]
 
 
 def config(page: str, operator: str, rule_file: str, targets: list[Config]) -> Config:
-    """Everything once a second. page, operator: addresses; targets: what the coordinator's /targets says."""
+    """Scrape everything once a second. page, operator: addresses. targets: the answer of the coordinator's /targets."""
     return {
         "global": {"scrape_interval": SECOND, "scrape_timeout": SECOND, "evaluation_interval": SECOND},
         "rule_files": [rule_file],
@@ -28,12 +30,12 @@ def config(page: str, operator: str, rule_file: str, targets: list[Config]) -> C
 
 
 def rules_each_second() -> Config:
-    """The chart's rules, evaluated as often as this Prometheus scrapes."""
+    """Return the chart's rules, with this Prometheus' scrape interval as evaluation interval."""
     return {"groups": [group | {"interval": SECOND} for group in groups()]}
 
 
 def _as_one_machine(page: str) -> Config:
-    """As docs/metrics.md says, but for the namespace, which nothing but a cluster has."""
+    """The configuration of docs/metrics.md, plus the namespace that only a cluster has."""
     return {
         "job_name": "specrl",
         "honor_labels": True,
@@ -43,7 +45,7 @@ def _as_one_machine(page: str) -> Config:
 
 
 def _as_service(operator: str) -> Config:
-    """The operator, by the chart's ServiceMonitor."""
+    """Derive the operator's scrape configuration from the chart's ServiceMonitor."""
     monitor = the(render(*MONITORING), "ServiceMonitor", "specrl-operator")
     (endpoint,) = monitor["spec"]["endpoints"]
     return {
@@ -100,5 +102,5 @@ def _component(pod: Config) -> str:
 
 
 def _as_prometheus(rule: Config) -> Config:
-    """A rule of a monitor, spelled as Prometheus does."""
+    """Convert a relabelling rule of a monitor into Prometheus' spelling."""
     return {re.sub(r"[A-Z]", lambda match: f"_{match[0].lower()}", name): value for name, value in rule.items()}

@@ -1,4 +1,4 @@
-"""Every expression of every panel, variable, rule and alert has data in a real run, whose stages are its wall time."""
+"""Every panel, variable, rule and alert has data in a real run, and the phases of a step sum to its wall time."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import re
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.integration.chart.asked import panels, rules, variables
+from tests.integration.chart.promql_sources import panels, rules, variables
 from tests.integration.observability.real_run import NAME, STEPS, VALIDATED, Observed
 from tests.integration.observability.scraping import CLUSTER, LOCAL, OPERATORS
 
-SERIES_OF_A_REPLICA, SERIES_OF_A_TRAINER = 1500, 200
-"""At most; vLLM's histograms are most of the first."""
+SERIES_OF_A_REPLICA = 1500
+SERIES_OF_A_TRAINER = 200
+"""Most series per process. Most of a replica's are vLLM's histograms."""
 
 
 def values(namespace: str) -> dict[str, str]:
-    """Of Grafana's variables: one run chosen. An interval of four scrapes and more, as Grafana takes it."""
+    """Replace Grafana's variables: one chosen run, and an interval of at least four scrapes, as Grafana chooses it."""
     return {"namespace": namespace, "rljob": NAME, "operator": OPERATORS, "__rate_interval": "10s"}
 
 
@@ -30,7 +31,7 @@ def of_the_operator() -> dict[str, str]:
 
 
 def always(expression: str) -> str:
-    """An alert's expression that has a series whether it fires or not: comparisons answer 0 or 1."""
+    """Change an alert's comparisons to return 0 or 1, so that it has a series whether or not it fires."""
     found = re.sub(r"(?<=\s)(==|!=|>=|<=|>|<)(?=\s)", r"\1 bool", expression)
     return found.replace("offset 1h", "offset 3s")
 
@@ -57,12 +58,12 @@ def test_rule_and_alert_have_data(observed: Observed, rule: dict[str, str]) -> N
     assert of_the_run in ({CLUSTER, LOCAL}, set()), "both ways of scraping, or a rule about the operator"
 
 
-def test_a_misspelt_expression_would_have_none(observed: Observed) -> None:
+def test_a_misspelt_expression_has_no_data(observed: Observed) -> None:
     assert not observed.prometheus.over("specrl_coordinator_policy_versionn", observed.began, observed.ended)
     assert not observed.prometheus.over("1 / (up > 2)", observed.began, observed.ended)
 
 
-def test_every_target_answers_and_pods_that_serve_nothing_are_left_out(observed: Observed) -> None:
+def test_every_target_answers_and_pods_without_metrics_are_omitted(observed: Observed) -> None:
     assert [target["health"] for target in observed.scraped] == ["up"] * 7, observed.scraped
     assert {target["labels"]["job"] for target in observed.scraped} == {
         "pods/http",
@@ -80,39 +81,40 @@ def test_series_of_vllm_join_with_the_coordinators_by_run_and_replica(observed: 
     assert found == {"namespace": namespace, "rljob": NAME, "replica": "gen-0"}
 
 
-def test_the_stages_are_the_wall_time_of_the_steps(observed: Observed) -> None:
-    """Against the clock of somebody who sees reports appear. A validated step's waits for its validation."""
-    first, last = 2, STEPS - 1
+def test_phases_sum_to_the_wall_time_of_the_steps(observed: Observed) -> None:
+    """Compares with the times at which reports appear. The report of a validated step waits for the validation."""
+    first = 2
+    last = STEPS - 1
     assert first % VALIDATED
     assert last % VALIDATED
-    staged = sum(sum(observed.reports[step]["stages"].values()) for step in range(first + 1, last + 1))
+    of_phases = sum(sum(observed.reports[step]["phases"].values()) for step in range(first + 1, last + 1))
     seen = observed.arrivals[last] - observed.arrivals[first]
-    assert staged == pytest.approx(seen, rel=0.02)
-    for stage in ("data", "prepare", "generation", "logprob", "train"):
-        assert all(report["stages"][stage] > 0 for report in observed.reports.values()), stage
+    assert of_phases == pytest.approx(seen, rel=0.02)
+    for phase in ("data", "prepare", "generation", "logprob", "train"):
+        assert all(report["phases"][phase] > 0 for report in observed.reports.values()), phase
 
 
-def test_metrics_and_reports_say_the_same_of_stages_and_causes(observed: Observed) -> None:
+def test_metrics_and_reports_agree_on_phases_and_causes(observed: Observed) -> None:
     page = observed.pages["coordinator"]
-    stages = sums(page, "specrl_coordinator_step_seconds_sum", "phase")
+    phases = sums(page, "specrl_coordinator_step_seconds_sum", "phase")
     counted = int(sums(page, "specrl_coordinator_step_seconds_count", "phase")["train"])
     assert 0 < counted <= STEPS
-    for stage, seconds in stages.items():
-        told = sum(observed.reports[step]["stages"][stage] for step in range(1, counted + 1))
-        assert seconds == pytest.approx(told, rel=1e-6), stage
+    for phase, seconds in phases.items():
+        told = sum(observed.reports[step]["phases"][phase] for step in range(1, counted + 1))
+        assert seconds == pytest.approx(told, rel=1e-6), phase
     causes = sums(page, "specrl_coordinator_exposed_generation_seconds_total", "cause")
     assert causes.keys() == {"buffer_wait", "sync_drain"}
-    assert sum(causes.values()) == pytest.approx(stages["generation"], rel=1e-6)
+    assert sum(causes.values()) == pytest.approx(phases["generation"], rel=1e-6)
 
 
-def test_a_replica_and_the_trainer_have_so_many_series_at_most(observed: Observed) -> None:
+def test_the_number_of_series_per_process_is_bounded(observed: Observed) -> None:
     for component, most in (("generation", SERIES_OF_A_REPLICA), ("trainer", SERIES_OF_A_TRAINER)):
         lines = [line for line in observed.pages[component].splitlines() if line and not line.startswith("#")]
         assert 20 < len(lines) <= most, component
 
 
 def sums(page: str, name: str, label: str) -> dict[str, float]:
-    """Values of a metric by one label."""
+    """Read the values of a metric by one label."""
     return {
         sample.labels[label]: sample.value
         for family in text_string_to_metric_families(page)

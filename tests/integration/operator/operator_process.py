@@ -1,4 +1,4 @@
-"""The operator as a process, for tests that watch it from outside."""
+"""The operator as a process, for tests from outside."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import pytest
 import yaml
 from tests.stand_ins.api_server_http import TOKEN, HttpApiServer
 
-PATIENCE_S = 180.0  # a busy machine is slow, not wrong
+PATIENCE_S = 180.0  # generous: a busy machine is slow
 
 
 class Process:
-    """One specrl-operator."""
+    """A specrl-operator process."""
 
     def __init__(self, server: HttpApiServer, folder: Path, *arguments: str) -> None:
         folder.mkdir()
@@ -47,7 +47,7 @@ class Process:
     @property
     def log(self) -> str:
         self._log.flush()
-        return Path(self._log.name).read_text()
+        return Path(self._log.name).read_text(encoding="utf-8")
 
     def until(self, is_so: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE_S

@@ -1,4 +1,4 @@
-"""A watch over a real connection: one on which nothing happens is no broken one."""
+"""A watch over a real connection survives silence."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import kubernetes
 import pytest
 
-from specrl_operator.api import POD
-from specrl_operator.kube import KubeCluster
+from specrl_operator.cluster.kube import KubeCluster
+from specrl_operator.kinds import POD
 
-DEADLINE_S, SILENCE_S = 0.5, 2.0
+DEADLINE_S = 0.5
+SILENCE_S = 2.0
 
 
 @pytest.fixture
 def server() -> Iterator[ThreadingHTTPServer]:
-    """Says nothing for longer than a request may take, then that a pod was added."""
+    """Sends nothing for longer than a request's deadline, then an ADDED event of a pod."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -39,9 +40,9 @@ def server() -> Iterator[ThreadingHTTPServer]:
     found.server_close()
 
 
-def test_watch_outlives_a_silence_that_is_longer_than_the_deadline_of_a_request(server: ThreadingHTTPServer) -> None:
+def test_a_watch_survives_a_silence_longer_than_the_request_deadline(server: ThreadingHTTPServer) -> None:
     configuration = kubernetes.client.Configuration()
     configuration.host = f"http://127.0.0.1:{server.server_port}"
     cluster = KubeCluster(kubernetes.client.ApiClient(configuration), DEADLINE_S)
     changes = list(cluster.watch(POD, "rl", "", "1"))
-    assert [(change.what, change.item["metadata"]["name"]) for change in changes] == [("ADDED", "late")]
+    assert [(change.type, change.item["metadata"]["name"]) for change in changes] == [("ADDED", "late")]

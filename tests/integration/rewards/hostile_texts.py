@@ -1,4 +1,8 @@
-"""Texts that a policy may write: any characters, soups of what verifiers look for, long runs, deep nests, and bombs."""
+"""Strategies for texts that a policy may write.
+
+Any characters, random mixes of the tokens that verifiers look for, long repetitions, deep nesting, and expressions that
+are expensive to evaluate.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +41,7 @@ BOMBS = (
     "&" * 20_000, "####" * 20_000, "\\boxed{" * 20_000, "```python\n" * 5_000, "is " * 20_000, "the answer is " * 5_000,
 )  # fmt: skip
 SETS = [{"int": hex(number * (2**61 - 1))} for number in range(2_000)]
-"""They all hash to 0, so a set of them is built in quadratic time."""
+"""Integers that all hash to 0, so building a set of them takes quadratic time."""
 FRAMES = (
     b"", b"[]", b"3", b"{}", b'{"failed": []}', b'{"failed": ""}', b"\xff\xfe", b'{"failed": "' + b"x" * 70_000 + b'"}',
     b"[" * 50_000, json.dumps({"failed": "", "result": {"set": SETS}}).encode(),
@@ -46,7 +50,7 @@ FRAMES = (
 
 
 def frame_writer(frames: list[bytes], pause_s: float) -> str:
-    """A program that answers its judge over descriptor 3 itself."""
+    """Return a program that writes its own frames to its judge's socket, descriptor 3."""
     content = b"".join(struct.pack("!I", len(frame)) + frame for frame in frames)
     return f"import os, time\nos.write(3, {content!r})\ntime.sleep({pause_s})\ndef add(a, b):\n    return a + b\n"
 
@@ -59,7 +63,7 @@ def soup(parts: tuple[str, ...]) -> st.SearchStrategy[str]:
     return st.lists(st.sampled_from(parts), max_size=24).map("".join)
 
 
-any_text = st.text(st.characters(exclude_categories=()))  # halves of surrogate pairs included
+any_text = st.text(st.characters(exclude_categories=()))  # lone surrogates included
 digits = repeated(st.sampled_from("0123456789"), 20_000, 60_000)
 nests = repeated(
     st.sampled_from(["(", "[", "{", "[(", "\\left(", "\\frac{", "{{", '{"a":', "[[", ")", "}", "x(", "f'{"]), 1, 20_000

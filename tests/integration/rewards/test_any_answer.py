@@ -1,7 +1,7 @@
-"""Whatever a policy writes, every verifier has a verdict and every tool an output, and the pool lives.
+"""Whatever a policy writes, every verifier returns a verdict, every tool returns an output, and the pool survives.
 
-Verifiers and tools are found in the run file's own unions, so that a new one without a case here fails. `make fuzz`
-looks longer.
+Verifiers and tools come from the unions of the run file's models, so a new one without a case here fails the tests.
+`make fuzz` tries more examples.
 """
 
 from __future__ import annotations
@@ -23,20 +23,22 @@ from tests.integration.border.fuzzing import fuzz
 from tests.integration.rewards.hostile_texts import LONGEST_TEXTS, hostile_texts, programs
 from tests.requirements import SANDBOX
 
+from specrl.agent_tools import ToolPool, tool_for
 from specrl.errors import SpecInvalid
 from specrl.records import Prompt
-from specrl.rewards import VerifierPool, verifier_for
-from specrl.spec.data import Isolation, RewardPool, Rewards
+from specrl.rewards.choice import verifier_for
+from specrl.rewards.pool import VerifierPool
+from specrl.spec.data import Isolation, RewardPool, Rewards, VerifierSection
 from specrl.spec.tools import AnsweredBy, Tools
 from specrl.spec.tools import ToolPool as ToolLimits
-from specrl.tools import ToolPool, tool_for
 
+ISOLATIONS = (Isolation.NAMESPACES, Isolation.LANDLOCK)
 WAIT_S = 600
-"""Longest wait for one verdict: the pool's own limits end far below it, on a loaded machine too."""
+"""Longest wait for one verdict, far above the pool's own limits even on a loaded machine."""
 LIMITS = {"cpu_s": 1, "wall_s": 30, "memory_mib": 256, "output_kib": 256}
-"""What loops ends at a second of processor time. A program may wait for a processor for four times 30 s."""
+"""An endless loop ends after 1 s of processor time. A program may wait for a processor for four times 30 s."""
 POOL = {"workers": 1, "timeout_s": 60}
-"""One question is asked at a time."""
+"""One worker, since the tests ask one question at a time."""
 MODULE = """
 import ast
 import json
@@ -57,13 +59,13 @@ A_PROGRAM = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
 
 @dataclass(frozen=True)
 class Case:
-    """What the run file says, references, and an answer that is right for the first of them."""
+    """Settings of the run file, references, and a right answer to the first reference."""
 
     settings: dict[str, Any]
     references: tuple[str, ...] = ("",)
     right: str = ""
     is_own: bool = True
-    """Whether it is this project's code, which keeps within its time and memory by itself. A user's may be ended."""
+    """Whether the verifier is specrl's own, which must keep its limits by itself. A user's function may be killed."""
 
 
 MATHS = ("7", "\\frac{1}{2}", "\\sqrt{2}", "(1, 2)", "[0, \\infty)", "\\{1, 2\\}", "18^\\circ", "40\\%", "x^2 + 1")
@@ -83,12 +85,20 @@ VERIFIERS = {
         )
     ],
     "code": [
-        Case({"code": LIMITS | {"isolation": isolation}}, (SUM, ADD, ASSERTS), A_PROGRAM) for isolation in Isolation
+        Case({"code": LIMITS | {"isolation": isolation}}, (SUM, ADD, ASSERTS), A_PROGRAM) for isolation in ISOLATIONS
+    ],
+    "pattern": [Case({"pattern": {"expression": "((a+)+|(.*)(.*)(.*)x|7)"}}, right="7")],
+    "tags": [
+        Case({"tags": {}}, right="<think>7</think><answer>7</answer>"),
+        Case({"tags": {"names": ["think"], "first_is_open": True}}, right="7</think>"),
+    ],
+    "valid_json": [
+        Case({"valid_json": {"place": "FencedBlock", "json_schema": '{"uniqueItems": true}'}}, right="```\n7")
     ],
     "python": [Case({"python": {"function": "my_rewards:grade"}}, ("7",), "7", is_own=False)],
 }  # fmt: skip
 TOOLS = {
-    "code": [Case({"code": LIMITS | {"isolation": isolation}}) for isolation in Isolation],
+    "code": [Case({"code": LIMITS | {"isolation": isolation}}) for isolation in ISOLATIONS],
     "python": [Case({"python": {"function": "my_rewards:answer"}}, is_own=False)],
 }
 
@@ -98,18 +108,18 @@ def named(cases: dict[str, list[Case]], *kinds: str) -> list[Any]:
 
 
 RUN = ("code",)
-"""Kinds that start a program for a text, which costs a thousand times as much as reading it."""
+"""Verifiers that run a text as a program, which costs about a thousand times as much as reading it."""
 READ = tuple(kind for kind in VERIFIERS if kind not in RUN)
 
 
 def test_every_verifier_and_tool_has_a_case() -> None:
-    assert set(VERIFIERS) == set(Rewards.model_fields)
+    assert set(VERIFIERS) == set(VerifierSection.model_fields)
     assert set(TOOLS) == set(AnsweredBy.model_fields)
 
 
 @pytest.fixture(scope="module")
 def ask() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
-    """Runs a coroutine in an event loop that lives as long as the pools."""
+    """Return a function that runs a coroutine in an event loop that lives as long as the pools."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -121,7 +131,7 @@ def ask() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
 
 @dataclass(frozen=True)
 class Judged:
-    """A started pool, its case, and how to ask it."""
+    """A started pool, its case, and the function that runs its coroutines."""
 
     pool: Any
     case: Case
@@ -146,7 +156,7 @@ def settings_of(case: Case, folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def judged(request: pytest.FixtureRequest, ask: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Judged]:
-    """A pool of one verifier; after all of its answers it still judges the right one."""
+    """A pool of one verifier. At the end, it must still accept the right answer."""
     case: Case = request.param
     rewards = Rewards.model_validate(settings_of(case, tmp_path_factory.mktemp("code")))
     found = started(lambda: VerifierPool(verifier_for(rewards), RewardPool(**POOL)), case, ask)
@@ -164,7 +174,7 @@ def answering(request: pytest.FixtureRequest, ask: Any, tmp_path_factory: pytest
     found = started(lambda: ToolPool(tool_for(Tools(answered_by=answered_by)), ToolLimits(**POOL)), case, ask)
     yield found
     try:
-        assert found.ask(found.pool.answer(a_prompt(""), "", "'abc'.upper()")).failure == ""
+        assert found.ask(found.pool.answer_call(a_prompt(""), "", "'abc'.upper()")).failure == ""
     finally:
         ask(found.pool.close())
 
@@ -190,34 +200,35 @@ def check_verdict(judged: Judged, reference: str, text: str) -> None:
 @fuzz(100)
 @given(data=st.data())
 def test_any_answer_has_a_verdict_in_time(judged: Judged, data: st.DataObject) -> None:
-    """A digit loop, a tower of powers: each left its rollout ungraded."""
+    """Texts such as a long run of digits and a tower of powers used to leave their rollouts ungraded."""
     reference = data.draw(st.sampled_from(judged.case.references))
     check_verdict(judged, reference, data.draw(hostile_texts))
 
 
 @pytest.mark.parametrize("judged", named(VERIFIERS, *RUN), indirect=True)
-@fuzz(20)
+@fuzz(8)
 @given(data=st.data())
 def test_any_program_has_a_verdict_in_time(judged: Judged, data: st.DataObject) -> None:
-    """A frame in place of a result left its rollout ungraded. What was found is in test_hostile_answers.py."""
+    """A forged frame used to leave its rollout ungraded. test_hostile_answers.py has the cases that were found."""
     reference = data.draw(st.sampled_from(judged.case.references))
     check_verdict(judged, reference, data.draw(hostile_texts | programs))
 
 
 @pytest.mark.parametrize("judged", named(VERIFIERS, *VERIFIERS), indirect=True)
 def test_a_very_long_answer_has_a_verdict_in_time(judged: Judged) -> None:
-    """Everything that reads a completion is linear in it. What a program of 10 MB costs is the sandbox's affair.
+    """Reading a completion takes linear time. The texts have 2 MB, for which quadratic time would exceed the limit.
 
-    Of 2 MB, whose square no machine counts to in the time; `make fuzz` takes 10 MB.
+    `make fuzz` uses 10 MB. Programs are tried with few texts, since the sandbox's limits bound what running them costs.
     """
     is_run = "code" in judged.case.settings
     for name in ("fences", "halves") if is_run else LONGEST_TEXTS:
         check_verdict(judged, judged.case.references[0], LONGEST_TEXTS[name])
 
 
-@fuzz(20)
+@fuzz(8)
 @given(call=hostile_texts | programs)
 def test_any_call_of_a_tool_has_an_output_in_time(answering: Judged, call: str) -> None:
-    prompt, completion = a_prompt("7"), f"<tool>{call}</tool>"
-    output = answering.ask(answering.pool.answer(prompt, completion, call))
+    prompt = a_prompt("7")
+    completion = f"<tool>{call}</tool>"
+    output = answering.ask(answering.pool.answer_call(prompt, completion, call))
     assert output.failure == ""

@@ -1,16 +1,17 @@
-"""The example of programs that are judged by their tests, through its own file, source and pool."""
+"""The example of programs that are graded by their tests, with its own run file, source and pool."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
 
-from specrl.prompts import open_source
+from specrl.prompts import open_problem_source
 from specrl.records import Prompt
-from specrl.rewards import VerifierPool, check_verifier, verifier_for
+from specrl.rewards.choice import check_worker_start, verifier_for
+from specrl.rewards.pool import VerifierPool
 from specrl.spec import load_spec
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "code" / "run.yaml"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "04-code" / "run.yaml"
 
 RIGHT = [
     "Here:\n```python\nprint(sum(map(int, input().split())))\n```",
@@ -28,13 +29,13 @@ WRONG = [
 
 
 async def test_right_answers_score_one_wrong_ones_zero_and_hostile_ones_end_without_a_score() -> None:
-    # Right answers get all the time that a busy machine makes them wait; a loop ends with its processor time.
+    # Generous limits, so that right answers pass on a loaded machine. Loops end at their processor time.
     spec = load_spec(EXAMPLE, ["rewards.code.wallS=60", "rewardPool.timeoutS=600"])
-    source = open_source(spec.prompts.source)
-    problems = [source.problem(place) for place in range(len(source))]
+    source = open_problem_source(spec.prompts.all_sources[0].source)
+    problems = source.problems
     for problem in problems:
         verifier_for(spec.rewards).check_reference(problem.answer)
-    check_verifier(spec.rewards)
+    check_worker_start(verifier_for(spec.rewards), "rewards")
     prompts = [Prompt(f"p{i}", i, (1,), problem.question, problem.answer) for i, problem in enumerate(problems)]
     hostile = ["```python\nimport os\nwhile True:\n    os.fork()\n```", "```python\nwhile True: pass\n```"] * 2
     async with VerifierPool(verifier_for(spec.rewards), spec.reward_pool) as pool:
@@ -43,4 +44,3 @@ async def test_right_answers_score_one_wrong_ones_zero_and_hostile_ones_end_with
         for texts, expected in ((RIGHT, 1.0), (WRONG, 0.0), (RIGHT, 1.0)):
             rewards = await asyncio.gather(*(pool.grade(*pair) for pair in zip(prompts, texts, strict=True)))
             assert [reward.value for reward in rewards] == [expected] * 4, rewards
-        assert pool.graded >= 12

@@ -1,17 +1,19 @@
-"""Answers that attack the sandbox and the verdict: each ends within its limits, is judged right, and leaves nothing.
+"""Answers that attack the sandbox or the verdict end within their limits, get the right reward, and leave nothing.
 
-In both isolations, against the real kernel. The verdict of an answer that solves its task besides attacking is 1: an
-attack that fails is no reason to lie about the answer.
+The tests run in both isolations, against the real kernel. An answer that solves its task and attacks gets 1: a failed
+attack does not change whether the answer is right.
 
-No test depends on how busy the machine is. Answers that end by themselves have `verifier`, whose limits are far away.
-Those that only a limit ends have `hurried`, which never finds the machine too busy.
+No test depends on the load of the machine. Answers that end by themselves use `verifier`, whose limits are out of
+reach. Answers that only a limit ends use `hurried`, which never finds the machine too busy.
 """
 
 # ruff: noqa: E501 - a hostile program is read best on one line
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import errno
 import json
 import os
 import re
@@ -20,17 +22,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
-from tests.hogs import WAITS, hogs
+from tests.processor_load import WAIT_FOR_PROCESSOR, occupy_processor
 from tests.requirements import SANDBOX
+from tests.small_process import HostedVerifier, SmallProcess
 
 from specrl.errors import SpecInvalid, VerifierFailed
-from specrl.rewards import Ungraded, verifier_for
-from specrl.rewards.code import Code, machine_check, time_limit
+from specrl.rewards import Ungraded
+from specrl.rewards.choice import verifier_for
+from specrl.rewards.code import Code
+from specrl.rewards.sandbox import syscall_rules
+from specrl.rewards.sandbox.syscall_numbers import NUMBERS
 from specrl.rewards.verifier import Verifier
 from specrl.spec.data import CodeVerifier, Isolation, Rewards
 
@@ -39,7 +44,7 @@ RIGHT = "a, b = map(int, input().split())\nprint(a + b)\n"
 ADD = json.dumps({"fn_name": "add", "inputs": [[1, 2], [30, 4]], "outputs": [3, 34]})
 ASSERTS = "assert add(1, 2) == 3\nassert add(30, 4) == 34\n"
 MARK = f"specrl-hostile-{os.getpid()}"
-"""In the name of every file that an answer tries to leave."""
+"""Part of the name of every file that an answer tries to leave behind."""
 
 
 def a_verifier(isolation: Isolation, **changes: object) -> Code:
@@ -49,44 +54,45 @@ def a_verifier(isolation: Isolation, **changes: object) -> Code:
     return found
 
 
-@pytest.fixture(scope="module", params=list(Isolation))
-def isolation(request: pytest.FixtureRequest, forkable: None) -> Isolation:
-    """Each that this machine permits."""
+@pytest.fixture(scope="module")
+def process() -> Iterator[SmallProcess]:
+    """The process that grades."""
+    found = SmallProcess()
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module", params=[Isolation.NAMESPACES, Isolation.LANDLOCK])
+def isolation(request: pytest.FixtureRequest, process: SmallProcess) -> Isolation:
+    """Each isolation that this machine permits."""
     found: Isolation = request.param
     try:
-        a_verifier(found).ready()
+        HostedVerifier(a_verifier(found), process).prepare_worker()
     except SpecInvalid as error:
         SANDBOX.skip(f"{found}: {error}")
     return found
 
 
 @pytest.fixture
-def verifier(isolation: Isolation) -> Code:
-    """For answers that end by themselves."""
-    return a_verifier(isolation)
+def verifier(isolation: Isolation, process: SmallProcess) -> HostedVerifier:
+    """A verifier for answers that end by themselves."""
+    return HostedVerifier(a_verifier(isolation), process)
 
 
 @pytest.fixture
-def hurried(isolation: Isolation, monkeypatch: pytest.MonkeyPatch) -> Code:
-    """For answers that only a limit ends; they are given all the time that they wait for a processor."""
-    monkeypatch.setattr(time_limit, "MOST_WAITING", 100)
-    return a_verifier(isolation, cpu_s=1, wall_s=2)
+def hurried(isolation: Isolation, process: SmallProcess) -> HostedVerifier:
+    """A verifier for answers that only a limit ends. Waits for a processor never count, however long they are."""
+    found = HostedVerifier(a_verifier(isolation, cpu_s=1, wall_s=2), process)
+    return found.with_settings(time_limit__MAX_WAITING=100)
 
 
-def open_descriptors() -> set[tuple[str, str]]:
-    """Number and target of each. Other tests' may be closed at any moment, by the garbage collector.
-
-    Those of /proc are left out: tests/costs.py reads such files in a thread of its own.
-    """
-    found = set()
-    for descriptor in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            found.add((descriptor.name, str(descriptor.readlink())))
-    return {(name, target) for name, target in found if not target.startswith("/proc")}
+def open_descriptors(pid: int) -> set[tuple[str, str]]:
+    """Number and target of each."""
+    return {(descriptor.name, str(descriptor.readlink())) for descriptor in Path(f"/proc/{pid}/fd").iterdir()}
 
 
 def children(pid: int) -> Iterator[int]:
-    """Processes below one, as the kernel lists them; psutil would look at every process of the machine."""
+    """List the descendants of a process, as the kernel does; psutil would read every process of the machine."""
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(OSError):
             for child in (task / "children").read_text().split():
@@ -95,13 +101,12 @@ def children(pid: int) -> Iterator[int]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    """No process, no descriptor, no file outlives a verdict."""
-    descriptors = open_descriptors()
-    before = set(children(os.getpid()))
+def nothing_is_left(process: SmallProcess) -> Iterator[None]:
+    """Check that no process, descriptor or file outlives a verdict."""
+    descriptors = open_descriptors(process.pid)
     yield
-    assert set(children(os.getpid())) <= before
-    assert open_descriptors() <= descriptors
+    assert not list(children(process.pid))
+    assert open_descriptors(process.pid) == descriptors
     for folder in ("/", "/tmp", "/var/tmp", "/dev/shm", Path(__file__).parent):  # noqa: S108 - where it would be left
         assert not list(Path(folder).glob(f"*{MARK}*"))
 
@@ -111,16 +116,20 @@ VERDICT_IF_ALLOWED = "print(sum(map(int, input().split())) if allowed else '')\n
 
 
 def tried(*attempts: str) -> str:
-    """An answer that is right only if one of its attempts is not refused."""
+    """Build an answer that is right only if one of its attempts succeeds."""
     tries = "".join(
         f"try:\n    {attempt}\n    allowed.append({number})\nexcept Exception:\n    pass\n"
         for number, attempt in enumerate(attempts)
     )
-    return f"import ctypes, os, resource, signal, socket, subprocess, sys\n{ALLOWED}{tries}{VERDICT_IF_ALLOWED}"
+    return f"import ctypes, fcntl, mmap, os, resource, select, signal, socket, subprocess, sys\n{ALLOWED}{tries}{VERDICT_IF_ALLOWED}"
 
 
 BREAKS_A_LIMIT = {
     "fork bomb": "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass\n",
+    "orphans without end": (
+        "import os\nwhile True:\n    try:\n        if os.fork() == 0:\n            while True:\n                if os.fork():\n"
+        "                    os._exit(0)\n    except OSError:\n        pass\n"
+    ),
     "thread bomb": (
         "import threading, time\nwhile True:\n    try:\n"
         "        threading.Thread(target=time.sleep, args=(99,)).start()\n    except RuntimeError:\n        pass\n"
@@ -143,18 +152,18 @@ IS_BUSY = {
     "deep recursion in C": "import sys\nsys.setrecursionlimit(10 ** 9)\nx = None\nfor _ in range(10 ** 7):\n    x = [x]\nrepr(x)\n",
     "regular expression": "import re\nre.match('(a+)+$', 'a' * 64 + '!')\n",
 }
-"""Ways to keep one thread of Python busy; the kernel's limit, the same in both isolations, does not ask for the way."""
+"""Ways to keep one Python thread busy. One isolation is enough: both use the same limit of the kernel."""
 
 
 @pytest.mark.parametrize("name", BREAKS_A_LIMIT)
-def test_an_answer_that_breaks_a_limit_is_wrong(hurried: Code, name: str) -> None:
-    assert hurried.reward(SUM, BREAKS_A_LIMIT[name]) == 0.0
+def test_an_answer_that_breaks_a_limit_is_wrong(hurried: HostedVerifier, name: str) -> None:
+    assert hurried.compute_reward(SUM, BREAKS_A_LIMIT[name]) == 0.0
 
 
 @pytest.mark.parametrize("isolation", [Isolation.NAMESPACES], indirect=True)
 @pytest.mark.parametrize("name", IS_BUSY)
-def test_an_answer_that_is_busy_for_ever_is_wrong(hurried: Code, name: str) -> None:
-    assert hurried.reward(SUM, IS_BUSY[name]) == 0.0
+def test_an_answer_that_is_busy_forever_is_wrong(hurried: HostedVerifier, name: str) -> None:
+    assert hurried.compute_reward(SUM, IS_BUSY[name]) == 0.0
 
 
 IMITATES = {
@@ -176,17 +185,17 @@ IMITATES = {
 
 @pytest.mark.parametrize("name", IMITATES)
 def test_a_program_that_imitates_a_verdict_is_wrong(verifier: Verifier, name: str) -> None:
-    assert verifier.reward(SUM, IMITATES[name]) == 0.0
+    assert verifier.compute_reward(SUM, IMITATES[name]) == 0.0
 
 
-def test_an_attempt_that_is_allowed_is_seen(verifier: Verifier) -> None:
-    assert verifier.reward(SUM, tried("1 / 0")) == 0.0
-    assert verifier.reward(SUM, tried("1 / 1")) == 1.0
+def test_an_attempt_that_succeeds_is_detected(verifier: Verifier) -> None:
+    assert verifier.compute_reward(SUM, tried("1 / 0")) == 0.0
+    assert verifier.compute_reward(SUM, tried("1 / 1")) == 1.0
 
 
-@pytest.mark.parametrize(
-    "attempts",
-    [
+FORBIDDEN = [
+    attempt
+    for attempts in [
         ["open('/etc/passwd').read()", f"open({__file__!r}).read()", "os.listdir('/etc')", "os.listdir('/var')"],
         ["open('/proc/self/environ').read()", "open('/proc/1/cmdline').read()", "os.listdir('/proc')"],
         ["os.symlink('/etc/passwd', 'link'); open('link').read()", "os.link('/etc/passwd', 'hard')"],
@@ -197,6 +206,7 @@ def test_an_attempt_that_is_allowed_is_seen(verifier: Verifier) -> None:
         ["socket.socket(socket.AF_INET)", "socket.socket(socket.AF_INET6)", "socket.socket(socket.AF_NETLINK, 3)"],
         ["socket.socket(socket.AF_VSOCK)", "socket.create_connection(('127.0.0.1', 22), 1)"],
         ["socket.getaddrinfo('localhost.example', 80)", "subprocess.run(['/bin/sh', '-c', 'true'], check=True)"],
+        ["resource.setrlimit(resource.RLIMIT_CORE, (0, 0))"],
         ["resource.setrlimit(resource.RLIMIT_CPU, (99, 99))", "resource.setrlimit(resource.RLIMIT_AS, (-1, -1))"],
         ["os.setuid(1)", "os.setgroups([0])", "os.nice(-5)", "os.sched_setscheduler(0, 1, os.sched_param(1))"],
         ["os.memfd_create('x')", "resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (1, 1))"],
@@ -206,10 +216,128 @@ def test_an_attempt_that_is_allowed_is_seen(verifier: Verifier) -> None:
             for call in ("unshare(0x10000000)", "unshare(0)", "mount(0, b'/tmp', b'tmpfs', 0, 0)", "ptrace(0, 0, 0, 0)")
         ],
         [f"1 / (ctypes.CDLL(None).syscall({number}, 0, 0, 0, 0, 0) >= 0)" for number in (425, 442, 428)],
-    ],
-)
-def test_what_an_answer_must_not_do_is_refused(verifier: Verifier, attempts: list[str]) -> None:
-    assert verifier.reward(SUM, tried(*attempts)) == 0.0
+        ["fcntl.flock(open(os.__file__), fcntl.LOCK_EX)", "fcntl.lockf(open(os.__file__), fcntl.LOCK_SH)"],
+        ["select.epoll()", "os.eventfd(0)", "mmap.mmap(-1, 2 ** 21, flags=0x40022)", "os.pidfd_open(os.getpid())"],
+        ["fcntl.fcntl(os.pipe()[1], 1031, 2 ** 20)", "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)"],
+        ["socket.socketpair()[0].setsockopt(1, 7, 2 ** 22)", "socket.socketpair()[0].sendmsg([b'x'])"],
+        ["fcntl.fcntl(os.open(os.__file__, os.O_RDONLY), 1024, 0)", "os.mkfifo('/tmp/fifo')"],
+        [f"1 / (ctypes.CDLL(None).prctl({option}, 0, 0, 0, 0) == 0)" for option in (1, 4, 36)],
+    ]
+    for attempt in attempts
+]
+
+
+def test_forbidden_operations_are_refused(verifier: HostedVerifier) -> None:
+    run = verifier.run_program(tried(*FORBIDDEN) + "print('allowed:', *allowed)\n", "1 2")
+    said = run.output.decode().splitlines()[-1].split()
+    assert said == ["allowed:"], [FORBIDDEN[int(number)] for number in said[1:]]
+
+
+def test_the_kernel_refuses_every_call_that_is_not_allowed(verifier: HostedVerifier, isolation: Isolation) -> None:
+    """The unit tests interpret the filter. Here the kernel does: no call with one of these numbers is made."""
+    column = ["x86_64", "aarch64"].index(os.uname().machine)
+    allowed = syscall_rules.list_allowed_calls(has_namespaces=isolation is Isolation.NAMESPACES)
+    # Linux 6.14 filters neither of these two, which only a debugger's code uses: any other caller gets SIGILL.
+    left_out = allowed | {"uprobe", "uretprobe"}
+    refused = [numbers[column] for name, numbers in NUMBERS.items() if name not in left_out]
+    refused += [*range(470, 520)]
+    program = (
+        "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nfound = {}\n"
+        f"for number in {[number for number in refused if number is not None]}:\n"
+        "    result = libc.syscall(number, 0, 0, 0, 0, 0, 0)\n    found[number] = ctypes.get_errno() if result else 0\n"
+        "print(found)\n"
+    )
+    found = ast.literal_eval(verifier.run_program(program).output.decode())
+    names = {numbers[column]: name for name, numbers in NUMBERS.items()}
+    for number, error in found.items():
+        name = names.get(number, "")
+        if name in syscall_rules.SUCCEEDS:
+            assert error == 0, name
+        else:
+            is_absent = not name or name in syscall_rules.ABSENT
+            assert error == (errno.ENOSYS if is_absent else errno.EPERM), (name, number)
+
+
+FILLS_BUFFERS = """
+import fcntl, os, socket
+held = 0
+kept = []
+
+def grow(end, number):
+    for attempt in (lambda: fcntl.fcntl(number, 1031, 2 ** 20), lambda: end.setsockopt(1, 7, 2 ** 24)):
+        try:
+            attempt()
+        except (OSError, AttributeError):
+            pass
+
+def fill(number):
+    global held
+    os.set_blocking(number, False)
+    try:
+        while True:
+            held += os.write(number, bytes(65536))
+    except OSError:
+        pass
+
+try:
+    while True:
+        kept.append(socket.socketpair() if len(kept) % 3 else os.pipe())
+        for end in kept[-1]:
+            number = end if isinstance(end, int) else end.fileno()
+            grow(end, number)
+            fill(number)
+except OSError:
+    pass
+print(held)
+"""
+
+
+def test_buffers_in_the_kernel_are_bounded(verifier: HostedVerifier) -> None:
+    """One process used to hold 470 MiB in the buffers of sockets, beside its limit of memory."""
+    assert 2**20 < int(verifier.run_program(FILLS_BUFFERS).output) < 16 * 2**20
+
+
+USES = """
+import asyncio, os, random, signal, sqlite3, time
+async def one():
+    await asyncio.sleep(0.001)
+    return 1
+async def all_of_them():
+    return sum(await asyncio.gather(*(one() for _ in range(9))))
+assert asyncio.run(all_of_them()) == 9
+signal.signal(signal.SIGALRM, lambda *_: None)
+signal.setitimer(signal.ITIMER_REAL, 0.01)
+signal.pause()
+time.sleep(0.001)
+assert os.urandom(8) and os.cpu_count() and random.SystemRandom().random()
+assert sqlite3.connect(":memory:").execute("select 3").fetchall() == [(3,)]
+"""
+USES_WITH_NAMESPACES = """
+import concurrent.futures, mmap, os, shutil, subprocess, sys, tempfile
+with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    assert [*pool.map(abs, [-1, 2])] == [1, 2]
+assert subprocess.run([sys.executable, "-c", "print(3)"], stdout=-1).stdout == b"3\\n"
+if os.fork() == 0:
+    os._exit(0)
+os.wait()
+with tempfile.TemporaryDirectory() as folder:
+    with open(folder + "/a", "w+b") as file:
+        file.write(b"x" * 9999)
+        file.flush()
+        os.fsync(file.fileno())
+        with mmap.mmap(file.fileno(), 0) as memory:
+            memory[0] = 5
+            memory.flush()
+    os.chmod(folder + "/a", 0o600)
+    shutil.copy2(folder + "/a", folder + "/b")
+    os.rename(folder + "/b", folder + "/c")
+"""
+
+
+def test_what_answers_use_is_allowed(verifier: HostedVerifier, isolation: Isolation) -> None:
+    """A list of allowed calls that lacks one of these would fail right answers."""
+    uses = USES + (USES_WITH_NAMESPACES if isolation is Isolation.NAMESPACES else "")
+    assert verifier.run_program(f"import os\nos.dup2(1, 2)\n{uses}\nprint('done')\n").output == b"done\n"
 
 
 def test_a_socket_of_the_host_is_out_of_reach(verifier: Verifier, tmp_path: Path) -> None:
@@ -227,11 +355,11 @@ def test_a_socket_of_the_host_is_out_of_reach(verifier: Verifier, tmp_path: Path
                 attempts.append(f"socket.socket(socket.AF_UNIX, {kind.value}).connect({name!r})")
                 attempts.append(f"socket.socketpair(socket.AF_UNIX, {kind.value})[0].connect({name!r})")
                 attempts.append(f"socket.socketpair(socket.AF_UNIX, {kind.value})[0].sendto(b'x', {name!r})")
-        assert verifier.reward(SUM, tried(*attempts)) == 0.0
+        assert verifier.compute_reward(SUM, tried(*attempts)) == 0.0
 
 
-def test_the_kernel_sends_no_signal_for_an_answer(verifier: Verifier) -> None:
-    """F_SETOWN has descriptors send signals; to a process outside, it must be refused or find nobody."""
+def test_an_answer_cannot_make_the_kernel_signal_other_processes(verifier: Verifier) -> None:
+    """F_SETOWN makes descriptors send signals. For a process outside it must be refused or have no effect."""
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as victim:
         attack = (
             f"import fcntl, os, time\nr, w = os.pipe()\nfor end in (r, w):\n    for command, value in ((10, 9), (8, {victim.pid})):\n"
@@ -239,7 +367,7 @@ def test_the_kernel_sends_no_signal_for_an_answer(verifier: Verifier) -> None:
             "    fcntl.fcntl(end, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)\nos.write(w, b'x')\nos.read(r, 1)\ntime.sleep(0.2)\n"
         )
         try:
-            assert verifier.reward(SUM, attack + RIGHT) == 1.0
+            assert verifier.compute_reward(SUM, attack + RIGHT) == 1.0
             assert victim.poll() is None
         finally:
             victim.kill()
@@ -258,6 +386,10 @@ ATTACKS_AND_SOLVES = {
     "leaves a daemon behind": (
         "import os, time\ntry:\n    if os.fork() == 0:\n        os.setsid()\n        if os.fork() == 0:\n"
         "            while True:\n                time.sleep(1000)\n        os._exit(0)\nexcept OSError:\n    pass\n"
+    ),
+    "takes all processes": (
+        "import os, time\nmade = 0\ntry:\n    while True:\n        if os.fork() == 0:\n            time.sleep(1000)\n"
+        "        made += 1\nexcept OSError:\n    assert made < 4\n"
     ),
     "fills the disk": (
         "import os\nwritten = 0\ntry:\n    for number in range(1000):\n        with open(f'/tmp/"
@@ -280,8 +412,8 @@ ATTACKS_AND_SOLVES = {
 
 @pytest.mark.parametrize("name", ATTACKS_AND_SOLVES)
 def test_a_failed_attack_changes_no_verdict(verifier: Verifier, name: str) -> None:
-    assert verifier.reward(SUM, ATTACKS_AND_SOLVES[name] + RIGHT) == 1.0
-    assert verifier.reward(SUM, ATTACKS_AND_SOLVES[name] + "print(4)\n") == 0.0
+    assert verifier.compute_reward(SUM, ATTACKS_AND_SOLVES[name] + RIGHT) == 1.0
+    assert verifier.compute_reward(SUM, ATTACKS_AND_SOLVES[name] + "print(4)\n") == 0.0
 
 
 LIES = {
@@ -339,7 +471,7 @@ ISOLATION_OF_KINDS = [
     ("asserts", Isolation.LANDLOCK),
     ("asserts at once", Isolation.NAMESPACES),
 ]
-"""What an answer says to its judge is the same in both; so each kind of tests, and each isolation, is tried once."""
+"""The protocol is the same in both isolations, so each kind of tests and each isolation is tried only once."""
 
 
 FRAMES = {
@@ -364,48 +496,51 @@ FRAMES = {
     "integers of one hash": '{"result": {"set": [' + ", ".join(f'{{"int": "{number * (2**61 - 1):#x}"}}' for number in range(9000)) + "]}}",
     "keys of one hash": '{"result": {"dict": [' + ", ".join(f'[{{"int": "{number * (2**61 - 1):#x}"}}, 0]' for number in range(8000)) + "]}}",
 }  # fmt: skip
-"""What an answer sends in the place of a result. Two of them take quadratic time where they are hashed."""
+"""Frames that an answer sends instead of a result. Two of them would take quadratic time to hash."""
 
 
-@pytest.mark.parametrize("isolation", [Isolation.NAMESPACES], indirect=True)  # it is the judge that is attacked
+@pytest.mark.parametrize(
+    "isolation", [Isolation.NAMESPACES], indirect=True
+)  # the attack is on the judge, not on the sandbox
 @pytest.mark.parametrize("tests", [ADD, ASSERTS], ids=["calls", "asserts"])
 @pytest.mark.parametrize("name", FRAMES)
-def test_a_frame_of_the_answers_own_is_wrong(verifier: Verifier, tests: str, name: str) -> None:
-    """A frame `[]` raised a TypeError in the worker, and a set of integers of one hash held it past every limit."""
+def test_a_forged_frame_is_wrong(verifier: Verifier, tests: str, name: str) -> None:
+    """A frame `[]` used to raise a TypeError in the worker, and a set of equal hashes kept it busy past every limit."""
     frame = FRAMES[name]
     answer = (
         f"import os, struct\nframe = {frame!r}.encode()\nframe = memoryview(struct.pack('!I', len(frame)) + frame)\n"
         "def add(a, b):\n    sent = 0\n    while sent < len(frame):\n        sent += os.write(3, frame[sent:])\n    return 4\n"
     )
-    assert verifier.reward(tests, answer) == 0.0
+    assert verifier.compute_reward(tests, answer) == 0.0
 
 
 @pytest.mark.parametrize("name", LIES)
 @pytest.mark.parametrize(("kind", "isolation"), ISOLATION_OF_KINDS, indirect=["isolation"])
 def test_a_function_that_lies_is_wrong(verifier: Verifier, name: str, kind: str) -> None:
-    assert verifier.reward(KINDS_OF_TESTS[kind], LIES[name]) == 0.0
+    assert verifier.compute_reward(KINDS_OF_TESTS[kind], LIES[name]) == 0.0
 
 
 @pytest.mark.parametrize("name", ENDLESS_LIES)
 @pytest.mark.parametrize(("kind", "isolation"), ISOLATION_OF_KINDS, indirect=["isolation"])
-def test_a_function_that_does_not_return_is_wrong(hurried: Code, name: str, kind: str) -> None:
-    assert hurried.reward(KINDS_OF_TESTS[kind], ENDLESS_LIES[name]) == 0.0
+def test_a_function_that_does_not_return_is_wrong(hurried: HostedVerifier, name: str, kind: str) -> None:
+    assert hurried.compute_reward(KINDS_OF_TESTS[kind], ENDLESS_LIES[name]) == 0.0
 
 
 @pytest.mark.parametrize("end", ["os._exit(0)", "ctypes.string_at(0)"], ids=["exits", "crashes"])
-def test_an_answer_that_ends_is_judged_at_once(verifier: Code, end: str) -> None:
-    """With namespaces a process of ours held its descriptors, so that its judge waited until the time was up."""
+def test_an_answer_that_exits_is_graded_at_once(verifier: HostedVerifier, end: str) -> None:
+    """With namespaces, a helper process kept the descriptors open, so the judge waited until the time was up."""
     answer = f"import ctypes, os\ndef add(a, b): {end}\n"
     assert verifier.grade(ADD, answer, {}).reason == "its process ended, or sent no reply"
     assert verifier.grade(ASSERTS, answer, {}).reason == "fails a test"
 
 
-def test_an_answer_that_went_away_does_not_pass_tests_that_expect_errors(verifier: Verifier) -> None:
+def test_an_answer_that_exits_does_not_pass_tests_that_expect_errors(verifier: Verifier) -> None:
     tests = "try:\n    add(1, None)\nexcept Exception:\n    pass\nelse:\n    assert False\n"
-    assert verifier.reward(tests, "def add(a, b): return a + b\n") == 1.0
-    assert verifier.reward(tests, "import os\ndef add(a, b): os._exit(0)\n") == 0.0
+    assert verifier.compute_reward(tests, "def add(a, b): return a + b\n") == 1.0
+    assert verifier.compute_reward(tests, "import os\ndef add(a, b): os._exit(0)\n") == 0.0
     assert (
-        verifier.reward(tests.replace("Exception", "BaseException"), "import os\ndef add(a, b): os._exit(0)\n") == 0.0
+        verifier.compute_reward(tests.replace("Exception", "BaseException"), "import os\ndef add(a, b): os._exit(0)\n")
+        == 0.0
     )
 
 
@@ -416,7 +551,7 @@ def test_an_answer_that_went_away_does_not_pass_tests_that_expect_errors(verifie
         "expected = {7: 918273645, 8: 918273646}\nfor given in expected:\n    assert secret(given) == expected[given]\n",
     ],
 )
-def test_what_is_expected_is_not_in_the_memory_of_an_answer(verifier: Verifier, tests: str) -> None:
+def test_expected_results_are_not_in_the_answers_memory(verifier: Verifier, tests: str) -> None:
     search = (
         "import gc, sys\ndef secret(given):\n    seen = [sys._getframe(1).f_globals, sys._getframe(1).f_locals]\n"
         "    seen += [sys._getframe(2).f_globals, sys._getframe(2).f_locals]\n"
@@ -426,27 +561,81 @@ def test_what_is_expected_is_not_in_the_memory_of_an_answer(verifier: Verifier, 
         "                    return found - found % 10 + given - 2\n    return 0\n"
     )
     solve = "def secret(given):\n    return 918273640 + given - 2\n"
-    assert verifier.reward(tests, solve) == 1.0
-    assert verifier.reward(tests, search + f"kept = [{918273645}]\n") == 1.0, "what is there, the search finds"
-    assert verifier.reward(tests, search) == 0.0
+    assert verifier.compute_reward(tests, solve) == 1.0
+    assert verifier.compute_reward(tests, search + f"kept = [{918273645}]\n") == 1.0, "what is there, the search finds"
+    assert verifier.compute_reward(tests, search) == 0.0
 
 
 def test_an_answer_sees_neither_the_tests_nor_other_answers(verifier: Verifier) -> None:
-    """What one answer leaves in its scratch folder or in shared memory, the next does not find."""
+    """Files that one answer leaves in its scratch folder or in shared memory are gone for the next one."""
     write = "try:\n    open('/tmp/note', 'w').write('x')\nexcept OSError:\n    pass\n"
-    assert verifier.reward(SUM, write + RIGHT) == 1.0
-    assert verifier.reward(SUM, tried("open('/tmp/note').read()")) == 0.0
+    assert verifier.compute_reward(SUM, write + RIGHT) == 1.0
+    assert verifier.compute_reward(SUM, tried("open('/tmp/note').read()")) == 0.0
 
 
-def test_a_worker_that_is_killed_takes_its_answers_with_it() -> None:
+UNDOES_EVERY_TIE = """
+import ctypes, os, resource, signal, time
+libc = ctypes.CDLL(None)
+
+def attempt(function, *arguments):
+    try:
+        return function(*arguments)
+    except (OSError, ValueError):
+        return None
+
+def undo_ties():
+    for option, value in ((1, 0), (1, signal.SIGCONT), (4, 1), (36, 1), (38, 0)):
+        libc.prctl(option, value, 0, 0, 0)
+    attempt(os.setsid)
+    attempt(os.setpgid, 0, 0)
+    for user in (0, 1, 65534):
+        attempt(os.setresuid, user, user, user)
+    for signum in signal.valid_signals():
+        attempt(signal.signal, signum, signal.SIG_IGN)
+    attempt(signal.pthread_sigmask, signal.SIG_BLOCK, signal.valid_signals())
+    for pid in {1, os.getppid()} - {os.getpid()}:
+        attempt(os.sched_setaffinity, pid, {0})
+        attempt(os.sched_setscheduler, pid, os.SCHED_IDLE, os.sched_param(0))
+        attempt(os.setpriority, os.PRIO_PROCESS, pid, 19)
+        attempt(resource.prlimit, pid, resource.RLIMIT_CPU, (1, 1))
+        attempt(os.setpgid, pid, 0)
+
+def signal_guardian():
+    for pid in {1, os.getppid()} - {os.getpid()}:
+        for signum in range(1, 65):
+            attempt(os.kill, pid, signum)
+
+undo_ties()
+signal_guardian()
+libc.syscall(56 if os.uname().machine == "x86_64" else 220, 0x8011, 0, 0, 0, 0)  # with the guardian as its parent
+if attempt(os.fork) == 0:
+    undo_ties()
+    attempt(os.fork)
+    undo_ties()
+for number in range(3, 64):
+    attempt(os.close, number)
+for number in (0, 1, 2):
+    attempt(os.dup2, attempt(os.open, "/dev/null", os.O_RDONLY) or 0, number)
+attempt(os.execv, "/nowhere", ["x"])
+libc.prctl(15, b"untied", 0, 0, 0)
+while True:
+    time.sleep(1)
+"""
+
+
+def test_killing_a_worker_ends_programs_that_undo_every_tie() -> None:
+    """With Landlock, a program that had cleared its parent-death signal used to outlive its worker."""
     program = (
-        "import os\nfrom specrl.rewards import verifier_for\nfrom specrl.spec.data import CodeVerifier, Isolation, Rewards\n"
-        "for isolation in Isolation:\n    if os.fork() == 0:\n"
-        "        verifier = verifier_for(Rewards(code=CodeVerifier(wall_s=3600, isolation=isolation)))\n"
-        f"        verifier.reward({SUM!r}, 'import time\\ntime.sleep(3600)')\n"
+        "import os, sys\nfrom specrl.rewards.choice import verifier_for\n"
+        "from specrl.spec.data import CodeVerifier, Isolation, Rewards\n"
+        "for isolation in (Isolation.NAMESPACES, Isolation.LANDLOCK):\n    if os.fork() == 0:\n"
+        "        verifier = verifier_for(Rewards(code=CodeVerifier(cpu_s=60, wall_s=3600, isolation=isolation)))\n"
+        f"        verifier.compute_reward({SUM!r}, sys.argv[1])\n        os._exit(0)\n"
         "print('started', flush=True)\nos.wait()\nos.wait()\n"
     )
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", program, UNDOES_EVERY_TIE], stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "started\n"
@@ -454,16 +643,21 @@ def test_a_worker_that_is_killed_takes_its_answers_with_it() -> None:
             assert len(workers) == 2
             for worker in workers:
                 below: list[psutil.Process] = []
-                while sum(1 for one in below if "program.py" in " ".join(one.cmdline())) < 1:  # the answer itself
-                    assert worker.is_running()
+                while not any(name_of(one) == "untied" for one in below):
+                    assert worker.status() != psutil.STATUS_ZOMBIE
                     time.sleep(0.05)
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        below = worker.children(recursive=True)
+                    below = worker.children(recursive=True)
                 worker.kill()
                 _, alive = psutil.wait_procs(below, timeout=300)
                 assert not [left for left in alive if left.status() != psutil.STATUS_ZOMBIE]
         finally:
             process.kill()
+
+
+def name_of(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return str(process.name())
+    return ""
 
 
 ANSWERS = {
@@ -488,14 +682,14 @@ ENDLESS_TESTS = "while True: pass\nassert add(1, 2) == 3"
         ("def never_called(): return add(1, 2)", "never use"),
     ],
 )
-def test_tests_that_cannot_judge_any_answer_are_no_verdict(
-    verifier: Code, hurried: Code, tests: str, said: str
+def test_tests_that_cannot_test_any_answer_leave_it_ungraded(
+    verifier: HostedVerifier, hurried: HostedVerifier, tests: str, said: str
 ) -> None:
-    """They are loaded without an answer, so that no answer has a part in it."""
+    """Tests are loaded without an answer, so no answer can cause the failure."""
     judge = hurried if tests == ENDLESS_TESTS else verifier
     for answer in ANSWERS.values():
         with pytest.raises(Ungraded, match=said):
-            judge.reward(tests, answer)
+            judge.compute_reward(tests, answer)
     with pytest.raises(VerifierFailed, match=said):
         judge.try_reference(tests, None)
 
@@ -510,28 +704,30 @@ def test_tests_that_cannot_judge_any_answer_are_no_verdict(
         (SUM, "print(3)"),
     ],
 )
-def test_a_solution_that_fails_its_tests_is_found_before_the_run(verifier: Code, tests: str, answer: str) -> None:
-    """What tests do once they have the answer is the answer's doing; the data's own solution shows their faults."""
+def test_a_solution_that_fails_its_tests_is_found_before_the_run(
+    verifier: HostedVerifier, tests: str, answer: str
+) -> None:
+    """Failures of tests that run with an answer count against it. Only the data set's own solution reveals bad tests."""
     verifier.try_reference(tests, None)
-    assert verifier.reward(tests, answer) == 0.0
+    assert verifier.compute_reward(tests, answer) == 0.0
     with pytest.raises(VerifierFailed, match=r"the data's own solution must pass its tests, got: .+; correct the data"):
         verifier.try_reference(tests, answer)
 
 
-def test_tests_that_do_not_end_with_the_datas_solution_are_found_before_the_run(hurried: Code) -> None:
+def test_tests_that_hang_with_the_data_sets_solution_are_found_before_the_run(hurried: HostedVerifier) -> None:
     tests = "add(1, 2)\nwhile True: pass"
     hurried.try_reference(tests, None)
     with pytest.raises(VerifierFailed, match=r"the data's own solution must pass its tests, got: .+; correct the data"):
         hurried.try_reference(tests, "def add(a, b): return 3")  # its verdict is 0, or it would pass
 
 
-def test_a_solution_that_passes_its_tests_is_fine(verifier: Code) -> None:
+def test_a_solution_that_passes_its_tests_is_accepted(verifier: HostedVerifier) -> None:
     for tests, answer in [(ASSERTS, ANSWERS["right"]), (ADD, ANSWERS["right"]), (SUM, RIGHT)]:
         verifier.try_reference(tests, answer)
 
 
 def test_tests_may_use_objects_of_the_answers_classes(verifier: Verifier) -> None:
-    """Their methods and plain attributes. Operators are Python's own: an answer's `__eq__` would be a verdict."""
+    """Tests may use methods and plain attributes. Operators are Python's own: an answer's `__eq__` would decide tests."""
     tests = (
         "stack = Stack(2)\nstack.push(3)\nassert stack.pop() == 3\nassert stack.size == 0\n"
         "try:\n    stack.pop()\nexcept IndexError:\n    pass\nelse:\n    assert False\n"
@@ -540,11 +736,11 @@ def test_tests_may_use_objects_of_the_answers_classes(verifier: Verifier) -> Non
         "class Stack:\n    def __init__(self, most): self.held = []\n    def push(self, x): self.held.append(x)\n"
         "    def pop(self): return self.held.pop()\n    @property\n    def size(self): return len(self.held)\n"
     )
-    assert verifier.reward(tests, right) == 1.0
-    assert verifier.reward(tests, right.replace("held.pop()", "held.pop() + 1")) == 0.0
-    assert verifier.reward(tests, "def Stack(most): return most") == 0.0
+    assert verifier.compute_reward(tests, right) == 1.0
+    assert verifier.compute_reward(tests, right.replace("held.pop()", "held.pop() + 1")) == 0.0
+    assert verifier.compute_reward(tests, "def Stack(most): return most") == 0.0
     lies = "class Stack:\n    def __init__(self, most): pass\n    def __getattr__(self, name): return self\n    __call__ = __init__\n    def __eq__(self, other): return True\n"
-    assert verifier.reward(tests, lies) == 0.0
+    assert verifier.compute_reward(tests, lies) == 0.0
 
 
 def test_a_machine_without_user_namespaces_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -555,7 +751,7 @@ def test_a_machine_without_user_namespaces_is_refused_before_the_run(monkeypatch
 
     monkeypatch.setattr(kernel, "unshare", refuse)
     with pytest.raises(SpecInvalid, match=r"rewards.code.isolation: must be possible .* unshare.*isolation: Landlock"):
-        a_verifier(Isolation.NAMESPACES).ready()
+        a_verifier(Isolation.NAMESPACES).prepare_worker()
 
 
 @pytest.mark.parametrize(
@@ -567,38 +763,37 @@ def test_a_machine_without_user_namespaces_is_refused_before_the_run(monkeypatch
     ],
 )
 def test_a_trial_that_does_not_end_is_not_reported_as_a_missing_permission(
-    hurried: Code, monkeypatch: pytest.MonkeyPatch, probe: str, trial_s: int, said: str
+    hurried: HostedVerifier, probe: str, trial_s: int, said: str
 ) -> None:
-    monkeypatch.setattr(machine_check, "_TRIAL_S", trial_s)
-    monkeypatch.setattr(machine_check, "_PROBE", probe)
+    hurried = hurried.with_settings(machine_check___TRIAL_S=trial_s, machine_check___PROBE=probe)
     with pytest.raises(SpecInvalid, match=r"rewards\.code: must run a trial program .*less busy") as caught:
-        hurried.ready()
+        hurried.prepare_worker()
     assert re.search(f"got {said}", str(caught.value))
     assert "permit" not in str(caught.value)
 
 
-def test_a_trial_has_more_time_than_an_answer(verifier: Code, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine may take longer to start Python than an answer may take at all."""
-    monkeypatch.setattr(machine_check, "_PROBE", "import time\ntime.sleep(2)\nprint('confined', end='')")
-    replace(verifier, sandbox=replace(verifier.sandbox, wall_s=1)).ready()
+def test_a_trial_has_more_time_than_an_answer(verifier: HostedVerifier) -> None:
+    """On a loaded machine, starting Python may take longer than the limit of an answer."""
+    probe = "import time\ntime.sleep(2)\nprint('confined', end='')"
+    verifier.with_limits(wall_s=1).with_settings(machine_check___PROBE=probe).prepare_worker()
 
 
-def test_a_sandbox_that_cannot_start_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sandbox_that_cannot_start_leaves_the_answer_ungraded(monkeypatch: pytest.MonkeyPatch) -> None:
     from specrl.rewards.sandbox import seccomp
 
     def refuse(**_: object) -> None:
         raise OSError(22, "seccomp: Invalid argument")
 
-    monkeypatch.setattr(seccomp, "install", refuse)
-    for isolation in Isolation:
+    monkeypatch.setattr(seccomp, "install_filter", refuse)
+    for isolation in (Isolation.NAMESPACES, Isolation.LANDLOCK):
         for tests in (SUM, ADD, ASSERTS):
             with pytest.raises(Ungraded, match=r"the sandbox must start, got .*seccomp"):
-                a_verifier(isolation).reward(tests, "def add(a, b): return a + b\n" + RIGHT)
+                a_verifier(isolation).compute_reward(tests, "def add(a, b): return a + b\n" + RIGHT)
 
 
 ONE_SUM = json.dumps({"inputs": ["1 2\n"], "outputs": ["3\n"]})
 WAITED_S = 3
-"""The limit in the next two tests. An answer that has waited longer is over it, unless its waits are taken off."""
+"""The limit in the next two tests. An answer that waits longer would exceed it if waits counted."""
 
 
 @pytest.mark.parametrize(
@@ -607,32 +802,36 @@ WAITED_S = 3
     indirect=["isolation"],
     ids=["program", "calls", "asserts"],
 )
-def test_an_answer_that_waits_for_a_processor_is_given_its_time(hurried: Code, tests: str) -> None:
-    """A machine that is busy must not make a right answer a wrong one. Its state when the time was up decided that."""
-    patient = replace(hurried.sandbox, wall_s=WAITED_S, limits=replace(hurried.sandbox.limits, cpu_s=60))
+def test_time_that_an_answer_waits_for_a_processor_does_not_count(
+    hurried: HostedVerifier, process: SmallProcess, tests: str
+) -> None:
+    """A loaded machine used to make right answers wrong, depending on its load when the time was up."""
+    patient = hurried.with_limits(wall_s=WAITED_S, cpu_s=60)
     solution = RIGHT if tests == ONE_SUM else ANSWERS["right"]
-    with hogs(7):
-        assert replace(hurried, sandbox=patient).reward(tests, WAITS.format(seconds=1.05 * WAITED_S) + solution) == 1.0
+    with occupy_processor(7, beside=process.pid):
+        assert patient.compute_reward(tests, WAIT_FOR_PROCESSOR.format(seconds=1.05 * WAITED_S) + solution) == 1.0
 
 
 @pytest.mark.parametrize(
     ("isolation", "tests"), [(Isolation.NAMESPACES, SUM), (Isolation.LANDLOCK, ADD)], indirect=["isolation"]
 )
-def test_an_answer_that_hardly_gets_a_processor_is_no_verdict(
-    hurried: Code, monkeypatch: pytest.MonkeyPatch, tests: str
+def test_an_answer_that_hardly_gets_a_processor_is_ungraded(
+    hurried: HostedVerifier, process: SmallProcess, tests: str
 ) -> None:
-    """At most MOST_WAITING times the limit is added. Past that nobody knows what the answer is worth."""
-    monkeypatch.setattr(time_limit, "MOST_WAITING", 0.5)
-    quick = replace(hurried, sandbox=replace(hurried.sandbox, wall_s=WAITED_S))
-    with hogs(7), pytest.raises(Ungraded, match=r"waited \d+ s for one; the machine is too busy"):
-        quick.reward(tests, "while True:\n    pass\n")
+    """Waits add at most MAX_WAITING times the limit. Beyond that, the verdict would be a guess."""
+    quick = hurried.with_limits(wall_s=WAITED_S).with_settings(time_limit__MAX_WAITING=0.5)
+    with (
+        occupy_processor(7, beside=process.pid),
+        pytest.raises(Ungraded, match=r"got \d+ s of waiting for one; the machine is too busy"),
+    ):
+        quick.compute_reward(tests, "while True:\n    pass\n")
 
 
-def test_an_answer_may_not_make_itself_wait(verifier: Verifier) -> None:
-    """With a lower priority, or on a processor that is busy, it would be given time that others seem to take."""
+def test_an_answer_cannot_extend_its_time_by_waiting(verifier: Verifier) -> None:
+    """With a lower priority or on a busy processor, an answer would get extra time for waits that it caused itself."""
     attempts = [
         "os.nice(5)",
         "os.sched_setaffinity(0, {0})",
         "os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))",
     ]
-    assert verifier.reward(SUM, tried(*attempts)) == 0.0
+    assert verifier.compute_reward(SUM, tried(*attempts)) == 0.0

@@ -1,16 +1,19 @@
-"""Programs as models write them, judged by tests as published data sets have them: real sandbox, both isolations."""
+"""Programs as models write them are graded by tests of published formats, in the real sandbox and both isolations."""
 
 # ruff: noqa: E501 - a completion is read best on one line
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
 import pytest
 from tests.requirements import SANDBOX
+from tests.small_process import HostedVerifier, SmallProcess
 
 from specrl.errors import SpecInvalid
 from specrl.rewards.code import Code
+from specrl.rewards.code.sandbox_runner import SandboxOptions
 from specrl.spec.data import CodeVerifier, Isolation
 
 SUM = json.dumps({"inputs": ["1 2\n", "30 4\n"], "outputs": ["3\n", "34\n"]})
@@ -21,12 +24,21 @@ FUNCTION = "def add(a, b):\n    return a + b\n"
 METHOD = "class Solution:\n    def add(self, a: int, b: int) -> int:\n        return a + b\n"
 
 
-@pytest.fixture(scope="module", params=list(Isolation))
-def judge(request: pytest.FixtureRequest) -> Code:
+@pytest.fixture(scope="module")
+def process() -> Iterator[SmallProcess]:
+    """The process that grades."""
+    found = SmallProcess()
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module", params=[Isolation.NAMESPACES, Isolation.LANDLOCK])
+def judge(request: pytest.FixtureRequest, process: SmallProcess) -> HostedVerifier:
     limits = {"isolation": request.param, "cpu_s": 3, "wall_s": 6, "memory_mib": 512, "output_kib": 256}
-    found = Code.of(CodeVerifier.model_validate(limits))
+    sandbox = SandboxOptions.from_section(CodeVerifier.model_validate(limits), "rewards.code")
+    found = HostedVerifier(Code(sandbox), process)
     try:
-        found.ready()
+        found.prepare_worker()
     except SpecInvalid as error:
         SANDBOX.skip(f"{request.param}: {error}")
     return found
@@ -69,9 +81,11 @@ def fenced(*blocks: str, language: str = "python") -> str:
         (ASSERTS, fenced(FUNCTION)[: -len("\n```")]),
     ],
 )  # fmt: skip
-def test_the_program_is_the_last_block_that_does_what_the_tests_need(judge: Code, tests: str, completion: str) -> None:
-    """The last block of Python was judged: its output, an example of its use, or a test of it (c10)."""
-    assert judge.reward(tests, completion) == 1.0
+def test_the_program_is_the_last_block_that_does_what_the_tests_need(
+    judge: HostedVerifier, tests: str, completion: str
+) -> None:
+    """The last Python block used to be graded, even if it was the program's output, an example or a test."""
+    assert judge.compute_reward(tests, completion) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -84,12 +98,12 @@ def test_the_program_is_the_last_block_that_does_what_the_tests_need(judge: Code
         (ADD, fenced("gcd = 3", "print(gcd)")),
     ],
 )
-def test_a_later_program_takes_an_earlier_ones_place(judge: Code, tests: str, completion: str) -> None:
-    assert judge.reward(tests, completion) == 0.0
+def test_a_later_program_replaces_an_earlier_one(judge: HostedVerifier, tests: str, completion: str) -> None:
+    assert judge.compute_reward(tests, completion) == 0.0
 
 
-def test_choosing_among_hostile_blocks_ends_and_takes_the_last(judge: Code) -> None:
-    """Blocks are parsed in the sandbox: a parser may take any time and memory on text that is made for it."""
+def test_choosing_among_hostile_blocks_ends_and_takes_the_last(judge: HostedVerifier) -> None:
+    """Blocks are parsed in the sandbox, since hostile text can make the parser use any time and memory."""
     hostile = [
         "(" * 10**5,
         "-" * 10**5 + "1",
@@ -99,18 +113,18 @@ def test_choosing_among_hostile_blocks_ends_and_takes_the_last(judge: Code) -> N
         "f'{" * 200,
         "a = " * 10**4,
     ]
-    assert judge.reward(SUM, fenced(*hostile, PROGRAM)) == 1.0
-    assert judge.reward(SUM, fenced(PROGRAM, *hostile)) in (0.0, 1.0)
+    assert judge.compute_reward(SUM, fenced(*hostile, PROGRAM)) == 1.0
+    assert judge.compute_reward(SUM, fenced(PROGRAM, *hostile)) in (0.0, 1.0)
 
 
 @pytest.mark.parametrize(
     "ending", ["exit()", "exit(0)", "quit()", "quit(0)", "sys.exit()", "raise SystemExit", "os._exit(0)"]
 )
-def test_a_program_may_end_as_at_a_prompt(judge: Code, ending: str) -> None:
-    """The sandbox leaves out Python's `site`, which adds `exit` and `quit` (c11)."""
+def test_a_program_may_call_exit_and_quit(judge: HostedVerifier, ending: str) -> None:
+    """The sandbox starts Python without `site`, which would define `exit` and `quit`."""
     program = f"import os, sys\nn = int(input())\nif n % 2:\n    print('odd', flush=True)\n    {ending}\nprint('even', flush=True)"
     tests = json.dumps({"inputs": ["3\n", "4\n"], "outputs": ["odd", "even"]})
-    assert judge.reward(tests, program) == 1.0
+    assert judge.compute_reward(tests, program) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -133,14 +147,14 @@ def test_a_program_may_end_as_at_a_prompt(judge: Code, ending: str) -> None:
         "copyright, credits, license, help\nprint(sum(map(int, input().split())))",
     ],
 )  # fmt: skip
-def test_a_program_may_take_for_granted_what_public_judges_do(judge: Code, program: str) -> None:
-    assert judge.reward(SUM, fenced(program)) == 1.0
+def test_names_that_public_judges_import_are_available(judge: HostedVerifier, program: str) -> None:
+    assert judge.compute_reward(SUM, fenced(program)) == 1.0
 
 
-def test_a_program_may_run_in_a_thread_with_a_large_stack(judge: Code) -> None:
+def test_a_program_may_run_in_a_thread_with_a_large_stack(judge: HostedVerifier) -> None:
     program = "import threading\nthreading.stack_size(2 ** 27)\ndef main():\n    print(sum(map(int, input().split())))\nthread = threading.Thread(target=main)\nthread.start()\nthread.join()"
-    expected = 1.0 if judge.sandbox.limits.isolation is Isolation.NAMESPACES else 0.0  # Landlock has no threads
-    assert judge.reward(SUM, program) == expected
+    expected = 1.0 if judge.code.sandbox.limits.isolation is Isolation.NAMESPACES else 0.0  # Landlock has no threads
+    assert judge.compute_reward(SUM, program) == expected
 
 
 @pytest.mark.parametrize(
@@ -163,12 +177,12 @@ def test_a_program_may_run_in_a_thread_with_a_large_stack(judge: Code) -> None:
         ("class TestF:\n    def test_f(self): assert f(1) == 2\n", "def f(x):\n    return x + 1"),
     ],
 )  # fmt: skip
-def test_functions_are_called_as_published_data_sets_assume(judge: Code, tests: object, answer: str) -> None:
+def test_functions_are_called_as_published_data_sets_assume(judge: HostedVerifier, tests: object, answer: str) -> None:
     reference = tests if isinstance(tests, str) else json.dumps(tests)
     judge.try_reference(reference, fenced(answer))
-    assert judge.reward(reference, fenced(answer)) == 1.0
+    assert judge.compute_reward(reference, fenced(answer)) == 1.0
     wrong = answer.replace("return ", "return not ")
-    assert judge.reward(reference, fenced(wrong)) == 0.0, "the tests are called"
+    assert judge.compute_reward(reference, fenced(wrong)) == 0.0, "the tests are called"
 
 
 @pytest.mark.parametrize(
@@ -184,5 +198,5 @@ def test_functions_are_called_as_published_data_sets_assume(judge: Code, tests: 
         ({"fn_name": "f", "inputs": [[1]], "outputs": [{"1": 5}]}, "def f(x):\n    return {1: 7, '1': 5}"),
     ],
 )  # fmt: skip
-def test_what_is_almost_right_is_wrong(judge: Code, tests: object, answer: str) -> None:
-    assert judge.reward(tests if isinstance(tests, str) else json.dumps(tests), fenced(answer)) == 0.0
+def test_an_almost_right_program_is_wrong(judge: HostedVerifier, tests: object, answer: str) -> None:
+    assert judge.compute_reward(tests if isinstance(tests, str) else json.dumps(tests), fenced(answer)) == 0.0

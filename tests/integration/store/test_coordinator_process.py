@@ -1,4 +1,4 @@
-"""The coordinator as a process: it waits for its store at the start, says so while it is away, and can be stopped."""
+"""The coordinator process waits for its store at the start, reports an outage, and can be stopped meanwhile."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from specrl.launcher.run_directory import RunDirectory
 from specrl.spec import parse_spec
 
 pytestmark = needs_redis
-PATIENCE_S = 120.0  # a busy machine is slow, not wrong
+PATIENCE_S = 120.0  # generous, because the machine may be busy
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def directory(tmp_path: Path, server: RedisProcess) -> RunDirectory:
     a_model_folder(tmp_path / "model")
     where = {"redis": {"addresses": [server.address], "timeoutS": 1, "password": {"environment": "STORE_PASSWORD"}}}
     spec = parse_spec(a_run(tmp_path, store=where, telemetry={"heartbeatS": 1}))
-    return run_directory.create(tmp_path / "runs", spec)
+    return run_directory.create_run(tmp_path / "runs", spec)
 
 
 def start(directory: RunDirectory) -> subprocess.Popen[str]:
@@ -65,9 +65,7 @@ def ready(directory: RunDirectory) -> tuple[int, str]:
     return answer.status_code, answer.json()["detail"]
 
 
-def test_a_coordinator_shows_that_its_store_is_away_and_takes_it_up_again(
-    directory: RunDirectory, server: RedisProcess
-) -> None:
+def test_a_coordinator_reports_a_lost_store_and_recovers(directory: RunDirectory, server: RedisProcess) -> None:
     process = start(directory)
     try:
         until(directory.endpoints_file.exists, process)
@@ -83,13 +81,11 @@ def test_a_coordinator_shows_that_its_store_is_away_and_takes_it_up_again(
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, output
-    assert output.count("store_lost") == 2, "once for each time, not for each attempt"
+    assert output.count("store_lost") == 2, "once per outage, not per attempt"
     assert "secret" not in output.replace("store_lost", "")
 
 
-def test_a_coordinator_whose_store_is_not_there_yet_waits_and_can_be_stopped(
-    directory: RunDirectory, server: RedisProcess
-) -> None:
+def test_a_coordinator_waits_for_its_store_and_can_be_stopped(directory: RunDirectory, server: RedisProcess) -> None:
     server.kill()
     process = start(directory)
     lines: list[str] = []
@@ -103,11 +99,9 @@ def test_a_coordinator_whose_store_is_not_there_yet_waits_and_can_be_stopped(
     assert not directory.endpoints_file.exists()
 
 
-def test_a_coordinator_with_the_wrong_password_ends_at_once_and_needs_its_user(
-    directory: RunDirectory, server: RedisProcess
-) -> None:
+def test_a_coordinator_with_the_wrong_password_fails_at_once(directory: RunDirectory, server: RedisProcess) -> None:
     with server.client(password="secret") as admin:
         admin.config_set("requirepass", "another")
     process = start(directory)
     output, _ = process.communicate(timeout=PATIENCE_S)
-    assert (process.returncode, "check username and password" in output) == (2, True), output
+    assert (process.returncode, "username and password must be accepted" in output) == (2, True), output

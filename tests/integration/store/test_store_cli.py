@@ -1,4 +1,4 @@
-"""`specrl store`: what a run keeps can be seen, copied out and deleted, wherever it is kept."""
+"""`specrl store` inspects, exports and resets the state of a run, in SQLite and in Redis."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from tests.redis_servers import RedisProcess, needs_redis
 from tests.run_files import a_model_folder, a_run, a_run_file
-from tests.store_crashes import content
+from tests.store_crashes import read_contents
 from typer.testing import CliRunner, Result
 
 from specrl.cli import app
-from specrl.coordinator.store import Store, StoredRollout, claim_for, open_store, read_store
+from specrl.coordinator.ledger import Store, StoredRollout, make_claim, open_store, open_store_reader
 from specrl.errors import StoreFailed, StoreInvalid
 from specrl.launcher import run_directory
 from specrl.launcher.run_directory import RunDirectory
@@ -49,17 +49,19 @@ def a_rollout(text: str) -> Rollout:
 def directory(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[RunDirectory]:
-    """A run's folder in which, or in Redis under whose name, two steps' worth of state lies."""
+    """Make a run's folder with the state of two steps, in SQLite or in Redis."""
     monkeypatch.chdir(tmp_path)
     where: dict[str, Any] = {"sqlite": {}}
     server = None
     if request.param == "redis":
         server = RedisProcess(tmp_path / "redis")
         where = {"redis": {"addresses": [server.address]}}
-    made = run_directory.create(tmp_path / "runs", parse_spec(a_run(tmp_path, store=where)))
+    made = run_directory.create_run(tmp_path / "runs", parse_spec(a_run(tmp_path, store=where)))
     with closing(opened(made)) as store:
         batch = Batch(1, (TrainRollout((5,), a_rollout("trained"), 0.5),))
-        store.put_batch(1, wire.batch_to_bytes(batch))
+        trained = wire.graded_to_bytes(GradedRollout(a_rollout("trained"), VERDICT))
+        store.put_rollouts([StoredRollout(1, 0, 0, 0, trained)])
+        store.put_batch(1, wire.batch_to_outline(batch), [0])
         store.finish_step(1, {"step": 1, "reward": 0.5, "failed": {"000001-00002": "the verifier hung"}})
         graded = wire.graded_to_bytes(GradedRollout(a_rollout("die Lösung ist 18"), VERDICT))
         store.put_rollouts([StoredRollout(2, 1, 0, 3, graded), StoredRollout(2, 1, 1, 0, graded)])
@@ -70,15 +72,15 @@ def directory(
 
 
 def opened(directory: RunDirectory) -> Store:
-    return open_store(load_spec(directory.run_file), directory.path, claim_for(directory.path))
+    return open_store(load_spec(directory.run_file), directory.path, make_claim(directory.path))
 
 
 def held(directory: RunDirectory) -> dict[str, Any]:
-    with closing(read_store(load_spec(directory.run_file), directory.path)) as store:
-        return content(store)
+    with closing(open_store_reader(load_spec(directory.run_file), directory.path)) as store:
+        return read_contents(store)
 
 
-def test_inspect_shows_what_is_there_and_changes_nothing(directory: RunDirectory) -> None:
+def test_inspect_shows_the_content_and_changes_nothing(directory: RunDirectory) -> None:
     before = held(directory)
     shown = specrl_command("store", "inspect", directory.name)
     assert shown.exit_code == 0, shown.output
@@ -90,12 +92,12 @@ def test_inspect_shows_what_is_there_and_changes_nothing(directory: RunDirectory
     assert held(directory) == before
 
 
-def test_a_coordinator_can_be_looked_at_while_it_writes(directory: RunDirectory) -> None:
+def test_a_store_can_be_inspected_while_its_coordinator_writes(directory: RunDirectory) -> None:
     with closing(opened(directory)) as running:
         assert specrl_command("store", "inspect", directory.name).exit_code == 0
         assert specrl_command("store", "export", directory.name, "--out", "copy").exit_code == 0
         running.finish_step(2, {"step": 2})
-        assert running.trained() == 2
+        assert running.read_last_trained_step() == 2
 
 
 def test_export_can_be_read_without_specrl_and_replayed_with_it(directory: RunDirectory, tmp_path: Path) -> None:
@@ -132,21 +134,21 @@ def test_reset_asks_and_then_deletes_everything(directory: RunDirectory) -> None
         running.set_fact("late", 1)
     running.close()
     with closing(opened(directory)) as store:
-        assert content(store) == {"facts": {}, "rollouts": [], "batches": {}, "reports": [], "trained": 0}
+        assert read_contents(store) == {"facts": {}, "rollouts": [], "batches": {}, "reports": [], "trained": 0}
 
 
 def test_reset_is_refused_while_the_run_is_driven(directory: RunDirectory) -> None:
     with directory.lock():
         result = specrl_command("store", "reset", directory.name, "--yes")
-    assert (result.exit_code, "driven by one launcher" in result.stderr) == (2, True)
+    assert (result.exit_code, "another launcher is running" in result.stderr) == (2, True)
     assert held(directory)["trained"] == 1
 
 
 def test_a_run_that_never_began_has_no_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    made = run_directory.create(tmp_path / "runs", parse_spec(a_run(tmp_path)))
+    made = run_directory.create_run(tmp_path / "runs", parse_spec(a_run(tmp_path)))
     result = specrl_command("store", "inspect", made.name)
-    assert (result.exit_code, "must have begun" in result.stderr) == (2, True)
+    assert (result.exit_code, "must have started" in result.stderr) == (2, True)
     assert not (made.path / "store.db").exists()
 
 
@@ -158,5 +160,5 @@ def test_a_run_whose_store_cannot_be_reached_is_refused_before_it_starts(
     file = a_run_file(tmp_path, store={"redis": {"addresses": ["127.0.0.1:1"], "timeoutS": 1}})
     result = specrl_command("run", "-f", str(file))
     assert result.exit_code == 2
-    assert "must hold a primary that answers, got 127.0.0.1:1" in result.stderr
+    assert "no address of store.redis is a usable primary: 127.0.0.1:1" in result.stderr
     assert not Path("runs").exists()

@@ -1,6 +1,7 @@
-"""Trainers of several parallel layouts, those with as many ranks in the same processes, one after another.
+"""Fixtures that run trainers in several parallel layouts.
 
-Their ranks are forks of one process (`tests/fork_server.py`).
+Layouts with the same number of ranks run in the same processes, one after another. The processes are forks of one
+(`tests/fork_server.py`), which saves importing torch for each.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,24 +19,17 @@ from tests.integration.trainer.worker_group import ALONE, sizes
 from tests.tiny_models import Shape, make_policy
 
 from specrl.spec.trainer import Parallelism
-from specrl.trainer import checkpoints
+from specrl.trainer.checkpointing import checkpoints
 
-VOCAB = 265  # not divisible by 2 ranks, and not by 128: padding has to work
+VOCAB = 265  # divisible neither by 2 ranks nor by 128, so the vocabulary is padded
 TWO_RANKS = ["tensor=2", "data=2", "pipeline=2", "context=2", "pipeline=2,virtualStages=2"]
 FOUR_RANKS = ["tensor=2,pipeline=2", "tensor=2,context=2", "pipeline=2,virtualStages=2,data=2"]
-IMPORTED = (
-    "tests.integration.trainer.worker",
-    "tests.integration.trainer.layout_worker",
-    "specrl.trainer.main",
-    "specrl.trainer.service",
-    "specrl.trainer.ranks",
-    "torch._dynamo",  # which the first optimizer imports
-)
+# Only deep tests run these. The first is part of the last layout of four ranks, the second of one in test_layouts.py.
 DEEP = {"pipeline=2,virtualStages=2", "tensor=2,context=2"}
-"""Formed by deep tests alone. The first is part of the last of four ranks, the second of one in test_layouts.py."""
+
+# In these `make test` also resumes after too many skipped steps: with zero, one and two parallel dimensions. Deep tests
+# do it in all layouts.
 LONG = {ALONE, "data=2", "tensor=2,pipeline=2"}
-"""`make test` goes on after too many skipped steps in these: no, one and two ways of cutting the counters. Deep tests
-do it in all layouts."""
 
 
 def free_port() -> int:
@@ -46,7 +40,7 @@ def free_port() -> int:
 
 
 def rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """torchrun's contract."""
+    """Return the variables that torchrun sets."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -57,19 +51,21 @@ def rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """All variables of a rank that is a program of its own."""
+    """Return the environment of a rank that runs as a separate program."""
     python_path = os.pathsep.join((str(ROOT / "services"), str(ROOT)))  # this tree, whatever is installed
     of_program = {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path}
     return os.environ | rank_variables(rank, world_size, port) | of_program
 
 
 class Launch:
-    """The processes that form some layouts one after another, and the folder in which they leave what they saw."""
+    """The processes that run some layouts one after another, and the folder with their results."""
 
     def __init__(self, ranks: ForkServer, out: Path, layout: str, program: Sequence[str], sends: Sequence[str]) -> None:
-        """layout: one of them. program: a worker's module and arguments. sends: the folders in `out` of whoever
-        broadcasts, one after another."""
-        self.out, self.sends, port = out, sends, free_port()
+        """layout: one of the layouts. program: a worker's module and arguments. sends: subfolders of `out` whose
+        workers broadcast weights, in order."""
+        self.out = out
+        self.sends = sends
+        port = free_port()
         count = Parallelism.model_validate(sizes(layout)).world_size
         out.mkdir(parents=True)
         self.processes = [
@@ -83,14 +79,14 @@ class Launch:
         ]
 
     def codes(self) -> list[int]:
-        """Exit codes, when all have ended."""
+        """Wait until all have ended. Returns their exit codes."""
         return [process.wait(timeout=240) for process in self.processes]
 
     def log(self) -> str:
         return "\n".join(file.read_text()[-3000:] for file in sorted(self.out.glob("rank-*.log")))
 
     def finish(self, expected: list[int]) -> Path:
-        """Receive their broadcasts as a replica would, wait for their end, return their folder."""
+        """Receive the broadcasts as a replica would, check the exit codes, and return the folder."""
         from tests.integration.trainer.receiver import receive_broadcasts
 
         for folder in self.sends:
@@ -102,7 +98,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Trainers:
-    """Starts `worker.py` in some layouts with as many ranks, as deep tests or the others need it."""
+    """Starts `worker.py` in layouts with the same number of ranks. is_deep: with what only deep tests need."""
 
     ranks: ForkServer
     is_deep: bool
@@ -112,14 +108,6 @@ class Trainers:
         long = layouts if self.is_deep else sorted(LONG.intersection(layouts))
         arguments = [str(policy), str(out), json.dumps(layouts), json.dumps(long), *([str(resume)] if resume else [])]
         return Launch(self.ranks, out, layouts[0], ["worker", *arguments], layouts)
-
-
-@pytest.fixture(scope="session")
-def ranks() -> Iterator[ForkServer]:
-    """Starts ranks."""
-    server = ForkServer(*IMPORTED)
-    yield server
-    server.close()
 
 
 @pytest.fixture(scope="session")
@@ -136,25 +124,26 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tied_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same, but with an embedding that is its output layer, too."""
+    """The same, with an embedding that is also the output layer."""
     path = tmp_path_factory.mktemp("tied")
     return make_policy(path, seed=4, sharpness=4.0, shape=Shape(heads=4, groups=2, vocab=VOCAB, is_tied=True))
 
 
 @pytest.fixture(scope="session")
 def single(trainers: Trainers, policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One rank."""
+    """The folder of the layout with one rank."""
     return trainers.train(policy, [ALONE], tmp_path_factory.mktemp("single") / "out").finish([9]) / ALONE
 
 
 @pytest.fixture(scope="session")
 def two_ranks(trainers: Trainers, policy: Path, single: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Layouts of two ranks, each of which afterwards resumes the single rank's checkpoint."""
-    out, resume = tmp_path_factory.mktemp("two") / "out", checkpoints.newest(single)
+    """Folders of the layouts with two ranks. Each also resumes the single rank's checkpoint."""
+    out = tmp_path_factory.mktemp("two") / "out"
+    resume = checkpoints.find_newest(single)
     return trainers.train(policy, TWO_RANKS, out, resume).finish([0, 0])
 
 
 @pytest.fixture(scope="session")
 def four_ranks(trainers: Trainers, tied_policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Layouts of four ranks, of another policy."""
+    """Folders of the layouts with four ranks, of a policy with a tied embedding."""
     return trainers.train(tied_policy, FOUR_RANKS, tmp_path_factory.mktemp("four") / "out").finish([0] * 4)

@@ -1,4 +1,4 @@
-"""A replica's side of the broadcast: receives what layouts under test send, and notes the checksums."""
+"""A replica's side of the broadcast: receives weights from layouts under test and records the checksums."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.integration.trainer.worker_group import GROUP
 
 from specrl.records import TensorMeta, WeightManifest, WeightOwner
 from specrl.weights.group import BroadcastGroup
-from specrl.weights.stream import receive
+from specrl.weights.stream import receive_version
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,7 +23,7 @@ BROADCASTS = 2
 
 
 def receive_broadcasts(launch: Launch, out: Path) -> None:
-    """Join a layout's weight group once it listens, and take part in both broadcasts."""
+    """Wait until a layout listens, join its weight group, and take part in both broadcasts."""
     port_file = out / "port"
     while not port_file.exists():
         assert all(process.poll() is None for process in launch.processes), launch.log()
@@ -33,13 +33,13 @@ def receive_broadcasts(launch: Launch, out: Path) -> None:
     group = BroadcastGroup(replace(GROUP, port=int(port_file.read_text()), rank=1))
     received = []
     for _ in range(BROADCASTS):
-        area = receive(group, WeightManifest(tuple(metas), 64 << 20))
+        area = receive_version(group, WeightManifest(tuple(metas), 64 << 20))
         received.append(list(area.checksums))
     group.close()
     save_file(
         {
             ("drafter." if meta.owner is WeightOwner.DRAFTER else "") + meta.name: tensor
-            for meta, tensor in area.tensors
+            for meta, tensor in area.gather_tensors([None])
         },
         out / "received.safetensors",
     )

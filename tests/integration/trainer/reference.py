@@ -1,4 +1,4 @@
-"""The same training with transformers and torch alone, written from the formulas: what the backend is compared with."""
+"""The reference for the backend: the same training with transformers and torch alone, written from the formulas."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tests.integration.trainer.runs import (
     GSPO_CLIP,
     KL_COEFFICIENT,
     LEARNING_RATE,
+    MUON_RATIO,
     TEMPERATURE,
     WEIGHT_DECAY,
 )
@@ -28,7 +29,7 @@ def load(policy: Path) -> PreTrainedModel:
 
 
 def as_stored(model: PreTrainedModel, folder: Path) -> dict[str, torch.Tensor]:
-    """Tensors by the names of a folder; in memory transformers 5 has other names, and holds experts in one tensor."""
+    """Return the tensors by their names in a folder. In memory transformers 5 uses other names, and stacks experts."""
     model.save_pretrained(folder)
     return load_file(folder / "model.safetensors")
 
@@ -38,8 +39,10 @@ class Adapted(torch.nn.Module):
 
     def __init__(self, linear: torch.nn.Linear, down_RI: torch.Tensor, up_OR: torch.Tensor, scale: float) -> None:
         super().__init__()
-        self.linear, self.scale = linear.requires_grad_(False), scale
-        self.down, self.up = torch.nn.Parameter(down_RI.clone()), torch.nn.Parameter(up_OR.clone())
+        self.linear = linear.requires_grad_(False)
+        self.scale = scale
+        self.down = torch.nn.Parameter(down_RI.clone())
+        self.up = torch.nn.Parameter(up_OR.clone())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self.linear(x) + self.scale * (x @ self.down.T) @ self.up.T
@@ -47,8 +50,9 @@ class Adapted(torch.nn.Module):
 
 
 def adapted(policy: Path, factors: dict[str, torch.Tensor], scale: float) -> tuple[PreTrainedModel, dict[str, Adapted]]:
-    """The reference with these updates, and its layers by the beginning of their factors' names."""
-    model, layers = load(policy).requires_grad_(False), {}
+    """Load the policy with these updates. Returns it, and its updated layers by the prefix of their factors' names."""
+    model = load(policy).requires_grad_(False)
+    layers = {}
     for name, module in list(model.named_modules()):
         stem = f"base_model.model.{name}"
         if f"{stem}.lora_A.weight" in factors:
@@ -59,10 +63,10 @@ def adapted(policy: Path, factors: dict[str, torch.Tensor], scale: float) -> tup
 
 
 def replay(model: PreTrainedModel, rollouts: Sequence[TrainRollout]) -> None:
-    """Have a mixture's routers send the tokens of these rollouts where they say, by weights that are the router's own.
+    """Make a mixture's routers send tokens to the experts that the rollouts name, with the router's own weights.
 
-    Of two experts for each token; where both are the same, to those that the router chooses. Which rollout it is, is
-    seen from the tokens that are embedded.
+    Each token has two experts. If both are the same, the router chooses. The rollout of a pass is recognised by its
+    embedded tokens.
     """
     by_tokens = {(*i.prompt_token_ids, *i.rollout.token_ids_T.tolist()): i.rollout.experts_SLK for i in rollouts}
     now: list[torch.Tensor] = []
@@ -87,10 +91,18 @@ def replay(model: PreTrainedModel, rollouts: Sequence[TrainRollout]) -> None:
 
 
 def logprobs(model: PreTrainedModel, item: TrainRollout) -> torch.Tensor:
-    """Log-probabilities [T] of one rollout's tokens at the sampling temperature, without any padding."""
+    """Compute log-probabilities [T] of one rollout's tokens at the sampling temperature, without padding.
+
+    They are over the tokens' sampling sets, if the rollout has them.
+    """
     prompt = len(item.prompt_token_ids)
     ids_S = torch.tensor([*item.prompt_token_ids, *item.rollout.token_ids_T.tolist()])
     logits_TV = model(ids_S[None]).logits[0, prompt - 1 : -1] / TEMPERATURE
+    sets = item.rollout.sets
+    if sets is not None:
+        outside_TV = torch.ones(logits_TV.shape, dtype=torch.bool)
+        outside_TV[torch.from_numpy(sets.owner_M), torch.from_numpy(sets.ids_M).long()] = False
+        logits_TV = logits_TV.masked_fill(outside_TV, -torch.inf)
     return logits_TV.log_softmax(-1).gather(1, ids_S[prompt:, None])[:, 0]
 
 
@@ -106,18 +118,80 @@ def an_optimizer(model: PreTrainedModel) -> torch.optim.AdamW:
     )
 
 
+class MuonAndAdamW:
+    """Muon for the matrices of layers, AdamW for all else, on whole float64 matrices.
+
+    Query, key and value matrices are orthogonalised apart, gate and up matrices as one. An expert has matrices of its
+    own. Formulas: https://kellerjordan.github.io/posts/muon; arXiv:2502.16982, equation 4, for the size of an update.
+    """
+
+    # Of the five iterations of X <- a X + b (X X^T) X + c (X X^T)^2 X, as emerging-optimizers has them.
+    COEFFICIENTS = (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    )
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        named = dict(model.named_parameters())
+        layers = {name: weight for name, weight in named.items() if ".layers." in name and weight.ndim > 1}
+        others = [weight for name, weight in named.items() if name not in layers]
+        self.adamw = torch.optim.AdamW(
+            [
+                {"params": [weight for weight in others if weight.ndim > 1], "weight_decay": WEIGHT_DECAY},
+                {"params": [weight for weight in others if weight.ndim == 1], "weight_decay": 0.0},
+            ],
+            lr=LEARNING_RATE,
+            betas=(0.9, 0.95),
+            eps=EPSILON,
+        )
+        self.blocks = [
+            [weight, layers[name.replace("gate_proj", "up_proj")]] if "gate_proj" in name else [weight]
+            for name, weight in layers.items()
+            if "up_proj" not in name or "gate_up" in name
+        ]
+        self.momenta = [torch.zeros_like(torch.cat(block, -2), dtype=torch.float64) for block in self.blocks]
+        self.muon: dict[str, float] = {"lr": LEARNING_RATE}
+        self.param_groups = [*self.adamw.param_groups, self.muon]
+
+    def zero_grad(self) -> None:
+        for block in self.blocks:
+            for weight in block:
+                weight.grad = None
+        self.adamw.zero_grad()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.adamw.step()
+        rate = MUON_RATIO * self.muon["lr"]
+        for block, momentum in zip(self.blocks, self.momenta, strict=True):
+            momentum.lerp_(torch.cat([weight.grad for weight in block], -2).double(), 1 - 0.95)
+            x = momentum / momentum.norm(dim=(-2, -1), keepdim=True)
+            for a, b, c in self.COEFFICIENTS:
+                square = x @ x.mT
+                x = a * x + (b * square + c * square @ square) @ x
+            size = 0.2 * max(x.shape[-2:]) ** 0.5
+            for weight, update in zip(block, (size * x).split([weight.shape[-2] for weight in block], -2), strict=True):
+                weight.mul_(1 - rate * WEIGHT_DECAY).sub_(rate * update)
+
+
 def train_gspo(model: PreTrainedModel, batches: Sequence[Batch]) -> list[tuple[float, float]]:
-    """Two AdamW updates a step on GSPO's loss, rewards less the divergence from where it began, RLOO's advantages.
+    """Make two AdamW updates per step: GSPO's loss, rewards minus the divergence from the start, RLOO's advantages.
 
     Returns (loss over both updates, gradient norm of the first) of each step.
     """
-    beginning, optimizer, seen = copy.deepcopy(model), an_optimizer(model), []
+    beginning = copy.deepcopy(model)
+    optimizer = an_optimizer(model)
+    seen = []
     for batch in batches:
         with torch.no_grad():
             starts = [logprobs(model, item) for item in batch.rollouts]
             costs = [float((a - logprobs(beginning, i)).sum()) for a, i in zip(starts, batch.rollouts, strict=True)]
         rewards = [item.reward - KL_COEFFICIENT * cost for item, cost in zip(batch.rollouts, costs, strict=True)]
-        losses, norms = [], []
+        losses = []
+        norms = []
         for _ in range(2):
             total = torch.zeros(())
             for number, (item, start_T) in enumerate(zip(batch.rollouts, starts, strict=True)):
@@ -140,11 +214,12 @@ def train_gspo(model: PreTrainedModel, batches: Sequence[Batch]) -> list[tuple[f
     return seen
 
 
-def train(model: PreTrainedModel, batches: Sequence[Batch]) -> list[tuple[float, float]]:
-    """AdamW steps on the truncated, importance-weighted policy gradient. Returns (loss, gradient norm) of each."""
-    optimizer, seen = an_optimizer(model), []
+def train(model: PreTrainedModel, batches: Sequence[Batch], *, is_muon: bool = False) -> list[tuple[float, float]]:
+    """Make steps on the truncated importance-weighted policy gradient. Returns (loss, gradient norm) of each."""
+    optimizer = MuonAndAdamW(model) if is_muon else an_optimizer(model)
+    seen = []
     for batch in batches:
-        tokens = sum(item.rollout.length for item in batch.rollouts)
+        tokens = sum(item.rollout.total_length for item in batch.rollouts)
         total = torch.zeros(())
         for item in batch.rollouts:
             found_T = logprobs(model, item)

@@ -1,4 +1,4 @@
-"""Run files and batches of the trainer's tests, the same in every process that asks for them."""
+"""Run files and batches of the trainer's tests. Deterministic, so that all processes get the same."""
 
 from __future__ import annotations
 
@@ -8,17 +8,21 @@ from typing import Any
 
 import numpy as np
 
-from specrl.records import Batch, FinishReason, Rollout, TrainRollout, VersionSpan
+from specrl.records import Batch, DrafterEpoch, FinishReason, Rollout, SamplingSets, TrainRollout, VersionSpan
 from specrl.spec import RunSpec, parse_spec
 
 TEMPERATURE = 0.7
 LEARNING_RATE = 1e-3
-EPSILON = 1e-5  # 1e-8 would blow rounding noise of near-zero gradients up to the learning rate
+MUON_RATIO = 2.0  # of the learning rate of matrices to that of other parameters
+EPSILON = 1e-5  # 1e-8 would amplify rounding noise of near-zero gradients to the learning rate
 WEIGHT_DECAY = 0.01
 CAP = 2.0
+STEPS = 2
+"""Trained steps. The last needs the optimizer's state of the one before, and is made again from its checkpoint."""
 
 
-GSPO_CLIP, KL_COEFFICIENT = 0.004, 0.05
+GSPO_CLIP = 0.004
+KL_COEFFICIENT = 0.05
 GSPO = {
     "objective": "Gspo",
     "normaliser": "Sequences",
@@ -48,12 +52,13 @@ def a_spec(
     dtype: str = "float32",
     recompute: str = "Nothing",
     routing: str = "Anew",
+    sampling: dict[str, Any] | None = None,
     **parallelism: int,
 ) -> RunSpec:
     """A run of `policy`, with micro-batches small enough that a batch needs several.
 
     parallelism: fields of `trainer.parallelism`, as the run file has them.
-    The drafter learns from part of each step, unless told otherwise: 60 of about 150 tokens.
+    By default, the drafter learns from 60 of the about 150 tokens of a step.
     """
     return parse_spec(
         {
@@ -62,7 +67,7 @@ def a_spec(
             "prompts": {"source": {"generated": {"family": "addition", "count": 10}}, "maxTokens": 16},
             "rewards": {"exact": {}},
             "generation": {
-                "sampling": {"maxTokens": 64, "temperature": str(TEMPERATURE)},
+                "sampling": {"maxTokens": 64, "temperature": str(TEMPERATURE), **(sampling or {})},
                 "speculation": {"eagle3": {}} if speculation is None else speculation,
             },
             "trainer": {
@@ -88,7 +93,7 @@ def a_spec(
 
 
 def a_rollout(generator: np.random.Generator, index: int, vocab: int, version: int = 0) -> TrainRollout:
-    """Random tokens of random lengths: 1 to 40 generated ones after a prompt of 2 to 12."""
+    """Make a rollout of random tokens: 1 to 40 of them after a prompt of 2 to 12."""
     length = int(generator.integers(1, 41))
     return TrainRollout(
         tuple(int(i) for i in generator.integers(4, vocab, generator.integers(2, 13))),
@@ -110,26 +115,59 @@ def a_rollout(generator: np.random.Generator, index: int, vocab: int, version: i
 
 
 def a_poisoned_batch(step: int, vocab: int) -> Batch:
-    """One of its rewards overflows in float32 when it is multiplied by anything."""
+    """Make a batch with a reward that overflows float32 when it is multiplied."""
     first, *others = a_batch(step, vocab).rollouts
     return Batch(step, (replace(first, advantage=3e38, reward=3e38), *others))
 
 
 def a_batch(step: int, vocab: int, rollouts: int = 8) -> Batch:
-    """The batch of one step: the same one in every process."""
+    """Make the batch of a step, the same in every process."""
     generator = np.random.default_rng([7, step])
     return Batch(step, tuple(a_rollout(generator, i, vocab, step - 1) for i in range(rollouts)))
 
 
-def with_experts(batch: Batch) -> Batch:
-    """The same with two of four experts for every token but the last, in each of four layers, at random.
-
-    But for one token in one layer, which is to go to one expert twice: nobody can do as it says.
-    """
-    generator, found = np.random.default_rng([8, batch.step]), []
+def with_sets(batch: Batch, vocab: int) -> Batch:
+    """Give every sampled token a set of itself and up to 15 others; the first one of a rollout the whole vocabulary."""
+    generator = np.random.default_rng([9, batch.step])
+    found = []
     for item in batch.rollouts:
-        tokens = len(item.prompt_token_ids) + item.rollout.length - 1
+        sets = [
+            sorted({token, *generator.integers(0, vocab, generator.integers(0, 16)).tolist()})
+            for token in item.rollout.token_ids_T.tolist()
+        ]
+        sets[0] = list(range(vocab))
+        found.append(replace(item, rollout=replace(item.rollout, sets=SamplingSets.from_lists(sets))))
+    return replace(batch, rollouts=tuple(found))
+
+
+def with_experts(batch: Batch) -> Batch:
+    """Add two of four experts at random to every token but the last, in each of four layers.
+
+    One token in one layer names the same expert twice, which no router can do.
+    """
+    generator = np.random.default_rng([8, batch.step])
+    found = []
+    for item in batch.rollouts:
+        tokens = len(item.prompt_token_ids) + item.rollout.total_length - 1
         of_all = generator.permuted(np.tile(np.arange(4, dtype=np.uint8), (tokens, 4, 1)), axis=-1)
         of_all[0, 1] = 3
         found.append(replace(item, rollout=replace(item.rollout, experts_SLK=of_all[..., :2])))
     return replace(batch, rollouts=tuple(found))
+
+
+def as_sampled(batch: Batch, kind: str, vocab: int) -> Batch:
+    """Add what rollouts of a kind of job carry. kind: as in `layout_worker.KINDS`."""
+    if kind == "replayed":
+        return with_experts(batch)
+    return with_sets(batch, vocab) if kind == "truncated" else batch
+
+
+def plan_epochs(count: int, epochs: int, *, first: int = 0) -> list[DrafterEpoch]:
+    """Epochs at falling rates on the first `count` rollouts. first: rollouts of the first epoch; 0: as the others."""
+    rates = [1 - 0.9 * number / epochs for number in range(epochs + 1)]
+    counts = [first or count, *[count] * (epochs - 1)]
+    early = (epochs + 1) // 2
+    return [
+        DrafterEpoch(counts[number], rates[number], rates[number + 1], uses_cross_entropy=number < early)
+        for number in range(epochs)
+    ]

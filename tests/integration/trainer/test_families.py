@@ -20,7 +20,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from specrl.drafting.policy_config import read_policy_config
+from specrl.drafting.rotary import compute_attention_factor, compute_inverse_frequencies
+from specrl.models.policy_config import read_policy_config
 from specrl.records import Batch
 
 GROUPED = Shape(heads=4, groups=2, vocab=VOCAB)
@@ -35,6 +36,9 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 SHAPES = {
     "llama": Shape(heads=4, groups=2, vocab=VOCAB, family="llama"),
     "llama, tied, stretched": Shape(heads=4, groups=1, vocab=VOCAB, family="llama", is_tied=True, rope=LLAMA3),
+    # vLLM computes head_dim for these, so it is hidden / heads.
+    "qwen2": Shape(heads=2, groups=1, vocab=VOCAB, family="qwen2"),
+    "mimo, tied, YaRN": Shape(heads=2, groups=1, vocab=VOCAB, family="mimo", is_tied=True, max_length=64, rope=YARN),
     "qwen3_moe": Shape(heads=4, groups=2, vocab=VOCAB, family="qwen3_moe"),
     "qwen3, YaRN": Shape(heads=4, groups=2, vocab=VOCAB, max_length=64, rope=YARN),
 }
@@ -61,19 +65,20 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     policy = make_policy(folder / "policy", seed=5, sharpness=4.0, shape=SHAPES[request.param])
     batches = [a_batch(step, VOCAB) for step in (1, 2, 3)]
     backend = MegatronBackend(a_spec(policy, speculation={"none": {}}))
-    backend.load(None)
-    scores = [torch.from_numpy(item) for item in backend.score(batches[0].rollouts)]
-    initial = {name: tensor.clone() for name, tensor in backend.policy.tensors()}
+    backend.load_model(None)
+    scores = [torch.from_numpy(item) for item in backend.score_rollouts(batches[0].rollouts)]
+    initial = {name: tensor.clone() for name, tensor in backend.models.policy.gather_tensors()}
     metrics = [(item.loss, item.grad_norm) for item in map(backend.train_step, batches)]
-    weights = {name: tensor.clone() for name, tensor in backend.policy.tensors()}
-    exported, _ = backend.export(folder / "export")
+    weights = {name: tensor.clone() for name, tensor in backend.models.policy.gather_tensors()}
+    exported, _ = backend.export_model(folder / "export")
+    assert exported is not None
     backend.close()
     return Trained(policy, batches, scores, initial, metrics, weights, exported)
 
 
 def test_log_probabilities_equal_transformers(trained: Trained) -> None:
     model = reference.load(trained.policy)
-    assert max(len(item.prompt_token_ids) + item.rollout.length for item in trained.batches[0].rollouts) > 40
+    assert max(len(item.prompt_token_ids) + item.rollout.total_length for item in trained.batches[0].rollouts) > 40
     with torch.no_grad():
         for found_T, item in zip(trained.scores, trained.batches[0].rollouts, strict=True):
             assert (found_T - reference.logprobs(model, item)).abs().max() <= 1e-5
@@ -117,8 +122,6 @@ def test_exported_folder_is_a_model_of_transformers(trained: Trained, tmp_path: 
     ids=str,
 )
 def test_rotary_frequencies_are_those_of_transformers(rope: dict[str, Any], tmp_path: Path) -> None:
-    from specrl.trainer.megatron_backend.rope import attention_factor, inverse_frequencies
-
     kind = rope.get("rope_type", "default")
     config = LlamaConfig(
         hidden_size=256,
@@ -134,5 +137,5 @@ def test_rotary_frequencies_are_those_of_transformers(rope: dict[str, Any], tmp_
         expected, factor = LlamaRotaryEmbedding.compute_default_rope_parameters(config)
     else:
         expected, factor = ROPE_INIT_FUNCTIONS[kind](config)
-    assert torch.equal(inverse_frequencies(mine), expected)
-    assert attention_factor(mine) == pytest.approx(factor, rel=1e-12)
+    assert torch.equal(compute_inverse_frequencies(mine.head_dim, mine.rope_theta, mine.rope_scaling), expected)
+    assert compute_attention_factor(mine.rope_scaling) == pytest.approx(factor, rel=1e-12)

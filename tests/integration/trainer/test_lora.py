@@ -1,4 +1,4 @@
-"""Low-rank updates: trained as plain PyTorch would, merged as peft does, kept by checkpoints; on one rank."""
+"""Low-rank updates on one rank: trained as in plain PyTorch, merged as in peft, saved in checkpoints."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from safetensors.torch import load_file
 from tests.integration.trainer import reference
 from tests.integration.trainer.conftest import VOCAB
 from tests.integration.trainer.runs import a_batch, a_spec
-from tests.tiny_models import Shape, make_policy
+from tests.tiny_models import Shape, add_heads, make_policy
 
-from specrl.trainer import checkpoint_export, checkpoints
+from specrl.trainer.checkpointing import checkpoint_export, checkpoints
 
-RANK, ALPHA = 4, 8
+RANK = 4
+ALPHA = 8
+HEADS = "model.mtp_layers.0."
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What three steps made of updates and policy; what a resumed backend made of the third; what was exported."""
+    """Factors and policy after three steps, the same after resuming before the third, and the export."""
 
     policy: Path
     first: Tensors
@@ -42,33 +44,36 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("lora")
     shape = Shape(heads=4, groups=2, vocab=VOCAB, family="llama", is_tied=True)
     policy = make_policy(folder / "policy", seed=5, sharpness=4.0, shape=shape)
+    add_heads(policy, HEADS, num_nextn_predict_layers=1)
     spec = a_spec(policy, speculation={"none": {}}, lora={"rank": RANK, "alpha": str(ALPHA)})
 
     def kept(backend: Any, kind: str = "weights") -> Tensors:
-        return {name: tensor.clone() for name, tensor in backend.policy.state()[kind]}
+        return {name: tensor.clone() for name, tensor in backend.models.policy.gather_state()[kind]}
 
     backend = MegatronBackend(spec)
-    backend.load(None)
-    first, metrics = kept(backend), []
+    backend.load_model(None)
+    first = kept(backend)
+    metrics = []
     for step in (1, 2, 3):
         found = backend.train_step(a_batch(step, VOCAB))
         metrics.append((found.loss, found.grad_norm))
         if step > 1:
-            backend.save(checkpoints.directory(folder, step)).result()
-    factors, moments = kept(backend), set(kept(backend, "exp_avg"))
-    weights = {name: tensor.clone() for name, tensor in backend.policy.tensors()}
+            backend.save_checkpoint(checkpoints.step_directory(folder, step)).result()
+    factors = kept(backend)
+    moments = set(kept(backend, "exp_avg"))
+    weights = {name: tensor.clone() for name, tensor in backend.models.policy.gather_tensors()}
     backend.close()
     again = MegatronBackend(spec)
-    again.load(checkpoints.directory(folder, 2))
+    again.load_model(checkpoints.step_directory(folder, 2))
     again.train_step(a_batch(3, VOCAB))
     resumed = kept(again)
     again.close()
-    checkpoint_export.export(spec, checkpoints.directory(folder, 3), folder / "exported")
+    checkpoint_export.export_checkpoint(spec, checkpoints.step_directory(folder, 3), folder / "exported")
     exported = load_file(folder / "exported" / "policy" / "model.safetensors")
     return Trained(policy, first, factors, metrics, weights, resumed, exported, moments)
 
 
-def test_updates_start_from_nothing(trained: Trained) -> None:
+def test_updates_are_zero_at_first(trained: Trained) -> None:
     for name, tensor in trained.first.items():
         is_up = name.endswith("lora_B.weight")
         assert (tensor.abs().max() == 0) == is_up, name
@@ -88,8 +93,9 @@ def test_factors_after_three_steps_equal_a_plain_training(trained: Trained) -> N
     assert trained.moments == trained.factors.keys()
 
 
-def test_what_is_sent_is_the_merged_policy_and_all_else_stands_still(trained: Trained) -> None:
-    stored = load_file(trained.policy / "model.safetensors")
+def test_sent_weights_are_the_merged_policy_and_the_rest_does_not_change(trained: Trained) -> None:
+    read = load_file(trained.policy / "model.safetensors")
+    stored = {name: tensor for name, tensor in read.items() if not name.startswith(HEADS)}  # heads are not sent
     assert trained.weights.keys() == stored.keys()
     for name, tensor in stored.items():
         stem = f"base_model.model.{name.removesuffix('.weight')}"
@@ -106,5 +112,11 @@ def test_checkpoint_resumes_to_the_same_bits(trained: Trained) -> None:
 
 
 def test_checkpoint_is_exported_as_the_merged_policy(trained: Trained) -> None:
-    assert trained.exported.keys() == trained.weights.keys()
+    """With heads for multi-token prediction, which are not trained."""
+    heads = {name: x for name, x in load_file(trained.policy / "model.safetensors").items() if name.startswith(HEADS)}
+    assert heads
+    assert trained.exported.keys() == trained.weights.keys() | heads.keys()
+    assert all(torch.equal(trained.exported[name], tensor) for name, tensor in heads.items())
+    readme = trained.policy.parent / "exported" / "policy" / "README.md"
+    assert "are not trained" in readme.read_text(encoding="utf-8")
     assert all(torch.equal(trained.exported[name], tensor) for name, tensor in trained.weights.items())

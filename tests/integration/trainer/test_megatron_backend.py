@@ -6,20 +6,32 @@ import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from structlog.testing import capture_logs
 from tests.integration.trainer import reference
 from tests.integration.trainer.conftest import DEEP, FOUR_RANKS, LONG, TWO_RANKS, VOCAB
-from tests.integration.trainer.runs import a_batch, a_spec
+from tests.integration.trainer.runs import STEPS, TEMPERATURE, a_batch, a_spec
 from tests.integration.trainer.worker_group import ALONE
 from transformers import AutoModelForCausalLM
 
-from specrl.drafting.head import auxiliary_layers
-from specrl.trainer import checkpoint_export, checkpoints
-from specrl.trainer.megatron_backend.initialisation import MOST_PER_UPDATE, UPDATES_PER_EPOCH, parts_of
+from specrl.drafting.eagle3.head import choose_auxiliary_layers
+from specrl.models.policy_config import read_policy_config
+from specrl.records import DrafterEpoch, DrafterEpochMetrics, DrafterMetrics
+from specrl.trainer.checkpointing import checkpoint_export, checkpoints
+from specrl.trainer.megatron_backend.model.gpt_model import compute_padded_vocabulary
+from specrl.trainer.megatron_backend.training.initialisation import (
+    MAX_PER_UPDATE,
+    UPDATES_PER_EPOCH,
+    DrafterInitialiser,
+    _FinishedEpoch,
+    _Lessons,
+    split_rollouts,
+)
+from specrl.trainer.megatron_backend.training.models import RankModels
 
 LAYOUTS = [
     ("single", ALONE),
@@ -29,7 +41,7 @@ LAYOUTS = [
 
 
 def parameters(quick: Callable[[str], bool]) -> Any:
-    """All layouts, those that are not `quick` for deep tests alone."""
+    """Return all layouts as parameters. Those that are not `quick` are for deep tests alone."""
     marks = [[] if quick(name) else [pytest.mark.deep] for _, name in LAYOUTS]
     return [pytest.param(found, id="-".join(found), marks=mark) for found, mark in zip(LAYOUTS, marks, strict=True)]
 
@@ -48,19 +60,19 @@ def layout(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(params=parameters(LONG.__contains__))
 def long_layout(request: pytest.FixtureRequest) -> Path:
-    """The folder of every layout that went on after too many skipped steps."""
+    """The folder of every layout that continued after too many skipped steps."""
     return folder(request)
 
 
 @pytest.fixture
 def source(layout: Path, policy: Path, tied_policy: Path) -> Path:
-    """The policy that it has trained."""
+    """The policy that the layout has trained."""
     return tied_policy if layout.name in FOUR_RANKS else policy
 
 
 @pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.deep] if name in DEEP else []) for name in TWO_RANKS])
 def other(request: pytest.FixtureRequest, two_ranks: Path) -> Path:
-    """The folder of every layout, but the single rank, that has trained its policy."""
+    """The folder of every layout with two ranks."""
     found: Path = two_ranks / request.param
     return found
 
@@ -71,7 +83,7 @@ def seen(out: Path) -> dict[str, Any]:
 
 
 def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """Largest difference between two sets of tensors, which must have the same names."""
+    """Return the largest difference between two sets of tensors with the same names."""
     assert one.keys() == other.keys()
     return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
 
@@ -105,9 +117,9 @@ def test_exported_tensors_are_the_ones_that_were_loaded(layout: Path, source: Pa
 
 @functools.cache
 def trained(source: Path) -> tuple[dict[str, torch.Tensor], list[tuple[float, float]]]:
-    """Weights, and loss and gradient norm of each step, of the reference after the same three steps."""
+    """The reference after the same steps: weights, and loss and gradient norm of each step."""
     model = reference.load(source)
-    seen = reference.train(model, [a_batch(step, VOCAB) for step in (1, 2, 3)])
+    seen = reference.train(model, [a_batch(step, VOCAB) for step in range(1, STEPS + 1)])
     return dict(model.state_dict()), seen
 
 
@@ -122,14 +134,14 @@ def test_loss_gradient_norm_and_weights_equal_a_plain_training(layout: Path, sou
 
 @functools.cache
 def trained_by_gspo(source: Path) -> tuple[dict[str, torch.Tensor], list[tuple[float, float]]]:
-    """As `trained`, after two steps of the other loss."""
+    """As `trained`, after two steps of GSPO's loss."""
     model = reference.load(source)
     seen = reference.train_gspo(model, [a_batch(step, VOCAB) for step in (1, 2)])
     return dict(model.state_dict()), seen
 
 
 def test_two_updates_of_gspo_equal_a_plain_training(layout: Path, source: Path) -> None:
-    """With the divergence from the start taken off the rewards, and advantages made of that at the trainer."""
+    """The divergence is subtracted from the rewards, and the trainer computes the advantages from these."""
     weights, expected = trained_by_gspo(source)
     for metrics, (loss, norm) in zip(seen(layout)["gspo"]["metrics"], expected, strict=True):
         assert metrics["loss"] == pytest.approx(loss, rel=1e-4, abs=1e-6)
@@ -153,16 +165,20 @@ def test_too_many_skipped_steps_in_a_row_are_an_error_that_names_the_step(long_l
 
 
 def test_checkpoint_counts_the_updates_that_were_made(long_layout: Path) -> None:
-    """Four of them in three steps; AdamW's bias correction depends on it."""
+    """There are four updates in three steps. AdamW's bias correction depends on their number."""
     ends = [load_file(long_layout / f"goes-on-{name}.safetensors") for name in (False, True)]
     assert furthest(*ends) == 0
 
 
 def test_metrics_do_not_depend_on_the_layout(other: Path, single: Path) -> None:
-    timed = {"logprob_seconds", "train_seconds", "drafter"}
+    apart = {"logprob_seconds", "train_seconds", "drafter", "reference_kl"}
     for mine, others in zip(seen(other)["metrics"], seen(single)["metrics"], strict=True):
-        for name in mine.keys() - timed:
-            assert mine[name] == pytest.approx(others[name], rel=2e-4, abs=1e-6), name
+        assert mine["reference_kl"] is others["reference_kl"] is None, "this run has no reference"
+        for name in mine.keys() - apart:
+            if others[name] is None:  # not measured, as the size of the sampling sets without top-p and top-k
+                assert mine[name] is None, name
+            else:
+                assert mine[name] == pytest.approx(others[name], rel=2e-4, abs=1e-6), name
         for name in ("loss", "grad_norm"):
             assert mine["drafter"][name] == pytest.approx(others["drafter"][name], rel=1e-3), name
 
@@ -171,8 +187,22 @@ def test_drafter_does_not_depend_on_the_layout(other: Path, single: Path) -> Non
     assert furthest(load_file(other / "trained.safetensors"), load_file(single / "trained.safetensors")) <= 1e-5
 
 
+def test_drafter_by_the_output_layer_does_not_depend_on_the_layout(other: Path, single: Path) -> None:
+    """Each tensor rank has its columns of the output layer. Only the last stage learns, and all ranks get the same."""
+    mine, theirs = (json.loads((path / "seen.json").read_text())["probe"] for path in (other, single))
+    for one, two in zip(mine, theirs, strict=True):
+        assert one["loss"] == pytest.approx(two["loss"], rel=1e-4)
+        assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=1e-4)
+        assert one["acceptance_per_position"] == pytest.approx(two["acceptance_per_position"], rel=1e-3, abs=1e-6)
+    expected = load_file(single / "probe-0.safetensors")
+    ranks = [load_file(file) for file in sorted(other.glob("probe-*.safetensors"))]
+    assert ranks
+    assert all(furthest(ranks[0], rank) == 0 for rank in ranks)
+    assert furthest(ranks[0], expected) <= 2e-4
+
+
 def test_learning_rate_rises_over_the_warm_up(single: Path) -> None:
-    assert [item["learning_rate"] for item in seen(single)["metrics"]] == pytest.approx([5e-4, 1e-3, 1e-3])
+    assert [item["learning_rate"] for item in seen(single)["metrics"]] == pytest.approx([5e-4, 1e-3])
 
 
 def test_refused_batches_leave_the_trainer_usable(layout: Path) -> None:
@@ -185,7 +215,7 @@ def test_same_seed_and_batches_give_the_same_bits(single: Path) -> None:
 
 @pytest.mark.parametrize("way", ["without-drafter", "not-adapted", "share-of-operations", "total-variation"])
 def test_training_the_drafter_leaves_the_policy_as_it_would_be_without(way: str, single: Path) -> None:
-    """Three steps, bit for bit, whatever the drafter learns from and by which loss."""
+    """The steps give the same bits, whatever the drafter learns from and by which loss."""
     with_drafter = policy_only(load_file(single / "trained.safetensors"))
     assert furthest(with_drafter, policy_only(load_file(single / f"{way}.safetensors"))) == 0
 
@@ -213,40 +243,116 @@ def test_drafter_moves_unless_it_is_not_adapted(single: Path) -> None:
 
 @pytest.mark.parametrize("count", [1, 31, 32, 33, 144, 5000])
 def test_an_epoch_of_the_initialisation_has_each_rollout_once_in_an_order_of_its_own(count: int) -> None:
-    parts = parts_of(count, seed=3)
+    parts = split_rollouts(count, seed=3)
     places = [place for part in parts for place in part]
     assert sorted(places) == list(range(count))
-    assert max(map(len, parts)) <= MOST_PER_UPDATE
-    assert len(parts) <= UPDATES_PER_EPOCH or len(parts[0]) == MOST_PER_UPDATE
+    assert max(map(len, parts)) <= MAX_PER_UPDATE
+    assert len(parts) <= UPDATES_PER_EPOCH or len(parts[0]) == MAX_PER_UPDATE
     assert count == 1 or places != sorted(places)
 
 
+def an_epoch(lessons: _Lessons, rollouts: int) -> _FinishedEpoch:
+    epoch = DrafterEpoch(rollouts, 1.0, 0.5)
+    return _FinishedEpoch(
+        lessons.compute_identity(epoch), DrafterEpochMetrics(epoch, DrafterMetrics(1.0, 1.0, (), 2.0))
+    )
+
+
+def test_finished_epochs_of_other_answers_do_not_count() -> None:
+    rollouts = a_batch(1, VOCAB).rollouts
+    lessons = _Lessons(rollouts, rollouts[:1], seed=1)
+    finished = [an_epoch(lessons, 1), an_epoch(lessons, 2)]
+    assert lessons.count_matching(finished) == 2
+    assert _Lessons(rollouts[:1], rollouts[:1], seed=1).count_matching(finished) == 1  # the second needs more answers
+    for other in (
+        _Lessons(rollouts[::-1], rollouts[:1], seed=1),
+        _Lessons(rollouts, rollouts[1:2], seed=1),
+        _Lessons(rollouts, rollouts[:1], seed=2),
+    ):
+        assert other.count_matching(finished) == 0
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 64, b"\x02\0\0\0\0\0\0\0{}", b"\x20\0\0\0\0\0\0\0{"], ids=repr)
+def test_progress_of_an_initialisation_that_cannot_be_read_is_passed_over_in_words(
+    content: bytes, tmp_path: Path
+) -> None:
+    (tmp_path / "progress").write_bytes(content)
+    initialiser = DrafterInitialiser(cast("RankModels", None), tmp_path / "progress")
+    with capture_logs() as logs:
+        assert initialiser._read_progress() == ([], {})
+    assert [item["event"] for item in logs] == ["drafter_progress_passed_over"]
+    assert logs[0]["reason"]
+
+
 @functools.cache
-def expected_states(source: Path, token_ids_S: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of transformers: the concatenated states that a drafter reads, and the last ones."""
-    model, inputs = model_of(source), []
+def expected_states(source: Path, token_ids_S: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return transformers' states of the auxiliary layers, side by side, its embeddings and its log-probabilities."""
+    model = model_of(source)
+    inputs = []
     hook = model.model.norm.register_forward_pre_hook(lambda _module, arguments: inputs.append(arguments[0]))
     with torch.no_grad():
-        states = model(torch.tensor([token_ids_S]), output_hidden_states=True).hidden_states
+        found = model(torch.tensor([token_ids_S]), output_hidden_states=True)
     hook.remove()
-    # transformers' last entry is behind the final norm; vLLM's, and ours, is before it.
-    states = (*states[:-1], inputs[-1])
-    aux = auxiliary_layers(model.config.num_hidden_layers)
-    return torch.cat([states[index] for index in aux], -1)[0], inputs[-1][0]
+    # transformers' last entry is after the final norm; vLLM's, and ours, is before it.
+    states = (*found.hidden_states[:-1], inputs[-1])
+    aux = choose_auxiliary_layers(model.config.num_hidden_layers)
+    return torch.cat([states[index] for index in aux], -1)[0], states[0][0], found.logits[0].log_softmax(-1)
 
 
 model_of = functools.cache(reference.load)
 
 
-def test_captured_hidden_states_are_those_of_transformers(layout: Path, source: Path) -> None:
-    files = sorted(layout.glob("states-*.safetensors"))
-    assert files
-    for file in files:
+def test_drafter_learns_from_what_the_training_pass_computed(layout: Path, source: Path) -> None:
+    """States, embeddings and targets of the first step's lessons equal transformers'. Every start is at one rank."""
+    starts = 0
+    for file in sorted(layout.glob("lessons-*.safetensors")):
         kept = load_file(file)
-        for row, length in enumerate(kept["lengths_B"].tolist()):
-            aux_SA, last_SH = expected_states(source, tuple(kept["token_ids_BS"][row, :length].tolist()))
+        target = 0
+        for row, (prompt, length) in enumerate(zip(kept["prompt_lengths_B"], kept["lengths_B"], strict=True)):
+            token_ids_S = tuple(kept["token_ids_BS"][row, :length].tolist())
+            aux_SA, embedding_SH, logprobs_SV = expected_states(source, token_ids_S)
             assert (kept["aux_BSA"][row, :length] - aux_SA).abs().max() <= 1e-5
-            assert (kept["last_BSH"][row, :length] - last_SH).abs().max() <= 1e-5
+            assert (kept["embedding_BSH"][row, :length] - embedding_SH).abs().max() <= 1e-6
+            count = int(length - prompt) - 1
+            mine = kept["target_NK"][target : target + count].log_softmax(-1)
+            assert (mine - logprobs_SV[prompt : length - 1]).abs().max() <= 1e-4
+            target += count
+        assert target == len(kept["target_NK"])
+        starts += target
+    assert starts == a_spec(source).trainer.drafter.token_budget
+
+
+def test_reduced_vocabulary_keeps_its_columns_and_the_normaliser(two_ranks: Path, policy: Path) -> None:
+    """At two tensor ranks, which have some of the columns each."""
+    starts = 0
+    for file in (two_ranks / "tensor=2").glob("reduced-*.safetensors"):
+        kept = load_file(file)
+        target = 0
+        for row, (prompt, length) in enumerate(zip(kept["prompt_lengths_B"], kept["lengths_B"], strict=True)):
+            *_, logprobs_SV = expected_states(policy, tuple(kept["token_ids_BS"][row, :length].tolist()))
+            rows = slice(target, target := target + int(length - prompt) - 1)
+            mine = kept["target_NK"][rows] / TEMPERATURE - kept["normaliser_N1"][rows]
+            theirs = (logprobs_SV[prompt : length - 1] / TEMPERATURE).log_softmax(-1)[:, 0:256:4]
+            assert (mine - theirs).abs().max() <= 1e-4
+        starts += target
+    assert starts == a_spec(policy).trainer.drafter.token_budget
+
+
+def test_no_rank_holds_the_output_layer_or_the_embedding(two_ranks: Path, policy: Path) -> None:
+    hidden = read_policy_config(policy).hidden_size
+    padded = compute_padded_vocabulary(read_policy_config(policy), 2)
+    for rank in (0, 1):
+        shapes = {tuple(shape) for shape in json.loads((two_ranks / "tensor=2" / f"shapes-{rank}.json").read_text())}
+        assert (padded // 2, hidden) in shapes
+        whole = {shape for shape in shapes if sorted(shape[-2:]) in ([hidden, VOCAB], [hidden, padded])}
+        assert not whole
+
+
+def test_divided_columns_give_the_losses_and_gradients_of_whole_rows(two_ranks: Path) -> None:
+    for rank in (0, 1):
+        found = json.loads((two_ranks / "tensor=2" / f"columns-{rank}.json").read_text())
+        assert found.keys() == {"loss", "gradient", "accepted", "stays"}
+        assert max(found.values()) <= 1e-5, found
 
 
 def test_broadcast_arrives_as_it_was_sent(layout: Path) -> None:
@@ -262,9 +368,9 @@ def test_broadcast_that_nobody_joins_is_an_error_at_rank_0_alone(layout: Path) -
 def test_export_of_a_checkpoint_is_what_the_backend_had_when_it_was_saved(
     layout: Path, source: Path, tmp_path: Path
 ) -> None:
-    checkpoint = checkpoints.newest(layout)
+    checkpoint = checkpoints.find_newest(layout)
     assert checkpoint is not None
-    checkpoint_export.export(a_spec(source), checkpoint, tmp_path / "out")
+    checkpoint_export.export_checkpoint(a_spec(source), checkpoint, tmp_path / "out")
     drafter = load_file(tmp_path / "out" / "drafter" / "model.safetensors")
     found = load_file(tmp_path / "out" / "policy" / "model.safetensors")
     found |= {f"drafter.{name}": tensor for name, tensor in drafter.items()}
@@ -285,11 +391,11 @@ def test_checkpoint_resumes_to_the_same_bits(single: Path) -> None:
 
 
 def test_checkpoint_resumes_on_another_layout(other: Path, single: Path) -> None:
-    assert seen(other)["resumed_at"] == 2
+    assert seen(other)["resumed_at"] == STEPS - 1
     assert furthest(load_file(other / "resumed.safetensors"), load_file(single / "trained.safetensors")) <= 2e-6
 
 
 def test_death_in_the_middle_of_a_checkpoint_leaves_the_one_before(single: Path) -> None:
-    # The worker's own exit code, checked by the fixture, says that it died in there.
-    assert (single / "checkpoints" / ".step-000003.tmp" / "policy").is_dir()
-    assert checkpoints.complete(single) == [(2, single / "checkpoints" / "step-000002")]
+    # The fixture has checked the worker's exit code, which says that it died while writing the checkpoint.
+    assert (single / "checkpoints" / f".step-{STEPS:06d}.tmp" / "policy").is_dir()
+    assert checkpoints.list_complete(single) == [(STEPS - 1, checkpoints.step_directory(single, STEPS - 1))]

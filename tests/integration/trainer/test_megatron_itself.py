@@ -1,4 +1,4 @@
-"""What the backend takes from the installed Megatron-Core: private names, and what it says in a trainer's log."""
+"""The installed Megatron-Core: private names that the backend uses, and warnings in a trainer's log."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ logging.getLogger("megatron.core.models.gpt.gpt_model").warning("another model")
 def test_the_shims_functions_take_what_those_that_they_replace_take() -> None:
     from specrl.trainer.megatron_backend import cpu_shim
 
-    cpu_shim.install()
+    cpu_shim.install_shim()
     read = json.loads(EXPECTED.read_text(encoding="utf-8"))
     rows = {name: row for pin in read.values() for name, row in pin["seams"].items()}
     for module, name in (
@@ -47,36 +47,38 @@ def test_the_shims_functions_take_what_those_that_they_replace_take() -> None:
         parameters = rows[f"megatron.core.{module}.{name}"]["signature"].split(", ")
         expected = [parameter.partition("=")[0] for parameter in parameters]
         function = sys.modules[f"megatron.core.{module}"].__dict__[name]
-        assert list(inspect.signature(function).parameters)[1:] == expected[1:], name  # the first goes by its place
+        assert list(inspect.signature(function).parameters)[1:] == expected[1:], name  # the first is passed by position
 
 
 def test_private_state_of_megatron_is_where_it_was(policy: Path) -> None:
-    from specrl.trainer.megatron_backend import MegatronBackend, groups, optimizer_state
+    from specrl.trainer.megatron_backend import MegatronBackend
+    from specrl.trainer.megatron_backend.parallel import groups
+    from specrl.trainer.megatron_backend.policy import optimizer_state
 
     backend = MegatronBackend(a_spec(policy, speculation={"none": {}}))
-    backend.load(None)
+    backend.load_model(None)
     made = groups.parallel_state._global_process_group_list
-    (optimizer,) = backend.policy.optimizer.chained_optimizers
+    (optimizer,) = backend.models.policy.optimizer.chained_optimizers
     parameters = [parameter for buffer in optimizer.buffers for parameter in buffer.params]
     assert isinstance(optimizer, optimizer_state.DistributedOptimizer)
-    assert set(optimizer.model_param_gbuf_map) == set(parameters) == set(backend.policy.chunks[0].parameters())
+    assert set(optimizer.model_param_gbuf_map) == set(parameters) == set(backend.models.policy.chunks[0].parameters())
     backend.close()
     assert made
     assert groups.parallel_state._global_process_group_list is None
 
 
 def test_megatron_says_nothing_in_the_log_of_a_trainer(policy: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """GPTModel's deprecation is filtered, and DistributedDataParallel is given the layout that it would warn about."""
+    """GPTModel's deprecation is filtered, and DistributedDataParallel gets the layout that it would warn about."""
     from specrl.trainer.megatron_backend import MegatronBackend
 
     backend = MegatronBackend(a_spec(policy, speculation={"none": {}}))
-    backend.load(None)
+    backend.load_model(None)
     backend.close()
     assert [line.getMessage() for line in caplog.records if line.name.startswith("megatron")] == []
 
 
 def test_first_start_after_an_install_prints_what_megatron_warns_of_and_nothing_of_itself() -> None:
-    """Python compiled a docstring of Megatron's then, and printed a SyntaxWarning; as an error it ended the tests.
+    """Compiling a docstring of Megatron printed a SyntaxWarning, which ended the tests as an error.
 
     Every other warning of Megatron's modules was ignored.
     """

@@ -1,4 +1,4 @@
-"""What the backend refuses before it computes anything, with the number that is wrong and what to do."""
+"""Input that the backend rejects before it computes anything. Messages name the wrong number and a remedy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.integration.trainer.runs import a_spec
 from tests.tiny_models import Shape, make_policy
 
 from specrl.errors import CheckpointInvalid, MemoryTooSmall, SpecInvalid, TrainerFailed
-from specrl.trainer import checkpoints
+from specrl.trainer.checkpointing import checkpoints
 
 
 def test_model_that_does_not_fit_into_memory(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,7 +20,7 @@ def test_model_that_does_not_fit_into_memory(policy: Path, monkeypatch: pytest.M
     one = MegatronBackend(a_spec(policy))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 20))
     with pytest.raises(MemoryTooSmall, match="GiB"):
-        one.load(None)
+        one.load_model(None)
     one.close()
 
 
@@ -50,20 +50,20 @@ def test_checkpoint_that_is_cut_or_of_another_model_is_named_with_its_numbers(po
     from specrl.trainer.megatron_backend import MegatronBackend
 
     one = MegatronBackend(a_spec(policy, speculation={"none": {}}))
-    one.load(None)
-    path = checkpoints.directory(tmp_path, 0)
-    one.save(path).result()
+    one.load_model(None)
+    path = checkpoints.step_directory(tmp_path, 0)
+    one.save_checkpoint(path).result()
     one.close()
     wider = make_policy(tmp_path / "wider", shape=Shape(layers=2, hidden=96, heads=4, groups=2))
     other = MegatronBackend(a_spec(wider, speculation={"none": {}}))
-    with pytest.raises(CheckpointInvalid, match=r"must be \(264, 96\), got \(265, 64\).*another model"):
-        other.load(path)
+    with pytest.raises(CheckpointInvalid, match=r"must have shape \(264, 96\), got \(265, 64\).*another model"):
+        other.load_model(path)
     other.close()
     (shard,) = path.rglob("model-*.safetensors")
     size = shard.stat().st_size
     with shard.open("r+b") as file:
         file.truncate(size - 100)
     one = MegatronBackend(a_spec(policy, speculation={"none": {}}))
-    with pytest.raises(CheckpointInvalid, match=rf"{shard.name} must have {size} bytes, got {size - 100}; delete it"):
-        one.load(path)
+    with pytest.raises(CheckpointInvalid, match=rf"{shard.name} has {size - 100} bytes instead of {size}; delete"):
+        one.load_model(path)
     one.close()

@@ -1,4 +1,4 @@
-"""`specrl sft`: what its examples are, that an interrupted warm-up ends as one that was not, and what it learns."""
+"""`specrl sft`: its examples, that an interrupted warm-up gives the same policy, and that it learns."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ from typer.testing import CliRunner, Result
 from specrl.cli import app
 from specrl.errors import DatasetInvalid
 from specrl.prompts.templates import load_tokenizer
-from specrl.spec import RunSpec, dump, load_spec
+from specrl.spec import RunSpec, dump_spec, load_spec
 from specrl.spec.data import FieldMapping, FileSource, PromptSource
 from specrl.spec.tools import AnsweredBy, CodeTool, Tools
-from specrl.trainer import checkpoints, sft
+from specrl.trainer import sft
+from specrl.trainer.calls import RankCalls
+from specrl.trainer.checkpointing import checkpoints
+from specrl.trainer.ranks import AllRanks
 
 VOCAB = 264
 
@@ -43,7 +46,7 @@ def pairs(folder: Path, count: int = 24) -> Path:
 
 
 def a_warm_up(policy: Path, folder: Path, *, data: int = 1, **changes: Any) -> RunSpec:
-    """Six steps of four examples, a checkpoint every two."""
+    """A warm-up of six steps with four examples each, and a checkpoint every two steps."""
     spec = a_spec(policy, data=data, speculation={"none": {}})
     source = PromptSource(
         jsonl=FileSource(path=str(pairs(folder)), fields=FieldMapping(question="prompt", answer="completion"))
@@ -59,13 +62,13 @@ def a_warm_up(policy: Path, folder: Path, *, data: int = 1, **changes: Any) -> R
 
 
 def test_every_example_is_trained_once_an_epoch_and_none_that_is_held_out(policy: Path, tmp_path: Path) -> None:
-    examples = sft.Examples(a_warm_up(policy, tmp_path), Decimal("0.2"))
+    examples = sft.TrainingExamples(a_warm_up(policy, tmp_path), Decimal("0.2"))
     assert (len(examples.held_out), len(examples)) == (4, 20)
 
     def contents(rows: Any) -> list[bytes]:
         return [bytes(row.prompt_token_ids) for row in rows]
 
-    steps = [contents(examples.of_step(step).rollouts) for step in range(1, 11)]
+    steps = [contents(examples.build_batch(step).rollouts) for step in range(1, 11)]
     epochs = [list(chain(*part)) for part in (steps[:5], steps[5:])]
     held = contents(examples.held_out)
     assert all(len(set(epoch)) == 20 and not set(epoch) & set(held) for epoch in epochs)
@@ -78,7 +81,7 @@ def test_completion_ends_with_the_end_token_and_what_a_tool_wrote_is_read_alone(
     spec = a_warm_up(policy, tmp_path, tools=tools)
     text = "<tool>1+1</tool><output>2</output>two"
     (tmp_path / "pairs.jsonl").write_text(json.dumps({"prompt": "1 + 1?", "completion": text}) + "\n")
-    (row,) = sft.Examples(spec, Decimal(0)).of_step(1).rollouts[:1]
+    (row,) = sft.TrainingExamples(spec, Decimal(0)).build_batch(1).rollouts[:1]
     row.check(1000, VOCAB)
     tokens = row.rollout.token_ids_T
     learnt = tokens[row.rollout.sampled_N]
@@ -93,10 +96,14 @@ def test_example_that_is_too_long_is_named_by_its_line(policy: Path, tmp_path: P
     with (tmp_path / "pairs.jsonl").open("a") as file:
         file.write(json.dumps({"prompt": "why?", "completion": "x" * 300}) + "\n")
     with pytest.raises(DatasetInvalid, match=r"pairs.jsonl:25: 305 tokens with its completion.*256 .model.maxLength"):
-        sft.Examples(spec, Decimal(0))
+        sft.TrainingExamples(spec, Decimal(0))
 
 
 # -- the loop, on the stand-in -----------------------------------------------------------------------------------------
+
+
+def one_rank(backend: StandInBackend, spec: RunSpec, folder: Path) -> AllRanks:
+    return AllRanks(RankCalls(backend, spec, folder, ""), None)
 
 
 def stops_at(step: int) -> Callable[[], bool]:
@@ -105,16 +112,16 @@ def stops_at(step: int) -> Callable[[], bool]:
 
 
 def test_interrupted_warm_up_ends_where_one_that_was_not_does(policy: Path, tmp_path: Path) -> None:
-    """Told to stop in step 3, killed after step 5 with a torn line of metrics, gone on with."""
+    """It is stopped in step 3, killed after step 5 with a truncated line of metrics, and resumed."""
     spec = a_warm_up(policy, tmp_path)
-    examples = sft.Examples(spec, Decimal("0.2"))
+    examples = sft.TrainingExamples(spec, Decimal("0.2"))
     whole = StandInBackend(VOCAB)
     (tmp_path / "whole").mkdir()
-    assert sft.train(whole, spec, examples, tmp_path / "whole", lambda: False)
+    assert sft.run_warm_up(one_rank(whole, spec, tmp_path / "whole"), spec, examples, tmp_path / "whole", lambda: False)
     folder = tmp_path / "parts"
     folder.mkdir()
-    assert not sft.train(StandInBackend(VOCAB), spec, examples, folder, stops_at(3))
-    assert [step for step, _ in checkpoints.complete(folder)] == [2, 3]
+    assert not sft.run_warm_up(one_rank(StandInBackend(VOCAB), spec, folder), spec, examples, folder, stops_at(3))
+    assert [step for step, _ in checkpoints.list_complete(folder)] == [2, 3]
 
     class Dies(StandInBackend):
         def train_supervised(self, batch: Any) -> Any:
@@ -123,16 +130,16 @@ def test_interrupted_warm_up_ends_where_one_that_was_not_does(policy: Path, tmp_
             return super().train_supervised(batch)
 
     with pytest.raises(KeyboardInterrupt):
-        sft.train(Dies(VOCAB), spec, examples, folder, lambda: False)
+        sft.run_warm_up(one_rank(Dies(VOCAB), spec, folder), spec, examples, folder, lambda: False)
     with (folder / sft.METRICS).open("a") as file:
         file.write('{"step": 6, "lo')
     last = StandInBackend(VOCAB)
-    assert sft.train(last, spec, examples, folder, lambda: False)
+    assert sft.run_warm_up(one_rank(last, spec, folder), spec, examples, folder, lambda: False)
     assert np.array_equal(last.policy_VV, whole.policy_VV)
     lines = [json.loads(line) for line in (folder / sft.METRICS).read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
-    assert [line["heldOutLoss"] is not None for line in lines] == [False, True, True, True, False, True]
-    assert lines[-1]["heldOutLoss"] < lines[1]["heldOutLoss"]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5, 6]
+    assert [line["heldOutLoss"] is not None for line in lines] == [True, False, True, True, True, False, True]
+    assert lines[-1]["heldOutLoss"] < lines[2]["heldOutLoss"] < lines[0]["heldOutLoss"]
 
 
 # -- the real thing ----------------------------------------------------------------------------------------------------
@@ -144,29 +151,33 @@ def specrl_sft(*arguments: str) -> Result:
 
 def test_two_ranks_learn_what_transformers_would_and_leave_its_folder(policy: Path, tmp_path: Path) -> None:
     spec = a_warm_up(policy, tmp_path, data=2)
-    file, out = tmp_path / "run.yaml", tmp_path / "warm"
-    file.write_text(dump(spec))
+    file = tmp_path / "run.yaml"
+    out = tmp_path / "warm"
+    file.write_text(dump_spec(spec))
     arguments = ("-f", str(file), "--data", str(pairs(tmp_path)), "--out", str(out), "--batch-size", "4")
     result = specrl_sft(*arguments, "--steps", "4", "--learning-rate", "0.003", "--held-out", "0.2", "--plain")
     assert result.exit_code == 0, result.output
+    assert "before the first step: held out" in result.stdout
     assert "step 4/4 loss" in result.stdout
     lines = [json.loads(line) for line in (tmp_path / "warm-sft" / "metrics.jsonl").read_text().splitlines()]
     prepared = load_spec(tmp_path / "warm-sft" / "run.yaml")
-    examples = sft.Examples(prepared, Decimal("0.2"))
+    examples = sft.TrainingExamples(prepared, Decimal("0.2"))
     before, after = (AutoModelForCausalLM.from_pretrained(it, dtype=torch.float32) for it in (policy, out))
-    assert lines[0]["loss"] == pytest.approx(cross_entropy(before, examples.of_step(1).rollouts), abs=1e-5)
+    assert lines[0] == {"step": 0, "heldOutLoss": pytest.approx(cross_entropy(before, examples.held_out), abs=1e-5)}
+    assert lines[1]["loss"] == pytest.approx(cross_entropy(before, examples.build_batch(1).rollouts), abs=1e-5)
     assert lines[-1]["heldOutLoss"] == pytest.approx(cross_entropy(after, examples.held_out), abs=1e-5)
-    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert lines[-1]["loss"] < lines[1]["loss"]
     assert (out / "tokenizer.json").read_bytes() == (policy / "tokenizer.json").read_bytes()
     assert specrl_sft(*arguments, "--steps", "4").exit_code == 2, "out exists"
     out.rename(tmp_path / "elsewhere")
     refused = specrl_sft(*arguments, "--steps", "5")
-    assert "must be of the same warm-up" in refused.stderr
+    assert "must belong to the same warm-up" in refused.stderr
 
 
 def cross_entropy(model: torch.nn.Module, rows: Any) -> float:
-    """Mean nats of the completions' tokens, by transformers."""
-    total, tokens = 0.0, 0
+    """Compute the mean cross-entropy of the completions, in nats per token, with transformers."""
+    total = 0.0
+    tokens = 0
     for row in rows:
         ids = torch.tensor([*row.prompt_token_ids, *row.rollout.token_ids_T.tolist()])
         labels = ids.clone()
@@ -174,14 +185,14 @@ def cross_entropy(model: torch.nn.Module, rows: Any) -> float:
         with torch.no_grad():
             logits = model(ids[None]).logits[0]
         total += float(functional.cross_entropy(logits[:-1], labels[1:], reduction="sum"))
-        tokens += row.rollout.length
+        tokens += row.rollout.total_length
     return total / tokens
 
 
 def test_run_of_generated_problems_has_no_completions(policy: Path, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text(dump(a_spec(policy)))
+    file.write_text(dump_spec(a_spec(policy)))
     refused = specrl_sft("-f", str(file), "--out", str(tmp_path / "out"))
     assert refused.exit_code == 2
-    assert "give --data FILE" in refused.stderr
+    assert "pass --data FILE" in refused.stderr
     assert not (tmp_path / "out-sft").exists()

@@ -21,22 +21,22 @@ from tests.integration.trainer.runs import a_batch, a_spec
 from specrl.api.v1 import coordinator_pb2, coordinator_pb2_grpc
 from specrl.errors import CheckpointInvalid, SpecInvalid
 from specrl.rpc.clients import TrainerClient
-from specrl.rpc.server import serve
-from specrl.spec import dump
+from specrl.rpc.server import start_server
+from specrl.spec import dump_spec
 
 PROGRAM = Path(sys.executable).with_name("specrl-trainer")
-START_S = 200.0  # a loaded machine imports torch slowly
+START_S = 200.0  # a busy machine imports torch slowly
 RANKS = 2
 
 
 class Trainer:
-    """The two processes of one start."""
+    """The two processes of one trainer."""
 
     def __init__(
         self, ranks: ForkServer | None, folder: Path, name: str, coordinator: str | None = None, *more: str
     ) -> None:
-        """ranks: forks them; None: starts the program itself, which costs more. coordinator: where one serves gRPC;
-        None: nowhere, and registration goes on trying. more: arguments."""
+        """ranks: the server that forks them; None starts the program itself, which takes longer. coordinator: its
+        address; None: an unused one, where registration keeps retrying. more: arguments."""
         self.logs = [folder / f"{name}-{rank}.log" for rank in range(RANKS)]
         port = free_port()
         arguments = [
@@ -52,11 +52,12 @@ class Trainer:
                 self.processes.append(ranks.start("specrl.trainer.main", arguments, variables, log))
                 continue
             with log.open("w") as out:
-                command, environment = [str(PROGRAM), *arguments], rank_environment(rank, RANKS, port)
+                command = [str(PROGRAM), *arguments]
+                environment = rank_environment(rank, RANKS, port)
                 self.processes.append(subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT))
 
     def address(self) -> str:
-        """Where it serves, once it does."""
+        """Wait until it serves. Returns its address."""
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
             found = re.search(r'"address": "([0-9.:]+)".*"trainer_served"', self.logs[0].read_text())
@@ -86,11 +87,11 @@ async def a_step_and_a_checkpoint(address: str) -> None:
 
 async def step_of(address: str) -> int:
     async with TrainerClient(address) as client:
-        return (await client.status()).step
+        return (await client.get_status()).step
 
 
 def test_dead_rank_ends_the_others_and_a_restart_resumes(ranks: ForkServer, policy: Path, tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text(dump(a_spec(policy, data=RANKS)))
+    (tmp_path / "run.yaml").write_text(dump_spec(a_spec(policy, data=RANKS)))
     first = Trainer(None, tmp_path, "first")
     try:
         asyncio.run(a_step_and_a_checkpoint(first.address()))
@@ -99,7 +100,7 @@ def test_dead_rank_ends_the_others_and_a_restart_resumes(ranks: ForkServer, poli
     finally:
         first.kill()
     (last_line,) = [line for line in first.logs[0].read_text().splitlines() if line.startswith("specrl-trainer:")]
-    assert "all trainer ranks must live" in last_line
+    assert "lost a trainer rank" in last_line
     second = Trainer(ranks, tmp_path, "second")
     try:
         assert asyncio.run(step_of(second.address())) == 1
@@ -126,7 +127,7 @@ class SendsHome(coordinator_pb2_grpc.CoordinatorServiceServicer):
 async def test_exit_code_0_of_a_pod_says_that_the_run_is_over_and_nothing_else(
     ranks: ForkServer, policy: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "run.yaml").write_text(dump(a_spec(policy, data=RANKS)))
+    (tmp_path / "run.yaml").write_text(dump_spec(a_spec(policy, data=RANKS)))
     stopped = Trainer(ranks, tmp_path, "stopped", None, "--until-dismissed")
     try:
         await asyncio.to_thread(stopped.address)
@@ -136,7 +137,7 @@ async def test_exit_code_0_of_a_pod_says_that_the_run_is_over_and_nothing_else(
     finally:
         stopped.kill()
     register = coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server
-    server, port = await serve(lambda it: register(SendsHome(), it), "127.0.0.1", 0)
+    server, port = await start_server(lambda it: register(SendsHome(), it), "127.0.0.1", 0)
     dismissed = Trainer(ranks, tmp_path, "dismissed", f"127.0.0.1:{port}", "--until-dismissed")
     try:
         await asyncio.to_thread(dismissed.address)
@@ -147,7 +148,7 @@ async def test_exit_code_0_of_a_pod_says_that_the_run_is_over_and_nothing_else(
 
 
 def test_missing_model_is_said_in_one_line(ranks: ForkServer, tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text(dump(a_spec(tmp_path / "gone")))
+    (tmp_path / "run.yaml").write_text(dump_spec(a_spec(tmp_path / "gone")))
     arguments = ["--spec", str(tmp_path / "run.yaml"), "--run-directory", str(tmp_path), "--coordinator", "127.0.0.1:1"]
     rank = ranks.start("specrl.trainer.main", arguments, {}, tmp_path / "log")
     assert rank.wait(timeout=START_S) == CheckpointInvalid.exit_code
@@ -156,7 +157,7 @@ def test_missing_model_is_said_in_one_line(ranks: ForkServer, tmp_path: Path) ->
 
 
 def test_missing_run_file_is_said_in_one_line(tmp_path: Path) -> None:
-    """By the program itself, outside torchrun."""
+    """Run the program itself, without torchrun."""
     arguments = ["--spec", str(tmp_path / "run.yaml"), "--run-directory", str(tmp_path), "--coordinator", "127.0.0.1:1"]
     environment = {k: v for k, v in rank_environment(0, 1, 1).items() if k not in ("RANK", "WORLD_SIZE")}
     ended = subprocess.run(

@@ -1,4 +1,4 @@
-"""What a layout is called, and the weight group that worker and receiver meet in."""
+"""Names of layouts, and the weight group that worker and receiver join."""
 
 from specrl.records import WeightGroup
 
@@ -7,5 +7,5 @@ ALONE = "data=1"
 
 
 def sizes(layout: str) -> dict[str, int]:
-    """Fields of `trainer.parallelism` of a layout that is called as in "tensor=2,data=2"."""
+    """Parse the name of a layout, such as "tensor=2,data=2", into fields of `trainer.parallelism`."""
     return {name: int(size) for name, size in (part.split("=") for part in layout.split(","))}

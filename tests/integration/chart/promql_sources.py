@@ -1,4 +1,4 @@
-"""What dashboards, recording rules and alerts ask Prometheus, out of the files that the chart installs."""
+"""The PromQL of dashboards, recording rules and alerts, read from the files that the chart installs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LABEL_VALUES = re.compile(r"label_values\((?P<series>.+), (?P<label>\w+)\)")
 
 
 def panels(values: Mapping[str, str]) -> dict[str, str]:
-    """Expressions of all panels, by dashboard, title and letter, with `values` in place of Grafana's variables."""
+    """Return the expressions of all panels by dashboard, title and letter. `values` replace Grafana's variables."""
     return {
         f"{name}: {panel['title']} {target['refId']}": _filled(target["expr"], values)
         for name, dashboard in _dashboards().items()
@@ -26,7 +26,7 @@ def panels(values: Mapping[str, str]) -> dict[str, str]:
 
 
 def variables(values: Mapping[str, str]) -> dict[str, str]:
-    """What each variable's values are taken from, as an expression that has a series for each of them."""
+    """Return an expression for each variable that has one series per value of the variable."""
     found = {}
     for name, dashboard in _dashboards().items():
         for variable in dashboard["templating"]["list"]:
@@ -39,18 +39,18 @@ def variables(values: Mapping[str, str]) -> dict[str, str]:
 
 
 def groups() -> list[dict[str, Any]]:
-    """Groups of rules."""
+    """Return the groups of rules."""
     found: list[dict[str, Any]] = yaml.safe_load(RULES.read_text())["groups"]
     return found
 
 
 def rules() -> list[dict[str, Any]]:
-    """Recording rules and alerts, in their order."""
+    """Return the recording rules and alerts in the order of the file."""
     return [rule for group in groups() for rule in group["rules"]]
 
 
 def alerts() -> list[str]:
-    """Names of the alerts."""
+    """Return the names of the alerts."""
     return [rule["alert"] for rule in rules() if "alert" in rule]
 
 
@@ -59,5 +59,5 @@ def _dashboards() -> dict[str, dict[str, Any]]:
 
 
 def _filled(expression: str, values: Mapping[str, str]) -> str:
-    """Raises KeyError for a variable without a value."""
+    """Replace the variables of an expression. Raises KeyError for a variable without a value."""
     return re.sub(r"\$(\w+)", lambda match: values[match[1]], expression)
