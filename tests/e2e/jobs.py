@@ -1,4 +1,4 @@
-"""RLJobs for tests of the operator, and what is to be seen of them."""
+"""RLJobs for tests of the operator, and helpers that inspect them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e import binaries
-from tests.e2e.harness.api import RLJOBS, Api, Object, condition, until
+from tests.e2e.harness.api import RLJOBS, Api, Object, find_condition, wait_until
+from tests.e2e.harness.kubelet_process import STORAGE_CLASS
 from tests.e2e.harness.nodes import OURS
-from tests.e2e.harness.played import STORAGE_CLASS
 from tests.requirements import KUBECTL
 from tests.rljob_cases import a_job
 
 JOB_LABEL = "specrl.dev/rljob"
 COMPONENT = "app.kubernetes.io/component"
 PLAYED: Object = {"spec": {"nodeSelector": {OURS: "statuses"}, "tolerations": [{"key": OURS, "operator": "Exists"}]}}
-"""For pods of which the status will do."""
+"""Pod template of pods that only need a status."""
 
 KINDS = (
     "v1/pods",
@@ -36,11 +36,11 @@ KINDS = (
     "resource.k8s.io/v1/resourceclaimtemplates",
     "resource.k8s.io/v1/resourceclaims",
 )
-"""What a job's children are, and what is looked for when it is gone; JobSets and the like are added where served."""
+"""Kinds of a job's children. Optional kinds are added if they are served."""
 
 
 def gb200_job(name: str, namespace: str, replicas: int = 12, trainer_nodes: int = 4, **placement: Any) -> Object:
-    """One replica a node and four ranks a node; the coordinator's pod is played."""
+    """Build a job with one replica per node and four ranks per node. The coordinator's pod only gets a status."""
     job = a_job(
         {
             "generation.replicas": replicas,
@@ -60,15 +60,15 @@ def gb200_job(name: str, namespace: str, replicas: int = 12, trainer_nodes: int 
 
 
 def cpu_job(name: str, namespace: str, **changes: Any) -> Object:
-    """A job without GPUs, all of whose pods are played."""
+    """Build a job without GPUs. Its pods only get statuses."""
     played = {f"{role}.podTemplate": PLAYED for role in ("coordinator", "trainer", "generation")}
     job = a_job(played | {"store": {"sqlite": {}}} | changes, name)
     job["metadata"]["namespace"] = namespace
     return job
 
 
-def claim(name: str, namespace: str) -> Object:
-    """A claim on a folder of this machine."""
+def build_claim(name: str, namespace: str) -> Object:
+    """Build a claim for a folder of this machine."""
     spec = {
         "accessModes": ["ReadWriteMany"],
         "resources": {"requests": {"storage": "1Gi"}},
@@ -79,7 +79,7 @@ def claim(name: str, namespace: str) -> Object:
 
 
 def pods_of(api: Api, job: Object, component: str = "") -> list[Object]:
-    """A job's pods that are not on their way out, by name."""
+    """Return a job's pods that are not being deleted, sorted by name."""
     metadata = job["metadata"]
     labels = f"{JOB_LABEL}={metadata['name']}" + (f",{COMPONENT}={component}" if component else "")
     found = api.list("v1/pods", metadata["namespace"], labels)
@@ -89,7 +89,7 @@ def pods_of(api: Api, job: Object, component: str = "") -> list[Object]:
 
 
 def cliques_of(api: Api, job: Object, racks: dict[str, str]) -> dict[str, set[str]]:
-    """Component to the cliques that its pods are in."""
+    """Return the cliques of each component's pods."""
     found: dict[str, set[str]] = defaultdict(set)
     for component in ("trainer", "generation"):
         for pod in pods_of(api, job, component):
@@ -98,20 +98,21 @@ def cliques_of(api: Api, job: Object, racks: dict[str, str]) -> dict[str, set[st
 
 
 def until_condition(api: Api, job: Object, kind: str, status: str = "True", reason: str = "", **wait: float) -> Object:
-    """Wait until a condition says so; returns the job."""
-    name, namespace = job["metadata"]["name"], job["metadata"]["namespace"]
+    """Wait until a condition has a status. Returns the job."""
+    name = job["metadata"]["name"]
+    namespace = job["metadata"]["namespace"]
 
     def there() -> Object | None:
         found = api.get(RLJOBS, name, namespace)
-        said = condition(found, kind)
+        said = find_condition(found, kind)
         return found if said.get("status") == status and said.get("reason", "").startswith(reason) else None
 
-    found: Object = until(there, f"{kind}={status} {reason}", explain=lambda: explain(api, job), **wait)
+    found: Object = wait_until(there, f"{kind}={status} {reason}", explain=lambda: describe_job(api, job), **wait)
     return found
 
 
-def explain(api: Api, job: Object) -> str:
-    """What is to be known when a test waits in vain."""
+def describe_job(api: Api, job: Object) -> str:
+    """Describe a job's state, for the message of a timeout."""
     found = api.get(RLJOBS, job["metadata"]["name"], job["metadata"]["namespace"])
     conditions = found.get("status", {}).get("conditions", [])
     lines = [f"{each['type']}={each['status']} {each['reason']}: {each['message']}" for each in conditions]
@@ -122,7 +123,7 @@ def explain(api: Api, job: Object) -> str:
 
 
 def kubectl(api: Api, folder: Path, *arguments: str) -> str:
-    """What kubectl says. Skips the test where there is none."""
+    """Run kubectl, and return its output. Skips the test if kubectl is missing."""
     KUBECTL.require()
     command = [binaries.find("kubectl"), "--kubeconfig", api.kubeconfig(folder / "kubeconfig"), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -130,8 +131,8 @@ def kubectl(api: Api, folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def left_of(api: Api, job: Object, *more: str) -> list[str]:
-    """Kind and name of everything that carries the job's label, or is owned by the job."""
+def list_remaining_objects(api: Api, job: Object, *more: str) -> list[str]:
+    """Return kind and name of all objects with the job's label or owned by the job."""
     metadata = job["metadata"]
     found = []
     for kind in (*KINDS, *more):

@@ -1,4 +1,4 @@
-"""Small pods for tests of the harness."""
+"""Build small pods for tests of the harness."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.e2e.harness.nodes import OURS
 
 
 def a_pod(name: str, namespace: str, command: list[str], labels: dict[str, str] | None = None, **spec: Any) -> Object:
-    """One container `main` on the node whose pods are processes; keywords go into the container, or into the spec."""
+    """Build a pod with one container `main` that runs as a process. Keywords go into the container or the spec."""
     in_container = {"env", "envFrom", "volumeMounts", "readinessProbe", "livenessProbe", "startupProbe", "lifecycle"}
     in_container |= {"ports", "securityContext", "workingDir"}
     container = {"name": "main", "image": "python", "command": command}
@@ -24,7 +24,7 @@ def a_pod(name: str, namespace: str, command: list[str], labels: dict[str, str] 
 
 
 def gpu_pod(name: str, namespace: str, labels: dict[str, str] | None = None, gpus: int = 4, **spec: Any) -> Object:
-    """A pod of GB200 nodes; only its status exists."""
+    """Build a pod for GB200 nodes, which only gets a status."""
     tolerations = [{"key": "nvidia.com/gpu", "operator": "Exists"}, {"key": "kubernetes.io/arch", "operator": "Exists"}]
     resources = {"limits": {"nvidia.com/gpu": str(gpus)}}
     container = {"name": "main", "image": "none", "resources": resources}

@@ -1,11 +1,11 @@
-"""The chart's life in a cluster: helm installs, tests, upgrades and uninstalls it, and RBAC holds its operator."""
+"""The chart in a cluster: helm installs, tests, upgrades and uninstalls it, and RBAC limits its operator."""
 
 from __future__ import annotations
 
 import pytest
-from tests.e2e.harness.api import RLJOBS, Api, Refused, holds, until
+from tests.e2e.harness.api import RLJOBS, Api, Refused, is_condition_true, wait_until
 from tests.e2e.harness.release import Release
-from tests.e2e.jobs import cpu_job, left_of, until_condition
+from tests.e2e.jobs import cpu_job, list_remaining_objects, until_condition
 
 DEFINITIONS = "apiextensions.k8s.io/v1/customresourcedefinitions"
 CRD = "rljobs.specrl.dev"
@@ -21,7 +21,7 @@ def test_operator_runs_under_the_charts_account(admin: Api, release: Release) ->
     assert deployment["status"]["availableReplicas"] == 1
     (pod,) = admin.list("v1/pods", release.namespace, "app.kubernetes.io/component=operator")
     assert pod["spec"]["serviceAccountName"] == release.account
-    assert holds(admin.get(DEFINITIONS, CRD), "Established")
+    assert is_condition_true(admin.get(DEFINITIONS, CRD), "Established")
 
 
 def test_charts_own_tests_pass(release: Release) -> None:
@@ -32,18 +32,18 @@ def test_charts_own_tests_pass(release: Release) -> None:
     ("verb", "resource"),
     [("list", "v1/secrets"), ("create", "rbac.authorization.k8s.io/v1/clusterroles"), ("delete", "v1/nodes")],
 )
-def test_operators_account_may_not(admin: Api, release: Release, verb: str, resource: str) -> None:
-    """What an operator that is taken over could otherwise do."""
+def test_the_operators_account_has_no_dangerous_right(admin: Api, release: Release, verb: str, resource: str) -> None:
+    """Rights that a compromised operator must not have."""
     operator = admin.with_token(admin.token_of(release.account, release.namespace))
     group, _, plural = resource.rpartition("/")
     attributes = {"verb": verb, "group": group.rpartition("/")[0], "resource": plural}
     review = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview"}
     path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
-    answer = operator.call("POST", path, review | {"spec": {"resourceAttributes": attributes}})
+    answer = operator.send_request("POST", path, review | {"spec": {"resourceAttributes": attributes}})
     assert answer["status"]["allowed"] is False
 
 
-def test_operator_may_do_what_it_does_and_it_is_the_role_that_lets_it(admin: Api, release: Release) -> None:
+def test_the_operators_account_has_the_rights_of_its_role_and_no_others(admin: Api, release: Release) -> None:
     operator = admin.with_token(admin.token_of(release.account, release.namespace))
     operator.list(RLJOBS)
     with pytest.raises(Refused) as refused:
@@ -64,7 +64,7 @@ def test_upgrade_changes_the_operator_and_keeps_jobs(admin: Api, release: Releas
 def test_an_operator_of_named_namespaces_cannot_touch_a_job_elsewhere(
     admin: Api, release: Release, namespace: str, other_namespace: str
 ) -> None:
-    """By its role, not by its good will: the API server refuses even to show it the other job."""
+    """Its Role enforces that: the API server does not even let it read the other job."""
     release.upgrade(operator={"watchNamespaces": [namespace]}, rbac={"userRoles": False, "tokenReviews": False})
     try:
         cluster = [each["metadata"]["name"] for each in admin.list("rbac.authorization.k8s.io/v1/clusterroles")]
@@ -83,20 +83,20 @@ def test_an_operator_of_named_namespaces_cannot_touch_a_job_elsewhere(
                 attempt()
             assert refused.value.status == 403
         assert "status" not in admin.get(RLJOBS, "theirs", other_namespace)
-        assert left_of(admin, theirs) == []
+        assert list_remaining_objects(admin, theirs) == []
     finally:
         admin.delete(RLJOBS, "theirs", other_namespace)
         release.upgrade()
 
 
-def test_uninstall_takes_everything_but_the_definition_and_its_jobs(
+def test_uninstall_deletes_everything_but_the_definition_and_its_jobs(
     admin: Api, release: Release, namespace: str
 ) -> None:
     job = admin.create(cpu_job("survives", namespace, suspend=True))
     release.uninstall()
     try:
         kinds = ("v1/pods", "v1/services", "apps/v1/deployments", "rbac.authorization.k8s.io/v1/roles")
-        until(lambda: not any(admin.list(kind, release.namespace) for kind in kinds), "the release is gone")
+        wait_until(lambda: not any(admin.list(kind, release.namespace) for kind in kinds), "the release is gone")
         accounts = [each["metadata"]["name"] for each in admin.list("v1/serviceaccounts", release.namespace)]
         assert accounts == ["default"]
         cluster = [each["metadata"]["name"] for each in admin.list("rbac.authorization.k8s.io/v1/clusterroles")]

@@ -1,4 +1,4 @@
-"""Containers of our kubelet alone, without a cluster: what a program finds, and how its end is told."""
+"""Containers of our kubelet without a cluster: a program's environment, and how its exit is reported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.e2e.harness.network import Namespace, NoNetwork, PodNetwork
 from tests.e2e.kubelet.container import Plan, Running
 from tests.e2e.kubelet.environment import expand
 from tests.e2e.kubelet.names import hosts_file
-from tests.e2e.kubelet.volumes import Bind
+from tests.e2e.kubelet.volumes import VolumeBind
 from tests.requirements import NAMESPACES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,13 +34,15 @@ def network() -> Iterator[PodNetwork]:
 
 @pytest.fixture
 def pod(network: PodNetwork) -> Iterator[Namespace]:
-    """A pod's network."""
+    """The network of a pod."""
     found = network.open(network.next_address())
     yield found
     found.close()
 
 
-def a_plan(folder: Path, pod: Namespace, *command: str, binds: tuple[Bind, ...] = (), is_closed: bool = False) -> Plan:
+def a_plan(
+    folder: Path, pod: Namespace, *command: str, binds: tuple[VolumeBind, ...] = (), is_closed: bool = False
+) -> Plan:
     return Plan(
         command=list(command),
         environment={"PATH": os.environ["PATH"], "COLOUR": "blue"},
@@ -54,7 +56,7 @@ def a_plan(folder: Path, pod: Namespace, *command: str, binds: tuple[Bind, ...] 
 
 
 async def said_by(folder: Path, plan: Plan) -> tuple[int, list[str]]:
-    """Exit code and output of a container that ends by itself."""
+    """Run a container that exits by itself. Returns its exit code and output."""
     running = await Running.start(plan, folder / "log")
     async with asyncio.timeout(120):
         code = await running.wait()
@@ -62,7 +64,7 @@ async def said_by(folder: Path, plan: Plan) -> tuple[int, list[str]]:
 
 
 async def started(folder: Path, plan: Plan) -> Running:
-    """A container whose program has said something."""
+    """Start a container, and wait until its program has written output."""
     running = await Running.start(plan, folder / "log")
     await until_said(folder, "up")
     return running
@@ -79,7 +81,7 @@ async def test_program_finds_its_own_machine(tmp_path: Path, pod: Namespace) -> 
     volume.mkdir()
     (volume / "word").write_text("hello\n")
     shell = "echo $COLOUR $HOME; hostname; cat /etc/made/up/word; echo $$; ls /proc | grep -c '^[0-9]'; hostname -I"
-    binds = (Bind(str(volume), "/etc/made/up", read_only=True),)
+    binds = (VolumeBind(str(volume), "/etc/made/up", read_only=True),)
     code, lines = await said_by(tmp_path, a_plan(tmp_path, pod, "bash", "-c", shell, binds=binds))
     assert code == 0
     assert lines[:4] == ["blue", "own-name", "hello", "1"]
@@ -87,19 +89,19 @@ async def test_program_finds_its_own_machine(tmp_path: Path, pod: Namespace) -> 
     assert lines[5].strip() == pod.address
 
 
-async def test_what_is_written_outside_of_volumes_is_gone(tmp_path: Path, pod: Namespace) -> None:
+async def test_writes_outside_of_volumes_are_lost_with_the_container(tmp_path: Path, pod: Namespace) -> None:
     shell = "echo new > /etc/written-by-a-container && cat /etc/written-by-a-container; touch /dev/written"
     code, lines = await said_by(tmp_path, a_plan(tmp_path, pod, "bash", "-c", shell))
     assert (code, lines) == (0, ["new"])
     assert not any(map(os.path.exists, ("/etc/written-by-a-container", "/dev/written")))
 
 
-async def test_closed_root_and_read_only_volumes_refuse_writes(tmp_path: Path, pod: Namespace) -> None:
+async def test_a_read_only_root_and_read_only_volumes_refuse_writes(tmp_path: Path, pod: Namespace) -> None:
     (tmp_path / "volume").mkdir()
     (tmp_path / "data").mkdir()
     binds = (
-        Bind(str(tmp_path / "volume"), "/volume", read_only=True),
-        Bind(str(tmp_path / "data"), "/data", read_only=False),
+        VolumeBind(str(tmp_path / "volume"), "/volume", read_only=True),
+        VolumeBind(str(tmp_path / "data"), "/data", read_only=False),
     )
     shell = "touch /outside || echo 1; touch /volume/file || echo 2; touch /data/file || echo 3"
     plan = a_plan(tmp_path, pod, "bash", "-c", shell, binds=binds, is_closed=True)
@@ -110,7 +112,7 @@ async def test_closed_root_and_read_only_volumes_refuse_writes(tmp_path: Path, p
 
 @pytest.mark.parametrize(("command", "code"), [("exit 7", 7), ("kill -9 $$ & exec sleep 1", 0), ("exec nonesuch", 127)])
 async def test_exit_code_is_the_programs(tmp_path: Path, pod: Namespace, command: str, code: int) -> None:
-    """The second: process 1 cannot be killed from inside."""
+    """SIGKILL comes from outside, since process 1 cannot be killed from inside."""
     found, _ = await said_by(tmp_path, a_plan(tmp_path, pod, "bash", "-c", command))
     assert found == code
 
@@ -120,7 +122,7 @@ async def test_program_that_is_missing_says_so(tmp_path: Path, pod: Namespace) -
     assert (code, lines) == (127, ["nonesuch: No such file or directory"])
 
 
-async def test_terminate_reaches_the_program_and_kill_ends_all_of_it(tmp_path: Path, pod: Namespace) -> None:
+async def test_sigterm_reaches_the_program_and_sigkill_ends_all_its_processes(tmp_path: Path, pod: Namespace) -> None:
     shell = "trap 'echo asked' TERM; echo up; while true; do sleep 6543 & wait; done"
     running = await started(tmp_path, a_plan(tmp_path, pod, "bash", "-c", shell))
     running.terminate()
@@ -131,7 +133,7 @@ async def test_terminate_reaches_the_program_and_kill_ends_all_of_it(tmp_path: P
     assert sleepers == []
 
 
-async def test_command_is_executed_in_there(tmp_path: Path, pod: Namespace) -> None:
+async def test_a_command_is_executed_inside_the_container(tmp_path: Path, pod: Namespace) -> None:
     shell = "echo here > /etc/only-in-there; echo up; sleep 600"
     running = await started(tmp_path, a_plan(tmp_path, pod, "bash", "-c", shell))
     try:

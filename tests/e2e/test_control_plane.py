@@ -1,4 +1,4 @@
-"""The harness itself: what later tests take for granted of the control plane, its nodes and its controllers."""
+"""Tests of the harness: what other tests assume about the control plane, its nodes and its controllers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.e2e.harness.api import Api, Object, Refused, holds, until
+from tests.e2e.harness.api import Api, Object, Refused, is_condition_true, wait_until
 from tests.e2e.harness.assets import CONTROL_PLANE
 from tests.e2e.harness.control_plane import ControlPlane
 from tests.e2e.harness.nodes import CLIQUE, GPUS, IMEX_CLASS, NODES_PER_DOMAIN
@@ -21,11 +21,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_server_says_which_kubernetes_it_is(admin: Api) -> None:
-    version = admin.call("GET", "/version")
+    version = admin.send_request("GET", "/version")
     assert version["gitVersion"].startswith("v1.36."), version
 
 
-def test_service_account_may_do_nothing_until_a_role_says_so(admin: Api, namespace: str) -> None:
+def test_a_service_account_has_no_rights_without_a_role(admin: Api, namespace: str) -> None:
     token = admin.token_of("default", namespace)
     account = admin.with_token(token)
     with pytest.raises(Refused) as refused:
@@ -44,23 +44,23 @@ def test_service_account_may_do_nothing_until_a_role_says_so(admin: Api, namespa
             "subjects": [{"kind": "ServiceAccount", "name": "default", "namespace": namespace}],
         }
     )
-    found = until(lambda: _list_or_none(account, namespace), "the role takes effect")
+    found = wait_until(lambda: _list_or_none(account, namespace), "the role takes effect")
     assert [each["metadata"]["name"] for each in found] == ["kube-root-ca.crt"]
 
 
-def test_what_an_object_owns_goes_with_it(admin: Api, namespace: str) -> None:
+def test_owned_objects_are_deleted_with_their_owner(admin: Api, namespace: str) -> None:
     owner = admin.create(_config_map("owner", namespace))
     reference = {"apiVersion": "v1", "kind": "ConfigMap", "name": "owner", "uid": owner["metadata"]["uid"]}
     owned = _config_map("owned", namespace)
     owned["metadata"]["ownerReferences"] = [reference]
     admin.create(owned)
     admin.delete("v1/configmaps", "owner", namespace)
-    until(lambda: admin.find("v1/configmaps", "owned", namespace) is None, "garbage collection")
+    wait_until(lambda: admin.find("v1/configmaps", "owned", namespace) is None, "garbage collection")
 
 
-def test_rack_is_what_the_gpu_operator_makes_of_one(admin: Api, racks: dict[str, str]) -> None:
+def test_the_nodes_of_a_rack_have_the_labels_and_taints_of_the_gpu_operator(admin: Api, racks: dict[str, str]) -> None:
     assert Counter(racks.values()) == {"1": NODES_PER_DOMAIN, "2": NODES_PER_DOMAIN}
-    nodes = until(
+    nodes = wait_until(
         lambda: _ready_nodes(admin, len(racks)), "every node is ready and without the taint of one that is not"
     )
     for node in nodes:
@@ -68,7 +68,7 @@ def test_rack_is_what_the_gpu_operator_makes_of_one(admin: Api, racks: dict[str,
         assert node["metadata"]["labels"]["kubernetes.io/arch"] == "arm64"
 
 
-def test_scheduler_keeps_a_domain_together_and_the_rest_waits(
+def test_the_scheduler_keeps_pods_in_one_domain_and_the_rest_wait(
     admin: Api, racks: dict[str, str], namespace: str
 ) -> None:
     affinity = {"requiredDuringSchedulingIgnoredDuringExecution": [_together("whole-rack")]}
@@ -76,16 +76,16 @@ def test_scheduler_keeps_a_domain_together_and_the_rest_waits(
         admin.create(
             gpu_pod(f"gpu-{number}", namespace, {"together": "whole-rack"}, affinity={"podAffinity": affinity})
         )
-    placed = until(lambda: _placed(admin, namespace, NODES_PER_DOMAIN), "a rack is filled")
+    placed = wait_until(lambda: _placed(admin, namespace, NODES_PER_DOMAIN), "a rack is filled")
     assert len({racks[pod["spec"]["nodeName"]] for pod in placed}) == 1
     assert len({pod["spec"]["nodeName"] for pod in placed}) == NODES_PER_DOMAIN
     waiting = [pod for pod in admin.list("v1/pods", namespace) if "nodeName" not in pod["spec"]]
     assert len(waiting) == 1, "one pod has no node left in its rack"
-    until(lambda: _is_unschedulable(admin, waiting[0]), "the scheduler says why")
+    wait_until(lambda: _is_unschedulable(admin, waiting[0]), "the scheduler says why")
 
 
 def test_node_has_one_imex_channel(admin: Api, racks: dict[str, str], namespace: str) -> None:
-    """Two pods of half a node each would fit, if both did not claim the channel."""
+    """Two pods with half a node's GPUs each would fit, but both claim the node's one channel."""
     requests = [{"name": "channel", "exactly": {"deviceClassName": IMEX_CLASS}}]
     admin.create(
         {
@@ -101,8 +101,10 @@ def test_node_has_one_imex_channel(admin: Api, racks: dict[str, str], namespace:
         pod["spec"]["resourceClaims"] = [{"name": "imex", "resourceClaimTemplateName": "imex"}]
         pod["spec"]["containers"][0]["resources"]["claims"] = [{"name": "imex"}]
         admin.create(pod)
-    until(lambda: _placed(admin, namespace, 1), "one pod has the channel")
-    waiting = until(lambda: [p for p in admin.list("v1/pods", namespace) if _is_unschedulable(admin, p)], "one waits")
+    wait_until(lambda: _placed(admin, namespace, 1), "one pod has the channel")
+    waiting = wait_until(
+        lambda: [p for p in admin.list("v1/pods", namespace) if _is_unschedulable(admin, p)], "one waits"
+    )
     assert len(waiting) == 1
 
 
@@ -117,7 +119,7 @@ def test_jobset_controller_makes_its_jobs(admin: Api, racks: dict[str, str], job
         "spec": {"replicatedJobs": replicated},
     }
     admin.create(manifest)
-    pods = until(lambda: _ready_pods(admin, namespace, 4), "four pods are ready")
+    pods = wait_until(lambda: _ready_pods(admin, namespace, 4), "four pods are ready")
     assert {pod["spec"]["subdomain"] for pod in pods} == {"trainer"}, "its webhook or controller gave them a name"
     stored = admin.get("jobset.x-k8s.io/v1alpha2/jobsets", "trainer", namespace)
     assert stored["spec"]["network"]["enableDNSHostnames"] is True, "its webhook fills in defaults"
@@ -135,13 +137,13 @@ def test_lws_controller_makes_its_groups(admin: Api, racks: dict[str, str], lws:
         "spec": {"replicas": 2, "leaderWorkerTemplate": {"size": 2, "workerTemplate": template}},
     }
     admin.create(manifest)
-    pods = until(lambda: _ready_pods(admin, namespace, 4), "two groups of two are ready")
+    pods = wait_until(lambda: _ready_pods(admin, namespace, 4), "two groups of two are ready")
     names = {pod["metadata"]["name"] for pod in pods}
     assert names == {"generation-0", "generation-0-1", "generation-1", "generation-1-1"}
 
 
 def test_nothing_is_left_when_the_test_run_is_killed(control_plane: ControlPlane, tmp_path: Path) -> None:
-    """A control plane whose starter is killed dies with it, and with it what it started."""
+    """When the process that started a control plane is killed, all of its processes die."""
     script = (
         "import sys, time; from pathlib import Path\n"
         "from tests.e2e.harness.assets import Assets\n"
@@ -178,7 +180,7 @@ def _together(group: str) -> Object:
 
 
 def _ready_nodes(api: Api, count: int) -> list[Object]:
-    nodes = [node for node in api.list("v1/nodes", labels=CLIQUE) if holds(node, "Ready")]
+    nodes = [node for node in api.list("v1/nodes", labels=CLIQUE) if is_condition_true(node, "Ready")]
     clean = [node for node in nodes if not any("not-ready" in taint["key"] for taint in node["spec"]["taints"])]
     return clean if len(clean) == count else []
 
@@ -189,7 +191,7 @@ def _placed(api: Api, namespace: str, count: int) -> list[Object]:
 
 
 def _ready_pods(api: Api, namespace: str, count: int) -> list[Object]:
-    pods = [pod for pod in api.list("v1/pods", namespace) if holds(pod, "Ready")]
+    pods = [pod for pod in api.list("v1/pods", namespace) if is_condition_true(pod, "Ready")]
     return pods if len(pods) == count else []
 
 

@@ -1,8 +1,8 @@
-"""The operator dies after every single API call of its work on a job, and the cluster ends the same each time; it is
-made, suspended, resumed and deleted.
+"""The operator is killed after every API call while a job is created, suspended, resumed and deleted. The final state
+is always the same.
 
-The reconciler is run in this process, with the token of the chart's ServiceAccount, so that it can be cut off after
-exactly the n-th request to the real API server; the installed operator is scaled to zero meanwhile.
+The reconciler runs in this process with the token of the chart's ServiceAccount, so that it can be stopped after
+exactly the n-th request to the real API server. The installed operator is scaled to zero meanwhile.
 """
 
 from __future__ import annotations
@@ -16,36 +16,39 @@ from typing import Any
 
 import kubernetes
 import pytest
-from tests.e2e.harness.api import RLJOBS, Api, Object, holds, until
+from tests.e2e.harness.api import RLJOBS, Api, Object, is_condition_true, wait_until
 from tests.e2e.harness.release import Release
 from tests.e2e.harness.workloads import Workloads
-from tests.e2e.jobs import KINDS, claim, cpu_job, explain, left_of
+from tests.e2e.jobs import KINDS, build_claim, cpu_job, describe_job, list_remaining_objects
+from tests.stand_ins.live_objects import LiveObjects
 
-from specrl_operator.cluster import ClusterError
-from specrl_operator.facts import Settings
-from specrl_operator.kube import KubeCluster
+from specrl_operator.cluster.interface import ClusterError
+from specrl_operator.cluster.kube import KubeCluster
+from specrl_operator.plan.job_plan import Settings
 from specrl_operator.reconcile import Reconciler
 
 JOB_SETS = "jobset.x-k8s.io/v1alpha2/jobsets"
 VOLATILE = ("uid", "resourceVersion", "creationTimestamp", "managedFields", "clusterIP", "clusterIPs")
 HASHES = ("specrl.dev/desired-hash", "specrl.dev/template-hash")
-"""Of objects that name the job's uid."""
+"""Placeholder of the job's uid in objects."""
 DRIVEN = ("v1/pods", "resource.k8s.io/v1/resourceclaims", "v1/persistentvolumeclaims", "batch/v1/jobs")
-"""Made by Kubernetes' controllers out of the operator's objects, under names of their own or later."""
+"""Kinds that Kubernetes' controllers create for the operator's objects, later or with random names."""
 
 
 WRITES = ("apply", "apply_status", "create", "replace", "delete")
 
 
 class Crash(BaseException):
-    """The process is gone; nothing that it would have done afterwards happens."""
+    """The operator's process has died."""
 
 
-class CutOff:
-    """A cluster whose client dies right after its n-th request was answered; of its writes, if only those count."""
+class CrashingCluster:
+    """A Cluster whose process dies after the answer to its n-th request, or to its n-th write."""
 
     def __init__(self, cluster: KubeCluster, requests: int, *, only_writes: bool = False) -> None:
-        self._cluster, self._left, self._only_writes = cluster, requests, only_writes
+        self._cluster = cluster
+        self._left = requests
+        self._only_writes = only_writes
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._cluster, name)
@@ -62,23 +65,24 @@ class CutOff:
 
 @pytest.fixture
 def operators_cluster(admin: Api, release: Release) -> Iterator[KubeCluster]:
-    """The API server, as the operator's account sees it; its own pod is away."""
+    """A client with the operator's account. The operator's own pod is scaled to zero."""
     deployment = f"{release.name}-operator"
     admin.scale("apps/v1/deployments", deployment, release.namespace, 0)
     labels = "app.kubernetes.io/component=operator"
-    until(lambda: not admin.list("v1/pods", release.namespace, labels), "the operator is away")
+    wait_until(lambda: not admin.list("v1/pods", release.namespace, labels), "the operator is away")
     configuration = kubernetes.client.Configuration()
-    configuration.host, configuration.ssl_ca_cert = admin.server, str(admin.ca)
+    configuration.host = admin.server
+    configuration.ssl_ca_cert = str(admin.ca)
     configuration.api_key = {"authorization": f"Bearer {admin.token_of(release.account, release.namespace)}"}
     yield KubeCluster(kubernetes.client.ApiClient(configuration))
     admin.scale("apps/v1/deployments", deployment, release.namespace, 1)
 
 
 @pytest.mark.timeout(3000)
-def test_end_is_the_same_whichever_request_is_the_last(
+def test_the_final_state_is_the_same_after_a_crash_at_any_request(
     admin: Api, operators_cluster: KubeCluster, jobset: Workloads, namespace: str
 ) -> None:
-    """A job in a namespace of its own for each request; the last one's process had no request left to die at."""
+    """Each request gets a job in its own namespace. The last process makes too few requests to be killed."""
     places: list[str] = []
     try:
         while not places or _dies(admin, operators_cluster, places[-1], len(places)):
@@ -91,7 +95,9 @@ def test_end_is_the_same_whichever_request_is_the_last(
             waiting.difference_update([place for place in waiting if _is_ready(admin, again, place)])
             return not waiting
 
-        until(are_ready, "the jobs are ready", 1200, explain=lambda: explain(admin, _job(admin, min(waiting))))
+        wait_until(
+            are_ready, "the jobs are ready", 1200, explain=lambda: describe_job(admin, _job(admin, min(waiting)))
+        )
         *crashed, whole = [_snapshot(admin, place) for place in places]
         for number, found in enumerate(crashed, start=1):
             assert found == whole, f"after a crash at request {number}"
@@ -101,28 +107,33 @@ def test_end_is_the_same_whichever_request_is_the_last(
 
 
 @pytest.mark.timeout(1800)
-def test_suspension_and_resumption_end_the_same_whichever_write_is_the_last(
+def test_suspension_and_resumption_survive_a_crash_at_any_write(
     admin: Api, operators_cluster: KubeCluster, jobset: Workloads, namespace: str
 ) -> None:
-    """One job goes down and up again and again; each time its operators die one write later. What an operator reads
-    leaves nothing behind, so writes alone are counted; tests/unit/operator does the same with every request."""
-    admin.create(claim("runs", namespace))
+    """One job is suspended and resumed repeatedly; each time, the operator dies one write later. Reads leave nothing
+    behind, so only writes count. tests/unit/operator does the same with every request."""
+    admin.create(build_claim("runs", namespace))
     job = admin.create(cpu_job("job", namespace))
     again = _reconciler(operators_cluster)
-    until(lambda: _is_ready(admin, again, namespace), "the job is ready", 300, explain=lambda: explain(admin, job))
+    wait_until(
+        lambda: _is_ready(admin, again, namespace), "the job is ready", 300, explain=lambda: describe_job(admin, job)
+    )
     whole: dict[bool, str] = {}
-    writes, did_die = 0, True
+    writes = 0
+    did_die = True
     while did_die:
         did_die = False
         for suspend in (True, False):
             admin.patch(RLJOBS, "job", {"spec": {"suspend": suspend}}, namespace)
             if writes:
-                did_die |= _settles(admin, _reconciler(CutOff(operators_cluster, writes, only_writes=True)), namespace)
-            until(
+                did_die |= _settles(
+                    admin, _reconciler(CrashingCluster(operators_cluster, writes, only_writes=True)), namespace
+                )
+            wait_until(
                 lambda: _has_become(admin, again, namespace, "Suspended" if suspend else "Ready"),  # noqa: B023
                 "the other state",
                 300,
-                explain=lambda: explain(admin, job),
+                explain=lambda: describe_job(admin, job),
             )
             found = _snapshot(admin, namespace)
             assert found == whole.setdefault(suspend, found), f"after a crash at write {writes}"
@@ -130,22 +141,26 @@ def test_suspension_and_resumption_end_the_same_whichever_write_is_the_last(
         did_die |= writes == 1
     assert writes > 4, "a suspension is that many writes at least"
     admin.delete(RLJOBS, "job", namespace)
-    until(lambda: not left_of(admin, job, JOB_SETS), "nothing is left", explain=lambda: left_of(admin, job, JOB_SETS))
+    wait_until(
+        lambda: not list_remaining_objects(admin, job, JOB_SETS),
+        "nothing is left",
+        explain=lambda: list_remaining_objects(admin, job, JOB_SETS),
+    )
 
 
 @pytest.mark.timeout(1800)
-def test_job_that_is_deleted_while_it_is_made_leaves_nothing(
+def test_a_job_that_is_deleted_while_it_is_created_leaves_no_children(
     admin: Api, operators_cluster: KubeCluster, jobset: Workloads, namespace: str
 ) -> None:
-    """After each write of an operator the job is deleted under it, and the operator dies or goes on regardless."""
-    admin.create(claim("runs", namespace))
+    """After each of the operator's writes the job is deleted, and the operator either dies or continues."""
+    admin.create(build_claim("runs", namespace))
     jobs: list[Object] = []
     did_die = True
     while did_die:
         jobs.append(admin.create(cpu_job(f"job-{len(jobs)}", namespace)))
         name = jobs[-1]["metadata"]["name"]
         try:
-            _reconciler(CutOff(operators_cluster, len(jobs), only_writes=True)).reconcile(namespace, name)
+            _reconciler(CrashingCluster(operators_cluster, len(jobs), only_writes=True)).reconcile(namespace, name)
             did_die = False
         except Crash:
             admin.delete(RLJOBS, name, namespace)
@@ -154,43 +169,43 @@ def test_job_that_is_deleted_while_it_is_made_leaves_nothing(
     admin.delete(RLJOBS, jobs[-1]["metadata"]["name"], namespace)
 
     def left() -> list[str]:
-        return [item for job in jobs for item in left_of(admin, job, JOB_SETS)]
+        return [item for job in jobs for item in list_remaining_objects(admin, job, JOB_SETS)]
 
-    until(lambda: not left(), "nothing is left", 300, explain=left)
+    wait_until(lambda: not left(), "nothing is left", 300, explain=left)
 
 
 def _settles(api: Api, reconciler: Reconciler, namespace: str) -> bool:
-    """Look at the job until it is as it is to be, or the process dies. Did it?"""
+    """Reconcile until the job has the desired state or the process dies. Returns whether it died."""
     try:
-        until(lambda: _has_become(api, reconciler, namespace, ""), "the end of its process", 300)
+        wait_until(lambda: _has_become(api, reconciler, namespace, ""), "the end of its process", 300)
     except Crash:
         return True
     return False
 
 
 def _has_become(api: Api, reconciler: Reconciler, namespace: str, kind: str) -> bool:
-    """Look at the job once more; whether that condition holds then, by default the one of its spec."""
-    with contextlib.suppress(ClusterError):  # its process would look again
+    """Reconcile once. Returns whether a condition then holds, by default the one that the spec asks for."""
+    with contextlib.suppress(ClusterError):  # the operator would retry
         reconciler.reconcile(namespace, "job")
     found = _job(api, namespace)
-    return holds(found, kind or ("Suspended" if found["spec"]["suspend"] else "Ready"))
+    return is_condition_true(found, kind or ("Suspended" if found["spec"]["suspend"] else "Ready"))
 
 
 def _dies(api: Api, cluster: KubeCluster, namespace: str, requests: int) -> bool:
-    """Make a namespace with a job, and look at it with a client that dies after so many requests. Did it?"""
+    """Reconcile a job in a new namespace with a client that dies after some requests. Returns whether it died."""
     api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
-    until(lambda: api.find("v1/serviceaccounts", "default", namespace), "default service account")
-    api.create(claim("runs", namespace))
+    wait_until(lambda: api.find("v1/serviceaccounts", "default", namespace), "default service account")
+    api.create(build_claim("runs", namespace))
     api.create(cpu_job("job", namespace))
     try:
-        _reconciler(CutOff(cluster, requests)).reconcile(namespace, "job")
+        _reconciler(CrashingCluster(cluster, requests)).reconcile(namespace, "job")
     except Crash:
         return True
     return False
 
 
 def _is_ready(api: Api, reconciler: Reconciler, namespace: str) -> bool:
-    """Look at the job once more; whether it is ready then."""
+    """Reconcile once. Returns whether the job is then ready."""
     return _has_become(api, reconciler, namespace, "Ready")
 
 
@@ -199,11 +214,11 @@ def _job(api: Api, namespace: str) -> Object:
 
 
 def _reconciler(cluster: Any) -> Reconciler:
-    return Reconciler(cluster, Settings(), lambda: datetime.datetime.now(datetime.UTC))
+    return Reconciler(cluster, LiveObjects(cluster), Settings(), lambda: datetime.datetime.now(datetime.UTC))
 
 
 def _snapshot(api: Api, namespace: str) -> str:
-    """Everything that the operator made, and the job's status, without what differs from life to life."""
+    """Return all of the operator's objects and the job's status, without what differs between two equal runs."""
     kinds = [kind for kind in (*KINDS, JOB_SETS) if kind not in DRIVEN]
     found: dict[str, Any] = {}
     for kind in kinds:
@@ -212,17 +227,18 @@ def _snapshot(api: Api, namespace: str) -> str:
                 item.pop("status", None)
                 found[f"{kind} {item['metadata']['name']}"] = _stable(item)
     job = _job(api, namespace)
-    status, uid = _stable(job["status"]), job["metadata"]["uid"]
+    status = _stable(job["status"])
+    uid = job["metadata"]["uid"]
     for each in status["conditions"]:
         each.pop("lastTransitionTime")
     status.pop("startTime", None)
     text = json.dumps({"children": found, "status": status}, sort_keys=True, indent=1)
-    text = re.sub(r'"(observedG|g)eneration": \d+', "", text)  # how often a spec was changed
+    text = re.sub(r'"(observedG|g)eneration": \d+', "", text)  # generations count changes of the spec
     return text.replace(namespace, "PLACE").replace(uid, "UID").replace(uid[:8], "UID")
 
 
 def _stable(item: Object) -> Object:
-    """Without identities and times, wherever they are."""
+    """Remove uids and times at any depth."""
     if isinstance(item, dict):
         return {key: _stable(value) for key, value in item.items() if key not in (*VOLATILE, *HASHES)}
     if isinstance(item, list):

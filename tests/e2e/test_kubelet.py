@@ -1,6 +1,6 @@
-"""The kubelet that starts pods as local processes, driven by the real API server, scheduler and controllers.
+"""Tests of our kubelet, which runs pods as local processes, with the real API server, scheduler and controllers.
 
-Each test holds it to something that Kubernetes does, because a test of the operator will lean on it.
+Each test checks a behaviour of Kubernetes that tests of the operator rely on.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.e2e.harness.api import Api, Object, holds, until
-from tests.e2e.harness.played import PlayedNodes
+from tests.e2e.harness.api import Api, Object, is_condition_true, wait_until
+from tests.e2e.harness.kubelet_process import KubeletProcess
 from tests.e2e.pods import a_pod
 
 PYTHON = sys.executable
@@ -22,7 +22,7 @@ PYTHON = sys.executable
 pytestmark = pytest.mark.usefixtures("cpu_nodes")
 
 
-def test_pod_finds_its_environment_and_volumes(admin: Api, kubelet: PlayedNodes, namespace: str) -> None:
+def test_pod_finds_its_environment_and_volumes(admin: Api, kubelet: KubeletProcess, namespace: str) -> None:
     metadata = {"name": "settings", "namespace": namespace}
     admin.create({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"run.yaml": "steps: 3\n"}})
     admin.create({"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": {"password": "tea"}})
@@ -52,7 +52,8 @@ def test_pod_finds_its_environment_and_volumes(admin: Api, kubelet: PlayedNodes,
     pod = a_pod(
         "looks-around", namespace, ["bash", "-c", shell], restartPolicy="Never", env=env, securityContext=closed
     )
-    pod["spec"]["containers"][0]["volumeMounts"], pod["spec"]["volumes"] = mounts, volumes
+    pod["spec"]["containers"][0]["volumeMounts"] = mounts
+    pod["spec"]["volumes"] = volumes
     admin.create(pod)
     _until_phase(admin, "looks-around", namespace, "Succeeded")
     output = kubelet.log(namespace, "looks-around", "main")
@@ -63,7 +64,7 @@ def test_pod_finds_its_environment_and_volumes(admin: Api, kubelet: PlayedNodes,
     assert admin.logs("looks-around", namespace, "main") == output, "kubectl logs shows the same"
 
 
-def test_token_in_a_pod_is_its_service_accounts(admin: Api, kubelet: PlayedNodes, namespace: str) -> None:
+def test_token_in_a_pod_is_its_service_accounts(admin: Api, kubelet: KubeletProcess, namespace: str) -> None:
     code = (
         "import os, ssl, urllib.request as u\n"
         "d = '/var/run/secrets/kubernetes.io/serviceaccount/'\n"
@@ -79,18 +80,20 @@ def test_token_in_a_pod_is_its_service_accounts(admin: Api, kubelet: PlayedNodes
     assert f"system:serviceaccount:{namespace}:default" in kubelet.log(namespace, "asks", "main")
 
 
-def test_deployment_serves_under_its_services_name(admin: Api, kubelet: PlayedNodes, namespace: str) -> None:
-    port, labels = 8080, {"app": "web"}
+def test_deployment_serves_under_its_services_name(admin: Api, kubelet: KubeletProcess, namespace: str) -> None:
+    port = 8080
+    labels = {"app": "web"}
     probe = {"httpGet": {"path": "/etc/hostname", "port": "http"}, "periodSeconds": 1}
     template = a_pod("", namespace, [PYTHON, "-m", "http.server", str(port), "--directory", "/"], labels)
     container = template["spec"]["containers"][0]
-    container["readinessProbe"], container["ports"] = probe, [{"name": "http", "containerPort": port}]
+    container["readinessProbe"] = probe
+    container["ports"] = [{"name": "http", "containerPort": port}]
     template["spec"]["terminationGracePeriodSeconds"] = 1
     admin.create(_workload("Deployment", "web", template, replicas=2))
     ports = [{"port": port}]
     service = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "web", "namespace": namespace}}
     admin.create(service | {"spec": {"selector": labels, "ports": ports}})
-    until(lambda: _deployment_is_available(admin, "web", namespace, 2), "two pods are available")
+    wait_until(lambda: _deployment_is_available(admin, "web", namespace, 2), "two pods are available")
     addresses = {pod["status"]["podIP"] for pod in admin.list("v1/pods", namespace)}
     assert len(addresses) == 2, "the same port of 0.0.0.0 twice: each pod has a network of its own"
     ask = f"import urllib.request as u; print(u.urlopen('http://web.{namespace}.svc.cluster.local:{port}/').status)"
@@ -99,11 +102,11 @@ def test_deployment_serves_under_its_services_name(admin: Api, kubelet: PlayedNo
     assert kubelet.log(namespace, "client", "main") == "200\n"
 
 
-def test_job_retries_and_reports_exit_codes(admin: Api, kubelet: PlayedNodes, namespace: str) -> None:
+def test_job_retries_and_reports_exit_codes(admin: Api, kubelet: KubeletProcess, namespace: str) -> None:
     last_words = "echo it broke > /dev/termination-log; exit 41"
     template = a_pod("", namespace, ["bash", "-c", last_words], restartPolicy="Never")
     admin.create(_job("breaks", namespace, template, backoffLimit=1))
-    until(lambda: holds(admin.get("batch/v1/jobs", "breaks", namespace), "Failed"), "the job gives up")
+    wait_until(lambda: is_condition_true(admin.get("batch/v1/jobs", "breaks", namespace), "Failed"), "the job gives up")
     pods = admin.list("v1/pods", namespace, "job-name=breaks")
     assert len(pods) == 2
     for pod in pods:
@@ -111,7 +114,7 @@ def test_job_retries_and_reports_exit_codes(admin: Api, kubelet: PlayedNodes, na
         assert (ended["exitCode"], ended["message"]) == (41, "it broke\n")
 
 
-def test_container_is_restarted_with_a_back_off(admin: Api, kubelet: PlayedNodes, namespace: str) -> None:
+def test_container_is_restarted_with_a_back_off(admin: Api, kubelet: KubeletProcess, namespace: str) -> None:
     volumes = [{"name": "data", "emptyDir": {}}]
     mounts = [{"name": "data", "mountPath": "/data"}]
     shell = "echo again >> /data/runs; test $(wc -l < /data/runs) = 3 || exit 9"
@@ -123,81 +126,84 @@ def test_container_is_restarted_with_a_back_off(admin: Api, kubelet: PlayedNodes
     assert status["lastState"]["terminated"]["exitCode"] == 9
 
 
-def test_stateful_set_scales_and_its_pods_have_names(admin: Api, kubelet: PlayedNodes, namespace: str) -> None:
-    labels, sleep = {"app": "replica"}, "trap 'exit 0' TERM; sleep 600 & wait"
+def test_stateful_set_scales_and_its_pods_have_names(admin: Api, kubelet: KubeletProcess, namespace: str) -> None:
+    labels = {"app": "replica"}
+    sleep = "trap 'exit 0' TERM; sleep 600 & wait"
     template = a_pod("", namespace, ["bash", "-c", sleep], labels)
     manifest = _workload("StatefulSet", "replica", template, replicas=2)
     manifest["spec"]["serviceName"] = "replica"
     admin.create(manifest)
     service = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "replica", "namespace": namespace}}
     admin.create(service | {"spec": {"clusterIP": "None", "selector": labels}})
-    until(lambda: _names(admin, namespace, "app=replica") == ["replica-0", "replica-1"], "two replicas")
+    wait_until(lambda: _names(admin, namespace, "app=replica") == ["replica-0", "replica-1"], "two replicas")
     admin.scale("apps/v1/statefulsets", "replica", namespace, 3)
-    until(lambda: len(_names(admin, namespace, "app=replica")) == 3, "three replicas")
-    until(lambda: holds(admin.get("v1/pods", "replica-2", namespace), "Ready"), "the third is ready")
+    wait_until(lambda: len(_names(admin, namespace, "app=replica")) == 3, "three replicas")
+    wait_until(lambda: is_condition_true(admin.get("v1/pods", "replica-2", namespace), "Ready"), "the third is ready")
     ask = "import socket; print(socket.gethostbyname('replica-2.replica'))"
     admin.create(a_pod("client", namespace, [PYTHON, "-c", ask], restartPolicy="Never"))
     _until_phase(admin, "client", namespace, "Succeeded", lambda: kubelet.log(namespace, "client", "main"))
     third = admin.get("v1/pods", "replica-2", namespace)
     assert kubelet.log(namespace, "client", "main") == third["status"]["podIP"] + "\n"
     admin.scale("apps/v1/statefulsets", "replica", namespace, 1)
-    until(lambda: _names(admin, namespace, "app=replica") == ["replica-0"], "the newest go first")
+    wait_until(lambda: _names(admin, namespace, "app=replica") == ["replica-0"], "the newest go first")
 
 
-def test_deleted_pod_drains_within_its_grace_period(admin: Api, kubelet: PlayedNodes, namespace: str) -> None:
+def test_deleted_pod_drains_within_its_grace_period(admin: Api, kubelet: KubeletProcess, namespace: str) -> None:
     shell = "trap 'sleep 1; echo drained; exit 0' TERM; echo up; sleep 600 & wait"
     admin.create(a_pod("drains", namespace, ["bash", "-c", shell], terminationGracePeriodSeconds=60))
-    until(lambda: kubelet.log(namespace, "drains", "main") == "up\n", "it is up")
+    wait_until(lambda: kubelet.log(namespace, "drains", "main") == "up\n", "it is up")
     admin.delete("v1/pods", "drains", namespace)
     assert admin.find("v1/pods", "drains", namespace) is not None, "it is there while it drains"
-    until(lambda: admin.find("v1/pods", "drains", namespace) is None, "it is gone")
+    wait_until(lambda: admin.find("v1/pods", "drains", namespace) is None, "it is gone")
     assert kubelet.log(namespace, "drains", "main") == "up\ndrained\n"
 
 
 def test_pod_that_does_not_listen_is_killed_when_the_grace_period_is_over(
-    admin: Api, kubelet: PlayedNodes, namespace: str
+    admin: Api, kubelet: KubeletProcess, namespace: str
 ) -> None:
-    """A program that is process 1 and handles no SIGTERM ignores it, here as in a cluster."""
+    """A program that is process 1 ignores SIGTERM unless it handles it, as in a cluster."""
     admin.create(a_pod("deaf", namespace, ["sleep", "7531"], terminationGracePeriodSeconds=1))
     _until_phase(admin, "deaf", namespace, "Running")
-    until(lambda: _processes("sleep", "7531"), "its process is there")
+    wait_until(lambda: _processes("sleep", "7531"), "its process is there")
     admin.delete("v1/pods", "deaf", namespace)
-    until(lambda: admin.find("v1/pods", "deaf", namespace) is None, "it is gone")
+    wait_until(lambda: admin.find("v1/pods", "deaf", namespace) is None, "it is gone")
     assert _processes("sleep", "7531") == []
 
 
-def test_liveness_probe_restarts_what_hangs(admin: Api, kubelet: PlayedNodes, namespace: str) -> None:
+def test_a_liveness_probe_restarts_a_hanging_container(admin: Api, kubelet: KubeletProcess, namespace: str) -> None:
     probe = {"exec": {"command": ["test", "!", "-e", "/data/hangs"]}, "periodSeconds": 1, "failureThreshold": 2}
     shell = "rm -f /data/hangs; sleep 2; touch /data/hangs; trap 'exit 5' TERM; sleep 600 & wait"
     spec: dict[str, Any] = {"volumes": [{"name": "data", "emptyDir": {}}], "livenessProbe": probe}
     spec["volumeMounts"] = [{"name": "data", "mountPath": "/data"}]
     admin.create(a_pod("hangs", namespace, ["bash", "-c", shell], **spec))
-    until(lambda: _restarts(admin, "hangs", namespace) >= 1, "it is started again")
+    wait_until(lambda: _restarts(admin, "hangs", namespace) >= 1, "it is started again")
     status = admin.get("v1/pods", "hangs", namespace)["status"]["containerStatuses"][0]
     assert status["lastState"]["terminated"]["exitCode"] == 5
 
 
-def test_killed_program_is_reported_as_such(admin: Api, kubelet: PlayedNodes, namespace: str) -> None:
+def test_a_killed_program_is_reported_as_killed(admin: Api, kubelet: KubeletProcess, namespace: str) -> None:
     admin.create(a_pod("victim", namespace, ["sleep", "7532"], restartPolicy="Never"))
-    for process in until(lambda: _processes("sleep", "7532"), "its process is there"):
+    for process in wait_until(lambda: _processes("sleep", "7532"), "its process is there"):
         process.send_signal(signal.SIGKILL)
     pod = _until_phase(admin, "victim", namespace, "Failed")
     assert pod["status"]["containerStatuses"][0]["state"]["terminated"]["exitCode"] == 137
 
 
-def test_pod_waits_for_what_it_names(admin: Api, kubelet: PlayedNodes, namespace: str) -> None:
+def test_a_pod_waits_for_the_objects_that_it_mounts(admin: Api, kubelet: KubeletProcess, namespace: str) -> None:
     volumes = [{"name": "late", "configMap": {"name": "late"}}]
     mounts = [{"name": "late", "mountPath": "/late"}]
     spec = {"restartPolicy": "Never", "volumes": volumes, "volumeMounts": mounts}
     admin.create(a_pod("waits", namespace, ["cat", "/late/word"], **spec))
-    until(lambda: "late not found" in str(admin.get("v1/pods", "waits", namespace)["status"]), "it says what it lacks")
+    wait_until(
+        lambda: "late not found" in str(admin.get("v1/pods", "waits", namespace)["status"]), "it says what it lacks"
+    )
     metadata = {"name": "late", "namespace": namespace}
     admin.create({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"word": "here"}})
     _until_phase(admin, "waits", namespace, "Succeeded")
     assert kubelet.log(namespace, "waits", "main") == "here"
 
 
-def test_claim_outlives_the_pod_that_wrote_to_it(admin: Api, kubelet: PlayedNodes, namespace: str) -> None:
+def test_claim_outlives_the_pod_that_wrote_to_it(admin: Api, kubelet: KubeletProcess, namespace: str) -> None:
     claim = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}
     metadata = {"name": "checkpoints", "namespace": namespace}
     admin.create({"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": metadata, "spec": claim})
@@ -217,14 +223,14 @@ def _until_phase(api: Api, name: str, namespace: str, phase: str, explain: Calla
         pod = api.get("v1/pods", name, namespace)
         return pod if pod["status"]["phase"] == phase else None
 
-    found: Object = until(
+    found: Object = wait_until(
         reached, f"{name} is {phase}", explain=lambda: f"{api.get('v1/pods', name, namespace)['status']}\n{explain()}"
     )
     return found
 
 
 def _workload(kind: str, name: str, pod: Object, replicas: int) -> Object:
-    """A workload of pods like `pod`, in its namespace."""
+    """Build a workload with pods like `pod`, in its namespace."""
     labels = pod["metadata"]["labels"]
     return {
         "apiVersion": "apps/v1",

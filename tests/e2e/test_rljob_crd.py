@@ -1,18 +1,19 @@
-"""The CRD in a real API server: accepted, and of the same verdicts as the unit tests take from their model of one."""
+"""The CRD in a real API server: it is accepted, and decides as the unit tests' model of an API server does."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.e2e.harness.api import RLJOBS, Api, Object, Refused, condition, holds, path_of, until
+from tests.e2e.harness.api import RLJOBS, Api, Object, Refused, find_condition, is_condition_true, path_of, wait_until
 from tests.e2e.jobs import kubectl
 from tests.rljob_cases import AT_ANY_TIME, CASES, NEVER, WHILE_SUSPENDED, Case, a_job, changes_of
 
-from specrl.spec.crd import definition
+from specrl.spec.rljob.crd import build_definition
 
 DEFINITIONS = "apiextensions.k8s.io/v1/customresourcedefinitions"
 CRD = "rljobs.specrl.dev"
@@ -22,25 +23,25 @@ IDS = [f"{case.path}-{case.must}-{number}" for number, case in enumerate(CASES)]
 
 @pytest.fixture(scope="module")
 def crd(admin: Api) -> Iterator[Object]:
-    """The definition, served: the chart's, if it is installed, or applied for this module."""
+    """The served CRD: the chart's if it is installed, or one that is applied for this module."""
     was_there = admin.find(DEFINITIONS, CRD) is not None
     if not was_there:
-        admin.apply(definition())
-    yield until(lambda: _established(admin), "the CRD is served")
-    if not was_there:  # or the chart would find one that is not its own
+        admin.apply(build_definition())
+    yield wait_until(lambda: _established(admin), "the CRD is served")
+    if not was_there:  # otherwise helm would refuse a CRD that it does not own
         admin.delete(DEFINITIONS, CRD)
-        until(lambda: admin.find(DEFINITIONS, CRD) is None, "the CRD is gone")
+        wait_until(lambda: admin.find(DEFINITIONS, CRD) is None, "the CRD is gone")
 
 
 @pytest.fixture
 def place(crd: Object, namespace: str) -> str:
-    """A namespace in which RLJobs can be made."""
+    """A namespace in which RLJobs can be created."""
     return namespace
 
 
 def test_definition_is_accepted_as_it_is(crd: Object) -> None:
-    assert not holds(crd, "NonStructuralSchema"), condition(crd, "NonStructuralSchema")
-    assert holds(crd, "NamesAccepted")
+    assert not is_condition_true(crd, "NonStructuralSchema"), find_condition(crd, "NonStructuralSchema")
+    assert is_condition_true(crd, "NamesAccepted")
     assert len(str(crd)) < 256 * 1024, "client-side apply keeps it in an annotation, which may not be larger"
 
 
@@ -50,7 +51,8 @@ def test_rule_refuses_and_accepts(admin: Api, place: str, case: Case) -> None:
         _create(admin, place, a_job(case.refused), dryRun="All")
     assert refused.value.status == 422
     ((field, message),) = refused.value.causes
-    assert field.startswith(f"spec.{case.path}")
+    # The API server writes the number of an item in brackets.
+    assert re.sub(r"\[(\d+)\]", r".\1", field).startswith(f"spec.{case.path}")
     assert case.must in message
     _create(admin, place, a_job(case.accepted), dryRun="All")
 
@@ -130,13 +132,13 @@ def test_kubectl_shows_the_columns(admin: Api, place: str, tmp_path: Path) -> No
 
 
 def _create(api: Api, namespace: str, job: Object, **params: Any) -> Object:
-    """Make the job in the namespace, in place of one that is there."""
+    """Create the job in the namespace; replace an existing one."""
     name = job["metadata"]["name"]
     if "dryRun" not in params and api.find(RLJOBS, name, namespace) is not None:
         api.delete(RLJOBS, name, namespace)
-        until(lambda: api.find(RLJOBS, name, namespace) is None, "the job is gone")
+        wait_until(lambda: api.find(RLJOBS, name, namespace) is None, "the job is gone")
     job["metadata"]["namespace"] = namespace
-    return api.call("POST", path_of(RLJOBS, namespace), job, **params)
+    return api.send_request("POST", path_of(RLJOBS, namespace), job, **params)
 
 
 def _suspended(job: Object, is_suspended: bool) -> Object:
@@ -144,14 +146,14 @@ def _suspended(job: Object, is_suspended: bool) -> Object:
 
 
 def _change(api: Api, stored: Object, wanted: Object) -> list[tuple[str, str]]:
-    """Replace the stored spec, without keeping it: the reasons why that is refused, none if it is not.
+    """Replace the stored spec in a dry run. Returns the reasons of a refusal; empty if it is accepted.
 
-    Another writer may change the job at any moment, an operator its status. Then the job is read again.
+    Another writer, such as an operator, may change the job at any moment. Then it is read again.
     """
     metadata = stored["metadata"]
     new = stored | {"spec": wanted["spec"]}
     try:
-        api.call("PUT", path_of(RLJOBS, metadata["namespace"], metadata["name"]), new, dryRun="All")
+        api.send_request("PUT", path_of(RLJOBS, metadata["namespace"], metadata["name"]), new, dryRun="All")
     except Refused as refused:
         if refused.status == HTTPStatus.CONFLICT:
             return _change(api, api.get(RLJOBS, metadata["name"], metadata["namespace"]), wanted)
@@ -163,4 +165,4 @@ def _change(api: Api, stored: Object, wanted: Object) -> list[tuple[str, str]]:
 
 def _established(api: Api) -> Object | None:
     found = api.get(DEFINITIONS, CRD)
-    return found if holds(found, "Established") else None
+    return found if is_condition_true(found, "Established") else None

@@ -1,8 +1,8 @@
-"""The point of it all: an RLJob is applied, and a policy is trained by pods that run for real.
+"""An applied RLJob trains a policy in pods that run as processes.
 
-Nothing stands in for specrl here: the operator runs in its pod, the real coordinator, vLLM, Megatron-Core and Redis in
-theirs, started by the kubelet of tests/e2e/kubelet from what the operator wrote. The images are this machine. The
-services talk by mutual TLS, and the run's pages are for whoever may read the job.
+All programs are the real ones: operator, coordinator, vLLM, Megatron-Core and Redis. The kubelet of tests/e2e/kubelet
+starts them from the operator's objects; this machine replaces the images. The services use mutual TLS, and only users
+who may read the job can read the run's pages.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 import httpx2
 import pytest
 from tests.certificates import Authority
-from tests.e2e.harness.api import RLJOBS, Api, Object, condition, holds, until
+from tests.e2e.harness.api import RLJOBS, Api, Object, find_condition, is_condition_true, wait_until
+from tests.e2e.harness.kubelet_process import KubeletProcess
 from tests.e2e.harness.nodes import OURS
-from tests.e2e.harness.played import PlayedNodes
 from tests.e2e.harness.release import Release
-from tests.e2e.jobs import PLAYED, claim, explain, left_of, pods_of, until_condition
+from tests.e2e.jobs import PLAYED, build_claim, describe_job, list_remaining_objects, pods_of, until_condition
 from tests.requirements import REDIS_TLS
 from tests.rljob_cases import a_job
 
@@ -32,24 +32,26 @@ CERTIFICATES = "certificates-of-tiny"
 @pytest.mark.needs(REDIS_TLS)
 @pytest.mark.timeout(3000)
 def test_job_that_is_applied_trains_and_completes(
-    admin: Api, release: Release, kubelet: PlayedNodes, namespace: str, tmp_path: Path
+    admin: Api, release: Release, kubelet: KubeletProcess, namespace: str, tmp_path: Path
 ) -> None:
     for name in ("models", "runs"):
-        admin.create(claim(name, namespace))
-    folders = {name: until(lambda name=name: _folder(admin, name, namespace), "bound") for name in ("models", "runs")}  # type: ignore[misc]
+        admin.create(build_claim(name, namespace))
+    folders = {
+        name: wait_until(lambda name=name: _folder(admin, name, namespace), "bound") for name in ("models", "runs")
+    }  # type: ignore[misc]
     _make_policy(folders["models"] / "policy")
     job = admin.create(_tiny_job(namespace))
-    said = condition(until_condition(admin, job, "Accepted", "False", "SecretMissing"), "Accepted")["message"]
-    assert f"{CERTIFICATES}: none of that name; create it" in said
+    said = find_condition(until_condition(admin, job, "Accepted", "False", "SecretMissing"), "Accepted")["message"]
+    assert f"{CERTIFICATES}, which does not exist; create it" in said
     authority = Authority(tmp_path / "authority")
     admin.create(_certificates(authority, namespace))
 
     def ended() -> Object | None:
         found = admin.get(RLJOBS, "tiny", namespace)
-        return found if holds(found, "Complete") or holds(found, "Failed") else None
+        return found if is_condition_true(found, "Complete") or is_condition_true(found, "Failed") else None
 
-    found = until(ended, "the run ends", RUN_S, lambda: _everything(admin, kubelet, job))
-    assert holds(found, "Complete"), _everything(admin, kubelet, job)
+    found = wait_until(ended, "the run ends", RUN_S, lambda: _everything(admin, kubelet, job))
+    assert is_condition_true(found, "Complete"), _everything(admin, kubelet, job)
     progress = found["status"]["progress"]
     assert progress["step"] == STEPS
     assert progress["policyVersion"] == STEPS
@@ -59,29 +61,35 @@ def test_job_that_is_applied_trains_and_completes(
     _only_readers_of_the_job_read_its_run(admin, job, authority)
     exported = list(folders["runs"].rglob("*.safetensors"))
     assert exported, "the trained policy is on the claim"
-    until(lambda: condition(admin.get(RLJOBS, "tiny", namespace), "Complete")["status"] == "True", "it stays so")
+    wait_until(
+        lambda: find_condition(admin.get(RLJOBS, "tiny", namespace), "Complete")["status"] == "True", "it stays so"
+    )
     admin.delete(RLJOBS, "tiny", namespace)
-    until(lambda: not left_of(admin, job), "nothing is left", explain=lambda: left_of(admin, job))
+    wait_until(
+        lambda: not list_remaining_objects(admin, job),
+        "nothing is left",
+        explain=lambda: list_remaining_objects(admin, job),
+    )
     assert exported[0].exists(), "what was trained is the user's"
 
 
 def test_job_with_an_unknown_model_fails_and_says_which(
-    admin: Api, release: Release, kubelet: PlayedNodes, namespace: str
+    admin: Api, release: Release, kubelet: KubeletProcess, namespace: str
 ) -> None:
-    """The coordinator, which runs for real, refuses the run for good; it is not started again and again."""
-    admin.create(claim("runs", namespace))
+    """The real coordinator refuses the run with an exit code that fails the job, and is not restarted."""
+    admin.create(build_claim("runs", namespace))
     played = {f"{role}.podTemplate": PLAYED for role in ("generation", "trainer")}
     changes = {"model.path": "/nowhere/policy", "store": {"sqlite": {}}, "coordinator.podTemplate": REAL}
     job = a_job(played | changes, "lost")
     job["metadata"]["namespace"] = namespace
     admin.create(job)
     found = until_condition(admin, job, "Failed", timeout_s=600)
-    assert "/nowhere/policy" in condition(found, "Failed")["message"]
-    until(lambda: not pods_of(admin, job), "its pods are gone", explain=lambda: _everything(admin, kubelet, job))
+    assert "/nowhere/policy" in find_condition(found, "Failed")["message"]
+    wait_until(lambda: not pods_of(admin, job), "its pods are gone", explain=lambda: _everything(admin, kubelet, job))
 
 
 def _tiny_job(namespace: str) -> Object:
-    """Two steps of two prompts on two cores, with speculation, a store of the job's own, and a replica of its own."""
+    """Build a job of two steps with two prompts for two cores, with speculation and the job's own store."""
     job = a_job(
         {
             "model": {"path": "/models/policy", "dtype": "float32", "maxLength": 128},
@@ -101,7 +109,7 @@ def _tiny_job(namespace: str) -> Object:
 
 
 def _certificates(authority: Authority, namespace: str) -> Object:
-    """One certificate for all roles, as a user makes it who has no cert-manager."""
+    """Create one certificate for all roles, as a user without cert-manager does."""
     names = [f"{role}.tiny.{namespace}.specrl" for role in ("coordinator", "generation", "trainer")]
     data = {name: base64.b64encode(content).decode() for name, content in authority.secret(names).items()}
     metadata = {"name": CERTIFICATES, "namespace": namespace}
@@ -109,7 +117,7 @@ def _certificates(authority: Authority, namespace: str) -> Object:
 
 
 def _only_readers_of_the_job_read_its_run(admin: Api, job: Object, authority: Authority) -> None:
-    """The finished run is served by HTTPS: to whom, the API server says."""
+    """The finished run's page is served by HTTPS, to users whom the API server permits."""
     namespace = job["metadata"]["namespace"]
     for account in ("reader", "stranger"):
         metadata = {"name": account, "namespace": namespace}
@@ -160,16 +168,16 @@ def _make_policy(path: Path) -> None:
 
 
 def _folder(api: Api, name: str, namespace: str) -> Path | None:
-    """Where a claim's volume lies on this machine, once it is bound."""
+    """Return the folder of a claim's volume on this machine; None until it is bound."""
     bound = api.get("v1/persistentvolumeclaims", name, namespace)
     if bound["status"].get("phase") != "Bound":
         return None
     return Path(api.get("v1/persistentvolumes", bound["spec"]["volumeName"])["spec"]["hostPath"]["path"])
 
 
-def _everything(api: Api, kubelet: PlayedNodes, job: Object) -> str:
-    """Conditions, pods, and the end of every pod's log."""
+def _everything(api: Api, kubelet: KubeletProcess, job: Object) -> str:
+    """Return conditions, pods, and the end of every pod's log."""
     namespace = job["metadata"]["namespace"]
     ends = [f"--- {name}\n{text[-3000:]}" for name, text in kubelet.logs_of(namespace, job["metadata"]["name"]).items()]
     statuses = [str(pod["status"].get("containerStatuses")) for pod in pods_of(api, job)]
-    return "\n".join([explain(api, job), *statuses, *ends])
+    return "\n".join([describe_job(api, job), *statuses, *ends])

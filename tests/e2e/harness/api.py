@@ -23,17 +23,18 @@ RLJOBS = "specrl.dev/v1alpha1/rljobs"
 
 
 class Refused(Exception):
-    """What the API server answered instead of doing it."""
+    """The API server refused a request."""
 
     def __init__(self, status: int, answer: Object) -> None:
-        self.status, self.message = status, answer.get("message", "")
+        self.status = status
+        self.message = answer.get("message", "")
         super().__init__(f"{status} {answer.get('reason', '')}: {self.message}")
         self.causes = [(each.get("field", ""), each["message"]) for each in answer.get("details", {}).get("causes", [])]
-        """Field and message of each thing that is wrong with an object."""
+        """Field and message of each problem of an object."""
 
 
-def refusal(response: httpx2.Response) -> Refused:
-    """What a response without success says."""
+def read_refusal(response: httpx2.Response) -> Refused:
+    """Read the error of an unsuccessful response."""
     try:
         return Refused(response.status_code, response.json())
     except ValueError:
@@ -41,7 +42,7 @@ def refusal(response: httpx2.Response) -> Refused:
 
 
 def path_of(kind: str, namespace: str | None = None, name: str | None = None, subresource: str | None = None) -> str:
-    """The address of a collection or an object below the server's."""
+    """Return the URL path of a collection or an object."""
     group, _, plural = kind.rpartition("/")
     base = f"/api/{group}" if "/" not in group else f"/apis/{group}"
     words = [base, *(["namespaces", namespace] if namespace else []), plural]
@@ -50,7 +51,7 @@ def path_of(kind: str, namespace: str | None = None, name: str | None = None, su
 
 @dataclass
 class Api:
-    """One user's view of a server."""
+    """A client with one user's credentials."""
 
     server: str
     ca: Path
@@ -68,18 +69,18 @@ class Api:
         )
 
     def with_token(self, token: str) -> Api:
-        """The same server, seen by another user; closed together with this one."""
+        """Return a client of the same server with another user's token. It is closed together with this one."""
         self._others.append(Api(self.server, self.ca, token))
         return self._others[-1]
 
     def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         for other in self._others:
             other.close()
         self._client.close()
 
     def kubeconfig(self, path: Path, namespace: str = "default") -> Path:
-        """Write what kubectl, helm and controllers take."""
+        """Write a kubeconfig for kubectl, helm and controllers."""
         user = {"token": self.token}
         cluster = {"server": self.server, "certificate-authority": str(self.ca)}
         context = {"cluster": "test", "user": "test", "namespace": namespace}
@@ -91,30 +92,30 @@ class Api:
             "contexts": [{"name": "test", "context": context}],
             "current-context": "test",
         }
-        path.write_text(yaml.safe_dump(content))
+        path.write_text(yaml.safe_dump(content), encoding="utf-8")
         return path
 
-    def call(self, method: str, path: str, body: Any = None, content_type: str = "", **params: Any) -> Object:
-        """One request; `params` go into the query. Raises Refused for anything but success."""
+    def send_request(self, method: str, path: str, body: Any = None, content_type: str = "", **params: Any) -> Object:
+        """Send a request; `params` go into the query. Raises Refused unless it succeeds."""
         headers = {"Content-Type": content_type or "application/json"}
         response = self._client.request(method, path, json=body, params=params, headers=headers)
         if response.is_success:
             answer: Object = response.json()
             return answer
-        raise refusal(response)
+        raise read_refusal(response)
 
-    def text(self, path: str, **params: Any) -> str:
-        """What a GET answers, if it is not JSON: logs, metrics, health."""
+    def get_text(self, path: str, **params: Any) -> str:
+        """Get text that is not JSON: logs, metrics, health."""
         response = self._client.get(path, params=params)
         if not response.is_success:
-            raise refusal(response)
+            raise read_refusal(response)
         return response.text
 
     def get(self, kind: str, name: str, namespace: str | None = None, subresource: str | None = None) -> Object:
-        return self.call("GET", path_of(kind, namespace, name, subresource))
+        return self.send_request("GET", path_of(kind, namespace, name, subresource))
 
     def find(self, kind: str, name: str, namespace: str | None = None) -> Object | None:
-        """As `get`, or None where there is none."""
+        """Get an object; None if it does not exist."""
         try:
             return self.get(kind, name, namespace)
         except Refused as refused:
@@ -123,53 +124,58 @@ class Api:
             raise
 
     def list(self, kind: str, namespace: str | None = None, labels: str = "") -> list[Object]:
-        """All, in one namespace or in every one."""
-        items: list[Object] = self.call("GET", path_of(kind, namespace), labelSelector=labels)["items"]
+        """List the objects of one namespace, or of all."""
+        items: list[Object] = self.send_request("GET", path_of(kind, namespace), labelSelector=labels)["items"]
         return items
 
     def create(self, manifest: Object, **params: Any) -> Object:
         kind, namespace = self._place(manifest)
-        return self.call("POST", path_of(kind, namespace), manifest, **params)
+        return self.send_request("POST", path_of(kind, namespace), manifest, **params)
 
     def apply(self, manifest: Object, manager: str = "tests", **params: Any) -> Object:
-        """Server-side apply, by force."""
+        """Apply an object, server-side and forced."""
         kind, namespace = self._place(manifest)
         path = path_of(kind, namespace, manifest["metadata"]["name"])
-        return self.call("PATCH", path, manifest, APPLY, **({"fieldManager": manager, "force": "true"} | params))
+        return self.send_request(
+            "PATCH", path, manifest, APPLY, **({"fieldManager": manager, "force": "true"} | params)
+        )
 
     def patch(self, kind: str, name: str, change: Object, namespace: str | None = None, **at: str) -> Object:
-        """A merge patch; `subresource="status"` names another part."""
-        return self.call("PATCH", path_of(kind, namespace, name, at.get("subresource")), change, MERGE)
+        """Send a merge patch for the object or a subresource."""
+        return self.send_request("PATCH", path_of(kind, namespace, name, at.get("subresource")), change, MERGE)
 
     def scale(self, kind: str, name: str, namespace: str, replicas: int) -> Object:
-        """As `kubectl scale`."""
+        """Set the replica count by the scale subresource, as `kubectl scale` does."""
         return self.patch(kind, name, {"spec": {"replicas": replicas}}, namespace, subresource="scale")
 
     def delete(self, kind: str, name: str, namespace: str | None = None, **params: Any) -> None:
-        """Ask for its end, children in the background; one that is gone already is no error."""
+        """Delete an object, and its children in the background. No error if it does not exist."""
         try:
-            self.call("DELETE", path_of(kind, namespace, name), propagationPolicy="Background", **params)
+            self.send_request("DELETE", path_of(kind, namespace, name), propagationPolicy="Background", **params)
         except Refused as refused:
             if refused.status != 404:
                 raise
 
     def token_of(self, account: str, namespace: str, *audiences: str) -> str:
-        """A token of a service account."""
+        """Request a token of a service account."""
         request = {"spec": {"audiences": list(audiences) or None, "expirationSeconds": 3600}}
         path = path_of("v1/serviceaccounts", namespace, account, "token")
-        answer = self.call("POST", path, {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest"} | request)
+        answer = self.send_request(
+            "POST", path, {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest"} | request
+        )
         token: str = answer["status"]["token"]
         return token
 
     def logs(self, pod: str, namespace: str, container: str) -> str:
-        """As `kubectl logs`."""
-        return self.text(path_of("v1/pods", namespace, pod, "log"), container=container)
+        """Read a container's log, as `kubectl logs` does."""
+        return self.get_text(path_of("v1/pods", namespace, pod, "log"), container=container)
 
     def _place(self, manifest: Object) -> tuple[str, str | None]:
-        """Kind and namespace of a manifest, by the server's own discovery."""
-        version, kind = manifest["apiVersion"], manifest["kind"]
+        """Return the resource path and namespace of a manifest, from the server's discovery."""
+        version = manifest["apiVersion"]
+        kind = manifest["kind"]
         if kind not in self._plurals.get(version, {}):
-            found = self.call("GET", path_of(f"{version}/x").removesuffix("/x"))["resources"]
+            found = self.send_request("GET", path_of(f"{version}/x").removesuffix("/x"))["resources"]
             self._plurals[version] = {
                 item["kind"]: (item["name"], item["namespaced"]) for item in found if "/" not in item["name"]
             }
@@ -178,19 +184,19 @@ class Api:
         return f"{version}/{plural}", namespace
 
 
-def condition(thing: Object, kind: str) -> Object:
-    """The condition of that type in a status; empty where there is none."""
+def find_condition(thing: Object, kind: str) -> Object:
+    """Return the condition of a type in a status; empty if there is none."""
     found: list[Object] = thing.get("status", {}).get("conditions") or []
     return next((each for each in found if each["type"] == kind), {})
 
 
-def holds(thing: Object, kind: str) -> bool:
-    """Is that condition True?"""
-    return condition(thing, kind).get("status") == "True"
+def is_condition_true(thing: Object, kind: str) -> bool:
+    """Whether the condition of a type is True."""
+    return find_condition(thing, kind).get("status") == "True"
 
 
-def until(claim: Callable[[], Any], what: str, timeout_s: float = 120.0, explain: Callable[[], Any] = str) -> Any:
-    """Poll until `claim` returns something true, and return that; a machine that is busy is slow, not wrong."""
+def wait_until(claim: Callable[[], Any], what: str, timeout_s: float = 120.0, explain: Callable[[], Any] = str) -> Any:
+    """Poll until `claim` returns something true, and return that. The time limit allows for a busy machine."""
     deadline = time.monotonic() + timeout_s
     while True:
         found = claim()

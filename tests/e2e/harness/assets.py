@@ -1,4 +1,4 @@
-"""Where the programs of the control plane are: in KUBEBUILDER_ASSETS, or where `make controlplane` put them."""
+"""Find the programs of the control plane, in KUBEBUILDER_ASSETS or in the folder of `make controlplane`."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ CONTROL_PLANE = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-sche
 
 @dataclass(frozen=True)
 class Assets:
-    """Folders that are searched in this order."""
+    """Folders that are searched, in this order."""
 
     folders: tuple[Path, ...]
 
     @classmethod
     def of_environment(cls) -> Assets:
-        """KUBEBUILDER_ASSETS first (envtest's has no scheduler, so what is missing there may come from the build)."""
+        """Search KUBEBUILDER_ASSETS first, then the build: envtest's assets have no scheduler."""
         named = os.environ.get("KUBEBUILDER_ASSETS")
         return cls((*([Path(named)] if named else []), cache_folder()))
 
-    def path(self, name: str) -> Path | None:
-        """The program or manifest `name`, if some folder has it."""
+    def find_path(self, name: str) -> Path | None:
+        """Return the path of the program or manifest `name`; None if no folder has it."""
         return next((folder / name for folder in self.folders if (folder / name).is_file()), None)
 
     def missing(self, *names: str) -> list[str]:
-        """Those of `names` that no folder has."""
-        return [name for name in names if self.path(name) is None]
+        """Return those of `names` that no folder has."""
+        return [name for name in names if self.find_path(name) is None]
 
     def has_workloads(self) -> bool:
-        """JobSet and LeaderWorkerSet, with what must be applied beside them."""
+        """Whether the controllers of JobSet and LeaderWorkerSet, and their manifests, exist."""
         return not self.missing("jobset", "lws", *MANIFESTS)

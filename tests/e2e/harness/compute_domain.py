@@ -1,13 +1,14 @@
-"""A stand-in for NVIDIA's DRA driver: ComputeDomain's definition, and what its controller makes of one.
+"""A stand-in for NVIDIA's DRA driver: the CRD of ComputeDomain, and the object that its controller creates.
 
-The driver itself needs GPUs and is not built here. What is modelled is what placement depends on: a ComputeDomain
-whose spec never changes leads to a ResourceClaimTemplate of the name that it gives, and goes with it. Its daemons, its
-status and its finalizer are not. The devices that claims are made on are real ones to the scheduler (nodes.py).
+The driver needs GPUs and is not built here. Only what placement depends on is modelled: for a ComputeDomain, whose spec
+is immutable, the controller creates a ResourceClaimTemplate with the name in the spec, and deletes it with the
+ComputeDomain. The driver's daemons, status and finalizer are not modelled. The scheduler allocates claims from real
+ResourceSlices (nodes.py).
 """
 
 from __future__ import annotations
 
-from tests.e2e.harness.api import Api, Object, holds, until
+from tests.e2e.harness.api import Api, Object, is_condition_true, wait_until
 from tests.e2e.harness.nodes import IMEX_CLASS
 
 KIND = "resource.nvidia.com/v1beta1/computedomains"
@@ -57,20 +58,20 @@ DEFINITION: Object = {
 }
 
 
-def install(api: Api) -> None:
-    """Serve the definition; the kubelet plays the controller (`claim_template`)."""
+def install_crd(api: Api) -> None:
+    """Install the CRD. Our kubelet acts as the controller (`build_claim_template`)."""
     api.apply(DEFINITION)
-    until(lambda: holds(api.get(DEFINITIONS, NAME), "Established"), "ComputeDomain is served")
+    wait_until(lambda: is_condition_true(api.get(DEFINITIONS, NAME), "Established"), "ComputeDomain is served")
 
 
-def uninstall(api: Api) -> None:
-    """Take it away, with every ComputeDomain."""
+def uninstall_crd(api: Api) -> None:
+    """Delete the CRD, and with it every ComputeDomain."""
     api.delete(DEFINITIONS, NAME)
-    until(lambda: api.find(DEFINITIONS, NAME) is None, "ComputeDomain is gone")
+    wait_until(lambda: api.find(DEFINITIONS, NAME) is None, "ComputeDomain is gone")
 
 
-def claim_template(domain: Object) -> Object:
-    """What the controller makes of a ComputeDomain: a template for claims of one channel."""
+def build_claim_template(domain: Object) -> Object:
+    """Build the template for claims of one channel that the controller creates for a ComputeDomain."""
     metadata = domain["metadata"]
     owner = {"apiVersion": domain["apiVersion"], "kind": domain["kind"], "name": metadata["name"]}
     requests = [{"name": "channel", "exactly": {"deviceClassName": IMEX_CLASS}}]

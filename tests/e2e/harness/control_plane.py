@@ -1,8 +1,8 @@
 """A Kubernetes control plane on this machine alone: etcd, API server, controller manager, scheduler.
 
-Everything real but the nodes (nodes.py) and what runs on them (tests/e2e/kubelet). RBAC decides, admission and CEL
-run, garbage collection and scheduling are Kubernetes' own. Not there: kube-proxy, DNS, aggregation, an admission
-plugin for pod security beyond the default, encryption at rest; etcd does not wait for the disk.
+Everything is real except the nodes (nodes.py) and their kubelet (tests/e2e/kubelet): RBAC, admission, CEL, garbage
+collection and scheduling are Kubernetes' own. Missing are kube-proxy, DNS, API aggregation, admission plugins beyond
+the default, and encryption at rest. etcd does not sync to disk.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from tests.e2e.harness.programs import Program, free_port
 
 ISSUER = "https://kubernetes.default.svc.cluster.local"
 QPS = 500
-"""Requests a second of controllers and scheduler each. Their own 20 and 50 protect API servers that others share."""
+"""Requests per second of controllers and scheduler. The defaults, 20 and 50, protect shared API servers."""
 
 
 class ControlPlane:
-    """Four processes, their folder, and an administrator's client."""
+    """A running control plane: four processes, their folder, and an administrator's client."""
 
     def __init__(self, assets: Assets, folder: Path) -> None:
         missing = assets.missing(*CONTROL_PLANE)
         assert not missing, missing
-        self.folder, self._assets = folder, assets
+        self.folder = folder
+        self._assets = assets
         self.network: PodNetwork | None = None
         self.port = free_port()
         self._token = secrets.token_hex(16)
@@ -42,14 +43,14 @@ class ControlPlane:
 
     @property
     def _address(self) -> str:
-        """Where pods reach the API server, if there can be pods."""
+        """Address at which pods reach the API server; None if this machine cannot run pods."""
         return self.network.gateway if self.network is not None else "127.0.0.1"
 
     def start(self) -> Api:
-        """Start all, and return when a pod could be created: the API is ready, and accounts and tokens are made."""
+        """Start all processes. Returns when pods can be created: the API and default service accounts are ready."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._write_keys()
-        with contextlib.suppress(NoNetwork):  # then no pods can be started for real
+        with contextlib.suppress(NoNetwork):  # then no pods can run as processes
             self.network = PodNetwork.create()
         try:
             self._start_etcd()
@@ -63,7 +64,7 @@ class ControlPlane:
         return self.admin
 
     def stop(self) -> None:
-        """In reverse: an API server whose etcd is gone would hang in its shutdown."""
+        """Stop the processes in reverse order: without etcd, the API server would hang in its shutdown."""
         if hasattr(self, "admin"):
             self.admin.close()
         while self._programs:
@@ -79,7 +80,8 @@ class ControlPlane:
         (self.folder / "tokens.csv").write_text(f'{self._token},admin,admin,"system:masters"\n')
 
     def _start_etcd(self) -> None:
-        client, peer = free_port(), free_port()
+        client = free_port()
+        peer = free_port()
         self._etcd = f"http://127.0.0.1:{client}"
         program = self._program(
             "etcd",
@@ -110,7 +112,7 @@ class ControlPlane:
             service_account_issuer=ISSUER,
             service_account_key_file=key.with_suffix(".pub"),
             service_account_signing_key_file=key,
-            endpoint_reconciler_type="none",  # it would publish the address, which must not be loopback
+            endpoint_reconciler_type="none",  # it would publish the server's address, which must not be loopback
             profiling="false",
         )
         certificate = self.folder / "apiserver" / "apiserver.crt"
@@ -147,14 +149,14 @@ class ControlPlane:
 
     def _makes_accounts(self) -> bool:
         try:
-            self.admin.text("/readyz")
+            self.admin.get_text("/readyz")
             return self.admin.find("v1/serviceaccounts", "default", "default") is not None
         except (Refused, httpx2.HTTPError):
             return False
 
     def _program(self, name: str, **flags: object) -> Program:
         words = [f"--{flag.replace('_', '-')}={value}" for flag, value in flags.items()]
-        path = self._assets.path(name)
+        path = self._assets.find_path(name)
         assert path is not None
         program = Program(name, [path, *words], self.folder / f"{name}.log")
         self._programs.append(program)
@@ -163,7 +165,7 @@ class ControlPlane:
 
 
 def _answers(url: str, ca: Path | None = None, *, verify: bool = True) -> bool:
-    """Any answer will do: who may see health is the server's business."""
+    """Whether the server answers. A refusal counts, too: health may need credentials."""
     context = ssl.create_default_context(cafile=str(ca)) if ca else verify
     try:
         httpx2.get(url, verify=context, timeout=5, trust_env=False)

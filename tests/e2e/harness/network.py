@@ -1,57 +1,56 @@
-"""A network for pods on one machine: a namespace and an address for each, routed by the kernel.
+"""A network for pods on one machine: each has a network namespace and an address, routed by the kernel.
 
-Each namespace hangs on a pair of virtual interfaces, and the kernel removes a pair with the namespace, so nothing
-has to be cleaned up after a crash. The machine itself is the gateway: the API server listens there. Addresses are
-not loopback ones, which Kubernetes refuses in EndpointSlices. No policies, no bandwidth, no way out of the machine.
+Each namespace is connected by a pair of virtual interfaces, which the kernel removes with the namespace, so nothing
+has to be cleaned up after a crash. The machine is the gateway, where the API server listens. Addresses are not on
+loopback, which Kubernetes refuses in EndpointSlices. There are no network policies and no routes out of the machine.
 """
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import specrl.launcher.leash
+from specrl.launcher.processes.child_guard import guarded_command
 
 IP_TIMEOUT_S = 60
 
 
 class NoNetwork(Exception):
-    """Network namespaces cannot be made here."""
+    """This machine does not permit network namespaces."""
 
 
 @dataclass
 class Namespace:
-    """A network namespace, held open by a process that sleeps."""
+    """A network namespace, kept alive by a sleeping process."""
 
     address: str
     process: subprocess.Popen[bytes]
 
     @property
     def path(self) -> str:
-        """What setns takes."""
+        """Path of the namespace, for setns."""
         return f"/proc/{self.process.pid}/ns/net"
 
     def close(self) -> None:
-        """The kernel removes it when its last process is gone."""
+        """Kill the sleeping process. The kernel removes the namespace with its last process."""
         self.process.kill()
         self.process.wait()
 
 
 class PodNetwork:
-    """The addresses 10.N.0.0/16, with 10.N.0.1 on this machine."""
+    """The network 10.N.0.0/16. This machine has the address 10.N.0.1."""
 
     def __init__(self, number: int) -> None:
-        self.number, self._count = number, 0
+        self.number = number
+        self._count = 0
         self._anchor: Namespace | None = None
 
     @classmethod
     def create(cls) -> PodNetwork:
-        """One that nobody on this machine uses. Raises NoNetwork."""
+        """Create a network with an unused N. Raises NoNetwork."""
         number = next(number for number in range(64, 128) if not _is_local(f"10.{number}.0.1"))
         network = cls(number)
         network._anchor = network._open(network.gateway, f"c{number}gw", is_gateway=True)
@@ -59,21 +58,21 @@ class PodNetwork:
 
     @property
     def gateway(self) -> str:
-        """The machine's address."""
+        """The machine's address in the network."""
         return f"10.{self.number}.0.1"
 
     def next_address(self) -> str:
-        """One that no pod has had."""
+        """Return an address that no pod has had yet."""
         self._count += 1
         return f"10.{self.number}.{1 + self._count // 250}.{self._count % 250 + 1}"
 
     def open(self, address: str) -> Namespace:
-        """A namespace with that address, as eth0. Raises NoNetwork."""
+        """Create a namespace with this address on eth0. Raises NoNetwork."""
         third, fourth = address.split(".")[2:]
         return self._open(address, f"c{self.number}-{third}-{fourth}", is_gateway=False)
 
     def close(self) -> None:
-        """Take the machine's address back; pods' namespaces end with their pods."""
+        """Remove the machine's address. The pods' namespaces are removed with their pods."""
         if self._anchor is not None:
             self._anchor.close()
 
@@ -87,7 +86,7 @@ class PodNetwork:
                 if is_gateway
                 else f"route add {address}/32 dev {link} src {self.gateway}"
             )
-            # One of that name was a killed run's, and is about to go: the kernel takes a moment for it.
+            # An interface of this name belongs to a killed run. The kernel takes a moment to remove it.
             subprocess.run(["ip", "link", "delete", link], check=False, capture_output=True, timeout=IP_TIMEOUT_S)
             _ip(outside)
             inside = ["link set lo up", "link set eth0 up"]
@@ -95,7 +94,7 @@ class PodNetwork:
                 inside += [f"addr add {address}/32 dev eth0", f"route add {self.gateway} dev eth0"]
                 inside += [f"route add default via {self.gateway}"]
             _ip(inside, "nsenter", "--target", str(pid), "--net")
-            Path(f"/proc/sys/net/ipv4/conf/{link}/forwarding").write_text("1")
+            Path(f"/proc/sys/net/ipv4/conf/{link}/forwarding").write_text("1", encoding="utf-8")
         except (OSError, subprocess.SubprocessError) as error:
             namespace.close()
             said = error.stderr.decode() if isinstance(error, subprocess.CalledProcessError) else str(error)
@@ -104,10 +103,11 @@ class PodNetwork:
 
 
 def _sleeper() -> subprocess.Popen[bytes]:
-    """A process in a network namespace of its own; it dies with this one."""
-    leash = [sys.executable, specrl.launcher.leash.__file__, str(os.getpid())]
-    process = subprocess.Popen([*leash, "unshare", "--net", "sleep", "infinity"], stderr=subprocess.PIPE)
-    own, deadline = Path("/proc/self/ns/net").stat().st_ino, time.monotonic() + IP_TIMEOUT_S
+    """Start a process in a new network namespace. It dies with this process."""
+    command = guarded_command(["unshare", "--net", "sleep", "infinity"])
+    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    own = Path("/proc/self/ns/net").stat().st_ino
+    deadline = time.monotonic() + IP_TIMEOUT_S
     while Path(f"/proc/{process.pid}/ns/net").stat().st_ino == own:
         if process.poll() is not None or time.monotonic() > deadline:
             process.kill()

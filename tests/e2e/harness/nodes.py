@@ -1,8 +1,8 @@
-"""Nodes without machines: GB200 racks as the GPU operator labels them, and CPU nodes beside them.
+"""Node objects without machines: GB200 racks with the GPU operator's labels, and CPU nodes.
 
-The scheduler sees what it would see of real ones: arm64, four GPUs a node, 18 nodes to an NVLink domain, the clique
-label, the two usual taints, and one IMEX channel a node as a DRA device. The kubelet (tests/e2e/kubelet) renews their
-leases, without which Kubernetes' node controller evicts what runs there.
+To the scheduler they look like real ones: arm64, four GPUs per node, 18 nodes per NVLink domain, the clique label, the
+two usual taints, and one IMEX channel per node as a DRA device. The kubelet (tests/e2e/kubelet) renews their leases;
+otherwise Kubernetes' node controller would evict their pods.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ CLUSTER = "8f4d1c1e-0b1a-4f7e-9a53-5d6f5a1e7c10"
 IMEX_DRIVER = "compute-domain.nvidia.com"
 IMEX_CLASS = "compute-domain-default-channel.nvidia.com"
 OURS = "specrl.dev/kubelet"
-"""Label of the nodes that our kubelet plays. The value says how: `statuses` writes them, `processes` starts pods."""
+"""Label of the nodes of our kubelet. `statuses`: pods only get statuses. `processes`: pods run as processes."""
 
 
 def gb200_rack(clique: int, nodes: int = NODES_PER_DOMAIN) -> list[Object]:
-    """One NVLink domain: nodes whose pods only get statuses."""
+    """Build the nodes of one NVLink domain. Their pods only get statuses."""
     return [_gb200_node(f"gb200-r{clique:02}-n{number:02}", clique) for number in range(nodes)]
 
 
 def cpu_node(name: str, plays: str) -> Object:
-    """A node without GPUs, of this machine's architecture. plays: see OURS; one of `statuses` takes only who asks."""
+    """Build a node without GPUs, of this machine's architecture. plays: see OURS; `statuses` also taints the node."""
     taints = [{"key": OURS, "value": plays, "effect": "NoSchedule"}] if plays == "statuses" else []
     return _node(name, "amd64", {OURS: plays}, {"cpu": "64", "memory": "256Gi"}, taints)
 
@@ -69,7 +69,7 @@ def _info(arch: str) -> Object:
 
 
 def imex_class() -> Object:
-    """The DeviceClass that NVIDIA's DRA driver installs for the default channel."""
+    """Build the DeviceClass that NVIDIA's DRA driver installs for the default channel."""
     expression = f"device.driver == '{IMEX_DRIVER}' && device.attributes['{IMEX_DRIVER}'].type == 'channel'"
     return {
         "apiVersion": "resource.k8s.io/v1",
@@ -80,7 +80,7 @@ def imex_class() -> Object:
 
 
 def imex_channel(node: str) -> Object:
-    """What the driver publishes for a node: one channel, which one pod can have."""
+    """Build the ResourceSlice that the driver publishes for a node: one channel, for one pod."""
     device = {"name": "channel-0", "attributes": {"type": {"string": "channel"}, "id": {"int": 0}}}
     pool = {"name": node, "generation": 1, "resourceSliceCount": 1}
     return {
@@ -91,8 +91,8 @@ def imex_channel(node: str) -> Object:
     }
 
 
-def add(api: Api, nodes: list[Object]) -> list[str]:
-    """Create them, with an IMEX channel for each in a rack, for as long as the cluster is there; gives their names."""
+def add_nodes(api: Api, nodes: list[Object]) -> list[str]:
+    """Create the nodes, and an IMEX channel for each in a rack. Returns their names. They stay all session."""
     if api.find("resource.k8s.io/v1/deviceclasses", IMEX_CLASS) is None:
         api.create(imex_class())
     for node in nodes:
@@ -103,6 +103,6 @@ def add(api: Api, nodes: list[Object]) -> list[str]:
 
 
 def clique_of(api: Api) -> dict[str, str]:
-    """Node name to the number of its clique, for the nodes of racks."""
+    """Return the clique number of each node of the racks, by name."""
     nodes = api.list("v1/nodes", labels=CLIQUE)
     return {node["metadata"]["name"]: node["metadata"]["labels"][CLIQUE].rpartition(".")[2] for node in nodes}

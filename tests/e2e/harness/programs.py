@@ -1,7 +1,7 @@
-"""Programs that the harness starts: on a leash, with a log, and stopped for certain.
+"""Start programs for the harness: with a log, and with a guard that always stops them.
 
-A test run that is killed leaves nothing behind: the kernel kills each program when the thread that started it ends,
-so they are started from the main thread (services/specrl/launcher/leash.py).
+A killed test run leaves nothing behind: the kernel kills each program when the thread that started it ends. Programs
+must therefore be started from the main thread (services/specrl/launcher/processes/child_guard.py).
 """
 
 from __future__ import annotations
@@ -10,42 +10,45 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import specrl.launcher.leash
+from specrl.launcher.processes.child_guard import guarded_command
 
-STOP_S = 8.0  # an API server finishes its watches in that time; what takes longer is killed
-START_S = 180.0  # on a machine that compiles something beside it, ready takes a minute
+STOP_S = 8.0  # seconds; enough for an API server to finish its watches, then it is killed
+START_S = 180.0  # seconds; startup takes a minute on a busy machine
 
 
 class Program:
-    """One process with its log file."""
+    """A process with its log file."""
 
     def __init__(self, name: str, command: Sequence[str | Path | int], log: Path, **environment: str) -> None:
-        self.name, self.log = name, log
+        self.name = name
+        self.log = log
         self._command = [str(word) for word in command]
         self._environment = os.environ | environment
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def pid(self) -> int:
-        """Of a started one."""
+        """Process id; the program must be started."""
         assert self._process is not None
         return self._process.pid
 
     def start(self) -> None:
-        """Start it; the log is appended to."""
-        leash = [sys.executable, specrl.launcher.leash.__file__, str(os.getpid())]
+        """Start the program, and append its output to the log."""
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [*leash, *self._command], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environment
+                guarded_command(self._command),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._environment,
             )
 
     def wait_until(self, is_ready: Callable[[], bool], what: str) -> None:
-        """Poll `is_ready`; fails with the log's end when the program ends first, or time is up."""
+        """Poll `is_ready`. Fails with the log's end if the program exits first, or after START_S."""
         deadline = time.monotonic() + START_S
         while not is_ready():
             assert self._process is not None
@@ -58,11 +61,11 @@ class Program:
         return self._process is not None and self._process.poll() is None
 
     def tail(self, lines: int = 40) -> str:
-        """The end of its log."""
+        """Return the end of the log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
     def wait(self, timeout_s: float) -> int:
-        """Wait until it ends by itself; returns its exit code."""
+        """Wait until the program exits by itself. Returns its exit code."""
         assert self._process is not None
         return self._process.wait(timeout_s)
 
@@ -71,7 +74,7 @@ class Program:
         self._process.send_signal(signum)
 
     def stop(self, grace_s: float = STOP_S) -> None:
-        """SIGTERM, then SIGKILL for what is still there after `grace_s`; of one that is not running, nothing."""
+        """Send SIGTERM, and SIGKILL after `grace_s`. Does nothing if the program is not running."""
         if self._process is None or self._process.poll() is not None:
             return
         self._process.terminate()
@@ -83,7 +86,7 @@ class Program:
 
 
 def free_port() -> int:
-    """A port on loopback that was free a moment ago."""
+    """Find a free port on loopback. Another process may take it before it is used."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

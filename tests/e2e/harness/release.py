@@ -1,4 +1,4 @@
-"""The chart as a user installs it: the real helm, and the operator in a pod under the chart's own ServiceAccount."""
+"""Install the chart as a user does: with the real helm. The operator runs in a pod with the chart's ServiceAccount."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from tests.e2e.harness.kubelet_process import STORAGE_CLASS
 from tests.e2e.harness.nodes import OURS
-from tests.e2e.harness.played import STORAGE_CLASS
 
 CHART = Path(__file__).resolve().parents[3] / "deploy" / "helm"
 HELM_TIMEOUT_S = 300
@@ -17,38 +17,40 @@ VALUES: dict[str, Any] = {
     "operator": {"nodeSelector": {OURS: "processes"}},
     "jobs": {"storeClass": STORAGE_CLASS["metadata"]["name"], "storeSize": "1Gi"},  # type: ignore[index]
 }
-"""Of every release here: the operator is started for real."""
+"""Values of every release here. The operator's pod runs as a process."""
 
 
 class Release:
-    """One release of the chart. A name that contains the chart's is the prefix of everything in it."""
+    """A release of the chart. Its name contains the chart's, and is therefore the prefix of its objects."""
 
     def __init__(self, helm: Path, kubeconfig: Path, name: str, namespace: str) -> None:
-        self.name, self.namespace = name, namespace
-        self._helm, self._kubeconfig = helm, kubeconfig
+        self.name = name
+        self.namespace = namespace
+        self._helm = helm
+        self._kubeconfig = kubeconfig
 
     @property
     def account(self) -> str:
-        """The ServiceAccount of its operator."""
+        """The operator's ServiceAccount."""
         return self.name
 
     def install(self, **values: Any) -> str:
-        """Install, and wait until the operator is ready; what helm says."""
+        """Install the chart, and wait until the operator is ready. Returns helm's output."""
         return self.run("install", self.name, CHART, "--create-namespace", *self._settings(values))
 
     def upgrade(self, **values: Any) -> str:
-        """To other values, which replace those of before."""
+        """Upgrade to other values, which replace the previous ones."""
         return self.run("upgrade", self.name, CHART, "--reset-values", *self._settings(values))
 
     def uninstall(self) -> str:
         return self.run("uninstall", self.name, "--wait", f"--timeout={HELM_TIMEOUT_S}s")
 
     def test(self) -> str:
-        """The chart's own tests."""
+        """Run `helm test`. Returns helm's output."""
         return self.run("test", self.name, f"--timeout={HELM_TIMEOUT_S}s")
 
     def run(self, verb: str, *arguments: object) -> str:
-        """Any command of helm's in the release's namespace; fails with what helm says."""
+        """Run helm in the release's namespace. Fails with helm's output."""
         command = [self._helm, verb, *map(str, arguments), "--namespace", self.namespace]
         command += ["--kubeconfig", self._kubeconfig]
         done = subprocess.run(command, capture_output=True, text=True, timeout=HELM_TIMEOUT_S + 60, check=False)

@@ -1,18 +1,19 @@
 """JobSet and LeaderWorkerSet: their own controllers, webhooks included, beside the control plane.
 
-In a cluster their webhooks are reached through a Service and make their own certificates; without kube-proxy they are
-reached by URL on loopback, with a certificate made here. Their own RBAC is not used: they run as administrators.
+In a cluster, a Service leads to their webhooks, and they create their own certificates. Without kube-proxy, the API
+server calls them by URL on loopback, with a certificate made here. They run as administrators, without their own RBAC.
 """
 
 from __future__ import annotations
 
 import base64
+import socket
 import subprocess
 from pathlib import Path
 
 import httpx2
 import yaml
-from tests.e2e.harness.api import Api, Object, condition, until
+from tests.e2e.harness.api import Api, Object, find_condition, wait_until
 from tests.e2e.harness.assets import Assets
 from tests.e2e.harness.programs import Program, free_port
 
@@ -22,18 +23,21 @@ CONFIGURATIONS = {"jobset": "config.jobset.x-k8s.io/v1alpha1", "lws": "config.lw
 
 
 class Workloads:
-    """One of the two: `jobset` or `lws`."""
+    """The controller of JobSet or LeaderWorkerSet. name: `jobset` or `lws`."""
 
     def __init__(self, name: str, assets: Assets, api: Api, folder: Path) -> None:
-        self.name, self._assets, self._api = name, assets, api
+        self.name = name
+        self._assets = assets
+        self._api = api
         self._folder = folder / name
         self._folder.mkdir(parents=True, exist_ok=True)
         self._program: Program | None = None
 
     def install(self) -> None:
-        """CRDs, controller, webhooks; returns when they answer."""
+        """Install CRDs, controller and webhooks. Returns when they answer."""
         self.install_crds()
-        port, health = free_port(), free_port()
+        port = free_port()
+        health = free_port()
         certificate = _certificate(self._folder)
         self._program = Program(
             self.name,
@@ -42,30 +46,32 @@ class Workloads:
             KUBECONFIG=str(self._api.kubeconfig(self._folder / "kubeconfig")),
         )
         self._program.start()
-        self._program.wait_until(lambda: _is_ready(health), "readiness")
+        # LeaderWorkerSet reports ready before its webhooks listen.
+        self._program.wait_until(lambda: _is_ready(health) and _accepts_connections(port), "readiness")
         for webhooks in self._manifests(f"{self.name}-webhooks.yaml"):
             self._api.apply(self._by_url(webhooks, port, certificate))
 
     def install_crds(self) -> None:
-        """The definitions alone, and wait until they are served."""
+        """Install the CRDs, and wait until they are served."""
         for definition in self._definitions():
             self._api.apply(definition)
             name = definition["metadata"]["name"]
-            until(lambda name=name: _is_served(self._api, name), f"{name} is served")  # type: ignore[misc]
+            wait_until(lambda name=name: _is_served(self._api, name), f"{name} is served")  # type: ignore[misc]
 
     def uninstall(self) -> None:
-        """Webhooks first, or they would refuse everything; then the controller; CRDs take their objects along."""
+        """Remove webhooks, controller and CRDs. Webhooks first: without their controller they refuse every write."""
         for webhooks in self._manifests(f"{self.name}-webhooks.yaml"):
             kind = webhooks["kind"].lower() + "s"
             self._api.delete(f"admissionregistration.k8s.io/v1/{kind}", self._webhooks_name(webhooks))
         self.stop()
         for definition in self._definitions():
-            kind, name = "apiextensions.k8s.io/v1/customresourcedefinitions", definition["metadata"]["name"]
+            kind = "apiextensions.k8s.io/v1/customresourcedefinitions"
+            name = definition["metadata"]["name"]
             self._api.delete(kind, name)
-            until(lambda kind=kind, name=name: self._api.find(kind, name) is None, f"{name} is gone")  # type: ignore[misc]
+            wait_until(lambda kind=kind, name=name: self._api.find(kind, name) is None, f"{name} is gone")  # type: ignore[misc]
 
     def stop(self) -> None:
-        """End the controller."""
+        """Stop the controller."""
         if self._program is not None:
             self._program.stop()
             self._program = None
@@ -88,7 +94,7 @@ class Workloads:
         return file
 
     def _by_url(self, webhooks: Object, port: int, certificate: bytes) -> Object:
-        """Upstream's configuration, reached on loopback; of pods only the controller's own, as upstream patches it."""
+        """Build upstream's webhook configuration with loopback URLs, as upstream for the controller's pods only."""
         webhooks["metadata"]["name"] = self._webhooks_name(webhooks)
         for webhook in webhooks["webhooks"]:
             path = webhook["clientConfig"]["service"]["path"]
@@ -106,14 +112,15 @@ class Workloads:
         return [each for each in yaml.safe_load_all(self._path(name).read_text()) if each]
 
     def _path(self, name: str) -> Path:
-        path = self._assets.path(name)
+        path = self._assets.find_path(name)
         assert path is not None, name
         return path
 
 
 def _certificate(folder: Path) -> bytes:
-    """tls.crt and tls.key for 127.0.0.1, signed by themselves; returns the certificate."""
-    certificate, key = folder / "tls.crt", folder / "tls.key"
+    """Write a self-signed tls.crt and tls.key for 127.0.0.1. Returns the certificate."""
+    certificate = folder / "tls.crt"
+    key = folder / "tls.key"
     request = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=webhook", "-days", "2"]
     names = ["-addext", "subjectAltName=IP:127.0.0.1"]
     subprocess.run([*request, *names, "-keyout", key, "-out", certificate], check=True, capture_output=True, timeout=60)
@@ -122,7 +129,15 @@ def _certificate(folder: Path) -> bytes:
 
 def _is_served(api: Api, definition: str) -> bool:
     found = api.get("apiextensions.k8s.io/v1/customresourcedefinitions", definition)
-    return condition(found, "Established").get("status") == "True"
+    return find_condition(found, "Established").get("status") == "True"
+
+
+def _accepts_connections(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+    except OSError:
+        return False
+    return True
 
 
 def _is_ready(port: int) -> bool:

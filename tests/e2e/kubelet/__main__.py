@@ -1,6 +1,6 @@
-"""`python -m tests.e2e.kubelet --kubeconfig FILE --folder FOLDER`: a kubelet for every node of ours, until SIGTERM.
+"""`python -m tests.e2e.kubelet --kubeconfig FILE --folder FOLDER`: run the kubelet of all our nodes until SIGTERM.
 
-FOLDER/ready appears when it watches. Logs are in FOLDER/logs/NAMESPACE/POD/CONTAINER.RESTARTS.log.
+It creates FOLDER/ready when it watches. Logs are in FOLDER/logs/NAMESPACE/POD/CONTAINER.RESTARTS.log.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fastapi.responses import PlainTextResponse
 from tests.e2e.harness.network import PodNetwork
 from tests.e2e.harness.programs import free_port
 from tests.e2e.kubelet.client import Client
-from tests.e2e.kubelet.kubelet import Images, Kubelet, until_ready
+from tests.e2e.kubelet.kubelet import ImageMap, Kubelet, until_ready
 
 
 def main() -> None:
@@ -42,7 +42,7 @@ async def _run(arguments: argparse.Namespace) -> None:
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
     port = free_port()
     network = PodNetwork(arguments.network)
-    images = Images(arguments.entrypoints, tuple(arguments.keep))
+    images = ImageMap(arguments.entrypoints, tuple(arguments.keep))
     kubelet = Kubelet(Client(arguments.kubeconfig), folder, network, images, port)
     await until_ready(kubelet.client)
     server = _log_server(kubelet, folder, port)
@@ -54,8 +54,9 @@ async def _run(arguments: argparse.Namespace) -> None:
 
 
 def _log_server(kubelet: Kubelet, folder: Path, port: int) -> uvicorn.Server:
-    """What the API server asks a kubelet for `kubectl logs`; over TLS with a certificate that nobody checks."""
-    key, certificate = folder / "kubelet.key", folder / "kubelet.crt"
+    """The kubelet's endpoint that the API server calls for `kubectl logs`, over TLS with an unverified certificate."""
+    key = folder / "kubelet.key"
+    certificate = folder / "kubelet.crt"
     command = [*("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=kubelet", "-days", "2")]
     subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True, timeout=60)
     app = FastAPI()
@@ -79,7 +80,7 @@ def _log_server(kubelet: Kubelet, folder: Path, port: int) -> uvicorn.Server:
             access_log=False,
         )
     )
-    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]  # the signals are ours
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]  # uvicorn must not handle signals; main does
     return server
 
 

@@ -1,4 +1,4 @@
-"""The kubelet's side of the API: requests, and a cache that a watch keeps current."""
+"""The kubelet's API client: requests, and a cache that a watch keeps up to date."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from typing import Any
 
 import httpx2
 import yaml
-from tests.e2e.harness.api import MERGE, Object, Refused, path_of, refusal
+from tests.e2e.harness.api import MERGE, Object, Refused, path_of, read_refusal
 
 RETRY_S = 0.5
-WATCH_S = 240  # the server ends a watch then; a connection that died unseen is found at the latest so
+WATCH_S = 240  # seconds; the server ends a watch then, which bounds the life of a dead connection
 
 
 class Client:
-    """An administrator's, as a kubelet's certificate would be; node authorisation is not modelled."""
+    """A client with administrator's rights. Node authorization is not modelled."""
 
     def __init__(self, kubeconfig: Path) -> None:
-        content = yaml.safe_load(kubeconfig.read_text())
-        cluster, user = content["clusters"][0]["cluster"], content["users"][0]["user"]
+        content = yaml.safe_load(kubeconfig.read_text(encoding="utf-8"))
+        cluster = content["clusters"][0]["cluster"]
+        user = content["users"][0]["user"]
         self.server: str = cluster["server"]
         self.ca = Path(cluster["certificate-authority"])
         self._http = httpx2.AsyncClient(
@@ -35,18 +36,18 @@ class Client:
         )
 
     async def call(self, method: str, path: str, body: Any = None, **params: Any) -> Object:
-        """One request; raises Refused."""
+        """Send a request. Raises Refused."""
         content_type = MERGE if method == "PATCH" else "application/json"
         response = await self._http.request(
             method, path, json=body, params=params, headers={"Content-Type": content_type}
         )
         if not response.is_success:
-            raise refusal(response)
+            raise read_refusal(response)
         answer: Object = response.json()
         return answer
 
     async def find(self, kind: str, name: str, namespace: str | None = None) -> Object | None:
-        """The object, or None where there is none."""
+        """Get an object; None if it does not exist."""
         try:
             return await self.call("GET", path_of(kind, namespace, name))
         except Refused as refused:
@@ -55,7 +56,7 @@ class Client:
             raise
 
     async def watch(self, cache: Cache) -> None:
-        """List, then follow, for ever; whatever breaks the watch leads to a new list."""
+        """List and watch for ever. After any failure of the watch, list again."""
         while True:
             try:
                 listed = await self.call("GET", path_of(cache.kind))
@@ -70,14 +71,14 @@ class Client:
         async with self._http.stream("GET", path_of(cache.kind), params=params, timeout=timeout) as response:
             async for line in response.aiter_lines():
                 event = json.loads(line)
-                if event["type"] == "ERROR":  # the version is too old
+                if event["type"] == "ERROR":  # the resource version is too old
                     return
                 cache.take(event["type"], event["object"])
 
 
 @dataclass
 class Cache:
-    """All objects of one kind, by uid; `changed` is called with each object that came, changed or went."""
+    """All objects of a kind, by uid. `changed` is called with each added, changed or deleted object."""
 
     kind: str
     changed: Callable[[Object], None]

@@ -1,4 +1,4 @@
-"""One container as a process with its own mounts, process ids and host name, in its pod's network."""
+"""Run a container as a process with its own mounts, process ids and host name, in its pod's network."""
 
 from __future__ import annotations
 
@@ -11,64 +11,64 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tests.e2e.kubelet.volumes import Bind
+from tests.e2e.kubelet.volumes import VolumeBind
 
-import specrl.launcher.leash
+from specrl.launcher.processes.child_guard import guarded_command
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything `enter.py` needs. `scratch` is a folder of this container's own."""
+    """The input of `enter.py`. `scratch` is a folder for this container only."""
 
     command: list[str]
     environment: dict[str, str]
     working_directory: str
     hostname: str
-    binds: list[Bind]
+    binds: list[VolumeBind]
     read_only_root: bool
     network: str
     scratch: str
 
 
 class Running:
-    """A container that was started. Its program is process 1 in there, with all that means for signals."""
+    """A started container. Its program is process 1, so it ignores signals that it does not handle."""
 
     def __init__(self, process: asyncio.subprocess.Process, plan: Plan) -> None:
-        self._process, self._plan = process, plan
+        self._process = process
+        self._plan = plan
 
     @classmethod
     async def start(cls, plan: Plan, log: Path) -> Running:
-        """Start it; output is appended to `log`. When the kubelet dies, the kernel kills it with all it started."""
+        """Start the container, and append its output to `log`. The kernel kills it when the kubelet dies."""
         scratch = Path(plan.scratch)
         (scratch / "machine").mkdir(parents=True, exist_ok=True)
         file = scratch / "plan.json"
         file.write_text(json.dumps(asdict(plan) | {"scratch": str(scratch / "machine")}))
-        leash = [sys.executable, specrl.launcher.leash.__file__, str(os.getpid())]
         enter = [sys.executable, str(Path(__file__).with_name("enter.py")), str(file)]
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
-                *leash, *enter, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output
+                *guarded_command(enter), stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output
             )
         return cls(process, plan)
 
     async def wait(self) -> int:
-        """Its exit code: 128 + the signal's number if one killed it."""
+        """Wait for the exit code: 128 + the signal's number if a signal killed it."""
         code = await self._process.wait()
         shutil.rmtree(self._plan.scratch, ignore_errors=True)
         return code if code >= 0 else 128 - code
 
     def terminate(self) -> None:
-        """SIGTERM to its program."""
+        """Send SIGTERM to its program."""
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL to its program, and so to everything in it."""
+        """Send SIGKILL to its program, which ends all processes of the container."""
         if not self._signal(signal.SIGKILL) and self._process.returncode is None:
             self._process.kill()
 
     async def execute(self, command: list[str], timeout_s: float) -> int:
-        """Run a command in there, as `kubectl exec`; its exit code, or 124 when it took too long."""
+        """Run a command inside, as `kubectl exec` does. Returns its exit code, or 124 after a timeout."""
         pid = self._program()
         if pid is None:
             return 1
@@ -97,10 +97,10 @@ class Running:
         return pid is not None
 
     def _program(self) -> int | None:
-        """Process 1 of the container: the only child of `enter.py`."""
+        """Find process 1 of the container: the only child of `enter.py`."""
         own = self._process.pid
         try:
-            children = Path(f"/proc/{own}/task/{own}/children").read_text().split()
+            children = Path(f"/proc/{own}/task/{own}/children").read_text(encoding="utf-8").split()
         except OSError:
             return None
         return int(children[0]) if children else None

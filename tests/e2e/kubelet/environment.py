@@ -1,4 +1,4 @@
-"""What a container's process finds in its environment: env, envFrom, the downward API, and $(NAME) in its command."""
+"""The environment of a container: env, envFrom, the downward API, and $(NAME) in its command."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tests.e2e.kubelet.client import Client
 REFERENCE = re.compile(r"\$\$|\$\(([-._a-zA-Z0-9]+)\)")
 
 
-class NotYet(Exception):
-    """Something that the pod names does not exist; the kubelet waits for it, as Kubernetes' does."""
+class ObjectMissing(Exception):
+    """An object that the pod references does not exist. The kubelet waits for it, as Kubernetes' does."""
 
 
 async def variables_of(client: Client, pod: Object, container: Object, facts: dict[str, str]) -> dict[str, str]:
-    """envFrom, then env in order; `facts` are the fields of the status that the kubelet decides (podIP, hostIP)."""
+    """Build the variables: envFrom, then env. `facts` are status fields that the kubelet decides (podIP, hostIP)."""
     found: dict[str, str] = {}
     for source in container.get("envFrom", []):
         for name, value in (await _data_of_source(client, pod, source)).items():
@@ -33,7 +33,7 @@ async def variables_of(client: Client, pod: Object, container: Object, facts: di
 
 
 def expand(text: str, variables: dict[str, str]) -> str:
-    """$(NAME) is replaced where NAME is known, $$ is a dollar sign."""
+    """Replace $(NAME) where NAME is known, and $$ by a dollar sign."""
 
     def one(match: re.Match[str]) -> str:
         if match[0] == "$$":
@@ -44,19 +44,19 @@ def expand(text: str, variables: dict[str, str]) -> str:
 
 
 async def data_of(client: Client, kind: str, name: str, namespace: str, optional: bool) -> dict[str, bytes]:
-    """The keys of a ConfigMap or Secret; empty where it is optional and absent."""
+    """Return the data of a ConfigMap or Secret; empty if it is optional and missing."""
     found = await client.find(kind, name, namespace)
     if found is None:
         if optional:
             return {}
-        raise NotYet(f"{kind.partition('/')[2]} {namespace}/{name} not found")
+        raise ObjectMissing(f"{kind.partition('/')[2]} {namespace}/{name} not found")
     text = {key: value.encode() for key, value in (found.get("data") or {}).items()} if "config" in kind else {}
     encoded = found.get("binaryData") if "config" in kind else found.get("data")
     return text | {key: base64.b64decode(value) for key, value in (encoded or {}).items()}
 
 
 def field_of(pod: Object, path: str, facts: dict[str, str]) -> str:
-    """A field of the downward API."""
+    """Return a field of the downward API."""
     if path in facts:
         return facts[path]
     name, _, key = path.partition("['")
@@ -74,7 +74,8 @@ async def _data_of_source(client: Client, pod: Object, source: Object) -> dict[s
     kind, reference = (
         ("v1/configmaps", source["configMapRef"]) if "configMapRef" in source else ("v1/secrets", source["secretRef"])
     )
-    namespace, optional = pod["metadata"]["namespace"], reference.get("optional", False)
+    namespace = pod["metadata"]["namespace"]
+    optional = reference.get("optional", False)
     data = await data_of(client, kind, reference["name"], namespace, optional)
     return {name: value.decode() for name, value in data.items()}
 
@@ -99,4 +100,4 @@ async def _value_from(
         return data[reference["key"]].decode()
     if optional:
         return None
-    raise NotYet(f"{kind.partition('/')[2]} {reference['name']} has no key {reference['key']}")
+    raise ObjectMissing(f"{kind.partition('/')[2]} {reference['name']} has no key {reference['key']}")

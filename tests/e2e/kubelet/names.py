@@ -1,7 +1,7 @@
-"""What names mean inside a pod: an /etc/hosts in place of cluster DNS and kube-proxy.
+"""Name resolution inside a pod: an /etc/hosts in place of cluster DNS and kube-proxy.
 
-A Service's name leads to the addresses of its pods, headless or not, so its port must be its targetPort. Which pods
-those are, Kubernetes' own controller has written into EndpointSlices.
+A Service's name resolves to the addresses of its pods, headless or not, so its port must equal its targetPort. The
+addresses come from the EndpointSlices of Kubernetes' own controller.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ SERVICE = "kubernetes.io/service-name"
 
 
 def hosts_file(pod: Object, address: str, slices: Iterable[Object]) -> str:
-    """/etc/hosts of `pod`, which has `address`: itself, and every Service of every namespace."""
+    """Build /etc/hosts of `pod` with `address`: the pod itself, and every Service of every namespace."""
     lines = []
     for each in slices:
         forms = _forms(each, pod["metadata"]["namespace"])
@@ -22,19 +22,20 @@ def hosts_file(pod: Object, address: str, slices: Iterable[Object]) -> str:
             if endpoint.get("conditions", {}).get("ready"):
                 where = endpoint["addresses"][0]
                 lines.append(f"{where} {' '.join(forms)}")
-                if "hostname" in endpoint:  # of a pod that names the service as its subdomain
+                if "hostname" in endpoint:  # the pod's subdomain is this service
                     own = [f"{endpoint['hostname']}.{form}" for form in forms]
                     lines.append(f"{where} {' '.join(own)}")
     return "\n".join(["127.0.0.1 localhost", f"{address} {hostname_of(pod)}", *sorted(lines)]) + "\n"
 
 
 def hostname_of(pod: Object) -> str:
-    """What `hostname` says in the pod."""
+    """Return the pod's host name."""
     name: str = pod["spec"].get("hostname") or pod["metadata"]["name"]
     return name[:63]
 
 
 def _forms(endpoints: Object, here: str) -> list[str]:
-    name, namespace = endpoints["metadata"].get("labels", {}).get(SERVICE, ""), endpoints["metadata"]["namespace"]
+    name = endpoints["metadata"].get("labels", {}).get(SERVICE, "")
+    namespace = endpoints["metadata"]["namespace"]
     full = f"{name}.{namespace}"
     return [*([name] if namespace == here else []), full, f"{full}.svc", f"{full}.svc.cluster.local"]

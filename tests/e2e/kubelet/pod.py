@@ -1,11 +1,11 @@
-"""One pod that is started for real: volumes, init containers, containers, probes, restarts, its end.
+"""A pod that runs as processes: volumes, init containers, containers, probes, restarts, termination.
 
     PENDING --volumes exist--> INITIALISING --each init container ends with 0--> RUNNING
     RUNNING --all ended, and none is to be restarted--> Succeeded | Failed
     any --deletionTimestamp--> TERMINATING --all ended, or the grace period is over--> deleted from the API
 
-The status is written only when it differs from what was written last, and one write after the other: a container that
-has ended must not be said to run by a write that was overtaken.
+The status is written only when it has changed, and writes are serialized: a delayed older write must not report an
+ended container as running.
 """
 
 from __future__ import annotations
@@ -24,34 +24,35 @@ from tests.e2e.harness.network import Namespace, PodNetwork
 from tests.e2e.kubelet import probes
 from tests.e2e.kubelet.client import RETRY_S, Client
 from tests.e2e.kubelet.container import Plan, Running
-from tests.e2e.kubelet.environment import NotYet, expand, variables_of
+from tests.e2e.kubelet.environment import ObjectMissing, expand, variables_of
 from tests.e2e.kubelet.names import hostname_of
-from tests.e2e.kubelet.volumes import Bind, binds_of, materialise
+from tests.e2e.kubelet.volumes import VolumeBind, binds_of, create_volumes
 
-FIRST_BACKOFF_S, LAST_BACKOFF_S = 1.0, 10.0  # Kubernetes': 10 s and 300 s
+FIRST_BACKOFF_S = 1.0  # seconds; Kubernetes has 10 and 300
+LAST_BACKOFF_S = 10.0
 TERMINATION_LOG = "/dev/termination-log"
-STEADY_S = 600.0  # a container that ran for so long starts again at the first back-off, as in Kubernetes
+STEADY_S = 600.0  # seconds; a container that ran for longer restarts with the first back-off, as in Kubernetes
 
 
-class Machine(Protocol):
-    """What a pod needs of the kubelet that runs it."""
+class PodHost(Protocol):
+    """The interface of the kubelet to its pods."""
 
     client: Client
     folder: Path
     network: PodNetwork
     kept: tuple[Path, ...]
-    """What every image has: folders of this machine that stay to be seen when a volume is mounted over them."""
+    """Folders of this machine that every image has. They stay visible when a volume is mounted over them."""
 
     def image_command(self, image: str) -> list[str]:
-        """The ENTRYPOINT of an image."""
+        """Return the ENTRYPOINT of an image."""
 
     def base_environment(self) -> dict[str, str]:
-        """What images set."""
+        """Return the variables that images set."""
 
 
 @dataclass
-class Slot:
-    """One container of the pod: its specification, and what its status says."""
+class ContainerSlot:
+    """One container of the pod: its spec and its status."""
 
     spec: Object
     is_init: bool
@@ -62,11 +63,11 @@ class Slot:
     ready: bool = False
     restarts: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while nothing runs; who waits for a container's end waits for this, after which `state` says how."""
+    """Set while nothing runs. Waiters for the container's end wait for it; `state` then has the result."""
 
     @property
     def exit_code(self) -> int | None:
-        """Of one that has ended and is not being restarted."""
+        """Exit code; None unless the container has ended and is not being restarted."""
         code: int | None = self.state.get("terminated", {}).get("exitCode")
         return code
 
@@ -85,18 +86,21 @@ class Slot:
 
 
 class Pod:
-    """The life of one pod. `observed` is kept current by the kubelet."""
+    """The life cycle of one pod. The kubelet keeps `observed` up to date."""
 
-    def __init__(self, machine: Machine, observed: Object, address: str) -> None:
-        self._machine, self.observed, self.address = machine, observed, address
-        metadata, spec = observed["metadata"], observed["spec"]
+    def __init__(self, machine: PodHost, observed: Object, address: str) -> None:
+        self._machine = machine
+        self.observed = observed
+        self.address = address
+        metadata = observed["metadata"]
+        spec = observed["spec"]
         self._path = path_of("v1/pods", metadata["namespace"], metadata["name"])
         self._folder = machine.folder / "pods" / metadata["uid"]
         self._folder.mkdir(parents=True, exist_ok=True)
         self.hosts = self._folder / "hosts"
         self.hosts.touch()
-        self._init = [Slot(each, is_init=True) for each in spec.get("initContainers", [])]
-        self._main = [Slot(each, is_init=False) for each in spec["containers"]]
+        self._init = [ContainerSlot(each, is_init=True) for each in spec.get("initContainers", [])]
+        self._main = [ContainerSlot(each, is_init=False) for each in spec["containers"]]
         self._restart = spec.get("restartPolicy", "Always")
         self._volumes: dict[str, Path] = {}
         self._initialised = False
@@ -109,8 +113,8 @@ class Pod:
         self._network: Namespace = machine.network.open(address)
 
     def start(self) -> None:
-        """Begin its life."""
-        self._task = asyncio.create_task(self._live())
+        """Start the pod's life cycle."""
+        self._task = asyncio.create_task(self._run_lifecycle())
 
     @property
     def log_folder(self) -> Path:
@@ -118,13 +122,13 @@ class Pod:
         return self._machine.folder / "logs" / str(metadata["namespace"]) / str(metadata["name"])
 
     def log_of(self, container: str, restarts: int | None = None) -> Path:
-        """The file of a container's output, of its current run unless `restarts` says of which."""
+        """Return the log file of a container's current run, or of run `restarts`."""
         slot = next(each for each in (*self._init, *self._main) if each.spec["name"] == container)
         number = slot.restarts if restarts is None else restarts
         return self.log_folder / f"{container}.{number}.log"
 
     async def end(self) -> None:
-        """Stop what runs, within the grace period, and tell the API that the pod is gone."""
+        """Stop the containers within the grace period, and delete the pod from the API."""
         if self._stopping:
             return
         self._stopping = True
@@ -138,10 +142,10 @@ class Pod:
             if slot.exit_code is None:  # it never ran, or was between two runs
                 slot.state = {"terminated": {"exitCode": 137, "reason": "ContainerStatusUnknown"}}
         await self._report()
-        await delete_now(self._machine.client, self.observed)
+        await delete_pod(self._machine.client, self.observed)
 
     async def abandon(self) -> None:
-        """Kill what runs; nobody is told."""
+        """Kill the containers without reporting it."""
         self._stopping = True
         for slot in (*self._init, *self._main):
             if slot.running:
@@ -153,7 +157,7 @@ class Pod:
         for slot in (*self._init, *self._main):
             slot.idle.set()
 
-    async def _live(self) -> None:
+    async def _run_lifecycle(self) -> None:
         await self._report()
         await self._make_volumes()
         for slot in self._init:
@@ -168,20 +172,20 @@ class Pod:
     async def _make_volumes(self) -> None:
         while True:
             try:
-                self._volumes = await materialise(
+                self._volumes = await create_volumes(
                     self._machine.client, self.observed, self._folder / "volumes", self._facts()
                 )
                 return
-            except (NotYet, Refused) as reason:
+            except (ObjectMissing, Refused) as reason:
                 await self._wait_because("ContainerCreating", str(reason), self._init + self._main)
                 await asyncio.sleep(RETRY_S)
 
-    async def _run(self, slot: Slot) -> None:
-        """Start it, again and again where it is to be restarted; returns when it has ended for good."""
+    async def _run(self, slot: ContainerSlot) -> None:
+        """Run a container, and restart it by its restart policy. Returns when it is not restarted any more."""
         backoff_s = FIRST_BACKOFF_S
         while not self._stopping:
             began = time.monotonic()
-            code = await self._once(slot)
+            code = await self._run_once(slot)
             again = self._restart == "Always" or (self._restart == "OnFailure" and code != 0)
             if slot.is_init:
                 again = code != 0 and self._restart != "Never"
@@ -197,8 +201,8 @@ class Pod:
             backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
             slot.restarts += 1
 
-    async def _once(self, slot: Slot) -> int:
-        """One run of a container, from its start to its exit code."""
+    async def _run_once(self, slot: ContainerSlot) -> int:
+        """Run a container once. Returns its exit code."""
         plan = await self._plan(slot)
         log = self.log_of(slot.spec["name"])
         slot.idle.clear()
@@ -213,7 +217,9 @@ class Pod:
             code = await slot.running.wait()
         finally:
             watching.cancel()
-            slot.running, slot.ready, slot.started = None, False, False
+            slot.running = None
+            slot.ready = False
+            slot.started = False
         reason = "Completed" if code == 0 else "Error"
         ended = {"exitCode": code, "reason": reason, "startedAt": began, "finishedAt": now()}
         ended["message"] = self._last_words(slot, code, log)
@@ -222,20 +228,21 @@ class Pod:
         await self._report()
         return code
 
-    def _last_words(self, slot: Slot, code: int, log: Path) -> str:
-        """What the container wrote to its termination log; by its policy, the end of its output if that is nothing."""
+    def _last_words(self, slot: ContainerSlot, code: int, log: Path) -> str:
+        """Return the container's termination message; by its policy, the end of its output if that is empty."""
         words = (self._folder / f"{slot.spec['name']}.last-words").read_text()[:4096]
         if not words and code != 0 and slot.spec.get("terminationMessagePolicy") == "FallbackToLogsOnError":
-            return log.read_text(errors="replace")[-2048:]
+            return log.read_text(encoding="utf-8", errors="replace")[-2048:]
         return words
 
-    async def _plan(self, slot: Slot) -> Plan:
-        spec, context = slot.spec, slot.spec.get("securityContext", {})
+    async def _plan(self, slot: ContainerSlot) -> Plan:
+        spec = slot.spec
+        context = slot.spec.get("securityContext", {})
         while True:
             try:
                 own = await variables_of(self._machine.client, self.observed, spec, self._facts())
                 break
-            except NotYet as reason:
+            except ObjectMissing as reason:
                 await self._wait_because("CreateContainerConfigError", str(reason), [slot])
                 await asyncio.sleep(RETRY_S)
         variables = self._machine.base_environment() | {"HOSTNAME": hostname_of(self.observed)} | own
@@ -251,17 +258,21 @@ class Pod:
             hostname=hostname_of(self.observed),
             binds=[
                 *binds,
-                *(Bind(str(path), str(path), read_only=True) for path in self._machine.kept if _is_hidden(path, binds)),
-                Bind(str(self.hosts), "/etc/hosts", read_only=False),
-                Bind(str(last_words), words_at, False),
+                *(
+                    VolumeBind(str(path), str(path), read_only=True)
+                    for path in self._machine.kept
+                    if _is_hidden(path, binds)
+                ),
+                VolumeBind(str(self.hosts), "/etc/hosts", read_only=False),
+                VolumeBind(str(last_words), words_at, False),
             ],
             read_only_root=context.get("readOnlyRootFilesystem", False),
             network=self._network.path,
             scratch=str(self._folder / f"{spec['name']}.{slot.restarts}"),
         )
 
-    async def _probe(self, slot: Slot, running: Running) -> None:
-        """Startup first; then liveness and readiness side by side."""
+    async def _probe(self, slot: ContainerSlot, running: Running) -> None:
+        """Run the startup probe, then liveness and readiness probes concurrently."""
 
         async def check(probe: Object) -> bool:
             return await probes.passes(probe, slot.spec, running, self.address)
@@ -281,7 +292,8 @@ class Pod:
                 await alive(False)
             elif not up.is_set():
                 up.set()
-                slot.started, slot.ready = True, "readinessProbe" not in slot.spec
+                slot.started = True
+                slot.ready = "readinessProbe" not in slot.spec
                 await self._report()
 
         async with asyncio.TaskGroup() as group:
@@ -293,8 +305,8 @@ class Pod:
                 if (probe := slot.spec.get(name)) is not None:
                     group.create_task(probes.watch(probe, lambda probe=probe: check(probe), decided))  # type: ignore[misc]
 
-    async def _stop(self, slot: Slot, grace_s: float) -> None:
-        """preStop, SIGTERM, and SIGKILL when the grace period, which holds for both, is over."""
+    async def _stop(self, slot: ContainerSlot, grace_s: float) -> None:
+        """Run preStop, send SIGTERM, and SIGKILL after the grace period, which covers both."""
         running = slot.running
         if running is None:
             return
@@ -315,20 +327,20 @@ class Pod:
             await slot.idle.wait()
 
     def _facts(self) -> dict[str, str]:
-        """Fields of the downward API that this kubelet decides."""
+        """Return the fields of the downward API that this kubelet decides."""
         return {
             "status.podIP": self.address,
             "status.podIPs": self.address,
             "status.hostIP": self._machine.network.gateway,
         }
 
-    async def _wait_because(self, reason: str, message: str, slots: list[Slot]) -> None:
+    async def _wait_because(self, reason: str, message: str, slots: list[ContainerSlot]) -> None:
         for slot in slots:
             slot.state = {"waiting": {"reason": reason, "message": message}}
         await self._report()
 
     async def _report(self) -> None:
-        """Have the status written as it is then. A probe that is cancelled meanwhile leaves the write to its end."""
+        """Write the current status. Shielded: cancelling a probe must not cancel the write."""
         await asyncio.shield(self._write())
 
     async def _write(self) -> None:
@@ -369,25 +381,25 @@ class Pod:
         }
 
 
-def _is_hidden(path: Path, binds: list[Bind]) -> bool:
+def _is_hidden(path: Path, binds: list[VolumeBind]) -> bool:
     return any(path.is_relative_to(bind.target) for bind in binds)
 
 
 async def write_status(client: Client, path: str, status: Object) -> None:
-    """Patch the status of a pod; of one that is gone, nothing is to be written."""
-    await _until_taken(client, "PATCH", f"{path}/status", {"status": status})
+    """Patch the status of a pod. Does nothing if the pod no longer exists."""
+    await _retry_request(client, "PATCH", f"{path}/status", {"status": status})
 
 
-async def delete_now(client: Client, pod: Object) -> None:
-    """Take the pod out of the API: all its processes are gone."""
+async def delete_pod(client: Client, pod: Object) -> None:
+    """Delete the pod from the API, after all its processes have ended."""
     metadata = pod["metadata"]
     path = path_of("v1/pods", metadata["namespace"], metadata["name"])
     options = {"gracePeriodSeconds": 0, "preconditions": {"uid": metadata["uid"]}}
-    await _until_taken(client, "DELETE", path, {"apiVersion": "v1", "kind": "DeleteOptions"} | options)
+    await _retry_request(client, "DELETE", path, {"apiVersion": "v1", "kind": "DeleteOptions"} | options)
 
 
-async def _until_taken(client: Client, method: str, path: str, body: Object) -> None:
-    """Ask for as long as no API server answers. That the pod is gone, or another by now, is an answer."""
+async def _retry_request(client: Client, method: str, path: str, body: Object) -> None:
+    """Repeat a request until an API server answers. That the pod was deleted or replaced is an answer."""
     while True:
         try:
             await client.call(method, path, body)
@@ -401,5 +413,5 @@ async def _until_taken(client: Client, method: str, path: str, body: Object) -> 
 
 
 def now() -> str:
-    """A timestamp as Kubernetes writes it."""
+    """Return the time in Kubernetes' format."""
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

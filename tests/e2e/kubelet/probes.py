@@ -16,23 +16,25 @@ SERVING = b"\x08\x01"  # grpc.health.v1.HealthCheckResponse with status SERVING
 async def watch(
     probe: Object, check: Callable[[], Awaitable[bool]], decided: Callable[[bool], Awaitable[None]]
 ) -> None:
-    """Check for ever; `decided` hears True or False each time that a threshold is reached."""
+    """Probe for ever. `decided` is called with True or False each time that a threshold is reached."""
     await asyncio.sleep(probe.get("initialDelaySeconds", 0))
     passed = failed = 0
     while True:
         if await check():
-            passed, failed = passed + 1, 0
+            passed = passed + 1
+            failed = 0
             if passed == probe.get("successThreshold", 1):
                 await decided(True)
         else:
-            passed, failed = 0, failed + 1
+            passed = 0
+            failed = failed + 1
             if failed == probe.get("failureThreshold", 3):
                 await decided(False)
         await asyncio.sleep(probe.get("periodSeconds", 10))
 
 
 async def passes(probe: Object, container: Object, running: Running, address: str) -> bool:
-    """One attempt."""
+    """Probe once. Returns whether it succeeded."""
     timeout_s = float(probe.get("timeoutSeconds", 1))
     if "exec" in probe:
         return await running.execute(probe["exec"]["command"], timeout_s) == 0
@@ -44,7 +46,7 @@ async def passes(probe: Object, container: Object, running: Running, address: st
 
 
 def port_of(container: Object, port: int | str) -> int:
-    """A port by number, or by the name that the container gives it."""
+    """Resolve a port, given as a number or by its name in the container."""
     if isinstance(port, int):
         return port
     found: int = next(each["containerPort"] for each in container["ports"] if each.get("name") == port)
@@ -52,7 +54,8 @@ def port_of(container: Object, port: int | str) -> int:
 
 
 async def _http(get: Object, container: Object, address: str, timeout_s: float) -> bool:
-    scheme, host = get.get("scheme", "HTTP").lower(), get.get("host") or address
+    scheme = get.get("scheme", "HTTP").lower()
+    host = get.get("host") or address
     url = f"{scheme}://{host}:{port_of(container, get['port'])}{get.get('path', '/')}"
     headers = {each["name"]: each["value"] for each in get.get("httpHeaders", [])}
     try:

@@ -1,35 +1,38 @@
-"""One pod on a node that has no machine: Running and Ready as soon as it is seen, gone as soon as it is deleted.
+"""A pod without processes: Running and Ready as soon as it is bound, deleted as soon as its deletion is requested.
 
-A pod whose annotation `specrl.dev/plays` is `Pending`, `NotReady`, `CrashLooping`, `Succeeded` or `Failed` plays that
-instead, and follows when the annotation changes.
+A pod with the annotation `specrl.dev/plays` gets that status instead: `Pending`, `NotReady`, `CrashLooping`,
+`Succeeded` or `Failed`. The status follows changes of the annotation.
 """
 
 from __future__ import annotations
 
 from tests.e2e.harness.api import Object, path_of
 from tests.e2e.kubelet.client import Client
-from tests.e2e.kubelet.pod import delete_now, now, write_status
+from tests.e2e.kubelet.pod import delete_pod, now, write_status
 
 PLAYS = "specrl.dev/plays"
 
 
-class PlayedPod:
-    """A pod of which only the status exists."""
+class StatusOnlyPod:
+    """A pod that only has a status."""
 
     def __init__(self, client: Client, observed: Object, address: str, host: str) -> None:
-        self._client, self.observed, self._address, self._host = client, observed, address, host
+        self._client = client
+        self.observed = observed
+        self._address = address
+        self._host = host
         self._played = ""
         self._is_ending = False
         self._began = now()
 
     async def follow(self) -> None:
-        """Write the status that is due."""
+        """Write the pod's status."""
         metadata = self.observed["metadata"]
         if "deletionTimestamp" in metadata:
             if not self._is_ending:
                 self._is_ending = True
-                await self._write("Failed")  # a Job counts a pod that is deleted only when its containers have ended
-                await delete_now(self._client, self.observed)
+                await self._write("Failed")  # the Job controller counts a deleted pod only after its end
+                await delete_pod(self._client, self.observed)
             return
         wanted = (metadata.get("annotations") or {}).get(PLAYS, "Running")
         if wanted == self._played:
@@ -43,7 +46,8 @@ class PlayedPod:
         await write_status(self._client, path, self._status(plays))
 
     def _status(self, plays: str) -> Object:
-        spec, stamp = self.observed["spec"], now()
+        spec = self.observed["spec"]
+        stamp = now()
         ended = {"Succeeded": 0, "Failed": 143}.get(plays)
         is_ready = plays == "Running"
         state: Object = {"running": {"startedAt": stamp}}

@@ -1,4 +1,4 @@
-"""A pod's volumes as folders on this machine, and where its containers see them."""
+"""A pod's volumes as folders on this machine, and their mounts in its containers."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from pathlib import Path
 
 from tests.e2e.harness.api import Object, path_of
 from tests.e2e.kubelet.client import Client
-from tests.e2e.kubelet.environment import NotYet, data_of, expand, field_of
+from tests.e2e.kubelet.environment import ObjectMissing, data_of, expand, field_of
 
 
 @dataclass(frozen=True)
-class Bind:
-    """A folder or file of this machine at a path in a container."""
+class VolumeBind:
+    """A mount of a folder or file of this machine at a path in a container."""
 
     source: str
     target: str
     read_only: bool
 
 
-async def materialise(client: Client, pod: Object, folder: Path, facts: dict[str, str]) -> dict[str, Path]:
-    """Make every volume of the pod below `folder`; returns name to path. Raises NotYet for what does not exist."""
+async def create_volumes(client: Client, pod: Object, folder: Path, facts: dict[str, str]) -> dict[str, Path]:
+    """Create the pod's volumes below `folder`. Returns paths by name. Raises ObjectMissing if an object is missing."""
     found = {}
     for volume in pod["spec"].get("volumes", []):
         own = folder / volume["name"]
@@ -38,8 +38,8 @@ async def materialise(client: Client, pod: Object, folder: Path, facts: dict[str
     return found
 
 
-def binds_of(container: Object, volumes: dict[str, Path], variables: dict[str, str]) -> list[Bind]:
-    """The container's volumeMounts, shallow targets first; the folder of a subPath is made."""
+def binds_of(container: Object, volumes: dict[str, Path], variables: dict[str, str]) -> list[VolumeBind]:
+    """Return the container's mounts, shallow targets first. Creates folders of subPaths."""
     binds = []
     for mount in container.get("volumeMounts", []):
         source = volumes[mount["name"]]
@@ -48,12 +48,12 @@ def binds_of(container: Object, volumes: dict[str, Path], variables: dict[str, s
             source = source / below
             if not source.exists():
                 source.mkdir(parents=True)
-        binds.append(Bind(str(source), mount["mountPath"], mount.get("readOnly", False)))
+        binds.append(VolumeBind(str(source), mount["mountPath"], mount.get("readOnly", False)))
     return sorted(binds, key=lambda bind: bind.target.count("/"))
 
 
 async def _files(client: Client, pod: Object, volume: Object, facts: dict[str, str]) -> dict[str, bytes]:
-    """Relative path to content; empty for an emptyDir."""
+    """Return a volume's files: content by relative path; empty for an emptyDir."""
     if "emptyDir" in volume:
         return {}
     if "projected" in volume:
@@ -68,7 +68,7 @@ async def _files(client: Client, pod: Object, volume: Object, facts: dict[str, s
         return await _keys(client, pod, "v1/secrets", secret | {"name": secret["secretName"]})
     if "downwardAPI" in volume:
         return _fields(pod, volume["downwardAPI"], facts)
-    raise NotYet(f"volume {volume['name']} is of a kind that this kubelet does not model: {sorted(volume)}")
+    raise ObjectMissing(f"volume {volume['name']} is of a kind that this kubelet does not model: {sorted(volume)}")
 
 
 async def _projected(client: Client, pod: Object, source: Object, facts: dict[str, str]) -> dict[str, bytes]:
@@ -83,13 +83,14 @@ async def _projected(client: Client, pod: Object, source: Object, facts: dict[st
 
 
 async def _keys(client: Client, pod: Object, kind: str, source: Object) -> dict[str, bytes]:
-    namespace, optional = pod["metadata"]["namespace"], source.get("optional", False)
+    namespace = pod["metadata"]["namespace"]
+    optional = source.get("optional", False)
     data = await data_of(client, kind, source["name"], namespace, optional)
     if "items" not in source:
         return data
     missing = [item["key"] for item in source["items"] if item["key"] not in data]
     if missing and not optional:
-        raise NotYet(f"{kind.partition('/')[2]} {source['name']} has no key {missing[0]}")
+        raise ObjectMissing(f"{kind.partition('/')[2]} {source['name']} has no key {missing[0]}")
     return {item["path"]: data[item["key"]] for item in source["items"] if item["key"] in data}
 
 
@@ -102,7 +103,7 @@ def _fields(pod: Object, source: Object, facts: dict[str, str]) -> dict[str, byt
 
 
 async def _token(client: Client, pod: Object, wanted: Object) -> str:
-    """A token bound to this pod: it dies with it."""
+    """Request a token bound to this pod, which is invalid once the pod is deleted."""
     metadata = pod["metadata"]
     bound = {"kind": "Pod", "apiVersion": "v1", "name": metadata["name"], "uid": metadata["uid"]}
     audiences = [wanted["audience"]] if wanted.get("audience") else None
@@ -120,11 +121,11 @@ async def _token(client: Client, pod: Object, wanted: Object) -> str:
 
 
 async def _claimed(client: Client, name: str, namespace: str) -> Path:
-    """The folder of the PersistentVolume that the claim is bound to; the kubelet made it with the volume."""
+    """Return the folder of the claim's PersistentVolume."""
     claim = await client.find("v1/persistentvolumeclaims", name, namespace)
     if claim is None or claim.get("status", {}).get("phase") != "Bound":
-        raise NotYet(f"persistentvolumeclaim {namespace}/{name} is not bound")
+        raise ObjectMissing(f"persistentvolumeclaim {namespace}/{name} is not bound")
     volume = await client.find("v1/persistentvolumes", claim["spec"]["volumeName"])
     if volume is None or "hostPath" not in volume["spec"]:
-        raise NotYet(f"persistentvolume {claim['spec']['volumeName']} has no hostPath")
+        raise ObjectMissing(f"persistentvolume {claim['spec']['volumeName']} has no hostPath")
     return Path(volume["spec"]["hostPath"]["path"])

@@ -1,4 +1,4 @@
-"""The kubelet of our nodes (tests/e2e/kubelet) as a process of its own, with this checkout's programs for images."""
+"""Run the kubelet of our nodes (tests/e2e/kubelet) as a process. This checkout's programs stand in for images."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ ENTRYPOINTS = {
     "valkey": ["redis-server"],
     "redis": ["redis-server"],
 }
-"""What each image would run: part of its name to a command."""
+"""Entrypoints of images: part of the image's name to a command."""
 
 
-class PlayedNodes:
-    """The process, and where it keeps logs."""
+class KubeletProcess:
+    """The kubelet's process, and its folder of logs."""
 
     def __init__(self, plane: ControlPlane, folder: Path, root: Path) -> None:
-        self._plane, self.folder = plane, folder
+        self._plane = plane
+        self.folder = folder
         assert plane.network is not None
         command: list[str | Path | int] = [
             sys.executable,
@@ -55,37 +56,37 @@ class PlayedNodes:
         )
 
     def start(self) -> None:
-        """Start it, with a storage class for claims; returns when it watches."""
+        """Start the kubelet, and create the storage class for claims. Returns when it watches."""
         self._plane.admin.apply(STORAGE_CLASS)
         self._program.start()
         self._program.wait_until((self.folder / "ready").exists, "readiness")
 
     def stop(self) -> None:
-        """End it, and every pod with it. What it said went wrong is a failure."""
+        """Stop the kubelet and every pod. Fails if the kubelet reported errors."""
         self._program.stop()
         said = self._program.log.read_text()
         assert not said, said
 
     def log(self, namespace: str, pod: str, container: str, restart: int = 0) -> str:
-        """The output of one run of a container."""
+        """Return the output of one run of a container."""
         file = self.folder / "logs" / namespace / pod / f"{container}.{restart}.log"
         return file.read_text(errors="replace") if file.exists() else ""
 
     def logs_of(self, namespace: str, prefix: str) -> dict[str, str]:
-        """Everything that pods with such a name have said, by pod and file."""
+        """Return the output of all pods with this name, by pod and file."""
         files = sorted((self.folder / "logs" / namespace).glob(f"{prefix}*/*.log"))
         return {f"{file.parent.name}/{file.name}": file.read_text(errors="replace") for file in files}
 
 
 def _scripts(folder: Path, root: Path) -> Path:
-    """Console scripts of this checkout, whatever the environment's installation points to."""
+    """Write the console scripts of this checkout, independent of the installed package."""
     scripts = tomllib.loads((root / "pyproject.toml").read_text())["project"]["scripts"]
     place = folder / "bin"
     place.mkdir()
     for name, target in scripts.items():
         module, _, function = target.partition(":")
         file = place / name
-        # Guarded: workers that are spawned import the main module again.
+        # The guard is needed because spawned workers import the main module again.
         lines = [
             "import sys",
             f"from {module} import {function}",
