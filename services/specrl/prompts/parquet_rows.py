@@ -51,21 +51,45 @@ def read_parquet_rows(path: str, fields: FieldMapping, keeps_rows: bool) -> Iter
             return
         number = 0
         for batch in reader.read_batches([] if keeps_rows else list(wanted)):
-            records = batch.to_pylist(maps_as_pydicts="strict")
-            references = format_table_references(select_table_column(batch, fields.answer))
-            for values, reference in zip(records, references, strict=True):
+            for record in _convert_rows(batch, fields.answer):
                 number += 1
-                yield number, DatasetRecord(values, reference)
+                yield number, record
 
 
 def read_first_row(path: str) -> dict[str, Any]:
     """Return the first row of a Parquet file, or its columns with null if it has no row. Raises as above."""
     with closing(_Reader(path)) as reader:
         there = reader.read_names()
-        for batch in reader.read_batches([]):
-            first: dict[str, Any] = batch.slice(0, 1).to_pylist(maps_as_pydicts="strict")[0]
-            return first
+        for batch in reader.read_batches([]) if there else ():
+            (record,) = _convert_rows(batch.slice(0, 1), there[0])
+            if isinstance(record, str):
+                raise DatasetInvalid(f"{path}:1: {record}")
+            return dict(record.values)
         return dict.fromkeys(there)
+
+
+def _convert_rows(batch: pyarrow.RecordBatch, answer: str) -> Iterator[DatasetRecord | str]:
+    """Yield a record for each row of a batch, or why it is malformed.
+
+    A file may hold text that is not UTF-8, a date of the year 300,000, or a map with a key twice. Arrow does not say in
+    which row. So a batch that cannot be converted is halved, until the malformed row is alone.
+    """
+    import pyarrow
+
+    try:
+        records = batch.to_pylist(maps_as_pydicts="strict")
+        references = format_table_references(select_table_column(batch, answer))
+    except (pyarrow.ArrowException, ValueError, OverflowError, KeyError) as error:
+        if batch.num_rows > 1:
+            half = batch.num_rows // 2
+            yield from _convert_rows(batch.slice(0, half), answer)
+            yield from _convert_rows(batch.slice(half), answer)
+            return
+        reason = str(error.args[0] if isinstance(error, KeyError) else error).partition("\n")[0]
+        yield f"must be values that Python can hold, got {reason}; correct the row"
+        return
+    for values, reference in zip(records, references, strict=True):
+        yield DatasetRecord(values, reference)
 
 
 class _Reader:

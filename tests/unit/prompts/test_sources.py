@@ -8,6 +8,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -328,6 +329,41 @@ def test_column_that_is_larger_than_memory_is_refused(tmp_path: Path, monkeypatc
         DatasetInvalid, match=r"data\.parquet: must be a Parquet file, got one that needs more than 256"
     ):
         open_problem_source(source)
+
+
+TEXT_WITHOUT_UTF8 = pyarrow.Array.from_buffers(
+    pyarrow.string(),
+    3,
+    [None, pyarrow.py_buffer(np.array([0, 1, 2, 3], np.int32).tobytes()), pyarrow.py_buffer(b"1\x803")],
+)
+
+
+@pytest.mark.parametrize("keeps_rows", [False, True])
+@pytest.mark.parametrize(
+    ("answers", "reason"),
+    [
+        (TEXT_WITHOUT_UTF8, "can't decode byte 0x80"),
+        (TEXT_WITHOUT_UTF8.dictionary_encode(), "can't decode byte 0x80"),
+        (pyarrow.StructArray.from_arrays([TEXT_WITHOUT_UTF8], ["x"]), "can't decode byte 0x80"),
+        (pyarrow.ListArray.from_arrays([0, 1, 2, 3], TEXT_WITHOUT_UTF8), "can't decode byte 0x80"),
+        (pyarrow.array([1, 2**30, 3], pyarrow.date32()), "days=1073741824"),
+        (pyarrow.array([1, 2**62, 3], pyarrow.duration("s")), "too large"),
+        (
+            pyarrow.array([[("k", 1)], [("k", 1), ("k", 2)], []], pyarrow.map_(pyarrow.string(), pyarrow.int64())),
+            "duplicate key was 'k'",
+        ),
+    ],
+)
+def test_a_row_that_python_cannot_hold_is_malformed_and_the_others_are_kept(
+    tmp_path: Path, answers: pyarrow.Array, reason: str, keeps_rows: bool
+) -> None:
+    """`make fuzz SEED=34001` found a file whose text was not UTF-8: the start ended with a UnicodeDecodeError."""
+    source = parquet(tmp_path, {"question": ["a", "b", "c"], "answer": answers})
+    with pytest.raises(DatasetInvalid, match=rf"data\.parquet:2: must be values that Python can hold, got .*{reason}"):
+        open_problem_source(source, keeps_rows=keeps_rows)
+    kept = open_problem_source(skipping(tmp_path / "data.parquet"), keeps_rows=keeps_rows)
+    assert [problem.question for problem in kept.problems] == ["a", "c"]
+    assert parquet_rows.read_first_row(str(tmp_path / "data.parquet"))["question"] == "a"
 
 
 def test_large_batches_of_a_parquet_file_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
