@@ -309,6 +309,20 @@ def test_measuring_the_drafter_changes_nothing(backend: TrainerBackend, tmp_path
     assert drafter_bits(backend, tmp_path / "b") == before
 
 
+def test_poisoned_held_out_rollout_is_rejected_before_the_drafter_learns(
+    backend: TrainerBackend, tmp_path: Path
+) -> None:
+    """The stand-in trained an epoch before it looked at them (`make fuzz SEED=34001`)."""
+    before = drafter_bits(backend, tmp_path / "a")
+    good = rollouts(step=2)[0]
+    poisoned = replace(good, rollout=replace(good.rollout, token_ids_T=good.rollout.token_ids_T + VOCAB))
+    with pytest.raises(RecordInvalid):
+        backend.train_drafter(rollouts(), (good, poisoned), plan_epochs(6, 1), tmp_path / "progress")
+    assert drafter_bits(backend, tmp_path / "b") == before
+    assert not backend.get_status().is_drafter_initialised
+    assert not (tmp_path / "progress").exists()
+
+
 def test_run_without_a_drafter_trains_none(make: Make, tmp_path: Path) -> None:
     backend = make(has_drafter=False)
     backend.load_model(None)

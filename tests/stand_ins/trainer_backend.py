@@ -135,7 +135,7 @@ class StandInBackend:
         epochs: Sequence[DrafterEpoch],
         progress: Path,
     ) -> list[DrafterEpochMetrics]:
-        self._check_drafter(rollouts)
+        self._check_drafter([*rollouts, *held_out])
         finished: list[DrafterEpochMetrics] = []
         tokens = [[*item.prompt_token_ids, *item.rollout.token_ids_T.tolist()] for item in rollouts]
         if progress.is_file():
