@@ -6,8 +6,9 @@
 The group is private. It never touches torch.distributed's default group, which belongs to the trainer's own
 parallelism or to vLLM.
 
-Joining blocks until every member has joined. `timeout_s` bounds joining and each broadcast. When a member dies, all
-others get CollectiveFailed or DeadlineExceeded, and the coordinator forms a new group.
+Joining blocks until every member has come to the rendezvous store. `timeout_s` bounds joining and each broadcast. When
+a member dies, all others get CollectiveFailed or DeadlineExceeded, and the coordinator forms a new group. No process
+ends for it: of NCCL's groups in a process, only this one has no watchdog.
 
 Written against torch 2.13 (`ProcessGroupGloo`, `ProcessGroupNCCL`, `TCPStore`). Called by the trainer's weight sender
 and by the engines of the replicas.
@@ -15,7 +16,9 @@ and by the engines of the replicas.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -82,6 +85,7 @@ class BroadcastGroup:
             )
             # The prefix keeps keys of different groups apart in one store.
             scoped = PrefixStore(f"specrl/{group.group_id}", self._store)
+            _wait_for_members(scoped, group.world_size, timeout)
             self._backend = _create_process_group(scoped, group, timeout)
         except (RuntimeError, DistError) as error:
             raise _translate_error(error, group, "join") from error
@@ -104,10 +108,9 @@ class BroadcastGroup:
 
         def wait_for_broadcast() -> None:
             try:
+                # Blocks this thread until the buffer is complete, with NCCL, too (`_block_waits`). It does not wait for
+                # the whole device: a decoding step there may itself wait for a rank that has to receive first.
                 work.wait(timedelta(seconds=self.group.timeout_s))
-                # NCCL's wait orders CUDA streams and need not block this thread. Callers use the buffer right after it.
-                if self.device.type == "cuda":
-                    torch.cuda.synchronize()
             except (RuntimeError, DistError) as error:
                 raise _translate_error(error, self.group, "broadcast") from error
 
@@ -121,6 +124,37 @@ class BroadcastGroup:
         del self._backend, self._store
 
 
+def _wait_for_members(store: Store, world_size: int, timeout: timedelta) -> None:
+    """Wait until all members have come. The last one wakes the others; `timeout` bounds the wait.
+
+    Gloo connects in its constructor and would wait there. NCCL connects in the first broadcast, in a function without a
+    deadline, and a member that never came would keep the others in it for ever.
+    """
+    if store.add("members", 1) == world_size:
+        store.set("complete", "")
+    store.wait(["complete"], timeout)
+
+
+@contextmanager
+def _block_waits() -> Iterator[None]:
+    """Let a group of NCCL that is made here wait in the calling thread, and raise there.
+
+    Otherwise a watchdog thread ends the whole process after a time-out or the loss of a peer
+    (TORCH_NCCL_ASYNC_ERROR_HANDLING=3), so one lost replica would end the trainer and all others. ProcessGroupNCCL
+    reads the variable in its constructor (torch 2.13: "NO watchdog thread is created"). Other groups keep theirs.
+    """
+    name = "TORCH_NCCL_BLOCKING_WAIT"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
 def _create_process_group(store: Store, group: WeightGroup, timeout: timedelta) -> Any:
     # Any: both classes have `broadcast`, but torch's type stubs do not declare it.
     if group.transport == "nccl":
@@ -128,7 +162,8 @@ def _create_process_group(store: Store, group: WeightGroup, timeout: timedelta) 
 
         options = ProcessGroupNCCL.Options()
         options._timeout = timeout
-        return ProcessGroupNCCL(store, group.rank, group.world_size, options)
+        with _block_waits():
+            return ProcessGroupNCCL(store, group.rank, group.world_size, options)
     return ProcessGroupGloo(store, group.rank, group.world_size, timeout)
 
 

@@ -1,0 +1,117 @@
+"""Members meet in the store before they connect, and a lost one raises in the others. NCCL's group is a stand-in.
+
+`tests/contract` has the same promises on Gloo, between processes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._C import _distributed_c10d as c10d
+
+from specrl.errors import CollectiveFailed, DeadlineExceeded
+from specrl.records import WeightGroup
+from specrl.weights.group import BroadcastGroup
+
+NEVER_S = 60.0
+SOON_S = 0.05
+
+
+class LazyGroup:
+    """Connects in its first broadcast, as NCCL's group does."""
+
+    made: list[dict[str, Any]] = []  # noqa: RUF012 - one list for all
+
+    class Options:
+        """The option that the product sets."""
+
+        def __init__(self) -> None:
+            self._timeout = timedelta()
+
+    def __init__(self, store: object, rank: int, size: int, options: Options) -> None:
+        variables = {name: value for name, value in os.environ.items() if name.startswith("TORCH_NCCL")}
+        self.made.append({"rank": rank, "variables": variables, "options": options})
+        self.fault: Exception | None = None
+        self.is_aborted = False
+
+    def broadcast(self, buffers: list[torch.Tensor], options: object) -> SimpleNamespace:
+        def wait(timeout: timedelta) -> None:
+            if self.fault is not None:
+                raise self.fault
+
+        return SimpleNamespace(wait=wait)
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+@pytest.fixture
+def join(monkeypatch: pytest.MonkeyPatch) -> Callable[..., BroadcastGroup]:
+    """Join a group of NCCL; all that are joined in a test meet in one store."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(c10d, "ProcessGroupNCCL", LazyGroup, raising=False)
+    monkeypatch.setattr(LazyGroup, "made", [])
+    store = c10d.HashStore()
+
+    def join_group(rank: int, timeout_s: float = NEVER_S, world_size: int = 2) -> BroadcastGroup:
+        group = WeightGroup("1-abc", "127.0.0.1", 1, rank, world_size, timeout_s, "nccl")
+        return BroadcastGroup(group, store)  # type: ignore[arg-type]  # a store without a network
+
+    return join_group
+
+
+def test_member_that_never_comes_is_waited_for_until_the_deadline(join: Callable[..., BroadcastGroup]) -> None:
+    """NCCL's own start has no deadline: the trainer would have waited in it for ever."""
+    with pytest.raises(DeadlineExceeded, match=r"rank 0 of weight group 1-abc could not join within 0\.05 s"):
+        join(0, SOON_S)
+    assert not LazyGroup.made, "it connected before all had come"
+
+
+def test_all_members_join_when_the_last_has_come(join: Callable[..., BroadcastGroup]) -> None:
+    with ThreadPoolExecutor(3) as threads:
+        groups = list(threads.map(lambda rank: join(rank, world_size=3), range(3)))
+    assert sorted(made["rank"] for made in LazyGroup.made) == [0, 1, 2]
+    assert [group.group.rank for group in groups] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_only_this_group_has_no_watchdog(
+    join: Callable[..., BroadcastGroup], monkeypatch: pytest.MonkeyPatch, before: str | None
+) -> None:
+    """torch's watchdog ends the process when a peer is lost. The trainer's own groups keep theirs."""
+    if before is None:
+        monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
+    else:
+        monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", before)
+    join(0, world_size=1)
+    (made,) = LazyGroup.made
+    assert made["variables"]["TORCH_NCCL_BLOCKING_WAIT"] == "1"
+    assert os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == before
+    assert made["options"]._timeout == timedelta(seconds=NEVER_S)
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        (RuntimeError("NCCL communicator was aborted on rank 1"), CollectiveFailed),
+        (torch.distributed.DistBackendError("Watchdog caught collective operation timeout"), DeadlineExceeded),
+    ],
+)
+def test_lost_member_raises_and_the_group_is_aborted_when_it_is_left(
+    join: Callable[..., BroadcastGroup], fault: Exception, expected: type[Exception]
+) -> None:
+    group = join(0, world_size=1)
+    backend = group._backend
+    backend.fault = fault
+    wait = group.start_broadcast(torch.zeros(4))
+    with pytest.raises(expected):
+        wait()
+    group.close()
+    assert backend.is_aborted
