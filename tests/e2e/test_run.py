@@ -152,13 +152,35 @@ def _only_readers_of_the_job_read_its_run(admin: Api, job: Object, authority: Au
     token = admin.token_of("reader", namespace, "specrl.dev")
     found = answer("/status", token)
     assert (found.status_code, found.json().get("phase")) == (200, "finished"), found.text
-    assert len(answer("/steps", token).json()) == STEPS
+    _check_generation_seconds(
+        admin.get(RLJOBS, "tiny", namespace)["status"]["progress"], answer("/steps", token).json()
+    )
     assert answer("/status", None).status_code == 401
     assert answer("/status", admin.token_of("reader", namespace)).status_code == 401, "meant for the API server"
     refused = answer("/status", admin.token_of("stranger", namespace, "specrl.dev"))
     assert refused.status_code == 403, refused.text
     assert "must be allowed to get rljobs.specrl.dev tiny" in refused.text
     assert answer("/metrics", None).status_code == 200
+
+
+def _check_generation_seconds(progress: Object, reports: list[Object]) -> None:
+    """The job's status has the seconds of the last step's report; those of all steps are consistent."""
+    assert len(reports) == STEPS
+    last = reports[-1]
+    shown = {
+        "exposedGenerationSeconds": last["exposedGeneration"],
+        "generationUnderWaySeconds": last["generationUnderWay"],
+        "hiddenGenerationSeconds": last["hiddenGeneration"],
+        "weightSyncSeconds": last["phases"]["prepare"],
+    }
+    assert {name: progress[name] for name in shown} == {name: f"{seconds:.2f}" for name, seconds in shown.items()}
+    assert progress["exposedGenerationShare"] == f"{last['exposedGeneration'] / sum(last['phases'].values()):.2f}"
+    for report in reports:
+        assert 0 <= report["hiddenGeneration"] <= report["generationUnderWay"] <= sum(report["phases"].values())
+        assert report["phases"]["prepare"] > 0
+    # The first step waits for a whole generation, whatever the policy lag.
+    first = reports[0]
+    assert 0 < first["generationUnderWay"] - first["hiddenGeneration"] <= first["exposedGeneration"]
 
 
 def _make_policy(path: Path) -> None:

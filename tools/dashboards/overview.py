@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tools.dashboards.expressions import (
+    divide_series,
     histogram_heat,
     histogram_mean,
     histogram_quantile,
@@ -14,6 +15,8 @@ from tools.dashboards.model import RUN_VARIABLES, Dashboard, Panel, PanelKind
 
 COORDINATOR = "specrl_coordinator"
 EXPOSED = f"{COORDINATOR}_exposed_generation_seconds_total"
+HIDDEN = f"{COORDINATOR}_hidden_generation_seconds_total"
+UNDER_WAY = f"{COORDINATOR}_generation_under_way_seconds_total"
 STEP = f"{COORDINATOR}_step_seconds"
 STEPS = sum_rate(f"{STEP}_count", where='phase="train"')
 
@@ -39,6 +42,19 @@ OVERVIEW = Dashboard(
             "s",
             ((ratio_to_run(sum_rate(EXPOSED, "cause"), STEPS), "{{rljob}} {{cause}}"),),
             stacked=True,
+        ),
+        Panel(
+            "Exposed and hidden generation, and weight sync, seconds per step",
+            "Mean wall seconds per step. Under way: at least one rollout was in flight. Hidden: one was in flight, and "
+            "the trainer did not wait. Exposed: the trainer waited for rollouts. Weight sync is the phase prepare, and "
+            "no part of exposed generation.",
+            "s",
+            (
+                (divide_series(sum_rate(EXPOSED), STEPS), "{{rljob}} exposed"),
+                (divide_series(sum_rate(HIDDEN), STEPS), "{{rljob}} hidden"),
+                (divide_series(sum_rate(UNDER_WAY), STEPS), "{{rljob}} under way"),
+                (divide_series(sum_rate(f"{STEP}_sum", where='phase="prepare"'), STEPS), "{{rljob}} weight sync"),
+            ),
         ),
         Panel(
             "Step by phase",

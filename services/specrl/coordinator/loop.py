@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 import structlog
@@ -47,7 +47,7 @@ from specrl.coordinator.members.replica_states import COMMITTED, ReplicaState
 from specrl.coordinator.members.trainer_link import CHECKPOINT_DEADLINE_S, TrainerLink
 from specrl.coordinator.members.weight_transports import TrainerLost, WeightTransfer
 from specrl.coordinator.members.weight_update import WeightUpdater
-from specrl.coordinator.reports import TrainedStep, build_trained_report
+from specrl.coordinator.reports import TrainedStep, build_trained_report, describe_lap
 from specrl.coordinator.rollouts import drafter_init
 from specrl.coordinator.rollouts.canary import CanaryRunner
 from specrl.coordinator.rollouts.learnable import check_learnable
@@ -91,7 +91,8 @@ class Loop:
     context, scheduler, rollouts, trainer: public, so that observers can read them.
     """
 
-    def __init__(self, context: RunContext) -> None:
+    def __init__(self, context: RunContext, clock: Callable[[], float] = time.monotonic) -> None:
+        """clock: measures the steps, in seconds."""
         spec = context.spec
         schedule = spec.schedule
         shape = ScheduleShape(schedule.steps, schedule.prompts_per_step, schedule.group_size, schedule.max_policy_lag)
@@ -105,12 +106,13 @@ class Loop:
         self._spans = context.spans
         self._recorder = context.spans.recorder
         self.scheduler: Scheduler[GradedRollout] = Scheduler(shape, context.ledger.last_trained_step)
-        self.rollouts = RolloutPipeline(context, self.scheduler)
+        self._clock = clock
+        self._stopwatch = Stopwatch(clock)
+        self.rollouts = RolloutPipeline(context, self.scheduler, self._stopwatch)
         self.trainer = TrainerLink(spec.name, context.registry, context.ledger, self._recorder)
         self._weights = WeightUpdater(spec, context.registry, self._recorder)
         self._trainer_refusals = RefusalCounter()  # of all its processes: a new one refuses alike
         self._canary = CanaryRunner(context)
-        self._stopwatch = Stopwatch(time.monotonic)
         self._validation: asyncio.Task[ValidationReport] | None = None
         self._is_committed = asyncio.Event()  # not set while a step is trained that the store does not have as trained
         self._is_committed.set()
@@ -324,15 +326,14 @@ class Loop:
         validation reward and publishes it.
         """
         cores = self._stopwatch.busy_cores("generation"), self._stopwatch.busy_cores("train")
-        seconds = self._stopwatch.end_lap()  # resets the busy cores, which are therefore read first
+        lap = self._stopwatch.end_lap()  # resets the busy cores, which are therefore read first
         report = report.model_copy(
             update={
-                "phases": seconds,
-                "exposed_generation": seconds.generation,
+                **describe_lap(lap),
                 "weight_sync": transfer.seconds,
                 "checksum": transfer.digest,
                 "drafter_version": transfer.drafter_version,
-                **self._tally.take_report_fields(seconds.generation, self.rollouts.counters["ungraded"]),
+                **self._tally.take_report_fields(lap.phases.generation, self.rollouts.counters["ungraded"]),
             }
         )
         report = report.with_validation(self._ledger.facts.find_validation(report.policy_version))
@@ -406,9 +407,9 @@ class Loop:
                 for waiting in (collecting, joined, asked):
                     waiting.cancel()
             # The trainer is idle here, so it can send weights to the replicas that have joined.
-            began = time.monotonic()
+            began = self._clock()
             await self._update_joiners()
-            self._tally.add_catching_up_seconds(time.monotonic() - began)
+            self._tally.add_catching_up_seconds(self._clock() - began)
 
     async def _handle_user_requests(self) -> None:
         """Write a requested checkpoint, and wait while the run is paused. Called only while no step is trained.

@@ -16,7 +16,8 @@ import numpy as np
 from specrl.batching import has_signal
 from specrl.coordinator.members.agreement import LogprobComparison
 from specrl.coordinator.members.registry import Registry
-from specrl.formats.reports import CAUSES, PhaseSeconds, SourceReport, StepReport
+from specrl.coordinator.stopwatch import Lap
+from specrl.formats.reports import CAUSES, SourceReport, StepReport
 from specrl.formats.statistics.rounding import round_figure
 from specrl.records import Batch, Group, SpeculationCounters, TrainMetrics
 from specrl.rewards.verifier_set import average_named_rewards
@@ -109,12 +110,22 @@ class StepTally:
         }
 
 
+def describe_lap(lap: Lap) -> dict[str, Any]:
+    """Return the fields of a step's report that say how long the step took."""
+    return {
+        "phases": lap.phases,
+        "exposed_generation": lap.phases.generation,
+        "generation_under_way": lap.generation_under_way_s,
+        "hidden_generation": lap.hidden_generation_s,
+    }
+
+
 def build_trained_report(
-    step: TrainedStep, seconds: PhaseSeconds, failed: Mapping[str, str], sources: Sequence[str] = ()
+    step: TrainedStep, lap: Lap, failed: Mapping[str, str], sources: Sequence[str] = ()
 ) -> StepReport:
     """Build the report of a step that is trained and not yet served.
 
-    seconds: wall time of each phase so far. failed: reasons of the prompts that the step gives up, by group id.
+    lap: its seconds so far. failed: reasons of the prompts that the step gives up, by group id.
     sources: names of the run's training sources; empty if it has one.
     """
     lags = step.batch.policy_lags
@@ -125,8 +136,7 @@ def build_trained_report(
     return StepReport(
         step=step.batch.step,
         policy_version=step.batch.step,  # training step s makes version s
-        phases=seconds,
-        exposed_generation=seconds.generation,
+        **describe_lap(lap),
         reward=round_figure(_mean_or_none(rewards)),
         # Computed from the groups' means, because rewards of one prompt are not independent of each other.
         reward_error=round_figure(_standard_error([float(np.mean(group.rewards_G)) for group in step.groups])),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from specrl.coordinator.context import Grader, PromptStream, RunContext
@@ -31,10 +32,12 @@ def wire_coordinator(  # noqa: PLR0913, PLR0917 - all that a run is wired from
     validation_prompts: Sequence[Prompt] = (),
     turns: TurnSettings | None = None,
     spans: RunSpans | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Loop:
     """Build the loop of the run whose state is in this open store. Observers read the loop and its context.
 
-    turns: tool settings; None if rollouts have one turn. spans: traces; not recorded if None.
+    turns: tool settings; None if rollouts have one turn. spans: traces; not recorded if None. clock: measures
+    the steps, in seconds.
     Raises StoreInvalid when the store's content is not that of a run.
     """
     ledger = Ledger(store)
@@ -54,4 +57,4 @@ def wire_coordinator(  # noqa: PLR0913, PLR0917 - all that a run is wired from
         events=events,
         spans=spans or RunSpans(),
     )
-    return Loop(context)
+    return Loop(context, clock)

@@ -97,6 +97,10 @@ class StepReport(ReportModel, TrainingFigures):
     """Wall seconds of the step by activity."""
     exposed_generation: float
     """Seconds in which the trainer waited for rollouts. Equals phases.generation."""
+    generation_under_way: float = 0.0
+    """Seconds in which at least one rollout was in flight: a replica was given it and had not returned it."""
+    hidden_generation: float = 0.0
+    """Seconds of `generation_under_way` in which the trainer did not wait for rollouts."""
     exposed_by_cause: dict[str, float] = {}
     """Exposed generation by cause, in seconds. bufferWait: too few rollouts were finished. syncDrain: replicas that
     joined were receiving weights."""
@@ -504,6 +508,14 @@ class RunSummary(ReportModel):
     but 0 is a bug in the coordinator."""
     exposed_generation_share: float
     """Share of the steps' wall time in which the trainer waited for rollouts, 0 to 1."""
+    exposed_generation: float = 0.0
+    """Seconds of all steps in which the trainer waited for rollouts."""
+    generation_under_way: float = 0.0
+    """Seconds of all steps in which at least one rollout was in flight."""
+    hidden_generation: float = 0.0
+    """Seconds of `generation_under_way` in which the trainer did not wait for rollouts."""
+    weight_sync_seconds: float = 0.0
+    """Seconds of all steps in which the replicas received weights: the phase prepare."""
     policy_path: str
     """Folder of the exported policy; empty if the run only initialised a drafter that is a folder of its own."""
     drafter_path: str

@@ -70,6 +70,12 @@ class RunReport(ReportModel):
     """By phase: data, prepare, generation, logprob, train, validation, checkpoint."""
     exposed_generation_share: float
     """Share of the wall time in which the trainer waited for rollouts, 0 to 1."""
+    exposed_generation: float
+    """Seconds of the whole run in which the trainer waited for rollouts."""
+    generation_under_way: float
+    """Seconds of the whole run in which at least one rollout was in flight."""
+    hidden_generation: float
+    """Seconds of `generation_under_way` in which the trainer did not wait for rollouts."""
     exposed_by_cause: dict[str, float]
     """Exposed generation by cause, in seconds of the whole run."""
     weight_sync: dict[str, float]

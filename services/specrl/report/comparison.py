@@ -161,6 +161,9 @@ def _figures_section(first: LoadedRun, second: LoadedRun) -> ReportSection:
     shown: list[tuple[str, Callable[[RunFigures], str]]] = [
         ("steps", lambda f: str(f.step_count)),
         ("exposed generation", lambda f: format_percent(f.exposed_share)),
+        ("exposed generation per step", lambda f: format_seconds(f.exposed_s / f.step_count)),
+        ("hidden generation per step", lambda f: format_seconds(f.hidden_s / f.step_count)),
+        ("generation under way per step", lambda f: format_seconds(f.under_way_s / f.step_count)),
         ("rollouts per second", lambda f: format_number(f.rollouts_per_s, 2)),
         ("tokens per second", lambda f: format_number(f.tokens_per_s, 0)),
         ("mean tokens per rollout", lambda f: format_number(f.mean_length, 1)),

@@ -38,17 +38,20 @@ def time_section(run: LoadedRun) -> ReportSection:
     )
     exposed = [(float(report.step), report.phases.exposed_share * 100) for report in run.steps]
     share = (
-        f"Exposed generation of each step, in percent of its wall time: {format_percent(found.exposed_share)} overall."
+        f"Exposed generation of each step, in percent of its wall time: {format_percent(found.exposed_share)} overall, "
+        f"{format_seconds(generation.mean_s)} per step."
     )
     return ReportSection(
         "Time per step",
         [
             "Mean wall seconds of a step by phase. Phases do not overlap and sum to the step. Generation is exposed "
-            "generation: seconds in which the trainer was idle because it had no batch."
+            "generation: seconds in which the trainer was idle because it had no batch. Prepare is weight sync, and no "
+            "part of it."
         ],
         [
             ReportTable("Phases of a step", ("phase", "seconds per step", "share"), rows, accent=2),
             ReportTable("Throughput", ("", "whole run"), throughput),
+            *_generation_tables(found),
             *_cause_tables(found),
         ],
         [
@@ -69,6 +72,22 @@ def _stack_phases(run: LoadedRun, names: list[str]) -> BarStack:
     places = charts.average_neighbours([float(report.step) for report in run.steps], most)
     values = [charts.average_neighbours([getattr(report.phases, name) for report in run.steps], most) for name in order]
     return BarStack(order, places, values)
+
+
+def _generation_tables(found: RunFigures) -> list[ReportTable]:
+    """Make the table of exposed and hidden generation. Runs of older releases did not measure what is under way."""
+    if not found.under_way_s:
+        return []
+    says = {
+        "exposed": "the trainer waits for rollouts",
+        "hidden": "rollouts are in flight, and the trainer does not wait",
+        "under way": "rollouts are in flight",
+    }
+    rows = [
+        (f"{it.name}: {says[it.name]}", format_seconds(it.mean_s), format_percent(it.share))
+        for it in found.generation_times
+    ]
+    return [ReportTable("Generation", ("", "seconds per step", "share"), rows)]
 
 
 def _cause_tables(found: RunFigures) -> list[ReportTable]:

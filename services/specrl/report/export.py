@@ -37,6 +37,9 @@ def export_run(run: LoadedRun) -> RunReport:
             for phase in (found.phase_times if has_steps else ())
         },
         exposed_generation_share=found.exposed_share,
+        exposed_generation=found.exposed_s,
+        generation_under_way=found.under_way_s,
+        hidden_generation=found.hidden_s,
         exposed_by_cause=found.exposed_by_cause,
         weight_sync=found.weight_sync_s if has_steps else {},
         rollouts=found.rollout_count,

@@ -79,7 +79,30 @@ class RunFigures:
     @property
     def exposed_share(self) -> float:
         """Share of the wall time that is exposed generation, 0 to 1."""
-        return self._per_wall_s(sum(report.exposed_generation for report in self.reports))
+        return self._per_wall_s(self.exposed_s)
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds of the whole run that are exposed generation."""
+        return sum(report.exposed_generation for report in self.reports)
+
+    @property
+    def under_way_s(self) -> float:
+        """Seconds of the whole run in which at least one rollout was in flight."""
+        return sum(report.generation_under_way for report in self.reports)
+
+    @property
+    def hidden_s(self) -> float:
+        """Seconds of the whole run in which a rollout was in flight and the trainer did not wait for rollouts."""
+        return sum(report.hidden_generation for report in self.reports)
+
+    @property
+    def generation_times(self) -> tuple[PhaseTime, ...]:
+        """Exposed generation, hidden generation, and generation under way."""
+        totals = {"exposed": self.exposed_s, "hidden": self.hidden_s, "under way": self.under_way_s}
+        return tuple(
+            PhaseTime(name, total / self.step_count, self._per_wall_s(total)) for name, total in totals.items()
+        )
 
     @property
     def exposed_by_cause(self) -> dict[str, float]:

@@ -50,6 +50,7 @@ def choose_headline(found: RunFigures) -> list[tuple[str, str]]:
     """Return the most important figures, exposed generation first."""
     shown = [
         (format_percent(found.exposed_share), "of wall time is exposed generation"),
+        (format_seconds(found.find_phase("generation").mean_s), "exposed generation per step"),
         (format_seconds(found.step_s), "per step"),
     ]
     if found.acceptance_length:

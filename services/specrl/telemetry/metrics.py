@@ -29,6 +29,17 @@ EXPOSED_GENERATION_SECONDS = Counter(
     "finished. sync_drain: replicas that joined were receiving weights. The causes sum to the phase generation.",
     ["rljob", "cause"],
 )
+GENERATION_UNDER_WAY_SECONDS = Counter(
+    "specrl_coordinator_generation_under_way_seconds_total",
+    "Wall seconds of steps in which at least one rollout was in flight: a replica had been given it and had not "
+    "returned it.",
+    ["rljob"],
+)
+HIDDEN_GENERATION_SECONDS = Counter(
+    "specrl_coordinator_hidden_generation_seconds_total",
+    "Wall seconds of generation under way in which the trainer did not wait for rollouts.",
+    ["rljob"],
+)
 POLICY_LAG = Histogram(
     "specrl_coordinator_policy_lag_steps",
     "Policy lag of each trained rollout: step - 1 minus the oldest policy version among its tokens.",

@@ -162,6 +162,7 @@ class Run:
     make_engine: Callable[[str], TableEngine] = lambda name: TableEngine(
         name, seed=7, shape=TableShape(VOCAB, 128, 0.001)
     )
+    make_backend: Callable[[list[Batch]], RecordingBackend] = RecordingBackend
     make_service: Callable[..., GenerationService] = GenerationService
     open_store: Callable[[Path], Store] = lambda folder: SqliteStore(folder / "store.db")
     trained: list[Batch] = field(default_factory=list)
@@ -171,13 +172,14 @@ class Run:
     sinks: Sequence[SpanSink] = ()
     peer_sinks: Callable[[str], Sequence[SpanSink]] = lambda _: ()
     is_observed: bool = True
+    clock: Callable[[], float] = time.monotonic
 
     async def __aenter__(self) -> Run:
         self.port = _free_port()
         self.client = CoordinatorClient(f"127.0.0.1:{self.port}")
         await self.start_coordinator()
-        for name in ("gen-0", "gen-1"):
-            await self.start_replica(name)
+        for place in range(self.spec.generation.replicas):
+            await self.start_replica(f"gen-{place}")
         await self.start_trainer()
         return self
 
@@ -204,6 +206,7 @@ class Run:
             validation_prompts=[TableStream().prompt(1000 + place) for place in range(4)],
             turns=self.turns,
             spans=RunSpans(recorder, run_id=self.folder.name),
+            clock=self.clock,
         )
         self.context = self.loop.context
         self.observer = self._make_observer(timeline)
@@ -257,7 +260,7 @@ class Run:
         await self.start_replica(name)
 
     async def start_trainer(self) -> None:
-        backend = RecordingBackend(self.trained)
+        backend = self.make_backend(self.trained)
         service = TrainerService(backend, self.spec, self.folder, "127.0.0.1")
         await service.load_model()
         border = ServerOptions(recorder=Recorder(*self.peer_sinks("trainer")), lane="trainer")

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.integration.chart.promql_sources import panels, rules, variables
 from tests.integration.observability.real_run import NAME, STEPS, VALIDATED, Observed
 from tests.integration.observability.scraping import CLUSTER, LOCAL, OPERATORS
+
+SHOWN_SECONDS: dict[str, Callable[[dict[str, Any]], float]] = {
+    "exposed_generation_seconds_total": lambda report: report["exposedGeneration"],
+    "hidden_generation_seconds_total": lambda report: report["hiddenGeneration"],
+    "generation_under_way_seconds_total": lambda report: report["generationUnderWay"],
+    'step_seconds_sum{namespace=~"': lambda report: report["phases"]["prepare"],
+}
+"""The curves of the overview's panel of generation: the metric that a curve reads, and the same of a step's report."""
 
 SERIES_OF_A_REPLICA = 1500
 SERIES_OF_A_TRAINER = 200
@@ -105,6 +115,32 @@ def test_metrics_and_reports_agree_on_phases_and_causes(observed: Observed) -> N
     causes = sums(page, "specrl_coordinator_exposed_generation_seconds_total", "cause")
     assert causes.keys() == {"buffer_wait", "sync_drain"}
     assert sum(causes.values()) == pytest.approx(phases["generation"], rel=1e-6)
+
+
+def test_metrics_and_reports_agree_on_generation_under_way_and_hidden_generation(observed: Observed) -> None:
+    page = observed.pages["coordinator"]
+    counted = int(sums(page, "specrl_coordinator_step_seconds_count", "phase")["train"])
+    reports = [observed.reports[step] for step in range(1, counted + 1)]
+    for metric, field in (("generation_under_way", "generationUnderWay"), ("hidden_generation", "hiddenGeneration")):
+        (seconds,) = sums(page, f"specrl_coordinator_{metric}_seconds_total", "rljob").values()
+        assert seconds == pytest.approx(sum(report[field] for report in reports), rel=1e-6), field
+    for report in reports:
+        phases = report["phases"]
+        assert 0 <= report["hiddenGeneration"] <= report["generationUnderWay"] <= sum(phases.values())
+        assert report["generationUnderWay"] - report["hiddenGeneration"] <= phases["generation"]
+    assert sum(report["hiddenGeneration"] for report in reports) > 0, "the policy lag is 1"
+
+
+@pytest.mark.parametrize("namespace", [CLUSTER, LOCAL])
+def test_dashboard_shows_the_seconds_of_the_reports(observed: Observed, namespace: str) -> None:
+    """A curve's value at the run's end is a mean over steps, so it lies within the range of the steps' reports."""
+    curves = [text for name, text in panels(values(namespace)).items() if "Exposed and hidden generation" in name]
+    assert len(curves) == len(SHOWN_SECONDS)
+    for metric, read in SHOWN_SECONDS.items():
+        (expression,) = (text for text in curves if f"rate(specrl_coordinator_{metric}" in text)
+        ((_, samples),) = observed.prometheus.values(expression, observed.ended, observed.ended, 1)
+        seconds = [read(report) for report in observed.reports.values()]
+        assert min(seconds) - 1e-6 <= samples[-1][1] <= max(seconds) + 1e-6, expression
 
 
 def test_the_number_of_series_per_process_is_bounded(observed: Observed) -> None:

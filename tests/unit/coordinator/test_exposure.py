@@ -21,6 +21,8 @@ def a_step(step: int = 1, acceptance: float | None = None, **phases: float) -> S
             "phases": PhaseSeconds(**phases),
             "exposed_generation": exposed,
             "exposed_by_cause": by_cause,
+            "generation_under_way": exposed + phases.get("train", 0.0),
+            "hidden_generation": phases.get("train", 0.0),
             "acceptance_length": acceptance,
         }
     )
@@ -36,6 +38,7 @@ def test_share_and_seconds_are_means_of_the_last_steps() -> None:
     found = measure_exposure([*old, *(a_step(n, generation=1.0, train=3.0) for n in range(RECENT_STEPS))], a_spec(1), 2)
     assert (found.steps, found.share, found.step_seconds) == (RECENT_STEPS, 0.25, 4.0)
     assert found.seconds == {"bufferWait": 1.0, "syncDrain": 0.0}
+    assert (found.generation_under_way, found.hidden_generation) == (4.0, 3.0)
 
 
 @pytest.mark.parametrize(

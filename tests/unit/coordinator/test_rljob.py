@@ -30,6 +30,7 @@ def a_report(**changes: object) -> StepReport:
     )
     counts = {"rollouts": 4, "tokens": 40, "policy_lag_max": 1, "mismatch_tokens": 0}
     phases = PhaseSeconds(generation=1.0, train=3.0)
+    counts |= {"exposed_generation": 1.0, "generation_under_way": 2.5, "hidden_generation": 1.5}
     whole = {"step": 3, "policy_version": 3, "phases": phases, "reward": 0.5, "acceptance_length": 2.345}
     return StepReport.model_validate(numbers | counts | whole | changes)
 
@@ -44,6 +45,10 @@ def test_the_progress_is_of_the_last_step() -> None:
         "policyVersion": 3,
         "policyLag": 1,
         "exposedGenerationShare": "0.25",
+        "exposedGenerationSeconds": "1.00",
+        "generationUnderWaySeconds": "2.50",
+        "hiddenGenerationSeconds": "1.50",
+        "weightSyncSeconds": "0.00",
         "acceptanceLength": "2.35",
     }
 

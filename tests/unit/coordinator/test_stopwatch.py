@@ -24,7 +24,7 @@ def test_every_second_is_charged_to_exactly_one_phase() -> None:
     watch.split_phase("train", {"logprob": 3, "train": 6})
     with watch.charge_to("prepare"):
         clock.now += 2
-    lap = watch.end_lap()
+    lap = watch.end_lap().phases
     assert lap.wall_seconds == 18
     assert (lap.generation, lap.data, lap.logprob, lap.train, lap.prepare) == (5, 2, 3, 6, 2)
 
@@ -35,7 +35,7 @@ def test_a_lap_starts_from_zero() -> None:
     clock.now += 4
     watch.end_lap()
     clock.now += 1
-    assert watch.end_lap().wall_seconds == 1
+    assert watch.end_lap().phases.wall_seconds == 1
 
 
 def test_a_trainer_that_reports_more_than_its_call_took_cannot_inflate_the_step() -> None:
@@ -44,7 +44,7 @@ def test_a_trainer_that_reports_more_than_its_call_took_cannot_inflate_the_step(
     with watch.charge_to("train"):
         clock.now += 2
     watch.split_phase("train", {"logprob": 5, "train": 5})
-    assert watch.end_lap().wall_seconds == 2
+    assert watch.end_lap().phases.wall_seconds == 2
 
 
 def test_busy_cores_are_counted_by_phase_over_all_processes() -> None:
@@ -74,4 +74,42 @@ def test_excluded_time_belongs_to_no_phase() -> None:
         clock.now += 60
     with watch.charge_to("train"):
         clock.now += 2
-    assert watch.end_lap().wall_seconds == 3
+    assert watch.end_lap().phases.wall_seconds == 3
+
+
+def test_generation_is_hidden_where_rollouts_are_in_flight_outside_of_the_phase_generation() -> None:
+    clock = Clock()
+    watch = Stopwatch(clock)
+    clock.now += 1
+    with watch.charge_to("generation"):
+        clock.now += 2  # no replica serves
+        watch.set_in_flight(4)
+        clock.now += 3
+        watch.set_in_flight(1)
+        clock.now += 4
+        watch.set_in_flight(0)
+        clock.now += 5  # the verifier still grades
+    watch.set_in_flight(2)
+    with watch.charge_to("train"):
+        clock.now += 6
+        watch.set_in_flight(0)
+        clock.now += 7
+    lap = watch.end_lap()
+    assert (lap.phases.generation, lap.phases.train) == (14, 13)
+    assert (lap.generation_under_way_s, lap.hidden_generation_s) == (3 + 4 + 6, 6)
+
+
+def test_rollouts_that_stay_in_flight_count_in_every_lap_and_not_while_the_run_is_paused() -> None:
+    clock = Clock()
+    watch = Stopwatch(clock)
+    watch.set_in_flight(1)
+    clock.now += 1
+    assert watch.end_lap().generation_under_way_s == 1
+    clock.now += 2
+    with watch.exclude_time():
+        clock.now += 50
+        watch.set_in_flight(2)
+        clock.now += 10
+    clock.now += 3
+    lap = watch.end_lap()
+    assert (lap.generation_under_way_s, lap.phases.wall_seconds) == (5, 5)

@@ -38,6 +38,8 @@ def a_step(**changes: Any) -> StepReport:
         "policyVersion": 3,
         "phases": {"data": 0.01, "prepare": 0.2, "generation": 2.0, "logprob": 0.29, "train": 1.5},
         "exposedGeneration": 2.0,
+        "generationUnderWay": 3.0,
+        "hiddenGeneration": 1.25,
         "reward": 0.4375,
         "validationReward": 0.25,
         "rollouts": 32,
@@ -104,6 +106,10 @@ def a_finished_status(**changes: Any) -> StatusReport:
         "promptsTrained": 80,
         "unaccountedRollouts": 0,
         "exposedGenerationShare": 0.31,
+        "exposedGeneration": 12.4,
+        "generationUnderWay": 36.0,
+        "hiddenGeneration": 25.0,
+        "weightSyncSeconds": 1.5,
         "policyPath": "/runs/tiny-1/export/policy",
         "drafterPath": "/runs/tiny-1/export/drafter",
         "checkpointPath": "/runs/tiny-1/checkpoints/step-20",
@@ -193,7 +199,7 @@ def test_a_missing_measurement_is_a_dash() -> None:
 def test_plain_line_says_everything_without_a_header() -> None:
     assert format_step(a_step()) == (
         "step 3 reward 0.438 validation reward 0.250 data 0.01s prepare 0.20s generation 2.00s logprob 0.29s "
-        "train 1.50s exposed 50% acceptance 2.35 lag 1 version 3 tokens 4096 (1024 per second)"
+        "train 1.50s exposed 50% hidden 1.25s acceptance 2.35 lag 1 version 3 tokens 4096 (1024 per second)"
     )
 
 
@@ -290,7 +296,9 @@ def test_summary_compares_first_with_last() -> None:
     assert lines["validation reward"] == "0.120 -> 0.480 (+0.360)"
     assert lines["reward"] == "0.200 -> 0.600 (+0.400), means of the first and of the last 5 steps"
     assert lines["acceptance length"] == "1.90 -> 2.60 (+0.70) tokens per verification"
-    assert lines["exposed generation"] == "31% of wall time"
+    assert lines["exposed generation"] == "31% of wall time, 12.4 s"
+    assert lines["hidden generation"] == "25.0 s of 36.0 s under way"
+    assert lines["weight sync"] == "1.50 s"
     assert lines["largest policy lag"] == "1 steps"
     assert lines["unaccounted for"] == "0 rollouts"
     assert lines["checkpoint"] == "/runs/tiny-1/checkpoints/step-20"

@@ -15,7 +15,7 @@ from specrl.spec import parse_spec
 
 
 def a_step(step: int, **changes: Any) -> StepReport:
-    """Make the report of a step of ten seconds, four of them exposed. Keywords replace fields."""
+    """Make the report of a step of ten seconds, four of them exposed, five hidden. Keywords replace fields."""
     numbers = {name: 0 for name, field in StepReport.model_fields.items() if field.is_required()}
     phases = PhaseSeconds(data=0.5, prepare=1.0, generation=4.0, logprob=1.5, train=3.0)
     known: dict[str, Any] = {
@@ -23,6 +23,8 @@ def a_step(step: int, **changes: Any) -> StepReport:
         "policy_version": step,
         "phases": phases,
         "exposed_generation": 4.0,
+        "generation_under_way": 8.5,
+        "hidden_generation": 5.0,
         "exposed_by_cause": {"bufferWait": 3.0, "syncDrain": 1.0},
         "reward": 0.5,
         "reward_error": 0.1,

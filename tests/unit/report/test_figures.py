@@ -18,6 +18,8 @@ def test_the_phases_are_means_and_their_shares_sum_to_one() -> None:
     assert sum(phase.share for phase in found.phase_times) == pytest.approx(1.0)
     assert found.exposed_share == pytest.approx(28 / 40)
     assert found.exposed_by_cause == {"bufferWait": 6.0, "syncDrain": 2.0}
+    times = {time.name: (time.mean_s, time.share) for time in found.generation_times}
+    assert times == {"exposed": (14.0, 0.7), "hidden": (5.0, 0.25), "under way": (8.5, 0.425)}
 
 
 def test_every_cause_has_a_description() -> None:

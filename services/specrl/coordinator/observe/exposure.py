@@ -3,6 +3,8 @@
 Exposed generation is the wall time in which the trainer is idle because it has no batch. Reducing it is what this
 system is for. Its causes are those of `specrl_coordinator_exposed_generation_seconds_total`: bufferWait (too few
 rollouts are finished) and syncDrain (replicas that joined are receiving weights).
+
+Beside it are generation under way, and the part of it that is hidden because the trainer did not wait.
 """
 
 from __future__ import annotations
@@ -31,6 +33,10 @@ class Exposure(ReportModel):
     """Wall seconds of a step."""
     seconds: dict[str, float]
     """Exposed seconds per step, by cause: bufferWait and syncDrain. Their sum is phases.generation."""
+    generation_under_way: float
+    """Seconds per step in which at least one rollout was in flight."""
+    hidden_generation: float
+    """Seconds per step of `generation_under_way` in which the trainer did not wait for rollouts."""
     phases: PhaseSeconds
     """Seconds per step."""
     advice: str
@@ -48,6 +54,8 @@ def measure_exposure(reports: Sequence[StepReport], spec: RunSpec, replicas: int
         share=phases.exposed_share,
         step_seconds=phases.wall_seconds,
         seconds={cause: sum(r.exposed_by_cause.get(cause, 0.0) for r in recent) / count for cause in CAUSES},
+        generation_under_way=sum(report.generation_under_way for report in recent) / count,
+        hidden_generation=sum(report.hidden_generation for report in recent) / count,
         phases=phases,
         advice=_choose_advice(recent, phases, spec, replicas) if recent else "No step is trained yet.",
     )

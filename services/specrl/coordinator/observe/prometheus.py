@@ -59,7 +59,10 @@ class RunMetrics:
         for before, following in TRANSITIONS.items():
             for after in following:
                 metrics.REPLICA_TRANSITIONS.labels(run, before.value, after.value)
-        for counter in (metrics.TRAINER_RECOVERIES, metrics.CHECKPOINTS_FAILED, metrics.WEIGHT_SYNC_BYTES):
+        for counter in (
+            *(metrics.GENERATION_UNDER_WAY_SECONDS, metrics.HIDDEN_GENERATION_SECONDS),
+            *(metrics.TRAINER_RECOVERIES, metrics.CHECKPOINTS_FAILED, metrics.WEIGHT_SYNC_BYTES),
+        ):
             counter.labels(run)
 
     def handle_event(self, event: RunEvent) -> None:
@@ -94,6 +97,8 @@ class RunMetrics:
             metrics.STEP_SECONDS.labels(run, phase).observe(seconds)
         for cause, seconds in report.exposed_by_cause.items():
             metrics.EXPOSED_GENERATION_SECONDS.labels(run, to_snake(cause)).inc(seconds)
+        metrics.GENERATION_UNDER_WAY_SECONDS.labels(run).inc(report.generation_under_way)
+        metrics.HIDDEN_GENERATION_SECONDS.labels(run).inc(report.hidden_generation)
         for lag in policy_lags:
             metrics.POLICY_LAG.labels(run).observe(lag)
         metrics.ROLLOUTS.labels(run, "trained").inc(report.rollouts)

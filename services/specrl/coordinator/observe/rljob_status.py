@@ -50,6 +50,10 @@ def build_rljob_status(status: StatusReport, newest: StepReport | None) -> dict[
         progress["policyLag"] = newest.policy_lag_max
         if newest.phases.wall_seconds > 0:
             progress["exposedGenerationShare"] = f"{newest.phases.exposed_share:.2f}"
+        progress["exposedGenerationSeconds"] = f"{newest.exposed_generation:.2f}"
+        progress["generationUnderWaySeconds"] = f"{newest.generation_under_way:.2f}"
+        progress["hiddenGenerationSeconds"] = f"{newest.hidden_generation:.2f}"
+        progress["weightSyncSeconds"] = f"{newest.phases.prepare:.2f}"
         if newest.acceptance_length is not None:
             progress["acceptanceLength"] = f"{newest.acceptance_length:.2f}"
     conditions = [

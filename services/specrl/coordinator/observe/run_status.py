@@ -119,6 +119,7 @@ class RunStatus:
         named = compare_edges_by_name(list_reward_names(reports), [report.rewards for report in reports])
         rewards = [report.reward for report in validations if report.is_judged]
         total = sum(report.phases.wall_seconds for report in reports)
+        exposed_s = sum(report.exposed_generation for report in reports)
         self._summary = RunSummary(
             steps=len(reports),
             first_validation_reward=round_figure(rewards[0]) if len(rewards) > 1 else None,
@@ -137,7 +138,11 @@ class RunStatus:
             rollouts_trained=sum(report.rollouts for report in reports),
             prompts_trained=sum(report.rollouts for report in reports) // self._context.spec.schedule.group_size,
             unaccounted_rollouts=self._loop.rollouts.unaccounted_rollouts,
-            exposed_generation_share=round_figure(sum(r.exposed_generation for r in reports) / total) if total else 0.0,
+            exposed_generation_share=round_figure(exposed_s / total) if total else 0.0,
+            exposed_generation=round_figure(exposed_s),
+            generation_under_way=round_figure(sum(report.generation_under_way for report in reports)),
+            hidden_generation=round_figure(sum(report.hidden_generation for report in reports)),
+            weight_sync_seconds=round_figure(sum(report.phases.prepare for report in reports)),
             policy_path=policy_path,
             drafter_path=drafter_path,
             checkpoint_path=checkpoint_path,

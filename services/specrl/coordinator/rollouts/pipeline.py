@@ -43,6 +43,7 @@ from specrl.coordinator.run_events import RolloutGraded, VerdictFailed
 from specrl.coordinator.schedule.dispatch import ReplicaSeats, assign_to_least_loaded
 from specrl.coordinator.schedule.restart import FinishedSlot, rebuild_schedule
 from specrl.coordinator.schedule.scheduler import Scheduler, SlotId, StepChoice
+from specrl.coordinator.stopwatch import Stopwatch
 from specrl.errors import PeerUnavailable, RecordInvalid, SpecrlError, ToolFailed
 from specrl.records import GradedRollout, Prompt, Rollout, RolloutRequest, wire
 from specrl.rpc.clients import GenerateOptions
@@ -77,10 +78,13 @@ class RolloutPipeline:
     failure: error of a background task, raised by `collect_step`.
     """
 
-    def __init__(self, context: RunContext, scheduler: Scheduler[GradedRollout]) -> None:
+    def __init__(self, context: RunContext, scheduler: Scheduler[GradedRollout], stopwatch: Stopwatch) -> None:
+        """stopwatch: measures how long rollouts are in flight."""
         self._context = context
         self._spec = context.spec
         self._scheduler = scheduler
+        self._stopwatch = stopwatch
+        self._in_flight = 0  # rollouts that replicas were given and have not returned
         self._registry = context.registry
         self._ledger = context.ledger
         self._spans = context.spans
@@ -268,7 +272,7 @@ class RolloutPipeline:
         """
         if not slots:
             return
-        replica.add_load(len(slots))
+        self._add_load(replica, len(slots))
         opened = self._sessions.get(replica) or self._open_session(replica)
         requests = []
         for slot in slots:
@@ -302,7 +306,7 @@ class RolloutPipeline:
                     # it is requeued if the canary fails.
                     await _wait_until_trusted(replica)
                     del opened.asked[ended.rollout.rollout_id]
-                    replica.add_load(-1)
+                    self._add_load(replica, -1)
                     self.wake_dispatcher(replica)
                     self._accept_rollout(asked.slot, ended, range(asked.oldest_version, replica.policy_version + 1))
         except ToolFailed:  # not the replica's fault: the tool pool is broken, which ends the run
@@ -314,10 +318,16 @@ class RolloutPipeline:
             del self._sessions[replica]  # a new record of the same process opens a new session
             for asked in opened.asked.values():
                 asked.span.end(lost_by)
-            replica.add_load(-len(opened.asked))
+            self._add_load(replica, -len(opened.asked))
             lost = self._scheduler.requeue(asked.slot for asked in opened.asked.values())
             self._count_outcome("requeued", lost)
             self.wake_dispatcher(None if lost else replica)  # any replica may take the requeued slots
+
+    def _add_load(self, replica: Replica, rollouts: int) -> None:
+        """Count rollouts that a replica was given; a negative number, those that it returned or lost."""
+        replica.add_load(rollouts)
+        self._in_flight += rollouts
+        self._stopwatch.set_in_flight(self._in_flight)
 
     def _prompt_of(self, slot: SlotId) -> Prompt:
         return self._context.prompts.prompt(self._scheduler.shape.position_at(slot.step, slot.index))

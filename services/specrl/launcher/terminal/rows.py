@@ -104,6 +104,7 @@ def format_step(report: StepReport) -> str:
     names = ("data", "prepare", "generation", "logprob", "train")
     parts += [f"{name} {_format_seconds(getattr(phases, name))}s" for name in names]
     parts.append(f"exposed {report.phases.exposed_share:.0%}")
+    parts.append(f"hidden {_format_seconds(report.hidden_generation)}s")
     if report.acceptance_length is not None:
         parts.append(f"acceptance {report.acceptance_length:.2f}")
     parts += [f"lag {report.policy_lag_max}", f"version {report.policy_version}", f"tokens {report.tokens}"]
@@ -189,7 +190,16 @@ def summary_lines(status: StatusReport) -> list[tuple[str, str]]:
         lines.append(("drafter's start", _format_drafter_start(summary.drafter_start)))
     if summary.steps:
         lines += [
-            ("exposed generation", f"{summary.exposed_generation_share:.0%} of wall time"),
+            (
+                "exposed generation",
+                f"{summary.exposed_generation_share:.0%} of wall time, {_format_seconds(summary.exposed_generation)} s",
+            ),
+            (
+                "hidden generation",
+                f"{_format_seconds(summary.hidden_generation)} s of {_format_seconds(summary.generation_under_way)} s "
+                "under way",
+            ),
+            ("weight sync", f"{_format_seconds(summary.weight_sync_seconds)} s"),
             ("largest policy lag", f"{summary.policy_lag_max} steps"),
             ("unaccounted for", f"{summary.unaccounted_rollouts} rollouts"),
         ]

@@ -100,6 +100,14 @@ class RunProgress(Section):
     """Largest policy lag of the tokens of the last step, in steps."""
     exposed_generation_share: Annotated[str, Field(max_length=16)] | None = None
     """Share of the last step's time in which training waited for rollouts, a decimal."""
+    exposed_generation_seconds: Annotated[str, Field(max_length=16)] | None = None
+    """Seconds of the last step in which training waited for rollouts, a decimal."""
+    generation_under_way_seconds: Annotated[str, Field(max_length=16)] | None = None
+    """Seconds of the last step in which at least one rollout was in flight, a decimal."""
+    hidden_generation_seconds: Annotated[str, Field(max_length=16)] | None = None
+    """Seconds of generationUnderWaySeconds in which training did not wait for rollouts, a decimal."""
+    weight_sync_seconds: Annotated[str, Field(max_length=16)] | None = None
+    """Seconds of the last step in which the replicas received its weights, a decimal. No part of exposed generation."""
     acceptance_length: Annotated[str, Field(max_length=16)] | None = None
     """Mean tokens per verification in the last step, a decimal."""
     paused: bool | None = None

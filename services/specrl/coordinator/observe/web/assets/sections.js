@@ -20,6 +20,10 @@ export function showHeadline(exposure) {
       "for too few finished rollouts" +
       (exposure.seconds.syncDrain > 0.0005 ? `, ${seconds(exposure.seconds.syncDrain)} while new replicas received weights` : "")
     : "of a step's time the trainer waits for rollouts";
+  byId("hidden-words").textContent = exposure.steps
+    ? `Generation is under way for ${seconds(exposure.generationUnderWay)} of a step; ${seconds(exposure.hiddenGeneration)} of them are ` +
+      "hidden, because the trainer does not wait."
+    : "";
   byId("step-seconds").textContent = exposure.steps ? `${seconds(exposure.stepSeconds)} each, mean of the last ${exposure.steps}` : "";
   byId("advice").textContent = exposure.advice;
   const total = exposure.stepSeconds || 1;
