@@ -1,6 +1,7 @@
 """The rows of benchmarks/paper_table.py, the paper's figures, and how ratios follow from the steps' reports.
 
-Pure: it starts no runs. The paper's figures are only those of arXiv 2604.26779; where it has none for a row, None.
+Pure: it starts no runs. `PUBLISHED` has every row of arXiv 2604.26779 that is measured; `PROJECTED` has those that its
+authors simulated. benchmarks/simulator_accuracy.py compares the simulator with the same rows.
 """
 
 from __future__ import annotations
@@ -79,11 +80,25 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Published:
-    """The paper's figures for one row; None if it has none."""
+    """The paper's figures for one row; None if it has none. step_s, exposed_s: seconds of a step."""
 
     generation: float | None = None
     step: float | None = None
     acceptance_length: float | None = None
+    step_s: float | None = None
+    exposed_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Projected:
+    """A row that the paper's authors simulated: Qwen3-235B-A22B on `gpus` GB200. generation, step: speed-ups."""
+
+    gpus: int
+    lag: int
+    k: int
+    acceptance_length: float
+    generation: float
+    step: float
 
 
 def eagle3(k: int) -> str:
@@ -105,6 +120,14 @@ CONFIGURATIONS = (
     ),
     Configuration("ngram", "k = 3, prompt look-up", "ngram: {numDraftTokens: 3}"),
     Configuration("none-lag1", "policy lag 1, no speculation", lag=1, reference="none-lag1"),
+    Configuration(
+        "eagle3:3-lag1",
+        "policy lag 1, k = 3, drafter initialised in domain, not trained on",
+        eagle3(3),
+        IN_DOMAIN,
+        lag=1,
+        reference="none-lag1",
+    ),
     Configuration(
         "adaptive-lag1",
         "policy lag 1, k = 0 to 5, in domain, trained at every step",
@@ -134,7 +157,7 @@ WORKLOADS = (
         warm_up=300,
         difficulty=24,
         max_tokens=256,
-        rows=("none", "eagle3:3", "adaptive", "online", "ngram", "none-lag1", "adaptive-lag1"),
+        rows=NAMES,
     ),
 )
 
@@ -152,10 +175,31 @@ PUBLISHED_PHASES = {
 PUBLISHED = {
     ("base", "eagle3:3"): Published(100.0 / 56.6, 1.41, 3.32),
     ("base", "eagle3:5"): Published(generation=1.44, acceptance_length=4.35),
+    ("base", "eagle3:7"): Published(generation=1.21, acceptance_length=5.06),
     ("base", "online"): Published(generation=1.78, acceptance_length=3.29),
+    ("base", "weak"): Published(generation=1.51, acceptance_length=2.88),
+    ("base", "weak-online"): Published(generation=1.63, acceptance_length=3.04),
+    ("base", "ngram"): Published(generation=100.0 / 140.2, acceptance_length=2.47),
     ("reasoning", "eagle3:3"): Published(133.6 / 87.0, 1.35, 2.77),
+    ("reasoning", "eagle3:5"): Published(generation=0.84, acceptance_length=3.23),
+    ("reasoning", "eagle3:7"): Published(generation=0.71, acceptance_length=3.48),
     ("reasoning", "online"): Published(generation=1.52, acceptance_length=2.74),
+    ("reasoning", "weak"): Published(generation=1.19, acceptance_length=2.40),
+    ("reasoning", "weak-online"): Published(generation=1.26, acceptance_length=2.55),
+    ("reasoning", "ngram"): Published(generation=133.6 / 262.9, acceptance_length=2.05),
+    # On 16 nodes, of which 12 generate.
+    ("reasoning", "none-lag1"): Published(step_s=75.0, exposed_s=10.4),
+    ("reasoning", "eagle3:3-lag1"): Published(step=1.24, step_s=60.5, exposed_s=0.6),
 }
+"""By workload and row. The paper's weak drafter was initialised on general chat text, ours on another family."""
+
+PROJECTED = (
+    Projected(gpus=512, lag=0, k=3, acceptance_length=3, generation=2.72, step=1.70),
+    Projected(gpus=512, lag=0, k=7, acceptance_length=5, generation=4.07, step=1.96),
+    # The paper's best cell. Its acceptance length is not published; 8 fits both figures.
+    Projected(gpus=512, lag=0, k=7, acceptance_length=8, generation=6.49, step=2.22),
+    Projected(gpus=2048, lag=2, k=5, acceptance_length=4, generation=3.5, step=2.5),
+)
 
 Middle = Callable[[Iterable[float]], float]
 Steps = dict[tuple[int, int], StepReport]
@@ -187,6 +231,10 @@ class Row:
     acceptance_length: float | None
     exposed_share: float
     """Exposed generation: share of the steps' time."""
+    exposed_s: float
+    """Exposed generation: mean seconds of a step."""
+    hidden_s: float
+    """Hidden generation: mean seconds of a step."""
     phases: dict[str, float]
     """Each phase of a typical step, and the total, as shares of the reference's step."""
     mean_length: float
@@ -245,6 +293,8 @@ def row_of(workload: str, configuration: Configuration, found: Mapping[str, Step
         step=ratio(reference, own, lambda report: report.phases.wall_seconds, middle),
         acceptance_length=mean(accepted) if accepted else None,
         exposed_share=sum(r.exposed_generation for r in reports) / sum(r.phases.wall_seconds for r in reports),
+        exposed_s=mean(report.exposed_generation for report in reports),
+        hidden_s=mean(report.hidden_generation for report in reports),
         phases={phase: value / whole for phase, value in seconds.items()},
         mean_length=sum(r.tokens for r in reports) / sum(r.rollouts for r in reports),
         published=PUBLISHED.get((workload, configuration.name), Published()),
@@ -255,6 +305,17 @@ def rows_of(workload: str, found: Mapping[str, Steps]) -> list[Row]:
     """Make the rows in the order of `CONFIGURATIONS`. A row without steps, or whose reference has none, is left out."""
     known = {name: steps for name, steps in found.items() if steps}
     return [row_of(workload, c, known) for c in CONFIGURATIONS if c.name in known and c.reference in known]
+
+
+def list_unmeasured(workload: str, rows: Sequence[Row]) -> list[Configuration]:
+    """Return the published rows of a workload that are not among `rows`."""
+    measured = {row.name for row in rows}
+    return [c for c in CONFIGURATIONS if (workload, c.name) in PUBLISHED and c.name not in measured]
+
+
+def relative_error(ours: float, published: float) -> float:
+    """Return by how much our figure is above the published one, as a share of it."""
+    return ours / published - 1
 
 
 def published_shares(workload: str) -> tuple[dict[str, float], dict[str, float]]:

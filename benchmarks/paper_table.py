@@ -13,11 +13,12 @@ Finished runs with the same settings are not repeated, so the same command conti
 Speeds are ratios to the row without speculation at the same policy lag: the ratio of the median steps, and in brackets
 the middle half of the ratios of equal steps. At policy lag 1, steps that wait alternate with steps that do not, so
 means are used, and of whole steps only. "a token" is the speed of generation in seconds per token: all rows sample from
-one distribution, but not the same lengths. "exposed" is the share of a step in which the trainer waits for rollouts. As
-in the paper, no row has a canary.
+one distribution, but not the same lengths. "exposed" is exposed generation: seconds of a step, and share of it. As in
+the paper, no row has a canary.
 
-The paper's figures (arXiv 2604.26779; Qwen3-8B-Base and Qwen3-8B on 32 GB200, synchronous) stand beside them where it
-has any. Model and machine differ, so compare the direction and not the size.
+Every row that the paper publishes (arXiv 2604.26779; Qwen3-8B-Base and Qwen3-8B on 32 GB200) has a line, with its
+figures and our error, also if it was not measured here. Model and machine differ, so compare the direction and not the
+size.
 
 Policies and drafters are made once, below --out: two policies, and for each a drafter initialised on its own rollouts
 of the run's prompts and one on its rollouts of another family's.
@@ -39,6 +40,7 @@ from paper_rows import (
     IN_DOMAIN,
     NAMES,
     PHASES,
+    PUBLISHED,
     QUICK,
     WARM_UP_STEPS,
     WEAK,
@@ -49,9 +51,11 @@ from paper_rows import (
     Steps,
     Workload,
     eagle3,
+    list_unmeasured,
     plan,
     published_shares,
     read_steps,
+    relative_error,
     rows_of,
 )
 from rich.box import SIMPLE_HEAD
@@ -59,7 +63,8 @@ from rich.console import Console
 from rich.table import Table
 
 LAYERS = 24
-WIDTH = 120  # columns of tables in a file
+WIDTH = 160  # columns of tables in a file
+UNMEASURED = "not measured"
 
 COMMON = {
     "validation": "null",
@@ -148,17 +153,26 @@ def measure(arguments: argparse.Namespace, console: Console) -> tuple[dict[str, 
     return found, failures
 
 
-def speeds(rows: Sequence[Row]) -> Table:
-    """Make the table of ratios, beside the paper's."""
-    columns = ("generation", "paper", "a token", "step", "paper", "acceptance", "paper", "exposed")
+def speeds(workload: str, rows: Sequence[Row]) -> Table:
+    """Make the table of ratios, beside the paper's with our error. Published rows without runs come last."""
+    columns = ("generation", "paper", "a token", "step", "paper", "acceptance", "paper", "exposed", "paper")
     table = Table("row", *columns, box=SIMPLE_HEAD)
     for row in rows:
         paper = row.published
         table.add_row(
-            *(row.name, _shown(row.generation), _shown(paper.generation, "x")),
+            *(row.name, _shown(row.generation), _compared(row.generation, paper.generation, "x")),
             _shown(row.per_token.value if row.per_token else None, "x"),
-            *(_shown(row.step), _shown(paper.step, "x")),
-            *(_shown(row.acceptance_length), _shown(paper.acceptance_length), f"{row.exposed_share:.0%}"),
+            *(_shown(row.step), _compared(row.step, paper.step, "x")),
+            *(_shown(row.acceptance_length), _compared(row.acceptance_length, paper.acceptance_length)),
+            # Seconds of another model on another machine have no error.
+            *(f"{row.exposed_s:.2f} s, {row.exposed_share:.0%}", _shown(paper.exposed_s, " s")),
+        )
+    for configuration in list_unmeasured(workload, rows):
+        paper = PUBLISHED[workload, configuration.name]
+        table.add_row(
+            *(configuration.name, UNMEASURED, _shown(paper.generation, "x"), UNMEASURED),
+            *(UNMEASURED, _shown(paper.step, "x")),
+            *(UNMEASURED, _shown(paper.acceptance_length), UNMEASURED, _shown(paper.exposed_s, " s")),
         )
     return table
 
@@ -180,6 +194,14 @@ def _shown(value: Ratio | float | None, unit: str = "") -> str:
     if value is None:
         return "-"
     return str(value) if isinstance(value, Ratio) else f"{value:.2f}{unit}"
+
+
+def _compared(ours: Ratio | float | None, published: float | None, unit: str = "") -> str:
+    """Show a published figure, and by how much ours is above it."""
+    if ours is None or published is None:
+        return _shown(published, unit)
+    value = ours.value if isinstance(ours, Ratio) else ours
+    return f"{published:.2f}{unit}, {relative_error(value, published):+.0%}"
 
 
 def main() -> None:
@@ -223,7 +245,7 @@ def main() -> None:
         result[workload.name] = [row.to_json() for row in rows]
         if rows:
             console.print(f"\n{workload.name}: {workload.says}")
-            console.print(speeds(rows))
+            console.print(speeds(workload.name, rows))
             for row in rows:
                 console.print(f"  {row.name}: {row.says}", highlight=False)
             console.print(phases(workload.name, rows))

@@ -14,10 +14,12 @@ from benchmarks.paper_rows import (
     QUICK,
     WORKLOADS,
     Steps,
+    list_unmeasured,
     plan,
     published_shares,
     ratio,
     read_steps,
+    relative_error,
     rows_of,
 )
 
@@ -93,12 +95,26 @@ def test_row_with_policy_lag_compares_means_of_whole_steps_and_gives_exposed_gen
     assert adaptive.step.value == pytest.approx(7 / 4)
     assert none.exposed_share == pytest.approx(4 / 7)
     assert adaptive.exposed_share == 0.25
+    assert (none.exposed_s, adaptive.exposed_s) == (pytest.approx(4 / 3), pytest.approx(1 / 3))
     assert adaptive.phases["total"] == pytest.approx(4 / 7)
 
 
 def test_row_is_left_out_when_it_or_its_reference_was_not_measured() -> None:
     found = {"none": steps_of(3, 3), "adaptive-lag1": steps_of(1, 1), "ngram": {}}
     assert [row.name for row in rows_of("base", found)] == ["none"]
+
+
+def test_every_published_row_has_a_line_that_says_if_it_was_not_measured() -> None:
+    for workload in WORKLOADS:
+        published = {name for which, name in PUBLISHED if which == workload.name}
+        assert published <= set(workload.rows), "it is measured by default"
+        assert {c.name for c in list_unmeasured(workload.name, [])} == published
+        measured = rows_of(workload.name, {"none": steps_of(3, 3), "ngram": steps_of(3, 3)})
+        assert {c.name for c in list_unmeasured(workload.name, measured)} == published - {"ngram"}
+
+
+def test_error_is_relative_to_the_published_figure() -> None:
+    assert relative_error(1.5, 2.0) == -0.25
 
 
 def test_every_round_runs_everything_once_and_begins_with_another() -> None:
