@@ -21,17 +21,14 @@ import socket
 import subprocess
 import sys
 import time
-import weakref
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
-import torch
 from rich.console import Console
 from rich.table import Table
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from tests.live_tensors import LiveTensors
 from trainer import make_policy
 
 from specrl.records import Batch, FinishReason, Rollout, TrainRollout, VersionSpan
@@ -46,35 +43,6 @@ CASES: dict[str, dict[str, Any]] = {
 ROLLOUTS = 8
 PROMPT = 16  # tokens
 COMPLETION = 112
-
-
-class LiveTensors(TorchDispatchMode):
-    """Counts the bytes of all storages that are alive, made while it is active, and the most of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0
-        self.most = 0
-        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self._count(tensor.untyped_storage())
-        return result
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        if storage in self._seen:
-            return
-        self._seen.add(storage)
-        size = storage.nbytes()
-        self.now += size
-        self.most = max(self.most, self.now)
-        weakref.finalize(storage, self._forget, size)
-
-    def _forget(self, size: int) -> None:
-        self.now -= size
 
 
 def make_spec(policy: Path, speculation: dict[str, Any], tensor: int) -> RunSpec:
