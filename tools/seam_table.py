@@ -363,7 +363,6 @@ MEGATRON = (
     ),
     Seam(f"{_SHARDED}.model_param_gbuf_map", Use.READS, _STATE),
     Seam(f"{_OPTIMIZERS}.optimizer.ChainedOptimizer.chained_optimizers", Use.READS, _STATE),
-    Seam(f"{_CORE}.tensor_parallel.vocab_parallel_cross_entropy", Use.IMPORTS, _POLICY),
     Seam(f"{_CORE}.tensor_parallel.mappings.reduce_from_tensor_model_parallel_region", Use.IMPORTS, _POLICY),
     # Megatron without CUDA.
     Seam(_RANDOM, Use.IMPORTS, _SHIM),
@@ -376,7 +375,11 @@ MEGATRON = (
 TORCH = (
     Seam("torch.nn.Module", Use.SUBCLASSES, (*_DRAFTERS, *_ADAPTERS)),
     Seam("torch.nn.RMSNorm", Use.SUBCLASSES, _MODEL),
-    Seam("torch.autograd.Function", Use.SUBCLASSES, ("drafting.vocabulary", "trainer.losses.sequences")),
+    Seam(
+        "torch.autograd.Function",
+        Use.SUBCLASSES,
+        ("drafting.vocabulary", "trainer.losses.sequences", f"{_MEGATRON}.policy.distributions"),
+    ),
     Seam("torch.Tensor.grad", Use.REPLACES, ("drafting.online",)),
     # Process groups: torch.distributed re-exports these without types.
     *_list_seams(_C10D, "BroadcastOptions PrefixStore ProcessGroupGloo ProcessGroupNCCL Store", Use.IMPORTS, _GROUP),

@@ -109,6 +109,11 @@ def test_packing_changes_no_log_probability(layout: Path) -> None:
     assert seen(layout)["packing"] <= 1e-5
 
 
+def test_logits_in_chunks_give_the_bits_of_the_whole(layout: Path) -> None:
+    assert seen(layout)["chunks"] == dict.fromkeys(seen(layout)["chunks"], True)
+    assert len(seen(layout)["chunks"]) == 4
+
+
 def test_exported_tensors_are_the_ones_that_were_loaded(layout: Path, source: Path) -> None:
     initial = policy_only(load_file(layout / "initial.safetensors"))
     assert list(initial) == list(load_file(source / "model.safetensors"))

@@ -10,11 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from tests.integration.trainer import whole_logits
 from tests.integration.trainer.runs import a_spec
 from tests.live_tensors import LiveTensors
 from tests.tiny_models import Shape, make_policy
 
 from specrl.trainer.megatron_backend import MegatronBackend
+from specrl.trainer.megatron_backend.policy import distributions
+from specrl.trainer.megatron_backend.policy.distributions import SamplingDistributions
 
 VOCAB = 151_936
 
@@ -48,3 +52,28 @@ def test_gradients_are_checked_without_a_copy_of_them(wide_backend: MegatronBack
         gradients[place] = bad
         assert not policy._gradients_are_finite()
     gradients.zero_()
+
+
+@pytest.mark.parametrize("rows_per_chunk", [2, 4, 100])
+def test_chunks_of_a_wide_vocabulary_give_the_bits_of_the_whole(
+    wide_backend: MegatronBackend, rows_per_chunk: int
+) -> None:
+    found = whole_logits.compare_chunks(wide_backend.groups, wide_backend.config, rows_per_chunk)
+    assert found == dict.fromkeys(found, True)
+
+
+def test_no_float32_matrix_has_the_logits_of_all_tokens(
+    wide_backend: MegatronBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and backward, beside bf16 logits whose place the gradient takes."""
+    rows, chunk = 96, 8
+    monkeypatch.setattr(distributions, "CHUNK_BYTES", 4 * VOCAB * chunk)
+    logits_LW = torch.randn(rows, VOCAB, dtype=torch.bfloat16).requires_grad_()
+    target_L = torch.randint(VOCAB, (rows,))
+    sampling = SamplingDistributions(0.7, VOCAB, None, wide_backend.groups.tensor)
+    with LiveTensors() as live:
+        live.ignore(logits_LW, target_L)
+        logprob_L, _ = sampling.measure_tokens(logits_LW, target_L)
+        (gradient_LW,) = torch.autograd.grad(logprob_L.sum(), logits_LW)
+    assert gradient_LW.data_ptr() == logits_LW.data_ptr()
+    assert live.most <= 2.1 * distributions.CHUNK_BYTES < 4 * rows * VOCAB

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tests.integration.trainer import probe_drafter
+from tests.integration.trainer import probe_drafter, whole_logits
 from tests.integration.trainer.runs import GSPO, STEPS, TWO_UPDATES, a_batch, a_poisoned_batch, a_spec
 from tests.integration.trainer.worker_group import ALONE, GROUP, sizes
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -69,6 +69,7 @@ def run(spec: RunSpec, out: Path, checkpoint_path: Path | None) -> dict[str, Any
     keep(out / "trained.safetensors", backend)
     broadcast(backend, out)
     backend.export_model(out / "export")
+    seen["chunks"] = whole_logits.compare_chunks(backend.groups, backend.config, 3)
     backend.close()
     if spec.trainer.parallelism.tensor == spec.trainer.parallelism.world_size == 2:
         record_shapes(spec, out)

@@ -118,11 +118,12 @@ class PipelineSchedule:
             finally:
                 self._now = None
 
-            def compute_loss(logits_1TW: torch.Tensor) -> tuple[torch.Tensor, int, None]:  # called at the last stage
+            def compute_loss(logits_1LW: torch.Tensor) -> tuple[torch.Tensor, int, None]:  # called at the last stage
+                logits_LW = logits_1LW.squeeze(0)  # the gradient of an index would be another matrix as large
                 if self._keeper is not None and passes[number].lessons:
-                    self._keeper.keep_logits(passes[number], logits_1TW[0])
-                found = on_logits(number, logits_1TW[0])
-                return (logits_1TW.new_zeros(()) if found is None else found), 0, None
+                    self._keeper.keep_logits(passes[number], logits_LW)
+                found = on_logits(number, logits_LW)
+                return (logits_1LW.new_zeros(()) if found is None else found), 0, None
 
             return output, compute_loss
 

@@ -9,7 +9,7 @@ tensor parallel rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 
 from specrl.drafting.drafter import Drafter
@@ -26,14 +25,18 @@ from specrl.errors import CheckpointInvalid
 from specrl.models.policy_config import PolicyConfig
 from specrl.spec.trainer import Trainer
 from specrl.trainer.megatron_backend.model import adapters
-from specrl.trainer.megatron_backend.model.gpt_model import build_model, compute_padded_vocabulary, mask_padding
+from specrl.trainer.megatron_backend.model.gpt_model import build_model, compute_padded_vocabulary
 from specrl.trainer.megatron_backend.model.hf_weights import WeightMap, fill_parameter
 from specrl.trainer.megatron_backend.parallel.groups import RankGroups
+from specrl.trainer.megatron_backend.policy.distributions import SamplingDistributions
 from specrl.trainer.megatron_backend.policy.lessons import Lesson, LessonKeeper, TaughtLessons
 from specrl.trainer.megatron_backend.policy.optimizer import build_optimizer, set_learning_rate, wrap_chunks
 from specrl.trainer.megatron_backend.policy.optimizer_state import MASTER, OptimizerState, find_moment_kinds
-from specrl.trainer.megatron_backend.policy.schedule import OnLogits, PipelineSchedule
+from specrl.trainer.megatron_backend.policy.schedule import PipelineSchedule
 from specrl.trainer.megatron_backend.policy.tensors import MicroBatch
+
+# Gets a micro-batch's number, and the log-probabilities [T] and entropies [T] of its sampled tokens.
+OnTokens = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor | None]
 
 
 class ShardedPolicy:
@@ -82,7 +85,7 @@ class ShardedPolicy:
     def run_micro_batches(
         self,
         batches: Sequence[MicroBatch],
-        on_logits: OnLogits,
+        on_tokens: OnTokens | None,
         temperature: float,
         *,
         is_training: bool = False,
@@ -90,45 +93,23 @@ class ShardedPolicy:
     ) -> TaughtLessons:
         """Run micro-batches forward, and backward if training; see `PipelineSchedule.run_passes`.
 
-        on_logits: gets float32 logits [L, W], divided by the temperature, with -inf in padded columns and outside of
-            the sampling sets. So what is computed from them is over the distribution that was sampled from.
+        on_tokens: gets the number of a micro-batch, at the last stage, and of its sampled tokens the log-probabilities
+            [T], differentiable, and the entropies [T] of their distributions, in nats. Both are of the distributions
+            that were sampled from: at the temperature, and over the sampling sets. Returns the loss to differentiate;
+            None without training. None if only the lessons are wanted.
         """
 
-        def scale_logits(number: int, logits_LW: torch.Tensor) -> torch.Tensor | None:
-            scaled_LW = mask_padding(logits_LW.float() / temperature, self.config.vocab_size)
-            sets = batches[number].sets
-            if sets is not None:
-                scaled_LW = sets.mask_outside(scaled_LW, self.groups.tensor.rank * scaled_LW.shape[1])
-            return on_logits(number, scaled_LW)
+        def measure_tokens(number: int, logits_LW: torch.Tensor) -> torch.Tensor | None:
+            if on_tokens is None:
+                return None
+            batch = batches[number]
+            sampling = SamplingDistributions(temperature, self.config.vocab_size, batch.sets, self.groups.tensor)
+            logprob_L, entropy_L = sampling.measure_tokens(logits_LW, batch.target_T[batch.sampled_L])
+            return on_tokens(
+                number, self._gather_context_ranks(logprob_L, batch), self._gather_context_ranks(entropy_L, batch)
+            )
 
-        return self.schedule.run_passes(self.wrapped, batches, scale_logits, is_training=is_training, lessons=lessons)
-
-    def compute_logprobs(self, logits_LW: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """Compute the log-probabilities [T] of the sampled tokens, at the last stage, differentiable.
-
-        Overwrites logits_LW: Megatron's cross-entropy works in place.
-        """
-        target_L = batch.target_T[batch.sampled_L]
-        nll_L1: torch.Tensor = vocab_parallel_cross_entropy(logits_LW[:, None], target_L[:, None])
-        return self._gather_context_ranks(-nll_L1[:, 0], batch)
-
-    @torch.no_grad()
-    def compute_entropies(self, logits_LW: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """Compute the entropy [T], in nats, of each sampled token's distribution: log Z - E[logit]."""
-        group = self.groups.tensor.group
-        size = self.groups.tensor.size
-        top_L = logits_LW.max(-1).values
-        if size > 1:
-            dist.all_reduce(top_L, dist.ReduceOp.MAX, group=group)
-        shifted_LW = logits_LW - top_L[:, None]
-        mass_LW = shifted_LW.exp()
-        # Masked columns have mass 0 and logit -inf, whose product is NaN. The clamp makes it 0.
-        sums_2L = torch.stack(
-            [mass_LW.sum(-1), (mass_LW * shifted_LW.clamp(min=torch.finfo(torch.float32).min)).sum(-1)]
-        )
-        if size > 1:
-            dist.all_reduce(sums_2L, group=group)
-        return self._gather_context_ranks(sums_2L[0].log() - sums_2L[1] / sums_2L[0], batch)
+        return self.schedule.run_passes(self.wrapped, batches, measure_tokens, is_training=is_training, lessons=lessons)
 
     def _gather_context_ranks(self, x_L: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """Gather every context parallel rank's values [L] into [T]. Each rank gets the gradient of its own values."""

@@ -5,7 +5,7 @@ softmax is the same distribution under the trainer's weights: log p(t) = logit(t
 through the normaliser, and are 0 outside of the set. So log-probabilities and entropies need no code of their own, with
 tensor parallelism too: each rank masks its own columns.
 
-Called by `tensors.py` and `sharded_policy.py`.
+Called by `tensors.py` and `distributions.py`.
 
 Shapes: T sampled tokens of a micro-batch, L of them on this context parallel rank; M ids of their sets; W columns of
 the vocabulary on this tensor parallel rank.
@@ -33,6 +33,11 @@ class SetMask:
     row_M: torch.Tensor
     id_M: torch.Tensor
     is_whole_L: torch.Tensor
+
+    def select_rows(self, rows: slice) -> SetMask:
+        """Select the sets of consecutive sampled tokens. rows: of [L], with both ends."""
+        is_here_M = (self.row_M >= rows.start) & (self.row_M < rows.stop)
+        return SetMask(self.row_M[is_here_M] - rows.start, self.id_M[is_here_M], self.is_whole_L[rows])
 
     def mask_outside(self, logits_LW: torch.Tensor, first_column: int) -> torch.Tensor:
         """Set logits outside of the sets to -inf, in place, and return them.

@@ -135,9 +135,7 @@ def collect_turns(
     together = models.groups.pipeline.size  # fewer would leave stages idle, and Megatron's interleaved schedule fails
     for first in range(0, len(cuts), together):
         some = slice(first, first + together)
-        taught = models.policy.run_micro_batches(
-            cuts[some], lambda _number, _logits: None, models.sampling_temperature, lessons=lessons[some]
-        )
+        taught = models.policy.run_micro_batches(cuts[some], None, models.sampling_temperature, lessons=lessons[some])
         yield from (batch for _, batch in taught)
 
 

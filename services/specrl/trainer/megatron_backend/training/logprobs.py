@@ -2,7 +2,7 @@
 
 Called by `policy_step.py` before a step's updates, and by `backend.py` for the call Score.
 
-Shapes: T sampled tokens of a micro-batch, N of one rollout; L and W as in `sharded_policy.py`.
+Shapes: T sampled tokens of a micro-batch, N of one rollout.
 """
 
 from __future__ import annotations
@@ -25,16 +25,14 @@ def compute_proximal(models: RankModels, cuts: Sequence[MicroBatch]) -> tuple[li
 
     Only the last pipeline stage has them. Other stages return an empty list and 0.
     """
-    policy = models.policy
     found: list[torch.Tensor] = []
     entropies: list[float] = []
 
-    def keep_logprobs(number: int, logits_LW: torch.Tensor) -> None:
-        # Entropies first: computing log-probabilities overwrites the logits.
-        entropies.append(float(policy.compute_entropies(logits_LW, cuts[number]).double().sum()))
-        found.append(policy.compute_logprobs(logits_LW, cuts[number]))
+    def keep_logprobs(_number: int, logprob_T: torch.Tensor, entropy_T: torch.Tensor) -> None:
+        found.append(logprob_T)
+        entropies.append(float(entropy_T.double().sum()))
 
-    policy.run_micro_batches(cuts, keep_logprobs, models.sampling_temperature)
+    models.policy.run_micro_batches(cuts, keep_logprobs, models.sampling_temperature)
     return found, sum(entropies)
 
 
@@ -45,18 +43,16 @@ def compute_reference(models: RankModels, cuts: Sequence[MicroBatch]) -> list[to
     """
     found: list[torch.Tensor] = []
     if models.reference is not None:
-        policy = models.reference
 
-        def keep_reference(number: int, logits_LW: torch.Tensor) -> None:
-            found.append(policy.compute_logprobs(logits_LW, cuts[number]))
+        def keep_reference(_number: int, logprob_T: torch.Tensor, _entropy_T: torch.Tensor) -> None:
+            found.append(logprob_T)
 
-        policy.run_micro_batches(cuts, keep_reference, models.sampling_temperature)
+        models.reference.run_micro_batches(cuts, keep_reference, models.sampling_temperature)
     return found
 
 
 def compute_scores(models: RankModels, rollouts: Sequence[TrainRollout]) -> list[npt.NDArray[np.float32]]:
     """Compute log-probabilities [N] of each rollout's sampled tokens. Returns them at every rank."""
-    policy = models.policy
     groups = models.groups
     counts = [item.rollout.sampled_length for item in rollouts]
     ends = np.cumsum([0, *counts])
@@ -64,12 +60,11 @@ def compute_scores(models: RankModels, rollouts: Sequence[TrainRollout]) -> list
     whole = torch.zeros(int(ends[-1]), device=groups.device)
     cuts = cut_micro_batches(models, rollouts)
 
-    def keep_scores(number: int, logits_LW: torch.Tensor) -> None:
-        found_T = policy.compute_logprobs(logits_LW, cuts[number])
-        parts = found_T.split([counts[i] for i in cuts[number].indices])
+    def keep_scores(number: int, logprob_T: torch.Tensor, _entropy_T: torch.Tensor) -> None:
+        parts = logprob_T.split([counts[i] for i in cuts[number].indices])
         for index, part in zip(cuts[number].indices, parts, strict=True):
             whole[ends[index] : ends[index + 1]] = part
 
-    policy.run_micro_batches(cuts, keep_scores, models.sampling_temperature)
+    models.policy.run_micro_batches(cuts, keep_scores, models.sampling_temperature)
     dist.all_reduce(groups.broadcast_from_last_stage(whole), group=groups.data.group)
     return [part.cpu().numpy() for part in torch.split(whole, counts)]

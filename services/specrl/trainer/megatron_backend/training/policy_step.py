@@ -5,8 +5,7 @@ The step has two phases:
     train     forward and backward passes and updates of the policy; then updates of the drafter, on states and logits
               of the first of these passes
 
-Shapes: T sampled tokens of a micro-batch, N rollouts of the batch or entries of `SUMS`; L and W as in
-`sharded_policy.py`.
+Shapes: T sampled tokens of a micro-batch, N rollouts of the batch or entries of `SUMS`.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from specrl.trainer.megatron_backend.training import drafter_training, logprobs
 from specrl.trainer.megatron_backend.training.batches import cut_micro_batches
 from specrl.trainer.megatron_backend.training.models import RankModels
 
-# Computes the loss of a micro-batch from its number and this rank's columns [L, W] of its logits.
+# Computes the loss of a micro-batch from its number and the log-probabilities [T] of its sampled tokens.
 ComputeLoss = Callable[[int, torch.Tensor], LossTerms]
 
 
@@ -60,7 +59,7 @@ def train_policy_step(models: RankModels, batch: Batch) -> TrainMetrics:
     lessons = drafter_training.deal_lessons(models, drafter, cuts, parts) if drafter is not None else []
     policy_loss = PolicyLoss(spec.trainer.loss, spec.generation.sampling.max_tokens, tokens, len(batch.rollouts))
 
-    def compute_policy_loss(number: int, logits_LW: torch.Tensor) -> LossTerms:
+    def compute_policy_loss(number: int, policy_T: torch.Tensor) -> LossTerms:
         cut = cuts[number]
         sampled = SampledTokens(
             proximal_T=proximal[number],
@@ -69,7 +68,7 @@ def train_policy_step(models: RankModels, batch: Batch) -> TrainMetrics:
             sequences=Sequences(cut.sequence_T, len(cut.indices)),
             reference_T=reference[number] if reference else None,
         )
-        return policy_loss(models.policy.compute_logprobs(logits_LW, cut), sampled)
+        return policy_loss(policy_T, sampled)
 
     norms, found, taught = _make_updates(models, batch.step, cuts, compute_policy_loss, lessons)
     drafter_metrics = None
@@ -198,8 +197,8 @@ def _accumulate_gradients(
     models.policy.zero_gradients()
     sums_N = torch.zeros(len(SUMS), dtype=torch.float64, device=models.groups.device)
 
-    def compute_and_sum(number: int, logits_LW: torch.Tensor) -> torch.Tensor:
-        terms = loss(number, logits_LW)
+    def compute_and_sum(number: int, policy_T: torch.Tensor, _entropy_T: torch.Tensor) -> torch.Tensor:
+        terms = loss(number, policy_T)
         sums_N.add_(terms.sums_N)
         return terms.loss
 

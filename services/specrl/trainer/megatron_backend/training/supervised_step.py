@@ -1,6 +1,6 @@
 """One supervised step: an optimizer step on the cross-entropy of completions. Called by `backend.py` for `sft.py`.
 
-Shapes: L and W as in `sharded_policy.py`.
+Shapes: T sampled tokens of a micro-batch.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def train_supervised_step(models: RankModels, batch: Batch) -> SupervisedMetrics
     tokens = sum(item.rollout.sampled_length for item in batch.rollouts)
     nats = torch.zeros((), dtype=torch.float64, device=models.groups.device)
 
-    def compute_cross_entropy(number: int, logits_LW: torch.Tensor) -> torch.Tensor:
-        found = -policy.compute_logprobs(logits_LW, cuts[number]).sum()
+    def compute_cross_entropy(_number: int, logprob_T: torch.Tensor, _entropy_T: torch.Tensor) -> torch.Tensor:
+        found = -logprob_T.sum()
         nats.add_(found.detach())
         return found / tokens  # tokens of the whole batch: gradients are summed over ranks
 
