@@ -5,18 +5,19 @@
 
 All contenders share one process and one batch: long-tailed completions (log-normal, cut at --longest) after prompts of
 16 to 64 tokens. They begin with the same weights, and their log-probabilities are compared before anything is timed.
-Each round has one step of each contender. A step has the phase `logprob` (the policy's log-probabilities, without
-gradient) and the phase `train` (forward, backward, clip, AdamW).
+Each round has one step of each contender: log-probabilities without gradient, then forward, backward, clip and AdamW.
 
-    packed        specrl's trainer: rollouts one after another, no padding
-    padded        the same trainer on rollouts that are all as long as the longest
+    packed        specrl's trainer: rollouts one after another, no padding. With one update per step it needs no
+                  log-probabilities beforehand
+    with pass     the same, with a pass for log-probabilities beforehand, as if it made several updates
+    padded        the same as packed on rollouts that are all as long as the longest
     transformers  AutoModelForCausalLM, rows in the batch's order, each micro-batch padded to its longest; output layer
                   and softmax only for completions
     trl           GRPOTrainer's log-probabilities and loss, on its own shapes: all rows padded to the longest
 
 Micro-batches have at most --micro-batch-tokens tokens, padding included. Printed: tokens of the rollouts (without
-padding) per second relative to TRL's, and the floating-point operations that these tokens need as a share of this
-machine's matrix product, measured in the same rounds. Medians over rounds, and ranges.
+padding) per second relative to TRL's, and the floating-point operations of forward and backward for these tokens as a
+share of this machine's matrix product, measured in the same rounds. Medians over rounds, and ranges.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -44,9 +46,8 @@ from specrl.models.policy_config import read_policy_config
 from specrl.records import Batch, FinishReason, Rollout, TrainRollout, VersionSpan
 from specrl.spec import RunSpec, parse_spec
 from specrl.trainer.megatron_backend.backend import MegatronBackend
+from specrl.trainer.megatron_backend.training import logprobs
 
-Seconds = dict[str, float]
-STAGES = {"logprob": 1, "train": POLICY_FORWARDS - 1}  # forward passes per step; a backward pass counts as two
 LEARNING_RATE = 1e-6
 CLIP = 0.2
 CAP = 2.0
@@ -137,16 +138,18 @@ def as_long_as_the_longest(rollouts: Sequence[TrainRollout]) -> list[TrainRollou
 class Specrl:
     """The trainer's backend on one rank, and a batch for it."""
 
-    def __init__(self, backend: MegatronBackend, rollouts: Sequence[TrainRollout]) -> None:
+    def __init__(self, backend: MegatronBackend, rollouts: Sequence[TrainRollout], *, has_pass: bool = False) -> None:
         self._backend = backend
+        self._has_pass = has_pass
         self._rollouts = tuple(rollouts)
 
     def logprobs(self) -> list[torch.Tensor]:
         return [torch.from_numpy(found_T) for found_T in self._backend.score_rollouts(self._rollouts)]
 
-    def step(self) -> Seconds:
-        metrics = self._backend.train_step(Batch(self._backend.get_status().step + 1, self._rollouts))
-        return {"logprob": metrics.logprob_seconds, "train": metrics.train_seconds}
+    def step(self) -> float:
+        with mock.patch.object(logprobs, "needs_logprob_pass", return_value=self._has_pass):
+            metrics = self._backend.train_step(Batch(self._backend.get_status().step + 1, self._rollouts))
+        return metrics.logprob_seconds + metrics.train_seconds
 
 
 @dataclass
@@ -231,11 +234,10 @@ class Transformers:
                 for part in self._logprobs(rows).cpu().split(rows.completion_mask_BC.sum(1).tolist())
             ]
 
-    def step(self) -> Seconds:
+    def step(self) -> float:
         started = now()
         with torch.no_grad():
             proximal = [self._logprobs(rows) for rows in self._rows]
-        scored = now()
         for rows, proximal_T in zip(self._rows, proximal, strict=True):
             is_real_BC = rows.completion_mask_BC.bool()
             advantage_T = rows.advantage_B[:, None].expand_as(is_real_BC)[is_real_BC]
@@ -247,7 +249,7 @@ class Transformers:
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        return {"logprob": scored - started, "train": now() - scored}
+        return now() - started
 
 
 class Trl:
@@ -297,11 +299,10 @@ class Trl:
         lengths = self._rows.completion_mask_BC.sum(1).tolist()
         return [row_C[:length].float().cpu() for row_C, length in zip(self._proximal(), lengths, strict=True)]
 
-    def step(self) -> Seconds:
+    def step(self) -> float:
         rows = self._rows
         started = now()
         proximal_BC = self._proximal()
-        scored = now()
         for first in range(0, len(rows.advantage_B), self._at_once):
             chosen = slice(first, first + self._at_once)
             loss = self._trainer._compute_loss(
@@ -320,7 +321,7 @@ class Trl:
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
         self._trainer.optimizer.step()
         self._trainer.optimizer.zero_grad()
-        return {"logprob": scored - started, "train": now() - scored}
+        return now() - started
 
 
 def now() -> float:
@@ -341,21 +342,11 @@ def peak_flops(dtype: torch.dtype, device: torch.device) -> float:
     return 2 * MATRIX**3 / best
 
 
-@dataclass
-class Measured:
-    """Seconds of every round, by phase."""
-
-    rounds: list[Seconds] = field(default_factory=list)
-
-    def seconds(self, stage: str) -> list[float]:
-        return [sum(it.values()) if stage == "step" else it[stage] for it in self.rounds]
-
-
 def check_agreement(contenders: dict[str, Any], most: float) -> dict[str, float]:
     """Largest difference of log-probabilities from transformers', by contender. Exits if one is too large."""
     expected = contenders["transformers"].logprobs()
     # A padded rollout has other tokens before it, and so other log-probabilities.
-    compared = {name: it for name, it in contenders.items() if name not in ("transformers", "padded")}
+    compared = {name: it for name, it in contenders.items() if name not in ("transformers", "padded", "with pass")}
     found = {
         name: max(float((a.float() - b.float()).abs().max()) for a, b in zip(it.logprobs(), expected, strict=True))
         for name, it in compared.items()
@@ -404,6 +395,7 @@ def main() -> None:
         backend.load_model(None)
         contenders: dict[str, Any] = {
             "packed": Specrl(backend, rollouts),
+            "with pass": Specrl(backend, rollouts, has_pass=True),
             "padded": Specrl(backend, as_long_as_the_longest(rollouts)),
             "transformers": Transformers(policy, rollouts, most, dtype),
         }
@@ -413,7 +405,8 @@ def main() -> None:
         measured, peaks = measure(contenders, arguments.rounds, dtype, console)
     lengths = [(len(item.prompt_token_ids), item.rollout.total_length) for item in rollouts]
     completions = np.array([completion for _, completion in lengths])
-    flops = sum(estimate_policy_flops(config, prompt, completion) for prompt, completion in lengths)
+    forwards = 3 / POLICY_FORWARDS  # forward and backward
+    flops = forwards * sum(estimate_policy_flops(config, prompt, completion) for prompt, completion in lengths)
     base = "transformers" if arguments.without_trl else "trl"
     console.print(
         f"{len(rollouts)} rollouts, completions of {completions.min()} to {completions.max()} tokens, "
@@ -422,18 +415,17 @@ def main() -> None:
     )
     console.print(a_table(measured, peaks, flops, base))
     if arguments.json is not None:
-        figures = {name: {stage: it.seconds(stage) for stage in STAGES} for name, it in measured.items()}
-        arguments.json.write_text(json.dumps({"seconds": figures, "peak_flops": peaks, "step_flops": flops}, indent=1))
+        arguments.json.write_text(json.dumps({"seconds": measured, "peak_flops": peaks, "step_flops": flops}, indent=1))
 
 
 def measure(
     contenders: dict[str, Any], rounds: int, dtype: torch.dtype, console: Console
-) -> tuple[dict[str, Measured], list[float]]:
+) -> tuple[dict[str, list[float]], list[float]]:
     """Run one step of each contender in turns, after one to warm up, and measure the machine's peak in every round.
 
-    Ctrl-C ends early.
+    Returns the seconds of every round by contender, and the peaks. Ctrl-C ends early.
     """
-    measured = {name: Measured() for name in contenders}
+    measured: dict[str, list[float]] = {name: [] for name in contenders}
     peaks: list[float] = []
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with console.status("warming up") as shown, suppress(KeyboardInterrupt):
@@ -442,23 +434,24 @@ def measure(
             seconds = {name: contender.step() for name, contender in contenders.items()}
             peak = peak_flops(dtype, device)
             if number:
-                for name, it in measured.items():
-                    it.rounds.append(seconds[name])
+                for name, found in measured.items():
+                    found.append(seconds[name])
                 peaks.append(peak)
     if not peaks:
         raise SystemExit("no round was complete; let at least one finish")
     return measured, peaks
 
 
-def a_table(measured: dict[str, Measured], peaks: Sequence[float], flops: float, base: str) -> Table:
+def a_table(measured: dict[str, list[float]], peaks: Sequence[float], flops: float, base: str) -> Table:
     """Ratios of tokens per second by round, and shares of the peak."""
-    table = Table("", *(f"{stage}, tokens/s against {base}" for stage in (*STAGES, "step")), "share of peak, step")
-    ratio: Callable[[str, str], list[float]] = lambda name, stage: [  # noqa: E731 - one expression, used thrice
-        theirs / ours for ours, theirs in zip(measured[name].seconds(stage), measured[base].seconds(stage), strict=True)
-    ]
-    for name, it in measured.items():
-        shares = [flops / seconds / peak for seconds, peak in zip(it.seconds("step"), peaks, strict=True)]
-        table.add_row(name, *(spread(ratio(name, stage)) for stage in (*STAGES, "step")), spread(shares))
+    table = Table("", f"step, tokens/s against {base}", "against with pass", "share of peak")
+    for name, seconds in measured.items():
+        ratios = [
+            [theirs / ours for ours, theirs in zip(seconds, measured[other], strict=True)]
+            for other in (base, "with pass")
+        ]
+        shares = [flops / second / peak for second, peak in zip(seconds, peaks, strict=True)]
+        table.add_row(name, *(spread(ratio) for ratio in ratios), spread(shares))
     return table
 
 

@@ -23,7 +23,9 @@ from specrl.drafting.drafter import Drafter
 from specrl.models.policy_config import PolicyConfig
 
 # Cost of training in forward passes; a backward pass costs two.
-POLICY_FORWARDS = 4  # per step: one for log-probabilities, then forward and backward
+# Per step: forward, backward, and a pass for log-probabilities. Most steps make none, but still give the drafter its
+# share of one.
+POLICY_FORWARDS = 4
 DRAFTER_FORWARDS = 3  # forward and backward
 
 # The drafter's budget as a share of the policy's operations. At 3 % the trainer's step takes at most 7 % longer on

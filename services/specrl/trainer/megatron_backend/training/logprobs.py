@@ -1,6 +1,6 @@
 """Computes log-probabilities of sampled tokens, without gradient, at the run's sampling temperature.
 
-Called by `policy_step.py` before a step's updates, and by `backend.py` for the call Score.
+Called by `policy_step.py` before a step's updates, where they are needed then, and by `backend.py` for the call Score.
 
 Shapes: T sampled tokens of a micro-batch, N of one rollout.
 """
@@ -8,6 +8,7 @@ Shapes: T sampled tokens of a micro-batch, N of one rollout.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -15,25 +16,45 @@ import torch
 import torch.distributed as dist
 
 from specrl.records import TrainRollout
+from specrl.spec.trainer import KlPlace, Trainer
 from specrl.trainer.megatron_backend.policy.tensors import MicroBatch
 from specrl.trainer.megatron_backend.training.batches import cut_micro_batches
 from specrl.trainer.megatron_backend.training.models import RankModels
 
 
-def compute_proximal(models: RankModels, cuts: Sequence[MicroBatch]) -> tuple[list[torch.Tensor], float]:
-    """Compute log-probabilities [T] of every micro-batch under the current policy, and the sum of entropies in nats.
+@dataclass
+class ProximalMeasures:
+    """What the policy that a step starts from finds, of each micro-batch, at the last pipeline stage.
 
-    Only the last pipeline stage has them. Other stages return an empty list and 0.
+    logprobs: [T] of each micro-batch, without gradient. entropies: of each, the sum over its tokens, in nats.
     """
-    found: list[torch.Tensor] = []
-    entropies: list[float] = []
 
-    def keep_logprobs(_number: int, logprob_T: torch.Tensor, entropy_T: torch.Tensor) -> None:
-        found.append(logprob_T)
-        entropies.append(float(entropy_T.double().sum()))
+    logprobs: list[torch.Tensor] = field(default_factory=list)
+    entropies: list[torch.Tensor] = field(default_factory=list)
 
-    models.policy.run_micro_batches(cuts, keep_logprobs, models.sampling_temperature)
-    return found, sum(entropies)
+    def keep_first(self, number: int, logprob_T: torch.Tensor, entropy_T: torch.Tensor) -> None:
+        """Keep what the first pass over a micro-batch finds. Later passes are of a policy that has been updated."""
+        if number == len(self.logprobs):
+            self.logprobs.append(logprob_T.detach())
+            self.entropies.append(entropy_T.double().sum())
+
+
+def needs_logprob_pass(trainer: Trainer) -> bool:
+    """Whether a step computes proximal log-probabilities before its updates, in a pass of its own.
+
+    In the first update they equal the policy's, which the training pass computes. Weights and masks need those of whole
+    rollouts, and a micro-batch has whole rollouts. But all updates share them, and so do the advantages of a batch, if
+    rewards contain the divergence.
+    """
+    kl = trainer.loss.reference_kl
+    return trainer.optimizer.updates_per_step > 1 or (kl is not None and kl.place is KlPlace.REWARD)
+
+
+def compute_proximal(models: RankModels, cuts: Sequence[MicroBatch]) -> ProximalMeasures:
+    """Measure every micro-batch under the current policy."""
+    found = ProximalMeasures()
+    models.policy.run_micro_batches(cuts, found.keep_first, models.sampling_temperature)
+    return found
 
 
 def compute_reference(models: RankModels, cuts: Sequence[MicroBatch]) -> list[torch.Tensor]:

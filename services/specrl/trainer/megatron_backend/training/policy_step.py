@@ -1,9 +1,9 @@
 """One step of the run: the policy's updates on a batch, then the drafter's. Called by `backend.py`.
 
 The step has two phases:
-    logprob   recompute the proximal log-probabilities, and those of the reference
+    logprob   compute log-probabilities of the reference; and the proximal ones, if `needs_logprob_pass`
     train     forward and backward passes and updates of the policy; then updates of the drafter, on states and logits
-              of the first of these passes
+              of the first of these passes, which also finds the proximal log-probabilities if the first phase did not
 
 Shapes: T sampled tokens of a micro-batch, N rollouts of the batch or entries of `SUMS`.
 """
@@ -33,8 +33,8 @@ from specrl.trainer.megatron_backend.training import drafter_training, logprobs
 from specrl.trainer.megatron_backend.training.batches import cut_micro_batches
 from specrl.trainer.megatron_backend.training.models import RankModels
 
-# Computes the loss of a micro-batch from its number and the log-probabilities [T] of its sampled tokens.
-ComputeLoss = Callable[[int, torch.Tensor], LossTerms]
+# Computes the loss of a micro-batch from its number, and log-probabilities [T] and entropies [T] of its sampled tokens.
+ComputeLoss = Callable[[int, torch.Tensor, torch.Tensor], LossTerms]
 
 
 def train_policy_step(models: RankModels, batch: Batch) -> TrainMetrics:
@@ -45,9 +45,11 @@ def train_policy_step(models: RankModels, batch: Batch) -> TrainMetrics:
     # Phase logprob.
     started = time.perf_counter()
     cuts = cut_micro_batches(models, batch.rollouts)
-    proximal, entropy_sum = logprobs.compute_proximal(models, cuts)
+    proximal = logprobs.ProximalMeasures()
+    if logprobs.needs_logprob_pass(spec.trainer):
+        proximal = logprobs.compute_proximal(models, cuts)
     reference = logprobs.compute_reference(models, cuts)
-    cuts = _subtract_divergence(models, batch, cuts, proximal, reference)
+    cuts = _subtract_divergence(models, batch, cuts, proximal.logprobs, reference)
     logprob_s = time.perf_counter() - started
 
     # Phase train.
@@ -59,10 +61,11 @@ def train_policy_step(models: RankModels, batch: Batch) -> TrainMetrics:
     lessons = drafter_training.deal_lessons(models, drafter, cuts, parts) if drafter is not None else []
     policy_loss = PolicyLoss(spec.trainer.loss, spec.generation.sampling.max_tokens, tokens, len(batch.rollouts))
 
-    def compute_policy_loss(number: int, policy_T: torch.Tensor) -> LossTerms:
+    def compute_policy_loss(number: int, policy_T: torch.Tensor, entropy_T: torch.Tensor) -> LossTerms:
+        proximal.keep_first(number, policy_T, entropy_T)
         cut = cuts[number]
         sampled = SampledTokens(
-            proximal_T=proximal[number],
+            proximal_T=proximal.logprobs[number],
             sampler_T=cut.sampler_T,
             advantage_T=cut.advantage_T,
             sequences=Sequences(cut.sequence_T, len(cut.indices)),
@@ -78,14 +81,15 @@ def train_policy_step(models: RankModels, batch: Batch) -> TrainMetrics:
 
     # Figures. Sums over this rank's tokens are reduced over ranks; means are taken afterwards.
     mismatch = [  # empty at all stages but the last
-        divergence.measure_mismatch(p, cut.sampler_T, cut.is_current_T) for cut, p in zip(cuts, proximal, strict=False)
+        divergence.measure_mismatch(proximal_T, cut.sampler_T, cut.is_current_T)
+        for cut, proximal_T in zip(cuts, proximal.logprobs, strict=False)
     ]
     difference, kl, compared, entropy = groups.reduce_over_data(
         [
             sum(float(item.abs_sum) for item in mismatch),
             sum(float(item.kl_sum) for item in mismatch),
             sum(float(item.tokens) for item in mismatch),
-            entropy_sum,
+            sum(float(entropy) for entropy in proximal.entropies),
         ]
     )
     (worst,) = groups.reduce_over_data(
@@ -197,8 +201,8 @@ def _accumulate_gradients(
     models.policy.zero_gradients()
     sums_N = torch.zeros(len(SUMS), dtype=torch.float64, device=models.groups.device)
 
-    def compute_and_sum(number: int, policy_T: torch.Tensor, _entropy_T: torch.Tensor) -> torch.Tensor:
-        terms = loss(number, policy_T)
+    def compute_and_sum(number: int, policy_T: torch.Tensor, entropy_T: torch.Tensor) -> torch.Tensor:
+        terms = loss(number, policy_T, entropy_T)
         sums_N.add_(terms.sums_N)
         return terms.loss
 
