@@ -103,7 +103,9 @@ def build_trainer_pod(plan: JobPlan, address: str) -> Object:
     ]
     container = _build_container(TRAINER, plan.settings.trainer_image, command, plan)
     own = {"OMP_NUM_THREADS": str(trainer.threads)}
-    if not trainer.gpus_per_node:
+    if trainer.gpus_per_node:
+        own["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # micro-batches have other sizes in every step
+    else:
         own["TORCHDYNAMO_DISABLE"] = "1"  # Megatron decorates with torch.compile; on CPUs its functions run eagerly
     container["env"] = _build_environment(own)
     container["ports"] = [

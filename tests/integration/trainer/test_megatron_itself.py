@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from tests.integration.trainer.runs import a_spec
 
 from specrl.seams.versions import EXPECTED
@@ -87,3 +88,17 @@ def test_first_start_after_an_install_prints_what_megatron_warns_of_and_nothing_
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert (ended.returncode, ended.stdout) == (0, "")
     assert ended.stderr.splitlines() == ["file.py:1: UserWarning: another default", "another model"]
+
+
+def test_dynamo_is_off_on_cpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was off on GPUs, too, where torch.compile then did nothing without a word."""
+    from specrl.trainer.megatron_backend import cpu_shim
+
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE")
+    with monkeypatch.context() as on_gpu:
+        on_gpu.setattr(torch.cuda, "is_available", lambda: True)
+        with cpu_shim.without_compilation():
+            assert "TORCHDYNAMO_DISABLE" not in os.environ
+    with cpu_shim.without_compilation():
+        assert os.environ["TORCHDYNAMO_DISABLE"] == "1"

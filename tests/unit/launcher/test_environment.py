@@ -77,6 +77,17 @@ def test_every_program_gets_its_arguments_and_environment(tmp_path: Path, monkey
     assert first.log != second.log
 
 
+def test_variables_of_the_user_win_over_those_of_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # tests of the trainer set it in this process
+    assert environment.rank_environment(1, 0, 1, 1, ())["TORCHDYNAMO_DISABLE"] == "1"
+    on_gpu = environment.rank_environment(1, 0, 1, 1, ("2",))
+    assert on_gpu["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert on_gpu["CUDA_VISIBLE_DEVICES"] == "2"
+    assert "TORCHDYNAMO_DISABLE" not in on_gpu
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:cudaMallocAsync")
+    assert environment.rank_environment(1, 0, 1, 1, ("2",))["PYTORCH_ALLOC_CONF"] == "backend:cudaMallocAsync"
+
+
 def test_coordinator_stops_before_all_others_and_has_time_to_save(tmp_path: Path) -> None:
     coordinator, *others = build_programs(parse_spec(a_run(tmp_path)), RunDirectory(tmp_path), 1, 2)
     assert all(coordinator.stop_order < other.stop_order for other in others)

@@ -313,6 +313,16 @@ def test_pods_get_the_environment_of_local_processes() -> None:
     assert variables(found[TRAINER])["TORCHDYNAMO_DISABLE"] == "1"
 
 
+def test_a_trainer_on_gpus_may_compile_and_gets_segments_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo was off in local trainers on GPUs, too, so that torch.compile did nothing there without a word."""
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # a test that imports Megatron's shim has set it
+    pod = variables(containers(a_job(PAPER), ClusterFacts())[TRAINER])
+    local = environment.rank_environment(1, 0, 1, 1, ("0",))
+    for found in (pod, local):
+        assert "TORCHDYNAMO_DISABLE" not in found
+        assert found["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+
+
 def test_the_run_file_is_the_run_with_the_job_s_own_store(tmp_path: Path) -> None:
     job = a_job(PAPER, name="qwen3-8b")
     run_file = next(it for it in children_of(job, ClusterFacts()) if it["metadata"]["name"] == "qwen3-8b-run")

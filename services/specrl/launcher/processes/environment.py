@@ -17,6 +17,11 @@ _OFFLINE = {
     "DO_NOT_TRACK": "1",
     "PYTHONUNBUFFERED": "1",
 }
+# Of a trainer; the user's own settings win. Megatron's CPU path needs dynamo off.
+_ON_CPUS = {"TORCHDYNAMO_DISABLE": "1"}
+# Micro-batches have other sizes in every step. Without expandable segments the allocator keeps blocks of all of them,
+# and runs out of memory while much of it is unused (torch.cuda, "Optimizing memory usage").
+_ON_GPUS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 # Set by a torchrun around the launcher; a run's processes must not believe that they are its ranks.
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -36,8 +41,8 @@ def replica_environment(threads: int, gpus: Sequence[str]) -> dict[str, str]:
 def rank_environment(threads: int, rank: int, world_size: int, master_port: int, gpus: Sequence[str]) -> dict[str, str]:
     """Return the environment of a trainer rank: torchrun's variables for one machine."""
     return (
-        base_environment(threads)
-        | {"TORCHDYNAMO_DISABLE": "1"}  # Megatron's CPU path needs dynamo off
+        (_ON_GPUS if gpus else _ON_CPUS)
+        | base_environment(threads)
         | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
         | {"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(master_port)}
         | _gpu_variables(gpus)

@@ -6,11 +6,6 @@ every softmax.
 
 from __future__ import annotations
 
-import os
-
-# Set before the import of Megatron, which decorates functions with torch.compile. The shim must not be compiled.
-os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-
 import math
 from typing import Any
 
