@@ -50,15 +50,6 @@ class PolicyTargets:
     neg_entropy_E: torch.Tensor
     policy_EK: torch.Tensor
 
-    def select_rows(self, rows_E: torch.Tensor) -> PolicyTargets:
-        """Select the rows of some positions; rows_E: indices."""
-        if len(rows_E) == len(self.share_EK):
-            return self
-        share_EK = self.share_EK[rows_E]
-        # Both fields are one tensor when nothing is reduced or scaled; select it once.
-        policy_EK = share_EK if self.policy_EK is self.share_EK else self.policy_EK[rows_E]
-        return PolicyTargets(share_EK, self.neg_entropy_E[rows_E], policy_EK)
-
 
 @torch.no_grad()
 def compute_targets(

@@ -26,11 +26,13 @@ from statistics import fmean
 
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from specrl.drafting import criteria
 from specrl.drafting.criteria import DraftCriterion, PolicyTargets
 from specrl.drafting.drafter import Drafter
 from specrl.drafting.packing import LessonBatch, PackedRows, pack_rows, split_passes
+from specrl.drafting.vocabulary import split_rows
 from specrl.records import DrafterMetrics
 
 PASS_DECAY = 0.8  # weight of pass j is 0.8^j, as in the EAGLE-3 authors' training code
@@ -79,8 +81,7 @@ def compute_multi_pass_loss(
     starts_J: starts of each pass over all ranks, so that summed gradients of all ranks are those of the whole batch.
     Differentiable in the drafter's parameters only.
     """
-    shard = drafter.vocabulary
-    wanted, number_RM = _compute_targets(drafter, rows, criterion.temperature)
+    meter = _StartMeter(drafter, rows, criterion)
     drafts = drafter.draft_logits(rows, len(starts_J))
     alive_RM = torch.ones(rows.start_RM.shape, device=rows.start_RM.device)
     loss = torch.zeros((), device=rows.start_RM.device)
@@ -91,14 +92,11 @@ def compute_multi_pass_loss(
             # No completion of these rows is long enough, but the result keeps one row per pass.
             sums += [torch.zeros(3, dtype=torch.float64, device=loss.device)]
             continue
-        draft_EK = shard.mask_padding(next(drafts).to(wanted.share_EK.dtype))
-        # The target of pass j at a start is the target of pass 0 at the start j positions later.
-        answers = wanted.select_rows(number_RM.roll(-j, 1)[is_counted_RM])
-        loss_E = criteria.compute_loss(criterion, draft_EK, answers, shard)
-        loss = loss + PASS_DECAY**j * loss_E.sum() / total
+        # The target of pass j at a start is j rows after that of pass 0.
+        target_E = rows.target_RM[is_counted_RM] + j
         next_E1 = drafter.map_to_draft_ids(rows.gather_starts(rows.token_ids_RW, 2 + j)[is_counted_RM])[:, None]
-        # For metrics, without gradients: how many starts are accepted in this pass, and how many reach the next one.
-        accepted_E, stays_E = criteria.estimate_acceptance(criterion, draft_EK.detach(), answers, next_E1, shard)
+        loss_E, accepted_E, stays_E = meter.measure_pass(next(drafts), target_E, next_E1)
+        loss = loss + PASS_DECAY**j * loss_E.sum() / total
         alive_E = alive_RM[is_counted_RM]
         sums.append(torch.stack([loss_E.detach().double().sum(), alive_E.sum(), (alive_E * accepted_E).double().sum()]))
         alive_RM = alive_RM.masked_scatter(is_counted_RM, (alive_E * stays_E).to(alive_RM.dtype))
@@ -106,21 +104,47 @@ def compute_multi_pass_loss(
     return PassSums(loss, table_J3[:, 0], table_J3[:, 1], table_J3[:, 2])
 
 
-@torch.no_grad()
-def _compute_targets(drafter: Drafter, rows: PackedRows, temperature: float) -> tuple[PolicyTargets, torch.Tensor]:
-    """Compute the policy's targets one position after each start that counts.
+@dataclass(frozen=True)
+class _StartMeter:
+    """Compares the logits of starts with the policy's, which makes several float32 matrices as wide as the logits."""
 
-    Returns them with the row number [R, M] of each start's target.
-    """
-    is_counted_RM = rows.select_starts(0)
-    chosen_E = rows.target_RM[is_counted_RM]
-    logits_EK = rows.target_NK[chosen_E]
-    if logits_EK.dtype == torch.bfloat16:
-        logits_EK = logits_EK.float()  # bfloat16 is too coarse for softmax and KL
-    normaliser_E = rows.normaliser_N1[chosen_E, 0] if drafter.is_reduced else None
-    number_RM = (is_counted_RM.flatten().cumsum(0) - 1).view_as(is_counted_RM)
-    logits_EK = drafter.vocabulary.mask_padding(logits_EK)
-    return criteria.compute_targets(logits_EK, temperature, normaliser_E, drafter.vocabulary), number_RM
+    drafter: Drafter
+    rows: PackedRows
+    criterion: DraftCriterion
+
+    def measure_pass(
+        self, draft_EK: torch.Tensor, target_E: torch.Tensor, next_E1: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the loss [E] of each start, differentiable, and both results [E] of `criteria.estimate_acceptance`.
+
+        target_E: rows of the starts' targets in target_NK. next_E1: the rollout's tokens, as draft ids. A few starts at
+        a time, which a backward pass computes again; each start's values are the same bits as those of all at once.
+        """
+        sizes = [chunk.stop - chunk.start for chunk in split_rows(*draft_EK.shape)]
+        if len(sizes) == 1:
+            return self._measure_chunk(draft_EK, target_E, next_E1)
+        chunks = zip(draft_EK.split(sizes), target_E.split(sizes), next_E1.split(sizes), strict=True)
+        parts = [checkpoint(self._measure_chunk, *chunk, use_reentrant=False) for chunk in chunks]
+        return tuple(torch.cat(part) for part in zip(*parts, strict=True))
+
+    def _measure_chunk(
+        self, draft_EK: torch.Tensor, target_E: torch.Tensor, next_E1: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        shard = self.drafter.vocabulary
+        wanted = self._compute_targets(target_E)
+        draft_EK = shard.mask_padding(draft_EK.to(wanted.share_EK.dtype))
+        loss_E = criteria.compute_loss(self.criterion, draft_EK, wanted, shard)
+        # For metrics, without gradients: how many starts are accepted, and how many reach the next pass.
+        return loss_E, *criteria.estimate_acceptance(self.criterion, draft_EK.detach(), wanted, next_E1, shard)
+
+    @torch.no_grad()
+    def _compute_targets(self, target_E: torch.Tensor) -> PolicyTargets:
+        logits_EK = self.rows.target_NK[target_E]
+        if logits_EK.dtype == torch.bfloat16:
+            logits_EK = logits_EK.float()  # bfloat16 is too coarse for softmax and KL
+        normaliser_E = self.rows.normaliser_N1[target_E, 0] if self.drafter.is_reduced else None
+        shard = self.drafter.vocabulary
+        return criteria.compute_targets(shard.mask_padding(logits_EK), self.criterion.temperature, normaliser_E, shard)
 
 
 @dataclass(frozen=True)

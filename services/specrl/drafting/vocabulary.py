@@ -4,20 +4,35 @@ A drafter that drafts by the policy's own output layer has only the columns of i
 ranks of a tensor group then work on the same starts, each with its columns. Every method that needs the others is a
 collective of that group, and returns the same at all of its ranks.
 
-Called by `criteria.py`, and by drafters whose logits are so divided.
+Also splits logits into chunks of rows, since several float32 matrices of all rows would not fit into memory.
+
+Called by `criteria.py` and `online.py`, by drafters whose logits are so divided, and for the policy's logits.
 
 Shapes: E positions, W columns of this rank.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+# Of one float32 matrix of logits that is in work; there are a few at once. Large enough to keep a GPU busy.
+CHUNK_BYTES = 256 * 2**20
+
 PADDING = -1e30  # logit of a padded column: its probability is 0, and unlike -inf, 0 times it is 0
+
+
+def split_rows(rows: int, columns: int) -> list[slice]:
+    """Split the rows of a matrix into chunks of about equal size, of at most `CHUNK_BYTES` of float32 each."""
+    most = max(1, CHUNK_BYTES // (4 * columns))
+    count = max(1, -(-rows // most))
+    # Equal sizes: torch sums a lone row of a matrix in another order.
+    ends = [rows * i // count for i in range(count + 1)]
+    return [slice(first, end) for first, end in itertools.pairwise(ends)]
 
 
 class _SumOverRanks(torch.autograd.Function):

@@ -16,8 +16,8 @@ from tests.integration.trainer.runs import a_spec
 from tests.live_tensors import LiveTensors
 from tests.tiny_models import Shape, make_policy
 
+from specrl.drafting import vocabulary
 from specrl.trainer.megatron_backend import MegatronBackend
-from specrl.trainer.megatron_backend.policy import distributions
 from specrl.trainer.megatron_backend.policy.distributions import SamplingDistributions
 
 VOCAB = 151_936
@@ -67,7 +67,7 @@ def test_no_float32_matrix_has_the_logits_of_all_tokens(
 ) -> None:
     """Forward and backward, beside bf16 logits whose place the gradient takes."""
     rows, chunk = 96, 8
-    monkeypatch.setattr(distributions, "CHUNK_BYTES", 4 * VOCAB * chunk)
+    monkeypatch.setattr(vocabulary, "CHUNK_BYTES", 4 * VOCAB * chunk)
     logits_LW = torch.randn(rows, VOCAB, dtype=torch.bfloat16).requires_grad_()
     target_L = torch.randint(VOCAB, (rows,))
     sampling = SamplingDistributions(0.7, VOCAB, None, wide_backend.groups.tensor)
@@ -76,4 +76,4 @@ def test_no_float32_matrix_has_the_logits_of_all_tokens(
         logprob_L, _ = sampling.measure_tokens(logits_LW, target_L)
         (gradient_LW,) = torch.autograd.grad(logprob_L.sum(), logits_LW)
     assert gradient_LW.data_ptr() == logits_LW.data_ptr()
-    assert live.most <= 2.1 * distributions.CHUNK_BYTES < 4 * rows * VOCAB
+    assert live.most <= 2.1 * vocabulary.CHUNK_BYTES < 4 * rows * VOCAB

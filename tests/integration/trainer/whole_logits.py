@@ -10,10 +10,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from specrl.drafting import vocabulary
 from specrl.models.policy_config import PolicyConfig
 from specrl.trainer.megatron_backend.model.gpt_model import compute_padded_vocabulary, mask_padding
 from specrl.trainer.megatron_backend.parallel.groups import RankGroups
-from specrl.trainer.megatron_backend.policy import distributions
 from specrl.trainer.megatron_backend.policy.distributions import SamplingDistributions
 from specrl.trainer.megatron_backend.policy.truncation import SetMask
 
@@ -61,7 +61,7 @@ def compare_chunks(groups: RankGroups, config: PolicyConfig, rows_per_chunk: int
             results = []
             for measure in (measure_whole, SamplingDistributions.measure_tokens):
                 logits_LW = logits_LV[:, columns].to(dtype).clone().requires_grad_()
-                with mock.patch.object(distributions, "CHUNK_BYTES", 4 * width * rows_per_chunk):
+                with mock.patch.object(vocabulary, "CHUNK_BYTES", 4 * width * rows_per_chunk):
                     logprob_L, entropy_L = measure(sampling, logits_LW, target_L)
                     (found_LW,) = torch.autograd.grad(logprob_L, logits_LW, gradient_L)
                 results.append((logprob_L.detach(), entropy_L, found_LW))

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from tests.live_tensors import LiveTensors
 from tests.unit.drafting.builders import (
     HIDDEN,
     VOCAB,
@@ -24,9 +25,9 @@ from tests.unit.drafting.builders import (
     some_states,
 )
 
-from specrl.drafting import attention, online
+from specrl.drafting import attention, online, vocabulary
 from specrl.drafting.criteria import DraftCriterion
-from specrl.drafting.eagle3.head import Eagle3Head
+from specrl.drafting.eagle3.head import Eagle3Head, HeadConfig
 from specrl.drafting.layers import apply_rotary
 from specrl.drafting.online import (
     FULL_RATE_STARTS,
@@ -128,6 +129,41 @@ def test_attention_in_blocks_gives_the_same_gradients(monkeypatch: pytest.Monkey
     monkeypatch.setattr(attention, "BLOCK_STARTS", 5)
     for one, other in zip(whole, gradients(head, loss_of(head, batch).loss), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss", DrafterLoss)
+@pytest.mark.parametrize(("draft_vocab", "temperature"), [(VOCAB, 1.0), (16, 0.7)])
+def test_starts_in_chunks_give_the_same_bits(
+    loss: DrafterLoss, draft_vocab: int, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = a_head(draft_vocab)
+    ids_K = head.draft_ids_K if draft_vocab < VOCAB else None
+    batch = some_states([4, 2, 6], [20, 9, 17], draft_ids_K=ids_K, temperature=temperature)
+    criterion = DraftCriterion(loss, temperature, is_probabilistic=temperature != 1)
+    found = []
+    for chunk in (vocabulary.CHUNK_BYTES, 4 * draft_vocab * 5):
+        monkeypatch.setattr(vocabulary, "CHUNK_BYTES", chunk)
+        sums = compute_multi_pass_loss(head, pack_rows(batch), [60, 50, 40], criterion)
+        measured = [sums.loss.detach(), sums.loss_sums_J, sums.alive_J, sums.accepted_J]
+        found.append([*measured, *gradients(head, sums.loss)])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_a_wide_vocabulary_needs_little_more_than_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It needed the share, the policy's probabilities, and several steps of each loss, for all starts at once."""
+    words, starts = 151_936, 60
+    head = Eagle3Head(HeadConfig(a_policy(vocab_size=words), words, (2, 3, 4)))
+    batch = some_states([2], [starts + 3])
+    targets_NK = torch.randn(starts, words, dtype=torch.bfloat16)
+    batch = batch._replace(target_NK=targets_NK, normaliser_N1=torch.empty(starts, 0))
+    monkeypatch.setattr(vocabulary, "CHUNK_BYTES", 4 * words * 4)
+    with LiveTensors() as live:
+        live.ignore(*head.parameters(), *batch)
+        sums = compute_multi_pass_loss(head, pack_rows(batch), [starts] * PASSES, DraftCriterion(temperature=0.7))
+        torch.autograd.backward(sums.loss)
+    # The logits of all passes, the gradient of one, and that of the output layer.
+    logits = 4 * starts * words
+    assert live.most <= (PASSES + 1) * logits + head.lm_head.weight.nbytes
 
 
 def test_too_short_completions_give_zero_loss() -> None:

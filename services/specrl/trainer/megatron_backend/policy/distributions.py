@@ -14,20 +14,16 @@ on this tensor parallel rank.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
+from specrl.drafting.vocabulary import split_rows
 from specrl.trainer.megatron_backend.model.gpt_model import mask_padding
 from specrl.trainer.megatron_backend.parallel.groups import GroupPosition
 from specrl.trainer.megatron_backend.policy.truncation import SetMask
-
-# Of one float32 matrix of a chunk; there are about three at once. Large enough to keep a GPU busy, and for the cost of
-# the chunks' all-reduces to disappear.
-CHUNK_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -64,15 +60,6 @@ class SamplingDistributions:
         column_R = target_R - self.tensor.rank * columns
         is_here_R = (column_R >= 0) & (column_R < columns)
         return column_R.where(is_here_R, 0), is_here_R
-
-
-def split_rows(rows: int, columns: int) -> list[slice]:
-    """Split rows into chunks of about equal size, of at most `CHUNK_BYTES` of float32 each."""
-    most = max(1, CHUNK_BYTES // (4 * columns))
-    count = max(1, -(-rows // most))
-    # Equal sizes: torch sums a lone row of a matrix in another order.
-    ends = [rows * i // count for i in range(count + 1)]
-    return [slice(first, end) for first, end in itertools.pairwise(ends)]
 
 
 class _Context(Protocol):
