@@ -9,7 +9,8 @@ their own Gloo group, never pickled.
 
 Invariant: after a call, all ranks have the same state. A SpecrlError keeps it: the backend promises that every rank
 rejected the request alike. Any other exception may leave the ranks with different states, so it raises RankLost and
-ends the process. The launcher then restarts all ranks.
+ends the process. The launcher then restarts all ranks. A rank that runs out of memory raises MemoryTooSmall instead,
+without waiting for the others. Its process ends, too, and with it the run.
 
 Waiting: rank 0's broadcast wakes the other ranks. When a rank dies, its sockets close, and every rank that waits for
 it gets an error, at the latest with the next CheckAlive. CONTROL_TIMEOUT bounds every wait.
@@ -20,6 +21,7 @@ Called by `service.py` and `sft.py` at rank 0, and by the main functions at the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -29,8 +31,9 @@ import torch
 import torch.distributed as dist
 from google.protobuf.wrappers_pb2 import StringValue
 
-from specrl.errors import SpecrlError, TrainerFailed, first_line
+from specrl.errors import MemoryTooSmall, SpecrlError, TrainerFailed, first_line
 from specrl.trainer.calls import RANK_0_MAY_REFUSE, RankCalls
+from specrl.trainer.memory import exhaustion
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -43,6 +46,15 @@ CONTROL_TIMEOUT = timedelta(hours=1)
 
 _DONE = 0
 _REFUSED = 1
+
+# What runs in a call, and what to change if its memory does not suffice.
+_PHASES = {
+    "Load": ("the loading of the models", exhaustion.OF_STATE),
+    "TrainParts": ("a training step", exhaustion.OF_PASSES),
+    "TrainSupervised": ("a training step", exhaustion.OF_PASSES),
+    "TrainDrafter": ("the drafter's initialisation", exhaustion.OF_DRAFTER),
+    "Score": ("a pass for log-probabilities", exhaustion.OF_PASSES),
+}
 
 
 class RankLost(TrainerFailed):
@@ -95,11 +107,13 @@ class AllRanks:
     def run_call[Request: Message, Reply](self, call: Callable[[RankCalls, Request], Reply], request: Request) -> Reply:
         """Run a method of RankCalls on every rank. Returns rank 0's result.
 
-        Raises RankLost, and the SpecrlError with which all ranks rejected the request.
+        Raises the SpecrlError with which all ranks rejected the request; RankLost and MemoryTooSmall, after which the
+        process must end.
         """
         control = self._control
         if control is None or control.world_size == 1:
-            return call(self._calls, request)
+            with _report_exhaustion(call.__name__):
+                return call(self._calls, request)
 
         def send_and_run() -> Reply:
             control.send_message(encode_call(call.__name__, request))
@@ -121,7 +135,7 @@ def decode_call(message: bytes) -> tuple[str, Message]:
 
 
 def follow_rank_0(calls: RankCalls, control: ControlGroup) -> None:
-    """Run rank 0's calls, at a rank other than 0, until `Close`. Raises RankLost."""
+    """Run rank 0's calls, at a rank other than 0, until `Close`. Raises RankLost and MemoryTooSmall."""
     name = ""
     while name != "Close":
         try:
@@ -130,7 +144,7 @@ def follow_rank_0(calls: RankCalls, control: ControlGroup) -> None:
             raise _to_rank_lost(error) from error
         try:
             _run_and_compare(control, name, partial(getattr(calls, name), request))
-        except RankLost:
+        except (MemoryTooSmall, RankLost):
             raise
         except SpecrlError:
             pass  # rank 0 has the same error, and answers the caller with it
@@ -139,15 +153,21 @@ def follow_rank_0(calls: RankCalls, control: ControlGroup) -> None:
 def _run_and_compare[Reply](control: ControlGroup, name: str, run: Callable[[], Reply]) -> Reply:
     """Run a call on this rank, and compare its outcome with those of the other ranks.
 
-    Raises this rank's SpecrlError if all ranks have one, and RankLost if outcomes differ or a rank is gone.
+    Raises this rank's SpecrlError if all ranks have one, RankLost if outcomes differ or a rank is gone, and
+    MemoryTooSmall at once.
     """
     refusal: SpecrlError | None = None
     try:
         try:
-            result = run()
+            with _report_exhaustion(name):
+                result = run()
+        except MemoryTooSmall:
+            raise
         except SpecrlError as error:
             refusal = error
         outcomes = control.gather_outcomes(_DONE if refusal is None else _REFUSED)
+    except MemoryTooSmall:
+        raise  # the other ranks may wait for this one in the middle of the call; they notice that its process ends
     except Exception as error:  # the edge of the call: after any unexpected error the ranks may have different states
         raise _to_rank_lost(error) from error
     # Rank 0 may fail alone where it alone has something to do.
@@ -160,6 +180,11 @@ def _run_and_compare[Reply](control: ControlGroup, name: str, run: Callable[[], 
     if refusal is not None:
         raise refusal
     return result
+
+
+def _report_exhaustion(name: str) -> AbstractContextManager[None]:
+    phase, remedy = _PHASES.get(name, (f"the call {name}", exhaustion.OF_STATE))
+    return exhaustion.report_exhaustion(phase, remedy)
 
 
 def _to_rank_lost(error: Exception) -> RankLost:

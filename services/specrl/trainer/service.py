@@ -28,7 +28,7 @@ from google.protobuf.empty_pb2 import Empty
 from google.protobuf.message import DecodeError, Message
 
 from specrl.api.v1 import trainer_pb2, trainer_pb2_grpc
-from specrl.errors import PeerUnavailable, RecordInvalid, SpecrlError, StoreFailed, VersionConflict
+from specrl.errors import MemoryTooSmall, PeerUnavailable, RecordInvalid, SpecrlError, StoreFailed, VersionConflict
 from specrl.files import SMALL_BYTES, read_bytes, resolve_path, write_bytes
 from specrl.records import wire
 from specrl.rpc.server import export_zero_counts
@@ -79,7 +79,7 @@ def _forward_to_ranks(call: Callable[[RankCalls, Any], Any]) -> Any:
 
 
 class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
-    """The servicer. The future `lost` completes when a rank is lost; the process must then end."""
+    """The servicer. The future `lost` completes when a rank is lost or out of memory; the process must then end."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         self._save_begins = asyncio.Lock()
         self._last_used = time.monotonic()
         self._busy = 0  # calls that run or wait for the worker thread
-        self.lost: asyncio.Future[RankLost] = asyncio.get_running_loop().create_future()
+        self.lost: asyncio.Future[RankLost | MemoryTooSmall] = asyncio.get_running_loop().create_future()
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register this service's calls at a server."""
@@ -141,7 +141,10 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         log.info("trainer_loaded", step=step, checkpoint=str(loaded) if loaded else "initial model")
 
     async def watch_ranks(self) -> None:
-        """Check that all ranks are alive while there are no calls. Ends by raising RankLost, from a check or a call."""
+        """Check that all ranks are alive while there are no calls.
+
+        Ends by raising what `lost` has, from a check or a call: RankLost or MemoryTooSmall.
+        """
         while not self.lost.done():
             # Woken when a call loses a rank, at the latest after IDLE_CHECK_S.
             await asyncio.wait([self.lost], timeout=IDLE_CHECK_S)
@@ -162,6 +165,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         """Run `work` on the worker thread, after the calls before it.
 
         When it loses a rank, `lost` completes, and the caller gets PeerUnavailable: this process ends and is restarted.
+        When its memory does not suffice, `lost` completes, and the caller gets MemoryTooSmall: the run ends.
         """
         if self.lost.done():
             raise _to_peer_unavailable(self.lost.result())  # another collective would wait for the rank that is gone
@@ -172,6 +176,10 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
             if not self.lost.done():
                 self.lost.set_result(error)
             raise _to_peer_unavailable(error) from error
+        except MemoryTooSmall as error:
+            if not self.lost.done():
+                self.lost.set_result(error)
+            raise
         finally:
             self._busy -= 1
             self._last_used = time.monotonic()
@@ -361,7 +369,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         return wire.trainer_status_to_wire(self._backend.get_status())
 
 
-def _to_peer_unavailable(error: RankLost) -> PeerUnavailable:
+def _to_peer_unavailable(error: SpecrlError) -> PeerUnavailable:
     return PeerUnavailable(f"the trainer is stopping and will be restarted: {error}")
 
 

@@ -8,15 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests.integration.trainer import whole_logits
-from tests.integration.trainer.runs import a_spec
+from tests.integration.trainer.runs import a_batch, a_spec
 from tests.live_tensors import LiveTensors
 from tests.tiny_models import Shape, make_policy
 
 from specrl.drafting import vocabulary
+from specrl.errors import MemoryTooSmall
 from specrl.trainer.megatron_backend import MegatronBackend
 from specrl.trainer.megatron_backend.policy.distributions import SamplingDistributions
 
@@ -77,3 +79,21 @@ def test_no_float32_matrix_has_the_logits_of_all_tokens(
         (gradient_LW,) = torch.autograd.grad(logprob_L.sum(), logits_LW)
     assert gradient_LW.data_ptr() == logits_LW.data_ptr()
     assert live.most <= 2.1 * vocabulary.CHUNK_BYTES < 4 * rows * VOCAB
+
+
+@pytest.mark.parametrize(
+    ("place", "phase"),
+    [
+        ("run_micro_batches", "forward and backward passes: .*; lower trainer.microBatchTokens"),
+        ("update_weights", "the optimizer's update: .*; use a smaller model"),
+    ],
+)
+def test_a_step_says_in_which_phase_memory_ran_out(
+    wide_backend: MegatronBackend, monkeypatch: pytest.MonkeyPatch, place: str, phase: str
+) -> None:
+    def allocate(*_: Any, **__: Any) -> None:
+        torch.empty(10**15)
+
+    monkeypatch.setattr(wide_backend.models.policy, place, allocate)
+    with pytest.raises(MemoryTooSmall, match=f"ran out of memory in {phase}"):
+        wide_backend.train_step(a_batch(1, VOCAB))

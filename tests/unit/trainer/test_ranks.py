@@ -7,6 +7,7 @@ from typing import get_type_hints
 
 import numpy as np
 import pytest
+import torch
 from google.protobuf.empty_pb2 import Empty
 from google.protobuf.message import Message
 from google.protobuf.wrappers_pb2 import StringValue
@@ -14,9 +15,10 @@ from tests.integration.trainer.runs import a_batch, a_spec
 from tests.stand_ins.trainer_backend import StandInBackend
 
 from specrl.api.v1 import trainer_pb2
-from specrl.errors import PeerUnavailable, RecordInvalid, VersionConflict
-from specrl.records import wire
+from specrl.errors import MemoryTooSmall, PeerUnavailable, RecordInvalid, VersionConflict
+from specrl.records import Batch, TrainMetrics, wire
 from specrl.trainer.calls import RANK_0_MAY_REFUSE, RankCalls
+from specrl.trainer.memory.exhaustion import report_exhaustion
 from specrl.trainer.ranks import AllRanks, RankLost, decode_call, encode_call, follow_rank_0
 from specrl.trainer.service import TrainerService
 
@@ -167,3 +169,64 @@ def test_unexpected_error_raises_rank_lost(monkeypatch: pytest.MonkeyPatch) -> N
 def test_lost_rank_is_not_retryable() -> None:
     assert not RankLost.retryable
     assert PeerUnavailable.retryable
+
+
+class HungryBackend(StandInBackend):
+    """Runs out of memory in every step."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(VOCAB)
+        self.error = error
+
+    def train_step(self, batch: Batch) -> TrainMetrics:
+        raise self.error
+
+
+class Alone(FakeControl):
+    """The control group of rank 1, whose other ranks are still in the middle of the call."""
+
+    def gather_outcomes(self, outcome: int) -> list[int]:
+        raise AssertionError("waited for ranks that wait for this one")
+
+
+def of_cpu_allocator() -> RuntimeError:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(10**15)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("error", "size"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.10 GiB. GPU 0 has a total"), "9.10 GiB"),
+        (of_cpu_allocator(), "4000000000000000 bytes"),
+        (MemoryError(), "an unknown size"),
+    ],
+)
+def test_a_rank_without_memory_ends_at_once_and_says_what_to_change(error: Exception, size: str) -> None:
+    """It was RankLost and exit code 1, so that the launcher restarted the ranks and sent the same batch, for ever."""
+    expected = (
+        rf"rank 0 ran out of memory in a training step: it tried to allocate {size}, but .* GiB are free.*; lower"
+    )
+    backend = HungryBackend(error)
+    backend.load_model(None)
+    for control in (None, Alone()):
+        ranks = AllRanks(calls_of(backend), control)  # type: ignore[arg-type]  # for the Gloo group
+        with pytest.raises(MemoryTooSmall, match=expected) as caught:
+            ranks.run_call(RankCalls.TrainParts, a_step(1))
+        assert caught.value.exit_code == 2
+    of_other = Alone()
+    of_other.sent = [encode_call("TrainParts", a_step(1))]
+    with pytest.raises(MemoryTooSmall, match=expected):
+        follow_rank_0(calls_of(backend), of_other)  # type: ignore[arg-type]
+
+
+def test_the_innermost_phase_is_named_and_other_errors_pass() -> None:
+    with (
+        pytest.raises(MemoryTooSmall, match=r"memory in the update: .*; buy more"),
+        report_exhaustion("a step", "wait"),
+        report_exhaustion("the update", "buy more"),
+    ):
+        raise MemoryError
+    with pytest.raises(RuntimeError, match="shapes"), report_exhaustion("a step", "wait"):
+        raise RuntimeError("shapes differ")

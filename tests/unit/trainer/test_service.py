@@ -18,7 +18,7 @@ import structlog
 from tests.integration.trainer.runs import a_batch, a_spec
 from tests.stand_ins.trainer_backend import StandInBackend
 
-from specrl.errors import PeerUnavailable, RecordInvalid, StoreFailed, VersionConflict
+from specrl.errors import MemoryTooSmall, PeerUnavailable, RecordInvalid, StoreFailed, VersionConflict
 from specrl.records import Batch, DrafterEpoch, TrainMetrics, WeightGroup, wire
 from specrl.rpc.clients import TrainerClient
 from specrl.rpc.server import start_server
@@ -42,10 +42,13 @@ class CountingBackend(StandInBackend):
         self.trained: list[int] = []
         self.token_counts: list[int] = []
         self.is_lost = False
+        self.has_memory = True
 
     def train_step(self, batch: Batch) -> TrainMetrics:
         if self.is_lost:
             raise RankLost("lost a trainer rank: it died; restart all of them")
+        if not self.has_memory:
+            raise MemoryError
         metrics = super().train_step(batch)
         self.trained.append(batch.step)
         self.token_counts.append(sum(len(item.rollout.token_ids_T) for item in batch.rollouts))
@@ -319,6 +322,17 @@ async def test_lost_rank_fails_the_call_and_ends_the_service(tmp_path: Path) -> 
         with pytest.raises(PeerUnavailable, match="died"):
             await client.train_step(a_batch(1, VOCAB), DEADLINE_S)
         with pytest.raises(RankLost):
+            await watch
+
+
+async def test_a_rank_without_memory_fails_the_call_and_ends_the_service_for_good(tmp_path: Path) -> None:
+    backend = CountingBackend()
+    async with a_trainer(tmp_path, backend) as (client, service):
+        watch = asyncio.create_task(service.watch_ranks())
+        backend.has_memory = False
+        with pytest.raises(MemoryTooSmall, match="in a training step"):
+            await client.train_step(a_batch(1, VOCAB), DEADLINE_S)
+        with pytest.raises(MemoryTooSmall, match="in a training step"):
             await watch
 
 

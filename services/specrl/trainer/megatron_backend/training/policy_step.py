@@ -32,6 +32,7 @@ from specrl.trainer.megatron_backend.policy.tensors import MicroBatch
 from specrl.trainer.megatron_backend.training import drafter_training, logprobs
 from specrl.trainer.megatron_backend.training.batches import cut_micro_batches
 from specrl.trainer.megatron_backend.training.models import RankModels
+from specrl.trainer.memory.exhaustion import OF_DRAFTER, OF_PASSES, OF_STATE, report_exhaustion
 
 # Computes the loss of a micro-batch from its number, and log-probabilities [T] and entropies [T] of its sampled tokens.
 ComputeLoss = Callable[[int, torch.Tensor, torch.Tensor], LossTerms]
@@ -46,9 +47,10 @@ def train_policy_step(models: RankModels, batch: Batch) -> TrainMetrics:
     started = time.perf_counter()
     cuts = cut_micro_batches(models, batch.rollouts)
     proximal = logprobs.ProximalMeasures()
-    if logprobs.needs_logprob_pass(spec.trainer):
-        proximal = logprobs.compute_proximal(models, cuts)
-    reference = logprobs.compute_reference(models, cuts)
+    with report_exhaustion("a pass for log-probabilities", OF_PASSES):
+        if logprobs.needs_logprob_pass(spec.trainer):
+            proximal = logprobs.compute_proximal(models, cuts)
+        reference = logprobs.compute_reference(models, cuts)
     cuts = _subtract_divergence(models, batch, cuts, proximal.logprobs, reference)
     logprob_s = time.perf_counter() - started
 
@@ -76,7 +78,8 @@ def train_policy_step(models: RankModels, batch: Batch) -> TrainMetrics:
     norms, found, taught = _make_updates(models, batch.step, cuts, compute_policy_loss, lessons)
     drafter_metrics = None
     if drafter is not None:
-        drafter_metrics = drafter_training.update_drafter(drafter, parts, taught)
+        with report_exhaustion("the drafter's updates", OF_DRAFTER):
+            drafter_metrics = drafter_training.update_drafter(drafter, parts, taught)
     train_s = time.perf_counter() - started
 
     # Figures. Sums over this rank's tokens are reduced over ranks; means are taken afterwards.
@@ -182,9 +185,11 @@ def _make_updates(
     is_skipped = False
     while len(norms) < models.spec.trainer.optimizer.updates_per_step and not is_skipped:
         # Only the first update keeps lessons: they must be of the version that the step starts from.
-        found_N, kept = _accumulate_gradients(models, cuts, loss, [] if norms else lessons)
+        with report_exhaustion("forward and backward passes", OF_PASSES):
+            found_N, kept = _accumulate_gradients(models, cuts, loss, [] if norms else lessons)
         taught += kept
-        norm = models.policy.update_weights(models.learning_rate(step))
+        with report_exhaustion("the optimizer's update", OF_STATE):
+            norm = models.policy.update_weights(models.learning_rate(step))
         is_skipped = norm is None
         if norm is not None:
             norms.append(norm)
