@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 PYTHON_VERSIONS = ((3, 12), (3, 13))  # in order of preference; requires-python of pyproject.toml
 NEEDED_MODULES = ("venv", "ensurepip", "ssl", "sqlite3", "ctypes")  # left out where CPython was built without a library
@@ -124,7 +125,7 @@ def _newest_first(paths: Iterable[Path]) -> list[Path]:
     return sorted(paths, key=lambda path: [int(part) for part in re.findall(r"\d+", str(path))], reverse=True)
 
 
-def probe_interpreter(python: str) -> dict | str:
+def probe_interpreter(python: str) -> dict[str, Any] | str:
     """What an interpreter says of itself (see PROBE), or why it says nothing. A name on PATH may be a dead shim."""
     try:
         done = subprocess.run(
@@ -135,7 +136,7 @@ def probe_interpreter(python: str) -> dict | str:
         return "does not run"
 
 
-def unsuitable(found: dict, versions: Sequence[tuple[int, int]]) -> str | None:
+def unsuitable(found: dict[str, Any], versions: Sequence[tuple[int, int]]) -> str | None:
     """Why an interpreter cannot be used, to follow its name; None if it can be."""
     if tuple(found["version"]) not in versions:
         return f"is {as_text(found['version'])}"

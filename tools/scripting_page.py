@@ -21,7 +21,7 @@ from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.alias_generators import to_camel
-from pydantic.fields import FieldInfo
+from pydantic.fields import ComputedFieldInfo, FieldInfo
 
 from specrl.formats import checkpoint_rows, reports, rollout_samples, run_report
 from specrl.formats.counters import COUNTERS
@@ -55,7 +55,8 @@ WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false
 def list_fields(model: type[BaseModel]) -> Iterator[tuple[str, str, str]]:
     """Yield the rows of a model: JSON key, type, meaning. Raises ValueError if a field has no meaning."""
     meanings = _read_docstrings(model)
-    for name, field in {**model.model_fields, **model.model_computed_fields}.items():
+    fields: dict[str, FieldInfo | ComputedFieldInfo] = {**model.model_fields, **model.model_computed_fields}
+    for name, field in fields.items():
         meaning = meanings.get(name) or field.description
         if not meaning:
             raise ValueError(f"{model.__name__}.{name} must have a docstring below it, got none; say what it means")

@@ -105,11 +105,10 @@ class Reader:
         module, rest = self._split(name)
         scope: _Scope | None = self._module(module)
         nodes: list[ast.AST] = []
-        assert scope is not None
         for number, part in enumerate(rest):
+            if scope is None:
+                raise NotFound(f"{name}: {rest[number - 1]} is neither a module nor a class")
             scope, nodes = self._member(scope, part, name)
-            if scope is None and number + 1 < len(rest):
-                raise NotFound(f"{name}: {part} is neither a module nor a class")
         return self._describe(scope, nodes, only)
 
     def _split(self, name: str) -> tuple[str, list[str]]:
@@ -265,10 +264,10 @@ def _class_scope(module: str, node: ast.ClassDef) -> _Scope:
             nodes.setdefault(bound, []).append(item)
     for method in node.body:
         if isinstance(method, Functions):
-            for item in ast.walk(method):
-                for target in _targets(item):
+            for inner in ast.walk(method):
+                for target in _targets(inner):
                     if isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self":
-                        nodes.setdefault(target.attr, []).append(item)
+                        nodes.setdefault(target.attr, []).append(inner)
     return _Scope(module, nodes, (), node)
 
 

@@ -51,12 +51,7 @@ async def until_leader_is_gone(nodes: ReplicaNodes, met: asyncio.Event) -> None:
 
     The wait for the leader has no bound: its image may take long to pull, and its weights long to load.
     """
-    while True:
-        try:
-            reader, writer = await asyncio.open_connection(nodes.address, nodes.port)
-            break
-        except OSError:  # the leader's name does not resolve yet, or it does not listen yet
-            await asyncio.sleep(RETRY_S)
+    reader, writer = await _connect_to_leader(nodes)
     met.set()
     _keep_alive(writer.get_extra_info("socket"))
     try:
@@ -64,6 +59,14 @@ async def until_leader_is_gone(nodes: ReplicaNodes, met: asyncio.Event) -> None:
             await reader.read()
     finally:
         writer.close()
+
+
+async def _connect_to_leader(nodes: ReplicaNodes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    while True:
+        try:
+            return await asyncio.open_connection(nodes.address, nodes.port)
+        except OSError:  # the leader's name does not resolve yet, or it does not listen yet
+            await asyncio.sleep(RETRY_S)
 
 
 def _keep_alive(connection: socket.socket) -> None:

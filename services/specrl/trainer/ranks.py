@@ -25,7 +25,7 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, get_type_hints
+from typing import TYPE_CHECKING, cast, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -157,6 +157,7 @@ def _run_and_compare[Reply](control: ControlGroup, name: str, run: Callable[[], 
     MemoryTooSmall at once.
     """
     refusal: SpecrlError | None = None
+    result: Reply | None = None
     try:
         try:
             with _report_exhaustion(name):
@@ -179,7 +180,7 @@ def _run_and_compare[Reply](control: ControlGroup, name: str, run: Callable[[], 
         )
     if refusal is not None:
         raise refusal
-    return result
+    return cast("Reply", result)  # a call may return None
 
 
 def _report_exhaustion(name: str) -> AbstractContextManager[None]:

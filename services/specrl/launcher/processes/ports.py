@@ -49,6 +49,7 @@ def _hold_port(field: str, port: int) -> Iterator[int]:
     Raises PortTaken when the port, or each of `MAX_PORT_ATTEMPTS` ports, is taken.
     """
     choices = [port] if port else random.sample(PORT_RANGE, MAX_PORT_ATTEMPTS)
+    reason: OSError | None = None
     for choice in choices:
         # A new socket for each attempt: a socket that was bound but could not listen cannot be bound again.
         with socket.socket() as listener:
@@ -63,6 +64,6 @@ def _hold_port(field: str, port: int) -> Iterator[int]:
             yield choice
             return
     raise PortTaken(
-        f"{field} must be a free port, got {field}={port}: {reason.strerror}; "
+        f"{field} must be a free port, got {field}={port}: {reason and reason.strerror}; "
         "stop the process that listens there, choose another port, or use 0 for a free one"
     ) from reason

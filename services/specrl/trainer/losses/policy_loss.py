@@ -11,6 +11,7 @@ Shapes: T sampled tokens of a micro-batch, S its rollouts, N entries of SUMS.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import assert_never
 
 import torch
 
@@ -126,6 +127,8 @@ class PolicyLoss:
                 divisor_T = self.rollouts * sequences.spread_to_tokens(sequences.count_tokens())
             case Normaliser.FIXED_LENGTH:
                 divisor_T = torch.full_like(sequence_T, self.rollouts * self.longest)
+            case unknown:
+                assert_never(unknown)
         return 1 / divisor_T.double()
 
     def _compute_surrogate(self, policy_T: torch.Tensor, sampled: SampledTokens) -> SurrogateLoss:
