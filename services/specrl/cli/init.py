@@ -28,9 +28,9 @@ from specrl.launcher.terminal.view import choose_view
 from specrl.models import ModelFolder, read_model_folder
 from specrl.models.model_folder import has_chat_template
 from specrl.prompts.columns import DatasetRecord
-from specrl.prompts.parquet_rows import read_first_row
 from specrl.prompts.questions import list_question_columns
-from specrl.prompts.sources import ProblemSource, open_problem_source, read_text_rows
+from specrl.prompts.sources import ProblemSource, open_problem_source, read_json_records
+from specrl.prompts.table_rows import find_table_format, read_first_row
 from specrl.prompts.templates import PromptTemplate
 from specrl.spec import load_spec
 from specrl.spec.base import is_gguf, is_hub_name
@@ -137,9 +137,10 @@ def read_columns(data: Path) -> list[str]:
     file cannot be read.
     """
     try:
-        if data.suffix == ".parquet":
-            return list(list_record_columns(read_first_row(str(data))))
-        _, record = next(read_text_rows(str(data), answer=""), (0, DatasetRecord({}, None)))
+        kind = find_table_format(str(data))
+        if kind is not None:
+            return list(list_record_columns(read_first_row(str(data), kind)))
+        _, record = next(read_json_records(str(data), answer=""), (0, DatasetRecord({}, None)))
         if isinstance(record, str):  # why it is malformed
             raise ValueError(record)
         return list(list_record_columns(record.values))

@@ -154,6 +154,10 @@ def _has_lone_surrogate(text: str) -> bool:
     return any("\ud800" <= character <= "\udfff" for character in text)
 
 
+NumberedRow = tuple[int, DatasetRecord | str]
+"""A line or row number from 1, with the record or a message that says why it is malformed."""
+
+
 def list_columns(fields: FieldMapping) -> list[tuple[str, str]]:
     """List the columns that a mapping names, each with its purpose: question, answer or solution."""
     named = [("question", name) for name in list_question_columns(fields.question)]

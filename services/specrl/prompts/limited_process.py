@@ -1,9 +1,9 @@
-"""Starts `limited_worker`, which renders chat templates and reads Parquet files under limits, and talks to it.
+"""Starts `limited_worker`, which renders chat templates and reads Parquet and CSV files under limits, and talks to it.
 
 Invariant: whatever the template or the file does, a call ends, with an answer or with LimitReached. What bounds each
 wait: the worker's own limit of processor time, and STALLED_S without an answer.
 
-Called by `templates` and `parquet_rows`. Each has its own worker, which ends with the object that started it, and when
+Called by `templates` and `table_rows`. Each has its own worker, which ends with the object that started it, and when
 this process ends, since its input then ends.
 """
 
@@ -35,7 +35,7 @@ class LimitReached(Exception):
 
 
 class LimitedProcess:
-    """One worker. task: "templates" or "parquet". processor_s: for each answer."""
+    """One worker. task: "templates", "parquet" or "csv". processor_s: for each answer."""
 
     def __init__(self, task: str, memory_mib: int, processor_s: int) -> None:
         self._memory_mib = memory_mib

@@ -1,4 +1,4 @@
-"""The program of a worker that reads what a stranger may have written: chat templates and Parquet files.
+"""The program of a worker that reads what a stranger may have written: chat templates, Parquet and CSV files.
 
 `limited_process.LimitedProcess` starts it and talks to it. It limits its own memory and, for each part of its work, its
 processor time. So a template without an end, or a file that grows a thousandfold, ends this process and no other one.
@@ -11,18 +11,28 @@ last answer.
 
 from __future__ import annotations
 
+import csv
 import datetime
+import gzip
+import io
 import json
 import resource
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 MOST_DEPTH = 64
 """Most levels of a Parquet column's type. Data sets have up to five; Arrow reads types by recursion."""
 
+MOST_COLUMNS = 10_000
+"""Most columns of a CSV file."""
+
 BATCH_ROWS = 1024
-"""Rows that are decoded at once."""
+"""Rows that are decoded, or sent, at once."""
+
+BATCH_VALUES = 1 << 20
+"""Values that are sent at once: as Python's they take about 100 bytes each, also where the file has none."""
 
 MIB = 1 << 20
 
@@ -32,7 +42,12 @@ def main() -> None:
     task = sys.argv[1]
     memory_mib = int(sys.argv[2])
     processor_s = int(sys.argv[3])
-    serve: Callable[[Any], Iterator[object]] = Templates().render if task == "templates" else read_parquet
+    tasks: dict[str, Callable[[Any], Iterator[object]]] = {
+        "templates": Templates().render,
+        "parquet": read_parquet,
+        "csv": read_csv,
+    }
+    serve = tasks[task]
     with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123 - pathlib takes a tenth of the start
         used = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + memory_mib * MIB, resource.RLIM_INFINITY))
@@ -164,7 +179,7 @@ def compile_template(source: str) -> Any:
 
 
 def read_parquet(request: Any) -> Iterator[object]:
-    """Yield {"names": ...}, and then the rows of the chosen columns as streams of Arrow.
+    """Yield {"names": ...}, or the rows of the chosen columns as streams of Arrow.
 
     The request has path, columns (null: none, [] : all), and most_bytes of a stream.
     """
@@ -175,27 +190,84 @@ def read_parquet(request: Any) -> Iterator[object]:
     try:
         with pyarrow.parquet.ParquetFile(request["path"], pre_buffer=False, buffer_size=MIB) as file:
             schema = file.schema_arrow
-            yield {"names": schema.names}
             columns = request["columns"]
             if columns is None:
+                yield {"names": schema.names}
                 return
             chosen = [schema.field(name) for name in columns] if columns else list(schema)
             deep = next((field.name for field in chosen if _is_deep(field.type)), None)
             if deep is not None:
                 yield {"fault": f"column {deep[:100]!r} nested more than {MOST_DEPTH} levels deep"}
                 return
-            number = 0
-            for batch in file.iter_batches(BATCH_ROWS, columns=columns or None, use_threads=False):
-                for part in _split(batch, request["most_bytes"]):
-                    if part.nbytes > request["most_bytes"]:
-                        yield {"fault": f"more than {request['most_bytes']} bytes in row {number + 1}"}
-                        return
-                    yield _to_stream(part)
-                    number += part.num_rows
+            batches = file.iter_batches(BATCH_ROWS, columns=columns or None, use_threads=False)
+            yield from _send_batches(batches, request["most_bytes"])
     except MemoryError:  # Arrow's, too
         raise
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError, RecursionError, KeyError) as error:
         yield {"fault": str(error).partition("\n")[0][:500]}
+
+
+def read_csv(request: Any) -> Iterator[object]:
+    """Yield {"names": ...}, or the rows of the chosen columns as streams of Arrow. The request is as for Parquet.
+
+    Of several columns with one name the last counts, as in JSON.
+    """
+    import pyarrow
+    import pyarrow.csv
+
+    pyarrow.set_memory_pool(pyarrow.system_memory_pool())
+    path = request["path"]
+    # A block has a whole record. Without threads, blocks are not read ahead.
+    reading = pyarrow.csv.ReadOptions(use_threads=False, block_size=request["most_bytes"])
+    tab = path.lower().removesuffix(".gz").endswith(".tsv")
+    parsing = pyarrow.csv.ParseOptions(delimiter="\t" if tab else ",", newlines_in_values=True)
+    try:
+        # Counted first: Arrow takes 8 GB for the head line of a million columns, and may stop for ever without memory.
+        count = _count_columns(path, parsing.delimiter)
+        if count > MOST_COLUMNS:
+            yield {"fault": f"{count} columns, of at most {MOST_COLUMNS}"}
+            return
+        # Opened twice, since the types are asked for by name.
+        with pyarrow.csv.open_csv(path, reading, parsing) as file:
+            names = file.schema.names
+        if request["columns"] is None:
+            yield {"names": names}
+            return
+        texts = pyarrow.csv.ConvertOptions(
+            column_types=dict.fromkeys(names, pyarrow.string()), strings_can_be_null=False
+        )
+        places = {name: place for place, name in enumerate(names)}
+        chosen = [places[name] for name in request["columns"] or places]
+        with pyarrow.csv.open_csv(path, reading, parsing, texts) as file:
+            yield from _send_batches((batch.select(chosen) for batch in file), request["most_bytes"])
+    except MemoryError:
+        raise
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError, EOFError, zlib.error, csv.Error) as error:
+        words = str(error).partition("\n")[0]
+        if "block" in words:  # "straddling object straddles two block boundaries", for example
+            words = f"a head line or a record of more than {request['most_bytes']} bytes"
+        yield {"fault": words[:500]}
+
+
+def _count_columns(path: str, delimiter: str) -> int:
+    """Count the columns in the head line, as far as it is in the first MiB of a CSV file."""
+    open_text: Callable[..., Any] = gzip.open if path.lower().endswith(".gz") else open
+    with open_text(path, "rt", encoding="utf-8", errors="replace", newline="") as file:
+        head = io.StringIO(file.read(MIB), newline="")
+    csv.field_size_limit(MIB)
+    return len(next(csv.reader(head, delimiter=delimiter), []))
+
+
+def _send_batches(batches: Iterator[Any], most_bytes: int) -> Iterator[object]:
+    """Yield streams of Arrow of at most that many bytes, or the fault of a row that has more."""
+    number = 0
+    for batch in batches:
+        for part in _split(batch, most_bytes):
+            if part.nbytes > most_bytes:
+                yield {"fault": f"more than {most_bytes} bytes in row {number + 1}"}
+                return
+            yield _to_stream(part)
+            number += part.num_rows
 
 
 def _is_deep(kind: Any) -> bool:
@@ -207,8 +279,9 @@ def _is_deep(kind: Any) -> bool:
 
 
 def _split(batch: Any, most_bytes: int) -> Iterator[Any]:
-    """Halve a batch until each part has at most that many bytes, or one row."""
-    if batch.num_rows <= 1 or batch.nbytes <= most_bytes:
+    """Halve a batch until each part has at most that many bytes, BATCH_ROWS and BATCH_VALUES; or one row."""
+    most_rows = max(1, min(BATCH_ROWS, BATCH_VALUES // max(1, batch.num_columns)))
+    if batch.num_rows <= 1 or (batch.num_rows <= most_rows and batch.nbytes <= most_bytes):
         yield batch
         return
     half = batch.num_rows // 2

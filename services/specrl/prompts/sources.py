@@ -26,11 +26,12 @@ from specrl.prompts import families
 from specrl.prompts.columns import (
     DatasetProblem,
     DatasetRecord,
+    NumberedRow,
     measure_memory,
     parse_json_record,
 )
-from specrl.prompts.data_files import has_json_list, read_csv_rows, read_json_rows
-from specrl.prompts.parquet_rows import read_parquet_rows
+from specrl.prompts.json_lists import has_json_list, read_json_rows
+from specrl.prompts.table_rows import TableFormat, find_table_format, read_table_rows
 from specrl.spec.data import FieldMapping, FileSource, GeneratedSource, HubSource, OnBadLine, PromptSource
 
 LINE_BYTES = 64 << 20
@@ -123,8 +124,9 @@ def open_problem_source(
     if source.jsonl is not None:
         found = _read_file(source.jsonl, _read_jsonl_rows(source.jsonl.path, source.jsonl.fields.answer), keeps_rows)
     elif source.parquet is not None:
-        rows = read_parquet_rows(source.parquet.path, source.parquet.fields, keeps_rows)
-        found = _read_file(source.parquet, rows, keeps_rows)
+        file = source.parquet
+        rows = read_table_rows(file.path, TableFormat.PARQUET, file.fields, keeps_rows)
+        found = _read_file(file, rows, keeps_rows)
     elif source.dataset is not None:
         found = _read_data_set(source.dataset, keeps_rows)
     elif source.generated is not None:
@@ -176,11 +178,7 @@ def _generate_problems(source: GeneratedSource, exclude: Collection[str]) -> Pro
     )
 
 
-NumberedRecord = tuple[int, DatasetRecord | str]
-"""A line or row number from 1, with the record or a message that says why it is malformed."""
-
-
-def _read_file(source: FileSource, rows: Iterator[NumberedRecord], keeps_rows: bool) -> ProblemSource:
+def _read_file(source: FileSource, rows: Iterator[NumberedRow], keeps_rows: bool) -> ProblemSource:
     path = Path(source.path)
     if not path.is_file():
         raise DatasetInvalid(
@@ -241,23 +239,21 @@ def _read_data_set(source: HubSource, keeps_rows: bool) -> ProblemSource:
     )
 
 
-def _read_rows(path: str, fields: FieldMapping, keeps_rows: bool) -> Iterator[NumberedRecord]:
+def _read_rows(path: str, fields: FieldMapping, keeps_rows: bool) -> Iterator[NumberedRow]:
     """Yield the records of a file of a data set, in the format that its name tells."""
-    if path.lower().endswith(".parquet"):
-        yield from read_parquet_rows(path, fields, keeps_rows)
+    kind = find_table_format(path)
+    if kind is None:
+        yield from read_json_records(path, fields.answer)
     else:
-        yield from read_text_rows(path, fields.answer)
+        yield from read_table_rows(path, kind, fields, keeps_rows)
 
 
-def read_text_rows(path: str, answer: str) -> Iterator[NumberedRecord]:
-    """Yield the records of a CSV, TSV, JSON or JSON Lines file, in the format that its name tells.
+def read_json_records(path: str, answer: str) -> Iterator[NumberedRow]:
+    """Yield the records of a JSON or JSON Lines file, in the format that its name tells.
 
     A name that ends in .gz is unpacked. answer: the name of the answer column. Raises DatasetInvalid, OSError.
     """
-    plain = path.lower().removesuffix(".gz")
-    if plain.endswith((".csv", ".tsv")):
-        yield from read_csv_rows(path, answer)
-    elif plain.endswith(".json") and plain == path.lower() and has_json_list(path):
+    if path.lower().endswith(".json") and has_json_list(path):
         yield from read_json_rows(path, answer)
     else:
         yield from _read_jsonl_rows(path, answer)
@@ -267,7 +263,7 @@ def _describe_path(path: Path) -> str:
     return "a folder" if path.is_dir() else "something that is not a file" if path.exists() else "no such file"
 
 
-def _read_jsonl_rows(path: str, answer: str) -> Iterator[NumberedRecord]:
+def _read_jsonl_rows(path: str, answer: str) -> Iterator[NumberedRow]:
     try:
         with open_regular(Path(path)) as raw, gzip.open(raw) if path.endswith(".gz") else raw as file:
             yield from read_jsonl(cast("BinaryIO", file), answer)
@@ -275,7 +271,7 @@ def _read_jsonl_rows(path: str, answer: str) -> Iterator[NumberedRecord]:
         raise DatasetInvalid(f"{path}: must be whole, got {error}; fetch it again") from error
 
 
-def read_jsonl(file: BinaryIO, answer: str) -> Iterator[NumberedRecord]:
+def read_jsonl(file: BinaryIO, answer: str) -> Iterator[NumberedRow]:
     """Yield the records of a JSONL file with their line numbers. Blank lines are skipped.
 
     Only a line feed ends a line, since U+2028 may stand inside text. answer: the name of the answer column.

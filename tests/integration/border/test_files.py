@@ -441,7 +441,7 @@ READERS = {
     "data set, JSON": Reader(
         _written("train.json", b'[{"question": "a", "answer": "1"}, {"question": "b", "answer": "2"}]'), _read_data_set
     ),
-    "data set, CSV": Reader(_written("train.csv", b'question,answer\n"a, b",1\nc,2\n'), _read_data_set),
+    "data set, CSV": Reader(_written("train.csv", b'question,answer\n"a, b",1\nc,2\n'), _read_data_set, examples=20),
     "data set's card": Reader(_card, _read_card, is_done_without=True),
     "hub's listing": Reader(_listing, _read_listing, True, is_done_without=True),
     "hub's model config": Reader(_hub_config, _fetch_again, True),
@@ -682,7 +682,7 @@ def test_every_reader_in_the_services_is_fuzzed() -> None:
     services = Path(__file__).parents[3] / "services" / "specrl"
     reads = re.compile(
         r"read_text\(|read_bytes\(|read_object\(|\.open\(\"rb?\"|(?<!\.)(?<!def )load_tensors\("
-        r"|open_tensors\(|ParquetFile\(|open_regular\("
+        r"|open_tensors\(|ParquetFile\(|open_csv\(|open_regular\("
     )
     found = {
         str(path.relative_to(services))
@@ -725,8 +725,8 @@ COVERED = {
     "hub/gguf_models.py": "GGUF, which is hashed",
     "models/gguf_files/header.py": "GGUF",
     "models/gguf_files/conversion.py": "GGUF",
-    "prompts/data_files.py": "data set, JSON; data set, CSV",
-    "prompts/limited_worker.py": "problems, Parquet; columns, Parquet",
+    "prompts/json_lists.py": "data set, JSON",
+    "prompts/limited_worker.py": "problems, Parquet; columns, Parquet; data set, CSV",
     "launcher/run_directory.py": "the lock, which is never read",
     "prompts/sources.py": "problems; data set, JSONL; data set, packed",
     "report/reading.py": "origin, comparison",

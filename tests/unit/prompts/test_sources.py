@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from datetime import date, datetime
 from decimal import Decimal
@@ -14,9 +15,9 @@ import pyarrow.parquet
 import pytest
 
 from specrl.errors import DatasetInvalid
-from specrl.prompts import parquet_rows, sources
+from specrl.prompts import sources, table_rows
 from specrl.prompts.columns import DatasetProblem
-from specrl.prompts.data_files import read_json_rows
+from specrl.prompts.json_lists import read_json_rows
 from specrl.prompts.sources import open_problem_source
 from specrl.spec.data import FieldMapping, FileSource, GeneratedSource, OnBadLine, PromptSource
 
@@ -321,9 +322,24 @@ def test_a_line_without_an_end_is_not_read_into_memory(tmp_path: Path, monkeypat
     assert "must be at most 1000 bytes" in source.skipped[0]
 
 
+def test_a_line_is_asked_for_with_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that no more of it is ever in memory."""
+
+    class AskedFile(io.BytesIO):
+        def readline(self, size: int | None = -1, /) -> bytes:
+            assert size is not None
+            assert 0 < size <= 1001
+            return super().readline(size)
+
+    monkeypatch.setattr(sources, "LINE_BYTES", 1000)
+    rows = list(sources.read_jsonl(AskedFile(record("a").encode() + b"\n" + b"x" * 5000), "answer"))
+    assert [number for number, _ in rows] == [1, 2]
+    assert rows[1][1] == "must be at most 1000 bytes, got more; check that this is the right file"
+
+
 def test_column_that_is_larger_than_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal values are stored once: a file of some KB made a list of a TB."""
-    monkeypatch.setattr(parquet_rows, "_WORKER_MIB", 256)
+    monkeypatch.setattr(table_rows, "_WORKER_MIB", 256)
     source = parquet(tmp_path, {"question": ["x" * 1_000_000] * 400, "answer": ["1"] * 400})
     with pytest.raises(
         DatasetInvalid, match=r"data\.parquet: must be a Parquet file, got one that needs more than 256"
@@ -363,11 +379,11 @@ def test_a_row_that_python_cannot_hold_is_malformed_and_the_others_are_kept(
         open_problem_source(source, keeps_rows=keeps_rows)
     kept = open_problem_source(skipping(tmp_path / "data.parquet"), keeps_rows=keeps_rows)
     assert [problem.question for problem in kept.problems] == ["a", "c"]
-    assert parquet_rows.read_first_row(str(tmp_path / "data.parquet"))["question"] == "a"
+    assert table_rows.read_first_row(str(tmp_path / "data.parquet"), table_rows.TableFormat.PARQUET)["question"] == "a"
 
 
 def test_large_batches_of_a_parquet_file_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parquet_rows, "BATCH_BYTES", 1000)
+    monkeypatch.setattr(table_rows, "BATCH_BYTES", 1000)
     questions = [f"{number} {'x' * 300}" for number in range(50)]
     source = open_problem_source(parquet(tmp_path, {"question": questions, "answer": ["1"] * 50}))
     assert [problem.question for problem in source.problems] == questions

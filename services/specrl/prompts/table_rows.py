@@ -1,7 +1,10 @@
-"""Read the records of Parquet files by a worker with limits of memory and time (`limited_process`).
+"""Read the records of Parquet, CSV and TSV files by a worker with limits of memory and time (`limited_process`).
 
-A file of some KB may hold a column of a TB, since equal values are stored once. Its types may be nested deeper than
-Arrow's own code bears. So another process decodes it, and this one gets batches of at most BATCH_BYTES.
+A Parquet file of some KB may hold a column of a TB, since equal values are stored once. Its types may be nested deeper
+than Arrow's own code bears. A CSV file of 10 MB may have a million columns, for which Arrow takes 8 GB. So another
+process decodes them, and this one gets batches of at most BATCH_BYTES.
+
+Every column of a CSV file is read as text, since a reference reaches its verifier as the file writes it.
 
 Called by `sources` and `specrl init`.
 """
@@ -10,13 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specrl.errors import DatasetInvalid
 from specrl.files import check_regular
-from specrl.prompts.columns import DatasetRecord, format_table_references, list_columns, select_table_column
-from specrl.prompts.data_files import NumberedRow
+from specrl.prompts.columns import (
+    DatasetRecord,
+    NumberedRow,
+    format_table_references,
+    list_columns,
+    select_table_column,
+)
 from specrl.prompts.limited_process import LimitedProcess, LimitReached
 from specrl.spec.data import FieldMapping
 
@@ -27,18 +36,33 @@ BATCH_BYTES = 64 << 20
 """Most bytes of a batch, and so of a record: as many as of a line of JSON."""
 
 _WORKER_MIB = 4096
-"""Memory of the worker: a page of a column has at most 2 GiB."""
+"""Memory of the worker: a page of a Parquet column has at most 2 GiB."""
 
 _WORKER_S = 60
 """Processor seconds for one batch, which has at most 1,024 rows."""
 
 
-def read_parquet_rows(path: str, fields: FieldMapping, keeps_rows: bool) -> Iterator[NumberedRow]:
-    """Yield the rows of a Parquet file with their numbers. Reads only the columns that are needed.
+class TableFormat(StrEnum):
+    """The format of a file with a table. The values are tasks of the worker."""
+
+    PARQUET = "parquet"
+    CSV = "csv"
+
+
+def find_table_format(path: str) -> TableFormat | None:
+    """Find the format of a file of a data set by its name; None if it is no table. CSV and TSV may be packed as .gz."""
+    name = path.lower()
+    if name.endswith(".parquet"):
+        return TableFormat.PARQUET
+    return TableFormat.CSV if name.removesuffix(".gz").endswith((".csv", ".tsv")) else None
+
+
+def read_table_rows(path: str, kind: TableFormat, fields: FieldMapping, keeps_rows: bool) -> Iterator[NumberedRow]:
+    """Yield the rows of a file with their numbers. Reads only the columns that are needed.
 
     Raises DatasetInvalid, and OSError for a path that is no regular file.
     """
-    with closing(_Reader(path)) as reader:
+    with closing(_Reader(path, kind)) as reader:
         there = reader.read_names()
         # A dict as an ordered set, since two purposes may name the same column.
         # Of a path only the first part is a column.
@@ -56,9 +80,9 @@ def read_parquet_rows(path: str, fields: FieldMapping, keeps_rows: bool) -> Iter
                 yield number, record
 
 
-def read_first_row(path: str) -> dict[str, Any]:
-    """Return the first row of a Parquet file, or its columns with null if it has no row. Raises as above."""
-    with closing(_Reader(path)) as reader:
+def read_first_row(path: str, kind: TableFormat) -> dict[str, Any]:
+    """Return the first row of a file, or its columns with null if it has no row. Raises as above."""
+    with closing(_Reader(path, kind)) as reader:
         there = reader.read_names()
         for batch in reader.read_batches([]) if there else ():
             (record,) = _convert_rows(batch.slice(0, 1), there[0])
@@ -95,10 +119,11 @@ def _convert_rows(batch: pyarrow.RecordBatch, answer: str) -> Iterator[DatasetRe
 class _Reader:
     """A worker that reads one file."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, kind: TableFormat) -> None:
         check_regular(Path(path))
         self._path = path
-        self._worker = LimitedProcess("parquet", _WORKER_MIB, _WORKER_S)
+        self._kind = kind
+        self._worker = LimitedProcess(kind.value, _WORKER_MIB, _WORKER_S)
 
     def close(self) -> None:
         self._worker.close()
@@ -130,4 +155,5 @@ class _Reader:
             raise self._refuse(f"one that needs {error}") from error
 
     def _refuse(self, reason: str) -> DatasetInvalid:
-        return DatasetInvalid(f"{self._path}: must be a Parquet file, got {reason}; check the path")
+        wanted = "a Parquet file" if self._kind is TableFormat.PARQUET else "a CSV file with a head line"
+        return DatasetInvalid(f"{self._path}: must be {wanted}, got {reason}; check the file")

@@ -1,7 +1,7 @@
-"""Read the records of CSV files, and of JSON files that hold one list, as data sets on the hub have them.
+"""Read the records of JSON files that hold one list, as data sets on the hub have them.
 
-JSON Lines and Parquet are read by `sources`, which calls this module. Invariant: as there, a reference reaches its
-verifier as the file writes it. So every column of a CSV file is read as text.
+JSON Lines are read by `sources`, which calls this module. Invariant: as there, a reference reaches its verifier as the
+file writes it.
 """
 
 from __future__ import annotations
@@ -12,43 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from specrl.errors import DatasetInvalid
-from specrl.files import check_regular, open_regular, read_text
-from specrl.prompts.columns import DatasetRecord, parse_json_record
+from specrl.files import open_regular, read_text
+from specrl.prompts.columns import NumberedRow, parse_json_record
 
 LIST_BYTES = 256 << 20
 """Largest file with one JSON list. Larger data sets have a record per line."""
 
 _SPACE = re.compile(r"[ \t\r\n]*")
-
-NumberedRow = tuple[int, DatasetRecord | str]
-"""A row number from 1, with the record or a message that says why it is malformed."""
-
-
-def read_csv_rows(path: str, answer: str) -> Iterator[NumberedRow]:
-    """Yield the rows of a CSV file, or of a TSV file, with their numbers. Its first line has the columns' names.
-
-    A name that ends in .gz is unpacked. answer: the name of the answer column. Raises DatasetInvalid, OSError.
-    """
-    import pyarrow
-    import pyarrow.csv as tables
-
-    is_tab = path.removesuffix(".gz").endswith(".tsv")
-    parsing = tables.ParseOptions(delimiter="\t" if is_tab else ",", newlines_in_values=True)
-    check_regular(Path(path))
-    try:
-        # Opened twice, since the types are asked for by name.
-        with tables.open_csv(path, parse_options=parsing) as first:
-            names = first.schema.names
-        types = tables.ConvertOptions(column_types=dict.fromkeys(names, pyarrow.string()), strings_can_be_null=False)
-        with tables.open_csv(path, parse_options=parsing, convert_options=types) as file:
-            number = 0
-            for batch in file:
-                for values in batch.to_pylist():
-                    number += 1
-                    yield number, DatasetRecord(values, values.get(answer))
-    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        reason = str(error).partition("\n")[0]
-        raise DatasetInvalid(f"{path}: must be a CSV file with a head line, got {reason}; check the file") from error
 
 
 def has_json_list(path: str) -> bool:
