@@ -5,7 +5,7 @@
     python -m tools.mutants --rest           run the mutants without a result
     python -m tools.mutants --own            run only the tests that each mutant names: a quick check of new mutants
     python -m tools.mutants --confirm        run the tests that killed mutants without a mutant: all must pass
-    python -m tools.mutants --write          write the table of results into docs/testing.md
+    python -m tools.mutants --write          write the tables of results into docs/testing.md and docs/attacks.md
 
 The tests that a mutant names run first, up to the first failure. The whole of `make test` runs only if the mutant
 survived them. Results are written after each mutant, so that --rest continues an interrupted run.
@@ -179,12 +179,12 @@ def main() -> int:
     parser.add_argument("--rest", action="store_true", help="only mutants without a result")
     parser.add_argument("--confirm", action="store_true", help="run the tests that killed mutants without a mutant")
     parser.add_argument("--own", action="store_true", help="only the tests that each mutant names")
-    page = catalog.PAGE.relative_to(ROOT)
-    parser.add_argument("--write", action="store_true", help=f"write the table into {page}; run nothing")
+    pages = " and ".join(str(page.relative_to(ROOT)) for page in (catalog.PAGE, catalog.ATTACKS_PAGE))
+    parser.add_argument("--write", action="store_true", help=f"write the tables into {pages}; run nothing")
     options = parser.parse_args()
     mutants = catalog.load_mutants()
     if options.write:
-        catalog.write_table(mutants, catalog.load_results())
+        catalog.write_tables(mutants, catalog.load_results())
         return 0
     unknown = set(options.only).difference(mutant.id for mutant in mutants)
     if unknown:

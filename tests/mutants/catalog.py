@@ -1,6 +1,7 @@
-"""The list of mutants, the result of each, and their table in docs/testing.md.
+"""The list of mutants, the result of each, and their tables in docs/testing.md and docs/attacks.md.
 
 tools/mutants.py runs the tests on each mutant. tests/unit/test_mutants.py checks that each one still applies.
+A mutant with an attacker undoes what holds an attack. docs/attacks.md lists those, and docs/testing.md the others.
 """
 
 from __future__ import annotations
@@ -15,6 +16,18 @@ ROOT = Path(__file__).resolve().parents[2]
 MUTANTS = Path(__file__).with_name("mutants.toml")
 RESULTS = Path(__file__).with_name("results.json")
 PAGE = ROOT / "docs" / "testing.md"
+ATTACKS_PAGE = ROOT / "docs" / "attacks.md"
+ATTACKERS = (
+    "an answer",
+    "a data set",
+    "a model folder",
+    "a run file",
+    "a local user",
+    "a web page",
+    "a client",
+    "a neighbour",
+)
+"""Parties of the threat model in SECURITY.md, in its order."""
 BEGIN = "<!-- mutants: written by python -m tools.mutants --write -->"
 END = "<!-- end of mutants -->"
 
@@ -29,6 +42,8 @@ class Mutant:
 
     old, new: a line of `file` and its replacement, without indentation. breaks: what goes wrong, in one sentence.
     tests: pytest's arguments, the cheapest first. fixed_in: commit that fixed this bug; empty if it never existed.
+    attacker: one of ATTACKERS, who can do what `breaks` says; empty if nobody means it. fix: what the mutant undoes, in
+    words; given with an attacker.
     """
 
     id: str
@@ -38,6 +53,8 @@ class Mutant:
     breaks: str
     tests: tuple[str, ...]
     fixed_in: str = ""
+    attacker: str = ""
+    fix: str = ""
 
     @property
     def package(self) -> str:
@@ -85,19 +102,38 @@ def write_results(mutants: Sequence[Mutant], results: Mapping[str, Result]) -> N
 
 
 def make_table(mutants: Sequence[Mutant], results: Mapping[str, Result]) -> str:
-    """Render the results as a Markdown table."""
+    """Render the results of the mutants that are no attack as a Markdown table."""
     rows = ["| mutant | in | what it breaks | killed by | CPU s |", "|---|---|---|---|--:|"]
     for mutant in mutants:
-        result = results.get(mutant.id)
-        killer = "not tried" if result is None else f"`{result.killed_by}`" if result.killed_by else "**nothing**"
-        fixed = f" ({mutant.fixed_in})" if mutant.fixed_in else ""
-        cells = (mutant.id, mutant.package, mutant.breaks + fixed, killer, f"{result.cpu_s:.0f}" if result else "")
-        rows.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
+        if not mutant.attacker:
+            result = results.get(mutant.id)
+            fixed = f" ({mutant.fixed_in})" if mutant.fixed_in else ""
+            seconds = f"{result.cpu_s:.0f}" if result else ""
+            rows.append(_make_row(mutant.id, mutant.package, mutant.breaks + fixed, _name_killer(result), seconds))
     return "\n".join(rows)
 
 
-def write_table(mutants: Sequence[Mutant], results: Mapping[str, Result]) -> None:
-    """Replace the table in the page."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    PAGE.write_text(f"{before}{BEGIN}\n\n{make_table(mutants, results)}\n\n{END}{after}", encoding="utf-8")
+def make_attack_table(mutants: Sequence[Mutant], results: Mapping[str, Result]) -> str:
+    """Render the attacks as a Markdown table, in the order of ATTACKERS."""
+    rows = ["| attacker | what it could do | what holds it | test | mutant |", "|---|---|---|---|---|"]
+    attacks = [mutant for mutant in mutants if mutant.attacker]
+    for mutant in sorted(attacks, key=lambda it: ATTACKERS.index(it.attacker)):
+        fix = f"{mutant.fix} (`{mutant.file.removeprefix('services/')}`)"
+        rows.append(_make_row(mutant.attacker, mutant.breaks, fix, _name_killer(results.get(mutant.id)), mutant.id))
+    return "\n".join(rows)
+
+
+def _make_row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+
+
+def _name_killer(result: Result | None) -> str:
+    return "not tried" if result is None else f"`{result.killed_by}`" if result.killed_by else "**nothing**"
+
+
+def write_tables(mutants: Sequence[Mutant], results: Mapping[str, Result]) -> None:
+    """Replace the tables in both pages."""
+    for page, table in ((PAGE, make_table(mutants, results)), (ATTACKS_PAGE, make_attack_table(mutants, results))):
+        before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+        _, _, after = rest.partition(END)
+        page.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{after}", encoding="utf-8")

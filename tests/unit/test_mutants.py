@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 from tests.mutants.catalog import (
+    ATTACKERS,
+    ATTACKS_PAGE,
     BEGIN,
     END,
     PAGE,
@@ -17,6 +19,7 @@ from tests.mutants.catalog import (
     Result,
     load_mutants,
     load_results,
+    make_attack_table,
     make_table,
 )
 
@@ -99,5 +102,29 @@ def test_the_page_shows_the_recorded_results() -> None:
     mutants = load_mutants()
     results = load_results()
     assert set(results) <= {mutant.id for mutant in mutants}
-    written = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].strip()
-    assert written == make_table(mutants, results), "python -m tools.mutants --write"
+    for page, table in ((PAGE, make_table(mutants, results)), (ATTACKS_PAGE, make_attack_table(mutants, results))):
+        written = page.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].strip()
+        assert written == table, "python -m tools.mutants --write"
+
+
+def test_every_attack_names_its_attacker_and_its_fix_and_a_test_has_caught_it() -> None:
+    results = load_results()
+    for mutant in load_mutants():
+        assert bool(mutant.attacker) == bool(mutant.fix), mutant.id
+        if mutant.attacker:
+            assert mutant.attacker in ATTACKERS, mutant.id
+            assert results[mutant.id].killed_by, mutant.id
+
+
+def test_the_table_of_attacks_is_in_the_order_of_the_attackers() -> None:
+    attacks = [
+        replace(MUTANT, id=attacker, attacker=attacker, fix="a rule", file="services/specrl/a.py")
+        for attacker in (ATTACKERS[1], ATTACKERS[0])
+    ]
+    results = {ATTACKERS[0]: Result("tests/a.py::test_b[x|y]", 3.6)}
+    rows = make_attack_table([MUTANT, *attacks], results).splitlines()[2:]
+    assert rows == [
+        r"| an answer | Nothing. | a rule (`specrl/a.py`) | `tests/a.py::test_b[x\|y]` | an answer |",
+        "| a data set | Nothing. | a rule (`specrl/a.py`) | not tried | a data set |",
+    ]
+    assert make_table(attacks, {}).count("\n") == 1

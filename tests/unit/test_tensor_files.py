@@ -246,3 +246,14 @@ def test_exports_have_the_content_of_known_files(tmp_path: Path) -> None:
     copied = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert copied == ["LICENSE", "chat_template.jinja", "config.json", "modeling_tiny.py"]
     assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
+
+
+def test_an_export_has_nothing_of_what_a_link_leads_to(tmp_path: Path) -> None:
+    """Whoever wrote the model's folder could have had a private file published with the policy."""
+    folder = a_cached_model(tmp_path / "hub")
+    (tmp_path / "secret").write_text("secret")
+    (folder / "LICENSE").symlink_to(tmp_path / "secret")
+    (tmp_path / "out").mkdir()
+    with pytest.raises(CheckpointInvalid, match=r"must have no links to other places, got .*LICENSE"):
+        copy_all_but_weights(folder, tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []

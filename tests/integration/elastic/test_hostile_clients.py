@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import grpc
 from tests.hostile_clients import start_attack
 from tests.integration.elastic.cluster import PATIENCE_S, Cluster
 from tests.integration.elastic.test_elastic import a_run_of, check_all_trained
@@ -25,6 +26,16 @@ def list_targets(cluster: Cluster) -> list[str]:
     return [*(f"grpc:{address}" for address in grpc), *(f"http:{address}" for address in http)]
 
 
+def call_without_token(address: str) -> grpc.StatusCode:
+    with grpc.insecure_channel(address) as channel:
+        try:
+            channel.unary_unary("/specrl.api.v1.CoordinatorService/Register")(b"", timeout=PATIENCE_S)
+        except grpc.RpcError as error:
+            code: grpc.StatusCode = error.code()
+            return code
+    return grpc.StatusCode.OK
+
+
 def test_a_run_finishes_amid_hostile_clients_and_its_owner_is_answered(tmp_path: Path) -> None:
     """Idle, slow, flooding and malformed ones, over HTTP and gRPC. What is refused is counted, and loses nothing."""
     # The machine is busy with the attack itself.
@@ -32,6 +43,9 @@ def test_a_run_finishes_amid_hostile_clients_and_its_owner_is_answered(tmp_path:
     with Cluster(tmp_path, a_run_of(STEPS) | patient, token_seconds=0.02) as cluster:
         cluster.start("coordinator", "trainer", "gen-0", "gen-1")
         cluster.until(lambda: cluster.status().get("step", 0) >= 1)
+        for kind, _, address in (target.partition(":") for target in list_targets(cluster)):
+            if kind == "grpc":
+                assert call_without_token(address) is grpc.StatusCode.UNAUTHENTICATED, address
         with start_attack(CLIENTS, *list_targets(cluster)):
             status = cluster.finish()
             check_all_trained(cluster, status)

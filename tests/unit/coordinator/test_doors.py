@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 from starlette.types import Message
 
+from specrl.coordinator.main import _choose_doors
 from specrl.coordinator.observe.web.stream import MAX_STREAMS, OWNERS_STREAMS, EventStreams
 from specrl.coordinator.requests import doors as doors_module
 from specrl.coordinator.requests.admission import OpenAdmission, TokenAdmission
@@ -106,6 +107,15 @@ def test_what_the_user_bound_is_allowed() -> None:
     assert not is_host_allowed([b"attacker.example"], everywhere)
 
 
+def test_a_local_run_asks_for_its_own_names_and_for_the_token(tmp_path: Path) -> None:
+    """The bounds of the middleware are those that the coordinator chooses."""
+    doors = _choose_doors(tmp_path, None, "127.0.0.1")
+    assert doors.hosts == {"127.0.0.1", "::1", "localhost"}
+    assert isinstance(doors.actors, TokenAdmission)
+    assert isinstance(doors.private_readers, TokenAdmission)
+    assert doors.is_paced
+
+
 async def test_pods_are_probed_by_any_host() -> None:
     assert await Asked().send(path="/healthz", host="10.1.2.3:8080") == 200
 
@@ -142,7 +152,8 @@ async def test_a_body_that_is_longer_than_it_says_is_refused() -> None:
 async def test_a_body_that_does_not_arrive_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doors_module, "BODY_S", 0.01)
     asked = Asked()
-    assert await asked.send("PUT", "/scale", chunks=(b"x",) * 10) == 408
+    async with asyncio.timeout(60):
+        assert await asked.send("PUT", "/scale", chunks=(b"x",) * 10) == 408
     assert asked.bodies == []
 
 

@@ -10,14 +10,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from tests.run_files import a_run
 
 from specrl import files
-from specrl.errors import RunInvalid
-from specrl.launcher import run_directory
+from specrl.errors import RunInvalid, SpecrlError
+from specrl.launcher import launch, run_directory
 from specrl.launcher.processes.supervisor import Program, Rank, Supervisor
 from specrl.launcher.run_directory import RunDirectory
+from specrl.launcher.terminal.view import PlainView
 from specrl.rewards.checks.reference_cache import ReferenceCache
+from specrl.rpc import run_token
 from specrl.spec import parse_spec
 from specrl.spec.data import ExactVerifier, RewardPool, Rewards
 
@@ -94,6 +97,25 @@ def test_a_run_of_an_older_version_is_closed_and_the_user_is_told(tmp_path: Path
     assert opened(folder) == {}
     assert stat.S_IMODE(outside.stat().st_mode) == 0o666, "a link leads out of the run"
     assert RunDirectory(folder).make_private() == ""
+
+
+def test_a_run_is_closed_before_it_is_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = run_directory.create_run(tmp_path, parse_spec(a_run(tmp_path)))
+    directory.path.chmod(0o755)
+    with pytest.raises(SpecrlError):  # its model is not there
+        launch.resume_run(directory, (), PlainView(Console()))
+    assert opened(directory.path) == {}
+    assert "private" in capsys.readouterr().out
+
+
+def test_the_token_is_for_its_owner_alone_and_one_that_others_have_read_is_replaced(tmp_path: Path) -> None:
+    token = run_token.write_token(tmp_path)
+    file = tmp_path / run_token.TOKEN_FILE
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert run_token.ensure_token(tmp_path) == token
+    file.chmod(0o644)
+    assert run_token.ensure_token(tmp_path) != token
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
 def test_a_run_with_files_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

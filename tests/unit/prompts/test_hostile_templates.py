@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from transformers.utils import chat_template_utils
 
 from specrl.errors import CheckpointInvalid
-from specrl.prompts import DatasetProblem, PromptTemplate, templates
+from specrl.prompts import DatasetProblem, PromptTemplate, limited_process, templates
 from specrl.spec.data import FewShotTurn, GeneratedSource, PromptFormat, Prompts, PromptSource
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}" + "{% endfor %}" * 3
@@ -30,6 +30,7 @@ MEMORY = "more than 256 MiB of memory"
 def tight_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(templates, "_RENDER_S", 1)
     monkeypatch.setattr(templates, "_RENDER_MIB", 256)
+    monkeypatch.setattr(limited_process, "STALLED_S", 120.0)  # only a worker without a limit takes so long
 
 
 def a_policy(policy_path: Path, folder: Path, template: str) -> PromptTemplate:
@@ -55,6 +56,10 @@ def a_policy(policy_path: Path, folder: Path, template: str) -> PromptTemplate:
         ("{{ messages[9].content.x }}", "UndefinedError"),
         ("{% include 'x' %}", "no loader"),
         (r"{{ '\ud800' }}", "surrogates not allowed"),
+    ],
+    ids=[
+        *("loops", "doubles", "multiplies", "pads", "nests", "recurses"),
+        *("reads Python's classes", "divides by zero", "reads what is not there", "includes", "is no Unicode"),
     ],
 )
 def test_template_without_an_end_is_refused(policy_path: Path, tmp_path: Path, template: str, reason: str) -> None:

@@ -57,6 +57,8 @@ def test_every_labelled_answer_gets_its_label(name: str) -> None:
         ("#### 18\u202e", 0.0),
         (r"#### \int_0^{18} 1 dx", 0.0),
         (r"#### \{18\}", 1.0),  # a set of one is its member
+        (r"\boxed{18 \pm 0}", 0.0),  # two values
+        (r"\boxed{18^{\circ}}", 0.0),
         ("#### [17, 18]", 0.0),
         ("#### 18 < x", 0.0),
         ("#### oo", 0.0),
