@@ -5,8 +5,8 @@
 A run on stand-ins (real coordinator, servers and protocol; engine and trainer compute nothing) goes on all the time. In
 each pair of windows, one window has the clients of tests/hostile_clients.py, which attack every gRPC and HTTP port of
 the run, and one has the same clients against a server of their own, so that both have the same load on the processors.
-Their order alternates. A window's figure is the median wall time of its steps. Reported: the medians over
-the windows, and the median ratio of the pairs with its 95 % bootstrap interval.
+Their order alternates. A window's figure is the median wall time of its steps. Reported: the medians over the windows,
+the median ratio of the pairs with its 95 % bootstrap interval, and the processor seconds per second of each process.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psutil
 from tests.hostile_clients import start_attack
 from tests.integration.elastic.cluster import Cluster
 from tests.integration.elastic.test_hostile_clients import list_targets
@@ -58,12 +59,16 @@ def main() -> None:
         cluster.until(lambda: cluster.status().get("step", 0) >= 5)
         targets = {"hostile": list_targets(cluster), "quiet": [f"http:127.0.0.1:{port}", f"grpc:127.0.0.1:{port}"]}
         pairs = []
+        busy: dict[str, list[dict[str, float]]] = {arm: [] for arm in targets}
         for number in range(options.pairs):
             order = ("quiet", "hostile") if number % 2 else ("hostile", "quiet")
-            found = {arm: measure_steps(cluster, options, targets[arm]) for arm in order}
+            found = {arm: measure_steps(cluster, options, targets[arm], busy[arm]) for arm in order}
             pairs.append((found["quiet"], found["hostile"]))
             print(f"pair {number + 1}: {found['quiet']:.3f} s quiet, {found['hostile']:.3f} s hostile", flush=True)
-    figures = summarise_pairs(pairs)
+    figures = summarise_pairs(pairs) | {
+        f"{arm}Cores": {name: round(median(window[name] for window in windows), 3) for name in windows[0]}
+        for arm, windows in busy.items()
+    }
     print(json.dumps(figures, indent=1))
     if options.json is not None:
         options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
@@ -91,13 +96,27 @@ def serve_decoy() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
-def measure_steps(cluster: Cluster, options: argparse.Namespace, targets: Sequence[str]) -> float:
-    """Attack `targets` for one window. Returns the median wall seconds of the steps that ended in it."""
+def measure_steps(
+    cluster: Cluster, options: argparse.Namespace, targets: Sequence[str], busy: list[dict[str, float]]
+) -> float:
+    """Attack `targets` for one window. Returns the median wall seconds of the steps that ended in it.
+
+    busy: gets the processor seconds per second of each process of the run.
+    """
     with start_attack(options.clients, *targets):
         time.sleep(SETTLE_S)
         before = len(read_steps(cluster))
+        used = read_processor_seconds(cluster)
         time.sleep(options.seconds)
+        after = read_processor_seconds(cluster)
+        busy.append({name: (after[name] - used[name]) / options.seconds for name in used})
         return median(read_steps(cluster)[before:])
+
+
+def read_processor_seconds(cluster: Cluster) -> dict[str, float]:
+    """Read the processor seconds that each process of the run has used."""
+    times = {name: psutil.Process(process.pid).cpu_times() for name, process in cluster.processes.items()}
+    return {name: found.user + found.system for name, found in times.items()}
 
 
 def read_steps(cluster: Cluster) -> list[float]:

@@ -249,7 +249,7 @@ def test_exports_have_the_content_of_known_files(tmp_path: Path) -> None:
 
 
 def test_an_export_has_nothing_of_what_a_link_leads_to(tmp_path: Path) -> None:
-    """Whoever wrote the model's folder could have had a private file published with the policy."""
+    """The author of a model's folder could have had a user's private file published with the policy."""
     folder = a_cached_model(tmp_path / "hub")
     (tmp_path / "secret").write_text("secret")
     (folder / "LICENSE").symlink_to(tmp_path / "secret")
