@@ -23,7 +23,7 @@ from pydantic import BaseModel
 from pydantic.alias_generators import to_camel
 from pydantic.fields import ComputedFieldInfo, FieldInfo
 
-from specrl.formats import checkpoint_rows, reports, rollout_samples, run_report
+from specrl.formats import checkpoint_rows, doctor_report, reports, rollout_samples, run_report
 from specrl.formats.counters import COUNTERS
 
 MODELS: tuple[type[BaseModel], ...] = (
@@ -46,6 +46,8 @@ MODELS: tuple[type[BaseModel], ...] = (
     run_report.ComparisonReport,
     checkpoint_rows.CheckpointRow,
     checkpoint_rows.CheckpointVerdict,
+    doctor_report.DoctorReport,
+    doctor_report.Finding,
 )
 TABLE = re.compile(r"(<!-- fields: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 COUNTER_TABLE = re.compile(r"(<!-- counters -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -19,6 +19,7 @@
     specrl crd        print the CustomResourceDefinition of RLJob
     specrl demo       make a tiny policy and train it on this machine
     specrl engines    print the commands that install the engines
+    specrl doctor     examine this machine and this installation, for bug reports
 
 A SpecrlError becomes one message on stderr and exit code 2, without a traceback. Exit codes: 0 success, 1 the run
 failed, 2 it cannot run as asked, 130 interrupted.
@@ -30,7 +31,7 @@ from typing import Annotated
 
 import typer
 
-from specrl.cli import demo, drafter, engines, fetch, init, rewards, sft, simulate, spec
+from specrl.cli import demo, doctor, drafter, engines, fetch, init, rewards, sft, simulate, spec
 from specrl.cli.command_exit import ErrorReportingGroup
 from specrl.cli.runs import checkpoint, control, report, rollouts, run, status, store
 from specrl.version import describe_version
@@ -65,6 +66,7 @@ app.add_typer(spec.app, name="spec")
 app.command("crd", short_help="Print the CustomResourceDefinition of RLJob.")(spec.print_crd)
 app.command("demo", short_help="Make a tiny policy and train it on this machine.")(demo.run_demo)
 app.command("engines", short_help="Print the commands that install the engines.")(engines.print_engine_commands)
+app.command("doctor", short_help="Examine this machine and this installation.")(doctor.examine_machine)
 
 
 def print_version(is_asked: bool) -> None:

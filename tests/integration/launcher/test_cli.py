@@ -115,6 +115,7 @@ def test_every_command_has_help() -> None:
         "spec show",
         "demo",
         "engines",
+        "doctor",
     )
     for command in commands:
         result = specrl_command(*command.split(), "--help")

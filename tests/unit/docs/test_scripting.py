@@ -15,7 +15,7 @@ from tools import scripting_page
 
 import specrl
 from specrl.errors import RunFailed, RunInterrupted, SpecrlError
-from specrl.formats import checkpoint_rows, reports, rollout_samples, run_report
+from specrl.formats import checkpoint_rows, doctor_report, reports, rollout_samples, run_report
 from specrl.formats.reports import ReportModel
 
 PAGE = Path(__file__).parents[3] / "docs" / "scripting.md"
@@ -28,7 +28,7 @@ def test_the_page_is_generated_from_the_models() -> None:
 
 def test_every_model_that_is_printed_or_written_has_a_table() -> None:
     """StatusReport is in RunState."""
-    modules = (reports, rollout_samples, run_report, checkpoint_rows)
+    modules = (reports, rollout_samples, run_report, checkpoint_rows, doctor_report)
     found = {
         kind
         for module in modules
