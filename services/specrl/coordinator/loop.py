@@ -222,7 +222,10 @@ class Loop:
             wanted = max(1, self._spec.generation.replicas - len(self.list_given_up_replicas()))
             has_trainer = self._registry.trainer is not None
             self.rollouts.wake_dispatcher()  # a replica that registers may hold rollouts from before a restart
-            detail = "waiting for the trainer and the replicas"
+            missing = [] if has_trainer else ["the trainer"]
+            if count < wanted:
+                missing.append(f"{wanted - count} of {wanted} replicas")
+            detail = f"waiting for {' and '.join(missing)}" if missing else "all members are there"
             self._phase.update(Phase.WAITING, detail, count + has_trainer, wanted + 1)
             is_patient = time.monotonic() < deadline
             if has_trainer and count >= (wanted if is_patient else 1):

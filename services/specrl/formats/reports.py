@@ -381,7 +381,7 @@ class StatusReport(ReportModel):
     checkpoint_step: int = 0
     """Step of the newest complete checkpoint; 0 without one."""
     trainer: str = "absent"
-    """absent, ready, training or recovering."""
+    """absent, registered (not used yet), recovering, ready or training."""
     rollouts_collected: int = 0
     """Graded rollouts of the step that is being collected."""
     rollouts_wanted: int = 0

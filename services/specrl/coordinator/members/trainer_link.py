@@ -1,6 +1,6 @@
 """Calls the trainer, and recovers it after a failure. Used by the loop and by the drafter's initialisation.
 
-    ABSENT --registers--> RECOVERING --replay of stored batches--> READY <-> TRAINING
+    ABSENT --registers--> REGISTERED --first call--> RECOVERING --replay of stored batches--> READY <-> TRAINING
     any --call fails, a rank is lost, or heartbeats stop--> ABSENT
 
 A restarted trainer starts at its newest checkpoint. The steps after it are replayed from the batches in the store: the
@@ -34,7 +34,7 @@ log = structlog.get_logger(__name__)
 class TrainerLink:
     """Calls the trainer, and repeats a call when the trainer is lost.
 
-    state: absent, recovering, ready or training. recoveries: how often a trainer was recovered, in this process.
+    recoveries: how often a trainer was recovered, in this process.
     """
 
     def __init__(self, run: str, registry: Registry, ledger: Ledger, recorder: Recorder = SILENT_RECORDER) -> None:
@@ -43,8 +43,13 @@ class TrainerLink:
         self._ledger = ledger
         self._recorder = recorder
         self._prepared: str | None = None  # incarnation of the trainer that was recovered last
-        self.state = "absent"
+        self._state = "registered"  # of the trainer that is there
         self.recoveries = 0
+
+    @property
+    def state(self) -> str:
+        """Tell what the trainer does: absent, registered (not used yet), recovering, ready or training."""
+        return "absent" if self._registry.trainer is None else self._state
 
     async def wait_until_ready(self) -> Trainer:
         """Return the trainer once it is at the last step that the store has as trained, or one step after it."""
@@ -55,7 +60,7 @@ class TrainerLink:
             try:
                 await self._replay_lost_steps(trainer)
                 self._prepared = trainer.peer.incarnation
-                self.state = "ready"
+                self._state = "ready"
                 return trainer
             except (PeerUnavailable, DeadlineExceeded) as error:
                 self._note_loss(trainer, error)
@@ -91,7 +96,7 @@ class TrainerLink:
         """
         while True:
             trainer = await self.wait_until_ready()
-            self.state = state
+            self._state = state
             try:
                 async with abort_when_gone(trainer):
                     return await work(trainer)
@@ -99,11 +104,10 @@ class TrainerLink:
             except (PeerUnavailable, DeadlineExceeded) as error:
                 self._note_loss(trainer, error)
             finally:
-                self.state = "ready" if self.state == state else self.state  # unless `_note_loss` has set it
+                self._state = "ready" if self._state == state else self._state  # unless `_note_loss` has set it
 
     async def _wait_for_trainer(self) -> Trainer:
         while self._registry.trainer is None:
-            self.state = "absent"
             self._registry.changed.clear()
             await self._registry.changed.wait()
         return self._registry.trainer
@@ -114,7 +118,7 @@ class TrainerLink:
         Raises RunInvalid if the trainer is more than one step ahead of the store, or if a batch that it needs is no
         longer stored.
         """
-        self.state = "recovering"
+        self._state = "recovering"
         trained = self._ledger.last_trained_step
         step = (await trainer.client.get_status()).step
         if self._prepared is not None or step != trained:
@@ -141,4 +145,4 @@ class TrainerLink:
     def _note_loss(self, trainer: Trainer, error: Exception) -> None:
         if self._registry.trainer is trainer:
             self._registry.lose_trainer(str(error))
-        self.state = "absent"
+        self._state = "registered"
