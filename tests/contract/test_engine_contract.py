@@ -334,8 +334,21 @@ def _long_requests(case: Case) -> list[RolloutRequest]:
         ((-1,), Sampling(4)),
         ((1 << 20,), Sampling(4)),
         ((3,), Sampling(4, temperature=-1.0)),
+        ((3,), Sampling(4, top_p=0.0)),
+        ((3,), Sampling(4, top_p=float("nan"))),
+        ((3,), Sampling(4, top_k=-1)),
     ],
-    ids=["empty", "no-tokens", "too-long", "negative", "unknown-token", "negative-temperature"],
+    ids=[
+        "empty",
+        "no-tokens",
+        "too-long",
+        "negative",
+        "unknown-token",
+        "negative-temperature",
+        "no-top-p",
+        "nan-top-p",
+        "negative-top-k",
+    ],
 )
 async def test_an_invalid_request_is_refused(case: Case, prompt: tuple[int, ...], sampling: Sampling) -> None:
     bad = RolloutRequest("bad", "group", 0, prompt, sampling)

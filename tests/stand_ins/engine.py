@@ -147,6 +147,8 @@ class TableEngine:
             and sampling.max_tokens >= 1
             and len(prompt) + sampling.max_tokens <= self.shape.max_length
             and (sampling.temperature == 0 or sampling.temperature >= 0.01)
+            and 0 < sampling.top_p <= 1
+            and sampling.top_k >= 0
         )
         if not is_right:
             raise RecordInvalid(f"request {request.rollout_id} must fit the model, got another; mend it")
