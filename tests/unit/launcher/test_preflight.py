@@ -431,8 +431,11 @@ def test_memory_has_the_targets_of_a_drafter_up_to_their_bound(tmp_path: Path) -
 
     item_bytes = 4 if a_spec(tmp_path).model.dtype is Dtype.FLOAT32 else 2
     vocabulary = policy.config_number("vocab_size") or 0
-    assert trainer_bytes(1100) - trainer_bytes(1000) == 100 * vocabulary * item_bytes
-    assert trainer_bytes(1100, draftVocabSize=8) - trainer_bytes(1000, draftVocabSize=8) == 100 * 8 * item_bytes
+    states = 4 * (policy.config_number("hidden_size") or 0)
+    assert trainer_bytes(1100) - trainer_bytes(1000) == 100 * (vocabulary + states) * item_bytes
+    assert (
+        trainer_bytes(1100, draftVocabSize=8) - trainer_bytes(1000, draftVocabSize=8) == 100 * (8 + states) * item_bytes
+    )
     most = -(-TARGET_BYTES // (vocabulary * item_bytes))
     assert trainer_bytes(most + 1000) == trainer_bytes(most)
 

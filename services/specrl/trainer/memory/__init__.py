@@ -1,1 +1,1 @@
-"""The memory of a trainer's rank: what is reported when it runs out."""
+"""The memory of a trainer's rank: how much it needs, and what is reported when it runs out."""

@@ -21,16 +21,11 @@ from specrl.records import StreamPlace
 from specrl.spec import RunSpec
 from specrl.spec.generation import DraftSampling
 from specrl.spec.trainer import Routing
-from specrl.trainer.layout import compute_moment_bytes, compute_shares
 from specrl.trainer.learning_rate import compute_learning_rate
 from specrl.trainer.megatron_backend.parallel.groups import RankGroups
 from specrl.trainer.megatron_backend.policy.sharded_policy import ShardedPolicy
-
-# Memory per parameter, in bytes.
-REPLICATED_BYTES = 6  # at every data parallel rank: a bf16 weight (2) and its float32 gradient (4)
-MASTER_BYTES = 4  # the float32 weight, which like the moments is divided among data parallel ranks, but not with Muon
-DRAFTER_BYTES = 16  # float32 weight, gradient and two moments
-FROZEN_BYTES = 8  # with low-rank updates: the weight and its sum with the update, each float32 at most
+from specrl.trainer.memory import exhaustion
+from specrl.trainer.memory.estimate import estimate_rank_memory
 
 
 @dataclass(frozen=True)
@@ -98,7 +93,7 @@ def load_models(spec: RunSpec, config: PolicyConfig, groups: RankGroups) -> Rank
     Raises MemoryTooSmall, CheckpointInvalid.
     """
     dtype: torch.dtype = getattr(torch, spec.model.dtype.value)
-    _check_memory(spec, config, groups, dtype)
+    _check_memory(spec, groups)
     policy = ShardedPolicy(config, spec.trainer, dtype, groups, spec.schedule.seed)
     policy.load_folder()
     reference = _load_reference(spec, config, groups, dtype)
@@ -109,32 +104,21 @@ def load_models(spec: RunSpec, config: PolicyConfig, groups: RankGroups) -> Rank
     return RankModels(spec, config, groups, policy, reference, drafter, state)
 
 
-def _check_memory(spec: RunSpec, config: PolicyConfig, groups: RankGroups, dtype: torch.dtype) -> None:
-    """Raise MemoryTooSmall if weights, gradients and optimizer state do not fit. Activations are not counted."""
-    reference = dtype.itemsize if spec.trainer.loss.reference_kl is not None else 0
-    needed = 0.0
-    kind = spec.trainer.optimizer.kind
-    state = MASTER_BYTES + compute_moment_bytes(kind, config)
-    drafter = find_kind(spec)
-    if drafter is not None:  # whole at every rank
-        models = read_served_models(spec)
-        needed += DRAFTER_BYTES * drafter.count_parameters(spec, models) + drafter.estimate_pass_bytes(spec, models)
-    for mine, shared_by in compute_shares(
-        spec.trainer.parallelism, kind, config.num_parameters, config.num_expert_parameters
-    ):
-        trained = REPLICATED_BYTES + state / shared_by
-        needed += mine * ((trained if spec.trainer.lora is None else FROZEN_BYTES) + reference)
+def _check_memory(spec: RunSpec, groups: RankGroups) -> None:
+    """Raise MemoryTooSmall if this rank's models, or a step with them, do not fit."""
+    needed = estimate_rank_memory(spec, read_served_models(spec))
     if groups.device.type == "cuda":
         free = torch.cuda.mem_get_info()[0]
         place = "GPU"
     else:
         free = available_memory_bytes()
         place = "machine"
-    if needed > free:
+    if needed.most > free:
+        remedy = exhaustion.OF_STATE if needed.state > free else f"{exhaustion.OF_PASSES}; or {exhaustion.OF_DRAFTER}"
         raise MemoryTooSmall(
-            f"each trainer rank needs {needed / 2**30:.1f} GiB for weights and optimizer state, got "
-            f"{free / 2**30:.1f} GiB free on this {place}; use a smaller model, or raise "
-            "trainer.parallelism.tensor, pipeline or (for a mixture of experts) expert"
+            f"each trainer rank needs {needed.state / 2**30:.1f} GiB for weights, gradients and optimizer state, and "
+            f"{(needed.most - needed.state) / 2**30:.1f} GiB at most for a step, got {free / 2**30:.1f} GiB free on "
+            f"this {place}; {remedy}"
         )
 
 
