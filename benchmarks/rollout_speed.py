@@ -29,7 +29,14 @@ from statistics import median
 from rich.console import Console
 from rich.progress import Progress
 
-from specrl.generation.compare import build_request, close_engines, compare_engines, format_table, start_engines
+from specrl.generation.compare import (
+    build_request,
+    close_engines,
+    compare_engines,
+    format_table,
+    show_on_bar,
+    start_engines,
+)
 from specrl.generation.engine import Engine
 from specrl.generation.service import GenerationService
 from specrl.prompts import load_prompts
@@ -47,8 +54,9 @@ async def measure(arguments: argparse.Namespace, console: Console) -> None:
     spec = load_spec(run / "run.yaml")
     policy = run / "export" / "policy"
     drafter = run / "export" / "drafter"
-    with Progress(console=console, disable=not console.is_terminal) as progress:
-        engines = await start_engines(spec, arguments.mechanisms, str(policy), str(drafter))
+    with Progress(console=console, disable=not console.is_terminal) as bar:
+        progress = show_on_bar(bar)
+        engines = await start_engines(spec, arguments.mechanisms, str(policy), str(drafter), progress)
         try:
             rows = await compare_engines(engines, spec, arguments.batches, arguments.turns, progress)
             ratios = await overhead(engines[arguments.mechanisms[0]], spec, arguments.turns)

@@ -6,7 +6,9 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -20,12 +22,14 @@ from specrl.installation import EXAMPLES, require_engines
 from specrl.launcher import launch
 from specrl.launcher.processes.environment import replica_environment
 from specrl.launcher.run_directory import RunDirectory
-from specrl.launcher.terminal.view import choose_view
+from specrl.launcher.terminal.view import QUIET_S, choose_view
 from specrl.machine import visible_gpus
 from specrl.spec import RunSpec, load_spec
 
 # Live rollouts at which rollouts with and without speculation are compared.
 COMPARED_BATCHES = "8,64"
+STOP_S = 20.0
+"""How long a comparison may take to close its engines after Ctrl-C, before it is killed."""
 DEMO = EXAMPLES / "demo"
 
 
@@ -88,8 +92,12 @@ def compare_speculation(run: RunDirectory, spec: RunSpec) -> None:
     This happens in a separate process, since it needs vLLM. A failed comparison does not fail the command: the run
     itself has finished.
     """
-    typer.echo("comparing rollouts with and without speculation on the same prompts (takes some minutes) ...")
+    typer.echo(
+        f"the run is finished, and its results are in {run.path}. Next, rollouts with and without speculation are "
+        "compared, which takes some minutes; Ctrl-C ends the comparison and loses nothing of the run"
+    )
     result = run.path / "comparison.json"
+    progress = run.path / ".comparison-progress"
     log = run.logs_folder / "comparison.log"
     arguments = [
         *(sys.executable, "-m", "specrl.generation.compare", "--spec", str(run.run_file)),
@@ -98,13 +106,17 @@ def compare_speculation(run: RunDirectory, spec: RunSpec) -> None:
         *("--mechanism", "none", "--mechanism", f"eagle3:{spec.generation.speculation.num_draft_tokens}"),
         *("--mechanism", "eagle3"),
         *("--batches", COMPARED_BATCHES, "--json", str(result)),
+        *("--progress", str(progress)),
     ]
-    with log.open("wb") as file:
-        done = subprocess.run(
-            arguments, check=False, stdout=file, stderr=file, env=replica_environment(1, visible_gpus())
-        )
-    if done.returncode != 0:
-        typer.echo(f"the comparison failed with exit code {done.returncode}; see {log}")
+    try:
+        exit_code = run_with_progress(arguments, log, progress)
+    except KeyboardInterrupt:
+        typer.echo(f"the comparison was stopped; the run itself is finished, and its results are in {run.path}")
+        return
+    finally:
+        progress.unlink(missing_ok=True)
+    if exit_code != 0:
+        typer.echo(f"the comparison failed with exit code {exit_code}; see {log}")
         return
     for row in json.loads(result.read_text(encoding="utf-8")):
         if row["mechanism"] != "none":
@@ -115,6 +127,29 @@ def compare_speculation(run: RunDirectory, spec: RunSpec) -> None:
                 f"({row['speedLow']:.2f} to {row['speedHigh']:.2f}), "
                 + ("nothing drafted" if length is None else f"acceptance length {length:.2f}")
             )
+
+
+def run_with_progress(arguments: Sequence[str], log: Path, progress: Path) -> int:
+    """Run the comparison and return its exit code. Prints its present activity every QUIET_S seconds.
+
+    log: gets its output. progress: the file in which it keeps its activity. It has no limit of time: Ctrl-C ends it.
+    """
+    began_s = time.monotonic()
+    environment = replica_environment(1, visible_gpus())
+    with log.open("wb") as file, subprocess.Popen(arguments, stdout=file, stderr=file, env=environment) as process:
+        try:
+            while True:
+                try:
+                    return process.wait(QUIET_S)
+                except subprocess.TimeoutExpired:
+                    activity = progress.read_text(encoding="utf-8") if progress.exists() else "starting"
+                    typer.echo(f"  comparison: {activity} ({time.monotonic() - began_s:.0f} s)")
+        except KeyboardInterrupt:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_S)
+            process.kill()
+            raise
 
 
 def _describe_mechanism(mechanism: str) -> str:

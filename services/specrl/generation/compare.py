@@ -20,8 +20,9 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from specrl.errors import SpecrlError
+from specrl.files import write_text
 from specrl.generation.engine import Engine
 from specrl.models.precision import resolve_dtype
 from specrl.prompts import load_prompts
@@ -43,6 +45,10 @@ if TYPE_CHECKING:
     from specrl.generation.vllm_backend.engine import VllmEngine
 
 GenerationFields = dict[str, Any]
+
+ComparisonProgress = Callable[[str, int, int], None]
+"""Called with the present activity in words, and with how many activities of its kind are done and there are."""
+
 LONGEST_ADAPTIVE = 5
 """Draft tokens at most of a mechanism without `:k`, whose draft length is adaptive."""
 WARM_UP_TURNS = 2  # uncounted, for each batch size
@@ -147,12 +153,13 @@ async def measure_turn(engine: Engine, requests: Sequence[RolloutRequest], batch
 
 
 async def compare_engines(
-    engines: dict[str, VllmEngine], spec: RunSpec, batches: Sequence[int], turns: int, progress: Progress
+    engines: dict[str, VllmEngine], spec: RunSpec, batches: Sequence[int], turns: int, progress: ComparisonProgress
 ) -> list[ComparisonRow]:
     """Measure started engines in alternating turns. Speeds are relative to the first engine."""
     prompts = load_prompts(spec)
     rows: list[ComparisonRow] = []
-    task = progress.add_task("measuring", total=len(batches) * (turns + WARM_UP_TURNS) * len(engines))
+    done = 0
+    total_turns = len(batches) * (turns + WARM_UP_TURNS) * len(engines)
     for batch in batches:
         count = max(2 * batch, 8)
         measured: dict[str, list[TurnResult]] = {name: [] for name in engines}
@@ -162,12 +169,13 @@ async def compare_engines(
                 for place in range(count)
             ]
             for name, engine in engines.items():
+                progress(f"measuring {name} with {batch} live rollouts", done, total_turns)
                 # The same prompts and seeds for every engine.
                 named = [replace(request, rollout_id=f"{name}-{request.rollout_id}") for request in requests]
                 result = await measure_turn(engine, named, batch)
                 if number >= WARM_UP_TURNS:
                     measured[name].append(result)
-                progress.advance(task)
+                done += 1
         first = measured[next(iter(engines))]
         for name, own in measured.items():
             total = SpeculationCounters()
@@ -195,14 +203,15 @@ def format_table(rows: Sequence[ComparisonRow]) -> Table:
 
 
 async def start_engines(
-    spec: RunSpec, mechanisms: Sequence[str], policy: str, drafter: str | None
+    spec: RunSpec, mechanisms: Sequence[str], policy: str, drafter: str | None, progress: ComparisonProgress
 ) -> dict[str, VllmEngine]:
     """Start one vLLM engine per mechanism. If one fails, close those that have started."""
     from specrl.generation.vllm_backend.engine import VllmEngine
 
     engines: dict[str, VllmEngine] = {}
     try:
-        for name in mechanisms:
+        for done, name in enumerate(mechanisms):
+            progress(f"starting the engine of {name}", done, len(mechanisms))
             engine = VllmEngine(replace_speculation(spec, parse_mechanism(name, drafter), policy), name)
             await engine.start()
             engines[name] = engine
@@ -218,15 +227,29 @@ async def close_engines(engines: Mapping[str, Engine]) -> None:
         await engine.close()
 
 
+def show_on_bar(bar: Progress) -> ComparisonProgress:
+    """Return a callback that shows the progress on one bar."""
+    task = bar.add_task("starting")
+
+    def update_bar(activity: str, done: int, total: int) -> None:
+        bar.update(task, description=activity, completed=done, total=total)
+
+    return update_bar
+
+
+def _write_progress(file: Path, activity: str, done: int, total: int) -> None:
+    """Replace the file's content, so that its readers never see half of a line."""
+    write_text(file, f"{activity}, {done} of {total} done")
+
+
 async def _run_comparison(arguments: argparse.Namespace) -> None:
     spec = resolve_dtype(load_spec(arguments.spec))
     console = Console(stderr=True)
     policy = str(arguments.policy or spec.model.path)
     drafter = str(arguments.drafter) if arguments.drafter else None
-    with Progress(console=console, disable=not console.is_terminal) as progress:
-        starting = progress.add_task("starting engines", total=None)
-        engines = await start_engines(spec, arguments.mechanism, policy, drafter)
-        progress.remove_task(starting)
+    with Progress(console=console, disable=not console.is_terminal) as bar:
+        progress = show_on_bar(bar) if arguments.progress is None else partial(_write_progress, arguments.progress)
+        engines = await start_engines(spec, arguments.mechanism, policy, drafter, progress)
         try:
             rows = await compare_engines(engines, spec, arguments.batches, arguments.turns, progress)
         finally:
@@ -257,6 +280,7 @@ def main() -> None:
         help="batch sizes, as in 1,8 (default: 8)",
     )
     parser.add_argument("--turns", type=int, default=5, help="measured turns per batch size (default: %(default)s)")
+    parser.add_argument("--progress", type=Path, help="keep the present activity in this file, in one line")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     try:
         asyncio.run(_run_comparison(parser.parse_args()))

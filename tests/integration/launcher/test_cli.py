@@ -903,3 +903,39 @@ def test_a_failed_comparison_is_reported_and_does_not_fail_the_run(
     assert result.exit_code == 0, "the policy of the fake run cannot be loaded, and the run is done all the same"
     assert "the comparison failed with exit code" in result.stdout
     assert "error: " in (place / "out/tiny-1/logs/comparison.log").read_text()
+
+
+def test_a_comparison_says_what_it_does_meanwhile(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It printed nothing for seven minutes, so that its user could not tell whether anything happened."""
+    monkeypatch.setattr(demo, "QUIET_S", 0.05)
+    log, progress = place / "comparison.log", place / "progress"
+    script = (
+        "import pathlib, sys, time\n"
+        "pathlib.Path(sys.argv[1]).write_text('measuring none with 8 live rollouts, 2 of 42 done')\n"
+        "while not pathlib.Path(sys.argv[2]).exists(): time.sleep(0.02)\n"
+    )
+    shown: list[str] = []
+
+    def echo(line: str) -> None:
+        shown.append(line)
+        if "measuring none" in line:
+            (place / "enough").touch()
+
+    monkeypatch.setattr(demo.typer, "echo", echo)
+    command = [sys.executable, "-c", script, str(progress), str(place / "enough")]
+    assert demo.run_with_progress(command, log, progress) == 0
+    assert any(line.startswith("  comparison: measuring none with 8 live rollouts, 2 of 42 done (") for line in shown)
+
+
+def test_ctrl_c_during_the_comparison_keeps_the_finished_run(
+    place: Path, examples: Path, fakes: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_arguments: object) -> int:
+        raise KeyboardInterrupt
+
+    fakes("finished", summary=SUMMARY)
+    monkeypatch.setattr(demo, "run_with_progress", interrupt)
+    result = specrl_command("demo", "--out", "out", "--plain")
+    assert result.exit_code == 0
+    assert "Ctrl-C ends the comparison and loses nothing of the run" in result.stdout
+    assert "the comparison was stopped; the run itself is finished" in result.stdout
