@@ -11,7 +11,7 @@ GENERATED := $(API) docs/run-file.md docs/metrics.md docs/logs.md docs/errors.md
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup suffix sinks s3 browser demo test test-py313 test-deep controlplane test-e2e fuzz chaos mutants check docs pictures check-gpu-pins seams gen lock lint format bench clean
+.PHONY: help setup suffix sinks s3 browser demo test test-py313 test-deep controlplane test-e2e fuzz chaos gpu-check mutants check docs pictures check-gpu-pins seams gen lock lint format bench clean
 
 help: ## show this table
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -68,6 +68,10 @@ fuzz: setup ## look longer for messages, files and answers that are not refused 
 
 chaos: setup ## train under random faults and check every promise; SEED=N repeats a run, MINUTES=30 of CPU time
 	$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),30) --seed $(SEED)
+
+# It also runs where specrl is a checkout and a few wheels: `python -m benchmarks.gpu` (docs/gpu.md).
+gpu-check: setup ## what a first hour on a GPU should tell, in ten minutes (docs/gpu.md); on a CPU in miniature: ARGS="--out DIR"
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 mutants: setup ## make lines of the product wrong, one at a time, and see which test notices; ARGS="--only ID" selects
 	$(BIN)/python -m tools.mutants $(ARGS)

@@ -1,0 +1,81 @@
+"""All parts, in the order in which they run: those that need least first."""
+
+from __future__ import annotations
+
+from benchmarks.gpu import generation_parts, machine_parts, trainer_parts
+from benchmarks.gpu.part import Part
+
+PARTS = (
+    Part(
+        "versions",
+        "packages, driver and cards",
+        60,
+        machine_parts.measure_versions,
+        machine_parts.find_versions_fault,
+        {"driverState": "problem"},
+    ),
+    Part(
+        "step",
+        "seconds and MFU of a policy step in bf16, packed and padded",
+        150,
+        trainer_parts.measure_step,
+        trainer_parts.find_step_fault,
+        {"mfu": 3.0},
+    ),
+    Part(
+        "memory",
+        "memory of a trainer rank against what preflight counts",
+        60,
+        trainer_parts.measure_memory,
+        trainer_parts.find_memory_fault,
+        {"restMib": 1.0},
+    ),
+    Part(
+        "optimizer",
+        "seconds of an optimizer step",
+        60,
+        trainer_parts.measure_optimizer,
+        trainer_parts.find_optimizer_fault,
+        {"normOfZeros": None},
+    ),
+    Part(
+        "attention",
+        "each attention kernel against plain arithmetic",
+        30,
+        trainer_parts.measure_attention,
+        trainer_parts.find_attention_fault,
+        {"worstDifference": float("nan")},
+    ),
+    Part(
+        "copies",
+        "staging, checksum and copies of a weight update, in GB/s",
+        30,
+        machine_parts.measure_copies,
+        machine_parts.find_copies_fault,
+        {"isEqual": False},
+    ),
+    Part(
+        "broadcast",
+        "a version's broadcast over Gloo, in GB/s",
+        60,
+        machine_parts.measure_broadcast,
+        machine_parts.find_broadcast_fault,
+        {"glooGbS": 0.0},
+    ),
+    Part(
+        "lostMember",
+        "a weight group whose member is killed",
+        90,
+        machine_parts.measure_lost_member,
+        machine_parts.find_lost_member_fault,
+        {"raised": ""},
+    ),
+    Part(
+        "generation",
+        "milliseconds of a step by draft length, acceptance, canary quantiles",
+        180,
+        generation_parts.measure_generation,
+        generation_parts.find_generation_fault,
+        {"canaryMax": 5.0},
+    ),
+)
