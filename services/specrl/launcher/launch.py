@@ -87,21 +87,22 @@ def resume_run(
 
     A run that has finished starts no process, unless `keep_serving` asks for its page.
 
-    Raises RunInvalid for any other override, or when another launcher holds the run's lock, and what preflight raises.
+    Raises RunInvalid for any other override, for an edited run file, or when another launcher holds the run's lock, and
+    what preflight raises.
     """
     stored = load_process_spec(directory.run_file)
     spec = load_spec(directory.run_file, overrides)
     # The digest leaves out generation.replicas, so that a run may be resumed with another number of replicas.
     if digest_spec(spec) != digest_spec(stored):
-        newest = checkpoints.find_newest(directory.path)
         raise RunInvalid(
             "--set must change nothing but generation.replicas with --resume, got "
-            f"{' '.join(f'--set {override}' for override in overrides)}; go on in a new run with `specrl run "
-            f"{directory.run_file} --set ...{'' if newest is None else f' --checkpoint {newest}'}`"
+            f"{' '.join(f'--set {override}' for override in overrides)}; go on in a new run with "
+            f"`{_continuing_command(directory, ' --set ...')}`"
         )
     with directory.lock():
         finished = _read_finished_status(directory)
         if finished is not None and not keep_serving:
+            preflight.check_finished_run(spec, directory.path, _continuing_command(directory))
             view.show_message(f"run {directory.name} finished at step {finished.step}, so there is nothing to resume")
             return LaunchResult(directory, RunOutcome(RunEnd.FINISHED, status=finished))
         if opened := directory.make_private():
@@ -114,6 +115,12 @@ def resume_run(
                 directory.write_run_file(spec)
             ready.notices += (_describe_stored_state(spec, directory),)
             return _run_programs(spec, directory, ready, view, keep_serving)
+
+
+def _continuing_command(directory: RunDirectory, options: str = "") -> str:
+    """Return the command that starts a new run with this run's file, from its newest checkpoint if it has one."""
+    newest = checkpoints.find_newest(directory.path)
+    return f"specrl run {directory.run_file}{options}{'' if newest is None else f' --checkpoint {newest}'}"
 
 
 def _describe_stored_state(spec: RunSpec, directory: RunDirectory) -> str:

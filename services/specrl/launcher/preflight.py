@@ -26,7 +26,7 @@ from specrl import agent_tools, models, prompts, rewards
 from specrl.coordinator import preflight as coordinator
 from specrl.coordinator.ledger import open_store_reader
 from specrl.coordinator.ledger.ledger import DurableFacts
-from specrl.coordinator.ledger.run_inputs import compare_inputs
+from specrl.coordinator.ledger.run_inputs import check_run_file, compare_inputs
 from specrl.coordinator.rollouts.checked_prompts import (
     CheckedPrompts,
     ProgressCallback,
@@ -223,7 +223,7 @@ def list_function_notices(spec: RunSpec, directory: Path | None, data: CheckedPr
     directory: of the run; None for a new one. Raises RunInvalid for another run file or other data. Only a store in the
     run's folder is read: of a run on Redis, the coordinator compares.
     """
-    if directory is None or spec.redis is not None or not (directory / "store.db").exists():
+    if directory is None or not _has_store_here(spec, directory):
         return
     with closing(open_store_reader(spec, directory)) as store:
         before = DurableFacts.from_stored(store.read_facts()).inputs
@@ -231,6 +231,20 @@ def list_function_notices(spec: RunSpec, directory: Path | None, data: CheckedPr
     _, notice = compare_inputs(before, spec, data.stream.identify_sources(), data.validation, next_step)
     if notice:
         yield notice
+
+
+def check_finished_run(spec: RunSpec, directory: Path, command: str) -> None:
+    """Raise RunInvalid if the run file was edited after the run began: a finished run would ignore the edit.
+
+    command: goes on in a new run with the edited file. Only a store in the run's folder is read.
+    """
+    if _has_store_here(spec, directory):
+        with closing(open_store_reader(spec, directory)) as store:
+            check_run_file(DurableFacts.from_stored(store.read_facts()).inputs, spec, command)
+
+
+def _has_store_here(spec: RunSpec, directory: Path) -> bool:
+    return spec.redis is None and (directory / "store.db").exists()
 
 
 def list_data_notices(data: CheckedPrompts) -> Iterator[str]:

@@ -28,13 +28,15 @@ from typer.testing import CliRunner, Result
 import specrl
 from specrl.cli import app, demo, drafter
 from specrl.cli.command_exit import describe_stop
+from specrl.coordinator.ledger import SqliteStore
+from specrl.coordinator.ledger.run_inputs import collect_inputs
 from specrl.drafting.registry import find_kind
 from specrl.errors import RunFailed, RunInterrupted, RunInvalid, RunRefused, SpecInvalid, SpecrlError
 from specrl.formats.reports import StatusReport
 from specrl.launcher import launch, run_directory
 from specrl.launcher.processes.supervisor import Program, Rank
 from specrl.launcher.run_directory import RunDirectory
-from specrl.spec import RunSpec, load_spec, parse_spec
+from specrl.spec import RunSpec, dump_spec, load_spec, parse_spec
 from specrl.spec.generation import Eagle3
 
 FAKE = str(Path(__file__).with_name("fake_program.py"))
@@ -587,6 +589,32 @@ def test_resume_of_a_finished_run_starts_nothing(directory: RunDirectory, fakes:
     assert result.exit_code == 0, result.output
     assert "run tiny-1 finished at step 2, so there is nothing to resume" in result.stdout
     assert not list(directory.logs_folder.iterdir())
+
+
+def test_resume_of_a_finished_run_refuses_an_edited_run_file(
+    directory: RunDirectory, fakes: Callable[..., Path]
+) -> None:
+    """It said that there is nothing to resume, and ignored that its user had asked for more steps."""
+    exported = directory.path / "export"
+    exported.mkdir()
+    status = {"run": "tiny", "phase": "finished", "step": 2, "summary": {**SUMMARY, "policyPath": str(exported)}}
+    directory.status_file.write_text(json.dumps(status))
+    checkpoint = directory.path / "checkpoints" / "step-000002"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text("{}")
+    spec = load_spec(directory.run_file)
+    inputs = collect_inputs(spec, [], [])
+    store = SqliteStore(directory.path / "store.db")
+    store.set_fact("inputs", inputs.model_dump(mode="json", by_alias=True))
+    store.close()
+    assert specrl_command("run", "--resume", "tiny-1").exit_code == 0
+
+    schedule = spec.schedule.model_copy(update={"steps": 12})
+    directory.run_file.write_text(dump_spec(spec.model_copy(update={"schedule": schedule})))
+    result = specrl_command("run", "--resume", "tiny-1")
+    assert result.exit_code == 2
+    assert f"schedule.steps: 12, was {spec.schedule.steps}" in result.stderr
+    assert f"`specrl run {directory.run_file} --checkpoint {checkpoint}`" in result.stderr
 
 
 def test_resume_of_a_running_run_is_refused(directory: RunDirectory) -> None:

@@ -22,6 +22,7 @@ from specrl.rewards.function_files import digest_function_files
 from specrl.spec import RunSpec, parse_spec
 from specrl.spec.load import find_differences, select_run_fields
 
+CONTINUING_COMMAND = "specrl run RUN/run.yaml --checkpoint RUN/checkpoints/STEP"
 MOST_SHOWN = 10
 """Changes named in one message. An edited run file mostly has one."""
 
@@ -69,7 +70,7 @@ def continue_with(before: RunInputs | None, now: RunInputs, next_step: int) -> R
     """
     if before is None:
         return now
-    edits = list(_list_edits(before, now))
+    edits = list(_list_edits(before, now.run_file))
     changed = [*_list_other_sources("prompts", before.training, now.training)]
     changed += _list_other_sources("validation", before.validation, now.validation)
     if edits or changed:
@@ -97,6 +98,16 @@ def compare_inputs(
     return now, _describe_function_change(files, next_step) if files else ""
 
 
+def check_run_file(before: RunInputs | None, spec: RunSpec, command: str) -> None:
+    """Raise RunInvalid with every field of the run file that has changed since the run began.
+
+    before: as recorded; None if nothing is. command: goes on in a new run with the edited file.
+    """
+    edits = list(_list_edits(before, select_run_fields(spec, exclude_none=True))) if before is not None else []
+    if edits:
+        raise RunInvalid(_describe_edits(edits, command))
+
+
 def _describe_function_change(files: Sequence[str], next_step: int) -> str:
     return (
         f"{', '.join(files)} changed since the run was last started: rollouts are graded by the changed code from now "
@@ -104,13 +115,11 @@ def _describe_function_change(files: Sequence[str], next_step: int) -> str:
     )
 
 
-def _describe_edits(edits: Sequence[str]) -> str:
+def _describe_edits(edits: Sequence[str], command: str = CONTINUING_COMMAND) -> str:
     more = f"\n  and {len(edits) - MOST_SHOWN} more" if len(edits) > MOST_SHOWN else ""
     return (
         "run.yaml must be as it was when the run began; restore it, or go on in a new run with the edited file: "
-        "`specrl run RUN/run.yaml --checkpoint RUN/checkpoints/STEP`. Changed since then:"
-        + "".join(f"\n  {edit}" for edit in edits[:MOST_SHOWN])
-        + more
+        f"`{command}`. Changed since then:" + "".join(f"\n  {edit}" for edit in edits[:MOST_SHOWN]) + more
     )
 
 
@@ -121,13 +130,14 @@ def _describe_sources(changed: Sequence[str]) -> str:
     )
 
 
-def _list_edits(before: RunInputs, now: RunInputs) -> Iterator[str]:
+def _list_edits(before: RunInputs, now: dict[str, Any]) -> Iterator[str]:
+    """Yield each changed field with both values. now: the fields of the present run file, without nulls."""
     try:
         # Parsed again, so that a field that is new in this version of specrl has its default and counts as equal.
         stored = select_run_fields(parse_spec(before.run_file), exclude_none=True)
     except SpecInvalid:  # of a version with other fields
         stored = before.run_file
-    for path, (was, found) in find_differences(stored, now.run_file).items():
+    for path, (was, found) in find_differences(stored, now).items():
         yield f"{path}: {_quote(found)}, was {_quote(was)}"
 
 
