@@ -10,7 +10,7 @@ import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 
-from specrl.coordinator.rollouts.checked_prompts import ProgressCallback
+from specrl.coordinator.rollouts.checked_prompts import CheckedPrompts, ProgressCallback
 from specrl.errors import SpecProblem, collect_problems, raise_problems
 from specrl.hub.fetching import FetchDisplay
 from specrl.launcher.launch import check_checkpoint
@@ -45,14 +45,16 @@ def plan_run(spec: RunSpec, checkpoint: Path | None, progress: ProgressCallback,
     What the run names on the hub is fetched. checkpoint: of another run, which the run would start from.
     """
     problems = list[SpecProblem]()
+    data: CheckedPrompts | None = None  # it stays None if preflight finds a problem
     with collect_problems(problems):
         ready = check_run(spec, None, progress, display=display)
+        data = ready.data
     if checkpoint is not None:
         with collect_problems(problems):
-            check_checkpoint(checkpoint, spec)
+            check_checkpoint(checkpoint, spec, data)
     raise_problems(problems)
-    assert ready.data is not None  # preflight has found no problem
-    first = ready.data.stream.prompt(0)
+    assert data is not None  # preflight has found no problem
+    first = data.stream.prompt(0)
     return RunPlan(ready.spec, ready, first, asyncio.run(_grade_examples(ready.spec, first)))
 
 

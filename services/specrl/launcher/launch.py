@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from specrl.coordinator.ledger.continuation import check_same_stream
+from specrl.coordinator.rollouts.checked_prompts import CheckedPrompts
 from specrl.errors import CheckpointInvalid, RunInvalid
 from specrl.files import private_umask, write_text
 from specrl.formats.reports import Phase, StatusReport
@@ -52,7 +54,9 @@ def start_run(
     ready = _run_preflight(spec, None, view)
     spec = ready.spec
     if checkpoint is not None:
-        check_checkpoint(checkpoint, spec)
+        step = check_checkpoint(checkpoint, spec, ready.data)
+        source = checkpoint.resolve().parents[1].name
+        ready.notices += (f"starting from the checkpoint of step {step} of {source}; the next step is {step + 1}",)
     directory = run_directory.create_run(runs, spec)
     with directory.lock(), private_umask():
         ready.decision.write_file(directory.path)
@@ -68,8 +72,13 @@ def _run_preflight(spec: RunSpec, directory: Path | None, view: View) -> preflig
         return preflight.check_run(spec, directory, CheckProgress(view), display=display)
 
 
-def check_checkpoint(checkpoint: Path, spec: RunSpec) -> None:
-    """Refuse an unusable checkpoint before a folder is made for the run. Raises CheckpointInvalid, RunInvalid."""
+def check_checkpoint(checkpoint: Path, spec: RunSpec, data: CheckedPrompts | None) -> int:
+    """Refuse an unusable checkpoint before a folder is made for the run, and return its step.
+
+    data: the run's prompts, which must be those of the checkpoint; None if they could not be read. A checkpoint that
+    records no place in the prompt stream is left to the coordinator, which refuses it.
+    Raises CheckpointInvalid, RunInvalid.
+    """
     step = checkpoints.check_complete(checkpoint)
     damages = checksums.list_damages(checkpoint)
     if damages:
@@ -78,6 +87,10 @@ def check_checkpoint(checkpoint: Path, spec: RunSpec) -> None:
         raise RunInvalid(
             f"schedule.steps must be greater than the checkpoint's step {step}, got {spec.schedule.steps}; raise it"
         )
+    place = checkpoints.read_stream_place(checkpoint)
+    if place is not None and data is not None:
+        check_same_stream(step, place, spec, data.stream)
+    return step
 
 
 def resume_run(

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ import specrl
 from specrl.cli import app, demo, drafter
 from specrl.cli.command_exit import describe_stop
 from specrl.coordinator.ledger import SqliteStore
+from specrl.coordinator.ledger.continuation import place_of_checkpoint
 from specrl.coordinator.ledger.run_inputs import collect_inputs
 from specrl.drafting.registry import find_kind
 from specrl.errors import RunFailed, RunInterrupted, RunInvalid, RunRefused, SpecInvalid, SpecrlError
@@ -36,6 +38,7 @@ from specrl.formats.reports import StatusReport
 from specrl.launcher import launch, run_directory
 from specrl.launcher.processes.supervisor import Program, Rank
 from specrl.launcher.run_directory import RunDirectory
+from specrl.prompts import load_prompts
 from specrl.spec import RunSpec, dump_spec, load_spec, parse_spec
 from specrl.spec.generation import Eagle3
 
@@ -172,6 +175,31 @@ def test_a_run_from_a_checkpoint_copies_it_and_refuses_an_unusable_one(place: Pa
     refused = specrl_command("run", "-f", str(file), "--checkpoint", str(source), "--runs", "others")
     assert refused.exit_code == 2
     assert "state.json does not have the checksum" in refused.stderr
+
+
+def test_a_checkpoint_of_other_steps_is_refused_before_anything_is_written(
+    place: Path, fakes: Callable[..., Path]
+) -> None:
+    """Only the coordinator compared them, so that a run folder was left behind."""
+    fakes("finished", summary=SUMMARY)
+    a_model_folder(place / "model")
+    file = a_run_file(place)
+    spec = load_spec(file)
+    per_step = spec.schedule.prompts_per_step
+    source = place / "other-1" / "checkpoints" / "step-000001"
+    source.mkdir(parents=True)
+    stream = asdict(place_of_checkpoint(1, spec, load_prompts(spec)))
+    (source / "state.json").write_text(json.dumps({"step": 1, "stream": stream}))
+    write_checksums(source)
+    command = ["run", "-f", str(file), "--checkpoint", str(source), "--set", "schedule.steps=3"]
+    more = ["--set", f"schedule.promptsPerStep={2 * per_step}"]
+    for options in ([], ["--dry-run"]):
+        assert_refused(
+            specrl_command(*command, *more, *options), f"start again with schedule.promptsPerStep={per_step}"
+        )
+    result = specrl_command(*command, "--plain")
+    assert result.exit_code == 0, result.output
+    assert "starting from the checkpoint of step 1 of other-1; the next step is 2" in result.stdout
 
 
 def test_an_unreadable_dataset_is_refused(place: Path) -> None:

@@ -65,14 +65,22 @@ def check_stream_place(status: TrainerStatus, spec: RunSpec, prompts: Identified
             f"the checkpoint of step {status.step} must record its position in the prompt stream, got none; start a "
             "new run with model.path at the exported policy"
         )
+    check_same_stream(status.step, place, spec, prompts)
+
+
+def check_same_stream(step: int, place: StreamPlace, spec: RunSpec, prompts: IdentifiedPrompts) -> None:
+    """Raise RunInvalid unless a checkpoint's place is that of this run's prompt stream and promptsPerStep.
+
+    step: of the checkpoint. The launcher calls it, too, before anything is written.
+    """
     if place.identity != prompts.identity():
         raise RunInvalid(
-            f"the prompt stream must be that of the checkpoint of step {status.step}, {place.problems} problems "
+            f"the prompt stream must be that of the checkpoint of step {step}, {place.problems} problems "
             f"with identity {place.identity}, got {len(prompts)} with {prompts.identity()}; keep prompts.source and "
             "prompts.shuffleSeed as they were, or start a new run with model.path at the exported policy"
         )
-    if place.cursor != status.step * spec.schedule.prompts_per_step:
+    if place.cursor != step * spec.schedule.prompts_per_step:
         raise RunInvalid(
-            f"schedule.promptsPerStep must be {place.cursor / status.step:g}, as before the checkpoint of step "
-            f"{status.step}, got {spec.schedule.prompts_per_step}; restore that value"
+            f"schedule.promptsPerStep must be {place.cursor / step:g}, as before the checkpoint of step {step}, got "
+            f"{spec.schedule.prompts_per_step}; start again with schedule.promptsPerStep={place.cursor / step:g}"
         )
