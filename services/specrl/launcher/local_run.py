@@ -70,7 +70,7 @@ class LocalRun:
                 # Ends on a signal, or when a program ends the run.
                 while self._interrupts == 0 and self._supervisor.poll() is None:
                     time.sleep(TURN_S)
-            self._stop_programs()
+            self._stop_programs(outcome.status)
         if outcome.end is RunEnd.INTERRUPTED:
             # The coordinator has written what it saved since the status that ended the wait.
             outcome = replace(outcome, status=read_stored_status(self._directory) or outcome.status)
@@ -125,15 +125,12 @@ class LocalRun:
             return None
         return read_stored_status(self._directory) if is_new else None
 
-    def _stop_programs(self) -> None:
-        """Stop the programs in order. A further signal kills them at once."""
+    def _stop_programs(self, status: StatusReport | None) -> None:
+        """Stop the programs in order. A further signal kills them at once. status: the last one before the stop."""
         # The signal that caused this stop does not count as the second one.
         patience = self._interrupts + 1
         if self._interrupts:
-            self._view.show_message(
-                "stopping: the trainer finishes its step, however long that takes, and writes a checkpoint; "
-                "press Ctrl-C again to kill the run at once"
-            )
+            self._view.show_message(f"{describe_stopping(status)}; press Ctrl-C again to kill the run at once")
         self._supervisor.begin_stop()
         # Every program has a grace period, so the supervisor bounds this wait.
         while not self._supervisor.poll_stop():
@@ -162,6 +159,13 @@ class LocalRun:
         finally:
             for number, handler in before:
                 signal.signal(number, handler)
+
+
+def describe_stopping(status: StatusReport | None) -> str:
+    """Say what a stop waits for. status: the last one before the stop; None: the coordinator gave none."""
+    if status is not None and status.phase is Phase.TRAINING:
+        return "stopping: the trainer finishes its step, however long that takes, and writes a checkpoint"
+    return "stopping: no step has begun since the start"
 
 
 def _outcome_from_status(status: StatusReport) -> RunOutcome:

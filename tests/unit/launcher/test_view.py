@@ -12,6 +12,7 @@ from rich.console import Console
 
 from specrl.formats.durations import format_duration
 from specrl.formats.reports import PassAt, StatusReport, StepReport, ValidationReport
+from specrl.launcher.local_run import describe_stopping
 from specrl.launcher.terminal.check_progress import CheckProgress, open_fetch_display
 from specrl.launcher.terminal.rows import (
     COLUMNS,
@@ -165,6 +166,22 @@ def test_the_live_area_works_before_the_coordinator_answers() -> None:
     console = a_console()
     console.print(live_area("tiny-1", {}, None))
     assert "the coordinator is starting" in console.export_text()
+
+
+def test_the_live_area_does_not_say_the_phase_twice() -> None:
+    """It showed `stopped  stopped; step 3 is saved`."""
+    console = a_console()
+    console.print(live_area("tiny-1", {}, a_status(phase="stopped", detail="stopped; step 3 is saved")))
+    text = console.export_text()
+    assert "stopped; step 3 is saved" in text
+    assert "stopped  stopped" not in text
+
+
+@pytest.mark.parametrize(("phase", "said"), [("waiting", "no step has begun"), ("training", "finishes its step")])
+def test_a_stop_names_a_running_step_only_if_the_run_trains(phase: str, said: str) -> None:
+    """Ctrl-C during the start said that the trainer finishes its step."""
+    assert said in describe_stopping(a_status(phase=phase))
+    assert "no step has begun" in describe_stopping(None)
 
 
 def test_bars_with_a_total_of_zero_are_not_drawn() -> None:

@@ -229,8 +229,11 @@ def live_area(title: str, facts: dict[str, str], status: StatusReport | None) ->
         head.add_row(Text("phase", style="dim"), Text("the coordinator is starting"))
         return Panel(head, border_style="dim")
     phase = Text(f"{status.phase}", style=_PHASE_STYLE.get(status.phase, "cyan"))
-    if status.detail != status.phase:
-        phase.append(f"  {make_printable(status.detail)}", style="default")
+    # Details such as "stopped; ..." begin with the phase.
+    detail = status.detail.removeprefix(status.phase)
+    if detail:
+        between = "  " if detail == status.detail else ""
+        phase.append(f"{between}{make_printable(detail)}", style="default")
     head.add_row(Text("phase", style="dim"), phase)
     head.add_row(Text("policy", style="dim"), Text(f"version {status.policy_version}"))
     head.add_row(Text("replicas", style="dim"), _replica_text(status))
