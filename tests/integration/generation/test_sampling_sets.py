@@ -41,10 +41,11 @@ TEMPERATURE = 0.7
 TOKENS = 40
 
 
-def check_sets(judge: Judge, request: RolloutRequest, rollout: Rollout) -> tuple[float, int]:
+def check_sets(judge: Judge, request: RolloutRequest, rollout: Rollout) -> tuple[float, int, float]:
     """Compare a rollout's sets and log-probabilities with transformers, and the latter with its own sets.
 
-    Returns the mean absolute error of log-probabilities, renormalised over the rollout's sets, and the largest set.
+    Returns the mean absolute error of log-probabilities, renormalised over the rollout's sets, the largest set, and the
+    share of tokens whose set differs.
     """
     rollout.check(TOKENS)
     sets = rollout.sets
@@ -57,11 +58,10 @@ def check_sets(judge: Judge, request: RolloutRequest, rollout: Rollout) -> tuple
     is_in_TV[sets.owner_M, sets.ids_M] = True
     differs_TV = is_in_TV != (mass_TV > 0)
     assert differs_TV.sum(-1).max() <= 1  # of a set's tokens, only the last one is at its edge
-    assert differs_TV.any(-1).mean() < 0.02
     kept_TV = np.where(is_in_TV, logprobs_TV, -np.inf)
     renormalised_TV = kept_TV - np.logaddexp.reduce(kept_TV, axis=-1, keepdims=True)
     error_T = np.abs(rollout.sampler_logprobs_T - renormalised_TV[np.arange(len(tokens)), tokens])
-    return float(error_T.mean()), int(sets.sizes_N.max())
+    return float(error_T.mean()), int(sets.sizes_N.max()), float(differs_TV.any(-1).mean())
 
 
 def compare_with_trainer(policy: Path, requests: Sequence[RolloutRequest], rollouts: Sequence[Rollout]) -> None:
@@ -127,10 +127,12 @@ async def test_rollouts_carry_the_sets_that_they_were_sampled_from(
             before = (await engine.get_status()).speculation
             rollouts = await collect_rollouts(engine, requests)
             found = [check_sets(judge, *pair) for pair in zip(requests, rollouts, strict=True)]
-            error = np.mean([error for error, _ in found])
-            print(f"{kind} {options}: mean error {error:.1e}, sets up to {[size for _, size in found]}")  # noqa: T201
-            assert max(error for error, _ in found) < 1e-4
-            assert {size > 2 for _, size in found} == {True}
+            errors, sizes, shares = zip(*found, strict=True)
+            print(f"{kind} {options}: mean error {np.mean(errors):.1e}, sets up to {sizes}, differ {shares}")  # noqa: T201
+            assert max(errors) < 1e-4
+            assert min(sizes) > 2
+            # Of all rollouts: one token at an edge is more than this share of a single rollout.
+            assert np.mean(shares) < 0.02
             if kind != MTP:
                 compare_with_trainer(folder.policy, requests, rollouts)
             since = (await engine.get_status()).speculation.minus(before)
