@@ -44,6 +44,7 @@ NAVIGATION = {
     "Development": [
         *("contributing.md", "architecture.md", "promises.md", "extending.md", "testing.md", "e2e.md", "chaos.md"),
         "seams.md",
+        "gpu.md",
     ],
 }
 """Pages of each section. A page that is not listed here follows under Development."""
