@@ -1,6 +1,6 @@
 """Members meet in the store before they connect, and a lost one raises in the others. NCCL's group is a stand-in.
 
-`tests/contract` has the same promises on Gloo, between processes.
+`tests/contract` has a member that never comes on Gloo, and `tests/chaos` members that are killed.
 """
 
 from __future__ import annotations
