@@ -173,13 +173,15 @@ class Run:
     peer_sinks: Callable[[str], Sequence[SpanSink]] = lambda _: ()
     is_observed: bool = True
     clock: Callable[[], float] = time.monotonic
+    started: Sequence[str] = ("gen-0", "gen-1")
+    """Replicas that are there from the start."""
 
     async def __aenter__(self) -> Run:
         self.port = _free_port()
         self.client = CoordinatorClient(f"127.0.0.1:{self.port}")
         await self.start_coordinator()
-        for place in range(self.spec.generation.replicas):
-            await self.start_replica(f"gen-{place}")
+        for name in self.started:
+            await self.start_replica(name)
         await self.start_trainer()
         return self
 

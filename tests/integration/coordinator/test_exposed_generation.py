@@ -145,6 +145,7 @@ async def test_exposed_and_hidden_generation_follow_from_the_paces(
         make_engine=lambda _: engine,
         make_backend=lambda trained: PacedBackend(trained, clock),
         clock=clock,
+        started=("gen-0",),
     )
     async with run:
         advancing = asyncio.create_task(advance_clock(run, clock, engine, lag))
