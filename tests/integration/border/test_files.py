@@ -712,6 +712,8 @@ COVERED = {
     "models/model_folder.py": "config; tokenizer; index; weights",
     "machine.py": "the kernel's own; tests/unit/test_machine.py",
     "rpc/run_token.py": "the token, which may be any text",
+    "launcher/doctor/gpus.py": "the kernel's own; what cannot be read is a finding",
+    "launcher/doctor/software.py": "a file of an installed package; what cannot be read is a finding",
     "launcher/stored_reports.py": "status, endpoints, metrics, launcher; rollouts",
     "launcher/warm_up.py": "what it was asked for, which is compared; the end of a log",
     "launcher/processes/supervisor.py": "the end of a log, which may be any bytes",
