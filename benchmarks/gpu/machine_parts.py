@@ -23,6 +23,8 @@ from specrl.weights.group import BroadcastGroup, open_rendezvous_store
 from specrl.weights.staging import StagingArea, checksum_bytes
 
 GROUP_TIMEOUT_S = 10.0
+IMPORT_S = 60.0
+"""Longest wait until a new process has imported torch and specrl. It takes 15 s on two busy cores."""
 
 
 def measure_versions(_size: Size) -> Figures:
@@ -111,12 +113,16 @@ def measure_lost_member(_size: Size) -> Figures:
     transport = "nccl" if cards > 1 else "gloo"
     group = WeightGroup("kit", "127.0.0.1", store.port, 0, 2, GROUP_TIMEOUT_S, transport)
     context = multiprocessing.get_context("spawn")
+    is_ready = context.Event()
     has_received = context.Event()
-    member = context.Process(target=_receive_once, args=(replace(group, rank=1), has_received), daemon=True)
+    member = context.Process(target=_receive_once, args=(replace(group, rank=1), is_ready, has_received), daemon=True)
     member.start()
     if cards > 1:
         torch.cuda.set_device(0)
     try:
+        # The deadline of joining is short, so it must not begin while the member still imports torch.
+        if not is_ready.wait(IMPORT_S):
+            return {"transport": transport, "raised": "the member did not start", "seconds": IMPORT_S}
         joined = BroadcastGroup(group, store)
         buffer = torch.ones(1 << 20, dtype=torch.uint8, device=joined.device)
         joined.start_broadcast(buffer)()
@@ -140,7 +146,8 @@ def measure_lost_member(_size: Size) -> Figures:
     return {"transport": transport, "raised": raised, "seconds": seconds}
 
 
-def _receive_once(group: WeightGroup, has_received: Any) -> None:
+def _receive_once(group: WeightGroup, is_ready: Any, has_received: Any) -> None:
+    is_ready.set()
     if group.transport == "nccl":
         torch.cuda.set_device(1)
     joined = BroadcastGroup(group)
