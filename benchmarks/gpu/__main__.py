@@ -19,7 +19,8 @@ from benchmarks.gpu.record import name_record, write_record
 from benchmarks.gpu.runner import Outcome, run_part
 
 RESULTS = Path(__file__).parent / "results"
-# Names and deadlines are repeated here, since the catalogue imports packages that a machine may lack. A test compares.
+# Wall seconds after which a part's process is killed. The catalogue's names are repeated here, since it imports
+# packages that a machine may lack. A test compares them.
 DEADLINES_S = {
     "versions": 60,
     "step": 150,

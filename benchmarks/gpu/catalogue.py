@@ -9,7 +9,6 @@ PARTS = (
     Part(
         "versions",
         "packages, driver and cards",
-        60,
         machine_parts.measure_versions,
         machine_parts.find_versions_fault,
         {"driverState": "problem"},
@@ -17,7 +16,6 @@ PARTS = (
     Part(
         "step",
         "seconds and MFU of a policy step in bf16, packed and padded",
-        150,
         trainer_parts.measure_step,
         trainer_parts.find_step_fault,
         {"mfu": 3.0},
@@ -25,7 +23,6 @@ PARTS = (
     Part(
         "memory",
         "memory of a trainer rank against what preflight counts",
-        60,
         trainer_parts.measure_memory,
         trainer_parts.find_memory_fault,
         {"restMib": 1.0},
@@ -33,7 +30,6 @@ PARTS = (
     Part(
         "optimizer",
         "seconds of an optimizer step",
-        60,
         trainer_parts.measure_optimizer,
         trainer_parts.find_optimizer_fault,
         {"normOfZeros": None},
@@ -41,7 +37,6 @@ PARTS = (
     Part(
         "attention",
         "each attention kernel against plain arithmetic",
-        30,
         trainer_parts.measure_attention,
         trainer_parts.find_attention_fault,
         {"worstDifference": float("nan")},
@@ -49,7 +44,6 @@ PARTS = (
     Part(
         "copies",
         "staging, checksum and copies of a weight update, in GB/s",
-        30,
         machine_parts.measure_copies,
         machine_parts.find_copies_fault,
         {"isEqual": False},
@@ -57,7 +51,6 @@ PARTS = (
     Part(
         "broadcast",
         "a version's broadcast over Gloo, in GB/s",
-        60,
         machine_parts.measure_broadcast,
         machine_parts.find_broadcast_fault,
         {"glooGbS": 0.0},
@@ -65,7 +58,6 @@ PARTS = (
     Part(
         "lostMember",
         "a weight group whose member is killed",
-        90,
         machine_parts.measure_lost_member,
         machine_parts.find_lost_member_fault,
         {"raised": ""},
@@ -73,7 +65,6 @@ PARTS = (
     Part(
         "generation",
         "milliseconds of a step by draft length, acceptance, canary quantiles",
-        180,
         generation_parts.measure_generation,
         generation_parts.find_generation_fault,
         {"canaryMax": 5.0},

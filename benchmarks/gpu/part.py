@@ -41,13 +41,12 @@ class Size:
 class Part:
     """One part.
 
-    deadline_s: wall seconds after which its process is killed. find_fault: says what is wrong with its figures; None if
-    nothing is. broken: figures that `find_fault` must refuse; `--inject` and the tests put them into real ones.
+    find_fault: says what is wrong with its figures; None if nothing is. broken: figures that `find_fault` must refuse;
+    `--inject` and the tests put them into real ones.
     """
 
     name: str
     measures: str
-    deadline_s: float
     measure: Callable[[Size], Figures]
     find_fault: Callable[[Mapping[str, Any]], str | None]
     broken: Figures
