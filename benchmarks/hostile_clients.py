@@ -4,9 +4,9 @@
 
 A run on stand-ins (real coordinator, servers and protocol; engine and trainer compute nothing) goes on all the time. In
 each pair of windows, one window has the clients of tests/hostile_clients.py, which attack every gRPC and HTTP port of
-the run, and one has the same clients against a server of their own, so that both have the same load on the processors.
-Their order alternates. A window's figure is the median wall time of its steps. Reported: the medians over the windows,
-the median ratio of the pairs with its 95 % bootstrap interval, and the processor seconds per second of each process.
+the run, and one has none. Their order alternates. A window's figure is the median wall time of its steps. Reported: the
+medians over the windows, the median ratio of the pairs with its 95 % bootstrap interval, and the processor seconds per
+second of each process.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import socket
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -48,16 +46,16 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=20.0, help="length of a window")
+    parser.add_argument("--token-seconds", type=float, default=0.005, help="seconds of a rollout's token")
     parser.add_argument("--json", type=Path, help="write the figures into this file, too")
     options = parser.parse_args()
     with (
         tempfile.TemporaryDirectory() as folder,
-        Cluster(Path(folder), RUN, token_seconds=0.005) as cluster,
-        serve_decoy() as port,
+        Cluster(Path(folder), RUN, token_seconds=options.token_seconds) as cluster,
     ):
         cluster.start("coordinator", "trainer", "gen-0", "gen-1")
         cluster.until(lambda: cluster.status().get("step", 0) >= 5)
-        targets = {"hostile": list_targets(cluster), "quiet": [f"http:127.0.0.1:{port}", f"grpc:127.0.0.1:{port}"]}
+        targets: dict[str, list[str]] = {"hostile": list_targets(cluster), "quiet": []}
         pairs = []
         busy: dict[str, list[dict[str, float]]] = {arm: [] for arm in targets}
         for number in range(options.pairs):
@@ -74,36 +72,14 @@ def main() -> None:
         options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
-@contextmanager
-def serve_decoy() -> Iterator[int]:
-    """A server that reads and drops what it is sent: what the clients attack in the quiet windows. Yields its port."""
-
-    def drop_input(client: socket.socket) -> None:
-        with client, suppress(OSError):
-            client.settimeout(10)
-            while client.recv(1 << 16):
-                time.sleep(0.005)
-
-    def accept_clients() -> None:
-        with suppress(OSError):
-            while True:
-                client, _ = listener.accept()
-                threading.Thread(target=drop_input, args=(client,), daemon=True).start()
-                time.sleep(0.02)
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=accept_clients, daemon=True).start()
-        yield listener.getsockname()[1]
-
-
 def measure_steps(
     cluster: Cluster, options: argparse.Namespace, targets: Sequence[str], busy: list[dict[str, float]]
 ) -> float:
-    """Attack `targets` for one window. Returns the median wall seconds of the steps that ended in it.
+    """Attack `targets` for one window; without targets, nobody attacks. Returns the median wall seconds of its steps.
 
     busy: gets the processor seconds per second of each process of the run.
     """
-    with start_attack(options.clients, *targets):
+    with start_attack(options.clients, *targets) if targets else nullcontext():
         time.sleep(SETTLE_S)
         before = len(read_steps(cluster))
         used = read_processor_seconds(cluster)

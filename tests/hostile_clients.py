@@ -27,8 +27,8 @@ type Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 REGISTER = "/specrl.api.v1.CoordinatorService/Register"
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 NOISE = os.urandom(5000)
-HEADERS, RST_STREAM, SETTINGS, PING, CONTINUATION = 0x1, 0x3, 0x4, 0x6, 0x9
-END_HEADERS = 0x4
+HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, CONTINUATION = 0x1, 0x3, 0x4, 0x6, 0x7, 0x9
+ACK, END_HEADERS = 0x1, 0x4
 
 
 @asynccontextmanager
@@ -221,6 +221,7 @@ def a_header(name: str, value: str) -> bytes:
 
 
 HTTP2_START = HTTP2_PREFACE + a_frame(SETTINGS, 0, 0)
+A_PING = a_frame(PING, 0, 0, bytes(8))
 CALL = b"".join(
     a_header(name, value)
     for name, value in (
@@ -290,7 +291,7 @@ async def flood_pings(host: str, port: int) -> None:
     async with connected(host, port, HTTP2_START) as (reader, writer):
         reading = asyncio.create_task(read_until_closed(reader))
         while not reading.done():
-            writer.write(a_frame(PING, 0, 0, bytes(8)) * 10)
+            writer.write(A_PING * 10)
             await writer.drain()
 
 
@@ -316,13 +317,19 @@ GRPC_CLIENTS: Sequence[Client] = (
 
 
 async def _attack_all(count: int, targets: Sequence[str]) -> None:
-    """Attack each target, KIND:HOST:PORT, with an equal part of `count` clients."""
+    """Attack each target, KIND:HOST:PORT, with an equal part of `count` clients.
+
+    Targets of one kind begin with different clients, so that all clients have a turn where a target has only a few.
+    """
     async with AsyncExitStack() as attacks:
+        begun = {"http": 0, "grpc": 0}
         for number, target in enumerate(targets):
             kind, host, port = target.split(":")
             clients = HTTP_CLIENTS if kind == "http" else GRPC_CLIENTS
             share = count // len(targets) + (number < count % len(targets))
-            await attacks.enter_async_context(attack(clients, share, host, int(port)))
+            first = begun[kind] % len(clients)
+            begun[kind] += share
+            await attacks.enter_async_context(attack([*clients[first:], *clients[:first]], share, host, int(port)))
         await asyncio.sleep(0.1)  # every client has connected once
         sys.stdout.write("attacking\n")
         sys.stdout.flush()

@@ -68,6 +68,19 @@ async def test_connections_above_the_bound_are_closed(port: int, monkeypatch: py
         assert await asyncio.wait_for(read_until_closed(reader), PATIENCE_S) == b""
 
 
+async def test_pings_are_answered_without_end(port: int) -> None:
+    """Above a limit of pings, gRPC's work grew with their square: one connection took a core from the run."""
+    async with connected("127.0.0.1", port, HTTP2_START) as (reader, writer):
+        for _ in range(5):
+            writer.write(hostile.A_PING)
+            kind = flags = 0
+            while (kind, flags) != (hostile.PING, hostile.ACK):
+                head = await asyncio.wait_for(reader.readexactly(9), PATIENCE_S)
+                kind, flags = head[3], head[4]
+                assert kind != hostile.GOAWAY, "the connection is closed"
+                await reader.readexactly(int.from_bytes(head[:3]))
+
+
 async def test_metadata_above_the_bound_is_refused(port: int) -> None:
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
