@@ -113,6 +113,8 @@ _CORE_PROCESS = "vllm.v1.engine.core.EngineCore"
 _SCHED = "vllm.v1.core.sched.scheduler.Scheduler"
 _STEP = "vllm.v1.core.sched.output.SchedulerOutput"
 _RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
+_SECOND_RUNNER = "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
+_SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
 _CUDA_GRAPHS = "vllm.v1.worker.gpu.cudagraph_utils.CudaGraphManager"
 _PROPOSERS = "vllm.v1.spec_decode"
 _SAMPLER = "vllm.v1.worker.gpu.sample.sampler.Sampler"
@@ -208,7 +210,7 @@ VLLM = (
     *_list_seams(_SCHED, "running waiting", Use.READS, _SCHEDULER),
     *_list_seams(_STEP, "num_spec_tokens_to_schedule scheduled_spec_decode_tokens", Use.READS, _SCHEDULER + _REST),
     Seam(f"{_STEP}.skip_drafts", Use.READS, _SCHEDULER, absent="new in 0.33"),
-    # The first model runner, and running it without the drafter.
+    # The model runners, and running them without the drafter.
     Seam("vllm.config.VllmConfig.use_v2_model_runner", Use.READS, _EXPERTS + _SETS),
     *_list_seams(
         "vllm.v1.worker",
@@ -229,6 +231,21 @@ VLLM = (
     Seam(f"{_PROPOSERS}.llm_base_proposer.SpecDecodeBaseProposer.propose", Use.REPLACES, _REST),
     Seam(f"{_PROPOSERS}.llm_base_proposer.SpecDecodeBaseProposer._last_draft_probs", Use.REPLACES, _REST),
     *_list_seams("vllm.config", "CUDAGraphMode CompilationMode", Use.IMPORTS, _REST),
+    Seam(f"{_SECOND_RUNNER}.execute_model", Use.REPLACES, _REST, body=True, looks_for=("num_spec_tokens_to_schedule",)),
+    Seam(f"{_SECOND_RUNNER}.sample_tokens", Use.READS, _REST, body=True, looks_for=("speculator", "draft_tokens")),
+    *_list_seams(_SECOND_RUNNER, "speculator req_states", Use.READS, _REST),
+    Seam("vllm.v1.worker.gpu.states.RequestState.draft_tokens", Use.READS, _REST),
+    Seam("vllm.v1.worker.gpu.input_batch.InputBatch.num_reqs", Use.READS, _REST),
+    Seam(f"{_SPECULATORS}.speculator.BaseSpeculator.propose", Use.REPLACES, _REST),
+    *_list_seams(
+        _SPECULATORS,
+        "target_dependent_ar.speculator.TargetDependentARSpeculator.propose "
+        "multi_module_mtp.speculator.MultiModuleMTPSpeculator.propose "
+        "standalone_ar.speculator.StandaloneARSpeculator.propose ngram.speculator.NgramGPUSpeculator.propose",
+        Use.READS,
+        _REST,
+        body=True,
+    ),
     # Weights.
     Seam("vllm.config.set_current_vllm_config", Use.IMPORTS, _WORKER),
     Seam(f"{_RELOAD}.initialize_layerwise_reload", Use.IMPORTS, _WORKER, body=True),

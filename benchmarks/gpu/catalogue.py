@@ -69,4 +69,11 @@ PARTS = (
         generation_parts.find_generation_fault,
         {"canaryMax": 5.0},
     ),
+    Part(
+        "draftLengths",
+        "n-gram drafts that are switched off and on again",
+        generation_parts.measure_draft_lengths,
+        generation_parts.find_draft_lengths_fault,
+        {"offDrafts": 1},
+    ),
 )

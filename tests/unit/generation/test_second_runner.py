@@ -1,6 +1,7 @@
-"""vLLM's second model runner, which GPUs use: lengths that it lacks are not requested, the others have CUDA graphs.
+"""vLLM's second model runner, which GPUs use: it can leave out its drafter, and every length has CUDA graphs.
 
-vLLM's model runners, scheduler and engine core are stand-ins here. The choice of CUDA graphs is vLLM's own code.
+vLLM's scheduler, engine core and `execute_model` are stand-ins here. Of the second runner, `sample_tokens`, the stored
+drafts and the choice of CUDA graphs are vLLM's own code.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import structlog
+import torch
 from tests.vllm_cases import a_spec
 
 from specrl.errors import EngineFailed
@@ -18,10 +19,10 @@ from specrl.generation.draft_length import OFF
 from specrl.generation.vllm_backend import arguments, draft_length_client
 from specrl.generation.vllm_backend.engine import VllmEngine
 from specrl.generation.vllm_backend.extensions import draft_rest
-from specrl.generation.vllm_backend.extensions.draft_rest import FORCED, RunnerAbilities
+from specrl.generation.vllm_backend.extensions.draft_rest import FORCED
 
 LIVE = 4  # generation.maxLiveRollouts
-SECOND_RUNNER = "vllm.v1.worker.gpu.model_runner"
+LONGEST = 3  # drafts of a step in the second runner
 
 
 # -- the worker ------------------------------------------------------------------------------------------------------
@@ -62,30 +63,146 @@ def test_the_first_runner_supports_off_and_forced_lengths() -> None:
         return [[7], []]
 
     runner = a_first_runner(SimpleNamespace(propose=propose))
-    assert draft_rest.patch_model_runner(runner) == RunnerAbilities(can_rest=True, can_force=True)
+    assert draft_rest.patch_model_runner(runner)
     assert runner.drafter.propose(FORCED + 3) == [[7, 1, 1], [1, 1, 1]]
     assert asked == [3]
 
 
 def test_learned_drafters_do_not_support_forced_lengths() -> None:
     drafter = SimpleNamespace(propose=lambda *_, **__: None, model=object())
-    assert draft_rest.patch_model_runner(a_first_runner(drafter)) == RunnerAbilities(can_rest=True, can_force=False)
+    assert not draft_rest.patch_model_runner(a_first_runner(drafter))
 
 
-@pytest.mark.parametrize("name", draft_rest.SECOND_RUNNERS)
-def test_the_second_runner_is_not_patched_and_supports_neither(name: str) -> None:
-    runner = an_instance_of(name, speculator=SimpleNamespace(propose=print), execute_model=print, sample_tokens=print)
-    before = dict(vars(runner))
-    assert draft_rest.patch_model_runner(runner) == RunnerAbilities(can_rest=False, can_force=False)
-    assert vars(runner) == before
-
-
-@pytest.mark.parametrize("name", draft_rest.FIRST_RUNNERS)
-def test_a_first_runner_without_speculation_is_not_patched(name: str) -> None:
+@pytest.mark.parametrize("name", draft_rest.FIRST_RUNNERS + draft_rest.SECOND_RUNNERS)
+def test_a_runner_without_speculation_is_not_patched(name: str) -> None:
     runner = an_instance_of(name, vllm_config=SimpleNamespace(speculative_config=None))
     before = dict(vars(runner))
-    assert draft_rest.patch_model_runner(runner) == RunnerAbilities(can_rest=False, can_force=False)
+    assert not draft_rest.patch_model_runner(runner)
     assert vars(runner) == before
+
+
+class Speculator:
+    """A drafter of the second runner. asked: the lengths that it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[int | None] = []
+
+    def propose(self, input_batch: Any, *_: Any, num_speculative_tokens: int | None = None, **__: Any) -> torch.Tensor:
+        self.asked.append(num_speculative_tokens)
+        return torch.full((input_batch.num_reqs, LONGEST), 7)
+
+
+class DraftsHandler:
+    """Keeps the drafts that the runner would send to the scheduler: [requests, length]."""
+
+    def __init__(self) -> None:
+        self.sent: list[list[int]] = []
+
+    def set_draft_tokens(self, _batch: Any, draft_tokens: torch.Tensor) -> None:
+        self.sent = draft_tokens.tolist()
+
+
+def a_second_runner(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's second runner with two live requests of LIVE, and only what its `sample_tokens` reads.
+
+    Its `execute_model` keeps the state of a step as vLLM's does, and computes nothing.
+    """
+    import vllm.v1.worker.gpu.model_runner as second
+
+    batch = SimpleNamespace(num_reqs=2, req_ids=["a", "b"], idx_mapping=torch.tensor([2, 0]), query_start_loc=None)
+    monkeypatch.setattr(second, "AsyncOutput", lambda **_: "output")
+    runner: Any = second.GPUModelRunner.__new__(second.GPUModelRunner)
+    vars(runner).update(
+        vllm_config=SimpleNamespace(speculative_config=object()),
+        speculator=Speculator(),
+        num_speculative_steps=LONGEST,
+        req_states=SimpleNamespace(
+            draft_tokens=torch.zeros(LIVE, LONGEST, dtype=torch.int64),
+            all_token_ids=SimpleNamespace(gpu=None),
+            num_computed_tokens=SimpleNamespace(gpu=None),
+            prompt_len=SimpleNamespace(np=None),
+            last_sampled_tokens=None,
+            next_prefill_tokens=None,
+        ),
+        draft_tokens_handler=DraftsHandler(),
+        execute_model_state=None,
+        is_last_pp_rank=True,
+        pcp_manager=None,
+        pp_handler=None,
+        aux_output_connector=None,
+        adaptive_verification=None,
+        eplb=SimpleNamespace(step=lambda *_, **__: None),
+        _draft_workspace_lane=0,
+        model=SimpleNamespace(compute_logits=None),
+        main_stream=None,
+        output_copy_stream=None,
+        check_ep_fault=None,
+        sample=lambda *_: (SimpleNamespace(sampled_token_ids=None), torch.ones(2), torch.zeros(2)),
+        sampler=SimpleNamespace(
+            sampling_states=SimpleNamespace(temperature=SimpleNamespace(gpu=None), seeds=SimpleNamespace(gpu=None))
+        ),
+        prompt_logprobs_worker=SimpleNamespace(
+            compute_prompt_logprobs=lambda *_: {}, compute_prompt_token_id_logprobs=lambda *_: {}
+        ),
+        kv_connector=SimpleNamespace(post_forward=lambda *_, **__: None, finalize_step=lambda: None),
+        model_state=SimpleNamespace(supports_mm_inputs=False),
+        postprocess_sampled=lambda *_: None,
+    )
+
+    def execute_model(scheduler_output: Any, *_: Any, **__: Any) -> None:
+        fields = dict.fromkeys(second.ExecuteModelState._fields)
+        length = scheduler_output.num_spec_tokens_to_schedule
+        runner.execute_model_state = second.ExecuteModelState(
+            **fields | {"input_batch": batch, "hidden_states": torch.zeros(2, 1), "num_spec_tokens_to_schedule": length}
+        )
+
+    runner.speculator.supports_mm_inputs = False
+    runner.execute_model = execute_model
+    return runner
+
+
+def run_step(runner: Any, length: int) -> Any:
+    """Run one step as vLLM's worker does; returns the scheduler's output of it."""
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    scheduled = SchedulerOutput.make_empty()
+    scheduled.num_spec_tokens_to_schedule = length
+    runner.execute_model(scheduled, None)
+    assert runner.sample_tokens(None) == "output"
+    return scheduled
+
+
+def test_the_second_runner_leaves_out_its_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once n-gram look-up could not be switched off there, and any other drafter cost one pass per step."""
+    runner = a_second_runner(monkeypatch)
+    assert not draft_rest.patch_model_runner(runner), "the second runner does not support forced drafts"
+    for length, sent in ((2, [[7, 7]] * 2), (OFF, [[], []]), (0, [[], []]), (OFF, [[], []]), (3, [[7, 7, 7]] * 2)):
+        scheduled = run_step(runner, length)
+        assert runner.draft_tokens_handler.sent == sent
+        stored = runner.req_states.draft_tokens[[2, 0]].tolist()
+        assert stored == [[7] * max(length, 0) + [-1] * (LONGEST - max(length, 0))] * 2
+        assert scheduled.num_spec_tokens_to_schedule == length, "the scheduler still reads its own output"
+    assert runner.speculator.asked == [2, 0, 3]
+
+
+def test_dummy_steps_of_the_second_runner_run_its_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM runs a dummy step without a length, and its `propose` by keywords alone. Its ranks must stay in step."""
+    runner = a_second_runner(monkeypatch)
+    draft_rest.patch_model_runner(runner)
+    run_step(runner, OFF)
+    runner.execute_model(SimpleNamespace(num_spec_tokens_to_schedule=0), dummy_run=True)
+    runner.speculator.propose(input_batch=runner.execute_model_state.input_batch, dummy_run=True)
+    assert runner.speculator.asked == [None]
+
+
+@pytest.mark.parametrize("seam", ["speculator", "req_states", "execute_model"])
+def test_a_second_runner_without_a_needed_attribute_is_an_error(seam: str) -> None:
+    attributes = dict.fromkeys(("speculator", "req_states", "execute_model"), SimpleNamespace(propose=print))
+    del attributes[seam]
+    config = SimpleNamespace(speculative_config=object())
+    runner = an_instance_of(draft_rest.SECOND_RUNNERS[0], vllm_config=config, **attributes)
+    with pytest.raises(EngineFailed, match=rf"GPUModelRunner must have .*got no {seam};"):
+        draft_rest.patch_model_runner(runner)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +289,7 @@ LEARNED = {"lengths": [OFF, 0, 1, 2], "is_lookup": False}
 
 @pytest.mark.parametrize("scheduler", [NGRAM], indirect=True)
 def test_lengths_are_forced_after_the_workers_reported_support(scheduler: Any) -> None:
-    scheduler.drafting_set_abilities({"can_rest": True, "can_force": True})
+    scheduler.drafting_allow_forced(True)
     assert calibrated(scheduler) == {OFF, FORCED + 1, FORCED + 2, FORCED + 3}
     assert scheduler.drafting_is_calibrated()
 
@@ -185,15 +302,9 @@ def test_no_length_is_forced_before_the_workers_have_reported(scheduler: Any) ->
 @pytest.mark.parametrize("scheduler", [NGRAM], indirect=True)
 def test_no_length_is_forced_on_workers_without_support(scheduler: Any) -> None:
     """Once an n-gram calibration requested 1003 drafts from the second model runner, which has room for three."""
-    scheduler.drafting_set_abilities({"can_rest": False, "can_force": False})
-    assert calibrated(scheduler) == {1, 2, 3}
+    scheduler.drafting_allow_forced(False)
+    assert calibrated(scheduler) == {OFF, 1, 2, 3}
     assert scheduler.drafting_is_calibrated()
-
-
-@pytest.mark.parametrize("scheduler", [LEARNED], indirect=True)
-def test_without_support_for_off_lengths_start_at_0(scheduler: Any) -> None:
-    scheduler.drafting_set_abilities({"can_rest": False, "can_force": False})
-    assert calibrated(scheduler) == {0, 1, 2}
 
 
 @pytest.mark.parametrize("scheduler", [LEARNED, LEARNED | {"skips": False}], indirect=True)
@@ -242,39 +353,18 @@ class StandInCore:
         self.calls.append((name, argument))
 
 
-def a_worker(can_rest: bool, can_force: bool) -> dict[str, Any]:
-    return {"can_rest": can_rest, "can_force": can_force, "model_runner": SECOND_RUNNER}
+def a_worker(can_force: bool) -> dict[str, Any]:
+    return {"shares_embedding": None, "shares_lm_head": None, "can_force": can_force}
 
 
-async def test_only_lengths_that_every_worker_supports_are_used() -> None:
+async def test_drafts_are_forced_only_if_every_worker_supports_it() -> None:
     core = StandInCore()
-    await draft_length_client.set_abilities(core, (OFF, 1), [a_worker(True, True), a_worker(True, False)], "gen-0")
-    await draft_length_client.set_abilities(core, (OFF, 1), [a_worker(False, True), a_worker(True, True)], "gen-0")
-    assert core.calls == [
-        ("set_abilities", {"can_rest": True, "can_force": False}),
-        ("set_abilities", {"can_rest": False, "can_force": True}),
-    ]
+    await draft_length_client.allow_forced_lengths(core, [a_worker(True), a_worker(True)])
+    await draft_length_client.allow_forced_lengths(core, [a_worker(True), a_worker(False)])
+    assert core.calls == [("allow_forced", True), ("allow_forced", False)]
 
 
-@pytest.mark.parametrize(
-    ("lengths", "smallest", "meaning"),
-    [((OFF, 0, 1, 2), 0, "every step runs one pass"), ((OFF, 1, 2), 1, "cannot switch drafts off")],
-)
-async def test_missing_support_for_off_is_logged_once(lengths: tuple[int, ...], smallest: int, meaning: str) -> None:
-    with structlog.testing.capture_logs() as events:
-        await draft_length_client.set_abilities(StandInCore(), lengths, [a_worker(False, False)] * 2, "gen-0")
-    (event,) = events
-    assert event["event"] == "drafter_rest_not_supported"
-    assert event["log_level"] == "warning"
-    assert event["smallest_length"] == smallest
-    assert meaning in event["meaning"]
-    assert event["model_runner"] == SECOND_RUNNER
-    assert event["replica"] == "gen-0"
-
-
-@pytest.mark.parametrize(("length", "expected"), [
-    ("Adaptive", [("set_abilities", {"can_rest": True, "can_force": True})]), ("Fixed", []),
-])  # fmt: skip
+@pytest.mark.parametrize(("length", "expected"), [("Adaptive", [("allow_forced", True)]), ("Fixed", [])])
 async def test_only_an_engine_with_an_adaptive_length_passes_on_what_its_workers_support(
     length: str, expected: list[tuple[Any, ...]]
 ) -> None:
@@ -282,8 +372,7 @@ async def test_only_an_engine_with_an_adaptive_length_passes_on_what_its_workers
     engine = VllmEngine(spec, "gen-0")
     core = StandInCore()
     engine._llm = core
-    shared = {"shares_embedding": None, "shares_lm_head": None}
-    core.answers = [{"value": shared | a_worker(True, True)}] * 2
+    core.answers = [{"value": a_worker(True)}] * 2
     await engine._check_workers()
     assert core.calls == expected
 
@@ -293,15 +382,9 @@ async def test_an_engine_does_not_start_if_a_worker_samples_from_a_wrong_distrib
     core = StandInCore()
     engine._llm = core
     wrong = {"error": "EngineFailed", "message": "the sampler on cuda:1 must draw from the policy's distribution"}
-    core.answers = [{"value": {"shares_embedding": None, "shares_lm_head": None} | a_worker(True, True)}, wrong]
+    core.answers = [{"value": a_worker(True)}, wrong]
     with pytest.raises(EngineFailed, match="cuda:1"):
         await engine._check_workers()
-
-
-async def test_support_for_off_is_not_logged() -> None:
-    with structlog.testing.capture_logs() as events:
-        await draft_length_client.set_abilities(StandInCore(), (OFF, 0, 1), [a_worker(True, False)], "gen-0")
-    assert not events
 
 
 # -- vLLM's CUDA graphs ------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 The controller itself runs in the engine core (`extensions/scheduler.py`). This module calls it there; `engine` calls
 this module.
 
-    configure_scheduler -> (vLLM starts) -> set_abilities: restrict lengths to what the workers support
+    configure_scheduler -> (vLLM starts) -> allow_forced_lengths: if the workers support them
                         -> calibrate_costs: read step costs from a file, or measure them and write the file
     fetch_report: the controller's decisions since the last report
 
@@ -29,9 +29,7 @@ import structlog
 
 from specrl.errors import EngineFailed
 from specrl.files import SMALL_BYTES, cache_folder, read_object, write_text
-from specrl.generation.draft_length import OFF
 from specrl.generation.drafting_metrics import export_report
-from specrl.generation.vllm_backend.extensions.draft_rest import RunnerAbilities
 from specrl.generation.vllm_backend.translation import translate_errors
 from specrl.records import Drafting, Sampling
 from specrl.seams.versions import installed_version
@@ -46,14 +44,6 @@ REPORT_S = 1.0  # between two reports
 
 # Log event for each state that the controller enters.
 _SWITCHED = {"off": "drafter_switched_off", "trial": "drafter_trial_started", "drafting": "drafter_switched_on"}
-_CANNOT_SWITCH_OFF = (
-    "vLLM's model runner cannot switch drafts off: every step drafts and verifies at least one token, even where that "
-    "is slower"
-)
-_CANNOT_LEAVE_OUT = (
-    "vLLM's model runner cannot skip the drafter: every step runs one pass of it, even where drafting is slower and "
-    "no draft is made"
-)
 
 log = structlog.get_logger(__name__)
 
@@ -127,23 +117,9 @@ async def notify_new_weights(llm: Any, is_same_policy: bool) -> None:
     await _call_scheduler(llm, "drafter_replaced" if is_same_policy else "weights_changed")
 
 
-async def set_abilities(llm: Any, lengths: Sequence[int], workers: Sequence[dict[str, Any]], replica_id: str) -> None:
-    """Restrict the controller to lengths that every worker supports, and log a warning if OFF is not among them.
-
-    workers: the results of `WorkerExtension.specrl_inspect`, with the fields of `draft_rest.RunnerAbilities` and
-    `model_runner`.
-    """
-    abilities = {name: all(found[name] for found in workers) for name in RunnerAbilities._fields}
-    await _call_scheduler(llm, "set_abilities", abilities)
-    if not abilities["can_rest"]:
-        smallest = min(k for k in lengths if k != OFF)
-        log.warning(
-            "drafter_rest_not_supported",
-            replica=replica_id,
-            model_runner=workers[0]["model_runner"],
-            smallest_length=smallest,
-            meaning=_CANNOT_SWITCH_OFF if smallest > 0 else _CANNOT_LEAVE_OUT,
-        )
+async def allow_forced_lengths(llm: Any, workers: Sequence[dict[str, Any]]) -> None:
+    """Let a calibration force drafts if every worker supports that. workers: of `WorkerExtension.specrl_inspect`."""
+    await _call_scheduler(llm, "allow_forced", all(found["can_force"] for found in workers))
 
 
 async def fix_length(llm: Any, length: int | None) -> None:

@@ -162,8 +162,7 @@ class VllmEngine:
     async def _check_workers(self) -> None:
         """Check the samplers of every worker, and the tensors that policy and drafter share.
 
-        They must share the embedding and must not share the output layer. Then restrict the draft lengths to those
-        that the workers support.
+        They must share the embedding and must not share the output layer.
         """
         workers = await self._call_workers("specrl_inspect")
         for found in workers:
@@ -178,7 +177,7 @@ class VllmEngine:
                     "would share one tensor, and a drafter update would overwrite the policy; train the head first"
                 )
         if self._draft_lengths:
-            await draft_length_client.set_abilities(self._llm, self._draft_lengths, workers, self._replica_id)
+            await draft_length_client.allow_forced_lengths(self._llm, workers)
 
     def _drafter_path(self) -> Path | None:
         return self._folders.drafter.path if self._folders.drafter is not None else None

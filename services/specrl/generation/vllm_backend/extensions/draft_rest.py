@@ -1,25 +1,29 @@
-"""Patches vLLM's first model runner so that a step can skip the drafter completely (the draft length `OFF`).
+"""Patches vLLM's model runners so that a step can skip the drafter completely (the draft length `OFF`).
 
 Why. Even for length 0, vLLM 0.32 runs a learned drafter once per step to keep its KV cache complete, and prepares every
 step for drafts. If drafts do not pay, all of this is wasted.
 
-How. A step that neither verifies nor makes drafts runs as in an engine without speculation: the model runner's
-speculative config is removed for its duration. A step that verifies drafts of the step before runs as usual, except
-that the drafter is skipped. The hidden states that the policy computes for EAGLE-3 are left out as well, unless a
-compiled graph contains them.
+Model runners. vLLM has two, distinguished here by class name; any other is an error.
+
+First runner. CPUs use it (`FIRST_RUNNERS`), and suffix decoding on GPUs. A step that neither verifies nor makes drafts
+runs as in an engine without speculation: the model runner's speculative config is removed for its duration. A step that
+verifies drafts of the step before runs as usual, except that the drafter is skipped. The hidden states that the policy
+computes for EAGLE-3 are left out as well, unless a compiled graph contains them.
 
 With drafting on, a step can still have no drafts: none were requested, or look-up found none. It is then sampled
 without the rejection sampler and its preparation, which saves a tenth of the step.
 
-Forced drafts. Look-up mechanisms draft only what they find. A calibration needs the cost of full drafts and requests
-them with `FORCED` added to the length. vLLM itself never uses `OFF` or such a length; our patch removes both before the
-proposer's `propose` sees them. So the worker reports to the engine which of them it supports. Any other worker would
-take them as real lengths.
+Forced drafts. The first runner's look-up drafts only what it finds. A calibration needs the cost of full drafts and
+requests them with `FORCED` added to the length. Our patch removes it before the proposer's `propose` sees the length.
+So the worker reports to the engine whether it supports such lengths. Any other worker would take them as real ones.
 
-Model runners. vLLM has two, distinguished here by class name; any other is an error. CPUs use the first one
-(`FIRST_RUNNERS`), which is patched. GPUs use the second one (`SECOND_RUNNERS`), except for suffix decoding. The second
-has no `drafter`, `_sample` or `propose_draft_token_ids`, so it is not patched and supports neither feature; the engine
-logs this. It needs no `FORCED`, since its look-up always drafts for every request.
+Second runner. GPUs use it (`SECOND_RUNNERS`) for all other mechanisms. There `sample_tokens` makes all drafts, by
+`speculator.propose`, and even length 0 runs a learned drafter once. In a step of length `OFF` the patch returns "no
+drafts" in its place, and the runner reads the length as 0. This was read in vLLM 0.32 and 0.33
+(v1/worker/gpu/model_runner.py and spec_decode/) and has not run on a GPU: later steps need nothing of `propose` but the
+drafter's KV cache, the plain sampler is used where there are no drafts to verify, and the policy's CUDA graph of length
+0 serves `OFF`, too. This graph computes hidden states for the drafter in any case. The runner needs no `FORCED`, since
+its look-up drafts for every request. The part `draftLengths` of benchmarks/gpu checks all this on a GPU.
 
 Called by `worker` in each of vLLM's workers.
 """
@@ -28,7 +32,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -50,23 +55,47 @@ SECOND_RUNNERS = (
 )
 
 
-class RunnerAbilities(NamedTuple):
-    """The special draft lengths that a worker supports."""
-
-    can_rest: bool
-    """`OFF`: the drafter does not run."""
-    can_force: bool
-    """Lengths with `FORCED` added."""
-
-
-def patch_model_runner(model_runner: Any) -> RunnerAbilities:
-    """Patch a first model runner with speculation; returns the supported lengths. Others are left as they are.
+def patch_model_runner(model_runner: Any) -> bool:
+    """Patch a model runner with speculation. Returns whether it supports lengths with `FORCED` added.
 
     Raises EngineFailed for an unknown runner, and for one that lacks an attribute that the patch needs.
     """
-    if _is_second_runner(model_runner) or model_runner.vllm_config.speculative_config is None:
-        return RunnerAbilities(can_rest=False, can_force=False)
-    _require_attributes(model_runner, *_RUNNER_ATTRIBUTES)
+    is_second = _is_second_runner(model_runner)
+    if model_runner.vllm_config.speculative_config is None:
+        return False
+    return _patch_second_runner(model_runner) if is_second else _patch_first_runner(model_runner)
+
+
+def _patch_second_runner(model_runner: Any) -> bool:
+    _require_attributes(model_runner, "execute_model", "speculator", "req_states")
+    speculator = model_runner.speculator
+    _require_attributes(speculator, "propose")
+    # The original methods, which the replacements below call.
+    execute_model = model_runner.execute_model
+    propose = speculator.propose
+    rests = False
+
+    def execute_or_rest(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        # vLLM calls this once before each `propose`, also for its dummy steps.
+        nonlocal rests
+        rests = scheduler_output.num_spec_tokens_to_schedule == OFF
+        if rests:  # a copy, since the scheduler may be in this process and still reads its own
+            scheduler_output = replace(scheduler_output, num_spec_tokens_to_schedule=0)
+        return execute_model(scheduler_output, *args, **kwargs)
+
+    def propose_or_rest(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if not rests:
+            return propose(input_batch, *args, **kwargs)
+        # [requests, longest draft], each -1: no draft. The runner stores it for the next step.
+        return torch.full_like(model_runner.req_states.draft_tokens[: input_batch.num_reqs], -1)
+
+    model_runner.execute_model = execute_or_rest
+    speculator.propose = propose_or_rest
+    return False
+
+
+def _patch_first_runner(model_runner: Any) -> bool:
+    _require_attributes(model_runner, *_FIRST_RUNNER_ATTRIBUTES)
     drafter = model_runner.drafter
     _require_attributes(drafter, "propose")
     is_lookup = not hasattr(drafter, "model")
@@ -135,10 +164,10 @@ def patch_model_runner(model_runner: Any) -> RunnerAbilities:
     model_runner.propose_draft_token_ids = prepare_and_propose_as_drafted
     model_runner.execute_model = execute_or_rest
     model_runner.sample_tokens = sample_tokens_or_rest
-    return RunnerAbilities(can_rest=True, can_force=is_lookup)
+    return is_lookup
 
 
-_RUNNER_ATTRIBUTES = (
+_FIRST_RUNNER_ATTRIBUTES = (
     "drafter",
     "speculative_config",
     "execute_model",

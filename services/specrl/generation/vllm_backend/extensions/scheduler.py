@@ -16,7 +16,7 @@ as after a weight update with `weights.kvCache: Recompute`. Their sampled tokens
 progress is discarded.
 
 Calibration. Look-up mechanisms find nothing in random prompts, so `FORCED` requests drafts from the workers anyway. It
-is added only after all workers have reported that they support it (`drafting_set_abilities`). Any other worker would
+is added only after all workers have reported that they support it (`drafting_allow_forced`). Any other worker would
 take it as a thousand more drafts, for which vLLM has no room.
 """
 
@@ -165,16 +165,9 @@ class DraftLengthScheduler(Scheduler):
         """Always draft this many tokens; None returns to the controller's decisions. For tests and benchmarks."""
         self._drafting.fix_length(length)
 
-    def drafting_set_abilities(self, abilities: dict[str, bool]) -> None:
-        """Restrict the lengths to what all workers support. Called once, before the first request.
-
-        abilities: the fields of `draft_rest.RunnerAbilities`.
-        """
-        self._can_force = abilities["can_force"]
-        if not abilities["can_rest"]:
-            allowed = tuple(k for k in self._drafting.lengths if k != OFF)
-            self._drafting = DraftLengthController(self._drafting.max_batch, allowed)
-            self.dynamic_sd_lookup = self._drafting.table
+    def drafting_allow_forced(self, can_force: bool) -> None:
+        """Set whether all workers support `FORCED`. Called once, before the first request."""
+        self._can_force = can_force
 
     def drafting_weights_changed(self) -> None:
         """Notify the controller of new weights of policy and drafter."""
