@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tests.run_files import a_run
 
-from specrl.errors import EngineFailed
+from specrl.errors import DeadlineExceeded, EngineFailed
 from specrl.generation.vllm_backend.engine import VllmEngine
 from specrl.records import (
     Rollout,
@@ -21,10 +21,12 @@ from specrl.records import (
     Sampling,
     TensorMeta,
     WeightChecksums,
+    WeightGroup,
     WeightManifest,
     WeightOwner,
 )
 from specrl.spec import parse_spec
+from specrl.weights.arrival import notify_listener
 
 MANIFEST = WeightManifest((TensorMeta("policy.weight", WeightOwner.POLICY, "float32", (1,)),), 1)
 SENT = WeightChecksums(1, (5,))
@@ -139,6 +141,65 @@ async def run_all_tasks() -> None:
 async def wait_for_requests(llm: StandInLlm, count: int) -> None:
     await run_all_tasks()
     assert len(llm.requests) >= count
+
+
+class ReceivingLlm(StandInLlm):
+    """One rank that receives weights. The shares are there once `arrive` was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_arrived = False
+        self.listener = b""
+
+    async def collective_rpc(self, method: str, *, args: tuple[Any, ...]) -> list[Any]:
+        self.calls.append(method)
+        if method == "specrl_receive":
+            self.listener = args[2]
+        share = {"checksums": [5], "address": None} if self.has_arrived else None
+        return [{"value": share if method == "specrl_received" else None}]
+
+    def arrive(self) -> None:
+        self.has_arrived = True
+        notify_listener(self.listener)
+
+
+def a_receiving_engine() -> tuple[VllmEngine, ReceivingLlm]:
+    engine, _ = an_engine("Keep")
+    llm = ReceivingLlm()
+    engine._llm = llm
+    engine._expected = MANIFEST
+    return engine, llm
+
+
+async def test_the_ranks_are_asked_for_weights_when_these_have_arrived(vllm_imported: None) -> None:
+    """Once they were asked every 10 ms. vLLM does not schedule ahead meanwhile, so a GPU waited in every step."""
+    engine, llm = a_receiving_engine()
+    group = WeightGroup("g", "127.0.0.1", 1, 0, 2, 60.0, "gloo")
+    receiving = asyncio.create_task(engine.receive_weights(group, MANIFEST, 1))
+    await asyncio.sleep(0.2)  # twenty questions of old; a slow machine asks fewer, which is as good
+    assert llm.calls == ["specrl_receive"]
+    llm.arrive()
+    assert await receiving == SENT
+    assert llm.calls == ["specrl_receive", "specrl_received", "specrl_gather"]
+
+
+async def test_weights_arrive_although_the_notification_is_lost(
+    vllm_imported: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specrl.generation.vllm_backend.engine.ARRIVAL_CHECK_S", 0.01)
+    engine, llm = a_receiving_engine()
+    llm.has_arrived = True
+    group = WeightGroup("g", "127.0.0.1", 1, 0, 2, 60.0, "gloo")
+    assert await engine.receive_weights(group, MANIFEST, 1) == SENT
+
+
+async def test_weights_that_do_not_arrive_are_an_error(vllm_imported: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specrl.generation.vllm_backend.engine.COLLECTIVE_MARGIN_S", 0.0)
+    engine, llm = a_receiving_engine()
+    group = WeightGroup("g", "127.0.0.1", 1, 0, 2, 0.02, "gloo")
+    with pytest.raises(DeadlineExceeded, match=r"did not arrive at all ranks of gen-0 within 0\.04 s"):
+        await engine.receive_weights(group, MANIFEST, 1)
+    llm.arrive()  # the listener is closed, and nobody is told
 
 
 async def test_an_update_keeps_unfinished_requests_and_resumes_last(vllm_imported: None) -> None:

@@ -12,8 +12,11 @@ from specrl.errors import ChecksumMismatch, CollectiveFailed, DeadlineExceeded, 
 from specrl.generation.vllm_backend.extensions import worker
 from specrl.records import TensorMeta, WeightManifest, WeightOwner
 from specrl.weights import staging
+from specrl.weights.arrival import ArrivalListener
 from specrl.weights.staging import NamedTensors
 
+LIMIT_S = 60.0
+NOBODY = b"\0specrl-no-listener"
 TENSORS = [
     (TensorMeta("a", WeightOwner.POLICY, "float32", (3, 2)), torch.arange(6.0).reshape(3, 2)),
     (TensorMeta("b", WeightOwner.DRAFTER, "int64", (4,)), torch.arange(4)),
@@ -88,12 +91,13 @@ async def test_the_ranks_of_a_node_share_one_copy_and_each_gathers_all_of_it() -
 async def _receive(
     receiver: worker.WorkerExtension, sender: WeightSender, manifest: WeightManifest, ranks_of_node: int = 1
 ) -> worker.Answer:
-    """Start a transfer and poll until it is complete, as the engine does."""
+    """Start a transfer and take its share when the worker says that it has ended, as the engine does."""
     assert worker.unwrap_answer(receiver.specrl_expect(worker.MANIFEST_CODEC.dump_json(manifest))) is None
-    assert worker.unwrap_answer(receiver.specrl_receive(vars(sender.group()), ranks_of_node)) is None
-    while (answer := receiver.specrl_received()) == {"value": None}:  # noqa: ASYNC110 - another thread
-        await asyncio.sleep(0.002)
-    return answer
+    with ArrivalListener() as listener:
+        started = receiver.specrl_receive(vars(sender.group()), ranks_of_node, listener.address)
+        assert worker.unwrap_answer(started) is None
+        assert await listener.wait_for_notification(LIMIT_S)
+    return receiver.specrl_received()
 
 
 async def test_a_failed_transfer_stages_nothing_and_leaves_the_group() -> None:
@@ -114,9 +118,9 @@ async def test_a_worker_runs_one_transfer_at_a_time_and_polling_without_one_fail
     worker.unwrap_answer(receiver.specrl_expect(worker.MANIFEST_CODEC.dump_json(manifest)))
     with pytest.raises(CollectiveFailed, match="no transfer is running"):
         worker.unwrap_answer(receiver.specrl_received())
-    worker.unwrap_answer(receiver.specrl_receive(vars(sender.group()), 1))
+    worker.unwrap_answer(receiver.specrl_receive(vars(sender.group()), 1, NOBODY))
     with pytest.raises(CollectiveFailed, match="transfer of a worker is still running"):
-        worker.unwrap_answer(receiver.specrl_receive(vars(sender.group()), 1))
+        worker.unwrap_answer(receiver.specrl_receive(vars(sender.group()), 1, NOBODY))
     while receiver.specrl_received() == {"value": None}:  # noqa: ASYNC110 - another thread
         await asyncio.sleep(0.002)
     sender.close()

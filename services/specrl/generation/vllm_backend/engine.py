@@ -6,9 +6,10 @@
 Called by `GenerationService` and `generation.main`.
 
 Locks. `_lock` is held while changing weights or admitting requests. The waits under it are vLLM's pause, which ends
-with the current step, and the load. `_transfer` is held during a weight transfer. Weights arrive in a
-thread of each worker while rollouts go on, and the engine polls for them; the group's `timeout_s` bounds the
-collectives. A rollout waits for vLLM's next output under neither lock. Lock order: `_transfer` before `_lock`.
+with the current step, and the load. `_transfer` is held during a weight transfer. Weights arrive in a thread of each
+worker while rollouts go on. A rank of this node tells the engine when it has its share, and the group's `timeout_s`
+bounds the collectives. A rollout waits for vLLM's next output under neither lock. Lock order: `_transfer` before
+`_lock`.
 
 KV cache across versions. vLLM cannot drop cached prefixes while unfinished requests hold blocks. So prompts are salted
 with the number of loads, and a request never finds a prefix that was computed with older weights. Requests without a
@@ -60,13 +61,17 @@ from specrl.spec import RunSpec
 from specrl.spec.run import KvCache
 from specrl.telemetry import metrics
 from specrl.telemetry.spans import SILENT_RECORDER, Recorder
+from specrl.weights.arrival import ArrivalListener
 from specrl.weights.staging import merge_checksums
 
 INITIAL_VERSION = -1  # weights of the model's folder, before the first update
 CLOSE_GRACE_S = 20.0  # for the engine core to end by itself before it is killed
 COLLECTIVE_MARGIN_S = 10.0  # for a worker's answer, beyond the deadlines of its collectives
 
-# Between two polls for arrived weights. A poll waits for the current step and delays the next by less than 1 ms.
+# Between two questions whether weights have arrived. vLLM 0.33's engine core answers after all steps that it has
+# scheduled ahead (v1/engine/core.py), so each question costs the overlap of some steps. Before the first notification,
+# a question only has to notice a dead worker. After it, the other ranks are about to have theirs.
+ARRIVAL_CHECK_S = 5.0
 ARRIVAL_POLL_S = 0.01
 
 log = structlog.get_logger(__name__)
@@ -289,9 +294,11 @@ class VllmEngine:
                 self._expected = manifest
             self._staged = None
             per_node = self._ranks_of_node
-            await self._call_workers("specrl_receive", asdict(group), per_node)
-            # Twice the timeout: joining the group may take one, the broadcast another.
-            received = await self._poll_arrival(policy_version, 2 * group.timeout_s + COLLECTIVE_MARGIN_S)
+            with ArrivalListener() as listener:
+                await self._call_workers("specrl_receive", asdict(group), per_node, listener.address)
+                # Twice the timeout: joining the group may take one, the broadcast another.
+                within_s = 2 * group.timeout_s + COLLECTIVE_MARGIN_S
+                received = await self._wait_for_arrival(listener, policy_version, within_s)
             # The ranks of a node each keep a share of the weights; together they are one copy.
             shares = [rank["checksums"] for rank in received]
             nodes = {
@@ -311,17 +318,21 @@ class VllmEngine:
     def _ranks_of_node(self) -> int:
         return self._spec.generation.tensor_parallel // self._nodes.count
 
-    async def _poll_arrival(self, policy_version: int, within_s: float) -> list[dict[str, Any]]:
-        """Poll until every worker has its share; returns the shares by rank.
+    async def _wait_for_arrival(
+        self, listener: ArrivalListener, policy_version: int, within_s: float
+    ) -> list[dict[str, Any]]:
+        """Wait until every worker has its share; returns the shares by rank.
 
         Raises a worker's error, or DeadlineExceeded after `within_s`.
         """
-        began = time.monotonic()
-        while time.monotonic() - began < within_s:
+        deadline = time.monotonic() + within_s
+        is_near = False
+        while (left_s := deadline - time.monotonic()) > 0:
+            wait_s = ARRIVAL_POLL_S if is_near else ARRIVAL_CHECK_S
+            is_near = await listener.wait_for_notification(min(wait_s, left_s)) or is_near
             found = await self._call_workers("specrl_received")
             if all(share is not None for share in found):
                 return found
-            await asyncio.sleep(ARRIVAL_POLL_S)
         raise DeadlineExceeded(
             f"weights of version {policy_version} did not arrive at all ranks of {self._replica_id} within "
             f"{within_s:g} s; the transfer is repeated"

@@ -46,6 +46,7 @@ from specrl.errors import ERRORS_BY_NAME, CollectiveFailed, EngineFailed, Specrl
 from specrl.generation.vllm_backend.extensions import draft_rest, routed_experts, sampling_check, sampling_sets
 from specrl.records import WeightGroup, WeightManifest, WeightOwner
 from specrl.weights import files
+from specrl.weights.arrival import notify_listener
 from specrl.weights.group import BroadcastGroup
 from specrl.weights.staging import Address, BucketShare, NamedTensors, StagingArea
 from specrl.weights.stream import receive_version
@@ -119,10 +120,11 @@ class WorkerExtension:
         self.specrl_manifest = MANIFEST_CODEC.validate_json(manifest)
 
     @return_answer
-    def specrl_receive(self, fields: dict[str, Any], ranks_of_node: int) -> None:
+    def specrl_receive(self, fields: dict[str, Any], ranks_of_node: int, listener: bytes) -> None:
         """Start to receive one version in a thread, by broadcast or from files. Joins the group if needed.
 
-        fields: of the WeightGroup. ranks_of_node: workers on each node.
+        fields: of the WeightGroup. ranks_of_node: workers on each node. listener: address of the engine's
+        `ArrivalListener`, which the thread notifies when it ends.
         """
         group = WeightGroup(**fields)
         share = BucketShare(self.rank % ranks_of_node, ranks_of_node)
@@ -143,13 +145,14 @@ class WorkerExtension:
 
         thread = ThreadPoolExecutor(1, thread_name_prefix="specrl-receive")
         self.specrl_arriving = thread.submit(receive_share)
+        self.specrl_arriving.add_done_callback(lambda _: notify_listener(listener))
         thread.shutdown(wait=False)  # the thread ends after this one task
 
     @return_answer
     def specrl_received(self) -> dict[str, Any] | None:
-        """Poll the transfer. Returns checksums and address of this rank's share, or None while it is incomplete.
+        """Return checksums and address of this rank's share, or None while the transfer runs.
 
-        May be called again afterwards, since the engine polls until the slowest rank is done.
+        May be called again afterwards, since the engine asks until the slowest rank is done.
         """
         if self.specrl_staged is None:
             self.specrl_staged = self._specrl_arrived()
