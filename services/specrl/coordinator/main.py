@@ -31,6 +31,7 @@ from specrl.coordinator.ledger.ledger import DurableFacts
 from specrl.coordinator.ledger.run_inputs import RunInputs, compare_inputs
 from specrl.coordinator.ledger.store_link import StoreLink
 from specrl.coordinator.loop import Loop
+from specrl.coordinator.members.draft_costs import DraftCostTables
 from specrl.coordinator.members.registry import PeerClients, Registry
 from specrl.coordinator.members.replica_session import make_turn_settings
 from specrl.coordinator.members.service import CoordinatorService
@@ -173,7 +174,7 @@ async def _serve_run(
 
     # Serve peers over gRPC and users over HTTP. Both listen before endpoints.json names them.
     guard = tls.make_guard(identity, tls.GENERATION, tls.TRAINER)
-    service = CoordinatorService(registry, spec.name, spec.telemetry.heartbeat_s, guard)
+    service = CoordinatorService(registry, spec.name, spec.telemetry.heartbeat_s, guard, DraftCostTables(directory))
     options = ServerOptions(limits.coordinator, guard, token)
     server, bound = await start_server(service.add_to, arguments.host, arguments.port, options)
     app = make_app(loop.context, observer, _choose_doors(directory, place, arguments.host), is_local=place is None)

@@ -44,6 +44,7 @@ from specrl.rpc.limits import message_limits
 from specrl.rpc.membership import drain_on_request, leave_without_drain, stay_registered
 from specrl.rpc.run_token import RunToken
 from specrl.rpc.server import ServerOptions, start_server
+from specrl.rpc.shared_costs import CoordinatorCosts
 from specrl.spec import RunSpec, digest_spec, load_process_spec
 from specrl.telemetry import logs, traces
 from specrl.telemetry.exporter import serve_metrics
@@ -126,7 +127,8 @@ async def run_replica(spec: RunSpec, options: ReplicaOptions) -> None:
     from specrl.generation.vllm_backend.engine import VllmEngine
 
     with traces.open_recorder(spec, "generation", options.replica_id) as recorder:
-        engine = VllmEngine(spec, options.replica_id, recorder, options.nodes)
+        costs = CoordinatorCosts(options.coordinator, options.identity, options.token)
+        engine = VllmEngine(spec, options.replica_id, recorder, options.nodes, costs)
         await engine.start()  # which has checked the policy's folder
         try:
             check_tokenizers(Path(spec.model.path))

@@ -17,6 +17,7 @@
       references.json    references that the run leaves out    launcher, coordinator
       store.db           progress, unless Redis holds it       coordinator
       store-id           the run's id in a shared store        coordinator
+      draft-costs/       step costs by draft length            coordinator, for its replicas
       checkpoints/, export/                                    trainer
       logs/NAME.log      one file per process                  launcher
       lock               held while a launcher runs the run    launcher

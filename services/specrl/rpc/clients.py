@@ -577,3 +577,13 @@ class CoordinatorClient(_Client["coordinator_pb2_grpc.CoordinatorServiceAsyncStu
         await self._call_once(
             self._stub.Dismiss, coordinator_pb2.DismissRequest(replica_id=replica_id), STATUS_DEADLINE_S
         )
+
+    async def find_draft_costs(self, key: str) -> str:
+        """Return the draft costs that an earlier replica of this kind kept, as JSON; empty if none did."""
+        request = coordinator_pb2.FindDraftCostsRequest(key=key)
+        return (await self._call_once(self._stub.FindDraftCosts, request, STATUS_DEADLINE_S)).costs
+
+    async def keep_draft_costs(self, key: str, costs: str) -> None:
+        """Keep draft costs for later replicas of this kind. costs: a JSON object."""
+        request = coordinator_pb2.KeepDraftCostsRequest(key=key, costs=costs)
+        await self._call_once(self._stub.KeepDraftCosts, request, STATUS_DEADLINE_S)

@@ -169,6 +169,8 @@ class CoordinatorWorld(World):
             ),
             "Leave": coordinator_pb2.LeaveRequest(peer_id="gen-9", incarnation="nine", drain_s=0.5),
             "Dismiss": coordinator_pb2.DismissRequest(replica_id="gen-0"),
+            "FindDraftCosts": coordinator_pb2.FindDraftCostsRequest(key="0" * 24),
+            "KeepDraftCosts": coordinator_pb2.KeepDraftCostsRequest(key="0" * 24, costs='{"nodes": [1]}'),
         }
 
     def state(self) -> Any:

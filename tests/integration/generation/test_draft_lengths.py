@@ -292,7 +292,7 @@ async def generate_until(engine: VllmEngine, name: str, events: list[Any]) -> No
 
 
 async def test_a_calibration_file_belongs_to_one_engine_policy_and_machine(
-    models: Models, monkeypatch: pytest.MonkeyPatch
+    models: Models, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def file(policy: dict[str, Any], **generation: Any) -> Path:
         spec = a_spec(models.first.policy, speculation(NGRAM, models.first), generation=generation)
@@ -300,8 +300,16 @@ async def test_a_calibration_file_belongs_to_one_engine_policy_and_machine(
 
     found = [file({"layers": 1}), file({"layers": 2}), file({"layers": 1}, maxLiveRollouts=2)]
     assert file({"layers": 1}) == found[0]
-    monkeypatch.setattr(draft_length_client, "describe_hardware", lambda: "another machine")
-    assert len({*found, file({"layers": 1})}) == 4
+    assert file({"layers": 1}, eager=True) == found[0], "CPUs use no graphs, unless the run file says so"
+    found.append(file({"layers": 1}, eager=False))
+    with monkeypatch.context() as patch:
+        patch.setattr(draft_length_client, "describe_hardware", lambda: "another machine")
+        found.append(file({"layers": 1}))
+    (tmp_path / "version").write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05\nGCC version:\n"
+    )
+    monkeypatch.setattr(draft_length_client, "DRIVER_FILE", tmp_path / "version")
+    assert len({*found, file({"layers": 1})}) == 6
 
 
 # Last in this module: tests of other modules that use the same engines follow these.

@@ -49,6 +49,15 @@ async def port(tmp_path: Path, authority: Authority) -> AsyncIterator[int]:
     await server.stop(None)
 
 
+async def test_only_replicas_share_draft_costs(port: int, tmp_path: Path, authority: Authority) -> None:
+    for role, is_admitted in ((tls.GENERATION, True), (tls.TRAINER, False)):
+        caller = identity(tmp_path / role, authority, role)
+        async with CoordinatorClient(f"127.0.0.1:{port}", caller) as client:
+            for call in (client.find_draft_costs("0" * 24), client.keep_draft_costs("0" * 24, "{}")):
+                with contextlib.nullcontext() if is_admitted else pytest.raises(CallerRefused):
+                    await call
+
+
 async def called(port: int, caller: tls.Identity | None) -> None:
     async with CoordinatorClient(f"127.0.0.1:{port}", caller) as client:
         await client.send_heartbeat("peer", "1", None)

@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from specrl.api.v1 import generation_pb2 as specrl_dot_api_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fspecrl/api/v1/coordinator.proto\x12\rspecrl.api.v1\x1a\x1especrl/api/v1/generation.proto\"\x92\x02\n\x0fRegisterRequest\x12!\n\x04role\x18\x01 \x01(\x0e\x32\x13.specrl.api.v1.Role\x12\x0f\n\x07peer_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x13\n\x0bspec_digest\x18\x05 \x01(\t\x12\x38\n\ngeneration\x18\x06 \x01(\x0b\x32\x1f.specrl.api.v1.GenerationStatusH\x00\x88\x01\x01\x12\x31\n\rheld_rollouts\x18\x07 \x03(\x0b\x32\x1a.specrl.api.v1.HeldRollout\x12\x14\n\x0cmetrics_port\x18\x08 \x01(\rB\r\n\x0b_generation\"9\n\x0bHeldRollout\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\":\n\rRegisterReply\x12\x1c\n\x14heartbeat_interval_s\x18\x01 \x01(\x01\x12\x0b\n\x03run\x18\x02 \x01(\t\"\x81\x01\n\x10HeartbeatRequest\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x38\n\ngeneration\x18\x03 \x01(\x0b\x32\x1f.specrl.api.v1.GenerationStatusH\x00\x88\x01\x01\x42\r\n\x0b_generation\"6\n\x0eHeartbeatReply\x12\x10\n\x08is_known\x18\x01 \x01(\x08\x12\x12\n\nmust_leave\x18\x02 \x01(\x08\"E\n\x0cLeaveRequest\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x64rain_s\x18\x03 \x01(\x01\"\x0c\n\nLeaveReply\"$\n\x0e\x44ismissRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\"\x0e\n\x0c\x44ismissReply*C\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x13\n\x0fROLE_GENERATION\x10\x01\x12\x10\n\x0cROLE_TRAINER\x10\x02\x32\xb3\x02\n\x12\x43oordinatorService\x12H\n\x08Register\x12\x1e.specrl.api.v1.RegisterRequest\x1a\x1c.specrl.api.v1.RegisterReply\x12K\n\tHeartbeat\x12\x1f.specrl.api.v1.HeartbeatRequest\x1a\x1d.specrl.api.v1.HeartbeatReply\x12?\n\x05Leave\x12\x1b.specrl.api.v1.LeaveRequest\x1a\x19.specrl.api.v1.LeaveReply\x12\x45\n\x07\x44ismiss\x12\x1d.specrl.api.v1.DismissRequest\x1a\x1b.specrl.api.v1.DismissReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fspecrl/api/v1/coordinator.proto\x12\rspecrl.api.v1\x1a\x1especrl/api/v1/generation.proto\"\x92\x02\n\x0fRegisterRequest\x12!\n\x04role\x18\x01 \x01(\x0e\x32\x13.specrl.api.v1.Role\x12\x0f\n\x07peer_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x13\n\x0bspec_digest\x18\x05 \x01(\t\x12\x38\n\ngeneration\x18\x06 \x01(\x0b\x32\x1f.specrl.api.v1.GenerationStatusH\x00\x88\x01\x01\x12\x31\n\rheld_rollouts\x18\x07 \x03(\x0b\x32\x1a.specrl.api.v1.HeldRollout\x12\x14\n\x0cmetrics_port\x18\x08 \x01(\rB\r\n\x0b_generation\"9\n\x0bHeldRollout\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\":\n\rRegisterReply\x12\x1c\n\x14heartbeat_interval_s\x18\x01 \x01(\x01\x12\x0b\n\x03run\x18\x02 \x01(\t\"\x81\x01\n\x10HeartbeatRequest\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x38\n\ngeneration\x18\x03 \x01(\x0b\x32\x1f.specrl.api.v1.GenerationStatusH\x00\x88\x01\x01\x42\r\n\x0b_generation\"6\n\x0eHeartbeatReply\x12\x10\n\x08is_known\x18\x01 \x01(\x08\x12\x12\n\nmust_leave\x18\x02 \x01(\x08\"E\n\x0cLeaveRequest\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x64rain_s\x18\x03 \x01(\x01\"\x0c\n\nLeaveReply\"$\n\x0e\x44ismissRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\"\x0e\n\x0c\x44ismissReply\"$\n\x15\x46indDraftCostsRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\"$\n\x13\x46indDraftCostsReply\x12\r\n\x05\x63osts\x18\x01 \x01(\t\"3\n\x15KeepDraftCostsRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05\x63osts\x18\x02 \x01(\t\"\x15\n\x13KeepDraftCostsReply*C\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x13\n\x0fROLE_GENERATION\x10\x01\x12\x10\n\x0cROLE_TRAINER\x10\x02\x32\xeb\x03\n\x12\x43oordinatorService\x12H\n\x08Register\x12\x1e.specrl.api.v1.RegisterRequest\x1a\x1c.specrl.api.v1.RegisterReply\x12K\n\tHeartbeat\x12\x1f.specrl.api.v1.HeartbeatRequest\x1a\x1d.specrl.api.v1.HeartbeatReply\x12?\n\x05Leave\x12\x1b.specrl.api.v1.LeaveRequest\x1a\x19.specrl.api.v1.LeaveReply\x12\x45\n\x07\x44ismiss\x12\x1d.specrl.api.v1.DismissRequest\x1a\x1b.specrl.api.v1.DismissReply\x12Z\n\x0e\x46indDraftCosts\x12$.specrl.api.v1.FindDraftCostsRequest\x1a\".specrl.api.v1.FindDraftCostsReply\x12Z\n\x0eKeepDraftCosts\x12$.specrl.api.v1.KeepDraftCostsRequest\x1a\".specrl.api.v1.KeepDraftCostsReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'specrl.api.v1.coordinator_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=805
-  _globals['_ROLE']._serialized_end=872
+  _globals['_ROLE']._serialized_start=957
+  _globals['_ROLE']._serialized_end=1024
   _globals['_REGISTERREQUEST']._serialized_start=83
   _globals['_REGISTERREQUEST']._serialized_end=357
   _globals['_HELDROLLOUT']._serialized_start=359
@@ -52,6 +52,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DISMISSREQUEST']._serialized_end=787
   _globals['_DISMISSREPLY']._serialized_start=789
   _globals['_DISMISSREPLY']._serialized_end=803
-  _globals['_COORDINATORSERVICE']._serialized_start=875
-  _globals['_COORDINATORSERVICE']._serialized_end=1182
+  _globals['_FINDDRAFTCOSTSREQUEST']._serialized_start=805
+  _globals['_FINDDRAFTCOSTSREQUEST']._serialized_end=841
+  _globals['_FINDDRAFTCOSTSREPLY']._serialized_start=843
+  _globals['_FINDDRAFTCOSTSREPLY']._serialized_end=879
+  _globals['_KEEPDRAFTCOSTSREQUEST']._serialized_start=881
+  _globals['_KEEPDRAFTCOSTSREQUEST']._serialized_end=932
+  _globals['_KEEPDRAFTCOSTSREPLY']._serialized_start=934
+  _globals['_KEEPDRAFTCOSTSREPLY']._serialized_end=955
+  _globals['_COORDINATORSERVICE']._serialized_start=1027
+  _globals['_COORDINATORSERVICE']._serialized_end=1518
 # @@protoc_insertion_point(module_scope)

@@ -280,3 +280,82 @@ class DismissReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DismissReply: _TypeAlias = DismissReply  # noqa: Y015
+
+@_typing.final
+class FindDraftCostsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    """names machine, driver, models, versions and engine settings; 24 hexadecimal digits"""
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FindDraftCostsRequest: _TypeAlias = FindDraftCostsRequest  # noqa: Y015
+
+@_typing.final
+class FindDraftCostsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COSTS_FIELD_NUMBER: _builtins.int
+    costs: _builtins.str
+    """the JSON object that a replica kept under this key; empty: none"""
+    def __init__(
+        self,
+        *,
+        costs: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["costs", b"costs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FindDraftCostsReply: _TypeAlias = FindDraftCostsReply  # noqa: Y015
+
+@_typing.final
+class KeepDraftCostsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    COSTS_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    """as in FindDraftCostsRequest"""
+    costs: _builtins.str
+    """a JSON object of at most 64 KiB, which only replicas read; replaces an earlier one"""
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        costs: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["costs", b"costs", "key", b"key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeepDraftCostsRequest: _TypeAlias = KeepDraftCostsRequest  # noqa: Y015
+
+@_typing.final
+class KeepDraftCostsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeepDraftCostsReply: _TypeAlias = KeepDraftCostsReply  # noqa: Y015

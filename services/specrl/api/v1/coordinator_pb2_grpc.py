@@ -54,6 +54,16 @@ class CoordinatorServiceStub(object):
                 request_serializer=specrl_dot_api_dot_v1_dot_coordinator__pb2.DismissRequest.SerializeToString,
                 response_deserializer=specrl_dot_api_dot_v1_dot_coordinator__pb2.DismissReply.FromString,
                 _registered_method=True)
+        self.FindDraftCosts = channel.unary_unary(
+                '/specrl.api.v1.CoordinatorService/FindDraftCosts',
+                request_serializer=specrl_dot_api_dot_v1_dot_coordinator__pb2.FindDraftCostsRequest.SerializeToString,
+                response_deserializer=specrl_dot_api_dot_v1_dot_coordinator__pb2.FindDraftCostsReply.FromString,
+                _registered_method=True)
+        self.KeepDraftCosts = channel.unary_unary(
+                '/specrl.api.v1.CoordinatorService/KeepDraftCosts',
+                request_serializer=specrl_dot_api_dot_v1_dot_coordinator__pb2.KeepDraftCostsRequest.SerializeToString,
+                response_deserializer=specrl_dot_api_dot_v1_dot_coordinator__pb2.KeepDraftCostsReply.FromString,
+                _registered_method=True)
 
 
 class CoordinatorServiceServicer(object):
@@ -88,6 +98,20 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FindDraftCosts(self, request, context):
+        """Returns the draft costs that an earlier replica of the same kind has measured. A replica asks before it registers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def KeepDraftCosts(self, request, context):
+        """Keeps draft costs for later replicas of the same kind, in the run's folder.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CoordinatorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -110,6 +134,16 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.Dismiss,
                     request_deserializer=specrl_dot_api_dot_v1_dot_coordinator__pb2.DismissRequest.FromString,
                     response_serializer=specrl_dot_api_dot_v1_dot_coordinator__pb2.DismissReply.SerializeToString,
+            ),
+            'FindDraftCosts': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindDraftCosts,
+                    request_deserializer=specrl_dot_api_dot_v1_dot_coordinator__pb2.FindDraftCostsRequest.FromString,
+                    response_serializer=specrl_dot_api_dot_v1_dot_coordinator__pb2.FindDraftCostsReply.SerializeToString,
+            ),
+            'KeepDraftCosts': grpc.unary_unary_rpc_method_handler(
+                    servicer.KeepDraftCosts,
+                    request_deserializer=specrl_dot_api_dot_v1_dot_coordinator__pb2.KeepDraftCostsRequest.FromString,
+                    response_serializer=specrl_dot_api_dot_v1_dot_coordinator__pb2.KeepDraftCostsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -220,6 +254,60 @@ class CoordinatorService(object):
             '/specrl.api.v1.CoordinatorService/Dismiss',
             specrl_dot_api_dot_v1_dot_coordinator__pb2.DismissRequest.SerializeToString,
             specrl_dot_api_dot_v1_dot_coordinator__pb2.DismissReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FindDraftCosts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/specrl.api.v1.CoordinatorService/FindDraftCosts',
+            specrl_dot_api_dot_v1_dot_coordinator__pb2.FindDraftCostsRequest.SerializeToString,
+            specrl_dot_api_dot_v1_dot_coordinator__pb2.FindDraftCostsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def KeepDraftCosts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/specrl.api.v1.CoordinatorService/KeepDraftCosts',
+            specrl_dot_api_dot_v1_dot_coordinator__pb2.KeepDraftCostsRequest.SerializeToString,
+            specrl_dot_api_dot_v1_dot_coordinator__pb2.KeepDraftCostsReply.FromString,
             options,
             channel_credentials,
             insecure,

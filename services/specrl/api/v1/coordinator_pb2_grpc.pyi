@@ -43,6 +43,10 @@ class CoordinatorServiceStub:
     """
     Dismiss: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.DismissRequest, _coordinator_pb2.DismissReply]
     """Scales down: asks a replica to drain and end its process. FAILED_PRECONDITION if no replica has this name."""
+    FindDraftCosts: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.FindDraftCostsRequest, _coordinator_pb2.FindDraftCostsReply]
+    """Returns the draft costs that an earlier replica of the same kind has measured. A replica asks before it registers."""
+    KeepDraftCosts: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.KeepDraftCostsRequest, _coordinator_pb2.KeepDraftCostsReply]
+    """Keeps draft costs for later replicas of the same kind, in the run's folder."""
 
 @_typing.type_check_only
 class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
@@ -57,6 +61,10 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     """
     Dismiss: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.DismissRequest, _coordinator_pb2.DismissReply]  # type: ignore[assignment]
     """Scales down: asks a replica to drain and end its process. FAILED_PRECONDITION if no replica has this name."""
+    FindDraftCosts: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.FindDraftCostsRequest, _coordinator_pb2.FindDraftCostsReply]  # type: ignore[assignment]
+    """Returns the draft costs that an earlier replica of the same kind has measured. A replica asks before it registers."""
+    KeepDraftCosts: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.KeepDraftCostsRequest, _coordinator_pb2.KeepDraftCostsReply]  # type: ignore[assignment]
+    """Keeps draft costs for later replicas of the same kind, in the run's folder."""
 
 class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -92,5 +100,21 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.DismissReply, _abc.Awaitable[_coordinator_pb2.DismissReply]]:
         """Scales down: asks a replica to drain and end its process. FAILED_PRECONDITION if no replica has this name."""
+
+    @_abc_1.abstractmethod
+    def FindDraftCosts(
+        self,
+        request: _coordinator_pb2.FindDraftCostsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.FindDraftCostsReply, _abc.Awaitable[_coordinator_pb2.FindDraftCostsReply]]:
+        """Returns the draft costs that an earlier replica of the same kind has measured. A replica asks before it registers."""
+
+    @_abc_1.abstractmethod
+    def KeepDraftCosts(
+        self,
+        request: _coordinator_pb2.KeepDraftCostsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.KeepDraftCostsReply, _abc.Awaitable[_coordinator_pb2.KeepDraftCostsReply]]:
+        """Keeps draft costs for later replicas of the same kind, in the run's folder."""
 
 def add_CoordinatorServiceServicer_to_server(servicer: CoordinatorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

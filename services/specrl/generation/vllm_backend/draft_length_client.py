@@ -4,11 +4,13 @@ The controller itself runs in the engine core (`extensions/scheduler.py`). This 
 this module.
 
     configure_scheduler -> (vLLM starts) -> allow_forced_lengths: if the workers support them
-                        -> calibrate_costs: read step costs from a file, or measure them and write the file
+                        -> calibrate_costs: read step costs, or measure them and keep them
     fetch_report: the controller's decisions since the last report
 
-A calibration file is valid for one combination of hardware, models, mechanism and versions; its name is their hash. A
-file that cannot be read or written only costs a new calibration, which takes a few seconds.
+Step costs are valid for one combination of device, driver, models, mechanism, versions, and use of CUDA graphs. A hash
+of it names the file in the cache folder. The coordinator has tables by the same name in the run's folder, for pods of
+the same kind, whose cache folder is empty. A table that cannot be read or kept only costs a new calibration, which
+takes a few seconds.
 """
 
 from __future__ import annotations
@@ -30,8 +32,10 @@ import structlog
 from specrl.errors import EngineFailed
 from specrl.files import SMALL_BYTES, cache_folder, read_object, write_text
 from specrl.generation.drafting_metrics import export_report
+from specrl.generation.vllm_backend import arguments
 from specrl.generation.vllm_backend.translation import translate_errors
 from specrl.records import Drafting, Sampling
+from specrl.rpc.shared_costs import SharedCosts
 from specrl.seams.versions import installed_version
 from specrl.spec import RunSpec
 from specrl.telemetry import metrics
@@ -41,6 +45,7 @@ PROMPT_TOKENS = 16  # of a calibration request; short, since a step's cost is mo
 NODE_PATIENCE_S = 60.0  # a batch size that takes longer ends the calibration
 POLL_S = 0.02  # between two questions whether a batch size is measured
 REPORT_S = 1.0  # between two reports
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 # Log event for each state that the controller enters.
 _SWITCHED = {"off": "drafter_switched_off", "trial": "drafter_trial_started", "drafting": "drafter_switched_on"}
@@ -57,20 +62,25 @@ def configure_scheduler(config: Any, lengths: Sequence[int]) -> None:
     config.additional_config["specrl"] = {"lengths": list(lengths), "is_lookup": is_lookup}
 
 
-async def calibrate_costs(llm: Any, file: Path, sampling: Sampling) -> None:
-    """Give the controller its step costs, from the file or by measuring them.
+async def calibrate_costs(llm: Any, file: Path, sampling: Sampling, shared: SharedCosts | None = None) -> None:
+    """Give the controller its step costs: from the file, from another replica, or by measuring them.
 
     If a batch size is not reached in time, the controller runs without costs and always drafts at full length.
 
     sampling: the run's own, since sampling is a part of a step's cost, with max_tokens as long as the context allows.
+    shared: costs of other replicas of the run.
     """
     began = time.monotonic()
-    known = _read_costs(file)
-    if known is not None:
-        if await _call_scheduler(llm, "take_costs", known):
-            log.info("draft_costs_read", file=str(file))
+    key = file.stem
+    if (known := _read_costs(file)) is not None and await _take_costs(llm, known, str(file)):
+        if shared is not None:
+            await shared.keep_costs(key, known)
+        return
+    if shared is not None:
+        known = await shared.find_costs(key)
+        if known is not None and await _take_costs(llm, known, "coordinator"):
+            _write_costs(file, known)
             return
-        _ignore_file(file, "must have the step costs of this engine by batch size and draft length")
     nodes = await _call_scheduler(llm, "nodes")
     for batch in nodes:
         if not await _measure_batch_size(llm, batch, sampling):
@@ -79,9 +89,20 @@ async def calibrate_costs(llm: Any, file: Path, sampling: Sampling) -> None:
             return
     costs = await _call_scheduler(llm, "end_calibration")
     _write_costs(file, costs)
+    if shared is not None:
+        await shared.keep_costs(key, costs)
     log.info(
         "draft_costs_measured", seconds=round(time.monotonic() - began, 1), costs=_costs_in_ms(costs), file=str(file)
     )
+
+
+async def _take_costs(llm: Any, costs: dict[str, Any], source: str) -> bool:
+    """Give known costs to the controller. Returns False if they are of other batch sizes or lengths."""
+    if await _call_scheduler(llm, "take_costs", costs):
+        log.info("draft_costs_read", source=source)
+        return True
+    _ignore_costs(source, "must have the step costs of this engine by batch size and draft length")
+    return False
 
 
 async def _measure_batch_size(llm: Any, batch: int, sampling: Sampling) -> bool:
@@ -183,20 +204,32 @@ async def _call_scheduler(llm: Any, name: str, *args: Any) -> Any:
 
 def calibration_file(spec: RunSpec, model_configs: Sequence[dict[str, Any]]) -> Path:
     """Return the path of the calibration file for this engine on this hardware."""
+    from vllm.platforms import current_platform
+
     generation = spec.generation
     # Everything that a step's cost depends on.
     parts = {
         "hardware": describe_hardware(),
-        "versions": [importlib.metadata.version("specrl"), installed_version("vllm")],
+        "driver": _read_driver_version(),
+        "versions": [importlib.metadata.version("specrl"), *map(installed_version, ("vllm", "torch"))],
+        "graphs": not arguments.is_eager(spec, bool(current_platform.is_cpu())),
         "models": model_configs,
         "dtype": spec.model.dtype.value,
         "speculation": generation.speculation.model_dump(mode="json", exclude={"eagle3": {"path"}}),
         "engine": generation.model_dump(
-            mode="json", include={"max_live_rollouts", "tensor_parallel", "eager", "threads", "sampling"}
+            mode="json", include={"max_live_rollouts", "tensor_parallel", "threads", "sampling"}
         ),
     }
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:24]
     return cache_folder() / "draft-costs" / f"{digest}.json"
+
+
+def _read_driver_version() -> str:
+    """Return the line in which NVIDIA's kernel driver names its version; empty without a driver."""
+    try:
+        return DRIVER_FILE.read_text(encoding="utf-8").partition("\n")[0]
+    except OSError:
+        return ""
 
 
 def describe_hardware() -> str:
@@ -223,13 +256,13 @@ def _read_costs(file: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        _ignore_file(file, str(error))
+        _ignore_costs(str(file), str(error))
         return None
 
 
-def _ignore_file(file: Path, reason: str) -> None:
+def _ignore_costs(source: str, reason: str) -> None:
     metrics.FILES_SKIPPED.labels("draft_costs").inc()
-    log.warning("draft_costs_ignored", file=str(file), reason=reason)
+    log.warning("draft_costs_ignored", source=source, reason=reason)
 
 
 def _write_costs(file: Path, costs: dict[str, Any]) -> None:

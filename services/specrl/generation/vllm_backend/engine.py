@@ -57,6 +57,7 @@ from specrl.records import (
     WeightGroup,
     WeightManifest,
 )
+from specrl.rpc.shared_costs import SharedCosts
 from specrl.spec import RunSpec
 from specrl.spec.run import KvCache
 from specrl.telemetry import metrics
@@ -81,11 +82,17 @@ class VllmEngine:
     """The engine of one replica. The constructor loads nothing; `start` does."""
 
     def __init__(
-        self, spec: RunSpec, replica_id: str, recorder: Recorder = SILENT_RECORDER, nodes: ReplicaNodes = ONE_NODE
+        self,
+        spec: RunSpec,
+        replica_id: str,
+        recorder: Recorder = SILENT_RECORDER,
+        nodes: ReplicaNodes = ONE_NODE,
+        shared_costs: SharedCosts | None = None,
     ) -> None:
-        """nodes: the nodes of the replica, with this process as the leader."""
+        """nodes: of the replica, with this process as the leader. shared_costs: None keeps draft costs to itself."""
         self._spec = spec
         self._nodes = nodes
+        self._shared_costs = shared_costs
         self._replica_id = replica_id
         self._recorder = recorder
         self._lock = asyncio.Lock()
@@ -118,7 +125,7 @@ class VllmEngine:
             await self._check_workers()
             if self._draft_lengths:
                 await draft_length_client.calibrate_costs(
-                    self._llm, self._calibration_file(), self._calibration_sampling
+                    self._llm, self._calibration_file(), self._calibration_sampling, self._shared_costs
                 )
                 self._drafting = draft_length_client.ReportPoller(self._llm, self._replica_id)
             with translate_errors("take its first version"):
