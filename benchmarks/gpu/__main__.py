@@ -31,6 +31,7 @@ DEADLINES_S = {
     "broadcast": 60,
     "lostMember": 90,
     "generation": 180,
+    "eagerSteps": 150,
     "draftLengths": 150,
 }
 BUDGET_S = 570

@@ -70,6 +70,13 @@ PARTS = (
         {"canaryMax": 5.0},
     ),
     Part(
+        "eagerSteps",
+        "milliseconds of a step without CUDA graphs",
+        generation_parts.measure_eager_steps,
+        generation_parts.find_eager_steps_fault,
+        {"stepOffMs": 0.0},
+    ),
+    Part(
         "draftLengths",
         "n-gram drafts that are switched off and on again",
         generation_parts.measure_draft_lengths,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import tempfile
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +30,11 @@ LONGEST_DRAFT = max(STEP_NAMES)
 def measure_generation(size: Size) -> Figures:
     """Generate with each draft length of an untrained EAGLE-3 head, then score the rollouts in the trainer."""
     return _run_with_vllm(_measure_generation, size)
+
+
+def measure_eager_steps(size: Size) -> Figures:
+    """Generate without CUDA graphs, for comparison with `measure_generation`, which has them on a GPU (B1)."""
+    return _run_with_vllm(_measure_eager_steps, size)
 
 
 def measure_draft_lengths(size: Size) -> Figures:
@@ -77,6 +83,22 @@ async def _generate(engine: VllmEngine, size: Size, k: int) -> tuple[list[TrainR
     return rollouts, 1000 * sum(seconds for _, seconds in steps) / max(1, count)
 
 
+async def _measure_recompute(engine: VllmEngine, size: Size) -> float:
+    """Return the tokens per second at which contexts are computed, as again after an update (B7)."""
+    from specrl.generation.vllm_backend import draft_length_client
+
+    await draft_length_client.fix_length(engine._llm, OFF)
+    length = size.choose(256, 32, 8)
+    prompts = [(4 + number, *range(5, 4 + length)) for number in range(size.choose(64, 4, 2))]
+    requests = [
+        RolloutRequest(f"context-{number}", "g", number, prompt, Sampling(1, seed=number))
+        for number, prompt in enumerate(prompts)
+    ]
+    started = time.perf_counter()
+    rollouts = [rollout async for rollout in engine.generate(requests, admit_together=True)]
+    return len(rollouts) * length / (time.perf_counter() - started)
+
+
 async def _measure_draft_lengths(size: Size, scratch: Path) -> Figures:
     # Imported here, so that the other parts run without vLLM.
     from specrl.generation.compare import parse_mechanism, replace_speculation
@@ -104,19 +126,45 @@ def find_draft_lengths_fault(figures: Mapping[str, Any]) -> str | None:
     return find_bad_rate(figures, "firstStepMs", "offStepMs", "lastStepMs")
 
 
-async def _measure_generation(size: Size, scratch: Path) -> Figures:
-    # Imported here, so that the other parts run without vLLM.
+def _add_untrained_head(plain: RunSpec, scratch: Path, **generation: Any) -> RunSpec:
+    """Write an untrained EAGLE-3 head and return the run with it. generation: other fields of that section."""
     from specrl.drafting.eagle3.head import write_untrained_head
     from specrl.generation.compare import parse_mechanism, replace_speculation
-    from specrl.generation.vllm_backend.engine import VllmEngine
     from specrl.spec.generation import Eagle3
+
+    policy = Path(plain.model.path)
+    write_untrained_head(scratch / "head", policy, Eagle3(), seed=1)
+    fields = parse_mechanism("eagle3", str(scratch / "head")) | generation
+    return replace_speculation(plain, fields, str(policy))
+
+
+async def _measure_eager_steps(size: Size, scratch: Path) -> Figures:
+    # Imported here, so that the other parts run without vLLM.
+    from specrl.generation.vllm_backend.engine import VllmEngine
+
+    engine = VllmEngine(_add_untrained_head(_make_plain_spec(size, scratch), scratch, eager=True), "gpu-check")
+    found: Figures = {}
+    await engine.start()
+    try:
+        for k in (OFF, LONGEST_DRAFT):
+            _, found[STEP_NAMES[k]] = await _generate(engine, size, k)
+    finally:
+        await engine.close()
+    return found
+
+
+def find_eager_steps_fault(figures: Mapping[str, Any]) -> str | None:
+    """Both steps must have been measured."""
+    return find_bad_rate(figures, STEP_NAMES[OFF], STEP_NAMES[LONGEST_DRAFT])
+
+
+async def _measure_generation(size: Size, scratch: Path) -> Figures:
+    # Imported here, so that the other parts run without vLLM.
+    from specrl.generation.vllm_backend.engine import VllmEngine
     from specrl.trainer.megatron_backend.backend import MegatronBackend
 
     plain = _make_plain_spec(size, scratch)
-    policy = Path(plain.model.path)
-    write_untrained_head(scratch / "head", policy, Eagle3(), seed=1)
-    spec = replace_speculation(plain, parse_mechanism("eagle3", str(scratch / "head")), str(policy))
-    engine = VllmEngine(spec, "gpu-check")
+    engine = VllmEngine(_add_untrained_head(plain, scratch), "gpu-check")
     found: Figures = {}
     rollouts: list[TrainRollout] = []
     await engine.start()
@@ -124,6 +172,7 @@ async def _measure_generation(size: Size, scratch: Path) -> Figures:
         for k, name in STEP_NAMES.items():
             generated, found[name] = await _generate(engine, size, k)
             rollouts += generated
+        found["recomputeTokensPerS"] = await _measure_recompute(engine, size)
         counters = (await engine.get_status()).speculation
         found["accepted"] = list(counters.accepted_per_position)
         found["drafts"] = counters.drafts
@@ -144,7 +193,7 @@ async def _measure_generation(size: Size, scratch: Path) -> Figures:
 
 def find_generation_fault(figures: Mapping[str, Any]) -> str | None:
     """Steps must have been measured, and sampler and trainer must agree as the canary demands: within a nat."""
-    bad = find_bad_rate(figures, *STEP_NAMES.values())
+    bad = find_bad_rate(figures, *STEP_NAMES.values(), "recomputeTokensPerS")
     if bad is None and not figures["canaryMax"] <= 1.0:
         return f"canaryMax must be at most 1 nat, got {figures['canaryMax']}"
     return bad

@@ -17,7 +17,7 @@ from benchmarks.gpu.record import render_page
 from benchmarks.gpu.runner import run_part
 
 LIMIT_S = 300
-NEED_VLLM = {"generation", "draftLengths"}
+NEED_VLLM = {"generation", "eagerSteps", "draftLengths"}
 
 
 def test_every_part_passes_on_a_cpu_and_fails_with_broken_figures() -> None:
