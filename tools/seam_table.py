@@ -138,6 +138,7 @@ _C10D = "torch._C._distributed_c10d"
 _ARGUMENTS = (
     "model dtype max_model_len max_num_seqs tensor_parallel_size seed enforce_eager kv_cache_memory_bytes "
     "logprobs_mode enable_prefix_caching use_tqdm_on_load worker_extension_cls speculative_config "
+    "gpu_memory_utilization kv_cache_dtype attention_backend "
     "enable_chunked_prefill max_num_batched_tokens compilation_config enable_return_routed_experts async_scheduling "
     "return_sampling_mask "
     "nnodes node_rank master_addr master_port distributed_executor_backend"

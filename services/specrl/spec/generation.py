@@ -154,6 +154,11 @@ class Speculation(UnionSection):
         return member.draft_sampling if member is not None else None
 
 
+class KvCacheDtype(StrEnum):
+    AUTO = "Auto"
+    FP8 = "Fp8"
+
+
 class DraftLength(StrEnum):
     ADAPTIVE = "Adaptive"
     FIXED = "Fixed"
@@ -180,8 +185,21 @@ class Generation(Section):
     reattach_s: NotNegative = 120
     """Seconds that a replica without coordinator continues its rollouts, and keeps finished ones. A coordinator that
     restarts within this time gets them; afterwards they are generated again. 0: they are aborted at once."""
+    max_batched_tokens: Positive | None = None
+    """Most tokens of one step, of prompts and drafts together (vLLM's max_num_batched_tokens), at least maxLiveRollouts
+    x (numDraftTokens + 1). More speeds up long prompts and needs more memory. Null: on GPUs 8192, or that product if it
+    is larger. On CPUs prompts are never split, so that a step has room for model.maxLength tokens more."""
     kv_cache_mib: Positive | None = None
-    """Memory for the KV cache, in MiB. Null: 256 on CPUs; on GPUs vLLM chooses."""
+    """Memory for the KV cache on each GPU, in MiB. Null: 256 on CPUs; on a GPU what gpuMemoryUtilization leaves."""
+    kv_cache_dtype: KvCacheDtype = KvCacheDtype.AUTO
+    """Precision of the KV cache. `Auto`: that of model.dtype. `Fp8`: one byte a number, so twice the tokens of bfloat16
+    fit. Log-probabilities then differ more from the trainer's, so the canary's bounds may have to be raised."""
+    gpu_memory_utilization: DecimalString | None = None
+    """Share of each GPU's memory that a replica may use, above 0 and at most 1. It must be free when the replica
+    starts. vLLM gives the KV cache what weights and activations leave of it. Null: "0.92", or with kvCacheMib, what
+    weights, activations and that cache need. CPUs ignore it."""
+    attention_backend: Annotated[str | None, Field(pattern="^[A-Z][A-Z0-9_]*$", max_length=64)] = None
+    """vLLM's attention kernels, by vLLM's name, such as FLASH_ATTN or FLASHINFER. Null: vLLM chooses."""
     tensor_parallel: Positive = 1
     """Tensor parallel GPUs (or CPU processes) of one replica."""
     eager: bool | None = None
@@ -196,3 +214,8 @@ class Generation(Section):
     """Scales `replicas` by itself. Null: users set `replicas`."""
     pod_template: Annotated[PodTemplate | None, ChangePolicy.SUSPENDED, OnCluster.ONLY] = None
     """As coordinator.podTemplate, for every pod of a replica. Its container is `generation`."""
+
+    @property
+    def full_step_tokens(self) -> int:
+        """Tokens that a decoding step with all live rollouts computes, drafts included."""
+        return self.max_live_rollouts * (self.speculation.num_draft_tokens + 1)

@@ -6,15 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.run_files import a_model_folder
 from tests.vllm_cases import a_spec
 from tools.seam_table import SEAMS
 
 from specrl.errors import MemoryTooSmall, RecordInvalid, RunInvalid
 from specrl.generation.draft_length import OFF
+from specrl.generation.gpu_memory import check_kv_cache, estimate_replica_bytes
 from specrl.generation.nodes import ReplicaNodes
 from specrl.generation.vllm_backend import arguments
 from specrl.generation.vllm_backend.launch import ReplicaFolders, check_memory
-from specrl.models import ModelFolder
+from specrl.models import ModelFolder, read_model_folder
 from specrl.records import RolloutRequest, Sampling
 
 POLICY = Path("/models/policy")
@@ -36,9 +38,10 @@ def test_every_engine_argument_is_in_the_table_of_seams() -> None:
     (seam,) = (seam for seam in SEAMS if seam.name == "vllm.AsyncEngineArgs")
     trainer = {"optimizer": {"learningRate": "1e-4"}, "routing": "Replay"}
     sampling = {"maxTokens": 64, "topP": "0.9"}
-    spec = a_spec(POLICY, {"eagle3": {}}, trainer=trainer, generation={"sampling": sampling})
+    chosen = {"kvCacheDtype": "Fp8", "attentionBackend": "FLASH_ATTN"}
+    spec = a_spec(POLICY, {"eagle3": {}}, trainer=trainer, generation={"sampling": sampling} | chosen)
     nodes = ReplicaNodes(2, 0, "leader", 29500, "leader")
-    passed = [arguments.build_engine_arguments(spec, None, is_cpu, nodes).keys() for is_cpu in (True, False)]
+    passed = [arguments.build_engine_arguments(spec, None, is_cpu, nodes, 0.5).keys() for is_cpu in (True, False)]
     assert set(seam.only) == set().union(*passed)
 
 
@@ -140,6 +143,75 @@ def test_prompts_are_never_chunked_on_cpus_and_the_longest_fits_one_step() -> No
     assert "enable_chunked_prefill" not in arguments.build_engine_arguments(spec, None, is_cpu=False)
 
 
+def test_a_step_on_a_gpu_reads_prompts_of_8192_tokens_and_a_full_batch() -> None:
+    """Once it had 2,048 tokens, vLLM's default for an engine without a server, and 512 x 5 tokens did not fit."""
+
+    def tokens(**generation: object) -> int:
+        spec = a_spec(POLICY, {"ngram": {"numDraftTokens": 4}}, generation=generation)
+        found: int = arguments.build_engine_arguments(spec, None, is_cpu=False)["max_num_batched_tokens"]
+        return found
+
+    assert tokens() == tokens(maxLiveRollouts=512) == 8192
+    assert tokens(maxLiveRollouts=2048) == 2048 * 5
+    assert tokens(maxBatchedTokens=4000) == 4000
+    on_cpus = a_spec(POLICY, generation={"maxBatchedTokens": 4000})
+    assert arguments.build_engine_arguments(on_cpus, None, is_cpu=True)["max_num_batched_tokens"] == 4000
+
+
+def a_policy(folder: Path) -> ModelFolder:
+    return read_model_folder(a_model_folder(folder / "model"), "model.path")
+
+
+def test_vllm_demands_what_the_replica_needs_of_a_gpu_with_a_given_kv_cache(tmp_path: Path) -> None:
+    """vLLM demanded 92 % of the card, so no trainer could share it (0.33, v1/worker/utils.py `request_memory`)."""
+    policy = a_policy(tmp_path)
+    card = 80 << 30
+
+    def demanded(**generation: object) -> float | None:
+        spec = a_spec(POLICY, generation={"kvCacheMib": None} | generation)
+        return arguments.choose_utilization(spec, policy, None, card)
+
+    assert demanded() is None
+    assert demanded(gpuMemoryUtilization="0.4") == 0.4
+    small = demanded(kvCacheMib=1024)
+    assert small is not None
+    assert 1 / 80 < small < 0.1
+    assert demanded(kvCacheMib=11 * 1024) == pytest.approx(small + 10 / 80)
+    assert demanded(kvCacheMib=1024, eager=True) == pytest.approx(small - 2 / 80)  # no graphs
+    found = arguments.build_engine_arguments(a_spec(POLICY), None, is_cpu=False, utilization=small)
+    assert found["gpu_memory_utilization"] == small
+    assert "gpu_memory_utilization" not in arguments.build_engine_arguments(a_spec(POLICY), None, is_cpu=False)
+
+
+def test_a_kv_cache_that_no_gpu_has_room_for_is_refused_with_the_room_there_is(tmp_path: Path) -> None:
+    spec = a_spec(POLICY, generation={"kvCacheMib": 100_000})
+    policy = a_policy(tmp_path)
+    needed = estimate_replica_bytes(spec, policy, None)
+    left = ((80 << 30) - needed) >> 20
+    with pytest.raises(
+        MemoryTooSmall, match=rf"kvCacheMib must be <= {left}, got 100000: the GPU has 81920 MiB.*eager"
+    ):
+        arguments.choose_utilization(spec, policy, None, 80 << 30)
+    with pytest.raises(MemoryTooSmall, match=rf"must have more than {needed >> 20} MiB .*got 1024 MiB; raise"):
+        check_kv_cache(spec, needed, 1 << 30)
+
+
+def test_tensor_parallel_ranks_share_the_weights_of_a_replica(tmp_path: Path) -> None:
+    policy = a_policy(tmp_path)
+    whole, half = (
+        estimate_replica_bytes(a_spec(POLICY, generation={"tensorParallel": ranks}), policy, None) for ranks in (1, 2)
+    )
+    assert whole - half >= 4 * policy.num_parameters // 2
+
+
+def test_precision_of_the_cache_and_attention_kernels_are_passed_only_if_they_are_chosen() -> None:
+    plain = arguments.build_engine_arguments(a_spec(POLICY), None, is_cpu=False)
+    assert not {"kv_cache_dtype", "attention_backend"} & plain.keys()
+    spec = a_spec(POLICY, generation={"kvCacheDtype": "Fp8", "attentionBackend": "FLASHINFER"})
+    found = arguments.build_engine_arguments(spec, None, is_cpu=False)
+    assert (found["kv_cache_dtype"], found["attention_backend"]) == ("fp8", "FLASHINFER")
+
+
 def test_numba_does_not_use_openmp() -> None:
     """vLLM's packed weights depend on OpenMP's thread count, which numba's OpenMP layer sets for the whole process."""
     assert arguments.build_environment(a_spec(POLICY))["NUMBA_THREADING_LAYER"] == "workqueue"
@@ -161,7 +233,7 @@ def test_cuda_graphs_cover_a_full_batch_with_drafts() -> None:
 def test_cuda_graphs_cover_full_batches_of_any_size(mechanism: dict[str, object], length: str) -> None:
     """Once runs of 30 rollouts with 2 drafts each were refused: for their 90 tokens, vLLM's own grid ends at 88."""
     spec = a_spec(POLICY, mechanism, generation={"maxLiveRollouts": 30, "draftLength": length})
-    assert arguments.choose_captured_sizes(spec)[-1] == arguments.full_step_tokens(spec)
+    assert arguments.choose_captured_sizes(spec)[-1] == spec.generation.full_step_tokens
     arguments.check_graph_coverage(spec, arguments.choose_captured_sizes(spec)[-1], is_cpu=False)
 
 

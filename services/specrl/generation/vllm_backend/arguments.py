@@ -15,10 +15,12 @@ from typing import Any
 
 from specrl.errors import RecordInvalid, RunInvalid
 from specrl.generation.draft_length import OFF
+from specrl.generation.gpu_memory import check_kv_cache, estimate_replica_bytes, gpu_step_tokens
 from specrl.generation.nodes import ONE_NODE, ReplicaNodes
+from specrl.models import ModelFolder
 from specrl.records import RolloutRequest
 from specrl.spec import RunSpec
-from specrl.spec.generation import DraftLength
+from specrl.spec.generation import DraftLength, KvCacheDtype
 from specrl.spec.run import LogLevel
 from specrl.spec.trainer import Routing
 
@@ -71,17 +73,22 @@ def kv_cache_bytes(spec: RunSpec, is_cpu: bool) -> int | None:
 
 
 def build_engine_arguments(
-    spec: RunSpec, head: Path | None, is_cpu: bool, nodes: ReplicaNodes = ONE_NODE
+    spec: RunSpec,
+    head: Path | None,
+    is_cpu: bool,
+    nodes: ReplicaNodes = ONE_NODE,
+    utilization: float | None = None,
 ) -> dict[str, Any]:
     """Build the keyword arguments of vLLM's AsyncEngineArgs.
 
-    head: folder of the EAGLE-3 head or of the draft model, None without one.
+    head: folder of the EAGLE-3 head or of the draft model, None without one. utilization: of `choose_utilization`.
     """
     generation = spec.generation
     speculative = build_speculative_config(spec, head)
     if speculative is not None and list_adaptive_lengths(spec):
         speculative["num_speculative_tokens_per_batch_size"] = build_length_table(spec)
-    return (build_unchunked_arguments(spec) if is_cpu else {}) | {
+    steps = build_unchunked_arguments(spec) if is_cpu else {"max_num_batched_tokens": gpu_step_tokens(spec)}
+    return steps | {
         "model": spec.model.path,
         "dtype": spec.model.dtype.value,
         "max_model_len": spec.model.max_length,
@@ -95,11 +102,44 @@ def build_engine_arguments(
         "use_tqdm_on_load": False,
         "worker_extension_cls": WORKER_EXTENSION,
         "speculative_config": speculative,
+        **_build_chosen_arguments(spec, utilization),
         **build_graph_arguments(spec, is_cpu),
         **_build_routing_arguments(spec, is_cpu),
         **_build_set_arguments(spec, is_cpu),
         **build_node_arguments(nodes),
     }
+
+
+def choose_utilization(
+    spec: RunSpec, policy: ModelFolder, drafter: ModelFolder | None, card_bytes: int
+) -> float | None:
+    """Choose the share of a GPU's memory that must be free when vLLM starts; None leaves vLLM's own, 0.92.
+
+    With kvCacheMib vLLM does not fill that share, but still demands it. So it is what the replica needs, and other
+    programs may have the rest of the GPU. card_bytes: memory of the GPU.
+
+    Raises MemoryTooSmall if kvCacheMib does not fit.
+    """
+    generation = spec.generation
+    if generation.gpu_memory_utilization is not None:
+        return float(generation.gpu_memory_utilization)
+    if generation.kv_cache_mib is None:
+        return None
+    needed = estimate_replica_bytes(spec, policy, drafter)
+    check_kv_cache(spec, needed, card_bytes)
+    return (needed + (generation.kv_cache_mib << 20)) / card_bytes
+
+
+def _build_chosen_arguments(spec: RunSpec, utilization: float | None) -> dict[str, Any]:
+    """Build the arguments that are passed only if something other than vLLM's default was chosen."""
+    generation = spec.generation
+    is_fp8 = generation.kv_cache_dtype is KvCacheDtype.FP8
+    chosen = {
+        "gpu_memory_utilization": utilization,
+        "kv_cache_dtype": "fp8" if is_fp8 else None,
+        "attention_backend": generation.attention_backend,
+    }
+    return {name: value for name, value in chosen.items() if value is not None}
 
 
 def build_node_arguments(nodes: ReplicaNodes) -> dict[str, Any]:
@@ -143,10 +183,11 @@ def build_unchunked_arguments(spec: RunSpec) -> dict[str, Any]:
     For a seeded request, vLLM 0.32 rewinds the random generator after each chunk of the prompt but the last. CPU
     generators lack the method for that, and the engine core dies. So every prompt must fit into one step.
     """
-    room = spec.generation.max_live_rollouts * (spec.generation.speculation.num_draft_tokens + 1)
+    needed = spec.model.max_length + spec.generation.full_step_tokens
+    chosen = spec.generation.max_batched_tokens or SMALLEST_STEP_TOKENS
     return {
         "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(SMALLEST_STEP_TOKENS, spec.model.max_length + room),
+        "max_num_batched_tokens": max(chosen, needed),
     }
 
 
@@ -214,24 +255,20 @@ def choose_captured_sizes(spec: RunSpec) -> list[int]:
     to whole requests, and drops sizes of more than maxLiveRollouts requests.
     """
     generation = spec.generation
-    full_step = full_step_tokens(spec)
+    full_step = generation.full_step_tokens
     grid = [size for size in (1, 2, 4, *range(8, 256, 8), *range(256, full_step + 1, 16)) if size <= full_step]
     lengths = list_adaptive_lengths(spec) or (generation.speculation.num_draft_tokens,)
     full_batches = (generation.max_live_rollouts * (max(length, 0) + 1) for length in lengths)
     return sorted({*grid, *full_batches})
 
 
-def full_step_tokens(spec: RunSpec) -> int:
-    """Return the tokens that a decoding step of a full batch computes, including drafts."""
-    return spec.generation.max_live_rollouts * (spec.generation.speculation.num_draft_tokens + 1)
-
-
 def check_graph_coverage(spec: RunSpec, largest: int | None, is_cpu: bool) -> None:
     """Raise RunInvalid if vLLM's CUDA graphs do not cover a full step. largest: tokens of its largest graph."""
-    if is_cpu or is_eager(spec, is_cpu) or (largest or 0) >= full_step_tokens(spec):
+    full_step = spec.generation.full_step_tokens
+    if is_cpu or is_eager(spec, is_cpu) or (largest or 0) >= full_step:
         return
     raise RunInvalid(
-        f"CUDA graphs must cover generation.maxLiveRollouts * (numDraftTokens + 1) = {full_step_tokens(spec)} tokens, "
+        f"CUDA graphs must cover generation.maxLiveRollouts * (numDraftTokens + 1) = {full_step} tokens, "
         f"got {largest or 0}; a larger step would run eagerly: lower maxLiveRollouts or numDraftTokens, or set "
         "generation.eager=true to run without graphs on purpose"
     )

@@ -78,7 +78,7 @@ def read_folders(spec: RunSpec, cleanup: ExitStack) -> ReplicaFolders:
 def build_vllm_config(spec: RunSpec, folders: ReplicaFolders, nodes: ReplicaNodes) -> Any:
     """Build vLLM's configuration for one node. Sets environment variables of this process first.
 
-    Raises CheckpointInvalid if vLLM rejects the configuration, and MemoryTooSmall on CPUs.
+    Raises CheckpointInvalid if vLLM rejects the configuration, and MemoryTooSmall.
     """
     # Before vllm is imported: it reads them at import.
     os.environ.update(arguments.build_environment(spec, nodes))
@@ -87,10 +87,15 @@ def build_vllm_config(spec: RunSpec, folders: ReplicaFolders, nodes: ReplicaNode
 
     is_cpu = bool(current_platform.is_cpu())
     os.environ.update(arguments.build_eager_environment(spec, is_cpu))
+    drafter = folders.drafter
+    utilization: float | None = None
     if is_cpu:
         check_memory(spec, folders, available_memory_bytes())
-    drafter = folders.drafter
-    keywords = arguments.build_engine_arguments(spec, drafter.path if drafter else None, is_cpu, nodes)
+    else:
+        # By NVML, so this process gets no context on the GPU.
+        card_bytes = current_platform.get_device_total_memory()
+        utilization = arguments.choose_utilization(spec, folders.policy, drafter, card_bytes)
+    keywords = arguments.build_engine_arguments(spec, drafter.path if drafter else None, is_cpu, nodes, utilization)
     try:
         config = AsyncEngineArgs(**keywords).create_engine_config(headless=not nodes.is_leader)
     except Exception as error:  # vLLM checks in many places and raises many types

@@ -5,6 +5,7 @@ The form of a rule is in `rule.py`. `load.py` and `rljob/crd.py` read RULES.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from decimal import Decimal
@@ -27,7 +28,7 @@ from specrl.spec.data import (
     ValidationSampling,
     VerifierSection,
 )
-from specrl.spec.generation import DraftModel, Eagle3, Ngram, SamplingSpec, Speculation
+from specrl.spec.generation import DraftModel, Eagle3, Generation, Ngram, SamplingSpec, Speculation
 from specrl.spec.rules.rule import Rule, compare_fields
 from specrl.spec.run import Canary, Checkpoint, Model, RunSpec
 from specrl.spec.sinks import Mlflow
@@ -144,6 +145,26 @@ DECIMALS = (
     *_require_range(trainer.ReferenceKl, ["coefficient"], *_POSITIVE),
     *_require_range(trainer.Overlong, ["penalty"], *_POSITIVE),
     *_require_range(ValidationSampling, ["temperature"], *_NOT_NEGATIVE),
+)
+
+ENGINE = (
+    Rule(
+        Generation,
+        "gpuMemoryUtilization",
+        "must be > 0 and <= 1",
+        'use "0.92" for a GPU of its own',
+        lambda it: it.gpu_memory_utilization is None or 0 < it.gpu_memory_utilization <= 1,
+        "!has(self.gpuMemoryUtilization) || double(self.gpuMemoryUtilization) > 0.0 && "
+        "double(self.gpuMemoryUtilization) <= 1.0",
+    ),
+    Rule(
+        Generation,
+        "kvCacheMib",
+        "must not be given beside gpuMemoryUtilization",
+        "give one of the two: the cache's own size, or a share of the GPU for weights, activations and cache",
+        lambda it: it.kv_cache_mib is None or it.gpu_memory_utilization is None,
+        "!has(self.kvCacheMib) || !has(self.gpuMemoryUtilization)",
+    ),
 )
 
 
@@ -306,6 +327,16 @@ _VALIDATION_FITS = (
 
 # Rules between sections: lengths that must fit into each other, and stop strings that must not collide.
 BETWEEN_SECTIONS = (
+    Rule(
+        RunSpec,
+        "generation.maxBatchedTokens",
+        "must be >= maxLiveRollouts x (numDraftTokens + 1)",
+        "raise it, or leave it out, or lower maxLiveRollouts or numDraftTokens: a step with all rollouts must fit",
+        lambda spec: (spec.generation.max_batched_tokens or math.inf) >= spec.generation.full_step_tokens,
+        "!has(self.generation.maxBatchedTokens) || self.generation.maxLiveRollouts * "
+        f"({_write_draft_tokens_cel()} + 1) <= self.generation.maxBatchedTokens",
+        lambda spec: f"{spec.generation.max_batched_tokens} < {spec.generation.full_step_tokens}",
+    ),
     Rule(
         RunSpec,
         "checkpoint.keepBest",
@@ -699,6 +730,7 @@ RULES: tuple[Rule[Any], ...] = (
     *SAMPLING,
     *DRAFTER,
     *PARALLELISM,
+    *ENGINE,
     *BETWEEN_SECTIONS,
     *DECIMALS,
     *PROMPTS,
