@@ -27,6 +27,10 @@ LARGEST_TENSOR_BYTES = 1 << 40  # also of a bucket
 LARGEST_WORLD = 1 << 16  # ranks in a weight group
 LONGEST_PATH = 4096  # Linux's PATH_MAX
 
+SLOWEST_BYTES_PER_S = 125e6
+"""Slowest transfer or load of weights that is waited for: a link of 1 Gbit/s. It only bounds whole phases, since the
+deadlines of single collectives and missed heartbeats find a member that hangs, long before."""
+
 GROUP_TRANSPORTS = ("auto", "gloo", "nccl")
 """Transports over a process group."""
 
@@ -101,6 +105,14 @@ class WeightManifest:
             cut[-1].append(tensor)
             room -= tensor.size_bytes
         return [tuple(bucket) for bucket in cut]
+
+
+def compute_phase_deadline_s(timeout_s: float, size_bytes: int) -> float:
+    """Return the longest duration of one phase of an update, such as its transfer or its load, in seconds.
+
+    timeout_s: weights.timeoutS. size_bytes: of the version.
+    """
+    return timeout_s + size_bytes / SLOWEST_BYTES_PER_S
 
 
 @dataclass(frozen=True)

@@ -352,7 +352,7 @@ class GenerationClient(_Client["generation_pb2_grpc.GenerationServiceAsyncStub"]
                 yield rollout
 
     async def receive_weights(
-        self, policy_version: int, group: WeightGroup, manifest: WeightManifest | None
+        self, policy_version: int, group: WeightGroup, manifest: WeightManifest | None, deadline_s: float
     ) -> tuple[WeightChecksums, float]:
         """Have the replica stage one version's weights. Returns (checksums of what arrived, seconds).
 
@@ -364,8 +364,6 @@ class GenerationClient(_Client["generation_pb2_grpc.GenerationServiceAsyncStub"]
             group=wire.weight_group_to_wire(group),
             manifest=wire.manifest_to_wire(manifest) if manifest is not None else None,
         )
-        # The rendezvous and the broadcast may take timeout_s each.
-        deadline_s = 2 * group.timeout_s + STATUS_DEADLINE_S
         reply = await self._call_once(self._stub.ReceiveWeights, request, deadline_s)
         return wire.checksums_from_wire(reply.received), reply.broadcast_seconds
 

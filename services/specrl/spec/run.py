@@ -98,7 +98,8 @@ class Weights(Section):
     bucket_mib: Positive = 64
     """Approximate size of the buckets (or files) that tensors are sent in, in MiB."""
     timeout_s: Positive = 120
-    """Deadline of every collective and of every phase of an update, in seconds."""
+    """Deadline of every collective of an update, in seconds. A phase, such as transfer or load, may take this and 8
+    seconds for each GB of weights more."""
     attempts: Positive = 3
     """Attempts of one update before the replica is ejected."""
     kv_cache: KvCache = KvCache.KEEP

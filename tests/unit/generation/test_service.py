@@ -64,7 +64,7 @@ async def test_rollouts_are_streamed(replica: Replica) -> None:
 async def test_an_update_succeeds_and_is_timed(replica: Replica) -> None:
     sender = WeightSender()
     (received, seconds), sent = await asyncio.gather(
-        replica.client.receive_weights(0, sender.group(), manifest_of(TENSORS)), sender.send(TENSORS, 0)
+        replica.client.receive_weights(0, sender.group(), manifest_of(TENSORS), DEADLINE_S), sender.send(TENSORS, 0)
     )
     assert (received, seconds > 0) == (sent, True)
     timing = await replica.client.commit_update(sent, DEADLINE_S)
@@ -79,13 +79,13 @@ async def test_weights_can_arrive_as_files(replica: Replica, tmp_path: Path) -> 
         tmp_path / "version", manifest_of(TENSORS), [(meta.name, tensor) for meta, tensor in TENSORS]
     )
     group = WeightGroup("", "", 0, 0, 1, DEADLINE_S, "checkpoint", str(tmp_path / "version"))
-    received, _ = await replica.client.receive_weights(4, group, manifest_of(TENSORS))
+    received, _ = await replica.client.receive_weights(4, group, manifest_of(TENSORS), DEADLINE_S)
     assert received == WeightChecksums(4, sums)
     await replica.client.commit_update(received, DEADLINE_S)
     assert (await replica.client.get_status()).policy_version == 4
     lost = replace(group, folder=str(tmp_path / "another"))
     with pytest.raises(ChecksumMismatch, match="could not read all weights"):
-        await replica.client.receive_weights(5, lost, manifest_of(TENSORS))
+        await replica.client.receive_weights(5, lost, manifest_of(TENSORS), DEADLINE_S)
 
 
 async def test_only_the_first_transfer_needs_a_manifest(replica: Replica, tmp_path: Path) -> None:
@@ -94,16 +94,16 @@ async def test_only_the_first_transfer_needs_a_manifest(replica: Replica, tmp_pa
     )
     group = WeightGroup("", "", 0, 0, 1, DEADLINE_S, "checkpoint", str(tmp_path / "version"))
     with pytest.raises(RecordInvalid, match="the first transfer to a replica must have a manifest"):
-        await replica.client.receive_weights(1, group, None)
+        await replica.client.receive_weights(1, group, None, DEADLINE_S)
     for version, manifest in ((1, manifest_of(TENSORS)), (2, None), (3, None)):
-        received, _ = await replica.client.receive_weights(version, group, manifest)
+        received, _ = await replica.client.receive_weights(version, group, manifest, DEADLINE_S)
         assert received == WeightChecksums(version, sums)
 
 
 async def test_a_replica_that_serves_another_drafter_version_is_an_error(replica: Replica) -> None:
     sender = WeightSender()
     _, sent = await asyncio.gather(
-        replica.client.receive_weights(0, sender.group(), manifest_of(TENSORS)), sender.send(TENSORS, 0)
+        replica.client.receive_weights(0, sender.group(), manifest_of(TENSORS), DEADLINE_S), sender.send(TENSORS, 0)
     )
     with pytest.raises(VersionConflict, match="serves policy version 0 with drafter version -1, but was sent 0 with 0"):
         await replica.client.commit_update(replace(sent, drafter_version=0), DEADLINE_S)
@@ -118,7 +118,8 @@ async def test_a_replica_with_too_old_a_version_refuses_requests(replica: Replic
 async def test_after_a_mismatch_the_old_version_is_served_and_nothing_is_staged(replica: Replica) -> None:
     sender = WeightSender()
     _, sent = await asyncio.gather(
-        replica.client.receive_weights(0, sender.group(), manifest_of(TENSORS)), sender.send(TENSORS, 0, "table")
+        replica.client.receive_weights(0, sender.group(), manifest_of(TENSORS), DEADLINE_S),
+        sender.send(TENSORS, 0, "table"),
     )
     with pytest.raises(ChecksumMismatch, match="table"):
         await replica.client.commit_update(sent, DEADLINE_S)

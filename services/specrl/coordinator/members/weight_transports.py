@@ -17,7 +17,8 @@ import structlog
 from specrl.coordinator.members.registry import Replica, Trainer, abort_when_gone
 from specrl.errors import CollectiveFailed, DeadlineExceeded, PeerUnavailable, SpecrlError, StoreFailed
 from specrl.records import NO_DRAFTER, WeightChecksums, WeightGroup, WeightManifest
-from specrl.records.weights import CHECKPOINT_TRANSPORT
+from specrl.records.weights import CHECKPOINT_TRANSPORT, compute_phase_deadline_s
+from specrl.rpc.clients import STATUS_DEADLINE_S
 from specrl.spec import RunSpec
 from specrl.spec.run import Transport
 from specrl.telemetry.spans import TRAINER, Recorder, SpanName
@@ -83,6 +84,12 @@ class WeightTransport(ABC):
         if self._manifest is None:
             self._manifest = await trainer.client.describe_weights()
 
+    @property
+    def _transfer_deadline_s(self) -> float:
+        """Longest duration of a transfer, in seconds: joining a group, and sending. The manifest is known."""
+        assert self._manifest is not None
+        return self._timeout_s + compute_phase_deadline_s(self._timeout_s, self._manifest.size_bytes)
+
     async def _receive_everywhere(
         self, replicas: Sequence[Replica], groups: Sequence[WeightGroup], version: int
     ) -> list[ReceiveResult]:
@@ -95,7 +102,10 @@ class WeightTransport(ABC):
             async with abort_when_gone(replica):
                 knows = replica.has_manifest
                 replica.has_manifest = False  # until the call has succeeded: a failed call may not have delivered it
-                await replica.client.receive_weights(version, group, None if knows else self._manifest)
+                manifest = None if knows else self._manifest
+                # Longer than the replica's own deadline, which ends with its own error.
+                deadline_s = self._transfer_deadline_s + STATUS_DEADLINE_S
+                await replica.client.receive_weights(version, group, manifest, deadline_s)
                 replica.has_manifest = True
 
 
@@ -149,7 +159,8 @@ class CollectiveTransport(WeightTransport):
     async def _broadcast_weights(self, trainer: Trainer, group: WeightGroup) -> tuple[WeightChecksums, int]:
         with self._recorder.begin_span(SpanName.BROADCAST, TRAINER):
             # Longer than the group's time-out, so that a hanging collective ends with its own error first.
-            return await trainer.client.broadcast_weights(group.group_id, 3 * group.timeout_s)
+            deadline_s = group.timeout_s + self._transfer_deadline_s
+            return await trainer.client.broadcast_weights(group.group_id, deadline_s)
 
     async def _form_group(self, trainer: Trainer, replicas: Sequence[Replica]) -> WeightGroup:
         """Return a group of exactly these members: the current one, or a new one."""
@@ -178,7 +189,7 @@ class FileTransport(WeightTransport):
             await self._load_manifest(trainer)
             with self._recorder.begin_span(SpanName.BROADCAST, TRAINER):
                 sent, folder, transfer.size_bytes = await trainer.client.write_weights(
-                    transfer.retries > 0, 3 * self._timeout_s
+                    transfer.retries > 0, self._timeout_s + self._transfer_deadline_s
                 )
         except StoreFailed:
             raise  # the trainer is alive, and a restarted one could not write there either

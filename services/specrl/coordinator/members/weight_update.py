@@ -30,6 +30,7 @@ from specrl.coordinator.members.replica_states import IN_UPDATE, RECEIVING, UPDA
 from specrl.coordinator.members.weight_transports import ReceiveResult, TrainerLost, WeightTransfer, make_transport
 from specrl.errors import ChecksumMismatch, DeadlineExceeded, PeerUnavailable, ReplicasRefused, SpecrlError
 from specrl.records import WeightChecksums
+from specrl.records.weights import compute_phase_deadline_s
 from specrl.rpc.clients import UpdateTiming
 from specrl.spec import RunSpec
 from specrl.telemetry import metrics
@@ -161,7 +162,8 @@ class WeightUpdater:
         # Commit. Each replica verifies the trainer's checksums, pauses, loads the weights and resumes.
         for replica in arrived:
             self._registry.begin_commit(replica)
-        commits = [self._commit_replica(replica, sent) for replica in arrived]
+        deadline_s = compute_phase_deadline_s(self._timeout_s, transfer.size_bytes)
+        commits = [self._commit_replica(replica, sent, deadline_s) for replica in arrived]
         committed = []
         for replica, took in zip(arrived, await asyncio.gather(*commits, return_exceptions=True), strict=True):
             if isinstance(took, BaseException):
@@ -182,10 +184,10 @@ class WeightUpdater:
             if outcome is not None and is_refusal(outcome):
                 self._note_failure(replica, outcome)
 
-    async def _commit_replica(self, replica: Replica, checksums: WeightChecksums) -> UpdateTiming:
+    async def _commit_replica(self, replica: Replica, checksums: WeightChecksums, deadline_s: float) -> UpdateTiming:
         with self._recorder.begin_span(SpanName.COMMIT, replica.replica_id) as span:
             async with abort_when_gone(replica):
-                took = await replica.client.commit_update(checksums, self._timeout_s)
+                took = await replica.client.commit_update(checksums, deadline_s)
             span.end_with_parts(
                 (SpanName.VERIFY, took.verify_s),
                 (SpanName.PAUSE, took.pause_s),

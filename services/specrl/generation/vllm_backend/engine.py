@@ -57,6 +57,7 @@ from specrl.records import (
     WeightGroup,
     WeightManifest,
 )
+from specrl.records.weights import compute_phase_deadline_s
 from specrl.rpc.shared_costs import SharedCosts
 from specrl.spec import RunSpec
 from specrl.spec.run import KvCache
@@ -301,10 +302,11 @@ class VllmEngine:
                 self._expected = manifest
             self._staged = None
             per_node = self._ranks_of_node
+            # Joining the group may take one timeout, and the last collective another.
+            longest_s = group.timeout_s + compute_phase_deadline_s(group.timeout_s, manifest.size_bytes)
             with ArrivalListener() as listener:
                 await self._call_workers("specrl_receive", asdict(group), per_node, listener.address)
-                # Twice the timeout: joining the group may take one, the broadcast another.
-                within_s = 2 * group.timeout_s + COLLECTIVE_MARGIN_S
+                within_s = longest_s + COLLECTIVE_MARGIN_S
                 received = await self._wait_for_arrival(listener, policy_version, within_s)
             # The ranks of a node each keep a share of the weights; together they are one copy.
             shares = [rank["checksums"] for rank in received]
