@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -133,6 +134,23 @@ def test_loading_fails_if_the_thread_count_changed() -> None:
     receiver.specrl_threads = torch.get_num_threads() + 1
     with pytest.raises(EngineFailed, match="threads"):
         worker.unwrap_answer(receiver.specrl_load())
+
+
+def test_a_changed_thread_count_does_not_matter_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is packed for threads there. Once a library that set them stopped a healthy replica."""
+    assert worker._count_packing_threads() == torch.get_num_threads()
+    monkeypatch.setattr("vllm.platforms.current_platform", SimpleNamespace(is_cpu=lambda: False))
+    loaded = list[object]()
+    receiver = a_worker()
+    receiver.specrl_threads = worker._count_packing_threads()
+    receiver.specrl_whole = list(TENSORS)
+    receiver.model_runner = SimpleNamespace(get_model=lambda: "policy", get_draft_model=lambda: "drafter")
+    speculative = SimpleNamespace(method="eagle3", draft_model_config=None)
+    receiver.vllm_config = SimpleNamespace(model_config=None, speculative_config=speculative)
+    monkeypatch.setattr(receiver, "_specrl_load_into", lambda model, config, tensors: loaded.append(model))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
+    worker.unwrap_answer(receiver.specrl_load())
+    assert loaded == ["policy", "drafter"]
 
 
 def test_errors_keep_their_class_when_returned_as_data() -> None:

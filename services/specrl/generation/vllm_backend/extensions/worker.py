@@ -20,7 +20,7 @@ Packed weights. On CPUs vLLM packs weights with oneDNN for the current number of
 matrix products by batch size, which expect that packing. If the number of threads changes after the start, new weights
 give wrong products at every batch size used before, without an error. This happened with numba's OpenMP layer, which
 n-gram look-up loads and which sets the number for the whole process. So `load` fails in this case, and
-`arguments.build_environment` prevents it.
+`arguments.build_environment` prevents it. On GPUs nothing depends on the number.
 
 Tied embeddings. An output layer that shares the embedding's tensor has a packed copy of its own. The reload packs only
 layers that a tensor was loaded into. So `_repack_output_layers` packs it again. Without it a tied policy keeps
@@ -89,7 +89,7 @@ class WorkerExtension:
     specrl_staged: StagingArea | None = None
     specrl_whole: NamedTensors | None = None
     specrl_arriving: Future[StagingArea] | None = None
-    specrl_threads: int = 0
+    specrl_threads: int | None = None
     rank: int
     model_runner: Any
     vllm_config: Any
@@ -101,7 +101,7 @@ class WorkerExtension:
         Returns whether the drafter shares the policy's embedding and output layer, and whether the rank supports forced
         drafts. Raises EngineFailed if sampling is wrong or cannot be checked.
         """
-        self.specrl_threads = torch.get_num_threads()
+        self.specrl_threads = _count_packing_threads()
         sampling_check.check_model_runner(self.model_runner)
         model = self.model_runner.get_model()
         drafter = self.model_runner.get_draft_model()
@@ -204,7 +204,7 @@ class WorkerExtension:
         tensors = self.specrl_whole
         assert tensors is not None, "load without a whole version; the engine checks this first"
         self.specrl_staged = self.specrl_whole = None
-        if torch.get_num_threads() != self.specrl_threads:
+        if self.specrl_threads not in (None, torch.get_num_threads()):
             raise EngineFailed(
                 f"a library changed the number of OpenMP threads from {self.specrl_threads} to "
                 f"{torch.get_num_threads()}, with which new weights would give wrong products; the replica is restarted"
@@ -235,6 +235,13 @@ class WorkerExtension:
                 f"failed to load new weights into {type(model).__name__}: {type(error).__name__}: {error}; the replica "
                 "is restarted"
             ) from error
+
+
+def _count_packing_threads() -> int | None:
+    """Return the number of OpenMP threads that weights are packed for; None on GPUs. See "Packed weights" above."""
+    from vllm.platforms import current_platform
+
+    return torch.get_num_threads() if current_platform.is_cpu() else None
 
 
 def _select_owned(tensors: NamedTensors, owner: WeightOwner) -> list[tuple[str, torch.Tensor]]:
