@@ -8,6 +8,7 @@ limit that cannot be read counts as none.
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,9 @@ from specrl.files import read_text
 CGROUP = Path("/sys/fs/cgroup")
 """Folder of a container's own limits, with cgroup v2 and v1."""
 
+
+INFINIBAND = Path("/sys/class/infiniband")
+"""RDMA devices of this machine, also those of RoCE. NCCL registers memory with them, which locks it."""
 
 CPU_INFO = Path("/proc/cpuinfo")
 """Linux's description of the CPUs. Other systems have no such file."""
@@ -75,6 +79,17 @@ def visible_gpus(outer: Mapping[str, str] = os.environ, devices: Path = Path("/d
     if chosen is not None:
         return tuple(gpu for gpu in chosen.split(",") if gpu)
     return tuple(str(number) for number in range(len(list(devices.glob("nvidia[0-9]*")))))
+
+
+def has_rdma_devices(devices: Path = INFINIBAND) -> bool:
+    """Whether the machine has RDMA devices."""
+    return devices.is_dir() and any(devices.iterdir())
+
+
+def locked_memory_limit() -> int | None:
+    """Return the most bytes that this process may lock; None without a limit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def has_bfloat16_units(cpu_info: Path | None = None) -> bool:

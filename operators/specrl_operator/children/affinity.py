@@ -63,11 +63,12 @@ def bind_to_nodes(pod: Object, plan: JobPlan, role: str) -> None:
     resources["limits"] = dict(counted)
     resources["requests"] = dict(counted)
 
-    # NCCL and vLLM share memory between processes, and lock it for RDMA. A container's own /dev/shm has 64 MiB.
+    # NCCL and vLLM share memory between processes. A container's own /dev/shm has 64 MiB. RDMA locks memory, too, but
+    # IPC_LOCK would have no effect: Kubernetes has no ambient capabilities, so a user other than root does not get any.
+    # The container runtime must allow it instead (LimitMEMLOCK=infinity).
     spec.setdefault("volumes", []).append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": SHARED_MEMORY}})
     container["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm"})  # noqa: S108 - NCCL's, by its name
     container["env"] += [{"name": name, "value": value} for name, value in build_nccl_environment(plan).items()]
-    container["securityContext"]["capabilities"]["add"] = ["IPC_LOCK"]
 
     # Nodes with GPUs are usually tainted, and GB200 nodes by their architecture, too.
     spec["tolerations"] = [{"key": GPU, "operator": "Exists", "effect": "NoSchedule"}]

@@ -23,6 +23,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+import structlog
 import torch
 
 # The public names of torch.distributed are re-exports without types; these are the same classes.
@@ -36,7 +37,10 @@ from torch._C._distributed_c10d import (
 from torch.distributed import DistError
 
 from specrl.errors import CollectiveFailed, DeadlineExceeded, EngineFailed, SpecrlError, first_line
+from specrl.machine import has_rdma_devices, locked_memory_limit
 from specrl.records import WeightGroup
+
+log = structlog.get_logger(__name__)
 
 
 def open_rendezvous_store(world_size: int, timeout_s: float, host: str) -> TCPStore:
@@ -162,9 +166,18 @@ def _create_process_group(store: Store, group: WeightGroup, timeout: timedelta) 
 
         options = ProcessGroupNCCL.Options()
         options._timeout = timeout
+        _warn_about_locked_memory()
         with _block_waits():
             return ProcessGroupNCCL(store, group.rank, group.world_size, options)
     return ProcessGroupGloo(store, group.rank, group.world_size, timeout)
+
+
+def _warn_about_locked_memory() -> None:
+    """Log a limit of locked memory beside RDMA devices: NCCL could then not register its buffers with them."""
+    limit = locked_memory_limit()
+    if limit is not None and has_rdma_devices():
+        remedy = "NCCL over RDMA may fail or use TCP; set LimitMEMLOCK=infinity for the container runtime"
+        log.warning("locked_memory_limited", limit_bytes=limit, remedy=remedy)
 
 
 def _translate_error(error: Exception, group: WeightGroup, what: str) -> SpecrlError:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -13,11 +14,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import structlog
 import torch
 from torch._C import _distributed_c10d as c10d
 
 from specrl.errors import CollectiveFailed, DeadlineExceeded
 from specrl.records import WeightGroup
+from specrl.weights import group as weight_group
 from specrl.weights.group import BroadcastGroup
 
 NEVER_S = 60.0
@@ -95,6 +98,19 @@ def test_only_this_group_has_no_watchdog(
     assert made["variables"]["TORCH_NCCL_BLOCKING_WAIT"] == "1"
     assert os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == before
     assert made["options"]._timeout == timedelta(seconds=NEVER_S)
+
+
+@pytest.mark.parametrize(("limit", "has_devices"), [(8 << 20, True), (8 << 20, False), (resource.RLIM_INFINITY, True)])
+def test_a_limit_of_locked_memory_is_logged_if_nccl_may_use_rdma(
+    join: Callable[..., BroadcastGroup], monkeypatch: pytest.MonkeyPatch, limit: int, has_devices: bool
+) -> None:
+    """Pods asked for IPC_LOCK, which a user other than root does not get, so nothing told of the limit."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    monkeypatch.setattr(weight_group, "has_rdma_devices", lambda: has_devices)
+    with structlog.testing.capture_logs() as logs:
+        join(0, world_size=1)
+    found = [entry["limit_bytes"] for entry in logs if entry["event"] == "locked_memory_limited"]
+    assert found == ([limit] if has_devices and limit == 8 << 20 else [])
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -15,7 +14,14 @@ from specrl.formats.doctor_report import Finding, FindingState
 from specrl.launcher.memory import format_gib
 from specrl.launcher.preflight import find_socket_problems
 from specrl.launcher.processes.ports import PORT_RANGE, find_free_port
-from specrl.machine import available_memory_bytes, has_bfloat16_units, visible_gpus
+from specrl.machine import (
+    INFINIBAND,
+    available_memory_bytes,
+    has_bfloat16_units,
+    has_rdma_devices,
+    locked_memory_limit,
+    visible_gpus,
+)
 from specrl.rewards.code.machine_check import settle_isolation
 from specrl.rewards.code.sandbox_runner import SandboxOptions
 from specrl.spec.data import CodeVerifier, Isolation
@@ -26,9 +32,6 @@ SHARED_MEMORY_BYTES = 1 << 30
 
 ROOMY_DISK_BYTES = 8 << 30
 """Free disk of the demo (docs/install.md). Checkpoints of larger policies need more: 14 bytes a parameter."""
-
-INFINIBAND = Path("/sys/class/infiniband")
-"""RDMA devices of this machine, also those of RoCE. NCCL registers memory with them, which locks it."""
 
 
 def probe_machine() -> Iterator[Finding]:
@@ -41,11 +44,10 @@ def probe_machine() -> Iterator[Finding]:
 
 def probe_locked_memory(devices: Path = INFINIBAND) -> Iterator[Finding]:
     """Yield the limit of locked memory. NCCL over InfiniBand needs it unlimited. devices: for tests."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    has_rdma = devices.is_dir() and any(devices.iterdir())
-    if limit == resource.RLIM_INFINITY:
+    limit = locked_memory_limit()
+    if limit is None:
         yield Finding(name="locked memory", state=FindingState.OK, value="unlimited")
-    elif has_rdma and visible_gpus():
+    elif has_rdma_devices(devices) and visible_gpus():
         remedy = "set `ulimit -l unlimited`, in Kubernetes for the container runtime; NCCL over RDMA may fail otherwise"
         value = f"limited to {limit >> 10} KiB, with RDMA devices"
         yield Finding(name="locked memory", state=FindingState.WARNING, value=value, remedy=remedy)
