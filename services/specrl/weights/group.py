@@ -6,9 +6,11 @@
 The group is private. It never touches torch.distributed's default group, which belongs to the trainer's own
 parallelism or to vLLM.
 
-Joining blocks until every member has come to the rendezvous store. `timeout_s` bounds joining and each broadcast. When
-a member dies, all others get CollectiveFailed or DeadlineExceeded, and the coordinator forms a new group. No process
-ends for it: of NCCL's groups in a process, only this one has no watchdog.
+Joining blocks until every member has come to the rendezvous store. There they compare their GPUs: NCCL needs one for
+each member, so `auto` takes Gloo if any two share one, or if one has none. Gloo moves the bytes through main memory.
+`timeout_s` bounds joining and each broadcast. When a member dies, all others get CollectiveFailed or DeadlineExceeded,
+and the coordinator forms a new group. No process ends for it: of NCCL's groups in a process, only this one has no
+watchdog.
 
 Written against torch 2.13 (`ProcessGroupGloo`, `ProcessGroupNCCL`, `TCPStore`). Called by the trainer's weight sender
 and by the engines of the replicas.
@@ -36,7 +38,7 @@ from torch._C._distributed_c10d import (
 )
 from torch.distributed import DistError
 
-from specrl.errors import CollectiveFailed, DeadlineExceeded, EngineFailed, SpecrlError, first_line
+from specrl.errors import CollectiveFailed, DeadlineExceeded, EngineFailed, RunInvalid, SpecrlError, first_line
 from specrl.machine import has_rdma_devices, locked_memory_limit
 from specrl.records import WeightGroup
 
@@ -72,11 +74,9 @@ class BroadcastGroup:
 
         store: the rendezvous store that rank 0 has opened; None at the other ranks, which connect to it.
 
-        Raises CollectiveFailed when a member is lost, DeadlineExceeded when one is late, and EngineFailed for a
-        transport that this machine cannot run.
+        Afterwards `group.transport` is the chosen one, gloo or nccl. Raises CollectiveFailed when a member is lost,
+        DeadlineExceeded when one is late, and EngineFailed or RunInvalid for a transport that the members cannot use.
         """
-        if group.transport == "auto":
-            group = replace(group, transport="nccl" if torch.cuda.is_available() else "gloo")
         self.group = group
         timeout = timedelta(seconds=group.timeout_s)
         if group.transport == "nccl" and not torch.cuda.is_available():
@@ -89,11 +89,13 @@ class BroadcastGroup:
             )
             # The prefix keeps keys of different groups apart in one store.
             scoped = PrefixStore(f"specrl/{group.group_id}", self._store)
-            _wait_for_members(scoped, group.world_size, timeout)
+            gpus = _wait_for_members(scoped, group, timeout)
+            self.group = group = replace(group, transport=choose_transport(group.transport, group.world_size, gpus))
             self._backend = _create_process_group(scoped, group, timeout)
         except (RuntimeError, DistError) as error:
             raise _translate_error(error, group, "join") from error
         self.device = torch.device("cuda" if group.transport == "nccl" else "cpu")
+        log.info("weight_group_joined", group=group.group_id, transport=group.transport, gpus=gpus)
 
     def start_broadcast(self, buffer: torch.Tensor) -> Callable[[], None]:
         """Start broadcasting rank 0's `buffer` to all members. Returns a function that waits until it is done.
@@ -128,15 +130,42 @@ class BroadcastGroup:
         del self._backend, self._store
 
 
-def _wait_for_members(store: Store, world_size: int, timeout: timedelta) -> None:
-    """Wait until all members have come. The last one wakes the others; `timeout` bounds the wait.
+def choose_transport(wanted: str, ranks: int, gpus: int) -> str:
+    """Return the transport of a group, gloo or nccl. gpus: different GPUs of its ranks.
+
+    Raises RunInvalid if NCCL is wanted and two ranks share a GPU: it would end their processes ("Duplicate GPU").
+    """
+    if wanted == "nccl" and gpus < ranks:
+        raise RunInvalid(
+            "weights.transport must be Auto or Gloo unless trainer and replicas have a GPU for each rank, got Nccl for "
+            f"{ranks} ranks on {gpus} GPUs; use Auto, which takes Gloo there"
+        )
+    if wanted == "auto":
+        return "nccl" if gpus == ranks else "gloo"
+    return wanted
+
+
+def read_gpu_id() -> str:
+    """Return the UUID of this thread's GPU; empty without CUDA."""
+    if not torch.cuda.is_available():
+        return ""
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+
+
+def _wait_for_members(store: Store, group: WeightGroup, timeout: timedelta) -> int:
+    """Wait until all members have come, and return how many different GPUs they have.
+
+    The last one counts the GPUs and wakes the others; `timeout` bounds the wait.
 
     Gloo connects in its constructor and would wait there. NCCL connects in the first broadcast, in a function without a
     deadline, and a member that never came would keep the others in it for ever.
     """
-    if store.add("members", 1) == world_size:
-        store.set("complete", "")
+    store.set(f"gpu/{group.rank}", read_gpu_id())
+    if store.add("members", 1) == group.world_size:
+        gpus = {store.get(f"gpu/{rank}") for rank in range(group.world_size)} - {b""}
+        store.set("complete", str(len(gpus)))
     store.wait(["complete"], timeout)
+    return int(store.get("complete"))
 
 
 @contextmanager

@@ -1,4 +1,6 @@
-"""Members meet in the store before they connect, and a lost one raises in the others. NCCL's group is a stand-in.
+"""Members meet in the store before they connect, and choose a transport that their GPUs allow.
+
+A lost one raises in the others. NCCL's group is a stand-in.
 
 `tests/contract` has a member that never comes on Gloo, and `tests/chaos` members that are killed.
 """
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 import os
 import resource
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -18,7 +21,7 @@ import structlog
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from specrl.errors import CollectiveFailed, DeadlineExceeded
+from specrl.errors import CollectiveFailed, DeadlineExceeded, RunInvalid
 from specrl.records import WeightGroup
 from specrl.weights import group as weight_group
 from specrl.weights.group import BroadcastGroup
@@ -62,9 +65,14 @@ def join(monkeypatch: pytest.MonkeyPatch) -> Callable[..., BroadcastGroup]:
     monkeypatch.setattr(c10d, "ProcessGroupNCCL", LazyGroup, raising=False)
     monkeypatch.setattr(LazyGroup, "made", [])
     store = c10d.HashStore()
+    mine = threading.local()  # the GPU of a member, each of which is a thread here
+    monkeypatch.setattr(weight_group, "read_gpu_id", lambda: mine.gpu)
 
-    def join_group(rank: int, timeout_s: float = NEVER_S, world_size: int = 2) -> BroadcastGroup:
-        group = WeightGroup("1-abc", "127.0.0.1", 1, rank, world_size, timeout_s, "nccl")
+    def join_group(
+        rank: int, timeout_s: float = NEVER_S, world_size: int = 2, transport: str = "nccl", gpu: str | None = None
+    ) -> BroadcastGroup:
+        mine.gpu = f"GPU-{rank}" if gpu is None else gpu
+        group = WeightGroup("1-abc", "127.0.0.1", 1, rank, world_size, timeout_s, transport)
         return BroadcastGroup(group, store)  # type: ignore[arg-type]  # a store without a network
 
     return join_group
@@ -82,6 +90,37 @@ def test_all_members_join_when_the_last_has_come(join: Callable[..., BroadcastGr
         groups = list(threads.map(lambda rank: join(rank, world_size=3), range(3)))
     assert sorted(made["rank"] for made in LazyGroup.made) == [0, 1, 2]
     assert [group.group.rank for group in groups] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("gpus", "expected"), [
+    (("GPU-a", "GPU-b"), "nccl"), (("GPU-a", "GPU-a"), "gloo"), (("GPU-a", ""), "gloo"), (("", ""), "gloo"),
+])  # fmt: skip
+def test_auto_takes_nccl_only_if_each_member_has_a_gpu_of_its_own(
+    join: Callable[..., BroadcastGroup], gpus: tuple[str, str], expected: str
+) -> None:
+    """Trainer and replica on one card took NCCL, which ended both at the first version ("Duplicate GPU")."""
+    with ThreadPoolExecutor(2) as threads:
+        groups = list(threads.map(lambda rank: join(rank, transport="auto", gpu=gpus[rank]), range(2)))
+        assert [group.group.transport for group in groups] == [expected] * 2
+        assert [group.device.type for group in groups] == ["cuda" if expected == "nccl" else "cpu"] * 2
+        if expected == "gloo":  # and the bytes arrive
+            buffers = [torch.full((4,), float(rank == 0)) for rank in range(2)]
+            list(threads.map(lambda rank: groups[rank].start_broadcast(buffers[rank])(), range(2)))
+            assert torch.equal(buffers[1], torch.ones(4))
+    for group in groups:
+        group.close()
+
+
+def test_nccl_is_refused_for_ranks_that_share_a_gpu(join: Callable[..., BroadcastGroup]) -> None:
+    def refuse(rank: int) -> str:
+        with pytest.raises(RunInvalid) as caught:
+            join(rank, world_size=3, gpu=f"GPU-{min(rank, 1)}")
+        return str(caught.value)
+
+    with ThreadPoolExecutor(3) as threads:
+        (said,) = set(threads.map(refuse, range(3)))
+    assert "got Nccl for 3 ranks on 2 GPUs; use Auto" in said
+    assert not LazyGroup.made
 
 
 @pytest.mark.parametrize("before", [None, "0"])
