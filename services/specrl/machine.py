@@ -8,8 +8,11 @@ limit that cannot be read counts as none.
 from __future__ import annotations
 
 import os
+import re
 import resource
-from collections.abc import Mapping
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +29,16 @@ INFINIBAND = Path("/sys/class/infiniband")
 
 CPU_INFO = Path("/proc/cpuinfo")
 """Linux's description of the CPUs. Other systems have no such file."""
+
+OLDEST_DRIVER = 580
+"""Major version of the oldest driver of CUDA 13, for which the packages of requirements/gpu.lock are built (CUDA 13.0
+release notes, table 3)."""
+
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
+SMI_TIMEOUT_S = 20
+"""`nvidia-smi` takes up to ten seconds on a machine with eight GPUs whose driver is not kept loaded."""
+
+DRIVER_VERSION = re.compile(r"\b(\d{3,4})\.\d+(?:\.\d+)?\b")
 
 _CPU_INFO_BYTES = 16 << 20
 
@@ -79,6 +92,64 @@ def visible_gpus(outer: Mapping[str, str] = os.environ, devices: Path = Path("/d
     if chosen is not None:
         return tuple(gpu for gpu in chosen.split(",") if gpu)
     return tuple(str(number) for number in range(len(list(devices.glob("nvidia[0-9]*")))))
+
+
+@dataclass(frozen=True)
+class GpuMachine:
+    """The GPUs that this process may use.
+
+    visible: their ids, as in CUDA_VISIBLE_DEVICES. driver: its version, such as 580.95.05; empty if unknown.
+    memory_bytes: of those that nvidia-smi describes, by id; None without nvidia-smi.
+    """
+
+    visible: tuple[str, ...] = ()
+    driver: str = ""
+    memory_bytes: Mapping[str, int] | None = None
+
+
+def read_gpu_machine() -> GpuMachine:
+    """Describe this machine's GPUs. Asks nothing if none is visible."""
+    visible = visible_gpus()
+    if not visible:
+        return GpuMachine()
+    try:
+        found = DRIVER_VERSION.search(DRIVER_FILE.read_text(encoding="utf-8"))
+    except OSError:
+        found = None
+    listing = ask_nvidia_smi("--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")
+    memory = None if listing is None else read_memory(listing, visible)
+    return GpuMachine(visible, found[0] if found else "", memory)
+
+
+def read_memory(listing: str, visible: Sequence[str]) -> dict[str, int]:
+    """Read the memory of visible GPUs, in bytes, from lines of nvidia-smi: `index, uuid, MiB`.
+
+    visible: indices, or UUIDs that may be cut short, as CUDA accepts them.
+    """
+    memory = dict[str, int]()
+    for line in listing.splitlines():
+        index, uuid, total = (part.strip() for part in line.split(","))
+        for gpu in visible:
+            if (gpu == index or (gpu.startswith("GPU-") and uuid.startswith(gpu))) and total.isdigit():
+                memory[gpu] = int(total) << 20
+    return memory
+
+
+def is_old_driver(version: str) -> bool:
+    """Whether a driver of this version, such as 580.95.05, is too old for CUDA 13."""
+    return int(version.partition(".")[0]) < OLDEST_DRIVER
+
+
+def ask_nvidia_smi(*arguments: str) -> str | None:
+    """Run nvidia-smi and return what it prints. None if there is none, it fails, or it hangs."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    try:
+        done = subprocess.run([program, *arguments], check=True, capture_output=True, text=True, timeout=SMI_TIMEOUT_S)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout
 
 
 def has_rdma_devices(devices: Path = INFINIBAND) -> bool:

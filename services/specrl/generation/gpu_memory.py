@@ -31,12 +31,12 @@ def gpu_step_tokens(spec: RunSpec) -> int:
     return generation.max_batched_tokens or max(SMALLEST_GPU_STEP_TOKENS, generation.full_step_tokens)
 
 
-def estimate_replica_bytes(spec: RunSpec, policy: ModelFolder, drafter: ModelFolder | None) -> int:
-    """Estimate the bytes of one rank without its KV cache. drafter: EAGLE-3 head or draft model, None without one."""
+def estimate_replica_bytes(spec: RunSpec, policy: ModelFolder, drafter_parameters: int) -> int:
+    """Estimate the bytes of one rank without its KV cache. drafter_parameters: 0 without a drafter of its own."""
     config = policy.policy_config
     ranks = spec.generation.tensor_parallel
     item_bytes = ITEM_BYTES[spec.model.dtype.value]
-    parameters = sum(folder.num_parameters for folder in (policy, drafter) if folder is not None)
+    parameters = policy.num_parameters + drafter_parameters
     width = 4 * config.hidden_size + 3 * config.active_intermediate_size / ranks
     activations = item_bytes * gpu_step_tokens(spec) * width
     logits = 3 * 4 * config.vocab_size * spec.generation.full_step_tokens

@@ -96,19 +96,20 @@ def check_checkpoint(checkpoint: Path, spec: RunSpec, data: CheckedPrompts | Non
 def resume_run(
     directory: RunDirectory, overrides: Sequence[str], view: View, keep_serving: bool = False
 ) -> LaunchResult:
-    """Resume a run with its own run file and block until it ends. Only generation.replicas may be overridden.
+    """Resume a run with its own run file and block until it ends.
 
-    A run that has finished starts no process, unless `keep_serving` asks for its page.
+    Of its fields only generation.replicas and generation.kvCacheMib may be overridden. A run that has finished starts
+    no process, unless `keep_serving` asks for its page.
 
     Raises RunInvalid for any other override, for an edited run file, or when another launcher holds the run's lock, and
     what preflight raises.
     """
     stored = load_process_spec(directory.run_file)
     spec = load_spec(directory.run_file, overrides)
-    # The digest leaves out generation.replicas, so that a run may be resumed with another number of replicas.
+    # The digest leaves these two out, so that a run may be resumed on a machine with another number of GPUs.
     if digest_spec(spec) != digest_spec(stored):
         raise RunInvalid(
-            "--set must change nothing but generation.replicas with --resume, got "
+            "--set must change nothing but generation.replicas and kvCacheMib with --resume, got "
             f"{' '.join(f'--set {override}' for override in overrides)}; go on in a new run with "
             f"`{_continuing_command(directory, ' --set ...')}`"
         )

@@ -39,9 +39,10 @@ from specrl.generation.vllm_backend import preflight as generation
 from specrl.hub import FetchedSource, fetch_run_sources, read_sources
 from specrl.hub.fetching import NO_DISPLAY, FetchDisplay
 from specrl.installation import require_engines
+from specrl.launcher.gpu_checks import find_gpu_problems, share_gpus
 from specrl.launcher.memory import MemoryNeed, check_memory, estimate_memory, format_gib
 from specrl.launcher.processes.ports import choose_ports
-from specrl.machine import available_memory_bytes, visible_gpus
+from specrl.machine import available_memory_bytes, read_gpu_machine, visible_gpus
 from specrl.models import read_models
 from specrl.models.model_folder import has_chat_template
 from specrl.models.native_heads import list_head_notices
@@ -67,7 +68,8 @@ shorter."""
 class PreflightResult:
     """The choices of preflight for this launch: precision, ports, references to leave out, and notices for the user.
 
-    spec: the run with its precision chosen, and with folders in place of names on the hub. precision: that choice in
+    spec: the run with its precision chosen, with a KV cache for GPUs that its programs share, and with folders in place
+    of names on the hub. precision: that choice in
     words. sources: what was fetched for the names.
     replica_bytes: estimated memory of one replica on a CPU; 0 with GPUs.
     data: the run's prompts; None if a problem was found. memory_need: None with GPUs. available_bytes: 0 with GPUs.
@@ -149,6 +151,12 @@ def check_run(
     if found.policy is not None:
         ready.notices += tuple(list_head_notices(spec, found.policy))
         ready.notices += tuple(list_sampling_notices(spec, found.policy.path))
+    machine = read_gpu_machine()
+    problems += find_gpu_problems(spec, machine)
+    with collect_problems(problems):
+        ready.spec = share_gpus(spec, found, machine)
+        if ready.spec is not spec:
+            ready.notices += (f"generation.kvCacheMib is {ready.spec.generation.kv_cache_mib}: programs share a GPU",)
     if not visible_gpus() and found.policy is not None and found.policy_config is not None:
         # Only for CPUs. With GPUs most of the need is GPU memory, which the engines check themselves.
         need = estimate_memory(spec, found)

@@ -190,7 +190,8 @@ class Generation(Section):
     x (numDraftTokens + 1). More speeds up long prompts and needs more memory. Null: on GPUs 8192, or that product if it
     is larger. On CPUs prompts are never split, so that a step has room for model.maxLength tokens more."""
     kv_cache_mib: Positive | None = None
-    """Memory for the KV cache on each GPU, in MiB. Null: 256 on CPUs; on a GPU what gpuMemoryUtilization leaves."""
+    """Memory for the KV cache on each GPU, in MiB. Null: 256 on CPUs; on a GPU what gpuMemoryUtilization leaves; on one
+    that programs of a local run share, what the others leave, chosen when the run starts."""
     kv_cache_dtype: KvCacheDtype = KvCacheDtype.AUTO
     """Precision of the KV cache. `Auto`: that of model.dtype. `Fp8`: one byte a number, so twice the tokens of bfloat16
     fit. Log-probabilities then differ more from the trainer's, so the canary's bounds may have to be raised."""

@@ -163,8 +163,9 @@ def select_run_fields(spec: RunSpec, *, exclude_none: bool = False) -> dict[str,
     # The resolved fields: a file that spells out a default has the same ones.
     fields = spec.model_dump(mode="json", by_alias=True, exclude_none=exclude_none)
     fields = _drop_cluster_fields(RunSpec, fields)
-    # The number of replicas may change.
+    # The number of replicas may change, and so may their KV cache: GPUs may be shared with other programs, or not.
     del fields["generation"]["replicas"]
+    fields["generation"].pop("kvCacheMib", None)
     return fields
 
 

@@ -93,8 +93,9 @@ class Weights(Section):
     """How new weights of policy and drafter reach the replicas."""
 
     transport: Transport = Transport.AUTO
-    """Transport of weights. `Auto`: NCCL if trainer and replicas have GPUs, else Gloo. `Checkpoint`: no collective; the
-    trainer writes each version into the run's folder, which every replica must mount at the same path."""
+    """Transport of weights. `Auto`: NCCL if trainer and replicas have a GPU for each rank, else Gloo. `Checkpoint`: no
+    collective; the trainer writes each version into the run's folder, which every replica must mount at the same
+    path."""
     bucket_mib: Positive = 64
     """Approximate size of the buckets (or files) that tensors are sent in, in MiB."""
     timeout_s: Positive = 120

@@ -591,7 +591,8 @@ def test_resume_refuses_any_other_change(directory: RunDirectory) -> None:
     result = specrl_command("run", "--resume", "tiny-1", "--set", "schedule.steps=9")
     assert result.exit_code == 2
     assert (
-        "--set must change nothing but generation.replicas with --resume, got --set schedule.steps=9" in result.stderr
+        "--set must change nothing but generation.replicas and kvCacheMib with --resume, got --set schedule.steps=9"
+        in result.stderr
     )
     assert directory.run_file.read_bytes() == before
 

@@ -186,7 +186,7 @@ def test_vllm_demands_what_the_replica_needs_of_a_gpu_with_a_given_kv_cache(tmp_
 def test_a_kv_cache_that_no_gpu_has_room_for_is_refused_with_the_room_there_is(tmp_path: Path) -> None:
     spec = a_spec(POLICY, generation={"kvCacheMib": 100_000})
     policy = a_policy(tmp_path)
-    needed = estimate_replica_bytes(spec, policy, None)
+    needed = estimate_replica_bytes(spec, policy, 0)
     left = ((80 << 30) - needed) >> 20
     with pytest.raises(
         MemoryTooSmall, match=rf"kvCacheMib must be <= {left}, got 100000: the GPU has 81920 MiB.*eager"
@@ -199,7 +199,7 @@ def test_a_kv_cache_that_no_gpu_has_room_for_is_refused_with_the_room_there_is(t
 def test_tensor_parallel_ranks_share_the_weights_of_a_replica(tmp_path: Path) -> None:
     policy = a_policy(tmp_path)
     whole, half = (
-        estimate_replica_bytes(a_spec(POLICY, generation={"tensorParallel": ranks}), policy, None) for ranks in (1, 2)
+        estimate_replica_bytes(a_spec(POLICY, generation={"tensorParallel": ranks}), policy, 0) for ranks in (1, 2)
     )
     assert whole - half >= 4 * policy.num_parameters // 2
 

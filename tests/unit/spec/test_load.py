@@ -342,6 +342,7 @@ def test_a_malformed_function_name_is_refused(name: str) -> None:
 def test_the_digest_ignores_what_may_change_during_a_run() -> None:
     spec = parse_spec(SOUND)
     assert digest_spec(parse_spec(a_run(generation__replicas=5))) == digest_spec(spec)
+    assert digest_spec(parse_spec(a_run(generation__kvCacheMib=5))) == digest_spec(spec)
     assert digest_spec(parse_spec(a_run(schedule__seed=5))) != digest_spec(spec)
 
 

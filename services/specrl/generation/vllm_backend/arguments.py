@@ -125,7 +125,7 @@ def choose_utilization(
         return float(generation.gpu_memory_utilization)
     if generation.kv_cache_mib is None:
         return None
-    needed = estimate_replica_bytes(spec, policy, drafter)
+    needed = estimate_replica_bytes(spec, policy, drafter.num_parameters if drafter is not None else 0)
     check_kv_cache(spec, needed, card_bytes)
     return (needed + (generation.kv_cache_mib << 20)) / card_bytes
 

@@ -6,30 +6,25 @@ They ask the kernel's files and `nvidia-smi`. No driver library is loaded, so a 
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 from specrl.formats.doctor_report import Finding, FindingState
-from specrl.machine import visible_gpus
+from specrl.machine import (
+    DRIVER_FILE,
+    DRIVER_VERSION,
+    OLDEST_DRIVER,
+    ask_nvidia_smi,
+    is_old_driver,
+    visible_gpus,
+)
 
-OLDEST_DRIVER = 580
-"""Major version of the oldest driver of CUDA 13, for which the packages of requirements/gpu.lock are built (CUDA 13.0
-release notes, table 3)."""
-
-DRIVER_FILE = Path("/proc/driver/nvidia/version")
-SMI_TIMEOUT_S = 20
-"""`nvidia-smi` takes up to ten seconds on a machine with eight GPUs whose driver is not kept loaded."""
-
-_DRIVER = re.compile(r"\b(\d{3,4})\.\d+(?:\.\d+)?\b")
 _NO_SMI = "not known without nvidia-smi"
 
 
 def probe_driver() -> Iterator[Finding]:
     """Yield the version of NVIDIA's kernel driver."""
     try:
-        found = _DRIVER.search(DRIVER_FILE.read_text(encoding="utf-8"))
+        found = DRIVER_VERSION.search(DRIVER_FILE.read_text(encoding="utf-8"))
     except OSError:
         yield from _describe_missing_driver()
         return
@@ -42,7 +37,7 @@ def probe_driver() -> Iterator[Finding]:
 
 def judge_driver(version: str) -> Finding:
     """Compare a driver's version, such as 580.95.05, with the oldest that CUDA 13 runs on."""
-    if int(version.partition(".")[0]) >= OLDEST_DRIVER:
+    if not is_old_driver(version):
         return Finding(name="driver", state=FindingState.OK, value=version)
     remedy = f"install driver {OLDEST_DRIVER} or newer: torch and vLLM of specrl[gpu] are built for CUDA 13"
     return Finding(name="driver", state=FindingState.PROBLEM, value=version, remedy=remedy)
@@ -64,7 +59,7 @@ def probe_cards() -> Iterator[Finding]:
         yield Finding(name="GPUs", state=FindingState.OK, value="none; runs on this machine use the CPU")
         return
     yield Finding(name="GPUs", state=FindingState.OK, value=f"{len(gpus)} visible: {', '.join(gpus)}")
-    listing = _ask_smi("--query-gpu=index,name,memory.total,memory.used", "--format=csv,noheader,nounits")
+    listing = ask_nvidia_smi("--query-gpu=index,name,memory.total,memory.used", "--format=csv,noheader,nounits")
     if listing is None:
         remedy = "install nvidia-smi, which comes with the driver, to see the cards and their memory"
         yield Finding(name="cards", state=FindingState.WARNING, value=_NO_SMI, remedy=remedy)
@@ -92,7 +87,7 @@ def probe_links() -> Iterator[Finding]:
     """Yield how the cards are connected, if there are several."""
     if len(visible_gpus()) < 2:
         return
-    topology = _ask_smi("topo", "-m")
+    topology = ask_nvidia_smi("topo", "-m")
     if topology is None:
         yield Finding(name="GPU links", state=FindingState.OK, value=_NO_SMI)
         return
@@ -109,15 +104,3 @@ def read_links(topology: str) -> Iterator[tuple[str, str]]:
         if words is not header and words and words[0] in cards:
             links = zip(cards, words[1 : 1 + len(cards)], strict=False)
             yield words[0], ", ".join(f"{other} {kind}" for other, kind in links if other != words[0])
-
-
-def _ask_smi(*arguments: str) -> str | None:
-    """Run nvidia-smi and return what it prints. None if there is none, it fails, or it hangs."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    try:
-        done = subprocess.run([program, *arguments], check=True, capture_output=True, text=True, timeout=SMI_TIMEOUT_S)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout

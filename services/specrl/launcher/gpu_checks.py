@@ -1,0 +1,124 @@
+"""Checks a run against this machine's GPUs, and divides the memory of those that programs share. Starts nothing.
+
+The launcher deals GPUs out in order, the trainer's ranks first (`processes/environment.py`). With fewer GPUs than ranks
+of trainer and replicas together, some GPUs get several programs. Then each replica needs a fixed KV cache: vLLM would
+otherwise measure what is free while the trainer is still loading. `share_gpus` chooses it from what the trainer's rank
+and the replicas need. Called by preflight, before anything large is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from specrl.drafting.registry import find_kind
+from specrl.errors import MemoryTooSmall, SpecProblem
+from specrl.generation.gpu_memory import MIB, check_kv_cache, estimate_replica_bytes
+from specrl.launcher.memory import format_gib
+from specrl.launcher.processes.environment import assign_gpus
+from specrl.machine import OLDEST_DRIVER, GpuMachine, is_old_driver
+from specrl.models import RunModels
+from specrl.spec import RunSpec
+from specrl.spec.run import Transport
+from specrl.trainer.memory.estimate import estimate_rank_memory
+
+TRAINER_CONTEXT_BYTES = 1 << 30
+"""CUDA's context, libraries and fragmentation of a trainer's rank, which its estimate leaves out. An allowance."""
+
+SMALLEST_KV_CACHE_MIB = 256
+"""Smallest KV cache that is chosen: what a replica has on a CPU."""
+
+
+def find_gpu_problems(spec: RunSpec, machine: GpuMachine) -> Iterator[SpecProblem]:
+    """Yield what the GPUs of this machine cannot run, whatever the models are."""
+    if not machine.visible:
+        return
+    if machine.driver and is_old_driver(machine.driver):
+        yield SpecProblem(
+            "NVIDIA's driver",
+            f"must be {OLDEST_DRIVER} or newer for CUDA 13, which torch and vLLM of specrl[gpu] are built for, got "
+            f"{machine.driver}",
+            'install a newer one, or set CUDA_VISIBLE_DEVICES="" to run on the CPU',
+        )
+    if machine.memory_bytes is not None:
+        # nvidia-smi lists parts of a GPU (MIG) in another way.
+        unknown = [it for it in machine.visible if it not in machine.memory_bytes and not it.startswith("MIG")]
+        if unknown:
+            yield SpecProblem(
+                "CUDA_VISIBLE_DEVICES",
+                f"must name GPUs of this machine, got {', '.join(unknown)}",
+                "see `nvidia-smi --list-gpus`",
+            )
+    count = len(machine.visible)
+    for field, ranks in (
+        ("trainer.parallelism", spec.trainer.parallelism.world_size),
+        ("generation.tensorParallel", spec.generation.tensor_parallel),
+    ):
+        if ranks > count:
+            yield SpecProblem(
+                field,
+                f"must have a GPU for each of its {ranks} ranks, got {count} visible: {', '.join(machine.visible)}",
+                "lower it, or make more GPUs visible by CUDA_VISIBLE_DEVICES",
+            )
+    ranks = sum(_list_wanted(spec))
+    if spec.weights.transport is Transport.NCCL and ranks > count:
+        yield SpecProblem(
+            "weights.transport",
+            f"must be Auto or Gloo unless trainer and replicas have a GPU for each rank, got Nccl for {ranks} ranks on "
+            f"{count} GPUs",
+            "use Auto, which takes Gloo there",
+        )
+
+
+def share_gpus(spec: RunSpec, models: RunModels, machine: GpuMachine) -> RunSpec:
+    """Return the run with a KV cache for GPUs that its programs share. A run that needs none is returned unchanged.
+
+    Raises MemoryTooSmall if the programs do not fit, also for a KV cache that the run file gives.
+    """
+    policy = models.policy
+    if policy is None or models.policy_config is None or not machine.memory_bytes:
+        return spec
+    if spec.generation.gpu_memory_utilization is not None:
+        return spec
+    trainers, replicas = count_programs(spec, machine.visible)
+    card_bytes = min(machine.memory_bytes.values())
+    needed = estimate_replica_bytes(spec, policy, _count_drafter(spec, models))
+    if trainers or replicas > 1:
+        of_trainer = trainers * int(estimate_rank_memory(spec, models).most + TRAINER_CONTEXT_BYTES)
+        room = (card_bytes - of_trainer) // replicas - needed
+        chosen = spec.generation.kv_cache_mib or SMALLEST_KV_CACHE_MIB
+        if chosen * MIB > room:
+            programs = f"{'a trainer rank and ' if trainers else ''}{replicas} generation ranks"
+            raise MemoryTooSmall(
+                f"a GPU that {programs} share must have {format_gib(of_trainer + replicas * (needed + chosen * MIB))} "
+                f"({format_gib(of_trainer)} for the trainer; for each generation rank {format_gib(needed)} and a KV "
+                f"cache of {chosen} MiB), got {format_gib(card_bytes)}; lower generation.kvCacheMib or replicas, set "
+                "trainer.lora or trainer.recompute: Layers, use a smaller model, or more GPUs"
+            )
+        if spec.generation.kv_cache_mib is None:
+            generation = spec.generation.model_copy(update={"kv_cache_mib": room // MIB})
+            return spec.model_copy(update={"generation": generation})
+    check_kv_cache(spec, needed, card_bytes)
+    return spec
+
+
+def count_programs(spec: RunSpec, gpus: Sequence[str]) -> tuple[int, int]:
+    """Count the ranks on the GPU that has most of them and a replica's: of the trainer, and of replicas.
+
+    gpus: those that the launcher deals out.
+    """
+    trainer, *replicas = assign_gpus(gpus, _list_wanted(spec))
+    dealt = [gpu for replica in replicas for gpu in replica]
+    return max((trainer.count(gpu), dealt.count(gpu)) for gpu in dealt)
+
+
+def _count_drafter(spec: RunSpec, models: RunModels) -> int:
+    """Count the parameters of a drafter that a replica holds beside the policy."""
+    kind = find_kind(spec)
+    if kind is not None:
+        return kind.count_parameters(spec, models)
+    return models.draft_model.num_parameters if models.draft_model is not None else 0
+
+
+def _list_wanted(spec: RunSpec) -> list[int]:
+    """List how many GPUs each program wants, in the order in which they are dealt out."""
+    return [spec.trainer.parallelism.world_size, *[spec.generation.tensor_parallel] * spec.generation.replicas]

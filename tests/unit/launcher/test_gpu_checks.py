@@ -1,0 +1,127 @@
+"""What a machine's GPUs cannot run is refused in numbers before anything starts, and shared GPUs are divided."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.run_files import a_model_folder, a_run
+
+from specrl.errors import MemoryTooSmall, SpecInvalid
+from specrl.generation.gpu_memory import estimate_replica_bytes
+from specrl.launcher import preflight
+from specrl.launcher.gpu_checks import TRAINER_CONTEXT_BYTES, count_programs, find_gpu_problems, share_gpus
+from specrl.machine import GpuMachine, read_gpu_machine, read_memory
+from specrl.models import RunModels, read_model_folder
+from specrl.spec import RunSpec, parse_spec
+from specrl.trainer.memory.estimate import estimate_rank_memory
+
+CARD = 80 << 30
+ONE_GPU = GpuMachine(("0",), "580.95.05", {"0": CARD})
+TWO_GPUS = GpuMachine(("0", "1"), "580.95.05", {"0": CARD, "1": CARD})
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> RunModels:
+    return RunModels(read_model_folder(a_model_folder(tmp_path / "model"), "model.path"))
+
+
+def a_spec(generation: dict[str, Any] | None = None, **changes: Any) -> RunSpec:
+    return parse_spec(a_run(Path("/runs"), generation={"sampling": {"maxTokens": 16}} | (generation or {}), **changes))
+
+
+def said(spec: RunSpec, machine: GpuMachine) -> list[str]:
+    return [str(problem) for problem in find_gpu_problems(spec, machine)]
+
+
+def test_a_driver_too_old_for_the_lock_is_named() -> None:
+    (found,) = said(a_spec(), GpuMachine(("0", "1"), "535.104.05"))
+    assert found.startswith("NVIDIA's driver: must be 580 or newer")
+    assert "got 535.104.05; install a newer one" in found
+    assert said(a_spec(), GpuMachine(("0", "1"))) == []  # unknown
+
+
+def test_fewer_gpus_than_ranks_are_counted() -> None:
+    """NCCL would end the trainer with "Duplicate GPU", and vLLM a replica with an assertion."""
+    trainer = {"optimizer": {"learningRate": "1e-5"}, "parallelism": {"data": 4}}
+    found = said(a_spec({"tensorParallel": 4}, trainer=trainer), TWO_GPUS)
+    assert [line.split(":")[0] for line in found] == ["trainer.parallelism", "generation.tensorParallel"]
+    assert all("a GPU for each of its 4 ranks, got 2 visible: 0, 1; lower it, or make more" in line for line in found)
+
+
+def test_gpus_that_do_not_exist_are_named() -> None:
+    (found,) = said(a_spec(), GpuMachine(("0", "7", "MIG-1"), "", {"0": CARD}))
+    assert "CUDA_VISIBLE_DEVICES: must name GPUs of this machine, got 7; see" in found
+
+
+def test_nccl_between_ranks_that_share_a_gpu_is_refused() -> None:
+    spec = a_spec({"replicas": 2}, weights={"transport": "Nccl"})
+    (found,) = said(spec, TWO_GPUS)
+    assert found.startswith("weights.transport: must be Auto or Gloo unless")
+    assert "got Nccl for 3 ranks on 2 GPUs; use Auto" in found
+    assert said(a_spec(weights={"transport": "Nccl"}), TWO_GPUS) == []
+
+
+@pytest.mark.parametrize(("gpus", "replicas", "expected"), [
+    (1, 1, (1, 1)), (2, 1, (0, 1)), (1, 2, (1, 2)), (2, 2, (1, 1)), (3, 2, (0, 1)), (2, 3, (1, 1)),
+])  # fmt: skip
+def test_programs_of_one_gpu_are_counted(gpus: int, replicas: int, expected: tuple[int, int]) -> None:
+    assert count_programs(a_spec({"replicas": replicas}), [str(gpu) for gpu in range(gpus)]) == expected
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_trainer_and_replicas_on_one_gpu_divide_its_memory(replicas: int, models: RunModels) -> None:
+    """On one H100 no run could start: each replica wanted 92 % of the card."""
+    spec = a_spec({"replicas": replicas})
+    shared = share_gpus(spec, models, ONE_GPU)
+    cache_mib = shared.generation.kv_cache_mib
+    assert cache_mib is not None
+    assert models.policy is not None
+    each = estimate_replica_bytes(shared, models.policy, 0) + (cache_mib << 20)
+    trainer = estimate_rank_memory(shared, models).most + TRAINER_CONTEXT_BYTES
+    assert 0 <= CARD - trainer - replicas * each < 4 << 20  # all of it is used
+    assert shared.generation.model_copy(update={"kv_cache_mib": None}) == spec.generation
+
+
+def test_nothing_is_chosen_where_each_program_has_a_gpu_or_the_user_has_chosen(models: RunModels) -> None:
+    alone = a_spec()
+    assert share_gpus(alone, models, TWO_GPUS) is alone
+    assert share_gpus(alone, models, GpuMachine(("0",))) is alone  # without nvidia-smi
+    assert share_gpus(alone, RunModels(), ONE_GPU) is alone
+    for chosen in ({"kvCacheMib": 512}, {"gpuMemoryUtilization": "0.4"}):
+        spec = a_spec(chosen)
+        assert share_gpus(spec, models, ONE_GPU) is spec
+
+
+def test_programs_that_do_not_fit_one_gpu_are_refused_in_numbers(models: RunModels) -> None:
+    small = GpuMachine(("0",), "", {"0": 4 << 30})
+    with pytest.raises(MemoryTooSmall, match=r"a trainer rank and 1 generation ranks share must have .* got 4\.0 GiB"):
+        share_gpus(a_spec(), models, small)
+    with pytest.raises(MemoryTooSmall, match=r"a KV cache of 81920 MiB\), got 80\.0 GiB; lower generation\.kvCacheMib"):
+        share_gpus(a_spec({"kvCacheMib": 81920}), models, ONE_GPU)
+    with pytest.raises(MemoryTooSmall, match=r"kvCacheMib must be <= \d+, got 81920: the GPU has 81920 MiB.*eager"):
+        share_gpus(a_spec({"kvCacheMib": 81920}), models, TWO_GPUS)
+
+
+def test_preflight_reports_what_the_gpus_cannot_run_and_writes_what_it_chose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    a_model_folder(tmp_path / "model")
+    spec = parse_spec(a_run(tmp_path))
+    monkeypatch.setattr(preflight, "read_gpu_machine", lambda: ONE_GPU)
+    ready = preflight.check_run(spec)
+    assert ready.spec.generation.kv_cache_mib is not None
+    assert any("programs share a GPU" in notice for notice in ready.notices)
+    monkeypatch.setattr(preflight, "read_gpu_machine", lambda: GpuMachine(("0",), "535.104.05", {"0": 1 << 30}))
+    with pytest.raises(SpecInvalid) as caught:
+        preflight.check_run(spec)
+    assert len(caught.value.problems) == 2  # driver and memory
+
+
+def test_cards_are_read_by_index_and_by_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    listing = "0, GPU-aaaa-1, 81559\n1, GPU-bbbb-2, 81559\n2, GPU-cccc-3, [N/A]\n"
+    assert read_memory(listing, ("1", "GPU-aaaa", "2")) == {"1": 81559 << 20, "GPU-aaaa": 81559 << 20}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert read_gpu_machine() == GpuMachine()
