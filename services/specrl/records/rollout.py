@@ -120,9 +120,9 @@ class Rollout:
     sets: the tokens that could be sampled at each sampled token, recorded with top-p or top-k; their log-probabilities
     are renormalised over these.
 
-    message: the bytes that the rollout was parsed from, which are stored and sent on unchanged (docs/decisions/0017);
-    None for a rollout made in this process. While there is a message the arrays are read-only, and a copy made with
-    `dataclasses.replace` has no message.
+    message: the bytes that the rollout was parsed from, which are stored unchanged, and sent on without the text
+    (docs/decisions/0017); None for a rollout made in this process. While there is a message the arrays are read-only,
+    and a copy made with `dataclasses.replace` has no message.
     """
 
     rollout_id: str

@@ -294,6 +294,13 @@ def graded_to_json(data: bytes) -> dict[str, Any]:
 
 
 def train_rollout_to_wire(record: TrainRollout) -> rollout_pb2.TrainRollout:
+    """Encode a rollout for a trainer: without its text, which no trainer reads."""
+    message = _train_rollout_with_text(record)
+    message.rollout.ClearField("text")
+    return message
+
+
+def _train_rollout_with_text(record: TrainRollout) -> rollout_pb2.TrainRollout:
     return rollout_pb2.TrainRollout(
         prompt_token_ids=record.prompt_token_ids,
         rollout=rollout_to_wire(record.rollout),
@@ -310,7 +317,7 @@ def train_rollout_from_wire(message: rollout_pb2.TrainRollout) -> TrainRollout:
 def batch_to_wire(record: Batch) -> rollout_pb2.Batch:
     return rollout_pb2.Batch(
         step=record.step,
-        rollouts=[train_rollout_to_wire(item) for item in record.rollouts],
+        rollouts=[_train_rollout_with_text(item) for item in record.rollouts],
         positions=record.positions,
     )
 
@@ -359,14 +366,14 @@ def encode_train_parts(record: Batch) -> Iterator[bytes]:
     """Yield the encoded TrainPartsRequests of a batch, each of about `PART_BYTES` or of one larger rollout.
 
     Each message is concatenated from encoded fields, so that rollouts are copied and not encoded again. Protobuf allows
-    that: a message is the concatenation of its fields, without header or checksum.
+    that: a message is the concatenation of its fields, without header or checksum. The rollouts' text is left out.
     """
     total = trainer_pb2.TrainPartsRequest(rollouts_total=len(record.rollouts)).SerializeToString(deterministic=True)
     head = rollout_pb2.Batch(step=record.step, positions=record.positions).SerializeToString(deterministic=True)
     parts = [head]
     size_bytes = len(head)
     for item, outline in zip(record.rollouts, _encode_outlines(record), strict=True):
-        rollout = rollout_to_bytes(item.rollout)
+        rollout = drop_text(rollout_to_bytes(item.rollout))
         inner = _encode_field_prefix(rollout_pb2.TrainRollout.ROLLOUT_FIELD_NUMBER, len(rollout))
         length = len(outline) + len(inner) + len(rollout)
         if size_bytes + length > PART_BYTES and len(parts) > 1:  # the part has at least one rollout
@@ -433,6 +440,44 @@ def _encode_outlines(record: Batch) -> Iterator[bytes]:
             encoded = rollout_pb2.TrainRollout(prompt_token_ids=prompt).SerializeToString(deterministic=True)
         own = rollout_pb2.TrainRollout(advantage=item.advantage, reward=item.reward)
         yield encoded + own.SerializeToString(deterministic=True)
+
+
+def drop_text(rollout: bytes) -> bytes:
+    """Leave the text out of an encoded rollout, which is not decoded for it. Other fields, unknown ones too, are kept.
+
+    Trainers do not read the text. Source: protobuf.dev/programming-guides/encoding.
+    """
+    kept: list[bytes] = []
+    place = 0
+    while place < len(rollout):
+        first = place
+        tag, place = _decode_varint(rollout, place)
+        match tag & 7:  # wire types
+            case 0:  # VARINT
+                _, place = _decode_varint(rollout, place)
+            case 1:  # I64
+                place += 8
+            case 2:  # LEN
+                length, place = _decode_varint(rollout, place)
+                place += length
+            case 5:  # I32
+                place += 4
+            case _:  # a group, which no version of specrl sends
+                return rollout
+        if tag >> 3 != rollout_pb2.Rollout.TEXT_FIELD_NUMBER:
+            kept.append(rollout[first:place])
+    return b"".join(kept)
+
+
+def _decode_varint(data: bytes, place: int) -> tuple[int, int]:
+    """Decode the number at `place`. Returns it and the place after it."""
+    value = 0
+    shift = 0
+    while data[place] > 0x7F:
+        value |= (data[place] & 0x7F) << shift
+        shift += 7
+        place += 1
+    return value | data[place] << shift, place + 1
 
 
 def _encode_field_prefix(number: int, size_bytes: int) -> bytes:

@@ -85,6 +85,7 @@ rollouts = st.builds(
     experts_SLK=st.none() | experts,
     sets=st.none() | sets,
 )
+textless_rollouts = rollouts.map(lambda rollout: replace(rollout, text=""))  # as trainers get them
 plain_rewards = st.builds(Reward, st.none() | number, text)
 named_rewards = st.builds(NamedReward, text, number, plain_rewards)
 rewards = st.builds(Reward, st.none() | number, text, named=st.lists(named_rewards, max_size=2).map(tuple))
@@ -153,7 +154,7 @@ KINDS = [
     ("request", requests),
     ("reward", rewards),
     ("rollout", rollouts),
-    ("train_rollout", st.builds(TrainRollout, many(int32), rollouts, number, number)),
+    ("train_rollout", st.builds(TrainRollout, many(int32), textless_rollouts, number, number)),
     ("batch", batches),
     ("manifest", manifests),
     ("checksums", checksums),
@@ -208,6 +209,24 @@ def test_a_parsed_rollout_is_encoded_as_the_same_bytes(rollout: Rollout) -> None
     assert b"\xf8\x3f\x07" in graded
 
 
+@given(rollout=rollouts)
+def test_only_the_text_of_an_encoded_rollout_is_dropped(rollout: Rollout) -> None:
+    """Unknown fields of every wire type are kept. A group, which cannot be skipped by its length, keeps the text."""
+    message = wire.rollout_to_wire(rollout)
+    unknown = b"\xf8\x3f\x07" + b"\xf9\x3f12345678" + b"\xfa\x3f\x03abc" + b"\xfd\x3f1234"
+    data = message.SerializeToString() + unknown
+    message.ClearField("text")
+    assert wire.drop_text(data) == message.SerializeToString() + unknown
+    grouped = data + b"\xfb\x3f\xfc\x3f"
+    assert wire.drop_text(grouped) == grouped
+
+
+@given(batch=batches)
+def test_rollouts_reach_a_trainer_without_their_text(batch: Batch) -> None:
+    sent = [wire.train_rollout_from_wire(wire.train_rollout_to_wire(item)) for item in batch.rollouts]
+    assert plain(Batch(batch.step, tuple(sent), batch.positions)) == plain(without_text(batch))
+
+
 def numbered(batch: Batch) -> Batch:
     """Rollouts of a batch must have unique ids, as those of a step have."""
     return Batch(
@@ -218,6 +237,12 @@ def numbered(batch: Batch) -> Batch:
         ),
         batch.positions,
     )
+
+
+def without_text(batch: Batch) -> Batch:
+    """Leave out what no trainer reads."""
+    items = [replace(item, rollout=replace(item.rollout, text="")) for item in batch.rollouts]
+    return Batch(batch.step, tuple(items), batch.positions)
 
 
 def joined(parts: Sequence[bytes]) -> trainer_pb2.TrainPartsRequest:
@@ -236,7 +261,7 @@ def test_joined_parts_equal_the_batch(batch: Batch, part_bytes: int) -> None:
     parts = [trainer_pb2.TrainPartsRequest.FromString(part) for part in sent]
     assert all(part.batch.rollouts for part in parts[1:])
     assert {part.rollouts_total for part in parts} == {len(batch.rollouts)}
-    assert plain(wire.batch_from_wire(joined(sent).batch)) == plain(batch)
+    assert plain(wire.batch_from_wire(joined(sent).batch)) == plain(without_text(batch))
     assert all(
         len(data) <= part_bytes + 16 for data, part in zip(sent, parts, strict=True) if len(part.batch.rollouts) > 1
     )

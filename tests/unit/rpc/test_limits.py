@@ -82,4 +82,4 @@ async def test_message_beyond_the_limit_is_not_sent() -> None:
     spec = a_spec()
     async with TrainerClient("127.0.0.1:1", limit_bytes=1000) as client:
         with pytest.raises(MessageTooLarge, match=r"at most 1000 bytes.*lower schedule\.promptsPerStep"):
-            await client.train_step(Batch(1, (largest(spec),)), 5.0)
+            await client.train_step(Batch(1, (largest(spec),) * 4), 5.0)
