@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from tests.integration.trainer.runs import a_batch, a_spec
+from tests.integration.trainer.saved_state import gather_saved_state
 from tests.integration.trainer.worker import is_first
 from tests.integration.trainer.worker_group import sizes
 
@@ -35,9 +36,9 @@ def collect_tensors(backend: MegatronBackend) -> dict[str, torch.Tensor]:
     """Collect weights and moments of policy and drafter. A collective; those of the drafter have a prefix."""
     models = backend.models
     found = {
-        f"{kind}.{name}": tensor.clone().contiguous()
-        for kind, tensors in models.policy.gather_state().items()
-        for name, tensor in tensors
+        f"{kind}.{name}": tensor
+        for kind, tensors in gather_saved_state(backend).items()
+        for name, tensor in tensors.items()
     }
     if models.drafter is not None:
         found |= {f"drafter.{name}": tensor.clone() for name, tensor in models.drafter.collect_state().items()}

@@ -25,6 +25,7 @@ from tests.integration.trainer.runs import (
     a_spec,
     as_sampled,
 )
+from tests.integration.trainer.saved_state import gather_saved_state
 from tests.integration.trainer.worker import is_first, send
 from tests.integration.trainer.worker_group import sizes
 
@@ -108,7 +109,7 @@ def keep(file: Path, backend: MegatronBackend) -> None:
 
 def keep_trained(file: Path, backend: MegatronBackend) -> None:
     """Save the trained parameters: all weights, or the factors of low-rank updates."""
-    tensors = {name: tensor.clone().contiguous() for name, tensor in backend.models.policy.gather_state()["weights"]}
+    tensors = gather_saved_state(backend)["weights"]
     if is_first():
         save_file(tensors, file)
 

@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import save_file
 from tests.integration.trainer import probe_drafter, whole_logits
 from tests.integration.trainer.runs import GSPO, STEPS, TWO_UPDATES, a_batch, a_poisoned_batch, a_spec
+from tests.integration.trainer.saved_state import gather_saved_state
 from tests.integration.trainer.worker_group import ALONE, GROUP, sizes
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -345,10 +346,7 @@ def in_bf16(spec: RunSpec, out: Path) -> None:
             train(backend, out / name)
         else:
             backend.train_step(a_batch(STEPS, backend.config.vocab_size))
-        save_file(
-            {key: tensor.clone() for key, tensor in backend.models.policy.gather_state()["weights"]},
-            out / f"{name}.safetensors",
-        )
+        save_file(gather_saved_state(backend)["weights"], out / f"{name}.safetensors")
         backend.close()
 
 

@@ -1,6 +1,6 @@
 """Writes and reads checkpoints: float32 weights and moments by Hugging Face names, the drafter, random state, step.
 
-    SNAPSHOT   ranks gather one tensor at a time, and each copies its share to the host; then training goes on
+    SNAPSHOT   each rank copies the tensors that it writes to the host; then training goes on
     WRITING    in a thread, every rank writes its share into `.step-000010.tmp`   -- all ranks are done -->
                rank 0 writes index and checksums and renames the folder
     COMPLETE, or FAILED if a disk or a rank failed; then the folder is deleted
@@ -89,22 +89,16 @@ class CheckpointSaver:
 def take_snapshot(models: RankModels, state: CheckpointState) -> CheckpointSnapshot:
     """Copy what the next step changes to the host. A collective.
 
-    Tensors are distributed over the ranks. Until they are written, a rank's host holds 12 bytes for each of the
-    model's parameters, divided by the number of ranks.
+    A rank that has most of a tensor writes it, and gets the rest of it from other ranks. Until they are written, a
+    rank's host holds 12 bytes for each parameter that it writes.
     """
-    groups = models.groups
     drafter = models.drafter
     found = {
-        kind: {
-            name: _copy_to_host(tensor)
-            # Every rank must exhaust `tensors`, even where it keeps nothing: gathering is a collective.
-            for place, (name, tensor) in enumerate(tensors)
-            if place % groups.world_size == groups.rank
-        }
+        kind: {name: _copy_to_host(tensor) for name, tensor in tensors}
         for kind, tensors in models.policy.gather_state().items()
     }
     others: dict[str, Tensors] = {}
-    if groups.rank == 0:
+    if models.groups.rank == 0:
         others[RANDOM] = {"cpu": torch.get_rng_state()}
         if drafter is not None:
             others[DRAFTER] = {name: _copy_to_host(tensor) for name, tensor in drafter.collect_state().items()}

@@ -9,6 +9,7 @@ Every parameter is in the map; one that is not raises an error. Called by `shard
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
@@ -87,6 +88,16 @@ class MappedParameter:
     def is_layer_matrix(self) -> bool:
         """Whether it is a matrix of attention, MLP, expert or router: what Muon updates. Not embedding and output."""
         return len(self.shape) == 2 and self.layout != "vocabulary"
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank that has it has all of it: it is not sharded over tensor parallel ranks."""
+        return self.layout in {"whole", "stacked"}
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of one rank's shard."""
+        return math.prod(self.shape)
 
 
 def map_parameters(
@@ -268,12 +279,11 @@ class WeightMap:
 
     @torch.no_grad()
     def export_tensors(
-        self, wanted: AbstractSet[str] | None, read_weight: ReadWeight, dtype: torch.dtype | None = None
+        self, wanted: AbstractSet[str] | None, read_weight: ReadWeight
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (Hugging Face name, full tensor) in map order, gathering one parameter at a time.
 
-        wanted: names to yield; None: all. read_weight: returns the value to yield for a parameter. dtype: of these
-        values, if it is not the parameters'.
+        wanted: names to yield; None: all. read_weight: returns the value to yield for a parameter.
 
         A collective of tensor, pipeline and expert ranks: every rank must exhaust the iterator.
         """
@@ -284,7 +294,7 @@ class WeightMap:
             if item.parameter is not None:
                 mine = read_weight(item.parameter).detach().contiguous()
             else:
-                mine = torch.empty(item.shape, dtype=dtype or self._dtype, device=self._groups.device)
+                mine = torch.empty(item.shape, dtype=self._dtype, device=self._groups.device)
             # First along the pipeline of the expert parallel rank that has it, which is the same in all stages.
             # Then, in each stage, to the other expert parallel ranks.
             if item.expert_rank in (None, self._groups.expert.rank):
@@ -292,7 +302,7 @@ class WeightMap:
             if item.expert_rank is not None:
                 self._groups.expert.broadcast_tensor(mine, item.expert_rank)
             shards = [mine]
-            if tensor.size > 1 and item.layout not in {"whole", "stacked"}:
+            if tensor.size > 1 and not item.is_replicated:
                 shards = [torch.empty_like(mine) for _ in range(tensor.size)]
                 dist.all_gather(shards, mine, group=tensor.group)
             yield from zip(item.names, unshard_tensors(self._config, item, shards), strict=True)

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 
@@ -40,21 +39,18 @@ class OptimizerState:
         """Whether an update has been made or loaded. Equal at all ranks."""
         return any(part.optimizer.state for part in self._parts)
 
-    @torch.no_grad()
-    def read_state_tensor(self, kind: str, parameter: torch.Tensor) -> torch.Tensor:
-        """Return `MASTER` or a kind of moment of a parameter, whole, in float32.
-
-        A collective of the ranks that share the parameter.
-        """
+    def find_range(self, parameter: torch.Tensor) -> slice:
+        """Return the elements of the flattened parameter whose state this rank has; possibly none."""
         part = self._part_of[_find_master(parameter)]
         if not isinstance(part, DistributedOptimizer):
-            return self._find_tensors(part, parameter)[kind]
-        whole = torch.zeros(parameter.numel(), device=parameter.device)
-        mine = self._find_range(part, parameter)
-        if mine is not None:
-            whole[mine] = self._find_tensors(part, parameter)[kind].float()
-        dist.all_reduce(whole, group=part.data_parallel_group)  # exact: all but one rank add zero
-        return whole.view_as(parameter)
+            return slice(0, parameter.numel())
+        return self._find_range(part, parameter) or slice(0, 0)
+
+    @torch.no_grad()
+    def read_range(self, kind: str, parameter: torch.Tensor) -> torch.Tensor:
+        """Return `MASTER` or a kind of moment of the elements of `find_range`, flat and in float32."""
+        part = self._part_of[_find_master(parameter)]
+        return self._find_tensors(part, parameter)[kind].flatten().float()
 
     @torch.no_grad()
     def write_state_tensor(self, kind: str, parameter: torch.Tensor, values: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -33,6 +33,7 @@ from specrl.trainer.megatron_backend.policy.lessons import Lesson, LessonKeeper,
 from specrl.trainer.megatron_backend.policy.optimizer import build_optimizer, set_learning_rate, wrap_chunks
 from specrl.trainer.megatron_backend.policy.optimizer_state import MASTER, OptimizerState, find_moment_kinds
 from specrl.trainer.megatron_backend.policy.schedule import PipelineSchedule
+from specrl.trainer.megatron_backend.policy.state_parts import PartGatherer
 from specrl.trainer.megatron_backend.policy.tensors import MicroBatch
 
 # Gets a micro-batch's number, and the log-probabilities [T] and entropies [T] of its sampled tokens.
@@ -162,14 +163,17 @@ class ShardedPolicy:
     def gather_state(self) -> dict[str, Iterator[tuple[str, torch.Tensor]]]:
         """Return iterators over float32 weights and moments of the trained parameters, by kind, for a checkpoint.
 
-        Names are Hugging Face's, or peft's for low-rank updates. Each iterator is a collective of all ranks.
+        Each tensor is yielded at one rank, which writes it. Names are Hugging Face's, or peft's for low-rank updates.
+        Each iterator is a collective of all ranks.
         """
         names = {MASTER: None, **(self._names_by_moment() if self.optimizer_state.has_moments else {})}
-        read = self.optimizer_state.read_state_tensor
-        return {
-            kind: self.trained_map.export_tensors(wanted, partial(read, kind), torch.float32)
-            for kind, wanted in names.items()
-        }
+        read = self.optimizer_state.read_range
+        return {kind: self._state_parts.gather_tensors(wanted, partial(read, kind)) for kind, wanted in names.items()}
+
+    @cached_property
+    def _state_parts(self) -> PartGatherer:
+        """The ranks' parts of the trained parameters. A collective when it is first read."""
+        return PartGatherer(self.trained_map, self.config, self.groups, self.optimizer_state.find_range)
 
     def _names_by_moment(self) -> dict[str, set[str]]:
         """Return the names of the trained tensors that have each kind of moment."""
