@@ -28,8 +28,9 @@ from specrl.models.policy_config import PolicyConfig
 POLICY_FORWARDS = 4
 DRAFTER_FORWARDS = 3  # forward and backward
 
-# The drafter's budget as a share of the policy's operations. At 3 % the trainer's step takes at most 7 % longer on
-# CPUs. The other 4 % are fixed: the head's optimizer, and keeping the hidden states (benchmarks/adaptation.py).
+# The drafter's budget as a share of the policy's operations in a step with that pass, which is 4 % of a step without.
+# At 3 % a step with the pass takes at most 7 % longer on CPUs. Of these, 4 % are fixed: the head's optimizer, and
+# keeping the hidden states (benchmarks/adaptation.py). Steps without the pass were not measured.
 ONLINE_SHARE = 0.03
 
 UPDATE_STARTS = 100  # starts per update, roughly: with fewer, the gradient is mostly noise
