@@ -63,6 +63,11 @@ DecimalString = Annotated[
 ]
 """A fraction. In an RLJob it is written in quotes."""
 
+WholeNumber = Annotated[int, Field(strict=True)]
+"""A whole number without quotes. pydantic would also take text and 8.0, which the CRD refuses."""
+Port = Annotated[WholeNumber, Field(ge=0, le=65535)]
+"""A TCP port. 0: any free one."""
+
 # Every text has a maximum length. The API server estimates the cost of CEL rules from it, and rejects a CRD with rules
 # on text of unlimited length.
 PathText = Annotated[str, Field(max_length=4096)]

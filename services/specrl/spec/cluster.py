@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, WithJsonSchema
 
-from specrl.spec.base import ChangePolicy, ObjectName, OnCluster, PathText, Section, ShortText
+from specrl.spec.base import ChangePolicy, ObjectName, OnCluster, PathText, Section, ShortText, WholeNumber
 from specrl.spec.data import NotNegative
 
 PodTemplate = Annotated[
@@ -18,10 +18,10 @@ PodTemplate = Annotated[
 ]
 """A part of a Kubernetes PodTemplateSpec, without schema: its schema alone would exceed the size limit of a CRD."""
 
-Seconds = Annotated[int, Field(ge=1, le=2**31 - 1, strict=True)]
+Seconds = Annotated[WholeNumber, Field(ge=1, le=2**31 - 1)]
 # Upper bounds are generous. They keep products of counts in CEL rules within 64 bits.
-NodeCount = Annotated[int, Field(ge=1, le=1024, strict=True)]
-ReplicaCount = Annotated[int, Field(ge=1, le=4096, strict=True)]
+NodeCount = Annotated[WholeNumber, Field(ge=1, le=1024)]
+ReplicaCount = Annotated[WholeNumber, Field(ge=1, le=4096)]
 
 
 class ManagedBy(StrEnum):
@@ -58,7 +58,7 @@ class Autoscaling(Section):
     """Fewest replicas."""
     max_replicas: ReplicaCount
     """Most replicas."""
-    target_exposed_percent: Annotated[int, Field(ge=1, le=99, strict=True)] = 10
+    target_exposed_percent: Annotated[WholeNumber, Field(ge=1, le=99)] = 10
     """Percentage of a step's time that training may wait for rollouts. Above it, replicas are added."""
     by: Scaler = Scaler.HPA
     """Autoscaler to use. `HPA`: a HorizontalPodAutoscaler on an external metric, which needs a metrics adapter. `KEDA`:
@@ -112,7 +112,7 @@ class Placement(Section):
     topology_key: ShortText = "nvidia.com/gpu.clique"  # a label that NVIDIA's GPU feature discovery sets
     """Node label whose value identifies the NVLink domain."""
     # The defaults of this field and the next are those of a GB200 NVL72: 18 compute trays with 4 GPUs each.
-    gpus_per_node: Annotated[int, Field(ge=1, le=16, strict=True)] = 4
+    gpus_per_node: Annotated[WholeNumber, Field(ge=1, le=16)] = 4
     """GPUs of one node."""
     nodes_per_domain: NodeCount = 18
     """Nodes of one NVLink domain."""

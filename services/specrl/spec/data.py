@@ -16,10 +16,11 @@ from specrl.spec.base import (
     Section,
     ShortText,
     UnionSection,
+    WholeNumber,
 )
 
-Positive = Annotated[int, Field(ge=1, strict=True)]
-NotNegative = Annotated[int, Field(ge=0, strict=True)]
+Positive = Annotated[WholeNumber, Field(ge=1)]
+NotNegative = Annotated[WholeNumber, Field(ge=0)]
 
 ONLY_SOURCE = "main"
 """Name of the source of a run that has a single one, `prompts.source` or `validation.source`."""
@@ -111,7 +112,7 @@ class GeneratedSource(Section):
     """Problem family; `specrl families` lists them."""
     count: Positive
     """Number of different problems."""
-    seed: int = 0
+    seed: WholeNumber = 0
     """Seed of the problems. Different seeds give independent problems."""
     difficulty: NotNegative = 0
     """Difficulty, with a meaning of its own in each family; higher is harder. 0: the family's default."""
@@ -152,7 +153,7 @@ class TrainingSource(Section):
 
     name: SourceName
     """Name of the source, in metrics and for validation sources of the same name."""
-    weight: Annotated[int, Field(ge=1, le=1000, strict=True)] = 1
+    weight: Annotated[WholeNumber, Field(ge=1, le=1000)] = 1
     """Share of the source in the prompts, as a whole number. With weights 7 and 3, each ten consecutive prompts have
     seven of the one and three of the other, in a shuffled order."""
     source: PromptSource
@@ -185,7 +186,7 @@ class Prompts(Section):
     """`Raw`: the template's text is the prompt. `Chat`: it becomes a user message in the tokenizer's chat template."""
     max_tokens: Positive = 512
     """Longest prompt, in tokens. A longer one is refused when the run starts, or skipped (onBadLine)."""
-    shuffle_seed: int = 0
+    shuffle_seed: WholeNumber = 0
     """Seed of the stream's order. Every epoch has another order."""
 
     @property
@@ -296,7 +297,7 @@ class SandboxLimits(Section):
     """CPU seconds of each process."""
     wall_s: Positive
     """Wall seconds of one program."""
-    memory_mib: Annotated[int, Field(ge=64, strict=True)] = 512
+    memory_mib: Annotated[WholeNumber, Field(ge=64)] = 512
     """Address space of each process, in MiB. One answer can use at most this times `processes`, and `scratchMib`, and
     the kernel's buffers of 64 descriptors in each process: about 16 MiB. With `Landlock` it has one process."""
     processes: Positive = 4

@@ -18,6 +18,7 @@ from specrl.spec.base import (
     Section,
     ShortText,
     UnionSection,
+    WholeNumber,
 )
 from specrl.spec.cluster import Autoscaling, PodTemplate, ReplicaCount
 from specrl.spec.data import NotNegative, Positive
@@ -207,7 +208,7 @@ class Generation(Section):
     """True: compute without compilation and CUDA graphs. Null: true on CPUs, false on GPUs."""
     threads: Positive = 1
     """CPU threads of one replica."""
-    gpus_per_replica: Annotated[int, Field(ge=0, le=1024, strict=True), OnCluster.ONLY] = 0
+    gpus_per_replica: Annotated[WholeNumber, Field(ge=0, le=1024), OnCluster.ONLY] = 0
     """GPUs that one replica's pods request together on a cluster, at least tensorParallel. A replica with more GPUs
     than a node has takes whole nodes, one pod on each, and must have exactly tensorParallel GPUs. 0: the replica
     computes on CPUs. A local run ignores this field and the two below."""

@@ -14,9 +14,11 @@ from specrl.spec.base import (
     ObjectName,
     OnCluster,
     PathText,
+    Port,
     RelativePath,
     Section,
     ShortText,
+    WholeNumber,
 )
 from specrl.spec.cluster import (
     CoordinatorPod,
@@ -68,11 +70,11 @@ class Schedule(Section):
     prompts_per_step: Positive
     """Prompts, that is groups, of one step's batch."""
     # With a single rollout, an advantage relative to its group would be 0 or undefined.
-    group_size: Annotated[int, Field(ge=2)]
+    group_size: Annotated[WholeNumber, Field(ge=2)]
     """Rollouts per prompt."""
     max_policy_lag: NotNegative = 1
     """Hard bound on the policy lag of the oldest token trained on, in steps. 0: synchronous training."""
-    seed: int = 0
+    seed: WholeNumber = 0
     """Seed of sampling and initialisation. With maxPolicyLag 0, the same seed gives the same checkpoint, bit for
     bit."""
 
@@ -183,15 +185,15 @@ class Telemetry(Section):
 
     log_level: LogLevel = LogLevel.INFO
     """Least severe level that is logged."""
-    http_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    http_port: Port = 0
     """Port of the coordinator's status page and metrics. 0: any free port."""
-    grpc_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    grpc_port: Port = 0
     """Port of the coordinator's gRPC server. 0: any free port."""
-    rollouts: Annotated[int, Field(ge=0, le=64)] = 4
+    rollouts: Annotated[WholeNumber, Field(ge=0, le=64)] = 4
     """Rollouts of each step that are written to rollouts.jsonl in the run's folder, with prompt, completion and reward.
     They are of different prompts as far as possible. `specrl rollouts RUN` shows them. The file is at most 64 MiB. 0:
     none, for prompts that must not be in the run's folder."""
-    rollouts_shown: Annotated[int, Field(ge=0, le=256)] = 0
+    rollouts_shown: Annotated[WholeNumber, Field(ge=0, le=256)] = 0
     """Number of newest rollouts that the coordinator keeps in memory, one of each group, with prompt, completion and
     reward. Users who may read the run can see them (GET /rollouts). 0: none, since prompts may be private."""
     heartbeat_s: Positive = 2
@@ -241,7 +243,7 @@ class RunSpec(Section):
     active_deadline_seconds: Annotated[Seconds | None, ChangePolicy.ANY_TIME, OnCluster.ONLY] = None
     """Most seconds that the job may run, from its start or its resumption. After them the job fails. Null: no limit."""
     ttl_seconds_after_finished: Annotated[
-        Annotated[int, Field(ge=0, le=2**31 - 1, strict=True)] | None, ChangePolicy.ANY_TIME, OnCluster.ONLY
+        Annotated[WholeNumber, Field(ge=0, le=2**31 - 1)] | None, ChangePolicy.ANY_TIME, OnCluster.ONLY
     ] = None
     """Seconds after which a finished job is deleted. Null: it is not deleted."""
 

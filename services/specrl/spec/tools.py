@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from specrl.spec.base import Section, UnionSection
+from specrl.spec.base import Section, UnionSection, WholeNumber
 from specrl.spec.data import Positive, PythonVerifier, SandboxLimits, WorkerLimits
 
 Mark = Annotated[str, Field(min_length=1, max_length=256)]
@@ -69,7 +69,7 @@ class Tools(Section):
     output_end: Mark = "</output>"
     """Text after an output. The policy continues after it."""
     # After a single turn, the policy could not read the output of its call.
-    max_turns: Annotated[int, Field(ge=2, strict=True)] = 4
+    max_turns: Annotated[WholeNumber, Field(ge=2)] = 4
     """Most turns of one rollout. A call in the last turn is not answered: the rollout ends with it, and is graded."""
     max_output_tokens: Positive = 256
     """Longest output, in tokens, without outputStart and outputEnd. The middle of a longer one is cut out. A rollout

@@ -17,11 +17,12 @@ from specrl.spec.base import (
     RelativePath,
     Section,
     ShortText,
+    WholeNumber,
 )
 from specrl.spec.cluster import NodeCount, PodTemplate
 from specrl.spec.data import NotNegative, Positive
 
-Ranks = Annotated[int, Field(ge=1, le=4096, strict=True)]
+Ranks = Annotated[WholeNumber, Field(ge=1, le=4096)]
 
 
 class Parallelism(Section):
@@ -389,7 +390,7 @@ class Trainer(Section):
     num_nodes: Annotated[NodeCount, OnCluster.ONLY] = 1
     """Pods of the trainer on a cluster, each on its own node if it has GPUs. The ranks are distributed evenly. A local
     run ignores this field and the two below."""
-    gpus_per_node: Annotated[int, Field(ge=0, le=16, strict=True), OnCluster.ONLY] = 0
+    gpus_per_node: Annotated[WholeNumber, Field(ge=0, le=16), OnCluster.ONLY] = 0
     """GPUs of each trainer pod, one per rank. 0: the trainer computes on CPUs."""
     pod_template: Annotated[PodTemplate | None, ChangePolicy.SUSPENDED, OnCluster.ONLY] = None
     """As coordinator.podTemplate, for every pod of the trainer. Its container is `trainer`."""

@@ -239,6 +239,8 @@ def convert_error(detail: ErrorDetails, model: type[Section], fallback: str) -> 
         return SpecProblem(format_location(location), "must be given", remedy)
     if kind == "extra_forbidden":
         return report_unknown_field(model, location)
+    if kind == "int_type" and isinstance(detail["input"], str) and detail["input"].strip().isdecimal():
+        remedy = "leave out the quotes"
     # Pydantic's messages become rules: "Input should be greater than 0" is "must be greater than 0".
     message = detail["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     message = message.removeprefix("String should ").removeprefix("Tuple should ")

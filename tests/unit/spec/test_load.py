@@ -11,12 +11,14 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from pydantic.alias_generators import to_camel
 from tests.rljob_admission import admit
 from tests.rljob_cases import a_job, manifest_of
 
 from specrl.errors import SpecInvalid
-from specrl.spec import digest_spec, dump_spec, load_spec, parse_rljob, parse_spec
+from specrl.spec import RunSpec, digest_spec, dump_spec, load_spec, parse_rljob, parse_spec
+from specrl.spec.base import Section, walk_section_types
 
 SOUND: dict[str, Any] = {
     "name": "run",
@@ -209,6 +211,32 @@ def test_numbers_are_written_as_numbers(tmp_path: Path, text: str, value: str) -
 def test_what_is_no_number_is_refused(value: Any) -> None:
     found = problems(a_run(trainer__optimizer__learningRate=value))
     assert found["trainer.optimizer.learningRate"].startswith("must be a number, as in 0.7 or 1e-5, got ")
+
+
+WHOLE_NUMBERS = [
+    (section, alias)
+    for section in sorted({section for _, section in walk_section_types(RunSpec)}, key=lambda it: it.__name__)
+    for alias, schema in section.model_json_schema().get("properties", {}).items()
+    if "integer" in {schema.get("type"), *(option.get("type") for option in schema.get("anyOf", []))}
+]
+"""Every field of a run file that is a whole number: its section, and its name in files."""
+
+
+@pytest.mark.parametrize(("section", "name"), WHOLE_NUMBERS)
+@pytest.mark.parametrize("value", ["100", 100.0, True])
+def test_whole_numbers_are_written_without_quotes(section: type[Section], name: str, value: Any) -> None:
+    """`groupSize: "8"` was accepted, and `steps: "6"` was refused."""
+    with pytest.raises(ValidationError) as caught:
+        section.model_validate({name: value})
+    (kind,) = [error["type"] for error in caught.value.errors() if error["loc"] == (name,)]
+    assert kind == "int_type"
+
+
+def test_a_whole_number_in_quotes_comes_with_its_remedy() -> None:
+    assert len(WHOLE_NUMBERS) > 50
+    found = problems(a_run(schedule__steps="6", schedule__groupSize="many"))
+    assert found["schedule.steps"] == "must be a valid integer, got '6'; leave out the quotes"
+    assert found["schedule.groupSize"] == "must be a valid integer, got 'many'; write a whole number"
 
 
 def test_an_rljob_has_its_fractions_in_quotes() -> None:
