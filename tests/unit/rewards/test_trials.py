@@ -12,7 +12,7 @@ from specrl.rewards import workers
 from specrl.rewards.checks.trials import try_verifiers
 from specrl.rewards.choice import verifiers_for
 from specrl.rewards.pool import VerifierPool
-from specrl.spec.data import ExactVerifier, PythonVerifier, RewardPool, Rewards
+from specrl.spec.data import ExactVerifier, PatternVerifier, PythonVerifier, RewardPool, Rewards
 
 MODULE = """from specrl.rewards import Ungraded
 
@@ -46,6 +46,15 @@ def first_word(reference, completion):
 
 def by_level(reference, completion, row):
     return float(row["level"])
+
+def constant(reference, completion):
+    return 0.5
+
+def zero(reference, completion):
+    return float("<answer>" in completion)
+
+def by_prompt(reference, completion):
+    return float(reference)
 
 def good(reference, completion):
     return reference == completion
@@ -119,6 +128,26 @@ async def test_a_first_prompt_that_lacks_a_column_only_warns(folder: Path) -> No
 
 async def test_a_working_function_gives_no_warning(folder: Path) -> None:
     assert await tried(folder, "good") == []
+
+
+@pytest.mark.parametrize(
+    ("function", "reward"),
+    [("constant", "0.5"), ("zero", "0"), ("by_prompt", "0 to 3, depending on the prompt alone")],
+)
+async def test_a_function_that_tells_no_completions_apart_warns(folder: Path, function: str, reward: str) -> None:
+    """A dry run showed the same reward twice and said nothing; the run had groups without signal alone."""
+    (notice,) = await tried(folder, function)
+    assert f"the reference the same reward: {reward}; a group whose rewards are all equal teaches nothing" in notice
+
+
+async def test_a_pattern_that_matches_everything_warns_and_one_that_needs_a_form_does_not() -> None:
+    said = dict[str, list[str]]()
+    for expression in ("(?s).*", "<answer>"):
+        rewards = Rewards(pattern=PatternVerifier(expression=expression))
+        async with VerifierPool(verifiers_for(rewards), RewardPool(workers=1)) as pool:
+            said[expression] = await try_verifiers(pool, PROMPTS)
+    assert said["<answer>"] == []
+    assert "the same reward: 1;" in said["(?s).*"][0]
 
 
 async def test_a_built_in_verifier_passes_its_trial() -> None:

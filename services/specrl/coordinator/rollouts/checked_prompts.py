@@ -68,7 +68,7 @@ class CheckedPrompts:
     """The prompts of a run, after the check.
 
     untried: number of references that could not be tried on this machine; they are assumed to be good.
-    failures: messages of the verifier's failures on made-up completions. They may quote the data.
+    failures: messages about verifiers that failed on made-up completions, or tell none apart. They may quote the data.
     """
 
     stream: PromptStream
