@@ -29,8 +29,8 @@ OVERVIEW = Dashboard(
         Panel(
             "Exposed generation, share of time",
             "Share of wall time in which the trainer was idle because it had no admissible batch. 0: generation is "
-            "hidden behind training. Causes: buffer_wait (too few finished rollouts), sync_drain (sending weights to "
-            "replicas that joined).",
+            "hidden behind training. Causes: buffer_wait (too few sampled rollouts), sync_drain (sending weights to "
+            "replicas that joined), grading (verifiers grade the last rollouts of the step).",
             "percentunit",
             ((ratio_to_run(sum_rate(EXPOSED, "cause"), sum_rate(f"{STEP}_sum")), "{{rljob}} {{cause}}"),),
             stacked=True,

@@ -336,7 +336,7 @@ class Loop:
                 "weight_sync": transfer.seconds,
                 "checksum": transfer.digest,
                 "drafter_version": transfer.drafter_version,
-                **self._tally.take_report_fields(lap.phases.generation, self.rollouts.counters["ungraded"]),
+                **self._tally.take_report_fields(lap, self.rollouts.counters["ungraded"]),
             }
         )
         report = report.with_validation(self._ledger.facts.find_validation(report.policy_version))

@@ -74,10 +74,10 @@ class StepTally:
         """Add seconds in which joining replicas received weights while the trainer waited for rollouts."""
         self._catching_up_s += seconds
 
-    def take_report_fields(self, generation_s: float, ungraded: int) -> dict[str, Any]:
+    def take_report_fields(self, lap: Lap, ungraded: int) -> dict[str, Any]:
         """Return the counted fields of the step's report, and start counting for the next step.
 
-        generation_s: exposed generation of the step, in seconds. ungraded: rollouts that could not be graded since the
+        lap: of the step. ungraded: rollouts that could not be graded since the
         coordinator started.
         """
         counters = self._registry.sum_speculation_counters()
@@ -92,7 +92,7 @@ class StepTally:
             "canary_max_abs": canary.max_abs if canary.tokens else None,
             "canary_tokens": canary.tokens,
             "canary_seconds": self._canary_s,
-            "exposed_by_cause": split_exposed_seconds(generation_s, self._catching_up_s),
+            "exposed_by_cause": split_exposed_seconds(lap, self._catching_up_s),
             **self._drafting_fields(),
         }
         self._counted = counters
@@ -178,10 +178,12 @@ def _report_sources(groups: Sequence[Group], sources: Sequence[str]) -> dict[str
     }
 
 
-def split_exposed_seconds(exposed_s: float, catching_up_s: float) -> dict[str, float]:
+def split_exposed_seconds(lap: Lap, catching_up_s: float) -> dict[str, float]:
     """Split the seconds of exposed generation by cause. catching_up_s: joining replicas received weights meanwhile."""
+    exposed_s = lap.phases.generation
     drained = min(exposed_s, catching_up_s)
-    return dict(zip(CAUSES, (exposed_s - drained, drained), strict=True))
+    graded = min(exposed_s - drained, lap.grading_s)
+    return dict(zip(CAUSES, (exposed_s - drained - graded, drained, graded), strict=True))
 
 
 def count_errors(errors: Sequence[str]) -> dict[str, int]:

@@ -40,9 +40,9 @@ class Phase(StrEnum):
         return self in (Phase.FINISHED, Phase.FAILED, Phase.STOPPED)
 
 
-CAUSES = ("bufferWait", "syncDrain")
-"""Causes of exposed generation. bufferWait: too few rollouts were finished. syncDrain: replicas that joined were
-receiving weights."""
+CAUSES = ("bufferWait", "syncDrain", "grading")
+"""Causes of exposed generation. bufferWait: too few rollouts were sampled. syncDrain: replicas that joined were
+receiving weights. grading: all rollouts of the step were sampled, and verifiers graded the last ones."""
 
 
 class PhaseSeconds(ReportModel):
@@ -102,8 +102,9 @@ class StepReport(ReportModel, TrainingFigures):
     hidden_generation: float = 0.0
     """Seconds of `generation_under_way` in which the trainer did not wait for rollouts."""
     exposed_by_cause: dict[str, float] = {}
-    """Exposed generation by cause, in seconds. bufferWait: too few rollouts were finished. syncDrain: replicas that
-    joined were receiving weights."""
+    """Exposed generation by cause, in seconds. bufferWait: too few rollouts were sampled. syncDrain: replicas that
+    joined were receiving weights. grading: all rollouts of the step were sampled, and verifiers graded the last ones.
+    """
 
     # Rewards
     reward: float | None
@@ -384,6 +385,8 @@ class StatusReport(ReportModel):
     """absent, registered (not used yet), recovering, ready or training."""
     rollouts_collected: int = 0
     """Graded rollouts of the step that is being collected."""
+    rollouts_grading: int = 0
+    """Rollouts of that step that are sampled and not graded yet."""
     rollouts_wanted: int = 0
     """How many rollouts that step needs."""
 

@@ -19,8 +19,9 @@ OTHERS = ("validation", "checkpoint")
 """Further parts of a step, which the paper's table does not have."""
 
 CAUSES = {
-    "bufferWait": "too few rollouts were finished",
+    "bufferWait": "too few rollouts were sampled",
     "syncDrain": "replicas that joined were receiving weights",
+    "grading": "all rollouts were sampled, and verifiers graded the last ones",
 }
 """Causes of exposed generation, as named in step reports, with their meaning."""
 

@@ -26,7 +26,8 @@ STEP_SECONDS = Histogram(
 EXPOSED_GENERATION_SECONDS = Counter(
     "specrl_coordinator_exposed_generation_seconds_total",
     "Wall seconds in which the trainer was idle because it had no batch, by cause. buffer_wait: too few rollouts were "
-    "finished. sync_drain: replicas that joined were receiving weights. The causes sum to the phase generation.",
+    "sampled. sync_drain: replicas that joined were receiving weights. grading: all rollouts of the step were sampled, "
+    "and verifiers graded the last ones. The causes sum to the phase generation.",
     ["rljob", "cause"],
 )
 GENERATION_UNDER_WAY_SECONDS = Counter(

@@ -19,7 +19,7 @@ from tests.stand_ins.engine import TableEngine, TableShape
 from specrl.coordinator.observe.rljob_status import build_rljob_status
 from specrl.coordinator.schedule.scheduler import SlotId
 from specrl.generation.engine import LoadTiming
-from specrl.records import Batch, Rollout, RolloutRequest, TrainMetrics, WeightChecksums
+from specrl.records import Batch, Prompt, Reward, Rollout, RolloutRequest, TrainMetrics, WeightChecksums
 from specrl.spec import RunSpec, parse_spec
 
 GENERATION_S = 2.0
@@ -95,16 +95,55 @@ class PacedBackend(RecordingBackend):
         return metrics.model_copy(update={"logprob_seconds": 0.0, "train_seconds": TRAINING_S})
 
 
-async def advance_clock(run: Run, clock: PacedClock, engine: PacedEngine, lag: int) -> None:
-    """Advance the clock whenever trainer and engine have begun all work that they can begin at this moment."""
+class PacedGrader:
+    """Grades the rollouts of one step together, in `seconds`."""
+
+    def __init__(self, clock: PacedClock, spec: RunSpec, seconds: float) -> None:
+        self._clock = clock
+        self._seconds = seconds
+        self._wanted = spec.schedule.prompts_per_step * spec.schedule.group_size
+        self._waiting: list[asyncio.Event] = []
+        self.begun = 0  # steps
+        self.graded = 0
+
+    async def grade(self, prompt: Prompt, text: str) -> Reward:
+        graded = asyncio.Event()
+        self._waiting.append(graded)
+        if len(self._waiting) == self._wanted:
+            self.begun += 1
+            waiting = self._waiting
+            self._waiting = []
+            self._clock.begin_work(f"grading-{self.begun}", self._seconds, lambda: self._finish_step(waiting))
+        await graded.wait()
+        return Reward(float(len(text) % 2))
+
+    def _finish_step(self, waiting: list[asyncio.Event]) -> None:
+        self.graded += 1
+        for graded in waiting:
+            graded.set()
+
+
+async def advance_clock(
+    run: Run, clock: PacedClock, engine: PacedEngine, lag: int, grader: PacedGrader | None = None
+) -> None:
+    """Advance the clock whenever trainer, engine and grader have begun all work that they can begin at this moment."""
     while not run.running.done():
         await asyncio.sleep(0.001)
         reported = len(run.observer.read_reports())
         may_generate = engine.generated < min(STEPS, reported + 1 + lag)
-        may_train = reported < engine.generated
+        may_train = reported < (engine.generated if grader is None else grader.graded)
         has_begun = ("generation" in clock.ends or not may_generate) and ("training" in clock.ends or not may_train)
+        has_begun = has_begun and (grader is None or grader.begun == engine.generated)
         if clock.ends and has_begun:
             clock.end_next_work()
+
+
+def paced_spec(folder: Path, lag: int, name: str) -> RunSpec:
+    base = a_spec(folder, steps=STEPS, maxPolicyLag=lag).model_dump(mode="json", by_alias=True)
+    base["name"] = name
+    base["generation"] |= {"replicas": 1, "maxLiveRollouts": 12, "speculation": {"none": {}}}
+    base |= {"validation": None, "canary": {"everySteps": 0}, "checkpoint": {"everySteps": 100}}
+    return parse_spec(base)
 
 
 @dataclass(frozen=True)
@@ -132,11 +171,7 @@ OVERLAPPED = Seconds(exposed=[2, 1, 1, 1], under_way=[3, 2, 2, 1], hidden=[1, 1,
 async def test_exposed_and_hidden_generation_follow_from_the_paces(
     tmp_path: Path, lag: int, load_s: float, wanted: Seconds
 ) -> None:
-    base = a_spec(tmp_path, steps=STEPS, maxPolicyLag=lag).model_dump(mode="json", by_alias=True)
-    base["name"] = f"paced-{lag}-{load_s}".replace(".", "-")
-    base["generation"] |= {"replicas": 1, "maxLiveRollouts": 12, "speculation": {"none": {}}}
-    base |= {"validation": None, "canary": {"everySteps": 0}, "checkpoint": {"everySteps": 100}}
-    spec = parse_spec(base)
+    spec = paced_spec(tmp_path, lag, f"paced-{lag}-{load_s}".replace(".", "-"))
     clock = PacedClock()
     engine = PacedEngine("gen-0", clock, spec, load_s)
     run = Run(
@@ -180,3 +215,37 @@ async def test_exposed_and_hidden_generation_follow_from_the_paces(
         recent = run.observer.measure_recent_exposure()
         assert recent.generation_under_way == pytest.approx(sum(wanted.under_way) / STEPS)
         assert recent.hidden_generation == pytest.approx(sum(wanted.hidden) / STEPS)
+
+
+@pytest.mark.parametrize(
+    ("lag", "sampling", "grading"),
+    [
+        (0, [2, 2, 2, 2], [3, 3, 3, 3]),
+        # Steps 2 and 4 are sampled while the step before them is graded, and graded while it is trained.
+        (1, [2, 0, 0, 0], [3, 1, 3, 1]),
+    ],
+)
+async def test_a_slow_verifier_is_not_booked_as_slow_generation(
+    tmp_path: Path, lag: int, sampling: list[float], grading: list[float]
+) -> None:
+    """A verifier that hung until its time limit looked like an engine that is too slow."""
+    spec = paced_spec(tmp_path, lag, f"graded-{lag}")
+    clock = PacedClock()
+    engine = PacedEngine("gen-0", clock, spec, 0.0)
+    grader = PacedGrader(clock, spec, 3.0)
+    run = Run(
+        tmp_path,
+        spec,
+        grader=grader,
+        make_engine=lambda _: engine,
+        make_backend=lambda trained: PacedBackend(trained, clock),
+        clock=clock,
+        started=("gen-0",),
+    )
+    async with run:
+        advancing = asyncio.create_task(advance_clock(run, clock, engine, lag, grader))
+        await run.finish()
+        await advancing
+        causes = [report.exposed_by_cause for report in run.observer.read_reports()]
+    assert [found["grading"] for found in causes] == grading
+    assert [found["bufferWait"] for found in causes] == sampling

@@ -113,7 +113,7 @@ def test_metrics_and_reports_agree_on_phases_and_causes(observed: Observed) -> N
         told = sum(observed.reports[step]["phases"][phase] for step in range(1, counted + 1))
         assert seconds == pytest.approx(told, rel=1e-6), phase
     causes = sums(page, "specrl_coordinator_exposed_generation_seconds_total", "cause")
-    assert causes.keys() == {"buffer_wait", "sync_drain"}
+    assert causes.keys() == {"buffer_wait", "sync_drain", "grading"}
     assert sum(causes.values()) == pytest.approx(phases["generation"], rel=1e-6)
 
 

@@ -37,7 +37,7 @@ def test_share_and_seconds_are_means_of_the_last_steps() -> None:
     old = [a_step(n, generation=90.0, train=10.0) for n in range(1, 5)]
     found = measure_exposure([*old, *(a_step(n, generation=1.0, train=3.0) for n in range(RECENT_STEPS))], a_spec(1), 2)
     assert (found.steps, found.share, found.step_seconds) == (RECENT_STEPS, 0.25, 4.0)
-    assert found.seconds == {"bufferWait": 1.0, "syncDrain": 0.0}
+    assert found.seconds == {"bufferWait": 1.0, "syncDrain": 0.0, "grading": 0.0}
     assert (found.generation_under_way, found.hidden_generation) == (4.0, 3.0)
 
 
@@ -61,8 +61,17 @@ def test_the_advice_names_joining_replicas_if_the_trainer_waits_for_them() -> No
         update={"exposed_by_cause": {"bufferWait": 1.0, "syncDrain": 4.0}}
     )
     found = measure_exposure([step], a_spec(1), 2)
-    assert found.seconds == {"bufferWait": 1.0, "syncDrain": 4.0}
+    assert found.seconds == {"bufferWait": 1.0, "syncDrain": 4.0, "grading": 0.0}
     assert "just joined" in found.advice
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_the_advice_names_verifiers_if_the_trainer_waits_for_them(lag: int) -> None:
+    """A verifier that hung came with the advice to start more replicas."""
+    step = a_step(generation=5.0, train=5.0).model_copy(
+        update={"exposed_by_cause": {"bufferWait": 1.0, "grading": 4.0}}
+    )
+    assert "rewardPool.timeoutS" in measure_exposure([step], a_spec(lag), 2).advice
 
 
 def test_there_is_no_advice_before_the_first_step() -> None:

@@ -14,17 +14,19 @@ from tests.unit.report.runs import a_step
 from specrl.coordinator.observe.prometheus import MAX_SERIES, RunMetrics
 from specrl.coordinator.reports import MAX_ERRORS, count_errors, split_exposed_seconds
 from specrl.coordinator.run_events import StepServed, VersionValidated
-from specrl.formats.reports import ValidationReport
+from specrl.coordinator.stopwatch import Lap
+from specrl.formats.reports import PhaseSeconds, ValidationReport
 
 seconds = st.floats(0, 1e6)
 
 
-@given(exposed_s=seconds, catching_up_s=seconds)
-def test_causes_sum_to_the_exposed_generation(exposed_s: float, catching_up_s: float) -> None:
-    found = split_exposed_seconds(exposed_s, catching_up_s)
+@given(exposed_s=seconds, catching_up_s=seconds, grading_s=seconds)
+def test_causes_sum_to_the_exposed_generation(exposed_s: float, catching_up_s: float, grading_s: float) -> None:
+    found = split_exposed_seconds(Lap(PhaseSeconds(generation=exposed_s), grading_s=grading_s), catching_up_s)
     assert sum(found.values()) == pytest.approx(exposed_s)
     assert min(found.values()) >= 0
     assert found["syncDrain"] <= catching_up_s
+    assert found["grading"] <= grading_s
 
 
 def test_counters_that_alerts_use_exist_from_the_start(tmp_path: Path) -> None:

@@ -194,7 +194,11 @@ def test_occupancy_counts_what_the_next_step_still_lacks() -> None:
     occupancy = scheduler.measure_occupancy()
     assert (occupancy.step, occupancy.wanted - occupancy.done, occupancy.held) == (1, 2, 6)
     assert (occupancy.groups_in_flight, occupancy.groups_buffered) == (1, 3)
-    finish(scheduler, waits)
+    first, *others = waits
+    scheduler.mark_sampled(first)
+    assert (occupancy.grading, scheduler.measure_occupancy().grading) == (0, 1)
+    scheduler.mark_graded(first, str(first), 0)
+    finish(scheduler, others)
     scheduler.choose_groups()
     assert scheduler.measure_occupancy().held == 8, "what is chosen is held until it is trained"
     scheduler.mark_trained(1)

@@ -83,16 +83,16 @@ def test_generation_is_hidden_where_rollouts_are_in_flight_outside_of_the_phase_
     clock.now += 1
     with watch.charge_to("generation"):
         clock.now += 2  # no replica serves
-        watch.set_in_flight(4)
+        watch.set_rollouts(4)
         clock.now += 3
-        watch.set_in_flight(1)
+        watch.set_rollouts(1)
         clock.now += 4
-        watch.set_in_flight(0)
+        watch.set_rollouts(0)
         clock.now += 5  # the verifier still grades
-    watch.set_in_flight(2)
+    watch.set_rollouts(2)
     with watch.charge_to("train"):
         clock.now += 6
-        watch.set_in_flight(0)
+        watch.set_rollouts(0)
         clock.now += 7
     lap = watch.end_lap()
     assert (lap.phases.generation, lap.phases.train) == (14, 13)
@@ -102,14 +102,33 @@ def test_generation_is_hidden_where_rollouts_are_in_flight_outside_of_the_phase_
 def test_rollouts_that_stay_in_flight_count_in_every_lap_and_not_while_the_run_is_paused() -> None:
     clock = Clock()
     watch = Stopwatch(clock)
-    watch.set_in_flight(1)
+    watch.set_rollouts(1)
     clock.now += 1
     assert watch.end_lap().generation_under_way_s == 1
     clock.now += 2
     with watch.exclude_time():
         clock.now += 50
-        watch.set_in_flight(2)
+        watch.set_rollouts(2)
         clock.now += 10
     clock.now += 3
     lap = watch.end_lap()
     assert (lap.generation_under_way_s, lap.phases.wall_seconds) == (5, 5)
+
+
+def test_only_the_phase_generation_waits_for_grading() -> None:
+    """A verifier that hung was charged as slow generation, with the advice to start more replicas."""
+    clock = Clock()
+    watch = Stopwatch(clock)
+    with watch.charge_to("generation"):
+        watch.set_rollouts(2)
+        clock.now += 3
+        watch.set_rollouts(0, only_grading=True)
+        clock.now += 10
+    with watch.charge_to("train"):
+        clock.now += 5
+    with watch.charge_to("generation"):
+        clock.now += 1
+        watch.set_rollouts(1)
+    lap = watch.end_lap()
+    assert (lap.phases.generation, lap.grading_s, lap.generation_under_way_s) == (14, 11, 3)
+    assert watch.end_lap().grading_s == 0

@@ -86,6 +86,7 @@ def a_status(**changes: Any) -> StatusReport:
         ],
         "trainer": "ready",
         "rolloutsCollected": 12,
+        "rolloutsGrading": 5,
         "rolloutsWanted": 32,
         "counters": {"requeued": 2, "poisoned": 0},
     }
@@ -155,6 +156,7 @@ def test_live_area_shows_phase_replicas_trainer_and_progress() -> None:
         "gen-1 suspect v2 (0 live): it is late",
         "ready",
         "rollouts requeued because their replica was lost: 2",
+        "grading 5 rollouts",
         "12/32",
         "3/20",
     ):

@@ -2,7 +2,8 @@
 
 Exposed generation is the wall time in which the trainer is idle because it has no batch. Reducing it is what this
 system is for. Its causes are those of `specrl_coordinator_exposed_generation_seconds_total`: bufferWait (too few
-rollouts are finished) and syncDrain (replicas that joined are receiving weights).
+rollouts are sampled), syncDrain (replicas that joined are receiving weights) and grading (verifiers grade the last
+ones).
 
 Beside it are generation under way, and the part of it that is hidden because the trainer did not wait.
 """
@@ -32,7 +33,7 @@ class Exposure(ReportModel):
     step_seconds: float
     """Wall seconds of a step."""
     seconds: dict[str, float]
-    """Exposed seconds per step, by cause: bufferWait and syncDrain. Their sum is phases.generation."""
+    """Exposed seconds per step, by cause: bufferWait, syncDrain and grading. Their sum is phases.generation."""
     generation_under_way: float
     """Seconds per step in which at least one rollout was in flight."""
     hidden_generation: float
@@ -71,6 +72,12 @@ def _choose_advice(recent: Sequence[StepReport], phases: PhaseSeconds, spec: Run
         )
     if share < HIDDEN_SHARE:
         return "Generation is hidden behind training. Nothing needs to be done."
+    exposed = sum(report.exposed_generation for report in recent)
+    if sum(report.exposed_by_cause.get("grading", 0.0) for report in recent) > exposed / 2:
+        return (
+            "The trainer waits for verifiers, not for generation. Make the verifier faster, lower rewardPool.timeoutS "
+            "if some of its calls hang, or raise rewardPool.workers."
+        )
     if spec.schedule.max_policy_lag == 0:
         return "Generation and training take turns, because schedule.maxPolicyLag is 0. With 1 they overlap."
     lengths = [r.acceptance_length for r in recent if r.acceptance_length is not None]
@@ -83,7 +90,7 @@ def _choose_advice(recent: Sequence[StepReport], phases: PhaseSeconds, spec: Run
     # replicas, so it takes as long as training with replicas / (1 - share) of them.
     enough = math.ceil(replicas / (1 - share)) if share < 1 else 2 * replicas
     drained = sum(r.exposed_by_cause.get("syncDrain", 0.0) for r in recent)
-    if drained > sum(r.exposed_generation for r in recent) / 2:
+    if drained > exposed / 2:
         return (
             "The trainer waits while replicas that have just joined receive weights. The events below show why "
             "replicas join and leave; make them do so less often."

@@ -206,6 +206,7 @@ class RunStatus:
             checkpoint_step=ledger.facts.checkpoints[-1],
             trainer=self._loop.trainer.state,
             rollouts_collected=occupancy.done,
+            rollouts_grading=occupancy.grading,
             rollouts_wanted=occupancy.wanted,
             notices=self.notices,
             warnings=self.list_warnings(),

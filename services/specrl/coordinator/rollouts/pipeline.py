@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,12 +79,13 @@ class RolloutPipeline:
     """
 
     def __init__(self, context: RunContext, scheduler: Scheduler[GradedRollout], stopwatch: Stopwatch) -> None:
-        """stopwatch: measures how long rollouts are in flight."""
+        """stopwatch: measures how long rollouts are in flight, and how long only verifiers are at work."""
         self._context = context
         self._spec = context.spec
         self._scheduler = scheduler
         self._stopwatch = stopwatch
-        self._in_flight = 0  # rollouts that replicas were given and have not returned
+        self._in_flight: Counter[int] = Counter()  # rollouts that replicas were given and have not returned, by step
+        self._being_graded: Counter[int] = Counter()  # rollouts that verifiers were given, by step
         self._registry = context.registry
         self._ledger = context.ledger
         self._spans = context.spans
@@ -139,6 +140,9 @@ class RolloutPipeline:
         """Settle a step that is trained and durable. rollouts: graded ones of its groups, also those left out."""
         self.counters["settled"] += rollouts
         self.counters["of_failed_prompts"] += self._scheduler.mark_trained(step)
+        self._in_flight = +self._in_flight  # forgets steps without any
+        self._being_graded = +self._being_graded
+        self._update_stopwatch()
 
     @property
     def unaccounted_rollouts(self) -> int:
@@ -272,7 +276,7 @@ class RolloutPipeline:
         """
         if not slots:
             return
-        self._add_load(replica, len(slots))
+        self._add_load(replica, slots)
         opened = self._sessions.get(replica) or self._open_session(replica)
         requests = []
         for slot in slots:
@@ -306,7 +310,7 @@ class RolloutPipeline:
                     # it is requeued if the canary fails.
                     await _wait_until_trusted(replica)
                     del opened.asked[ended.rollout.rollout_id]
-                    self._add_load(replica, -1)
+                    self._remove_load(replica, [asked.slot])
                     self.wake_dispatcher(replica)
                     self._accept_rollout(asked.slot, ended, range(asked.oldest_version, replica.policy_version + 1))
         except ToolFailed:  # not the replica's fault: the tool pool is broken, which ends the run
@@ -318,16 +322,29 @@ class RolloutPipeline:
             del self._sessions[replica]  # a new record of the same process opens a new session
             for asked in opened.asked.values():
                 asked.span.end(lost_by)
-            self._add_load(replica, -len(opened.asked))
-            lost = self._scheduler.requeue(asked.slot for asked in opened.asked.values())
+            unfinished = [asked.slot for asked in opened.asked.values()]
+            self._remove_load(replica, unfinished)
+            lost = self._scheduler.requeue(unfinished)
             self._count_outcome("requeued", lost)
             self.wake_dispatcher(None if lost else replica)  # any replica may take the requeued slots
 
-    def _add_load(self, replica: Replica, rollouts: int) -> None:
-        """Count rollouts that a replica was given; a negative number, those that it returned or lost."""
-        replica.add_load(rollouts)
-        self._in_flight += rollouts
-        self._stopwatch.set_in_flight(self._in_flight)
+    def _add_load(self, replica: Replica, slots: Sequence[SlotId]) -> None:
+        """Count rollouts that a replica was given."""
+        replica.add_load(len(slots))
+        self._in_flight.update(slot.step for slot in slots)
+        self._update_stopwatch()
+
+    def _remove_load(self, replica: Replica, slots: Sequence[SlotId]) -> None:
+        """Count rollouts that a replica returned or lost."""
+        replica.add_load(-len(slots))
+        self._in_flight.subtract(slot.step for slot in slots)
+        self._update_stopwatch()
+
+    def _update_stopwatch(self) -> None:
+        # Replicas are given the rollouts of the next step first. So if none is in flight, all of them are sampled.
+        step = self._scheduler.trained + 1
+        only_grading = self._being_graded[step] > 0 and not self._in_flight[step]
+        self._stopwatch.set_rollouts(self._in_flight.total(), only_grading=only_grading)
 
     def _prompt_of(self, slot: SlotId) -> Prompt:
         return self._context.prompts.prompt(self._scheduler.shape.position_at(slot.step, slot.index))
@@ -367,7 +384,13 @@ class RolloutPipeline:
 
     async def _grade_rollout(self, slot: SlotId, rollout: Rollout) -> None:
         with self._spans.open_reward_span(slot) as span:
-            reward = await self._context.grader.grade(self._prompt_of(slot), rollout.text)
+            self._being_graded[slot.step] += 1
+            self._update_stopwatch()
+            try:
+                reward = await self._context.grader.grade(self._prompt_of(slot), rollout.text)
+            finally:
+                self._being_graded[slot.step] -= 1
+                self._update_stopwatch()
             span.end("" if reward.value is not None else "ungraded")
         if reward.value is None:
             self._refuse_ungraded(slot, reward.failure)

@@ -160,7 +160,10 @@ class _Group[R]:
 
     @property
     def done_count(self) -> int:
-        return sum(slot.state is SlotState.DONE for slot in self.slots)
+        return self.count_slots(SlotState.DONE)
+
+    def count_slots(self, state: SlotState) -> int:
+        return sum(slot.state is state for slot in self.slots)
 
 
 @dataclass(frozen=True)
@@ -183,6 +186,8 @@ class ScheduleOccupancy:
     """The first step that is not chosen yet; the last step of the run once all are."""
     done: int
     """Graded rollouts of that step."""
+    grading: int
+    """Rollouts of that step that are sampled and not graded yet."""
     wanted: int
     """Rollouts that it needs: P G, or 0 once all steps are chosen."""
     groups_in_flight: int
@@ -394,9 +399,11 @@ class Scheduler[R]:
         is_over = self._first_open_step > self.shape.steps
         done = [(group, group.done_count) for group in self._groups.values()]
         taken = [group.done_count for group in self._taken]
+        of_step = [group for group in self._groups.values() if self.shape.step_of(group.position) == step]
         return ScheduleOccupancy(
             step=step,
-            done=sum(count for group, count in done if self.shape.step_of(group.position) == step),
+            done=sum(group.done_count for group in of_step),
+            grading=sum(group.count_slots(SlotState.GRADING) for group in of_step if group.failure is None),
             wanted=0 if is_over else self.shape.prompts_per_step * size,
             groups_in_flight=sum(count < size and group.has_begun for group, count in done),
             groups_buffered=sum(count == size for _, count in done) + taken.count(size),

@@ -132,7 +132,8 @@ def _list_amounts(status: StatusReport) -> Iterator[str]:
     if status.total:
         yield f"{status.done} of {status.total}"
     if status.rollouts_wanted:
-        yield f"{status.rollouts_collected} of {status.rollouts_wanted} rollouts of the next step"
+        graded = f" ({status.rollouts_grading} being graded)" if status.rollouts_grading else ""
+        yield f"{status.rollouts_collected} of {status.rollouts_wanted} rollouts of the next step{graded}"
     if status.replicas:
         yield "replicas " + " ".join(f"{item.id} {item.state} ({item.live_rollouts} live)" for item in status.replicas)
     yield f"trainer {status.trainer}"
@@ -238,6 +239,9 @@ def live_area(title: str, facts: dict[str, str], status: StatusReport | None) ->
     head.add_row(Text("policy", style="dim"), Text(f"version {status.policy_version}"))
     head.add_row(Text("replicas", style="dim"), _replica_text(status))
     head.add_row(Text("trainer", style="dim"), Text(make_printable(status.trainer)))
+    if status.rollouts_grading:
+        grading = f"grading {status.rollouts_grading} rollouts of the next step"
+        head.add_row(Text("verifiers", style="dim"), Text(grading))
     if status.isolations:
         sandboxes = ", ".join(f"{section} {isolation}" for section, isolation in status.isolations.items())
         head.add_row(Text("isolation", style="dim"), Text(make_printable(sandboxes)))

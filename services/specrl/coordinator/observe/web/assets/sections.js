@@ -17,7 +17,8 @@ export function showHeadline(exposure) {
   byId("share").textContent = exposure.steps ? percent(exposure.share) : "–";
   byId("share-words").textContent = exposure.steps
     ? `of the last ${plural(exposure.steps, "step")} the trainer had no batch: ${seconds(exposure.seconds.bufferWait)} per step ` +
-      "for too few finished rollouts" +
+      "for too few sampled rollouts" +
+      (exposure.seconds.grading > 0.0005 ? `, ${seconds(exposure.seconds.grading)} for their grading` : "") +
       (exposure.seconds.syncDrain > 0.0005 ? `, ${seconds(exposure.seconds.syncDrain)} while new replicas received weights` : "")
     : "of a step's time the trainer waits for rollouts";
   byId("hidden-words").textContent = exposure.steps
@@ -50,7 +51,8 @@ export function showStatus(status) {
   byId("progress").value = status.step;
   showReplicas(status);
   const facts = { trainer: status.trainer, "newest checkpoint": status.checkpointStep ? `step ${status.checkpointStep}` : "none",
-    "rollouts of the next step": status.rolloutsWanted ? `${status.rolloutsCollected} of ${status.rolloutsWanted}` : "–" };
+    "rollouts of the next step": status.rolloutsWanted ? `${status.rolloutsCollected} of ${status.rolloutsWanted}` +
+      (status.rolloutsGrading ? ` (${status.rolloutsGrading} being graded)` : "") : "–" };
   for (const [name, count] of Object.entries(status.counters)) if (count) facts[words(name)] = String(count);
   for (const [name, reasons] of [["verdicts failed by reason", status.verdictFailures], ["prompts given up by reason", status.givenUp]]) {
     const counted = Object.entries(reasons).map(([reason, count]) => `${reason} (${count})`);
