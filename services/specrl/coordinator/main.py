@@ -57,6 +57,7 @@ from specrl.formats.saved_steps import describe_saved
 from specrl.models import read_model_folder
 from specrl.models.native_heads import list_head_notices
 from specrl.models.sampling_defaults import list_sampling_notices
+from specrl.prompts import log_left_out
 from specrl.rewards.choice import verifiers_for
 from specrl.rewards.pool import VerifierPool
 from specrl.rewards.verifier import SandboxChoice
@@ -234,6 +235,10 @@ async def _check_prompts(spec: RunSpec, directory: Path, tries_verifier: bool) -
     workers = spec.reward_pool.workers
     checked = await load_checked_prompts(spec, directory, log_progress, workers=workers, tries_verifier=tries_verifier)
     checked.decision.write_file(directory)
+    for source in checked.sources:
+        log_left_out(source)
+    if checked.untried:
+        log.warning("references_untried", count=checked.untried)
     return checked
 
 

@@ -257,11 +257,19 @@ def _has_store_here(spec: RunSpec, directory: Path) -> bool:
 
 def list_data_notices(data: CheckedPrompts) -> Iterator[str]:
     """Yield what a user should know about data and a verifier that are used despite it."""
-    for found in (named.source for named in data.stream.sources):
-        if found.skipped:
+    for found in data.sources:
+        if len(found.skipped) == 1:
+            yield f"1 problem is left out (onBadLine: Skip): {found.skipped[0]}"
+        elif found.skipped:
             yield f"{len(found.skipped)} problems are left out (onBadLine: Skip); the first is {found.skipped[0]}"
-        if found.repeated:
-            yield f"{found.repeated} problems repeat the question of an earlier one; each is sampled as its own prompt"
+        if found.repeated == 1:
+            yield f"{found.name}: 1 problem repeats the question of an earlier one; each is sampled as its own prompt"
+        elif found.repeated:
+            yield (
+                f"{found.name}: {found.repeated} problems repeat the question of an earlier one; each is sampled as "
+                "its own prompt"
+            )
     if data.untried:
-        yield f"{data.untried} references could not be tried on this machine; the run assumes that they are usable"
+        references = "1 reference" if data.untried == 1 else f"{data.untried} references"
+        yield f"{references} could not be tried on this machine; the run assumes that all are usable"
     yield from data.failures

@@ -15,6 +15,7 @@ from specrl.prompts.stream import (
     SourceIdentity,
     load_prompts,
     load_validation,
+    log_left_out,
     open_sources,
 )
 from specrl.prompts.templates import PromptTemplate, check
@@ -30,6 +31,7 @@ __all__ = [
     "check",
     "load_prompts",
     "load_validation",
+    "log_left_out",
     "open_problem_source",
     "open_sources",
 ]

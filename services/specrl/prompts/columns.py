@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import datetime
+import difflib
 import json
 import re
 import sys
@@ -78,7 +79,9 @@ class DatasetRecord:
         missing = [(purpose, name) for purpose, name in list_columns(fields) if not self._has_column(name)]
         for purpose, name in missing:
             rule = f"must exist, got fields {format_names(self.values)}"
-            yield f"field {name!r} {rule}; name the column of the {purpose} with fields.{purpose}"
+            close = difflib.get_close_matches(name, self.values, n=1)
+            hint = f"did you mean {close[0]}? Name" if close else "name"
+            yield f"field {name!r} {rule}; {hint} the column of the {purpose} with fields.{purpose}"
         if missing:  # the checks below need the columns
             return
         question = read_question(self.values, fields.question)
@@ -173,7 +176,8 @@ def parse_json_record(line: str, answer: str) -> DatasetRecord | str:
     try:
         values = json.loads(line)
     except json.JSONDecodeError as error:
-        return f"must be a JSON object on one line, got {error.msg} at column {error.colno}; correct the syntax"
+        what = error.msg.removesuffix(" at")  # as in "Unterminated string starting at"
+        return f"must be a JSON object on one line, got {what} at column {error.colno}; correct the syntax"
     except (ValueError, RecursionError) as error:  # int() raises ValueError for a number with too many digits
         return f"must be a JSON object on one line, got {error}; correct the syntax"
     if not isinstance(values, dict):

@@ -43,7 +43,21 @@ PASSED_OVER_BYTES = 1 << 30
 FILE_REMEDY = "correct the file, or leave out the malformed records with onBadLine: Skip"
 
 SHOWN_FAULTS = 10
-"""Faults listed in one message; the rest are counted. Further faults mostly repeat the first ones."""
+"""Different faults listed in one message; the rest are counted."""
+_SHOWN_RANGES = 5
+"""Ranges of lines listed for one fault; the rest are counted."""
+
+
+@dataclass(frozen=True)
+class ProblemFault:
+    """What is wrong with one record. source: its file or family. number: as in `ProblemSource.numbers`."""
+
+    source: str
+    number: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.source}:{self.number}: {self.text}"
 
 
 @dataclass(frozen=True)
@@ -98,6 +112,10 @@ class ProblemSource:
         """Return where a user finds that problem: `train.jsonl:17`."""
         return f"{self.name}:{self.numbers[index]}"
 
+    def make_fault(self, index: int, text: str) -> ProblemFault:
+        """Return what is wrong with that problem, with its place."""
+        return ProblemFault(self.name, self.numbers[index], text)
+
     def select_problems(self, indices: Sequence[int]) -> ProblemSource:
         """Return a source of these problems alone, in this order."""
         return replace(self, problems=[self.problems[i] for i in indices], numbers=[self.numbers[i] for i in indices])
@@ -107,9 +125,9 @@ class ProblemSource:
 
         Raises DatasetInvalid if the source may not leave problems out, or if none would remain.
         """
-        named = [f"{self.locate_problem(index)}: {fault}" for index, fault in faults.items()]
+        named = [self.make_fault(index, text) for index, text in faults.items()]
         kept = self.select_problems([index for index in range(len(self)) if index not in faults])
-        return _check_left_out(replace(kept, skipped=(*self.skipped, *named)), named)
+        return _check_left_out(replace(kept, skipped=(*self.skipped, *map(str, named))), named)
 
 
 def open_problem_source(
@@ -136,24 +154,43 @@ def open_problem_source(
         raise DatasetInvalid(f"source must be one of {members}, got none; name one in the run file")
     rule = "validation questions must not be training questions"
     fault = "the question is also a training question, which validation must not have"
-    known = [
-        f"{found.locate_problem(i)}: {fault}" for i, problem in enumerate(found.problems) if problem.question in exclude
-    ]
+    known = [found.make_fault(i, fault) for i, problem in enumerate(found.problems) if problem.question in exclude]
     if known:
         raise DatasetInvalid(summarise_faults(rule, known, "remove them from either file"))
     return found
 
 
-def summarise_faults(rule: str, faults: list[str], remedy: str) -> str:
-    """Build one message for all faults: one line for a single fault, else the first faults and the number of all."""
+def summarise_faults(rule: str, faults: Sequence[ProblemFault], remedy: str) -> str:
+    """Build one message for all faults: one line for a single fault, else the first lines and the number of all.
+
+    Equal faults of one source share a line, which has the numbers of their records.
+    """
     if len(faults) == 1:
         return f"{faults[0]} ({remedy})"
-    lines = "".join(f"\n  {fault}" for fault in faults[:SHOWN_FAULTS])
-    more = f"\n  and {len(faults) - SHOWN_FAULTS} more" if len(faults) > SHOWN_FAULTS else ""
-    return f"{rule}, got {len(faults)} faults; {remedy}:{lines}{more}"
+    numbers: dict[tuple[str, str], list[int]] = {}
+    for fault in faults:
+        numbers.setdefault((fault.source, fault.text), []).append(fault.number)
+    lines = [f"{source}:{_format_ranges(found)}: {text}" for (source, text), found in numbers.items()]
+    shown = "".join(f"\n  {line}" for line in lines[:SHOWN_FAULTS])
+    left = sum(len(found) for found in list(numbers.values())[SHOWN_FAULTS:])
+    more = f"\n  and {left} more" if left else ""
+    return f"{rule}, got {len(faults)} faults; {remedy}:{shown}{more}"
 
 
-def _check_left_out(source: ProblemSource, faults: list[str]) -> ProblemSource:
+def _format_ranges(numbers: Sequence[int]) -> str:
+    """Format ascending numbers as in `1 to 7, 9 and 30 more`."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1] = [ranges[-1][0], number]
+        else:
+            ranges.append([number])
+    shown = ", ".join(" to ".join(map(str, ends)) for ends in ranges[:_SHOWN_RANGES])
+    left = sum(ends[-1] - ends[0] + 1 for ends in ranges[_SHOWN_RANGES:])
+    return f"{shown} and {left} more" if left else shown
+
+
+def _check_left_out(source: ProblemSource, faults: Sequence[ProblemFault]) -> ProblemSource:
     """Return a source that has left out problems with these faults. Raises DatasetInvalid if it must not."""
     if faults and not source.can_skip:
         raise DatasetInvalid(summarise_faults(f"{source.name}: every problem must be valid", faults, source.remedy))
@@ -186,12 +223,12 @@ def _read_file(source: FileSource, rows: Iterator[NumberedRow], keeps_rows: bool
         )
     problems: list[DatasetProblem] = []
     numbers: list[int] = []
-    faults: list[str] = []  # all faults of the file are reported at once
+    faults: list[ProblemFault] = []  # all faults of the file are reported at once
     room_bytes = available_memory_bytes() // 2  # a file of some KB may hold a thousand times as much
     try:
         for number, record in rows:
             wrong = [record] if isinstance(record, str) else list(record.find_faults(source.fields))
-            faults += [f"{path}:{number}: {fault}" for fault in wrong]
+            faults += [ProblemFault(str(path), number, text) for text in wrong]
             room_bytes -= measure_memory(wrong)
             if not wrong and isinstance(record, DatasetRecord):
                 problem = record.to_problem(source.fields, keeps_rows)
@@ -210,7 +247,9 @@ def _read_file(source: FileSource, rows: Iterator[NumberedRow], keeps_rows: bool
     if not problems and not faults:
         raise DatasetInvalid(f"{path}: must have at least one problem, got an empty data set; check the path")
     can_skip = source.on_bad_line is OnBadLine.SKIP
-    return _check_left_out(ProblemSource(str(path), problems, numbers, can_skip, skipped=tuple(faults)), faults)
+    return _check_left_out(
+        ProblemSource(str(path), problems, numbers, can_skip, skipped=tuple(map(str, faults))), faults
+    )
 
 
 def _read_data_set(source: HubSource, keeps_rows: bool) -> ProblemSource:

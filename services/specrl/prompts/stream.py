@@ -35,6 +35,9 @@ ProblemJudge = Callable[[DatasetProblem, str], str]
 """Returns why a problem of the source of this name must not be used, or "" if it may. It must always return the same
 for the same problem."""
 
+SourceReporter = Callable[[ProblemSource], None]
+"""Told of each source whose problems have been checked, without those that are left out."""
+
 _EPOCHS_CACHED = 2
 """Epochs of each source whose order is kept. Around the end of an epoch, groups of two epochs are in flight."""
 
@@ -205,18 +208,32 @@ def _keeps_rows(spec: RunSpec) -> bool:
     return spec.rewards.needs_rows
 
 
+def log_left_out(source: ProblemSource) -> None:
+    """Log and count problems of a source that are left out, and those that repeat a question."""
+    if source.skipped:
+        log.warning("problems_skipped", count=len(source.skipped), first=source.skipped[:SHOWN_FAULTS])
+        metrics.FILES_SKIPPED.labels("prompt").inc(len(source.skipped))
+    if source.repeated:
+        log.warning("problems_repeated", count=source.repeated)
+
+
 def load_prompts(
-    spec: RunSpec, sources: Sequence[NamedProblems] | None = None, judge: ProblemJudge = accept_any_problem
+    spec: RunSpec,
+    sources: Sequence[NamedProblems] | None = None,
+    judge: ProblemJudge = accept_any_problem,
+    report: SourceReporter = log_left_out,
 ) -> PromptStream:
     """Load the run's prompts, and check every one.
 
     sources: the run's problems, if they have been read before. judge: says which problems must not be used.
+    report: is told of each source.
+
     Raises DatasetInvalid for prompts longer than `prompts.maxTokens` and for problems that `judge` refuses, unless they
     may be skipped. Raises CheckpointInvalid if the policy's tokenizer is unusable. Without sources, also raises what
     `open_sources` raises. The check tokenizes all prompts: GSM8K's 7,473 take 2.4 s on two busy cores.
     """
     template = PromptTemplate(spec.prompts, spec.model.path)
-    checker = _PromptChecker(template, spec.prompts.max_tokens, judge)
+    checker = _PromptChecker(template, spec.prompts.max_tokens, judge, report)
     faults = _FaultCollector()
     fit: list[NamedProblems] = []
     for named in _open_training(spec) if sources is None else sources:
@@ -227,17 +244,21 @@ def load_prompts(
 
 
 def load_validation(
-    spec: RunSpec, sources: Sequence[NamedProblems], judge: ProblemJudge = accept_any_problem
+    spec: RunSpec,
+    sources: Sequence[NamedProblems],
+    judge: ProblemJudge = accept_any_problem,
+    report: SourceReporter = log_left_out,
 ) -> list[Prompt]:
     """Load the first prompts of each validation source, as many as its limit. [] if the run has no validation.
 
-    sources: `ProblemSources.validation`. The prompts are formatted like those of the training source of the same name;
-    `position` is the prompt's place in the list. Raises what `load_prompts` raises for sources that it is given.
+    sources: `ProblemSources.validation`. report: is told of each of them. The prompts are formatted like those of the
+    training source of the same name; `position` is the prompt's place in the list. Raises what `load_prompts` raises
+    for sources that it is given.
     """
     if spec.validation is None:
         return []
     template = PromptTemplate(spec.prompts, spec.model.path)
-    checker = _PromptChecker(template, spec.prompts.max_tokens, judge)
+    checker = _PromptChecker(template, spec.prompts.max_tokens, judge, report)
     limits = {given.name: given.limit for given in spec.validation.all_sets}
     faults = _FaultCollector()
     found: list[Prompt] = []
@@ -269,6 +290,7 @@ class _PromptChecker:
     template: PromptTemplate
     max_tokens: int
     judge: ProblemJudge
+    report: SourceReporter
 
     def leave_out_unfit(self, named: NamedProblems, limit: int | None = None) -> NamedProblems:
         """Return the source without such problems.
@@ -279,11 +301,7 @@ class _PromptChecker:
         while wrong := self._find_unfit(replace(named, source=source), limit):
             # With a limit, later problems replace those that are left out, and must be checked, too.
             source = source.without_problems(wrong)
-        if source.skipped:
-            log.warning("problems_skipped", count=len(source.skipped), first=source.skipped[:SHOWN_FAULTS])
-            metrics.FILES_SKIPPED.labels("prompt").inc(len(source.skipped))
-        if source.repeated:
-            log.warning("problems_repeated", count=source.repeated)
+        self.report(source)
         return replace(named, source=source)
 
     def _find_unfit(self, named: NamedProblems, limit: int | None) -> dict[int, str]:

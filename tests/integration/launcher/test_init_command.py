@@ -55,7 +55,7 @@ def test_the_file_passes_preflight(place: Path, name: str, is_chat: bool) -> Non
     # The tokenizer has a token for each byte.
     longest = max(len(str(row["Problem"])) for row in ROWS)
     assert longest < spec.prompts.max_tokens < 2 * longest + 128
-    assert all(notice.startswith("1 problems are left out") for notice in check_run(spec).notices)
+    assert all(notice.startswith("1 problem is left out") for notice in check_run(spec).notices)
 
 
 def test_the_next_command_that_it_names_passes(place: Path) -> None:

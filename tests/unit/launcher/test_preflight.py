@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from huggingface_hub import constants
+from structlog.testing import capture_logs
 from tests.run_files import a_model_folder, a_run, a_run_file
 from tests.tiny_models import make_tokenizer
 from tests.unit.spec.test_load import RULES
@@ -334,7 +335,24 @@ def test_the_user_learns_of_lines_that_are_left_out(tmp_path: Path) -> None:
     skipped, repeated = preflight.check_run(spec, available_bytes=lambda: 64 * GIB).notices
     assert skipped.startswith("2 problems are left out")
     assert "train.jsonl:2: must be a JSON object" in skipped
-    assert repeated.startswith("1 problems repeat")
+    assert "1 problem repeats" in repeated
+
+
+def test_what_is_left_out_is_told_once(tmp_path: Path) -> None:
+    """The terminal had a line of the log and a notice about the same records."""
+    a_model_folder(tmp_path / "model")
+    data = tmp_path / "train.jsonl"
+    held_out = tmp_path / "test.jsonl"
+    data.write_text('{"question": "1+1?", "answer": "2"}\n{\n')
+    held_out.write_text('{"question": "1+2?", "answer": "3"}\n\n{\n{\n')
+    training, validation = ({"jsonl": {"path": str(path), "onBadLine": "Skip"}} for path in (data, held_out))
+    spec = a_spec(tmp_path, prompts={"source": training, "maxTokens": 80}, validation={"source": validation})
+    with capture_logs() as logged:
+        notices = preflight.check_run(spec, available_bytes=lambda: 64 * GIB).notices
+    first, second = (notice for notice in notices if "left out" in notice)
+    assert first.startswith(f"1 problem is left out (onBadLine: Skip): {data}:2: must be a JSON object")
+    assert second.startswith(f"2 problems are left out (onBadLine: Skip); the first is {held_out}:3: ")
+    assert [entry["event"] for entry in logged] == []
 
 
 def test_an_unusable_reference_is_named_by_file_and_line(tmp_path: Path) -> None:

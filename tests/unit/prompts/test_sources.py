@@ -65,6 +65,8 @@ def test_other_column_names_are_mapped(tmp_path: Path) -> None:
     ("line", "said"),
     [
         ('{"question": \n', "must be a JSON object on one line, got Expecting value at column 14; correct the syntax"),
+        ('{"question": "a', "got Unterminated string starting at column 14; correct the syntax"),
+        ('{"question": "a\tb", "answer": "1"}', "got Invalid control character at column 16; correct the syntax"),
         ("[1]", "got a list; write one object a line"),
         ("7", "got a number"),
         (b'{"question": "\xff", "answer": "1"}', "must be UTF-8, got byte 0xff at column 15"),
@@ -93,10 +95,34 @@ def test_a_malformed_line_is_reported_with_file_line_and_remedy(tmp_path: Path, 
     assert "; " in fault, "a fault comes with its remedy"
 
 
-def test_many_faults_are_counted_and_the_first_are_shown(tmp_path: Path) -> None:
+def test_equal_faults_share_a_line(tmp_path: Path) -> None:
+    """A wrong column gave ten equal lines."""
     with pytest.raises(DatasetInvalid, match="got 15 faults") as caught:
         open_problem_source(jsonl(tmp_path, *["{}"] * 7, record(), "null"))
+    _, question, answer, null = str(caught.value).splitlines()
+    assert f"{tmp_path}/data.jsonl:1 to 7: field 'question' must exist" in question
+    assert f"{tmp_path}/data.jsonl:1 to 7: field 'answer' must exist" in answer
+    assert f"{tmp_path}/data.jsonl:9: must be a JSON object" in null
+
+
+def test_a_wrong_column_is_one_line_with_a_suggestion(tmp_path: Path) -> None:
+    lines = [json.dumps({"question": "a", "anwser": "1"})] * 3
+    with pytest.raises(DatasetInvalid) as caught:
+        open_problem_source(jsonl(tmp_path, *lines, record(), *lines))
+    _, line = str(caught.value).splitlines()
+    assert f"{tmp_path}/data.jsonl:1 to 3, 5 to 7: field 'answer' must exist, got fields anwser, question" in line
+    assert "did you mean anwser? Name the column of the answer with fields.answer" in line
+
+
+def test_many_faults_are_counted_and_the_first_are_shown(tmp_path: Path) -> None:
+    lines = [json.dumps({f"column-{number}": 1, "question": "a"}) for number in range(15)]
+    with pytest.raises(DatasetInvalid, match="got 15 faults") as caught:
+        open_problem_source(jsonl(tmp_path, *lines))
+    assert len(str(caught.value).splitlines()) == 12
     assert "and 5 more" in str(caught.value)
+    scattered = [line for _ in range(8) for line in (record(), "null")]
+    with pytest.raises(DatasetInvalid, match=r"data\.jsonl:2, 4, 6, 8, 10 and 3 more: must be a JSON object"):
+        open_problem_source(jsonl(tmp_path, *scattered))
 
 
 def test_a_single_fault_is_one_line(tmp_path: Path) -> None:

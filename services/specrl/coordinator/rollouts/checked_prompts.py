@@ -24,6 +24,7 @@ from specrl.errors import CheckpointInvalid, DatasetInvalid
 from specrl.files import read_object, write_text
 from specrl.prompts import (
     DatasetProblem,
+    ProblemSource,
     ProblemSources,
     PromptStream,
     PromptTemplate,
@@ -31,6 +32,7 @@ from specrl.prompts import (
     load_validation,
     open_sources,
 )
+from specrl.prompts.stream import SourceReporter
 from specrl.records import Prompt
 from specrl.rewards.checks.reference_cache import ReferenceCache
 from specrl.rewards.checks.references import CheckedReference, ReferenceFinding, ReferencePool
@@ -67,13 +69,15 @@ class ReferenceDecision:
 class CheckedPrompts:
     """The prompts of a run, after the check.
 
-    untried: number of references that could not be tried on this machine; they are assumed to be good.
-    failures: messages about verifiers that failed on made-up completions, or tell none apart. They may quote the data.
+    sources: of training and validation, without the problems that are left out. untried: number of references that
+    could not be tried on this machine; they are assumed to be good. failures: messages about verifiers that failed on
+    made-up completions, or tell none apart. They may quote the data.
     """
 
     stream: PromptStream
     validation: list[Prompt]
     decision: ReferenceDecision
+    sources: tuple[ProblemSource, ...] = ()
     untried: int = 0
     failures: tuple[str, ...] = ()
 
@@ -188,7 +192,8 @@ async def load_checked_prompts(
                 progress(0, len(judge.unknown))
                 await pool.start()
                 await judge.check_unknown(pool, progress)
-            stream, validation = _load_sources(spec, sources, judge)
+            checked = list[ProblemSource]()
+            stream, validation = _load_sources(spec, sources, judge, checked.append)
             # Validation replaces refused problems by the next ones, which may not be checked yet: then check again.
             if not judge.unknown:
                 break
@@ -201,10 +206,8 @@ async def load_checked_prompts(
             failures = await try_verifiers(pool, first)
     finally:
         await pool.close()
-    if judge.untried:
-        log.warning("references_untried", count=judge.untried)
     decision = ReferenceDecision(digest, judge.refused_references)
-    return CheckedPrompts(stream, validation, decision, judge.untried, tuple(failures))
+    return CheckedPrompts(stream, validation, decision, tuple(checked), judge.untried, tuple(failures))
 
 
 def load_decided_prompts(spec: RunSpec, folder: Path) -> PromptStream:
@@ -241,17 +244,19 @@ def _judge_all_references(spec: RunSpec, sources: ProblemSources, judge: _Refere
             judge(problem, named.name)
 
 
-def _load_sources(spec: RunSpec, sources: ProblemSources, judge: _ReferenceJudge) -> tuple[PromptStream, list[Prompt]]:
+def _load_sources(
+    spec: RunSpec, sources: ProblemSources, judge: _ReferenceJudge, report: SourceReporter
+) -> tuple[PromptStream, list[Prompt]]:
     """Load training and validation prompts. Raises DatasetInvalid with the faults of both."""
     try:
-        stream = load_prompts(spec, sources.training, judge)
+        stream = load_prompts(spec, sources.training, judge, report)
     except DatasetInvalid as training_faults:
         try:  # read the other data set all the same, so that the user learns of the faults of both at once
-            load_validation(spec, sources.validation, judge)
+            load_validation(spec, sources.validation, judge, report)
         except DatasetInvalid as validation_faults:
             raise DatasetInvalid(f"{training_faults}\n{validation_faults}") from training_faults
         raise
-    return stream, load_validation(spec, sources.validation, judge)
+    return stream, load_validation(spec, sources.validation, judge, report)
 
 
 def _digest_references(spec: RunSpec, sources: ProblemSources) -> str:
