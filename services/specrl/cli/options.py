@@ -27,4 +27,5 @@ RUNS = Path("runs")
 def refuse_existing(out: Path) -> None:
     """Raise RunInvalid when `--out` exists."""
     if out.exists():
-        raise RunInvalid(f"--out must not exist, got out={out}; name a new folder")
+        kind = "folder" if out.is_dir() else "file"
+        raise RunInvalid(f"--out must not exist, got the {kind} {out}; name another path, or remove this {kind}")

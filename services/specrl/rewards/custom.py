@@ -66,11 +66,24 @@ class UserFunction:
         place = _locate_import_error(error)
         where = f" at {place}" if place else ""
         rule = f"must be importable, got {type(error).__name__}{where}: {read_message(error)}"
-        remedy = "correct the module" if place else f"name the module's folder in {self.path}.folder, or install it"
+        remedy = "correct the module" if place else self._advise_missing_module()
         if not place and isinstance(error, AttributeError):  # the module was found, but has no such function
             close = difflib.get_close_matches(str(error.name), dir(error.obj), n=1)
             remedy = f"did you mean {close[0]}?" if close else "name one of its functions"
         return SpecProblem(f"{self.path}.function", rule, remedy)
+
+    def _advise_missing_module(self) -> str:
+        """Advise on a module that was not found, by the modules of the folder, if one is named."""
+        path, _, function = self.name.partition(":")
+        if path.endswith(".py"):
+            return f"write {path.removesuffix('.py')}:{function}"
+        if self.folder is None:
+            return f"name the module's folder in {self.path}.folder, or install it"
+        module = path.partition(".")[0]
+        close = difflib.get_close_matches(module, (file.stem for file in Path(self.folder).glob("*.py")), n=1)
+        if close:
+            return f"did you mean {close[0]}?"
+        return f"{self.folder} has no {module}.py; add it, or name the folder that has it in {self.path}.folder"
 
 
 @dataclass(frozen=True)

@@ -773,7 +773,7 @@ def test_drafter_init_copies_the_exported_drafter(place: Path, fakes: Callable[.
 
 def assert_refused_without_a_second_run(result: Result) -> None:
     assert result.exit_code == 2
-    assert "--out must not exist" in result.stderr
+    assert "--out must not exist, got the folder " in result.stderr
     assert [path.name for path in Path("runs").iterdir()] == ["tiny-1"]
 
 

@@ -169,7 +169,9 @@ def test_a_list_of_rewards_gives_0(folder: Path) -> None:
     ("function", "said"),
     [
         ("my_rewards:score", "got AttributeError"),
-        ("your_rewards:grade", "got ModuleNotFoundError: No module named 'your_rewards'; name the module's folder"),
+        ("unknown:grade", "No module named 'unknown'; .*/rewards.* has no unknown.py; add it, or name the folder"),
+        ("my_rewards.py:grade", "'my_rewards' is not a package; write my_rewards:grade"),
+        ("my_reward:grade", "got ModuleNotFoundError: No module named 'my_reward'; did you mean my_rewards[?]"),
         ("broken_rewards:grade", r"got OSError at .*/broken_rewards\.py:2: no licence for you; correct the module$"),
         ("misspelled_rewards:grade", r"got SyntaxError at .*/misspelled_rewards\.py:1: expected ':'"),
         ("lacking_rewards:grade", r"got ModuleNotFoundError at .*/lacking_rewards\.py:2: No module named"),
@@ -187,6 +189,12 @@ def test_a_function_that_cannot_be_called_is_refused_before_the_run(folder: Path
         verifier_for(rewards_of(folder, function)).prepare_worker()
     (problem,) = refusal.value.problems
     assert "\n" not in problem.rule
+
+
+def test_a_module_without_a_folder_comes_with_the_field_for_it() -> None:
+    rewards = Rewards(python=PythonVerifier(function="nowhere_rewards:grade"))
+    with pytest.raises(SpecInvalid, match=r"name the module's folder in rewards\.python\.folder, or install it"):
+        verifier_for(rewards).prepare_worker()
 
 
 async def test_a_refusal_in_a_worker_reaches_the_caller(folder: Path) -> None:

@@ -367,6 +367,21 @@ def test_a_malformed_function_name_is_refused(name: str) -> None:
     assert list(problems(a_run(rewards={"python": {"function": name}}))) == ["rewards.python.function"]
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("wirft.py.zahl", "write wirft:zahl"),
+        ("rewards/wirft.py:zahl", "write wirft:zahl, with folder: rewards"),
+        ("wirft.py", "write wirft:FUNCTION"),
+        ("wirft.zahl", "as in my_rewards:grade"),
+    ],
+)
+def test_a_file_instead_of_a_module_comes_with_what_to_write(name: str, said: str) -> None:
+    """The message named the form alone: `must be module:function, got 'wirft.py.zahl'`."""
+    found = problems(a_run(rewards={"python": {"function": name}}))
+    assert found["rewards.python.function"] == f"must be module:function, got {name!r}; {said}"
+
+
 def test_the_digest_ignores_what_may_change_during_a_run() -> None:
     spec = parse_spec(SOUND)
     assert digest_spec(parse_spec(a_run(generation__replicas=5))) == digest_spec(spec)

@@ -35,6 +35,8 @@ class Rule[S: Section]:
     """The CEL form. The API server has filled in defaults before."""
     got: Callable[[S], object] | None = None
     """Returns what breaks the rule, for the message; None: the value of `field`."""
+    advise: Callable[[S], str] | None = None
+    """Returns advice for the value, or "" for `remedy`; None: always `remedy`."""
 
     @property
     def api_message(self) -> str:
@@ -102,7 +104,8 @@ def find_broken_rules(spec: RunSpec, rules: Sequence[Rule[Any]]) -> Iterator[Spe
             # Not isinstance: `rljob/crd.py` writes a rule at the section itself, not at subclasses such as PythonTool.
             if type(section) is rule.on and not rule.holds(section):
                 where = ".".join(part for part in (path, rule.field) if part)
-                yield SpecProblem(where, f"{rule.must}, got {_describe_violation(rule, section)}", rule.remedy)
+                remedy = (rule.advise(section) if rule.advise is not None else "") or rule.remedy
+                yield SpecProblem(where, f"{rule.must}, got {_describe_violation(rule, section)}", remedy)
 
 
 def _describe_violation(rule: Rule[Any], section: Section) -> str:

@@ -310,7 +310,21 @@ def _require_function_name(section: type[PythonVerifier], example: str) -> Rule[
         lambda python: re.fullmatch(_FUNCTION, python.function) is not None,
         # `function` is a reserved word of CEL. Kubernetes escapes such field names with underscores.
         f"self.__function__.matches({_quote_cel(_FUNCTION)})",
+        advise=_advise_function_name,
     )
+
+
+def _advise_function_name(python: PythonVerifier) -> str:
+    """Say what to write instead of a file: `rewards/mine.py:grade`, `mine.py` or `mine.py.grade`.
+
+    `mine.py:grade` could be a module of a package, so it is refused where it is imported.
+    """
+    file = re.fullmatch(rf"(.*/)?({_NAME})\.py(?:[:.]+({_NAME}))?", python.function)
+    if file is None:
+        return ""
+    folder, module, function = file.groups()
+    place = f", with folder: {folder.rstrip('/') or '/'}" if folder and python.folder is None else ""
+    return f"write {module}:{function or 'FUNCTION'}{place}"
 
 
 def _quote_cel(text: str) -> str:
