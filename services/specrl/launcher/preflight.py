@@ -146,6 +146,7 @@ def check_run(
             ready.data = data
             ready.decision = data.decision
             ready.notices = (*list_data_notices(data), *list_function_notices(spec, directory, data))
+            ready.notices += tuple(list_batch_notices(spec, len(data.stream)))
     ready.notices = (*fetched.notices, *ready.notices)
     ready.notices += tuple(list_dtype_notices(spec))
     if found.policy is not None:
@@ -190,7 +191,10 @@ def check_model_before_weights(available_bytes: Callable[[], int], spec: RunSpec
 def _find_transport_problems(spec: RunSpec) -> Iterator[SpecProblem]:
     """Report NCCL on a machine without GPUs. The cluster rules report it for an RLJob."""
     if spec.weights.transport is Transport.NCCL and not visible_gpus():
-        yield SpecProblem("weights.transport", "must be Gloo or Auto on a machine without GPUs, got Nccl", "use Auto")
+        allowed = ", ".join(transport for transport in Transport if transport is not Transport.NCCL)
+        yield SpecProblem(
+            "weights.transport", f"must be one of {allowed} on a machine without GPUs, got Nccl", "use Auto"
+        )
 
 
 def find_socket_problems(scratch: Path) -> Iterator[SpecProblem]:
@@ -253,6 +257,16 @@ def check_finished_run(spec: RunSpec, directory: Path, command: str) -> None:
 
 def _has_store_here(spec: RunSpec, directory: Path) -> bool:
     return spec.redis is None and (directory / "store.db").exists()
+
+
+def list_batch_notices(spec: RunSpec, problems: int) -> Iterator[str]:
+    """Yield that a step takes problems more than once. problems: number of those that the run trains on."""
+    prompts = spec.schedule.prompts_per_step
+    if prompts > problems:
+        yield (
+            f"schedule.promptsPerStep is {prompts}, and there are {problems} problems: a step trains on some of them "
+            "more than once; lower it, or add problems"
+        )
 
 
 def list_data_notices(data: CheckedPrompts) -> Iterator[str]:

@@ -338,6 +338,14 @@ def test_the_user_learns_of_lines_that_are_left_out(tmp_path: Path) -> None:
     assert "1 problem repeats" in repeated
 
 
+def test_a_batch_larger_than_the_data_is_noted() -> None:
+    """It was accepted without a word, and a step trained on a problem twice."""
+    spec = parse_spec(a_run(Path("/none"), schedule={"steps": 1, "promptsPerStep": 5, "groupSize": 2}))
+    (notice,) = preflight.list_batch_notices(spec, 4)
+    assert notice.startswith("schedule.promptsPerStep is 5, and there are 4 problems")
+    assert not list(preflight.list_batch_notices(spec, 5))
+
+
 def test_what_is_left_out_is_told_once(tmp_path: Path) -> None:
     """The terminal had a line of the log and a notice about the same records."""
     a_model_folder(tmp_path / "model")
@@ -500,7 +508,9 @@ def test_nccl_without_gpus_is_refused(tmp_path: Path) -> None:
     """The trainer refused it every two seconds, in the log alone, and the run waited."""
     a_model_folder(tmp_path / "model")
     spec = parse_spec(a_run(tmp_path, weights={"transport": "Nccl"}))
-    with pytest.raises(SpecInvalid, match=r"weights\.transport: must be Gloo or Auto on a machine without GPUs"):
+    with pytest.raises(
+        SpecInvalid, match=r"weights\.transport: must be one of Auto, Gloo, Checkpoint on a machine without GPUs"
+    ):
         preflight.check_run(spec, available_bytes=lambda: 64 * GIB)
 
 
