@@ -58,6 +58,61 @@ _REMEDIES = {
 }
 """Remedy by pydantic's error type. Other types get the caller's fallback."""
 
+ELSEWHERE = {
+    "adam_beta1": "trainer.optimizer.beta1",
+    "adam_beta2": "trainer.optimizer.beta2",
+    "adam_epsilon": "trainer.optimizer.epsilon",
+    "beta": "trainer.loss.referenceKl.coefficient",
+    "bf16": "model.dtype",
+    "clip_grad": "trainer.optimizer.clipNorm",
+    "clip_ratio_high": "trainer.loss.clipHigh",
+    "clip_ratio_low": "trainer.loss.clipLow",
+    "dataset_name": "prompts.source.dataset.name",
+    "dtype": "model.dtype",
+    "epsilon_high": "trainer.loss.clipHigh",
+    "eval_steps": "validation.everySteps",
+    "gradient_checkpointing": "trainer.recompute",
+    "kl_loss_coef": "trainer.loss.referenceKl.coefficient",
+    "lora_alpha": "trainer.lora.alpha",
+    "lora_r": "trainer.lora.rank",
+    "lr": "trainer.optimizer.learningRate",
+    "lr_scheduler_type": "trainer.optimizer.decay",
+    "lr_warmup_steps": "trainer.optimizer.warmupSteps",
+    "max_completion_length": "generation.sampling.maxTokens",
+    "max_grad_norm": "trainer.optimizer.clipNorm",
+    "max_new_tokens": "generation.sampling.maxTokens",
+    "max_num_seqs": "generation.maxLiveRollouts",
+    "max_num_steps": "schedule.steps",
+    "max_prompt_length": "prompts.maxTokens",
+    "max_response_length": "generation.sampling.maxTokens",
+    "max_staleness": "schedule.maxPolicyLag",
+    "max_steps": "schedule.steps",
+    "model_name": "model.path",
+    "model_name_or_path": "model.path",
+    "model_revision": "model.revision",
+    "n": "schedule.groupSize",
+    "num_generations": "schedule.groupSize",
+    "num_generations_per_prompt": "schedule.groupSize",
+    "num_iterations": "trainer.optimizer.updatesPerStep",
+    "num_prompts_per_step": "schedule.promptsPerStep",
+    "num_train_epochs": "schedule.steps",
+    "per_device_train_batch_size": "schedule.promptsPerStep",
+    "ppo_epochs": "trainer.optimizer.updatesPerStep",
+    "ppo_mini_batch_size": "schedule.promptsPerStep",
+    "report_to": "telemetry.sinks.wandb",
+    "reward_funcs": "rewards.python.function",
+    "reward_weights": "rewards.sum.terms.weight",
+    "save_steps": "checkpoint.everySteps",
+    "save_total_limit": "checkpoint.keep",
+    "tensor_model_parallel_size": "generation.tensorParallel",
+    "total_training_steps": "schedule.steps",
+    "train_batch_size": "schedule.promptsPerStep",
+    "train_files": "prompts.source.parquet.path",
+    "vllm_tensor_parallel_size": "generation.tensorParallel",
+    "warmup_steps": "trainer.optimizer.warmupSteps",
+}
+"""Names in other frameworks, with the field of a run file that they stand for. docs/coming-from.md has all of them."""
+
 _VERBS = ("match", "have")
 """First words of pydantic's rules that follow "must" instead of "must be"."""
 
@@ -251,13 +306,22 @@ def convert_error(detail: ErrorDetails, model: type[Section], fallback: str) -> 
 
 
 def report_unknown_field(model: type[Section], location: Location) -> SpecProblem:
-    """Build the problem of an unknown field. It suggests the section's field with the closest name."""
+    """Build the problem of an unknown field.
+
+    It suggests the field that another framework calls so, and the section's field with the closest name.
+    """
     *parents, last = location
     field = find_field(model, parents)
     section = model if not parents else find_section(field) if field is not None else None
     names = [str(field.alias) for field in section.model_fields.values()] if section is not None else []
     name = to_camel(str(last))  # a name as in Python is the same field
-    close = difflib.get_close_matches(name, names, n=1)
+    close = [
+        path
+        for other, path in ELSEWHERE.items()
+        if to_camel(other) == name and find_field(model, path.split(".")) is not None
+    ]
+    found = {path.rpartition(".")[2] for path in close}
+    close += [similar for similar in difflib.get_close_matches(name, names, n=1) if similar not in found]
     if not close:
         places = walk_section_types(model)
         close = [

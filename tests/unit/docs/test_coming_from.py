@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from specrl.spec import RunSpec, parse_spec
 from specrl.spec.base import Section, find_field, find_section
+from specrl.spec.yaml_input import ELSEWHERE
 
 PAGE = (Path(__file__).parents[3] / "docs" / "coming-from.md").read_text(encoding="utf-8")
 FRAMEWORKS = ("TRL", "verl", "prime-rl", "NeMo-RL")
@@ -80,6 +81,13 @@ def test_every_field_in_a_column_of_specrl_exists_and_accepts_its_value() -> Non
 )
 def test_a_wrong_field_or_value_is_found(code: str, fault: str) -> None:
     assert find_fault(code).startswith(fault)
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_what_a_message_suggests_for_a_name_is_what_the_page_says(name: str) -> None:
+    rows = [row for framework in FRAMEWORKS for row in list_rows(SECTIONS[framework])]
+    found = [row for row in rows if name in {code.rpartition(".")[2] for code in CODE.findall(row[0])}]
+    assert any(ELSEWHERE[name] in {code.partition(":")[0] for code in CODE.findall(row[1])} for row in found), found
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)

@@ -169,6 +169,24 @@ def test_unknown_fields_come_with_a_suggestion() -> None:
     assert found["zzz"].endswith("remove it")
 
 
+def test_names_of_other_frameworks_come_with_the_field_that_they_stand_for() -> None:
+    """The advice for `lr` was to remove it."""
+    found = problems(
+        a_run(
+            trainer__optimizer__lr=1e-5,
+            schedule__num_generations=8,
+            max_steps=5,
+            model__dtyp="x",
+            trainer__optimizer__beta=1,
+        )
+    )
+    assert found["trainer.optimizer.lr"].endswith("did you mean trainer.optimizer.learningRate?")
+    assert found["schedule.num_generations"].endswith("did you mean schedule.groupSize?")
+    assert found["trainer.optimizer.beta"].endswith("did you mean trainer.loss.referenceKl.coefficient or beta2?")
+    assert found["max_steps"].endswith("did you mean schedule.steps?")
+    assert found["model.dtyp"].endswith("did you mean dtype?")
+
+
 def test_only_the_name_of_a_run_gets_advice_about_names() -> None:
     """A URL that did not match its pattern came with advice about lower-case letters and dashes."""
     found = problems(a_run(name="Not-A-Name", checkpoint={"mirror": "nowhere"}))
