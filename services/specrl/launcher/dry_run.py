@@ -13,7 +13,8 @@ from pathlib import Path
 from specrl.coordinator.rollouts.checked_prompts import CheckedPrompts, ProgressCallback
 from specrl.errors import SpecProblem, collect_problems, raise_problems
 from specrl.hub.fetching import FetchDisplay
-from specrl.launcher.launch import check_checkpoint
+from specrl.launcher.disk import check_disk
+from specrl.launcher.launch import check_checkpoint, describe_start
 from specrl.launcher.preflight import PreflightResult, check_run
 from specrl.records import Prompt, Reward
 from specrl.rewards.checks.references import ReferencePool
@@ -39,21 +40,29 @@ class RunPlan:
     examples: tuple[GradedExample, ...]
 
 
-def plan_run(spec: RunSpec, checkpoint: Path | None, progress: ProgressCallback, display: FetchDisplay) -> RunPlan:
+def plan_run(
+    spec: RunSpec, runs: Path, checkpoint: Path | None, progress: ProgressCallback, display: FetchDisplay
+) -> RunPlan:
     """Check a run and find out what it would begin with. Raises SpecInvalid with every problem.
 
-    What the run names on the hub is fetched. checkpoint: of another run, which the run would start from.
+    What the run names on the hub is fetched. runs: where the run's folder would be made. checkpoint: of another run,
+    which the run would start from.
     """
     problems = list[SpecProblem]()
     data: CheckedPrompts | None = None  # it stays None if preflight finds a problem
     with collect_problems(problems):
         ready = check_run(spec, None, progress, display=display)
         data = ready.data
+        if ready.disk_need is not None:
+            check_disk(ready.disk_need, runs)
+    step = 0
     if checkpoint is not None:
         with collect_problems(problems):
-            check_checkpoint(checkpoint, spec, data)
+            step = check_checkpoint(checkpoint, spec, data)
     raise_problems(problems)
     assert data is not None  # preflight has found no problem
+    if checkpoint is not None:
+        ready.notices += (describe_start(checkpoint, step),)
     first = data.stream.prompt(0)
     return RunPlan(ready.spec, ready, first, asyncio.run(_grade_examples(ready.spec, first)))
 

@@ -19,6 +19,7 @@ from specrl.formats.reports import Phase, StatusReport
 from specrl.hub import write_sources
 from specrl.launcher import preflight, run_directory
 from specrl.launcher.coordinator_client import CoordinatorReports
+from specrl.launcher.disk import check_disk
 from specrl.launcher.local_run import LocalRun
 from specrl.launcher.processes.ports import HOST
 from specrl.launcher.processes.programs import build_programs
@@ -52,11 +53,12 @@ def start_run(
     """
     # Everything that can be refused is refused before the folder exists.
     ready = _run_preflight(spec, None, view)
+    if ready.disk_need is not None:
+        check_disk(ready.disk_need, runs)
     spec = ready.spec
     if checkpoint is not None:
         step = check_checkpoint(checkpoint, spec, ready.data)
-        source = checkpoint.resolve().parents[1].name
-        ready.notices += (f"starting from the checkpoint of step {step} of {source}; the next step is {step + 1}",)
+        ready.notices += (describe_start(checkpoint, step),)
     directory = run_directory.create_run(runs, spec)
     with directory.lock(), private_umask():
         ready.decision.write_file(directory.path)
@@ -93,6 +95,12 @@ def check_checkpoint(checkpoint: Path, spec: RunSpec, data: CheckedPrompts | Non
     return step
 
 
+def describe_start(checkpoint: Path, step: int) -> str:
+    """Describe from where a new run goes on. step: of the checkpoint of another run."""
+    source = checkpoint.resolve().parents[1].name
+    return f"starting from the checkpoint of step {step} of {source}; the next step is {step + 1}"
+
+
 def resume_run(
     directory: RunDirectory, overrides: Sequence[str], view: View, keep_serving: bool = False
 ) -> LaunchResult:
@@ -122,6 +130,8 @@ def resume_run(
         if opened := directory.make_private():
             view.show_message(opened)
         ready = _run_preflight(spec, directory.path, view)  # may fetch into a cache that users share
+        if ready.disk_need is not None:
+            check_disk(ready.disk_need, directory.path)
         spec = ready.spec
         with private_umask():
             write_sources(directory.path, ready.sources)

@@ -39,6 +39,7 @@ from specrl.generation.vllm_backend import preflight as generation
 from specrl.hub import FetchedSource, fetch_run_sources, read_sources
 from specrl.hub.fetching import NO_DISPLAY, FetchDisplay
 from specrl.installation import require_engines
+from specrl.launcher.disk import DiskNeed, estimate_disk
 from specrl.launcher.gpu_checks import find_gpu_problems, share_gpus
 from specrl.launcher.memory import MemoryNeed, check_memory, estimate_memory, format_gib
 from specrl.launcher.processes.ports import choose_ports
@@ -53,6 +54,7 @@ from specrl.spec.data import PromptFormat
 from specrl.spec.run import Transport
 from specrl.telemetry import traces
 from specrl.trainer import preflight as trainer
+from specrl.trainer.checkpointing import checkpoints
 
 PACKAGES = (models, generation, drafting, trainer, traces, prompts, rewards, agent_tools, coordinator)
 """Packages with a `check(spec, models)`, in the order of the sections of a run file."""
@@ -73,6 +75,7 @@ class PreflightResult:
     words. sources: what was fetched for the names.
     replica_bytes: estimated memory of one replica on a CPU; 0 with GPUs.
     data: the run's prompts; None if a problem was found. memory_need: None with GPUs. available_bytes: 0 with GPUs.
+    disk_need: the caller compares it with the disk of the run's folder. None if the policy could not be read.
     """
 
     spec: RunSpec
@@ -85,6 +88,7 @@ class PreflightResult:
     replica_bytes: int = 0
     data: CheckedPrompts | None = None
     memory_need: MemoryNeed | None = None
+    disk_need: DiskNeed | None = None
     available_bytes: int = 0
 
 
@@ -158,6 +162,9 @@ def check_run(
         ready.spec = share_gpus(spec, found, machine)
         if ready.spec is not spec:
             ready.notices += (f"generation.kvCacheMib is {ready.spec.generation.kv_cache_mib}: programs share a GPU",)
+    if found.policy is not None:
+        saved = len(checkpoints.list_complete(directory)) if directory is not None else 0
+        ready.disk_need = estimate_disk(spec, found, saved)
     if not visible_gpus() and found.policy is not None and found.policy_config is not None:
         # Only for CPUs. With GPUs most of the need is GPU memory, which the engines check themselves.
         need = estimate_memory(spec, found)

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -197,9 +198,10 @@ def test_a_checkpoint_of_other_steps_is_refused_before_anything_is_written(
         assert_refused(
             specrl_command(*command, *more, *options), f"start again with schedule.promptsPerStep={per_step}"
         )
-    result = specrl_command(*command, "--plain")
-    assert result.exit_code == 0, result.output
-    assert "starting from the checkpoint of step 1 of other-1; the next step is 2" in result.stdout
+    for options in (["--dry-run"], ["--plain"]):
+        result = specrl_command(*command, *options)
+        assert result.exit_code == 0, result.output
+        assert "starting from the checkpoint of step 1 of other-1; the next step is 2" in result.stdout
 
 
 def test_an_unreadable_dataset_is_refused(place: Path) -> None:
@@ -291,6 +293,7 @@ def test_a_dry_run_shows_what_a_run_would_begin_with_and_starts_nothing(
     assert any(line.startswith("    the reference itself: reward 0") for line in lines)
     assert any(line.startswith("    #### and the reference: reward 1") for line in lines)
     assert re.search(r"memory: about \d.* GiB: coordinator .*, replicas 1 x .*, trainer .*; 64.0 GiB available", shown)
+    assert re.search(r"disk: about \d.* GiB in runs: 1 x .* of checkpoints, .* for the export; .* GiB free", shown)
     assert "time: not known; no run in runs has trained with these settings" in shown
     assert {path.name for path in place.iterdir()} == before
 
@@ -304,6 +307,17 @@ def test_a_dry_run_estimates_its_time_from_a_run_of_the_same_work_alone(place: P
     assert "time: about 10 minutes without the start, at 10.0 s a step, the median of 2 steps of tiny-1" in same.stdout
     other = specrl_command("run", str(file), "--dry-run", "--set", "generation.sampling.maxTokens=8")
     assert "time: not known" in other.stdout
+
+
+@pytest.mark.parametrize("option", ["--dry-run", "--plain"])
+def test_a_full_disk_is_refused_before_anything_is_written(
+    place: Path, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    """The disk was found full by the checkpoint that had no room, hours later."""
+    a_model_folder(place / "model")
+    usage = shutil.disk_usage(place)._replace(free=2**20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    assert_refused(specrl_command("run", str(a_run_file(place)), option), "--runs: must be on a disk with ")
 
 
 def test_a_dry_run_lists_every_problem_and_exits_with_2(place: Path) -> None:

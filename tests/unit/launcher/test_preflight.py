@@ -27,7 +27,9 @@ from specrl.drafting import preflight as drafting
 from specrl.drafting.kind import TARGET_BYTES
 from specrl.errors import MemoryTooSmall, PortTaken, SpecInvalid, SpecProblem
 from specrl.generation.vllm_backend import preflight as generation_preflight
+from specrl.hub.fetching import SPARE_BYTES
 from specrl.launcher import preflight
+from specrl.launcher.disk import check_disk, estimate_disk
 from specrl.launcher.memory import GIB, check_memory, estimate_memory
 from specrl.launcher.processes.ports import choose_ports
 from specrl.models import RunModels, read_model_folder, read_models
@@ -336,6 +338,27 @@ def test_the_user_learns_of_lines_that_are_left_out(tmp_path: Path) -> None:
     assert skipped.startswith("2 problems are left out")
     assert "train.jsonl:2: must be a JSON object" in skipped
     assert "1 problem repeats" in repeated
+
+
+def test_a_disk_that_is_too_small_for_the_checkpoints_is_refused(tmp_path: Path) -> None:
+    """A run of a 135M model ended after hours, when its third checkpoint found no room."""
+    a_model_folder(tmp_path / "model")
+    schedule = {"steps": 60, "promptsPerStep": 2, "groupSize": 2}
+    spec = a_spec(tmp_path, schedule=schedule, checkpoint={"keep": 2, "milestoneEverySteps": 30, "keepBest": False})
+    found = read_models(spec)
+    assert found.policy is not None
+    need = estimate_disk(spec, found)
+    assert (need.checkpoint_bytes, need.checkpoints) == (12 * found.policy.num_parameters, 5)
+    assert estimate_disk(spec, found, existing=5).checkpoints == 1, "the next one still needs room"
+    short = a_spec(tmp_path, schedule={**schedule, "steps": 10})
+    assert estimate_disk(short, found).checkpoints == 1
+    enough = need.total_bytes + SPARE_BYTES
+    check_disk(need, tmp_path / "runs", lambda _: enough)
+    with pytest.raises(
+        SpecInvalid, match=r"--runs: must be on a disk with 1\.0 GiB free \(5 x 0\.0 GiB of checkpoints"
+    ):
+        check_disk(need, tmp_path / "runs", lambda _: enough - 1)
+    assert preflight.check_run(spec, available_bytes=lambda: 64 * GIB).disk_need == need
 
 
 def test_a_batch_larger_than_the_data_is_noted() -> None:

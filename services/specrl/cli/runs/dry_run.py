@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from specrl.errors import SpecrlError
+from specrl.launcher.disk import measure_free_bytes
 from specrl.launcher.dry_run import GradedExample, RunPlan, plan_run
 from specrl.launcher.memory import format_gib
 from specrl.launcher.run_directory import RUN_FILE, RunDirectory
@@ -29,7 +30,7 @@ def show_plan(spec: RunSpec, runs: Path, checkpoint: Path | None) -> None:
     """Check the run, and print its resolved run file and what it would do first. Raises SpecInvalid."""
     view = choose_view(Console(stderr=True), is_plain=False)
     with open_fetch_display(view) as display:
-        plan = plan_run(spec, checkpoint, CheckProgress(view), display)
+        plan = plan_run(spec, runs, checkpoint, CheckProgress(view), display)
     for line in render_plan(plan, runs):
         typer.echo(line)
 
@@ -60,6 +61,13 @@ def render_plan(plan: RunPlan, runs: Path) -> Iterator[str]:
     for example in plan.examples:
         yield f"{INDENT}{example.made_from}: {_describe_verdict(example)}"
     yield f"memory: {_describe_memory(plan)}"
+    need = plan.ready.disk_need
+    if need is not None:
+        yield (
+            f"disk: about {format_gib(need.total_bytes)} in {runs}: {need.checkpoints} x "
+            f"{format_gib(need.checkpoint_bytes)} of checkpoints, {format_gib(need.export_bytes)} for the export; "
+            f"{format_gib(measure_free_bytes(runs))} free"
+        )
     yield f"time: {_describe_time(spec, runs)}"
 
 
