@@ -123,15 +123,13 @@ async def run_replica(spec: RunSpec, options: ReplicaOptions) -> None:
     if not options.nodes.is_leader:
         await run_follower(spec, options.nodes)
         return
-    from specrl.generation.tokenizer_check import check_tokenizers
     from specrl.generation.vllm_backend.engine import VllmEngine
 
     with traces.open_recorder(spec, "generation", options.replica_id) as recorder:
         costs = CoordinatorCosts(options.coordinator, options.identity, options.token)
         engine = VllmEngine(spec, options.replica_id, recorder, options.nodes, costs)
-        await engine.start()  # which has checked the policy's folder
+        await engine.start()
         try:
-            check_tokenizers(Path(spec.model.path))
             await run_engine(engine, spec, options, recorder)
         finally:
             await engine.close()

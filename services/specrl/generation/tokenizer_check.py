@@ -2,7 +2,8 @@
 
 Prompts are tokenized by tokenizer.json alone (`prompts/templates.py`). vLLM loads the class that tokenizer_config.json
 names, and transformers 5 may then replace the decoder of tokenizer.json. Token ids agree, and so do log-probabilities.
-But verifiers would get other text than the policy wrote. Each replica calls this before it serves.
+But verifiers would get other text than the policy wrote. Each node of a replica calls this before its engine starts
+(`vllm_backend/launch.py`).
 """
 
 from __future__ import annotations

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from tests.run_files import a_model_folder
+from tests.run_files import a_model_folder, a_run
 
 from specrl.errors import CheckpointInvalid
 from specrl.generation.tokenizer_check import check_tokenizers
+from specrl.generation.vllm_backend import launch
+from specrl.spec import parse_spec
 
 
 def a_policy(tmp_path: Path, tokenizer_class: str) -> Path:
@@ -23,6 +26,12 @@ def a_policy(tmp_path: Path, tokenizer_class: str) -> Path:
 
 def test_a_tokenizer_that_the_engine_reads_alike_is_accepted(tmp_path: Path) -> None:
     check_tokenizers(a_policy(tmp_path, "PreTrainedTokenizerFast"))
+
+
+def test_a_replica_is_refused_before_its_engine_starts(tmp_path: Path) -> None:
+    a_policy(tmp_path, "LlamaTokenizerFast")
+    with ExitStack() as cleanup, pytest.raises(CheckpointInvalid, match="name PreTrainedTokenizerFast"):
+        launch.read_folders(parse_spec(a_run(tmp_path)), cleanup)
 
 
 def test_a_class_that_replaces_the_decoder_is_refused(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from specrl.drafting import preflight as drafting
 from specrl.drafting.registry import find_kind
 from specrl.errors import CheckpointInvalid, MemoryTooSmall, raise_problems
 from specrl.generation.nodes import ReplicaNodes
+from specrl.generation.tokenizer_check import check_tokenizers
 from specrl.generation.vllm_backend import arguments
 from specrl.generation.vllm_backend import preflight as generation
 from specrl.machine import available_memory_bytes
@@ -57,7 +58,8 @@ def read_folders(spec: RunSpec, cleanup: ExitStack) -> ReplicaFolders:
     An engine calls this first, so it also rejects unsupported versions of vLLM and torch. Closing `cleanup` deletes the
     untrained head.
 
-    Raises RunInvalid for those, and SpecInvalid with every problem of mechanism and models.
+    Raises RunInvalid for those, SpecInvalid with every problem of mechanism and models, and CheckpointInvalid for a
+    tokenizer that the engine would read differently from the coordinator.
     """
     check_versions("vllm", "torch")
     served = read_served_models(spec)
@@ -65,6 +67,7 @@ def read_folders(spec: RunSpec, cleanup: ExitStack) -> ReplicaFolders:
     policy = served.policy
     eagle3 = spec.generation.speculation.eagle3
     assert policy is not None, "models.check has rejected an unreadable policy"
+    check_tokenizers(policy.path)
     if eagle3 is None or eagle3.path is not None:
         is_updated = find_kind(spec) is not None
         return ReplicaFolders(policy, served.drafter or served.draft_model, is_updated)
