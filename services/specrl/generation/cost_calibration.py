@@ -24,6 +24,7 @@ from typing import NamedTuple
 from specrl.generation.draft_length import choose_calibrated_lengths
 
 PASSES = 12  # per batch size
+FEWEST_PASSES = 3  # of a batch size whose time is over: large models on CPUs take seconds for a step
 PASS_STEPS = 2  # measured steps of each length in a pass; the faster one counts
 CLOSE = 8  # batches that differ by at most 1/8 of their size are taken to cost the same
 
@@ -84,8 +85,22 @@ class CostCalibration:
             return
         self._seconds.append(seconds)
         if len(self._seconds) == len(self._plan):
-            for length, cost in self._compute_costs().items():
-                self.rows[length].append(cost)
+            self._add_costs()
+
+    def end_early(self) -> bool:
+        """Use the whole passes so far. Returns whether they are enough; if not, the batch size is not measured."""
+        pass_steps = PASS_STEPS * len(self.rows)
+        measured = len(self._seconds) // pass_steps * pass_steps
+        if self.is_done or measured < FEWEST_PASSES * pass_steps:
+            return self.is_done
+        self._plan = self._plan[:measured]
+        self._seconds = self._seconds[:measured]
+        self._add_costs()
+        return True
+
+    def _add_costs(self) -> None:
+        for length, cost in self._compute_costs().items():
+            self.rows[length].append(cost)
 
     def _compute_costs(self) -> dict[int, float]:
         levels: list[float] = []

@@ -106,7 +106,10 @@ async def _take_costs(llm: Any, costs: dict[str, Any], source: str) -> bool:
 
 
 async def _measure_batch_size(llm: Any, batch: int, sampling: Sampling) -> bool:
-    """Keep `batch` requests decoding until every length is measured. Returns False after NODE_PATIENCE_S."""
+    """Keep `batch` requests decoding until every length is measured.
+
+    After NODE_PATIENCE_S the passes so far are used. Returns False if they are too few.
+    """
     from vllm.inputs.engine import tokens_input
 
     from specrl.generation.vllm_backend.completion import convert_sampling
@@ -117,7 +120,7 @@ async def _measure_batch_size(llm: Any, batch: int, sampling: Sampling) -> bool:
     try:
         while not await _call_scheduler(llm, "is_calibrated"):
             if time.monotonic() > deadline:
-                return False
+                return bool(await _call_scheduler(llm, "end_batch_early"))
             if not llm.output_processor.has_unfinished_requests():  # at first, and again when these have ended
                 for place in range(batch):
                     names.append(f"calibration-{batch}-{len(names)}")
@@ -217,7 +220,16 @@ def calibration_file(spec: RunSpec, model_configs: Sequence[dict[str, Any]]) -> 
         "dtype": spec.model.dtype.value,
         "speculation": generation.speculation.model_dump(mode="json", exclude={"eagle3": {"path"}}),
         "engine": generation.model_dump(
-            mode="json", include={"max_live_rollouts", "tensor_parallel", "threads", "sampling"}
+            mode="json",
+            include={
+                "max_live_rollouts",
+                "tensor_parallel",
+                "threads",
+                "sampling",
+                "kv_cache_dtype",
+                "attention_backend",
+            },
+            exclude={"sampling": {"max_tokens"}},
         ),
     }
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:24]

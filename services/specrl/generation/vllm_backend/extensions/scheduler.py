@@ -187,6 +187,10 @@ class DraftLengthScheduler(Scheduler):
         """Whether the batch size of the last `drafting_calibrate` is measured."""
         return self._calibration is not None and self._calibration.is_done
 
+    def drafting_end_batch_early(self) -> bool:
+        """End the measuring of this batch size. Returns whether there were enough passes."""
+        return self._calibration is not None and self._calibration.end_early()
+
     def drafting_nodes(self) -> list[int]:
         """Return the batch sizes to calibrate, ascending."""
         return list(self._drafting.costs.nodes)
