@@ -612,6 +612,8 @@ class Loop:
         self._validation = None
         if task is None:
             return
+        problems = len(self.context.validation_prompts)
+        self._phase.update(Phase.TRAINING, f"validating the policy on {problems} problems")  # it may take minutes
         try:
             report = await task
         except PeerUnavailable as error:
@@ -622,6 +624,7 @@ class Loop:
             best = choose_better(self._ledger.facts.best_version, report, self._spec)
             await self._ledger.record_validation(report, best)
             self._events.publish(VersionValidated(report))
+        self._phase.update(Phase.TRAINING, "training")
         unreported = self._unreported
         self._unreported = None
         if unreported is not None:

@@ -6,6 +6,7 @@ A whole run with the stand-in engine and the real pool of verifiers.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -211,6 +212,22 @@ async def test_rewards_and_gradients_that_stay_at_zero_are_reported_with_what_to
     assert status.collapsed_since == since
     assert f"since step {since} every reward and every gradient is 0" in status.warnings[0]
     assert remedy in status.warnings[0]
+
+
+async def test_a_run_says_that_it_validates_and_writes_samples_of_each_step(tmp_path: Path) -> None:
+    """The validation before the first step took minutes under the word `training`. No completion could be read."""
+    said = set()
+    async with Run(tmp_path, a_spec(tmp_path, maxPolicyLag=0)) as run:
+
+        def note_detail() -> bool:
+            said.add(run.observer.build_status().detail)
+            return run.running.done()
+
+        await run.until(note_detail)
+    assert {"training", "validating the policy on 4 problems"} <= said
+    samples = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    assert Counter(sample["step"] for sample in samples) == dict.fromkeys(range(1, 7), 4)
+    assert all(sample["completion"] for sample in samples)
 
 
 def value(name: str, run: str) -> float | None:
