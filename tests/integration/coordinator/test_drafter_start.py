@@ -79,6 +79,21 @@ async def test_trainer_that_dies_after_the_training_answers_again_without_traini
         assert report["lossPerEpoch"] == sorted(report["lossPerEpoch"], reverse=True)
 
 
+async def test_status_names_the_answers_and_then_each_epoch(tmp_path: Path) -> None:
+    """It named neither: the training of a drafter was minutes in which nothing was said."""
+    said: dict[str, None] = {}
+    async with Run(tmp_path, an_initialisation(tmp_path)) as run:
+
+        def note_detail() -> bool:
+            said[run.observer.build_status().detail] = None
+            return run.running.done()
+
+        await run.until(note_detail)
+    lines = [line for line in said if line.startswith("drafter: ")]
+    assert lines[0].startswith("drafter: the policy answers prompts, 20 answers")
+    assert any(line.startswith("drafter: epoch ") for line in lines), lines
+
+
 async def test_finished_initialisation_is_not_repeated(tmp_path: Path) -> None:
     spec = an_initialisation(tmp_path)
     async with Run(tmp_path, spec) as run:

@@ -42,6 +42,7 @@ from specrl.launcher.run_directory import RunDirectory
 from specrl.prompts import load_prompts
 from specrl.spec import RunSpec, dump_spec, load_spec, parse_spec
 from specrl.spec.generation import Eagle3
+from specrl.version import describe_version
 
 FAKE = str(Path(__file__).with_name("fake_program.py"))
 SUMMARY: dict[str, Any] = {
@@ -86,6 +87,12 @@ def assert_refused(result: Result, *parts: str) -> None:
     for part in parts:
         assert part in result.stderr
     assert list(Path("runs").iterdir()) == [] if Path("runs").exists() else True
+
+
+def test_the_version_is_printed() -> None:
+    """There was no `--version`."""
+    result = specrl_command("--version")
+    assert (result.exit_code, result.stdout) == (0, f"specrl {describe_version()}\n")
 
 
 def test_every_command_has_help() -> None:
@@ -623,7 +630,7 @@ def test_the_refusal_names_the_command_for_more_steps(directory: RunDirectory) -
 
 def test_resume_of_a_finished_run_starts_nothing(directory: RunDirectory, fakes: Callable[..., Path]) -> None:
     """It started all processes for a minute, to finish again."""
-    fakes("crashed")
+    fakes("failed", error="it was started")
     exported = directory.path / "export"
     exported.mkdir()
     status = {"run": "tiny", "phase": "finished", "step": 2, "summary": {**SUMMARY, "policyPath": str(exported)}}

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.run_files import a_run
 
+from specrl.coordinator.members.trainer_link import CHECKPOINT_DEADLINE_S, STEP_DEADLINE_S
 from specrl.launcher.processes import environment
 from specrl.launcher.processes.programs import build_programs
 from specrl.launcher.run_directory import RunDirectory
@@ -91,7 +92,7 @@ def test_variables_of_the_user_win_over_those_of_a_trainer(monkeypatch: pytest.M
 def test_coordinator_stops_before_all_others_and_has_time_to_save(tmp_path: Path) -> None:
     coordinator, *others = build_programs(parse_spec(a_run(tmp_path)), RunDirectory(tmp_path), 1, 2)
     assert all(coordinator.stop_order < other.stop_order for other in others)
-    assert coordinator.grace_s >= 60
+    assert coordinator.grace_s > STEP_DEADLINE_S + CHECKPOINT_DEADLINE_S, "the trainer finishes its step first"
     assert [program.ends_run for program in (coordinator, *others)] == [True, False, False]
 
 

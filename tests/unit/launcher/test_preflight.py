@@ -537,7 +537,9 @@ def test_nccl_without_gpus_is_refused(tmp_path: Path) -> None:
         preflight.check_run(spec, available_bytes=lambda: 64 * GIB)
 
 
-def test_a_scratch_folder_whose_path_is_too_long_for_sockets_is_refused(tmp_path: Path) -> None:
+def test_a_scratch_folder_whose_path_is_too_long_for_sockets_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The coordinator crashed six times with `BrokenProcessPool`: schedulers of clusters set such folders."""
     short = Path(tempfile.mkdtemp(dir="/tmp"))  # tmp_path is a long one itself
     try:
@@ -550,6 +552,10 @@ def test_a_scratch_folder_whose_path_is_too_long_for_sockets_is_refused(tmp_path
         assert "AF_UNIX path too long" in problem.rule
         (problem,) = preflight.find_socket_problems(short / "none")
         assert "No such file" in problem.rule
+        monkeypatch.setattr(tempfile, "tempdir", str(long))
+        a_model_folder(tmp_path / "model")
+        with pytest.raises(SpecInvalid, match="TMPDIR: must be a folder in which sockets can be opened"):
+            preflight.check_run(a_spec(tmp_path), available_bytes=lambda: 64 * GIB)
     finally:
         shutil.rmtree(short)
 

@@ -489,6 +489,17 @@ def test_a_warning_is_shown_once_with_what_to_try() -> None:
     assert lines == ["warning: since step 11: try this", "warning: since step 20: try this"]
 
 
+def test_a_replica_that_is_given_up_is_shown_once_with_its_reason() -> None:
+    """Replicas were refused and admitted again for ever, and the reason was in a log or nowhere."""
+    console = a_console(width=300)
+    reports = StubReports([], [], replicasGivenUp={"gen-1": "an update must hold the policy's tensors"})
+    follower = RunFollower(cast("CoordinatorReports", reports), PlainView(console))
+    for _ in range(2):
+        follower.show_updates()
+    lines = [line for line in console.export_text().splitlines() if "given up" in line]
+    assert lines == ["gen-1 is given up: an update must hold the policy's tensors"]
+
+
 def test_the_row_of_a_step_shows_how_many_groups_have_a_signal() -> None:
     assert "reward 0.438 without signal 2 of 16 groups" in format_step(a_step(groups=16, groupsWithoutSignal=2))
     assert "without signal" not in format_step(a_step(groups=16, groupsWithoutSignal=0))

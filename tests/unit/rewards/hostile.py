@@ -25,6 +25,9 @@ class Hostile(Verifier):
     def check_reference(self, reference: str) -> None:
         act(reference)
 
+    def try_reference(self, reference: str, solution: str | None) -> None:
+        act(solution or "")
+
     def grade(self, reference: str, completion: str, row: Mapping[str, Any]) -> Verdict:
         how, _, what = completion.partition(" once ")
         if how and what:

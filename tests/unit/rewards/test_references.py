@@ -61,6 +61,12 @@ async def test_every_reference_is_checked_despite_those_that_hang_or_crash(pool:
     assert [it.is_certain for it in (blamed, raised, hung, died, filled)] == [True, True, False, False, False]
 
 
+async def test_a_reference_is_refused_for_its_solution(pool: ReferencePool) -> None:
+    """A program's reference is checked by running the data set's own solution, which needs a call of its own."""
+    found = await pool.check_one(CheckedReference("1", "blame the reference"), hostile_of(pool))
+    assert found == ReferenceFinding("the reference must be better")
+
+
 REWARDS = Rewards(exact=ExactVerifier())
 LIMITS = RewardPool()
 

@@ -199,6 +199,10 @@ def test_names_in_snake_case_are_refused_with_the_name_of_the_field() -> None:
     found = problems(a_run(schedule__max_policy_lag=3, schedule__maxPolicyLag=2, trainer__learningRate=1))
     assert found["schedule.max_policy_lag"] == "is not a field here; did you mean maxPolicyLag?"
     assert "did you mean trainer.optimizer.learningRate or " in found["trainer.learningRate"]
+    alone = problems(a_run(schedule__max_policy_lag=3))
+    assert alone == {"schedule.max_policy_lag": "is not a field here; did you mean maxPolicyLag?"}
+    elsewhere = problems(a_run(trainer__learning_rate=1))
+    assert "did you mean trainer.optimizer.learningRate or " in elsewhere["trainer.learning_rate"]
 
 
 def test_a_field_that_is_given_twice_is_refused(tmp_path: Path) -> None:
