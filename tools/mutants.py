@@ -5,7 +5,7 @@
     python -m tools.mutants --rest           run the mutants without a result
     python -m tools.mutants --own            run only the tests that each mutant names: a quick check of new mutants
     python -m tools.mutants --confirm        run the tests that killed mutants without a mutant: all must pass
-    python -m tools.mutants --write          write the tables of results into docs/testing.md and docs/attacks.md
+    python -m tools.mutants --write          write the tables of results into the docs
 
 The tests that a mutant names run first, up to the first failure. The whole of `make test` runs only if the mutant
 survived them. Results are written after each mutant, so that --rest continues an interrupted run.
@@ -179,7 +179,7 @@ def main() -> int:
     parser.add_argument("--rest", action="store_true", help="only mutants without a result")
     parser.add_argument("--confirm", action="store_true", help="run the tests that killed mutants without a mutant")
     parser.add_argument("--own", action="store_true", help="only the tests that each mutant names")
-    pages = " and ".join(str(page.relative_to(ROOT)) for page in (catalog.PAGE, catalog.ATTACKS_PAGE))
+    pages = ", ".join(str(page.relative_to(ROOT)) for page in catalog.TABLES)
     parser.add_argument("--write", action="store_true", help=f"write the tables into {pages}; run nothing")
     options = parser.parse_args()
     mutants = catalog.load_mutants()

@@ -9,17 +9,18 @@ from pathlib import Path
 import pytest
 from tests.mutants.catalog import (
     ATTACKERS,
-    ATTACKS_PAGE,
     BEGIN,
+    CASES,
     END,
-    PAGE,
     ROOT,
+    TABLES,
     Mutant,
     MutantInvalid,
     Result,
     load_mutants,
     load_results,
     make_attack_table,
+    make_case_table,
     make_table,
 )
 
@@ -102,18 +103,23 @@ def test_the_page_shows_the_recorded_results() -> None:
     mutants = load_mutants()
     results = load_results()
     assert set(results) <= {mutant.id for mutant in mutants}
-    for page, table in ((PAGE, make_table(mutants, results)), (ATTACKS_PAGE, make_attack_table(mutants, results))):
+    for page, make in TABLES.items():
         written = page.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].strip()
-        assert written == table, "python -m tools.mutants --write"
+        assert written == make(mutants, results), "python -m tools.mutants --write"
 
 
-def test_every_attack_names_its_attacker_and_its_fix_and_a_test_has_caught_it() -> None:
+def test_every_fix_is_of_an_attack_or_a_reported_case_and_a_test_has_noticed_that_it_was_undone() -> None:
     results = load_results()
     for mutant in load_mutants():
-        assert bool(mutant.attacker) == bool(mutant.fix), mutant.id
-        if mutant.attacker:
-            assert mutant.attacker in ATTACKERS, mutant.id
+        assert bool(mutant.attacker) + bool(mutant.cases) == bool(mutant.fix), mutant.id
+        if mutant.fix:
+            assert mutant.attacker in ("", *ATTACKERS), mutant.id
+            assert set(mutant.cases) <= set(CASES), mutant.id
             assert results[mutant.id].killed_by, mutant.id
+
+
+def test_every_reported_case_is_in_the_table() -> None:
+    assert {case for mutant in load_mutants() for case in mutant.cases} == set(CASES)
 
 
 def test_the_table_of_attacks_is_in_the_order_of_the_attackers() -> None:
@@ -128,3 +134,16 @@ def test_the_table_of_attacks_is_in_the_order_of_the_attackers() -> None:
         "| a data set | Nothing. | a rule (`specrl/a.py`) | not tried | a data set |",
     ]
     assert make_table(attacks, {}).count("\n") == 1
+
+
+def test_the_table_of_cases_is_in_the_order_of_the_cases() -> None:
+    fixes = [
+        replace(MUTANT, id=cases[0], cases=cases, fix="a rule", file="services/specrl/a.py")
+        for cases in (("h2", "m4"), ("c07",))
+    ]
+    rows = make_case_table([MUTANT, *fixes], {}).splitlines()[2:]
+    assert rows == [
+        "| c07 | Nothing. | a rule (`specrl/a.py`) | not tried | c07 |",
+        "| h2, m4 | Nothing. | a rule (`specrl/a.py`) | not tried | h2 |",
+    ]
+    assert make_table(fixes, {}).count("\n") == 1
