@@ -2,7 +2,8 @@
 
     python drive.py RUN_DIRECTORY PORT [NAME=OPTIONS]...
 
-The first program is the coordinator and stops first. Prints the result as `end | message`.
+The first program is the coordinator and stops first. Prints the result as `end | message`; without a message,
+the coordinator's last words stand in its place.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def main() -> None:
     run_token.write_token(directory.path)
     with directory.lock(), CoordinatorReports(f"127.0.0.1:{port}") as reports:
         outcome = LocalRun(directory, programs, reports, PlainView(Console())).run_to_end()
-    sys.stdout.write(f"{outcome.end} | {outcome.message}\n")
+    said = outcome.status.detail if outcome.status is not None else ""
+    sys.stdout.write(f"{outcome.end} | {outcome.message or said}\n")
 
 
 if __name__ == "__main__":

@@ -443,12 +443,16 @@ def test_the_coordinator_is_told_which_replica_is_given_up(
 
 
 def test_an_interrupt_stops_in_order_and_differs_from_a_finished_run(
-    events: EventFile, launch: Callable[..., subprocess.Popen[str]]
+    tmp_path: Path, events: EventFile, launch: Callable[..., subprocess.Popen[str]]
 ) -> None:
+    """What it saved, the coordinator writes after the last status that it was asked for."""
     process = launch("gen-0=", "trainer=")
     until(lambda: len(events.all_pids()) == 3, "the start")
+    (tmp_path / "status.json").write_text(
+        json.dumps({"run": "tiny", "phase": "stopped", "detail": "stopped; step 3 is saved"})
+    )
     process.send_signal(signal.SIGINT)
-    assert finish(process).startswith("interrupted | ")
+    assert finish(process) == "interrupted | stopped; step 3 is saved"
     told = [line for line in events.read_lines() if "stop" in line]
     assert told[:2] == ["coordinator told to stop", "coordinator stopped"]
     assert len(told) == 6
