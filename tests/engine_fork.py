@@ -1,9 +1,9 @@
 """Starts vLLM's processes as forks of a server that has imported vLLM.
 
-Starting an engine core takes sixteen CPU seconds, ten of them for imports. The product spawns each core: a fresh
-interpreter that imports vLLM. This server is such an interpreter. It imports the same modules in the same environment,
-starts no thread and no engine, and is forked for each core. Spawned cores are tested where the product's programs run:
-test_process, the second node of test_nodes, tests/chaos, test_demo.
+Starting an engine core takes sixteen CPU seconds, most of them for imports. An engine that pytest starts would spawn
+its core: pytest has threads. This server imports the same modules in the same environment, starts no thread and no
+engine, and is forked for each core. A replica, program or fork, forks its own core (`reserve_engine_core` in
+generation/vllm_backend/launch.py). Spawned ranks are tested in test_nodes.
 
 `install_engine_context` replaces vLLM's multiprocessing context, in this process and in all forks. It also makes vLLM
 inspect a model's class in this process, instead of in a new one.

@@ -189,6 +189,10 @@ VLLM = (
         Use.READS,
         _ENGINE,
     ),
+    # The engine core's process, which is forked before the front end has threads.
+    *_list_seams("vllm.v1.engine", "async_llm core utils", Use.IMPORTS, _LAUNCH),
+    Seam("vllm.v1.worker.cpu_worker", Use.IMPORTS, _LAUNCH),
+    Seam("vllm.v1.engine.utils.get_mp_context", Use.REPLACES, _LAUNCH),
     # A replica of several nodes.
     Seam("vllm.v1.executor.multiproc_executor.MultiprocExecutor", Use.IMPORTS, _FOLLOWER),
     Seam("vllm.entrypoints.cli.serve.run_headless", Use.READS, _FOLLOWER, body=True),

@@ -55,6 +55,7 @@ CALLED_BY_NAME = {
     "CommitHook": "hatchling",
     "discard_weights": "the peers of a benchmark, by gRPC",
     "compose_node": "PyYAML",
+    "duplicate_for_child": "multiprocessing, of a Popen",
 }
 
 

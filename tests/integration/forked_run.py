@@ -1,7 +1,7 @@
 """A whole run whose processes are forks of others that have imported vLLM, torch or the coordinator.
 
-The imports take fifteen CPU seconds for each replica, as many for its engine, six for each rank and three for the
-coordinator. Such a run does not show two things:
+The imports take fifteen CPU seconds for each replica, six for each rank and three for the coordinator. Such a run does
+not show two things:
 
 - that the launcher starts the programs: test_demo does
 - that nothing depends on an interpreter's hash seed, which all forks share: tests/chaos/test_chaos.py starts programs

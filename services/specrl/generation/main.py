@@ -31,6 +31,7 @@ from pathlib import Path
 import structlog
 
 from specrl.errors import SpecrlError
+from specrl.forked_process import ReservedFork
 from specrl.generation.engine import Engine
 from specrl.generation.nodes import ONE_NODE, ReplicaNodes, until_leader_is_gone
 from specrl.generation.service import GenerationService
@@ -80,7 +81,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options = parse_arguments(arguments)
         spec = load_process_spec(options.spec)
         logs.configure_logging(spec.telemetry.log_level.value, options.replica_id, spec.name)
-        asyncio.run(run_replica(spec, options))
+        require_engines("torch", "vllm")
+        from specrl.generation.vllm_backend.launch import reserve_engine_core
+
+        if not options.nodes.is_leader:
+            asyncio.run(run_follower(spec, options.nodes))
+            return
+        with reserve_engine_core(spec, options.nodes) as core:  # before anything starts a thread
+            asyncio.run(run_replica(spec, options, core))
     except SpecrlError as error:
         print(f"specrl-generation: {error}", file=sys.stderr)  # noqa: T201 - a process's last words
         sys.exit(error.exit_code)
@@ -114,21 +122,17 @@ def parse_arguments(arguments: Sequence[str] | None) -> ReplicaOptions:
     return ReplicaOptions(**found, identity=identity, token=token, nodes=nodes)
 
 
-async def run_replica(spec: RunSpec, options: ReplicaOptions) -> None:
-    """Serve until asked to stop.
+async def run_replica(spec: RunSpec, options: ReplicaOptions, core: ReservedFork | None) -> None:
+    """Serve until asked to stop. core: where to run the engine core; None spawns it.
 
     Raises SpecrlError if the engine cannot start, if it dies, or if the coordinator rejects the replica.
     """
-    require_engines("torch", "vllm")
-    if not options.nodes.is_leader:
-        await run_follower(spec, options.nodes)
-        return
     from specrl.generation.vllm_backend.engine import VllmEngine
 
     with traces.open_recorder(spec, "generation", options.replica_id) as recorder:
         costs = CoordinatorCosts(options.coordinator, options.identity, options.token)
         engine = VllmEngine(spec, options.replica_id, recorder, options.nodes, costs)
-        await engine.start()
+        await engine.start(core)
         try:
             await run_engine(engine, spec, options, recorder)
         finally:

@@ -2,7 +2,7 @@
 
     engine                VllmEngine, which implements the Engine protocol
     follower              a node other than the first, of a replica that spans several
-    launch                steps of every node before vLLM starts: checks, an untrained head, vLLM's configuration
+    launch                before vLLM starts: checks, an untrained head, vLLM's configuration, the engine core's fork
     arguments             RunSpec -> vLLM's arguments and environment; checks of requests
     preflight             checks that this vLLM can run the configured mechanism
     checkpoint            checks of draft models and weight manifests

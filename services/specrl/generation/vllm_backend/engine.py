@@ -41,6 +41,7 @@ from specrl.errors import (
     SpecrlError,
     VersionConflict,
 )
+from specrl.forked_process import ReservedFork
 from specrl.generation.engine import LoadTiming
 from specrl.generation.nodes import ONE_NODE, ReplicaNodes
 from specrl.generation.vllm_backend import arguments, checkpoint, draft_length_client, launch
@@ -113,16 +114,17 @@ class VllmEngine:
         self._end_token_ids: tuple[int, ...] = ()
         self._cleanup = ExitStack()
 
-    async def start(self) -> None:
+    async def start(self, core: ReservedFork | None = None) -> None:
         """Check folders and memory, start vLLM, check its samplers, and calibrate. Blocks the event loop.
 
+        core: where to run the engine core; None spawns it.
         Raises SpecInvalid, CheckpointInvalid, MemoryTooSmall or EngineFailed; nothing is left running then.
         """
         began = time.monotonic()
         try:
             self._folders = launch.read_folders(self._spec, self._cleanup)
             self._end_token_ids = find_end_tokens(self._spec, self._folders.policy)
-            self._start_vllm(launch.build_vllm_config(self._spec, self._folders, self._nodes))
+            self._start_vllm(launch.build_vllm_config(self._spec, self._folders, self._nodes), core)
             await self._check_workers()
             if self._draft_lengths:
                 await draft_length_client.calibrate_costs(
@@ -136,7 +138,7 @@ class VllmEngine:
             raise
         log.info("engine_started", replica=self._replica_id, seconds=round(time.monotonic() - began, 1))
 
-    def _start_vllm(self, config: Any) -> None:
+    def _start_vllm(self, config: Any, core: ReservedFork | None) -> None:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         from specrl.generation.vllm_backend.counters import CountingLogger
@@ -144,6 +146,8 @@ class VllmEngine:
         self._counters = CountingLogger()
         if self._draft_lengths:
             draft_length_client.configure_scheduler(config, self._draft_lengths)
+        if core is not None:
+            launch.use_reserved_fork(core)
         try:
             self._llm = AsyncLLM.from_vllm_config(config, stat_loggers=[self._counters])
             self._counters.set_requests(self._llm.output_processor.request_states)

