@@ -5,7 +5,7 @@ P: trained parameters of the policy, D: those of the drafter, b: bytes of the po
     checkpoint   12 (P + D): float32 weights and Adam's two moments. With LoRA the policy's part is small, so P is 0
     export       b times the policy's parameters, and 4 D
 
-It is a lower bound: logs, rollouts and the store are not counted.
+It is a lower bound: logs, rollouts and the store are not counted. So a run that is refused would fail.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from specrl.drafting.registry import find_kind
 from specrl.errors import SpecInvalid, SpecProblem
-from specrl.hub.fetching import SPARE_BYTES, find_existing
+from specrl.hub.fetching import find_existing
 from specrl.launcher.memory import format_gib
 from specrl.models import RunModels
 from specrl.spec import RunSpec
@@ -65,13 +65,13 @@ def measure_free_bytes(folder: Path) -> int:
 
 def check_disk(need: DiskNeed, folder: Path, free_bytes: Callable[[Path], int] = measure_free_bytes) -> None:
     """Raise SpecInvalid if the disk is too small for the run. folder: of the run, or of all runs."""
-    wanted = need.total_bytes + SPARE_BYTES
+    wanted = need.total_bytes
     free = free_bytes(folder)
     if free < wanted:
         rule = (
             f"must be on a disk with {format_gib(wanted)} free ({need.checkpoints} x "
-            f"{format_gib(need.checkpoint_bytes)} of checkpoints, {format_gib(need.export_bytes)} for the export, "
-            f"{format_gib(SPARE_BYTES)} to spare), got {format_gib(free)} for {folder}"
+            f"{format_gib(need.checkpoint_bytes)} of checkpoints, {format_gib(need.export_bytes)} for the export), "
+            f"got {format_gib(free)} for {folder}"
         )
         remedy = "free some, name another folder, or lower checkpoint.keep"
         raise SpecInvalid((SpecProblem("--runs", rule, remedy),))

@@ -322,7 +322,7 @@ def test_a_full_disk_is_refused_before_anything_is_written(
 ) -> None:
     """The disk was found full by the checkpoint that had no room, hours later."""
     a_model_folder(place / "model")
-    usage = shutil.disk_usage(place)._replace(free=2**20)
+    usage = shutil.disk_usage(place)._replace(free=0)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     assert_refused(specrl_command("run", str(a_run_file(place)), option), "--runs: must be on a disk with ")
 
