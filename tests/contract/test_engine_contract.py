@@ -337,6 +337,7 @@ def _long_requests(case: Case) -> list[RolloutRequest]:
         ((3,), Sampling(4, top_p=0.0)),
         ((3,), Sampling(4, top_p=float("nan"))),
         ((3,), Sampling(4, top_k=-1)),
+        ((3,), Sampling(4, seed=-1)),
     ],
     ids=[
         "empty",
@@ -348,6 +349,7 @@ def _long_requests(case: Case) -> list[RolloutRequest]:
         "no-top-p",
         "nan-top-p",
         "negative-top-k",
+        "negative-seed",
     ],
 )
 async def test_an_invalid_request_is_refused(case: Case, prompt: tuple[int, ...], sampling: Sampling) -> None:

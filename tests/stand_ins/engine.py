@@ -149,6 +149,7 @@ class TableEngine:
             and (sampling.temperature == 0 or sampling.temperature >= 0.01)
             and 0 < sampling.top_p <= 1
             and sampling.top_k >= 0
+            and (sampling.seed is None or sampling.seed >= 0)
         )
         if not is_right:
             raise RecordInvalid(f"request {request.rollout_id} must fit the model, got another; mend it")

@@ -244,7 +244,7 @@ def _read_listing(repository: Repository, root: Path) -> Listing | None:
     try:
         stored = read_object(_listing_file(repository, root, repository.revision), JSON_BYTES)
         sizes = {str(name): int(size) for name, size in stored["sizes"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, OverflowError, KeyError, TypeError, AttributeError):
         return None
     return Listing(repository, stored["commit"], sizes, root) if _is_commit(stored.get("commit")) else None
 

@@ -217,10 +217,12 @@ def format_rope(scaling: RopeScaling | None) -> dict[str, Any]:
 def find_rope_problems(config: Mapping[str, Any]) -> list[str]:
     """Describe each field of a config.json's rotary scaling that the trainer cannot compute."""
     rope = _rope_parameters(config)
+    if not isinstance(rope, Mapping):
+        return [f"rope_parameters must be an object, got {rope!r}"]
     kind = _rope_type(config)
     fields = _ROPE_FIELDS.get(str(kind), {}).items()
     checks = [
-        ("rope_type", kind, kind in _ROPE_FIELDS, f"one of {', '.join(_ROPE_FIELDS)}"),
+        ("rope_type", kind, isinstance(kind, str) and kind in _ROPE_FIELDS, f"one of {', '.join(_ROPE_FIELDS)}"),
         *(
             (f"rope_parameters.{key}", rope.get(key), _is_positive(rope.get(key)), "a number above 0")
             for key, default in fields
@@ -233,10 +235,10 @@ def find_rope_problems(config: Mapping[str, Any]) -> list[str]:
         ),
     ]
     problems = [f"{name} must be {rule}, got {value!r}" for name, value, is_right, rule in checks if not is_right]
-    if kind in _ROPE_FIELDS:
+    if isinstance(kind, str) and kind in _ROPE_FIELDS:
         # A field that nobody reads would give positions other than the authors'. The engine ignores it, too, so no
         # comparison of the two would show it.
-        known = {*_ROPE_FIELDS[str(kind)], *_GENERAL_ROPE_FIELDS}
+        known = {*_ROPE_FIELDS[kind], *_GENERAL_ROPE_FIELDS}
         unknown = [key for key, value in rope.items() if key not in known and value is not None]
         problems += [
             f"rope_parameters.{key} must be absent: {kind} has no such field, got {rope[key]!r}" for key in unknown
@@ -258,10 +260,9 @@ def _is_positive(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
-def _rope_parameters(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary settings, under the key of transformers 5 or of transformers 4."""
-    found: dict[str, Any] = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    return found
+def _rope_parameters(raw: Mapping[str, Any]) -> Any:
+    """The rotary settings, under the key of transformers 5 or of transformers 4, of any type."""
+    return raw.get("rope_parameters") or raw.get("rope_scaling") or {}
 
 
 def _rope_type(raw: Mapping[str, Any]) -> object:

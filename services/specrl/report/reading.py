@@ -140,5 +140,5 @@ def _read_speed_ups(directory: RunDirectory) -> tuple[SpeedUp, ...]:
             for row in rows
             if row["mechanism"] != "none"  # the baseline, whose speed is 1 by definition
         )
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # the last for deeply nested JSON
+    except (OSError, ValueError, OverflowError, KeyError, TypeError, RecursionError):  # the last for deeply nested JSON
         return ()

@@ -81,7 +81,8 @@ def test_a_listing_that_is_damaged_is_not_used(listing: Listing) -> None:
     file.parent.mkdir()
     file.write_text(json.dumps({"commit": COMMIT, "sizes": {"config.json": 2, "other": 3}}))
     assert list_repository(REPOSITORY, listing.cache).sizes == {"config.json": 2, "other": 3}
-    for content in ('{"commit": 1', '{"commit": "../..", "sizes": {}}', '{"commit": 1, "sizes": []}'):
+    infinite = json.dumps({"commit": COMMIT, "sizes": {"config.json": float("inf")}})
+    for content in (infinite, '{"commit": 1', '{"commit": "../..", "sizes": {}}', '{"commit": 1, "sizes": []}'):
         file.write_text(content)
         assert list_repository(REPOSITORY, listing.cache).sizes == {"config.json": 2}
 

@@ -404,6 +404,14 @@ def faster(step: int) -> StepReport:
     return found.model_copy(update={"phases": found.phases.model_copy(update={"generation": 1.0})})
 
 
+@pytest.mark.parametrize("content", ["", "[1]", '[{"mechanism": "eagle3", "batch": Infinity}]', "[" * 100_000])
+def test_a_damaged_comparison_is_left_out(content: str, tmp_path: Path) -> None:
+    """A number too large for an integer ended the report with a traceback."""
+    folder = a_folder(tmp_path / "runs")
+    (folder.path / "comparison.json").write_text(content)
+    assert load_run(folder).speed_ups == ()
+
+
 def test_two_runs_of_one_task_have_speed_ups_by_phase(tmp_path: Path) -> None:
     first = a_folder(tmp_path / "runs")
     second = a_folder(tmp_path / "runs", [faster(1), faster(2)], schedule={

@@ -308,7 +308,7 @@ def derive_policy_config(head_folder: Path) -> PolicyConfig:
             rope_theta=float(raw["rope_parameters"]["rope_theta"]),
             is_tied=False,  # unknown as well
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, OverflowError, KeyError, TypeError) as error:
         raise CheckpointInvalid(
             f"the drafter must be a folder that specrl wrote, got {head_folder}: {error!r}; "
             "convert others with `specrl drafter import` first"

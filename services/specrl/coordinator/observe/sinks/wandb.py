@@ -95,5 +95,6 @@ def _read_progress(file: Path) -> SinkProgress:
     try:
         found = read_object(file, SMALL_BYTES)
         return SinkProgress(int(found[STEP]), int(found[VERSION]))
-    except (OSError, ValueError, KeyError, TypeError):  # no file yet, or a damaged one: start from the first step
+    # Without a file, or with a damaged one, start from the first step.
+    except (OSError, ValueError, OverflowError, KeyError, TypeError):
         return SinkProgress()
