@@ -693,6 +693,8 @@ def test_every_reader_in_the_services_is_fuzzed() -> None:
 
 
 COVERED = {
+    "generation/vllm_backend/launch.py": "the kernel's own",
+    "coordinator/members/draft_costs.py": "its own; replicas check what they are sent",
     "coordinator/observe/timeline.py": "timeline",
     "drafting/draft_model/model.py": "its own export, a moment after it was copied from a folder that was read",
     "cli/demo.py": "its own comparison's result and log, written a moment before",

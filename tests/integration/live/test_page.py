@@ -38,7 +38,7 @@ def page(window: Browser, live: LiveRun) -> Iterator[Browser]:
 def test_the_page_shows_the_run(page: Browser, live: LiveRun) -> None:
     assert page.text("#run") == "small"
     assert float(page.text("#share")) >= 0
-    assert "for too few finished rollouts" in page.text("#share-words")
+    assert "for too few sampled rollouts" in page.text("#share-words")
     assert "hidden, because the trainer does not wait" in page.text("#hidden-words")
     assert len(page.all("#phases tbody tr")) == 7
     assert page.text("#advice").endswith(".")
