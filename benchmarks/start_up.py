@@ -97,7 +97,7 @@ def measure_start(tree: Path, policy: Path, overrides: Sequence[str]) -> Start:
             text=True,
         ) as launcher:
             follower = _Follower(psutil.Process(launcher.pid), Path(folder) / "start-1")
-            while launcher.poll() is None and not follower.look():
+            while launcher.poll() is None and not follower.note_processes():
                 if time.time() - began > LIMIT_S:
                     launcher.kill()
                 time.sleep(POLL_S)
@@ -117,7 +117,7 @@ class _Follower:
         self.starts: dict[str, float] = {}
         self.cpu_s: dict[str, float] = {}
 
-    def look(self) -> bool:
+    def note_processes(self) -> bool:
         """Note processes and CPU times. Returns whether the step has ended."""
         is_over = self._metrics.exists() and self._metrics.stat().st_size > 0
         if is_over:

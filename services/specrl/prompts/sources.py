@@ -50,7 +50,7 @@ _SHOWN_RANGES = 5
 
 @dataclass(frozen=True)
 class ProblemFault:
-    """What is wrong with one record. source: its file or family. number: as in `ProblemSource.numbers`."""
+    """The fault of one record. source: its file or family. number: as in `ProblemSource.numbers`."""
 
     source: str
     number: int
