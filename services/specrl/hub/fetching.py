@@ -64,7 +64,7 @@ def fetch_files(listing: Listing, files: Sequence[str], display: FetchDisplay = 
 def check_room(listing: Listing, files: Sequence[str]) -> None:
     """Raise FetchFailed if the cache's disk has no room for these files of the listing that are missing."""
     need = sum(listing.sizes[file] for file in listing.find_missing(list(files)))
-    free = shutil.disk_usage(find_existing(listing.cache)).free - SPARE_BYTES
+    free = measure_free_bytes(listing.cache) - SPARE_BYTES
     if need > max(free, 0) and need > 0:
         repository = listing.repository
         raise FetchFailed(
@@ -74,9 +74,10 @@ def check_room(listing: Listing, files: Sequence[str]) -> None:
         )
 
 
-def find_existing(path: Path) -> Path:
-    """Return the path, or its nearest folder that exists."""
-    return next(folder for folder in (path, *path.parents) if folder.exists())
+def measure_free_bytes(folder: Path) -> int:
+    """Return the free bytes of the disk of a folder, or of its nearest parent that exists."""
+    place = folder.absolute()
+    return shutil.disk_usage(next(it for it in (place, *place.parents) if it.exists())).free
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from specrl.errors import CheckpointInvalid, FetchFailed, RunInvalid
 from specrl.files import cache_folder, open_regular, write_folder
-from specrl.hub.fetching import NO_DISPLAY, SPARE_BYTES, FetchDisplay, find_existing, show_regularly
+from specrl.hub.fetching import NO_DISPLAY, SPARE_BYTES, FetchDisplay, measure_free_bytes, show_regularly
 
 if TYPE_CHECKING:
     from specrl.models.gguf_files.conversion import GgufModel
@@ -148,7 +147,7 @@ def _lock_folder(folder: Path) -> Iterator[None]:
 
 
 def _check_room(model: GgufModel, folder: Path, field: str) -> None:
-    free = max(0, shutil.disk_usage(find_existing(folder)).free - SPARE_BYTES)
+    free = max(0, measure_free_bytes(folder) - SPARE_BYTES)
     if model.num_bytes > free:
         raise FetchFailed(
             f"{field} must fit on the disk of {folder.parent}, got {model.num_bytes / 2**30:.1f} GiB of weights for "

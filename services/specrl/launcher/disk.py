@@ -11,23 +11,22 @@ It is a lower bound: logs, rollouts and the store are not counted. So a run that
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from specrl.drafting.registry import find_kind
 from specrl.errors import SpecInvalid, SpecProblem
-from specrl.hub.fetching import find_existing
-from specrl.launcher.memory import format_gib
+from specrl.hub.fetching import measure_free_bytes
+from specrl.launcher.memory import estimate_snapshot_bytes, format_gib
 from specrl.models import RunModels
+from specrl.records.weights import ITEM_BYTES
 from specrl.spec import RunSpec
-from specrl.spec.run import Dtype
 
 
 @dataclass(frozen=True)
 class DiskNeed:
-    """What a run writes to its folder. checkpoints: most that are there at once."""
+    """Sizes of the files that a run writes to its folder. checkpoints: most that are there at once."""
 
     checkpoint_bytes: int
     checkpoints: int
@@ -48,28 +47,22 @@ def estimate_disk(spec: RunSpec, models: RunModels, existing: int = 0) -> DiskNe
     drafter = find_kind(spec)
     trained = drafter.count_parameters(spec, models) if drafter is not None else 0
     parameters = policy.num_parameters
-    saved = trained + (parameters if spec.trainer.lora is None else 0)
     asked = spec.checkpoint
     written = math.ceil(spec.schedule.steps / asked.every_steps)
     milestones = spec.schedule.steps // asked.milestone_every_steps if asked.milestone_every_steps else 0
     # A new one is whole before the oldest is deleted.
     kept = min(written, asked.keep + 1 + asked.keep_best + milestones)
-    item_bytes = 4 if spec.model.dtype is Dtype.FLOAT32 else 2
-    return DiskNeed(12 * saved, max(kept - existing, 1), item_bytes * parameters + 4 * trained)
-
-
-def measure_free_bytes(folder: Path) -> int:
-    """Return the free bytes of the disk of a folder, or of its nearest parent that exists."""
-    return shutil.disk_usage(find_existing(folder.absolute())).free
+    item_bytes = ITEM_BYTES[spec.model.dtype.value]
+    checkpoint = estimate_snapshot_bytes(spec, parameters, trained)
+    return DiskNeed(checkpoint, max(kept - existing, 1), item_bytes * parameters + 4 * trained)
 
 
 def check_disk(need: DiskNeed, folder: Path, free_bytes: Callable[[Path], int] = measure_free_bytes) -> None:
     """Raise SpecInvalid if the disk is too small for the run. folder: of the run, or of all runs."""
-    wanted = need.total_bytes
     free = free_bytes(folder)
-    if free < wanted:
+    if free < need.total_bytes:
         rule = (
-            f"must be on a disk with {format_gib(wanted)} free ({need.checkpoints} x "
+            f"must be on a disk with {format_gib(need.total_bytes)} free ({need.checkpoints} x "
             f"{format_gib(need.checkpoint_bytes)} of checkpoints, {format_gib(need.export_bytes)} for the export), "
             f"got {format_gib(free)} for {folder}"
         )

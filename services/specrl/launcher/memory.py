@@ -58,22 +58,29 @@ def estimate_memory(spec: RunSpec, models: RunModels) -> MemoryNeed:
     generation = spec.generation
     trainer = spec.trainer
 
-    rows = generation.max_live_rollouts * (1 + generation.speculation.num_draft_tokens)
     replica = (
         1.4 * GIB * generation.tensor_parallel
         + item_bytes * (2 * (parameters + trained) + frozen)
         + (generation.kv_cache_mib or _DEFAULT_KV_MIB) * MIB
-        + 3 * 4 * vocabulary * rows
+        + 3 * 4 * vocabulary * generation.full_step_tokens
     )
     ranks = trainer.parallelism.world_size
     of_rank = estimate_rank_memory(spec, models)
-    snapshot = 12 * (trained + (parameters if trainer.lora is None else 0))  # low-rank updates are small
+    snapshot = estimate_snapshot_bytes(spec, parameters, trained)
     return MemoryNeed(
         coordinator_bytes=int(0.4 * GIB + 0.3 * GIB * spec.reward_pool.workers),
         replica_bytes=int(replica),
         trainer_bytes=int(ranks * (1.0 * GIB + of_rank.most - of_rank.lessons) + of_rank.lessons + snapshot),
         replicas=generation.replicas,
     )
+
+
+def estimate_snapshot_bytes(spec: RunSpec, parameters: int, trained: int) -> int:
+    """Estimate a checkpoint: float32 weights and Adam's two moments. Low-rank updates are small, and not counted.
+
+    parameters: of the policy. trained: parameters of a drafter that the run trains.
+    """
+    return 12 * (trained + (parameters if spec.trainer.lora is None else 0))
 
 
 def check_memory(need: MemoryNeed, available_bytes: int) -> None:

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from specrl.errors import SpecrlError
-from specrl.launcher.disk import measure_free_bytes
+from specrl.hub.fetching import measure_free_bytes
 from specrl.launcher.dry_run import GradedExample, RunPlan, plan_run
 from specrl.launcher.memory import format_gib
 from specrl.launcher.run_directory import RUN_FILE, RunDirectory
