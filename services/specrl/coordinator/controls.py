@@ -3,8 +3,9 @@
 Pause. A paused run starts no rollout and no training step. Work in progress is finished and kept. The pause is stored
 in the ledger before the request is answered, so it survives a restart of the coordinator.
 
-Checkpoint. The loop writes a requested checkpoint before the next training step. The request is not stored: it is lost
-if the coordinator dies first.
+Checkpoint. The loop writes a requested checkpoint before the next training step. The status says when the request is
+open, until the checkpoint is complete or has failed. The request is not stored: it is lost if the coordinator dies
+first.
 
 Given up. The launcher of a local run says which replicas it starts no more. This is not stored: the launcher says it
 again after a restart of the coordinator.
@@ -45,6 +46,7 @@ class Controls:
         self._ledger = ledger
         self._events = events
         self._wants_checkpoint = False
+        self._writes_checkpoint = False
         self._changed = asyncio.Event()
         self._notify: Callable[[], None] = lambda: None
         self.asked = asyncio.Event()
@@ -71,11 +73,24 @@ class Controls:
         self._update_asked()
 
     def take_checkpoint_request(self) -> bool:
-        """Return whether a checkpoint was requested, and clear the request. The caller must write the checkpoint."""
+        """Return whether a checkpoint was requested, and clear the request.
+
+        The caller must write the checkpoint, and call `end_checkpoint_request` when that has ended.
+        """
         wanted = self._wants_checkpoint
         self._wants_checkpoint = False
+        self._writes_checkpoint |= wanted
         self._update_asked()
         return wanted
+
+    def end_checkpoint_request(self) -> None:
+        """Say that a requested checkpoint is complete, or has failed."""
+        self._writes_checkpoint = False
+
+    @property
+    def is_checkpoint_requested(self) -> bool:
+        """Whether a requested checkpoint is neither complete nor failed."""
+        return self._wants_checkpoint or self._writes_checkpoint
 
     def scale_replicas(self, replicas: int) -> None:
         """Set the number of replicas that the launcher keeps. Durable when this returns. Raises OSError."""

@@ -423,6 +423,10 @@ class Loop:
         while controls.asked.is_set():
             if controls.take_checkpoint_request():
                 await self._begin_checkpoint(self.scheduler.trained)
+                if self._checkpointing is None:  # it could not even begin
+                    controls.end_checkpoint_request()
+                else:
+                    self._checkpointing.add_done_callback(lambda _: controls.end_checkpoint_request())
             else:
                 with self._stopwatch.exclude_time():
                     await controls.wait_for_change()

@@ -15,8 +15,12 @@ from tests.tiny_models import Shape, make_policy
 from typer.testing import CliRunner, Result
 
 from specrl.cli import app
+from specrl.cli.runs import checkpoint as checkpoint_command
+from specrl.formats.reports import Phase, StatusReport
 from specrl.launcher import run_directory
+from specrl.launcher.run_directory import RunDirectory
 from specrl.records import StreamPlace
+from specrl.rpc.run_token import write_token
 from specrl.spec import load_spec
 from specrl.trainer.checkpointing import checkpoints, checksums
 
@@ -130,3 +134,70 @@ def test_export_is_a_hugging_face_folder_and_refuses_a_damaged_checkpoint(run: P
     assert refused.exit_code == 2
     assert "is damaged: state.json has 3 bytes instead of" in refused.stderr
     assert not (run.parent / "other").exists()
+
+
+def a_status(step: int, checkpoint_step: int, *, requested: bool, failures: int = 0) -> StatusReport:
+    return StatusReport(
+        run="a-run",
+        phase=Phase.TRAINING,
+        step=step,
+        steps=20,
+        checkpoint_step=checkpoint_step,
+        is_checkpoint_requested=requested,
+        counters={"checkpointsFailed": failures},
+    )
+
+
+ASKED = a_status(12, 10, requested=True, failures=1)
+
+
+@pytest.mark.parametrize(
+    ("answers", "code", "said"),
+    [
+        ([None, ASKED, a_status(13, 12, requested=False, failures=1)], 0, "checkpoint of step 12 is complete"),
+        ([a_status(13, 10, requested=False, failures=2)], 1, "the checkpoint could not be written; see "),
+        ([a_status(13, 10, requested=False, failures=1)], 1, "the checkpoint could not be written; see "),
+        ([KeyboardInterrupt], 130, "no longer waiting; the request stays, and the run goes on"),
+    ],
+)
+def test_save_waits_until_the_checkpoint_is_complete_or_has_failed(
+    answers: list[StatusReport | type[KeyboardInterrupt] | None],
+    code: int,
+    said: str,
+    run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    left = iter(answers)
+
+    class Answers:
+        """A coordinator that gives these answers and no further one."""
+
+        def __init__(self, *_: object) -> None: ...
+        def __enter__(self) -> Answers:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+        def fetch_status(self) -> StatusReport | None:
+            answer = next(left)
+            if answer is KeyboardInterrupt:
+                raise KeyboardInterrupt
+            assert not isinstance(answer, type)
+            return answer
+
+    monkeypatch.setattr(checkpoint_command, "CoordinatorReports", Answers)
+    monkeypatch.setattr(checkpoint_command, "request_run_action", lambda *_: ASKED)
+    monkeypatch.setattr(checkpoint_command, "POLL_S", 0)
+    write_token(run)
+    with RunDirectory(run).lock():
+        found = specrl_command("save", str(run))
+    assert found.exit_code == code
+    assert "checkpoint requested; the newest is of step 10" in found.stdout
+    assert said in found.output
+    assert next(left, None) is None
+
+
+def test_a_request_that_nobody_waits_for_returns_at_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_command, "request_run_action", lambda *_: ASKED)
+    found = specrl_command("save", str(run), "--no-wait")
+    assert found.exit_code == 0
+    assert found.stdout.endswith("checkpoint requested; the newest is of step 10\n")

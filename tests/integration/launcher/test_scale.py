@@ -144,7 +144,7 @@ def scale_and_dismiss(directory: RunDirectory, view: RecordingView, grpc_port: i
         status = json.loads(specrl_says("status", run, "--json"))
         assert (status["isPaused"], status["replicasWanted"]) == (True, 2)
         before = step()
-        specrl_says("checkpoint", "save", run)
+        assert f"checkpoint of step {before} is complete" in specrl_says("checkpoint", "save", run)
         assert "training at step" in specrl_says("resume", run)
         until(lambda: step() >= before + 3)
         assert serving() == ["gen-0"], "who was dismissed does not come back by itself"

@@ -16,21 +16,27 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from specrl.cli.command_exit import FAILED_CODE, print_error, run_module
+from specrl.cli.command_exit import FAILED_CODE, INTERRUPTED_CODE, print_error, run_module
 from specrl.cli.options import RUNS, AsJson, RunOrNewest, Runs, refuse_existing
 from specrl.cli.runs.control import print_run_state
 from specrl.errors import CheckpointInvalid, RunInvalid
 from specrl.formats.best_version import find_best
 from specrl.formats.checkpoint_rows import CheckpointRow, CheckpointVerdict
-from specrl.formats.reports import ValidationReport
+from specrl.formats.reports import StatusReport, ValidationReport
 from specrl.installation import require_engines
 from specrl.launcher import run_directory
-from specrl.launcher.coordinator_client import request_run_action
+from specrl.launcher.coordinator_client import CoordinatorReports, request_run_action
 from specrl.launcher.run_directory import RunDirectory
-from specrl.launcher.stored_reports import read_report_lines
+from specrl.launcher.run_state import read_run_state
+from specrl.launcher.stored_reports import read_http_address, read_report_lines
 from specrl.launcher.terminal.view import format_bytes
+from specrl.rpc import run_token
 from specrl.spec import RunSpec, load_spec
 from specrl.trainer.checkpointing import checkpoints, checksums, mirror
+
+POLL_S = 0.2
+PROGRESS_S = 10.0
+FAILURES = "checkpointsFailed"
 
 app = typer.Typer(
     help="Request a checkpoint of a run; list, verify, export or delete its checkpoints.", no_args_is_help=True
@@ -40,10 +46,50 @@ Step = Annotated[int | None, typer.Option("--step", metavar="N", min=0, help="On
 
 
 @app.command("save")
-def request_checkpoint(run: RunOrNewest = None, runs: Runs = RUNS) -> None:
-    """Request a checkpoint of an active run. It is written at the next boundary between two steps."""
-    found = request_run_action(run_directory.find_run(run, runs), "POST", "/checkpoint")
-    print_run_state(found, f"checkpoint requested; the newest is of step {found.checkpoint_step}")
+def save_checkpoint(
+    run: RunOrNewest = None,
+    runs: Runs = RUNS,
+    waits: Annotated[
+        bool, typer.Option("--wait/--no-wait", help="Wait until it is complete, or only request it.")
+    ] = True,
+) -> None:
+    """Request a checkpoint of an active run, and wait until it is complete.
+
+    It is written at the next boundary between two steps. Ctrl-C ends the waiting; the request stays. Exit code 1 when
+    the checkpoint could not be written, or when the run ended first.
+    """
+    directory = run_directory.find_run(run, runs)
+    requested = request_run_action(directory, "POST", "/checkpoint")
+    print_run_state(requested, f"checkpoint requested; the newest is of step {requested.checkpoint_step}")
+    if waits:
+        try:
+            _wait_for_checkpoint(directory, requested)
+        except KeyboardInterrupt as interrupt:
+            print_error("no longer waiting; the request stays, and the run goes on")
+            raise typer.Exit(INTERRUPTED_CODE) from interrupt
+
+
+def _wait_for_checkpoint(directory: RunDirectory, requested: StatusReport) -> None:
+    """Wait until a requested checkpoint is complete. Says every ten seconds what the run does.
+
+    Raises typer.Exit when it was not written: the trainer or the coordinator failed, or the run ended.
+    """
+    status: StatusReport = requested
+    quiet_since = time.monotonic()
+    with CoordinatorReports(read_http_address(directory) or "", run_token.read_token(directory.path)) as reports:
+        while status.is_checkpoint_requested and directory.has_launcher():
+            time.sleep(POLL_S)
+            status = reports.fetch_status() or status  # a coordinator that restarts has forgotten the request
+            if time.monotonic() - quiet_since > PROGRESS_S:
+                print_run_state(status, f"waiting for the checkpoint: {status.detail}")
+                quiet_since = time.monotonic()
+    if not directory.has_launcher():  # a run that is stopped writes a last checkpoint
+        status = read_run_state(directory)
+    has_failed = status.counters.get(FAILURES, 0) > requested.counters.get(FAILURES, 0)
+    if has_failed or status.checkpoint_step < requested.step:
+        print_error(f"the checkpoint could not be written; see {directory.logs_folder}, then try again")
+        raise typer.Exit(FAILED_CODE)
+    typer.echo(f"checkpoint of step {status.checkpoint_step} is complete")
 
 
 @app.command("list")

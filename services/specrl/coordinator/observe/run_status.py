@@ -204,6 +204,7 @@ class RunStatus:
             is_paused=ledger.facts.is_paused,
             replicas_wanted=self._replicas_wanted,
             checkpoint_step=ledger.facts.checkpoints[-1],
+            is_checkpoint_requested=context.controls.is_checkpoint_requested,
             trainer=self._loop.trainer.state,
             rollouts_collected=occupancy.done,
             rollouts_grading=occupancy.grading,
