@@ -224,7 +224,7 @@ class Loop:
             self.rollouts.wake_dispatcher()  # a replica that registers may hold rollouts from before a restart
             missing = [] if has_trainer else ["the trainer"]
             if count < wanted:
-                missing.append(f"{wanted - count} of {wanted} replicas")
+                missing.append(self._describe_missing_replicas(wanted))
             detail = f"waiting for {' and '.join(missing)}" if missing else "all members are there"
             self._phase.update(Phase.WAITING, detail, count + has_trainer, wanted + 1)
             is_patient = time.monotonic() < deadline
@@ -233,6 +233,22 @@ class Loop:
             self._registry.changed.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._registry.changed.wait(), 5.0)
+
+    def _describe_missing_replicas(self, wanted: int) -> str:
+        """Count the replicas that have not registered, and name the first of them.
+
+        Ids end with the replica's number, as in gen-1. Their beginning is known once one has registered.
+        """
+        registered = self._registry.replicas
+        found = f"{wanted - len(registered)} of {wanted} replicas"
+        beginnings = {replica_id.rpartition("-")[0] for replica_id in registered}
+        if len(beginnings) != 1:
+            return found
+        beginning = beginnings.pop()
+        expected = [f"{beginning}-{number}" for number in range(self._spec.generation.replicas)]
+        there = {*registered, *self.list_given_up_replicas()}
+        missing = [replica_id for replica_id in expected if replica_id not in there]
+        return f"{found} ({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''})"
 
     async def _publish_first_version(self) -> None:
         """Publish the version of the last trained step, initialise the drafter if needed, validate, open the gate."""

@@ -418,7 +418,7 @@ async def test_a_replica_receives_the_manifest_once_and_again_after_its_restart(
 async def test_a_start_names_who_is_waited_for(tmp_path: Path) -> None:
     """It said for minutes that it waits for the trainer and the replicas, whoever was there."""
     async with Run(tmp_path, a_spec(tmp_path, steps=1), started=("gen-0",)) as run:
-        await run.until(lambda: run.observer.build_status().detail == "waiting for 1 of 2 replicas")
+        await run.until(lambda: run.observer.build_status().detail == "waiting for 1 of 2 replicas (gen-1)")
         await run.start_replica("gen-1")
         await run.finish()
 
