@@ -505,6 +505,11 @@ STORAGE = (
     ),
 )
 
+_TWO_DOMAINS = {
+    "trainer.numNodes": 2,
+    "trainer.parallelism": {"tensor": 4, "data": 2},
+    "placement.layout": "SeparateDomains",
+}
 PLACEMENT = (
     Case(
         "generation.gpusPerReplica",
@@ -530,6 +535,15 @@ PLACEMENT = (
         "must not be Nccl",
     ),
     Case("placement.nvlink", {"placement": {"nvlink": "Preferred"}}, _GB200 | {"placement.nvlink": "Preferred"}),
+    *(
+        _gb200(
+            "placement.layout",
+            {"placement.nvlink": "Required", "placement.layout": layout},
+            {"placement.nvlink": "Required", "placement.layout": "SameDomain"},
+            "must be SameDomain with nvlink Required",
+        )
+        for layout in ("Any", "SeparateDomains")
+    ),
     _gb200("trainer.gpusPerNode", {"trainer.gpusPerNode": 0}, {}, "must be > 0"),
     _gb200("generation.gpusPerReplica", {"generation.gpusPerReplica": 0}, {}, "must be > 0"),
     Case(
@@ -552,8 +566,8 @@ PLACEMENT = (
     ),
     _gb200(
         "trainer.gpusPerNode",
-        {"placement.nvlink": "Required", "trainer.gpusPerNode": 2, "trainer.numNodes": 2},
-        {"placement.nvlink": "Required"},
+        {"placement.nvlink": "Preferred", "trainer.gpusPerNode": 2, "trainer.numNodes": 2},
+        {"placement.nvlink": "Preferred"},
         "must equal placement",
     ),
     _gb200(
@@ -568,11 +582,7 @@ PLACEMENT = (
         {"generation.gpusPerReplica": 72, "generation.tensorParallel": 72},
         "must be <= placement.nodesPerDomain",
     ),
-    *(
-        _gb200("trainer.numNodes", {**two, **field, "placement.nodesPerDomain": 1}, {**two, **field})
-        for two in ({"trainer.numNodes": 2, "trainer.parallelism": {"tensor": 4, "data": 2}},)
-        for field in ({"placement.layout": "SeparateDomains"}, {"placement.nvlink": "Required"})
-    ),
+    _gb200("trainer.numNodes", {**_TWO_DOMAINS, "placement.nodesPerDomain": 1}, _TWO_DOMAINS),
     _gb200(
         "placement.layout",
         {"placement.layout": "SameDomain", "generation.replicas": 18},
@@ -616,6 +626,11 @@ MODES = (
         {"scheduling": {"gang": "None", "queueName": "team"}},
         {"scheduling": {"gang": "Auto", "queueName": "team"}},
         "must not be given",
+    ),
+    Case(
+        "placement.rdma.count",
+        {"placement": {"rdma": {"count": 4}}},
+        {"placement": {"rdma": {"count": 4, "resourceName": "rdma/ib"}}},
     ),
     Case(
         "tls.issuer",

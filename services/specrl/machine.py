@@ -107,18 +107,23 @@ class GpuMachine:
     memory_bytes: Mapping[str, int] | None = None
 
 
+def read_driver_version(file: Path | None = None) -> str:
+    """Return the version of NVIDIA's driver, such as 580.95.05; empty if it is not known. file: for tests."""
+    try:
+        found = DRIVER_VERSION.search((file or DRIVER_FILE).read_text(encoding="utf-8"))
+    except OSError:
+        return ""
+    return found[0] if found else ""
+
+
 def read_gpu_machine() -> GpuMachine:
     """Describe this machine's GPUs. Asks nothing if none is visible."""
     visible = visible_gpus()
     if not visible:
         return GpuMachine()
-    try:
-        found = DRIVER_VERSION.search(DRIVER_FILE.read_text(encoding="utf-8"))
-    except OSError:
-        found = None
     listing = ask_nvidia_smi("--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")
     memory = None if listing is None else read_memory(listing, visible)
-    return GpuMachine(visible, found[0] if found else "", memory)
+    return GpuMachine(visible, read_driver_version(), memory)
 
 
 def read_memory(listing: str, visible: Sequence[str]) -> dict[str, int]:

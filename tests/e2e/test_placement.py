@@ -43,7 +43,7 @@ def test_twelve_replicas_and_four_trainer_nodes_fill_one_domain(admin: Api, plac
     assert len(cliques["trainer"]) == 1
     nodes = Counter(pod["spec"]["nodeName"] for pod in pods_of(admin, job) if pod["spec"]["nodeName"] in racks)
     assert set(nodes.values()) == {1}, "whole nodes"
-    assert ready["status"]["placement"]["multiNodeNVLink"] == "Active"
+    assert ready["status"]["placement"]["multiNodeNVLink"] == "Unknown"  # no process tells which transport NCCL took
     for pod in pods_of(admin, job):
         if pod["spec"]["nodeName"] in racks:
             (claimed,) = pod["status"]["resourceClaimStatuses"]

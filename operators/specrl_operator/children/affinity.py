@@ -12,7 +12,7 @@ environment variables: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs
 
 from __future__ import annotations
 
-from specrl.spec.cluster import HostNetwork, Layout, NvLink, Profile
+from specrl.spec.cluster import HostNetwork, Layout, Profile
 from specrl_operator import kinds
 from specrl_operator.api import ACCELERATED_LABEL, GENERATION, JOB_LABEL, NVLINK_LABEL, TRAINER, Job, Object
 from specrl_operator.plan.job_plan import JobPlan
@@ -22,18 +22,26 @@ PRODUCT_LABEL = "nvidia.com/gpu.product"
 GB200_PRODUCTS = ("NVIDIA-GB200", "NVIDIA-GB300")
 GROUP_KEY = "leaderworkerset.sigs.k8s.io/group-key"
 """Label with the same value on all pods of one LeaderWorkerSet group, that is of one replica."""
+NCCL_LOG = "/tmp/nccl-%p.log"  # noqa: S108 - the pod's own scratch folder; %p: NCCL puts the process id here
+"""NCCL's log file in a GPU pod. `specrl/weights/nccl_log.py` reads there which transport NCCL has chosen."""
 SHARED_MEMORY = "64Gi"
 """Size limit of /dev/shm in a GPU pod, for NCCL and vLLM on four GPUs. Memory is used only as it fills."""
 
 
 def build_nccl_environment(plan: JobPlan) -> dict[str, str]:
     """Build the NCCL settings of every GPU pod, of trainer and generation alike. Users may set others."""
-    # Set explicitly in both cases. With MNNVL forced on and ranks in several domains, the communicator never gets
-    # ready; with it on at one end only, the communicator fails.
-    active = "1" if plan.is_nvlink_active else "0"
-    environment = {"NCCL_MNNVL_ENABLE": active, "NCCL_DEBUG": "WARN"}
+    # INIT has a line for each channel, with its transport, when a communicator is made, and none later.
+    environment = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT", "NCCL_DEBUG_FILE": NCCL_LOG}
+    if not plan.has_compute_domain:
+        # NCCL would find the NVLink domain by itself, and fail where it has no channel.
+        return environment | {"NCCL_MNNVL_ENABLE": "0"}
     # MNNVL needs CUMEM, which vLLM may turn off by itself.
-    return environment | ({"NCCL_CUMEM_ENABLE": "1"} if active == "1" else {})
+    environment["NCCL_CUMEM_ENABLE"] = "1"
+    if plan.job.spec.placement.layout is Layout.SAME_DOMAIN:
+        environment["NCCL_MNNVL_ENABLE"] = "1"
+    # Otherwise it is not set: NCCL then groups the ranks of each communicator by domain (src/mnnvl.cc). Forced on with
+    # ranks in several domains, a communicator never gets ready.
+    return environment
 
 
 def bind_to_nodes(pod: Object, plan: JobPlan, role: str) -> None:
@@ -56,7 +64,7 @@ def bind_to_nodes(pod: Object, plan: JobPlan, role: str) -> None:
     counted = {GPU: str(gpus)}
     if placement.rdma is not None:
         if placement.rdma.resource_name is not None:
-            counted[placement.rdma.resource_name] = "1"
+            counted[placement.rdma.resource_name] = str(placement.rdma.count)
         if placement.rdma.host_network is HostNetwork.ENABLED:
             spec["hostNetwork"] = True
             spec["dnsPolicy"] = "ClusterFirstWithHostNet"
@@ -119,7 +127,7 @@ def shares_domain(plan: JobPlan, role: str) -> bool:
     placement = plan.job.spec.placement
     if role == GENERATION:
         return plan.replica.pods > 1
-    return placement.layout is not Layout.ANY or placement.nvlink is NvLink.REQUIRED
+    return placement.layout is not Layout.ANY
 
 
 def _list_affinity_terms(plan: JobPlan, role: str) -> list[Object]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specrl.spec.cluster import Gang, NvLink, Scaler, TlsMode
+from specrl.spec.cluster import Gang, Layout, NvLink, Scaler, TlsMode
 from specrl_operator import kinds
 from specrl_operator.kinds import Kind
-from specrl_operator.plan.job_plan import JobPlan
+from specrl_operator.plan.job_plan import JobPlan, can_use_nvlink
 
 INSTALL_PAGES = {
     kinds.LEADER_WORKER_SET: "https://lws.sigs.k8s.io/docs/installation",
@@ -53,13 +53,16 @@ def list_notes(plan: JobPlan) -> list[str]:
     notes = []
     if not kinds.JOB_SET.is_served(plan.served):
         notes.append("JobSet is not installed: the trainer runs as a Job, and the operator restarts it")
-    wanted = plan.job.spec.placement.nvlink is not NvLink.DISABLED
-    if wanted and not plan.has_compute_domain:
-        notes.append(
-            f"multi-node NVLink is off: ComputeDomain is not installed ({INSTALL_PAGES[kinds.COMPUTE_DOMAIN]})"
-        )
-    elif wanted and not plan.is_nvlink_active:
-        notes.append("multi-node NVLink is off between trainer and replicas: placement.layout is not SameDomain")
+    placement = plan.job.spec.placement
+    if placement.nvlink is not NvLink.DISABLED:
+        if not can_use_nvlink(plan.job, plan.trainer, plan.replica):
+            why = "trainer and each replica fit one node, and placement.layout is not SameDomain"
+            notes.append(f"multi-node NVLink is off: {why}")
+        elif not plan.has_compute_domain:
+            page = INSTALL_PAGES[kinds.COMPUTE_DOMAIN]
+            notes.append(f"multi-node NVLink is off: ComputeDomain is not installed ({page})")
+        elif placement.layout is not Layout.SAME_DOMAIN:
+            notes.append("weights may cross NVLink domains: placement.layout is not SameDomain")
     if plan.job.spec.checkpoint.claim_name is None:
         notes.append("checkpoint.claimName is not set: checkpoints are lost when the trainer's pod is deleted")
     return notes

@@ -58,14 +58,9 @@ class JobPlan:
     replica: PodShape
     """One pod; or one per node, if its GPUs fill several whole nodes."""
     has_compute_domain: bool
-    """The job gets a ComputeDomain, and each GPU pod an IMEX channel."""
+    """The job gets a ComputeDomain, and each GPU pod an IMEX channel: the driver is there, and NVLink can be used."""
     is_plain_trainer: bool
     """The trainer is a Job: JobSet is not installed, or was not when it started. It stays a Job until it ends."""
-
-    @property
-    def is_nvlink_active(self) -> bool:
-        """Whether all ranks of the weight communicator can use NVLink between nodes: one domain, and channels."""
-        return self.has_compute_domain and self.job.spec.placement.layout is Layout.SAME_DOMAIN
 
     @property
     def gang(self) -> Gang:
@@ -96,6 +91,17 @@ class JobPlan:
         return self.trainer if role == TRAINER else self.replica
 
 
+def can_use_nvlink(job: Job, trainer: PodShape, replica: PodShape) -> bool:
+    """Whether some of the job's pods exchange data within one NVLink domain, so that IMEX channels are of use.
+
+    Pods of one replica share a domain, those of a trainer may. Trainer and replicas do with layout SameDomain.
+    """
+    placement = job.spec.placement
+    if placement.nvlink is NvLink.DISABLED:
+        return False
+    return placement.layout is Layout.SAME_DOMAIN or trainer.pods > 1 or replica.pods > 1
+
+
 def plan_job(
     job: Job, settings: Settings, served: frozenset[str], children: Mapping[Kind, Sequence[Object]]
 ) -> JobPlan:
@@ -103,6 +109,13 @@ def plan_job(
     spec = job.spec.placement
     gpus = job.spec.generation.gpus_per_replica
     trainers = list_trainers(children)
+    trainer = PodShape(job.spec.trainer.num_nodes, job.spec.trainer.gpus_per_node)
+    # Rounded up. A rule of the spec requires whole nodes, so there is a remainder only in specs that are refused.
+    replica = (
+        PodShape(1, gpus)
+        if gpus <= spec.gpus_per_node
+        else PodShape(-(-gpus // spec.gpus_per_node), spec.gpus_per_node)
+    )
     # The driver was installed after the pods were created, which have no IMEX channel. With a ComputeDomain now, new
     # pods would get NCCL settings that the running ones do not have.
     is_driver_late = spec.nvlink is NvLink.PREFERRED and trainers and not children[kinds.COMPUTE_DOMAIN]
@@ -112,11 +125,8 @@ def plan_job(
         job=job,
         settings=settings,
         served=served,
-        trainer=PodShape(job.spec.trainer.num_nodes, job.spec.trainer.gpus_per_node),
-        # Rounded up. A rule of the spec requires whole nodes, so there is a remainder only in specs that are refused.
-        replica=PodShape(1, gpus)
-        if gpus <= spec.gpus_per_node
-        else PodShape(-(-gpus // spec.gpus_per_node), spec.gpus_per_node),
-        has_compute_domain=spec.nvlink is not NvLink.DISABLED and has_driver and not is_driver_late,
+        trainer=trainer,
+        replica=replica,
+        has_compute_domain=can_use_nvlink(job, trainer, replica) and has_driver and not is_driver_late,
         is_plain_trainer=runs_as_job or not kinds.JOB_SET.is_served(served),
     )

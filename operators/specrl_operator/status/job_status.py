@@ -15,7 +15,7 @@ from __future__ import annotations
 from datetime import datetime
 
 from specrl.spec.cluster import NvLink
-from specrl.spec.rljob.status import CoordinatorCondition
+from specrl.spec.rljob.status import MULTI_NODE_NVLINK, CoordinatorCondition, MultiNodeNvLink
 from specrl_operator.api import MAX_MESSAGE_LENGTH, ConditionState, Job, Object, find_condition, format_time
 from specrl_operator.observed import ObservedState
 from specrl_operator.plan.acceptance import Refusal
@@ -114,5 +114,9 @@ def _build_condition(job: Job, kind: str, condition: ConditionState, moment: str
 def _describe_placement(plan: JobPlan, observed: ObservedState) -> Object:
     found: Object = {} if observed.domain is None else {"domain": observed.domain}
     if plan.job.spec.placement.nvlink is not NvLink.DISABLED:
-        found["multiNodeNVLink"] = "Active" if plan.is_nvlink_active else "Inactive"
+        transport = (plan.job.status.get("progress") or {}).get("ncclTransport", "")
+        if not plan.has_compute_domain or (transport and MULTI_NODE_NVLINK not in transport):
+            found["multiNodeNVLink"] = MultiNodeNvLink.INACTIVE
+        else:
+            found["multiNodeNVLink"] = MultiNodeNvLink.ACTIVE if transport else MultiNodeNvLink.UNKNOWN
     return found

@@ -385,6 +385,9 @@ class StatusReport(ReportModel):
     """Whether a user has requested a checkpoint that is neither complete nor failed yet."""
     trainer: str = "absent"
     """absent, registered (not used yet), recovering, ready or training."""
+    nccl_transport: str = ""
+    """NCCL's transports between trainer and replicas, such as NET/IB, NET/Socket or P2P/MNNVL (NVLink between nodes).
+    Empty before the first weights, with other transports, and where NCCL writes no log."""
     rollouts_collected: int = 0
     """Graded rollouts of the step that is being collected."""
     rollouts_grading: int = 0

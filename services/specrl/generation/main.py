@@ -36,7 +36,7 @@ from specrl.generation.engine import Engine
 from specrl.generation.nodes import ONE_NODE, ReplicaNodes, until_leader_is_gone
 from specrl.generation.service import GenerationService
 from specrl.generation.vllm_backend.quiet import silence_known_lines
-from specrl.installation import require_engines
+from specrl.installation import require_driver, require_engines
 from specrl.records import Peer, Role
 from specrl.rpc import run_token, tls
 from specrl.rpc.clients import CoordinatorClient
@@ -82,6 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         spec = load_process_spec(options.spec)
         logs.configure_logging(spec.telemetry.log_level.value, options.replica_id, spec.name)
         require_engines("torch", "vllm")
+        require_driver()
         from specrl.generation.vllm_backend.launch import reserve_engine_core
 
         if not options.nodes.is_leader:

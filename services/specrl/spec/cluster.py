@@ -91,7 +91,9 @@ class Rdma(Section):
     """RDMA network between nodes, as the cluster's provider offers it."""
 
     resource_name: ShortText | None = None
-    """Extended resource, such as `rdma/ib`. Every GPU pod requests one of it. Null: none."""
+    """Extended resource, such as `rdma/ib`, which every GPU pod requests. Null: none."""
+    count: Annotated[WholeNumber, Field(ge=1, le=64)] = 1
+    """How many of resourceName every GPU pod requests. GB200 nodes have four network cards, H100 nodes eight."""
     host_network: HostNetwork = HostNetwork.DISABLED
     """`Enabled`: GPU pods use the network of their node. NetworkPolicies do not apply to them."""
 
@@ -104,11 +106,11 @@ class Placement(Section):
     their labels and taints."""
     nvlink: NvLink = NvLink.DISABLED
     """NVLink between nodes, through a ComputeDomain of NVIDIA's DRA driver. `Preferred`: used if the driver is
-    installed; status.placement shows whether it is active. `Required`: the job is not accepted without it."""
+    installed, wherever pods share a domain; status.placement shows whether weights use it. `Required`: only with layout
+    `SameDomain`; the job is not accepted without the driver, and CollectiveReady is False if weights do not use it."""
     layout: Layout = Layout.ANY
     """`SameDomain`: trainer and replicas share one NVLink domain. `SeparateDomains`: the trainer is in one domain, the
-    replicas are in others. `Any`: no constraint, except that nvlink `Required` keeps the trainer in one domain. With
-    every layout, a replica never straddles domains."""
+    replicas are in others. `Any`: no constraint. With every layout, a replica never straddles domains."""
     topology_key: ShortText = "nvidia.com/gpu.clique"  # a label that NVIDIA's GPU feature discovery sets
     """Node label whose value identifies the NVLink domain."""
     # The defaults of this field and the next are those of a GB200 NVL72: 18 compute trays with 4 GPUs each.

@@ -122,6 +122,10 @@ class TrainerBackend(Protocol):
         fails.
         """
 
+    @property
+    def nccl_transport(self) -> str:
+        """NCCL's transports to the open weight group, such as `NET/IB`, at rank 0; empty if they are not known."""
+
     def write_weights(self, folder: Path) -> WeightChecksums:
         """Write the current version into `folder`, atomically. `folder` must not exist.
 

@@ -109,7 +109,9 @@ class RankCalls:
         sent = wire.checksums_to_wire(self._backend.broadcast_weights(request.group_id))
         seconds = time.perf_counter() - started
         size_bytes = self._backend.describe_weights().size_bytes
-        return trainer_pb2.BroadcastWeightsReply(sent=sent, size_bytes=size_bytes, seconds=seconds)
+        return trainer_pb2.BroadcastWeightsReply(
+            sent=sent, size_bytes=size_bytes, seconds=seconds, nccl_transport=self._backend.nccl_transport
+        )
 
     def WriteWeights(self, request: trainer_pb2.WriteWeightsRequest) -> trainer_pb2.WriteWeightsReply:
         """Write the current version into a new folder below the run's weights directory."""

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from specrl.errors import SpecrlError
-from specrl.installation import require_engines
+from specrl.installation import require_driver, require_engines
 from specrl.records import Peer, Role
 from specrl.rpc import run_token, tls
 from specrl.rpc.clients import CoordinatorClient
@@ -112,6 +112,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> TrainerOptions:
 def run_rank(spec: RunSpec, options: TrainerOptions) -> bool:
     """Run one rank until the trainer ends. Returns whether the coordinator dismissed it. Raises SpecrlError."""
     require_engines("torch", "megatron")
+    require_driver()
     from specrl.trainer.calls import RankCalls
     from specrl.trainer.megatron_backend import MegatronBackend
     from specrl.trainer.ranks import ControlGroup, follow_rank_0

@@ -12,6 +12,8 @@ each member, so `auto` takes Gloo if any two share one, or if one has none. Gloo
 and the coordinator forms a new group. No process ends for it: of NCCL's groups in a process, only this one has no
 watchdog.
 
+NCCL may fall back from NVLink or RDMA to TCP. `nccl_transport` tells what it took, where NCCL writes a log.
+
 Written against torch 2.13 (`ProcessGroupGloo`, `ProcessGroupNCCL`, `TCPStore`). Called by the trainer's weight sender
 and by the engines of the replicas.
 """
@@ -41,6 +43,7 @@ from torch.distributed import DistError
 from specrl.errors import CollectiveFailed, DeadlineExceeded, EngineFailed, RunInvalid, SpecrlError, first_line
 from specrl.machine import has_rdma_devices, locked_memory_limit
 from specrl.records import WeightGroup
+from specrl.weights.nccl_log import NcclLog, find_transports, find_warnings, locate_log
 
 log = structlog.get_logger(__name__)
 
@@ -78,6 +81,11 @@ class BroadcastGroup:
         DeadlineExceeded when one is late, and EngineFailed or RunInvalid for a transport that the members cannot use.
         """
         self.group = group
+        self.nccl_transport = ""
+        """Transports of NCCL's channels at this member, such as `NET/IB`. Empty before the first broadcast, with Gloo,
+        and where NCCL writes no log."""
+        self._nccl_log = NcclLog(locate_log())
+        self._nccl_log.read_new_lines()  # those of other groups of this process
         timeout = timedelta(seconds=group.timeout_s)
         if group.transport == "nccl" and not torch.cuda.is_available():
             raise EngineFailed(
@@ -119,8 +127,20 @@ class BroadcastGroup:
                 work.wait(timedelta(seconds=self.group.timeout_s))
             except (RuntimeError, DistError) as error:
                 raise _translate_error(error, self.group, "broadcast") from error
+            finally:
+                self._read_nccl_log()
 
         return wait_for_broadcast
+
+    def _read_nccl_log(self) -> None:
+        """Learn the transport from NCCL's log, and repeat its warnings. NCCL connects in the first broadcast."""
+        lines = self._nccl_log.read_new_lines()
+        for warning in find_warnings(lines):
+            log.warning("nccl_warned", group=self.group.group_id, warning=warning)
+        transport = find_transports(lines)
+        if transport and not self.nccl_transport:
+            self.nccl_transport = transport
+            log.info("nccl_connected", group=self.group.group_id, nccl_transport=transport)
 
     def close(self) -> None:
         """Leave the group and free its sockets or communicators."""

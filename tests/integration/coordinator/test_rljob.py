@@ -16,6 +16,7 @@ from specrl.coordinator.observe.observer import RunObserver
 from specrl.coordinator.observe.rljob_status import RLJobStatusWriter
 from specrl.coordinator.requests.rljob_api import RLJobReference
 from specrl.formats.reports import Phase, StatusReport, StepReport
+from specrl.spec.cluster import Placement
 from specrl_operator.api import find_condition
 from specrl_operator.cluster.interface import ClusterError
 from specrl_operator.kinds import RLJOB
@@ -53,7 +54,7 @@ def run() -> Run:
 def writer(server: HttpApiServer, run: Run, tmp_path: Path) -> RLJobStatusWriter:
     (tmp_path / "token").write_text(TOKEN + "\n")
     return RLJobStatusWriter(
-        cast(RunObserver, run), RLJobReference("rl", "tiny", server.url, tmp_path), lambda: run.now
+        cast(RunObserver, run), RLJobReference("rl", "tiny", server.url, tmp_path), Placement(), lambda: run.now
     )
 
 

@@ -11,7 +11,9 @@ from specrl.coordinator.observe.rljob_status import build_rljob_status
 from specrl.coordinator.requests.rljob_api import ACCOUNT, locate_rljob
 from specrl.errors import RunInvalid, StoreInvalid
 from specrl.formats.reports import Phase, PhaseSeconds, ReplicaReport, StatusReport, StepReport
+from specrl.spec.cluster import Layout, NvLink, Placement, Profile, Rdma
 
+ANYWHERE = Placement()
 IN_A_POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "KUBERNETES_SERVICE_PORT": "6443"}
 
 
@@ -35,12 +37,12 @@ def a_report(**changes: object) -> StepReport:
     return StepReport.model_validate(numbers | counts | whole | changes)
 
 
-def condition(status: StatusReport, kind: str) -> dict[str, str]:
-    return next((it for it in build_rljob_status(status, None)["conditions"] if it["type"] == kind), {})
+def condition(status: StatusReport, kind: str, placement: Placement = ANYWHERE) -> dict[str, str]:
+    return next((it for it in build_rljob_status(status, None, placement)["conditions"] if it["type"] == kind), {})
 
 
 def test_the_progress_is_of_the_last_step() -> None:
-    assert build_rljob_status(a_status(step=3, policy_version=3), a_report())["progress"] == {
+    assert build_rljob_status(a_status(step=3, policy_version=3), a_report(), ANYWHERE)["progress"] == {
         "step": 3,
         "policyVersion": 3,
         "policyLag": 1,
@@ -54,9 +56,11 @@ def test_the_progress_is_of_the_last_step() -> None:
 
 
 def test_unknown_figures_are_omitted() -> None:
-    assert build_rljob_status(a_status(), None) == {"progress": {"step": 0}, "conditions": []}
-    assert build_rljob_status(a_status(is_paused=True), None)["progress"] == {"step": 0, "paused": True}
-    assert "acceptanceLength" not in build_rljob_status(a_status(), a_report(acceptance_length=None))["progress"]
+    assert build_rljob_status(a_status(), None, ANYWHERE) == {"progress": {"step": 0}, "conditions": []}
+    assert build_rljob_status(a_status(is_paused=True), None, ANYWHERE)["progress"] == {"step": 0, "paused": True}
+    assert (
+        "acceptanceLength" not in build_rljob_status(a_status(), a_report(acceptance_length=None), ANYWHERE)["progress"]
+    )
 
 
 def test_the_first_weights_decide_the_condition_collective_ready() -> None:
@@ -72,6 +76,33 @@ def test_the_first_weights_decide_the_condition_collective_ready() -> None:
     assert "NetworkPolicies" in found["message"]
     healed = failed.model_copy(update={"policy_version": 0})
     assert condition(healed, "CollectiveReady")["status"] == "True"
+
+
+REQUIRED = Placement(profile=Profile.GB200, nvlink=NvLink.REQUIRED, layout=Layout.SAME_DOMAIN)
+WITH_RDMA = Placement(rdma=Rdma(resource_name="rdma/ib"))
+
+
+@pytest.mark.parametrize(
+    ("transport", "placement", "status", "reason"),
+    [
+        ("", REQUIRED, "True", "WeightsArrived"),
+        ("P2P/MNNVL", REQUIRED, "True", "WeightsArrived"),
+        ("NET/IB", REQUIRED, "False", "MultiNodeNVLinkUnavailable"),
+        ("NET/Socket", REQUIRED, "False", "MultiNodeNVLinkUnavailable"),
+        ("NET/IB", WITH_RDMA, "True", "WeightsArrived"),
+        ("NET/Socket", WITH_RDMA, "True", "SocketFallback"),
+        ("NET/Socket", ANYWHERE, "True", "WeightsArrived"),
+    ],
+)
+def test_a_fallback_of_nccl_is_seen_in_the_status(
+    transport: str, placement: Placement, status: str, reason: str
+) -> None:
+    """NCCL used TCP where RDMA and NVLink were configured, and nothing said so."""
+    arrived = a_status(policy_version=0, nccl_transport=transport)
+    found = condition(arrived, "CollectiveReady", placement)
+    assert (found["status"], found["reason"]) == (status, reason)
+    assert transport in found["message"]
+    assert build_rljob_status(arrived, None, placement)["progress"].get("ncclTransport", "") == transport
 
 
 def test_the_drafters_initialisation_is_a_condition_until_it_serves() -> None:

@@ -36,9 +36,9 @@ class Peers:
     async def open_weight_group(self, group: object) -> tuple[str, int]:
         return "127.0.0.1", 1
 
-    async def broadcast_weights(self, group_id: str, deadline_s: float) -> tuple[WeightChecksums, int]:
+    async def broadcast_weights(self, group_id: str, deadline_s: float) -> tuple[WeightChecksums, int, str]:
         self.deadlines["send"] = deadline_s
-        return WeightChecksums(1, (5,)), self.manifest.size_bytes
+        return WeightChecksums(1, (5,)), self.manifest.size_bytes, "NET/IB"
 
     async def write_weights(self, must_rewrite: bool, deadline_s: float) -> tuple[WeightChecksums, str, int]:
         self.deadlines["send"] = deadline_s

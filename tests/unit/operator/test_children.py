@@ -54,12 +54,15 @@ GOLDEN = Path(__file__).parent / "golden"
 NONE: frozenset[Kind] = frozenset()
 SEPARATE = {"placement": {"layout": "SeparateDomains", "nvlink": "Preferred"}}
 ANY = {"placement": {"layout": "Any", "nvlink": "Preferred"}}
+RDMA = {"placement": {"rdma": {"resourceName": "rdma/ib", "count": 4}}}
+ONE_NODE = {"trainer": {"numNodes": 1, "parallelism": {"tensor": 4, "data": 1}}}
 
 CASES: dict[str, tuple[list[Object], ClusterFacts]] = {
     "minimal": ([], ClusterFacts(frozenset({JOB_SET}))),
     "gb200-same-domain": ([PAPER], ClusterFacts()),
     "gb200-separate-domains": ([PAPER, SEPARATE], ClusterFacts()),
-    "gb200-any": ([PAPER, ANY], ClusterFacts()),
+    "gb200-any": ([PAPER, ANY, RDMA], ClusterFacts()),
+    "gb200-one-node-trainer": ([PAPER, ANY, ONE_NODE], ClusterFacts()),
     "multi-node-replica": ([PAPER, LARGE], ClusterFacts()),
     "kueue": ([PAPER, LARGE, {"scheduling": {"queueName": "team-a"}}], ClusterFacts(ALL)),
     "kai": ([PAPER, {"scheduling": {"queueName": "team-a", "gang": "KAI"}}], ClusterFacts(ALL)),
@@ -132,6 +135,8 @@ def variables(container: Object) -> dict[str, str]:
 
 # -- invariants ------------------------------------------------------------------------------------------------------
 
+_EVERY = ["Any", "SameDomain", "SeparateDomains"]
+LAYOUTS = {"Disabled": _EVERY, "Preferred": _EVERY, "Required": ["SameDomain"]}
 names = st.from_regex(r"[a-z]([-a-z0-9]{0,32}[a-z0-9])?", fullmatch=True)
 
 
@@ -162,7 +167,7 @@ def jobs(draw: Any) -> Job:
         "placement": {
             "profile": profile,
             "nvlink": nvlink,
-            "layout": draw(st.sampled_from(["Any", "SameDomain", "SeparateDomains"])) if on_gpus else "Any",
+            "layout": draw(st.sampled_from(LAYOUTS[nvlink])) if on_gpus else "Any",
             "gpusPerNode": per_node,
             "nodesPerDomain": 1024,
         },
@@ -465,7 +470,8 @@ def test_missing_dependencies_are_named_with_a_remedy(
     [
         ([], NONE, "JobSet is not installed"),
         ([PAPER, {"placement": {"nvlink": "Preferred"}}], GB200 - {COMPUTE_DOMAIN}, "ComputeDomain is not installed"),
-        ([PAPER, SEPARATE], GB200, "layout is not SameDomain"),
+        ([PAPER, SEPARATE], GB200, "weights may cross NVLink domains"),
+        ([PAPER, ANY, ONE_NODE], GB200, "trainer and each replica fit one node"),
         (
             [{"checkpoint": None, "failurePolicy": {"onTrainerFailure": "Fail"}}],
             GB200,
@@ -496,17 +502,31 @@ def test_a_replica_of_several_nodes_is_one_engine_that_its_leader_serves() -> No
     assert variables(pods[0]["spec"]["containers"][0]) == variables(pods[1]["spec"]["containers"][0])  # NCCL's, too
 
 
-def test_multi_node_nvlink_is_on_only_where_all_ranks_share_a_domain() -> None:
-    def active(*changes: Object, served: frozenset[Kind] = GB200) -> bool:
-        return (
-            build_nccl_environment(plan_job(a_job(PAPER, *changes), ClusterFacts(served)))["NCCL_MNNVL_ENABLE"] == "1"
-        )
+def test_nccl_finds_nvlink_domains_by_itself_where_all_pods_have_channels() -> None:
+    """The variable was 0 with every layout but SameDomain, so a trainer in one domain used the network."""
 
-    assert active()
-    assert not active(SEPARATE)
-    assert not active(ANY)
-    assert not active({"placement": {"nvlink": "Preferred"}}, served=GB200 - {COMPUTE_DOMAIN})
-    assert not active({"placement": {"nvlink": "Disabled"}})
+    def setting(*changes: Object, served: frozenset[Kind] = GB200) -> tuple[str | None, str | None]:
+        found = build_nccl_environment(plan_job(a_job(PAPER, *changes), ClusterFacts(served)))
+        return found.get("NCCL_MNNVL_ENABLE"), found.get("NCCL_CUMEM_ENABLE")
+
+    assert setting() == ("1", "1")
+    assert setting(SEPARATE) == setting(ANY) == (None, "1")
+    assert setting({"placement": {"nvlink": "Preferred"}}, served=GB200 - {COMPUTE_DOMAIN}) == ("0", None)
+    assert setting({"placement": {"nvlink": "Disabled"}}) == ("0", None)
+    assert setting(ANY, ONE_NODE) == ("0", None)
+
+
+def test_a_compute_domain_is_made_only_where_pods_exchange_data_in_one_domain() -> None:
+    """A domain that nothing uses kept other jobs out of its nodes."""
+
+    def has_domain(*changes: Object) -> bool:
+        return plan_job(a_job(PAPER, *changes), ClusterFacts(GB200)).has_compute_domain
+
+    assert has_domain(ANY)  # the trainer's nodes
+    assert has_domain(ANY, ONE_NODE, LARGE)  # the nodes of a replica
+    assert has_domain(ONE_NODE)  # trainer and replicas
+    assert not has_domain(ANY, ONE_NODE)
+    assert not has_domain(SEPARATE, ONE_NODE)
 
 
 @pytest.mark.parametrize(

@@ -476,7 +476,7 @@ def test_no_gpu_pods_are_created_before_the_claim_template_exists() -> None:
     world.settle()
     assert "tiny-trainer" in world.server.objects_by_name(JOB_SET)
     assert world.read_condition("PlacementReady") == ("True", "ClaimTemplateExists")
-    assert world.status["placement"] == {"multiNodeNVLink": "Active"}
+    assert world.status["placement"] == {"multiNodeNVLink": "Unknown"}
 
 
 def test_a_running_jobset_is_not_patched_whatever_others_write_into_it() -> None:
@@ -736,7 +736,7 @@ def test_pods_that_run_without_a_channel_are_not_reported_to_have_one() -> None:
     world.settle()
     world.edit_spec(suspend=False)
     world.settle()
-    assert world.status["placement"] == {"multiNodeNVLink": "Active"}
+    assert world.status["placement"] == {"multiNodeNVLink": "Unknown"}
     assert world.read_condition("Ready") == ("True", "AllPartsReady")
 
 

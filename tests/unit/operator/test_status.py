@@ -142,9 +142,19 @@ def test_a_condition_keeps_its_transition_time_until_its_status_changes() -> Non
 
 
 def test_placement_shows_whether_weights_are_sent_over_nvlink() -> None:
-    assert status_of(a_job(PAPER), ClusterFacts(), whole(), NOW)["placement"] == {"multiNodeNVLink": "Active"}
-    apart = a_job(PAPER, {"placement": {"layout": "SeparateDomains"}})
-    assert status_of(apart, ClusterFacts(), whole(), NOW)["placement"] == {"multiNodeNVLink": "Inactive"}
+    def shown(transport: str | None, *changes: Object) -> Object:
+        status = {} if transport is None else {"progress": {"ncclTransport": transport}}
+        found: Object = status_of(a_job(PAPER, *changes, status=status), ClusterFacts(), whole(), NOW)["placement"]
+        return found
+
+    assert shown(None) == {"multiNodeNVLink": "Unknown"}
+    assert shown("P2P/MNNVL") == {"multiNodeNVLink": "Active"}
+    assert shown("NET/IB, P2P/MNNVL") == {"multiNodeNVLink": "Active"}
+    assert shown("NET/Socket") == {"multiNodeNVLink": "Inactive"}
+    alone = {"trainer": {"numNodes": 1, "parallelism": {"tensor": 4, "data": 1}}}
+    assert shown(None, alone, {"placement": {"nvlink": "Preferred", "layout": "Any"}}) == {
+        "multiNodeNVLink": "Inactive"
+    }
     assert "placement" not in status_of(a_job(), ClusterFacts(), whole(), NOW)
 
 

@@ -293,7 +293,9 @@ async def test_batch_in_parts_is_trained_whole_and_an_oversized_batch_is_rejecte
 
 
 async def test_weights_are_broadcast_to_a_group_that_the_client_opens(tmp_path: Path) -> None:
-    async with a_trainer(tmp_path, CountingBackend()) as (client, _):
+    backend = CountingBackend()
+    backend.nccl_transport = "P2P/MNNVL"
+    async with a_trainer(tmp_path, backend) as (client, _):
         group = WeightGroup("epoch-1", "", 0, 0, 2, 20.0, "gloo")
         manifest = await client.describe_weights()
         address, port = await client.open_weight_group(group)
@@ -306,9 +308,9 @@ async def test_weights_are_broadcast_to_a_group_that_the_client_opens(tmp_path: 
                 joined.close()
 
         received = asyncio.create_task(asyncio.to_thread(replica))
-        sent, size_bytes = await client.broadcast_weights("epoch-1", DEADLINE_S)
+        sent, size_bytes, transport = await client.broadcast_weights("epoch-1", DEADLINE_S)
         assert await received == sent.checksums
-        assert size_bytes == manifest.size_bytes
+        assert (size_bytes, transport) == (manifest.size_bytes, "P2P/MNNVL")
 
 
 async def test_lost_rank_fails_the_call_and_ends_the_service(tmp_path: Path) -> None:

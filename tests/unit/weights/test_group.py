@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -150,6 +151,27 @@ def test_a_limit_of_locked_memory_is_logged_if_nccl_may_use_rdma(
         join(0, world_size=1)
     found = [entry["limit_bytes"] for entry in logs if entry["event"] == "locked_memory_limited"]
     assert found == ([limit] if has_devices and limit == 8 << 20 else [])
+
+
+def test_a_member_tells_which_transport_nccl_took_in_its_first_broadcast(
+    join: Callable[..., BroadcastGroup], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """NCCL fell back to TCP without a word in any log, since its own level was WARN."""
+    monkeypatch.setenv("NCCL_DEBUG_FILE", str(tmp_path / "nccl.log"))
+    written = tmp_path / "nccl.log"
+    written.write_text("NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM\n")  # of another group
+    group = join(0, world_size=1)
+    assert group.nccl_transport == ""
+    wait = group.start_broadcast(torch.zeros(4))
+    with written.open("a") as file:
+        file.write("NCCL WARN Could not find: ibverbs\n")
+        file.write("NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/Socket/0\n")
+    with structlog.testing.capture_logs() as logs:
+        wait()
+    assert group.nccl_transport == "NET/Socket"
+    assert [entry["event"] for entry in logs] == ["nccl_warned", "nccl_connected"]
+    group.start_broadcast(torch.zeros(4))()
+    assert group.nccl_transport == "NET/Socket"
 
 
 @pytest.mark.parametrize(

@@ -464,10 +464,13 @@ class BroadcastWeightsReply(_message.Message):
     SENT_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
+    NCCL_TRANSPORT_FIELD_NUMBER: _builtins.int
     size_bytes: _builtins.int
     """bytes of all tensors"""
     seconds: _builtins.float
     """seconds in the call, joining the group included"""
+    nccl_transport: _builtins.str
+    """NCCL's transports, such as NET/IB; empty: not known, or no NCCL"""
     @_builtins.property
     def sent(self) -> _weights_pb2.WeightChecksums:
         """always present"""
@@ -478,10 +481,11 @@ class BroadcastWeightsReply(_message.Message):
         sent: _weights_pb2.WeightChecksums | None = ...,
         size_bytes: _builtins.int = ...,
         seconds: _builtins.float = ...,
+        nccl_transport: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sent", b"sent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["seconds", b"seconds", "sent", b"sent", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nccl_transport", b"nccl_transport", "seconds", b"seconds", "sent", b"sent", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

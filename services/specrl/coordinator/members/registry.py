@@ -109,12 +109,17 @@ class Replica:
 
 @dataclass
 class Trainer:
-    """The record of the trainer process. gone: set when it is lost, which aborts all calls to it."""
+    """The record of the trainer process.
+
+    gone: set when it is lost, which aborts all calls to it.
+    nccl_transport: NCCL's transports to the replicas, such as `NET/IB`; empty if they are not known.
+    """
 
     peer: Peer
     client: TrainerClient
     last_seen_s: float = 0.0
     gone: asyncio.Event = field(default_factory=asyncio.Event)
+    nccl_transport: str = ""
 
 
 @asynccontextmanager

@@ -148,7 +148,7 @@ class CollectiveTransport(WeightTransport):
         if failure is not None:
             await _check_trainer_alive(trainer, failure)
             return None, received
-        sent, transfer.size_bytes = sending.result()
+        sent, transfer.size_bytes, trainer.nccl_transport = sending.result()
         return sent, received
 
     def drop_state(self) -> None:
@@ -156,7 +156,7 @@ class CollectiveTransport(WeightTransport):
         self._group = None
         self._members = ()
 
-    async def _broadcast_weights(self, trainer: Trainer, group: WeightGroup) -> tuple[WeightChecksums, int]:
+    async def _broadcast_weights(self, trainer: Trainer, group: WeightGroup) -> tuple[WeightChecksums, int, str]:
         with self._recorder.begin_span(SpanName.BROADCAST, TRAINER):
             # Longer than the group's time-out, so that a hanging collective ends with its own error first.
             deadline_s = group.timeout_s + self._transfer_deadline_s

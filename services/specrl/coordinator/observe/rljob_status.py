@@ -8,7 +8,8 @@ the job.
 The coordinator writes these conditions:
 
 - `CollectiveReady`: the first weights went through the collective that all later ones use, were verified, and met the
-  deadline. False when replicas were given up in it.
+  deadline. False when replicas were given up in it, and when `placement.nvlink` is `Required` and NCCL uses another
+  transport. The reason is `SocketFallback` when NCCL uses TCP although the job has RDMA or NVLink.
 - `DrafterReady`: replicas have the drafter that this run trains. False while it is initialised.
 - `RunFinished`: the last step is trained and the policy is exported.
 """
@@ -26,26 +27,32 @@ import structlog
 from specrl.coordinator.observe.observer import RunObserver
 from specrl.coordinator.requests.rljob_api import RLJobReference
 from specrl.formats.reports import Phase, StatusReport, StepReport
+from specrl.spec.cluster import NvLink, Placement
 from specrl.spec.rljob.manifest import API_VERSION, KIND, PLURAL
-from specrl.spec.rljob.status import CoordinatorCondition
+from specrl.spec.rljob.status import MULTI_NODE_NVLINK, CoordinatorCondition
 
 FIELD_MANAGER = "specrl-coordinator"
 PERIOD_S = 10.0
 FINAL_S = 120.0
 """How long the coordinator retries the last write at the end of a run before it exits without it."""
 
+SOCKETS = "NET/Socket"
+"""TCP, as NCCL's log names it (`weights/nccl_log.py`)."""
+
 log = structlog.get_logger(__name__)
 
 Now = Callable[[], datetime]
 
 
-def build_rljob_status(status: StatusReport, newest: StepReport | None) -> dict[str, Any]:
+def build_rljob_status(status: StatusReport, newest: StepReport | None, placement: Placement) -> dict[str, Any]:
     """Build the coordinator's part of the RLJob's status, without times. newest: the last complete report, if any."""
     progress: dict[str, Any] = {"step": status.step}
     if status.policy_version >= 0:
         progress["policyVersion"] = status.policy_version
     if status.is_paused:
         progress["paused"] = True
+    if status.nccl_transport:
+        progress["ncclTransport"] = status.nccl_transport
     if newest is not None:
         progress["policyLag"] = newest.policy_lag_max
         if newest.phases.wall_seconds > 0:
@@ -58,17 +65,19 @@ def build_rljob_status(status: StatusReport, newest: StepReport | None) -> dict[
             progress["acceptanceLength"] = f"{newest.acceptance_length:.2f}"
     conditions = [
         {"type": kind.value, "status": str(is_true), "reason": reason, "message": message[:1024]}
-        for kind, is_true, reason, message in _list_conditions(status)
+        for kind, is_true, reason, message in _list_conditions(status, placement)
     ]
     return {"progress": progress, "conditions": conditions}
 
 
-def _list_conditions(status: StatusReport) -> Iterator[tuple[CoordinatorCondition, bool, str, str]]:
+def _list_conditions(
+    status: StatusReport, placement: Placement
+) -> Iterator[tuple[CoordinatorCondition, bool, str, str]]:
     """Yield each condition that is known: its type, whether it holds, reason and message."""
     given_up = sum(count for moved, count in status.replica_transitions.items() if moved.endswith("-> stale"))
     collective = CoordinatorCondition.COLLECTIVE_READY
     if status.policy_version >= 0:
-        yield collective, True, "WeightsArrived", "all replicas have received the first weights"
+        yield collective, *_judge_transport(status.nccl_transport, placement)
     elif given_up:
         reasons = "; ".join(f"{it.id}: {it.reason}" for it in status.replicas if it.reason)
         message = (
@@ -90,15 +99,41 @@ def _list_conditions(status: StatusReport) -> Iterator[tuple[CoordinatorConditio
         yield CoordinatorCondition.RUN_FINISHED, True, "MaxStepsReached", message
 
 
+def _judge_transport(transport: str, placement: Placement) -> tuple[bool, str, str]:
+    """Judge the transport of weights that have arrived: status, reason and message of CollectiveReady."""
+    arrived = "all replicas have received the first weights" + (f" over {transport}" if transport else "")
+    if not transport:
+        return True, "WeightsArrived", arrived
+    uses_nvlink = MULTI_NODE_NVLINK in transport
+    if placement.nvlink is NvLink.REQUIRED and not uses_nvlink:
+        message = (
+            f"placement.nvlink is Required, but NCCL uses {transport} instead of {MULTI_NODE_NVLINK}; check the "
+            "ComputeDomain and the nodes' IMEX daemons, or use Preferred in a new job"
+        )
+        return False, "MultiNodeNVLinkUnavailable", message
+    expects_more = placement.rdma is not None or placement.nvlink is not NvLink.DISABLED
+    if SOCKETS in transport and expects_more:
+        remedy = "check the RDMA devices and the limit of locked memory (docs/deploy.md), and the NVLink domain"
+        return True, "SocketFallback", f"{arrived}: NCCL fell back to TCP; {remedy}"
+    return True, "WeightsArrived", arrived
+
+
 class RLJobStatusWriter:
     """Keeps the status of one RLJob up to date.
 
     `write_changes` writes once, if anything has changed. `run` repeats it every PERIOD_S until it is cancelled.
     """
 
-    def __init__(self, observer: RunObserver, place: RLJobReference, now: Now = lambda: datetime.now(UTC)) -> None:
+    def __init__(
+        self,
+        observer: RunObserver,
+        place: RLJobReference,
+        placement: Placement,
+        now: Now = lambda: datetime.now(UTC),
+    ) -> None:
         self._observer = observer
         self._place = place
+        self._placement = placement
         self._now = now
         self._written: dict[str, Any] | None = None  # the last status that was written
         self._since: dict[str, tuple[str, str]] = {}  # by condition: its status, and since when it has had it
@@ -125,7 +160,7 @@ class RLJobStatusWriter:
         """Write the status if it has changed. Returns whether the RLJob is up to date."""
         status = self._observer.build_status()
         newest = self._observer.find_newest_report()
-        found = build_rljob_status(status, newest)
+        found = build_rljob_status(status, newest, self._placement)
         if found == self._written:
             return True
         body = {

@@ -206,6 +206,7 @@ class RunStatus:
             checkpoint_step=ledger.facts.checkpoints[-1],
             is_checkpoint_requested=context.controls.is_checkpoint_requested,
             trainer=self._loop.trainer.state,
+            nccl_transport=context.registry.trainer.nccl_transport if context.registry.trainer is not None else "",
             rollouts_collected=occupancy.done,
             rollouts_grading=occupancy.grading,
             rollouts_wanted=occupancy.wanted,

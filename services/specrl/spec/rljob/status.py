@@ -22,6 +22,10 @@ ConditionType = Annotated[str, Field(max_length=316, pattern=r"^[A-Za-z][A-Za-z0
 Reason = Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$")]
 
 
+MULTI_NODE_NVLINK = "P2P/MNNVL"
+"""NVLink between nodes, as NCCL's log and `progress.ncclTransport` name it."""
+
+
 class CoordinatorCondition(StrEnum):
     """Types of the conditions that the coordinator writes. The operator reads them, and writes all others."""
 
@@ -78,6 +82,7 @@ class GenerationRoleStatus(RoleStatus):
 class MultiNodeNvLink(StrEnum):
     ACTIVE = "Active"
     INACTIVE = "Inactive"
+    UNKNOWN = "Unknown"
 
 
 class PlacementStatus(Section):
@@ -86,7 +91,7 @@ class PlacementStatus(Section):
     domain: Text | None = None
     """NVLink domain of the trainer: the value of the label placement.topologyKey on its nodes."""
     multi_node_nvlink: MultiNodeNvLink | None = Field(default=None, alias="multiNodeNVLink")
-    """Whether weights are sent over NVLink between nodes."""
+    """Whether weights are sent over NVLink between nodes, by progress.ncclTransport. Unknown until the first are."""
 
 
 class RunProgress(Section):
@@ -110,6 +115,8 @@ class RunProgress(Section):
     """Seconds of the last step in which the replicas received its weights, a decimal. No part of exposed generation."""
     acceptance_length: Annotated[str, Field(max_length=16)] | None = None
     """Mean tokens per verification in the last step, a decimal."""
+    nccl_transport: Text | None = None
+    """NCCL's transports between trainer and replicas, such as NET/IB, NET/Socket or P2P/MNNVL."""
     paused: bool | None = None
     """Whether a user has paused the run."""
     last_update_time: Timestamp | None = None

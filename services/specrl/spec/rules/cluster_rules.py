@@ -241,6 +241,14 @@ PLACEMENT = (
         lambda it: it.nvlink is NvLink.DISABLED or it.profile is Profile.GB200,
         "self.nvlink == 'Disabled' || self.profile == 'GB200'",
     ),
+    Rule(
+        cluster.Placement,
+        "layout",
+        "must be SameDomain with nvlink Required",
+        "use SameDomain, or nvlink: Preferred; between domains there is no NVLink, so weights could not use it",
+        lambda it: it.nvlink is not NvLink.REQUIRED or it.layout is Layout.SAME_DOMAIN,
+        "self.nvlink != 'Required' || self.layout == 'SameDomain'",
+    ),
     _require_gpus("trainer.gpusPerNode", lambda spec: spec.trainer.gpus_per_node),
     _require_gpus("generation.gpusPerReplica", lambda spec: spec.generation.gpus_per_replica),
     compare_fields(
@@ -311,14 +319,12 @@ PLACEMENT = (
     Rule(
         RunSpec,
         "trainer.numNodes",
-        "must be <= placement.nodesPerDomain with layout SeparateDomains or nvlink Required",
-        "use fewer nodes, or let the trainer straddle domains with layout Any and nvlink Preferred",
+        "must be <= placement.nodesPerDomain with layout SeparateDomains",
+        "use fewer nodes, or let the trainer straddle domains with layout Any",
         lambda it: (
-            (it.placement.layout is not Layout.SEPARATE_DOMAINS and it.placement.nvlink is not NvLink.REQUIRED)
-            or it.trainer.num_nodes <= it.placement.nodes_per_domain
+            it.placement.layout is not Layout.SEPARATE_DOMAINS or it.trainer.num_nodes <= it.placement.nodes_per_domain
         ),
-        "(self.placement.layout != 'SeparateDomains' && self.placement.nvlink != 'Required') || "
-        "self.trainer.numNodes <= self.placement.nodesPerDomain",
+        "self.placement.layout != 'SeparateDomains' || self.trainer.numNodes <= self.placement.nodesPerDomain",
         lambda it: f"{it.trainer.num_nodes} > {it.placement.nodes_per_domain}",
     ),
     Rule(
@@ -358,6 +364,14 @@ MODES = (
         "remove it, or set gang: Auto; a job that names a queue must be admitted by it",
         lambda it: it.gang is not Gang.NONE or it.queue_name is None,
         "self.gang != 'None' || !has(self.queueName)",
+    ),
+    Rule(
+        cluster.Rdma,
+        "count",
+        "must be 1 without resourceName",
+        "name the extended resource, or remove count",
+        lambda it: it.count == 1 or it.resource_name is not None,
+        "self.count == 1 || has(self.resourceName)",
     ),
     Rule(
         cluster.PeerTls,

@@ -168,6 +168,10 @@ class MegatronBackend:
     def broadcast_weights(self, group_id: str) -> WeightChecksums:
         return self._sender.broadcast_version(self.models, group_id)
 
+    @property
+    def nccl_transport(self) -> str:
+        return self._sender.nccl_transport
+
     def write_weights(self, folder: Path) -> WeightChecksums:
         return weight_sender.write_weights(self.models, folder)
 

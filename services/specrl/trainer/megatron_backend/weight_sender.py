@@ -63,6 +63,11 @@ class WeightSender:
                     raise
         return WeightChecksums(models.state.step, checksums, _drafter_version(models))
 
+    @property
+    def nccl_transport(self) -> str:
+        """See `TrainerBackend.nccl_transport`."""
+        return "" if self._joined is None else self._joined.nccl_transport
+
     def close(self) -> None:
         """Leave the group, if there is one."""
         if self._joined is not None:
