@@ -57,7 +57,7 @@ controlplane: setup ## build etcd, Kubernetes 1.36, JobSet and LWS for the e2e t
 test-e2e: setup ## chart, CRD and operator against that control plane; ARGS selects; see tests/e2e/conftest.py
 	@if command -v go > /dev/null && test -z "$$KUBEBUILDER_ASSETS$$SPECRL_E2E_KUBECONFIG"; then \
 	  $(MAKE) --no-print-directory controlplane; fi
-	$(BIN)/python -m pytest tests/e2e $(ARGS)
+	$(BIN)/python -m pytest tests/e2e tests/integration/chart/test_monitoring.py $(ARGS)
 
 SEED ?= $(shell date +%s)
 

@@ -13,6 +13,7 @@ from threading import Lock
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from specrl.spec.rljob.status import CoordinatorCondition
 from specrl.telemetry.exporter import MetricsText, PageResponse, serve_pages
 from specrl_operator.api import Object, find_condition, is_condition_true, parse_time
 from specrl_operator.cluster.queue import JobKey
@@ -54,14 +55,19 @@ _lock = Lock()
 _shown: dict[JobKey, set[str]] = {}
 
 
-def export_status(key: JobKey, before: Mapping[str, object], status: Object) -> None:
-    """Export a job's conditions, and observe the changes from its previous status. key: namespace and name."""
+def export_status(key: JobKey, before: Object, status: Object) -> None:
+    """Export a job's conditions, and observe the changes from its previous status. key: namespace and name.
+
+    The coordinator's conditions are not in `status`, which the operator writes. They come from the previous status.
+    """
+    reported = [it for it in before.get("conditions") or [] if it["type"] in CoordinatorCondition]
     with _lock:
-        kinds = {condition["type"] for condition in status.get("conditions") or []} | {"Complete", "Failed"}
+        found = {"conditions": [*(status.get("conditions") or []), *reported]}
+        kinds = {condition["type"] for condition in found["conditions"]} | {"Complete", "Failed"}
         # Conditions that were exported before and are gone now, such as Suspended, must be set to 0.
         for kind in kinds | _shown.get(key, set()):
             for said in _STATUSES:
-                CONDITION.labels(*key, kind, said).set(find_condition(status, kind).get("status") == said)
+                CONDITION.labels(*key, kind, said).set(find_condition(found, kind).get("status") == said)
         _shown[key] = kinds
     if not before:
         return  # the first status of a job, or the first since this process started, is no change

@@ -75,6 +75,14 @@ OVERVIEW = Dashboard(
             minimum=None,
         ),
         Panel(
+            "pass@k",
+            "pass@k of the last validation: the estimate, and both ends of its 95 % interval over problems. Only for "
+            "runs whose rewards are 0 or 1.",
+            "percentunit",
+            ((latest_value(f"{COORDINATOR}_validation_pass_rate", "k, bound"), "{{rljob}} pass@{{k}} {{bound}}"),),
+            maximum=1,
+        ),
+        Panel(
             "Rewards by name",
             "Mean of each of several rewards before weighting, in the last batch and in the last validation that it "
             "applied to. Empty for runs with one reward.",
@@ -169,6 +177,32 @@ OVERVIEW = Dashboard(
                 (latest_value(f"{COORDINATOR}_no_answer_share"), "{{rljob}} no answer"),
                 (latest_value(f"{COORDINATOR}_verifier_error_share"), "{{rljob}} verifier errors"),
                 (latest_value(f"{COORDINATOR}_ungraded_share"), "{{rljob}} ungraded"),
+            ),
+        ),
+        Panel(
+            "Verifier errors and tool calls",
+            "Per second: verdicts that are 0 because the verifier failed, by exception and place, and tool calls by "
+            "outcome.",
+            "ops",
+            (
+                (sum_rate(f"{COORDINATOR}_verifier_errors_total", "error"), "{{rljob}} verifier: {{error}}"),
+                (sum_rate(f"{COORDINATOR}_tool_calls_total", "outcome"), "{{rljob}} tool calls {{outcome}}"),
+            ),
+        ),
+        Panel(
+            "Skipped files",
+            "Per second: files, or records in them, that could not be read and were skipped, by kind.",
+            "ops",
+            ((sum_rate("specrl_files_skipped_total", "kind"), "{{rljob}} {{kind}}"),),
+        ),
+        Panel(
+            "Sinks of metrics",
+            "Last step that each sink (tensorboard, wandb, mlflow) has got, and its failures per second. A sink "
+            "catches up after a failure.",
+            "short",
+            (
+                (latest_value(f"{COORDINATOR}_sink_step", "sink"), "{{rljob}} {{sink}} step"),
+                (sum_rate(f"{COORDINATOR}_sink_failures_total", "sink"), "{{rljob}} {{sink}} failures per second"),
             ),
         ),
         Panel(

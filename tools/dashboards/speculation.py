@@ -119,6 +119,13 @@ SPECULATION = Dashboard(
             maximum=1,
         ),
         Panel(
+            "Catch-ups of drafters",
+            "Per second: recomputations of all live requests, after which the drafter has read the tokens that were "
+            "decoded while it was switched off.",
+            "ops",
+            ((sum_rate("specrl_generation_catch_ups_total"), "{{rljob}}"),),
+        ),
+        Panel(
             "Drafts per second, and drafters switched off",
             "Verified drafts per second, and replicas whose drafter is switched off because it does not pay.",
             "short",

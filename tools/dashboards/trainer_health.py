@@ -94,6 +94,17 @@ TRAINER_HEALTH = Dashboard(
             stacked=True,
         ),
         Panel(
+            "Sampling sets",
+            "Of the last step, for runs with topP or topK: tokens that they left to sample from, the memory of the "
+            "sets in bytes per sampled token, and the share of tokens that were the only one left.",
+            "short",
+            (
+                (latest_value("specrl_trainer_sampling_set_tokens"), "{{rljob}} tokens"),
+                (latest_value("specrl_trainer_sampling_set_bytes"), "{{rljob}} bytes per token"),
+                (latest_value("specrl_trainer_certain_fraction"), "{{rljob}} share without a choice"),
+            ),
+        ),
+        Panel(
             "Trained tokens per second",
             "Sampled tokens that were trained on, per second of wall time.",
             "short",
@@ -101,9 +112,11 @@ TRAINER_HEALTH = Dashboard(
         ),
         Panel(
             "Checkpoints",
-            "95th percentile of the wall seconds of writing a checkpoint, and failed checkpoints per second.",
+            "95th percentile of the wall seconds of writing a checkpoint, the part of them that blocks training "
+            "(snapshot), and failed checkpoints per second.",
             "short",
             (
+                (histogram_quantile(0.95, "specrl_trainer_checkpoint_snapshot_seconds"), "{{rljob}} snapshot seconds"),
                 (histogram_quantile(0.95, "specrl_trainer_checkpoint_seconds"), "{{rljob}} seconds"),
                 (sum_rate("specrl_coordinator_checkpoints_failed_total"), "{{rljob}} failed per second"),
             ),

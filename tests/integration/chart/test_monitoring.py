@@ -10,12 +10,16 @@ from pathlib import Path
 import pytest
 import yaml
 from tests.e2e.binaries import find
-from tests.integration.chart.exported_metrics import exported
+from tests.integration.chart.exported_metrics import SUFFIXES, exported
 from tests.integration.chart.promql_sources import RULES, alerts, panels, rules, variables
 from tests.integration.chart.rendering import CHART, ROOT
 from tests.requirements import PROMTOOL
 from tools.dashboards import DASHBOARDS
 from tools.dashboards.grafana import render_dashboard
+from tools.metrics_page import metrics_of
+
+from specrl.telemetry import metrics
+from specrl_operator import telemetry
 
 RULES_TEST = Path(__file__).parent / "rules_test.yaml"
 
@@ -57,6 +61,14 @@ def test_every_expression_uses_exported_metrics(name: str) -> None:
             assert labels <= known[series], f"{series} has no label {labels - known[series]}"
     grouped = {label for by in re.findall(r"\bby \(([^)]*)\)", expression) for label in re.split(r",\s*", by)}
     assert grouped <= set().union(*(known.get(series, {"namespace", "rljob"}) for series in wanted))
+
+
+def test_every_exported_metric_is_in_a_panel_or_a_rule() -> None:
+    """Eleven were in neither, so that nobody saw them."""
+    asked = set().union(*(asked_for(expression) for expression in expressions().values()))
+    ours = (metric for module in (metrics, telemetry) for metric in metrics_of(module))
+    unseen = {it._name for it in ours if not asked & {it._name + suffix for suffix in SUFFIXES[it._type]}}
+    assert not unseen, "add a panel in tools/dashboards/ or a rule, or remove the metric"
 
 
 def test_a_misspelt_metric_would_be_found() -> None:

@@ -210,6 +210,12 @@ def test_pod_monitor_watches_the_namespaces_that_the_operator_does() -> None:
     assert the(named, "PodMonitor", "specrl-jobs")["spec"]["namespaceSelector"] == {"matchNames": ["a", "b"]}
 
 
+def test_the_alert_on_an_absent_operator_is_about_the_releases_own() -> None:
+    for namespace in ("specrl-system", "team-a"):
+        text = render_text(*MONITORING, namespace=namespace)
+        assert f'expr: absent(specrl_operator_is_leader{{namespace="{namespace}"}})' in text
+
+
 def test_runbook_urls_start_with_the_given_base() -> None:
     rules = the(
         render(*MONITORING, "--set", "monitoring.prometheusRule.runbookBase=https://docs.example.com/specrl/"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import urllib.error
 import urllib.request
 
-from specrl_operator.telemetry import serve_metrics
+from specrl_operator.telemetry import CONDITION, export_status, remove_status, serve_metrics
 
 
 def test_metrics_and_probes_are_served_and_nothing_else() -> None:
@@ -31,3 +31,24 @@ def test_metrics_and_probes_are_served_and_nothing_else() -> None:
     finally:
         server.shutdown()
         server.server_close()
+
+
+def test_conditions_of_the_coordinator_are_exported_with_the_operators() -> None:
+    """They were not, so no alert could tell that the first weights had not arrived."""
+
+    def shown() -> dict[tuple[str, str], float]:
+        samples = (sample for family in CONDITION.collect() for sample in family.samples)
+        return {(it.labels["type"], it.labels["status"]): it.value for it in samples if it.labels["name"] == "tiny"}
+
+    ready = {"type": "Ready", "status": "True"}
+    before = {"conditions": [{"type": "CollectiveReady", "status": "False"}, {"type": "Suspended", "status": "True"}]}
+    export_status(("rl", "tiny"), before, {"conditions": [ready]})
+    assert shown()["CollectiveReady", "False"] == 1
+    assert shown()["Ready", "True"] == 1
+    assert ("Suspended", "True") not in shown(), "the operator has taken it back"
+    export_status(
+        ("rl", "tiny"), {"conditions": [{"type": "CollectiveReady", "status": "True"}]}, {"conditions": [ready]}
+    )
+    assert (shown()["CollectiveReady", "False"], shown()["CollectiveReady", "True"]) == (0, 1)
+    remove_status(("rl", "tiny"))
+    assert not shown()
