@@ -27,6 +27,9 @@ KEPT_SPEC_FIELDS = ("replicas", "suspend", "nodeName", "schedulingGates")
 """Fields of the specs of children and pods that decisions read. `trim_object` drops the others."""
 
 JOB_LABEL = "specrl.dev/rljob"
+UID_LABEL = "specrl.dev/rljob-uid"
+"""Label of every child and pod. Names and JOB_LABEL are the same for a deleted job and the next one of its name, whose
+pods may run side by side for a whole grace period."""
 COMPONENT_LABEL = "app.kubernetes.io/component"
 LEADER_LABEL = "specrl.dev/replica-leader"
 ACCELERATED_LABEL = "specrl.dev/accelerated"
@@ -74,6 +77,7 @@ class Job:
             "app.kubernetes.io/instance": self.name,
             MANAGED_LABEL: MANAGER,
             JOB_LABEL: self.name,
+            UID_LABEL: self.uid,
         }
         return labels | ({COMPONENT_LABEL: component} if component else {})
 
@@ -81,14 +85,19 @@ class Job:
         """Build the metadata of the child that is a component."""
         return {"name": self.child_name(component), "labels": self.build_labels(component)}
 
-    def build_selector(self, component: str) -> dict[str, str]:
-        """Build the labels that select the pods of a component. Selectors of workloads are immutable."""
-        return {JOB_LABEL: self.name, COMPONENT_LABEL: component}
+    def build_selector(self, component: str | None = None) -> dict[str, str]:
+        """Build the labels that select the pods of the job, or of one component.
+
+        Selectors of workloads are immutable.
+        """
+        labels = {JOB_LABEL: self.name, UID_LABEL: self.uid}
+        return labels | ({COMPONENT_LABEL: component} if component else {})
 
     @property
     def scale_selector(self) -> str:
         """Label selector of one pod per replica. Autoscalers count the pods that it selects."""
-        return f"{JOB_LABEL}={self.name},{COMPONENT_LABEL}={GENERATION},{LEADER_LABEL}=true"
+        labels = self.build_selector(GENERATION) | {LEADER_LABEL: "true"}
+        return ",".join(f"{name}={value}" for name, value in labels.items())
 
     @property
     def owner_reference(self) -> Object:

@@ -28,6 +28,7 @@ from specrl_operator.api import (
     MANAGER,
     STORE,
     TRAINER,
+    UID_LABEL,
     Job,
     Object,
     format_micro_time,
@@ -143,7 +144,12 @@ class Reconciler:
         trainers = list_trainers(children)
         workloads = children[kinds.STATEFUL_SET] + children[kinds.LEADER_WORKER_SET]
         labelled = self._cache.list_objects(kinds.POD, job.namespace, job.name)
-        pods = [pod for pod in labelled if pod["metadata"]["labels"].get(COMPONENT_LABEL)]
+        # By uid: pods of a deleted job of the same name may still be on their way out, with exit codes of their own.
+        pods = [
+            pod
+            for pod in labelled
+            if pod["metadata"]["labels"].get(COMPONENT_LABEL) and pod["metadata"]["labels"].get(UID_LABEL) == job.uid
+        ]
         domain = None
         if job.spec.placement.profile is Profile.GB200:
             nodes = [pod["spec"].get("nodeName") for pod in pods if has_component(pod, TRAINER)]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from specrl.spec.cluster import HostNetwork, Layout, Profile
 from specrl_operator import kinds
-from specrl_operator.api import ACCELERATED_LABEL, GENERATION, JOB_LABEL, NVLINK_LABEL, TRAINER, Job, Object
+from specrl_operator.api import ACCELERATED_LABEL, GENERATION, NVLINK_LABEL, TRAINER, Job, Object
 from specrl_operator.plan.job_plan import JobPlan
 
 GPU = "nvidia.com/gpu"
@@ -135,7 +135,7 @@ def _list_affinity_terms(plan: JobPlan, role: str) -> list[Object]:
     job = plan.job
     # Each term matches the pod itself, too. The scheduler then lets the first pod of a set choose any domain.
     if job.spec.placement.layout is Layout.SAME_DOMAIN:
-        return [_build_term(job, {JOB_LABEL: job.name, ACCELERATED_LABEL: "true"})]
+        return [_build_term(job, job.build_selector() | {ACCELERATED_LABEL: "true"})]
     if not shares_domain(plan, role):
         return []
     if role == GENERATION:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from specrl.spec.sinks import WandbMode
 from specrl_operator import kinds
-from specrl_operator.api import COMPONENT_LABEL, COORDINATOR, GENERATION, JOB_LABEL, TRAINER, Job, Object
+from specrl_operator.api import COMPONENT_LABEL, COORDINATOR, GENERATION, TRAINER, Job, Object
 from specrl_operator.children.pods import HTTP_PORT, METRICS_PORT, TRAINER_METRICS_PORT
 from specrl_operator.plan.job_plan import JobPlan
 
@@ -22,12 +22,12 @@ def build_network_policies(plan: JobPlan) -> list[Object]:
     settings = plan.settings
 
     # All pods of the job reach each other, DNS, and the collector of traces.
-    own = {"podSelector": {"matchLabels": {JOB_LABEL: job.name}}}
+    own = {"podSelector": {"matchLabels": job.build_selector()}}
     names = [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]
     peers = _build_policy(
         job,
         "peers",
-        {JOB_LABEL: job.name},
+        job.build_selector(),
         {"ingress": [{"from": [own]}], "egress": [{"to": [own]}, {"ports": names}, *_allow_collector(job)]},
     )
 
@@ -56,9 +56,9 @@ def build_network_policies(plan: JobPlan) -> list[Object]:
         }
     }
     served = [{"protocol": "TCP", "port": port} for port in (HTTP_PORT, METRICS_PORT, TRAINER_METRICS_PORT)]
-    metrics = _build_policy(job, "metrics", {JOB_LABEL: job.name}, {"ingress": [{"from": [scrapers], "ports": served}]})
+    metrics = _build_policy(job, "metrics", job.build_selector(), {"ingress": [{"from": [scrapers], "ports": served}]})
     metrics["spec"]["podSelector"] = {
-        "matchLabels": {JOB_LABEL: job.name},
+        "matchLabels": job.build_selector(),
         "matchExpressions": [{"key": COMPONENT_LABEL, "operator": "In", "values": [COORDINATOR, GENERATION, TRAINER]}],
     }
     return [peers, outwards, metrics]

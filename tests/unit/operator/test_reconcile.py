@@ -21,9 +21,11 @@ from specrl_operator.kinds import (
     JOB,
     JOB_SET,
     LEADER_WORKER_SET,
+    NETWORK_POLICY,
     POD,
     RLJOB,
     SECRET,
+    SERVICE,
     STATEFUL_SET,
 )
 from specrl_operator.plan.job_plan import Settings
@@ -52,7 +54,8 @@ def test_a_job_gets_its_children_and_becomes_ready() -> None:
     assert world.status["generation"] == {
         "replicas": 1,
         "readyReplicas": 1,
-        "selector": "specrl.dev/rljob=tiny,app.kubernetes.io/component=generation,specrl.dev/replica-leader=true",
+        "selector": f"specrl.dev/rljob=tiny,specrl.dev/rljob-uid={world.rljob['metadata']['uid']},"
+        "app.kubernetes.io/component=generation,specrl.dev/replica-leader=true",
     }
 
 
@@ -411,6 +414,43 @@ def test_objects_of_an_earlier_job_of_the_same_name_are_not_adopted() -> None:
     world.server.delete(JOB_SET, world.server.objects_by_name(JOB_SET)["tiny-trainer"])
     world.settle()
     assert world.read_condition("Ready") == ("True", "AllPartsReady")
+
+
+def test_a_new_job_is_not_judged_by_pods_of_a_deleted_job_of_its_name() -> None:
+    """A job that was deleted and applied again failed within seconds, with the exit code and the message of the old
+    job's pod, which was still within its grace period."""
+    world = World()
+    world.settle()
+    world.end_pod("tiny-coordinator-0", 2, "model.path must hold a model")
+    old = world.server.objects_by_name(POD)["tiny-coordinator-0"]
+    world.server.delete(RLJOB, world.rljob)
+    again = an_rljob()
+    again["metadata"]["uid"] = "99999999-2222-4333-8444-000000000000"
+    world.server.put_object(again)
+    old["metadata"] |= {"deletionTimestamp": "2026-01-01T00:01:30Z"}
+    world.server.put_object(old)
+    world.reconcile()
+    assert world.read_condition("Failed") == (None, None)
+    assert "no pods exist yet" in next(
+        it["message"] for it in world.status["conditions"] if it["type"] == "CoordinatorReady"
+    )
+
+
+@pytest.mark.parametrize("name", ["tiny-coordinator", "tiny-generation", "tiny-store"])
+def test_services_policies_and_affinities_select_pods_of_one_job_by_uid(name: str) -> None:
+    """Selectors by name alone let a new trainer register with the ending coordinator of a deleted job."""
+    world = World(PAPER, served=EVERYTHING)
+    world.settle()
+    uid = world.rljob["metadata"]["uid"]
+    assert world.server.objects_by_name(SERVICE)[name]["spec"]["selector"]["specrl.dev/rljob-uid"] == uid
+    policies = world.server.objects_by_name(NETWORK_POLICY)
+    peers = policies["tiny-peers"]["spec"]
+    selectors = [
+        *(policy["spec"]["podSelector"]["matchLabels"] for policy in policies.values()),
+        peers["ingress"][0]["from"][0]["podSelector"]["matchLabels"],
+        peers["egress"][0]["to"][0]["podSelector"]["matchLabels"],
+    ]
+    assert {it["specrl.dev/rljob-uid"] for it in selectors} == {uid}
 
 
 def test_an_object_that_the_api_server_rejects_is_reported_in_a_condition() -> None:
