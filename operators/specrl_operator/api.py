@@ -37,6 +37,8 @@ NVLINK_LABEL = "specrl.dev/multi-node-nvlink"
 MANAGED_LABEL = "app.kubernetes.io/managed-by"
 HASH_ANNOTATION = "specrl.dev/desired-hash"
 TEMPLATE_ANNOTATION = "specrl.dev/template-hash"
+RUN_FILE_ANNOTATION = "specrl.dev/run-file"
+"""Annotation of a workload: the ConfigMap that its pod template mounts. The operator's cache holds no templates."""
 ATTEMPT_ANNOTATION = "specrl.dev/attempt"
 
 COORDINATOR = "coordinator"
@@ -123,9 +125,13 @@ def read_job(item: Object) -> Job:
 def trim_object(item: Object) -> Object:
     """Trim a listed or watched object to what reconciliation reads: metadata, status, KEPT_SPEC_FIELDS of its spec.
 
+    Objects of `kinds.REPAIRED_KINDS`, which are small, stay whole but for `managedFields`.
+
     The operator keeps every child of every job in memory. The rest of the spec and `managedFields` are nine tenths of
     their size.
     """
+    if any(kind.is_kind_of(item) for kind in kinds.REPAIRED_KINDS):
+        return item | {"metadata": {name: it for name, it in item["metadata"].items() if name != "managedFields"}}
     found: Object = {name: item[name] for name in ("apiVersion", "kind", "status") if name in item}
     found["metadata"] = {name: value for name, value in item["metadata"].items() if name != "managedFields"}
     spec = item.get("spec") or {}

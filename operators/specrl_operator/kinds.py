@@ -74,6 +74,8 @@ POD_GROUP = Kind("scheduling.volcano.sh/v1beta1", "PodGroup", "podgroups", is_op
 CERTIFICATE = Kind("cert-manager.io/v1", "Certificate", "certificates", is_optional=True)
 SCALED_OBJECT = Kind("keda.sh/v1alpha1", "ScaledObject", "scaledobjects", is_optional=True)
 
+REPAIRED_KINDS = (SERVICE, NETWORK_POLICY, ROLE, ROLE_BINDING)
+"""Kinds of small children without a replica count, which the operator applies again when others have changed them."""
 CHILD_KINDS = (
     SERVICE_ACCOUNT,
     ROLE,

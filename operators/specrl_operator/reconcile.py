@@ -14,7 +14,7 @@ into their pod templates, and JobSet rejects most changes while it runs.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 
 import structlog
@@ -43,7 +43,7 @@ from specrl_operator.cluster.cache import WatchedObjects
 from specrl_operator.cluster.interface import Cluster, ClusterError
 from specrl_operator.cluster.topology import NodeTopology
 from specrl_operator.kinds import Kind
-from specrl_operator.observed import ObservedState, list_trainers
+from specrl_operator.observed import TRAINER_KINDS, ObservedState, list_trainers
 from specrl_operator.plan.acceptance import Refusal
 from specrl_operator.plan.decision import Decision, DesiredState, TrainerAction, make_decision
 from specrl_operator.plan.job_plan import JobPlan, Settings, plan_job
@@ -182,6 +182,10 @@ class Reconciler:
         # Apply in the order of `build_children`: each child needs those before it, so the first refusal ends the loop.
         known = {_name_of(item): item for items in children.values() for item in items}
         desired = [revision.add_revision(job, child) for child in build_children(plan, decision)]
+        # Running workloads keep their templates, and with them the run files that these mount.
+        mounted = _list_mounted_run_files(desired, known)
+        run_files = {(kinds.CONFIG_MAP.name, name) for name in mounted}
+        desired = [it for it in desired if not kinds.CONFIG_MAP.is_kind_of(it) or _name_of(it) in run_files]
         refusal = None
         created = list[tuple[Kind, str]]()
         for child in desired:
@@ -193,7 +197,7 @@ class Reconciler:
 
         # Delete the rest only after every apply succeeded, so that a refused replacement deletes nothing.
         if refusal is None:
-            kept = {_name_of(child) for child in desired}
+            kept = {_name_of(child) for child in desired} | run_files
             if decision.trainer is TrainerAction.KEEP and observed.trainer is not None:
                 # Not among the desired children, which hold a trainer only where it may be created.
                 kept.add(_name_of(observed.trainer))
@@ -316,6 +320,21 @@ def _build_conflict_refusal(kind: Kind, name: str) -> Refusal:
         "ChildConflict",
         f"{kind.name} {name} exists and does not belong to this job; delete it, or give the job another name",
     )
+
+
+def _list_mounted_run_files(desired: Sequence[Object], known: Mapping[tuple[str, str], Object]) -> set[str]:
+    """List the ConfigMaps with run files that the workloads mount after the desired children are applied."""
+    found = set()
+    for child in desired:
+        existing = known.get(_name_of(child))
+        # Not patched: `_apply_child`.
+        is_kept = existing is not None and (
+            revision.is_up_to_date(existing, child) or revision.would_restart_pods(existing, child)
+        )
+        found.add(revision.find_run_file(existing if existing is not None and is_kept else child))
+    # Also of a trainer that is kept and not among the desired children.
+    found |= {revision.find_run_file(item) for item in known.values() if revision.kind_of(item) in TRAINER_KINDS}
+    return {name for name in found if name is not None}
 
 
 def _name_of(item: Object) -> tuple[str, str]:

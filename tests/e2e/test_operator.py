@@ -126,19 +126,20 @@ def test_a_job_with_a_queue_does_not_run_without_kueue(admin: Api, place: str) -
 
 
 def test_object_of_another_owner_is_not_adopted(admin: Api, place: str, jobset: Workloads) -> None:
-    metadata = {"name": "taken-run", "namespace": place}
-    admin.create({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"mine": "yes"}})
+    metadata = {"name": "taken-generation", "namespace": place}
+    spec = {"selector": {"mine": "yes"}, "ports": [{"port": 80}]}
+    admin.create({"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": spec})
     job = admin.create(cpu_job("taken", place))
     said = until_condition(admin, job, "Ready", "False", "ChildConflict")
-    assert "taken-run" in find_condition(said, "Ready")["message"]
-    assert admin.get("v1/configmaps", "taken-run", place)["data"] == {"mine": "yes"}
+    assert "taken-generation" in find_condition(said, "Ready")["message"]
+    assert admin.get("v1/services", "taken-generation", place)["spec"]["selector"] == {"mine": "yes"}
     admin.delete(RLJOBS, "taken", place)
     wait_until(
         lambda: not list_remaining_objects(admin, job),
         "what it made is gone",
         explain=lambda: list_remaining_objects(admin, job),
     )
-    assert admin.find("v1/configmaps", "taken-run", place) is not None
+    assert admin.find("v1/services", "taken-generation", place) is not None
 
 
 def test_crashing_replicas_are_named_by_the_condition(admin: Api, place: str, jobset: Workloads) -> None:

@@ -9,17 +9,19 @@ sees the trainer. `reconcile.py` applies the list and deletes the children that 
 
 from __future__ import annotations
 
+import hashlib
+
 from specrl.spec import RunSpec, dump_spec
 from specrl.spec.run import Dtype
 from specrl.spec.store import Durability, RedisStore, Secret, Store
 from specrl_operator import kinds
-from specrl_operator.api import COORDINATOR, GENERATION, STORE, TRAINER, Job, Object
+from specrl_operator.api import COORDINATOR, GENERATION, RUN_FILE_ANNOTATION, STORE, TRAINER, Job, Object
 from specrl_operator.children import pods, workloads
 from specrl_operator.children.access import build_coordinator_access
 from specrl_operator.children.affinity import build_compute_domain
 from specrl_operator.children.autoscaler import build_autoscaler
 from specrl_operator.children.network import build_network_policies
-from specrl_operator.children.schedulers import assign_scheduler
+from specrl_operator.children.schedulers import assign_scheduler, find_workloads, list_pod_templates
 from specrl_operator.children.tls import build_certificates
 from specrl_operator.plan.decision import Decision, DesiredState, TrainerAction
 from specrl_operator.plan.job_plan import JobPlan
@@ -32,11 +34,12 @@ def build_children(plan: JobPlan, decision: Decision) -> list[Object]:
     """
     job = plan.job
     state = decision.state
+    run_file = build_run_file(plan)
     children = [
         *build_coordinator_access(job),
         *build_network_policies(plan),
         *build_certificates(job),
-        build_run_file(plan),
+        run_file,
     ]
     children += [build_service(job, COORDINATOR, {"grpc": pods.GRPC_PORT, "http": pods.HTTP_PORT}, is_headless=False)]
     children += [build_service(job, GENERATION, {"grpc": pods.REPLICA_PORT, "metrics": pods.METRICS_PORT})]
@@ -54,13 +57,28 @@ def build_children(plan: JobPlan, decision: Decision) -> list[Object]:
     autoscaling = job.spec.generation.autoscaling
     if state is DesiredState.RUNNING and autoscaling is not None:
         children.append(build_autoscaler(plan, autoscaling))
+    coordinator = [child for child in children if kinds.DEPLOYMENT.is_kind_of(child)]
+    _mount_run_file([*find_workloads(children), *coordinator], run_file["metadata"]["name"])
     return assign_scheduler(children, plan)
 
 
+def _mount_run_file(workloads: list[Object], name: str) -> None:
+    """Complete the volume of the run file in the pod templates of workloads with its ConfigMap's name, in place."""
+    for workload in workloads:
+        workload["metadata"]["annotations"] = {RUN_FILE_ANNOTATION: name}
+        for template in list_pod_templates(workload):
+            volume = next(it for it in template["spec"]["volumes"] if it["name"] == pods.SPEC_VOLUME)
+            volume["configMap"] = {"name": name}
+
+
 def build_run_file(plan: JobPlan) -> Object:
-    """Build the ConfigMap with the run file of all pods.
+    """Build the immutable ConfigMap with the run file of the job's pods.
 
     Its precision is chosen, and it has the job's own store if the spec names none.
+
+    Its name has a hash of the content, and pod templates refer to it by name. So a pod that is created again reads the
+    run file that it was started with, which the version in its image understands. A run file of a newer operator comes
+    with the new templates, which running pods do not get.
     """
     job = plan.job
     spec = _resolve_dtype(job.spec)
@@ -76,8 +94,10 @@ def build_run_file(plan: JobPlan) -> Object:
         # Other jobs may share the server, and a later job of the same name must not continue this run.
         redis = spec.redis.model_copy(update={"key_prefix": f"specrl:{job.namespace}/{job.run_name}"})
         spec = spec.model_copy(update={"store": Store(redis=redis)})
-    metadata = {"name": job.child_name("run"), "labels": job.build_labels()}
-    return kinds.CONFIG_MAP.build_object(metadata, data={"run.yaml": dump_spec(spec)})
+    content = dump_spec(spec)
+    digest = hashlib.sha256(content.encode()).hexdigest()[:8]
+    metadata = {"name": job.child_name(f"run-{digest}"), "labels": job.build_labels()}
+    return kinds.CONFIG_MAP.build_object(metadata, immutable=True, data={"run.yaml": content})
 
 
 def _resolve_dtype(spec: RunSpec) -> RunSpec:

@@ -27,6 +27,8 @@ STORE_PORT = 6379
 RUN_FOLDER = "/var/lib/specrl/run"
 SPEC_FOLDER = "/etc/specrl"
 SPEC_FILE = f"{SPEC_FOLDER}/run.yaml"
+SPEC_VOLUME = "spec"
+"""Volume of the run file. `desired.py` sets its ConfigMap."""
 STORE_PASSWORD = "SPECRL_STORE_PASSWORD"  # noqa: S105 - the name of the variable that holds it
 USER_ID = 65532
 """Uid and gid of the images' user (`deploy/docker/Dockerfile`); the same as `nonroot` of distroless images."""
@@ -238,11 +240,11 @@ def _build_pod(plan: JobPlan, role: str, container: Object, grace_s: int) -> Obj
     claim = job.spec.checkpoint.claim_name
     shares_run = role != GENERATION or job.spec.weights.transport is Transport.CHECKPOINT
     volumes: list[Object] = [
-        {"name": "spec", "configMap": {"name": job.child_name("run")}},
+        {"name": SPEC_VOLUME},
         {"name": "tmp", "emptyDir": {}},
     ]
     mounts: list[Object] = [
-        {"name": "spec", "mountPath": SPEC_FOLDER, "readOnly": True},
+        {"name": SPEC_VOLUME, "mountPath": SPEC_FOLDER, "readOnly": True},
         {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 - an empty folder of the pod's own
     ]
     if shares_run:

@@ -1,16 +1,25 @@
 """Owner reference and hashes of a child. Pure.
 
 Two annotations hold hashes of what the operator applied. The hash of the whole child decides whether it must be
-patched. The hash of its pod template decides whether the patch would restart pods.
+patched, and so does a change by others: of a replica count, a NetworkPolicy, a Service, a Role or its subjects. The
+hash of its pod template decides whether the patch would restart pods.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from typing import Any
 
 from specrl_operator import kinds
-from specrl_operator.api import ATTEMPT_ANNOTATION, HASH_ANNOTATION, TEMPLATE_ANNOTATION, Job, Object
+from specrl_operator.api import (
+    ATTEMPT_ANNOTATION,
+    HASH_ANNOTATION,
+    RUN_FILE_ANNOTATION,
+    TEMPLATE_ANNOTATION,
+    Job,
+    Object,
+)
 from specrl_operator.kinds import Kind
 from specrl_operator.observed import TRAINER_KINDS
 from specrl_operator.plan.restarts import read_restarts
@@ -20,6 +29,8 @@ CREATE_ONLY_KINDS = (*TRAINER_KINDS, kinds.COMPUTE_DOMAIN)
 LONG_RUNNING_KINDS = (kinds.DEPLOYMENT, kinds.STATEFUL_SET, kinds.LEADER_WORKER_SET)
 """Kinds with long-running pods. While they run, only their replica count is patched: upgrading the operator, or giving
 it other images, must not restart a pod. Other changes are applied while the job is suspended."""
+REPAIRED_FIELDS = ("spec", "rules", "subjects")
+"""Fields of REPAIRED_KINDS."""
 
 
 def add_revision(job: Job, child: Object) -> Object:
@@ -42,10 +53,28 @@ def add_revision(job: Job, child: Object) -> Object:
 
 
 def is_up_to_date(known: Object, child: Object) -> bool:
-    """Whether an existing child needs no patch."""
-    return kind_of(child) in CREATE_ONLY_KINDS or _read_annotation(known, HASH_ANNOTATION) == _read_annotation(
-        child, HASH_ANNOTATION
-    )
+    """Whether an existing child needs no patch: it is what the operator applied, and nobody has changed it since."""
+    kind = kind_of(child)
+    if kind in CREATE_ONLY_KINDS:
+        return True
+    if _read_annotation(known, HASH_ANNOTATION) != _read_annotation(child, HASH_ANNOTATION):
+        return False
+    if kind in LONG_RUNNING_KINDS:
+        return bool(known["spec"].get("replicas", 1) == child["spec"].get("replicas", 1))
+    if kind is kinds.SERVICE:
+        return _contains(known.get("spec"), child["spec"])
+    # Whole, since one more selector can open a policy. The API server adds no defaults to what the operator writes.
+    return kind not in kinds.REPAIRED_KINDS or all(known.get(name) == child.get(name) for name in REPAIRED_FIELDS)
+
+
+def _contains(found: Any, wanted: Any) -> bool:
+    """Whether JSON that the API server has completed with defaults still has the wanted values."""
+    if isinstance(wanted, dict):
+        return isinstance(found, dict) and all(_contains(found.get(name), value) for name, value in wanted.items())
+    if isinstance(wanted, list):
+        same_length = isinstance(found, list) and len(found) == len(wanted)
+        return same_length and all(map(_contains, found, wanted))
+    return bool(found == wanted)
 
 
 def would_restart_pods(known: Object, child: Object) -> bool:
@@ -56,6 +85,11 @@ def would_restart_pods(known: Object, child: Object) -> bool:
     return min(both) > 0 and _read_annotation(known, TEMPLATE_ANNOTATION) != _read_annotation(
         child, TEMPLATE_ANNOTATION
     )
+
+
+def find_run_file(workload: Object) -> str | None:
+    """Return the name of the ConfigMap that the pod template of an existing workload mounts; None without one."""
+    return _read_annotation(workload, RUN_FILE_ANNOTATION)
 
 
 def kind_of(child: Object) -> Kind:

@@ -40,6 +40,7 @@ from specrl_operator.children.schedulers import find_workloads, list_pod_templat
 from specrl_operator.kinds import (
     CLAIM_TEMPLATE,
     COMPUTE_DOMAIN,
+    CONFIG_MAP,
     DEPLOYMENT,
     JOB_SET,
     LEADER_WORKER_SET,
@@ -114,6 +115,10 @@ def find(objects: list[Object], kind: Kind, component: str) -> Object:
     return next(
         it for it in objects if kind.is_kind_of(it) and it["metadata"]["labels"].get(COMPONENT_LABEL) == component
     )
+
+
+def find_run_file(objects: list[Object]) -> Object:
+    return next(it for it in objects if CONFIG_MAP.is_kind_of(it))
 
 
 def containers(job: Job, given_facts: ClusterFacts) -> dict[str, Object]:
@@ -331,7 +336,7 @@ def test_a_trainer_on_gpus_may_compile_and_gets_segments_that_grow(monkeypatch: 
 
 def test_the_run_file_is_the_run_with_the_job_s_own_store(tmp_path: Path) -> None:
     job = a_job(PAPER, name="qwen3-8b")
-    run_file = next(it for it in children_of(job, ClusterFacts()) if it["metadata"]["name"] == "qwen3-8b-run")
+    run_file = find_run_file(children_of(job, ClusterFacts()))
     (tmp_path / "run.yaml").write_text(run_file["data"]["run.yaml"])
     spec = load_spec(tmp_path / "run.yaml")
     assert spec.name == "qwen3-8b"
@@ -341,7 +346,7 @@ def test_the_run_file_is_the_run_with_the_job_s_own_store(tmp_path: Path) -> Non
     assert spec.redis.password.environment == pods.STORE_PASSWORD
     assert spec.placement == a_job().spec.placement  # cluster fields are not in the pods' run file
     scaled = a_job(PAPER, {"generation": {"replicas": 13}, "suspend": True}, name="qwen3-8b")
-    other = next(it for it in children_of(scaled, ClusterFacts()) if it["metadata"]["name"] == "qwen3-8b-run")
+    other = find_run_file(children_of(scaled, ClusterFacts()))
     (tmp_path / "other.yaml").write_text(other["data"]["run.yaml"])
     assert digest_spec(load_spec(tmp_path / "other.yaml")) == digest_spec(spec)
 
@@ -353,7 +358,7 @@ def test_the_run_file_is_the_run_with_the_job_s_own_store(tmp_path: Path) -> Non
 def test_the_precision_of_a_job_is_chosen_by_its_gpus(change: Object, dtype: Dtype, tmp_path: Path) -> None:
     """Processes must not choose it: pods on nodes with other CPUs would choose differently."""
     objects = children_of(a_job(change, {"model": {"dtype": None}}), ClusterFacts())
-    run_file = next(it for it in objects if it["metadata"]["name"] == "tiny-run")
+    run_file = find_run_file(objects)
     (tmp_path / "run.yaml").write_text(run_file["data"]["run.yaml"])
     assert load_process_spec(tmp_path / "run.yaml").model.dtype is dtype
 
@@ -378,7 +383,7 @@ def test_two_jobs_on_one_redis_server_have_different_keys() -> None:
     prefixes = set()
     for name in ("one", "two"):
         objects = children_of(a_job(store, name=name), ClusterFacts())
-        text = next(it for it in objects if it["metadata"]["name"] == f"{name}-run")["data"]["run.yaml"]
+        text = find_run_file(objects)["data"]["run.yaml"]
         prefixes.add(yaml.safe_load(text)["store"]["redis"]["keyPrefix"])
     assert len(prefixes) == 2
 

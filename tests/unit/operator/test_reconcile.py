@@ -12,6 +12,8 @@ from tests.unit.operator.builders import LARGE, PAPER, an_rljob
 from tests.unit.operator.world import EVERYTHING, JOBSET_ONLY, World, a_pod
 
 from specrl_operator.api import COORDINATOR, GENERATION, STORE, TRAINER, Object, is_controlled_by
+from specrl_operator.children import desired
+from specrl_operator.children.schedulers import list_pod_templates
 from specrl_operator.cluster.cache import WatchedObjects
 from specrl_operator.cluster.interface import ClusterError
 from specrl_operator.kinds import (
@@ -24,6 +26,8 @@ from specrl_operator.kinds import (
     NETWORK_POLICY,
     POD,
     RLJOB,
+    ROLE,
+    ROLE_BINDING,
     SECRET,
     SERVICE,
     STATEFUL_SET,
@@ -35,6 +39,12 @@ SUSPENDED = {"suspend": True}
 CLIQUE = "nvidia.com/gpu.clique"
 
 
+def the_run_file(world: World) -> str:
+    """Return the name of the only ConfigMap."""
+    (name,) = world.server.objects_by_name(CONFIG_MAP)
+    return name
+
+
 def test_a_job_gets_its_children_and_becomes_ready() -> None:
     world = World()
     world.settle()
@@ -43,7 +53,7 @@ def test_a_job_gets_its_children_and_becomes_ready() -> None:
         ("JobSet", "tiny-trainer"),
         ("StatefulSet", "tiny-generation"),
         ("StatefulSet", "tiny-store"),
-        ("ConfigMap", "tiny-run"),
+        ("ConfigMap", the_run_file(world)),
         ("Secret", "tiny-store"),
         ("Service", "tiny-coordinator"),
         ("Role", "tiny"),
@@ -255,7 +265,7 @@ def test_scaling_changes_only_the_number_of_replicas() -> None:
     world.settle()
     after = world.take_snapshot()
     changed = {name for name in after if before.get(name) != after[name]}
-    assert {name.split()[0] for name in changed} == {"RLJob", "StatefulSet", "Pod", "ConfigMap"}
+    assert {name.split()[0] for name in changed} == {"RLJob", "StatefulSet", "Pod"}
     assert world.server.objects_by_name(STATEFUL_SET)["tiny-generation"]["spec"]["replicas"] == 4
     assert world.status["generation"]["readyReplicas"] == 4
     world.edit_spec(generation={"replicas": 1})
@@ -290,7 +300,7 @@ def test_a_suspended_job_stops_its_coordinator_first_and_keeps_its_durable_objec
         "tiny-generation": 0,
         "tiny-store": 0,
     }
-    assert "tiny-run" in world.server.objects_by_name(CONFIG_MAP)
+    assert the_run_file(world)
     assert world.read_condition("Suspended") == ("True", "AllPodsGone")
     assert world.status["state"] == "Suspended"
     assert "startTime" not in world.status
@@ -388,14 +398,17 @@ def test_a_failed_jobset_fails_the_job_and_is_kept_for_its_logs() -> None:
 
 def test_objects_of_others_are_not_adopted() -> None:
     world = World()
-    strange = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "tiny-run", "namespace": "rl"}, "data": {}}
+    settled_world = World()
+    settled_world.settle()
+    name = the_run_file(settled_world)
+    strange = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name, "namespace": "rl"}, "data": {}}
     world.server.put_object(strange)
     after = world.settle()
     assert world.read_condition("Accepted") == ("False", "ChildConflict")
-    assert world.server.objects_by_name(CONFIG_MAP)["tiny-run"]["data"] == {}
+    assert world.server.objects_by_name(CONFIG_MAP)[name]["data"] == {}
     assert world.server.objects_by_name(JOB_SET) == {}
     assert after is not None
-    world.server.delete(CONFIG_MAP, world.server.objects_by_name(CONFIG_MAP)["tiny-run"])
+    world.server.delete(CONFIG_MAP, world.server.objects_by_name(CONFIG_MAP)[name])
     world.settle()
     assert world.read_condition("Ready") == ("True", "AllPartsReady")
 
@@ -555,6 +568,85 @@ def test_a_newer_operator_restarts_no_pod_and_can_still_scale() -> None:
     found = world.server.objects_by_name(STATEFUL_SET)["tiny-generation"]["spec"]
     assert found["template"]["spec"]["containers"][0]["image"] == "specrl/generation:9"
     assert found["replicas"] == 3
+
+
+@pytest.mark.parametrize("served", [CORE, JOBSET_ONLY, EVERYTHING], ids=["job", "jobset", "groups"])
+def test_pods_that_are_created_again_read_the_run_file_that_their_image_understands(
+    served: frozenset[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A newer operator with one more defaulted field rewrote the run file at once. Every pod that restarted, with its
+    old image, then refused the unknown field, and the job was RunRefused for good."""
+    world = World(*([PAPER, LARGE] if served is EVERYTHING else []), served=served)
+    world.settle()
+    old = the_run_file(world)
+    content = world.server.objects_by_name(CONFIG_MAP)[old]
+    assert content["immutable"] is True
+    dump = desired.dump_spec
+    monkeypatch.setattr(desired, "dump_spec", lambda spec: dump(spec) + "newField: 1\n")
+    for name in world.server.objects_by_name(POD):
+        pod = world.server.objects_by_name(POD).get(name)
+        if pod is not None:
+            world.server.delete(POD, pod)
+        world.settle()
+        assert world.server.objects_by_name(CONFIG_MAP)[old] == content
+        assert list_mounted_run_files(world) == {old}
+    world.edit_spec(generation={"replicas": 2})
+    world.settle()
+    assert the_run_file(world) == old
+    world.edit_spec(suspend=True)
+    world.settle()
+    world.edit_spec(suspend=False)
+    world.settle()
+    assert the_run_file(world) != old
+    assert list_mounted_run_files(world) == {the_run_file(world)}
+    assert "newField" in world.server.objects_by_name(CONFIG_MAP)[the_run_file(world)]["data"]["run.yaml"]
+
+
+def test_what_others_change_in_children_is_repaired() -> None:
+    """A StatefulSet that was scaled behind the RLJob's back, and a policy that was opened, stayed so: the operator
+    compared only its own annotations."""
+    world = World({"generation": {"replicas": 3}})
+    world.settle()
+    before = world.take_snapshot()
+    opened = [
+        (NETWORK_POLICY, "tiny-peers", lambda it: it["spec"]["ingress"][0]["from"][0].update(namespaceSelector={})),
+        (NETWORK_POLICY, "tiny-peers", lambda it: it["spec"].update(egress=[{}])),
+        (SERVICE, "tiny-coordinator", lambda it: it["spec"]["selector"].update({"specrl.dev/rljob": "other"})),
+        (ROLE, "tiny", lambda it: it["rules"][0].update(verbs=["*"])),
+        (ROLE_BINDING, "tiny", lambda it: it["subjects"].append({"kind": "Group", "name": "system:authenticated"})),
+        (STATEFUL_SET, "tiny-generation", lambda it: it["spec"].update(replicas=1)),
+        (DEPLOYMENT, "tiny-coordinator", lambda it: it["spec"].update(replicas=0)),
+    ]
+    for kind, name, change in opened:
+        item = world.server.objects_by_name(kind)[name]
+        change(item)
+        world.server.put_object(item)
+        assert world.take_snapshot() != before
+        world.settle()
+        assert world.take_snapshot() == before, name
+
+
+def test_what_the_api_server_fills_in_is_no_change() -> None:
+    world = World()
+    world.settle()
+    service = world.server.objects_by_name(SERVICE)["tiny-coordinator"]
+    service["spec"] |= {"clusterIP": "10.0.0.1", "ipFamilies": ["IPv4"]}
+    service["spec"]["ports"][0] |= {"protocol": "TCP"}
+    world.server.put_object(service)
+    before = len(world.server.list_writes())
+    world.reconcile()
+    assert world.server.list_writes()[before:] == []
+
+
+def list_mounted_run_files(world: World) -> set[str]:
+    """Return the ConfigMaps that the pod templates of coordinator, trainer and replicas mount."""
+    found = set()
+    for kind in (DEPLOYMENT, JOB, JOB_SET, STATEFUL_SET, LEADER_WORKER_SET):
+        for workload in world.server.objects_by_name(kind).values():
+            for template in list_pod_templates(workload):
+                volumes = template["spec"].get("volumes", [])
+                found |= {it["configMap"]["name"] for it in volumes if "configMap" in it}
+    return found
 
 
 def test_without_jobset_the_operator_restarts_the_trainer_and_counts() -> None:
