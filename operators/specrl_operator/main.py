@@ -54,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from specrl_operator.cluster.kube import connect_cluster
 
     logs.configure_logging(options.log_level, "operator", "")
+    logs.log_process_start()
     try:
         cluster = connect_cluster(options.context)
         elector = connect_cluster(options.context, leader.REQUEST_S)

@@ -118,6 +118,7 @@ async def _run_process(arguments: argparse.Namespace) -> None:
     timeline = Timeline(arguments.run_directory / "timeline.jsonl")
     # The page shows events.
     logs.configure_logging(spec.telemetry.log_level.value, "coordinator", spec.name, events.add_event)
+    logs.log_process_start()
     with traces.open_trace_sinks(spec, "coordinator", COORDINATOR) as sinks:
         recorder = Recorder(timeline, *sinks)
         timeline.set_recorder(recorder)

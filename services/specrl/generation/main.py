@@ -81,6 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options = parse_arguments(arguments)
         spec = load_process_spec(options.spec)
         logs.configure_logging(spec.telemetry.log_level.value, options.replica_id, spec.name)
+        logs.log_process_start()
         require_engines("torch", "vllm")
         require_driver()
         from specrl.generation.vllm_backend.launch import reserve_engine_core

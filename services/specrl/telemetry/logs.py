@@ -16,6 +16,10 @@ from typing import Any
 
 import structlog
 
+from specrl.version import describe_version
+
+log = structlog.get_logger()
+
 Tap = Callable[[str, str, Mapping[str, Any]], None]
 """Called with level, event and fields of every line."""
 
@@ -86,6 +90,11 @@ def configure_logging(level: str, process: str, run: str, tap: Tap | None = None
     logging.captureWarnings(True)  # Python's warnings become lines of the logger py.warnings
     for noisy in QUIET:
         logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def log_process_start() -> None:
+    """Log version and commit: the first line of every role of a run."""
+    log.info("process_started", version=describe_version())
 
 
 def _make_tap(tap: Tap) -> structlog.types.Processor:

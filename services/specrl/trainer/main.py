@@ -79,6 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rank = int(os.environ.get("RANK", "0"))
         process = options.peer_id if rank == 0 else f"trainer-{rank}"
         logs.configure_logging(spec.telemetry.log_level.value, process, spec.name)
+        logs.log_process_start()
         was_dismissed = run_rank(spec, options)
         code = STOPPED if options.until_dismissed and not was_dismissed else 0
     except SpecrlError as error:

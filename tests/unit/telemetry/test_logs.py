@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 REPOSITORY = Path(__file__).parents[3]
 
 PROGRAM = """
@@ -101,3 +103,28 @@ def test_log_events_are_in_the_past_tense_and_documented(tmp_path: Path) -> None
     assert [name for name in names if re.fullmatch(r"[a-z]+(_[a-z]+)*", name) is None] == []
     assert [name for name in names if re.search(rf"(^|_){PAST}(_|$)", name) is None] == []
     assert page == (REPOSITORY / "docs" / "logs.md").read_text(), "run `make gen`; alerts and searches use these names"
+
+
+# -- versions ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_line_of_a_role_names_version_and_commit(tmp_path: Path) -> None:
+    """The operator's, which then ends since there is no cluster."""
+    done = subprocess.run(
+        [sys.executable, "-c", "from specrl_operator.main import main; main()"],
+        env=os.environ | {"KUBECONFIG": str(tmp_path / "none")},
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 2
+    first = json.loads(done.stderr.splitlines()[0])
+    assert (first["event"], first["process"]) == ("process_started", "operator")
+    assert re.fullmatch(r"\S+( version)?( \(commit \w+(, modified)?\))?", first["version"])
+
+
+@pytest.mark.parametrize("module", ["coordinator", "generation", "trainer"])
+def test_other_roles_write_it_as_soon_as_they_have_a_log(module: str) -> None:
+    text = (REPOSITORY / "services" / "specrl" / module / "main.py").read_text()
+    assert re.search(r"\n +logs\.configure_logging\([^\n]+\)\n +logs\.log_process_start\(\)\n", text)
