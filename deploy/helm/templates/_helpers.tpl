@@ -25,6 +25,9 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- with .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
 {{- end }}
 
 {{- define "specrl.serviceAccountName" -}}
@@ -63,12 +66,15 @@ imagePullSecrets:
 {{- end }}
 {{- end }}
 
-{{/* The "restricted" Pod Security Standard, for every pod of the chart. 65532 is the uid of the images' user. */}}
+{{/* podSecurityContext: (dict "root" $ "uid" 999) - the "restricted" Pod Security Standard, for every pod of the chart.
+     Without uid: 65532, which is the images' user. */}}
 {{- define "specrl.podSecurityContext" -}}
 runAsNonRoot: true
+{{- if .root.Values.podSecurity.fixedUids }}
 runAsUser: {{ .uid | default 65532 }}
 runAsGroup: {{ .uid | default 65532 }}
 fsGroup: {{ .uid | default 65532 }}
+{{- end }}
 seccompProfile:
   type: RuntimeDefault
 {{- end }}

@@ -5,6 +5,22 @@ values.schema.json has the rules of single values. tests/integration/chart break
 {{- define "specrl.validation" -}}
 {{- $values := .Values }}
 
+{{- if contains "://" $values.images.registry }}
+{{- fail (printf "images.registry must be a registry and a folder without a scheme, got %s; use for example registry.example.com/specrl" $values.images.registry) }}
+{{- end }}
+
+{{- range $name := list "control" "generation" "trainer" }}
+{{- if not (or $values.images.registry $values.images.preloaded (get $values.images $name).digest) }}
+{{- fail (printf "images.registry must name where the nodes pull specrl's images from, got none and no images.%s.digest; specrl publishes no images. Build them with `make images`, which writes the digests, or name your registry (docs/release.md), or set images.preloaded=true if all nodes have the images, as on kind" $name) }}
+{{- end }}
+{{- end }}
+
+{{- range $key, $value := $values.commonLabels }}
+{{- if or (hasPrefix "app.kubernetes.io/" $key) (eq $key "helm.sh/chart") }}
+{{- fail (printf "commonLabels must not set %s, which the chart sets itself; use a key of your own, such as team" $key) }}
+{{- end }}
+{{- end }}
+
 {{- if and (not $values.operator.serviceAccount.create) (not $values.operator.serviceAccount.name) }}
 {{- fail "operator.serviceAccount.name must name an existing ServiceAccount when operator.serviceAccount.create is false, got none; name one, or let the chart create one. To use the namespace's default account, set name: default" }}
 {{- end }}

@@ -14,6 +14,7 @@ CHART = Path(__file__).resolve().parents[3] / "deploy" / "helm"
 HELM_TIMEOUT_S = 300
 
 VALUES: dict[str, Any] = {
+    "images": {"preloaded": True},
     "operator": {"nodeSelector": {OURS: "processes"}},
     "jobs": {"storeClass": STORAGE_CLASS["metadata"]["name"], "storeSize": "1Gi"},  # type: ignore[index]
 }

@@ -21,6 +21,9 @@ MONITORING = tuple(
 )
 """Arguments that make the chart believe the Prometheus operator's CRDs are there."""
 
+PRELOADED = ("--set", "images.preloaded=true")
+"""The chart refuses to be installed without images; a checkout has none."""
+
 Object = dict[str, Any]
 
 
@@ -32,7 +35,7 @@ def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def render_text(*arguments: str, release: str = "specrl", namespace: str = "specrl-system") -> str:
     """Return the output of `helm template`."""
-    done = helm("template", release, str(CHART), "--namespace", namespace, *arguments)
+    done = helm("template", release, str(CHART), "--namespace", namespace, *PRELOADED, *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -44,7 +47,7 @@ def render(*arguments: str, **names: str) -> list[Object]:
 
 def refusal(*arguments: str) -> str:
     """Return helm's error message for refused values."""
-    done = helm("template", "specrl", str(CHART), *arguments)
+    done = helm("template", "specrl", str(CHART), *PRELOADED, *arguments)
     assert done.returncode != 0, f"{arguments} must be refused, got {len(done.stdout)} characters of YAML"
     return done.stderr
 

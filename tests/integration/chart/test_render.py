@@ -99,6 +99,22 @@ def test_every_pod_is_restricted(name: str) -> None:
             assert container["resources"]["limits"]["memory"], owner
 
 
+def test_without_fixed_uids_no_pod_names_one() -> None:
+    """OpenShift's SCC restricted-v2 refuses a uid, a group or an fsGroup outside of the namespace's range."""
+    for owner, pod in pods(render(*EVERYTHING, "--set", "podSecurity.fixedUids=false")).items():
+        assert pod["securityContext"] == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}, owner
+
+
+def test_common_labels_are_on_every_object_and_pod() -> None:
+    objects = render(*EVERYTHING, "--set", "commonLabels.team=rl")
+    for item in objects:
+        if item["kind"] != "CustomResourceDefinition":  # generated, and also applied without Helm
+            assert item["metadata"]["labels"]["team"] == "rl", item["metadata"]
+        if "template" in item.get("spec", {}):
+            assert item["spec"]["template"]["metadata"]["labels"]["team"] == "rl"
+            assert "team" not in item["spec"]["selector"]["matchLabels"], "a selector cannot be changed"
+
+
 @pytest.mark.parametrize("name", RENDERS)
 def test_no_secret_is_rendered_and_no_rule_is_a_wildcard(name: str) -> None:
     objects = render(*RENDERS[name])
@@ -342,6 +358,8 @@ def test_every_value_is_described_and_unknown_values_are_refused() -> None:
         ("images.pullPolicy=always", "one of 'Always', 'IfNotPresent', 'Never'"),
         ("operator.watchNamespaces={Team}", "at '/operator/watchNamespaces/0'"),
         ("monitoring.podMonitor.enabled=auto", "at '/monitoring/podMonitor/enabled'"),
+        ("images.preloaded=yes", "at '/images/preloaded'"),
+        ("podSecurity.fixedUids=0", "at '/podSecurity/fixedUids'"),
         ("valkey.password=secret", "additional properties 'password' not allowed"),
         ("jobs.storeSize=lots", "at '/jobs/storeSize'"),
     ],
@@ -362,11 +380,11 @@ def test_notes_warn_about_disabled_features() -> None:
         assert done.returncode == 0, done.stderr
         return done.stdout.partition("\nNOTES:\n")[2]
 
-    assert "WARNING: images.registry is empty" in notes()
+    assert "WARNING: images.preloaded is true" in notes("--set", "images.preloaded=true")
     off = notes("--set", "crds.enabled=false,networkPolicy.enabled=false,images.registry=registry.example.com")
     assert "WARNING: crds.enabled is false" in off
     assert "WARNING: networkPolicy.enabled is false" in off
-    assert "WARNING: images.registry" not in off
+    assert "WARNING: images.preloaded" not in off
     assert "WARNING" not in notes(
         "--set",
         "images.registry=registry.example.com,networkPolicy.metricsScraperNamespace=monitoring,"

@@ -5,7 +5,20 @@ from __future__ import annotations
 import pytest
 from tests.integration.chart.rendering import CHART, refusal, render
 
+NO_DIGESTS = ",".join(f"images.{name}.digest=" for name in ("control", "generation", "trainer"))
 BROKEN = {
+    "images.registry must name where the nodes pull": (
+        f"images.preloaded=false,{NO_DIGESTS}",
+        f"images.preloaded=false,{NO_DIGESTS},images.registry=registry.example.com/specrl",
+    ),
+    "images.registry must be a registry and a folder without a scheme": (
+        "images.registry=oci://registry.example.com",
+        "images.registry=localhost:5000/specrl",
+    ),
+    "commonLabels must not set app.kubernetes.io/name": (
+        "commonLabels.app\\.kubernetes\\.io/name=mine",
+        "commonLabels.example\\.com/team=rl",
+    ),
     "operator.serviceAccount.name must name an existing ServiceAccount": (
         "operator.serviceAccount.create=false",
         "operator.serviceAccount.create=false,operator.serviceAccount.name=mine",
@@ -45,6 +58,21 @@ def test_every_validation_rule_refuses_only_what_it_describes(message: str) -> N
     assert message in said
     assert "got " in said or "must not set" in said
     assert render("--set", accepted)
+
+
+def test_a_bare_installation_fails_at_once_and_says_what_to_do() -> None:
+    """It used to succeed, and its pods then waited for images that do not exist."""
+    said = refusal("--set", f"images.preloaded=false,{NO_DIGESTS}")
+    for remedy in ("make images", "docs/release.md", "images.preloaded=true"):
+        assert remedy in said
+
+
+def test_digests_of_all_images_stand_for_a_registry() -> None:
+    digests = [f"images.{name}.digest=sha256:{'a' * 64}" for name in ("control", "generation", "trainer")]
+    assert render("--set", f"images.preloaded=false,{','.join(digests)}")
+    assert "no images.trainer.digest" in refusal(
+        "--set", f"images.preloaded=false,{NO_DIGESTS},{','.join(digests[:2])}"
+    )
 
 
 def test_every_rule_is_broken_here() -> None:
