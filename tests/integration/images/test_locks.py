@@ -23,6 +23,8 @@ RESOLVED_FOR = {
     "cpu": ("3.12", "3.13"),
     "torch-cuda": ("3.12", "3.13"),
     "control": ("3.12", "3.13"),
+    "cpu-runtime": ("3.12",),  # images have 3.12
+    "control-runtime": ("3.12",),
     # On 3.13 and aarch64 a package that vllm 0.33 names has no wheel for glibc 2.28; images have 3.12.
     "gpu": ("3.12",),
 }

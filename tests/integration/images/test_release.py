@@ -1,0 +1,153 @@
+"""What `make images` writes: layouts that compress a layer once, digests in values, and refusals with a remedy."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.tags import parse_tag
+from tools.images import chart, command, layouts, release, wheels
+from tools.images.command import ImagesFailed
+
+NAME = "docker.io/library/specrl-control:0.1.0"
+
+
+class Builder:
+    """Writes an image into a layout as `buildah push --disable-compression` does: a file that is there is left."""
+
+    def __init__(self, layout: Path) -> None:
+        self.layout = layout
+        self.written: list[bytes] = []
+
+    def push(self, *layers: bytes, name: str = NAME) -> None:
+        config = self._add(json.dumps({"architecture": "amd64"}).encode())
+        described = [{"digest": self._add(layer), "size": len(layer), "mediaType": "plain"} for layer in layers]
+        manifest = json.dumps({"config": {"digest": config, "size": 9}, "layers": described}).encode()
+        entry = {"digest": self._add(manifest), "mediaType": "manifest", "annotations": {layouts.NAME: name}}
+        (self.layout / "oci-layout").write_text("{}")
+        (self.layout / "index.json").write_text(json.dumps({"manifests": [entry]}))
+
+    def _add(self, content: bytes) -> str:
+        digest = hashlib.sha256(content).hexdigest()
+        place = self.layout / "blobs" / "sha256" / digest
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if not place.exists():
+            place.write_bytes(content)
+            self.written.append(content)
+        return f"sha256:{digest}"
+
+
+def manifest_of(layout: Path, digest: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((layout / "blobs" / digest.replace(":", "/")).read_text())
+    return content
+
+
+def test_a_layer_is_compressed_once_and_a_lost_one_again(tmp_path: Path) -> None:
+    """Packages are gigabytes: a rebuild after a changed source line compressed them again."""
+    builder, target = Builder(tmp_path / "plain"), tmp_path / "layout"
+    builder.push(b"packages" * 1000, b"first")
+    layouts.compress_image(builder.layout, target, NAME)
+    first = layouts.read_image(target, NAME)
+    assert first.architecture == "amd64"
+    assert first.size_bytes < 1000
+    builder.written.clear()
+    builder.push(b"packages" * 1000, b"second")
+    assert b"packages" * 1000 not in builder.written
+    layouts.compress_image(builder.layout, target, NAME)
+    second = layouts.read_image(target, NAME)
+    assert second.layers[0] == first.layers[0]
+    assert second.layers[1] != first.layers[1]
+    for layer, content in zip(
+        manifest_of(target, second.digest)["layers"], (b"packages" * 1000, b"second"), strict=True
+    ):
+        blob = target / "blobs" / layer["digest"].replace(":", "/")
+        assert gzip.decompress(blob.read_bytes()) == content
+        assert layer["size"] == blob.stat().st_size
+        assert layer["mediaType"] == layouts.GZIP
+    layouts.remove_unused_blobs(target)
+    assert not (target / "blobs" / first.layers[1].replace(":", "/")).exists()
+    (target / "blobs" / first.layers[0].replace(":", "/")).unlink()
+    layouts.forget_lost_layers(builder.layout, target)
+    builder.push(b"packages" * 1000, b"second")
+    layouts.compress_image(builder.layout, target, NAME)
+    assert layouts.read_image(target, NAME) == second
+
+
+def test_a_view_has_one_image_of_a_layout(tmp_path: Path) -> None:
+    builder, target = Builder(tmp_path / "plain"), tmp_path / "layout"
+    for name in (NAME, "other:1"):
+        builder.push(b"layer", name.encode(), name=name)
+        layouts.compress_image(builder.layout, target, name)
+    image = layouts.read_image(target, NAME)
+    layouts.make_view(target, image, tmp_path / "view")
+    assert layouts.read_image(tmp_path / "view", NAME) == image
+    with pytest.raises(KeyError, match=r"must have an image other:1, got \['docker"):
+        layouts.read_image(tmp_path / "view", "other:1")
+
+
+def test_digests_are_written_into_the_charts_values_and_nothing_else_is_changed(tmp_path: Path) -> None:
+    values, before = tmp_path / "values.yaml", (chart.CHART / "values.yaml").read_text()
+    values.write_text(before)
+    digests = {target: f"sha256:{number:064x}" for number, target in enumerate(release.TARGETS)}
+    release.write_digests(values, digests)
+    after = values.read_text()
+    changed = [new for old, new in zip(before.splitlines(), after.splitlines(), strict=True) if old != new]
+    assert len(changed) == len(digests)
+    for target, digest in digests.items():
+        assert any(line.startswith(f"  {target}: ") and f'digest: "{digest}"' in line for line in changed)
+    values.write_text("images: {}\n")
+    with pytest.raises(ImagesFailed, match=r"must have one line `  control: .*got 0"):
+        release.write_digests(values, digests)
+
+
+def test_too_little_disk_is_refused_before_anything_is_built(tmp_path: Path) -> None:
+    with pytest.raises(
+        ImagesFailed, match=r"must have 1000000000 GB free, got .* GB; free some space, or name another"
+    ):
+        command.check_disk(tmp_path, 1e9)
+
+
+def test_a_program_that_fails_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ImagesFailed, match=r"`false` failed with exit status 1"):
+        command.run("false")
+    with pytest.raises(ImagesFailed, match=r"`cat /nowhere/none` failed with exit status 1: .*No such file"):
+        command.read_output("cat", "/nowhere/none")
+
+
+WHEEL = "tiny-1.0-cp312-cp312-manylinux_2_28_aarch64.whl"
+
+
+@pytest.mark.parametrize(
+    ("package", "problem"),
+    [
+        ({"wheels": [(WHEEL, "a")]}, ""),
+        ({"wheels": [("tiny-1.0-py3-none-any.whl", "a")]}, ""),
+        ({"wheels": [(WHEEL, "b")]}, f"the lock has no hash of {WHEEL}; run `make lock`"),
+        ({"wheels": [(WHEEL.replace("aarch64", "x86_64"), "a")]}, "no wheel for this platform among 1"),
+        ({"wheels": [(WHEEL.replace("2_28", "2_39"), "a")]}, "no wheel for this platform among 1"),
+        ({"wheels": []}, "no wheel for this platform among 0"),
+    ],
+)
+def test_a_package_without_a_wheel_or_its_hash_is_reported(package: dict[str, Any], problem: str) -> None:
+    listed = [
+        {"url": f"https://files.example.com/{name}", "hashes": {"sha256": digest}} for name, digest in package["wheels"]
+    ]
+    supported = wheels.platform_tags("aarch64")
+    assert parse_tag("cp312-abi3-manylinux2014_aarch64") & supported
+    found = wheels._find_wheel("gpu", {"name": "tiny", "wheels": listed}, supported, {"a"})
+    assert found.problem == problem
+    assert (found.wheel is None) == bool(problem)
+
+
+def test_the_chart_is_packed_as_registries_keep_charts(tmp_path: Path) -> None:
+    config, content = layouts.Blob(chart.CONFIG, b"{}"), layouts.Blob(chart.CONTENT, b"archive")
+    digest = layouts.write_artifact(tmp_path / "chart", "0.1.0", config, content)
+    manifest = manifest_of(tmp_path / "chart", digest)
+    assert manifest["config"]["mediaType"] == "application/vnd.cncf.helm.config.v1+json"
+    (layer,) = manifest["layers"]
+    assert layer["mediaType"] == "application/vnd.cncf.helm.chart.content.v1.tar+gzip"
+    assert (tmp_path / "chart" / "blobs" / layer["digest"].replace(":", "/")).read_bytes() == b"archive"

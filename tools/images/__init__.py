@@ -1,0 +1,1 @@
+"""Builds the images of deploy/docker/Dockerfile, and what a release has beside them. docs/release.md describes it."""

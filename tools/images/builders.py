@@ -1,0 +1,126 @@
+"""The two programs that build images: docker buildx, and buildah with runc where no Docker runs."""
+
+from __future__ import annotations
+
+import shutil
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from tools.images.base import LocalBases
+from tools.images.command import ROOT, ImagesFailed, run, say, step, succeeds
+from tools.images.layouts import compress_image, forget_lost_layers
+
+DOCKERFILE = ROOT / "deploy" / "docker" / "Dockerfile"
+REGISTRY = "https://registry-1.docker.io/v2/"
+PROBE_TIMEOUT_S = 10
+CERTIFICATES = Path("/etc/ssl/certs")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a build is given beside the checkout: arguments of the Dockerfile, and folders in place of stages."""
+
+    arguments: Mapping[str, str]
+    contexts: Mapping[str, Path] = field(default_factory=dict)
+
+    def options(self) -> list[str]:
+        """Options that docker buildx and buildah have in common."""
+        arguments = [f"--build-arg={name}={value}" for name, value in self.arguments.items()]
+        contexts = [f"--build-context={name}={folder}" for name, folder in self.contexts.items()]
+        return ["--file", str(DOCKERFILE), *arguments, *contexts]
+
+
+class Builder(Protocol):
+    """Builds targets of the Dockerfile into OCI layouts."""
+
+    def build(self, target: str, name: str, inputs: Inputs) -> Path:
+        """Build a target. Returns the layout that has it under this name. Raises ImagesFailed."""
+
+    def export_store(self, name: str) -> Path | None:
+        """Make a stand-in for the store's image where it cannot be pulled. Returns the layout that has it."""
+
+
+class Docker:
+    """`docker buildx`: a layout for each image below `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def build(self, target: str, name: str, inputs: Inputs) -> Path:
+        layout = self._folder / f"{target}-{inputs.arguments['ENGINES']}"
+        output = f"--output=type=oci,tar=false,dest={layout},name={name}"
+        run("docker", "buildx", "build", "--target", target, *inputs.options(), output, ROOT)
+        return layout
+
+    def export_store(self, name: str) -> Path | None:
+        return None
+
+
+class Buildah:
+    """buildah with its store below `folder`, and one layout for all images: what they share is there once.
+
+    runc, not crun: Debian's crun 1.8.1 refuses cgroups in hybrid mode. RUN lines use the network of the machine, and
+    trust the certificates that it trusts; neither is in a layer. uv's cache of this machine is used, if it has one.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._layout, self._layers = folder / "layout", folder / "layers"
+        self._command = ["buildah", "--root", str(folder / "store"), "--runroot", str(folder / "run")]
+        self._pip = folder / "pip.conf"
+        self._pip.write_text(f"[global]\ncert = {CERTIFICATES}/ca-certificates.crt\n", encoding="utf-8")
+        self._base: LocalBases | None = None
+        if not answers(REGISTRY):
+            say(f"{REGISTRY} does not answer; building on a base made on this machine")
+            self._base = LocalBases(self._command)
+            self._base.make(folder)
+
+    def build(self, target: str, name: str, inputs: Inputs) -> Path:
+        mounts = [f"--volume={CERTIFICATES}:{CERTIFICATES}:ro", f"--volume={self._pip}:/etc/pip.conf:ro"]
+        if (cache := Path.home() / ".cache" / "uv").is_dir():
+            mounts.append(f"--volume={cache}:/tmp/.cache/uv")
+        base = [] if self._base is None else [f"--build-arg=BASE={self._base.base}"]
+        run(
+            *(*self._command, "build", "--layers", "--network=host", "--isolation=oci", "--runtime=runc"),
+            *(f"--ignorefile={DOCKERFILE}.dockerignore", *mounts, "--target", target),
+            *(*inputs.options(), *base, "--tag", name, str(ROOT)),
+        )
+        return self._export(name, name)
+
+    def export_store(self, name: str) -> Path | None:
+        return None if self._base is None else self._export(self._base.store, name)
+
+    def _export(self, image: str, name: str) -> Path:
+        with step(f"compressing what is new in {name}"):
+            forget_lost_layers(self._layers, self._layout)
+            plain = ("--quiet", "--format=oci", "--disable-compression")
+            run(*self._command, "push", *plain, image, f"oci:{self._layers}:{name}")
+            compress_image(self._layers, self._layout, name)
+        return self._layout
+
+
+def choose_builder(folder: Path) -> Builder:
+    """The program of this machine. Raises ImagesFailed if it has none."""
+    if succeeds("docker", "info") and succeeds("docker", "buildx", "version"):
+        return Docker(folder)
+    missing = [name for name in ("buildah", "runc") if shutil.which(name) is None]
+    if missing:
+        raise ImagesFailed(
+            f"a running Docker with buildx, or buildah and runc, must be installed, got no {' and no '.join(missing)}; "
+            "on Debian: apt-get install --no-install-recommends buildah runc debootstrap"
+        )
+    return Buildah(folder)
+
+
+def answers(url: str) -> bool:
+    """Whether a server answers, be it with a refusal."""
+    try:
+        with urllib.request.urlopen(url, timeout=PROBE_TIMEOUT_S):  # noqa: S310 - a constant https address
+            return True
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
