@@ -12,7 +12,7 @@ from typing import Protocol
 
 from tools.images.base import LocalBases
 from tools.images.command import ROOT, ImagesFailed, run, say, step, succeeds
-from tools.images.layouts import compress_image, forget_lost_layers
+from tools.images.layouts import forget_lost_layers, move_image
 
 DOCKERFILE = ROOT / "deploy" / "docker" / "Dockerfile"
 REGISTRY = "https://registry-1.docker.io/v2/"
@@ -96,9 +96,8 @@ class Buildah:
     def _export(self, image: str, name: str) -> Path:
         with step(f"compressing what is new in {name}"):
             forget_lost_layers(self._layers, self._layout)
-            plain = ("--quiet", "--format=oci", "--disable-compression")
-            run(*self._command, "push", *plain, image, f"oci:{self._layers}:{name}")
-            compress_image(self._layers, self._layout, name)
+            run(*self._command, "push", "--quiet", "--format=oci", image, f"oci:{self._layers}:{name}")
+            move_image(self._layers, self._layout, name)
         return self._layout
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any
 
 NAME = "org.opencontainers.image.ref.name"
 COMPRESSED = "compressed.json"
-"""Beside a layout without compression: digest and size of each layer once compressed, by its digest before."""
+"""Beside the layout that buildah writes: digest and size of each layer, by its digest before compression."""
 GZIP = "application/vnd.oci.image.layer.v1.tar+gzip"
 
 
@@ -40,21 +38,25 @@ def read_image(layout: Path, name: str) -> Image:
     return Image(name, entry["digest"], config["architecture"], size_bytes, layers)
 
 
-def compress_image(source: Path, target: Path, name: str) -> None:
-    """Copy an image from a layout without compression to another, with gzip.
+def move_image(source: Path, target: Path, name: str) -> None:
+    """Move an image from the layout that buildah writes to another.
 
-    A layer is compressed once: its file in the source is then cut to nothing, and `COMPRESSED` says where it went. A
-    builder that writes the image again finds the file and leaves it, so a rebuild compresses changed layers alone.
+    buildah compresses every layer of an image at every push: minutes for the packages. It leaves out a layer whose file
+    is there under the digest that the layer has before compression. So an empty file of that name stays in the source,
+    `COMPRESSED` says which file of the target it stands for, and a rebuild compresses changed layers alone.
     """
     entry = next(each for each in _entries(source) if _name_of(each) == name)
     manifest = _blob(source, entry["digest"])
+    plain = _blob(source, manifest["config"]["digest"])["rootfs"]["diff_ids"]
     known = read_compressed(source)
-    for layer in manifest["layers"]:
-        before = layer["digest"]
+    for layer, before in zip(manifest["layers"], plain, strict=True):
         if before not in known:
-            known[before] = _compress(_path(source, before), target)
+            known[before] = {"digest": layer["digest"], "size": layer["size"]}
+            place = _path(target, layer["digest"])
+            place.parent.mkdir(parents=True, exist_ok=True)
+            _path(source, layer["digest"]).replace(place)
+            _path(source, before).touch()
             (source / COMPRESSED).write_text(json.dumps(known), encoding="utf-8")
-            os.truncate(_path(source, before), 0)
         layer |= {"mediaType": GZIP, **known[before]}
     _add(target, _path(source, manifest["config"]["digest"]).read_bytes())
     content = json.dumps(manifest, separators=(",", ":")).encode()
@@ -62,10 +64,11 @@ def compress_image(source: Path, target: Path, name: str) -> None:
     others = [each for each in _entries(target) if _name_of(each) != name] if (target / "index.json").is_file() else []
     (target / "oci-layout").write_bytes((source / "oci-layout").read_bytes())
     _write_index(target, [*others, found | {"annotations": {NAME: name}}])
+    (source / "index.json").unlink()  # a second push under one name would add a second entry
 
 
 def forget_lost_layers(source: Path, target: Path) -> None:
-    """Have layers written and compressed again whose compressed file is no longer in the target."""
+    """Have layers compressed again whose file is no longer in the target."""
     known = read_compressed(source)
     for before, after in list(known.items()):
         if not _path(target, after["digest"]).is_file():
@@ -80,21 +83,6 @@ def read_compressed(source: Path) -> dict[str, dict[str, Any]]:
     file = source / COMPRESSED
     found: dict[str, dict[str, Any]] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     return found
-
-
-def _compress(layer: Path, target: Path) -> dict[str, Any]:
-    """Compress a layer into a layout. Without name and time in the header, so that equal layers stay equal."""
-    staged = target / "compressing.gz"
-    staged.parent.mkdir(parents=True, exist_ok=True)
-    with staged.open("wb") as output:
-        subprocess.run(["gzip", "--no-name", "--stdout", layer], stdout=output, check=True)
-    with staged.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    size = staged.stat().st_size
-    place = _path(target, f"sha256:{digest}")
-    place.parent.mkdir(parents=True, exist_ok=True)
-    staged.replace(place)
-    return {"digest": f"sha256:{digest}", "size": size}
 
 
 def _add(layout: Path, content: bytes) -> str:

@@ -152,7 +152,8 @@ def test_every_run_line_is_what_make_does_or_is_listed_here() -> None:
     setups = [match for run in runs() if (match := SETUP.match(run))]
     assert {match["lock"] for match in setups} == set(LOCKS.values())
     rest = [run for run in runs() if not SETUP.match(run) and not PACKAGES.match(run) and "suffix.lock" not in run]
-    install = "install --quiet --no-deps --no-index --no-build-isolation --root-user-action=ignore --root /project ."
+    install = "install --quiet --no-deps --no-index --no-build-isolation --no-warn-script-location "
+    install += "--root-user-action=ignore --root /project ."
     assert rest == [
         f'echo "$COMMIT" > services/specrl/commit.txt && .venv/bin/python -m pip {install}',
         UNINSTALL,
