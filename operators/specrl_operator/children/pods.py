@@ -82,27 +82,24 @@ def build_coordinator_pod(plan: JobPlan) -> Object:
 
 
 def build_trainer_pod(plan: JobPlan, address: str) -> Object:
-    """Build the trainer's pod template. address: host name of the pod with rank 0, torchrun's master."""
+    """Build the trainer's pod template. address: host name of the pod with rank 0."""
     job = plan.job
     trainer = plan.job.spec.trainer
     ranks = trainer.parallelism.world_size
     pods = trainer.num_nodes
-    launcher: list[str] = []
-    if pods > 1:
-        launcher = [
-            *("torchrun", f"--nnodes={pods}", f"--nproc-per-node={ranks // pods}"),
-            *("--node-rank=$(JOB_COMPLETION_INDEX)", f"--master-addr={address}", f"--master-port={MASTER_PORT}"),
-            "--no-python",
-        ]
-    elif ranks > 1:
-        launcher = ["torchrun", "--standalone", f"--nproc-per-node={ranks}", "--no-python"]
     command = [
-        *launcher,
         *("specrl-trainer", "--spec", SPEC_FILE, "--run-directory", RUN_FOLDER),
         *("--coordinator", f"{job.child_name(COORDINATOR)}:{GRPC_PORT}"),
         *("--host", "$(POD_IP)", "--port", str(TRAINER_PORT), "--until-dismissed"),
         *("--metrics-port", str(TRAINER_METRICS_PORT)),  # rank 0 alone serves metrics
     ]
+    if ranks > 1:
+        command.append(f"--ranks={ranks // pods}")
+    if pods > 1:
+        command += [
+            *(f"--nnodes={pods}", "--node-rank=$(JOB_COMPLETION_INDEX)"),
+            *(f"--master-addr={address}", f"--master-port={MASTER_PORT}"),
+        ]
     container = _build_container(TRAINER, plan.settings.trainer_image, command, plan)
     own = {"OMP_NUM_THREADS": str(trainer.threads)}
     if trainer.gpus_per_node:
@@ -301,7 +298,8 @@ def _build_container(name: str, image: str, command: list[str], plan: JobPlan) -
         "image": image,
         "imagePullPolicy": plan.settings.pull_policy,
         "command": command,
-        # When a container fails, the end of its log becomes its message, which `observed.find_last_exit` reads.
+        # The message of a container that fails is what it wrote to /dev/termination-log (`specrl.termination`), else
+        # the end of its log. `observed.find_last_exit` reads it.
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": _build_container_security(),
     }

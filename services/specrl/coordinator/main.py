@@ -17,7 +17,6 @@ import contextlib
 import gc
 import json
 import signal
-import sys
 import time
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
@@ -69,11 +68,9 @@ from specrl.spec import RunSpec, digest_spec, load_process_spec
 from specrl.telemetry import logs, traces
 from specrl.telemetry.hosts import list_local_hosts
 from specrl.telemetry.spans import COORDINATOR, Recorder
+from specrl.termination import NEEDS_USER, report_error
 
 log = structlog.get_logger(__name__)
-
-NEEDS_USER = 2
-"""Exit code of an error that a restart would repeat until the user repairs something (`SpecrlError.exit_code`)."""
 
 GARBAGE_THRESHOLDS = (100_000, 20, 20)
 """Thresholds of Python's cyclic garbage collector. Rollouts in flight form no reference cycles, so scanning them frees
@@ -102,7 +99,7 @@ def main() -> None:
     try:
         asyncio.run(_run_process(arguments))
     except SpecrlError as error:
-        sys.stderr.write(f"specrl-coordinator: {error}\n")
+        report_error("specrl-coordinator", error)
         exit_process(error.exit_code)  # not sys.exit, which would wait for the threads of a sink that hangs
     exit_process(0)
 

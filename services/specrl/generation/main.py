@@ -50,6 +50,7 @@ from specrl.spec import RunSpec, digest_spec, load_process_spec
 from specrl.telemetry import logs, traces
 from specrl.telemetry.exporter import serve_metrics
 from specrl.telemetry.spans import SILENT_RECORDER, Recorder
+from specrl.termination import report_error
 
 ENGINE_CHECK_S = 1.0  # a dead engine is noticed within this time, also without requests
 GOODBYE_S = 5.0  # bounds the deregistration
@@ -92,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with reserve_engine_core(spec, options.nodes) as core:  # before anything starts a thread
             asyncio.run(run_replica(spec, options, core))
     except SpecrlError as error:
-        print(f"specrl-generation: {error}", file=sys.stderr)  # noqa: T201 - a process's last words
+        report_error("specrl-generation", error)
         sys.exit(error.exit_code)
 
 

@@ -1,4 +1,4 @@
-"""The trainer: one process per rank, started by the launcher or by torchrun.
+"""The trainer: one process per rank, started by the launcher, or in a pod by `rank_processes`.
 
     main               one rank of a run's trainer
     sft                one rank of a supervised warm-up

@@ -1,16 +1,17 @@
 """The trainer process: one rank of the backend. Rank 0 also serves gRPC and stays registered with the coordinator.
 
     specrl-trainer --spec run.yaml --run-directory runs/demo --coordinator 127.0.0.1:7000
-    torchrun --nproc-per-node 4 --no-python specrl-trainer --spec ...       (RANK and WORLD_SIZE come from torchrun)
+    specrl-trainer --ranks 4 --nnodes 2 --node-rank 0 ...     a node's ranks as processes of their own, as in a pod
 
-When it ends, and with which exit code:
+With --ranks the process is no rank: it starts them (`rank_processes.py`). When a rank ends, and with which exit code:
 
     0      the coordinator dismissed it because the run is over, or, without --until-dismissed, a signal came
     143    SIGTERM or SIGINT before the run was over, with --until-dismissed
     1      a rank was lost, or another failure; restart all ranks, and they resume from the newest complete checkpoint
     2      the user must act first (run file, checkpoint, command line, refused by the coordinator)
 
-Errors are one line on standard error. The launcher or torchrun starts it.
+Errors are one line on standard error. The local launcher or `rank_processes.py` starts a rank, and sets RANK and
+WORLD_SIZE, as torchrun would.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import structlog
 
 from specrl.errors import SpecrlError
 from specrl.installation import require_driver, require_engines
+from specrl.rank_processes import Node, run_ranks
 from specrl.records import Peer, Role
 from specrl.rpc import run_token, tls
 from specrl.rpc.clients import CoordinatorClient
@@ -42,6 +44,7 @@ from specrl.spec import RunSpec, digest_spec, load_process_spec
 from specrl.telemetry import logs, traces
 from specrl.telemetry.exporter import serve_metrics
 from specrl.telemetry.spans import TRAINER, Recorder
+from specrl.termination import report_error
 
 if TYPE_CHECKING:
     from specrl.trainer.backend import TrainerBackend
@@ -68,6 +71,8 @@ class TrainerOptions:
     until_dismissed: bool = False
     identity: tls.Identity | None = None
     token: RunToken | None = None
+    node: Node | None = None
+    """The node whose ranks this process starts; None: it is a rank itself."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -75,6 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     code = 0
     try:
         options = parse_arguments(arguments)
+        if options.node is not None and "RANK" not in os.environ:
+            sys.exit(run_ranks(options.node, sys.orig_argv))
         spec = load_process_spec(options.spec)
         rank = int(os.environ.get("RANK", "0"))
         process = options.peer_id if rank == 0 else f"trainer-{rank}"
@@ -83,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         was_dismissed = run_rank(spec, options)
         code = STOPPED if options.until_dismissed and not was_dismissed else 0
     except SpecrlError as error:
-        print(f"specrl-trainer: {error}", file=sys.stderr)  # noqa: T201 - the one message to the user
+        report_error("specrl-trainer", error)
         code = error.exit_code
     # sys.exit would join worker threads. One may hang in a collective with a rank that is gone.
     sys.stdout.flush()
@@ -102,12 +109,18 @@ def parse_arguments(arguments: Sequence[str] | None) -> TrainerOptions:
     parser.add_argument("--port", type=int, default=0, help="gRPC port; 0 picks a free one")
     parser.add_argument("--metrics-port", type=int, help="Prometheus port of rank 0; 0 picks a free one; default: none")
     parser.add_argument("--until-dismissed", action="store_true", help="exit with 143 at a signal before the run's end")
+    parser.add_argument("--ranks", type=int, help="start so many ranks of this node; default: this process is a rank")
+    parser.add_argument("--nnodes", type=int, default=1, help="with --ranks: nodes, each with as many ranks")
+    parser.add_argument("--node-rank", type=int, default=0, help="with --ranks: this node's number, from 0")
+    parser.add_argument("--master-addr", default="127.0.0.1", help="with --ranks: the host of rank 0")
+    parser.add_argument("--master-port", type=int, default=0, help="with --ranks: rank 0's port; 0: a free one")
     tls.add_tls_arguments(parser)
     run_token.add_token_argument(parser)
     found = vars(parser.parse_args(arguments))
+    place = [found.pop(name) for name in ("ranks", "nnodes", "node_rank", "master_addr", "master_port")]
     identity = tls.load_identity(found.pop("tls"), found.pop("tls_domain"))
     token = run_token.load_token(found.pop("token_file"))
-    return TrainerOptions(**found, identity=identity, token=token)
+    return TrainerOptions(**found, identity=identity, token=token, node=Node(*place) if place[0] else None)
 
 
 def run_rank(spec: RunSpec, options: TrainerOptions) -> bool:

@@ -166,3 +166,21 @@ def test_missing_run_file_is_said_in_one_line(tmp_path: Path) -> None:
     assert ended.returncode == SpecInvalid.exit_code
     assert ended.stderr.startswith("specrl-trainer: ")
     assert "Traceback" not in ended.stderr
+
+
+def test_a_refusal_of_several_ranks_is_the_exit_code_of_their_node(tmp_path: Path) -> None:
+    """In a pod, torchrun turned the code into 1, and its banner hid the message."""
+    arguments = ["--spec", str(tmp_path / "run.yaml"), "--run-directory", str(tmp_path), "--coordinator", "127.0.0.1:1"]
+    environment = {k: v for k, v in rank_environment(0, 1, 1).items() if k not in ("RANK", "WORLD_SIZE")}
+    ended = subprocess.run(
+        [str(PROGRAM), *arguments, "--ranks=2"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=START_S,
+        check=False,
+    )
+    assert ended.returncode == SpecInvalid.exit_code
+    first, second = ended.stderr.splitlines()
+    assert first == second
+    assert first.startswith("specrl-trainer: ")

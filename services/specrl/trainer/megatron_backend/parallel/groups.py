@@ -105,7 +105,7 @@ def join_groups(parallelism: Parallelism, seed: int) -> RankGroups:
     if world_size != parallelism.world_size:
         raise TrainerFailed(
             f"the number of ranks must be tensor * context * pipeline * data = {parallelism.world_size} ranks of "
-            f"trainer.parallelism, got {world_size}; start with torchrun --nproc-per-node={parallelism.world_size}"
+            f"trainer.parallelism, got {world_size}; start specrl-trainer with --ranks={parallelism.world_size}"
         )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallelism.tensor,
