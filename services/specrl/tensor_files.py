@@ -1,4 +1,4 @@
-"""Reads safetensors files: the shapes of their tensors, without torch, and tensors of a folder by name.
+"""Reads safetensors files: the shapes of their tensors, without torch, and tensors of a folder by name. Writes them.
 
 Also says which files of a Hugging Face folder are read and copied. Invariant: they are regular files of known names,
 inside the folder or in the same repository of Hugging Face's cache. Whoever opens such a folder calls `check_folder`.
@@ -6,7 +6,7 @@ inside the folder or in the same repository of Hugging Face's cache. Whoever ope
 The launcher reads shapes before a run, and the engine at its start. So both refuse the same files: truncated,
 overlong and empty ones, Git LFS pointers, and headers that contradict themselves or the file's length.
 
-The trainer reads tensors.
+The trainer reads tensors. Trainer, drafters and weight transfers write them with `save_tensors`.
 """
 
 from __future__ import annotations
@@ -249,3 +249,17 @@ class FolderReader:
             raise CheckpointInvalid(
                 f"model folder must have {name} in safetensors files, got {self.path / file}: {error}; complete it"
             ) from error
+
+
+def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file with the permissions of any other file: those that the process's umask leaves.
+
+    safetensors writes files of mode 0600 whatever the umask. Then nobody else can read an exported policy: not a
+    serving pod of another user, nor a pod whose image was built by root.
+    """
+    from safetensors.torch import save_file  # loads torch, which most readers of this module do without
+
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(dict(tensors), path, dict(metadata) if metadata is not None else None)
+    path.chmod(mode & 0o777)

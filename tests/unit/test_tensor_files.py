@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from specrl import tensor_files
 from specrl.errors import CheckpointInvalid
@@ -23,6 +25,7 @@ from specrl.tensor_files import (
     copy_all_but_weights,
     read_tensor_shapes,
     read_weight_map,
+    save_tensors,
 )
 
 
@@ -257,3 +260,18 @@ def test_an_export_has_nothing_of_what_a_link_leads_to(tmp_path: Path) -> None:
     with pytest.raises(CheckpointInvalid, match=r"must have no links to other places, got .*LICENSE"):
         copy_all_but_weights(folder, tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+def test_a_written_file_has_the_permissions_that_the_umask_leaves(tmp_path: Path, umask: int) -> None:
+    """safetensors writes 0600, so a pod of another user could not read the policy that a run had exported."""
+    before = os.umask(umask)
+    try:
+        save_tensors({"a": torch.zeros(2)}, tmp_path / "new.safetensors")
+        (tmp_path / "plain").touch()
+    finally:
+        os.umask(before)
+    written = (tmp_path / "new.safetensors").stat().st_mode
+    assert written == (tmp_path / "plain").stat().st_mode
+    assert written & 0o040
+    assert load_file(tmp_path / "new.safetensors")["a"].shape == (2,)

@@ -14,12 +14,11 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from specrl.errors import ChecksumMismatch, StoreFailed
 from specrl.files import write_folder
 from specrl.records import TensorMeta, WeightManifest
-from specrl.tensor_files import open_tensors
+from specrl.tensor_files import open_tensors, save_tensors
 from specrl.weights.staging import WHOLE, BucketShare, StagingArea, checksum_bytes, split_bucket
 from specrl.weights.stream import check_tensor
 
@@ -44,7 +43,7 @@ def write_version(
                     check_tensor(meta, name, tensor)
                     whole[_tensor_key(meta)] = tensor.detach().to("cpu", copy=True).contiguous()
                     checksums.append(checksum_bytes(_view_bytes(whole[_tensor_key(meta)])))
-                save_file(whole, _bucket_file(scratch, number))
+                save_tensors(whole, _bucket_file(scratch, number))
     except (OSError, SafetensorError) as error:
         raise StoreFailed(f"could not write weights to {folder}: {error}; free space on its disk") from error
     return tuple(checksums)

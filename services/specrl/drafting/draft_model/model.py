@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from specrl.drafting.draft_model.kind import FIELD, LONG_TOKENS, most_starts
 from specrl.drafting.draft_model.sequences import unpack_sequences
@@ -43,7 +42,7 @@ from specrl.models.model_folder import Shape
 from specrl.models.policy_config import PolicyConfig
 from specrl.records import WeightOwner
 from specrl.spec import RunSpec
-from specrl.tensor_files import copy_all_but_weights
+from specrl.tensor_files import copy_all_but_weights, save_tensors
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -144,7 +143,7 @@ class DraftModel(Drafter):
         directory.mkdir(parents=True, exist_ok=True)
         copy_all_but_weights(self.folder, directory)
         tensors = {name: tensor.cpu().contiguous() for name, tensor in self.collect_tensors(dtype).items()}
-        save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+        save_tensors(tensors, directory / WEIGHTS, metadata={"format": "pt"})
         config = read_object(directory / CONFIG)
         config.pop("torch_dtype", None)  # the older name of the field
         config["dtype"] = str(dtype).removeprefix("torch.")

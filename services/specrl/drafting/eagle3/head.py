@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
 
@@ -46,7 +45,7 @@ from specrl.models.policy_config import (
 from specrl.records import WeightOwner
 from specrl.spec import RunSpec
 from specrl.spec.generation import Eagle3
-from specrl.tensor_files import FolderReader, load_tensors
+from specrl.tensor_files import FolderReader, load_tensors, save_tensors
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -328,7 +327,7 @@ def write_folder(directory: Path, config: Mapping[str, Any], tensors: Mapping[st
     """Write a head's config and tensors, in any layout."""
     directory.mkdir(parents=True, exist_ok=True)
     contiguous = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, directory / WEIGHTS, metadata={"format": "pt"})
+    save_tensors(contiguous, directory / WEIGHTS, metadata={"format": "pt"})
     (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 from specrl.files import write_folder
 from specrl.models.native_heads import NativeHeads, find_native_heads, lower_head_counts
-from specrl.tensor_files import INDEX, FolderReader, copy_all_but_weights
+from specrl.tensor_files import INDEX, FolderReader, copy_all_but_weights, save_tensors
 
 SHARD_BYTES = 4 << 30  # size of a weight file, and so of the host memory that writing one needs
 README = "README.md"
@@ -107,7 +106,7 @@ def write_shards(
 
     def write_shard() -> None:
         file = f"{stem}-{files:05d}.safetensors"
-        save_file(shard, folder / file, metadata={"format": "pt"})
+        save_tensors(shard, folder / file, metadata={"format": "pt"})
         places.update(dict.fromkeys(shard, file))
         shard.clear()
 

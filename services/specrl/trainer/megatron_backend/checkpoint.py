@@ -28,11 +28,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from specrl.errors import CheckpointInvalid, CollectiveFailed, SpecrlError, StoreFailed
 from specrl.files import SMALL_BYTES, read_object, sync_to_disk
-from specrl.tensor_files import load_tensors
+from specrl.tensor_files import load_tensors, save_tensors
 from specrl.trainer.checkpointing import checksums
 from specrl.trainer.checkpointing.checkpoints import DRAFTER, POLICY, STATE, parse_stream_place, scratch_directory
 from specrl.trainer.checkpointing.hf_folder import SHARD_BYTES, WrittenShards, write_index, write_shards
@@ -170,7 +169,7 @@ def _write_share(scratch: Path, taken: CheckpointSnapshot, rank: int) -> dict[st
         folder.mkdir(parents=True, exist_ok=True)
         shards[kind] = write_shards(folder, f"model-{rank:04d}", tensors.items(), SHARD_BYTES)
     for name, tensors in taken.others.items():
-        save_file(tensors, scratch / name)
+        save_tensors(tensors, scratch / name)
     files = [Path(POLICY, kind, file) for kind, item in shards.items() for file in set(item.places.values())]
     files += [Path(name) for name in taken.others]
     for file in files:  # before the checksums, and long before the rename that makes the checkpoint visible

@@ -26,7 +26,6 @@ import structlog
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from specrl.drafting.online import DrafterTrainer, combine_updates
 from specrl.drafting.packing import LessonBatch
@@ -35,7 +34,7 @@ from specrl.files import replace_file
 from specrl.records import DrafterEpoch, DrafterEpochMetrics, DrafterMetrics, TrainRollout
 from specrl.spec.trainer import DrafterLoss
 from specrl.telemetry import metrics as telemetry
-from specrl.tensor_files import open_tensors
+from specrl.tensor_files import open_tensors, save_tensors
 from specrl.trainer.megatron_backend.training.drafter_training import collect_turns, require_drafter
 from specrl.trainer.megatron_backend.training.models import RankModels
 from specrl.trainer.megatron_backend.training.turns import count_turn_tokens
@@ -181,7 +180,7 @@ class DrafterInitialiser:
             file.parent.mkdir(parents=True, exist_ok=True)
             tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.collect_state().items()}
             with replace_file(file) as scratch:
-                save_file(tensors, scratch, {"epochs": json.dumps(rows)})
+                save_tensors(tensors, scratch, {"epochs": json.dumps(rows)})
         except (OSError, SafetensorError) as error:
             raise StoreFailed(
                 f"could not write the drafter's progress to {file}: {error}; free space on its disk"
