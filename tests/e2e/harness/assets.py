@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.e2e.controlplane.build import MANIFESTS, cache_folder
+from tests.e2e.controlplane.build import CONTROL_PLANE as BUILD
 
 CONTROL_PLANE = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
 
@@ -21,7 +21,7 @@ class Assets:
     def of_environment(cls) -> Assets:
         """Search KUBEBUILDER_ASSETS first, then the build: envtest's assets have no scheduler."""
         named = os.environ.get("KUBEBUILDER_ASSETS")
-        return cls((*([Path(named)] if named else []), cache_folder()))
+        return cls((*([Path(named)] if named else []), BUILD.folder))
 
     def find_path(self, name: str) -> Path | None:
         """Return the path of the program or manifest `name`; None if no folder has it."""
@@ -33,4 +33,4 @@ class Assets:
 
     def has_workloads(self) -> bool:
         """Whether the controllers of JobSet and LeaderWorkerSet, and their manifests, exist."""
-        return not self.missing("jobset", "lws", *MANIFESTS)
+        return not self.missing("jobset", "lws", *BUILD.manifests)
