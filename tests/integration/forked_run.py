@@ -20,14 +20,14 @@ from typing import Any
 from tests import engine_fork
 from tests.fork_server import Forked, ForkServer, start_coordinator
 
-from specrl.generation import main as generation
+from specrl.generation import main as generation_main
 from specrl.generation.nodes import ONE_NODE, ReplicaNodes
 from specrl.generation.vllm_backend import arguments
 from specrl.launcher import run_directory
 from specrl.launcher.processes.environment import rank_environment, replica_environment
 from specrl.launcher.processes.ports import find_free_port
 from specrl.launcher.run_directory import RunDirectory
-from specrl.spec import RunSpec, parse_spec
+from specrl.spec import RunSpec, dump_spec, parse_spec
 
 END_S = 900.0
 STOP_S = 90.0
@@ -55,11 +55,17 @@ class ForkedRun:
         self.wait_until(lambda: self.directory.metrics_file.exists() and len(self.reports()) >= count)
 
     def restart(self, ranks: ForkServer, replicas: Sequence[str]) -> None:
-        """Kill all processes at once, and start them again on the same run directory, with these replicas."""
+        """Kill all processes at once, and start them again on the same run directory, with these replicas.
+
+        The run file then asks for so many, so the run goes on when all of them are there.
+        """
         self._coordinator.kill()
         for process in (*self._ranks, *self._replicas):
             process.kill()
         self.stop()
+        generation = self._spec.generation.model_copy(update={"replicas": len(replicas)})
+        self._spec = self._spec.model_copy(update={"generation": generation})
+        self.directory.run_file.write_text(dump_spec(self._spec))
         self._coordinator = self._start_coordinator()
         self._ranks = self._start_ranks(ranks)
         self._replicas = [self._start_replica(name) for name in replicas]
@@ -147,4 +153,4 @@ def serve_replica(options: list[str], log: str) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for output in (1, 2):
         os.dup2(descriptor, output)
-    generation.main(options)
+    generation_main.main(options)

@@ -65,7 +65,7 @@ def test_native_heads_are_initialised_trained_resumed_and_exported(
     start = json.loads(run.directory.status_file.read_text())["summary"]["drafterStart"]
     assert start["trainedAcceptedPerPosition"][0] > 0.3
 
-    # A run from there. All of its processes die after the second step; a second replica joins the run that goes on.
+    # A run from there. All of its processes die after the second step; a second replica joins it.
     run = ForkedRun(tmp_path / "rl", a_run(policy, questions), ranks)
     try:
         run.wait_for_steps(2)
