@@ -120,6 +120,16 @@ OVERVIEW = Dashboard(
             stacked=True,
         ),
         Panel(
+            "Replicas that generation needs",
+            "Replicas with which generation would be under way just as long as the trainer works, and those that "
+            "serve. generation.autoscaling follows the first.",
+            "short",
+            (
+                (latest_value(f"{COORDINATOR}_replicas_demand"), "{{rljob}} demand"),
+                (latest_value(f"{COORDINATOR}_replicas", where='state="serving"'), "{{rljob}} serving"),
+            ),
+        ),
+        Panel(
             "Groups in flight and buffered",
             "Groups whose rollouts are being generated, and complete groups that wait for their step.",
             "short",

@@ -1,6 +1,13 @@
 """The autoscaler of a job's replicas: a HorizontalPodAutoscaler, or a KEDA ScaledObject. Pure.
 
 It scales the RLJob by its scale subresource, so that spec.generation.replicas stays the one number.
+
+Both follow one metric, the coordinator's `specrl_coordinator_replicas_demand`: the replicas with which generation would
+be under way just as long as the trainer works. The target is how many times as long it may be, which follows from the
+share of exposed generation that the job allows. As the metric is a number of replicas (AverageValue), the autoscaler
+asks for demand / target replicas, whatever their present number is. Without data it changes nothing.
+
+The rule is simulated in tests/unit/simulator/test_autoscaling.py.
 """
 
 from __future__ import annotations
@@ -10,63 +17,72 @@ from specrl_operator import kinds
 from specrl_operator.api import GENERATION, Object
 from specrl_operator.plan.job_plan import JobPlan
 
+METRIC = "specrl_coordinator_replicas_demand"
+"""Name of the coordinator's series, and of the external metric (deploy/helm/templates/monitoring/adapter.yaml)."""
+HEADROOM = 0.8
+"""Share of the time that generation may take, of what would just fit, where it overlaps training. Each waits for the
+other now and then: in the simulation, with generation under way as long as training, training waited 29 % of a step."""
 SCALE_DOWN_S = 900
-"""Stabilization window before a replica is removed. Steps take minutes, so the window must hold several."""
+"""Stabilization window before a replica is removed. Loading a model takes minutes, so removing one is costly."""
+PERIOD_S = 300
+"""Period of the limits on added and removed replicas."""
+
+
+def find_target(exposed_percent: int, max_policy_lag: int) -> float:
+    """Return how many times as long as the trainer works generation may be under way.
+
+    With s, the share of a step in which training may wait: s / (1 - s) if they take turns (lag 0). If generation
+    overlaps training, 1 / (1 - s), less HEADROOM.
+    """
+    share = exposed_percent / 100
+    return (HEADROOM if max_policy_lag else share) / (1 - share)
 
 
 def build_autoscaler(plan: JobPlan, wanted: Autoscaling) -> Object:
-    """Build the autoscaler. It targets the percentage of a step's time in which training waited for rollouts."""
+    """Build the autoscaler."""
     job = plan.job
     metadata = job.build_metadata(GENERATION)
-    target = kinds.RLJOB.build_reference(name=job.name)
-    slowly = {
+    reference = kinds.RLJOB.build_reference(name=job.name)
+    target = find_target(wanted.target_exposed_percent, job.spec.schedule.max_policy_lag)
+    behavior = {
         "scaleUp": {
-            "stabilizationWindowSeconds": 120,
-            "policies": [{"type": "Pods", "value": 2, "periodSeconds": 300}],
+            "policies": [{"type": "Pods", "value": wanted.added_per_period, "periodSeconds": PERIOD_S}],
         },
         "scaleDown": {
             "stabilizationWindowSeconds": SCALE_DOWN_S,
-            "policies": [{"type": "Pods", "value": 1, "periodSeconds": 300}],
+            "policies": [{"type": "Pods", "value": 1, "periodSeconds": PERIOD_S}],
         },
     }
     if wanted.by is Scaler.HPA:
-        labels = {"matchLabels": {"rljob": job.name, "namespace": job.namespace}}
+        # The path of the request names the namespace, which the adapter adds as a label.
+        metric = {"name": METRIC, "selector": {"matchLabels": {"rljob": job.name}}}
         spec: Object = {
-            "scaleTargetRef": target,
+            "scaleTargetRef": reference,
             "minReplicas": wanted.min_replicas,
             "maxReplicas": wanted.max_replicas,
-            "behavior": slowly,
+            "behavior": behavior,
             "metrics": [
                 {
                     "type": "External",
                     "external": {
-                        "metric": {"name": "specrl_exposed_generation_percent", "selector": labels},
-                        "target": {"type": "Value", "value": str(wanted.target_exposed_percent)},
+                        "metric": metric,
+                        "target": {"type": "AverageValue", "averageValue": f"{round(1000 * target)}m"},
                     },
                 }
             ],
         }
         return kinds.AUTOSCALER.build_object(metadata, spec=spec)
-    # KEDA queries Prometheus itself. The expression is that of the recording rule specrl:exposed_generation:share
-    # (deploy/helm/files/rules.yaml), in percent.
-    series = f'namespace="{job.namespace}",rljob="{job.name}"'
-    waited = f"sum(rate(specrl_coordinator_exposed_generation_seconds_total{{{series}}}[15m]))"
-    query = f"100 * {waited} / sum(rate(specrl_coordinator_step_seconds_sum{{{series}}}[15m]))"
+    trigger = {
+        "serverAddress": plan.settings.prometheus_url,
+        "query": f'max({METRIC}{{namespace="{job.namespace}",rljob="{job.name}"}})',
+        "threshold": f"{target:.3f}",
+        "ignoreNullValues": "false",  # no data would otherwise be 0, and remove replicas
+    }
     spec = {
-        "scaleTargetRef": target,
+        "scaleTargetRef": reference,
         "minReplicaCount": wanted.min_replicas,
         "maxReplicaCount": wanted.max_replicas,
-        "advanced": {"horizontalPodAutoscalerConfig": {"behavior": slowly}},
-        "triggers": [
-            {
-                "type": "prometheus",
-                "metricType": "Value",
-                "metadata": {
-                    "serverAddress": plan.settings.prometheus_url,
-                    "query": query,
-                    "threshold": str(wanted.target_exposed_percent),
-                },
-            }
-        ],
+        "advanced": {"horizontalPodAutoscalerConfig": {"behavior": behavior}},
+        "triggers": [{"type": "prometheus", "metricType": "AverageValue", "metadata": trigger}],
     }
     return kinds.SCALED_OBJECT.build_object(metadata, spec=spec)

@@ -52,17 +52,22 @@ class Scaler(StrEnum):
 
 
 class Autoscaling(Section):
-    """Scales replicas to the run's needs: up while training waits for rollouts, down while it does not."""
+    """Scales replicas to the run's needs: up while training waits for rollouts, down while it does not. It follows
+    specrl_coordinator_replicas_demand, which is measured over 15 minutes and at least 4 steps."""
 
     min_replicas: ReplicaCount = 1
     """Fewest replicas."""
     max_replicas: ReplicaCount
     """Most replicas."""
     target_exposed_percent: Annotated[WholeNumber, Field(ge=1, le=99)] = 10
-    """Percentage of a step's time that training may wait for rollouts. Above it, replicas are added."""
+    """Percentage of a step's time that training may wait for rollouts. Replicas are added above it, and removed if it
+    would still hold without them."""
+    added_per_period: ReplicaCount = 2
+    """Most replicas that are added within 5 minutes. They are removed one by one, 15 minutes after they were last
+    needed."""
     by: Scaler = Scaler.HPA
-    """Autoscaler to use. `HPA`: a HorizontalPodAutoscaler on an external metric, which needs a metrics adapter. `KEDA`:
-    a ScaledObject that queries Prometheus itself."""
+    """Autoscaler to use. `HPA`: a HorizontalPodAutoscaler on an external metric, which needs a metrics adapter (the
+    chart's monitoring.metricsAdapter). `KEDA`: a ScaledObject that queries Prometheus itself."""
 
 
 class Profile(StrEnum):

@@ -117,6 +117,12 @@ REPLICAS_MINIMUM = Gauge(
     "Minimum number of generation replicas of the run: failurePolicy.minGenerationReplicas.",
     ["rljob"],
 )
+REPLICAS_DEMAND = Gauge(
+    "specrl_coordinator_replicas_demand",
+    "Replicas with which generation would be under way just as long as the trainer works: replicas x generation under "
+    "way / (wall time - exposed generation), over 15 minutes and at least 4 steps. For autoscalers.",
+    ["rljob"],
+)
 REPLICA_LIVE_ROLLOUTS = Gauge(
     "specrl_coordinator_replica_live_rollouts",
     "Rollouts that are assigned to a replica and not finished. The series is removed with the replica.",

@@ -1,8 +1,8 @@
 """A Kubernetes control plane on this machine alone: etcd, API server, controller manager, scheduler.
 
 Everything is real except the nodes (nodes.py) and their kubelet (tests/e2e/kubelet): RBAC, admission, CEL, garbage
-collection and scheduling are Kubernetes' own. Missing are kube-proxy, DNS, API aggregation, admission plugins beyond
-the default, and encryption at rest. etcd does not sync to disk.
+collection and scheduling are Kubernetes' own. Missing are kube-proxy, DNS, admission plugins beyond the default, and
+encryption at rest. etcd does not sync to disk. Aggregated APIs are reached at their endpoints, for lack of kube-proxy.
 """
 
 from __future__ import annotations
@@ -113,6 +113,7 @@ class ControlPlane:
             service_account_key_file=key.with_suffix(".pub"),
             service_account_signing_key_file=key,
             endpoint_reconciler_type="none",  # it would publish the server's address, which must not be loopback
+            enable_aggregator_routing="true",
             profiling="false",
         )
         certificate = self.folder / "apiserver" / "apiserver.crt"

@@ -12,7 +12,7 @@ import yaml
 from tests.e2e.binaries import find
 from tests.integration.chart.exported_metrics import SUFFIXES, exported
 from tests.integration.chart.promql_sources import RULES, alerts, panels, rules, variables
-from tests.integration.chart.rendering import CHART, ROOT
+from tests.integration.chart.rendering import CHART, ROOT, of_kind, render, the
 from tests.requirements import PROMTOOL
 from tools.dashboards import DASHBOARDS
 from tools.dashboards.grafana import render_dashboard
@@ -20,6 +20,7 @@ from tools.metrics_page import metrics_of
 
 from specrl.telemetry import metrics
 from specrl_operator import telemetry
+from specrl_operator.children.autoscaler import METRIC
 
 RULES_TEST = Path(__file__).parent / "rules_test.yaml"
 
@@ -61,6 +62,22 @@ def test_every_expression_uses_exported_metrics(name: str) -> None:
             assert labels <= known[series], f"{series} has no label {labels - known[series]}"
     grouped = {label for by in re.findall(r"\bby \(([^)]*)\)", expression) for label in re.split(r",\s*", by)}
     assert grouped <= set().union(*(known.get(series, {"namespace", "rljob"}) for series in wanted))
+
+
+def test_the_adapter_serves_the_metric_that_autoscalers_follow() -> None:
+    """The rule was a snippet in the docs, for a metric that nothing exported. rules_test.yaml evaluates its query."""
+    values = "monitoring.metricsAdapter.enabled=true,monitoring.metricsAdapter.namespace=monitoring"
+    found = the(render("--set", values), "ConfigMap", "specrl-adapter-rules")
+    assert found["metadata"]["namespace"] == "monitoring"
+    (rule,) = yaml.safe_load(found["data"]["config.yaml"])["externalRules"]
+    assert asked_for(rule["seriesQuery"]) == {METRIC: {"namespace", "rljob"}}
+    assert "name" not in rule, "the external metric has the series' name"
+    assert METRIC in exported()
+    filled = rule["metricsQuery"].replace("<<.Series>>", METRIC)
+    filled = filled.replace("<<.LabelMatchers>>", 'namespace="rl",rljob="good"')
+    tests = yaml.safe_load(RULES_TEST.read_text())["tests"]
+    assert filled in [case["expr"] for test in tests for case in test.get("promql_expr_test", [])]
+    assert "specrl-adapter-rules" not in {it["metadata"]["name"] for it in of_kind(render(), "ConfigMap")}
 
 
 def test_every_exported_metric_is_in_a_panel_or_a_rule() -> None:

@@ -1,5 +1,7 @@
 """Measures exposed generation over the last steps, by cause, and suggests how to reduce it. Shown by the live page.
 
+`DemandMeter` measures how many replicas would reduce it, for autoscalers.
+
 Exposed generation is the wall time in which the trainer is idle because it has no batch. Reducing it is what this
 system is for. Its causes are those of `specrl_coordinator_exposed_generation_seconds_total`: bufferWait (too few
 rollouts are sampled), syncDrain (replicas that joined are receiving weights) and grading (verifiers grade the last
@@ -11,7 +13,9 @@ Beside it are generation under way, and the part of it that is hidden because th
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import fmean
 
 from specrl.formats.reports import CAUSES, PhaseSeconds, ReportModel, StepReport
@@ -20,6 +24,10 @@ from specrl.spec import RunSpec
 RECENT_STEPS = 10  # over which the figures are averaged
 HIDDEN_SHARE = 0.05
 """Share of a step below which another replica would gain less than the noise between two steps."""
+DEMAND_WINDOW_S = 900.0
+DEMAND_STEPS = 4
+"""Time, and fewest steps, over which demand is averaged. Lengths of rollouts differ from step to step, so single steps
+would add and remove replicas by chance. The second bound is for steps that are longer than a part of the first."""
 DULL_ACCEPTANCE = 1.3
 """Tokens per verification below which drafting gained little on every measured engine (docs/decisions/0005)."""
 
@@ -102,3 +110,50 @@ def _choose_advice(recent: Sequence[StepReport], phases: PhaseSeconds, spec: Run
         "(kubectl scale, or specrl scale). If the timeline below shows idle replicas at the end of each step, a larger "
         "schedule.maxPolicyLag keeps them busy."
     )
+
+
+@dataclass(frozen=True)
+class _ServedStep:
+    """Seconds of one step, and the replicas that served at its end."""
+
+    wall_s: float
+    exposed_s: float
+    under_way_s: float
+    replicas: int
+
+
+class DemandMeter:
+    """Measures generation's demand: the replicas with which it is under way just as long as the trainer works.
+
+        demand = sum(replicas x generation under way) / sum(wall time - exposed generation)
+
+    Generation takes about T_g(n) = c / n seconds a step on n replicas, and the trainer T_t, which is all phases but
+    `generation`. Then demand is c / T_t, whatever n is. So an autoscaler that follows it has no feedback: it does not
+    overshoot while new replicas start, however long that or a step takes. Where the longest rollout dominates,
+    T_g = a + c / n, demand grows with n, and n -> ceil(demand(n)) is a monotone map, which has no cycles.
+
+    Exposed generation has a share s of the step if T_g is T_t / (1 - s) and the two overlap, and if it is
+    T_t s / (1 - s) and they take turns (maxPolicyLag 0). The operator's autoscaler divides demand by that
+    (`children/autoscaler.py`).
+    """
+
+    def __init__(self) -> None:
+        self._steps: deque[_ServedStep] = deque()
+
+    def add_step(self, report: StepReport, replicas: int) -> None:
+        """Add the newest step. replicas: how many serve at its end."""
+        phases = report.phases
+        self._steps.append(_ServedStep(phases.wall_seconds, phases.generation, report.generation_under_way, replicas))
+        while (
+            len(self._steps) > DEMAND_STEPS
+            and sum(step.wall_s for step in self._steps) - self._steps[0].wall_s >= DEMAND_WINDOW_S
+        ):
+            self._steps.popleft()
+
+    @property
+    def demand(self) -> float | None:
+        """The demand, in replicas. None before the first step, and if the trainer took no time."""
+        trainer_s = sum(step.wall_s - step.exposed_s for step in self._steps)
+        if trainer_s <= 0:
+            return None
+        return sum(step.replicas * step.under_way_s for step in self._steps) / trainer_s

@@ -17,7 +17,7 @@ from specrl.coordinator.loop import Loop
 from specrl.coordinator.observe.calibration_file import CalibrationFile
 from specrl.coordinator.observe.curves import StepCurves
 from specrl.coordinator.observe.event_log import EventLog
-from specrl.coordinator.observe.exposure import RECENT_STEPS, Exposure, measure_exposure
+from specrl.coordinator.observe.exposure import RECENT_STEPS, DemandMeter, Exposure, measure_exposure
 from specrl.coordinator.observe.prometheus import RunMetrics
 from specrl.coordinator.observe.report_files import ReportFiles
 from specrl.coordinator.observe.run_status import RunStatus
@@ -66,6 +66,7 @@ class RunObserver:
         self._recent = deque(reports, maxlen=RECENT_STEPS)
         self._status = RunStatus(context, loop, reports, replicas_wanted)
         self._metrics = RunMetrics(context.spec)
+        self._demand = DemandMeter()
         self._calibration = CalibrationFile(context.spec, context.directory)
         self.curves = StepCurves(reports, context.spec.rewards.names, context.spec.prompts.source_names)
         self.events = events or EventLog()
@@ -91,6 +92,9 @@ class RunObserver:
                     self._metrics.set_drafter_lag(version - oldest)
             case StepServed(report, _, groups, busy_cores):
                 registry = self._context.registry
+                self._demand.add_step(report, len(registry.serving_replicas()))
+                if self._demand.demand is not None:
+                    self._metrics.set_demand(self._demand.demand)
                 replicas = sum(replica.status is not None for replica in registry.replicas.values())
                 self._calibration.add_step(report, groups, registry.step_costs(), replicas, busy_cores)
                 self._rollouts.append_step(report.step, groups)

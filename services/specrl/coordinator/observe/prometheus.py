@@ -147,6 +147,10 @@ class RunMetrics:
             metrics.REPLICA_LIVE_ROLLOUTS.labels(run, replica.id).set(replica.live_rollouts)
             metrics.REPLICA_POLICY_VERSION.labels(run, replica.id).set(replica.policy_version)
 
+    def set_demand(self, replicas: float) -> None:
+        """Set how many replicas generation needs."""
+        metrics.REPLICAS_DEMAND.labels(self._run).set(replicas)
+
     def set_drafter_lag(self, lag: int) -> None:
         """Set how many versions the oldest served drafter is behind its policy."""
         metrics.DRAFTER_VERSION_LAG.labels(self._run).set(lag)
