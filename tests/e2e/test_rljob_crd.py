@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from tests.e2e.harness.api import RLJOBS, Api, Object, Refused, find_condition, is_condition_true, path_of, wait_until
 from tests.e2e.jobs import kubectl
 from tests.rljob_cases import AT_ANY_TIME, CASES, NEVER, WHILE_SUSPENDED, Case, a_job, changes_of
@@ -18,6 +19,7 @@ from specrl.spec.rljob.crd import build_definition
 DEFINITIONS = "apiextensions.k8s.io/v1/customresourcedefinitions"
 CRD = "rljobs.specrl.dev"
 COLUMNS = "NAME STATE STEP STEPS GEN-READY GEN EXPOSED RESTARTS AGE"
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").rglob("rljob-*.yaml"))
 IDS = [f"{case.path}-{case.must}-{number}" for number, case in enumerate(CASES)]
 
 
@@ -55,6 +57,13 @@ def test_rule_refuses_and_accepts(admin: Api, place: str, case: Case) -> None:
     assert re.sub(r"\[(\d+)\]", r".\1", field).startswith(f"spec.{case.path}")
     assert case.must in message
     _create(admin, place, a_job(case.accepted), dryRun="All")
+
+
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
+def test_the_rljobs_of_examples_are_admitted(admin: Api, place: str, file: Path) -> None:
+    (job,) = (it for it in yaml.safe_load_all(file.read_text(encoding="utf-8")) if it["kind"] == "RLJob")
+    job["metadata"]["namespace"] = place
+    _create(admin, place, job, dryRun="All")
 
 
 @pytest.mark.parametrize("path", NEVER)

@@ -45,7 +45,24 @@ def test_the_run_file_of_a_page_is_valid(page: str, tmp_path: Path) -> None:
 def test_there_are_examples() -> None:
     assert len(EXAMPLES) >= 5
     names = [str(file.relative_to(FOLDER)) for file in RLJOBS]
-    assert names == ["07-gb200/rljob-qwen3-235b.yaml", "07-gb200/rljob-qwen3-8b.yaml", "rljob-local.yaml"]
+    assert names == [
+        *("07-gb200/rljob-qwen3-235b.yaml", "07-gb200/rljob-qwen3-8b.yaml"),
+        *(f"rljob-{name}.yaml" for name in ("8xh100", "gb200", "local", "one-gpu-node")),
+    ]
+
+
+@pytest.mark.parametrize("name", ["one-gpu-node", "8xh100", "gb200"])
+def test_the_smallest_rljobs_are_short_and_fit_their_nodes(name: str) -> None:
+    file = FOLDER / f"rljob-{name}.yaml"
+    assert len(file.read_text(encoding="utf-8").splitlines()) <= 25
+    job = the_rljob(file)
+    assert admit(job)[1] == []
+    spec = load_spec(file)
+    nodes = {"one-gpu-node": 1, "8xh100": 1, "gb200": 4}[name]
+    gpus = spec.trainer.num_nodes * spec.trainer.gpus_per_node
+    gpus += spec.generation.replicas * spec.generation.gpus_per_replica
+    assert gpus == {"one-gpu-node": 2, "8xh100": 8, "gb200": 16}[name]
+    assert gpus <= nodes * spec.placement.gpus_per_node
 
 
 def test_the_ladder_has_seven_steps_and_the_readme_shows_each() -> None:
