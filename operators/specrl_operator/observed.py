@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 from specrl_operator import kinds
@@ -28,6 +29,10 @@ class ObservedState:
     has_claim_template: bool = False
     domain: str | None = None
     """NVLink domain of the nodes that the trainer's pods are bound to; None: unknown, or not bound yet."""
+    refused_pods: Mapping[str, str] = field(default_factory=dict)
+    """Why the pods of a role are not created, by role."""
+    moment: datetime | None = None
+    """When all this was observed."""
 
     def pods_of(self, component: str) -> list[Object]:
         """Return the pods of a component, sorted by name so that messages are the same every time."""

@@ -19,11 +19,12 @@ from datetime import datetime
 
 import structlog
 
-from specrl.errors import SpecInvalid
+from specrl.errors import SpecInvalid, first_line
 from specrl.spec.cluster import Profile
 from specrl_operator import kinds, telemetry
 from specrl_operator.api import (
     COMPONENT_LABEL,
+    COORDINATOR,
     GENERATION,
     MANAGER,
     STORE,
@@ -31,10 +32,12 @@ from specrl_operator.api import (
     UID_LABEL,
     Job,
     Object,
+    find_condition,
     format_micro_time,
     has_component,
     has_elapsed,
     is_controlled_by,
+    parse_time,
     read_job,
 )
 from specrl_operator.children import revision, tls
@@ -56,6 +59,10 @@ SCALE_MANAGER = f"{MANAGER}-scale"
 body with only `replicas` would remove every other field that MANAGER owns."""
 RECHECK_S = 15.0
 """Delay before a refused job is reconciled again. No watch event reports most fixes, such as a new right or quota."""
+WAITING_REASONS = ("PodsPending", "PodsRefused", "ConfigurationMissing")
+"""Reasons of Ready for which a job is reconciled again after RECHECK_S: no watch event says that pods still do not
+start, or why they are not created."""
+POD_SET_KINDS = (kinds.STATEFUL_SET, kinds.LEADER_WORKER_SET)
 OPERATOR_NAMES = (None, "specrl.dev/operator")
 """Values of spec.managedBy that this operator handles. MultiKueue has another one."""
 
@@ -90,12 +97,27 @@ class Reconciler:
         # Another controller, such as MultiKueue, reconciles jobs that name it.
         if item["spec"].get("managedBy") not in OPERATOR_NAMES:
             return None
+        try:
+            return self._reconcile_job(item)
+        except ClusterError:
+            raise
+        except Exception as error:  # the edge of a reconciliation: the user must see that nothing happens, and why
+            what = f"{type(error).__name__}: {first_line(error)}"
+            self._reject_spec(
+                item, "OperatorFailed", f"the operator failed on this job: {what}; see the operator's log"
+            )
+            raise
+
+    def _reconcile_job(self, item: Object) -> float | None:
+        """Reconcile an existing job that this operator handles."""
+        namespace = item["metadata"]["namespace"]
+        name = item["metadata"]["name"]
 
         # Validate the spec. The API server has checked it already, unless an older CRD accepted it.
         try:
             job = read_job(item)
         except SpecInvalid as error:
-            self._reject_spec(item, str(error))
+            self._reject_spec(item, "SpecInvalid", str(error))
             return None
 
         # Delete a finished job whose ttlSecondsAfterFinished has passed.
@@ -123,9 +145,10 @@ class Reconciler:
         self._update_status(job, status)
         telemetry.export_status((job.namespace, job.name), job.status, status)
 
-        # Reconcile again at the next deadline, and soon after a refusal.
+        # Reconcile again at the next deadline, and soon after a refusal or while pods do not start.
         next_deadline_s = find_next_deadline_s(job, status, now)
-        return next_deadline_s if refusal is None else min(RECHECK_S, next_deadline_s or RECHECK_S)
+        is_waiting = find_condition(status, "Ready").get("reason") in WAITING_REASONS
+        return min(RECHECK_S, next_deadline_s or RECHECK_S) if refusal is not None or is_waiting else next_deadline_s
 
     # -- read ------------------------------------------------------------------------------------------------------
 
@@ -160,7 +183,35 @@ class Reconciler:
             pods=tuple(pods),
             has_claim_template=bool(self._cache.list_objects(kinds.CLAIM_TEMPLATE, job.namespace, job.name)),
             domain=domain,
+            refused_pods=self._find_refused_pods(plan, children, pods),
+            moment=self._now(),
         )
+
+    def _find_refused_pods(self, plan: JobPlan, children: Children, pods: Sequence[Object]) -> dict[str, str]:
+        """Find why pods of a role cannot be created: a quota, Pod Security, a webhook. Returns messages by role.
+
+        Of a role without pods alone. Only events of the pods' owner have the reason, but for the coordinator's
+        Deployment, whose status has it.
+        """
+        job = plan.job
+        found: dict[str, str] = {}
+        for deployment in children[kinds.DEPLOYMENT]:
+            failure = find_condition(deployment.get("status") or {}, "ReplicaFailure")
+            if failure.get("status") == "True":
+                found[COORDINATOR] = str(failure.get("message", ""))
+        owners = [item for kind in (*TRAINER_KINDS, *POD_SET_KINDS) for item in children[kind]]
+        for owner in owners:
+            role = owner["metadata"]["labels"].get(COMPONENT_LABEL, "")
+            if role in found or any(has_component(pod, role) for pod in pods):
+                continue
+            # A JobSet's pods belong to its Job, which workloads.py calls `node`.
+            name = owner["metadata"]["name"] + ("-node-0" if kinds.JOB_SET.is_kind_of(owner) else "")
+            events = self._cluster.list_failed_creations(job.namespace, name)
+            # Events of a deleted job of this name live on for an hour.
+            recent = [it for it in events if parse_time(str(it.get("lastTimestamp"))) >= job.created]
+            if recent:
+                found[role] = str(max(recent, key=lambda it: str(it["lastTimestamp"])).get("message", ""))
+        return found
 
     # -- create, patch, delete -------------------------------------------------------------------------------------
 
@@ -289,11 +340,11 @@ class Reconciler:
             for event in events.build_condition_events(job, status):
                 self._create_event(event)
 
-    def _reject_spec(self, item: Object, message: str) -> None:
-        """Report an invalid spec in the status. The children stay as they are."""
+    def _reject_spec(self, item: Object, reason: str, message: str) -> None:
+        """Report in the status why the job cannot be reconciled. The children stay as they are."""
         metadata = item["metadata"]
         before = item.get("status") or {}
-        status = build_invalid_status(before, metadata.get("generation", 0), message, self._now())
+        status = build_invalid_status(before, metadata.get("generation", 0), reason, message, self._now())
         self._write_status({name: metadata[name] for name in ("name", "namespace", "resourceVersion")}, before, status)
 
     def _write_status(self, metadata: Object, before: Object, status: Object) -> bool:

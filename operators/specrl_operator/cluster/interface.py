@@ -6,7 +6,7 @@ any of them; a test kills it after each.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -61,6 +61,9 @@ class Cluster(Protocol):
 
     def list(self, kind: Kind, namespace: str | None, selector: str = "") -> Listing:
         """List the objects with these labels, of one namespace or of all, trimmed by `api.trim_object`."""
+
+    def list_failed_creations(self, namespace: str, name: str) -> Sequence[Object]:
+        """List the events that say that an object of this name could not create a pod, whatever its kind."""
 
     def watch(self, kind: Kind, namespace: str | None, selector: str, resource_version: str) -> Iterator[WatchEvent]:
         """Yield the changes after a resource version, trimmed as in `list`. Ends within minutes.

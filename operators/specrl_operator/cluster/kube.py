@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import urlencode
 
@@ -85,6 +85,12 @@ class KubeCluster:
             if not more:
                 return Listing(items, page["metadata"]["resourceVersion"])
             query["continue"] = more
+
+    def list_failed_creations(self, namespace: str, name: str) -> Sequence[Object]:
+        # Of the core group: controllers write there, and its field selectors are the oldest.
+        query = {"fieldSelector": f"reason=FailedCreate,involvedObject.name={name}"}
+        found: Sequence[Object] = self._request_json("GET", f"/api/v1/namespaces/{namespace}/events", query)["items"]
+        return found
 
     def watch(self, kind: Kind, namespace: str | None, selector: str, resource_version: str) -> Iterator[WatchEvent]:
         seconds = int(WATCH_S * random.uniform(1, 1.25))  # noqa: S311 - spreads load, hides nothing

@@ -59,6 +59,8 @@ def _find_refused_run(job: Job, observed: ObservedState) -> Iterator[TerminalCon
     """
     for component in (COORDINATOR, TRAINER, GENERATION):
         for pod in observed.pods_of(component):
+            if component == COORDINATOR and "deletionTimestamp" in pod["metadata"]:
+                continue  # a node that was cut off held it, and it ended because a newer one has taken the run over
             code, message = find_last_exit(pod)
             if code == NEEDS_USER_EXIT_CODE and (
                 component != GENERATION or not is_condition_true(job.status, "Started")

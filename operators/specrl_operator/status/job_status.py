@@ -36,7 +36,8 @@ def build_status(
     job = plan.job
     is_ended = decision.terminal is not None
     roles = {role: count_replicas(job, observed, role) for role in ROLE_CONDITIONS}
-    conditions = decide_part_conditions(plan, observed, refusal, roles, is_stopped=job.spec.suspend or is_ended)
+    is_stopped = job.spec.suspend or is_ended
+    conditions = decide_part_conditions(plan, observed, refusal, roles, is_stopped=is_stopped)
     conditions |= decide_job_conditions(job, decision, observed, conditions, now)
     moment = format_time(now)
     status: Object = {
@@ -56,8 +57,8 @@ def build_status(
     return status
 
 
-def build_invalid_status(before: Object, generation: int, message: str, now: datetime) -> Object:
-    """Build the status of a job with an invalid spec: Accepted becomes False, the rest stays as it was."""
+def build_invalid_status(before: Object, generation: int, reason: str, message: str, now: datetime) -> Object:
+    """Build the status of a job that cannot be reconciled: Accepted becomes False, the rest stays as it was."""
     # The operator's own conditions are kept: leaving them out of an apply would remove them.
     kept = [it for it in _list_own_conditions(before) if it["type"] != "Accepted"]
     accepted = find_condition(before, "Accepted")
@@ -65,7 +66,7 @@ def build_invalid_status(before: Object, generation: int, message: str, now: dat
     refused = {
         "type": "Accepted",
         "status": "False",
-        "reason": "SpecInvalid",
+        "reason": reason,
         "message": message[:MAX_MESSAGE_LENGTH],
         "lastTransitionTime": moment,
         "observedGeneration": generation,

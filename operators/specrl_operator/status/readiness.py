@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
 
 from specrl_operator.api import (
     COORDINATOR,
@@ -16,12 +17,14 @@ from specrl_operator.api import (
     Job,
     Object,
     find_condition,
+    has_elapsed,
 )
 from specrl_operator.observed import ObservedState, find_last_exit, is_pod_ready, list_container_statuses
 
 ROLE_CONDITIONS = {COORDINATOR: "CoordinatorReady", TRAINER: "TrainerReady", GENERATION: "GenerationReady"}
 """Roles and their conditions, in the order in which they are shown."""
 REASONS_BY_SEVERITY = (
+    "PodsRefused",
     "ImagePullFailed",
     "ConfigurationMissing",
     "CrashLooping",
@@ -31,6 +34,15 @@ REASONS_BY_SEVERITY = (
 )
 """Reasons of pods that are not ready, the most specific first. PodsNotReady is last: a coordinator is not ready while
 trainer or replicas are not, so its own reason explains nothing."""
+
+MOUNT_S = 120
+"""Seconds on a node without a running container, after which volumes are named as the likely cause. Images may be
+pulled in that time, too: the kubelet has one reason for both, `ContainerCreating`."""
+MOUNT_HINT = (
+    f"its containers have not been created for {MOUNT_S} s: an image is still being pulled, or a volume cannot be "
+    "mounted. Check that claims, Secrets and ConfigMaps exist, and that claims that pods on several nodes mount are "
+    "ReadWriteMany; `kubectl describe pod` has the kubelet's events"
+)
 
 
 def count_replicas(job: Job, observed: ObservedState, role: str) -> Object:
@@ -60,23 +72,27 @@ def decide_role_condition(
         return ConditionState(False, "Stopped", f"waiting for {ready} pods to stop" if ready else "")
     if ready >= needed:
         return ConditionState(True, "PodsReady", f"{ready} ready")
-    reason, why = _find_worst_problem(observed.pods_of(role))
+    refused = observed.refused_pods.get(role)
+    if refused is not None:
+        why = f"no pod can be created: {refused}; change what refuses it, or the role's podTemplate"
+        return ConditionState(False, "PodsRefused", f"{ready} of at least {needed} ready: {why}")
+    reason, why = _find_worst_problem(observed.pods_of(role), observed.moment)
     return ConditionState(False, reason, f"{ready} of at least {needed} ready" + (f": {why}" if why else ""))
 
 
-def _find_worst_problem(pods: Sequence[Object]) -> tuple[str, str]:
+def _find_worst_problem(pods: Sequence[Object], now: datetime | None) -> tuple[str, str]:
     """Return the most specific reason why pods are not ready, with the pod and its message.
 
     The result does not depend on the order of the pods, so that the status does not change without cause.
     """
-    found = [(*_find_pod_problem(pod), str(pod["metadata"]["name"])) for pod in pods if not is_pod_ready(pod)]
+    found = [(*_find_pod_problem(pod, now), str(pod["metadata"]["name"])) for pod in pods if not is_pod_ready(pod)]
     if not found:
         return "PodsPending", "no pods exist yet"
     reason, message, name = min(found, key=lambda it: (REASONS_BY_SEVERITY.index(it[0]), it[2]))
     return reason, f"{name}: {message}" if message else name
 
 
-def _find_pod_problem(pod: Object) -> tuple[str, str]:
+def _find_pod_problem(pod: Object, now: datetime | None) -> tuple[str, str]:
     for state in list_container_statuses(pod):
         waiting = (state.get("state") or {}).get("waiting") or {}
         reason = waiting.get("reason", "")
@@ -92,6 +108,15 @@ def _find_pod_problem(pod: Object) -> tuple[str, str]:
     scheduled = find_condition(pod.get("status") or {}, "PodScheduled")
     if scheduled.get("status") == "False":
         return "InsufficientCapacity", str(scheduled.get("message", ""))
+    if _is_stuck_in_creation(pod, scheduled, now):
+        return "ConfigurationMissing", MOUNT_HINT
     if (pod.get("status") or {}).get("phase", "Pending") == "Pending":
         return "PodsPending", ""
     return "PodsNotReady", ""
+
+
+def _is_stuck_in_creation(pod: Object, scheduled: Object, now: datetime | None) -> bool:
+    """Whether a pod has been on its node for MOUNT_S, and the kubelet has not begun to pull its images."""
+    reasons = [((it.get("state") or {}).get("waiting") or {}).get("reason") for it in list_container_statuses(pod)]
+    is_creating = "ContainerCreating" in reasons or "PodInitializing" in reasons
+    return is_creating and now is not None and has_elapsed(scheduled.get("lastTransitionTime"), MOUNT_S, now)

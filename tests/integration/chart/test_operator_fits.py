@@ -68,6 +68,7 @@ def test_the_operators_role_permits_no_other_requests() -> None:
         name_of(POD): read,
         name_of(SECRET): {"get", "create"},
         name_of(EVENT): {"create"},
+        ("", "events"): {"list"},
         name_of(LEASE): {"create", "get", "update"},
         name_of(CLAIM_TEMPLATE): {"list", "watch"},
     }

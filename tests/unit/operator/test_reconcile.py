@@ -31,6 +31,7 @@ from specrl_operator.kinds import (
     SECRET,
     SERVICE,
     STATEFUL_SET,
+    Kind,
 )
 from specrl_operator.plan.job_plan import Settings
 from specrl_operator.reconcile import Reconciler
@@ -638,6 +639,75 @@ def test_what_the_api_server_fills_in_is_no_change() -> None:
     assert world.server.list_writes()[before:] == []
 
 
+@pytest.mark.parametrize(
+    ("name", "owner", "condition"),
+    [
+        ("tiny-trainer-node-0", JOB_SET, "TrainerReady"),
+        ("tiny-generation", STATEFUL_SET, "GenerationReady"),
+    ],
+)
+def test_why_admission_refuses_pods_is_in_the_condition(name: str, owner: Kind, condition: str) -> None:
+    """Quotas, Pod Security and webhooks refuse pods after their owner was accepted. The status said "no pods yet"."""
+    world = World()
+    world.reconcile()
+    event = {"lastTimestamp": "2026-01-01T00:00:30Z", "message": 'pods "x" is forbidden: exceeded quota: team'}
+    world.server.failed_creations[name] = [event]
+    assert world.reconcile() == pytest.approx(15), "no watch event would say that the quota was raised"
+    assert world.read_condition(condition) == ("False", "PodsRefused")
+    message = next(it["message"] for it in world.status["conditions"] if it["type"] == "Ready")
+    assert "exceeded quota: team; change what refuses it" in message
+    world.settle()
+    assert world.read_condition(condition) == ("True", "PodsReady")
+
+
+def test_pods_that_a_deployment_cannot_create_are_in_the_condition() -> None:
+    world = World()
+    world.reconcile()
+    deployment = world.server.objects_by_name(DEPLOYMENT)["tiny-coordinator"]
+    failure = {"type": "ReplicaFailure", "status": "True", "message": "violates PodSecurity"}
+    world.server.put_object(deployment | {"status": {"conditions": [failure]}})
+    world.reconcile()
+    assert world.read_condition("CoordinatorReady") == ("False", "PodsRefused")
+
+
+def test_refused_pods_of_a_deleted_job_of_the_same_name_are_not_shown() -> None:
+    world = World()
+    world.reconcile()
+    event = {"lastTimestamp": "2025-12-31T23:59:59Z", "message": "exceeded quota"}
+    world.server.failed_creations["tiny-generation"] = [event]
+    world.reconcile()
+    assert world.read_condition("GenerationReady") == ("False", "PodsPending")
+
+
+def test_a_failure_of_the_operator_itself_is_in_the_condition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A podTemplate that the operator could not merge raised at every reconciliation, and the status stayed empty."""
+    world = World()
+
+    def fail(*_: object) -> None:
+        raise AttributeError("'str' object has no attribute 'get'")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("specrl_operator.reconcile.build_children", fail)
+        for _ in range(2):
+            with pytest.raises(AttributeError):
+                world.reconcile()
+    assert world.read_condition("Accepted") == ("False", "OperatorFailed")
+    world.settle()
+    assert world.read_condition("Accepted") == ("True", "Runnable")
+
+
+def test_a_coordinator_that_was_superseded_does_not_end_the_run() -> None:
+    """After a partition, the old coordinator finds that a newer one has taken the run over, and exits with 2."""
+    world = World()
+    world.settle()
+    world.end_pod("tiny-coordinator-0", 2, "a newer coordinator has taken the run over")
+    old = world.server.objects_by_name(POD)["tiny-coordinator-0"]
+    old["metadata"]["deletionTimestamp"] = "2026-01-01T00:01:30Z"
+    world.server.put_object(old)
+    world.reconcile()
+    assert world.read_condition("Failed") == (None, None)
+
+
 def list_mounted_run_files(world: World) -> set[str]:
     """Return the ConfigMaps that the pod templates of coordinator, trainer and replicas mount."""
     found = set()
@@ -696,8 +766,10 @@ def test_a_trainer_that_runs_as_a_job_stays_a_job_when_jobset_is_installed() -> 
 def test_deadlines_are_enforced_without_any_watch_event() -> None:
     world = World({"startupDeadlineSeconds": 60, "activeDeadlineSeconds": 500})
     world.reconcile()
-    assert world.reconcile() == pytest.approx(61)
-    world.advance_clock(61)
+    assert world.reconcile() == pytest.approx(15), "sooner than the deadline: no pods exist yet"
+    world.advance_clock(50)
+    assert world.reconcile() == pytest.approx(11)
+    world.advance_clock(11)
     world.reconcile()
     assert world.read_condition("Failed") == ("True", "StartupDeadlineExceeded")
     started = World({"startupDeadlineSeconds": 60, "activeDeadlineSeconds": 500})

@@ -268,3 +268,20 @@ def test_the_next_reconciliation_is_due_at_the_next_deadline() -> None:
     started = status_of(job, ClusterFacts(), whole(), NOW)
     assert find_next_deadline_s(job, started, NOW) == pytest.approx(101)
     assert find_next_deadline_s(a_job(), status_of(a_job(), ClusterFacts(), whole(), NOW), NOW) is None
+
+
+@pytest.mark.parametrize(("seconds", "reason"), [(119, "PodsPending"), (120, "ConfigurationMissing")])
+def test_a_pod_that_is_not_created_for_two_minutes_names_its_volumes(seconds: int, reason: str) -> None:
+    """A claim that is mounted on another node showed as PodsPending without a word."""
+    pod = a_pod("tiny-trainer-0", "trainer", owner("trainer"), is_ready=False)
+    pod["status"] = {
+        "phase": "Pending",
+        "conditions": [{"type": "PodScheduled", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"}],
+        "containerStatuses": [{"name": "trainer", "state": {"waiting": {"reason": "ContainerCreating"}}}],
+    }
+    now = datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=seconds)
+    seen = whole(pods=(*pods(coordinator=[True], generation=[True]), pod), moment=now)
+    found = status_of(a_job(), ClusterFacts(), seen, now)
+    condition = find_condition(found, "TrainerReady")
+    assert condition["reason"] == reason
+    assert ("ReadWriteMany" in condition["message"]) == (reason == "ConfigurationMissing")

@@ -30,6 +30,10 @@ operator.watchNamespaces. Every resource and verb is listed; there are no wildca
 - apiGroups: [events.k8s.io]
   resources: [events]
   verbs: [create]
+# Why pods cannot be created, which only the events of their owners say.
+- apiGroups: [""]
+  resources: [events]
+  verbs: [list]
 - apiGroups: [apps]
   resources: [deployments, statefulsets]
   verbs: [get, list, watch, create, patch, delete]
