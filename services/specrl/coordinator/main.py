@@ -41,7 +41,7 @@ from specrl.coordinator.observe.rljob_status import RLJobStatusWriter
 from specrl.coordinator.observe.sinks import ReportSinks, exit_process
 from specrl.coordinator.observe.timeline import Timeline
 from specrl.coordinator.observe.web.app import make_app
-from specrl.coordinator.preflight import find_sink_problems
+from specrl.coordinator.preflight import check_writable, find_sink_problems
 from specrl.coordinator.requests.admission import OpenAdmission, ReviewAdmission, TokenAdmission
 from specrl.coordinator.requests.doors import Doors
 from specrl.coordinator.requests.rljob_api import RLJobReference, locate_rljob
@@ -111,6 +111,8 @@ async def _run_process(arguments: argparse.Namespace) -> None:
         arguments.port = spec.telemetry.grpc_port
     if arguments.http_port is None:
         arguments.http_port = spec.telemetry.http_port
+    if arguments.rljob is not None:
+        check_writable(arguments.run_directory)
     events = EventLog()
     timeline = Timeline(arguments.run_directory / "timeline.jsonl")
     # The page shows events.

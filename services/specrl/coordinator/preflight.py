@@ -1,18 +1,20 @@
-"""Checks before a run starts: can the store be used, and can every configured sink?
+"""Checks before a run starts: can the store be used, can every configured sink, and is the run's folder writable?
 
-Called by the launcher's preflight; `main` checks the sinks again. Separate from the sinks themselves, because importing
-them would load their packages (TensorBoard, Weights & Biases, MLflow).
+Called by the launcher's preflight; `main` checks the sinks again, and in a pod the folder. Separate from the sinks
+themselves, because importing them would load their packages (TensorBoard, Weights & Biases, MLflow).
 """
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from specrl.coordinator.ledger import check_store_server
-from specrl.errors import SpecProblem, collect_problems
+from specrl.errors import RunInvalid, SpecProblem, collect_problems
 from specrl.models import RunModels
 from specrl.spec import RunSpec
 from specrl.spec.rules.rule import find_broken_rules
@@ -51,3 +53,21 @@ def find_sink_problems(spec: RunSpec) -> Iterator[SpecProblem]:
 
 def _has_wandb_key() -> bool:
     return bool(os.environ.get("WANDB_API_KEY")) or Path(os.environ.get("NETRC", "~/.netrc")).expanduser().is_file()
+
+
+def check_writable(folder: Path) -> None:
+    """Raise RunInvalid if this process may not write into a run's folder.
+
+    In a pod the folder is on the user's claim. fsGroup opens it to the pod's group only for the volume types that
+    support it, which a shared file system usually does not.
+    """
+    try:
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            return  # a full disk, or a server that does not answer, is no matter of rights
+        raise RunInvalid(
+            f"{folder} must be writable by uid {os.getuid()} and gid {os.getgid()}, got {os.strerror(error.errno)}; "
+            "give the claim's root folder that group and mode 2770, or mount a claim that is not read-only"
+        ) from error
