@@ -487,10 +487,19 @@ STORAGE = (
         [{"claimName": "a", "mountPath": "/var/lib/specrl-models"}],
     ),
     _at("volumes", [{"claimName": "a", "mountPath": "a"}], [{"claimName": "a", "mountPath": "/a"}]),
+    *(
+        _at("volumes", [{"claimName": "a", "mountPath": path}], [{"claimName": "a", "mountPath": f"/data{path}"}])
+        for path in ("/", "/etc", "/sys", "//dev/shm", "/opt/specrl", "/usr/lib/x")
+    ),
     Case(
         "checkpoint.claimName",
         {"checkpoint": {}},
         {"checkpoint": {}, "failurePolicy": {"onTrainerFailure": "Fail"}},
+    ),
+    Case(
+        "storeServer.podTemplate",
+        {"storeServer.podTemplate": {}, "store": {"sqlite": {}}},
+        {"storeServer.podTemplate": {}},
     ),
     Case(
         "store.sqlite",
@@ -706,6 +715,7 @@ WHILE_SUSPENDED: dict[str, tuple[Any, ...]] = {
     "coordinator.podTemplate": _TEMPLATES,
     "generation.podTemplate": _TEMPLATES,
     "trainer.podTemplate": _TEMPLATES,
+    "storeServer.podTemplate": _TEMPLATES,
     "volumes": ([], [{"claimName": "a", "mountPath": "/a"}], [{"claimName": "b", "mountPath": "/a"}]),
     "scheduling": ({}, {"queueName": "a"}, {"priorityClassName": "high"}),
 }

@@ -39,6 +39,7 @@ NAVIGATION = {
         "measured.md",
     ],
     "Kubernetes": ["deploy.md", "release.md", "rljob.md", "operator.md", "alerts.md"],
+    "Kubernetes": ["deploy.md", "rljob.md", "operator.md", "alerts.md", "cluster-findings.md"],
     "Operation": ["checkpoints.md", "store.md", "traces.md", "failures.md", "security.md", "attacks.md"],
     "Reference": ["run-file.md", "api.md", "metrics.md", "logs.md", "errors.md", "commands.md"],
     "Development": [

@@ -14,6 +14,7 @@ from specrl.spec.run import Transport
 from specrl_operator.api import COORDINATOR, GENERATION, LEADER_LABEL, STORE, TRAINER, Job, Object
 from specrl_operator.children import tls
 from specrl_operator.children.affinity import bind_to_nodes
+from specrl_operator.children.resources import set_default_resources
 from specrl_operator.plan.job_plan import JobPlan
 
 GRPC_PORT = 7000
@@ -78,7 +79,7 @@ def build_coordinator_pod(plan: JobPlan) -> Object:
     pod["spec"]["serviceAccountName"] = job.name
     if tls.is_enabled(job):
         pod["metadata"]["labels"][tls.SCHEME_LABEL] = "https"
-    return merge_pod_template(pod, job.spec.coordinator.pod_template)
+    return _complete_pod(pod, job.spec.coordinator.pod_template, plan, COORDINATOR)
 
 
 def build_trainer_pod(plan: JobPlan, address: str) -> Object:
@@ -114,7 +115,7 @@ def build_trainer_pod(plan: JobPlan, address: str) -> Object:
     pod = _build_pod(plan, TRAINER, container, STOP_S)
     pod["spec"]["restartPolicy"] = "Never"  # ranks restart together: JobSet or the operator creates all pods again
     bind_to_nodes(pod, plan, TRAINER)
-    return merge_pod_template(pod, trainer.pod_template)
+    return _complete_pod(pod, trainer.pod_template, plan, TRAINER)
 
 
 def build_replica_pod(plan: JobPlan, *, is_leader: bool = True) -> Object:
@@ -152,7 +153,7 @@ def build_replica_pod(plan: JobPlan, *, is_leader: bool = True) -> Object:
     if is_leader:
         pod["metadata"]["labels"][LEADER_LABEL] = "true"
     bind_to_nodes(pod, plan, GENERATION)
-    return merge_pod_template(pod, generation.pod_template)
+    return _complete_pod(pod, generation.pod_template, plan, GENERATION)
 
 
 def build_store_pod(plan: JobPlan) -> Object:
@@ -175,7 +176,8 @@ def build_store_pod(plan: JobPlan) -> Object:
         "securityContext": _build_container_security(),
         "volumeMounts": [{"name": "data", "mountPath": "/data"}],
     }
-    return {"metadata": {"labels": plan.job.build_labels(STORE)}, "spec": _build_pod_spec(plan, container, STOP_S)}
+    pod = {"metadata": {"labels": plan.job.build_labels(STORE)}, "spec": _build_pod_spec(plan, container, STOP_S)}
+    return _complete_pod(pod, plan.job.spec.store_server.pod_template, plan, STORE)
 
 
 def _refer_to_password(job: Job) -> Object:
@@ -206,6 +208,15 @@ def merge_pod_template(pod: Object, part: Mapping[str, Any] | None) -> Object:
     """
     found: Object = _merge_mappings(pod, part or {})
     return found
+
+
+def _complete_pod(pod: Object, part: Mapping[str, Any] | None, plan: JobPlan, role: str) -> Object:
+    """Merge the user's part over a role's pod template, then set what it left open and what it must not change."""
+    merged = merge_pod_template(pod, part)
+    # Selectors go by these labels, those of NetworkPolicies included.
+    merged["metadata"]["labels"] |= pod["metadata"]["labels"]
+    set_default_resources(merged, plan, role)
+    return merged
 
 
 def _merge_mappings(base: Mapping[str, Any], over: Mapping[str, Any]) -> Object:

@@ -8,15 +8,110 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any
 
-from pydantic import Field, WithJsonSchema
+from pydantic import AfterValidator, Field, WithJsonSchema
 
 from specrl.spec.base import ChangePolicy, ObjectName, OnCluster, PathText, Section, ShortText, WholeNumber
 from specrl.spec.data import NotNegative
 
-PodTemplate = Annotated[
-    dict[str, Any], WithJsonSchema({"type": "object", "x-kubernetes-preserve-unknown-fields": True})
-]
-"""A part of a Kubernetes PodTemplateSpec, without schema: its schema alone would exceed the size limit of a CRD."""
+Schema = dict[str, Any]
+
+# The schema of a podTemplate: what is merged by name. The whole schema of a PodTemplateSpec would exceed a CRD's size
+# limit, so the API server checks the rest when the pods' owner is made. But an item without a name, in a list that is
+# merged by name, could not be merged at all. One schema is in the CRD and in `check_pod_template`, which checks files.
+# Null removes a field of the operator's, so everything may be null.
+_ANYTHING: Schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True, "nullable": True}
+_TEXTS: Schema = {
+    "type": "object",
+    "additionalProperties": {"type": "string", "maxLength": 65536, "nullable": True},
+    "maxProperties": 64,
+    "nullable": True,
+}
+
+
+def _list_of(items: Schema) -> Schema:
+    return {"type": "array", "items": items, "maxItems": 64, "nullable": True, "x-kubernetes-list-type": "atomic"}
+
+
+def _object_with(required: str, **properties: Schema) -> Schema:
+    return {
+        "type": "object",
+        "required": [required],
+        "properties": {required: {"type": "string", "minLength": 1, "maxLength": 4096}, **properties},
+        "x-kubernetes-preserve-unknown-fields": True,
+    }
+
+
+_CONTAINER = _object_with(
+    "name",
+    env=_list_of(_object_with("name")),
+    volumeMounts=_list_of(_object_with("mountPath")),
+    resources=_ANYTHING,
+    securityContext=_ANYTHING,
+)
+_NAMED = _list_of(_object_with("name"))
+POD_TEMPLATE: Schema = {
+    "type": "object",
+    "properties": {
+        "metadata": {"type": "object", "properties": {"labels": _TEXTS, "annotations": _TEXTS}, "nullable": True},
+        "spec": _ANYTHING
+        | {
+            "properties": {
+                "containers": _list_of(_CONTAINER),
+                "initContainers": _list_of(_CONTAINER),
+                "volumes": _NAMED,
+                "resourceClaims": _NAMED,
+                "imagePullSecrets": _NAMED,
+                "tolerations": _list_of(_ANYTHING),
+                "securityContext": _ANYTHING,
+                "nodeSelector": _TEXTS,
+                "affinity": _ANYTHING,
+            }
+        },
+    },
+}
+_TYPES: dict[str, tuple[type[Any], str]] = {
+    "object": (dict, "a mapping"),
+    "array": (list, "a list"),
+    "string": (str, "text"),
+}
+
+
+def check_pod_template(value: Any, schema: Schema = POD_TEMPLATE, path: str = "podTemplate") -> Any:
+    """Return the value if it has the shape of the schema. Raises ValueError, which names the path."""
+    if value is None and schema.get("nullable"):
+        return value
+    wanted, words = _TYPES[schema["type"]]
+    if not isinstance(value, wanted):
+        raise ValueError(f"{path} must be {words}, got {type(value).__name__}")
+    most = next((schema[name] for name in ("maxItems", "maxProperties", "maxLength") if name in schema), None)
+    if most is not None and len(value) > most:
+        raise ValueError(f"{path} must have a length of at most {most}, got {len(value)}")
+    if len(value) < schema.get("minLength", 0):
+        raise ValueError(f"{path} must not be empty")
+    if isinstance(value, list):
+        for number, item in enumerate(value):
+            check_pod_template(item, schema["items"], f"{path}.{number}")
+    if isinstance(value, dict):
+        _check_fields(value, schema, path)
+    return value
+
+
+def _check_fields(value: dict[str, Any], schema: Schema, path: str) -> None:
+    for name in schema.get("required", ()):
+        if name not in value:
+            raise ValueError(f"{path}.{name} must be given, got none")
+    known = schema.get("properties", {})
+    for name, item in value.items():
+        if name in known:
+            check_pod_template(item, known[name], f"{path}.{name}")
+        elif "additionalProperties" in schema:
+            check_pod_template(item, schema["additionalProperties"], f"{path}.{name}")
+        elif not schema.get("x-kubernetes-preserve-unknown-fields"):
+            raise ValueError(f"{path}.{name} is not a field here; there are {', '.join(known)}")
+
+
+PodTemplate = Annotated[dict[str, Any], AfterValidator(check_pod_template), WithJsonSchema(POD_TEMPLATE)]
+"""A part of a Kubernetes PodTemplateSpec."""
 
 Seconds = Annotated[WholeNumber, Field(ge=1, le=2**31 - 1)]
 # Upper bounds are generous. They keep products of counts in CEL rules within 64 bits.
@@ -35,6 +130,13 @@ class CoordinatorPod(Section):
     pod_template: Annotated[PodTemplate | None, ChangePolicy.SUSPENDED, OnCluster.ONLY] = None
     """Part of a PodTemplateSpec, merged over the operator's. Containers are matched by name; the coordinator's
     container is `coordinator`. Null: no change."""
+
+
+class StoreServer(Section):
+    """The pod of the Redis server that the operator starts for a run without `store`."""
+
+    pod_template: Annotated[PodTemplate | None, ChangePolicy.SUSPENDED, OnCluster.ONLY] = None
+    """As coordinator.podTemplate, for the server's pod. Its container is `store`."""
 
 
 class Volume(Section):

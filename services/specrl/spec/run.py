@@ -28,6 +28,7 @@ from specrl.spec.cluster import (
     Placement,
     Scheduling,
     Seconds,
+    StoreServer,
     Volume,
 )
 from specrl.spec.data import NotNegative, Positive, Prompts, RewardPool, Rewards, Validation
@@ -231,6 +232,7 @@ class RunSpec(Section):
     managed_by: Annotated[ManagedBy | None, OnCluster.ONLY] = None
     """Controller that reconciles the job. Null: specrl's operator."""
     coordinator: Annotated[CoordinatorPod, OnCluster.ONLY] = CoordinatorPod()
+    store_server: Annotated[StoreServer, OnCluster.ONLY] = StoreServer()
     volumes: Annotated[tuple[Volume, ...], Field(max_length=16), ChangePolicy.SUSPENDED, OnCluster.ONLY] = ()
     """Persistent volume claims that every pod of the run mounts read-only, for models and data."""
     placement: Annotated[Placement, OnCluster.ONLY] = Placement()

@@ -418,7 +418,8 @@ def test_users_can_add_any_field_to_pods() -> None:
     assert variables(first)["NCCL_IB_HCA"] == "mlx5"
     assert variables(first)["HOME"] == "/home"
     assert variables(first)["NCCL_MNNVL_ENABLE"] == "1"
-    assert first["resources"]["requests"] == {"nvidia.com/gpu": "4", "memory": "1Gi"}
+    derived = {"cpu": "32", "ephemeral-storage": "10Gi"}
+    assert first["resources"]["requests"] == {"nvidia.com/gpu": "4", "memory": "1Gi"} | derived
     assert first["resources"]["claims"] == [{"name": "imex"}]
     assert {"/mine", "/etc/specrl"} <= {it["mountPath"] for it in first["volumeMounts"]}
     assert second == {"name": "sidecar", "image": "side:1"}
@@ -557,3 +558,58 @@ def test_the_coordinator_may_reach_the_sinks_that_its_run_names(sinks: dict[str,
 
     assert reachable([{"telemetry": {"sinks": sinks}}]) == reachable([]) | ports
     assert not reachable([]) & {80, 443, 5000}
+
+
+@settings(max_examples=25)
+@given(jobs(), everything)
+def test_every_container_has_requests_and_limits_that_a_quota_can_count(job: Job, served: frozenset[Kind]) -> None:
+    """Every pod was BestEffort: the coordinator and the store, which must lose nothing, were evicted first."""
+    for item in children_of(job, ClusterFacts(served)):
+        if "template" not in item.get("spec", {}) and item["kind"] not in ("JobSet", "LeaderWorkerSet"):
+            continue
+        for template in list_pod_templates(item):
+            (container,) = template["spec"]["containers"]
+            both = container["resources"]
+            for name in ("cpu", "memory", "ephemeral-storage"):
+                assert parse_quantity(both["requests"][name]) <= parse_quantity(both["limits"][name])
+
+
+def parse_quantity(text: str) -> float:
+    number, unit = re.fullmatch(r"(\d+)(m|Mi|Gi)?", text).groups()  # type: ignore[union-attr]
+    return int(number) * {None: 1, "m": 0.001, "Mi": 2**20, "Gi": 2**30}[unit]
+
+
+def test_a_quantity_that_the_user_names_is_the_users_alone() -> None:
+    """A default request above a user's limit would be refused by the API server."""
+    part = {"spec": {"containers": [{"name": "coordinator", "resources": {"limits": {"memory": "100Mi"}}}]}}
+    found = find(children_of(a_job({"coordinator": {"podTemplate": part}}), ClusterFacts()), DEPLOYMENT, COORDINATOR)
+    resources = found["spec"]["template"]["spec"]["containers"][0]["resources"]
+    assert resources["limits"]["memory"] == "100Mi"
+    assert "memory" not in resources["requests"]
+    assert {"cpu", "ephemeral-storage"} <= resources["requests"].keys()
+
+
+def test_a_small_job_fits_a_small_machine() -> None:
+    """The local example, on two cores that also run the cluster."""
+    small = a_job({"generation": {"replicas": 2}, "trainer": {"parallelism": {"data": 2}}})
+    total = 0.0
+    for item in children_of(small, ClusterFacts()):
+        if "template" in item.get("spec", {}) or JOB_SET.is_kind_of(item):
+            (container,) = list_pod_templates(item)[0]["spec"]["containers"]
+            total += item["spec"].get("replicas", 1) * parse_quantity(container["resources"]["requests"]["cpu"])
+    assert total < 1.75
+
+
+def test_the_stores_pod_can_be_shaped() -> None:
+    part = {
+        "metadata": {"labels": {"team": "a", "specrl.dev/rljob": "other"}},
+        "spec": {"tolerations": [{"key": "cpu", "operator": "Exists"}], "priorityClassName": "high"},
+    }
+    job = a_job({"storeServer": {"podTemplate": part}})
+    children = children_of(job, ClusterFacts())
+    store = next(it for it in children if STATEFUL_SET.is_kind_of(it) and it["metadata"]["name"] == "tiny-store")
+    template = store["spec"]["template"]
+    assert template["spec"]["priorityClassName"] == "high"
+    assert template["spec"]["tolerations"] == [{"key": "cpu", "operator": "Exists"}]
+    assert template["metadata"]["labels"]["team"] == "a"
+    assert template["metadata"]["labels"]["specrl.dev/rljob"] == "tiny", "it stays in the job's network policies"

@@ -66,7 +66,8 @@ def test_the_definition_can_be_applied_by_the_client() -> None:
 def test_the_schema_is_structural() -> None:
     allowed = {
         *("type", "description", "properties", "required", "items", "default", "enum", "format", "pattern"),
-        *("minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems"),
+        *("minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems", "maxProperties"),
+        *("nullable", "additionalProperties"),  # of a podTemplate's maps, in which null removes a key
         *("x-kubernetes-validations", "x-kubernetes-list-type", "x-kubernetes-list-map-keys"),
         "x-kubernetes-preserve-unknown-fields",
     }
@@ -76,7 +77,8 @@ def test_the_schema_is_structural() -> None:
         assert set(node) <= allowed, path
         assert node["type"] in {"object", "array", "string", "integer", "boolean"}, path
         if node["type"] == "object" and path not in {*empty, ".metadata"}:
-            assert node.get("properties") or node.get("x-kubernetes-preserve-unknown-fields"), path
+            kinds = ("properties", "additionalProperties", "x-kubernetes-preserve-unknown-fields")
+            assert any(node.get(kind) for kind in kinds), path
         assert set(node.get("required", [])) <= set(node.get("properties", {})), path
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -586,3 +587,25 @@ def test_an_address_of_the_store_is_host_and_port(address: str) -> None:
     found = problems(a_run(store={"redis": {"addresses": [address]}}))
     assert list(found) == ["store.redis.addresses"]
     assert repr(address) in found["store.redis.addresses"]
+
+
+@pytest.mark.parametrize(
+    ("part", "rule"),
+    [
+        ({"spec": {"containers": ["trainer"]}}, "podTemplate.spec.containers.0 must be a mapping, got str"),
+        ({"spec": {"containers": [{"image": "x"}]}}, "podTemplate.spec.containers.0.name must be given, got none"),
+        ({"spec": {"volumes": [{"name": ""}]}}, "podTemplate.spec.volumes.0.name must not be empty"),
+        ({"spec": []}, "podTemplate.spec must be a mapping, got list"),
+        ({"metadata": {"namespace": "kube-system"}}, "podTemplate.metadata.namespace is not a field here"),
+        ({"metadata": {"labels": {"team": 1}}}, "podTemplate.metadata.labels.team must be text, got int"),
+    ],
+)
+def test_a_pod_template_that_could_not_be_merged_is_refused_with_its_place(part: object, rule: str) -> None:
+    """The operator failed on it at every reconciliation, and the status stayed empty."""
+    with pytest.raises(SpecInvalid, match=re.escape(rule)):
+        parse_rljob(a_job({"trainer.podTemplate": part}))
+
+
+def test_a_pod_template_may_have_any_other_field_and_null_removes_one() -> None:
+    part = {"spec": {"hostIPC": True, "tolerations": None, "containers": [{"name": "trainer", "lifecycle": {}}]}}
+    assert parse_rljob(a_job({"trainer.podTemplate": part})).trainer.pod_template == part

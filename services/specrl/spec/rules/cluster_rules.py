@@ -23,6 +23,11 @@ from specrl.spec.trainer import Trainer
 # `/+`, because a path may repeat its slashes.
 _OWN_FOLDERS = r"^/+(etc|var/+lib)/+specrl(/|$)"
 """Folders in which the operator mounts the run file and the run's folder (`children/pods.py` of the operator)."""
+_SYSTEM_FOLDERS = (
+    r"^/+($|(bin|dev|lib|lib64|proc|root|run|sbin|sys|tmp|usr)(/|$)|(etc|opt|var|var/+lib)/*$|opt/+specrl(/|$))"
+)
+"""Folders whose content the processes need: the image's, with the packages in /opt/specrl, the kernel's, /dev/shm, and
+the scratch folder /tmp. A volume would hide it."""
 
 
 def _require_absolute(section: type[Section], name: str) -> Rule[Section]:
@@ -122,6 +127,14 @@ STORAGE = (
         f"!self.mountPath.matches(r'{_OWN_FOLDERS}')",
     ),
     Rule(
+        cluster.Volume,
+        "mountPath",
+        "must not be a folder of the system or of the image",
+        "use another path, such as /models; the volume would hide what the processes need",
+        lambda volume: re.search(_SYSTEM_FOLDERS, volume.mount_path) is None,
+        f"!self.mountPath.matches(r'{_SYSTEM_FOLDERS}')",
+    ),
+    Rule(
         RunSpec,
         "checkpoint.claimName",
         "must be given with failurePolicy.onTrainerFailure RestartFromCheckpoint",
@@ -139,6 +152,15 @@ STORAGE = (
         lambda spec: spec.store is None or spec.store.sqlite is None or spec.checkpoint.claim_name is not None,
         "!has(self.store) || !has(self.store.sqlite) || has(self.checkpoint.claimName)",
         lambda spec: "none",
+    ),
+    Rule(
+        RunSpec,
+        "storeServer.podTemplate",
+        "must not be given with store",
+        "remove it, or leave store out; the operator starts no server for a job that has a store of its own",
+        lambda spec: spec.store_server.pod_template is None or spec.store is None,
+        "!has(self.storeServer.podTemplate) || !has(self.store)",
+        lambda spec: "both",
     ),
     Rule(
         RunSpec,
