@@ -557,20 +557,20 @@ PLACEMENT = (
     _gb200("generation.gpusPerReplica", {"generation.gpusPerReplica": 0}, {}, "must be > 0"),
     Case(
         "trainer.gpusPerNode",
+        {"trainer.gpusPerNode": 8, "trainer.parallelism": {"tensor": 8}, "placement": {"gpusPerNode": 4}},
         {"trainer.gpusPerNode": 8, "trainer.parallelism": {"tensor": 8}},
-        {"trainer.gpusPerNode": 8, "trainer.parallelism": {"tensor": 8}, "placement": {"gpusPerNode": 8}},
         "must be <= placement",
     ),
     Case(
         "generation.gpusPerReplica",
-        {"generation.gpusPerReplica": 6, "generation.tensorParallel": 6},
-        {"generation.gpusPerReplica": 8, "generation.tensorParallel": 8},
+        {"generation.gpusPerReplica": 6, "generation.tensorParallel": 6, "placement": {"gpusPerNode": 4}},
+        {"generation.gpusPerReplica": 8, "generation.tensorParallel": 8, "placement": {"gpusPerNode": 4}},
         "must be <= placement.gpusPerNode or",
     ),
     Case(
         "generation.gpusPerReplica",
+        {"generation.gpusPerReplica": 8, "generation.tensorParallel": 4, "placement": {"gpusPerNode": 4}},
         {"generation.gpusPerReplica": 8, "generation.tensorParallel": 4},
-        {"generation.gpusPerReplica": 8, "generation.tensorParallel": 8},
         "must equal tensorParallel",
     ),
     _gb200(

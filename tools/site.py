@@ -38,8 +38,7 @@ NAVIGATION = {
         *("losses.md", "models.md", "speculation.md", "policy-versions.md", "trainer-layouts.md", "simulator.md"),
         "measured.md",
     ],
-    "Kubernetes": ["deploy.md", "release.md", "rljob.md", "operator.md", "alerts.md"],
-    "Kubernetes": ["deploy.md", "rljob.md", "operator.md", "alerts.md", "cluster-findings.md"],
+    "Kubernetes": ["deploy.md", "release.md", "rljob.md", "operator.md", "alerts.md", "cluster-findings.md"],
     "Operation": ["checkpoints.md", "store.md", "traces.md", "failures.md", "security.md", "attacks.md"],
     "Reference": ["run-file.md", "api.md", "metrics.md", "logs.md", "errors.md", "commands.md"],
     "Development": [

@@ -111,11 +111,7 @@ def plan_job(
     trainers = list_trainers(children)
     trainer = PodShape(job.spec.trainer.num_nodes, job.spec.trainer.gpus_per_node)
     # Rounded up. A rule of the spec requires whole nodes, so there is a remainder only in specs that are refused.
-    replica = (
-        PodShape(1, gpus)
-        if gpus <= spec.gpus_per_node
-        else PodShape(-(-gpus // spec.gpus_per_node), spec.gpus_per_node)
-    )
+    replica = PodShape(1, gpus) if gpus <= spec.node_gpus else PodShape(-(-gpus // spec.node_gpus), spec.node_gpus)
     # The driver was installed after the pods were created, which have no IMEX channel. With a ComputeDomain now, new
     # pods would get NCCL settings that the running ones do not have.
     is_driver_late = spec.nvlink is NvLink.PREFERRED and trainers and not children[kinds.COMPUTE_DOMAIN]

@@ -205,6 +205,12 @@ class Rdma(Section):
     """`Enabled`: GPU pods use the network of their node. NetworkPolicies do not apply to them."""
 
 
+GB200_GPUS = 4
+"""GPUs of a compute tray of GB200 NVL72."""
+MOST_GPUS = 16
+"""Most GPUs of a node."""
+
+
 class Placement(Section):
     """Nodes that the run's GPU pods are placed on."""
 
@@ -220,9 +226,10 @@ class Placement(Section):
     replicas are in others. `Any`: no constraint. With every layout, a replica never straddles domains."""
     topology_key: ShortText = "nvidia.com/gpu.clique"  # a label that NVIDIA's GPU feature discovery sets
     """Node label whose value identifies the NVLink domain."""
-    # The defaults of this field and the next are those of a GB200 NVL72: 18 compute trays with 4 GPUs each.
-    gpus_per_node: Annotated[WholeNumber, Field(ge=1, le=16)] = 4
-    """GPUs of one node."""
+    gpus_per_node: Annotated[WholeNumber, Field(ge=1, le=MOST_GPUS)] | None = None
+    """GPUs of one node. Null: 4 with profile `GB200`. With `Generic` a node has as many as a pod asks for, so a replica
+    is never larger than a node."""
+    # The default is that of a GB200 NVL72: 18 compute trays.
     nodes_per_domain: NodeCount = 18
     """Nodes of one NVLink domain."""
     rdma: Rdma | None = None
@@ -231,7 +238,14 @@ class Placement(Section):
     @property
     def gpus_per_domain(self) -> int:
         """GPUs of one NVLink domain."""
-        return self.nodes_per_domain * self.gpus_per_node
+        return self.nodes_per_domain * self.node_gpus
+
+    @property
+    def node_gpus(self) -> int:
+        """GPUs of one node, or the most that a pod may ask for where that is not known."""
+        if self.gpus_per_node is not None:
+            return self.gpus_per_node
+        return GB200_GPUS if self.profile is Profile.GB200 else MOST_GPUS
 
 
 class Gang(StrEnum):

@@ -248,7 +248,7 @@ def test_a_pod_with_a_channel_takes_a_whole_node_in_a_clique_that_no_other_job_i
             if not claims:
                 continue
             resources = spec["containers"][0]["resources"]
-            assert resources["limits"]["nvidia.com/gpu"] == str(job.spec.placement.gpus_per_node)
+            assert resources["limits"]["nvidia.com/gpu"] == str(job.spec.placement.node_gpus)
             assert resources["claims"] == [{"name": "imex"}]
             terms = spec["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
             assert any("namespaceSelector" in term for term in terms)
@@ -613,3 +613,14 @@ def test_the_stores_pod_can_be_shaped() -> None:
     assert template["spec"]["tolerations"] == [{"key": "cpu", "operator": "Exists"}]
     assert template["metadata"]["labels"]["team"] == "a"
     assert template["metadata"]["labels"]["specrl.dev/rljob"] == "tiny", "it stays in the job's network policies"
+
+
+def test_a_replica_of_eight_gpus_is_one_pod_where_nobody_said_otherwise() -> None:
+    """The GB200's four GPUs a node were the default of all: on nodes of eight H100 a replica became two pods of four,
+    and a trainer of eight was refused."""
+    eight = {"generation": {"gpusPerReplica": 8, "tensorParallel": 8}}
+    trainer = {"trainer": {"gpusPerNode": 8, "parallelism": {"tensor": 8}}}
+    assert plan_job(a_job(eight, trainer), ClusterFacts()).replica.pods == 1
+    four = {"placement": {"gpusPerNode": 4}}
+    assert plan_job(a_job(eight, four), ClusterFacts()).replica.pods == 2
+    assert plan_job(a_job(PAPER, LARGE), ClusterFacts()).replica.pods == 2

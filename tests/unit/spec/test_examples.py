@@ -102,7 +102,7 @@ def test_the_local_rljob_is_the_demo() -> None:
 def test_the_gb200_example_is_the_papers_layout_and_scales_as_its_comments_say() -> None:
     job = the_rljob(FOLDER / "07-gb200" / "rljob-qwen3-8b.yaml")
     spec = load_spec(FOLDER / "07-gb200" / "rljob-qwen3-8b.yaml")
-    nodes = spec.generation.replicas * spec.generation.gpus_per_replica // spec.placement.gpus_per_node
+    nodes = spec.generation.replicas * spec.generation.gpus_per_replica // spec.placement.node_gpus
     assert (nodes, spec.trainer.num_nodes, spec.schedule.max_policy_lag) == (12, 4, 1)
     stored, _ = admit(job)
     scaled = copy.deepcopy(stored)
@@ -117,7 +117,7 @@ def test_the_gb200_example_is_the_papers_layout_and_scales_as_its_comments_say()
 
 def test_the_large_gb200_example_has_the_nodes_that_its_comments_name() -> None:
     spec = load_spec(FOLDER / "07-gb200" / "rljob-qwen3-235b.yaml")
-    nodes = spec.generation.replicas * spec.generation.gpus_per_replica // spec.placement.gpus_per_node
+    nodes = spec.generation.replicas * spec.generation.gpus_per_replica // spec.placement.node_gpus
     assert (nodes, spec.trainer.num_nodes, spec.schedule.max_policy_lag) == (32, 32, 1)
     assert spec.trainer.parallelism.world_size == spec.trainer.num_nodes * spec.trainer.gpus_per_node
     heads, kv_heads, layers, experts = 64, 4, 94, 128  # Qwen3-235B-A22B's config.json

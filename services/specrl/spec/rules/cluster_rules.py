@@ -242,7 +242,7 @@ def _count_all_gpus(spec: RunSpec) -> int:
 
 def _takes_whole_nodes(spec: RunSpec, gpus: int) -> bool:
     """Whether pods with so many GPUs may have an NVLink channel, or get none."""
-    return spec.placement.nvlink is NvLink.DISABLED or gpus == 0 or gpus >= spec.placement.gpus_per_node
+    return spec.placement.nvlink is NvLink.DISABLED or gpus == 0 or gpus >= spec.placement.node_gpus
 
 
 # The CEL form of `_count_all_gpus`.
@@ -250,8 +250,12 @@ _REPLICAS = "self.generation.replicas"
 _MAX = "self.generation.autoscaling.maxReplicas"
 _MOST = f"(has(self.generation.autoscaling) && {_MAX} > {_REPLICAS} ? {_MAX} : {_REPLICAS})"
 _ALL_GPUS = f"self.trainer.numNodes * self.trainer.gpusPerNode + {_MOST} * self.generation.gpusPerReplica"
-# The CEL form of `Placement.gpus_per_domain`.
-_DOMAIN = "self.placement.nodesPerDomain * self.placement.gpusPerNode"
+# The CEL forms of `Placement.node_gpus` and `Placement.gpus_per_domain`.
+_NODE = (
+    "(has(self.placement.gpusPerNode) ? self.placement.gpusPerNode : "
+    f"self.placement.profile == 'GB200' ? {cluster.GB200_GPUS} : {cluster.MOST_GPUS})"
+)
+_DOMAIN = f"self.placement.nodesPerDomain * {_NODE}"
 _WHOLE_NODES = "use whole nodes, or set nvlink: Disabled; a node has an NVLink channel for one pod only"
 PLACEMENT = (
     *_GPUS,
@@ -273,12 +277,14 @@ PLACEMENT = (
     ),
     _require_gpus("trainer.gpusPerNode", lambda spec: spec.trainer.gpus_per_node),
     _require_gpus("generation.gpusPerReplica", lambda spec: spec.generation.gpus_per_replica),
-    compare_fields(
+    Rule(
         RunSpec,
         "trainer.gpusPerNode",
-        "<=",
-        "placement.gpusPerNode",
+        "must be <= placement.gpusPerNode",
         "use more nodes, or set placement.gpusPerNode to the GPUs that a node has",
+        lambda it: it.trainer.gpus_per_node <= it.placement.node_gpus,
+        f"self.trainer.gpusPerNode <= {_NODE}",
+        lambda it: f"{it.trainer.gpus_per_node} > {it.placement.node_gpus}",
     ),
     Rule(
         RunSpec,
@@ -286,12 +292,11 @@ PLACEMENT = (
         "must be <= placement.gpusPerNode or a multiple of it",
         "choose a number for which a replica takes a part of one node, or whole nodes",
         lambda it: (
-            it.generation.gpus_per_replica <= it.placement.gpus_per_node
-            or it.generation.gpus_per_replica % it.placement.gpus_per_node == 0
+            it.generation.gpus_per_replica <= it.placement.node_gpus
+            or it.generation.gpus_per_replica % it.placement.node_gpus == 0
         ),
-        "self.generation.gpusPerReplica <= self.placement.gpusPerNode || "
-        "self.generation.gpusPerReplica % self.placement.gpusPerNode == 0",
-        lambda it: f"{it.generation.gpus_per_replica} at {it.placement.gpus_per_node} a node",
+        f"self.generation.gpusPerReplica <= {_NODE} || self.generation.gpusPerReplica % {_NODE} == 0",
+        lambda it: f"{it.generation.gpus_per_replica} at {it.placement.node_gpus} a node",
     ),
     Rule(
         RunSpec,
@@ -299,10 +304,10 @@ PLACEMENT = (
         "must equal tensorParallel if it is more than placement.gpusPerNode",
         "set both to the same number; a replica of several nodes has a rank on every GPU",
         lambda it: (
-            it.generation.gpus_per_replica <= it.placement.gpus_per_node
+            it.generation.gpus_per_replica <= it.placement.node_gpus
             or it.generation.gpus_per_replica == it.generation.tensor_parallel
         ),
-        "self.generation.gpusPerReplica <= self.placement.gpusPerNode || "
+        f"self.generation.gpusPerReplica <= {_NODE} || "
         "self.generation.gpusPerReplica == self.generation.tensorParallel",
         lambda it: f"{it.generation.gpus_per_replica} with {it.generation.tensor_parallel}",
     ),
@@ -313,9 +318,8 @@ PLACEMENT = (
         "must equal placement.gpusPerNode with placement.nvlink Preferred or Required",
         _WHOLE_NODES,
         lambda it: _takes_whole_nodes(it, it.trainer.gpus_per_node),
-        "self.placement.nvlink == 'Disabled' || self.trainer.gpusPerNode == 0 || "
-        "self.trainer.gpusPerNode >= self.placement.gpusPerNode",
-        lambda it: f"{it.trainer.gpus_per_node} of {it.placement.gpus_per_node}",
+        f"self.placement.nvlink == 'Disabled' || self.trainer.gpusPerNode == 0 || self.trainer.gpusPerNode >= {_NODE}",
+        lambda it: f"{it.trainer.gpus_per_node} of {it.placement.node_gpus}",
     ),
     Rule(
         RunSpec,
@@ -324,8 +328,8 @@ PLACEMENT = (
         _WHOLE_NODES,
         lambda it: _takes_whole_nodes(it, it.generation.gpus_per_replica),
         "self.placement.nvlink == 'Disabled' || self.generation.gpusPerReplica == 0 || "
-        "self.generation.gpusPerReplica >= self.placement.gpusPerNode",
-        lambda it: f"{it.generation.gpus_per_replica} of {it.placement.gpus_per_node}",
+        f"self.generation.gpusPerReplica >= {_NODE}",
+        lambda it: f"{it.generation.gpus_per_replica} of {it.placement.node_gpus}",
     ),
     Rule(
         RunSpec,
