@@ -8,16 +8,15 @@ import pytest
 from tests.e2e.harness.api import RLJOBS, Api, Object, Refused, find_condition, wait_until
 from tests.e2e.harness.release import Release
 from tests.e2e.harness.workloads import Workloads
-from tests.e2e.jobs import build_claim, cpu_job, describe_job, pods_of, until_condition
+from tests.e2e.jobs import cpu_job, describe_job, make_place, pods_of, until_condition
 
 JOB_SETS = "jobset.x-k8s.io/v1alpha2/jobsets"
 
 
 @pytest.fixture
 def place(admin: Api, release: Release, namespace: str) -> str:
-    """A namespace with a claim for checkpoints that the operator watches."""
-    admin.create(build_claim("runs", namespace))
-    return namespace
+    """A restricted namespace with a claim for checkpoints that the operator watches."""
+    return make_place(admin, namespace)
 
 
 @pytest.mark.parametrize(
@@ -99,8 +98,6 @@ def test_a_quota_that_refuses_pods_is_named_within_a_minute(admin: Api, place: s
 
 def test_every_pod_passes_restricted_pod_security_and_a_quota(admin: Api, place: str, jobset: Workloads) -> None:
     """C3 and H3: IPC_LOCK was refused by `baseline`, and pods without requests by a quota."""
-    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
-    admin.patch("v1/namespaces", place, {"metadata": {"labels": labels}})
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "all", "namespace": place}}
     counted = [f"{kind}.{name}" for kind in ("requests", "limits") for name in ("cpu", "memory", "ephemeral-storage")]
     admin.create(quota | {"spec": {"hard": dict.fromkeys(counted, "10000Gi")}})

@@ -10,11 +10,11 @@ from tests.e2e.harness.api import RLJOBS, Api, Object, find_condition, is_condit
 from tests.e2e.harness.release import Release
 from tests.e2e.harness.workloads import Workloads
 from tests.e2e.jobs import (
-    build_claim,
     cpu_job,
     describe_job,
     gb200_job,
     list_remaining_objects,
+    make_place,
     pods_of,
     until_condition,
 )
@@ -26,9 +26,8 @@ LEASES = "coordination.k8s.io/v1/leases"
 
 @pytest.fixture
 def place(admin: Api, release: Release, namespace: str) -> str:
-    """A namespace with a claim for checkpoints that the operator watches."""
-    admin.create(build_claim("runs", namespace))
-    return namespace
+    """A restricted namespace with a claim for checkpoints that the operator watches."""
+    return make_place(admin, namespace)
 
 
 @pytest.fixture

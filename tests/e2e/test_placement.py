@@ -14,7 +14,7 @@ from tests.e2e.harness.control_plane import ControlPlane
 from tests.e2e.harness.nodes import CLUSTER
 from tests.e2e.harness.release import Release
 from tests.e2e.harness.workloads import Workloads
-from tests.e2e.jobs import build_claim, cliques_of, gb200_job, kubectl, list_remaining_objects, pods_of, until_condition
+from tests.e2e.jobs import cliques_of, gb200_job, kubectl, list_remaining_objects, make_place, pods_of, until_condition
 
 JOB_SETS = "jobset.x-k8s.io/v1alpha2/jobsets"
 
@@ -28,9 +28,8 @@ def _domains(control_plane: ControlPlane) -> Iterator[None]:
 
 @pytest.fixture
 def place(admin: Api, release: Release, jobset: Workloads, racks: dict[str, str], namespace: str) -> str:
-    """A namespace with a claim for checkpoints, in a cluster with two racks, JobSet and the operator."""
-    admin.create(build_claim("runs", namespace))
-    return namespace
+    """A restricted namespace with a claim for checkpoints, in a cluster with two racks, JobSet and the operator."""
+    return make_place(admin, namespace)
 
 
 def test_twelve_replicas_and_four_trainer_nodes_fill_one_domain(admin: Api, place: str, racks: dict[str, str]) -> None:
