@@ -11,7 +11,7 @@ GENERATED := $(API) docs/run-file.md docs/metrics.md docs/logs.md docs/errors.md
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup suffix sinks s3 browser demo test test-py313 test-deep controlplane test-e2e fuzz chaos gpu-check mutants check docs pictures check-gpu-pins seams gen lock lint format images chart bench clean
+.PHONY: help setup suffix sinks s3 browser demo test test-py313 test-deep controlplane test-e2e cluster-programs cluster test-cluster fuzz chaos gpu-check mutants check docs pictures check-gpu-pins seams gen lock lint format images chart bench clean
 
 help: ## show this table
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,6 +58,16 @@ test-e2e: setup ## chart, CRD and operator against that control plane; ARGS sele
 	@if command -v go > /dev/null && test -z "$$KUBEBUILDER_ASSETS$$SPECRL_E2E_KUBECONFIG"; then \
 	  $(MAKE) --no-print-directory controlplane; fi
 	$(BIN)/python -m pytest tests/e2e tests/integration/chart/test_monitoring.py $(ARGS)
+
+cluster-programs: setup ## build kubelet, kube-proxy, DNS and a registry (Go; first time: minutes), and install containerd and runc as root
+	$(BIN)/python -m tests.cluster.harness.packages
+	@if command -v go > /dev/null; then $(BIN)/python -m tests.cluster.programs.build; fi
+
+cluster: cluster-programs ## a real single-node Kubernetes on this machine, until Ctrl-C; needs root (docs/cluster-tier.md)
+	$(BIN)/python -m tests.cluster
+
+test-cluster: cluster-programs ## pods, network and registry on that cluster; ARGS selects; skipped where containers are not permitted
+	$(BIN)/python -m pytest -rs tests/cluster $(ARGS)
 
 SEED ?= $(shell date +%s)
 

@@ -157,6 +157,17 @@ OWN_CLUSTER = Requirement(
 NAMESPACES = Requirement(
     "network namespaces", "placement, and pods as local processes", "run as root, or in a privileged container"
 )
+CONTAINERS = Requirement(
+    "containers",
+    "what a real kubelet, container runtime and network do with pods",
+    "make cluster-programs, as root on Debian; docs/cluster-tier.md says what a machine must permit",
+)
+CLUSTER_PROGRAMS = Requirement("the node's programs", "the same as without containers", "make cluster-programs (Go)")
+PRODUCT_IMAGES = Requirement(
+    "specrl's images",
+    "that the chart's release works from the images that are built",
+    "make images (docs/release.md)",
+)
 MOUNTS = Requirement(
     "a right to mount", "what a full disk does to checkpoints and stores", "run as root, or in a privileged container"
 )

@@ -42,7 +42,8 @@ NAVIGATION = {
     "Operation": ["checkpoints.md", "store.md", "traces.md", "failures.md", "security.md", "attacks.md"],
     "Reference": ["run-file.md", "api.md", "metrics.md", "logs.md", "errors.md", "commands.md"],
     "Development": [
-        *("contributing.md", "architecture.md", "promises.md", "extending.md", "testing.md", "e2e.md", "chaos.md"),
+        *("contributing.md", "architecture.md", "promises.md", "extending.md", "testing.md", "e2e.md"),
+        *("cluster-tier.md", "chaos.md"),
         "reported-cases.md",
         "seams.md",
         "gpu.md",

@@ -20,6 +20,8 @@ from tests.e2e.harness.network import NoNetwork, PodNetwork
 from tests.e2e.harness.programs import Program, free_port
 
 ISSUER = "https://kubernetes.default.svc.cluster.local"
+SERVICES = "10.0.0.0/16"
+"""Addresses of Services. The pods' are 10.64.0.0 and up."""
 QPS = 500
 """Requests per second of controllers and scheduler. The defaults, 20 and 50, protect shared API servers."""
 
@@ -27,14 +29,22 @@ QPS = 500
 class ControlPlane:
     """A running control plane: four processes, their folder, and an administrator's client."""
 
-    def __init__(self, assets: Assets, folder: Path) -> None:
+    def __init__(
+        self, assets: Assets, folder: Path, port: int = 0, users: dict[str, str] | None = None, **flags: object
+    ) -> None:
+        """port: of the API server; 0 takes a free one. users: group of each user besides the administrator.
+
+        flags: of the API server, over those that are set here.
+        """
         missing = assets.missing(*CONTROL_PLANE)
         assert not missing, missing
         self.folder = folder
         self._assets = assets
         self.network: PodNetwork | None = None
-        self.port = free_port()
-        self._token = secrets.token_hex(16)
+        self.port = port or free_port()
+        self._flags = flags
+        self._groups = {"admin": "system:masters"} | (users or {})
+        self.tokens = {user: secrets.token_hex(16) for user in self._groups}
         self._programs: list[Program] = []
 
     @property
@@ -55,7 +65,7 @@ class ControlPlane:
         try:
             self._start_etcd()
             self._start_api_server()
-            self.admin = Api(self.server, self.folder / "apiserver" / "apiserver.crt", self._token)
+            self.admin = Api(self.server, self.folder / "apiserver" / "apiserver.crt", self.tokens["admin"])
             self.kubeconfig = self.admin.kubeconfig(self.folder / "admin.kubeconfig")
             self._start_controllers()
         except BaseException:
@@ -77,7 +87,8 @@ class ControlPlane:
         subprocess.run(["openssl", "genrsa", "-out", key, "2048"], check=True, capture_output=True, timeout=60)
         command = ["openssl", "rsa", "-in", key, "-pubout", "-out", key.with_suffix(".pub")]
         subprocess.run(command, check=True, capture_output=True, timeout=60)
-        (self.folder / "tokens.csv").write_text(f'{self._token},admin,admin,"system:masters"\n')
+        lines = [f'{self.tokens[user]},{user},{user},"{group}"\n' for user, group in self._groups.items()]
+        (self.folder / "tokens.csv").write_text("".join(lines))
 
     def _start_etcd(self) -> None:
         client = free_port()
@@ -98,24 +109,24 @@ class ControlPlane:
 
     def _start_api_server(self) -> None:
         key = self.folder / "service-accounts.key"
-        program = self._program(
-            "kube-apiserver",
-            etcd_servers=self._etcd,
-            bind_address=self._address,
-            advertise_address=self._address,
-            secure_port=self.port,
-            cert_dir=self.folder / "apiserver",
-            token_auth_file=self.folder / "tokens.csv",
-            authorization_mode="RBAC",
-            allow_privileged="true",
-            service_cluster_ip_range="10.0.0.0/16",
-            service_account_issuer=ISSUER,
-            service_account_key_file=key.with_suffix(".pub"),
-            service_account_signing_key_file=key,
-            endpoint_reconciler_type="none",  # it would publish the server's address, which must not be loopback
-            enable_aggregator_routing="true",
-            profiling="false",
-        )
+        flags: dict[str, object] = {
+            "etcd_servers": self._etcd,
+            "bind_address": self._address,
+            "advertise_address": self._address,
+            "secure_port": self.port,
+            "cert_dir": self.folder / "apiserver",
+            "token_auth_file": self.folder / "tokens.csv",
+            "authorization_mode": "RBAC",
+            "allow_privileged": "true",
+            "service_cluster_ip_range": SERVICES,
+            "service_account_issuer": ISSUER,
+            "service_account_key_file": key.with_suffix(".pub"),
+            "service_account_signing_key_file": key,
+            "endpoint_reconciler_type": "none",  # it would publish the server's address, which must not be loopback
+            "enable_aggregator_routing": "true",
+            "profiling": "false",
+        }
+        program = self._program("kube-apiserver", **flags | self._flags)
         certificate = self.folder / "apiserver" / "apiserver.crt"
         program.wait_until(lambda: certificate.is_file() and _answers(f"{self.server}/livez", certificate), "answer")
 

@@ -24,8 +24,12 @@ VALUES: dict[str, Any] = {
 class Release:
     """A release of the chart. Its name contains the chart's, and is therefore the prefix of its objects."""
 
-    def __init__(self, helm: Path, kubeconfig: Path, name: str, namespace: str) -> None:
+    def __init__(
+        self, helm: Path, kubeconfig: Path, name: str, namespace: str, values: dict[str, Any] | None = None
+    ) -> None:
+        """values: of every installation and upgrade; None takes VALUES."""
         self.name = name
+        self._values = VALUES if values is None else values
         self.namespace = namespace
         self._helm = helm
         self._kubeconfig = kubeconfig
@@ -60,7 +64,7 @@ class Release:
 
     def _settings(self, values: dict[str, Any]) -> list[str]:
         settings = ["--wait", f"--timeout={HELM_TIMEOUT_S}s"]
-        for section, content in _merged(VALUES, values).items():
+        for section, content in _merged(self._values, values).items():
             settings += ["--set-json", f"{section}={json.dumps(content)}"]
         return settings
 

@@ -1,0 +1,84 @@
+"""Fixtures: one real cluster for the whole session. Where containers are not permitted the tier is skipped."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.cluster.harness import packages
+from tests.cluster.harness.cluster import Cluster
+from tests.cluster.harness.kubectl import Kubectl
+from tests.cluster.harness.node import Node
+from tests.cluster.harness.registry import Registry
+from tests.cluster.programs.build import find_unbuilt
+from tests.e2e import binaries
+from tests.e2e.harness.api import Api, wait_until
+from tests.requirements import CLUSTER_PROGRAMS, CONTAINERS, HELM, KUBECTL
+
+NAMES = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """A running cluster. Its start is shown line by line, since it takes longer than ten seconds."""
+    if why := packages.why_not_here():
+        CONTAINERS.skip(why)
+    if unbuilt := find_unbuilt():
+        CLUSTER_PROGRAMS.skip(f"{', '.join(unbuilt)} not built")
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+
+    def say(line: str) -> None:
+        with capture.global_and_fixture_disabled():
+            print(line, flush=True)
+
+    started = Cluster(say)
+    started.start()
+    yield started
+    started.stop()
+
+
+@pytest.fixture(scope="session")
+def admin(cluster: Cluster) -> Api:
+    """An administrator's client."""
+    return cluster.admin
+
+
+@pytest.fixture(scope="session")
+def node(cluster: Cluster) -> Node:
+    """The cluster's node."""
+    assert cluster.node is not None
+    return cluster.node
+
+
+@pytest.fixture(scope="session")
+def registry(cluster: Cluster) -> Registry:
+    """The cluster's registry."""
+    assert cluster.registry is not None
+    return cluster.registry
+
+
+@pytest.fixture
+def namespace(admin: Api) -> Iterator[str]:
+    """A namespace that admits only pods of the restricted profile."""
+    name = f"test-{next(NAMES)}"
+    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
+    admin.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}})
+    wait_until(lambda: admin.find("v1/serviceaccounts", "default", name), "default service account")
+    yield name
+    admin.delete("v1/namespaces", name)
+
+
+@pytest.fixture(scope="session")
+def kubectl(cluster: Cluster) -> Kubectl:
+    """Runs kubectl as the administrator."""
+    KUBECTL.require()
+    return Kubectl(cluster.kubeconfig)
+
+
+@pytest.fixture(scope="session")
+def helm(cluster: Cluster) -> Path:
+    """helm."""
+    HELM.require()
+    return binaries.find("helm")

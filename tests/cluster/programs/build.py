@@ -1,0 +1,44 @@
+"""Builds what a real node runs beside containerd: kubelet, kube-proxy, policies, DNS, a registry, and test programs.
+
+    python -m tests.cluster.programs.build        what `make cluster` runs first
+
+`node` pins the control plane's versions, so that Go compiles no package twice; a test compares them. `addons` has pins
+of its own, since CoreDNS and the registry need newer packages, with which Go would compile the others anew.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.e2e.controlplane.build import CONTROL_PLANE
+from tests.e2e.go_programs import GoPrograms
+
+HERE = Path(__file__).resolve().parent
+NODE = GoPrograms(
+    "cluster-node",
+    HERE / "node",
+    {
+        "kubelet": "k8s.io/kubernetes/cmd/kubelet",
+        "kube-proxy": "k8s.io/kubernetes/cmd/kube-proxy",
+        "agnhost": "k8s.io/kubernetes/test/images/agnhost",  # Kubernetes' own program for tests of pods
+        "netpol": "./netpol",
+        "pause": "./pause",
+    },
+)
+ADDONS = GoPrograms("cluster-addons", HERE / "addons", {"coredns": "./coredns", "registry": "./registry"})
+ALL = (CONTROL_PLANE, NODE, ADDONS)
+
+
+def find_program(name: str) -> Path:
+    """Return the path of a built program. Raises KeyError if no set has it."""
+    return {program: each.folder / program for each in ALL for program in each.packages}[name]
+
+
+def find_unbuilt() -> list[str]:
+    """Return the names of the sets that are not built."""
+    return [each.name for each in ALL if not each.folder.is_dir()]
+
+
+if __name__ == "__main__":
+    for each in ALL:
+        each.build()
