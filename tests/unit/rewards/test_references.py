@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from specrl.rewards.checks import references
+from specrl.rewards.checks import reference_cache, references
 from specrl.rewards.checks.reference_cache import ReferenceCache
 from specrl.rewards.checks.references import CheckedReference, ReferenceFinding, ReferencePool
 from specrl.rewards.verifier import Verifier
 from specrl.spec.data import ExactVerifier, MathVerifier, RewardPool, Rewards
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
@@ -87,6 +91,13 @@ def test_cached_results_are_used_only_by_the_same_verifier(cache_folder: Path) -
         (REWARDS, RewardPool(timeout_s=60)),
     ]
     assert all(not ReferenceCache(*other).refusals for other in others)
+
+
+def test_the_digest_of_a_verifier_needs_no_package_that_an_installation_may_lack() -> None:
+    """It asked for the version of a developers' package, so in an image every run that checks references ended."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    required = {re.match(r"[\w-]+", each)[0] for each in project["dependencies"]}  # type: ignore[index]
+    assert set(reference_cache._LIBRARIES) <= required
 
 
 def test_a_damaged_or_unwritable_cache_is_ignored(cache_folder: Path) -> None:

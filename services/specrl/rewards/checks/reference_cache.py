@@ -24,8 +24,8 @@ import structlog
 from specrl.files import JSON_BYTES, cache_folder, make_private_folder, read_bytes
 from specrl.spec.data import RewardPool, VerifierSection
 
-_LIBRARIES = ("math-verify", "latex2sympy2-extended", "sympy", "google-re2", "jsonschema-rs")
-"""Libraries whose version affects which references a verifier accepts."""
+_LIBRARIES = ("latex2sympy2-extended", "sympy", "google-re2", "jsonschema-rs")
+"""Libraries whose version affects which references a verifier accepts. Every installation has them."""
 
 log = structlog.get_logger(__name__)
 
