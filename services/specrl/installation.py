@@ -1,4 +1,4 @@
-"""Files that are installed with the package, and whether the engines and the driver that they need are installed.
+"""Files that are installed with the package, and whether the engines are installed.
 
 `examples/` and `requirements/` are symbolic links in a checkout, and folders of the package in a wheel. So commands
 find their files by the same path in both.
@@ -12,7 +12,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from specrl.errors import RunInvalid
-from specrl.machine import OLDEST_DRIVER, is_old_driver, read_driver_version, visible_gpus
 
 
 def package_folder(name: str) -> Path:
@@ -37,14 +36,4 @@ def require_engines(*modules: str) -> None:
         raise RunInvalid(
             f"the engines must be installed, got no {', no '.join(missing)} in {sys.prefix}; "
             "`specrl engines` prints the commands that install them, and `make setup` does so in a clone"
-        )
-
-
-def require_driver() -> None:
-    """Raise RunInvalid if this process has GPUs and the driver is too old. torch would say so only after minutes."""
-    version = read_driver_version() if visible_gpus() else ""
-    if version and is_old_driver(version):
-        raise RunInvalid(
-            f"NVIDIA's driver must be {OLDEST_DRIVER} or newer for CUDA 13, which torch and vLLM of specrl[gpu] are "
-            f"built for, got {version}; install a newer one on this node"
         )

@@ -1,8 +1,8 @@
 """What this machine has: memory that a process can use, GPUs, and arithmetic units for bfloat16.
 
 In a container the memory is at most the container's limit. The launcher reads it before a run, and engine and trainer
-read it before they load a model. They raise MemoryTooSmall with what is too large. This module raises no errors: a
-limit that cannot be read counts as none.
+read it before they load a model. They raise MemoryTooSmall with what is too large. Of this module, only
+`require_driver` raises an error: a limit that cannot be read counts as none.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import psutil
 
+from specrl.errors import RunInvalid
 from specrl.files import read_text
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -143,6 +144,16 @@ def read_memory(listing: str, visible: Sequence[str]) -> dict[str, int]:
 def is_old_driver(version: str) -> bool:
     """Whether a driver of this version, such as 580.95.05, is too old for CUDA 13."""
     return int(version.partition(".")[0]) < OLDEST_DRIVER
+
+
+def require_driver() -> None:
+    """Raise RunInvalid if this process has GPUs and the driver is too old. torch would say so only after minutes."""
+    version = read_driver_version() if visible_gpus() else ""
+    if version and is_old_driver(version):
+        raise RunInvalid(
+            f"NVIDIA's driver must be {OLDEST_DRIVER} or newer for CUDA 13, which torch and vLLM of specrl[gpu] are "
+            f"built for, got {version}; install a newer one on this node"
+        )
 
 
 def ask_nvidia_smi(*arguments: str) -> str | None:

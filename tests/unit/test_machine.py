@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from specrl.machine import available_memory_bytes, has_bfloat16_units, visible_gpus
+import specrl.machine
+from specrl.errors import RunInvalid
+from specrl.machine import available_memory_bytes, has_bfloat16_units, require_driver, visible_gpus
 
 FREE = 64 << 30
 
@@ -120,3 +122,29 @@ def test_units_for_bfloat16_are_those_that_linux_lists_for_every_core(
 
 def test_a_system_that_does_not_describe_its_cpus_has_no_units_for_bfloat16(tmp_path: Path) -> None:
     assert not has_bfloat16_units(tmp_path / "cpuinfo")
+
+
+DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  {}  Release Build\n"
+
+
+@pytest.mark.parametrize(
+    ("version", "gpus", "is_refused"),
+    [("570.158.01", ("0",), True), ("580.95.05", ("0",), False), ("570.158.01", (), False), (None, ("0",), False)],
+)
+def test_an_old_driver_is_refused_before_a_model_is_loaded(
+    version: str | None, gpus: tuple[str, ...], is_refused: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The docs asked for 570, on which no package of the images runs. Pods said so only when torch failed."""
+    file = tmp_path / "version"
+    if version is not None:
+        file.write_text(DRIVER.format(version))
+    monkeypatch.setattr(specrl.machine, "DRIVER_FILE", file)
+    monkeypatch.setattr(specrl.machine, "visible_gpus", lambda: gpus)
+    if is_refused:
+        with pytest.raises(
+            RunInvalid, match=r"must be 580 or newer for CUDA 13, .* got 570\.158\.01; install"
+        ) as error:
+            require_driver()
+        assert error.value.exit_code == 2
+    else:
+        require_driver()

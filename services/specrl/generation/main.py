@@ -36,7 +36,8 @@ from specrl.generation.engine import Engine
 from specrl.generation.nodes import ONE_NODE, ReplicaNodes, until_leader_is_gone
 from specrl.generation.service import GenerationService
 from specrl.generation.vllm_backend.quiet import silence_known_lines
-from specrl.installation import require_driver, require_engines
+from specrl.installation import require_engines
+from specrl.machine import require_driver
 from specrl.records import Peer, Role
 from specrl.rpc import run_token, tls
 from specrl.rpc.clients import CoordinatorClient

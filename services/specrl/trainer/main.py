@@ -30,7 +30,8 @@ from typing import TYPE_CHECKING
 import structlog
 
 from specrl.errors import SpecrlError
-from specrl.installation import require_driver, require_engines
+from specrl.installation import require_engines
+from specrl.machine import require_driver
 from specrl.rank_processes import Node, run_ranks
 from specrl.records import Peer, Role
 from specrl.rpc import run_token, tls
