@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.cluster.harness.leftovers import NODES, hierarchies
 from tests.cluster.harness.node import MACHINE_SYSCTLS
 
-SHARED_SYSCTLS = (*MACHINE_SYSCTLS, "net/ipv4/ip_forward", "net/netfilter/nf_conntrack_max")
+SHARED_SYSCTLS = (*MACHINE_SYSCTLS, "net/netfilter/nf_conntrack_max")
 
 
 def find_traces(name: str) -> list[str]:
@@ -41,16 +41,18 @@ def find_links(network: int) -> set[str]:
 
 
 def read_machine_settings() -> dict[str, str]:
-    """Read what all processes of the machine share, and a node could change: sysctls and firewall."""
+    """Read what all processes of the machine share, and a node could change: sysctls, and Kubernetes' firewall rules.
+
+    Rules of others are left out: a build of images, for example, may add some at any time.
+    """
     settings = {}
     for name in SHARED_SYSCTLS:
         with contextlib.suppress(FileNotFoundError):
             settings[name] = Path("/proc/sys", name).read_text(encoding="utf-8").strip()
-    for command in ("iptables-save", "nft list ruleset", "ipset list"):
+    for command in ("iptables-save", "nft list ruleset", "ipset list -name"):
         done = subprocess.run(command.split(), capture_output=True, text=True, timeout=60, check=False)
-        # Comments have the time; counters in brackets change with each packet.
-        lines = [line for line in done.stdout.splitlines() if not line.startswith("#")]
-        settings[command] = re.sub(r"\[\d+:\d+\]|packets \d+ bytes \d+", "", "\n".join(lines))
+        lines = [line for line in done.stdout.splitlines() if "KUBE-" in line]
+        settings[command] = re.sub(r"\[\d+:\d+\]|packets \d+ bytes \d+", "", "\n".join(lines))  # counters
     return settings
 
 
