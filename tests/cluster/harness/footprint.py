@@ -35,9 +35,16 @@ def find_processes_in(namespaces: set[str]) -> list[str]:
 
 
 def find_links(network: int) -> set[str]:
-    """Return the machine's interfaces of a pod network (tests/e2e/harness/network.py)."""
-    names = {path.name for path in Path("/sys/class/net").iterdir()}
-    return {name for name in names if re.match(rf"c{network}(gw|-)", name)}
+    """Return name and index of a pod network's interfaces on the machine (tests/e2e/harness/network.py).
+
+    Another network may take the names at once, but no other interface has the same index.
+    """
+    found = set()
+    for path in Path("/sys/class/net").iterdir():
+        if re.match(rf"c{network}(gw|-)", path.name):
+            with contextlib.suppress(OSError):
+                found.add(f"{path.name} {(path / 'ifindex').read_text(encoding='utf-8').strip()}")
+    return found
 
 
 def read_machine_settings() -> dict[str, str]:
