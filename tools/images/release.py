@@ -53,13 +53,6 @@ def build_images(engines: str, values: Path, *, has_sbom: bool) -> None:
     if (layout_of_store := builder.export_store(STORE)) is not None:
         built["store"] = layout_of_store, read_image(layout_of_store, STORE)
     described = {target: describe_image(layout, image) for target, (layout, image) in built.items()}
-    if has_sbom:
-        syft = find_syft(folder)
-        for target, (layout, image) in built.items():
-            with step(f"listing the packages of {target}"):
-                sbom = folder / f"{target}-{engines}.spdx.json"
-                write_sbom(syft, layout, image, sbom)
-                described[target]["sbom"] = str(sbom)
     for layout in {layout for layout, _ in built.values()}:
         remove_unused_blobs(layout)
     record = {"version": version, "commit": commit, "engines": engines, "images": described}
@@ -68,6 +61,11 @@ def build_images(engines: str, values: Path, *, has_sbom: bool) -> None:
     for target, (_, image) in built.items():
         say(f"{target:10} {image.size_bytes / 1e6:6.0f} MB as pulled  {image.architecture}  {image.digest}")
     say(f"digests are in {os.path.relpath(values)}, everything else in {folder / f'{engines}.json'}")
+    if has_sbom:  # last: whatever syft does, the images are there
+        syft = find_syft(folder)
+        for target, (layout, image) in built.items():
+            with step(f"listing the packages of {target}"):
+                write_sbom(syft, layout, image, folder / f"{target}-{engines}.spdx.json")
 
 
 def describe_image(layout: Path, image: Image) -> dict[str, Any]:
