@@ -17,7 +17,7 @@ from tools.images.layouts import forget_lost_layers, move_image
 DOCKERFILE = ROOT / "deploy" / "docker" / "Dockerfile"
 REGISTRY = "https://registry-1.docker.io/v2/"
 PROBE_TIMEOUT_S = 10
-CERTIFICATES = Path("/etc/ssl/certs")
+CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")  # of Debian and its relatives
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Buildah:
         self._layout, self._layers = folder / "layout", folder / "layers"
         self._command = ["buildah", "--root", str(folder / "store"), "--runroot", str(folder / "run")]
         self._pip = folder / "pip.conf"
-        self._pip.write_text(f"[global]\ncert = {CERTIFICATES}/ca-certificates.crt\n", encoding="utf-8")
+        self._pip.write_text(f"[global]\ncert = {CERTIFICATES}\n", encoding="utf-8")
         self._base: LocalBases | None = None
         if not answers(REGISTRY):
             say(f"{REGISTRY} does not answer; building on a base made on this machine")
@@ -79,7 +79,10 @@ class Buildah:
             self._base.make(folder)
 
     def build(self, target: str, name: str, inputs: Inputs) -> Path:
-        mounts = [f"--volume={CERTIFICATES}:{CERTIFICATES}:ro", f"--volume={self._pip}:/etc/pip.conf:ro"]
+        mounts = []
+        if CERTIFICATES.is_file():
+            mounts += [f"--volume={CERTIFICATES.parent}:{CERTIFICATES.parent}:ro"]
+            mounts += [f"--volume={self._pip}:/etc/pip.conf:ro"]
         if (cache := Path.home() / ".cache" / "uv").is_dir():
             mounts.append(f"--volume={cache}:/tmp/.cache/uv")
         base = [] if self._base is None else [f"--build-arg=BASE={self._base.base}"]
