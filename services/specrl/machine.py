@@ -1,8 +1,8 @@
 """What this machine has: memory that a process can use, GPUs, and arithmetic units for bfloat16.
 
 In a container the memory is at most the container's limit. The launcher reads it before a run, and engine and trainer
-read it before they load a model. They raise MemoryTooSmall with what is too large. Of this module, only
-`require_driver` raises an error: a limit that cannot be read counts as none.
+read it before they load a model. They raise MemoryTooSmall with what is too large. This module raises no errors but
+RunInvalid for an old driver: a limit that cannot be read counts as none.
 """
 
 from __future__ import annotations

@@ -38,17 +38,17 @@ def test_conditions_of_the_coordinator_are_exported_with_the_operators() -> None
 
     def shown() -> dict[tuple[str, str], float]:
         samples = (sample for family in CONDITION.collect() for sample in family.samples)
-        return {(it.labels["type"], it.labels["status"]): it.value for it in samples if it.labels["name"] == "exported"}
+        return {(it.labels["type"], it.labels["status"]): it.value for it in samples if it.labels["name"] == "alerted"}
 
     ready = {"type": "Ready", "status": "True"}
     before = {"conditions": [{"type": "CollectiveReady", "status": "False"}, {"type": "Suspended", "status": "True"}]}
-    export_status(("rl", "exported"), before, {"conditions": [ready]})
+    export_status(("rl", "alerted"), before, {"conditions": [ready]})
     assert shown()["CollectiveReady", "False"] == 1
     assert shown()["Ready", "True"] == 1
     assert ("Suspended", "True") not in shown(), "the operator has taken it back"
     export_status(
-        ("rl", "exported"), {"conditions": [{"type": "CollectiveReady", "status": "True"}]}, {"conditions": [ready]}
+        ("rl", "alerted"), {"conditions": [{"type": "CollectiveReady", "status": "True"}]}, {"conditions": [ready]}
     )
     assert (shown()["CollectiveReady", "False"], shown()["CollectiveReady", "True"]) == (0, 1)
-    remove_status(("rl", "exported"))
+    remove_status(("rl", "alerted"))
     assert not shown()
