@@ -28,8 +28,8 @@ KEPT_SPEC_FIELDS = ("replicas", "suspend", "nodeName", "schedulingGates")
 
 JOB_LABEL = "specrl.dev/rljob"
 UID_LABEL = "specrl.dev/rljob-uid"
-"""Label of every child and pod. Names and JOB_LABEL are the same for a deleted job and the next one of its name, whose
-pods may run side by side for a whole grace period."""
+"""Label of every child and pod. A deleted job and the next one of its name share names and JOB_LABEL. Their pods may
+run side by side for a whole grace period."""
 COMPONENT_LABEL = "app.kubernetes.io/component"
 LEADER_LABEL = "specrl.dev/replica-leader"
 ACCELERATED_LABEL = "specrl.dev/accelerated"

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tools.images.command import ImagesFailed, read_output, run, say, step, succeeds
+from tools.images.command import ImagesFailed, has_succeeded, read_output, run, say, step
 from tools.interpreters import SetupFailed, find_python
 
 PYTHON = (3, 12)  # of the Dockerfile's base
@@ -104,7 +104,7 @@ class LocalBases:
         self.base = f"localhost/specrl-base:{key}"
         self.store = f"localhost/specrl-store:{key}"
 
-    def make(self, scratch: Path) -> None:
+    def make_missing(self, scratch: Path) -> None:
         """Make what is missing, with `scratch` for files. Raises ImagesFailed."""
         for line in describe_differences(self._prefix):
             say(f"the base differs from the Dockerfile's: {line}")
@@ -118,7 +118,7 @@ class LocalBases:
                 self._commit_store()
 
     def _has(self, image: str) -> bool:
-        return succeeds(*self._buildah, "inspect", "--type", "image", image)
+        return has_succeeded(*self._buildah, "inspect", "--type", "image", image)
 
     def _commit_root(self, root: Path) -> None:
         with step("committing the base"), self._container("scratch") as container:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tools.images.base import LocalBases
-from tools.images.command import ROOT, ImagesFailed, run, say, step, succeeds
+from tools.images.command import ROOT, ImagesFailed, has_succeeded, run, say, step
 from tools.images.layouts import forget_lost_layers, move_image
 
 DOCKERFILE = ROOT / "deploy" / "docker" / "Dockerfile"
@@ -27,7 +27,7 @@ class Inputs:
     arguments: Mapping[str, str]
     contexts: Mapping[str, Path] = field(default_factory=dict)
 
-    def options(self) -> list[str]:
+    def list_options(self) -> list[str]:
         """Options that docker buildx and buildah have in common."""
         arguments = [f"--build-arg={name}={value}" for name, value in self.arguments.items()]
         contexts = [f"--build-context={name}={folder}" for name, folder in self.contexts.items()]
@@ -37,7 +37,7 @@ class Inputs:
 class Builder(Protocol):
     """Builds targets of the Dockerfile into OCI layouts."""
 
-    def build(self, target: str, name: str, inputs: Inputs) -> Path:
+    def build_image(self, target: str, name: str, inputs: Inputs) -> Path:
         """Build a target. Returns the layout that has it under this name. Raises ImagesFailed."""
 
     def export_store(self, name: str) -> Path | None:
@@ -50,10 +50,10 @@ class Docker:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def build(self, target: str, name: str, inputs: Inputs) -> Path:
+    def build_image(self, target: str, name: str, inputs: Inputs) -> Path:
         layout = self._folder / f"{target}-{inputs.arguments['ENGINES']}"
         output = f"--output=type=oci,tar=false,dest={layout},name={name}"
-        run("docker", "buildx", "build", "--target", target, *inputs.options(), output, ROOT)
+        run("docker", "buildx", "build", "--target", target, *inputs.list_options(), output, ROOT)
         return layout
 
     def export_store(self, name: str) -> Path | None:
@@ -68,17 +68,18 @@ class Buildah:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._layout, self._layers = folder / "layout", folder / "layers"
+        self._layout = folder / "layout"
+        self._layers = folder / "layers"
         self._command = ["buildah", "--root", str(folder / "store"), "--runroot", str(folder / "run")]
         self._pip = folder / "pip.conf"
         self._pip.write_text(f"[global]\ncert = {CERTIFICATES}\n", encoding="utf-8")
         self._base: LocalBases | None = None
-        if not answers(REGISTRY):
+        if not can_reach(REGISTRY):
             say(f"{REGISTRY} does not answer; building on a base made on this machine")
             self._base = LocalBases(self._command)
-            self._base.make(folder)
+            self._base.make_missing(folder)
 
-    def build(self, target: str, name: str, inputs: Inputs) -> Path:
+    def build_image(self, target: str, name: str, inputs: Inputs) -> Path:
         mounts = []
         if CERTIFICATES.is_file():
             mounts += [f"--volume={CERTIFICATES.parent}:{CERTIFICATES.parent}:ro"]
@@ -89,7 +90,7 @@ class Buildah:
         run(
             *(*self._command, "build", "--layers", "--network=host", "--isolation=oci", "--runtime=runc"),
             *(f"--ignorefile={DOCKERFILE}.dockerignore", *mounts, "--target", target),
-            *(*inputs.options(), *base, "--tag", name, str(ROOT)),
+            *(*inputs.list_options(), *base, "--tag", name, str(ROOT)),
         )
         return self._export(name, name)
 
@@ -106,7 +107,7 @@ class Buildah:
 
 def choose_builder(folder: Path) -> Builder:
     """The program of this machine. Raises ImagesFailed if it has none."""
-    if succeeds("docker", "info") and succeeds("docker", "buildx", "version"):
+    if has_succeeded("docker", "info") and has_succeeded("docker", "buildx", "version"):
         return Docker(folder)
     missing = [name for name in ("buildah", "runc") if shutil.which(name) is None]
     if missing:
@@ -117,8 +118,8 @@ def choose_builder(folder: Path) -> Builder:
     return Buildah(folder)
 
 
-def answers(url: str) -> bool:
-    """Whether a server answers, be it with a refusal."""
+def can_reach(url: str) -> bool:
+    """Whether a server can_reach, be it with a refusal."""
     try:
         with urllib.request.urlopen(url, timeout=PROBE_TIMEOUT_S):  # noqa: S310 - a constant https address
             return True

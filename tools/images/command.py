@@ -34,7 +34,7 @@ def read_output(*command: str | Path, cwd: Path | None = None, env: Mapping[str,
     return done.stdout.strip()
 
 
-def succeeds(*command: str | Path) -> bool:
+def has_succeeded(*command: str | Path) -> bool:
     """Whether a program is there and ends with 0."""
     try:
         return subprocess.run(command, check=False, capture_output=True, timeout=60).returncode == 0

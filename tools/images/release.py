@@ -48,7 +48,7 @@ def build_images(engines: str, values: Path, *, has_sbom: bool) -> None:
     for number, target in enumerate(TARGETS, start=1):
         name = f"docker.io/library/specrl-{target}:{version}"
         with step(f"building {target} for {engines.upper()}s, {number} of {len(TARGETS)}"):
-            layout = builder.build(target, name, inputs)
+            layout = builder.build_image(target, name, inputs)
         built[target] = layout, read_image(layout, name)
     if (layout_of_store := builder.export_store(STORE)) is not None:
         built["store"] = layout_of_store, read_image(layout_of_store, STORE)

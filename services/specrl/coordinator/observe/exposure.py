@@ -132,8 +132,8 @@ class DemandMeter:
     overshoot while new replicas start, however long that or a step takes. Where the longest rollout dominates,
     T_g = a + c / n, demand grows with n, and n -> ceil(demand(n)) is a monotone map, which has no cycles.
 
-    Exposed generation has a share s of the step if T_g is T_t / (1 - s) and the two overlap, and if it is
-    T_t s / (1 - s) and they take turns (maxPolicyLag 0). The operator's autoscaler divides demand by that
+    Let s be the share of exposed generation in a step. If generation and training overlap, T_g is then T_t / (1 - s).
+    If they take turns (maxPolicyLag 0), it is T_t s / (1 - s). The operator's autoscaler divides demand by that ratio
     (`children/autoscaler.py`).
     """
 
