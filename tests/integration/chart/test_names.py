@@ -60,8 +60,9 @@ def test_values_that_the_charts_texts_name_are_there(text: Path) -> None:
 
 @pytest.mark.parametrize("text", DOCS, ids=lambda path: path.stem)
 def test_values_that_docs_set_are_there(text: Path) -> None:
-    """Options of `specrl run --set` are fields of run files; the chart's are in commands of helm."""
-    commands = [block for block in re.split(r"\n(?!\s{4})", text.read_text(encoding="utf-8")) if "helm " in block]
+    """Options of `specrl run --set` are fields of run files; the chart's are in commands of helm on it."""
+    commands = re.split(r"\n(?!\s{4}) | \n\s{4}(?=helm\ )", text.read_text(encoding="utf-8"), flags=re.VERBOSE)
+    commands = [command for command in commands if re.search(r"helm \w+ specrl\b", command)]
     assert not [key for command in commands for key in keys_set(command) if not has_value(key)]
 
 

@@ -62,7 +62,7 @@ def test_the_smallest_rljobs_are_short_and_fit_their_nodes(name: str) -> None:
     gpus = spec.trainer.num_nodes * spec.trainer.gpus_per_node
     gpus += spec.generation.replicas * spec.generation.gpus_per_replica
     assert gpus == {"one-gpu-node": 2, "8xh100": 8, "gb200": 16}[name]
-    assert gpus <= nodes * spec.placement.gpus_per_node
+    assert gpus <= nodes * spec.placement.node_gpus
 
 
 def test_the_ladder_has_seven_steps_and_the_readme_shows_each() -> None:
