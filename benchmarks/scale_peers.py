@@ -237,6 +237,8 @@ class IdleEngine:
 class CountingBackend:
     """Implements TrainerBackend without a model. `trained`: rollouts of all steps."""
 
+    nccl_transport = ""  # there is no group
+
     def __init__(self, rollouts_per_step: int) -> None:
         self.rollouts_per_step = rollouts_per_step
         self.step = self.trained = 0
