@@ -31,7 +31,7 @@ PACKAGES = re.compile(
 ENGINES = ("cpu", "gpu")
 LOCKS = {"control": "control-runtime", "cpu": "cpu-runtime", "gpu": "gpu"}
 """Lock of each kind of image."""
-INPUTS = {"pyproject.toml", "requirements", "tools/setup.py", "tools/interpreters.py"}
+INPUTS = {"requirements", "tools/setup.py", "tools/interpreters.py"}
 """What layers with packages may depend on, of the checkout."""
 
 
