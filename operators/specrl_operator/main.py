@@ -23,6 +23,7 @@ from importlib.util import find_spec
 
 import structlog
 
+import specrl.exit_on_sigterm  # noqa: F401 - before what takes long to import
 from specrl.telemetry import logs
 from specrl_operator import kinds, telemetry
 from specrl_operator.cluster import leader

@@ -24,6 +24,7 @@ from typing import Any
 
 import structlog
 
+import specrl.exit_on_sigterm  # noqa: F401 - before what takes long to import
 from specrl.agent_tools import ToolPool, tool_for
 from specrl.coordinator.ledger import make_claim, open_store
 from specrl.coordinator.ledger.ledger import DurableFacts

@@ -30,6 +30,7 @@ from pathlib import Path
 
 import structlog
 
+import specrl.exit_on_sigterm  # noqa: F401 - before what takes long to import
 from specrl.errors import SpecrlError
 from specrl.forked_process import ReservedFork
 from specrl.generation.engine import Engine

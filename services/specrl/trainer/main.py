@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+import specrl.exit_on_sigterm  # noqa: F401 - before what takes long to import
 from specrl.errors import SpecrlError
 from specrl.installation import require_engines
 from specrl.machine import require_driver
