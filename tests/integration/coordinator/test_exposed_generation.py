@@ -21,7 +21,6 @@ from specrl.coordinator.schedule.scheduler import SlotId
 from specrl.generation.engine import LoadTiming
 from specrl.records import Batch, Prompt, Reward, Rollout, RolloutRequest, TrainMetrics, WeightChecksums
 from specrl.spec import RunSpec, parse_spec
-from specrl.spec.cluster import Placement
 
 GENERATION_S = 2.0
 TRAINING_S = 1.0
@@ -195,8 +194,7 @@ async def test_exposed_and_hidden_generation_follow_from_the_paces(
         assert [report.phases.prepare for report in reports] == [load_s] * STEPS
         assert [r.phases.wall_seconds for r in reports] == [waited + TRAINING_S + load_s for waited in wanted.exposed]
 
-        last = reports[-1]
-        progress = build_rljob_status(run.observer.build_status(), last, Placement())["progress"]
+        progress = build_rljob_status(run.observer.build_status(), reports, spec.placement)["progress"]
         assert progress["exposedGenerationSeconds"] == f"{wanted.exposed[-1]:.2f}"
         assert progress["generationUnderWaySeconds"] == f"{wanted.under_way[-1]:.2f}"
         assert progress["hiddenGenerationSeconds"] == f"{wanted.hidden[-1]:.2f}"

@@ -38,11 +38,11 @@ def a_report(**changes: object) -> StepReport:
 
 
 def condition(status: StatusReport, kind: str, placement: Placement = ANYWHERE) -> dict[str, str]:
-    return next((it for it in build_rljob_status(status, None, placement)["conditions"] if it["type"] == kind), {})
+    return next((it for it in build_rljob_status(status, [], placement)["conditions"] if it["type"] == kind), {})
 
 
 def test_the_progress_is_of_the_last_step() -> None:
-    assert build_rljob_status(a_status(step=3, policy_version=3), a_report(), ANYWHERE)["progress"] == {
+    assert build_rljob_status(a_status(step=3, policy_version=3), [a_report()], ANYWHERE)["progress"] == {
         "step": 3,
         "policyVersion": 3,
         "policyLag": 1,
@@ -56,11 +56,16 @@ def test_the_progress_is_of_the_last_step() -> None:
 
 
 def test_unknown_figures_are_omitted() -> None:
-    assert build_rljob_status(a_status(), None, ANYWHERE) == {"progress": {"step": 0}, "conditions": []}
-    assert build_rljob_status(a_status(is_paused=True), None, ANYWHERE)["progress"] == {"step": 0, "paused": True}
-    assert (
-        "acceptanceLength" not in build_rljob_status(a_status(), a_report(acceptance_length=None), ANYWHERE)["progress"]
-    )
+    assert build_rljob_status(a_status(), [], ANYWHERE) == {"progress": {"step": 0}, "conditions": []}
+    assert build_rljob_status(a_status(is_paused=True), [], ANYWHERE)["progress"] == {"step": 0, "paused": True}
+    reports = [a_report(acceptance_length=None)]
+    assert "acceptanceLength" not in build_rljob_status(a_status(), reports, ANYWHERE)["progress"]
+
+
+def test_the_acceptance_length_is_of_the_last_step_that_generated() -> None:
+    """With a policy lag the last step of a run generates nothing, and the status of a Complete RLJob had no length."""
+    reports = [a_report(acceptance_length=2.1), a_report(acceptance_length=3.4), a_report(acceptance_length=None)]
+    assert build_rljob_status(a_status(), reports, ANYWHERE)["progress"]["acceptanceLength"] == "3.40"
 
 
 def test_the_first_weights_decide_the_condition_collective_ready() -> None:
@@ -102,7 +107,7 @@ def test_a_fallback_of_nccl_is_seen_in_the_status(
     found = condition(arrived, "CollectiveReady", placement)
     assert (found["status"], found["reason"]) == (status, reason)
     assert transport in found["message"]
-    assert build_rljob_status(arrived, None, placement)["progress"].get("ncclTransport", "") == transport
+    assert build_rljob_status(arrived, [], placement)["progress"].get("ncclTransport", "") == transport
 
 
 def test_the_drafters_initialisation_is_a_condition_until_it_serves() -> None:

@@ -152,9 +152,9 @@ class RunObserver:
         """Return the exposed generation of the last RECENT_STEPS steps."""
         return measure_exposure([*self._recent], self._context.spec, len(self._context.registry.serving_replicas()))
 
-    def find_newest_report(self) -> StepReport | None:
-        """Return the newest complete report; None before the first."""
-        return self._recent[-1] if self._recent else None
+    def list_recent_reports(self) -> Sequence[StepReport]:
+        """Return the newest complete reports, ascending; at most RECENT_STEPS."""
+        return [*self._recent]
 
     def read_validations(self) -> Sequence[ValidationReport]:
         """Return the first validation and the newest ones."""

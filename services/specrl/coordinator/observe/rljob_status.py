@@ -17,7 +17,7 @@ The coordinator writes these conditions:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -44,8 +44,12 @@ log = structlog.get_logger(__name__)
 Now = Callable[[], datetime]
 
 
-def build_rljob_status(status: StatusReport, newest: StepReport | None, placement: Placement) -> dict[str, Any]:
-    """Build the coordinator's part of the RLJob's status, without times. newest: the last complete report, if any."""
+def build_rljob_status(status: StatusReport, reports: Sequence[StepReport], placement: Placement) -> dict[str, Any]:
+    """Build the coordinator's part of the RLJob's status, without times. reports: the newest complete ones, ascending.
+
+    The acceptance length is that of the last step that generated anything. With a policy lag, a run's last steps train
+    on what was generated before them.
+    """
     progress: dict[str, Any] = {"step": status.step}
     if status.policy_version >= 0:
         progress["policyVersion"] = status.policy_version
@@ -53,7 +57,8 @@ def build_rljob_status(status: StatusReport, newest: StepReport | None, placemen
         progress["paused"] = True
     if status.nccl_transport:
         progress["ncclTransport"] = status.nccl_transport
-    if newest is not None:
+    if reports:
+        newest = reports[-1]
         progress["policyLag"] = newest.policy_lag_max
         if newest.phases.wall_seconds > 0:
             progress["exposedGenerationShare"] = f"{newest.phases.exposed_share:.2f}"
@@ -61,8 +66,9 @@ def build_rljob_status(status: StatusReport, newest: StepReport | None, placemen
         progress["generationUnderWaySeconds"] = f"{newest.generation_under_way:.2f}"
         progress["hiddenGenerationSeconds"] = f"{newest.hidden_generation:.2f}"
         progress["weightSyncSeconds"] = f"{newest.phases.prepare:.2f}"
-        if newest.acceptance_length is not None:
-            progress["acceptanceLength"] = f"{newest.acceptance_length:.2f}"
+        lengths = [it.acceptance_length for it in reports if it.acceptance_length is not None]
+        if lengths:
+            progress["acceptanceLength"] = f"{lengths[-1]:.2f}"
     conditions = [
         {"type": kind.value, "status": str(is_true), "reason": reason, "message": message[:1024]}
         for kind, is_true, reason, message in _list_conditions(status, placement)
@@ -159,8 +165,7 @@ class RLJobStatusWriter:
     async def write_changes(self) -> bool:
         """Write the status if it has changed. Returns whether the RLJob is up to date."""
         status = self._observer.build_status()
-        newest = self._observer.find_newest_report()
-        found = build_rljob_status(status, newest, self._placement)
+        found = build_rljob_status(status, self._observer.list_recent_reports(), self._placement)
         if found == self._written:
             return True
         body = {

@@ -114,7 +114,7 @@ class RunProgress(Section):
     weight_sync_seconds: Annotated[str, Field(max_length=16)] | None = None
     """Seconds of the last step in which the replicas received its weights, a decimal. No part of exposed generation."""
     acceptance_length: Annotated[str, Field(max_length=16)] | None = None
-    """Mean tokens per verification in the last step, a decimal."""
+    """Mean tokens per verification in the last step that generated rollouts, a decimal."""
     nccl_transport: Text | None = None
     """NCCL's transports between trainer and replicas, such as NET/IB, NET/Socket or P2P/MNNVL."""
     paused: bool | None = None
