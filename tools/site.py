@@ -43,7 +43,7 @@ NAVIGATION = {
     "Reference": ["run-file.md", "api.md", "metrics.md", "logs.md", "errors.md", "commands.md"],
     "Development": [
         *("contributing.md", "architecture.md", "promises.md", "extending.md", "testing.md", "e2e.md"),
-        *("cluster-tier.md", "chaos.md"),
+        *("cluster-tier.md", "cluster-log.md", "chaos.md"),
         "reported-cases.md",
         "seams.md",
         "gpu.md",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,27 +12,34 @@ from tests.cluster.harness.cluster import Cluster
 from tests.cluster.harness.kubectl import Kubectl
 from tests.cluster.harness.node import Node
 from tests.cluster.harness.registry import Registry
+from tests.cluster.pods import create_restricted_namespace
 from tests.cluster.programs.build import find_unbuilt
 from tests.e2e import binaries
-from tests.e2e.harness.api import Api, wait_until
+from tests.e2e.harness.api import Api
 from tests.requirements import CLUSTER_PROGRAMS, CONTAINERS, HELM, KUBECTL
 
 NAMES = itertools.count()
 
 
 @pytest.fixture(scope="session")
-def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    """A running cluster. Its start is shown line by line, since it takes longer than ten seconds."""
+def say(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Shows a line while a test runs that takes longer than ten seconds."""
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+
+    def show(line: str) -> None:
+        with capture.global_and_fixture_disabled():
+            print(line, flush=True)
+
+    return show
+
+
+@pytest.fixture(scope="session")
+def cluster(say: Callable[[str], None]) -> Iterator[Cluster]:
+    """A running cluster. Its start is shown line by line."""
     if why := packages.why_not_here():
         CONTAINERS.skip(why)
     if unbuilt := find_unbuilt():
         CLUSTER_PROGRAMS.skip(f"{', '.join(unbuilt)} not built")
-    capture = request.config.pluginmanager.getplugin("capturemanager")
-
-    def say(line: str) -> None:
-        with capture.global_and_fixture_disabled():
-            print(line, flush=True)
-
     started = Cluster(say)
     started.start()
     yield started
@@ -63,9 +70,7 @@ def registry(cluster: Cluster) -> Registry:
 def namespace(admin: Api) -> Iterator[str]:
     """A namespace that admits only pods of the restricted profile."""
     name = f"test-{next(NAMES)}"
-    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
-    admin.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}})
-    wait_until(lambda: admin.find("v1/serviceaccounts", "default", name), "default service account")
+    create_restricted_namespace(admin, name)
     yield name
     admin.delete("v1/namespaces", name)
 

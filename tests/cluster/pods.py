@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.cluster.harness.kubectl import Kubectl
 from tests.e2e.harness.api import Api, Object, wait_until
 
 AGNHOST = "specrl.test/agnhost:1"
 START_S = 300.0  # for a pod to start on a busy machine
+
+
+def create_restricted_namespace(api: Api, name: str) -> None:
+    """Create a namespace that admits only pods of the restricted profile."""
+    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
+    api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}})
+    wait_until(lambda: api.find("v1/serviceaccounts", "default", name), "default service account")
 
 
 def build_pod(name: str, namespace: str, *arguments: str, **changes: Any) -> Object:
@@ -53,6 +61,13 @@ def build_server(name: str, namespace: str, **changes: Any) -> Object:
         "startupProbe": probe | {"failureThreshold": 120},
     }
     return build_pod(name, namespace, "netexec", "--http-port=8080", "--udp-port=-1", **serving | changes)
+
+
+def connect(kubectl: Kubectl, namespace: str, pod: str, target: str) -> str:
+    """Open a TCP connection from a pod. Returns an empty string, or why it failed: REFUSED, TIMEOUT, DNS."""
+    command = ["exec", "--namespace", namespace, pod, "--", "/agnhost", "connect", target, "--timeout=5s"]
+    done = kubectl.run(*command, check=False)
+    return done.stderr.splitlines()[0] if done.returncode != 0 else ""
 
 
 def run_to_end(api: Api, pod: Object) -> Object:

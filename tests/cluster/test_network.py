@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from tests.cluster.harness.kubectl import Kubectl
-from tests.cluster.pods import build_pod, build_server, wait_until_ready
+from tests.cluster.pods import build_pod, build_server, connect, wait_until_ready
 from tests.e2e.harness.api import Api, Object, wait_until
 
 POLICY_S = 120.0  # for the controller to apply a policy on a busy machine
@@ -20,13 +20,6 @@ def build_service(name: str, namespace: str, **spec: object) -> Object:
         "metadata": {"name": name, "namespace": namespace},
         "spec": {"selector": {"app": name}, "ports": ports} | spec,
     }
-
-
-def connect(kubectl: Kubectl, namespace: str, pod: str, target: str) -> str:
-    """Open a TCP connection from a pod. Returns an empty string, or why it failed: REFUSED, TIMEOUT, DNS."""
-    command = ["exec", "--namespace", namespace, pod, "--", "/agnhost", "connect", target, "--timeout=5s"]
-    done = kubectl.run(*command, check=False)
-    return done.stderr.splitlines()[0] if done.returncode != 0 else ""
 
 
 def test_a_service_leads_to_its_pods_by_name(admin: Api, namespace: str, kubectl: Kubectl) -> None:

@@ -2,64 +2,31 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 from tests.cluster.harness.cluster import Cluster
 from tests.cluster.harness.node import REGISTRY
-from tests.e2e.go_programs import cache_folder
-from tests.e2e.harness.api import RLJOBS, Api, Object, find_condition, wait_until
+from tests.cluster.product import NAMESPACE, create_example, install_release, push_images
+from tests.e2e.harness.api import RLJOBS, Api, find_condition, wait_until
 from tests.e2e.harness.release import Release
 from tests.e2e.jobs import pods_of, until_condition
-from tests.requirements import PRODUCT_IMAGES
 
-LAYOUT = cache_folder() / "images" / "layout"
-IMAGES = {"control": "docker.io/library/specrl-control:0.1.0", "store": "docker.io/valkey/valkey:8.1-alpine"}
-NAMESPACE = "specrl-system"
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "rljob-local.yaml"
 CONDITION_S = 300.0  # for a condition of the RLJob, whose coordinator must start first
-
-
-def find_digests() -> dict[str, str]:
-    """Return the digest of each image that `make images` has made."""
-    index = LAYOUT / "index.json"
-    if not index.is_file():
-        PRODUCT_IMAGES.skip(f"no {index}")
-    made = {
-        each.get("annotations", {}).get("org.opencontainers.image.ref.name"): each["digest"]
-        for each in json.loads(index.read_text())["manifests"]
-    }
-    if missing := [name for name in IMAGES.values() if name not in made]:
-        PRODUCT_IMAGES.skip(f"no {', '.join(missing)} in {LAYOUT}")
-    return {role: made[name] for role, name in IMAGES.items()}
 
 
 @pytest.fixture(scope="module")
 def digests(cluster: Cluster) -> dict[str, str]:
     """Digests of the images, which are in the registry."""
-    assert cluster.registry is not None
-    found = find_digests()
-    for role, digest in found.items():
-        cluster.registry.push_layout(LAYOUT, digest, f"specrl-{role}", "built")
-    return found
+    return push_images(cluster, "control", "store")
 
 
 @pytest.fixture(scope="module")
 def release(cluster: Cluster, helm: Path, digests: dict[str, str]) -> Iterator[Release]:
-    """An installed release; `helm install --wait` has seen its operator ready."""
-    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
-    metadata = {"name": NAMESPACE, "labels": labels}
-    cluster.admin.create({"apiVersion": "v1", "kind": "Namespace", "metadata": metadata})
-    control = {"digest": digests["control"]}
-    store = {"repository": f"{REGISTRY}/specrl-store", "digest": digests["store"]}
-    values = {"images": {"registry": REGISTRY, "control": control, "store": store}, "jobs": {"storeSize": "1Gi"}}
-    installed = Release(helm, cluster.kubeconfig, "specrl", NAMESPACE, values)
-    installed.install()
-    yield installed
-    installed.uninstall()
+    """An installed release."""
+    with install_release(cluster, helm, digests) as installed:
+        yield installed
 
 
 def test_the_operator_runs_from_its_digest_in_a_restricted_namespace(
@@ -81,18 +48,6 @@ def test_the_charts_own_tests_pass(admin: Api, release: Release) -> None:
         lambda: admin.get("apps/v1/deployments", "specrl-operator", NAMESPACE)["status"].get("availableReplicas") == 1,
         "the operator is available",
     )
-
-
-def create_example(cluster: Cluster, namespace: str, **changes: Object) -> Object:
-    """Create the local example with its claim, and volumes for this and its store. changes: sections of the spec."""
-    for purpose in ("run", "store"):
-        cluster.add_volume(f"{namespace}-{purpose}")
-    claim, job = yaml.safe_load_all(EXAMPLE.read_text())
-    for each in (claim, job):
-        each["metadata"]["namespace"] = namespace
-    job["spec"] |= changes
-    cluster.admin.create(claim)
-    return cluster.admin.create(job)
 
 
 def test_a_job_whose_images_cannot_be_pulled_says_so(cluster: Cluster, release: Release, namespace: str) -> None:

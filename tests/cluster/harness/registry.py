@@ -21,6 +21,7 @@ class Registry:
         """For clients on the machine. Images of pods name node.REGISTRY instead."""
         self._folder = folder
         self._program: Program | None = None
+        self._homes: dict[str, str] = {}  # a repository that has a blob, by the blob's digest
 
     @property
     def url(self) -> str:
@@ -57,10 +58,15 @@ class Registry:
             for blob in (manifest["config"], *manifest["layers"]):
                 if client.head(f"blobs/{blob['digest']}").is_success:
                     continue
-                upload = client.post("blobs/uploads/").raise_for_status().headers["Location"]
-                data = (layout / "blobs" / blob["digest"].replace(":", "/")).read_bytes()
-                target = httpx2.URL(upload).copy_merge_params({"digest": blob["digest"]})  # it has a query of its own
-                client.put(target, content=data).raise_for_status()
+                # generation and trainer share gigabytes: what another repository has is not sent again.
+                known = {"mount": blob["digest"], "from": self._homes.get(blob["digest"], repository)}
+                answer = client.post("blobs/uploads/", params=known).raise_for_status()
+                self._homes[blob["digest"]] = repository
+                if answer.status_code == httpx2.codes.CREATED:
+                    continue
+                target = httpx2.URL(answer.headers["Location"])  # it has a query of its own
+                with (layout / "blobs" / blob["digest"].replace(":", "/")).open("rb") as data:
+                    client.put(target.copy_merge_params({"digest": blob["digest"]}), content=data).raise_for_status()
             kind = {"Content-Type": manifest.get("mediaType", MANIFESTS)}
             client.put(f"manifests/{tag}", content=content, headers=kind).raise_for_status()
 

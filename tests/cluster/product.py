@@ -1,0 +1,93 @@
+"""The product as its users install it: images that `make images` has built, by digest, and the chart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import yaml
+from tests.cluster.harness.cluster import Cluster
+from tests.cluster.harness.node import REGISTRY
+from tests.cluster.pods import create_restricted_namespace
+from tests.e2e.go_programs import cache_folder
+from tests.e2e.harness.api import Object, wait_until
+from tests.e2e.harness.release import Release
+from tests.requirements import PRODUCT_IMAGES
+
+LAYOUT = cache_folder() / "images" / "layout"
+IMAGES = {role: f"docker.io/library/specrl-{role}:0.1.0" for role in ("control", "generation", "trainer")}
+IMAGES |= {"store": "docker.io/valkey/valkey:8.1-alpine"}
+NAMESPACE = "specrl-system"
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "rljob-local.yaml"
+
+
+def find_digests(*roles: str) -> dict[str, str]:
+    """Return the digests of images that `make images` has made. Skips the test if one is missing."""
+    index = LAYOUT / "index.json"
+    if not index.is_file():
+        PRODUCT_IMAGES.skip(f"no {index}")
+    made = {
+        each.get("annotations", {}).get("org.opencontainers.image.ref.name"): each["digest"]
+        for each in json.loads(index.read_text())["manifests"]
+    }
+    if missing := [IMAGES[role] for role in roles if IMAGES[role] not in made]:
+        PRODUCT_IMAGES.skip(f"no {', '.join(missing)} in {LAYOUT}")
+    return {role: made[IMAGES[role]] for role in roles}
+
+
+def find_commit_of_engines() -> str:
+    """Return the commit that the engines were built from. Skips the test if they are not for CPUs."""
+    file = LAYOUT.parent / "cpu.json"
+    record = json.loads(file.read_text()) if file.is_file() else {"images": {}}
+    built = {role: image["digest"] for role, image in record["images"].items()}
+    if built != find_digests(*IMAGES):
+        PRODUCT_IMAGES.skip(f"{LAYOUT} has other images than {file}; make images ENGINES=cpu")
+    return str(record["commit"])
+
+
+def push_images(cluster: Cluster, *roles: str) -> dict[str, str]:
+    """Push images to the cluster's registry. Returns their digests."""
+    assert cluster.registry is not None
+    found = find_digests(*roles)
+    for role, digest in found.items():
+        cluster.registry.push_layout(LAYOUT, digest, f"specrl-{role}", "built")
+    return found
+
+
+@contextmanager
+def install_release(cluster: Cluster, helm: Path, digests: Mapping[str, str]) -> Iterator[Release]:
+    """Install the chart in a restricted namespace; `helm install --wait` has seen its operator ready.
+
+    digests: of images in the registry. The others are asked for by a tag that the registry has not.
+    """
+    create_restricted_namespace(cluster.admin, NAMESPACE)
+    images: Object = {role: {"digest": digest} for role, digest in digests.items()} | {"registry": REGISTRY}
+    images["store"] |= {"repository": f"{REGISTRY}/specrl-store"}
+    installed = Release(helm, cluster.kubeconfig, "specrl", NAMESPACE, {"images": images, "jobs": {"storeSize": "1Gi"}})
+    installed.install()
+    try:
+        yield installed
+    finally:
+        installed.uninstall()
+        cluster.admin.delete("v1/namespaces", NAMESPACE)
+        wait_until(lambda: cluster.admin.find("v1/namespaces", NAMESPACE) is None, f"{NAMESPACE} is gone")
+
+
+def read_example() -> tuple[Object, Object]:
+    """Return the local example's claim and RLJob."""
+    claim, job = yaml.safe_load_all(EXAMPLE.read_text())
+    return claim, job
+
+
+def create_example(cluster: Cluster, namespace: str, **changes: Object) -> Object:
+    """Create the local example with its claim, and volumes for this and its store. changes: sections of the spec."""
+    for purpose in ("run", "store"):
+        cluster.add_volume(f"{namespace}-{purpose}")
+    claim, job = read_example()
+    for each in (claim, job):
+        each["metadata"]["namespace"] = namespace
+    job["spec"] |= changes
+    cluster.admin.create(claim)
+    return cluster.admin.create(job)
