@@ -19,6 +19,8 @@ _CHANNEL = re.compile(
     r"NCCL INFO Channel \d+(?:/\d+)? : \d+\[\w+\] -> \d+\[\w+\] (?:\[(?:send|receive)\] )?"
     r"via (?P<transport>SHM|P2P/\w+|NET/[^/]+(?=/))"  # a network plugin's name may have spaces: NET/AWS Libfabric/0
 )
+MOST_BYTES = 16 << 20
+"""Most that one call reads. A communicator's start writes one line of about 100 bytes for each channel."""
 _WARNING = re.compile(r"NCCL WARN (.*)")
 
 
@@ -32,12 +34,12 @@ class NcclLog:
 
     def read_new_lines(self) -> list[str]:
         """Return the lines since the last call; none if there is no log, or none that can be read."""
-        if self._path is None:
+        if self._path is None or not self._path.is_file():  # a user may name a pipe, which would block
             return []
         try:
             with self._path.open("rb") as file:
                 file.seek(self._read_bytes)
-                text = file.read()
+                text = file.read(MOST_BYTES)
         except OSError:
             return []
         whole = text[: text.rfind(b"\n") + 1]  # NCCL may be writing the last line

@@ -714,6 +714,7 @@ COVERED = {
     "models/model_folder.py": "config; tokenizer; index; weights",
     "machine.py": "the kernel's own; tests/unit/test_machine.py",
     "rpc/run_token.py": "the token, which may be any text",
+    "weights/nccl_log.py": "NCCL's own; lines of another form are ignored: tests/unit/weights/test_nccl_log.py",
     "launcher/doctor/gpus.py": "the kernel's own; what cannot be read is a finding",
     "launcher/doctor/software.py": "a file of an installed package; what cannot be read is a finding",
     "launcher/stored_reports.py": "status, endpoints, metrics, launcher; rollouts",

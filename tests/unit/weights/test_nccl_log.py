@@ -84,3 +84,9 @@ def test_the_log_is_where_nccl_writes_it() -> None:
 def test_warnings_are_found_without_time_and_place() -> None:
     line = "transport/nvls.cc:91  NCCL WARN Cuda failure 801 'operation not supported'"
     assert find_warnings([line, *SOCKETS.splitlines()]) == ["Cuda failure 801 'operation not supported'"]
+
+
+def test_a_pipe_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "nccl.log"
+    os.mkfifo(path)  # opening it would wait for a writer
+    assert NcclLog(path).read_new_lines() == []
