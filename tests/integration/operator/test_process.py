@@ -54,8 +54,9 @@ def test_jobs_are_reconciled_when_they_are_created_changed_and_deleted(
     assert ask(operator, "/healthz").status_code == ask(operator, "/readyz").status_code == 200
     fake.put_object(an_rljob(name="second"))
     operator.until(lambda: "second-generation" in fake.objects_by_name(STATEFUL_SET))
-    fake.delete(CONFIG_MAP, fake.objects_by_name(CONFIG_MAP)["second-run"])
-    operator.until(lambda: "second-run" in fake.objects_by_name(CONFIG_MAP))
+    run_file = next(name for name in fake.objects_by_name(CONFIG_MAP) if name.startswith("second-run-"))
+    fake.delete(CONFIG_MAP, fake.objects_by_name(CONFIG_MAP)[run_file])
+    operator.until(lambda: run_file in fake.objects_by_name(CONFIG_MAP))
     job = fake.objects_by_name(RLJOB)["second"]
     job["spec"]["generation"]["replicas"] = 3
     fake.put_object(job)
