@@ -6,6 +6,7 @@ One start here is that of the program itself; the others are forks that run its 
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import signal
 import subprocess
@@ -152,8 +153,9 @@ def test_missing_model_is_said_in_one_line(ranks: ForkServer, tmp_path: Path) ->
     arguments = ["--spec", str(tmp_path / "run.yaml"), "--run-directory", str(tmp_path), "--coordinator", "127.0.0.1:1"]
     rank = ranks.start("specrl.trainer.main", arguments, {}, tmp_path / "log")
     assert rank.wait(timeout=START_S) == CheckpointInvalid.exit_code
-    (line,) = (tmp_path / "log").read_text().splitlines()
-    assert line.startswith("specrl-trainer: ")
+    started, refused = (tmp_path / "log").read_text().splitlines()
+    assert json.loads(started)["event"] == "process_started"
+    assert refused.startswith("specrl-trainer: ")
 
 
 def test_missing_run_file_is_said_in_one_line(tmp_path: Path) -> None:
