@@ -130,10 +130,11 @@ def trim_object(item: Object) -> Object:
     The operator keeps every child of every job in memory. The rest of the spec and `managedFields` are nine tenths of
     their size.
     """
+    metadata = {name: value for name, value in item["metadata"].items() if name != "managedFields"}
     if any(kind.is_kind_of(item) for kind in kinds.REPAIRED_KINDS):
-        return item | {"metadata": {name: it for name, it in item["metadata"].items() if name != "managedFields"}}
+        return item | {"metadata": metadata}
     found: Object = {name: item[name] for name in ("apiVersion", "kind", "status") if name in item}
-    found["metadata"] = {name: value for name, value in item["metadata"].items() if name != "managedFields"}
+    found["metadata"] = metadata
     spec = item.get("spec") or {}
     return found | {"spec": {name: spec[name] for name in KEPT_SPEC_FIELDS if name in spec}}
 
