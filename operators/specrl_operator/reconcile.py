@@ -165,7 +165,7 @@ class Reconciler:
         """Collect the job's trainer, replicas and pods, whether its claim template exists, and its NVLink domain."""
         job = plan.job
         trainers = list_trainers(children)
-        workloads = children[kinds.STATEFUL_SET] + children[kinds.LEADER_WORKER_SET]
+        workloads = [item for kind in POD_SET_KINDS for item in children[kind]]
         labelled = self._cache.list_objects(kinds.POD, job.namespace, job.name)
         # By uid: pods of a deleted job of the same name may still be on their way out, with exit codes of their own.
         pods = [
@@ -202,7 +202,8 @@ class Reconciler:
         owners = [item for kind in (*TRAINER_KINDS, *POD_SET_KINDS) for item in children[kind]]
         for owner in owners:
             role = owner["metadata"]["labels"].get(COMPONENT_LABEL, "")
-            if role in found or any(has_component(pod, role) for pod in pods):
+            wants_none = owner["spec"].get("replicas") == 0 or owner["spec"].get("suspend")
+            if wants_none or role in found or any(has_component(pod, role) for pod in pods):
                 continue
             # A JobSet's pods belong to its Job, which workloads.py calls `node`.
             name = owner["metadata"]["name"] + ("-node-0" if kinds.JOB_SET.is_kind_of(owner) else "")
