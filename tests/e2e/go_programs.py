@@ -38,7 +38,8 @@ class GoPrograms:
     @cached_property
     def folder(self) -> Path:
         """Where the programs of these pins are, or will be."""
-        sources = sorted([*self.pins.glob("go.*"), *self.pins.glob("*/main.go"), Path(__file__)])
+        # Sorted among themselves: the folder must not depend on where the checkout lies.
+        sources = [*sorted([*self.pins.glob("go.*"), *self.pins.glob("*/main.go")]), Path(__file__)]
         content = [source.read_bytes() for source in sources]
         content.append(json.dumps([self.packages, self.manifests], sort_keys=True).encode())
         digest = hashlib.sha256(b"\0".join(content)).hexdigest()[:8]
