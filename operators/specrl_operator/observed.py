@@ -16,6 +16,7 @@ from specrl_operator.kinds import Kind
 
 TRAINER_KINDS = (kinds.JOB_SET, kinds.JOB)
 """Kinds of a trainer. They are created and deleted, never patched."""
+OUT_OF_MEMORY = "OOMKilled: it used more memory than its limit; raise limits.memory in the role's podTemplate"
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ def find_last_exit(pod: Object) -> tuple[int | None, str]:
         for name in ("state", "lastState"):
             ended: dict[str, Any] | None = (container.get(name) or {}).get("terminated")
             if ended is not None:
+                if ended.get("reason") == "OOMKilled":  # the log's end does not know
+                    return int(ended.get("exitCode", 0)), OUT_OF_MEMORY
                 lines = [line for line in str(ended.get("message") or ended.get("reason") or "").splitlines() if line]
                 # With FallbackToLogsOnError the message is the log's end. The error is in its last lines.
                 return int(ended.get("exitCode", 0)), " ".join(lines[-8:])[-MAX_MESSAGE_LENGTH:]

@@ -388,6 +388,17 @@ def test_a_coordinator_that_crashes_too_often_fails_the_job() -> None:
     assert world.read_condition("Failed") == ("True", "BackoffLimitExceeded")
 
 
+def test_a_process_that_the_kernel_killed_for_its_memory_says_what_to_raise() -> None:
+    """Not the end of its log, which says nothing of it."""
+    world = World()
+    world.settle()
+    world.end_pod("tiny-coordinator-0", 137, "model_loaded seconds=3", reason="OOMKilled")
+    world.settle()
+    message = next(it["message"] for it in world.status["conditions"] if it["type"] == "CoordinatorReady")
+    assert "raise limits.memory in the role's podTemplate" in message
+    assert "model_loaded" not in message
+
+
 def test_a_failed_jobset_fails_the_job_and_is_kept_for_its_logs() -> None:
     world = World()
     world.settle()

@@ -129,10 +129,10 @@ class World:
                 made = True
         return made or set(wanted) != set(there)
 
-    def end_pod(self, name: str, code: int, message: str = "", restarts: int = 0) -> None:
-        """End a pod's container with an exit code."""
+    def end_pod(self, name: str, code: int, message: str = "", restarts: int = 0, reason: str = "") -> None:
+        """End a pod's container with an exit code. reason: the kubelet's."""
         pod = self.server.objects_by_name(POD)[name]
-        ended = {"terminated": {"exitCode": code, "message": message}}
+        ended = {"terminated": {"exitCode": code, "message": message, "reason": reason}}
         container = {"name": "x", "restartCount": restarts, "state": ended}
         pod["status"] = {"phase": "Failed" if code else "Succeeded", "containerStatuses": [container]}
         self.server.put_object(pod)
