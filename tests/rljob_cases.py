@@ -23,6 +23,7 @@ SOUND: dict[str, Any] = {
     "trainer": {"optimizer": {"learningRate": "1e-5"}},
     "schedule": {"steps": 3, "promptsPerStep": 2, "groupSize": 4},
     "checkpoint": {"claimName": "runs"},
+    "placement": {"profile": "CPU"},
 }
 
 
@@ -74,6 +75,7 @@ _VALIDATION: dict[str, Any] = {"source": {"parquet": {"path": "/models/test"}}}
 _ONE_REPLICA = {"generation.gpusPerReplica": 4, "generation.tensorParallel": 4}
 _TRAINER = {"trainer.gpusPerNode": 4, "trainer.parallelism": {"tensor": 4}}
 _GB200 = {"placement.profile": "GB200", **_ONE_REPLICA, **_TRAINER}
+_GENERIC = {"placement.profile": "Generic", "generation.gpusPerReplica": 1, "trainer.gpusPerNode": 1}
 
 
 def _redis(path: str, refused: Any, accepted: Any, must: str = "must") -> Case:
@@ -91,6 +93,11 @@ def _tools(path: str, refused: Any, accepted: Any, must: str = "must") -> Case:
 def _gb200(path: str, refused: Changes, accepted: Changes, must: str = "must") -> Case:
     """Build a case of a job with GPUs on GB200 nodes."""
     return Case(path, _GB200 | refused, _GB200 | accepted, must)
+
+
+def _generic(path: str, refused: Changes, accepted: Changes, must: str = "must") -> Case:
+    """Build a case of a job with GPUs on nodes of any kind."""
+    return Case(path, _GENERIC | refused, _GENERIC | accepted, must)
 
 
 def _sum_of(*terms: Any) -> Any:
@@ -520,7 +527,7 @@ _TWO_DOMAINS = {
     "placement.layout": "SeparateDomains",
 }
 PLACEMENT = (
-    Case(
+    _generic(
         "generation.gpusPerReplica",
         {"generation.gpusPerReplica": 1, "generation.tensorParallel": 2},
         {"generation.gpusPerReplica": 2, "generation.tensorParallel": 2},
@@ -531,7 +538,7 @@ PLACEMENT = (
         {"trainer.numNodes": 2, "trainer.parallelism": {"data": 3}},
         {"trainer.numNodes": 2, "trainer.parallelism": {"data": 3, "tensor": 2}},
     ),
-    Case(
+    _generic(
         "trainer.gpusPerNode",
         {"trainer.gpusPerNode": 4, "trainer.numNodes": 2, "trainer.parallelism": {"tensor": 4}},
         {"trainer.gpusPerNode": 4, "trainer.numNodes": 2, "trainer.parallelism": {"tensor": 4, "data": 2}},
@@ -539,11 +546,11 @@ PLACEMENT = (
     ),
     Case(
         "weights.transport",
-        {"weights": {"transport": "Nccl"}, "generation.gpusPerReplica": 1},
-        {"weights": {"transport": "Nccl"}, "generation.gpusPerReplica": 1, "trainer.gpusPerNode": 1},
+        {"weights": {"transport": "Nccl"}},
+        _GENERIC | {"weights": {"transport": "Nccl"}},
         "must not be Nccl",
     ),
-    Case("placement.nvlink", {"placement": {"nvlink": "Preferred"}}, _GB200 | {"placement.nvlink": "Preferred"}),
+    Case("placement.nvlink", {"placement.nvlink": "Preferred"}, _GB200 | {"placement.nvlink": "Preferred"}),
     *(
         _gb200(
             "placement.layout",
@@ -553,23 +560,30 @@ PLACEMENT = (
         )
         for layout in ("Any", "SeparateDomains")
     ),
-    _gb200("trainer.gpusPerNode", {"trainer.gpusPerNode": 0}, {}, "must be > 0"),
-    _gb200("generation.gpusPerReplica", {"generation.gpusPerReplica": 0}, {}, "must be > 0"),
-    Case(
+    *(
+        case
+        for path in ("trainer.gpusPerNode", "generation.gpusPerReplica")
+        for case in (
+            _gb200(path, {path: 0}, {}, "must be > 0"),
+            _generic(path, {path: ...}, {}, "must be > 0"),
+            Case(path, {path: 1}, {path: 0}, "must be 0 with"),
+        )
+    ),
+    _generic(
         "trainer.gpusPerNode",
-        {"trainer.gpusPerNode": 8, "trainer.parallelism": {"tensor": 8}, "placement": {"gpusPerNode": 4}},
+        {"trainer.gpusPerNode": 8, "trainer.parallelism": {"tensor": 8}, "placement.gpusPerNode": 4},
         {"trainer.gpusPerNode": 8, "trainer.parallelism": {"tensor": 8}},
         "must be <= placement",
     ),
-    Case(
+    _generic(
         "generation.gpusPerReplica",
-        {"generation.gpusPerReplica": 6, "generation.tensorParallel": 6, "placement": {"gpusPerNode": 4}},
-        {"generation.gpusPerReplica": 8, "generation.tensorParallel": 8, "placement": {"gpusPerNode": 4}},
+        {"generation.gpusPerReplica": 6, "generation.tensorParallel": 6, "placement.gpusPerNode": 4},
+        {"generation.gpusPerReplica": 8, "generation.tensorParallel": 8, "placement.gpusPerNode": 4},
         "must be <= placement.gpusPerNode or",
     ),
-    Case(
+    _generic(
         "generation.gpusPerReplica",
-        {"generation.gpusPerReplica": 8, "generation.tensorParallel": 4, "placement": {"gpusPerNode": 4}},
+        {"generation.gpusPerReplica": 8, "generation.tensorParallel": 4, "placement.gpusPerNode": 4},
         {"generation.gpusPerReplica": 8, "generation.tensorParallel": 4},
         "must equal tensorParallel",
     ),
@@ -638,8 +652,8 @@ MODES = (
     ),
     Case(
         "placement.rdma.count",
-        {"placement": {"rdma": {"count": 4}}},
-        {"placement": {"rdma": {"count": 4, "resourceName": "rdma/ib"}}},
+        {"placement.rdma": {"count": 4}},
+        {"placement.rdma": {"count": 4, "resourceName": "rdma/ib"}},
     ),
     Case(
         "tls.issuer",
@@ -666,6 +680,8 @@ CHANGED_JOB: Changes = {
     "failurePolicy": {"onTrainerFailure": "Fail"},
 }
 """Changes of the job in which every value below is valid."""
+_ON_GPUS: Changes = {**_GENERIC, "trainer.gpusPerNode": 2}
+"""Further changes, for the field that is 0 on CPUs."""
 
 _TEMPLATES = ({"spec": {"hostIPC": True}}, {"spec": {"hostIPC": False}}, ...)
 NEVER: dict[str, tuple[Any, ...]] = {
@@ -688,7 +704,7 @@ NEVER: dict[str, tuple[Any, ...]] = {
     "generation.tensorParallel": (1, 2),
     "generation.eager": (True, False, ...),
     "generation.threads": (1, 2),
-    "generation.gpusPerReplica": (0, 1),
+    "generation.gpusPerReplica": (1, 2),
     "trainer.parallelism": ({"data": 2}, {"tensor": 2}),
     "trainer.optimizer": ({"learningRate": "1"}, {"learningRate": "2"}),
     "trainer.loss": ({}, {"advantages": "LeaveOneOut"}),
@@ -699,7 +715,6 @@ NEVER: dict[str, tuple[Any, ...]] = {
     "trainer.routing": ("Anew", "Replay"),
     "trainer.threads": (1, 2),
     "trainer.numNodes": (1, 2),
-    "trainer.gpusPerNode": (0, 2),
     "schedule": (SOUND["schedule"], {**SOUND["schedule"], "steps": 4}),
     "weights": ({}, {"timeoutS": 121}),
     "canary": ({}, {"maxAbs": "1"}),
@@ -708,9 +723,14 @@ NEVER: dict[str, tuple[Any, ...]] = {
     "validation": (_VALIDATION, {**_VALIDATION, "limit": 5}, ...),
     "telemetry": ({}, {"logLevel": "debug"}),
     "managedBy": ("specrl.dev/operator", "kueue.x-k8s.io/multikueue", ...),
-    "placement": (..., {"gpusPerNode": 8}, {"rdma": {}}),
+    "placement": tuple({"profile": "CPU", **more} for more in ({}, {"gpusPerNode": 8}, {"rdma": {}})),
     "tls": ({}, {"mode": "ExistingSecret", "secretName": "peers"}),
 }
+# A trainer's ranks fix the GPUs of its nodes, so that they cannot change alone.
+ONE_NODE, TWO_NODES = (
+    a_job({**_GENERIC, "trainer.parallelism": {"data": 2}, "trainer.numNodes": nodes, "trainer.gpusPerNode": gpus})
+    for nodes, gpus in ((1, 2), (2, 1))
+)
 WHILE_SUSPENDED: dict[str, tuple[Any, ...]] = {
     "coordinator.podTemplate": _TEMPLATES,
     "generation.podTemplate": _TEMPLATES,
@@ -732,8 +752,9 @@ AT_ANY_TIME: dict[str, tuple[Any, ...]] = {
 
 def changes_of(table: dict[str, tuple[Any, ...]]) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
     """List every change from one value of a table to another: the field, the job before and the job after."""
+    bases = {"generation.gpusPerReplica": {**CHANGED_JOB, **_ON_GPUS}}
     return [
-        (path, a_job({**CHANGED_JOB, path: before}), a_job({**CHANGED_JOB, path: after}))
+        (path, *(a_job({**bases.get(path, CHANGED_JOB), path: value}) for value in (before, after)))
         for path, values in table.items()
         for before in values
         for after in values

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 
 from specrl.spec import RunSpec, dump_spec
+from specrl.spec.cluster import Profile
 from specrl.spec.run import Dtype
 from specrl.spec.store import Durability, RedisStore, Secret, Store
 from specrl_operator import kinds
@@ -108,8 +109,7 @@ def _resolve_dtype(spec: RunSpec) -> RunSpec:
     """
     if spec.model.dtype is not Dtype.AUTO:
         return spec
-    has_gpus = spec.generation.gpus_per_replica > 0 and spec.trainer.gpus_per_node > 0
-    dtype = Dtype.BFLOAT16 if has_gpus else Dtype.FLOAT32
+    dtype = Dtype.FLOAT32 if spec.placement.profile is Profile.CPU else Dtype.BFLOAT16
     return spec.model_copy(update={"model": spec.model.model_copy(update={"dtype": dtype})})
 
 

@@ -174,6 +174,7 @@ class Autoscaling(Section):
 
 class Profile(StrEnum):
     GENERIC = "Generic"
+    CPU = "CPU"
     GB200 = "GB200"
 
 
@@ -215,8 +216,8 @@ class Placement(Section):
     """Nodes that the run's GPU pods are placed on."""
 
     profile: Profile = Profile.GENERIC
-    """Type of nodes. `Generic`: any node that has the resources. `GB200`: GB200 or GB300 nodes (arm64), selected by
-    their labels and taints."""
+    """Type of nodes. `Generic`: any node that has the GPUs. `GB200`: GB200 or GB300 nodes (arm64), selected by their
+    labels and taints. `CPU`: any node; trainer and replicas ask for no GPUs and compute on CPUs."""
     nvlink: NvLink = NvLink.DISABLED
     """NVLink between nodes, through a ComputeDomain of NVIDIA's DRA driver. `Preferred`: used if the driver is
     installed, wherever pods share a domain; status.placement shows whether weights use it. `Required`: only with layout

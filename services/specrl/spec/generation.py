@@ -210,8 +210,8 @@ class Generation(Section):
     """CPU threads of one replica."""
     gpus_per_replica: Annotated[WholeNumber, Field(ge=0, le=1024), OnCluster.ONLY] = 0
     """GPUs that one replica's pods request together on a cluster, at least tensorParallel. A replica with more GPUs
-    than a node has takes whole nodes, one pod on each, and must have exactly tensorParallel GPUs. 0: the replica
-    computes on CPUs. A local run ignores this field and the two below."""
+    than a node has takes whole nodes, one pod on each, and must have exactly tensorParallel GPUs. 0: only
+    with placement.profile `CPU`; the replica computes on CPUs. A local run ignores this field and the two below."""
     autoscaling: Annotated[Autoscaling | None, ChangePolicy.ANY_TIME, OnCluster.ONLY] = None
     """Scales `replicas` by itself. Null: users set `replicas`."""
     pod_template: Annotated[PodTemplate | None, ChangePolicy.SUSPENDED, OnCluster.ONLY] = None

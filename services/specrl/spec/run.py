@@ -58,7 +58,7 @@ class Model(Section):
     dtype: Dtype = Dtype.AUTO
     """Precision of weights and activations in generation and training. Optimizer state is float32. `Auto`: bfloat16 on
     GPUs and on CPUs with bfloat16 units, else float32. It is chosen once, written into the run's own file, and kept
-    when the run is resumed. On a cluster: bfloat16 if trainer and replicas request GPUs, else float32."""
+    when the run is resumed. On a cluster: float32 with placement.profile `CPU`, else bfloat16."""
     max_length: Positive = 2048
     """Longest prompt plus completion, in tokens."""
 

@@ -391,6 +391,6 @@ class Trainer(Section):
     """Pods of the trainer on a cluster, each on its own node if it has GPUs. The ranks are distributed evenly. A local
     run ignores this field and the two below."""
     gpus_per_node: Annotated[WholeNumber, Field(ge=0, le=16), OnCluster.ONLY] = 0
-    """GPUs of each trainer pod, one per rank. 0: the trainer computes on CPUs."""
+    """GPUs of each trainer pod, one per rank. 0: only with placement.profile `CPU`; the trainer computes on CPUs."""
     pod_template: Annotated[PodTemplate | None, ChangePolicy.SUSPENDED, OnCluster.ONLY] = None
     """As coordinator.podTemplate, for every pod of the trainer. Its container is `trainer`."""

@@ -25,6 +25,7 @@ RUN: Object = {
     "trainer": {"optimizer": {"learningRate": "1e-3"}},
     "schedule": {"steps": 2, "promptsPerStep": 2, "groupSize": 2},
     "checkpoint": {"claimName": "runs"},
+    "placement": {"profile": "CPU"},
 }
 """The smallest spec: one replica, one rank, on CPUs."""
 

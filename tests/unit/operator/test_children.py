@@ -22,6 +22,7 @@ from specrl.generation.main import parse_arguments
 from specrl.generation.nodes import ReplicaNodes
 from specrl.launcher.processes import environment
 from specrl.spec import digest_spec, load_process_spec, load_spec
+from specrl.spec.cluster import Placement
 from specrl.spec.run import Dtype
 from specrl_operator.api import (
     COMPONENT_LABEL,
@@ -151,7 +152,7 @@ def jobs(draw: Any) -> Job:
     per_node = draw(st.sampled_from([1, 4, 8]))
     nodes = draw(st.sampled_from([1, 2, 4, 16, 512]))
     on_gpus = draw(st.booleans())
-    profile = draw(st.sampled_from(["Generic", "GB200"])) if on_gpus else "Generic"
+    profile = draw(st.sampled_from(["Generic", "GB200"])) if on_gpus else "CPU"
     nvlink = (
         draw(st.sampled_from(["Disabled", "Preferred", "Required"])) if on_gpus and profile == "GB200" else "Disabled"
     )
@@ -344,7 +345,7 @@ def test_the_run_file_is_the_run_with_the_job_s_own_store(tmp_path: Path) -> Non
     assert spec.redis.addresses == ("qwen3-8b-store:6379",)
     assert spec.redis.password is not None
     assert spec.redis.password.environment == pods.STORE_PASSWORD
-    assert spec.placement == a_job().spec.placement  # cluster fields are not in the pods' run file
+    assert spec.placement == Placement()  # cluster fields are not in the pods' run file
     scaled = a_job(PAPER, {"generation": {"replicas": 13}, "suspend": True}, name="qwen3-8b")
     other = find_run_file(children_of(scaled, ClusterFacts()))
     (tmp_path / "other.yaml").write_text(other["data"]["run.yaml"])
@@ -353,7 +354,7 @@ def test_the_run_file_is_the_run_with_the_job_s_own_store(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("change", "dtype"),
-    [(PAPER, Dtype.BFLOAT16), ({"generation": {"gpusPerReplica": 1}}, Dtype.FLOAT32), ({}, Dtype.FLOAT32)],
+    [(PAPER, Dtype.BFLOAT16), ({}, Dtype.FLOAT32)],
 )
 def test_the_precision_of_a_job_is_chosen_by_its_gpus(change: Object, dtype: Dtype, tmp_path: Path) -> None:
     """Processes must not choose it: pods on nodes with other CPUs would choose differently."""
@@ -618,9 +619,9 @@ def test_the_stores_pod_can_be_shaped() -> None:
 def test_a_replica_of_eight_gpus_is_one_pod_where_nobody_said_otherwise() -> None:
     """The GB200's four GPUs a node were the default of all: on nodes of eight H100 a replica became two pods of four,
     and a trainer of eight was refused."""
-    eight = {"generation": {"gpusPerReplica": 8, "tensorParallel": 8}}
+    eight = {"generation": {"gpusPerReplica": 8, "tensorParallel": 8}, "placement": {"profile": "Generic"}}
     trainer = {"trainer": {"gpusPerNode": 8, "parallelism": {"tensor": 8}}}
     assert plan_job(a_job(eight, trainer), ClusterFacts()).replica.pods == 1
-    four = {"placement": {"gpusPerNode": 4}}
+    four = {"placement": {"gpusPerNode": 4}, "trainer": {"gpusPerNode": 1}}
     assert plan_job(a_job(eight, four), ClusterFacts()).replica.pods == 2
     assert plan_job(a_job(PAPER, LARGE), ClusterFacts()).replica.pods == 2

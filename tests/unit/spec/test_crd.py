@@ -11,7 +11,17 @@ from typing import Any
 import pytest
 import yaml
 from tests.rljob_admission import Manifest, Refusal, admit, read_schema, refused_by_rules
-from tests.rljob_cases import AT_ANY_TIME, CASES, NEVER, WHILE_SUSPENDED, a_job, changes_of, manifest_of
+from tests.rljob_cases import (
+    AT_ANY_TIME,
+    CASES,
+    NEVER,
+    ONE_NODE,
+    TWO_NODES,
+    WHILE_SUSPENDED,
+    a_job,
+    changes_of,
+    manifest_of,
+)
 from typer.testing import CliRunner
 
 from specrl.cli import app
@@ -197,6 +207,12 @@ def test_immutable_fields_cannot_be_changed(path: str, before: Manifest, after: 
     assert admit(stored, stored)[1] == []
 
 
+def test_nodes_and_gpus_of_a_trainer_cannot_be_changed() -> None:
+    fields = ("trainer.numNodes", "trainer.gpusPerNode")
+    refused = {Refusal(f"spec.{it}", f"{it} cannot be changed, added or removed; create a new job") for it in fields}
+    assert set(admit(TWO_NODES, admit(ONE_NODE)[0])[1]) == refused
+
+
 SUSPENDED = changes_of(WHILE_SUSPENDED)
 
 
@@ -219,7 +235,7 @@ def test_mutable_fields_can_be_changed_at_any_time(path: str, before: Manifest, 
 
 def test_every_field_has_been_changed_in_a_test() -> None:
     transitions = [rule for rule in SPEC["x-kubernetes-validations"] if "oldSelf" in rule["rule"]]
-    assert {rule["fieldPath"][1:] for rule in transitions} == {*NEVER, *WHILE_SUSPENDED}
+    assert {rule["fieldPath"][1:] for rule in transitions} == {*NEVER, *WHILE_SUSPENDED, "trainer.gpusPerNode"}
 
     def free(section: Any, path: str) -> Iterator[str]:
         for field in section.model_fields.values():

@@ -174,11 +174,6 @@ STORAGE = (
 )
 
 
-def _list_gpus(spec: RunSpec) -> tuple[int, int]:
-    """Return the GPUs of a trainer node and of a replica."""
-    return spec.trainer.gpus_per_node, spec.generation.gpus_per_replica
-
-
 _RANKS = " * ".join(f"self.parallelism.{name}" for name in ("tensor", "context", "pipeline", "data"))
 # GPUs of the roles: enough for the ranks, the same number on every node.
 _GPUS = (
@@ -212,24 +207,33 @@ _GPUS = (
     Rule(
         RunSpec,
         "weights.transport",
-        "must not be Nccl without GPUs on both sides",
-        "give trainer.gpusPerNode and generation.gpusPerReplica, or use Auto",
-        lambda it: it.weights.transport is not Transport.NCCL or 0 not in _list_gpus(it),
-        "self.weights.transport != 'Nccl' || (self.trainer.gpusPerNode > 0 && self.generation.gpusPerReplica > 0)",
-        lambda it: f"{' and '.join(map(str, _list_gpus(it)))} GPUs",
+        "must not be Nccl with placement.profile CPU",
+        "use Auto; NCCL sends between GPUs alone",
+        lambda it: it.weights.transport is not Transport.NCCL or it.placement.profile is not Profile.CPU,
+        "self.weights.transport != 'Nccl' || self.placement.profile != 'CPU'",
     ),
 )
 
 
-def _require_gpus(field: str, gpus: Callable[[RunSpec], int]) -> Rule[RunSpec]:
-    """Build the rule that a role has GPUs with profile GB200, whose nodes all have GPUs."""
-    return Rule(
-        RunSpec,
-        field,
-        "must be > 0 with placement.profile GB200",
-        "set the number of GPUs, or use profile Generic",
-        lambda spec: spec.placement.profile is not Profile.GB200 or gpus(spec) > 0,
-        f"self.placement.profile != 'GB200' || self.{field} > 0",
+def _bind_gpus_to_profile(field: str, gpus: Callable[[RunSpec], int]) -> tuple[Rule[RunSpec], Rule[RunSpec]]:
+    """Build the rules that a role has GPUs, or the job says that it has none: 0 is the default of both roles."""
+    return (
+        Rule(
+            RunSpec,
+            field,
+            "must be > 0 unless placement.profile is CPU",
+            "give the number of GPUs, or set profile: CPU to train and generate on CPUs",
+            lambda spec: spec.placement.profile is Profile.CPU or gpus(spec) > 0,
+            f"self.placement.profile == 'CPU' || self.{field} > 0",
+        ),
+        Rule(
+            RunSpec,
+            field,
+            "must be 0 with placement.profile CPU",
+            "remove it, or use another profile",
+            lambda spec: spec.placement.profile is not Profile.CPU or gpus(spec) == 0,
+            f"self.placement.profile != 'CPU' || self.{field} == 0",
+        ),
     )
 
 
@@ -262,7 +266,7 @@ PLACEMENT = (
     Rule(
         cluster.Placement,
         "nvlink",
-        "must be Disabled with profile Generic",
+        "must be Disabled unless profile is GB200",
         "use profile GB200; only such nodes have NVLink between nodes",
         lambda it: it.nvlink is NvLink.DISABLED or it.profile is Profile.GB200,
         "self.nvlink == 'Disabled' || self.profile == 'GB200'",
@@ -275,8 +279,8 @@ PLACEMENT = (
         lambda it: it.nvlink is not NvLink.REQUIRED or it.layout is Layout.SAME_DOMAIN,
         "self.nvlink != 'Required' || self.layout == 'SameDomain'",
     ),
-    _require_gpus("trainer.gpusPerNode", lambda spec: spec.trainer.gpus_per_node),
-    _require_gpus("generation.gpusPerReplica", lambda spec: spec.generation.gpus_per_replica),
+    *_bind_gpus_to_profile("trainer.gpusPerNode", lambda spec: spec.trainer.gpus_per_node),
+    *_bind_gpus_to_profile("generation.gpusPerReplica", lambda spec: spec.generation.gpus_per_replica),
     Rule(
         RunSpec,
         "trainer.gpusPerNode",
