@@ -42,6 +42,12 @@ class ObservedState:
         )
 
     @property
+    def has_requested_parts(self) -> bool:
+        """Whether the trainer or a replica has been asked for. A suspended job has replicas, but none is wanted."""
+        generation = self.generation or {}
+        return self.trainer is not None or generation.get("spec", {}).get("replicas", 0) > 0
+
+    @property
     def has_trainer_ended(self) -> bool:
         """Whether the trainer's JobSet or Job is finished: none of its pods runs, and none will be created."""
         status = (self.trainer or {}).get("status") or {}

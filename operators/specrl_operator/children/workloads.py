@@ -16,7 +16,7 @@ def build_coordinator(plan: JobPlan, state: DesiredState) -> Object:
     """Build the coordinator's Deployment."""
     job = plan.job
     spec = {
-        "replicas": 1 if state in (DesiredState.RUNNING, DesiredState.ENDED) else 0,
+        "replicas": 0 if state in (DesiredState.SAVING, DesiredState.STOPPED) else 1,
         "strategy": {"type": "Recreate"},  # two coordinators of one run would compete for its store and its replicas
         "selector": {"matchLabels": job.build_selector(COORDINATOR)},
         "template": pods.build_coordinator_pod(plan),

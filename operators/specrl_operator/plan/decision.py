@@ -28,7 +28,7 @@ TRAINER_EXIT_S = 300
 class DesiredState(StrEnum):
     """The part of a job that should run."""
 
-    WAITING = "no pods that take GPUs, until the ComputeDomain's claim template exists"
+    WAITING = "coordinator and store, until the ComputeDomain's claim template exists and the sandbox is tried"
     RUNNING = "everything"
     SAVING = "the coordinator is stopped first, so that it can save the run while trainer and replicas still answer"
     STOPPED = "nothing that has pods"
@@ -80,9 +80,9 @@ def choose_state(plan: JobPlan, observed: ObservedState, terminal: TerminalCondi
     if terminal is not None or plan.job.spec.suspend:
         # The coordinator's pod exits when it has saved the run, within its grace period.
         return DesiredState.SAVING if observed.pods_of(COORDINATOR) else DesiredState.STOPPED
-    waits = plan.has_compute_domain and not observed.has_claim_template
+    waits = plan.awaits_sandbox or (plan.has_compute_domain and not observed.has_claim_template)
     # A job whose pods already run keeps them if the claim template disappears.
-    if waits and observed.trainer is None and observed.generation is None:
+    if waits and not observed.has_requested_parts:
         return DesiredState.WAITING
     return DesiredState.RUNNING
 

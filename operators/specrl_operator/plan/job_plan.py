@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from specrl.spec.cluster import Gang, Layout, NvLink, OnTrainerFailure
+from specrl.spec.rljob.status import CoordinatorCondition
 from specrl_operator import kinds
-from specrl_operator.api import CLAIM_SUFFIX, TRAINER, Job, Object
+from specrl_operator.api import CLAIM_SUFFIX, TRAINER, Job, Object, is_condition_true
 from specrl_operator.kinds import Kind
 from specrl_operator.observed import list_trainers
 
@@ -80,6 +81,12 @@ class JobPlan:
     def has_own_store(self) -> bool:
         """Whether the operator starts a Redis server for the job."""
         return self.job.spec.store is None
+
+    @property
+    def awaits_sandbox(self) -> bool:
+        """Whether the coordinator has yet to say that it can isolate the policy's programs."""
+        ready = CoordinatorCondition.SANDBOX_READY
+        return self.job.spec.runs_programs and not is_condition_true(self.job.status, ready)
 
     @property
     def claim_template(self) -> str:

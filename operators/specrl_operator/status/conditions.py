@@ -38,8 +38,7 @@ def decide_part_conditions(
     if refusal is not None:
         found["Accepted"] = ConditionState(False, refusal.reason, refusal.message)
     if plan.gang is Gang.KUEUE:
-        waiting = _describe_quota_wait(observed)
-        found["QuotaReserved"] = ConditionState(not waiting, "Pending" if waiting else "Admitted", waiting)
+        found["QuotaReserved"] = _decide_quota(plan, observed)
     found["PlacementReady"] = _decide_placement(plan, observed)
     for role, kind in ROLE_CONDITIONS.items():
         found[kind] = decide_role_condition(plan.job, role, observed, roles[role], is_stopped=is_stopped)
@@ -80,15 +79,17 @@ def summarize_state(conditions: dict[str, ConditionState]) -> str:
     quota = conditions.get("QuotaReserved")
     if suspended is not None and suspended.reason != "Resumed":
         return "Suspended" if suspended.is_true else "Suspending"
-    if quota is not None and not quota.is_true:
+    if quota is not None and quota.reason == "Pending":
         return "Queued"
     if conditions["Ready"].is_true:
         return "Running"
     return "Degraded" if conditions["Started"].is_true else "Starting"
 
 
-def _describe_quota_wait(observed: ObservedState) -> str:
-    """Describe what Kueue has not admitted yet; empty when it has admitted everything."""
+def _decide_quota(plan: JobPlan, observed: ObservedState) -> ConditionState:
+    """Decide whether Kueue has admitted everything."""
+    if _waits_for_sandbox(plan, observed):
+        return ConditionState(False, "NotRequested", "nothing is queued yet; see PlacementReady")
     waiting = []
     # Kueue suspends a JobSet or Job until it is admitted, and holds plain pods back by a scheduling gate.
     if observed.trainer is None or observed.trainer.get("spec", {}).get("suspend"):
@@ -96,10 +97,20 @@ def _describe_quota_wait(observed: ObservedState) -> str:
     gated = [pod for pod in observed.pods_of(GENERATION) if pod.get("spec", {}).get("schedulingGates")]
     if gated:
         waiting.append(f"{len(gated)} replica pods")
-    return f"waiting for quota: {' and '.join(waiting)}" if waiting else ""
+    if waiting:
+        return ConditionState(False, "Pending", f"waiting for quota: {' and '.join(waiting)}")
+    return ConditionState(True, "Admitted")
+
+
+def _waits_for_sandbox(plan: JobPlan, observed: ObservedState) -> bool:
+    """Whether trainer and replicas are not asked for until the coordinator has tried the sandbox (`decision.py`)."""
+    return plan.awaits_sandbox and not observed.has_requested_parts
 
 
 def _decide_placement(plan: JobPlan, observed: ObservedState) -> ConditionState:
+    if _waits_for_sandbox(plan, observed):
+        why = "trainer and replicas wait until the coordinator has tried the sandbox of the policy's programs"
+        return ConditionState(False, "WaitingForSandbox", why)
     if plan.has_compute_domain:
         if observed.has_claim_template:
             return ConditionState(True, "ClaimTemplateExists")

@@ -29,11 +29,14 @@ REASONS_BY_SEVERITY = (
     "ConfigurationMissing",
     "CrashLooping",
     "InsufficientCapacity",
+    "WaitingForSandbox",
     "PodsPending",
     "PodsNotReady",
+    "NotRequested",
 )
-"""Reasons of pods that are not ready, the most specific first. PodsNotReady is last: a coordinator is not ready while
-trainer or replicas are not, so its own reason explains nothing."""
+"""Reasons of parts that are not ready, the most specific first. Only a coordinator whose own pod starts can end
+WaitingForSandbox, so what its pod lacks comes before it. The last two explain nothing: a coordinator is not ready while
+trainer or replicas are not, and nothing is queued while something else is awaited."""
 
 MOUNT_S = 120
 """Seconds on a node without a running container, after which volumes are named as the likely cause. Images may be

@@ -38,7 +38,7 @@ from specrl.coordinator.members.service import CoordinatorService
 from specrl.coordinator.observe.event_log import EventLog
 from specrl.coordinator.observe.observer import RunObserver
 from specrl.coordinator.observe.origin import write_origin
-from specrl.coordinator.observe.rljob_status import RLJobStatusWriter
+from specrl.coordinator.observe.rljob_status import RLJobStatusWriter, write_sandbox_condition
 from specrl.coordinator.observe.sinks import ReportSinks, exit_process
 from specrl.coordinator.observe.timeline import Timeline
 from specrl.coordinator.observe.web.app import make_app
@@ -148,14 +148,21 @@ async def _serve_run(
         digest_spec(spec), spec.telemetry.heartbeat_s, time.monotonic, spec.name, PeerClients(limits, identity, token)
     )
     sinks = ReportSinks(spec, directory, claim.run_id)
-    tries_verifier = place is not None and not store.last_trained_step()  # elsewhere the launcher has tried it
-    checked = await _run_unless_stopped(_check_prompts(spec, directory, tries_verifier), stop)
-    if checked is None:
-        return await store.close()
-    inputs = _compare_inputs(spec, store, checked)
 
-    # Start the worker processes and wire the run.
+    # Start the worker processes first: in a pod, trainer and replicas are asked for when programs can be isolated.
     pool, tools, sandboxes = await _start_pools(spec)
+    async with contextlib.AsyncExitStack() as opened:
+        opened.push_async_callback(_close_pools, pool, tools)
+        if place is not None and sandboxes:
+            await write_sandbox_condition(place, {it.path: it.isolation.value for it in sandboxes})
+        tries_verifier = place is not None and not store.last_trained_step()  # elsewhere the launcher has tried it
+        checked = await _run_unless_stopped(_check_prompts(spec, directory, tries_verifier), stop)
+        if checked is None:
+            return await store.close()
+        inputs = _compare_inputs(spec, store, checked)
+        opened.pop_all()
+
+    # Wire the run.
     loop = wire_coordinator(
         spec,
         directory,
@@ -205,9 +212,7 @@ async def _serve_run(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await server.stop(grace=1.0)
-        await pool.close()
-        if tools is not None:
-            await tools.close()
+        await _close_pools(pool, tools)
         store.stop_retrying()  # else closing a store that is unreachable would retry without end
         await store.close()
         await asyncio.to_thread(sinks.close, observer.build_status())  # it waits for the sinks' servers
@@ -256,6 +261,12 @@ async def _start_pools(spec: RunSpec) -> tuple[VerifierPool, ToolPool | None, Se
             "isolation_chosen", section=choice.path, isolation=choice.isolation.value, reason=choice.reason or None
         )
     return pool, tools, sandboxes
+
+
+async def _close_pools(pool: VerifierPool, tools: ToolPool | None) -> None:
+    await pool.close()
+    if tools is not None:
+        await tools.close()
 
 
 def _compare_inputs(spec: RunSpec, store: StoreLink, checked: CheckedPrompts) -> RunInputs:

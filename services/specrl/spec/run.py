@@ -250,6 +250,12 @@ class RunSpec(Section):
     """Seconds after which a finished job is deleted. Null: it is not deleted."""
 
     @property
+    def runs_programs(self) -> bool:
+        """Whether programs that the policy writes run in a sandbox."""
+        is_tool = self.tools is not None and self.tools.answered_by.code is not None
+        return is_tool or any(verifier.code is not None for verifier in self.rewards.verifiers)
+
+    @property
     def redis(self) -> RedisStore | None:
         """The Redis server of the run's store; None if none is given."""
         return self.store.redis if self.store is not None else None

@@ -13,7 +13,7 @@ from tests.stand_ins.api_server_http import TOKEN, HttpApiServer
 from tests.unit.operator.builders import an_rljob
 
 from specrl.coordinator.observe.observer import RunObserver
-from specrl.coordinator.observe.rljob_status import RLJobStatusWriter
+from specrl.coordinator.observe.rljob_status import RLJobStatusWriter, write_sandbox_condition
 from specrl.coordinator.requests.rljob_api import RLJobReference
 from specrl.formats.reports import Phase, StatusReport, StepReport
 from specrl.spec.cluster import Placement
@@ -72,6 +72,28 @@ async def test_writing_progress_keeps_the_operators_fields(
     assert status["state"] == "Running"
     assert status["progress"] == {"step": 1, "policyVersion": 1, "lastUpdateTime": "2026-01-01T00:00:00Z"}
     assert find_condition(status, "CollectiveReady")["status"] == "True"
+
+
+async def test_the_sandbox_is_reported_alone_and_stays(
+    server: HttpApiServer, run: Run, writer: RLJobStatusWriter, tmp_path: Path
+) -> None:
+    """A coordinator that is restarted reports the sandbox first, beside the progress of the one before it."""
+    run.shown = run.shown.model_copy(update={"step": 1, "policy_version": 1})
+    assert await writer.write_changes()
+    place = RLJobReference("rl", "tiny", server.url, tmp_path)
+    await write_sandbox_condition(place, {"rewards.code": "Landlock"})
+    status = said(server)
+    assert find_condition(status, "SandboxReady")["message"] == "rewards.code: Landlock"
+    assert find_condition(status, "CollectiveReady")["status"] == "True"
+    assert status["progress"] == {"step": 1, "policyVersion": 1, "lastUpdateTime": "2026-01-01T00:00:00Z"}
+    run.shown = run.shown.model_copy(update={"step": 2, "isolations": {"rewards.code": "Landlock"}})
+    assert await writer.write_changes()
+    assert find_condition(said(server), "SandboxReady")["status"] == "True"
+
+
+async def test_an_unreachable_api_server_does_not_stop_the_run(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(TOKEN)
+    await write_sandbox_condition(RLJobReference("rl", "tiny", "http://127.0.0.1:9", tmp_path), {"tools": "Landlock"})
 
 
 async def test_an_unchanged_status_is_not_written(server: HttpApiServer, run: Run, writer: RLJobStatusWriter) -> None:

@@ -110,6 +110,12 @@ def test_a_fallback_of_nccl_is_seen_in_the_status(
     assert build_rljob_status(arrived, [], placement)["progress"].get("ncclTransport", "") == transport
 
 
+def test_the_isolation_of_programs_is_a_condition() -> None:
+    assert condition(a_status(), "SandboxReady") == {}
+    found = condition(a_status(isolations={"rewards.code": "Landlock", "tools": "Namespaces"}), "SandboxReady")
+    assert (found["status"], found["message"]) == ("True", "rewards.code: Landlock, tools: Namespaces")
+
+
 def test_the_drafters_initialisation_is_a_condition_until_it_serves() -> None:
     replica = ReplicaReport(id="tiny-generation-0", state="serving", policy_version=0, live_rollouts=0)
     served = [replica.model_copy(update={"drafter_version": 0})]

@@ -544,6 +544,71 @@ def test_no_gpu_pods_are_created_before_the_claim_template_exists() -> None:
     assert world.status["placement"] == {"multiNodeNVLink": "Unknown"}
 
 
+CODE = {"rewards": {"exact": None, "code": {}}}
+ISOLATED = {
+    "type": "SandboxReady",
+    "status": "True",
+    "reason": "IsolationChosen",
+    "message": "rewards.code: Landlock",
+    "lastTransitionTime": "2026-01-01T00:00:00Z",
+}
+
+
+@pytest.mark.parametrize(
+    "programs",
+    [CODE, {"tools": {"answeredBy": {"code": {}}, "maxOutputTokens": 4}}],
+    ids=["verifier", "tool"],
+)
+def test_the_sandbox_is_tried_before_anything_that_may_take_gpus_is_asked_for(programs: Object) -> None:
+    """The coordinator refused the default isolation when trainer and replicas had been started."""
+    world = World(programs)
+    world.settle()
+    assert set(world.server.objects_by_name(STATEFUL_SET)) == {"tiny-store"}
+    assert world.server.objects_by_name(JOB_SET) == {}
+    assert set(world.server.objects_by_name(POD)) == {"tiny-coordinator-0", "tiny-store-0"}
+    assert world.read_condition("PlacementReady") == ("False", "WaitingForSandbox")
+    assert world.read_condition("Ready") == ("False", "WaitingForSandbox")
+    world.report_status(conditions=[ISOLATED])
+    world.settle()
+    assert world.read_condition("Ready") == ("True", "AllPartsReady")
+    world.report_status(conditions=[])
+    world.settle()
+    assert world.read_condition("Ready") == ("True", "AllPartsReady"), "what runs is kept"
+
+
+def test_a_job_that_is_created_suspended_tries_its_sandbox_when_it_is_resumed() -> None:
+    world = World(CODE, SUSPENDED)
+    world.settle()
+    world.edit_spec(suspend=False)
+    world.settle()
+    assert world.server.objects_by_name(JOB_SET) == {}
+    assert world.read_condition("PlacementReady") == ("False", "WaitingForSandbox")
+    world.report_status(conditions=[ISOLATED])
+    world.settle()
+    world.edit_spec(suspend=True)
+    world.settle()
+    world.edit_spec(suspend=False)
+    world.settle()
+    assert world.read_condition("Ready") == ("True", "AllPartsReady"), "it is not tried again"
+
+
+def test_a_refused_sandbox_fails_a_job_that_has_asked_for_no_gpu() -> None:
+    world = World(CODE)
+    world.settle()
+    world.end_pod("tiny-coordinator-0", 2, "rewards.code.isolation must be possible on this machine")
+    world.reconcile()
+    assert world.read_condition("Failed") == ("True", "RunRefused")
+    assert world.server.objects_by_name(JOB_SET) == {}
+
+
+def test_a_job_that_waits_for_its_sandbox_is_not_queued_yet() -> None:
+    world = World(CODE, {"scheduling": {"queueName": "team"}}, served=EVERYTHING)
+    world.settle()
+    assert world.read_condition("QuotaReserved") == ("False", "NotRequested")
+    assert world.status["state"] == "Starting"
+    assert world.read_condition("Ready") == ("False", "WaitingForSandbox")
+
+
 def test_a_running_jobset_is_not_patched_whatever_others_write_into_it() -> None:
     world = World()
     world.settle()

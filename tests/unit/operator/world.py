@@ -10,7 +10,16 @@ from tests.stand_ins.api_server import CORE, FakeApiServer
 from tests.stand_ins.live_objects import LiveObjects
 from tests.unit.operator.builders import ALL, an_rljob, merge
 
-from specrl_operator.api import COMPONENT_LABEL, COORDINATOR, GENERATION, LEADER_LABEL, TRAINER, Object, find_condition
+from specrl_operator.api import (
+    COMPONENT_LABEL,
+    COORDINATOR,
+    GENERATION,
+    LEADER_LABEL,
+    STORE,
+    TRAINER,
+    Object,
+    find_condition,
+)
 from specrl_operator.kinds import (
     CLAIM_TEMPLATE,
     COMPUTE_DOMAIN,
@@ -94,6 +103,7 @@ class World:
         for kind, component in (
             (DEPLOYMENT, COORDINATOR),
             (STATEFUL_SET, GENERATION),
+            (STATEFUL_SET, STORE),
             (JOB_SET, TRAINER),
             (JOB, TRAINER),
         ):

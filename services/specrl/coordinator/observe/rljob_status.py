@@ -12,12 +12,14 @@ The coordinator writes these conditions:
   transport. The reason is `SocketFallback` when NCCL uses TCP although the job has RDMA or NVLink.
 - `DrafterReady`: replicas have the drafter that this run trains. False while it is initialised.
 - `RunFinished`: the last step is trained and the policy is exported.
+- `SandboxReady`: programs of the policy can be isolated in this pod, and how. The operator asks for trainer and
+  replicas after it, so `write_sandbox_condition` writes it before the run's prompts are checked.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -32,6 +34,9 @@ from specrl.spec.rljob.manifest import API_VERSION, KIND, PLURAL
 from specrl.spec.rljob.status import MULTI_NODE_NVLINK, CoordinatorCondition
 
 FIELD_MANAGER = "specrl-coordinator"
+SANDBOX_MANAGER = "specrl-coordinator-sandbox"
+"""Field manager of SandboxReady when it is written alone. A separate manager: under FIELD_MANAGER, server-side apply of
+one condition would remove the progress and the conditions of a coordinator that was restarted."""
 PERIOD_S = 10.0
 FINAL_S = 120.0
 """How long the coordinator retries the last write at the end of a run before it exits without it."""
@@ -81,6 +86,8 @@ def _list_conditions(
 ) -> Iterator[tuple[CoordinatorCondition, bool, str, str]]:
     """Yield each condition that is known: its type, whether it holds, reason and message."""
     given_up = sum(count for moved, count in status.replica_transitions.items() if moved.endswith("-> stale"))
+    if status.isolations:
+        yield CoordinatorCondition.SANDBOX_READY, True, *_describe_isolations(status.isolations)
     collective = CoordinatorCondition.COLLECTIVE_READY
     if status.policy_version >= 0:
         yield collective, *_judge_transport(status.nccl_transport, placement)
@@ -105,6 +112,11 @@ def _list_conditions(
         yield CoordinatorCondition.RUN_FINISHED, True, "MaxStepsReached", message
 
 
+def _describe_isolations(isolations: Mapping[str, str]) -> tuple[str, str]:
+    """Return reason and message of SandboxReady. isolations: by section of the run file."""
+    return "IsolationChosen", ", ".join(f"{path}: {isolation}" for path, isolation in isolations.items())
+
+
 def _judge_transport(transport: str, placement: Placement) -> tuple[bool, str, str]:
     """Judge the transport of weights that have arrived: status, reason and message of CollectiveReady."""
     arrived = "all replicas have received the first weights" + (f" over {transport}" if transport else "")
@@ -122,6 +134,28 @@ def _judge_transport(transport: str, placement: Placement) -> tuple[bool, str, s
         remedy = "check the RDMA devices and the limit of locked memory (docs/deploy.md), and the NVLink domain"
         return True, "SocketFallback", f"{arrived}: NCCL fell back to TCP; {remedy}"
     return True, "WeightsArrived", arrived
+
+
+async def write_sandbox_condition(place: RLJobReference, isolations: Mapping[str, str]) -> None:
+    """Write the condition SandboxReady alone. isolations: by section of the run file.
+
+    Best effort: `RLJobStatusWriter` writes it, too, as soon as the run's prompts are checked.
+    """
+    reason, message = _describe_isolations(isolations)
+    moment = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    ready = {"type": CoordinatorCondition.SANDBOX_READY.value, "status": "True", "reason": reason, "message": message}
+    status = {"conditions": [ready | {"lastTransitionTime": moment}]}
+    try:
+        await _apply_status(place, status, SANDBOX_MANAGER)
+    except (httpx2.HTTPError, OSError, ValueError) as error:
+        log.warning("rljob_status_not_written", rljob=place.name, reason=str(error))
+
+
+async def _apply_status(place: RLJobReference, status: dict[str, Any], manager: str) -> None:
+    """Apply fields of the RLJob's status. Raises httpx2.HTTPError; OSError: no token; ValueError: a bad certificate."""
+    body = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": place.name}, "status": status}
+    path = f"{API_VERSION}/namespaces/{place.namespace}/{PLURAL}/{place.name}/status"
+    await place.call_api("PATCH", path, body, "application/apply-patch+yaml", fieldManager=manager, force="true")
 
 
 class RLJobStatusWriter:
@@ -168,18 +202,9 @@ class RLJobStatusWriter:
         found = build_rljob_status(status, self._observer.list_recent_reports(), self._placement)
         if found == self._written:
             return True
-        body = {
-            "apiVersion": API_VERSION,
-            "kind": KIND,
-            "metadata": {"name": self._place.name},
-            "status": self._add_times(found),
-        }
-        place = self._place
-        path = f"{API_VERSION}/namespaces/{place.namespace}/{PLURAL}/{place.name}/status"
-        query = {"fieldManager": FIELD_MANAGER, "force": "true"}
         try:
-            await place.call_api("PATCH", path, body, "application/apply-patch+yaml", **query)
-        except (httpx2.HTTPError, OSError, ValueError) as error:  # OSError: no token; ValueError: a bad certificate
+            await _apply_status(self._place, self._add_times(found), FIELD_MANAGER)
+        except (httpx2.HTTPError, OSError, ValueError) as error:
             log.warning("rljob_status_not_written", rljob=self._place.name, reason=str(error))
             return False
         self._written = found

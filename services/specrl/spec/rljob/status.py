@@ -32,6 +32,7 @@ class CoordinatorCondition(StrEnum):
     COLLECTIVE_READY = "CollectiveReady"
     DRAFTER_READY = "DrafterReady"
     RUN_FINISHED = "RunFinished"
+    SANDBOX_READY = "SandboxReady"
 
 
 class ConditionStatus(StrEnum):
