@@ -1,6 +1,6 @@
 """The conditions of an RLJob, in the order in which they are shown: first its parts, then the whole job. Pure.
 
-    Accepted -> (QuotaReserved) -> PlacementReady -> CoordinatorReady, TrainerReady, GenerationReady
+    Accepted -> (QuotaReserved) -> PlacementReady -> (StoreReady), CoordinatorReady, TrainerReady, GenerationReady
     -> Ready, Started, Progressing, (Suspended), (Complete | Failed)
 
 Those in parentheses are only set where they apply. `job_status.py` calls this module.
@@ -40,8 +40,9 @@ def decide_part_conditions(
     if plan.gang is Gang.KUEUE:
         found["QuotaReserved"] = _decide_quota(plan, observed)
     found["PlacementReady"] = _decide_placement(plan, observed)
-    for role, kind in ROLE_CONDITIONS.items():
-        found[kind] = decide_role_condition(plan.job, role, observed, roles[role], is_stopped=is_stopped)
+    for role, counts in roles.items():
+        condition = decide_role_condition(plan.job, role, observed, counts, is_stopped=is_stopped)
+        found[ROLE_CONDITIONS[role]] = condition
     return found
 
 

@@ -1,6 +1,7 @@
 """Build an RLJob's status from its plan, the decision and the observed pods. Pure.
 
-    Accepted -> (QuotaReserved) -> PlacementReady -> CoordinatorReady, TrainerReady, GenerationReady -> Ready
+    Accepted -> (QuotaReserved) -> PlacementReady -> (StoreReady), CoordinatorReady, TrainerReady, GenerationReady
+    -> Ready
     Complete | Failed       terminal: never taken back
 
 The previous status matters only for what must be remembered: transition times, start and completion time, restarts, and
@@ -16,7 +17,7 @@ from datetime import datetime
 
 from specrl.spec.cluster import NvLink
 from specrl.spec.rljob.status import MULTI_NODE_NVLINK, CoordinatorCondition, MultiNodeNvLink
-from specrl_operator.api import MAX_MESSAGE_LENGTH, ConditionState, Job, Object, find_condition, format_time
+from specrl_operator.api import MAX_MESSAGE_LENGTH, STORE, ConditionState, Job, Object, find_condition, format_time
 from specrl_operator.observed import ObservedState
 from specrl_operator.plan.acceptance import Refusal
 from specrl_operator.plan.decision import Decision
@@ -35,7 +36,8 @@ def build_status(
     """
     job = plan.job
     is_ended = decision.terminal is not None
-    roles = {role: count_replicas(job, observed, role) for role in ROLE_CONDITIONS}
+    shown = [role for role in ROLE_CONDITIONS if role != STORE or plan.has_own_store]
+    roles = {role: count_replicas(job, observed, role) for role in shown}
     is_stopped = job.spec.suspend or is_ended
     conditions = decide_part_conditions(plan, observed, refusal, roles, is_stopped=is_stopped)
     conditions |= decide_job_conditions(job, decision, observed, conditions, now)

@@ -12,6 +12,7 @@ from specrl_operator.api import (
     COORDINATOR,
     GENERATION,
     LEADER_LABEL,
+    STORE,
     TRAINER,
     ConditionState,
     Job,
@@ -21,12 +22,19 @@ from specrl_operator.api import (
 )
 from specrl_operator.observed import ObservedState, find_last_exit, is_pod_ready, list_container_statuses
 
-ROLE_CONDITIONS = {COORDINATOR: "CoordinatorReady", TRAINER: "TrainerReady", GENERATION: "GenerationReady"}
-"""Roles and their conditions, in the order in which they are shown."""
+ROLE_CONDITIONS = {
+    STORE: "StoreReady",
+    COORDINATOR: "CoordinatorReady",
+    TRAINER: "TrainerReady",
+    GENERATION: "GenerationReady",
+}
+"""Roles and their conditions, in the order in which they are shown. Where two parts have the same problem, the first
+explains it: nothing starts without the store."""
 REASONS_BY_SEVERITY = (
     "PodsRefused",
     "ImagePullFailed",
     "ConfigurationMissing",
+    "VolumeUnavailable",
     "CrashLooping",
     "InsufficientCapacity",
     "WaitingForSandbox",
@@ -38,6 +46,19 @@ REASONS_BY_SEVERITY = (
 WaitingForSandbox, so what its pod lacks comes before it. The last two explain nothing: a coordinator is not ready while
 trainer or replicas are not, and nothing is queued while something else is awaited."""
 
+REMEDIES = {
+    "ImagePullFailed": "push the image, name another in the chart's values `images`, or check images.pullSecrets",
+    "CrashLooping": "see `kubectl logs --previous`",
+    "InsufficientCapacity": "add or free nodes that fit, or ask for less in the spec or the role's podTemplate",
+    "VolumeUnavailable": "see `kubectl describe pvc`: the claim must exist, and its StorageClass must provide a volume "
+    "for a node that fits; the chart's value jobs.storeClass names the store's",
+}
+"""What to do about a reason whose message is Kubernetes' own."""
+VOLUME_WORDS = ("persistentvolume", "persistent volume", "volume node affinity")
+"""Words of the scheduler's messages about volumes (`pkg/scheduler/framework/plugins/volumebinding` of Kubernetes)."""
+
+MAX_CAUSE = 700
+"""Most characters of Kubernetes' own words in a message, so that the remedy is within MAX_MESSAGE_LENGTH."""
 MOUNT_S = 120
 """Seconds on a node without a running container, after which volumes are named as the likely cause. Images may be
 pulled in that time, too: the kubelet has one reason for both, `ContainerCreating`."""
@@ -52,7 +73,7 @@ def count_replicas(job: Job, observed: ObservedState, role: str) -> Object:
     """Count a role's pods, wanted and ready. For generation, count replicas as the scale subresource shows them."""
     pods = observed.pods_of(role)
     if role != GENERATION:
-        wanted = 1 if role == COORDINATOR else job.spec.trainer.num_nodes
+        wanted = job.spec.trainer.num_nodes if role == TRAINER else 1
         return {"replicas": wanted, "readyReplicas": sum(map(is_pod_ready, pods))}
     # A replica of several nodes has one leader pod, which serves.
     leaders = [pod for pod in pods if pod["metadata"]["labels"].get(LEADER_LABEL) == "true"]
@@ -80,7 +101,10 @@ def decide_role_condition(
         why = f"no pod can be created: {refused}; change what refuses it, or the role's podTemplate"
         return ConditionState(False, "PodsRefused", f"{ready} of at least {needed} ready: {why}")
     reason, why = _find_worst_problem(observed.pods_of(role), observed.moment)
-    return ConditionState(False, reason, f"{ready} of at least {needed} ready" + (f": {why}" if why else ""))
+    remedy = f"; {REMEDIES[reason]}" if reason in REMEDIES else ""
+    # Cut the cause rather than the remedy.
+    why = why if len(why) <= MAX_CAUSE else f"{why[: MAX_CAUSE - 3]}..."
+    return ConditionState(False, reason, f"{ready} of at least {needed} ready" + (f": {why}{remedy}" if why else ""))
 
 
 def _find_worst_problem(pods: Sequence[Object], now: datetime | None) -> tuple[str, str]:
@@ -110,7 +134,9 @@ def _find_pod_problem(pod: Object, now: datetime | None) -> tuple[str, str]:
         return "CrashLooping", f"exit code {code}: {message}"
     scheduled = find_condition(pod.get("status") or {}, "PodScheduled")
     if scheduled.get("status") == "False":
-        return "InsufficientCapacity", str(scheduled.get("message", ""))
+        message = str(scheduled.get("message", ""))
+        lacks_volume = any(words in message.lower() for words in VOLUME_WORDS)
+        return "VolumeUnavailable" if lacks_volume else "InsufficientCapacity", message
     if _is_stuck_in_creation(pod, scheduled, now):
         return "ConfigurationMissing", MOUNT_HINT
     if (pod.get("status") or {}).get("phase", "Pending") == "Pending":

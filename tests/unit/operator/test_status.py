@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.unit.operator.builders import ALL, PAPER, ClusterFacts, a_job, plan_job
 from tests.unit.operator.world import a_pod
 
-from specrl_operator.api import COORDINATOR, GENERATION, TRAINER, Job, Object, find_condition, format_time
+from specrl_operator.api import COORDINATOR, GENERATION, STORE, TRAINER, Job, Object, find_condition, format_time
 from specrl_operator.kinds import JOB_SET
 from specrl_operator.observed import ObservedState
 from specrl_operator.plan.acceptance import Refusal
@@ -21,7 +21,7 @@ from specrl_operator.status.deadlines import find_next_deadline_s
 from specrl_operator.status.job_status import build_status
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
-ROLES = (COORDINATOR, TRAINER, GENERATION)
+ROLES = (STORE, COORDINATOR, TRAINER, GENERATION)
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def pods(**ready: Any) -> tuple[Object, ...]:
 def whole(**changes: Any) -> Seen:
     """Build an observed state in which everything exists and is ready."""
     trainer = {"apiVersion": JOB_SET.api_version, "kind": "JobSet", "metadata": {"name": "tiny-trainer"}}
-    every = pods(coordinator=[True], trainer=[True], generation=[True])
+    every = pods(store=[True], coordinator=[True], trainer=[True], generation=[True])
     return replace(Seen(trainer=trainer, pods=every, has_claim_template=True), **changes)
 
 
@@ -70,7 +70,7 @@ def said(status: Object, kind: str) -> tuple[str | None, str | None]:
         (whole(pods=pods(coordinator=[True])), "Starting", ("False", "PodsPending")),
         (whole(refusal=Refusal("ChildConflict", "rename it")), "NotAccepted", ("False", "ChildConflict")),
         (
-            whole(pods=pods(coordinator=[False], trainer=[True], generation=[True])),
+            whole(pods=pods(store=[True], coordinator=[False], trainer=[True], generation=[True])),
             "Starting",
             ("False", "PodsNotReady"),
         ),
@@ -100,6 +100,45 @@ def test_the_most_specific_problem_is_the_reason() -> None:
     status = status_of(a_job(), ClusterFacts(), observed, NOW)
     assert said(status, "Ready") == ("False", "ImagePullFailed")
     assert "no such image" in find_condition(status, "Ready")["message"]
+
+
+UNBOUND = "0/3 nodes are available: pod has unbound immediate PersistentVolumeClaims. not found"
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "remedy"),
+    [
+        ({"conditions": [{"type": "PodScheduled", "status": "False", "message": UNBOUND}]}, "VolumeUnavailable", "pvc"),
+        (
+            {"containerStatuses": [{"state": {"waiting": {"reason": "ImagePullBackOff", "message": "x" * 2000}}}]},
+            "ImagePullFailed",
+            "images.pullSecrets",
+        ),
+        (
+            {"conditions": [{"type": "PodScheduled", "status": "False", "message": "0/3: Insufficient cpu"}]},
+            "InsufficientCapacity",
+            "nodes that fit",
+        ),
+    ],
+)
+def test_a_store_that_cannot_start_is_named_with_its_cause_and_remedy(status: Object, reason: str, remedy: str) -> None:
+    """The store had no condition: its coordinator was not ready, and nothing said why."""
+    (store,) = pods(store=[False])
+    store["status"] = {"phase": "Pending", **status}
+    observed = whole(pods=(store, *pods(coordinator=[False])))
+    shown = status_of(a_job(), ClusterFacts(), observed, NOW)
+    assert said(shown, "StoreReady") == ("False", reason)
+    assert said(shown, "Ready") == ("False", reason)
+    message = find_condition(shown, "Ready")["message"]
+    assert message.startswith("StoreReady: 0 of at least 1 ready: tiny-store-0: ")
+    assert remedy in message
+    assert shown["store"] == {"replicas": 1, "readyReplicas": 0}
+
+
+def test_a_job_with_a_store_of_its_users_has_no_condition_of_one() -> None:
+    shown = status_of(a_job({"store": {"sqlite": {}}}), ClusterFacts(), whole(), NOW)
+    assert find_condition(shown, "StoreReady") == {}
+    assert "store" not in shown
 
 
 def test_quota_is_reserved_once_kueue_has_admitted_both() -> None:

@@ -139,6 +139,8 @@ class RLJobStatus(Section):
     """When the job completed or failed."""
     restarts: Count | None = None
     """Number of times that the trainer was restarted."""
+    store: RoleStatus | None = None
+    """The pod of the job's own Redis server. Null for a job that names a store."""
     coordinator: RoleStatus | None = None
     """The coordinator's pod."""
     trainer: RoleStatus | None = None
