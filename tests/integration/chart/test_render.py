@@ -289,6 +289,23 @@ def test_a_disruption_budget_exists_from_the_second_replica_on() -> None:
     assert of_kind(render("--set", "operator.replicas=2"), "PodDisruptionBudget")
 
 
+def test_several_operators_prefer_nodes_of_their_own() -> None:
+    """Two replicas, of which one takes over, could share a node and be lost with it."""
+
+    def spread(*values: str) -> Any:
+        (operator,) = (it for it in of_kind(render(*values), "Deployment") if "operator" in it["metadata"]["name"])
+        return operator["spec"]["template"]["spec"].get("topologySpreadConstraints"), operator["spec"]["selector"]
+
+    assert spread()[0] is None
+    found, selector = spread("--set", "operator.replicas=2")
+    (only,) = found
+    assert (only["topologyKey"], only["whenUnsatisfiable"]) == ("kubernetes.io/hostname", "ScheduleAnyway")
+    assert only["labelSelector"] == selector
+    own = [{"topologyKey": "rack", "maxSkew": 1, "whenUnsatisfiable": "DoNotSchedule"}]
+    given = ("--set-json", f"operator.topologySpreadConstraints={json.dumps(own)}", "--set", "operator.replicas=2")
+    assert spread(*given)[0] == own
+
+
 def test_every_selector_matches_its_pods() -> None:
     objects = render(*EVERYTHING)
     labelled = [
