@@ -46,7 +46,7 @@ class Controls:
         self._ledger = ledger
         self._events = events
         self._wants_checkpoint = False
-        self._writes_checkpoint = False
+        self._checkpoints_under_way = 0
         self._changed = asyncio.Event()
         self._notify: Callable[[], None] = lambda: None
         self.asked = asyncio.Event()
@@ -75,22 +75,24 @@ class Controls:
     def take_checkpoint_request(self) -> bool:
         """Return whether a checkpoint was requested, and clear the request.
 
-        The caller must write the checkpoint, and call `end_checkpoint_request` when that has ended.
+        The caller must write the checkpoint, and call `end_checkpoint_request` when that has ended. A request that
+        arrives meanwhile asks for another one: the first may have begun before it.
         """
         wanted = self._wants_checkpoint
         self._wants_checkpoint = False
-        self._writes_checkpoint |= wanted
+        self._checkpoints_under_way += wanted
         self._update_asked()
         return wanted
 
     def end_checkpoint_request(self) -> None:
-        """Say that a requested checkpoint is complete, or has failed."""
-        self._writes_checkpoint = False
+        """Say that a checkpoint of `take_checkpoint_request` is complete, or has failed."""
+        self._checkpoints_under_way -= 1
 
     @property
     def is_checkpoint_requested(self) -> bool:
-        """Whether a requested checkpoint is neither complete nor failed."""
-        return self._wants_checkpoint or self._writes_checkpoint
+        """Whether a requested checkpoint is neither complete nor failed. So a request was answered by a checkpoint
+        that began after it."""
+        return self._wants_checkpoint or self._checkpoints_under_way > 0
 
     def scale_replicas(self, replicas: int) -> None:
         """Set the number of replicas that the launcher keeps. Durable when this returns. Raises OSError."""

@@ -901,6 +901,41 @@ async def test_training_continues_while_a_checkpoint_is_written_and_relies_on_th
         check_promises(run)
 
 
+async def test_a_request_for_a_checkpoint_is_answered_by_one_that_began_after_it(tmp_path: Path) -> None:
+    """The end of the first requested checkpoint ended the second request, too, whose checkpoint had not begun."""
+    spec = a_spec(tmp_path, steps=12)
+    rare = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"every_steps": 100})})
+    async with Run(tmp_path, rare) as run:
+        assert run.trainer is not None
+        controls = run.context.controls
+        write = run.trainer.backend.write_checkpoint
+        may_end = [threading.Event(), threading.Event(), threading.Event()]
+        begun: list[str] = []
+
+        def held(directory: Path, taken: Any, state: Any) -> None:
+            begun.append(directory.name)
+            may_end[len(begun) - 1].wait(60)
+            write(directory, taken, state)
+
+        await run.until(lambda: run.store.read_last_trained_step() >= 1)
+        run.trainer.backend.write_checkpoint = held  # type: ignore[method-assign]
+        controls.request_checkpoint()
+        await run.until(lambda: len(begun) == 1)
+        first = run.store.read_last_trained_step()
+        await run.until(lambda: run.store.read_last_trained_step() > first)
+        controls.request_checkpoint()
+        await run.until(lambda: not controls.asked.is_set())
+        may_end[0].set()
+        await run.until(lambda: len(begun) == 2)
+        assert controls.is_checkpoint_requested, "the second has begun, and is not complete"
+        may_end[1].set()
+        await run.until(lambda: not controls.is_checkpoint_requested)
+        assert run.observer.build_status().checkpoint_step > first
+        may_end[2].set()
+        await run.finish()
+        check_promises(run)
+
+
 async def test_a_run_from_a_checkpoint_alone_trains_exactly_the_prompts_that_follow(tmp_path: Path) -> None:
     """In another folder with an empty store. The coordinator is killed before and after its first own step."""
     before = tmp_path / "before"
