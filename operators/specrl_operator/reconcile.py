@@ -42,6 +42,7 @@ from specrl_operator.api import (
 )
 from specrl_operator.children import revision, tls
 from specrl_operator.children.desired import build_children
+from specrl_operator.children.revision import ChildAction
 from specrl_operator.cluster.cache import WatchedObjects
 from specrl_operator.cluster.interface import Cluster, ClusterError
 from specrl_operator.cluster.topology import NodeTopology
@@ -234,14 +235,19 @@ class Reconciler:
         # Apply in the order of `build_children`: each child needs those before it, so the first refusal ends the loop.
         known = {_name_of(item): item for items in children.values() for item in items}
         desired = [revision.add_revision(job, child) for child in build_children(plan, decision)]
+        actions = {_name_of(it): revision.choose_action(known.get(_name_of(it)), it) for it in desired}
         # Running workloads keep their templates, and with them the run files that these mount.
-        mounted = _list_mounted_run_files(desired, known)
+        mounted = _list_mounted_run_files(desired, known, actions)
         run_files = {(kinds.CONFIG_MAP.name, name) for name in mounted}
         desired = [it for it in desired if not kinds.CONFIG_MAP.is_kind_of(it) or _name_of(it) in run_files]
         refusal = None
         created = list[tuple[Kind, str]]()
         for child in desired:
-            refusal = self._apply_child(job, child, known.get(_name_of(child)), created)
+            action = actions[_name_of(child)]
+            if action is ChildAction.SCALE:
+                self._patch_replicas(child, known[_name_of(child)])
+            elif action is ChildAction.APPLY:
+                refusal = self._apply_child(job, child, created)
             if refusal is not None:
                 break
         if created:
@@ -256,21 +262,10 @@ class Reconciler:
             self._delete_stale_children(job, children, kept)
         return refusal
 
-    def _apply_child(
-        self, job: Job, child: Object, known: Object | None, created: list[tuple[Kind, str]]
-    ) -> Refusal | None:
-        """Create or patch one child, unless it is up to date. A new child is appended to `created`.
-
-        known: the child as it was listed; None if it was not.
-        """
+    def _apply_child(self, job: Job, child: Object, created: list[tuple[Kind, str]]) -> Refusal | None:
+        """Create or patch one child. A new child is appended to `created`."""
         kind = revision.kind_of(child)
         name = child["metadata"]["name"]
-        if known is not None:
-            if revision.is_up_to_date(known, child):
-                return None
-            if revision.would_restart_pods(known, child):
-                self._patch_replicas(kind, child, known)
-                return None
         try:
             # The listing may be stale, and apply is forced. Without this read it would take over another's object.
             existing = self._cluster.get(kind, job.namespace, name)
@@ -291,8 +286,9 @@ class Reconciler:
             created.append((kind, name))
         return None
 
-    def _patch_replicas(self, kind: Kind, child: Object, known: Object) -> None:
+    def _patch_replicas(self, child: Object, known: Object) -> None:
         """Patch the replica count of a running workload, and nothing else."""
+        kind = revision.kind_of(child)
         replicas = child["spec"]["replicas"]
         if known["spec"].get("replicas") != replicas:
             meta = {"name": child["metadata"]["name"], "namespace": child["metadata"]["namespace"]}
@@ -374,16 +370,16 @@ def _build_conflict_refusal(kind: Kind, name: str) -> Refusal:
     )
 
 
-def _list_mounted_run_files(desired: Sequence[Object], known: Mapping[tuple[str, str], Object]) -> set[str]:
+def _list_mounted_run_files(
+    desired: Sequence[Object],
+    known: Mapping[tuple[str, str], Object],
+    actions: Mapping[tuple[str, str], ChildAction],
+) -> set[str]:
     """List the ConfigMaps with run files that the workloads mount after the desired children are applied."""
-    found = set()
-    for child in desired:
-        existing = known.get(_name_of(child))
-        # Not patched: `_apply_child`.
-        is_kept = existing is not None and (
-            revision.is_up_to_date(existing, child) or revision.would_restart_pods(existing, child)
-        )
-        found.add(revision.find_run_file(existing if existing is not None and is_kept else child))
+    # A child that is not applied keeps its template.
+    kept = [known[name] for name, action in actions.items() if action is not ChildAction.APPLY]
+    applied = [child for child in desired if actions[_name_of(child)] is ChildAction.APPLY]
+    found = {revision.find_run_file(item) for item in (*kept, *applied)}
     # Also of a trainer that is kept and not among the desired children.
     found |= {revision.find_run_file(item) for item in known.values() if revision.kind_of(item) in TRAINER_KINDS}
     return {name for name in found if name is not None}

@@ -2,13 +2,14 @@
 
 Two annotations hold hashes of what the operator applied. The hash of the whole child decides whether it must be
 patched, and so does a change by others: of a replica count, a NetworkPolicy, a Service, a Role or its subjects. The
-hash of its pod template decides whether the patch would restart pods.
+hash of its pod template decides whether the patch would restart pods. `choose_action` decides by both.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from enum import StrEnum
 from typing import Any
 
 from specrl_operator import kinds
@@ -33,6 +34,14 @@ REPAIRED_FIELDS = ("spec", "rules", "subjects")
 """Fields of REPAIRED_KINDS."""
 
 
+class ChildAction(StrEnum):
+    """The action on one desired child."""
+
+    APPLY = "created, or patched as a whole"
+    SCALE = "its replica count alone is patched: it runs, and would get another pod template"
+    NONE = "left as it is: it is up to date"
+
+
 def add_revision(job: Job, child: Object) -> Object:
     """Return a child with its owner reference, namespace and hashes."""
     notes = dict(child["metadata"].get("annotations") or {})
@@ -52,7 +61,16 @@ def add_revision(job: Job, child: Object) -> Object:
     return complete
 
 
-def is_up_to_date(known: Object, child: Object) -> bool:
+def choose_action(known: Object | None, child: Object) -> ChildAction:
+    """Choose what to do about a desired child. known: the existing one; None if there is none."""
+    if known is not None and _is_up_to_date(known, child):
+        return ChildAction.NONE
+    if known is not None and _would_restart_pods(known, child):
+        return ChildAction.SCALE
+    return ChildAction.APPLY
+
+
+def _is_up_to_date(known: Object, child: Object) -> bool:
     """Whether an existing child needs no patch: it is what the operator applied, and nobody has changed it since."""
     kind = kind_of(child)
     if kind in CREATE_ONLY_KINDS:
@@ -77,7 +95,7 @@ def _contains(found: Any, wanted: Any) -> bool:
     return bool(found == wanted)
 
 
-def would_restart_pods(known: Object, child: Object) -> bool:
+def _would_restart_pods(known: Object, child: Object) -> bool:
     """Whether a child runs, keeps running, and would get another pod template."""
     if kind_of(child) not in LONG_RUNNING_KINDS:
         return False
