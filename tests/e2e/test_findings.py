@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.e2e.harness.api import RLJOBS, Api, Object, Refused, find_condition, wait_until
+from tests.e2e.harness.api import APPLY, RLJOBS, Api, Object, Refused, find_condition, path_of, wait_until
+from tests.e2e.harness.kubelet_process import KubeletProcess
+from tests.e2e.harness.nodes import OURS
 from tests.e2e.harness.release import Release
 from tests.e2e.harness.workloads import Workloads
 from tests.e2e.jobs import cpu_job, describe_job, make_place, pods_of, until_condition
 
-JOB_SETS = "jobset.x-k8s.io/v1alpha2/jobsets"
+REAL: Object = {"spec": {"nodeSelector": {OURS: "processes"}}}
+"""Pod template of a pod that runs as processes."""
 
 
 @pytest.fixture
@@ -104,3 +107,64 @@ def test_every_pod_passes_restricted_pod_security_and_a_quota(admin: Api, place:
     job = admin.create(cpu_job("restricted", place))
     until_condition(admin, job, "Ready")
     assert {pod["status"]["qosClass"] for pod in pods_of(admin, job)} == {"Burstable"}
+
+
+def test_a_trainer_of_two_ranks_that_refuses_fails_the_job_with_its_reason(
+    admin: Api, kubelet: KubeletProcess, place: str, jobset: Workloads
+) -> None:
+    """H1: torchrun ended with 1, so that the trainer was restarted, and its banner was the reason."""
+    changes = {"model.path": "/nowhere/policy", "trainer.parallelism": {"data": 2}, "trainer.podTemplate": REAL}
+    job = admin.create(cpu_job("refuses", place, **changes))
+    found = until_condition(admin, job, "Failed", reason="RunRefused", timeout_s=600)
+    assert "/nowhere/policy" in find_condition(found, "Failed")["message"]
+
+
+def test_a_superseded_coordinator_does_not_fail_the_job(admin: Api, place: str, jobset: Workloads) -> None:
+    """M2: after a partition the old coordinator ends with 2, since a newer one has taken the run over."""
+    job = admin.create(cpu_job("heals", place))
+    until_condition(admin, job, "Ready")
+    (old,) = pods_of(admin, job, "coordinator")
+    name = old["metadata"]["name"]
+    # The finalizer keeps the pod, as a kubelet that is cut off does.
+    admin.patch("v1/pods", name, {"metadata": {"finalizers": ["specrl.dev/tests"]}}, place)
+    admin.delete("v1/pods", name, place)
+    try:
+        wait_until(lambda: admin.get("v1/pods", name, place)["status"]["phase"] == "Failed", "it has ended")
+        (ended,) = admin.get("v1/pods", name, place)["status"]["containerStatuses"]
+        ended["state"]["terminated"] |= {"exitCode": 2, "message": "a newer coordinator has taken the run over"}
+        admin.patch("v1/pods", name, {"status": {"containerStatuses": [ended]}}, place, subresource="status")
+        # The operator has seen it when it has acted on a later change.
+        admin.patch(RLJOBS, "heals", {"spec": {"generation": {"replicas": 2}}}, place)
+        wait_until(lambda: len(pods_of(admin, job, "generation")) == 2, "it is scaled")
+        found = until_condition(admin, job, "Ready")
+        assert find_condition(found, "Failed") == {}
+    finally:
+        admin.patch("v1/pods", name, {"metadata": {"finalizers": []}}, place)
+
+
+def test_a_store_that_cannot_start_is_named_within_a_minute(admin: Api, place: str, jobset: Workloads) -> None:
+    nowhere = {"spec": {"nodeSelector": {"specrl.dev/no-such-node": "true"}}}
+    job = admin.create(cpu_job("storeless", place, **{"store": ..., "storeServer.podTemplate": nowhere}))
+    found = until_condition(admin, job, "StoreReady", "False", "InsufficientCapacity", timeout_s=60)
+    message = find_condition(found, "StoreReady")["message"]
+    assert "storeless-store-0" in message
+    assert "ask for less in the spec or the role's podTemplate" in message
+
+
+def test_the_sandbox_is_tried_before_trainer_and_replicas_are_asked_for(
+    admin: Api, place: str, jobset: Workloads
+) -> None:
+    """M6: the default isolation was refused when GPUs had been taken. The coordinator's pod has only a status here."""
+    job = admin.create(cpu_job("tries", place, rewards={"code": {}}))
+    until_condition(admin, job, "PlacementReady", "False", "WaitingForSandbox")
+    wait_until(lambda: pods_of(admin, job, "coordinator"), "its coordinator is there")
+    assert not pods_of(admin, job, "trainer")
+    assert not pods_of(admin, job, "generation")
+    ready = {"type": "SandboxReady", "status": "True", "reason": "IsolationChosen", "message": "rewards.code: Landlock"}
+    condition = ready | {"lastTransitionTime": "2026-01-01T00:00:00Z"}
+    manifest = {"apiVersion": job["apiVersion"], "kind": job["kind"], "metadata": {"name": "tries"}}
+    body = manifest | {"status": {"conditions": [condition]}}
+    path = path_of(RLJOBS, place, "tries", "status")
+    admin.send_request("PATCH", path, body, APPLY, fieldManager="specrl-coordinator-sandbox", force="true")
+    found = until_condition(admin, job, "Ready")
+    assert find_condition(found, "SandboxReady")["message"] == "rewards.code: Landlock"
