@@ -60,7 +60,7 @@ SCALE_MANAGER = f"{MANAGER}-scale"
 body with only `replicas` would remove every other field that MANAGER owns."""
 RECHECK_S = 15.0
 """Delay before a refused job is reconciled again. No watch event reports most fixes, such as a new right or quota."""
-WAITING_REASONS = ("PodsPending", "PodsRefused", "ConfigurationMissing", "WaitingForSandbox")
+WAITING_REASONS = ("PodsPending", "FailedCreate", "ConfigurationMissing", "WaitingForSandbox")
 """Reasons of Ready for which a job is reconciled again after RECHECK_S: no watch event says that pods still do not
 start, or why they are not created."""
 POD_SET_KINDS = (kinds.STATEFUL_SET, kinds.LEADER_WORKER_SET)

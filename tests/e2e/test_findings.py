@@ -94,7 +94,7 @@ def test_a_quota_that_refuses_pods_is_named_within_a_minute(admin: Api, place: s
     admin.create(quota | {"spec": {"hard": {"pods": "0"}}})
     job = admin.create(cpu_job("refused", place))
     for condition in ("CoordinatorReady", "TrainerReady", "GenerationReady"):
-        found = until_condition(admin, job, condition, "False", "PodsRefused", timeout_s=60)
+        found = until_condition(admin, job, condition, "False", "FailedCreate", timeout_s=60)
         assert "exceeded quota: team" in find_condition(found, condition)["message"]
     admin.delete("v1/resourcequotas", "team", place)
 
@@ -145,7 +145,7 @@ def test_a_superseded_coordinator_does_not_fail_the_job(admin: Api, place: str, 
 def test_a_store_that_cannot_start_is_named_within_a_minute(admin: Api, place: str, jobset: Workloads) -> None:
     nowhere = {"spec": {"nodeSelector": {"specrl.dev/no-such-node": "true"}}}
     job = admin.create(cpu_job("storeless", place, **{"store": ..., "storeServer.podTemplate": nowhere}))
-    found = until_condition(admin, job, "StoreReady", "False", "InsufficientCapacity", timeout_s=60)
+    found = until_condition(admin, job, "StoreReady", "False", "Unschedulable", timeout_s=60)
     message = find_condition(found, "StoreReady")["message"]
     assert "storeless-store-0" in message
     assert "ask for less in the spec or the role's podTemplate" in message

@@ -51,7 +51,7 @@ def test_a_suspended_job_deletes_its_pods_and_continues_when_resumed(admin: Api,
     job = admin.create(cpu_job("pauses", place))
     until_condition(admin, job, "Ready")
     admin.patch(RLJOBS, "pauses", {"spec": {"suspend": True}}, place)
-    until_condition(admin, job, "Suspended", reason="AllPodsGone")
+    until_condition(admin, job, "Suspended", reason="PodsDeleted")
     wait_until(lambda: not pods_of(admin, job), "no pods", explain=lambda: describe_job(admin, job))
     assert admin.find("v1/persistentvolumeclaims", "runs", place) is not None, "what it resumes from"
     admin.patch(RLJOBS, "pauses", {"spec": {"suspend": False}}, place)

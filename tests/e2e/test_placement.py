@@ -88,7 +88,7 @@ def test_a_job_that_does_not_fit_reports_it_and_runs_later(admin: Api, place: st
     for name in ("first", "second"):
         until_condition(admin, admin.create(gb200_job(name, place, **whole)), "Ready")
     third = admin.create(gb200_job("third", place, **whole))
-    waiting = until_condition(admin, third, "Ready", "False", "InsufficientCapacity")
+    waiting = until_condition(admin, third, "Ready", "False", "Unschedulable")
     assert "nodes" in find_condition(waiting, "Ready")["message"], "the scheduler's own words"
     admin.delete(RLJOBS, "first", place)
     until_condition(admin, third, "Ready", timeout_s=300)
@@ -103,7 +103,7 @@ def test_two_jobs_with_multi_node_nvlink_never_share_a_domain(admin: Api, place:
     one, two = (cliques_of(admin, job, racks)["trainer"] for job in jobs)
     assert one.isdisjoint(two)
     third = admin.create(gb200_job("three", place, **small))
-    until_condition(admin, third, "Ready", "False", "InsufficientCapacity")
+    until_condition(admin, third, "Ready", "False", "Unschedulable")
 
 
 def test_scaling_changes_replicas_and_not_the_trainer(admin: Api, place: str, racks: dict[str, str]) -> None:

@@ -18,7 +18,7 @@ from specrl.spec.rljob.crd import build_definition
 
 DEFINITIONS = "apiextensions.k8s.io/v1/customresourcedefinitions"
 CRD = "rljobs.specrl.dev"
-COLUMNS = "NAME STATE STEP STEPS GEN-READY GEN EXPOSED RESTARTS AGE"
+COLUMNS = "NAME STATE STEP STEPS REPLICAS READY EXPOSED RESTARTS AGE"
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").rglob("rljob-*.yaml"))
 IDS = [f"{case.path}-{case.must}-{number}" for number, case in enumerate(CASES)]
 

@@ -34,7 +34,7 @@ def decide_part_conditions(
     plan: JobPlan, observed: ObservedState, refusal: Refusal | None, roles: dict[str, Object], *, is_stopped: bool
 ) -> dict[str, ConditionState]:
     """Decide the conditions of the job's parts. roles: replica counts by role."""
-    found = {"Accepted": ConditionState(True, "Runnable", "; ".join(list_notes(plan)))}
+    found = {"Accepted": ConditionState(True, "Accepted", "; ".join(list_notes(plan)))}
     if refusal is not None:
         found["Accepted"] = ConditionState(False, refusal.reason, refusal.message)
     if plan.gang is Gang.KUEUE:
@@ -56,12 +56,12 @@ def decide_job_conditions(
     is_started = ready.is_true or (is_condition_true(job.status, "Started") and not job.spec.suspend)
     found = {
         "Ready": ready,
-        "Started": ConditionState(is_started, "AllPartsWereReady" if is_started else "NotYet"),
+        "Started": ConditionState(is_started, "AllPartsReady" if is_started else "PartsNotReady"),
         "Progressing": _decide_progressing(job, decision, now),
     }
     if job.spec.suspend:
         left = f"waiting for {len(observed.pods)} pods to stop" if observed.pods else ""
-        found["Suspended"] = ConditionState(not left, "Suspending" if left else "AllPodsGone", left)
+        found["Suspended"] = ConditionState(not left, "Suspending" if left else "PodsDeleted", left)
     elif find_condition(job.status, "Suspended"):
         found["Suspended"] = ConditionState(False, "Resumed")
     if terminal is not None:
@@ -119,7 +119,7 @@ def _decide_placement(plan: JobPlan, observed: ObservedState) -> ConditionState:
         return ConditionState(False, "WaitingForComputeDomain", why)
     if plan.job.spec.placement.nvlink is NvLink.REQUIRED:
         return ConditionState(False, "MultiNodeNVLinkUnavailable", "see condition Accepted")
-    return ConditionState(True, "NothingNeeded")
+    return ConditionState(True, "NotRequired")
 
 
 def _decide_ready(job: Job, decision: Decision, parts: dict[str, ConditionState]) -> ConditionState:
@@ -148,7 +148,7 @@ def _decide_progressing(job: Job, decision: Decision, now: datetime) -> Conditio
     if job.spec.suspend or decision.terminal is not None:
         return ConditionState(False, "Stopped")
     if not progress.get("lastUpdateTime"):
-        return ConditionState(False, "NoStepYet", "the coordinator has not reported progress yet")
+        return ConditionState(False, "NoStepTrained", "the coordinator has not reported progress yet")
     broken = find_condition(job.status, CoordinatorCondition.COLLECTIVE_READY)
     step = progress.get("step", 0)
     if broken.get("status") == "False":
@@ -161,4 +161,4 @@ def _decide_progressing(job: Job, decision: Decision, now: datetime) -> Conditio
     if now - since >= timedelta(seconds=STALL_S):
         why = f"the coordinator has reported no progress since step {step} at {format_time(since)}; see its log"
         return ConditionState(False, "Stalled", why)
-    return ConditionState(True, "StepsAreTrained")
+    return ConditionState(True, "StepsTrained")

@@ -17,7 +17,7 @@ EVENT_REASONS = {
     "QuotaReserved": {"True": "QuotaReserved", "False": "WaitingForQuota"},
     "Ready": {"True": "Ready", "False": "NotReady"},
     "Suspended": {"True": "Suspended", "False": "Suspending"},
-    "Complete": {"True": "Complete"},
+    "Complete": {"True": "Completed"},
     "Failed": {"True": "Failed"},
 }
 """Reason of the event when a condition changes to a status. Other changes create no event."""

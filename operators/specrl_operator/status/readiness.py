@@ -31,12 +31,12 @@ ROLE_CONDITIONS = {
 """Roles and their conditions, in the order in which they are shown. Where two parts have the same problem, the first
 explains it: nothing starts without the store."""
 REASONS_BY_SEVERITY = (
-    "PodsRefused",
+    "FailedCreate",
     "ImagePullFailed",
     "ConfigurationMissing",
     "VolumeUnavailable",
     "CrashLooping",
-    "InsufficientCapacity",
+    "Unschedulable",
     "WaitingForSandbox",
     "PodsPending",
     "PodsNotReady",
@@ -49,7 +49,7 @@ trainer or replicas are not, and nothing is queued while something else is await
 REMEDIES = {
     "ImagePullFailed": "push the image, name another in the chart's values `images`, or check images.pullSecrets",
     "CrashLooping": "see `kubectl logs --previous`",
-    "InsufficientCapacity": "add or free nodes that fit, or ask for less in the spec or the role's podTemplate",
+    "Unschedulable": "add or free nodes that fit, or ask for less in the spec or the role's podTemplate",
     "VolumeUnavailable": "see `kubectl describe pvc`: the claim must exist, and its StorageClass must provide a volume "
     "for a node that fits; the chart's value jobs.storeClass names the store's",
 }
@@ -99,7 +99,7 @@ def decide_role_condition(
     refused = observed.refused_pods.get(role)
     if refused is not None:
         why = f"no pod can be created: {refused}; change what refuses it, or the role's podTemplate"
-        return ConditionState(False, "PodsRefused", f"{ready} of at least {needed} ready: {why}")
+        return ConditionState(False, "FailedCreate", f"{ready} of at least {needed} ready: {why}")
     reason, why = _find_worst_problem(observed.pods_of(role), observed.moment)
     remedy = f"; {REMEDIES[reason]}" if reason in REMEDIES else ""
     # Cut the cause rather than the remedy.
@@ -136,7 +136,7 @@ def _find_pod_problem(pod: Object, now: datetime | None) -> tuple[str, str]:
     if scheduled.get("status") == "False":
         message = str(scheduled.get("message", ""))
         lacks_volume = any(words in message.lower() for words in VOLUME_WORDS)
-        return "VolumeUnavailable" if lacks_volume else "InsufficientCapacity", message
+        return "VolumeUnavailable" if lacks_volume else "Unschedulable", message
     if _is_stuck_in_creation(pod, scheduled, now):
         return "ConfigurationMissing", MOUNT_HINT
     if (pod.get("status") or {}).get("phase", "Pending") == "Pending":

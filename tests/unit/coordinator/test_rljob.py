@@ -122,7 +122,7 @@ def test_the_drafters_initialisation_is_a_condition_until_it_serves() -> None:
     assert condition(a_status(phase=Phase.WAITING, replicas=served), "DrafterReady") == {}, "no trained drafter"
     begun = a_status(phase=Phase.INITIALISING, replicas=served, detail="drafter: training", done=1, total=3)
     found = condition(begun, "DrafterReady")
-    assert (found["status"], found["reason"]) == ("False", "Initialising")
+    assert (found["status"], found["reason"]) == ("False", "Initializing")
     assert found["message"] == "drafter: training (1 of 3)"
     assert condition(a_status(replicas=served), "DrafterReady")["status"] == "True"
     assert condition(a_status(replicas=[replica]), "DrafterReady") == {}, "the run has no drafter"

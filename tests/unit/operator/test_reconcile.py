@@ -84,7 +84,7 @@ def test_a_condition_that_the_coordinator_reports_causes_no_write(kind: str) -> 
     """Once a drafter was reported, the operator used to write the status at every reconciliation."""
     world = World()
     world.settle()
-    reported = {"type": kind, "status": "True", "reason": "Serves", "message": "as reported"}
+    reported = {"type": kind, "status": "True", "reason": "Serving", "message": "as reported"}
     world.report_status(conditions=[reported | {"lastTransitionTime": "2026-01-01T00:00:00Z"}])
     before = len(world.server.list_writes())
     world.reconcile()
@@ -302,7 +302,7 @@ def test_a_suspended_job_stops_its_coordinator_first_and_keeps_its_durable_objec
         "tiny-store": 0,
     }
     assert the_run_file(world)
-    assert world.read_condition("Suspended") == ("True", "AllPodsGone")
+    assert world.read_condition("Suspended") == ("True", "PodsDeleted")
     assert world.status["state"] == "Suspended"
     assert "startTime" not in world.status
     world.edit_spec(suspend=False)
@@ -317,7 +317,7 @@ def test_a_job_that_is_created_suspended_starts_no_pods() -> None:
     world.settle()
     assert world.server.objects_by_name(POD) == {}
     assert world.server.objects_by_name(JOB_SET) == {}
-    assert world.read_condition("Suspended") == ("True", "AllPodsGone")
+    assert world.read_condition("Suspended") == ("True", "PodsDeleted")
 
 
 def test_a_finished_run_is_complete_and_keeps_its_coordinator() -> None:
@@ -498,7 +498,7 @@ def test_a_busy_api_server_is_not_reported_as_a_problem_of_the_job() -> None:
     world.edit_spec(generation={"replicas": 2})
     with pytest.raises(ClusterError, match="etcd"):
         world.reconcile()
-    assert world.read_condition("Accepted") == ("True", "Runnable")
+    assert world.read_condition("Accepted") == ("True", "Accepted")
 
 
 def test_an_invalid_spec_is_reported_and_changes_no_children() -> None:
@@ -515,7 +515,7 @@ def test_an_invalid_spec_is_reported_and_changes_no_children() -> None:
     assert len(world.server.list_writes()) == writes
     world.edit_spec(schedule={"groupSize": 2})
     world.settle()
-    assert world.read_condition("Accepted") == ("True", "Runnable")
+    assert world.read_condition("Accepted") == ("True", "Accepted")
 
 
 def test_a_job_that_is_not_accepted_gets_no_children_until_it_is() -> None:
@@ -729,7 +729,7 @@ def test_why_admission_refuses_pods_is_in_the_condition(name: str, owner: Kind, 
     event = {"lastTimestamp": "2026-01-01T00:00:30Z", "message": 'pods "x" is forbidden: exceeded quota: team'}
     world.server.failed_creations[name] = [event]
     assert world.reconcile() == pytest.approx(15), "no watch event would say that the quota was raised"
-    assert world.read_condition(condition) == ("False", "PodsRefused")
+    assert world.read_condition(condition) == ("False", "FailedCreate")
     message = next(it["message"] for it in world.status["conditions"] if it["type"] == "Ready")
     assert "exceeded quota: team; change what refuses it" in message
     world.settle()
@@ -743,7 +743,7 @@ def test_pods_that_a_deployment_cannot_create_are_in_the_condition() -> None:
     failure = {"type": "ReplicaFailure", "status": "True", "message": "violates PodSecurity"}
     world.server.put_object(deployment | {"status": {"conditions": [failure]}})
     world.reconcile()
-    assert world.read_condition("CoordinatorReady") == ("False", "PodsRefused")
+    assert world.read_condition("CoordinatorReady") == ("False", "FailedCreate")
 
 
 def test_refused_pods_of_a_deleted_job_of_the_same_name_are_not_shown() -> None:
@@ -769,7 +769,7 @@ def test_a_failure_of_the_operator_itself_is_in_the_condition(monkeypatch: pytes
                 world.reconcile()
     assert world.read_condition("Accepted") == ("False", "OperatorFailed")
     world.settle()
-    assert world.read_condition("Accepted") == ("True", "Runnable")
+    assert world.read_condition("Accepted") == ("True", "Accepted")
 
 
 def test_a_coordinator_that_was_superseded_does_not_end_the_run() -> None:
@@ -913,7 +913,7 @@ def test_what_the_coordinator_writes_is_not_overwritten() -> None:
     world.report_status(progress={"step": 8, "lastUpdateTime": "2026-01-01T00:00:10Z"})
     world.settle()
     assert world.status["progress"]["step"] == 8
-    assert world.read_condition("Progressing") == ("True", "StepsAreTrained")
+    assert world.read_condition("Progressing") == ("True", "StepsTrained")
 
 
 def test_every_condition_change_creates_one_event() -> None:
@@ -968,7 +968,7 @@ def test_a_job_waits_for_the_missing_secret_of_its_user() -> None:
     )
     world.server.put_object(SECRET.build_object(metadata, data=dict.fromkeys(("tls.crt", "tls.key", "ca.crt"), "eA==")))
     world.settle()
-    assert world.read_condition("Accepted") == ("True", "Runnable")
+    assert world.read_condition("Accepted") == ("True", "Accepted")
     assert world.server.objects_by_name(JOB_SET)
 
 
@@ -989,7 +989,7 @@ def test_waiting_pods_explain_what_they_wait_for() -> None:
     coordinator["status"] = {"phase": "Pending", "containerStatuses": [{"name": COORDINATOR, "state": waiting}]}
     world.server.put_object(coordinator)
     world.reconcile()
-    assert world.read_condition("TrainerReady") == ("False", "InsufficientCapacity")
+    assert world.read_condition("TrainerReady") == ("False", "Unschedulable")
     assert world.read_condition("CoordinatorReady") == ("False", "ConfigurationMissing")
     ready = next(it for it in world.status["conditions"] if it["type"] == "Ready")
     assert ready["reason"] == "ConfigurationMissing"

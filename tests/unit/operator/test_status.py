@@ -116,7 +116,7 @@ UNBOUND = "0/3 nodes are available: pod has unbound immediate PersistentVolumeCl
         ),
         (
             {"conditions": [{"type": "PodScheduled", "status": "False", "message": "0/3: Insufficient cpu"}]},
-            "InsufficientCapacity",
+            "Unschedulable",
             "nodes that fit",
         ),
     ],
@@ -164,7 +164,7 @@ def test_a_run_without_progress_for_an_hour_is_stalled() -> None:
     job = a_job(status={"progress": {"step": 3, "lastUpdateTime": format_time(NOW)}})
     soon = NOW + timedelta(minutes=59)
     late = NOW + timedelta(minutes=61)
-    assert said(status_of(job, ClusterFacts(), whole(), soon), "Progressing") == ("True", "StepsAreTrained")
+    assert said(status_of(job, ClusterFacts(), whole(), soon), "Progressing") == ("True", "StepsTrained")
     assert said(status_of(job, ClusterFacts(), whole(), late), "Progressing") == ("False", "Stalled")
     held = a_job(status={"progress": {"step": 3, "paused": True, "lastUpdateTime": format_time(NOW)}})
     assert said(status_of(held, ClusterFacts(), whole(), late), "Progressing") == ("False", "Paused")

@@ -150,7 +150,7 @@ def test_columns_scale_and_rules_point_at_fields_that_exist() -> None:
     version = build_definition()["spec"]["versions"][0]
     columns = {column["name"]: column for column in version["additionalPrinterColumns"]}
     first = [name for name, column in columns.items() if "priority" not in column]
-    assert first == ["State", "Step", "Steps", "Gen-Ready", "Gen", "Exposed", "Restarts", "Age"]
+    assert first == ["State", "Step", "Steps", "Replicas", "Ready", "Exposed", "Restarts", "Age"]
     for name, column in columns.items():
         if name not in {"Age", "Message"}:
             assert at(column["jsonPath"])["type"] == column["type"], name

@@ -102,9 +102,9 @@ def _list_conditions(
     drafter = CoordinatorCondition.DRAFTER_READY
     if status.phase is Phase.INITIALISING:
         progress = f" ({status.done} of {status.total})" if status.total else ""
-        yield drafter, False, "Initialising", f"{status.detail}{progress}"
+        yield drafter, False, "Initializing", f"{status.detail}{progress}"
     elif status.phase is not Phase.WAITING and any(replica.drafter_version >= 0 for replica in status.replicas):
-        yield drafter, True, "Serves", "replicas serve the drafter that this run trains"
+        yield drafter, True, "Serving", "replicas serve the drafter that this run trains"
     if status.phase is Phase.FINISHED:
         exported = status.summary.policy_path if status.summary else ""
         where = f"; the policy is in {exported}" if exported else ""
