@@ -719,7 +719,11 @@ NEVER: dict[str, tuple[Any, ...]] = {
     "weights": ({}, {"timeoutS": 121}),
     "canary": ({}, {"maxAbs": "1"}),
     "store": ({"sqlite": {}}, {"redis": _REDIS}, ...),
-    "checkpoint": ({"claimName": "runs"}, {"claimName": "others"}),
+    "checkpoint": (
+        {"claimName": "runs"},
+        {"claimName": "others"},
+        {"claimName": "runs", "from": {"claimName": "runs", "folder": "old-1a2b3c4d"}},
+    ),
     "validation": (_VALIDATION, {**_VALIDATION, "limit": 5}, ...),
     "telemetry": ({}, {"logLevel": "debug"}),
     "managedBy": ("specrl.dev/operator", "kueue.x-k8s.io/multikueue", ...),

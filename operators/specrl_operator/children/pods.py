@@ -26,6 +26,9 @@ METRICS_PORT = 8081
 TRAINER_METRICS_PORT = 8082
 STORE_PORT = 6379
 RUN_FOLDER = "/var/lib/specrl/run"
+ORIGIN_FOLDER = "/var/lib/specrl/origin"
+"""Mount of the claim with the other run's checkpoint, `checkpoint.from`. The whole claim: a subPath that is misspelt
+would be created, and the trainer could not say which folders there are."""
 SPEC_FOLDER = "/etc/specrl"
 SPEC_FILE = f"{SPEC_FOLDER}/run.yaml"
 SPEC_VOLUME = "spec"
@@ -101,6 +104,9 @@ def build_trainer_pod(plan: JobPlan, address: str) -> Object:
             *(f"--nnodes={pods}", "--node-rank=$(JOB_COMPLETION_INDEX)"),
             *(f"--master-addr={address}", f"--master-port={MASTER_PORT}"),
         ]
+    origin = job.spec.checkpoint.origin
+    if origin is not None:
+        command.append(f"--checkpoint={ORIGIN_FOLDER}/{origin.folder}")
     container = _build_container(TRAINER, plan.settings.trainer_image, command, plan)
     own = {"OMP_NUM_THREADS": str(trainer.threads)}
     if trainer.gpus_per_node:
@@ -113,6 +119,8 @@ def build_trainer_pod(plan: JobPlan, address: str) -> Object:
         {"name": "metrics", "containerPort": TRAINER_METRICS_PORT},
     ]
     pod = _build_pod(plan, TRAINER, container, STOP_S)
+    if origin is not None:
+        _mount_claim(pod, origin.claim_name, ORIGIN_FOLDER)
     pod["spec"]["restartPolicy"] = "Never"  # ranks restart together: JobSet or the operator creates all pods again
     bind_to_nodes(pod, plan, TRAINER)
     return _complete_pod(pod, trainer.pod_template, plan, TRAINER)
@@ -270,6 +278,16 @@ def _build_pod(plan: JobPlan, role: str, container: Object, grace_s: int) -> Obj
     pod: Object = {"metadata": {"labels": job.build_labels(role)}, "spec": spec}
     tls.mount_certificate(pod, job, role)
     return pod
+
+
+def _mount_claim(pod: Object, claim: str, path: str) -> None:
+    """Mount a claim read only in a pod's container, through a volume that the pod has of this claim already, if any."""
+    spec = pod["spec"]
+    there = [it["name"] for it in spec["volumes"] if it.get("persistentVolumeClaim", {}).get("claimName") == claim]
+    if not there:
+        there = ["origin"]
+        spec["volumes"].append({"name": "origin", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}})
+    spec["containers"][0]["volumeMounts"].append({"name": there[0], "mountPath": path, "readOnly": True})
 
 
 def _build_pod_spec(plan: JobPlan, container: Object, grace_s: int) -> Object:

@@ -6,13 +6,22 @@ Invariant: a terminal condition is never taken back. `decision.py` calls this mo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 
 from specrl.spec.cluster import OnTrainerFailure
 from specrl.spec.rljob.status import CoordinatorCondition
 from specrl_operator import kinds
-from specrl_operator.api import COORDINATOR, GENERATION, TRAINER, Job, find_condition, has_elapsed, is_condition_true
+from specrl_operator.api import (
+    COORDINATOR,
+    GENERATION,
+    MAX_MESSAGE_LENGTH,
+    TRAINER,
+    Job,
+    find_condition,
+    has_elapsed,
+    is_condition_true,
+)
 from specrl_operator.observed import ObservedState, count_container_restarts, find_last_exit, is_pod_ready
 from specrl_operator.plan.job_plan import JobPlan
 from specrl_operator.plan.restarts import read_attempt
@@ -36,7 +45,17 @@ def find_terminal_condition(plan: JobPlan, observed: ObservedState, now: datetim
         if is_condition_true(plan.job.status, kind):
             condition = find_condition(plan.job.status, kind)
             return TerminalCondition(kind, condition["reason"], condition["message"])
-    return next(_find_terminal(plan, observed, now), None)
+    found = next(_find_terminal(plan, observed, now), None)
+    return found if found is None or found.type == "Complete" else _say_how_to_continue(plan.job, found)
+
+
+def _say_how_to_continue(job: Job, failed: TerminalCondition) -> TerminalCondition:
+    """Add to the message of a failed run that has trained a step where a new job finds its checkpoints."""
+    claim = job.spec.checkpoint.claim_name
+    if claim is None or not (job.status.get("progress") or {}).get("step"):
+        return failed
+    hint = f"; continue it in a new RLJob with checkpoint.from: {{claimName: {claim}, folder: {job.run_name}}}"
+    return replace(failed, message=failed.message[: MAX_MESSAGE_LENGTH - len(hint)] + hint)
 
 
 def _find_terminal(plan: JobPlan, observed: ObservedState, now: datetime) -> Iterator[TerminalCondition]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from specrl.coordinator.ledger.continuation import check_same_stream
 from specrl.coordinator.rollouts.checked_prompts import CheckedPrompts
-from specrl.errors import CheckpointInvalid, RunInvalid
+from specrl.errors import RunInvalid
 from specrl.files import private_umask, write_text
 from specrl.formats.reports import Phase, StatusReport
 from specrl.hub import write_sources
@@ -31,7 +31,7 @@ from specrl.launcher.terminal.check_progress import CheckProgress, open_fetch_di
 from specrl.launcher.terminal.view import View, describe_page
 from specrl.rpc import run_token
 from specrl.spec import RunSpec, digest_spec, load_process_spec, load_spec
-from specrl.trainer.checkpointing import checkpoints, checksums
+from specrl.trainer.checkpointing import checkpoints, origin
 
 
 @dataclass(frozen=True)
@@ -81,14 +81,7 @@ def check_checkpoint(checkpoint: Path, spec: RunSpec, data: CheckedPrompts | Non
     records no place in the prompt stream is left to the coordinator, which refuses it.
     Raises CheckpointInvalid, RunInvalid.
     """
-    step = checkpoints.check_complete(checkpoint)
-    damages = checksums.list_damages(checkpoint)
-    if damages:
-        raise CheckpointInvalid(f"{checkpoint} must match its checksums, got {'; '.join(damages)}; use another one")
-    if step >= spec.schedule.steps:
-        raise RunInvalid(
-            f"schedule.steps must be greater than the checkpoint's step {step}, got {spec.schedule.steps}; raise it"
-        )
+    step = origin.check_usable(checkpoint, spec.schedule.steps)
     place = checkpoints.read_stream_place(checkpoint)
     if place is not None and data is not None:
         check_same_stream(step, place, spec, data.stream)

@@ -137,6 +137,21 @@ _MIRROR = r"^[a-z][a-z0-9+.-]*://[^@\s]+$"
 """A URL for fsspec without user and password, since run files must not contain credentials."""
 
 
+# No part is empty or begins with a dot, so that the path cannot leave the claim.
+_FOLDER = r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*$"
+"""A relative path of folders."""
+
+
+class CheckpointOrigin(Section):
+    """A checkpoint of another run, on a claim in the job's namespace."""
+
+    claim_name: ObjectName
+    """PersistentVolumeClaim that has it, such as the other run's checkpoint.claimName. It may be this run's own."""
+    folder: Annotated[str, Field(max_length=1024, pattern=_FOLDER)]
+    """Folder on the claim. A run's folder, such as qwen-1a2b3c4d, stands for its newest undamaged checkpoint.
+    qwen-1a2b3c4d/checkpoints/step-000010 is one checkpoint."""
+
+
 class Checkpoint(Section):
     """Trainer checkpoints: policy, drafter, optimizers, random state, position in the data."""
 
@@ -156,6 +171,10 @@ class Checkpoint(Section):
     claim_name: Annotated[ObjectName | None, OnCluster.ONLY] = None
     """PersistentVolumeClaim of the run's folder on a cluster: checkpoints, exported model, metrics. Trainer and
     coordinator mount it. A local run ignores it. Null: the folder is deleted with its pod."""
+    origin: Annotated[CheckpointOrigin | None, Field(alias="from"), OnCluster.ONLY] = None
+    """Checkpoint of another run to start from, such as one of an RLJob that has failed. The trainer copies it to the
+    run's folder, unless that has a checkpoint already. A local run ignores it and has `--checkpoint`. Null: the run
+    starts from model.path."""
 
 
 class LogLevel(StrEnum):

@@ -73,6 +73,7 @@ class TrainerOptions:
     until_dismissed: bool = False
     identity: tls.Identity | None = None
     token: RunToken | None = None
+    checkpoint: Path | None = None
     node: Node | None = None
     """The node whose ranks this process starts; None: it is a rank itself."""
 
@@ -111,6 +112,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> TrainerOptions:
     parser.add_argument("--port", type=int, default=0, help="gRPC port; 0 picks a free one")
     parser.add_argument("--metrics-port", type=int, help="Prometheus port of rank 0; 0 picks a free one; default: none")
     parser.add_argument("--until-dismissed", action="store_true", help="exit with 143 at a signal before the run's end")
+    parser.add_argument(
+        "--checkpoint", type=Path, help="start from this run's folder or checkpoint if there is none yet"
+    )
     parser.add_argument("--ranks", type=int, help="start so many ranks of this node; default: this process is a rank")
     parser.add_argument("--nnodes", type=int, default=1, help="with --ranks: nodes, each with as many ranks")
     parser.add_argument("--node-rank", type=int, default=0, help="with --ranks: this node's number, from 0")
@@ -159,7 +163,7 @@ async def run_rank_0(
     from specrl.trainer.service import TrainerService
 
     service = TrainerService(backend, spec, options.run_directory, options.host, control)
-    await service.load_model()
+    await service.load_model(options.checkpoint)
     guard = tls.make_guard(options.identity, tls.COORDINATOR)
     border = ServerOptions(message_limits(spec).trainer, guard, options.token, recorder, TRAINER)
     server, port = await start_server(service.add_to, options.host, options.port, border)

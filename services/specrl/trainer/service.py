@@ -38,6 +38,7 @@ from specrl.trainer import step_metrics
 from specrl.trainer.backend import TrainerBackend
 from specrl.trainer.calls import RankCalls
 from specrl.trainer.checkpointing import checkpoints, mirror
+from specrl.trainer.checkpointing.origin import copy_from_origin
 from specrl.trainer.ranks import IDLE_CHECK_S, AllRanks, ControlGroup, RankLost
 
 # Longest wait for a checkpoint that is being written when the trainer shuts down. One that is cut off leaves only a
@@ -115,17 +116,22 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(self, server)
         export_zero_counts(trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"])
 
-    async def load_model(self) -> None:
+    async def load_model(self, origin: Path | None = None) -> None:
         """Load the run's newest readable checkpoint, or the initial model, and the reply to the step it is of.
 
-        If the run's folder has no checkpoint, the newest one of the mirror is fetched first.
+        If the run's folder has no checkpoint, the newest one of the mirror is fetched first, or that of another run is
+        copied. origin: as of `find_checkpoint`; None if the run starts from the initial model.
 
         Raises CheckpointInvalid when there are checkpoints but none can be read: starting over from the initial model
-        would silently discard the training. Raises StoreFailed when the mirror cannot be reached.
+        would silently discard the training. Raises StoreFailed when the mirror cannot be reached, RunInvalid when
+        `origin` has no step left to train.
         """
         if self._mirror is not None and not checkpoints.list_complete(self._run):
             restored = await asyncio.to_thread(self._mirror.restore_newest, self._run)
             log.info("mirror_consulted", url=self._mirror.url, restored=restored.name if restored else "nothing")
+        if origin is not None and not checkpoints.list_complete(self._run):
+            copied = await asyncio.to_thread(copy_from_origin, self._run, origin, self._spec.schedule.steps)
+            log.info("checkpoint_copied", source=str(copied))
 
         loaded = await self._run_on_worker(lambda: checkpoints.load_newest(self._run, self._ranks.load_checkpoint))
         step = self._backend.get_status().step

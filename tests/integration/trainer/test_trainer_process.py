@@ -110,6 +110,12 @@ def test_dead_rank_ends_the_others_and_a_restart_resumes(ranks: ForkServer, poli
         assert second.codes() == [0, 0], second.log()
     finally:
         second.kill()
+    new = ("--run-directory", str(tmp_path / "new"), "--checkpoint", str(tmp_path / "run"))
+    of_another_run = Trainer(ranks, tmp_path, "new", None, *new)
+    try:
+        assert asyncio.run(step_of(of_another_run.address())) == 1
+    finally:
+        of_another_run.kill()
 
 
 class SendsHome(coordinator_pb2_grpc.CoordinatorServiceServicer):

@@ -52,6 +52,7 @@ from specrl_operator.plan.acceptance import find_refusal, list_notes
 from specrl_operator.plan.decision import DesiredState
 from specrl_operator.plan.job_plan import Settings
 
+PVC = "persistentVolumeClaim"
 GOLDEN = Path(__file__).parent / "golden"
 NONE: frozenset[Kind] = frozenset()
 SEPARATE = {"placement": {"layout": "SeparateDomains", "nvlink": "Preferred"}}
@@ -625,3 +626,24 @@ def test_a_replica_of_eight_gpus_is_one_pod_where_nobody_said_otherwise() -> Non
     four = {"placement": {"gpusPerNode": 4}, "trainer": {"gpusPerNode": 1}}
     assert plan_job(a_job(eight, four), ClusterFacts()).replica.pods == 2
     assert plan_job(a_job(PAPER, LARGE), ClusterFacts()).replica.pods == 2
+
+
+@pytest.mark.parametrize(
+    ("claim", "volume"),
+    [("runs", "run"), ("models", "volume-0"), ("old", "origin")],
+)
+def test_the_trainer_mounts_the_claim_of_the_checkpoint_to_start_from(claim: str, volume: str) -> None:
+    """One claim is one volume of a pod, as a pod that names it in two may hang."""
+    start = {"claimName": claim, "folder": "old-1a2b3c4d/checkpoints/step-000010"}
+    change = {"checkpoint": {"from": start}, "volumes": [{"claimName": "models", "mountPath": "/models"}]}
+    children = children_of(a_job(change), ClusterFacts())
+    (template,) = list_pod_templates(find(children, JOB_SET, TRAINER))
+    container = template["spec"]["containers"][0]
+    assert "--checkpoint=/var/lib/specrl/origin/old-1a2b3c4d/checkpoints/step-000010" in container["command"]
+    mount = next(it for it in container["volumeMounts"] if it["mountPath"] == pods.ORIGIN_FOLDER)
+    assert mount == {"name": volume, "mountPath": pods.ORIGIN_FOLDER, "readOnly": True}
+    claims = [it[PVC]["claimName"] for it in template["spec"]["volumes"] if PVC in it]
+    assert sorted(claims) == sorted({"runs", "models", claim})
+    (replica,) = list_pod_templates(find(children, STATEFUL_SET, GENERATION))
+    assert pods.ORIGIN_FOLDER not in str(replica)
+    assert "from" not in yaml.safe_load(find_run_file(children)["data"]["run.yaml"])["checkpoint"]

@@ -11,7 +11,16 @@ from tests.stand_ins.api_server import CORE, Killed
 from tests.unit.operator.builders import LARGE, PAPER, an_rljob
 from tests.unit.operator.world import EVERYTHING, JOBSET_ONLY, World, a_pod
 
-from specrl_operator.api import COORDINATOR, GENERATION, STORE, TRAINER, Object, is_controlled_by
+from specrl_operator.api import (
+    COORDINATOR,
+    GENERATION,
+    MAX_MESSAGE_LENGTH,
+    STORE,
+    TRAINER,
+    Object,
+    find_condition,
+    is_controlled_by,
+)
 from specrl_operator.children import desired
 from specrl_operator.children.schedulers import list_pod_templates
 from specrl_operator.cluster.cache import WatchedObjects
@@ -406,6 +415,32 @@ def test_a_failed_jobset_fails_the_job_and_is_kept_for_its_logs() -> None:
     world.settle()
     assert world.read_condition("Failed") == ("True", "BackoffLimitExceeded")
     assert "tiny-trainer" in world.server.objects_by_name(JOB_SET)
+
+
+def test_a_failed_run_releases_its_gpus_and_says_how_a_new_job_continues_it() -> None:
+    """C7: replicas and trainer of a job that has failed kept their GPUs only while its coordinator saved the run."""
+    world = World()
+    world.settle()
+    world.report_status(progress={"step": 1, "lastUpdateTime": "2026-01-01T00:00:00Z"})
+    world.end_pod("tiny-generation-0", 1)
+    world.end_workload(JOB_SET, "tiny-trainer", "Failed", "maxRestarts reached" + "!" * 2000)
+    world.settle()
+    assert world.server.objects_by_name(POD) == {}
+    assert {it["spec"]["replicas"] for it in world.server.objects_by_name(STATEFUL_SET).values()} == {0}
+    message = find_condition(world.status, "Failed")["message"]
+    assert len(message) == MAX_MESSAGE_LENGTH
+    folder = f"tiny-{world.rljob['metadata']['uid'][:8]}"
+    assert message.endswith(
+        f"!; continue it in a new RLJob with checkpoint.from: {{claimName: runs, folder: {folder}}}"
+    )
+
+
+def test_a_run_that_failed_before_its_first_step_has_nothing_to_continue() -> None:
+    world = World()
+    world.settle()
+    world.end_workload(JOB_SET, "tiny-trainer", "Failed", "maxRestarts reached")
+    world.settle()
+    assert "checkpoint.from" not in find_condition(world.status, "Failed")["message"]
 
 
 def test_objects_of_others_are_not_adopted() -> None:

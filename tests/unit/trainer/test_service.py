@@ -18,7 +18,15 @@ import structlog
 from tests.integration.trainer.runs import a_batch, a_spec
 from tests.stand_ins.trainer_backend import StandInBackend
 
-from specrl.errors import MemoryTooSmall, PeerUnavailable, RecordInvalid, StoreFailed, VersionConflict
+from specrl.errors import (
+    CheckpointInvalid,
+    MemoryTooSmall,
+    PeerUnavailable,
+    RecordInvalid,
+    RunInvalid,
+    StoreFailed,
+    VersionConflict,
+)
 from specrl.records import Batch, DrafterEpoch, TrainMetrics, WeightGroup, wire
 from specrl.rpc.clients import TrainerClient
 from specrl.rpc.server import start_server
@@ -57,11 +65,11 @@ class CountingBackend(StandInBackend):
 
 @asynccontextmanager
 async def a_trainer(
-    run: Path, backend: CountingBackend, checkpoint: Checkpoint = DEFAULTS
+    run: Path, backend: CountingBackend, checkpoint: Checkpoint = DEFAULTS, origin: Path | None = None
 ) -> AsyncIterator[tuple[TrainerClient, TrainerService]]:
     spec = a_spec(run).model_copy(update={"checkpoint": checkpoint})
     service = TrainerService(backend, spec, run, "127.0.0.1")
-    await service.load_model()
+    await service.load_model(origin)
     server, port = await start_server(service.add_to, "127.0.0.1", 0)
     async with TrainerClient(f"127.0.0.1:{port}") as client:
         try:
@@ -203,6 +211,58 @@ async def test_trainer_with_an_empty_disk_resumes_from_the_mirror(tmp_path: Path
         assert (await client.get_status()).step == 2
         assert await client.train_step(a_batch(2, VOCAB), DEADLINE_S) == answer, "it was trained before"
     assert backend.trained == []
+
+
+async def train_steps(run: Path, *steps: int) -> None:
+    """Train the steps of a run, with a checkpoint of each."""
+    async with a_trainer(run, CountingBackend()) as (client, _):
+        for step in steps:
+            await client.train_step(a_batch(step, VOCAB), DEADLINE_S)
+            await client.save_checkpoint(step, DEADLINE_S)
+
+
+@pytest.mark.parametrize("folder", ["old", "old/checkpoints/step-000002"])
+async def test_a_run_starts_from_the_checkpoint_of_another_and_goes_on_from_its_own(
+    tmp_path: Path, folder: str
+) -> None:
+    """C7: an RLJob that had failed could not be continued by another."""
+    await train_steps(tmp_path / "old", 1, 2)
+    new = tmp_path / "new"
+    async with a_trainer(new, CountingBackend(), origin=tmp_path / folder) as (client, _):
+        status = await client.get_status()
+        assert (status.step, status.checkpoint_step) == (2, 2)
+        await client.train_step(a_batch(3, VOCAB), DEADLINE_S)
+        await client.save_checkpoint(3, DEADLINE_S)
+    shutil.rmtree(tmp_path / "old")  # the new run does not need it any more
+    async with a_trainer(new, CountingBackend(), origin=tmp_path / folder) as (client, _):
+        assert (await client.get_status()).step == 3
+
+
+async def test_a_damaged_checkpoint_of_another_run_is_passed_over_and_refused_if_it_is_the_one_named(
+    tmp_path: Path,
+) -> None:
+    await train_steps(tmp_path / "old", 1, 2)
+    damaged = checkpoints.step_directory(tmp_path / "old", 2)
+    (damaged / "policy.npy").write_bytes(b"none")
+    async with a_trainer(tmp_path / "new", CountingBackend(), origin=tmp_path / "old") as (client, _):
+        assert (await client.get_status()).step == 1
+    with pytest.raises(CheckpointInvalid, match=r"step-000002 must match its checksums, got policy\.npy has 4 bytes"):
+        async with a_trainer(tmp_path / "other", CountingBackend(), origin=damaged):
+            pass
+    assert not checkpoints.list_complete(tmp_path / "other")
+
+
+async def test_a_checkpoint_that_is_not_there_or_is_the_last_one_is_refused_before_anything_is_trained(
+    tmp_path: Path,
+) -> None:
+    await train_steps(tmp_path / "old-1a2b3c4d", 1, 2, 3)
+    beside = r"must have a complete checkpoint, got \S+old-11111111, which has none; beside it there are old-1a2b3c4d$"
+    with pytest.raises(CheckpointInvalid, match=beside):
+        async with a_trainer(tmp_path / "claim" / "new", CountingBackend(), origin=tmp_path / "old-11111111"):
+            pass
+    with pytest.raises(RunInvalid, match=r"schedule\.steps must be greater than the checkpoint's step 3, got 3; raise"):
+        async with a_trainer(tmp_path / "claim" / "new", CountingBackend(), origin=tmp_path / "old-1a2b3c4d"):
+            pass
 
 
 async def test_concurrent_calls_for_one_step_train_it_once(tmp_path: Path) -> None:
