@@ -7,11 +7,35 @@ from __future__ import annotations
 
 from datetime import datetime, timedelta
 
-from specrl_operator.api import Job, Object, is_condition_true, parse_time
+from specrl.spec.cluster import Gang
+from specrl_operator.api import GENERATION, Job, Object, is_condition_true, parse_time
+from specrl_operator.observed import ObservedState
 from specrl_operator.plan.decision import TRAINER_EXIT_S
+from specrl_operator.plan.job_plan import JobPlan
 
 STALL_S = 3600
 """Seconds without reported progress after which Progressing becomes False. Only reported: nothing is restarted."""
+
+
+def find_start_time(plan: JobPlan, observed: ObservedState, moment: str, *, is_accepted: bool) -> str | None:
+    """Return status.startTime, from which deadlines count; None while they do not count. moment: now.
+
+    A job starts when it is accepted, and in a queue of Kueue when its first part is admitted: from then on it holds
+    GPUs. A later refusal stops no deadline. They begin anew after a suspension, or when Kueue has evicted all parts.
+    """
+    job = plan.job
+    if job.spec.suspend or (plan.gang is Gang.KUEUE and not _has_admitted_part(observed)):
+        return None
+    return job.status.get("startTime") or (moment if is_accepted else None)
+
+
+def _has_admitted_part(observed: ObservedState) -> bool:
+    """Whether Kueue lets the trainer or a replica run: it suspends the one and gates the pods of the other."""
+    trainer = observed.trainer
+    is_trainer_admitted = trainer is not None and not trainer.get("spec", {}).get("suspend")
+    return is_trainer_admitted or any(
+        not pod.get("spec", {}).get("schedulingGates") for pod in observed.pods_of(GENERATION)
+    )
 
 
 def find_next_deadline_s(job: Job, status: Object, now: datetime) -> float | None:

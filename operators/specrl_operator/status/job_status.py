@@ -24,6 +24,7 @@ from specrl_operator.plan.decision import Decision
 from specrl_operator.plan.job_plan import JobPlan
 from specrl_operator.plan.restarts import count_restarts
 from specrl_operator.status.conditions import decide_job_conditions, decide_part_conditions, summarize_state
+from specrl_operator.status.deadlines import find_start_time
 from specrl_operator.status.readiness import ROLE_CONDITIONS, count_replicas
 
 
@@ -51,11 +52,11 @@ def build_status(
     }
     if placement := _describe_placement(plan, observed):
         status["placement"] = placement
-    # Left out while suspended, which removes it: the deadlines count from the resumption.
-    if is_ended or (refusal is None and not job.spec.suspend):
-        status["startTime"] = job.status.get("startTime") or moment
     if is_ended:
+        status["startTime"] = job.status.get("startTime") or moment
         status["completionTime"] = job.status.get("completionTime") or moment
+    elif started := find_start_time(plan, observed, moment, is_accepted=refusal is None):
+        status["startTime"] = started  # left out while it does not count, which removes it
     return status
 
 

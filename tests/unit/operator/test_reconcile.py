@@ -46,6 +46,7 @@ from specrl_operator.plan.job_plan import Settings
 from specrl_operator.reconcile import Reconciler
 
 SUSPENDED = {"suspend": True}
+QUEUED = {"scheduling": {"queueName": "team-a"}}
 CLIQUE = "nvidia.com/gpu.clique"
 
 
@@ -906,6 +907,63 @@ def test_deadlines_count_from_the_resumption() -> None:
     world.advance_clock(400)
     world.settle()
     assert world.read_condition("Failed") == (None, None)
+
+
+def set_trainer_suspended(world: World, is_suspended: bool) -> None:
+    """Suspend or admit the trainer's JobSet, as Kueue does."""
+    trainer = world.server.objects_by_name(JOB_SET)["tiny-trainer"]
+    world.server.put_object({**trainer, "spec": {**trainer["spec"], "suspend": is_suspended}})
+
+
+def test_deadlines_count_from_the_admission_by_the_queue() -> None:
+    """H7: a job that waited for its quota longer than a deadline failed without having run."""
+    world = World(QUEUED, {"startupDeadlineSeconds": 60, "activeDeadlineSeconds": 500}, served=EVERYTHING)
+    world.reconcile()
+    set_trainer_suspended(world, True)
+    world.advance_clock(7200)
+    world.reconcile()
+    assert world.status["state"] == "Queued"
+    assert "startTime" not in world.status
+    set_trainer_suspended(world, False)
+    world.reconcile()
+    assert world.status["startTime"] == "2026-01-01T02:00:00Z"
+    world.advance_clock(59)
+    set_trainer_suspended(world, True)
+    world.reconcile()
+    assert "startTime" not in world.status, "it was evicted, and waits again"
+    set_trainer_suspended(world, False)
+    world.reconcile()
+    world.advance_clock(61)
+    world.reconcile()
+    assert world.read_condition("Failed") == ("True", "StartupDeadlineExceeded")
+
+
+def test_a_part_that_holds_gpus_lets_the_deadlines_count_while_another_is_queued() -> None:
+    """Two jobs that were admitted by halves would otherwise wait for each other without end."""
+    world = World(QUEUED, {"startupDeadlineSeconds": 60}, served=EVERYTHING)
+    world.reconcile()
+    world.run_controllers()
+    set_trainer_suspended(world, True)
+    world.reconcile()
+    assert world.status["state"] == "Queued"
+    world.advance_clock(61)
+    world.reconcile()
+    assert world.read_condition("Failed") == ("True", "StartupDeadlineExceeded")
+
+
+def test_a_refusal_of_a_running_job_does_not_restart_its_deadlines() -> None:
+    """H7: one look with Accepted=False removed startTime, and the deadlines began anew after it."""
+    world = World({"tls": {"mode": "ExistingSecret", "secretName": "mine"}})
+    keys = dict.fromkeys(("tls.crt", "tls.key", "ca.crt"), "eA==")
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "mine", "namespace": "rl"}, "data": keys}
+    world.server.put_object(secret)
+    world.settle()
+    started = world.status["startTime"]
+    world.server.delete(SECRET, world.server.objects_by_name(SECRET)["mine"])
+    world.advance_clock(100)
+    world.reconcile()
+    assert world.read_condition("Accepted") == ("False", "SecretMissing")
+    assert world.status["startTime"] == started
 
 
 def test_a_finished_job_is_deleted_after_its_ttl() -> None:
