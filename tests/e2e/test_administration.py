@@ -38,3 +38,28 @@ def test_a_failed_job_stops_its_pods_and_a_new_one_starts_from_its_folder(
     assert f"--checkpoint=/var/lib/specrl/origin/{folder}" in trainer["spec"]["containers"][0]["command"]
     claims = [it for it in trainer["spec"]["volumes"] if "persistentVolumeClaim" in it]
     assert len(claims) == 1
+
+
+def test_a_coordinator_asks_who_may_read_its_own_job_and_about_nothing_else(
+    admin: Api, place: str, jobset: Workloads
+) -> None:
+    """H6: every service account of the cluster could ask what any user may do."""
+    until_condition(admin, admin.create(cpu_job("asks", place)), "Ready")
+    coordinator = admin.with_token(admin.token_of("asks", place))
+    group = "authorization.k8s.io/v1"
+
+    def is_allowed(namespace: str) -> bool:
+        what = {"verb": "get", "group": "specrl.dev", "resource": "rljobs", "namespace": namespace, "name": "asks"}
+        review = {"apiVersion": group, "kind": "LocalSubjectAccessReview", "metadata": {"namespace": namespace}}
+        spec = {"user": f"system:serviceaccount:{place}:asks", "resourceAttributes": what}
+        path = f"/apis/{group}/namespaces/{namespace}/localsubjectaccessreviews"
+        return bool(coordinator.send_request("POST", path, review | {"spec": spec})["status"]["allowed"])
+
+    assert is_allowed(place) is False, "it may patch the status, and not read the job"
+    with pytest.raises(Refused) as refused:
+        is_allowed("default")
+    assert refused.value.status == 403
+    review = {"apiVersion": group, "kind": "SubjectAccessReview", "spec": {"user": "ada"}}
+    with pytest.raises(Refused) as refused:
+        coordinator.send_request("POST", f"/apis/{group}/subjectaccessreviews", review)
+    assert refused.value.status == 403

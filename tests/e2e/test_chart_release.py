@@ -65,7 +65,7 @@ def test_an_operator_of_named_namespaces_cannot_touch_a_job_elsewhere(
     admin: Api, release: Release, namespace: str, other_namespace: str
 ) -> None:
     """Its Role enforces that: the API server does not even let it read the other job."""
-    release.upgrade(operator={"watchNamespaces": [namespace]}, rbac={"userRoles": False, "tokenReviews": False})
+    release.upgrade(operator={"watchNamespaces": [namespace]}, rbac={"userRoles": False, "tokenReviewNamespaces": []})
     try:
         cluster = [each["metadata"]["name"] for each in admin.list("rbac.authorization.k8s.io/v1/clusterroles")]
         assert [name for name in cluster if "specrl" in name] == []

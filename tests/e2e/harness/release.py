@@ -16,6 +16,7 @@ HELM_TIMEOUT_S = 300
 VALUES: dict[str, Any] = {
     "images": {"preloaded": True},
     "operator": {"nodeSelector": {OURS: "processes"}},
+    "rbac": {"tokenReviewNamespaces": ["*"]},  # every test has a namespace of its own
     "jobs": {"storeClass": STORAGE_CLASS["metadata"]["name"], "storeSize": "1Gi"},  # type: ignore[index]
 }
 """Values of every release here. The operator's pod runs as a process."""

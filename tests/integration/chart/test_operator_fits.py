@@ -70,6 +70,7 @@ def test_the_operators_role_permits_no_other_requests() -> None:
         name_of(EVENT): {"create"},
         ("", "events"): {"list"},
         name_of(LEASE): {"create", "get", "update"},
+        ("authorization.k8s.io", "localsubjectaccessreviews"): {"create"},
         name_of(CLAIM_TEMPLATE): {"list", "watch"},
     }
     assert granted() == {name_of(kind): OWNED for kind in CHILD_KINDS} | others

@@ -171,23 +171,32 @@ def test_each_integration_adds_its_rules_and_no_others(integration: str, groups:
 @pytest.mark.parametrize(
     ("namespaces", "groups"),
     [
-        ([], ["system:serviceaccounts"]),
+        (["*"], ["system:serviceaccounts"]),
         (["team-a", "team-b"], ["system:serviceaccounts:team-a", "system:serviceaccounts:team-b"]),
     ],
 )
-def test_coordinators_of_watched_namespaces_may_review_tokens(namespaces: list[str], groups: list[str]) -> None:
-    watched = [f"--set-json=operator.watchNamespaces={json.dumps(namespaces)}"]
-    (binding,) = (
+def test_coordinators_of_named_namespaces_may_review_tokens_and_nothing_else(
+    namespaces: list[str], groups: list[str]
+) -> None:
+    objects = [
         item
-        for item in of_kind(render(*watched), "ClusterRoleBinding")
-        if item["metadata"]["name"].endswith("-token-reviews")
-    )
-    assert [subject["name"] for subject in binding["subjects"]] == groups
-    assert not [
-        item
-        for item in of_kind(render(*watched, "--set=rbac.tokenReviews=false"), "ClusterRole", "ClusterRoleBinding")
+        for item in render(f"--set-json=rbac.tokenReviewNamespaces={json.dumps(namespaces)}")
         if item["metadata"]["name"].endswith("-token-reviews")
     ]
+    (role,) = of_kind(objects, "ClusterRole")
+    assert role["rules"] == [
+        {"apiGroups": ["authentication.k8s.io"], "resources": ["tokenreviews"], "verbs": ["create"]}
+    ]
+    (binding,) = of_kind(objects, "ClusterRoleBinding")
+    assert [subject["name"] for subject in binding["subjects"]] == groups
+
+
+def test_a_bare_installation_gives_rights_to_its_own_accounts_alone() -> None:
+    """H6: every service account of the cluster could ask what any user may do."""
+    bindings = of_kind(render(), "ClusterRoleBinding", "RoleBinding")
+    assert bindings
+    subjects = [each for item in bindings for each in item["subjects"]]
+    assert {(each["kind"], each["namespace"]) for each in subjects} == {("ServiceAccount", "specrl-system")}
 
 
 def test_namespaced_mode_creates_no_cluster_scoped_objects() -> None:
@@ -401,11 +410,12 @@ def test_notes_warn_about_disabled_features() -> None:
     off = notes("--set", "crds.enabled=false,networkPolicy.enabled=false,images.registry=registry.example.com")
     assert "WARNING: crds.enabled is false" in off
     assert "WARNING: networkPolicy.enabled is false" in off
+    assert "WARNING: rbac.tokenReviewNamespaces is empty" in off
     assert "WARNING: images.preloaded" not in off
     assert "WARNING" not in notes(
         "--set",
         "images.registry=registry.example.com,networkPolicy.metricsScraperNamespace=monitoring,"
-        "monitoring.podMonitor.enabled=true",
+        "monitoring.podMonitor.enabled=true,rbac.tokenReviewNamespaces={team-a}",
     )
 
 

@@ -46,7 +46,7 @@ class Cluster(RLJobReference):
             if user is None:
                 return {"status": {"authenticated": False, "error": "no such token"}}
             return {"status": {"authenticated": True, "user": user, "audiences": self.audiences}}
-        assert path == "authorization.k8s.io/v1/subjectaccessreviews"
+        assert path == "authorization.k8s.io/v1/namespaces/rl/localsubjectaccessreviews"
         return {"status": {"allowed": body["spec"]["user"] in self.allowed}}
 
 
@@ -133,6 +133,17 @@ async def test_a_failed_review_admits_nobody_and_is_not_cached(service: Service,
     assert str(error) in answer.text
     service.cluster.away.clear()
     assert (await service.asked("Bearer adas")).status_code == 200
+
+
+async def test_a_coordinator_without_the_right_to_review_says_which_value_of_the_chart_grants_it(
+    service: Service,
+) -> None:
+    request = httpx2.Request("POST", "https://api/apis/authentication.k8s.io/v1/tokenreviews")
+    forbidden = httpx2.Response(403, request=request)
+    service.cluster.away.append(httpx2.HTTPStatusError("forbidden", request=request, response=forbidden))
+    answer = await service.asked("Bearer adas")
+    assert answer.status_code == 503
+    assert "name the job's namespace in the chart's rbac.tokenReviewNamespaces" in answer.text
 
 
 async def test_a_review_without_a_status_admits_nobody(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:

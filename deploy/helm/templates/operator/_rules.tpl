@@ -43,8 +43,11 @@ operator.watchNamespaces. Every resource and verb is listed; there are no wildca
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
   verbs: [get, list, watch, create, patch, delete]
-# For the Role of a job's coordinator, which may patch its own job's status. The operator has that right itself, so
-# Kubernetes lets it grant it.
+# For the Role of a job's coordinator, which may patch its own job's status, and ask who may read the job in its
+# namespace. The operator has these rights itself, so Kubernetes lets it grant them.
+- apiGroups: [authorization.k8s.io]
+  resources: [localsubjectaccessreviews]
+  verbs: [create]
 - apiGroups: [rbac.authorization.k8s.io]
   resources: [roles, rolebindings]
   verbs: [get, list, watch, create, patch, delete]

@@ -2,7 +2,9 @@
 
 In a cluster, a user who may `get` the run's RLJob may read, and a user who may `update` it may act:
 
-    Authorization: Bearer TOKEN --TokenReview--> user, groups --SubjectAccessReview: VERB this RLJob?--> admitted
+    Authorization: Bearer TOKEN --TokenReview--> user, groups --LocalSubjectAccessReview: VERB this RLJob?--> admitted
+
+The second review is of the job's namespace alone: a right to ask about all namespaces would show what any user may do.
 
 The token must be issued for AUDIENCE. So a token sent here is useless at the API server, and the other way round.
 Decisions are cached for REMEMBERED_S under a digest of the token. A failed review is not cached.
@@ -135,7 +137,7 @@ class ReviewAdmission:
         except (httpx2.HTTPError, OSError, ValueError) as error:
             log.warning("token_review_failed", reason=str(error))
             return AdmissionDecision(
-                HTTPStatus.SERVICE_UNAVAILABLE, f"the API server did not review the token: {error}; retry"
+                HTTPStatus.SERVICE_UNAVAILABLE, f"the API server did not review the token: {error}; {_advise_on(error)}"
             )
         # A dictionary keeps the order of insertion: the first entry is the oldest.
         self._known.pop(key, None)
@@ -162,7 +164,9 @@ class ReviewAdmission:
         }
         question = {key: user[key] for key in ("groups", "uid", "extra") if key in user}
         question |= {"user": user.get("username", ""), "resourceAttributes": what}
-        found = await self._create_review("authorization.k8s.io/v1", "SubjectAccessReview", question)
+        found = await self._create_review(
+            "authorization.k8s.io/v1", "LocalSubjectAccessReview", question, place.namespace
+        )
         if found.get("allowed"):
             return AdmissionDecision(HTTPStatus.OK)
         return AdmissionDecision(
@@ -171,14 +175,29 @@ class ReviewAdmission:
             f"{place.namespace}; ask for a role there, such as the release's {_ROLES.get(self._verb, 'editor')}",
         )
 
-    async def _create_review(self, version: str, kind: str, spec: dict[str, Any]) -> dict[str, Any]:
-        """Create a review and return its status. Raises ValueError when the answer has none."""
-        body = {"apiVersion": version, "kind": kind, "spec": spec}
-        answer = await self._place.call_api("POST", f"{version}/{kind.lower()}s", body)
+    async def _create_review(
+        self, version: str, kind: str, spec: dict[str, Any], namespace: str = ""
+    ) -> dict[str, Any]:
+        """Create a review and return its status. Raises ValueError when the answer has none.
+
+        namespace: of the review; empty if it is cluster-scoped.
+        """
+        body: dict[str, Any] = {"apiVersion": version, "kind": kind, "spec": spec}
+        if namespace:
+            body["metadata"] = {"namespace": namespace}
+        place = f"{version}/namespaces/{namespace}" if namespace else version
+        answer = await self._place.call_api("POST", f"{place}/{kind.lower()}s", body)
         status = answer.get("status")
         if not isinstance(status, dict):
             raise ValueError(f"{kind} must have a status, got {answer!r:.200}")
         return status
+
+
+def _advise_on(error: Exception) -> str:
+    """Return what to do about a review that failed."""
+    if isinstance(error, httpx2.HTTPStatusError) and error.response.status_code == HTTPStatus.FORBIDDEN:
+        return "name the job's namespace in the chart's rbac.tokenReviewNamespaces (docs/deploy.md)"
+    return "retry"
 
 
 def _digest_token(token: str) -> bytes:
