@@ -10,6 +10,7 @@ longer leads.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import socket
@@ -120,8 +121,29 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=[],
         help="TCP port that coordinators may reach, for the API server; repeatable (default: 443, 6443)",
     )
+    add(
+        "--job-egress",
+        action="append",
+        type=_parse_egress,
+        default=[],
+        metavar="JSON",
+        help="egress rule of a NetworkPolicy that all pods of jobs get, such as "
+        '{"ports": [{"port": 9000}]}; repeatable (default: none)',
+    )
     add("--prometheus-url", help="Prometheus server that KEDA queries for the share of exposed generation")
     return parser.parse_args(arguments)
+
+
+def _parse_egress(text: str) -> dict[str, object]:
+    """Parse an egress rule. The API server checks its fields. Raises ArgumentTypeError, which argparse reports."""
+    try:
+        rule = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be JSON, got {text}: {error}") from error
+    # An empty rule would allow everything.
+    if not isinstance(rule, dict) or not rule:
+        raise argparse.ArgumentTypeError(f"must be an object with `to` or `ports`, got {text}")
+    return rule
 
 
 def read_settings(options: argparse.Namespace) -> Settings:
@@ -137,6 +159,7 @@ def read_settings(options: argparse.Namespace) -> Settings:
         store_class=options.store_class,
         metrics_namespaces=tuple(options.metrics_namespace),
         api_server_ports=tuple(options.api_server_port) or Settings.api_server_ports,
+        job_egress=tuple(options.job_egress),
         prometheus_url=options.prometheus_url,
     )
 

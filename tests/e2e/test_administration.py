@@ -63,3 +63,13 @@ def test_a_coordinator_asks_who_may_read_its_own_job_and_about_nothing_else(
     with pytest.raises(Refused) as refused:
         coordinator.send_request("POST", f"/apis/{group}/subjectaccessreviews", review)
     assert refused.value.status == 403
+
+
+def test_a_job_with_a_mirror_gets_a_policy_that_lets_its_trainer_reach_it(
+    admin: Api, place: str, jobset: Workloads
+) -> None:
+    """H4: no policy opened egress for the trainer, and no value could."""
+    until_condition(admin, admin.create(cpu_job("mirrors", place, **{"checkpoint.mirror": "s3://b/r"})), "Ready")
+    policy = admin.get("networking.k8s.io/v1/networkpolicies", "mirrors-trainer", place)["spec"]
+    assert policy["egress"] == [{"ports": [{"protocol": "TCP", "port": 443}]}]
+    assert policy["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "trainer"

@@ -28,7 +28,10 @@ def build_network_policies(plan: JobPlan) -> list[Object]:
         job,
         "peers",
         job.build_selector(),
-        {"ingress": [{"from": [own]}], "egress": [{"to": [own]}, {"ports": names}, *_allow_collector(job)]},
+        {
+            "ingress": [{"from": [own]}],
+            "egress": [{"to": [own]}, {"ports": names}, *_allow_collector(job), *settings.job_egress],
+        },
     )
 
     # The coordinator also reaches the API server, an external store and sinks. By port: a policy selects addresses, and
@@ -41,9 +44,15 @@ def build_network_policies(plan: JobPlan) -> list[Object]:
         {"egress": [{"ports": [{"protocol": "TCP", "port": port} for port in ports]}]},
     )
 
+    policies = [peers, outwards]
+    if _has_remote_mirror(job):
+        # Object stores, and the services that give out credentials for them. Other ports: the operator's --job-egress.
+        https = [{"protocol": "TCP", "port": 443}]
+        policies.append(_build_policy(job, TRAINER, job.build_selector(TRAINER), {"egress": [{"ports": https}]}))
+
     # Prometheus reaches the metrics ports from the namespaces that the operator's flags name.
     if not settings.metrics_namespaces:
-        return [peers, outwards]
+        return policies
     scrapers = {
         "namespaceSelector": {
             "matchExpressions": [
@@ -61,7 +70,13 @@ def build_network_policies(plan: JobPlan) -> list[Object]:
         "matchLabels": job.build_selector(),
         "matchExpressions": [{"key": COMPONENT_LABEL, "operator": "In", "values": [COORDINATOR, GENERATION, TRAINER]}],
     }
-    return [peers, outwards, metrics]
+    return [*policies, metrics]
+
+
+def _has_remote_mirror(job: Job) -> bool:
+    """Whether the trainer copies its checkpoints to another machine."""
+    mirror = job.spec.checkpoint.mirror
+    return mirror is not None and not mirror.startswith("file:")
 
 
 def _allow_collector(job: Job) -> list[Object]:

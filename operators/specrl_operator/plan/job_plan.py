@@ -35,6 +35,8 @@ class Settings:
     api_server_ports: tuple[int, ...] = (443, 6443)
     """TCP ports that coordinators may reach at any address. A NetworkPolicy cannot name the API server: 443 is its
     Service's port, 6443 the usual port behind it."""
+    job_egress: tuple[Object, ...] = ()
+    """Egress rules, as in a NetworkPolicy, that every pod of a job gets besides its own."""
     prometheus_url: str | None = None
     """Prometheus server that KEDA's triggers query."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from tests.integration.chart.rendering import arguments_of, of_kind, render
 from tests.unit.operator.builders import ClusterFacts, a_job, children_of
@@ -10,11 +12,13 @@ from specrl_operator.children.access import build_coordinator_access
 from specrl_operator.kinds import CHILD_KINDS, CLAIM_TEMPLATE, EVENT, LEASE, POD, RLJOB, SECRET, Kind
 from specrl_operator.main import parse_arguments, read_settings
 
+EGRESS = [{"ports": [{"port": 9000}]}, {"to": [{"ipBlock": {"cidr": "169.254.169.254/32"}}]}]
 EVERYTHING = (
     "--set",
     "integrations.volcano=true,integrations.keda=true,"
     "monitoring.prometheusUrl=http://prometheus:9090,operator.watchNamespaces={a,b},jobs.storeClass=fast,"
     "images.pullSecrets={one,two},networkPolicy.metricsScraperNamespace=monitoring,operator.logLevel=warning",
+    "--set-json=jobs.extraEgress=" + json.dumps(EGRESS),
 )
 OWNED = {"get", "list", "watch", "create", "patch", "delete"}
 
@@ -51,6 +55,7 @@ def test_every_argument_is_one_of_the_operators() -> None:
     assert (settings.store_size, settings.store_class) == ("8Gi", "fast")
     assert settings.metrics_namespaces == ("monitoring",)
     assert settings.api_server_ports == (443, 6443)
+    assert settings.job_egress == tuple(EGRESS)
     assert settings.prometheus_url == "http://prometheus:9090"
 
 

@@ -24,6 +24,7 @@ from specrl.launcher.processes import environment
 from specrl.spec import digest_spec, load_process_spec, load_spec
 from specrl.spec.cluster import Placement
 from specrl.spec.run import Dtype
+from specrl_operator import main
 from specrl_operator.api import (
     COMPONENT_LABEL,
     COORDINATOR,
@@ -45,6 +46,7 @@ from specrl_operator.kinds import (
     DEPLOYMENT,
     JOB_SET,
     LEADER_WORKER_SET,
+    NETWORK_POLICY,
     STATEFUL_SET,
     Kind,
 )
@@ -647,3 +649,33 @@ def test_the_trainer_mounts_the_claim_of_the_checkpoint_to_start_from(claim: str
     (replica,) = list_pod_templates(find(children, STATEFUL_SET, GENERATION))
     assert pods.ORIGIN_FOLDER not in str(replica)
     assert "from" not in yaml.safe_load(find_run_file(children)["data"]["run.yaml"])["checkpoint"]
+
+
+def egress_of(objects: list[Object], name: str) -> list[Object]:
+    """Return the egress rules of the NetworkPolicy of a name; none if there is no such policy."""
+    policies = [it for it in objects if NETWORK_POLICY.is_kind_of(it) and it["metadata"]["name"] == name]
+    return [rule for policy in policies for rule in policy["spec"]["egress"]]
+
+
+@pytest.mark.parametrize(
+    ("mirror", "ports"), [("s3://bucket/run", [443]), ("abfs://c/run", [443]), ("file:///mnt/run", []), (None, [])]
+)
+def test_a_trainer_with_a_mirror_elsewhere_may_reach_it(mirror: str | None, ports: list[int]) -> None:
+    """H4: trainers could reach their own job and DNS, and nothing else."""
+    job = a_job({"checkpoint": {"mirror": mirror}} if mirror else {})
+    rules = egress_of(children_of(job, ClusterFacts()), "tiny-trainer")
+    assert [each["port"] for rule in rules for each in rule["ports"]] == ports
+
+
+def test_all_pods_of_a_job_get_the_egress_of_the_operators_flags() -> None:
+    rule = {"ports": [{"port": 9000}]}
+    objects = children_of(a_job(), ClusterFacts(settings=Settings(job_egress=(rule,))))
+    assert rule in egress_of(objects, "tiny-peers")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", "9000"])
+def test_an_egress_rule_that_is_none_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """An empty rule would allow everything."""
+    with pytest.raises(SystemExit):
+        main.parse_arguments([f"--job-egress={text}"])
+    assert "argument --job-egress: must be" in capsys.readouterr().err

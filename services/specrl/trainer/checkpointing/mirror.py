@@ -44,7 +44,8 @@ class CheckpointMirror:
         except (ImportError, ValueError) as error:
             raise RunInvalid(
                 f"checkpoint.mirror must be a URL whose file system is installed, got {url}: {error}; "
-                "pip install 'specrl[s3]', 'specrl[gcs]' or 'specrl[azure]' wherever the trainer runs"
+                "pip install 'specrl[s3]', 'specrl[gcs]' or 'specrl[azure]' wherever the trainer runs; for pods, into "
+                "the trainer's image (docs/checkpoints.md)"
             ) from error
         self._root = root.rstrip("/")
 
@@ -114,7 +115,7 @@ class CheckpointMirror:
         except Exception as error:  # the seam to fsspec, whose file systems raise their own libraries' errors
             raise StoreFailed(
                 f"could not {what} at checkpoint.mirror {self.url}: {type(error).__name__}: {error}; "
-                "check its address, credentials and free space"
+                "check its address, credentials and free space, and in a pod that egress to it is allowed"
             ) from error
 
     def _is_complete(self, step: int) -> bool:
