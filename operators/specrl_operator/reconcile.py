@@ -149,6 +149,7 @@ class Reconciler:
         # Reconcile again at the next deadline, and soon after a refusal or while pods do not start.
         next_deadline_s = find_next_deadline_s(job, status, now)
         is_waiting = find_condition(status, "Ready").get("reason") in WAITING_REASONS
+        is_waiting = is_waiting or decision.state is DesiredState.SAVING  # a lost kubelet reports no end of the pod
         return min(RECHECK_S, next_deadline_s or RECHECK_S) if refusal is not None or is_waiting else next_deadline_s
 
     # -- read ------------------------------------------------------------------------------------------------------
@@ -227,12 +228,13 @@ class Reconciler:
         job = plan.job
 
         # Ensure the Secrets first: pods that mount them would otherwise hang in ContainerCreating.
-        if decision.state is not DesiredState.STOPPED:
+        if decision.state.starts_pods:
             refusal = self._ensure_secrets(plan)
             if refusal is not None:
                 return refusal
 
-        # Apply in the order of `build_children`: each child needs those before it, so the first refusal ends the loop.
+        # Apply in the order of `build_children`: each child needs those before it, so a child that cannot be created
+        # ends the loop. One that exists and cannot be changed is there for those after it.
         known = {_name_of(item): item for items in children.values() for item in items}
         desired = [revision.add_revision(job, child) for child in build_children(plan, decision)]
         actions = {_name_of(it): revision.choose_action(known.get(_name_of(it)), it) for it in desired}
@@ -243,18 +245,17 @@ class Reconciler:
         refusal = None
         created = list[tuple[Kind, str]]()
         for child in desired:
-            action = actions[_name_of(child)]
-            if action is ChildAction.SCALE:
-                self._patch_replicas(child, known[_name_of(child)])
-            elif action is ChildAction.APPLY:
-                refusal = self._apply_child(job, child, created)
-            if refusal is not None:
+            name = _name_of(child)
+            refused = self._change_child(job, child, actions[name], known.get(name), created)
+            refusal = refusal or refused
+            if refused is not None and name not in known and decision.state.starts_pods:
                 break
         if created:
             self._create_event(events.build_created_event(job, created))
 
-        # Delete the rest only after every apply succeeded, so that a refused replacement deletes nothing.
-        if refusal is None:
+        # Delete the rest only after every apply succeeded, so that a refused replacement deletes nothing. A job that is
+        # being stopped has no replacements, and its trainer must go whatever is refused.
+        if refusal is None or not decision.state.starts_pods:
             kept = {_name_of(child) for child in desired} | run_files
             if decision.trainer is TrainerAction.KEEP and observed.trainer is not None:
                 # Not among the desired children, which hold a trainer only where it may be created.
@@ -262,25 +263,38 @@ class Reconciler:
             self._delete_stale_children(job, children, kept)
         return refusal
 
+    def _change_child(
+        self, job: Job, child: Object, action: ChildAction, known: Object | None, created: list[tuple[Kind, str]]
+    ) -> Refusal | None:
+        """Carry out the action on one child. Returns why it is refused; None if it is not.
+
+        known: the child as it was listed; None if it was not. A new child is appended to `created`.
+        """
+        try:
+            if action is ChildAction.APPLY:
+                return self._apply_child(job, child, created)
+            if action is ChildAction.SCALE and known is not None:
+                self._patch_replicas(child, known)
+        except ClusterError as error:
+            if not error.is_refused:
+                raise
+            name = f"{child['kind']} {child['metadata']['name']}"
+            return Refusal("ChildRejected", f"the API server rejected {name}: {error}; change the job's spec")
+        return None
+
     def _apply_child(self, job: Job, child: Object, created: list[tuple[Kind, str]]) -> Refusal | None:
         """Create or patch one child. A new child is appended to `created`."""
         kind = revision.kind_of(child)
         name = child["metadata"]["name"]
-        try:
-            # The listing may be stale, and apply is forced. Without this read it would take over another's object.
-            existing = self._cluster.get(kind, job.namespace, name)
-            if existing is not None:
-                if not is_controlled_by(existing, job.uid):
-                    return _build_conflict_refusal(kind, name)
-                # An object that is being deleted is created again when the watch reports that it is gone.
-                if kind in revision.CREATE_ONLY_KINDS or "deletionTimestamp" in existing["metadata"]:
-                    return None
-            self._cluster.apply(kind, child, MANAGER)
-        except ClusterError as error:
-            if not error.is_refused:
-                raise
-            why = f"the API server rejected {kind.name} {name}: {error}; change the job's spec"
-            return Refusal("ChildRejected", why)
+        # The listing may be stale, and apply is forced. Without this read it would take over another's object.
+        existing = self._cluster.get(kind, job.namespace, name)
+        if existing is not None:
+            if not is_controlled_by(existing, job.uid):
+                return _build_conflict_refusal(kind, name)
+            # An object that is being deleted is created again when the watch reports that it is gone.
+            if kind in revision.CREATE_ONLY_KINDS or "deletionTimestamp" in existing["metadata"]:
+                return None
+        self._cluster.apply(kind, child, MANAGER)
         if existing is None:
             log.info("child_created", kind=kind.name, namespace=job.namespace, name=name)
             created.append((kind, name))

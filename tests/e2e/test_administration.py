@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.e2e.harness.api import RLJOBS, Api, Refused, find_condition, wait_until
+from tests.e2e.harness.api import MERGE, RLJOBS, Api, Refused, find_condition, path_of, wait_until
 from tests.e2e.harness.release import Release
 from tests.e2e.harness.workloads import Workloads
 from tests.e2e.jobs import cpu_job, describe_job, make_place, pods_of, until_condition
@@ -73,3 +73,47 @@ def test_a_job_with_a_mirror_gets_a_policy_that_lets_its_trainer_reach_it(
     policy = admin.get("networking.k8s.io/v1/networkpolicies", "mirrors-trainer", place)["spec"]
     assert policy["egress"] == [{"ports": [{"protocol": "TCP", "port": 443}]}]
     assert policy["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "trainer"
+
+
+def refuse_scaling(admin: Api, namespace: str) -> None:
+    """Let the API server refuse to scale the namespace's StatefulSets, as Kueue's webhook does. Waits until it does."""
+    group = "admissionregistration.k8s.io/v1"
+    rule = {"apiGroups": ["apps"], "apiVersions": ["v1"], "operations": ["UPDATE"], "resources": ["statefulsets"]}
+    same = {"expression": "object.spec.replicas == oldObject.spec.replicas", "message": "no scaling here"}
+    policy = {"matchConstraints": {"resourceRules": [rule]}, "validations": [same]}
+    here = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}}}
+    binding = {"policyName": namespace, "validationActions": ["Deny"], "matchResources": here}
+    for kind, spec in (("ValidatingAdmissionPolicy", policy), ("ValidatingAdmissionPolicyBinding", binding)):
+        admin.create({"apiVersion": group, "kind": kind, "metadata": {"name": namespace}, "spec": spec})
+
+    def is_refused() -> bool:
+        (workload,) = admin.list("apps/v1/statefulsets", namespace)
+        path = path_of("apps/v1/statefulsets", namespace, workload["metadata"]["name"])
+        try:
+            admin.send_request("PATCH", path, {"spec": {"replicas": 5}}, MERGE, dryRun="All")
+        except Refused as refused:
+            return "no scaling here" in refused.message
+        return False
+
+    wait_until(is_refused, "scaling is refused")
+
+
+def test_a_refused_scaling_keeps_nothing_else_from_being_stopped(admin: Api, place: str, jobset: Workloads) -> None:
+    """C6: as with Kueue's webhook, the job was Suspending with all its pods, coordinator and trainer among them."""
+    job = admin.create(cpu_job("stuck", place))
+    until_condition(admin, job, "Ready")
+    refuse_scaling(admin, place)
+    try:
+        admin.scale(RLJOBS, "stuck", place, 2)
+        said = until_condition(admin, job, "Accepted", "False", "ChildRejected")
+        assert "no scaling here" in find_condition(said, "Accepted")["message"]
+        admin.patch(RLJOBS, "stuck", {"spec": {"suspend": True}}, place)
+        wait_until(
+            lambda: [it["metadata"]["name"] for it in pods_of(admin, job)] == ["stuck-generation-0"],
+            "all but the replica are stopped",
+            explain=lambda: describe_job(admin, job),
+        )
+    finally:
+        for kind in ("validatingadmissionpolicybindings", "validatingadmissionpolicies"):
+            admin.delete(f"admissionregistration.k8s.io/v1/{kind}", place)
+    until_condition(admin, job, "Suspended")

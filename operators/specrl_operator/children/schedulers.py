@@ -1,8 +1,7 @@
 """Gang schedulers, which place a job's pods together or not at all. A job has at most one. Pure.
 
 - Kueue suspends the workloads with its label and resumes those that it admits, so the operator never writes `suspend`.
-  Trainer and replicas are admitted separately, and each replica of several pods by itself: Kueue has no gang over
-  several objects.
+  Trainer and replicas are admitted separately, and each replica by itself: Kueue has no gang over several objects.
 - NVIDIA's KAI schedules the pods of one owner as a gang.
 - Volcano gets one PodGroup over the trainer and the fewest replicas that the job needs. So neither side holds GPUs
   while it waits for the other.
@@ -63,9 +62,12 @@ def list_pod_templates(workload: Object) -> list[Object]:
 def _assign_to_kueue(workloads: list[Object], plan: JobPlan) -> None:
     """Set the queue, and a required topology for pods that share an NVLink domain."""
     for workload in workloads:
-        labels = workload["metadata"]["labels"]
-        labels[KUEUE_QUEUE_LABEL] = plan.job.spec.scheduling.queue_name
-        role = labels[COMPONENT_LABEL]
+        role = workload["metadata"]["labels"][COMPONENT_LABEL]
+        # Kueue refuses to scale a StatefulSet with its label, but to 0 and back (kueue #3279). With the label on the
+        # pods each replica is a Workload of its own, as each group of a LeaderWorkerSet is.
+        queued = list_pod_templates(workload) if kinds.STATEFUL_SET.is_kind_of(workload) else [workload]
+        for item in queued:
+            item["metadata"]["labels"][KUEUE_QUEUE_LABEL] = plan.job.spec.scheduling.queue_name
         shape = plan.shape_of(role)
         if shape.pods > 1 and shape.gpus_per_pod and shares_domain(plan, role):
             for template in list_pod_templates(workload):

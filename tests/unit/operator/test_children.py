@@ -38,7 +38,7 @@ from specrl_operator.api import (
 )
 from specrl_operator.children import pods
 from specrl_operator.children.affinity import build_nccl_environment
-from specrl_operator.children.schedulers import find_workloads, list_pod_templates
+from specrl_operator.children.schedulers import KUEUE_QUEUE_LABEL, find_workloads, list_pod_templates
 from specrl_operator.kinds import (
     CLAIM_TEMPLATE,
     COMPUTE_DOMAIN,
@@ -679,3 +679,16 @@ def test_an_egress_rule_that_is_none_is_refused(text: str, capsys: pytest.Captur
     with pytest.raises(SystemExit):
         main.parse_arguments([f"--job-egress={text}"])
     assert "argument --job-egress: must be" in capsys.readouterr().err
+
+
+def test_kueue_admits_each_replica_by_itself_so_that_they_can_be_scaled() -> None:
+    """C6: Kueue refuses to scale a StatefulSet that has its label."""
+    queued = {"scheduling": {"queueName": "team-a"}}
+    workload = find(children_of(a_job(queued), ClusterFacts(ALL)), STATEFUL_SET, GENERATION)
+    (template,) = list_pod_templates(workload)
+    assert KUEUE_QUEUE_LABEL not in workload["metadata"]["labels"]
+    assert template["metadata"]["labels"][KUEUE_QUEUE_LABEL] == "team-a"
+    groups = find(children_of(a_job(PAPER, LARGE, queued), ClusterFacts(ALL)), LEADER_WORKER_SET, GENERATION)
+    assert groups["metadata"]["labels"][KUEUE_QUEUE_LABEL] == "team-a"
+    trainer = find(children_of(a_job(queued), ClusterFacts(ALL)), JOB_SET, TRAINER)
+    assert trainer["metadata"]["labels"][KUEUE_QUEUE_LABEL] == "team-a"

@@ -50,6 +50,12 @@ QUEUED = {"scheduling": {"queueName": "team-a"}}
 CLIQUE = "nvidia.com/gpu.clique"
 
 
+def a_certificate() -> Object:
+    """Build a Secret with the keys of a certificate."""
+    keys = dict.fromkeys(("tls.crt", "tls.key", "ca.crt"), "eA==")
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "mine", "namespace": "rl"}, "data": keys}
+
+
 def the_run_file(world: World) -> str:
     """Return the name of the only ConfigMap."""
     (name,) = world.server.objects_by_name(CONFIG_MAP)
@@ -527,6 +533,73 @@ def test_an_object_that_the_api_server_rejects_is_reported_in_a_condition() -> N
     assert world.read_condition("Ready") == ("False", "ChildRejected")
 
 
+def refuse_replicas(verb: str, body: Object) -> ClusterError | None:
+    """Refuse every change of the replicas' StatefulSet, as Kueue's webhook refused to scale one with its label."""
+    is_replicas = body["kind"] == "StatefulSet" and body["metadata"]["name"] == "tiny-generation"
+    return ClusterError(422, "spec.replicas: field is immutable") if is_replicas and verb == "apply" else None
+
+
+@pytest.mark.parametrize("is_upgraded", [False, True])
+def test_a_refused_scaling_is_reported_and_keeps_nothing_from_being_stopped(is_upgraded: bool) -> None:
+    """C6: the first refusal ended the loop before the coordinator, so the job was Suspending with all its pods. After
+    an upgrade of the operator no status was written at all."""
+    world = World()
+    world.settle()
+    if is_upgraded:
+        world.settings = Settings(control_image="new", generation_image="new")
+    world.server.refuse = refuse_replicas
+    world.edit_spec(generation={"replicas": 2})
+    world.settle()
+    assert world.read_condition("Accepted") == ("False", "ChildRejected")
+    assert "field is immutable" in find_condition(world.status, "Accepted")["message"]
+    assert world.read_condition("CoordinatorReady") == ("True", "PodsReady")
+    world.edit_spec(suspend=True)
+    world.settle()
+    assert set(world.server.objects_by_name(POD)) == {"tiny-generation-0"}, "all but those that may not be scaled"
+    world.server.refuse = lambda verb, body: None
+    world.settle()
+    assert world.read_condition("Suspended")[0] == "True"
+
+
+def test_a_failed_job_whose_replicas_may_not_be_scaled_stops_the_rest() -> None:
+    world = World()
+    world.settle()
+    world.server.refuse = refuse_replicas
+    world.end_pod("tiny-coordinator-0", 2, "no such model")
+    world.settle()
+    assert world.read_condition("Failed") == ("True", "RunRefused")
+    assert world.server.objects_by_name(JOB_SET) == {}
+    assert world.server.objects_by_name(DEPLOYMENT)["tiny-coordinator"]["spec"]["replicas"] == 0
+
+
+def test_a_job_whose_secret_is_gone_can_be_suspended() -> None:
+    world = World({"tls": {"mode": "ExistingSecret", "secretName": "mine"}})
+    world.server.put_object(a_certificate())
+    world.settle()
+    world.server.delete(SECRET, world.server.objects_by_name(SECRET)["mine"])
+    world.edit_spec(suspend=True)
+    world.settle()
+    assert world.read_condition("Suspended")[0] == "True"
+
+
+def test_a_coordinator_on_a_node_that_does_not_answer_is_not_waited_for_without_end() -> None:
+    """Its pod stays until the Node object goes, and the job would hold its GPUs until then."""
+    world = World()
+    world.settle()
+    pod = world.server.objects_by_name(POD)["tiny-coordinator-0"]
+    pod["metadata"]["deletionTimestamp"] = "2026-01-01T00:01:30Z"  # the end of its grace period
+    world.server.put_object(pod)
+    world.edit_spec(suspend=True)
+    assert world.reconcile() == pytest.approx(15), "no watch event would wake the operator"
+    assert world.server.objects_by_name(JOB_SET)
+    world.advance_clock(90 + 59)
+    world.reconcile()
+    assert world.server.objects_by_name(JOB_SET)
+    world.advance_clock(1)
+    world.reconcile()
+    assert world.server.objects_by_name(JOB_SET) == {}
+
+
 def test_a_busy_api_server_is_not_reported_as_a_problem_of_the_job() -> None:
     world = World()
     world.settle()
@@ -954,9 +1027,7 @@ def test_a_part_that_holds_gpus_lets_the_deadlines_count_while_another_is_queued
 def test_a_refusal_of_a_running_job_does_not_restart_its_deadlines() -> None:
     """H7: one look with Accepted=False removed startTime, and the deadlines began anew after it."""
     world = World({"tls": {"mode": "ExistingSecret", "secretName": "mine"}})
-    keys = dict.fromkeys(("tls.crt", "tls.key", "ca.crt"), "eA==")
-    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "mine", "namespace": "rl"}, "data": keys}
-    world.server.put_object(secret)
+    world.server.put_object(a_certificate())
     world.settle()
     started = world.status["startTime"]
     world.server.delete(SECRET, world.server.objects_by_name(SECRET)["mine"])
