@@ -250,6 +250,8 @@ class Reconciler:
             refusal = refusal or refused
             if refused is not None and name not in known and decision.state.starts_pods:
                 break
+            if refused is None and name in known and has_component(child, GENERATION):
+                self._report_scaling(job, known[name], child)
         if created:
             self._create_event(events.build_created_event(job, created))
 
@@ -300,6 +302,13 @@ class Reconciler:
             created.append((kind, name))
         return None
 
+    def _report_scaling(self, job: Job, known: Object, child: Object) -> None:
+        """Create an event if the number of replicas was changed."""
+        before = known["spec"].get("replicas")
+        after = child.get("spec", {}).get("replicas")
+        if before is not None and after is not None and before != after:
+            self._create_event(events.build_scaled_event(job, before, after))
+
     def _patch_replicas(self, child: Object, known: Object) -> None:
         """Patch the replica count of a running workload, and nothing else."""
         kind = revision.kind_of(child)
@@ -348,7 +357,8 @@ class Reconciler:
         """Write the status if it changed, then create events for the conditions that changed."""
         metadata = {"name": job.name, "namespace": job.namespace, "resourceVersion": job.resource_version}
         if self._write_status(metadata, job.status, status):
-            for event in events.build_condition_events(job, status):
+            restarted = events.build_restart_event(job, status)
+            for event in (*events.build_condition_events(job, status), *([restarted] if restarted else [])):
                 self._create_event(event)
 
     def _reject_spec(self, item: Object, reason: str, message: str) -> None:

@@ -34,6 +34,12 @@ SPEC_FILE = f"{SPEC_FOLDER}/run.yaml"
 SPEC_VOLUME = "spec"
 """Volume of the run file. `desired.py` sets its ConfigMap."""
 STORE_PASSWORD = "SPECRL_STORE_PASSWORD"  # noqa: S105 - the name of the variable that holds it
+# The image may be Valkey's or Redis'. `-`: the server reads the password from its standard input, as everybody on the
+# node may read its command line.
+STORE_START = f"""exec $(command -v valkey-server || command -v redis-server) - "$@" <<END
+requirepass ${STORE_PASSWORD}
+END
+"""
 USER_ID = 65532
 """Uid and gid of the images' user (`deploy/docker/Dockerfile`); the same as `nonroot` of distroless images."""
 
@@ -171,12 +177,11 @@ def build_store_pod(plan: JobPlan) -> Object:
         "name": STORE,
         "image": settings.store_image,
         "imagePullPolicy": settings.pull_policy,
-        # The image may be Valkey's or Redis'.
-        "command": ["sh", "-c", 'exec $(command -v valkey-server || command -v redis-server) "$@"', "store"],
+        "command": ["sh", "-c", STORE_START, "store"],
         "args": [
             *("--dir", "/data", "--appendonly", "yes", "--appendfsync", "always", "--save", ""),
             # Protected mode would refuse other pods. The password and the NetworkPolicy protect the server.
-            *("--protected-mode", "no", "--requirepass", f"$({STORE_PASSWORD})"),
+            *("--protected-mode", "no"),
         ],
         "env": [_refer_to_password(plan.job)],
         "ports": [{"name": "redis", "containerPort": STORE_PORT}],

@@ -1,4 +1,5 @@
-"""Kubernetes events: one for all children that a reconciliation created, one per changed condition. Pure.
+"""Kubernetes events: one for all children that a reconciliation created, one per changed condition, and one for each
+restart of the trainer and each change of the number of replicas. Pure.
 
 Invariant: the same event always gets the same name, so the API server rejects repetitions. `reconcile.py` creates them.
 """
@@ -28,6 +29,21 @@ def build_created_event(job: Job, made: Sequence[tuple[Kind, str]]) -> Object:
     """Build one event for all children that were created: each event costs a request, and a job has a dozen."""
     names = ", ".join(f"{kind.name} {name}" for kind, name in made)
     return _build_event(job, "Created", f"created {names}", "Normal", names)
+
+
+def build_scaled_event(job: Job, before: int, after: int) -> Object:
+    """Build the event that the operator asked for another number of replicas."""
+    what = f"scaling from {before} to {after} replicas"
+    return _build_event(job, "Scaled", what, "Normal", f"{job.generation} {before} {after}")
+
+
+def build_restart_event(job: Job, status: Object) -> Object | None:
+    """Build the event that the trainer has restarted since the job's previous status; None if it has not."""
+    restarts = status.get("restarts", 0)
+    if restarts <= (job.status.get("restarts") or 0):
+        return None
+    what = f"the trainer failed and restarts from the newest checkpoint: restart {restarts}"
+    return _build_event(job, "TrainerRestarted", what, "Warning", str(restarts))
 
 
 def build_condition_events(job: Job, status: Object) -> Iterator[Object]:

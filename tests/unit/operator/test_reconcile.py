@@ -29,6 +29,7 @@ from specrl_operator.kinds import (
     COMPUTE_DOMAIN,
     CONFIG_MAP,
     DEPLOYMENT,
+    EVENT,
     JOB,
     JOB_SET,
     LEADER_WORKER_SET,
@@ -1087,6 +1088,21 @@ def test_every_condition_change_creates_one_event() -> None:
         world.reconcile()
     reasons = world.list_event_reasons()
     assert reasons.count("Ready") == reasons.count("Accepted") == reasons.count("Created") == 1
+
+
+def test_restarts_of_the_trainer_and_changes_of_the_replicas_create_an_event_each() -> None:
+    """M16: there were events for six conditions only."""
+    world = World(served=CORE)
+    world.settle()
+    world.end_workload(JOB, "tiny-trainer", "Failed", "a pod failed")
+    world.settle()
+    world.edit_spec(generation={"replicas": 3})
+    world.settle()
+    reasons = world.list_event_reasons()
+    assert (reasons.count("TrainerRestarted"), reasons.count("Scaled")) == (1, 1)
+    notes = {it["reason"]: it["note"] for it in world.server.objects_by_name(EVENT).values()}
+    assert notes["TrainerRestarted"].endswith("restart 1")
+    assert notes["Scaled"] == "scaling from 1 to 3 replicas"
 
 
 def test_the_stores_password_is_created_once() -> None:
