@@ -58,6 +58,7 @@ NODE = Kind("v1", "Node", "nodes")
 ROLE = Kind("rbac.authorization.k8s.io/v1", "Role", "roles")
 ROLE_BINDING = Kind("rbac.authorization.k8s.io/v1", "RoleBinding", "rolebindings")
 NETWORK_POLICY = Kind("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies")
+DISRUPTION_BUDGET = Kind("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
 DEPLOYMENT = Kind("apps/v1", "Deployment", "deployments")
 STATEFUL_SET = Kind("apps/v1", "StatefulSet", "statefulsets")
 JOB = Kind("batch/v1", "Job", "jobs")
@@ -83,6 +84,7 @@ CHILD_KINDS = (
     CONFIG_MAP,
     SERVICE,
     NETWORK_POLICY,
+    DISRUPTION_BUDGET,
     CERTIFICATE,
     COMPUTE_DOMAIN,
     POD_GROUP,

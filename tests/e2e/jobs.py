@@ -30,6 +30,7 @@ KINDS = (
     "apps/v1/statefulsets",
     "batch/v1/jobs",
     "networking.k8s.io/v1/networkpolicies",
+    "policy/v1/poddisruptionbudgets",
     "rbac.authorization.k8s.io/v1/roles",
     "rbac.authorization.k8s.io/v1/rolebindings",
     "autoscaling/v2/horizontalpodautoscalers",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.e2e.harness.api import MERGE, RLJOBS, Api, Refused, find_condition, path_of, wait_until
+from tests.e2e.harness.api import MERGE, RLJOBS, Api, Object, Refused, find_condition, path_of, wait_until
 from tests.e2e.harness.release import Release
 from tests.e2e.harness.workloads import Workloads
 from tests.e2e.jobs import cpu_job, describe_job, make_place, pods_of, until_condition
@@ -117,3 +117,28 @@ def test_a_refused_scaling_keeps_nothing_else_from_being_stopped(admin: Api, pla
         for kind in ("validatingadmissionpolicybindings", "validatingadmissionpolicies"):
             admin.delete(f"admissionregistration.k8s.io/v1/{kind}", place)
     until_condition(admin, job, "Suspended")
+
+
+def evict(admin: Api, pod: Object) -> None:
+    """Evict a pod, as `kubectl drain` does. Raises Refused when a budget forbids it."""
+    metadata = {"name": pod["metadata"]["name"], "namespace": pod["metadata"]["namespace"]}
+    path = path_of("v1/pods", metadata["namespace"], metadata["name"], "eviction")
+    admin.send_request("POST", path, {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": metadata})
+
+
+def test_a_drain_waits_for_a_running_job_and_not_for_a_suspended_one(admin: Api, place: str, jobset: Workloads) -> None:
+    """M7: a drain ended the coordinator and the trainer at any time."""
+    job = admin.create(cpu_job("stays", place))
+    until_condition(admin, job, "Ready")
+    budgets = "policy/v1/poddisruptionbudgets"
+    wait_until(
+        lambda: admin.get(budgets, "stays", place).get("status", {}).get("currentHealthy") == 2, "both pods are counted"
+    )
+    for component in ("coordinator", "trainer"):
+        with pytest.raises(Refused, match="disruption budget") as refused:
+            evict(admin, pods_of(admin, job, component)[0])
+        assert refused.value.status == 429
+    evict(admin, pods_of(admin, job, "generation")[0])
+    admin.patch(RLJOBS, "stays", {"spec": {"suspend": True}}, place)
+    until_condition(admin, job, "Suspended")
+    assert admin.find(budgets, "stays", place) is None

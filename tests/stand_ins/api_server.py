@@ -30,6 +30,7 @@ CORE = frozenset(
         "coordination.k8s.io/v1",
         "events.k8s.io/v1",
         "networking.k8s.io/v1",
+        "policy/v1",
         "rbac.authorization.k8s.io/v1",
         "specrl.dev/v1alpha1",
     }

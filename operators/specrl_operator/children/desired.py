@@ -55,6 +55,8 @@ def build_children(plan: JobPlan, decision: Decision) -> list[Object]:
     if state is not DesiredState.WAITING:
         children.append(workloads.build_generation(plan, state))
     children.append(workloads.build_coordinator(plan, state))
+    if state is DesiredState.RUNNING and plan.settings.has_disruption_budgets:
+        children.append(workloads.build_disruption_budget(plan))
     autoscaling = job.spec.generation.autoscaling
     if state is DesiredState.RUNNING and autoscaling is not None:
         children.append(build_autoscaler(plan, autoscaling))

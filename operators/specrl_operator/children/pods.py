@@ -62,6 +62,14 @@ ENVIRONMENT = {
 """Environment of every pod: as of local runs (`launcher/processes/environment.py`), and a home."""
 
 
+KEPT_IN_PLACE = {
+    "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
+    "karpenter.sh/do-not-disrupt": "true",
+}
+"""Annotations of every pod: autoscalers of nodes must not move it to save a node. A moved trainer repeats the steps
+since its checkpoint, and a moved replica loads its model anew. `kubectl drain` and spot interruptions do not ask."""
+
+
 def build_coordinator_pod(plan: JobPlan) -> Object:
     """Build the coordinator's pod template."""
     job = plan.job
@@ -189,7 +197,7 @@ def build_store_pod(plan: JobPlan) -> Object:
         "securityContext": _build_container_security(),
         "volumeMounts": [{"name": "data", "mountPath": "/data"}],
     }
-    pod = {"metadata": {"labels": plan.job.build_labels(STORE)}, "spec": _build_pod_spec(plan, container, STOP_S)}
+    pod = {"metadata": _build_pod_metadata(plan.job, STORE), "spec": _build_pod_spec(plan, container, STOP_S)}
     return _complete_pod(pod, plan.job.spec.store_server.pod_template, plan, STORE)
 
 
@@ -280,9 +288,13 @@ def _build_pod(plan: JobPlan, role: str, container: Object, grace_s: int) -> Obj
     spec = _build_pod_spec(plan, container, grace_s) | {"volumes": volumes}
     if job.spec.scheduling.priority_class_name is not None:
         spec["priorityClassName"] = job.spec.scheduling.priority_class_name
-    pod: Object = {"metadata": {"labels": job.build_labels(role)}, "spec": spec}
+    pod: Object = {"metadata": _build_pod_metadata(job, role), "spec": spec}
     tls.mount_certificate(pod, job, role)
     return pod
+
+
+def _build_pod_metadata(job: Job, role: str) -> Object:
+    return {"labels": job.build_labels(role), "annotations": dict(KEPT_IN_PLACE)}
 
 
 def _mount_claim(pod: Object, claim: str, path: str) -> None:

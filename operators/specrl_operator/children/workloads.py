@@ -1,4 +1,4 @@
-"""The workloads of a job: coordinator, trainer, replicas, and its own store. Pure.
+"""The workloads of a job: coordinator, trainer, replicas, and its own store; and what keeps drains from them. Pure.
 
 `desired.py` calls this module; `pods.py` builds the pod templates.
 """
@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from specrl_operator import kinds
-from specrl_operator.api import COORDINATOR, GENERATION, STORE, TRAINER, Job, Object
+from specrl_operator.api import COMPONENT_LABEL, COORDINATOR, GENERATION, STORE, TRAINER, Job, Object
 from specrl_operator.children import pods
 from specrl_operator.plan.decision import DesiredState
 from specrl_operator.plan.job_plan import JobPlan
@@ -103,6 +103,26 @@ def build_store(plan: JobPlan, state: DesiredState) -> Object:
         "template": pods.build_store_pod(plan),
     }
     return kinds.STATEFUL_SET.build_object(job.build_metadata(STORE), spec=spec)
+
+
+def build_disruption_budget(plan: JobPlan) -> Object:
+    """Build the PodDisruptionBudget of the pods without which a run stops: coordinator, trainer and its own store.
+
+    Replicas have none. They drain, and others generate what they have not finished.
+    """
+    job = plan.job
+    parts = [COORDINATOR, TRAINER, *([STORE] if plan.has_own_store else [])]
+    spec = {
+        # A number, not maxUnavailable: Kubernetes cannot tell how many pods a Job wants.
+        "minAvailable": len(parts) - 1 + plan.trainer.pods,
+        # A job that cannot start must not keep its nodes.
+        "unhealthyPodEvictionPolicy": "AlwaysAllow",
+        "selector": {
+            "matchLabels": job.build_selector(),
+            "matchExpressions": [{"key": COMPONENT_LABEL, "operator": "In", "values": parts}],
+        },
+    }
+    return kinds.DISRUPTION_BUDGET.build_object({"name": job.name, "labels": job.build_labels()}, spec=spec)
 
 
 def _build_job_spec(job: Job, template: Object) -> Object:

@@ -35,6 +35,8 @@ class Settings:
     api_server_ports: tuple[int, ...] = (443, 6443)
     """TCP ports that coordinators may reach at any address. A NetworkPolicy cannot name the API server: 443 is its
     Service's port, 6443 the usual port behind it."""
+    has_disruption_budgets: bool = True
+    """Whether a running job gets a PodDisruptionBudget."""
     job_egress: tuple[Object, ...] = ()
     """Egress rules, as in a NetworkPolicy, that every pod of a job gets besides its own."""
     prometheus_url: str | None = None

@@ -44,6 +44,7 @@ from specrl_operator.kinds import (
     COMPUTE_DOMAIN,
     CONFIG_MAP,
     DEPLOYMENT,
+    DISRUPTION_BUDGET,
     JOB_SET,
     LEADER_WORKER_SET,
     NETWORK_POLICY,
@@ -692,3 +693,36 @@ def test_kueue_admits_each_replica_by_itself_so_that_they_can_be_scaled() -> Non
     assert groups["metadata"]["labels"][KUEUE_QUEUE_LABEL] == "team-a"
     trainer = find(children_of(a_job(queued), ClusterFacts(ALL)), JOB_SET, TRAINER)
     assert trainer["metadata"]["labels"][KUEUE_QUEUE_LABEL] == "team-a"
+
+
+@pytest.mark.parametrize(("change", "expected"), [({}, 3), ({"store": {"sqlite": {}}}, 2), (PAPER, 6)])
+def test_a_drain_waits_for_every_pod_without_which_the_run_stops(change: Object, expected: int) -> None:
+    """M7: coordinator, trainer and store; a replica may go."""
+    children = children_of(a_job(change), ClusterFacts())
+    (budget,) = (it for it in children if DISRUPTION_BUDGET.is_kind_of(it))
+    assert budget["spec"]["minAvailable"] == expected
+    (components,) = budget["spec"]["selector"]["matchExpressions"]
+    assert GENERATION not in components["values"]
+
+
+@pytest.mark.parametrize("state", [it for it in DesiredState if it is not DesiredState.RUNNING])
+def test_a_job_that_does_not_run_keeps_no_node_from_being_drained(state: DesiredState) -> None:
+    """A finished run's coordinator stays until the job is deleted."""
+    assert not any(DISRUPTION_BUDGET.is_kind_of(it) for it in children_of(a_job(), ClusterFacts(), state))
+
+
+def test_the_operators_flags_leave_budgets_out() -> None:
+    settings = main.read_settings(main.parse_arguments(["--no-disruption-budgets"]))
+    assert not any(DISRUPTION_BUDGET.is_kind_of(it) for it in children_of(a_job(), ClusterFacts(settings=settings)))
+
+
+def test_autoscalers_of_nodes_leave_every_pod_in_place_unless_its_template_says_otherwise() -> None:
+    """M7: consolidation moved the coordinator at will."""
+    over = {"metadata": {"annotations": {"karpenter.sh/do-not-disrupt": None}}}
+    for item in children_of(a_job({"generation": {"podTemplate": over}}), ClusterFacts()):
+        if "template" in item.get("spec", {}) or JOB_SET.is_kind_of(item):
+            (template,) = list_pod_templates(item)
+            notes = template["metadata"]["annotations"]
+            assert notes["cluster-autoscaler.kubernetes.io/safe-to-evict"] == "false"
+            is_replica = template["metadata"]["labels"][COMPONENT_LABEL] == GENERATION
+            assert notes.get("karpenter.sh/do-not-disrupt") == (None if is_replica else "true")

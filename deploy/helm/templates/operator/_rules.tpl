@@ -43,6 +43,9 @@ operator.watchNamespaces. Every resource and verb is listed; there are no wildca
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
   verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [policy]
+  resources: [poddisruptionbudgets]
+  verbs: [get, list, watch, create, patch, delete]
 # For the Role of a job's coordinator, which may patch its own job's status, and ask who may read the job in its
 # namespace. The operator has these rights itself, so Kubernetes lets it grant them.
 - apiGroups: [authorization.k8s.io]
