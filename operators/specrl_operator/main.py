@@ -122,6 +122,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="TCP port that coordinators may reach, for the API server; repeatable (default: 443, 6443)",
     )
     add(
+        "--finished-job-ttl",
+        type=int,
+        metavar="SECONDS",
+        help="delete jobs so long after their end, unless they name ttlSecondsAfterFinished (default: never)",
+    )
+    add(
         "--no-disruption-budgets",
         action="store_true",
         help="let `kubectl drain` evict coordinators, trainers and stores of running jobs (default: it waits)",
@@ -164,6 +170,7 @@ def read_settings(options: argparse.Namespace) -> Settings:
         store_class=options.store_class,
         metrics_namespaces=tuple(options.metrics_namespace),
         api_server_ports=tuple(options.api_server_port) or Settings.api_server_ports,
+        finished_job_ttl_s=options.finished_job_ttl,
         has_disruption_budgets=not options.no_disruption_budgets,
         job_egress=tuple(options.job_egress),
         prometheus_url=options.prometheus_url,

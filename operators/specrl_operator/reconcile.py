@@ -50,7 +50,7 @@ from specrl_operator.kinds import Kind
 from specrl_operator.observed import TRAINER_KINDS, ObservedState, list_trainers
 from specrl_operator.plan.acceptance import Refusal
 from specrl_operator.plan.decision import Decision, DesiredState, TrainerAction, make_decision
-from specrl_operator.plan.job_plan import JobPlan, Settings, plan_job
+from specrl_operator.plan.job_plan import JobPlan, Settings, find_ttl_s, plan_job
 from specrl_operator.status import events
 from specrl_operator.status.deadlines import find_next_deadline_s
 from specrl_operator.status.job_status import build_invalid_status, build_status, is_same_status
@@ -121,8 +121,8 @@ class Reconciler:
             self._reject_spec(item, "SpecInvalid", str(error))
             return None
 
-        # Delete a finished job whose ttlSecondsAfterFinished has passed.
-        if has_elapsed(job.status.get("completionTime"), job.spec.ttl_seconds_after_finished, self._now()):
+        # Delete a finished job whose time to live has passed.
+        if has_elapsed(job.status.get("completionTime"), find_ttl_s(job, self._settings), self._now()):
             log.info("job_expired", namespace=namespace, name=name)
             self._cluster.delete(kinds.RLJOB, item)
             return None
@@ -147,7 +147,7 @@ class Reconciler:
         telemetry.export_status((job.namespace, job.name), job.status, status)
 
         # Reconcile again at the next deadline, and soon after a refusal or while pods do not start.
-        next_deadline_s = find_next_deadline_s(job, status, now)
+        next_deadline_s = find_next_deadline_s(job, status, now, find_ttl_s(job, self._settings))
         is_waiting = find_condition(status, "Ready").get("reason") in WAITING_REASONS
         is_waiting = is_waiting or decision.state is DesiredState.SAVING  # a lost kubelet reports no end of the pod
         return min(RECHECK_S, next_deadline_s or RECHECK_S) if refusal is not None or is_waiting else next_deadline_s

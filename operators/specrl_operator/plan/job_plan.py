@@ -35,6 +35,8 @@ class Settings:
     api_server_ports: tuple[int, ...] = (443, 6443)
     """TCP ports that coordinators may reach at any address. A NetworkPolicy cannot name the API server: 443 is its
     Service's port, 6443 the usual port behind it."""
+    finished_job_ttl_s: int | None = None
+    """Seconds after which a finished job that names no ttlSecondsAfterFinished is deleted; None: never."""
     has_disruption_budgets: bool = True
     """Whether a running job gets a PodDisruptionBudget."""
     job_egress: tuple[Object, ...] = ()
@@ -100,6 +102,12 @@ class JobPlan:
     def shape_of(self, role: str) -> PodShape:
         """Return the shape of a role: the trainer's, or one replica's."""
         return self.trainer if role == TRAINER else self.replica
+
+
+def find_ttl_s(job: Job, settings: Settings) -> int | None:
+    """Return the seconds after its end at which a job is deleted; None: never."""
+    own = job.spec.ttl_seconds_after_finished
+    return settings.finished_job_ttl_s if own is None else own
 
 
 def can_use_nvlink(job: Job, trainer: PodShape, replica: PodShape) -> bool:

@@ -38,19 +38,22 @@ def _has_admitted_part(observed: ObservedState) -> bool:
     )
 
 
-def find_next_deadline_s(job: Job, status: Object, now: datetime) -> float | None:
-    """Return the seconds until the next deadline; None if there is none. status: the one to be written now."""
-    ahead = [(moment - now).total_seconds() for moment in _list_deadlines(job, status) if moment > now]
+def find_next_deadline_s(job: Job, status: Object, now: datetime, ttl_s: int | None) -> float | None:
+    """Return the seconds until the next deadline; None if there is none.
+
+    status: the one to be written now. ttl_s: time to live of the job after its end; None: no limit.
+    """
+    ahead = [(moment - now).total_seconds() for moment in _list_deadlines(job, status, ttl_s) if moment > now]
     # A second late rather than early: an early reconciliation would find the deadline not yet passed.
     return min(ahead) + 1 if ahead else None
 
 
-def _list_deadlines(job: Job, status: Object) -> list[datetime]:
+def _list_deadlines(job: Job, status: Object, ttl_s: int | None) -> list[datetime]:
     spec = job.spec
     # Timestamps, and the seconds after them.
     limits: list[tuple[str | None, float | None]] = []
     if ended := status.get("completionTime"):
-        limits = [(ended, spec.ttl_seconds_after_finished), (ended, TRAINER_EXIT_S)]
+        limits = [(ended, ttl_s), (ended, TRAINER_EXIT_S)]
     elif (started := status.get("startTime")) and not spec.suspend:
         limits = [(started, spec.active_deadline_seconds)]
         if not is_condition_true(status, "Started"):

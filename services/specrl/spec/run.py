@@ -266,7 +266,8 @@ class RunSpec(Section):
     ttl_seconds_after_finished: Annotated[
         Annotated[WholeNumber, Field(ge=0, le=2**31 - 1)] | None, ChangePolicy.ANY_TIME, OnCluster.ONLY
     ] = None
-    """Seconds after which a finished job is deleted. Null: it is not deleted."""
+    """Seconds after which a finished job is deleted. Null: as long as the operator is told to keep finished jobs, by
+    default for ever."""
 
     @property
     def runs_programs(self) -> bool:

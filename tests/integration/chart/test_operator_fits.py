@@ -18,6 +18,7 @@ EVERYTHING = (
     "integrations.volcano=true,integrations.keda=true,"
     "monitoring.prometheusUrl=http://prometheus:9090,operator.watchNamespaces={a,b},jobs.storeClass=fast,"
     "images.pullSecrets={one,two},networkPolicy.metricsScraperNamespace=monitoring,operator.logLevel=warning",
+    "--set=jobs.ttlSecondsAfterFinished=0,jobs.disruptionBudgets=false",
     "--set-json=jobs.extraEgress=" + json.dumps(EGRESS),
 )
 OWNED = {"get", "list", "watch", "create", "patch", "delete"}
@@ -55,6 +56,9 @@ def test_every_argument_is_one_of_the_operators() -> None:
     assert (settings.store_size, settings.store_class) == ("8Gi", "fast")
     assert settings.metrics_namespaces == ("monitoring",)
     assert settings.api_server_ports == (443, 6443)
+    assert (settings.finished_job_ttl_s, settings.has_disruption_budgets) == (0, False)
+    defaults = read_settings(parse_arguments(arguments_of(render())[1:]))
+    assert (defaults.finished_job_ttl_s, defaults.has_disruption_budgets) == (None, True)
     assert settings.job_egress == tuple(EGRESS)
     assert settings.prometheus_url == "http://prometheus:9090"
 

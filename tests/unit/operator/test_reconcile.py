@@ -1052,6 +1052,20 @@ def test_a_finished_job_is_deleted_after_its_ttl() -> None:
     assert world.list_objects() == set()
 
 
+@pytest.mark.parametrize(("own", "is_kept"), [({}, False), ({"ttlSecondsAfterFinished": 1000}, True)])
+def test_the_administrators_time_to_live_counts_for_jobs_that_name_none(own: Object, is_kept: bool) -> None:
+    """M11: without one, a finished job kept its coordinator, store and volume for ever."""
+    world = World(own, settings=Settings(finished_job_ttl_s=500))
+    world.settle()
+    world.finish_run()
+    world.settle()
+    world.advance_clock(499)
+    assert world.reconcile() == pytest.approx(502 if is_kept else 2)
+    world.advance_clock(2)
+    world.reconcile()
+    assert is_kept is ("tiny" in world.server.objects_by_name(RLJOB))
+
+
 def test_a_job_of_another_controller_is_not_touched() -> None:
     world = World({"managedBy": "kueue.x-k8s.io/multikueue"})
     world.settle()

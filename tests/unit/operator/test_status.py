@@ -303,10 +303,10 @@ def test_the_desired_state_follows_from_the_observed_one(observed: Seen, suspend
 def test_the_next_reconciliation_is_due_at_the_next_deadline() -> None:
     job = a_job({"activeDeadlineSeconds": 100, "startupDeadlineSeconds": 40})
     status = status_of(job, ClusterFacts(), whole(pods=()), NOW)
-    assert find_next_deadline_s(job, status, NOW) == pytest.approx(41)
+    assert find_next_deadline_s(job, status, NOW, None) == pytest.approx(41)
     started = status_of(job, ClusterFacts(), whole(), NOW)
-    assert find_next_deadline_s(job, started, NOW) == pytest.approx(101)
-    assert find_next_deadline_s(a_job(), status_of(a_job(), ClusterFacts(), whole(), NOW), NOW) is None
+    assert find_next_deadline_s(job, started, NOW, None) == pytest.approx(101)
+    assert find_next_deadline_s(a_job(), status_of(a_job(), ClusterFacts(), whole(), NOW), NOW, None) is None
 
 
 @pytest.mark.parametrize(("seconds", "reason"), [(119, "PodsPending"), (120, "ConfigurationMissing")])
