@@ -18,6 +18,7 @@ EVERYTHING = (
     "integrations.volcano=true,integrations.keda=true,"
     "monitoring.prometheusUrl=http://prometheus:9090,operator.watchNamespaces={a,b},jobs.storeClass=fast,"
     "images.pullSecrets={one,two},networkPolicy.metricsScraperNamespace=monitoring,operator.logLevel=warning",
+    "--set=operator.workers=8,operator.extraArgs={--log-level=debug},networkPolicy.extraScraperNamespaces={agents}",
     "--set=jobs.ttlSecondsAfterFinished=0,jobs.disruptionBudgets=false",
     "--set-json=jobs.extraEgress=" + json.dumps(EGRESS),
 )
@@ -50,11 +51,12 @@ def test_every_argument_is_one_of_the_operators() -> None:
     assert options.namespace == ["a", "b"]
     assert options.lease_name == "specrl"
     assert options.port == 8080
-    assert options.log_level == "warning"
+    assert options.log_level == "debug", "extraArgs come last, and count"
+    assert options.workers == 8
     assert settings.control_image == "specrl-control:0.1.0"
     assert settings.pull_secrets == ("one", "two")
     assert (settings.store_size, settings.store_class) == ("8Gi", "fast")
-    assert settings.metrics_namespaces == ("monitoring",)
+    assert settings.metrics_namespaces == ("monitoring", "agents")
     assert settings.api_server_ports == (443, 6443)
     assert (settings.finished_job_ttl_s, settings.has_disruption_budgets) == (0, False)
     defaults = read_settings(parse_arguments(arguments_of(render())[1:]))
