@@ -11,7 +11,14 @@ from datetime import datetime
 from typing import Any
 
 from specrl_operator import kinds
-from specrl_operator.api import MAX_MESSAGE_LENGTH, TRAINER, Object, has_component, is_condition_true
+from specrl_operator.api import (
+    MAX_MESSAGE_LENGTH,
+    TRAINER,
+    Object,
+    has_component,
+    has_elapsed,
+    is_condition_true,
+)
 from specrl_operator.kinds import Kind
 
 TRAINER_KINDS = (kinds.JOB_SET, kinds.JOB)
@@ -88,6 +95,18 @@ def find_last_exit(pod: Object) -> tuple[int | None, str]:
 def is_pod_ready(pod: Object) -> bool:
     """Whether a pod is ready and not being deleted."""
     return is_condition_true(pod.get("status") or {}, "Ready") and "deletionTimestamp" not in pod["metadata"]
+
+
+LOST_S = 60
+"""Seconds after the end of its grace period, after which the kubelet of a pod does not answer."""
+
+
+def is_pod_lost(pod: Object, now: datetime | None) -> bool:
+    """Whether a pod's kubelet has not reported its end, long after it had to end. now: None if it is not known."""
+    if (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed"):
+        return False  # it has ended, and somebody's finalizer keeps its object
+    # The API server sets deletionTimestamp to the end of the grace period.
+    return now is not None and has_elapsed(pod["metadata"].get("deletionTimestamp"), LOST_S, now)
 
 
 def count_container_restarts(pod: Object) -> int:

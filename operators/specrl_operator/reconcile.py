@@ -49,7 +49,7 @@ from specrl_operator.cluster.topology import NodeTopology
 from specrl_operator.kinds import Kind
 from specrl_operator.observed import TRAINER_KINDS, ObservedState, list_trainers
 from specrl_operator.plan.acceptance import Refusal
-from specrl_operator.plan.decision import Decision, DesiredState, TrainerAction, make_decision
+from specrl_operator.plan.decision import Decision, TrainerAction, make_decision
 from specrl_operator.plan.job_plan import JobPlan, Settings, find_ttl_s, plan_job
 from specrl_operator.status import events
 from specrl_operator.status.deadlines import find_next_deadline_s
@@ -149,7 +149,8 @@ class Reconciler:
         # Reconcile again at the next deadline, and soon after a refusal or while pods do not start.
         next_deadline_s = find_next_deadline_s(job, status, now, find_ttl_s(job, self._settings))
         is_waiting = find_condition(status, "Ready").get("reason") in WAITING_REASONS
-        is_waiting = is_waiting or decision.state is DesiredState.SAVING  # a lost kubelet reports no end of the pod
+        # No watch event says that a pod's kubelet does not report its end.
+        is_waiting = is_waiting or any("deletionTimestamp" in pod["metadata"] for pod in observed.pods)
         return min(RECHECK_S, next_deadline_s or RECHECK_S) if refusal is not None or is_waiting else next_deadline_s
 
     # -- read ------------------------------------------------------------------------------------------------------

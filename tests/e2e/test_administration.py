@@ -142,3 +142,21 @@ def test_a_drain_waits_for_a_running_job_and_not_for_a_suspended_one(admin: Api,
     admin.patch(RLJOBS, "stays", {"spec": {"suspend": True}}, place)
     until_condition(admin, job, "Suspended")
     assert admin.find(budgets, "stays", place) is None
+
+
+def test_a_pod_on_a_lost_node_is_named_with_what_to_do(admin: Api, place: str, jobset: Workloads) -> None:
+    """H2: its object stays for ever, and the condition said that a pod was not ready. No kubelet runs on this node."""
+    node = f"dead-{place}"
+    spec = {"unschedulable": True}
+    admin.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": node}, "spec": spec})
+    try:
+        job = admin.create(cpu_job("lost", place, **{"generation.podTemplate": {"spec": {"nodeName": node}}}))
+        wait_until(lambda: pods_of(admin, job, "generation"), "it has a replica")
+        admin.delete("v1/pods", "lost-generation-0", place, gracePeriodSeconds=1)
+        said = until_condition(admin, job, "GenerationReady", "False", "NodeLost", timeout_s=240)
+        assert f"kubectl taint nodes {node} node.kubernetes.io" in find_condition(said, "GenerationReady")["message"]
+    finally:
+        admin.delete("v1/nodes", node)
+    wait_until(
+        lambda: pods_of(admin, job, "generation"), "it is replaced", 240, explain=lambda: describe_job(admin, job)
+    )

@@ -70,6 +70,13 @@ KEPT_IN_PLACE = {
 since its checkpoint, and a moved replica loads its model anew. `kubectl drain` and spot interruptions do not ask."""
 
 
+REPLACEABLE = {"kueue.x-k8s.io/safe-to-forcefully-delete": "true"}
+"""Annotation of pods that may be replaced before the kubelet of a lost node has said that they ended. Kueue's failure
+recovery replaces them. A pod that still runs there does no harm: a superseded coordinator ends, and a coordinator calls
+only the trainer and the replicas that registered last. The store's pod is not among them: two servers must not write to
+one volume."""
+
+
 def build_coordinator_pod(plan: JobPlan) -> Object:
     """Build the coordinator's pod template."""
     job = plan.job
@@ -294,7 +301,8 @@ def _build_pod(plan: JobPlan, role: str, container: Object, grace_s: int) -> Obj
 
 
 def _build_pod_metadata(job: Job, role: str) -> Object:
-    return {"labels": job.build_labels(role), "annotations": dict(KEPT_IN_PLACE)}
+    notes = KEPT_IN_PLACE if role == STORE else KEPT_IN_PLACE | REPLACEABLE
+    return {"labels": job.build_labels(role), "annotations": dict(notes)}
 
 
 def _mount_claim(pod: Object, claim: str, path: str) -> None:

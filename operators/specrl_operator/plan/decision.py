@@ -14,8 +14,8 @@ from datetime import datetime
 from enum import StrEnum
 
 from specrl_operator import kinds
-from specrl_operator.api import COORDINATOR, Object, has_elapsed
-from specrl_operator.observed import ObservedState
+from specrl_operator.api import COORDINATOR, has_elapsed
+from specrl_operator.observed import ObservedState, is_pod_lost
 from specrl_operator.plan.acceptance import Refusal, find_refusal
 from specrl_operator.plan.job_plan import JobPlan
 from specrl_operator.plan.restarts import read_attempt, read_restarts
@@ -23,8 +23,6 @@ from specrl_operator.plan.termination import TerminalCondition, find_terminal_co
 
 TRAINER_EXIT_S = 300
 """Seconds after completionTime that a trainer may take to exit by itself, before it is deleted."""
-LOST_S = 60
-"""Seconds after its grace period for which a coordinator is still waited for. Longer: its kubelet does not answer."""
 
 
 class DesiredState(StrEnum):
@@ -86,19 +84,13 @@ def choose_state(plan: JobPlan, observed: ObservedState, terminal: TerminalCondi
         return DesiredState.ENDED
     if terminal is not None or plan.job.spec.suspend:
         # The coordinator's pod exits when it has saved the run, within its grace period.
-        is_saving = any(not _is_lost(pod, observed.moment) for pod in observed.pods_of(COORDINATOR))
+        is_saving = any(not is_pod_lost(pod, observed.moment) for pod in observed.pods_of(COORDINATOR))
         return DesiredState.SAVING if is_saving else DesiredState.STOPPED
     waits = plan.awaits_sandbox or (plan.has_compute_domain and not observed.has_claim_template)
     # A job whose pods already run keeps them if the claim template disappears.
     if waits and not observed.has_requested_parts:
         return DesiredState.WAITING
     return DesiredState.RUNNING
-
-
-def _is_lost(pod: Object, now: datetime | None) -> bool:
-    """Whether a pod's kubelet has not reported its end, long after it had to end."""
-    # The API server sets deletionTimestamp to the end of the grace period.
-    return now is not None and has_elapsed(pod["metadata"].get("deletionTimestamp"), LOST_S, now)
 
 
 def _choose_trainer_action(

@@ -20,7 +20,7 @@ from specrl_operator.api import (
     find_condition,
     has_elapsed,
 )
-from specrl_operator.observed import ObservedState, find_last_exit, is_pod_ready, list_container_statuses
+from specrl_operator.observed import ObservedState, find_last_exit, is_pod_lost, is_pod_ready, list_container_statuses
 
 ROLE_CONDITIONS = {
     STORE: "StoreReady",
@@ -32,6 +32,7 @@ ROLE_CONDITIONS = {
 explains it: nothing starts without the store."""
 REASONS_BY_SEVERITY = (
     "FailedCreate",
+    "NodeLost",
     "ImagePullFailed",
     "ConfigurationMissing",
     "VolumeUnavailable",
@@ -67,6 +68,14 @@ MOUNT_HINT = (
     "mounted. Check that claims, Secrets and ConfigMaps exist, and that claims that pods on several nodes mount are "
     "ReadWriteMany; `kubectl describe pod` has the kubelet's events"
 )
+
+
+LOST_HINT = (
+    "its node {node} does not answer, and it is not replaced before the node does, or is known to be off. "
+    "If it is off: `kubectl taint nodes {node} node.kubernetes.io/out-of-service=nodeshutdown:NoExecute`, or delete "
+    "the Node object"
+)
+"""A kubelet that does not answer may still run the pod, so Kubernetes leaves its object and replaces nothing."""
 
 
 def count_replicas(job: Job, observed: ObservedState, role: str) -> Object:
@@ -120,6 +129,8 @@ def _find_worst_problem(pods: Sequence[Object], now: datetime | None) -> tuple[s
 
 
 def _find_pod_problem(pod: Object, now: datetime | None) -> tuple[str, str]:
+    if is_pod_lost(pod, now):
+        return "NodeLost", LOST_HINT.format(node=pod.get("spec", {}).get("nodeName"))
     for state in list_container_statuses(pod):
         waiting = (state.get("state") or {}).get("waiting") or {}
         reason = waiting.get("reason", "")

@@ -32,6 +32,7 @@ from specrl_operator.api import (
     JOB_LABEL,
     LEADER_LABEL,
     MANAGED_LABEL,
+    STORE,
     TRAINER,
     Job,
     Object,
@@ -726,3 +727,14 @@ def test_autoscalers_of_nodes_leave_every_pod_in_place_unless_its_template_says_
             assert notes["cluster-autoscaler.kubernetes.io/safe-to-evict"] == "false"
             is_replica = template["metadata"]["labels"][COMPONENT_LABEL] == GENERATION
             assert notes.get("karpenter.sh/do-not-disrupt") == (None if is_replica else "true")
+
+
+def test_every_pod_but_the_stores_may_be_replaced_before_a_lost_node_answers() -> None:
+    """H2. Two servers must not write to one volume."""
+    found = {}
+    for item in children_of(a_job(), ClusterFacts()):
+        if "template" in item.get("spec", {}) or JOB_SET.is_kind_of(item):
+            (template,) = list_pod_templates(item)
+            component = template["metadata"]["labels"][COMPONENT_LABEL]
+            found[component] = "kueue.x-k8s.io/safe-to-forcefully-delete" in template["metadata"]["annotations"]
+    assert found == {COORDINATOR: True, TRAINER: True, GENERATION: True, STORE: False}

@@ -141,6 +141,25 @@ def test_a_job_with_a_store_of_its_users_has_no_condition_of_one() -> None:
     assert "store" not in shown
 
 
+def test_a_node_that_does_not_answer_is_named_with_what_to_do() -> None:
+    """H2: nothing is replaced while the pod's object stays, and the condition said that pods were not ready."""
+    (lost,) = pods(trainer=[False])
+    lost["spec"] = {"nodeName": "rack-1"}
+    lost["metadata"]["deletionTimestamp"] = format_time(NOW)
+    observed = whole(pods=(*pods(store=[True], coordinator=[False], generation=[True]), lost))
+
+    def look(after_s: int) -> Object:
+        moment = NOW + timedelta(seconds=after_s)
+        return status_of(a_job(), ClusterFacts(), replace(observed, moment=moment), moment)
+
+    assert said(look(59), "Ready") == ("False", "PodsNotReady")
+    assert said(look(60), "Ready") == ("False", "NodeLost")
+    message = find_condition(look(60), "Ready")["message"]
+    assert "kubectl taint nodes rack-1 node.kubernetes.io/out-of-service=nodeshutdown:NoExecute" in message
+    lost["status"]["phase"] = "Succeeded"
+    assert said(look(60), "Ready") == ("False", "PodsNotReady"), "a finalizer keeps it, not its kubelet"
+
+
 def test_quota_is_reserved_once_kueue_has_admitted_both() -> None:
     job = a_job({"scheduling": {"queueName": "team-a"}})
     suspended = {**(whole().trainer or {}), "spec": {"suspend": True}}
