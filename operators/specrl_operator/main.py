@@ -122,6 +122,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="TCP port that coordinators may reach, for the API server; repeatable (default: 443, 6443)",
     )
     add(
+        "--node-cidr",
+        action="append",
+        default=[],
+        help="addresses of nodes, for jobs with placement.rdma.hostNetwork; repeatable (default: they are refused)",
+    )
+    add(
         "--finished-job-ttl",
         type=int,
         metavar="SECONDS",
@@ -170,6 +176,7 @@ def read_settings(options: argparse.Namespace) -> Settings:
         store_class=options.store_class,
         metrics_namespaces=tuple(options.metrics_namespace),
         api_server_ports=tuple(options.api_server_port) or Settings.api_server_ports,
+        node_cidrs=tuple(options.node_cidr),
         finished_job_ttl_s=options.finished_job_ttl,
         has_disruption_budgets=not options.no_disruption_budgets,
         job_egress=tuple(options.job_egress),

@@ -160,3 +160,11 @@ def test_a_pod_on_a_lost_node_is_named_with_what_to_do(admin: Api, place: str, j
     wait_until(
         lambda: pods_of(admin, job, "generation"), "it is replaced", 240, explain=lambda: describe_job(admin, job)
     )
+
+
+def test_a_job_in_the_host_network_is_refused_with_what_to_do(admin: Api, place: str, jobset: Workloads) -> None:
+    """H5: it was accepted, and its policies kept its own pods apart."""
+    gpus = {"placement.profile": "Generic", "trainer.gpusPerNode": 1, "generation.gpusPerReplica": 1}
+    job = admin.create(cpu_job("host", place, **gpus, **{"placement.rdma": {"hostNetwork": "Enabled"}}))
+    said = until_condition(admin, job, "Accepted", "False", "Unsupported")
+    assert "networkPolicy.nodeCidrs" in find_condition(said, "Accepted")["message"]

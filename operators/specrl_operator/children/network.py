@@ -1,7 +1,7 @@
 """The NetworkPolicies of a job's pods: they may reach each other, and Prometheus may scrape them. Pure.
 
 NCCL and torch's rendezvous have no authentication, so these policies are what isolates jobs from each other. They do
-not apply to pods with hostNetwork.
+not apply to pods with hostNetwork, which are known by the addresses of all nodes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,15 @@ from urllib.parse import urlsplit
 from specrl.spec.sinks import WandbMode
 from specrl_operator import kinds
 from specrl_operator.api import COMPONENT_LABEL, COORDINATOR, GENERATION, TRAINER, Job, Object
-from specrl_operator.children.pods import HTTP_PORT, METRICS_PORT, TRAINER_METRICS_PORT
+from specrl_operator.children.pods import (
+    GRPC_PORT,
+    HTTP_PORT,
+    METRICS_PORT,
+    REPLICA_PORT,
+    STORE_PORT,
+    TRAINER_METRICS_PORT,
+    TRAINER_PORT,
+)
 from specrl_operator.plan.job_plan import JobPlan
 
 
@@ -45,6 +53,13 @@ def build_network_policies(plan: JobPlan) -> list[Object]:
     )
 
     policies = [peers, outwards]
+    if plan.uses_host_network:
+        # For coordinator and store, which are in the pod network.
+        nodes = [{"ipBlock": {"cidr": cidr}} for cidr in settings.node_cidrs]
+        served = [{"protocol": "TCP", "port": port} for port in (GRPC_PORT, STORE_PORT)]
+        called = [{"protocol": "TCP", "port": port} for port in (REPLICA_PORT, TRAINER_PORT)]
+        rules = {"ingress": [{"from": nodes, "ports": served}], "egress": [{"to": nodes, "ports": called}]}
+        policies.append(_build_policy(job, "nodes", job.build_selector(), rules))
     if _has_remote_mirror(job):
         # Object stores, and the services that give out credentials for them. Other ports: the operator's --job-egress.
         https = [{"protocol": "TCP", "port": 443}]

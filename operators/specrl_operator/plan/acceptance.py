@@ -45,7 +45,18 @@ def find_refusal(plan: JobPlan) -> Refusal | None:
                 f"{needed_by} needs {kind.name} of {kind.api_version}, which this cluster does not serve; "
                 f"install it{where}, or {remedy}"
             )
-    return Refusal("DependencyMissing", "; ".join(problems)) if problems else None
+    if problems:
+        return Refusal("DependencyMissing", "; ".join(problems))
+    if plan.uses_host_network and not plan.settings.node_cidrs:
+        # NetworkPolicies select pods by labels, and those in the host network by their nodes' addresses alone. Without
+        # these the coordinator could not reach trainer and replicas, nor they it.
+        return Refusal(
+            "Unsupported",
+            "placement.rdma.hostNetwork Enabled needs the addresses of the nodes, which the operator was not given; an "
+            "administrator sets networkPolicy.nodeCidrs of the chart, or use hostNetwork: Disabled with "
+            "placement.rdma.resourceName",
+        )
+    return None
 
 
 def list_notes(plan: JobPlan) -> list[str]:

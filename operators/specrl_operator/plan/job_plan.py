@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from specrl.spec.cluster import Gang, Layout, NvLink, OnTrainerFailure
+from specrl.spec.cluster import Gang, HostNetwork, Layout, NvLink, OnTrainerFailure
 from specrl.spec.rljob.status import CoordinatorCondition
 from specrl_operator import kinds
 from specrl_operator.api import CLAIM_SUFFIX, TRAINER, Job, Object, is_condition_true
@@ -35,6 +35,8 @@ class Settings:
     api_server_ports: tuple[int, ...] = (443, 6443)
     """TCP ports that coordinators may reach at any address. A NetworkPolicy cannot name the API server: 443 is its
     Service's port, 6443 the usual port behind it."""
+    node_cidrs: tuple[str, ...] = ()
+    """Addresses of the nodes, as CIDRs. Pods in the network of their node have these, and no policy selects them."""
     finished_job_ttl_s: int | None = None
     """Seconds after which a finished job that names no ttlSecondsAfterFinished is deleted; None: never."""
     has_disruption_budgets: bool = True
@@ -93,6 +95,13 @@ class JobPlan:
         """Whether the coordinator has yet to say that it can isolate the policy's programs."""
         ready = CoordinatorCondition.SANDBOX_READY
         return self.job.spec.runs_programs and not is_condition_true(self.job.status, ready)
+
+    @property
+    def uses_host_network(self) -> bool:
+        """Whether pods with GPUs are in the network of their node."""
+        rdma = self.job.spec.placement.rdma
+        has_gpus = bool(self.trainer.gpus_per_pod or self.replica.gpus_per_pod)
+        return rdma is not None and rdma.host_network is HostNetwork.ENABLED and has_gpus
 
     @property
     def claim_template(self) -> str:

@@ -18,7 +18,8 @@ EVERYTHING = (
     "integrations.volcano=true,integrations.keda=true,"
     "monitoring.prometheusUrl=http://prometheus:9090,operator.watchNamespaces={a,b},jobs.storeClass=fast,"
     "images.pullSecrets={one,two},networkPolicy.metricsScraperNamespace=monitoring,operator.logLevel=warning",
-    "--set=operator.workers=8,operator.extraArgs={--log-level=debug},networkPolicy.extraScraperNamespaces={agents}",
+    "--set=operator.workers=8,operator.extraArgs={--log-level=debug},networkPolicy.extraScraperNamespaces={agents},"
+    "networkPolicy.nodeCidrs={10.0.0.0/16,fd00::/64}",
     "--set=jobs.ttlSecondsAfterFinished=0,jobs.disruptionBudgets=false",
     "--set-json=jobs.extraEgress=" + json.dumps(EGRESS),
 )
@@ -58,6 +59,7 @@ def test_every_argument_is_one_of_the_operators() -> None:
     assert (settings.store_size, settings.store_class) == ("8Gi", "fast")
     assert settings.metrics_namespaces == ("monitoring", "agents")
     assert settings.api_server_ports == (443, 6443)
+    assert settings.node_cidrs == ("10.0.0.0/16", "fd00::/64")
     assert (settings.finished_job_ttl_s, settings.has_disruption_budgets) == (0, False)
     defaults = read_settings(parse_arguments(arguments_of(render())[1:]))
     assert (defaults.finished_job_ttl_s, defaults.has_disruption_budgets) == (None, True)

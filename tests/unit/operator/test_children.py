@@ -738,3 +738,35 @@ def test_every_pod_but_the_stores_may_be_replaced_before_a_lost_node_answers() -
             component = template["metadata"]["labels"][COMPONENT_LABEL]
             found[component] = "kueue.x-k8s.io/safe-to-forcefully-delete" in template["metadata"]["annotations"]
     assert found == {COORDINATOR: True, TRAINER: True, GENERATION: True, STORE: False}
+
+
+HOST: Object = {
+    "placement": {"profile": "Generic", "rdma": {"hostNetwork": "Enabled"}},
+    "trainer": {"gpusPerNode": 1},
+    "generation": {"gpusPerReplica": 1},
+}
+
+
+def test_pods_in_the_host_network_are_known_by_the_addresses_of_the_nodes() -> None:
+    """H5: policies select pods, which these are not. So coordinator and store dropped trainer and replicas."""
+    facts = ClusterFacts(settings=Settings(node_cidrs=("10.0.0.0/16",)))
+    assert find_refusal(plan_job(a_job(HOST), facts)) is None
+    policies = {
+        it["metadata"]["name"]: it["spec"] for it in children_of(a_job(HOST), facts) if NETWORK_POLICY.is_kind_of(it)
+    }
+    nodes = [{"ipBlock": {"cidr": "10.0.0.0/16"}}]
+    (ingress,) = policies["tiny-nodes"]["ingress"]
+    (egress,) = policies["tiny-nodes"]["egress"]
+    assert (ingress["from"], egress["to"]) == (nodes, nodes)
+    assert {it["port"] for it in ingress["ports"]} == {pods.GRPC_PORT, pods.STORE_PORT}
+    assert {it["port"] for it in egress["ports"]} == {pods.REPLICA_PORT, pods.TRAINER_PORT}
+    assert not egress_of(children_of(a_job(), facts), "tiny-nodes")
+
+
+def test_a_job_in_the_host_network_is_refused_where_the_nodes_addresses_are_not_known() -> None:
+    refused = find_refusal(plan_job(a_job(HOST), ClusterFacts()))
+    assert refused is not None
+    assert refused.reason == "Unsupported"
+    assert "networkPolicy.nodeCidrs" in refused.message
+    on_cpus = {"placement": {"rdma": {"hostNetwork": "Enabled"}}}
+    assert find_refusal(plan_job(a_job(on_cpus), ClusterFacts())) is None, "no pod of it is in the host network"
