@@ -7,6 +7,7 @@ from tests.e2e.harness.api import MERGE, RLJOBS, Api, Object, Refused, find_cond
 from tests.e2e.harness.release import Release
 from tests.e2e.harness.workloads import Workloads
 from tests.e2e.jobs import cpu_job, describe_job, make_place, pods_of, until_condition
+from tests.integration.hub.test_cluster_job import read_job
 
 
 @pytest.fixture
@@ -168,3 +169,15 @@ def test_a_job_in_the_host_network_is_refused_with_what_to_do(admin: Api, place:
     job = admin.create(cpu_job("host", place, **gpus, **{"placement.rdma": {"hostNetwork": "Enabled"}}))
     said = until_condition(admin, job, "Accepted", "False", "Unsupported")
     assert "networkPolicy.nodeCidrs" in find_condition(said, "Accepted")["message"]
+
+
+def test_the_job_that_fetches_a_model_is_admitted_where_pods_are_restricted(admin: Api, place: str) -> None:
+    """H9: nobody said how weights get into a claim."""
+    job = read_job()
+    job["metadata"]["namespace"] = place
+    admin.create(job)
+    wait_until(
+        lambda: admin.list("v1/pods", place, f"job-name={job['metadata']['name']}"),
+        "it has a pod",
+        explain=lambda: admin.get("batch/v1/jobs", job["metadata"]["name"], place),
+    )
