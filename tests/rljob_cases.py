@@ -504,6 +504,11 @@ STORAGE = (
         {"checkpoint": {}, "failurePolicy": {"onTrainerFailure": "Fail"}},
     ),
     Case(
+        "cacheClaimName",
+        {"cacheClaimName": "a", "volumes": [{"claimName": "a", "mountPath": "/a"}]},
+        {"cacheClaimName": "runs", "volumes": [{"claimName": "a", "mountPath": "/a"}]},
+    ),
+    Case(
         "storeServer.podTemplate",
         {"storeServer.podTemplate": {}, "store": {"sqlite": {}}},
         {"storeServer.podTemplate": {}},
@@ -741,6 +746,7 @@ WHILE_SUSPENDED: dict[str, tuple[Any, ...]] = {
     "trainer.podTemplate": _TEMPLATES,
     "storeServer.podTemplate": _TEMPLATES,
     "volumes": ([], [{"claimName": "a", "mountPath": "/a"}], [{"claimName": "b", "mountPath": "/a"}]),
+    "cacheClaimName": ("a", "b", ...),
     "scheduling": ({}, {"queueName": "a"}, {"priorityClassName": "high"}),
 }
 AT_ANY_TIME: dict[str, tuple[Any, ...]] = {

@@ -29,6 +29,15 @@ RUN_FOLDER = "/var/lib/specrl/run"
 ORIGIN_FOLDER = "/var/lib/specrl/origin"
 """Mount of the claim with the other run's checkpoint, `checkpoint.from`. The whole claim: a subPath that is misspelt
 would be created, and the trainer could not say which folders there are."""
+CACHE_FOLDER = "/var/cache/specrl"
+"""Mount of `cacheClaimName`."""
+COMPILER_CACHES = {
+    "VLLM_CACHE_ROOT": f"{CACHE_FOLDER}/vllm",  # torch.compile's graphs, and autotuning
+    "TORCHINDUCTOR_CACHE_DIR": f"{CACHE_FOLDER}/inductor",
+    "TRITON_CACHE_DIR": f"{CACHE_FOLDER}/triton",
+    "FLASHINFER_WORKSPACE_BASE": f"{CACHE_FOLDER}/flashinfer",
+}
+"""Variables of the compilers. Each names its files by their content and renames them into place, so pods may share."""
 SPEC_FOLDER = "/etc/specrl"
 SPEC_FILE = f"{SPEC_FOLDER}/run.yaml"
 SPEC_VOLUME = "spec"
@@ -141,7 +150,7 @@ def build_trainer_pod(plan: JobPlan, address: str) -> Object:
     ]
     pod = _build_pod(plan, TRAINER, container, STOP_S)
     if origin is not None:
-        _mount_claim(pod, origin.claim_name, ORIGIN_FOLDER)
+        _mount_claim(pod, origin.claim_name, ORIGIN_FOLDER, "origin", is_read_only=True)
     pod["spec"]["restartPolicy"] = "Never"  # ranks restart together: JobSet or the operator creates all pods again
     bind_to_nodes(pod, plan, TRAINER)
     return _complete_pod(pod, trainer.pod_template, plan, TRAINER)
@@ -295,6 +304,10 @@ def _build_pod(plan: JobPlan, role: str, container: Object, grace_s: int) -> Obj
     spec = _build_pod_spec(plan, container, grace_s) | {"volumes": volumes}
     if job.spec.scheduling.priority_class_name is not None:
         spec["priorityClassName"] = job.spec.scheduling.priority_class_name
+    cache = job.spec.cache_claim_name
+    if cache is not None and role in (TRAINER, GENERATION):
+        _mount_claim({"spec": spec}, cache, CACHE_FOLDER, "cache")
+        container["env"] += [{"name": variable, "value": folder} for variable, folder in COMPILER_CACHES.items()]
     pod: Object = {"metadata": _build_pod_metadata(job, role), "spec": spec}
     tls.mount_certificate(pod, job, role)
     return pod
@@ -305,14 +318,18 @@ def _build_pod_metadata(job: Job, role: str) -> Object:
     return {"labels": job.build_labels(role), "annotations": dict(notes)}
 
 
-def _mount_claim(pod: Object, claim: str, path: str) -> None:
-    """Mount a claim read only in a pod's container, through a volume that the pod has of this claim already, if any."""
+def _mount_claim(pod: Object, claim: str, path: str, name: str, *, is_read_only: bool = False) -> None:
+    """Mount a claim in a pod's container, through a volume that the pod has of this claim already, if any.
+
+    name: of a new volume.
+    """
     spec = pod["spec"]
     there = [it["name"] for it in spec["volumes"] if it.get("persistentVolumeClaim", {}).get("claimName") == claim]
     if not there:
-        there = ["origin"]
-        spec["volumes"].append({"name": "origin", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}})
-    spec["containers"][0]["volumeMounts"].append({"name": there[0], "mountPath": path, "readOnly": True})
+        source = {"claimName": claim} | ({"readOnly": True} if is_read_only else {})
+        spec["volumes"].append({"name": name, "persistentVolumeClaim": source})
+    mount: Object = {"name": there[0] if there else name, "mountPath": path}
+    spec["containers"][0]["volumeMounts"].append(mount | ({"readOnly": True} if is_read_only else {}))
 
 
 def _build_pod_spec(plan: JobPlan, container: Object, grace_s: int) -> Object:

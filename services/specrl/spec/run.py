@@ -254,6 +254,10 @@ class RunSpec(Section):
     store_server: Annotated[StoreServer, OnCluster.ONLY] = StoreServer()
     volumes: Annotated[tuple[Volume, ...], Field(max_length=16), ChangePolicy.SUSPENDED, OnCluster.ONLY] = ()
     """Persistent volume claims that every pod of the run mounts read-only, for models and data."""
+    cache_claim_name: Annotated[ObjectName | None, ChangePolicy.SUSPENDED, OnCluster.ONLY] = None
+    """PersistentVolumeClaim for what trainer and replicas compile: torch.compile's graphs, Triton's and FlashInfer's
+    kernels. It is ReadWriteMany where they are on several nodes, and several jobs may share it. Null: every pod
+    compiles anew, into its scratch folder."""
     placement: Annotated[Placement, OnCluster.ONLY] = Placement()
     scheduling: Annotated[Scheduling, ChangePolicy.SUSPENDED, OnCluster.ONLY] = Scheduling()
     failure_policy: Annotated[FailurePolicy, ChangePolicy.ANY_TIME, OnCluster.ONLY] = FailurePolicy()

@@ -770,3 +770,15 @@ def test_a_job_in_the_host_network_is_refused_where_the_nodes_addresses_are_not_
     assert "networkPolicy.nodeCidrs" in refused.message
     on_cpus = {"placement": {"rdma": {"hostNetwork": "Enabled"}}}
     assert find_refusal(plan_job(a_job(on_cpus), ClusterFacts())) is None, "no pod of it is in the host network"
+
+
+@pytest.mark.parametrize(("claim", "volume"), [("kernels", "cache"), ("runs", "run")])
+def test_what_trainer_and_replicas_compile_outlives_their_pods(claim: str, volume: str) -> None:
+    """M10: torch.compile, Triton and FlashInfer began anew in each pod."""
+    job = a_job({"cacheClaimName": claim, "weights": {"transport": "Checkpoint"}})
+    for role, container in containers(job, ClusterFacts()).items():
+        mounts = {it["mountPath"]: it for it in container["volumeMounts"]}
+        compiles = role in (TRAINER, GENERATION)
+        assert mounts.get(pods.CACHE_FOLDER) == ({"name": volume, "mountPath": pods.CACHE_FOLDER} if compiles else None)
+        assert (pods.COMPILER_CACHES.items() <= variables(container).items()) is compiles
+    assert not any("CACHE_DIR" in name for name in variables(containers(a_job(), ClusterFacts())[TRAINER]))

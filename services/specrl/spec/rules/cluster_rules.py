@@ -146,6 +146,14 @@ STORAGE = (
     ),
     Rule(
         RunSpec,
+        "cacheClaimName",
+        "must not be a claim of volumes",
+        "name another claim; volumes are mounted read only",
+        lambda spec: spec.cache_claim_name not in {volume.claim_name for volume in spec.volumes},
+        "!has(self.cacheClaimName) || !self.volumes.exists(it, it.claimName == self.cacheClaimName)",
+    ),
+    Rule(
+        RunSpec,
         "store.sqlite",
         "must come with checkpoint.claimName",  # otherwise the file would be lost with the coordinator's pod
         "name a PersistentVolumeClaim, or leave store out, and the operator starts a Redis server",
