@@ -106,4 +106,5 @@ def answer_order(order: DraftOrder) -> Drafts:
     del llm, outputs
     gc.collect()
     cleanup_dist_env_and_memory()
+    gc.freeze()  # as in sampling_lab
     return found

@@ -197,6 +197,7 @@ def run_job(job: Job) -> list[TurnOutcome]:
         del llm
         gc.collect()
         cleanup_dist_env_and_memory()
+        gc.freeze()  # vLLM has thawed the imported modules' objects, and looks at all of them at the next start
 
 
 def live_length_arguments(keywords: dict[str, Any], lengths: Sequence[int]) -> dict[str, Any]:
