@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import yaml
@@ -54,6 +55,7 @@ def alerts() -> list[str]:
     return [rule["alert"] for rule in rules() if "alert" in rule]
 
 
+@cache
 def _dashboards() -> dict[str, dict[str, Any]]:
     return {path.name: json.loads(path.read_text()) for path in sorted(DASHBOARDS.glob("*.json"))}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([find("helm"), *arguments], capture_output=True, text=True, timeout=300, check=False)
 
 
+@cache
 def render_text(*arguments: str, release: str = "specrl", namespace: str = "specrl-system") -> str:
     """Return the output of `helm template`."""
     done = helm("template", release, str(CHART), "--namespace", namespace, *PRELOADED, *arguments)
