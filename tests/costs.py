@@ -2,6 +2,11 @@
 
 `make test` ends with one line of it. `--costs FILE` writes a row per module as JSON. CPU seconds are comparable; wall
 time depends on what else the machine does.
+
+The CPU seconds of the living processes and of all children that these have waited for are summed, after each long phase
+of a test. What they add to the last sum is charged. A process that nobody waits for, such as the engine of a killed
+replica, takes its seconds out of the sum, so what it used after the last look is not charged. `time` of a shell lacks
+all of its seconds.
 """
 
 from __future__ import annotations
@@ -17,12 +22,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-CHILD_CHECK_S = 0.5
-"""Children are counted after each phase of a test that took longer than this.
+LONG_S = 0.5
+"""All processes are looked at after each phase of a test that took longer than this.
 
 A process that ended before is not counted, but its CPU time is. A thread would see more processes. But it would hold
 files of /proc open, and tests that count descriptors would fail.
 """
+LOOKS = 3  # at the processes at most, until none ends meanwhile
 
 KINDS = (
     ("engine", ("VLLM::EngineCore", "'vllm.v1.engine.core'")),  # second pattern: tests/engine_fork.py
@@ -64,9 +70,9 @@ class Costs:
         self.modules[module].tests += 1
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Count children after a long phase."""
-        if report.duration > CHILD_CHECK_S:
-            self._measure_children()
+        """Charge what a long phase used."""
+        if report.duration > LONG_S:
+            self._charge()
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print one line, and write the file of `--costs`."""
@@ -85,17 +91,27 @@ class Costs:
             self._file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     def _charge(self) -> None:
-        cpu_s = self._measure_children()
+        """Charge what was used since the last call to the present module."""
+        cpu_s = self._measure()
         now_s = time.monotonic()
         cost = self.modules[self._module]
-        cost.cpu_s += max(0.0, cpu_s - self._cpu_s)  # a killed child takes its children's CPU time with it
+        cost.cpu_s += max(0.0, cpu_s - self._cpu_s)
         cost.wall_s += now_s - self._switched_s
         self._cpu_s = cpu_s
         self._switched_s = now_s
 
-    def _measure_children(self) -> float:
-        """Count new children. Returns the CPU seconds of all children, ended ones included."""
+    def _measure(self) -> float:
+        """Count new processes. Returns the CPU seconds of all living ones and of those that they waited for."""
+        for _ in range(LOOKS):
+            spent_s, is_complete = self._look()
+            if is_complete:
+                break
+        return spent_s
+
+    def _look(self) -> tuple[float, bool]:
+        """Look at every process once. The sum is too small if one ends after its parent was looked at."""
         spent_s = 0.0
+        is_complete = True
         for process in _tree():
             try:
                 with process.oneshot():
@@ -108,8 +124,8 @@ class Costs:
                         kind = _kind(process)
                         started[kind] = started.get(kind, 0) + 1
             except psutil.Error:
-                continue
-        return spent_s
+                is_complete = False
+        return spent_s, is_complete
 
 
 def _tree() -> Iterator[psutil.Process]:

@@ -11,14 +11,18 @@ inspect a model's class in this process, instead of in a new one.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import multiprocessing
 import os
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from multiprocessing import forkserver, popen_forkserver
 from multiprocessing.context import BaseContext, ForkServerContext, ForkServerProcess
 from typing import Any
+
+import psutil
 
 IMPORTED = [
     "vllm.v1.engine.core",
@@ -52,6 +56,7 @@ AT_IMPORT = (
 _server = forkserver.ForkServer()  # not multiprocessing's own instance, which forks sandboxes
 _server.set_forkserver_preload(IMPORTED)
 _imported_with: dict[str, str | None] = {}
+STOP_S = 10.0
 
 
 class _Popen(popen_forkserver.Popen):
@@ -152,3 +157,12 @@ def _start_server(environment: Mapping[str, str]) -> None:
     finally:
         os.environ.clear()
         os.environ.update(before)
+    atexit.register(_stop_server)
+
+
+def _stop_server() -> None:
+    """End the server, and wait for it. Otherwise a shell's `time` of this process would lack all engines."""
+    server: Any = _server
+    os.close(server._forkserver_alive_fd)
+    with suppress(psutil.Error):  # it is gone, or a fork still runs and keeps it alive
+        psutil.Process(server._forkserver_pid).wait(STOP_S)
