@@ -250,19 +250,32 @@ async def collect_rollouts(engine: Any, requests: Sequence[RolloutRequest], toge
 
 
 class Judge:
-    """Computes reference log-probabilities with transformers."""
+    """Computes reference log-probabilities with transformers, once for each completion."""
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM
 
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], torch.Tensor] = {}
 
     def logprobs_TV(self, prompt: Sequence[int], tokens: Sequence[int], temperature: float = 1.0) -> np.ndarray:
         """[T, V] float64: log-probabilities before each token, given all before it."""
-        ids = torch.tensor([[*prompt, *tokens]])
-        with torch.no_grad():
-            logits = self._model(ids).logits[0, len(prompt) - 1 : -1].double() / temperature
-        return np.asarray(logits.log_softmax(-1))
+        self.read_completions([prompt], [tokens])
+        logits_TV = self._known[tuple(prompt), tuple(tokens)].double() / temperature
+        return np.asarray(logits_TV.log_softmax(-1))
+
+    def read_completions(self, prompts: Iterable[Sequence[int]], completions: Iterable[Sequence[int]]) -> None:
+        """Read completions in one pass of the model, which costs little more than reading a single one."""
+        pairs = {(tuple(prompt), tuple(tokens)) for prompt, tokens in zip(prompts, completions, strict=True)}
+        new = sorted(pairs - self._known.keys())
+        if not new:
+            return
+        rows = [torch.tensor([*prompt, *tokens]) for prompt, tokens in new]
+        with torch.no_grad():  # a token sees none after it, so the padding at the end needs no mask
+            logits_BSV = self._model(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)).logits
+        for (prompt, tokens), logits_SV in zip(new, logits_BSV, strict=True):
+            last = len(prompt) + len(tokens) - 1
+            self._known[prompt, tokens] = logits_SV[len(prompt) - 1 : last].clone()
 
 
 def errors_of(judge: Judge, request: RolloutRequest, rollout: Rollout) -> np.ndarray:
@@ -287,6 +300,7 @@ def z_scores(judge: Judge, requests: Sequence[RolloutRequest], completions: Sequ
     """
     excess = np.zeros(3)
     variance = np.zeros(3)
+    judge.read_completions((request.prompt_token_ids for request in requests), completions)
     for request, tokens in zip(requests, completions, strict=True):
         sampling = request.sampling
         logprobs_TV = judge.logprobs_TV(request.prompt_token_ids, tokens, sampling.temperature)

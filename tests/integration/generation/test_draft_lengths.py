@@ -191,13 +191,15 @@ async def check_tokens_while_the_length_changes(engine: VllmEngine, policy: Path
     before = (await engine.get_status()).speculation
     judge = Judge(policy)
     greedy = some_requests(16, 80, temperature=0)
-    for request, rollout in zip(greedy, await collect_while_changing(engine, greedy), strict=True):
-        assert margins_of(judge, request, rollout.token_ids_T.tolist()).max() < 1e-3
+    completions = [rollout.token_ids_T.tolist() for rollout in await collect_while_changing(engine, greedy)]
+    judge.read_completions((request.prompt_token_ids for request in greedy), completions)
+    for request, tokens in zip(greedy, completions, strict=True):
+        assert margins_of(judge, request, tokens).max() < 1e-3
     requests = [replace(item, rollout_id=f"sampled-{item.rollout_id}") for item in some_requests(96, 48)]
     rollouts = await collect_while_changing(engine, requests)
     drafted = (await engine.get_status()).speculation.minus(before)
-    assert max(errors_of(judge, *pair).max() for pair in zip(requests, rollouts, strict=True)) < 1e-4
     scores = z_scores(judge, requests, [rollout.token_ids_T.tolist() for rollout in rollouts])
+    assert max(errors_of(judge, *pair).max() for pair in zip(requests, rollouts, strict=True)) < 1e-4
     assert abs(scores).max() < Z_LIMIT, scores
     assert 0 < drafted.draft_tokens < 3 * drafted.drafts, "the draft length must have varied"
 

@@ -122,9 +122,11 @@ async def test_sampler_logprobs_belong_to_the_sampled_distribution(
     served: Served, judge: Judge, drawn: dict[str, Any]
 ) -> None:
     requests = [replace(request, sampling=replace(request.sampling, **drawn)) for request in some_requests(16, TOKENS)]
+    rollouts = await collect_rollouts(served.engine, requests)
+    completions = [rollout.token_ids_T.tolist() for rollout in rollouts]
+    judge.read_completions((request.prompt_token_ids for request in requests), completions)
     errors = []
-    for request, rollout in zip(requests, await collect_rollouts(served.engine, requests), strict=True):
-        tokens = rollout.token_ids_T.tolist()
+    for request, rollout, tokens in zip(requests, rollouts, completions, strict=True):
         expected_TV = processed_TV(judge, request, tokens)
         errors.append(np.abs(rollout.sampler_logprobs_T - expected_TV[np.arange(len(tokens)), tokens]))
     found = np.concatenate(errors)
@@ -189,6 +191,7 @@ async def test_greedy_rollouts_are_the_policys_before_and_after_an_update(
         await served.publish(version)
         outputs.append([rollout.token_ids_T.tolist() for rollout in await collect_rollouts(served.engine, requests)])
         judge = judge_of(served, version, judges)
+        judge.read_completions((request.prompt_token_ids for request in requests), outputs[-1])
         margins = np.concatenate(
             [margins_of(judge, request, tokens) for request, tokens in zip(requests, outputs[-1], strict=True)]
         )
