@@ -139,13 +139,15 @@ class ForkedRun:
         return start_replica(self._spec, options, self.directory.logs_folder / f"{name}.log")
 
 
-def start_replica(
-    spec: RunSpec, options: Sequence[str], log: Path, nodes: ReplicaNodes = ONE_NODE
-) -> engine_fork.EngineProcess:
+def start_replica(spec: RunSpec, options: Sequence[str], log: Path) -> engine_fork.EngineProcess:
     """Run `specrl-generation OPTIONS` in a fork. spec: of the run. log: gets what it says."""
+    return engine_fork.start_fork(serve_replica, list(options), str(log), environment=replica_variables(spec))
+
+
+def replica_variables(spec: RunSpec, nodes: ReplicaNodes = ONE_NODE) -> dict[str, str]:
+    """Variables of a fork that runs a replica."""
     variables = replica_environment(spec.generation.threads, ())
-    variables |= arguments.build_environment(spec, nodes) | arguments.build_eager_environment(spec, is_cpu=True)
-    return engine_fork.start_fork(serve_replica, list(options), str(log), environment=variables)
+    return variables | arguments.build_environment(spec, nodes) | arguments.build_eager_environment(spec, is_cpu=True)
 
 
 def serve_replica(options: list[str], log: str) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
+import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
+from tests import engine_fork
+from tests.integration.forked_run import replica_variables, serve_replica
 from tests.vllm_cases import (
     EAGLE3,
     Judge,
@@ -32,24 +34,33 @@ from specrl.spec import RunSpec, dump_spec
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 
-PROGRAM = Path(sys.executable).parent / "specrl-generation"
 END_S = 60.0
 
 
 @contextmanager
-def second_node(spec: RunSpec, nodes: ReplicaNodes, folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """Run the process of node 1, as a pod does."""
+def second_node(spec: RunSpec, nodes: ReplicaNodes, folder: Path) -> Iterator[engine_fork.EngineProcess]:
+    """Run the process of node 1, as a pod does, in a fork. It writes to `folder`/node-1.log."""
     run_file = folder / "run.yaml"
     run_file.write_text(dump_spec(spec))
-    command = [PROGRAM, "--spec", run_file, "--replica-id", "gen-0-1", "--coordinator", "127.0.0.1:1"]
-    command += ["--nnodes", "2", "--node-rank", "1", "--master-port", str(nodes.port)]
-    with (folder / "node-1.log").open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.PIPE, text=True)
+    options = ["--spec", str(run_file), "--replica-id", "gen-0-1", "--coordinator", "127.0.0.1:1"]
+    options += ["--nnodes", "2", "--node-rank", "1", "--master-port", str(nodes.port)]
+    log = folder / "node-1.log"
+    variables = replica_variables(spec, nodes)
+    process = engine_fork.start_fork(serve_with_spawned_ranks, options, str(log), environment=variables)
     try:
         yield process
     finally:
         process.kill()
-        process.communicate()
+        process.join(END_S)
+
+
+def serve_with_spawned_ranks(options: list[str], log: str) -> None:
+    """Run `specrl-generation OPTIONS` in this fork. As in the program, its ranks are new processes."""
+    from vllm.v1.executor import multiproc_executor
+
+    spawn = partial(multiprocessing.get_context, "spawn")
+    multiproc_executor.get_mp_context = spawn  # type: ignore[attr-defined]  # a module attribute that mypy does not know
+    serve_replica(options, log)
 
 
 async def serve_two_versions(engine: VllmEngine, models: Models, sender: WeightSender) -> None:
@@ -109,6 +120,6 @@ async def test_two_nodes_are_one_replica_until_a_rank_is_lost(models: Models, tm
             rank.kill()
             with pytest.raises(EngineFailed):
                 await asyncio.wait_for(collect_rollouts(engine, some_requests(4)), END_S)
-            _, said = await asyncio.to_thread(member.communicate, timeout=END_S)
-            assert member.returncode == EngineFailed.exit_code
-            assert "a rank of node 1 died or did not start" in said
+            await asyncio.to_thread(member.join, END_S)
+            assert member.exitcode == EngineFailed.exit_code
+            assert "a rank of node 1 died or did not start" in (tmp_path / "node-1.log").read_text()
