@@ -21,8 +21,8 @@ DEAR = ("kill engine of gen-0", "freeze trainer-1", "full disk")
 
 @pytest.mark.timeout(3000)
 def test_a_run_under_faults_ends_in_the_weights_of_one_without(tmp_path: Path) -> None:
-    # With this seed the faults follow each other within seconds, and strike in the first five steps.
-    check_round(tmp_path, CHEAP, seed=396, steps=8, ranks=1)
+    # With this seed the last fault is armed after 3.5 s in which the run goes on, long before its eighth step.
+    check_round(tmp_path, CHEAP, seed=10395, steps=8, ranks=1)
 
 
 @pytest.mark.deep
