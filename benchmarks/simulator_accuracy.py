@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -128,6 +129,24 @@ def list_published_rows() -> list[PublishedRow]:
         known = {"rollout": it.generation, "step": it.step}
         rows.append(PublishedRow(name, scenario, "eagle3", it.k, it.acceptance_length, known, name in FITTED))
     return rows
+
+
+SPLIT_SEED = 260426779
+"""The digits of the paper's number. Chosen, and drawn once, before any value was fitted to the drawn rows."""
+
+
+def draw_calibrated() -> list[str]:
+    """Draw the half of the published rows that the planner is calibrated on; the others are predicted.
+
+    Rows of a kind (RL-Zero, RL-Think, policy lag 1, 235B) are shuffled, and every second one is taken.
+    """
+    random = Random(SPLIT_SEED)  # noqa: S311 - which rows is no secret
+    kinds: dict[str, list[str]] = {}
+    for row in list_published_rows():
+        kinds.setdefault("lag" if "lag" in row.name else row.name.split()[0], []).append(row.name)
+    for names in kinds.values():
+        random.shuffle(names)
+    return [name for names in kinds.values() for name in names][::2]
 
 
 SYNCHRONOUS = {

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from benchmarks.paper_rows import PROJECTED, PUBLISHED, relative_error
-from benchmarks.simulator_accuracy import STORED, SYNCHRONOUS, PublishedRow, list_published_rows
+from benchmarks.simulator_accuracy import STORED, SYNCHRONOUS, PublishedRow, draw_calibrated, list_published_rows
 
 DOCS = Path(__file__).parents[3] / "docs"
 FITTED_WITHIN = 0.05
@@ -74,6 +74,22 @@ def test_every_published_row_is_compared_and_every_miss_is_one_of_them() -> None
     assert {name for name, _ in MISSES} <= set(ROWS)
     assert all(figure in ROWS[name].published for name, figure in MISSES)
     assert all(row.published for row in ROWS.values())
+
+
+def test_half_of_the_published_rows_are_drawn_for_the_calibration() -> None:
+    """The draw was made once, before anything was fitted to it. Another draw would be a choice."""
+    assert sorted(draw_calibrated()) == [
+        "235b on 2048, k=5, acceptance 4",
+        "235b on 512, k=7, acceptance 5",
+        "think k=3",
+        "think k=3, weak drafter, online",
+        "think k=5",
+        "think, lag 1, k=3",
+        "zero k=3",
+        "zero k=3, online",
+        "zero k=3, weak drafter",
+        "zero n-gram",
+    ]
 
 
 def test_stored_predictions_have_every_synchronous_row() -> None:
