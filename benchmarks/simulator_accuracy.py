@@ -1,18 +1,17 @@
 """Measures how well `specrl simulate` predicts published results. It predicts first, and scores later.
 
+    python -m benchmarks.simulator_accuracy scenarios   # compares the scenarios of examples/plan with what is published
     python -m benchmarks.simulator_accuracy predict     # writes benchmarks/simulator_predictions.json
     python -m benchmarks.simulator_accuracy score       # compares that file with what is published
-    python -m benchmarks.simulator_accuracy scenarios   # compares the scenarios of examples/plan with it
 
-arXiv:2604.26779 publishes speed-ups (Qwen3-8B on 32 GB200), but not batch size, length limit, spread of lengths and
-parallelism. So each member of an ensemble of plausible values is calibrated by itself on RL-Zero: the median length on
-the column without speculation, and the processor's time of drafting on the column at k = 3. k = 5 needs more, because
-no CUDA graph covers its steps; a second ensemble calibrates that on RL-Zero at k = 5, and the first one has the
-default. RL-Think's lengths are calibrated on its column without speculation.
+Half of the rows of arXiv:2604.26779 are calibrated on, the others are predicted; `draw_calibrated` drew which. Three
+efficiencies (`CALIBRATED_FIELDS`) are fitted to the calibrated synchronous rows of Qwen3-8B. A row's band is its
+prediction plus and minus `BAND`.
 
-A prediction is the median over members, with a band from p10 to p90. Members whose calibration needs impossible values
-(drafting below 0 or above 24 ms) are dropped and counted. "extrapolated" marks a k or a mechanism that nothing was
-calibrated on. For NeMo-RL's own rows see simulator_nemo_rl.py, and for runs of this machine simulator_runs.py.
+The paper does not publish batch size, length limit and spread of lengths. So `predict` repeats the calibration for each
+member of an ensemble of plausible workloads: the median length on the column without speculation, and the three
+efficiencies. Members that leave an error above `MAX_ERROR` are dropped and counted. For NeMo-RL's own rows see
+simulator_nemo_rl.py, and for runs of this machine simulator_runs.py.
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ import argparse
 import itertools
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -35,19 +35,18 @@ from benchmarks.paper_rows import PUBLISHED as PAPER
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from scipy.optimize import brentq
+from scipy.optimize import brentq, minimize
 
 from specrl.errors import SpecInvalid
+from specrl.simulator.costs.interface import Floats
 from specrl.simulator.scenarios.scenario import Mechanism, Scenario
 from specrl.simulator.scenarios.scenario_file import find_scenario, parse_scenario, read_mapping
 from specrl.simulator.simulate import prepare_scenario, simulate_scenario
 
 STORED = Path(__file__).with_name("simulator_predictions.json")
 
-ZERO_PLAIN_S = 100.0
-ZERO_K3_S = 56.6
-ZERO_K5_SPEEDUP = 1.44
-THINK_PLAIN_S = 133.6
+NGRAM_K = 5
+"""Tokens that n-gram drafting proposes, which is not published. Of 3, 5 and 7, this fits the calibrated row best."""
 
 WORKLOADS = {"base": "zero", "reasoning": "think"}
 """Names of the paper's workloads here, by those of paper_rows.py."""
@@ -59,7 +58,7 @@ DRAFTS = {
     "weak-online": ("k=3, weak drafter, online", "eagle3", 3),
     "eagle3:5": ("k=5", "eagle3", 5),
     "eagle3:7": ("k=7", "eagle3", 7),
-    "ngram": ("n-gram", "ngram", 3),
+    "ngram": ("n-gram", "ngram", NGRAM_K),
 }
 """row of paper_rows.py: name, mechanism, k."""
 
@@ -69,8 +68,7 @@ class PublishedRow:
     """A published row, and the scenario of examples/plan that predicts it.
 
     published: by figure: rollout and step (speed-ups), step_s and exposed_s (seconds of a step, and of its exposed
-    generation). is_fitted: efficiencies, workload or acceptance length were chosen for this row, so its prediction
-    proves nothing.
+    generation).
     """
 
     name: str
@@ -79,7 +77,10 @@ class PublishedRow:
     k: int
     acceptance_length: float | None
     published: dict[str, float]
-    is_fitted: bool = False
+
+    @property
+    def role(self) -> str:
+        return "calibrated" if self.name in CALIBRATED else "predicted"
 
     def predict_figures(self) -> dict[str, float]:
         """Simulate the scenario, and return the figures that are published."""
@@ -94,13 +95,9 @@ class PublishedRow:
         return {figure: found[figure] for figure in self.published}
 
 
-FITTED = {"zero k=3", "zero k=5", "235b on 512, k=3, acceptance 3", "235b on 512, k=7, acceptance 8"}
-"""RL-Zero at k = 3 and 5 gave the efficiencies. The workload of 235B was chosen for its speed-up at k = 3. The
-acceptance length of 8 is not published; it was chosen for the best published speed-up, at k = 7."""
-
 FITTED_PHASES = {
     "zero": ({"data", "prepare", "generation", "logprob", "train"}, {"generation"}),
-    "think": ({"generation"}, set[str]()),
+    "think": ({"generation"}, {"generation"}),
 }
 """Phases without and with speculation whose published seconds were used."""
 
@@ -122,12 +119,12 @@ def list_published_rows() -> list[PublishedRow]:
         says, mechanism, k = DRAFTS[row]
         name = f"{which} {says}"
         length = published.acceptance_length
-        rows.append(PublishedRow(name, f"paper-8b-{which}-sync", mechanism, k, length, known, name in FITTED))
+        rows.append(PublishedRow(name, f"paper-8b-{which}-sync", mechanism, k, length, known))
     for it in PROJECTED:
         name = f"235b on {it.gpus}, k={it.k}, acceptance {it.acceptance_length:g}"
         scenario = f"paper-235b-{f'async-{it.gpus}' if it.lag else f'sync-{it.gpus}'}"
         known = {"rollout": it.generation, "step": it.step}
-        rows.append(PublishedRow(name, scenario, "eagle3", it.k, it.acceptance_length, known, name in FITTED))
+        rows.append(PublishedRow(name, scenario, "eagle3", it.k, it.acceptance_length, known))
     return rows
 
 
@@ -154,69 +151,90 @@ SYNCHRONOUS = {
 }
 """Rows whose rollout speed-up the ensemble predicts."""
 
-CALIBRATED = ("zero k=3",)
+CALIBRATED = frozenset(draw_calibrated())
+
+CALIBRATED_FIELDS = {"host_sequence_us": 112.0, "kv_reread_share": 0.55, "eager_us_per_layer": 440.0}
+"""Fields of `efficiency` that the calibration finds, and where it starts."""
+
+BAND = 0.16
+"""Half of a band's width, relative to the prediction: twice the error of the calibrated synchronous rows (root mean
+square, 7.9 %), rounded up."""
+
+MAX_ERROR = 0.10
+"""Largest such error of a member of the ensemble. The publication did not have a workload that leaves more."""
+
+# Prompts of 16 rollouts; longest completion of RL-Zero in tokens; sigma of lengths; RL-Think's longest by RL-Zero's.
+WORKLOAD_CHOICES = tuple(itertools.product((128, 256), (6144, 8192), (0.4, 0.6, 0.8), (1.0, 1.25)))
 
 
 @dataclass(frozen=True)
 class Member:
-    """A calibrated workload that the publication may have had."""
+    """A calibrated workload that the publication may have had. error: root mean square over the calibrated rows."""
 
     zero: Scenario
     think: Scenario
+    error: float
+
+    def predict_speedup(self, row: PublishedRow) -> float:
+        """Return the speed-up of generation. Raises ValueError if a rollout has no seat."""
+        scenario = self.zero if row.name.startswith("zero") else self.think
+        plain_s = batch_s(drafting(scenario, "none", 3, None))
+        return plain_s / batch_s(drafting(scenario, row.mechanism, row.k, row.acceptance_length))
 
 
-def members(*, calibrates_cliff: bool) -> tuple[list[Member], int]:
-    """Make the ensemble. Returns also the number of dropped members."""
-    found = []
-    dropped = 0
-    choices = list(itertools.product((128, 256), (6144, 8192), (0.4, 0.8), (1, 2)))
-    for prompts, cap, sigma, width in track(choices, "calibrating", transient=True):
-        try:
-            found += list(_calibrated((prompts, cap, sigma, width), calibrates_cliff=calibrates_cliff))
-        except (ValueError, SpecInvalid):  # no root, or not enough memory: the publication did not have this workload
-            dropped += 1
-    return found, dropped
+def list_members() -> tuple[list[Member], int]:
+    """Calibrate every workload. Returns also the number of dropped members."""
+    found = [_calibrate_member(*choice) for choice in track(WORKLOAD_CHOICES, "calibrating", transient=True)]
+    kept = [member for member in found if member is not None and member.error <= MAX_ERROR]
+    return kept, len(found) - len(kept)
 
 
-def _calibrated(choice: tuple[int, int, float, int], *, calibrates_cliff: bool) -> Iterator[Member]:
-    prompts, cap, sigma, width = choice
-    base = parse_scenario(read_mapping(find_scenario("paper-8b-zero-sync")))
-    base = base.with_fields(
-        workload={"sigma": sigma, "max_tokens": cap},
-        schedule={"prompts_per_step": prompts},
-        layout={"tensor_parallel": width},
+def _calibrate_member(prompts: int, longest: int, sigma: float, think_by_zero: float) -> Member | None:
+    """Fit `CALIBRATED_FIELDS` to the calibrated synchronous rows. None: this workload does not fit the GPUs."""
+    base = parse_scenario(read_mapping(find_scenario("paper-8b-zero-sync"))).with_fields(
+        workload={"sigma": sigma, "max_tokens": longest}, schedule={"prompts_per_step": prompts}
     )
+    rows = [row for row in SYNCHRONOUS.values() if row.name in CALIBRATED]
 
-    def median_of(target_s: float, scenario: Scenario) -> Scenario:
-        plain = drafting(scenario, "none", 3, None)
-        root = brentq(
-            lambda tokens: batch_s(lengths(plain, tokens)) - target_s, 200, 0.98 * scenario.workload.max_tokens
-        )
-        return lengths(scenario, root)
-
-    zero = median_of(ZERO_PLAIN_S, base)
-    k3 = drafting(zero, "eagle3", 3, 3.32)
-    total_ms = brentq(lambda ms: batch_s(k3.with_fields(efficiency=_halves(ms))) - ZERO_K3_S, 0, 24)
-    how = _halves(total_ms)
-    if calibrates_cliff:
-        k5 = drafting(zero, "eagle3", 5, 4.35).with_fields(efficiency=how)
-        target_s = ZERO_PLAIN_S / ZERO_K5_SPEEDUP
-        how["eager_us_per_layer"] = brentq(
-            lambda us: batch_s(k5.with_fields(efficiency={"eager_us_per_layer": us})) - target_s, 0, 1500
-        )
-        if abs(batch_s(k3.with_fields(efficiency=how)) / ZERO_K3_S - 1) > 0.01:
-            raise ValueError("steps at k = 3 are not covered either: no cliff between 3 and 5")
-    for think_cap in (cap, round(cap * 1.25)):
+    def calibrated(factors: Floats) -> Member | None:
+        how = {field: start * abs(f) for (field, start), f in zip(CALIBRATED_FIELDS.items(), factors, strict=True)}
+        if how["kv_reread_share"] > 1:
+            return None
+        start = base.with_fields(efficiency=how)
+        think = start.with_fields(workload={"max_tokens": round(longest * think_by_zero)})
         try:
-            think = median_of(THINK_PLAIN_S, base.with_fields(workload={"max_tokens": think_cap}))
-        except (ValueError, SpecInvalid):
-            continue
-        yield Member(zero.with_fields(efficiency=how), think.with_fields(efficiency=how))
+            member = Member(
+                with_plain_s(start, PUBLISHED_PHASES["base"][0].generation),
+                with_plain_s(think, PUBLISHED_PHASES["reasoning"][0].generation),
+                error=0.0,
+            )
+            errors = [relative_error(member.predict_speedup(row), row.published["rollout"]) for row in rows]
+        except (ValueError, SpecInvalid):  # no such length, or not enough memory
+            return None
+        return replace(member, error=float(np.sqrt(np.mean(np.square(errors)))))
+
+    def error(factors: Floats) -> float:
+        member = calibrated(factors)
+        return 9.0 if member is None else member.error
+
+    best = minimize(error, np.ones(len(CALIBRATED_FIELDS)), method="Nelder-Mead", options={"maxfev": 150})
+    return calibrated(best.x)
 
 
-def _halves(total_ms: float) -> dict[str, float]:
-    """Split the time of a speculative step at k = 3 beyond its GPU time: half to the step, half to its passes."""
-    return {"speculation_step_ms": total_ms / 2, "draft_pass_ms": total_ms / 6}
+def with_plain_s(scenario: Scenario, target_s: float) -> Scenario:
+    """Choose the median length with which generation takes `target_s` without speculation.
+
+    Raises ValueError if there is none.
+    """
+    plain = drafting(scenario, "none", 3, None)
+
+    def off_s(median_tokens: float) -> float:
+        try:
+            return batch_s(lengths(plain, median_tokens)) - target_s
+        except (ValueError, SpecInvalid):  # so long that the KV cache does not hold all rollouts
+            return target_s
+
+    return lengths(scenario, brentq(off_s, 200, 0.98 * scenario.workload.max_tokens, xtol=5))
 
 
 def lengths(scenario: Scenario, median_tokens: float) -> Scenario:
@@ -241,47 +259,31 @@ def batch_s(scenario: Scenario, batches: int = 2) -> float:
     return float(np.mean([drain_s(part, scenario.layout.replica_count, pace, prompt_tokens) for part in parts]))
 
 
-def speedup(scenario: Scenario, row: PublishedRow) -> float:
-    plain = batch_s(drafting(scenario, "none", 3, None))
-    return plain / batch_s(drafting(scenario, row.mechanism, row.k, row.acceptance_length))
-
-
 def predict() -> dict[str, Any]:
-    """Make all predictions with their bands."""
-    found: dict[str, Any] = {"rollout_speedup": {}, "scenarios": {}}
-    for ensemble, calibrates_cliff in (("calibrated on k=3", False), ("calibrated on k=3 and k=5", True)):
-        workloads, dropped = members(calibrates_cliff=calibrates_cliff)
-        found["rollout_speedup"][ensemble] = {"members": len(workloads), "dropped": dropped}
-        calibrated = (*CALIBRATED, "zero k=5") if calibrates_cliff else CALIBRATED
-        for name, row in track(SYNCHRONOUS.items(), "predicting", transient=True):
-            values = []
-            for member in workloads:
-                try:
-                    values.append(speedup(getattr(member, name.split()[0]), row))
-                except (ValueError, SpecInvalid):  # a rollout has no seat
-                    continue
-            low, middle, high = np.quantile(values, [0.1, 0.5, 0.9])
-            found["rollout_speedup"][ensemble][name] = {
-                "p10": round(float(low), 3),
-                "median": round(float(middle), 3),
-                "p90": round(float(high), 3),
-                "kind": "calibrated"
-                if name in calibrated
-                else "predicted"
-                if (row.mechanism, row.k) == ("eagle3", 3)
-                else "extrapolated",
-            }
-    for name, variants in scenarios(members(calibrates_cliff=True)[0]):
-        found["scenarios"][name] = _bands(variants)
-    found["nemo_rl_step_s"] = nemo_rl.predict()
-    return found
+    """Make all predictions of the ensembles."""
+    workloads, dropped = list_members()
+    speedups: dict[str, Any] = {"members": len(workloads), "dropped": dropped}
+    speedups["error"] = nemo_rl.band([member.error for member in workloads])
+    for field in CALIBRATED_FIELDS:
+        speedups[field] = nemo_rl.band([getattr(member.zero.efficiency, field) for member in workloads])
+    for name, row in SYNCHRONOUS.items():
+        values = []
+        for member in workloads:
+            with suppress(ValueError):  # a rollout has no seat
+                values.append(member.predict_speedup(row))
+        speedups[name] = nemo_rl.band(values)
+    return {
+        "rollout_speedup": speedups,
+        "scenarios": {name: _bands(variants) for name, variants in scenarios(workloads)},
+        "nemo_rl_step_s": nemo_rl.predict(),
+    }
 
 
 def scenarios(calibrated: list[Member]) -> Iterator[tuple[str, list[Scenario]]]:
-    """Predict what nothing was calibrated on, for each workload that it may have had.
+    """Predict other layouts and models, for each workload that they may have had.
 
-    The asynchronous 8B layout uses RL-Think's ensemble. 235B varies the spread of lengths, the efficiency of kernels
-    and, where training has its own GPUs, their share, which is not published.
+    The asynchronous 8B layout trains half of a member's batch, like its scenario. 235B varies the spread of lengths,
+    the efficiency of kernels and, where training has its own GPUs, their share, which is not published.
     """
     asynchronous = parse_scenario(read_mapping(find_scenario("paper-8b-think-async")))
     for mechanism, length in (("none", None), ("eagle3", 2.77)):
@@ -291,8 +293,12 @@ def scenarios(calibrated: list[Member]) -> Iterator[tuple[str, list[Scenario]]]:
             [
                 one.with_fields(
                     cluster=dict(asynchronous.cluster),
-                    layout=dict(asynchronous.layout) | {"tensor_parallel": one.layout.tensor_parallel},
-                    schedule={"max_policy_lag": 1, "steps": 8},
+                    layout=dict(asynchronous.layout),
+                    schedule={
+                        "max_policy_lag": 1,
+                        "steps": 8,
+                        "prompts_per_step": one.schedule.prompts_per_step // 2,
+                    },
                 )
                 for one in given
             ],
@@ -301,17 +307,12 @@ def scenarios(calibrated: list[Member]) -> Iterator[tuple[str, list[Scenario]]]:
         if length <= k + 1:
             base = drafting(parse_scenario(read_mapping(find_scenario("paper-235b-sync-512"))), "eagle3", k, length)
             yield f"paper-235b-sync-512, k={k}, acceptance {length}", list(_plausible(base))
-    base = parse_scenario(read_mapping(find_scenario("paper-235b-sync-512"))).with_fields(
-        engine={"has_host_costs": True}
-    )
-    yield "paper-235b-sync-512, k=3, acceptance 3, with processors' costs", list(_plausible(base))
     for lag in (0, 1, 2):
         base = parse_scenario(read_mapping(find_scenario("paper-235b-async-2048"))).with_fields(
             schedule={"max_policy_lag": lag}
         )
         splits = [
-            base.with_fields(layout={"generation_gpus": gpus, "training_gpus": 2048 - gpus})
-            for gpus in (640, 832, 1024)
+            base.with_fields(layout={"generation_gpus": gpus, "training_gpus": 2048 - gpus}) for gpus in (416, 512, 640)
         ]
         yield f"paper-235b-async-2048, lag {lag}", [one for split in splits for one in _plausible(split)]
 
@@ -357,35 +358,27 @@ def score() -> None:
     """Compare the predictions with what is published."""
     stored = json.loads(STORED.read_text(encoding="utf-8"))
     score_nemo_rl(stored["nemo_rl_step_s"])
-    for ensemble, predictions in stored["rollout_speedup"].items():
-        table = Table(
-            "rollout speed-up", "p10", "median", "p90", "published", "median is off by", "kind", title=ensemble
-        )
-        for name, found in predictions.items():
-            if not isinstance(found, dict):
-                continue
-            published = SYNCHRONOUS[name].published["rollout"]
-            inside = found["p10"] <= published <= found["p90"]
-            table.add_row(
-                name,
-                f"{found['p10']:.2f}",
-                f"{found['median']:.2f}",
-                f"{found['p90']:.2f}",
-                f"{published:.2f}{'' if inside else ' outside'}",
-                f"{relative_error(found['median'], published):+.0%}",
-                found["kind"],
-            )
-        Console(width=110).print(table)
+    speedups = stored["rollout_speedup"]
+    table = Table("rollout speed-up", "p10", "median", "p90", "published", "median is off by", "role")
+    for name, row in SYNCHRONOUS.items():
+        found = speedups[name]
+        published = row.published["rollout"]
+        figures = [f"{found[quantile]:.2f}" for quantile in ("p10", "median", "p90")]
+        error = f"{relative_error(found['median'], published):+.0%}"
+        table.add_row(name, *figures, f"{published:.2f}", error, row.role)
+    console = Console(width=110)
+    console.print(table)
+    console.print({name: found for name, found in speedups.items() if name not in SYNCHRONOUS})
 
 
 def compare_scenarios() -> None:
     """Simulate the scenarios of examples/plan for every published row and phase; print published, ours and error."""
     console = Console(width=120)
-    table = Table("published row", "figure", "published", "ours", "off by", "role", title="scenarios of examples/plan")
+    table = Table("published row", "figure", "published", "ours", "off by", "band", "role", title="examples/plan")
     for row in track(list_published_rows(), "simulating", transient=True):
         for figure, ours in row.predict_figures().items():
-            role = "fitted" if row.is_fitted else "predicted"
-            table.add_row(row.name, figure, *_compare_figures(figure, ours, row.published[figure]), role)
+            band = f"{ours * (1 - BAND):.2f}-{ours * (1 + BAND):.2f}"
+            table.add_row(row.name, figure, *_compare_figures(figure, ours, row.published[figure]), band, row.role)
     console.print(table)
     table = Table("workload", "phase", "published", "ours", "off by", "role", title="seconds of a step, by phase")
     for workload, which in WORKLOADS.items():
@@ -400,7 +393,7 @@ def compare_scenarios() -> None:
         for side, published, ours, fitted in sides:
             for phase in PHASES:
                 pair = ours.phases_s[phase], getattr(published, phase)
-                role = "fitted" if phase in fitted else "predicted"
+                role = "calibrated" if phase in fitted else "predicted"
                 table.add_row(f"{which} {side}", phase, *_compare_figures(phase, *pair), role)
             table.add_row(f"{which} {side}", "step", *_compare_figures("step", ours.step_s, published.wall_seconds), "")
     console.print(table)

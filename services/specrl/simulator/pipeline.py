@@ -316,8 +316,8 @@ class PipelineSimulation:
         """Advance along the replica's clock until `seconds` are spent or position `target` is reached.
 
         Returns the new clock, the new `began`, the number of rollouts that ended, and the seconds spent. Between two
-        ends it uses the pace at the middle context, since costs are linear in it. A simulation spends most of its time
-        here, hence the local variables.
+        ends it uses the pace at the middle context, since costs are nearly linear in it. A simulation spends most of
+        its time here, hence the local variables.
         """
         ends = replica.ends
         clock = replica.clock

@@ -7,6 +7,7 @@ varies: how a trainer's seconds scale with its ranks was not measured. Called by
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,8 +40,7 @@ EFFICIENCY_DEVIATIONS = {
     "train_flops_experts": 0.3,
     "host_step_ms": 0.3,
     "host_sequence_us": 0.3,
-    "speculation_step_ms": 0.3,
-    "draft_pass_ms": 0.3,
+    "kv_reread_share": 0.3,
     "eager_us_per_layer": 0.3,
     "prepare_s": 0.3,
 }
@@ -125,7 +125,8 @@ def find_best_layout(
     for live, k in enumerate(prepared.pace_table.lengths_B[1:], 1):
         first = lengths.pop()[0] if lengths and lengths[-1][2] == k else live
         lengths.append((first, live, k))
-    longest = max((last * (k + 1) for _, last, k in lengths if k), default=None)
+    groups = best.scenario.layout.attention_groups
+    longest = max((math.ceil(last / groups) * (k + 1) for _, last, k in lengths if k), default=None)
     return LayoutAdvice(
         today=now,
         best=best,
@@ -190,7 +191,7 @@ def _gain_quantiles(today: Scenario, best: Scenario, calibration: RunCalibration
         for name, sigma in EFFICIENCY_DEVIATIONS.items():
             value = getattr(today.efficiency, name) * float(np.exp(sigma * random.standard_normal()))  # log-normal
             # Shares of a published figure cannot exceed 1.
-            how[name] = min(1.0, value) if name.endswith(("bandwidth", "flops", "experts")) else value
+            how[name] = min(1.0, value) if name.endswith(("bandwidth", "flops", "experts", "share")) else value
         seed = {"seed": today.schedule.seed + 1 + draw}
         drawn = [one.with_fields(efficiency=how, schedule=seed) for one in (today, best)]
         before_s, after_s = [simulate_means(one, calibration).step_s for one in drawn]

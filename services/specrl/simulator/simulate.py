@@ -5,6 +5,7 @@ Called by `search`, `pages.maps` and `specrl simulate`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -220,8 +221,12 @@ def _find_warnings(prepared: PreparedScenario) -> list[str]:
     scenario = prepared.scenario
     found = []
     engine = scenario.engine
-    if not engine.has_host_costs:
-        found.append("engine.hasHostCosts is false: this is an ideal engine without CPU costs, not a forecast")
+    gpu = scenario.cluster.gpu
+    if isinstance(prepared.costs, RooflineCosts) and gpu is not None and not GPUS[gpu].is_compared:
+        found.append(
+            f"no published run on {gpu} was compared: its costs come from its data sheet alone, so expect larger "
+            "errors than docs/simulator.md shows"
+        )
     scheduled = min(engine.max_live_rollouts, scenario.max_replica_rollouts)
     if prepared.memory is not None and prepared.max_live < scheduled:
         found.append(
@@ -230,10 +235,11 @@ def _find_warnings(prepared: PreparedScenario) -> list[str]:
         )
     k = scenario.speculation.draft_tokens
     live = min(prepared.max_live, scenario.max_replica_rollouts)
-    if engine.capture_tokens is not None and k and live * (k + 1) > engine.capture_tokens and scenario.cluster.gpu:
+    together = math.ceil(live / scenario.layout.attention_groups)  # rollouts of one engine process
+    if engine.capture_tokens is not None and k and together * (k + 1) > engine.capture_tokens and gpu:
         found.append(
-            f"CUDA graphs cover {engine.capture_tokens} query tokens, but {live} live rollouts x (k + 1) are "
-            f"{live * (k + 1)}; set engine.captureTokens to that"
+            f"CUDA graphs cover {engine.capture_tokens} query tokens, but {together} live rollouts x (k + 1) are "
+            f"{together * (k + 1)}; set engine.captureTokens to that"
         )
     if isinstance(prepared.costs, MeasuredCosts):
         found += prepared.costs.list_extrapolations(live)

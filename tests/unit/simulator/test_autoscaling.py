@@ -26,6 +26,16 @@ from specrl_operator.children.autoscaler import HEADROOM, build_autoscaler, find
 START_S = 400.0  # until a new replica serves: loading an engine, and the weights
 STEPS = 12  # that are simulated for each number of replicas, and then repeated
 MOST = 16
+# An engine and a trainer of fixed pace. A new calibration of the planner does not change what is tested here.
+PACE = (
+    "engine.overlapsHost=false",
+    "efficiency.hostStepMs=10",
+    "efficiency.hostSequenceUs=80",
+    "efficiency.kvRereadShare=0",
+    "efficiency.eagerUsPerLayer=800",
+    "efficiency.trainFlops=0.27",
+    "efficiency.prepareS=1.5",
+)
 
 
 class StepTimes(NamedTuple):
@@ -66,7 +76,7 @@ def step_times(overrides: tuple[str, ...], replicas: int) -> tuple[StepTimes, ..
     two: the pipeline fills, and at the end nothing is left to generate.
     """
     gpus = (f"layout.generationGpus={replicas}", f"cluster.gpus={replicas + 8}", f"schedule.steps={STEPS}")
-    trace = simulate_events(prepare_scenario(a_scenario(*overrides, *gpus)))
+    trace = simulate_events(prepare_scenario(a_scenario(*PACE, *overrides, *gpus)))
     return tuple(
         StepTimes(step.wall_s, step.phases["generation"], under_way_s(trace, step.began_s, step.began_s + step.wall_s))
         for step in trace.steps[2:-2]

@@ -1,11 +1,15 @@
 """Seconds from published figures: each part of a step takes the longer of moving its bytes and doing its arithmetic.
 
-    step(B, k, s) = products(B (k+1)) + attention(B, s) + sampler(B (k+1)) + layers * kernels + collectives
-                    + host(B, k) + k * drafter + [B (k+1) > captured] * layers * launches
+    gpu(B, k, s) = products(B (k+1)) + attention(B, s) (1 + k * reread) + sampler(B (k+1)) + layers * kernels
+                   + collectives + k * drafter
+    step(B, k, s) = max(gpu, host(B / groups)) + [B (k+1) / groups > captured] * layers * launches
 
-Attention reads a rollout's keys and values once for its k + 1 queries. Of E experts, t tokens that choose c experts
+The engine prepares the next step while the GPU computes this one, hence the longer of gpu and host. With n-gram drafts,
+and where `engine.overlapsHost` is false, both add up. The GPU reads a rollout's keys and values once, and the
+share `reread` of them again for each token that it verifies. Of E experts, t tokens that choose c experts
 each read E (1 - (1 - c/E)^t) (Xu et al., arXiv:2503.05447, and others count alike). Groups of tensorParallel GPUs share
-attention and dense layers; all expertParallel GPUs share the experts.
+attention and dense layers; all expertParallel GPUs share the experts. Each group is an engine process of its own, as
+with vLLM's data parallelism, so it has its own host and CUDA graphs.
 Training takes 2 floating-point operations per active parameter and token in a forward pass, and 6 with gradients. Those
 of attention are added (Narayanan et al., arXiv:2104.04473). Called by `simulate`.
 """
@@ -55,23 +59,19 @@ class RooflineCosts:
         queries_B = batch_B * (k + 1)
         gpu = self._products_s(queries_B) + self._attention_s(batch_B, context, k) + self._sampler_s(queries_B)
         gpu = gpu + self._shape.layers * self._how.kernel_us_per_layer * 1e-6 + self._collectives_s(queries_B)
-        # An EAGLE-3 head drafts with k passes on the GPU. N-gram lookup costs only host time.
+        # An EAGLE-3 head drafts with k passes on the GPU.
         if k and self._mechanism is Mechanism.EAGLE3:
             gpu = gpu + k * self._draft_pass_s(batch_B, context)
-        if not self._engine.has_host_costs:
-            return gpu
-        host = self._how.host_step_ms * 1e-3 + self._how.host_sequence_us * 1e-6 * batch_B
-        if k:
-            host = host + self._how.speculation_step_ms * 1e-3
-        if k and self._mechanism is Mechanism.EAGLE3:
-            host = host + k * self._how.draft_pass_ms * 1e-3
-        if k and self._mechanism is Mechanism.NGRAM:
-            host = host + self._how.lookup_us_per_sequence * 1e-6 * batch_B
+        groups = self._layout.attention_groups
+        host = self._how.host_step_ms * 1e-3 + self._how.host_sequence_us * 1e-6 * batch_B / groups
+        # vLLM turns async scheduling off for n-gram drafts (VllmConfig.__post_init__).
+        overlaps = self._engine.overlaps_host and not (k and self._mechanism is Mechanism.NGRAM)
+        step = np.maximum(gpu, host) if overlaps else gpu + host
         captured = self._engine.capture_tokens
         if captured is not None:
             eager_s = self._shape.layers * self._how.eager_us_per_layer * 1e-6
-            host = host + np.where(queries_B > captured, eager_s, 0.0)
-        return gpu + host
+            step = step + np.where(queries_B / groups > captured, eager_s, 0.0)
+        return np.asarray(step)
 
     def start_s(self, rollouts: int, tokens: float) -> float:
         """Return the seconds for reading the prompts."""
@@ -103,7 +103,9 @@ class RooflineCosts:
         layout = self._layout
         # With more GPUs than key-value heads, heads are replicated: a GPU reads at least one of them.
         share = max(1 / layout.tensor_parallel, 1 / shape.kv_heads) / layout.attention_groups
-        moved = batch_B * context * shape.kv_bytes_per_token(self.bytes_per_weight) * share / self._bandwidth
+        reads = 1 + k * self._how.kv_reread_share
+        kv_bytes = shape.kv_bytes_per_token(self.bytes_per_weight)
+        moved = batch_B * context * kv_bytes * share * reads / self._bandwidth
         operations = 4 * shape.layers * shape.heads * shape.head_dim * context * (k + 1) * batch_B
         computed = operations / layout.gpus_per_replica / (self._gpu.bf16_flops * self._how.flops)
         return np.maximum(moved, computed)

@@ -27,15 +27,20 @@ class Gpu:
     network_bandwidth: float
     nvlink_gpus: int
     """Most GPUs in one NVLink domain."""
+    is_compared: bool = False
+    """Whether published runs on this GPU were compared with the simulation (docs/simulator.md).
+
+    If not, its data sheet is all that the simulation knows of it.
+    """
 
 
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("GB200", 186e9, 8.0e12, 2.5e15, 5.0e15, 0.9e12, 50e9, 72),
+        Gpu("GB200", 186e9, 8.0e12, 2.5e15, 5.0e15, 0.9e12, 50e9, 72, is_compared=True),
         Gpu("B200", 180e9, 8.0e12, 2.25e15, 4.5e15, 0.9e12, 50e9, 8),
         Gpu("H200", 141e9, 4.8e12, 0.989e15, 1.979e15, 0.45e12, 50e9, 8),
-        Gpu("H100", 80e9, 3.35e12, 0.989e15, 1.979e15, 0.45e12, 50e9, 8),
+        Gpu("H100", 80e9, 3.35e12, 0.989e15, 1.979e15, 0.45e12, 50e9, 8, is_compared=True),
         Gpu("A100", 80e9, 2.039e12, 0.312e15, None, 0.3e12, 25e9, 8),
     )
 }

@@ -165,10 +165,14 @@ class Engine(Section):
     capture_tokens: Positive | None = 512
     """Most query tokens (live rollouts x (k + 1)) for which CUDA graphs are captured. vLLM's default is 512.
 
+    A replica with several groups of tensorParallel GPUs has such graphs in each group, for its part of the rollouts.
     Larger steps launch every kernel separately. Null: all steps are covered.
     """
-    has_host_costs: bool = True
-    """False: an engine without CPU costs, as models of GPU time alone assume. An ideal, not a forecast."""
+    overlaps_host: bool = True
+    """Whether the host prepares a step while the GPU computes the one before: vLLM's async scheduling.
+
+    It does not with n-gram drafts, whatever this says. Set false for replicas that Ray executes, and for old releases.
+    """
 
 
 class Efficiency(Section):
@@ -178,10 +182,10 @@ class Efficiency(Section):
     """Share of the memory bandwidth that a decode step reaches."""
     flops: Share = 0.70
     """Share that matrix products in generation reach, prefill included."""
-    train_flops: Share = 0.27
+    train_flops: Share = 0.38
     """Share that the trainer reaches with dense models, forward and backward."""
     train_flops_experts: Share = 0.13
-    """The same for models with experts. Routing, imbalance and smaller products halve it."""
+    """The same for models with experts. Routing, imbalance and smaller products lower it."""
     kernel_us_per_layer: AtLeastZero = 15.0
     """Microseconds of a layer's kernels that do not shrink with their work."""
     collective_us: AtLeastZero = 8.0
@@ -190,21 +194,17 @@ class Efficiency(Section):
     """How often a token's float32 logits are read or written until it is sampled and its log-probability is known."""
     host_step_ms: AtLeastZero = 1.0
     """CPU time of the engine per step, in milliseconds."""
-    host_sequence_us: AtLeastZero = 80.0
-    """Additional CPU time for each live rollout, in microseconds."""
-    speculation_step_ms: AtLeastZero = 4.5
-    """Additional CPU time of a step that verifies drafts, in milliseconds, whatever made the drafts."""
-    draft_pass_ms: AtLeastZero = 1.5
-    """Additional CPU time for each pass of a learned drafter, in milliseconds, beside its GPU time."""
-    lookup_us_per_sequence: AtLeastZero = 40.0
-    """Additional CPU time for each live rollout for which an n-gram is looked up, in microseconds."""
-    eager_us_per_layer: AtLeastZero = 800.0
+    host_sequence_us: AtLeastZero = 112.0
+    """Additional CPU time for each live rollout, in microseconds. The GPU computes meanwhile, except with n-grams."""
+    kv_reread_share: Chance = 0.55
+    """Share of a rollout's KV cache that is read again for each drafted token that a step verifies."""
+    eager_us_per_layer: AtLeastZero = 440.0
     """Microseconds per layer added to a step that no CUDA graph covers."""
     logprob_passes: AtLeastZero = 2.0
     """Forward passes of the logprob phase: policy and reference."""
     sync_bandwidth: Share = 0.3
     """Share of the network bandwidth that weight transfers to the replicas reach."""
-    prepare_s: AtLeastZero = 1.5
+    prepare_s: AtLeastZero = 0.9
     """Seconds of the prepare phase beside the transfer."""
     data_s: AtLeastZero = 0.2
     """Seconds of the data phase."""
