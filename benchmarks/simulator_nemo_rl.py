@@ -61,6 +61,14 @@ class Row:
         return self.release, self.gpu, self.model
 
     @property
+    def overlaps_host(self) -> bool:
+        """Whether vLLM schedules asynchronously.
+
+        It was not the default yet in release 0.4, and it does not with Ray, which executes replicas of several GPUs.
+        """
+        return self.release != "0.4" and self.tensor == 1
+
+    @property
     def name(self) -> str:
         how = "sync" if self.generating is None else f"lag {self.lag}, {self.generating} generate"
         return f"{self.release} {self.gpu} {self.model} {self.gpus} GPUs, {how}"
@@ -96,6 +104,7 @@ class Row:
                     "groupSize": GENERATIONS,
                     "maxPolicyLag": self.lag,
                 },
+                "engine": {"overlapsHost": self.overlaps_host},
                 "efficiency": {"memoryBandwidth": bandwidth},
             }
         )
