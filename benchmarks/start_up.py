@@ -37,8 +37,7 @@ LIMIT_S = 300.0
 
 PARTS = (
     ("launcher: command to first process", "command", "coordinator"),
-    ("coordinator: start to serving", "coordinator", "coordinator metrics_served"),
-    ("trainer: start to serving", "trainer", "rank-0 trainer_served"),
+    ("trainer: start to its registration", "trainer", "trainer registered"),
     ("replica: start to the engine core's process", "replica", "engine core"),
     ("replica: start to a running engine", "replica", "gen-0 engine_started"),
     ("replica: registration", "gen-0 engine_started", "gen-0 registered"),
