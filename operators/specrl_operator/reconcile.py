@@ -355,11 +355,10 @@ class Reconciler:
     # -- status and events -----------------------------------------------------------------------------------------
 
     def _update_status(self, job: Job, status: Object) -> None:
-        """Write the status if it changed, then create events for the conditions that changed."""
+        """Write the status if it changed, then create events for what has changed."""
         metadata = {"name": job.name, "namespace": job.namespace, "resourceVersion": job.resource_version}
         if self._write_status(metadata, job.status, status):
-            restarted = events.build_restart_event(job, status)
-            for event in (*events.build_condition_events(job, status), *([restarted] if restarted else [])):
+            for event in events.build_status_events(job, status):
                 self._create_event(event)
 
     def _reject_spec(self, item: Object, reason: str, message: str) -> None:

@@ -77,8 +77,6 @@ KEPT_IN_PLACE = {
 }
 """Annotations of every pod: autoscalers of nodes must not move it to save a node. A moved trainer repeats the steps
 since its checkpoint, and a moved replica loads its model anew. `kubectl drain` and spot interruptions do not ask."""
-
-
 REPLACEABLE = {"kueue.x-k8s.io/safe-to-forcefully-delete": "true"}
 """Annotation of pods that may be replaced before the kubelet of a lost node has said that they ended. Kueue's failure
 recovery replaces them. A pod that still runs there does no harm: a superseded coordinator ends, and a coordinator calls
@@ -150,7 +148,7 @@ def build_trainer_pod(plan: JobPlan, address: str) -> Object:
     ]
     pod = _build_pod(plan, TRAINER, container, STOP_S)
     if origin is not None:
-        _mount_claim(pod, origin.claim_name, ORIGIN_FOLDER, "origin", is_read_only=True)
+        _mount_claim(pod["spec"], origin.claim_name, ORIGIN_FOLDER, "origin", is_read_only=True)
     pod["spec"]["restartPolicy"] = "Never"  # ranks restart together: JobSet or the operator creates all pods again
     bind_to_nodes(pod, plan, TRAINER)
     return _complete_pod(pod, trainer.pod_template, plan, TRAINER)
@@ -306,7 +304,7 @@ def _build_pod(plan: JobPlan, role: str, container: Object, grace_s: int) -> Obj
         spec["priorityClassName"] = job.spec.scheduling.priority_class_name
     cache = job.spec.cache_claim_name
     if cache is not None and role in (TRAINER, GENERATION):
-        _mount_claim({"spec": spec}, cache, CACHE_FOLDER, "cache")
+        _mount_claim(spec, cache, CACHE_FOLDER, "cache")
         container["env"] += [{"name": variable, "value": folder} for variable, folder in COMPILER_CACHES.items()]
     pod: Object = {"metadata": _build_pod_metadata(job, role), "spec": spec}
     tls.mount_certificate(pod, job, role)
@@ -318,12 +316,11 @@ def _build_pod_metadata(job: Job, role: str) -> Object:
     return {"labels": job.build_labels(role), "annotations": dict(notes)}
 
 
-def _mount_claim(pod: Object, claim: str, path: str, name: str, *, is_read_only: bool = False) -> None:
+def _mount_claim(spec: Object, claim: str, path: str, name: str, *, is_read_only: bool = False) -> None:
     """Mount a claim in a pod's container, through a volume that the pod has of this claim already, if any.
 
-    name: of a new volume.
+    spec: of the pod. name: of a new volume.
     """
-    spec = pod["spec"]
     there = [it["name"] for it in spec["volumes"] if it.get("persistentVolumeClaim", {}).get("claimName") == claim]
     if not there:
         source = {"claimName": claim} | ({"readOnly": True} if is_read_only else {})

@@ -37,17 +37,8 @@ def build_scaled_event(job: Job, before: int, after: int) -> Object:
     return _build_event(job, "Scaled", what, "Normal", f"{job.generation} {before} {after}")
 
 
-def build_restart_event(job: Job, status: Object) -> Object | None:
-    """Build the event that the trainer has restarted since the job's previous status; None if it has not."""
-    restarts = status.get("restarts", 0)
-    if restarts <= (job.status.get("restarts") or 0):
-        return None
-    what = f"the trainer failed and restarts from the newest checkpoint: restart {restarts}"
-    return _build_event(job, "TrainerRestarted", what, "Warning", str(restarts))
-
-
-def build_condition_events(job: Job, status: Object) -> Iterator[Object]:
-    """Build an event for each condition that differs from the job's previous status.
+def build_status_events(job: Job, status: Object) -> Iterator[Object]:
+    """Build an event for each condition that differs from the job's previous status, and for a trainer's restart.
 
     In the first status of all, conditions are False because nothing has started. Only a refusal is an event then.
     """
@@ -66,6 +57,10 @@ def build_condition_events(job: Job, status: Object) -> Iterator[Object]:
         yield _build_event(
             job, reason, message, "Warning" if reason in WARNINGS else "Normal", condition["lastTransitionTime"]
         )
+    restarts = status.get("restarts", 0)
+    if restarts > (job.status.get("restarts") or 0):
+        what = f"the trainer failed and restarts from the newest checkpoint: restart {restarts}"
+        yield _build_event(job, "TrainerRestarted", what, "Warning", str(restarts))
 
 
 def _build_event(job: Job, reason: str, message: str, severity: str, once: str) -> Object:
