@@ -74,11 +74,12 @@ def build_rljob_status(status: StatusReport, reports: Sequence[StepReport], plac
         lengths = [it.acceptance_length for it in reports if it.acceptance_length is not None]
         if lengths:
             progress["acceptanceLength"] = f"{lengths[-1]:.2f}"
-    conditions = [
-        {"type": kind.value, "status": str(is_true), "reason": reason, "message": message[:1024]}
-        for kind, is_true, reason, message in _list_conditions(status, placement)
-    ]
-    return {"progress": progress, "conditions": conditions}
+    return {"progress": progress, "conditions": [_build_condition(*it) for it in _list_conditions(status, placement)]}
+
+
+def _build_condition(kind: CoordinatorCondition, is_true: bool, reason: str, message: str) -> dict[str, str]:
+    """Build a condition without its time."""
+    return {"type": kind.value, "status": str(is_true), "reason": reason, "message": message[:1024]}
 
 
 def _list_conditions(
@@ -141,14 +142,17 @@ async def write_sandbox_condition(place: RLJobReference, isolations: Mapping[str
 
     Best effort: `RLJobStatusWriter` writes it, too, as soon as the run's prompts are checked.
     """
-    reason, message = _describe_isolations(isolations)
-    moment = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    ready = {"type": CoordinatorCondition.SANDBOX_READY.value, "status": "True", "reason": reason, "message": message}
-    status = {"conditions": [ready | {"lastTransitionTime": moment}]}
+    ready = _build_condition(CoordinatorCondition.SANDBOX_READY, True, *_describe_isolations(isolations))
+    status = {"conditions": [ready | {"lastTransitionTime": _format_time(datetime.now(UTC))}]}
     try:
         await _apply_status(place, status, SANDBOX_MANAGER)
     except (httpx2.HTTPError, OSError, ValueError) as error:
         log.warning("rljob_status_not_written", rljob=place.name, reason=str(error))
+
+
+def _format_time(moment: datetime) -> str:
+    """Format a time in UTC as Kubernetes does."""
+    return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 async def _apply_status(place: RLJobReference, status: dict[str, Any], manager: str) -> None:
@@ -212,7 +216,7 @@ class RLJobStatusWriter:
 
     def _add_times(self, found: dict[str, Any]) -> dict[str, Any]:
         """Add times. A condition's lastTransitionTime changes only with its status, as Kubernetes defines it."""
-        moment = self._now().strftime("%Y-%m-%dT%H:%M:%SZ")
+        moment = _format_time(self._now())
         conditions = []
         for condition in found["conditions"]:
             known_status, since = self._since.get(condition["type"], ("", moment))
