@@ -196,7 +196,7 @@ def _calibrate_member(prompts: int, longest: int, sigma: float, think_by_zero: f
     )
     rows = [row for row in SYNCHRONOUS.values() if row.name in CALIBRATED]
 
-    def calibrated(factors: Floats) -> Member | None:
+    def build_member(factors: Floats) -> Member | None:
         how = {field: start * abs(f) for (field, start), f in zip(CALIBRATED_FIELDS.items(), factors, strict=True)}
         if how["kv_reread_share"] > 1:
             return None
@@ -213,12 +213,12 @@ def _calibrate_member(prompts: int, longest: int, sigma: float, think_by_zero: f
             return None
         return replace(member, error=float(np.sqrt(np.mean(np.square(errors)))))
 
-    def error(factors: Floats) -> float:
-        member = calibrated(factors)
+    def find_error(factors: Floats) -> float:
+        member = build_member(factors)
         return 9.0 if member is None else member.error
 
-    best = minimize(error, np.ones(len(CALIBRATED_FIELDS)), method="Nelder-Mead", options={"maxfev": 150})
-    return calibrated(best.x)
+    best = minimize(find_error, np.ones(len(CALIBRATED_FIELDS)), method="Nelder-Mead", options={"maxfev": 150})
+    return build_member(best.x)
 
 
 def with_plain_s(scenario: Scenario, target_s: float) -> Scenario:

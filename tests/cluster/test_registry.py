@@ -68,7 +68,8 @@ def test_the_chart_is_pushed_and_installed_from_the_registry(
         assert done.returncode == 0, f"helm {arguments[0]}: {done.stderr}\n{done.stdout}"
         return done.stdout + done.stderr
 
-    admin, registry = cluster.admin, cluster.registry
+    admin = cluster.admin
+    registry = cluster.registry
     assert registry is not None
     run("package", CHART, "--destination", tmp_path)
     (package,) = tmp_path.glob("specrl-*.tgz")

@@ -45,10 +45,13 @@ pytestmark = pytest.mark.timeout(5400)  # of the machine that is busiest; import
 NEEDED_GB = 16
 """Free disk space: the registry's and containerd's copies of the engines."""
 STEPS = 4
-NAMESPACE, ELSEWHERE = "story", "strangers"
+NAMESPACE = "story"
+ELSEWHERE = "strangers"
 PORTS = {"store": (6379,), "coordinator": (7000, 8080), "generation": (7001, 8081), "trainer": (7002, 8082)}
 """Ports that each role serves (operators/specrl_operator/children/pods.py)."""
-START_S, TRAIN_S, SHORT_S = 2400.0, 2400.0, 600.0
+START_S = 2400.0
+TRAIN_S = 2400.0
+SHORT_S = 600.0
 READER = {"runAsNonRoot": True, "runAsUser": 1234, "runAsGroup": 1234, "supplementalGroups": [65532]}
 """Another user of the group. Without fsGroup, by which kubelet would first make every file readable."""
 READ_RUN = """
@@ -186,7 +189,8 @@ def _try_ports(seen: Story, admin: Api, kubectl: Kubectl, job: Object) -> None:
     for pod in pods_of(admin, job):
         role = pod["metadata"]["labels"][COMPONENT]
         for port in PORTS[role]:
-            address, target = pod["status"]["podIP"], f"{pod['metadata']['name']}:{port}"
+            address = pod["status"]["podIP"]
+            target = f"{pod['metadata']['name']}:{port}"
             inside = ("exec", "--namespace", NAMESPACE, coordinator["metadata"]["name"], "--")
             try_port = (*inside, "python", "-c", LISTENS, address, str(port))
             wait_until(lambda words=try_port: kubectl.run(*words, check=False).returncode == 0, f"{target} listens")  # type: ignore[misc]
@@ -218,7 +222,8 @@ def _read_run_folder(seen: Story, admin: Api) -> None:
 
 def _apply_again(seen: Story, admin: Api, kubectl: Kubectl, job: Object) -> None:
     """Delete the RLJob, apply it again at once, and watch it until its own coordinator runs. Then delete it, too."""
-    name, log = job["metadata"]["name"], seen.log
+    name = job["metadata"]["name"]
+    log = seen.log
     kubectl.run("delete", "rljob", name, "--namespace", NAMESPACE, "--wait")
     log.add("deleted the RLJob")
     manifest = {key: job[key] for key in ("apiVersion", "kind", "spec")}

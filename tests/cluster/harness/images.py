@@ -17,10 +17,12 @@ def write_image(archive: Path, name: str, program: Path, user: str = "65532:6553
     layer = io.BytesIO()
     with tarfile.open(fileobj=layer, mode="w") as tar:
         folder = tarfile.TarInfo("tmp")
-        folder.type, folder.mode = tarfile.DIRTYPE, 0o1777
+        folder.type = tarfile.DIRTYPE
+        folder.mode = 0o1777
         tar.addfile(folder)
         entry = tarfile.TarInfo(program.name)
-        entry.size, entry.mode = program.stat().st_size, 0o755
+        entry.size = program.stat().st_size
+        entry.mode = 0o755
         with program.open("rb") as content:
             tar.addfile(entry, content)
     blobs: dict[str, bytes] = {}

@@ -31,7 +31,8 @@ class ExternalMetrics:
         self.asked: set[tuple[str, str, str]] = set()
         self._address = address
         self._server = ThreadingHTTPServer((address, 0), self._make_handler())
-        key, certificate = folder / "metrics.key", folder / "metrics.crt"
+        key = folder / "metrics.key"
+        certificate = folder / "metrics.crt"
         command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", f"/CN={NAME}"]
         command += ["-keyout", str(key), "-out", str(certificate)]
         subprocess.run(command, check=True, capture_output=True, timeout=60)

@@ -96,7 +96,8 @@ def test_a_view_has_one_image_of_a_layout(tmp_path: Path) -> None:
 
 
 def test_digests_are_written_into_the_charts_values_and_nothing_else_is_changed(tmp_path: Path) -> None:
-    values, before = tmp_path / "values.yaml", (chart.CHART / "values.yaml").read_text()
+    values = tmp_path / "values.yaml"
+    before = (chart.CHART / "values.yaml").read_text()
     values.write_text(before)
     digests = {target: f"sha256:{number:064x}" for number, target in enumerate(release.TARGETS)}
     release.write_digests(values, digests)
