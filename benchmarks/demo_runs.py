@@ -73,6 +73,16 @@ def run(fields: Mapping[str, str], runs: Path, trained: Callable[[int], None] = 
     return found
 
 
+def make_drafter(policy: Path, out: Path) -> Path:
+    """Initialise an EAGLE-3 head for the policy at `out`/drafter, unless it is there. Raises Failed."""
+    drafter = out / "drafter"
+    if not drafter.exists():
+        shutil.rmtree(out / "drafter-run", ignore_errors=True)
+        fields = {"model.path": json.dumps(str(policy))}
+        call(begin(fields, out / "drafter-run", "drafter", "init", "--out", str(drafter)), out / "drafter.log")
+    return drafter
+
+
 def finished(runs: Path, wanted: str) -> Path | None:
     """Find the finished run below `runs` whose run file has this digest."""
     for status in runs.glob("*/status.json"):
