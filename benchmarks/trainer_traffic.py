@@ -5,7 +5,8 @@
 
 The policy is a random Qwen3. Bytes are those that TCP counts for the sockets of a rank's process, so they contain what
 Gloo adds. A snapshot is of weights and moments, after one step; the first also plans who sends what, so the second is
-shown, too. A batch is what rank 0 sends to the other ranks for a step: no rank trains on it here.
+shown, too. A batch is what rank 0 sends to the other ranks for a step, and what these pass on: no rank trains on it
+here.
 
 With PYTHONPATH it measures another tree, so that two versions can be compared.
 """
@@ -19,7 +20,7 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,9 @@ def make_batch(step: int, vocab: int) -> Batch:
 
 class NoTraining:
     """A backend that trains on nothing, so that only the call itself is measured."""
+
+    def check_rollouts(self, rollouts: Sequence[TrainRollout], *, is_step: bool) -> None:
+        """Accept all rollouts."""
 
     def train_step(self, batch: Batch) -> TrainMetrics:
         """Check that the batch has come, and return no figures."""

@@ -86,7 +86,7 @@ class StandInBackend:
         if not batch.rollouts:
             self._step = batch.step
             return TrainMetrics.for_empty_batch(LEARNING_RATE)
-        self._check_rollouts(batch.rollouts)
+        self.check_rollouts(batch.rollouts, is_step=True)
         scores = self.score_rollouts(batch.rollouts)
         tokens = sum(item.rollout.sampled_length for item in batch.rollouts)
         gradient_VV = np.zeros_like(self.policy_VV)
@@ -159,12 +159,12 @@ class StandInBackend:
         return self._measure_pairs([self._token_pairs(item) for item in rollouts])
 
     def _check_drafter(self, rollouts: Sequence[TrainRollout]) -> None:
-        self._check_rollouts(rollouts)
+        self.check_rollouts(rollouts, is_step=False)
         if not self.has_drafter:
             raise CheckpointInvalid("generation.speculation must be eagle3 to train a drafter; change the run file")
 
     def score_rollouts(self, rollouts: Sequence[TrainRollout]) -> list[npt.NDArray[np.float32]]:
-        self._check_rollouts(rollouts)
+        self.check_rollouts(rollouts, is_step=False)
         found = []
         for item in rollouts:
             before_T, after_T = self._token_pairs(item)
@@ -259,7 +259,7 @@ class StandInBackend:
         # ends with the last reference to it.
         self._joined = self._store = self._group = None
 
-    def _check_rollouts(self, rollouts: Sequence[TrainRollout]) -> None:
+    def check_rollouts(self, rollouts: Sequence[TrainRollout], *, is_step: bool) -> None:
         if not rollouts:
             raise RecordInvalid("rollouts must not be empty, got none; send the groups of the step")
         for item in rollouts:

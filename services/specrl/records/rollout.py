@@ -317,12 +317,15 @@ class TrainRollout:
 
     advantage: shared by all sampled tokens. reward: the verifier's value after shaping; read only if a KL penalty is
     part of the reward.
+    is_outline: another rank trains on the rollout, so that this one knows its lengths, group and outputs alone. Its
+    tokens and log-probabilities are 0 here, and rank 0 has checked them.
     """
 
     prompt_token_ids: tuple[int, ...]
     rollout: Rollout
     advantage: float
     reward: float = 0.0
+    is_outline: bool = False
 
     def check_experts(self, shape: tuple[int, int, int]) -> None:
         """Raise RecordInvalid unless recorded experts, if any, fit the model.
@@ -343,6 +346,8 @@ class TrainRollout:
 
     def check(self, max_length: int, vocab_size: int) -> None:
         """Raise RecordInvalid unless a model of this maximum length and vocabulary can be trained on it."""
+        if self.is_outline:
+            return
         prompt = self.prompt_token_ids
         ids_T = self.rollout.token_ids_T
 

@@ -309,7 +309,39 @@ def _train_rollout_with_text(record: TrainRollout) -> rollout_pb2.TrainRollout:
     )
 
 
+def outline_train_rollout(message: rollout_pb2.TrainRollout) -> rollout_pb2.TrainRollout:
+    """Return an encoded rollout with its lengths instead of its tokens, for ranks that do not train on it."""
+    outline = rollout_pb2.RolloutOutline(
+        group_id=message.rollout.group_id,
+        prompt_tokens=len(message.prompt_token_ids),
+        completion_tokens=len(message.rollout.packed_token_ids) // _TOKEN_DTYPE.itemsize,
+        outputs=message.rollout.outputs,
+    )
+    return rollout_pb2.TrainRollout(outline=outline, advantage=message.advantage, reward=message.reward)
+
+
+def _outline_from_wire(message: rollout_pb2.TrainRollout) -> TrainRollout:
+    outline = message.outline
+    count = outline.completion_tokens
+    rollout = Rollout(
+        rollout_id="",
+        group_id=outline.group_id,
+        sample_index=0,
+        token_ids_T=np.broadcast_to(np.int32(0), count),  # which takes no memory
+        sampler_logprobs_T=np.broadcast_to(np.float32(0), count),
+        versions=(),
+        finish_reason=FinishReason.LENGTH,
+        replica_id="",
+        text="",
+        seconds=0.0,
+        outputs=tuple(OutputSpan(span.first, span.end) for span in outline.outputs),
+    )
+    return TrainRollout((0,) * outline.prompt_tokens, rollout, message.advantage, message.reward, is_outline=True)
+
+
 def train_rollout_from_wire(message: rollout_pb2.TrainRollout) -> TrainRollout:
+    if message.HasField("outline"):
+        return _outline_from_wire(message)
     rollout = rollout_from_wire(message.rollout)
     return TrainRollout(tuple(message.prompt_token_ids), rollout, message.advantage, message.reward)
 

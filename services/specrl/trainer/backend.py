@@ -1,7 +1,10 @@
 """The protocol between the trainer service and a backend. `megatron_backend` implements it; tests/ has a stand-in.
 
-Every method but `get_status` is a collective: all ranks call the same method with the same arguments (`calls.py`). The
-service answers with rank 0's result. Methods block, and the service runs them one after another on one thread.
+Every method but `get_status` and `check_rollouts` is a collective: all ranks call the same method with the same
+arguments (`calls.py`). But of the rollouts to train on, or to score, a rank may get outlines where another data
+parallel rank trains on them (`TrainRollout.is_outline`). Rank 0 gets all of them whole, and checks them before.
+
+The service answers with rank 0's result. Methods block, and the service runs them one after another on one thread.
 
 Shapes: N sampled tokens of one rollout.
 """
@@ -61,6 +64,12 @@ class TrainerBackend(Protocol):
         """Return the last trained step, the last checkpoint, and whether the drafter is initialised.
 
         Not a collective: it may be called while another method runs.
+        """
+
+    def check_rollouts(self, rollouts: Sequence[TrainRollout], *, is_step: bool) -> None:
+        """Raise RecordInvalid for rollouts that cannot be trained on. Not a collective: rank 0 alone calls it.
+
+        is_step: they are those of `train_step`, which must have what the run records while it samples.
         """
 
     def train_step(self, batch: Batch) -> TrainMetrics:

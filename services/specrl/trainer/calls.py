@@ -4,6 +4,10 @@ Rank 0 broadcasts a call's name and its serialized request, and every rank runs 
 (`ranks.py`). The method's type annotation says how to parse the request. So a call is defined once, here. State that
 only rank 0 has is in `service.py`: earlier replies, checkpoints being written, the mirror.
 
+Rollouts to train on, or to score, do not go to all ranks. The broadcast request has their outlines, and each data
+parallel replica gets its own rollouts after it: `share_rollouts`, `add_share`. Rank 0 checks all of them before it
+sends any. TrainDrafter, which a run calls before its first step, is broadcast whole.
+
 Invariant: all ranks have the same run file and run directory, and reject the same requests.
 """
 
@@ -13,9 +17,11 @@ import time
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 
 from google.protobuf.empty_pb2 import Empty
+from google.protobuf.message import Message
 from google.protobuf.wrappers_pb2 import StringValue
 
 from specrl.api.v1 import rollout_pb2, trainer_pb2, weights_pb2
@@ -24,6 +30,8 @@ from specrl.records import TrainRollout, WeightGroup, wire
 from specrl.spec.run import RunSpec
 from specrl.trainer.backend import SupervisedMetrics, TrainerBackend
 from specrl.trainer.checkpointing import checkpoints
+from specrl.trainer.layout import list_replicas
+from specrl.trainer.micro_batches import plan_batch
 
 # Limit on epochs of a TrainDrafter request, unless the run file asks for more. A request names all epochs from the
 # first, of all numbers of answers.
@@ -32,6 +40,25 @@ MAX_EPOCHS = 100
 # In these calls only rank 0 uses disks or the weight group, so only rank 0 may fail there. In all other calls, ranks
 # that end differently no longer agree.
 RANK_0_MAY_REFUSE = frozenset({"OpenWeightGroup", "BroadcastWeights", "WriteWeights", "ExportModel"})
+
+
+@dataclass(frozen=True)
+class SharedRequest:
+    """A request whose rollouts are divided over the data parallel replicas.
+
+    outline: the request, with outlines instead of rollouts. indices: of each replica's rollouts, ascending.
+    """
+
+    request: Message
+    outline: Message
+    indices: Sequence[Sequence[int]]
+
+    def encode_share(self, replica: int) -> bytes:
+        """Encode the rollouts of a replica, as `add_share` reads them."""
+        rollouts = list_rollouts(self.request)
+        chosen = self.indices[replica]
+        share = rollout_pb2.RolloutShare(indices=chosen, rollouts=(rollouts[index] for index in chosen))
+        return share.SerializeToString()
 
 
 class RankCalls:
@@ -45,6 +72,23 @@ class RankCalls:
         self._spec = spec
         self._run = run_directory
         self._host = host
+        self.replicas = list_replicas(spec.trainer.parallelism)
+
+    def share_rollouts(self, request: Message) -> SharedRequest | None:
+        """Divide a request's rollouts over the data parallel replicas. None if every rank gets all of them.
+
+        For rank 0. Raises RecordInvalid for rollouts that the backend rejects.
+        """
+        rollouts = list_rollouts(request)
+        if len(self.replicas) == 1 or not rollouts:
+            return None
+        records = _read_rollouts(rollouts)
+        self._backend.check_rollouts(records, is_step=isinstance(request, trainer_pb2.TrainPartsRequest))
+        lengths = [len(item.prompt_token_ids) + item.rollout.total_length for item in records]
+        plan = plan_batch(self._spec.trainer, lengths)
+        indices = [sorted(index for cut in cuts for index in cut) for cuts in plan]
+        outlines = [wire.outline_train_rollout(item) for item in rollouts]
+        return SharedRequest(request, _replace_rollouts(request, outlines), indices)
 
     def Load(self, request: StringValue) -> None:
         """Load the checkpoint at this path; an empty path loads the initial model."""
@@ -137,6 +181,42 @@ class RankCalls:
     def Close(self, request: Empty) -> None:
         """Close the backend. No call may follow."""
         self._backend.close()
+
+
+def list_rollouts(request: Message) -> Sequence[rollout_pb2.TrainRollout]:
+    """List the rollouts of a request that a policy runs on; those of TrainDrafter do not count."""
+    match request:
+        case trainer_pb2.TrainPartsRequest():
+            return request.batch.rollouts
+        case rollout_pb2.Batch() | trainer_pb2.ScoreRequest():
+            return request.rollouts
+        case _:
+            return ()
+
+
+def _replace_rollouts(request: Message, rollouts: Sequence[rollout_pb2.TrainRollout]) -> Message:
+    """Return the request with other rollouts. Its own are not copied, since they may be gigabytes."""
+    match request:
+        case trainer_pb2.TrainPartsRequest():
+            batch = rollout_pb2.Batch(step=request.batch.step, rollouts=rollouts, positions=request.batch.positions)
+            return trainer_pb2.TrainPartsRequest(batch=batch, rollouts_total=request.rollouts_total)
+        case rollout_pb2.Batch():
+            return rollout_pb2.Batch(step=request.step, rollouts=rollouts, positions=request.positions)
+        case _:
+            return trainer_pb2.ScoreRequest(rollouts=rollouts)
+
+
+def has_outlines(request: Message) -> bool:
+    """Whether a share of the request's rollouts comes after it."""
+    return any(item.HasField("outline") for item in list_rollouts(request))
+
+
+def add_share(request: Message, share: bytes) -> None:
+    """Replace the outlines of this rank's rollouts with the rollouts."""
+    rollouts = list_rollouts(request)
+    message = rollout_pb2.RolloutShare.FromString(share)
+    for index, item in zip(message.indices, message.rollouts, strict=True):
+        rollouts[index].CopyFrom(item)
 
 
 def _read_rollouts(messages: Sequence[rollout_pb2.TrainRollout]) -> list[TrainRollout]:

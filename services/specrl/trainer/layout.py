@@ -1,4 +1,5 @@
-"""Checks whether a model can be sharded as `trainer.parallelism` asks, and how large each rank's shard is.
+"""Checks whether a model can be sharded as `trainer.parallelism` asks, how large each rank's shard is, and which ranks
+work on the same rollouts.
 
 Pure and without torch. Preflight checks first, before anything starts; the trainer checks again when it builds models.
 """
@@ -27,6 +28,18 @@ def compute_shares(
         return (others, 1), (experts, 1)
     sharing = max(1, parallelism.stage_size // parallelism.expert)  # 0 for an invalid layout, which is estimated, too
     return (others, parallelism.data * parallelism.context), (experts, sharing)
+
+
+def list_replicas(parallelism: Parallelism) -> list[list[int]]:
+    """List the ranks of every data parallel replica, ascending. Each rank is in one.
+
+    Ranks are numbered tensor parallel first, then context, data and pipeline parallel.
+    """
+    inner = parallelism.tensor * parallelism.context
+    replicas: list[list[int]] = [[] for _ in range(parallelism.data)]
+    for rank in range(parallelism.world_size):
+        replicas[rank // inner % parallelism.data].append(rank)
+    return replicas
 
 
 def compute_moment_bytes(kind: OptimizerKind, config: PolicyConfig) -> float:

@@ -1,14 +1,18 @@
 """Assigns a batch's rollouts to data parallel ranks and to micro-batches. Pure: lengths in, indices out.
 
+Rank 0 sends each rank its rollouts by it (`calls.py`), and every rank cuts its micro-batches by it.
+
 A micro-batch is one forward pass. It holds whole rollouts, packed without padding, so only its token count matters.
 The assignment does not change the loss. That is a sum over tokens, divided by a number that depends on the whole batch.
-Called by the Megatron backend's `batches.py`.
+Called by `calls.py` and the Megatron backend's `batches.py`.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+
+from specrl.spec.trainer import Trainer
 
 
 def deal_rollouts(indices: Sequence[int], lengths: Sequence[int], parts: int) -> list[list[int]]:
@@ -26,6 +30,27 @@ def deal_rollouts(indices: Sequence[int], lengths: Sequence[int], parts: int) ->
         shares[part].append(index)
         heapq.heappush(loads, (load + lengths[index], part))
     return shares
+
+
+def compute_padded_length(length: int, context: int) -> int:
+    """Compute how many tokens a rollout takes in a pass.
+
+    With context parallelism, it is padded to a multiple of the 2 * context chunks into which it is split.
+    """
+    step = 2 * context if context > 1 else 1
+    return -(-length // step) * step
+
+
+def plan_batch(trainer: Trainer, lengths: Sequence[int]) -> list[list[list[int]]]:
+    """Plan a batch as the run file says: the rollout indices of every micro-batch of every data parallel rank.
+
+    lengths: of every rollout, prompt plus completion, in tokens.
+    """
+    sizes = trainer.parallelism
+    padded = [compute_padded_length(length, sizes.context) for length in lengths]
+    # Megatron's interleaved schedule needs a multiple of the pipeline's size.
+    multiple = sizes.pipeline if sizes.virtual_stages > 1 else 1
+    return plan_micro_batches(padded, sizes.data, trainer.micro_batch_tokens * sizes.context, multiple)
 
 
 def plan_micro_batches(lengths: Sequence[int], ranks: int, max_tokens: int, multiple: int = 1) -> list[list[list[int]]]:

@@ -5,7 +5,8 @@
     rank 1..    WAITING --name and request--> run -> compare outcomes -> WAITING; the call `Close` ends it
 
 Every rank runs the method of `calls.RankCalls` with that name. Requests travel as serialized protobuf messages over
-their own Gloo group, never pickled.
+their own Gloo group, never pickled. A request is broadcast. Rollouts, which are most bytes of a batch, go only to the
+data parallel replica that trains on them: rank 0 sends them to the replica's first rank, and its ranks pass them on.
 
 Invariant: after a call, all ranks have the same state. A SpecrlError keeps it: the backend promises that every rank
 rejected the request alike. Any other exception may leave the ranks with different states, so it raises RankLost and
@@ -20,7 +21,7 @@ Called by `service.py` and `sft.py` at rank 0, and by the main functions at the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
@@ -31,8 +32,8 @@ import torch
 import torch.distributed as dist
 from google.protobuf.wrappers_pb2 import StringValue
 
-from specrl.errors import MemoryTooSmall, SpecrlError, TrainerFailed, first_line
-from specrl.trainer.calls import RANK_0_MAY_REFUSE, RankCalls
+from specrl.errors import MemoryTooSmall, RecordInvalid, SpecrlError, TrainerFailed, first_line
+from specrl.trainer.calls import RANK_0_MAY_REFUSE, RankCalls, add_share, has_outlines
 from specrl.trainer.memory import exhaustion
 
 if TYPE_CHECKING:
@@ -86,6 +87,45 @@ class ControlGroup:
         dist.broadcast(buffer, 0, group=self._group)
         return buffer.numpy().tobytes()
 
+    def send_shares(self, encode_share: Callable[[int], bytes], replicas: Sequence[Sequence[int]]) -> None:
+        """Send every replica its share. Rank 0 only. encode_share: makes the share of the replica of that number."""
+        for number, ranks in enumerate(replicas):
+            if ranks[0] != self.rank:
+                self._send(encode_share(number), ranks[0])
+            elif len(ranks) > 1:
+                self._pass_on(encode_share(number), ranks)
+
+    def receive_share(self, replicas: Sequence[Sequence[int]]) -> bytes:
+        """Receive the share of this rank's replica, and pass it on to other ranks of it. For the other ranks."""
+        (ranks,) = (ranks for ranks in replicas if self.rank in ranks)
+        return self._pass_on(self._receive(0) if ranks[0] == self.rank else None, ranks)
+
+    def _pass_on(self, message: bytes | None, ranks: Sequence[int]) -> bytes:
+        """Give all of `ranks` the message of the first. In each round, every rank that has it sends it to another."""
+        place = ranks.index(self.rank)
+        reached = 1
+        while reached < len(ranks):
+            if place < reached and message is not None and place + reached < len(ranks):
+                self._send(message, ranks[place + reached])
+            elif reached <= place < 2 * reached:
+                message = self._receive(ranks[place - reached])
+            reached *= 2
+        assert message is not None
+        return message
+
+    def _send(self, message: bytes, to: int) -> None:
+        dist.send(torch.tensor([len(message)], dtype=torch.int64), to, group=self._group)
+        if message:  # a batch may have fewer rollouts than there are replicas
+            dist.send(torch.frombuffer(bytearray(message), dtype=torch.uint8), to, group=self._group)
+
+    def _receive(self, origin: int) -> bytes:
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.recv(size, origin, group=self._group)
+        buffer = torch.empty(int(size), dtype=torch.uint8)
+        if len(buffer) > 0:
+            dist.recv(buffer, origin, group=self._group)
+        return buffer.numpy().tobytes()
+
     def gather_outcomes(self, outcome: int) -> list[int]:
         """Exchange outcomes. Returns those of all ranks, in rank order, at every rank."""
         found = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
@@ -110,13 +150,20 @@ class AllRanks:
         Raises the SpecrlError with which all ranks rejected the request; RankLost and MemoryTooSmall, after which the
         process must end.
         """
+        if has_outlines(request):
+            raise RecordInvalid(
+                "rollouts must have tokens, got an outline, as only a trainer's ranks send; send them all"
+            )
         control = self._control
         if control is None or control.world_size == 1:
             with _report_exhaustion(call.__name__):
                 return call(self._calls, request)
+        shared = self._calls.share_rollouts(request)
 
         def send_and_run() -> Reply:
-            control.send_message(encode_call(call.__name__, request))
+            control.send_message(encode_call(call.__name__, request if shared is None else shared.outline))
+            if shared is not None:
+                control.send_shares(shared.encode_share, self._calls.replicas)
             return call(self._calls, request)
 
         return _run_and_compare(control, call.__name__, send_and_run)
@@ -140,6 +187,8 @@ def follow_rank_0(calls: RankCalls, control: ControlGroup) -> None:
     while name != "Close":
         try:
             name, request = decode_call(control.receive_message())
+            if has_outlines(request):
+                add_share(request, control.receive_share(calls.replicas))
         except RuntimeError as error:
             raise _to_rank_lost(error) from error
         try:

@@ -24,6 +24,7 @@ from tests.integration.trainer.runs import (
     a_poisoned_batch,
     a_spec,
     as_sampled,
+    as_shared,
 )
 from tests.integration.trainer.saved_state import gather_saved_state
 from tests.integration.trainer.worker import is_first, send
@@ -64,8 +65,8 @@ def run(job: Job, out: Path) -> None:
     vocab = backend.config.vocab_size
 
     def complete(batch: Batch) -> Batch:
-        """Add what rollouts of this kind carry."""
-        return as_sampled(batch, job.kind, vocab)
+        """Add what rollouts of this kind carry, and leave out what this rank does not train on."""
+        return as_shared(as_sampled(batch, job.kind, vocab), spec, torch.distributed.get_rank())
 
     scores = backend.score_rollouts(complete(a_batch(1, vocab)).rollouts)
     keep(out / "initial.safetensors", backend)

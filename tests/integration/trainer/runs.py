@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from specrl.records import Batch, DrafterEpoch, FinishReason, Rollout, SamplingSets, TrainRollout, VersionSpan
+from specrl.records import Batch, DrafterEpoch, FinishReason, Rollout, SamplingSets, TrainRollout, VersionSpan, wire
 from specrl.spec import RunSpec, parse_spec
+from specrl.trainer.layout import list_replicas
+from specrl.trainer.micro_batches import plan_batch
 
 TEMPERATURE = 0.7
 LEARNING_RATE = 1e-3
@@ -124,6 +126,20 @@ def a_batch(step: int, vocab: int, rollouts: int = 8) -> Batch:
     """Make the batch of a step, the same in every process."""
     generator = np.random.default_rng([7, step])
     return Batch(step, tuple(a_rollout(generator, i, vocab, step - 1) for i in range(rollouts)))
+
+
+def as_shared(batch: Batch, spec: RunSpec, rank: int) -> Batch:
+    """Return the batch as a rank gets it: with outlines of the rollouts that other replicas train on."""
+    plan = plan_batch(spec.trainer, [len(item.prompt_token_ids) + item.rollout.total_length for item in batch.rollouts])
+    replica = next(n for n, ranks in enumerate(list_replicas(spec.trainer.parallelism)) if rank in ranks)
+    mine = {index for cut in plan[replica] for index in cut}
+    rollouts = [
+        item
+        if rank == 0 or index in mine
+        else wire.train_rollout_from_wire(wire.outline_train_rollout(wire.train_rollout_to_wire(item)))
+        for index, item in enumerate(batch.rollouts)
+    ]
+    return replace(batch, rollouts=tuple(rollouts))
 
 
 def with_sets(batch: Batch, vocab: int) -> Batch:

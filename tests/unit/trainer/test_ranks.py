@@ -17,7 +17,7 @@ from tests.stand_ins.trainer_backend import StandInBackend
 from specrl.api.v1 import trainer_pb2
 from specrl.errors import MemoryTooSmall, PeerUnavailable, RecordInvalid, VersionConflict
 from specrl.records import Batch, TrainMetrics, wire
-from specrl.trainer.calls import RANK_0_MAY_REFUSE, RankCalls
+from specrl.trainer.calls import RANK_0_MAY_REFUSE, RankCalls, add_share, list_rollouts
 from specrl.trainer.memory.exhaustion import report_exhaustion
 from specrl.trainer.ranks import AllRanks, RankLost, decode_call, encode_call, follow_rank_0
 from specrl.trainer.service import TrainerService
@@ -164,6 +164,51 @@ def test_unexpected_error_raises_rank_lost(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(StandInBackend, "train_step", lambda *_: np.zeros(1)[5])
     with pytest.raises(RankLost, match="IndexError"):
         ranks.run_call(RankCalls.TrainParts, a_step(1))
+
+
+def two_replicas(run: Path) -> tuple[RankCalls, FakeControl]:
+    return RankCalls(loaded(), a_spec(run, data=2), run, "127.0.0.1"), FakeControl()
+
+
+@pytest.mark.parametrize("kind", ["TrainParts", "TrainSupervised", "Score"])
+def test_a_replica_gets_its_rollouts_and_outlines_of_the_others(tmp_path: Path, kind: str) -> None:
+    whole = a_step(1)
+    requests = {
+        "TrainParts": whole,
+        "TrainSupervised": whole.batch,
+        "Score": trainer_pb2.ScoreRequest(rollouts=whole.batch.rollouts),
+    }
+    calls, _ = two_replicas(tmp_path)
+    shared = calls.share_rollouts(requests[kind])
+    assert shared is not None
+    assert sorted(index for share in shared.indices for index in share) == list(range(len(whole.batch.rollouts)))
+    for replica, mine in enumerate(shared.indices):
+        received = type(shared.outline).FromString(shared.outline.SerializeToString())
+        add_share(received, shared.encode_share(replica))
+        for index, (item, sent) in enumerate(zip(list_rollouts(received), whole.batch.rollouts, strict=True)):
+            assert item == sent if index in mine else item.HasField("outline")
+
+
+def test_rollout_of_another_replica_is_rejected_before_anything_is_sent(tmp_path: Path) -> None:
+    """The ranks that do not get it could not reject it, and would no longer agree with rank 0."""
+    calls, control = two_replicas(tmp_path)
+    ranks = AllRanks(calls, control)  # type: ignore[arg-type]
+    for place in range(len(a_step(1).batch.rollouts)):
+        request = a_step(1)
+        request.batch.rollouts[place].rollout.packed_token_ids = np.int32([VOCAB]).tobytes()
+        with pytest.raises(RecordInvalid):
+            ranks.run_call(RankCalls.TrainParts, request)
+    assert control.sent == []
+
+
+@pytest.mark.parametrize("data", [1, 2])
+def test_an_outline_from_outside_is_rejected(tmp_path: Path, data: int) -> None:
+    calls = RankCalls(loaded(), a_spec(tmp_path, data=data), tmp_path, "127.0.0.1")
+    request = a_step(1)
+    request.batch.rollouts[2].CopyFrom(wire.outline_train_rollout(request.batch.rollouts[2]))
+    for control in (None, FakeControl()):
+        with pytest.raises(RecordInvalid, match="rollouts must have tokens, got an outline"):
+            AllRanks(calls, control).run_call(RankCalls.TrainParts, request)  # type: ignore[arg-type]
 
 
 def test_lost_rank_is_not_retryable() -> None:

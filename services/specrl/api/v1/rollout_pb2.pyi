@@ -364,6 +364,42 @@ class GradedRollout(_message.Message):
 Global___GradedRollout: _TypeAlias = GradedRollout  # noqa: Y015
 
 @_typing.final
+class RolloutOutline(_message.Message):
+    """The lengths of a rollout. The ranks of a trainer that do not train on a rollout get this instead."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
+    OUTPUTS_FIELD_NUMBER: _builtins.int
+    group_id: _builtins.str
+    """the group, which is the prompt's"""
+    prompt_tokens: _builtins.int
+    """tokens of the prompt"""
+    completion_tokens: _builtins.int
+    """tokens of the completion, tool outputs included"""
+    @_builtins.property
+    def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutputSpan]:
+        """as in Rollout"""
+
+    def __init__(
+        self,
+        *,
+        group_id: _builtins.str = ...,
+        prompt_tokens: _builtins.int = ...,
+        completion_tokens: _builtins.int = ...,
+        outputs: _abc.Iterable[Global___OutputSpan] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion_tokens", b"completion_tokens", "group_id", b"group_id", "outputs", b"outputs", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RolloutOutline: _TypeAlias = RolloutOutline  # noqa: Y015
+
+@_typing.final
 class TrainRollout(_message.Message):
     """One rollout ready to train."""
 
@@ -373,6 +409,7 @@ class TrainRollout(_message.Message):
     ROLLOUT_FIELD_NUMBER: _builtins.int
     ADVANTAGE_FIELD_NUMBER: _builtins.int
     REWARD_FIELD_NUMBER: _builtins.int
+    OUTLINE_FIELD_NUMBER: _builtins.int
     advantage: _builtins.float
     """unitless; shared by all sampled tokens"""
     reward: _builtins.float
@@ -385,6 +422,10 @@ class TrainRollout(_message.Message):
     def rollout(self) -> Global___Rollout:
         """the completion; absent only in a stored batch, see Batch"""
 
+    @_builtins.property
+    def outline(self) -> Global___RolloutOutline:
+        """instead of prompt and completion; only between the ranks of one trainer"""
+
     def __init__(
         self,
         *,
@@ -392,14 +433,45 @@ class TrainRollout(_message.Message):
         rollout: Global___Rollout | None = ...,
         advantage: _builtins.float = ...,
         reward: _builtins.float = ...,
+        outline: Global___RolloutOutline | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["rollout", b"rollout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["outline", b"outline", "rollout", b"rollout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantage", b"advantage", "prompt_token_ids", b"prompt_token_ids", "reward", b"reward", "rollout", b"rollout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantage", b"advantage", "outline", b"outline", "prompt_token_ids", b"prompt_token_ids", "reward", b"reward", "rollout", b"rollout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TrainRollout: _TypeAlias = TrainRollout  # noqa: Y015
+
+@_typing.final
+class RolloutShare(_message.Message):
+    """The rollouts of a request that the ranks of one data parallel replica train on, between the ranks of one trainer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDICES_FIELD_NUMBER: _builtins.int
+    ROLLOUTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of these rollouts in the request, ascending"""
+
+    @_builtins.property
+    def rollouts(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrainRollout]:
+        """as in the request"""
+
+    def __init__(
+        self,
+        *,
+        indices: _abc.Iterable[_builtins.int] | None = ...,
+        rollouts: _abc.Iterable[Global___TrainRollout] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["indices", b"indices", "rollouts", b"rollouts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RolloutShare: _TypeAlias = RolloutShare  # noqa: Y015
 
 @_typing.final
 class Batch(_message.Message):

@@ -111,13 +111,17 @@ class MegatronBackend:
 
     # -- training -----------------------------------------------------------------------------------------------------
 
+    def check_rollouts(self, rollouts: Sequence[TrainRollout], *, is_step: bool) -> None:
+        check_rollouts(rollouts, self.config)
+        if is_step:
+            check_experts(rollouts, self.spec.trainer.routing)
+            check_sets(rollouts, is_truncated=self.spec.generation.sampling.is_truncated)
+
     def train_step(self, batch: Batch) -> TrainMetrics:
         self._check_step(batch.step)
         self._initialiser = None
         if batch.rollouts:
-            check_rollouts(batch.rollouts, self.config)
-            check_experts(batch.rollouts, self.spec.trainer.routing)
-            check_sets(batch.rollouts, is_truncated=self.spec.generation.sampling.is_truncated)
+            self.check_rollouts(batch.rollouts, is_step=True)
             metrics = train_policy_step(self.models, batch)
         else:
             metrics = TrainMetrics.for_empty_batch(self.models.learning_rate(batch.step))

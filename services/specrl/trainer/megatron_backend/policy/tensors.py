@@ -24,6 +24,7 @@ from specrl.records import TrainRollout
 from specrl.trainer.megatron_backend.model.attention import SequencePacking
 from specrl.trainer.megatron_backend.parallel.groups import RankGroups
 from specrl.trainer.megatron_backend.policy.truncation import SetMask, build_set_mask
+from specrl.trainer.micro_batches import compute_padded_length
 
 
 @dataclass(frozen=True)
@@ -55,15 +56,6 @@ class MicroBatch:
     sets: SetMask | None
 
 
-def compute_padded_length(length: int, context: int) -> int:
-    """Compute how many tokens a rollout takes in a pass.
-
-    With context parallelism, it is padded to a multiple of the 2 * context chunks into which it is split.
-    """
-    step = 2 * context if context > 1 else 1
-    return -(-length // step) * step
-
-
 def build_micro_batch(
     rollouts: Sequence[TrainRollout], indices: Sequence[int], version: int, groups: RankGroups, tokens: int
 ) -> MicroBatch:
@@ -73,6 +65,7 @@ def build_micro_batch(
     sequence of zeros, which no rollout attends to.
     """
     chosen = [rollouts[i] for i in indices]
+    assert not any(item.is_outline for item in chosen), "this rank was sent the rollouts of another"
     prompts_B = [len(item.prompt_token_ids) for item in chosen]
     lengths_B = [prompt + item.rollout.total_length for prompt, item in zip(prompts_B, chosen, strict=True)]
     counts_B = [item.rollout.sampled_length for item in chosen]

@@ -13,7 +13,7 @@ from specrl.models.policy_config import PolicyConfig
 from specrl.records import TrainRollout
 from specrl.spec.trainer import Routing
 from specrl.trainer import micro_batches
-from specrl.trainer.megatron_backend.policy.tensors import MicroBatch, build_micro_batch, compute_padded_length
+from specrl.trainer.megatron_backend.policy.tensors import MicroBatch, build_micro_batch
 from specrl.trainer.megatron_backend.training.models import RankModels
 
 
@@ -34,7 +34,7 @@ def check_experts(rollouts: Sequence[TrainRollout], routing: Routing) -> None:
 
     Not called for a warm-up or Score, whose rollouts need none.
     """
-    missing = [item.rollout.rollout_id for item in rollouts if item.rollout.experts_SLK is None]
+    missing = [item.rollout.rollout_id for item in rollouts if item.rollout.experts_SLK is None and not item.is_outline]
     if missing and routing is Routing.REPLAY:
         raise RecordInvalid(
             f"rollouts must have the sampler's experts with trainer.routing Replay, got none in {missing[0]}; "
@@ -49,25 +49,30 @@ def check_sets(rollouts: Sequence[TrainRollout], *, is_truncated: bool) -> None:
     """
     if is_truncated:
         for item in rollouts:
-            item.rollout.check_recorded_sets()
+            if not item.is_outline:
+                item.rollout.check_recorded_sets()
+
+
+def plan_cuts(models: RankModels, rollouts: Sequence[TrainRollout]) -> list[list[list[int]]]:
+    """Plan the micro-batches of every data parallel rank: the indices of their rollouts. Only lengths matter."""
+    return micro_batches.plan_batch(models.spec.trainer, _count_tokens(rollouts))
 
 
 def cut_micro_batches(models: RankModels, rollouts: Sequence[TrainRollout]) -> list[MicroBatch]:
     """Split a batch into micro-batches. Returns those of this data parallel rank."""
-    trainer = models.spec.trainer
     groups = models.groups
     context = groups.context.size
-    lengths = [
-        compute_padded_length(len(item.prompt_token_ids) + item.rollout.total_length, context) for item in rollouts
-    ]
-    # Megatron's interleaved schedule needs a multiple of the pipeline's size.
-    together = groups.pipeline.size if trainer.parallelism.virtual_stages > 1 else 1
-    room = trainer.micro_batch_tokens * context  # the limit is per rank
-    cuts = micro_batches.plan_micro_batches(lengths, groups.data.size, room, together)[groups.data.rank]
+    cuts = plan_cuts(models, rollouts)[groups.data.rank]
+    lengths = [micro_batches.compute_padded_length(length, context) for length in _count_tokens(rollouts)]
     # Context parallelism splits a pass into equal chunks, and sequence parallelism splits each rank's tokens.
-    multiple = math.lcm(compute_padded_length(1, context), groups.tensor.size * context)
+    multiple = math.lcm(micro_batches.compute_padded_length(1, context), groups.tensor.size * context)
     sizes = micro_batches.compute_padded_sizes(cuts, lengths, multiple, is_even=groups.pipeline.size > 1)
     return [
         build_micro_batch(rollouts, indices, models.state.step, groups, tokens)
         for indices, tokens in zip(cuts, sizes, strict=True)
     ]
+
+
+def _count_tokens(rollouts: Sequence[TrainRollout]) -> list[int]:
+    """Count the tokens of each rollout, prompt plus completion."""
+    return [len(item.prompt_token_ids) + item.rollout.total_length for item in rollouts]
