@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 # from them. With a vocabulary of 151 936 tokens in bfloat16 this is 7 000 starts.
 TARGET_BYTES = 2 << 30
 
+# The same for the states that it reads. A slice of a rollout needs those of all tokens before it, so they are several
+# times as many bytes as its targets.
+STATE_BYTES = 8 << 30
+
 
 class DrafterKind(ABC):
     """A member of `generation.speculation` whose model the trainer trains.

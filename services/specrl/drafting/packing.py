@@ -55,7 +55,7 @@ class LessonBatch(NamedTuple):
         firsts = list(accumulate(counts, initial=0))
         targets = [torch.arange(firsts[i], firsts[i] + counts[i], device=index.device) for i in chosen]
         picked = torch.cat([index[:0], *targets])
-        return LessonBatch(*(x[picked if name in _BY_TARGET else index] for name, x in self._asdict().items()))
+        return LessonBatch(*(x[picked if name in TARGET_FIELDS else index] for name, x in self._asdict().items()))
 
     def count_targets(self) -> list[int]:
         """Count each sequence's targets."""
@@ -67,7 +67,7 @@ class LessonBatch(NamedTuple):
         longest = max(int(batch.lengths_B.max()) for batch in batches)
 
         def fit_width(name: str, x_BX: torch.Tensor) -> torch.Tensor:
-            if x_BX.dim() == 1 or name in _BY_TARGET:  # lengths, and what has no padding
+            if x_BX.dim() == 1 or name in TARGET_FIELDS:  # lengths, and what has no padding
                 return x_BX
             x_BX = x_BX[:, :longest]
             return functional.pad(x_BX, (0, 0) * (x_BX.dim() - 2) + (0, longest - x_BX.shape[1]))
@@ -80,7 +80,7 @@ class LessonBatch(NamedTuple):
         )
 
 
-_BY_TARGET = ("target_NK", "normaliser_N1")  # fields that have a row for each target instead of each sequence
+TARGET_FIELDS = ("target_NK", "normaliser_N1")  # fields that have a row for each target instead of each sequence
 
 
 @dataclass(frozen=True)

@@ -345,7 +345,8 @@ class DrafterTraining(Section):
     token_budget: Positive | None = None
     """Most tokens per step that the drafter is trained to draft from; rollouts take turns. Null: as many as 3 % of the
     policy's floating-point operations allow, which lengthens the step by at most 7 %. In both cases at most as many as
-    have logits of the policy, kept until the drafter learns from them, of 2 GiB over all ranks."""
+    have, over all ranks, logits of the policy of 2 GiB and hidden states of 8 GiB, those of the tokens before them
+    included. Both are kept until the drafter learns from them."""
     initialisation: DrafterInitialisation = DrafterInitialisation()
     """Initialisation of a fresh head. Not used if `generation.speculation.eagle3.path` is set. Native heads and draft
     models are initialised by `specrl drafter init` alone."""

@@ -146,7 +146,7 @@ def test_step_keeps_no_more_targets_than_their_bound(source: Path, kind: str, mo
             drafter = backend.models.drafter
             assert drafter is not None
             row_bytes = len(drafter.model.draft_ids_K) * 4
-            monkeypatch.setattr(drafter_training, "TARGET_BYTES", 3 * row_bytes)
+            monkeypatch.setattr(budget, "TARGET_BYTES", 3 * row_bytes)
             lessons = drafter_training.choose_step_lessons(backend.models, drafter, a_batch(1, VOCAB))
             assert 0 < sum(lesson.completion_length - 1 for lesson in lessons) <= 3
         finally:

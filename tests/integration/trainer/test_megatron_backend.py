@@ -307,10 +307,10 @@ def expected_states(source: Path, token_ids_S: tuple[int, ...]) -> tuple[torch.T
 model_of = functools.cache(reference.load)
 
 
-def test_drafter_learns_from_what_the_training_pass_computed(layout: Path, source: Path) -> None:
-    """States, embeddings and targets of the first step's lessons equal transformers'. Every start is at one rank."""
+def check_lessons(files: list[Path], source: Path) -> int:
+    """Check that states, embeddings and targets of lessons equal transformers'. Returns the number of starts."""
     starts = 0
-    for file in sorted(layout.glob("lessons-*.safetensors")):
+    for file in files:
         kept = load_file(file)
         target = 0
         for row, (prompt, length) in enumerate(zip(kept["prompt_lengths_B"], kept["lengths_B"], strict=True)):
@@ -324,7 +324,18 @@ def test_drafter_learns_from_what_the_training_pass_computed(layout: Path, sourc
             target += count
         assert target == len(kept["target_NK"])
         starts += target
+    return starts
+
+
+def test_drafter_learns_from_what_the_training_pass_computed(layout: Path, source: Path) -> None:
+    """In the lessons of the first step. Every start is at one rank."""
+    starts = check_lessons(sorted(layout.glob("lessons-*.safetensors")), source)
     assert starts == a_spec(source).trainer.drafter.token_budget
+
+
+def test_another_data_rank_learns_from_the_same(two_ranks: Path, policy: Path) -> None:
+    starts = check_lessons(sorted((two_ranks / "data=2").glob("moved-*.safetensors")), policy)
+    assert starts == a_spec(policy).trainer.drafter.token_budget
 
 
 def test_reduced_vocabulary_keeps_its_columns_and_the_normaliser(two_ranks: Path, policy: Path) -> None:

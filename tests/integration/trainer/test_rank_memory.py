@@ -42,6 +42,7 @@ def test_the_estimate_has_the_limits_of_drafting() -> None:
 
     assert estimate.CHUNK_BYTES == vocabulary.CHUNK_BYTES
     assert (estimate.MAX_UPDATES, estimate.UPDATE_STARTS) == (budget.MAX_UPDATES, budget.UPDATE_STARTS)
+    assert estimate.MIN_SLICE_STARTS == budget.MIN_SLICE_STARTS
 
 
 @pytest.mark.parametrize("case", CASES)

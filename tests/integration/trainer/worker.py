@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from tests.integration.trainer import probe_drafter, whole_logits
-from tests.integration.trainer.runs import GSPO, STEPS, TWO_UPDATES, a_batch, a_poisoned_batch, a_spec
+from tests.integration.trainer.runs import GSPO, STEPS, TWO_UPDATES, a_batch, a_poisoned_batch, a_spec, as_shared
 from tests.integration.trainer.saved_state import gather_saved_state
 from tests.integration.trainer.worker_group import ALONE, GROUP, sizes
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from specrl.drafting import criteria
+from specrl.drafting import budget, criteria
 from specrl.drafting.criteria import DraftCriterion
 from specrl.drafting.vocabulary import WHOLE, VocabularyShard
 from specrl.errors import RecordInvalid, SpecrlError, TrainerFailed, VersionConflict
@@ -34,6 +34,7 @@ from specrl.records import Batch, TrainRollout, WeightGroup
 from specrl.spec import RunSpec
 from specrl.spec.trainer import DrafterLoss
 from specrl.trainer.checkpointing import checkpoints
+from specrl.trainer.layout import list_replicas
 from specrl.trainer.megatron_backend import MegatronBackend, checkpoint
 from specrl.trainer.megatron_backend.policy.lessons import TaughtLessons
 
@@ -62,8 +63,9 @@ def run(spec: RunSpec, out: Path, checkpoint_path: Path | None) -> dict[str, Any
     backend = MegatronBackend(spec)
     backend.load_model(None)
     seen["ways_to_refuse"] = refusals(backend)
+    assert backend.groups.rank in list_replicas(spec.trainer.parallelism)[backend.groups.data.rank]
     rollouts = a_batch(1, backend.config.vocab_size).rollouts
-    scores = backend.score_rollouts(rollouts)
+    scores = backend.score_rollouts(as_shared(Batch(1, rollouts), spec, backend.groups.rank).rollouts)
     seen["packing"] = packing(backend, rollouts, scores)
     keep(out / "initial.safetensors", backend)
     seen["metrics"] = train(backend, out)
@@ -75,6 +77,8 @@ def run(spec: RunSpec, out: Path, checkpoint_path: Path | None) -> dict[str, Any
     if spec.trainer.parallelism.tensor == spec.trainer.parallelism.world_size == 2:
         record_shapes(spec, out)
         compare_divided_columns(out)
+    if spec.trainer.parallelism.data == spec.trainer.parallelism.world_size == 2:
+        move_lessons(spec, out)
     if is_first():
         save_file({str(i): torch.from_numpy(item) for i, item in enumerate(scores)}, out / "scores.safetensors")
     if checkpoint_path is not None:
@@ -115,7 +119,8 @@ def train(backend: MegatronBackend, out: Path) -> list[dict[str, Any]]:
     metrics = []
     taught = record_lessons(backend)
     for step in range(1, STEPS + 1):
-        metrics.append(backend.train_step(a_batch(step, backend.config.vocab_size)).model_dump())
+        batch = a_batch(step, backend.config.vocab_size)
+        metrics.append(backend.train_step(as_shared(batch, backend.spec, backend.groups.rank)).model_dump())
         if step == 1:
             save_lessons(out, taught)
         if step == STEPS - 1:
@@ -175,16 +180,16 @@ def keep(file: Path, backend: MegatronBackend) -> None:
 
 
 def record_lessons(backend: MegatronBackend) -> TaughtLessons:
-    """Return a list that gets all lessons of this rank, as the policy's passes return them."""
+    """Return a list that gets all lessons that this rank learns from in steps."""
     found: TaughtLessons = []
-    run_micro_batches = backend.models.policy.run_micro_batches
+    exchange_lessons = backend.models.policy.exchange_lessons
 
-    def run_and_record(*arguments: Any, **options: Any) -> TaughtLessons:
-        taught = run_micro_batches(*arguments, **options)
+    def exchange_and_record(*arguments: Any) -> TaughtLessons:
+        taught = exchange_lessons(*arguments)
         found.extend(taught)
         return taught
 
-    backend.models.policy.run_micro_batches = run_and_record  # type: ignore[method-assign]
+    backend.models.policy.exchange_lessons = exchange_and_record  # type: ignore[method-assign]
     return found
 
 
@@ -242,6 +247,21 @@ def record_shapes(spec: RunSpec, out: Path) -> None:
         backend.evaluate_drafter(a_batch(1, backend.config.vocab_size).rollouts)
     backend.close()
     (out / f"shapes-{torch.distributed.get_rank()}.json").write_text(json.dumps(sorted(seen.shapes)))
+
+
+def move_lessons(spec: RunSpec, out: Path) -> None:
+    """Train one step in which each of two data ranks learns from all lessons of the other. Saves the lessons."""
+    rank = torch.distributed.get_rank()
+    deal_update = budget.deal_update
+    budget.deal_update = lambda _costs, homes, *_, **__: [(1 - home, 0) for home in homes]
+    backend = MegatronBackend(spec)
+    backend.load_model(None)
+    taught = record_lessons(backend)
+    backend.train_step(a_batch(1, backend.config.vocab_size))
+    backend.close()
+    budget.deal_update = deal_update
+    assert all(lesson.home != rank for lessons, _ in taught for lesson in lessons)
+    save_lessons(out, taught, "moved")
 
 
 def compare_divided_columns(out: Path) -> None:

@@ -9,7 +9,8 @@ tensors in `tests/integration/trainer/test_rank_memory.py`. Libraries, CUDA's co
     passes    activations; L V b of logits; then two chunks of float32 logits, or the gradient of the output layer
     update    4 bytes a weight, while the optimizer steps
     drafter   4 bytes a parameter of gradients; and float32 logits of the starts of an update
-    lessons   of each start that the drafter learns from, its target, b K, and four states, 4 b H
+    lessons   of each start that the drafter learns from, its target, b K; of each token up to it, four states, 4 b H,
+              which data and context ranks share evenly
 
 b: bytes of the policy's dtype, V: vocabulary, K: draft vocabulary, H: hidden size, L: sampled tokens of a pass. The
 check of the gradients needs nothing.
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specrl.drafting.kind import TARGET_BYTES, DrafterKind
+from specrl.drafting.kind import STATE_BYTES, TARGET_BYTES, DrafterKind
 from specrl.drafting.registry import find_kind
 from specrl.models import RunModels
 from specrl.models.policy_config import PolicyConfig
@@ -31,8 +32,9 @@ from specrl.trainer.layout import compute_moment_bytes, compute_shares
 DRAFTER_BYTES = 12  # float32 weight and two moments; gradients exist during an update
 # Those of `drafting.vocabulary` and `drafting.budget`, which import torch.
 CHUNK_BYTES = 256 * 2**20
-MAX_UPDATES = 16
+MAX_UPDATES = 12
 UPDATE_STARTS = 100
+MIN_SLICE_STARTS = 32
 
 _WORK_MATRICES = 10  # float32 matrices of a chunk of starts that a drafter's loss holds at once
 
@@ -42,7 +44,7 @@ class RankMemory:
     """Bytes of one rank.
 
     state is always held. passes, update and drafter are held one after another. lessons, from the passes to the end of
-    a step: what the drafter learns from, all of it on one rank at worst, and no more on all ranks together.
+    a step: what the drafter learns from. All targets are on one rank at worst, and no more on all ranks together.
     """
 
     state: float
@@ -85,7 +87,9 @@ def estimate_rank_memory(spec: RunSpec, models: RunModels) -> RankMemory:
         if trainer.drafter.online:
             columns = drafter.count_draft_ids(spec, models.policy)
             starts = count_step_starts(spec, columns * item_bytes)
-            lessons = starts * item_bytes * (columns + 4 * config.hidden_size)
+            lessons = starts * item_bytes * columns + _count_state_bytes(
+                spec, starts, 4 * item_bytes * config.hidden_size
+            )
             learning += _count_loss_bytes(spec, drafter, columns, starts)
     return RankMemory(state, passes, update, learning, lessons)
 
@@ -131,9 +135,17 @@ def _count_pass_bytes(spec: RunSpec, config: PolicyConfig, item_bytes: int) -> f
     return max(at_logits, in_first_stage)
 
 
+def _count_state_bytes(spec: RunSpec, starts: int, token_bytes: int) -> float:
+    """Count the bytes of one rank's states that the drafter reads, of all tokens up to the starts."""
+    longest = spec.prompts.max_tokens + spec.generation.sampling.max_tokens
+    slices = -(-starts // MIN_SLICE_STARTS)
+    ranks = spec.trainer.parallelism
+    return min(STATE_BYTES, slices * longest * token_bytes) / (ranks.data * ranks.context)
+
+
 def _count_loss_bytes(spec: RunSpec, drafter: DrafterKind, columns: int, starts: int) -> float:
     """Count the bytes of the logits and losses of an update's starts, which may all be of one rank."""
-    longest = spec.generation.sampling.max_tokens  # of one lesson, which is not split
+    longest = spec.generation.sampling.max_tokens  # of one slice: a draft model's may be a whole completion
     together = min(starts, max(starts // MAX_UPDATES, UPDATE_STARTS, longest))
     matrix = 4 * together * columns
     return matrix * (drafter.count_passes(spec) + 1) + _WORK_MATRICES * min(matrix, CHUNK_BYTES)

@@ -4,6 +4,7 @@
     tensor ranks      exchange columns: each gets whole rows for its lessons, or the columns that can be drafted
     context ranks     exchange rows: each gets all rows of its lessons
     pipeline          the stage that has something broadcasts it
+    data ranks        send the lessons that another replica learns from (`lesson_exchange.py`)
 
 So a rank ends with the lessons that it learns from and no others, and no rank holds an output layer. A drafter that
 drafts by the policy's output layer learns at the last stage alone; there the tensor ranks share each lesson and keep
@@ -42,12 +43,16 @@ NORMED = "normed"  # key of the final norm's output; the other keys are numbers 
 class Lesson:
     """A training slice of one rollout of a micro-batch.
 
-    row: the rollout's number in the micro-batch. learner: number of the rank, or of the tensor group, that learns from
-    it, below `count_learners`.
+    home: the data parallel rank whose passes have its states. cut, row: the number of its micro-batch there, and its
+    rollout's number in that. replica: the data parallel rank that learns from it. learner: number of the rank, or of
+    the tensor group, that does, below `count_learners`.
     """
 
+    home: int
+    cut: int
     row: int
     slice: TrainingSlice
+    replica: int
     learner: int
 
     @property
@@ -103,11 +108,32 @@ class LessonKeeper:
         groups = self._groups
         return (self._tensor_rank(lesson), self._context_rank(lesson)) == (groups.tensor.rank, groups.context.rank)
 
-    def _is_mine(self, lesson: Lesson) -> bool:
+    @property
+    def learner(self) -> int | None:
+        """This rank's number among the learners of its replica; None if it learns from no lesson."""
         groups = self._groups
+        if not self.drafter.is_vocabulary_sharded:
+            return groups.replica_rank
+        return groups.context.rank if groups.pipeline.rank == groups.pipeline.size - 1 else None
+
+    def describe_rows(self, hidden_size: int, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Describe a row of each field of this rank's `LessonBatch`: its shape behind [B, S] or [N], and its type.
+
+        hidden_size, dtype: the policy's.
+        """
+        inputs = self.drafter.inputs
+        columns = len(self.drafter.draft_ids_K)
         if self.drafter.is_vocabulary_sharded:
-            return lesson.learner == groups.context.rank and groups.pipeline.rank == groups.pipeline.size - 1
-        return lesson.learner == groups.replica_rank
+            first, end = self._list_column_bounds()[self._groups.tensor.rank]
+            columns = end - first if self.drafter.is_reduced else self._width
+        return {
+            "token_ids_BS": ((), torch.int64),
+            "aux_BSA": ((len(inputs.aux_layers) * hidden_size,), dtype),
+            "embedding_BSH": ((hidden_size * inputs.embedding,), dtype),
+            "normed_BSH": ((hidden_size * inputs.normed,), dtype),
+            "target_NK": ((columns,), dtype),
+            "normaliser_N1": ((int(self.drafter.is_reduced),), torch.float32),
+        }
 
     # -- during a pass ------------------------------------------------------------------------------------------------
 
@@ -149,7 +175,7 @@ class LessonKeeper:
         target_NK, normaliser_N1 = self._exchange_targets(kept, in_pipeline)
         if not in_pipeline:
             return None
-        mine = [place for place, lesson in enumerate(in_pipeline) if self._is_mine(lesson)]
+        mine = [place for place, lesson in enumerate(in_pipeline) if lesson.learner == self.learner]
         shape = (len(in_pipeline), max(lesson.slice.length for lesson in in_pipeline), hidden_size)
         states: dict[int | str, torch.Tensor] = {}
         for key, stage in stage_of.items():

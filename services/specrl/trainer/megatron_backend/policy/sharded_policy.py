@@ -29,6 +29,7 @@ from specrl.trainer.megatron_backend.model.gpt_model import build_model, compute
 from specrl.trainer.megatron_backend.model.hf_weights import WeightMap, fill_parameter
 from specrl.trainer.megatron_backend.parallel.groups import RankGroups
 from specrl.trainer.megatron_backend.policy.distributions import SamplingDistributions
+from specrl.trainer.megatron_backend.policy.lesson_exchange import exchange_lessons
 from specrl.trainer.megatron_backend.policy.lessons import Lesson, LessonKeeper, TaughtLessons
 from specrl.trainer.megatron_backend.policy.optimizer import build_optimizer, set_learning_rate, wrap_chunks
 from specrl.trainer.megatron_backend.policy.optimizer_state import MASTER, OptimizerState, find_moment_kinds
@@ -61,6 +62,7 @@ class ShardedPolicy:
         if trainer.lora is not None:
             self.trained_map = WeightMap(self.chunks, config, groups, is_adapters=True)
         self.schedule = PipelineSchedule(self.chunks, groups)
+        self._keeper: LessonKeeper | None = None
         self._is_wrapped = False
 
     def load_folder(self) -> None:
@@ -218,6 +220,16 @@ class ShardedPolicy:
         if drafter.is_vocabulary_sharded:
             drafter.connect_output(self.read_output)
         self.schedule.keep_lessons(keeper)
+        self._keeper = keeper
+
+    def exchange_lessons(self, taught: TaughtLessons, dealt: Sequence[Lesson]) -> TaughtLessons:
+        """Return what this rank learns from; see `lesson_exchange.py`. A collective of all ranks."""
+        assert self._keeper is not None
+        learner = self._keeper.learner
+        if learner is None:
+            return taught
+        rows = self._keeper.describe_rows(self.config.hidden_size, self.dtype)
+        return exchange_lessons(taught, dealt, learner, rows, self.groups)
 
     def read_output(self) -> PolicyOutput:
         """Return this rank's columns of the output layer, without copying them."""

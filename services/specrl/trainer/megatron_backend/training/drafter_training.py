@@ -6,7 +6,6 @@ In a step it learns from states and logits of the step's own forward passes: `ch
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -15,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 from specrl.drafting import budget
-from specrl.drafting.budget import TrainingSlice
-from specrl.drafting.kind import TARGET_BYTES
+from specrl.drafting.budget import LessonCosts, TrainingSlice
 from specrl.drafting.online import DrafterTrainer, combine_updates
 from specrl.drafting.packing import LessonBatch
 from specrl.drafting.registry import KINDS
@@ -25,7 +23,7 @@ from specrl.models.policy_config import PolicyConfig
 from specrl.records import Batch, DrafterMetrics, TrainRollout
 from specrl.trainer.megatron_backend.policy.lessons import Lesson, TaughtLessons, count_learners
 from specrl.trainer.megatron_backend.policy.tensors import MicroBatch
-from specrl.trainer.megatron_backend.training.batches import check_rollouts, cut_micro_batches
+from specrl.trainer.megatron_backend.training.batches import check_rollouts, cut_micro_batches, plan_cuts
 from specrl.trainer.megatron_backend.training.models import RankModels
 from specrl.trainer.megatron_backend.training.turns import count_turn_tokens, list_turns
 
@@ -41,22 +39,15 @@ def choose_step_lessons(models: RankModels, drafter: DrafterTrainer, batch: Batc
         budget.RolloutLengths(batch.rollouts[turn.index].rollout.group_id, turn.context, turn.completion_length)
         for turn in turns
     ]
-    # The budget is a number of tokens, or else a share of the policy's floating point operations.
-    # In both cases there is memory for so many targets.
-    most_targets = TARGET_BYTES // (len(drafter.model.draft_ids_K) * models.policy.dtype.itemsize)
-    most_starts = drafter.model.limits.starts
     token_budget = models.spec.trainer.drafter.token_budget
-    if token_budget is not None:
-        most = min(token_budget, most_targets)
-        chosen = budget.choose_slices(samples, batch.step, lambda _tokens, starts: starts, most, most_starts)
-    else:
-        share = budget.ONLINE_SHARE * sum(_estimate_policy_flops(models.config, item) for item in batch.rollouts)
-
-        def estimate_cost(tokens: int, starts: int) -> float:
-            flops = budget.estimate_drafter_flops(drafter.model, drafter.passes, tokens, starts)
-            return max(flops, share * starts / most_targets)
-
-        chosen = budget.choose_slices(samples, batch.step, estimate_cost, share, most_starts)
+    flops = sum(_estimate_policy_flops(models.config, item) for item in batch.rollouts)
+    chosen = budget.choose_step_slices(
+        LessonCosts(drafter.model, drafter.passes, models.config.hidden_size, models.policy.dtype.itemsize),
+        samples,
+        batch.step,
+        flops,
+        token_budget,
+    )
     if not chosen and models.groups.rank == 0 and any(sample.completion > 1 for sample in samples):
         log.warning("drafter_budget_exceeded", step=batch.step, token_budget=token_budget)
     return [replace(lesson, index=turns[lesson.index].index) for lesson in chosen]
@@ -71,38 +62,64 @@ def _estimate_policy_flops(config: PolicyConfig, item: TrainRollout) -> float:
 
 
 def deal_lessons(
-    models: RankModels, drafter: DrafterTrainer, cuts: Sequence[MicroBatch], parts: Sequence[Sequence[TrainingSlice]]
-) -> list[list[Lesson]]:
-    """Deal the lessons of this replica over its learners. Returns those of each micro-batch; equal at its ranks.
+    models: RankModels,
+    drafter: DrafterTrainer,
+    rollouts: Sequence[TrainRollout],
+    parts: Sequence[Sequence[TrainingSlice]],
+    *,
+    may_move: bool = True,
+) -> list[Lesson]:
+    """Deal lessons over all ranks. Equal at every rank.
 
-    parts: the lessons of all replicas, by update. Each part is dealt out by itself, so that the ranks share the work of
-    every update.
+    parts: the lessons by update. Each part is dealt out by itself, so that the ranks share the work of every update.
+    may_move: to another replica than the one whose passes have the lesson's states.
     """
+    places = {
+        index: (home, cut, row)
+        for home, cuts in enumerate(plan_cuts(models, rollouts))
+        for cut, indices in enumerate(cuts)
+        for row, index in enumerate(indices)
+    }
     learners = count_learners(drafter.model, models.groups)
-    found: list[list[Lesson]] = [[] for _ in cuts]
+    found = []
     for part in parts:
-        numbers = itertools.count()
-        for kept, cut in zip(found, cuts, strict=True):
-            kept += [
-                Lesson(cut.indices.index(item.index), item, next(numbers) % learners)
-                for item in part
-                if item.index in cut.indices
-            ]
+        costs = [
+            budget.estimate_drafter_flops(drafter.model, drafter.passes, item.length, item.completion_length - 1)
+            for item in part
+        ]
+        homes = [places[item.index][0] for item in part]
+        dealt = budget.deal_update(costs, homes, models.groups.data.size, learners, may_move=may_move)
+        found += [Lesson(*places[item.index], item, *to) for item, to in zip(part, dealt, strict=True)]
+    return found
+
+
+def sort_into_cuts(models: RankModels, lessons: Sequence[Lesson], cuts: Sequence[MicroBatch]) -> list[list[Lesson]]:
+    """Sort the lessons whose states this replica's passes have into its micro-batches."""
+    found: list[list[Lesson]] = [[] for _ in cuts]
+    for lesson in lessons:
+        if lesson.home == models.groups.data.rank:
+            found[lesson.cut].append(lesson)
     return found
 
 
 def update_drafter(
-    drafter: DrafterTrainer, parts: Sequence[Sequence[TrainingSlice]], taught: TaughtLessons
+    models: RankModels,
+    drafter: DrafterTrainer,
+    parts: Sequence[Sequence[TrainingSlice]],
+    dealt: Sequence[Lesson],
+    taught: TaughtLessons,
 ) -> DrafterMetrics:
     """Make the step's updates of the drafter, each on a part of the lessons. A collective of all ranks.
 
-    parts: of all ranks, by update. taught: the lessons of this rank.
+    parts: of all ranks, by update. dealt: of all ranks. taught: what this rank's passes have kept.
     """
+    taught = models.policy.exchange_lessons(taught, dealt)
     done = []
     for part in parts:
         drafter.begin_update([lesson.completion_length for lesson in part])
-        rows = [([i for i, lesson in enumerate(some) if lesson.slice in part], batch) for some, batch in taught]
-        held = [batch.select_sequences(chosen) for chosen, batch in rows if chosen]
+        chosen = set(part)
+        rows = [([i for i, lesson in enumerate(some) if lesson.slice in chosen], batch) for some, batch in taught]
+        held = [batch.select_sequences(places) for places, batch in rows if places]
         if held:
             drafter.accumulate_gradients(LessonBatch.join_batches(held))
         done.append(drafter.finish_update(group=dist.group.WORLD))
@@ -131,7 +148,8 @@ def collect_turns(
     """
     cuts = cut_micro_batches(models, rollouts)
     turns = [turn for index, item in enumerate(rollouts) for turn in list_turns(index, item)]
-    lessons = deal_lessons(models, drafter, cuts, [turns])
+    # Where the states are: an initialisation goes through all turns, and so gives the ranks equal shares anyway.
+    lessons = sort_into_cuts(models, deal_lessons(models, drafter, rollouts, [turns], may_move=False), cuts)
     together = models.groups.pipeline.size  # fewer would leave stages idle, and Megatron's interleaved schedule fails
     for first in range(0, len(cuts), together):
         some = slice(first, first + together)

@@ -60,7 +60,8 @@ def train_policy_step(models: RankModels, batch: Batch) -> TrainMetrics:
     drafter = models.drafter if spec.trainer.drafter.online else None
     chosen = drafter_training.choose_step_lessons(models, drafter, batch) if drafter is not None else []
     parts = budget.split_into_updates(chosen)
-    lessons = drafter_training.deal_lessons(models, drafter, cuts, parts) if drafter is not None else []
+    dealt = drafter_training.deal_lessons(models, drafter, batch.rollouts, parts) if drafter is not None else []
+    lessons = drafter_training.sort_into_cuts(models, dealt, cuts)
     policy_loss = PolicyLoss(spec.trainer.loss, spec.generation.sampling.max_tokens, tokens, len(batch.rollouts))
 
     def compute_policy_loss(number: int, policy_T: torch.Tensor, entropy_T: torch.Tensor) -> LossTerms:
@@ -79,7 +80,7 @@ def train_policy_step(models: RankModels, batch: Batch) -> TrainMetrics:
     drafter_metrics = None
     if drafter is not None:
         with report_exhaustion("the drafter's updates", OF_DRAFTER):
-            drafter_metrics = drafter_training.update_drafter(drafter, parts, taught)
+            drafter_metrics = drafter_training.update_drafter(models, drafter, parts, dealt, taught)
     train_s = time.perf_counter() - started
 
     # Figures. Sums over this rank's tokens are reduced over ranks; means are taken afterwards.
