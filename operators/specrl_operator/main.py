@@ -9,6 +9,10 @@ longer leads.
 
 from __future__ import annotations
 
+import specrl.exit_on_sigterm  # noqa: F401 - first: asyncio and structlog take ten times as long as the interpreter
+
+# isort: split
+
 import argparse
 import json
 import os
@@ -24,7 +28,6 @@ from importlib.util import find_spec
 
 import structlog
 
-import specrl.exit_on_sigterm  # noqa: F401 - before what takes long to import
 from specrl.telemetry import logs
 from specrl_operator import kinds, telemetry
 from specrl_operator.cluster import leader

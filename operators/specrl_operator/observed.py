@@ -15,6 +15,7 @@ from specrl_operator.api import (
     MAX_MESSAGE_LENGTH,
     TRAINER,
     Object,
+    find_condition,
     has_component,
     has_elapsed,
     is_condition_true,
@@ -39,6 +40,9 @@ class ObservedState:
     """NVLink domain of the nodes that the trainer's pods are bound to; None: unknown, or not bound yet."""
     refused_pods: Mapping[str, str] = field(default_factory=dict)
     """Why the pods of a role are not created, by role."""
+    creation_events: Mapping[str, Object] = field(default_factory=dict)
+    """The kubelet's newest event about a pod whose containers are not created, by the pod's name; empty if it has sent
+    none. Pods that are not among them were not asked about."""
     moment: datetime | None = None
     """When all this was observed."""
 
@@ -107,6 +111,14 @@ def is_pod_lost(pod: Object, now: datetime | None) -> bool:
         return False  # it has ended, and somebody's finalizer keeps its object
     # The API server sets deletionTimestamp to the end of the grace period.
     return now is not None and has_elapsed(pod["metadata"].get("deletionTimestamp"), LOST_S, now)
+
+
+def is_stuck_in_creation(pod: Object, now: datetime | None, limit_s: float) -> bool:
+    """Whether a pod has been on its node for limit_s, and the kubelet has created none of its containers."""
+    reasons = [((it.get("state") or {}).get("waiting") or {}).get("reason") for it in list_container_statuses(pod)]
+    is_creating = "ContainerCreating" in reasons or "PodInitializing" in reasons
+    scheduled = find_condition(pod.get("status") or {}, "PodScheduled")
+    return is_creating and now is not None and has_elapsed(scheduled.get("lastTransitionTime"), limit_s, now)
 
 
 def count_container_restarts(pod: Object) -> int:

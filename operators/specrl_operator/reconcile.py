@@ -47,13 +47,14 @@ from specrl_operator.cluster.cache import WatchedObjects
 from specrl_operator.cluster.interface import Cluster, ClusterError
 from specrl_operator.cluster.topology import NodeTopology
 from specrl_operator.kinds import Kind
-from specrl_operator.observed import TRAINER_KINDS, ObservedState, list_trainers
+from specrl_operator.observed import TRAINER_KINDS, ObservedState, is_stuck_in_creation, list_trainers
 from specrl_operator.plan.acceptance import Refusal
 from specrl_operator.plan.decision import Decision, TrainerAction, make_decision
 from specrl_operator.plan.job_plan import JobPlan, Settings, find_ttl_s, plan_job
 from specrl_operator.status import events
 from specrl_operator.status.deadlines import find_next_deadline_s
 from specrl_operator.status.job_status import build_invalid_status, build_status, is_same_status
+from specrl_operator.status.readiness import CREATION_FAILURES, EVENTS_S, PULLING
 
 SCALE_MANAGER = f"{MANAGER}-scale"
 """Field manager of replica counts that are patched alone. A separate manager: under MANAGER, server-side apply of a
@@ -187,6 +188,7 @@ class Reconciler:
             has_claim_template=bool(self._cache.list_objects(kinds.CLAIM_TEMPLATE, job.namespace, job.name)),
             domain=domain,
             refused_pods=self._find_refused_pods(plan, children, pods),
+            creation_events=self._find_creation_events(job, pods),
             moment=self._now(),
         )
 
@@ -210,11 +212,34 @@ class Reconciler:
                 continue
             # A JobSet's pods belong to its Job, which workloads.py calls `node`.
             name = owner["metadata"]["name"] + ("-node-0" if kinds.JOB_SET.is_kind_of(owner) else "")
-            events = self._cluster.list_failed_creations(job.namespace, name)
+            events = self._cluster.list_events(job.namespace, name, "FailedCreate")
             # Events of a deleted job of this name live on for an hour.
             recent = [it for it in events if parse_time(str(it.get("lastTimestamp"))) >= job.created]
             if recent:
                 found[role] = str(max(recent, key=lambda it: str(it["lastTimestamp"])).get("message", ""))
+        return found
+
+    def _find_creation_events(self, job: Job, pods: Sequence[Object]) -> dict[str, Object]:
+        """Find the kubelet's newest event about the first pod of each role whose containers are not created.
+
+        Of one pod, since the condition names one, and all pods of a role may wait for the same image.
+        """
+        now = self._now()
+        by_role: dict[str, Object] = {}
+        for pod in sorted(pods, key=lambda pod: str(pod["metadata"]["name"])):
+            if is_stuck_in_creation(pod, now, EVENTS_S):
+                by_role.setdefault(pod["metadata"]["labels"][COMPONENT_LABEL], pod)
+        found: dict[str, Object] = {}
+        for pod in by_role.values():
+            name = pod["metadata"]["name"]
+            # By uid: events of a deleted pod of this name live on for an hour.
+            told = [
+                it
+                for it in self._cluster.list_events(job.namespace, name)
+                if it["involvedObject"].get("uid") == pod["metadata"]["uid"]
+                and it.get("reason") in (PULLING, *CREATION_FAILURES)
+            ]
+            found[name] = max(told, key=lambda it: str(it.get("lastTimestamp")), default={})
         return found
 
     # -- create, patch, delete -------------------------------------------------------------------------------------

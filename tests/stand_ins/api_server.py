@@ -61,7 +61,7 @@ class FakeApiServer:
         """Raise Killed after this number of calls has been carried out."""
         self.refuse: Callable[[str, Object], ClusterError | None] = lambda verb, body: None
         """Errors with which the server refuses calls, chosen by verb and body."""
-        self.failed_creations: dict[str, list[Object]] = {}
+        self.events: dict[str, list[Object]] = {}
         """FailedCreate events by the name of the object that could not create a pod."""
         self._managed: dict[tuple[Place, str, str], Object] = {}
         self._log: list[tuple[int, str, Place, Object]] = []
@@ -98,9 +98,9 @@ class FakeApiServer:
         self._record_call("list", kind.name)
         return Listing(found, str(self._version))
 
-    def list_failed_creations(self, namespace: str, name: str) -> list[Object]:
+    def list_events(self, namespace: str, name: str, reason: str | None = None) -> list[Object]:
         self._record_call("list", "Event")
-        return [_copy_json(it) for it in self.failed_creations.get(name, [])]
+        return [_copy_json(it) for it in self.events.get(name, []) if reason in (None, it["reason"])]
 
     def watch(self, kind: Kind, namespace: str | None, selector: str, resource_version: str) -> Iterator[WatchEvent]:
         self._check_served(kind)

@@ -96,8 +96,8 @@ class HttpApiServer:
                 groups.setdefault(version.partition("/")[0], []).append({"groupVersion": version})
             return {"kind": "APIGroupList", "groups": [{"name": it, "versions": found} for it, found in groups.items()]}
         if address.path.endswith("/events"):  # of the core group; those that the operator creates are of another
-            found = self.fake.list_failed_creations("", query["fieldSelector"].rpartition("involvedObject.name=")[2])
-            return {"items": found}
+            fields = dict(each.split("=") for each in query["fieldSelector"].split(","))
+            return {"items": self.fake.list_events("", fields["involvedObject.name"], fields.get("reason"))}
         kind, namespace, name, part = _parse(address.path)
         if name is None:
             return self._many(verb, kind, namespace, query, body)

@@ -62,8 +62,8 @@ class Cluster(Protocol):
     def list(self, kind: Kind, namespace: str | None, selector: str = "") -> Listing:
         """List the objects with these labels, of one namespace or of all, trimmed by `api.trim_object`."""
 
-    def list_failed_creations(self, namespace: str, name: str) -> Sequence[Object]:
-        """List the events that say that an object of this name could not create a pod, whatever its kind."""
+    def list_events(self, namespace: str, name: str, reason: str | None = None) -> Sequence[Object]:
+        """List the events about objects of this name, whatever their kind. reason: only those with this reason."""
 
     def watch(self, kind: Kind, namespace: str | None, selector: str, resource_version: str) -> Iterator[WatchEvent]:
         """Yield the changes after a resource version, trimmed as in `list`. Ends within minutes.

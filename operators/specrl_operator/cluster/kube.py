@@ -86,9 +86,9 @@ class KubeCluster:
                 return Listing(items, page["metadata"]["resourceVersion"])
             query["continue"] = more
 
-    def list_failed_creations(self, namespace: str, name: str) -> Sequence[Object]:
-        # Of the core group: controllers write there, and its field selectors are the oldest.
-        query = {"fieldSelector": f"reason=FailedCreate,involvedObject.name={name}"}
+    def list_events(self, namespace: str, name: str, reason: str | None = None) -> Sequence[Object]:
+        # Of the core group: controllers and kubelets write there, and its field selectors are the oldest.
+        query = {"fieldSelector": (f"reason={reason}," if reason else "") + f"involvedObject.name={name}"}
         found: Sequence[Object] = self._request_json("GET", f"/api/v1/namespaces/{namespace}/events", query)["items"]
         return found
 

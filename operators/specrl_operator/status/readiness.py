@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import datetime
 
 from specrl_operator.api import (
     COORDINATOR,
@@ -18,9 +17,15 @@ from specrl_operator.api import (
     Job,
     Object,
     find_condition,
-    has_elapsed,
 )
-from specrl_operator.observed import ObservedState, find_last_exit, is_pod_lost, is_pod_ready, list_container_statuses
+from specrl_operator.observed import (
+    ObservedState,
+    find_last_exit,
+    is_pod_lost,
+    is_pod_ready,
+    is_stuck_in_creation,
+    list_container_statuses,
+)
 
 ROLE_CONDITIONS = {
     STORE: "StoreReady",
@@ -60,15 +65,24 @@ VOLUME_WORDS = ("persistentvolume", "persistent volume", "volume node affinity")
 
 MAX_CAUSE = 700
 """Most characters of Kubernetes' own words in a message, so that the remedy is within MAX_MESSAGE_LENGTH."""
-MOUNT_S = 120
-"""Seconds on a node without a running container, after which volumes are named as the likely cause. Images may be
-pulled in that time, too: the kubelet has one reason for both, `ContainerCreating`."""
-MOUNT_HINT = (
-    f"its containers have not been created for {MOUNT_S} s: an image is still being pulled, or a volume cannot be "
-    "mounted. Check that claims, Secrets and ConfigMaps exist, and that claims that pods on several nodes mount are "
-    "ReadWriteMany; `kubectl describe pod` has the kubelet's events"
+EVENTS_S = 20
+"""Seconds on a node without containers, after which the kubelet's events about the pod are read. It retries a mount
+within seconds, so most pods that are stuck have an event by then."""
+MOUNT_S = 40
+"""Seconds on a node without containers and without an event, after which volumes are named as the likely cause. A
+mount that hangs has its first event after two minutes. With RECHECK_S, the condition is there within a minute."""
+PULLING = "Pulling"
+"""Reason of the kubelet's event that an image is being pulled. The pod's status has one reason for this and for
+volumes that are not mounted, `ContainerCreating`."""
+CREATION_FAILURES = ("FailedMount", "FailedAttachVolume", "FailedMapVolume", "FailedCreatePodSandBox")
+"""Reasons of events about pods whose containers cannot be created."""
+MAX_EVENT = 350
+"""Most characters of an event in a message, so that the remedy is within MAX_CAUSE."""
+MOUNT_REMEDY = (
+    "check that claims, Secrets and ConfigMaps exist, and that claims that pods on several nodes mount are "
+    "ReadWriteMany; `kubectl describe pod` has all events"
 )
-
+MOUNT_HINT = f"its containers have not been created for {MOUNT_S} s: a volume cannot be mounted; {MOUNT_REMEDY}"
 
 LOST_HINT = (
     "its node {node} does not answer, and it is not replaced before the node does, or is known to be off. "
@@ -109,26 +123,27 @@ def decide_role_condition(
     if refused is not None:
         why = f"no pod can be created: {refused}; change what refuses it, or the role's podTemplate"
         return ConditionState(False, "FailedCreate", f"{ready} of at least {needed} ready: {why}")
-    reason, why = _find_worst_problem(observed.pods_of(role), observed.moment)
+    reason, why = _find_worst_problem(observed.pods_of(role), observed)
     remedy = f"; {REMEDIES[reason]}" if reason in REMEDIES else ""
     # Cut the cause rather than the remedy.
     why = why if len(why) <= MAX_CAUSE else f"{why[: MAX_CAUSE - 3]}..."
     return ConditionState(False, reason, f"{ready} of at least {needed} ready" + (f": {why}{remedy}" if why else ""))
 
 
-def _find_worst_problem(pods: Sequence[Object], now: datetime | None) -> tuple[str, str]:
+def _find_worst_problem(pods: Sequence[Object], observed: ObservedState) -> tuple[str, str]:
     """Return the most specific reason why pods are not ready, with the pod and its message.
 
     The result does not depend on the order of the pods, so that the status does not change without cause.
     """
-    found = [(*_find_pod_problem(pod, now), str(pod["metadata"]["name"])) for pod in pods if not is_pod_ready(pod)]
+    found = [(*_find_pod_problem(pod, observed), str(pod["metadata"]["name"])) for pod in pods if not is_pod_ready(pod)]
     if not found:
         return "PodsPending", "no pods exist yet"
     reason, message, name = min(found, key=lambda it: (REASONS_BY_SEVERITY.index(it[0]), it[2]))
     return reason, f"{name}: {message}" if message else name
 
 
-def _find_pod_problem(pod: Object, now: datetime | None) -> tuple[str, str]:
+def _find_pod_problem(pod: Object, observed: ObservedState) -> tuple[str, str]:
+    now = observed.moment
     if is_pod_lost(pod, now):
         return "NodeLost", LOST_HINT.format(node=pod.get("spec", {}).get("nodeName"))
     for state in list_container_statuses(pod):
@@ -148,15 +163,19 @@ def _find_pod_problem(pod: Object, now: datetime | None) -> tuple[str, str]:
         message = str(scheduled.get("message", ""))
         lacks_volume = any(words in message.lower() for words in VOLUME_WORDS)
         return "VolumeUnavailable" if lacks_volume else "Unschedulable", message
-    if _is_stuck_in_creation(pod, scheduled, now):
-        return "ConfigurationMissing", MOUNT_HINT
+    event = observed.creation_events.get(pod["metadata"]["name"])
+    if event is not None and (event or is_stuck_in_creation(pod, now, MOUNT_S)):
+        return _explain_creation(event)
     if (pod.get("status") or {}).get("phase", "Pending") == "Pending":
         return "PodsPending", ""
     return "PodsNotReady", ""
 
 
-def _is_stuck_in_creation(pod: Object, scheduled: Object, now: datetime | None) -> bool:
-    """Whether a pod has been on its node for MOUNT_S, and the kubelet has not begun to pull its images."""
-    reasons = [((it.get("state") or {}).get("waiting") or {}).get("reason") for it in list_container_statuses(pod)]
-    is_creating = "ContainerCreating" in reasons or "PodInitializing" in reasons
-    return is_creating and now is not None and has_elapsed(scheduled.get("lastTransitionTime"), MOUNT_S, now)
+def _explain_creation(event: Object) -> tuple[str, str]:
+    """Return reason and message of a pod whose containers are not created. event: the kubelet's; empty if none."""
+    if not event:
+        return "ConfigurationMissing", MOUNT_HINT
+    message = " ".join(str(event.get("message", "")).split())
+    if event["reason"] == PULLING:
+        return "PodsPending", message
+    return "ConfigurationMissing", f"{message[:MAX_EVENT]}; {MOUNT_REMEDY}"

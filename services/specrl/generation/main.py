@@ -19,6 +19,10 @@ engine dies.
 
 from __future__ import annotations
 
+import specrl.exit_on_sigterm  # noqa: F401 - first: asyncio and structlog take ten times as long as the interpreter
+
+# isort: split
+
 import argparse
 import asyncio
 import signal
@@ -30,7 +34,6 @@ from pathlib import Path
 
 import structlog
 
-import specrl.exit_on_sigterm  # noqa: F401 - before what takes long to import
 from specrl.errors import SpecrlError
 from specrl.forked_process import ReservedFork
 from specrl.generation.engine import Engine

@@ -16,6 +16,10 @@ WORLD_SIZE, as torchrun would.
 
 from __future__ import annotations
 
+import specrl.exit_on_sigterm  # noqa: F401 - first: asyncio and structlog take ten times as long as the interpreter
+
+# isort: split
+
 import argparse
 import asyncio
 import os
@@ -29,7 +33,6 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-import specrl.exit_on_sigterm  # noqa: F401 - before what takes long to import
 from specrl.errors import SpecrlError
 from specrl.installation import require_engines
 from specrl.machine import require_driver

@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 from tests.stand_ins.api_server import CORE, Killed
 from tests.unit.operator.builders import LARGE, PAPER, an_rljob
-from tests.unit.operator.world import EVERYTHING, JOBSET_ONLY, World, a_pod
+from tests.unit.operator.world import EVERYTHING, JOBSET_ONLY, World, a_pod, creating_since
 
 from specrl_operator.api import (
     COORDINATOR,
@@ -836,8 +836,9 @@ def test_why_admission_refuses_pods_is_in_the_condition(name: str, owner: Kind, 
     """Quotas, Pod Security and webhooks refuse pods after their owner was accepted. The status said "no pods yet"."""
     world = World()
     world.reconcile()
-    event = {"lastTimestamp": "2026-01-01T00:00:30Z", "message": 'pods "x" is forbidden: exceeded quota: team'}
-    world.server.failed_creations[name] = [event]
+    event = {"reason": "FailedCreate", "lastTimestamp": "2026-01-01T00:00:30Z"}
+    event["message"] = 'pods "x" is forbidden: exceeded quota: team'
+    world.server.events[name] = [event]
     assert world.reconcile() == pytest.approx(15), "no watch event would say that the quota was raised"
     assert world.read_condition(condition) == ("False", "FailedCreate")
     message = next(it["message"] for it in world.status["conditions"] if it["type"] == "Ready")
@@ -859,10 +860,32 @@ def test_pods_that_a_deployment_cannot_create_are_in_the_condition() -> None:
 def test_refused_pods_of_a_deleted_job_of_the_same_name_are_not_shown() -> None:
     world = World()
     world.reconcile()
-    event = {"lastTimestamp": "2025-12-31T23:59:59Z", "message": "exceeded quota"}
-    world.server.failed_creations["tiny-generation"] = [event]
+    event = {"reason": "FailedCreate", "lastTimestamp": "2025-12-31T23:59:59Z", "message": "exceeded quota"}
+    world.server.events["tiny-generation"] = [event]
     world.reconcile()
     assert world.read_condition("GenerationReady") == ("False", "PodsPending")
+
+
+def test_what_the_kubelet_says_of_a_pod_without_containers_is_in_the_condition() -> None:
+    """The condition guessed after two minutes. Events of a deleted pod of the same name say nothing of this one."""
+    world = World({"generation": {"replicas": 2}})
+    world.settle()
+    for name in ("tiny-generation-0", "tiny-generation-1"):
+        pod = world.server.objects_by_name(POD)[name]
+        world.server.put_object(pod | {"status": creating_since("2026-01-01T00:00:00Z")})
+        mounts = {"reason": "FailedMount", "message": f'{name}: secret "old" not found'}
+        pulls = {"reason": "Pulling", "message": f"{name}: Pulling image"}
+        world.server.events[name] = [
+            mounts | {"involvedObject": {"uid": "of a deleted pod"}, "lastTimestamp": "2026-01-01T00:00:19Z"},
+            pulls | {"involvedObject": {"uid": pod["metadata"]["uid"]}, "lastTimestamp": "2026-01-01T00:00:18Z"},
+        ]
+    before = len(world.server.calls)
+    world.advance_clock(20)
+    assert world.reconcile() == pytest.approx(15), "no watch event would say that it still does not start"
+    assert world.read_condition("GenerationReady") == ("False", "PodsPending")
+    assert "tiny-generation-0: Pulling image" in find_condition(world.status, "GenerationReady")["message"]
+    asked = [call for call in world.server.calls[before:] if call == ("list", "Event")]
+    assert len(asked) == 1, "of one pod of each role"
 
 
 def test_a_failure_of_the_operator_itself_is_in_the_condition(monkeypatch: pytest.MonkeyPatch) -> None:

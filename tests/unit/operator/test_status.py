@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.operator.builders import ALL, PAPER, ClusterFacts, a_job, plan_job
-from tests.unit.operator.world import a_pod
+from tests.unit.operator.world import a_pod, creating_since
 
 from specrl_operator.api import COORDINATOR, GENERATION, STORE, TRAINER, Job, Object, find_condition, format_time
 from specrl_operator.kinds import JOB_SET
@@ -328,18 +328,30 @@ def test_the_next_reconciliation_is_due_at_the_next_deadline() -> None:
     assert find_next_deadline_s(a_job(), status_of(a_job(), ClusterFacts(), whole(), NOW), NOW, None) is None
 
 
-@pytest.mark.parametrize(("seconds", "reason"), [(119, "PodsPending"), (120, "ConfigurationMissing")])
-def test_a_pod_that_is_not_created_for_two_minutes_names_its_volumes(seconds: int, reason: str) -> None:
-    """A claim that is mounted on another node showed as PodsPending without a word."""
+MOUNT_FAILED: Object = {"reason": "FailedMount", "message": 'MountVolume.SetUp failed: secret "s3" not found'}
+PULLING: Object = {"reason": "Pulling", "message": 'Pulling image "registry/trainer"'}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "event", "reason", "words"),
+    [
+        (39, {}, "PodsPending", "tiny-trainer-0"),
+        (40, {}, "ConfigurationMissing", "have not been created for 40 s: a volume cannot be mounted; check that"),
+        (40, None, "PodsPending", "tiny-trainer-0"),  # another pod of the role was asked about
+        (20, MOUNT_FAILED, "ConfigurationMissing", 'secret "s3" not found; check that claims, Secrets and ConfigMaps'),
+        (4000, PULLING, "PodsPending", 'tiny-trainer-0: Pulling image "registry/trainer"'),
+    ],
+)
+def test_a_pod_without_containers_says_why_within_a_minute(
+    seconds: int, event: Object | None, reason: str, words: str
+) -> None:
+    """A claim that is mounted on another node showed as PodsPending without a word, later after two minutes."""
     pod = a_pod("tiny-trainer-0", "trainer", owner("trainer"), is_ready=False)
-    pod["status"] = {
-        "phase": "Pending",
-        "conditions": [{"type": "PodScheduled", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"}],
-        "containerStatuses": [{"name": "trainer", "state": {"waiting": {"reason": "ContainerCreating"}}}],
-    }
+    pod["status"] = creating_since("2026-01-01T00:00:00Z")
     now = datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=seconds)
-    seen = whole(pods=(*pods(coordinator=[True], generation=[True]), pod), moment=now)
-    found = status_of(a_job(), ClusterFacts(), seen, now)
+    told = {} if event is None else {"tiny-trainer-0": event}
+    everything = (*pods(coordinator=[True], generation=[True]), pod)
+    found = status_of(a_job(), ClusterFacts(), whole(pods=everything, creation_events=told, moment=now), now)
     condition = find_condition(found, "TrainerReady")
     assert condition["reason"] == reason
-    assert ("ReadWriteMany" in condition["message"]) == (reason == "ConfigurationMissing")
+    assert words in condition["message"]

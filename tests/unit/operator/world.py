@@ -216,3 +216,12 @@ def a_pod(name: str, component: str, owner: Object, *, is_ready: bool = True, is
         "spec": {},
         "status": {"phase": "Running", "conditions": [{"type": "Ready", "status": said}]},
     }
+
+
+def creating_since(moment: str) -> Object:
+    """Build the status of a pod that is on a node since a moment, and whose container is not created."""
+    return {
+        "phase": "Pending",
+        "conditions": [{"type": "PodScheduled", "status": "True", "lastTransitionTime": moment}],
+        "containerStatuses": [{"name": "main", "state": {"waiting": {"reason": "ContainerCreating"}}}],
+    }
