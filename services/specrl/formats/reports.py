@@ -381,6 +381,8 @@ class StatusReport(ReportModel):
     """Number of replicas that the launcher of a local run should keep. Null in a cluster, where the RLJob sets it."""
     checkpoint_step: int = 0
     """Step of the newest complete checkpoint; 0 without one."""
+    checkpoint_error: str = ""
+    """Why a checkpoint after that one could not be written; empty if none failed. The run continues without it."""
     is_checkpoint_requested: bool = False
     """Whether a user has requested a checkpoint that is neither complete nor failed yet."""
     trainer: str = "absent"

@@ -868,9 +868,11 @@ async def test_a_disk_that_is_full_at_a_checkpoint_does_not_end_the_run(tmp_path
                 and run.observer.build_status().counters["checkpointsFailed"] == 1
             )
         )
+        assert "make room on the disk" in run.observer.build_status().checkpoint_error
         assert run.store.list_batch_steps()[0] == 1, "what no checkpoint holds can be replayed"
         await run.restart_trainer()
         await run.finish()
+        assert run.observer.build_status().checkpoint_error == "", "a later one is complete"
         check_promises(run)
 
 

@@ -83,6 +83,16 @@ def test_the_first_weights_decide_the_condition_collective_ready() -> None:
     assert condition(healed, "CollectiveReady")["status"] == "True"
 
 
+def test_a_checkpoint_that_could_not_be_written_is_a_condition() -> None:
+    """A volume that filled during a run showed in a metric and the log alone, until the run failed at its end."""
+    assert condition(a_status(), "CheckpointsWritten") == {}
+    assert condition(a_status(checkpoint_step=8), "CheckpointsWritten")["status"] == "True"
+    problem = "could not write checkpoint step-16: No space left on device; free space on its disk"
+    found = condition(a_status(checkpoint_step=8, checkpoint_error=problem), "CheckpointsWritten")
+    assert (found["status"], found["reason"]) == ("False", "CheckpointFailed")
+    assert found["message"] == f"{problem}; the newest checkpoint is of step 8"
+
+
 REQUIRED = Placement(profile=Profile.GB200, nvlink=NvLink.REQUIRED, layout=Layout.SAME_DOMAIN)
 WITH_RDMA = Placement(rdma=Rdma(resource_name="rdma/ib"))
 

@@ -7,6 +7,7 @@ the job.
 
 The coordinator writes these conditions:
 
+- `CheckpointsWritten`: the newest checkpoint is complete. False when one after it could not be written.
 - `CollectiveReady`: the first weights went through the collective that all later ones use, were verified, and met the
   deadline. False when replicas were given up in it, and when `placement.nvlink` is `Required` and NCCL uses another
   transport. The reason is `SocketFallback` when NCCL uses TCP although the job has RDMA or NVLink.
@@ -106,6 +107,12 @@ def _list_conditions(
         yield drafter, False, "Initializing", f"{status.detail}{progress}"
     elif status.phase is not Phase.WAITING and any(replica.drafter_version >= 0 for replica in status.replicas):
         yield drafter, True, "Serving", "replicas serve the drafter that this run trains"
+    if status.checkpoint_error:
+        message = f"{status.checkpoint_error}; the newest checkpoint is of step {status.checkpoint_step}"
+        yield CoordinatorCondition.CHECKPOINTS_WRITTEN, False, "CheckpointFailed", message
+    elif status.checkpoint_step:
+        message = f"the newest checkpoint is of step {status.checkpoint_step}"
+        yield CoordinatorCondition.CHECKPOINTS_WRITTEN, True, "CheckpointComplete", message
     if status.phase is Phase.FINISHED:
         exported = status.summary.policy_path if status.summary else ""
         where = f"; the policy is in {exported}" if exported else ""

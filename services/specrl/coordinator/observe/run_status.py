@@ -54,6 +54,7 @@ class RunStatus:
         self._served = -1
         self._canaries: Counter[CanaryOutcome] = Counter()
         self._checkpoints_failed = 0
+        self._checkpoint_failure = (-1, "")  # step of the newest complete checkpoint when one failed, and why
         self._verdict_failures = ReasonCounts()
         self._summary: RunSummary | None = None
         self._given_up: list[str] = []
@@ -79,8 +80,9 @@ class RunStatus:
                 self._verdict_failures.add_failures(reason, count)
             case CanaryEnded(outcome):
                 self._canaries[outcome] += 1
-            case CheckpointFailed():
+            case CheckpointFailed(reason):
                 self._checkpoints_failed += 1
+                self._checkpoint_failure = (self._context.ledger.facts.checkpoints[-1], reason)
             case ReplicasScaled(replicas):
                 self._replicas_wanted = replicas
 
@@ -187,6 +189,7 @@ class RunStatus:
         # Prompts that reports name, and those whose step has no complete report yet.
         given_up = [*self._given_up, *ledger.facts.failed_prompts.values()]
         replicas_given_up = dict(self._loop.list_given_up_replicas())
+        failed_after, failure = self._checkpoint_failure
         return StatusReport(
             run=context.spec.name,
             phase=phase.phase,
@@ -204,6 +207,7 @@ class RunStatus:
             is_paused=ledger.facts.is_paused,
             replicas_wanted=self._replicas_wanted,
             checkpoint_step=ledger.facts.checkpoints[-1],
+            checkpoint_error=failure if failed_after == ledger.facts.checkpoints[-1] else "",
             is_checkpoint_requested=context.controls.is_checkpoint_requested,
             trainer=self._loop.trainer.state,
             nccl_transport=context.registry.trainer.nccl_transport if context.registry.trainer is not None else "",

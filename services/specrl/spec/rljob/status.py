@@ -29,6 +29,7 @@ MULTI_NODE_NVLINK = "P2P/MNNVL"
 class CoordinatorCondition(StrEnum):
     """Types of the conditions that the coordinator writes. The operator reads them, and writes all others."""
 
+    CHECKPOINTS_WRITTEN = "CheckpointsWritten"
     COLLECTIVE_READY = "CollectiveReady"
     DRAFTER_READY = "DrafterReady"
     RUN_FINISHED = "RunFinished"
