@@ -66,8 +66,9 @@ cluster-programs: setup ## build kubelet, kube-proxy, DNS and a registry (Go; fi
 cluster: cluster-programs ## a real single-node Kubernetes on this machine, until Ctrl-C; needs root (docs/cluster-tier.md)
 	$(BIN)/python -m tests.cluster
 
-test-cluster: cluster-programs ## pods, network and registry on that cluster; ARGS selects; skipped where containers are not permitted
-	$(BIN)/python -m pytest -rs tests/cluster $(ARGS)
+# FULL=1 needs images of this tree: make images ENGINES=cpu.
+test-cluster: cluster-programs ## pods, network, registry and the four-step story on that cluster; ARGS selects; FULL=1: the whole story, which docs/cluster-log.md records
+	$(if $(FULL),SPECRL_CLUSTER_FULL=1 SPECRL_CLUSTER_LOG=docs/cluster-log.md) $(BIN)/python -m pytest -rs tests/cluster $(ARGS)
 
 SEED ?= $(shell date +%s)
 

@@ -14,6 +14,7 @@ from tests.cluster.harness.node import Node
 from tests.cluster.harness.registry import Registry
 from tests.cluster.pods import create_restricted_namespace
 from tests.cluster.programs.build import find_unbuilt
+from tests.cluster.story.log import FILE, StoryLog
 from tests.e2e import binaries
 from tests.e2e.harness.api import Api
 from tests.requirements import CLUSTER_PROGRAMS, CONTAINERS, HELM, KUBECTL
@@ -44,6 +45,22 @@ def cluster(say: Callable[[str], None]) -> Iterator[Cluster]:
     started.start()
     yield started
     started.stop()
+
+
+@pytest.fixture(scope="session")
+def jobset(cluster: Cluster) -> None:
+    """JobSet's controller, which trainers need."""
+    cluster.install("jobset")
+
+
+@pytest.fixture(scope="session")
+def log(request: pytest.FixtureRequest, say: Callable[[str], None]) -> Iterator[StoryLog]:
+    """The record of the runs. It is written to SPECRL_CLUSTER_LOG if all tests pass."""
+    found = StoryLog(say)
+    yield found
+    own = [item.name for item in request.session.items if "log" in getattr(item, "fixturenames", [])]
+    if FILE and found.product is not None and not request.session.testsfailed:
+        found.write(Path(FILE), own)
 
 
 @pytest.fixture(scope="session")

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import yaml
 from tests.cluster.harness.cluster import Cluster
 from tests.cluster.harness.node import REGISTRY
 from tests.cluster.pods import create_restricted_namespace
+from tests.cluster.story.freshness import hash_sources, list_changes
+from tests.cluster.story.log import FULL, Product, StoryLog
 from tests.e2e.go_programs import cache_folder
 from tests.e2e.harness.api import Object, wait_until
 from tests.e2e.harness.release import Release
@@ -20,6 +24,8 @@ LAYOUT = cache_folder() / "images" / "layout"
 IMAGES = {role: f"docker.io/library/specrl-{role}:0.1.0" for role in ("control", "generation", "trainer")}
 IMAGES |= {"store": "docker.io/valkey/valkey:8.1-alpine"}
 NAMESPACE = "specrl-system"
+NEEDED_GB = 16
+"""Free disk space: the registry's and containerd's copies of the engines."""
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "rljob-local.yaml"
 
 
@@ -56,6 +62,20 @@ def push_images(cluster: Cluster, *roles: str) -> dict[str, str]:
     return found
 
 
+def prepare_engines(cluster: Cluster, log: StoryLog) -> dict[str, str]:
+    """Push all images to the cluster's registry. Returns their digests. Skips the test if it cannot have engines."""
+    free = shutil.disk_usage(cache_folder()).free / 1e9
+    if free < NEEDED_GB:
+        PRODUCT_IMAGES.skip(f"they need {NEEDED_GB} GB of free disk space, got {free:.0f} GB")
+    commit = find_commit_of_engines()
+    if FULL and (changes := list_changes(commit)):
+        pytest.fail(f"images must be of this tree, got other sources in {changes[:3]}; make images ENGINES=cpu")
+    digests = push_images(cluster, *IMAGES)
+    log.product = Product(commit, digests, hash_sources())
+    log.add("pushed the images to the registry")
+    return digests
+
+
 @contextmanager
 def install_release(cluster: Cluster, helm: Path, digests: Mapping[str, str]) -> Iterator[Release]:
     """Install the chart in a restricted namespace; `helm install --wait` has seen its operator ready.
@@ -81,13 +101,22 @@ def read_example() -> tuple[Object, Object]:
     return claim, job
 
 
-def create_example(cluster: Cluster, namespace: str, **changes: Object) -> Object:
-    """Create the local example with its claim, and volumes for this and its store. changes: sections of the spec."""
-    for purpose in ("run", "store"):
-        cluster.add_volume(f"{namespace}-{purpose}")
+def build_example(namespace: str, **changes: Object | None) -> tuple[Object, Object]:
+    """Build the local example's claim and RLJob. changes: sections of the spec; None removes one."""
     claim, job = read_example()
     for each in (claim, job):
         each["metadata"]["namespace"] = namespace
-    job["spec"] |= changes
+    job["spec"] = {name: it for name, it in (job["spec"] | changes).items() if it is not None}
+    return claim, job
+
+
+def create_example(cluster: Cluster, namespace: str, **changes: Object | None) -> Object:
+    """Create the local example with its claim, and volumes for this and its store.
+
+    changes: sections of the spec; None removes one.
+    """
+    for purpose in ("run", "store"):
+        cluster.add_volume(f"{namespace}-{purpose}")
+    claim, job = build_example(namespace, **changes)
     cluster.admin.create(claim)
     return cluster.admin.create(job)

@@ -1,0 +1,276 @@
+"""What is done to the local example while it runs on the cluster, and what is seen of it. test_story.py judges it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tests.cluster.harness.kubectl import Kubectl
+from tests.cluster.harness.node import REGISTRY
+from tests.cluster.pods import build_pod, build_server, connect, run_to_end, wait_until_ready
+from tests.cluster.story.log import FULL, StoryLog
+from tests.e2e.harness.api import RLJOBS, Api, Object, find_condition, is_condition_true, wait_until
+from tests.e2e.jobs import COMPONENT, pods_of
+
+NAMESPACE = "story"
+ELSEWHERE = "strangers"
+PORTS = {"store": (6379,), "coordinator": (7000, 8080), "generation": (7001, 8081), "trainer": (7002, 8082)}
+"""Ports that each role serves (operators/specrl_operator/children/pods.py)."""
+START_S = 2400.0
+TRAIN_S = 2400.0
+SHORT_S = 600.0
+LAST_SCALED_STEP = 8
+"""The full story scales down at this step at the latest, so that the losses of pods come before the last step."""
+STEPS_BETWEEN = 2
+"""Steps that are trained after each loss of a pod."""
+READER = {"runAsNonRoot": True, "runAsUser": 1234, "runAsGroup": 1234, "supplementalGroups": [65532]}
+"""Another user of the group. Without fsGroup, by which kubelet would first make every file readable."""
+READ_RUN = """
+import json, pathlib
+folders = list(pathlib.Path("/data").rglob("export"))
+files = [file for folder in folders for file in sorted(folder.rglob("*")) if file.is_file()]
+(metrics,) = pathlib.Path("/data").rglob("metrics.jsonl")
+lines = metrics.read_text().splitlines()
+print(json.dumps([{file.name: len(file.read_bytes()) for file in files}, [json.loads(line) for line in lines]]))
+"""
+LISTENS = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 5).close()"
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A pod that was deleted while the run trained."""
+
+    role: str
+    step: int
+    """Last trained step at that moment."""
+    trained_later: int
+    """Steps that were trained when another pod had taken its place."""
+
+
+@dataclass
+class Story:
+    """What was seen of the run."""
+
+    log: StoryLog
+    digests: dict[str, str]
+    qos: dict[str, str] = field(default_factory=dict)
+    """Quality of service of each role's pods, as kubelet puts them into cgroups."""
+    image_ids: dict[str, set[str]] = field(default_factory=dict)
+    """Image of each role's pods, as the runtime pulled it."""
+    first_lines: dict[str, str] = field(default_factory=dict)
+    """The first line of each role's log."""
+    peers: list[str] = field(default_factory=list)
+    """Pods and ports to which the coordinator's pod could connect."""
+    strangers: dict[str, str] = field(default_factory=dict)
+    """Why a stranger could not connect, by its namespace, pod and port; empty if it could."""
+    replicas: dict[int, list[str]] = field(default_factory=dict)
+    """Names of the replicas' pods after scaling to a number."""
+    scaled: list[tuple[int, str]] = field(default_factory=list)
+    """Each number of replicas that was asked for, and the RLJob's state then."""
+    losses: list[Loss] = field(default_factory=list)
+    finished: Object = field(default_factory=dict)
+    restarts: dict[str, int] = field(default_factory=dict)
+    """Restarts of the containers that were left at the end."""
+    exported: dict[str, int] = field(default_factory=dict)
+    """Size of each exported file, as another user has read it."""
+    steps: list[Object] = field(default_factory=list)
+    """The metrics of each step."""
+    old_pods: set[str] = field(default_factory=set)
+    """Pods of the first RLJob that were still there when the second one was applied."""
+    second: list[Object] = field(default_factory=list)
+    """The second RLJob, each time it was looked at."""
+
+
+def watch_to_complete(seen: Story, admin: Api, kubectl: Kubectl, job: Object) -> None:
+    """Try its ports, scale it, in the full story delete a pod of each role, and wait until it is Complete."""
+    log = seen.log
+
+    def read() -> Object:
+        found = admin.get(RLJOBS, job["metadata"]["name"], NAMESPACE)
+        failed = find_condition(found, "Failed")
+        assert failed.get("status") != "True", failed
+        return found
+
+    def step() -> int:
+        return int(read().get("status", {}).get("progress", {}).get("step") or 0)
+
+    def state() -> str:
+        return describe(admin, job)
+
+    def is_up() -> bool:
+        found = read()
+        return all(is_condition_true(found, kind) for kind in ("GenerationReady", "TrainerReady"))
+
+    log.wait_until(is_up, "replicas and trainer are ready", START_S, state)
+    for pod in pods_of(admin, job):
+        role = pod["metadata"]["labels"][COMPONENT]
+        seen.qos[role] = pod["status"]["qosClass"]
+        seen.image_ids.setdefault(role, set()).add(pod["status"]["containerStatuses"][0]["imageID"])
+        seen.first_lines[role] = admin.logs(pod["metadata"]["name"], NAMESPACE, role).partition("\n")[0]
+    _try_ports(seen, admin, kubectl, job)
+    if FULL:
+        log.wait_until(lambda: step() >= 1, "the first step is trained", TRAIN_S, state)
+    before = _started(admin, job)
+    seen.scaled.append((3, str(read()["status"]["state"])))
+    _scale(kubectl, 3)
+    log.add(f"scaled to 3 replicas at step {step()}")
+    # It need not import vLLM before the short story's run ends.
+    log.wait_until(lambda: len(_started(admin, job)) == 3, "the third replica's container runs", SHORT_S, state)
+    seen.replicas[3] = sorted(_started(admin, job) - before)
+    if FULL:
+        (third,) = seen.replicas[3]
+        claim = lambda: _is_ready(admin, third) or step() >= LAST_SCALED_STEP  # noqa: E731 - beside its event
+        log.wait_until(claim, f"the third replica is ready, or step {LAST_SCALED_STEP} is trained", START_S, state)
+        log.add(f"the third replica is {'ready' if _is_ready(admin, third) else 'still starting'}")
+    seen.scaled.append((1, str(read()["status"]["state"])))
+    _scale(kubectl, 1)
+    log.add(f"scaled to 1 replica at step {step()}")
+    log.wait_until(lambda: len(_list_replicas(admin)) <= 1, "the other replicas are gone", SHORT_S, state)
+    seen.replicas[1] = _list_replicas(admin)
+    if FULL:
+        _lose_each_role(seen, admin, kubectl, job, step)
+
+    log.wait_until(lambda: is_condition_true(read(), "Complete"), "the RLJob is Complete", TRAIN_S, state)
+    seen.finished = read()
+    log.add(f"progress: {json.dumps(seen.finished['status']['progress'])}")
+    log.add(f"restarts of the trainer: {seen.finished['status'].get('restarts', 0)}")
+    for pod in pods_of(admin, job):
+        seen.restarts[pod["metadata"]["name"]] = sum(
+            each["restartCount"] for each in pod["status"].get("containerStatuses", [])
+        )
+
+
+def _lose_each_role(seen: Story, admin: Api, kubectl: Kubectl, job: Object, step: Callable[[], int]) -> None:
+    """Delete a pod of each role, one after the other. Without any of them no step is trained.
+
+    The trainer's pod has both ranks.
+    """
+    steps = int(job["spec"]["schedule"]["steps"])
+
+    def state() -> str:
+        return describe(admin, job)
+
+    for role in ("coordinator", "trainer", "generation", "store"):
+        at = step()
+        (pod,) = pods_of(admin, job, role)
+        name = pod["metadata"]["name"]
+        kubectl.run("delete", "pod", name, "--namespace", NAMESPACE, "--wait=false")
+        seen.log.add(f"deleted {name} at step {at}")
+
+        def has_successor(role: str = role, uid: str = pod["metadata"]["uid"]) -> bool:
+            return any(
+                it["metadata"]["uid"] != uid and is_condition_true(it, "Ready") for it in pods_of(admin, job, role)
+            )
+
+        seen.log.wait_until(has_successor, f"another pod of the {role} is ready", START_S, state)
+        wanted = min(at + STEPS_BETWEEN, steps)
+        seen.log.wait_until(lambda wanted=wanted: step() >= wanted, f"step {wanted} is trained", TRAIN_S, state)  # type: ignore[misc]
+        seen.losses.append(Loss(role, at, step() - at))
+
+
+def _try_ports(seen: Story, admin: Api, kubectl: Kubectl, job: Object) -> None:
+    """Connect to each port of the run, from the coordinator and from pods that do not belong to the run."""
+    (coordinator,) = pods_of(admin, job, "coordinator")
+    for name in (NAMESPACE, ELSEWHERE):
+        wait_until_ready(admin, build_server("stranger", name))
+    for pod in pods_of(admin, job):
+        role = pod["metadata"]["labels"][COMPONENT]
+        for port in PORTS[role]:
+            address = pod["status"]["podIP"]
+            target = f"{pod['metadata']['name']}:{port}"
+            inside = ("exec", "--namespace", NAMESPACE, coordinator["metadata"]["name"], "--")
+            try_port = (*inside, "python", "-c", LISTENS, address, str(port))
+            wait_until(lambda words=try_port: kubectl.run(*words, check=False).returncode == 0, f"{target} listens")  # type: ignore[misc]
+            seen.peers.append(target)
+            for name in (NAMESPACE, ELSEWHERE):
+                seen.strangers[f"{name} -> {target}"] = connect(kubectl, name, "stranger", f"{address}:{port}")
+    refused = sum(map(bool, seen.strangers.values()))
+    seen.log.add(
+        f"the coordinator reached {len(seen.peers)} ports; {refused} of {len(seen.strangers)} tries of strangers failed"
+    )
+
+
+def read_run_folder(seen: Story, admin: Api) -> None:
+    """Read the export, and the metrics of each step, in a pod of another user."""
+    volume = {"name": "data", "persistentVolumeClaim": {"claimName": "local-run", "readOnly": True}}
+    mounts = [{"name": "data", "mountPath": "/data"}]
+    image = f"{REGISTRY}/specrl-control@{seen.digests['control']}"
+    command = ("python", "-c", READ_RUN)
+    pod = build_pod("reader", NAMESPACE, *command, image=image, volumes=[volume], volumeMounts=mounts)
+    pod["spec"]["securityContext"] |= READER
+    del pod["spec"]["securityContext"]["fsGroup"]
+    ended = run_to_end(admin, pod)
+    said = admin.logs("reader", NAMESPACE, "main")
+    assert ended["exitCode"] == 0, said
+    seen.exported, seen.steps = json.loads(said.splitlines()[-1])
+    seen.log.add(f"another user has read {len(seen.exported)} exported files, {sum(seen.exported.values())} bytes")
+    seen.log.add(f"acceptance length of each step: {[step.get('acceptanceLength') for step in seen.steps]}")
+
+
+def apply_again(seen: Story, admin: Api, kubectl: Kubectl, job: Object) -> None:
+    """Delete the RLJob, apply it again at once, and watch it until its own coordinator runs. Then delete it, too."""
+    name = job["metadata"]["name"]
+    log = seen.log
+    kubectl.run("delete", "rljob", name, "--namespace", NAMESPACE, "--wait")
+    log.add("deleted the RLJob")
+    manifest = {key: job[key] for key in ("apiVersion", "kind", "spec")}
+    second = admin.create(manifest | {"metadata": {"name": name, "namespace": NAMESPACE}})
+    seen.old_pods = {pod["metadata"]["uid"] for pod in _list_pods(admin)}
+    log.add(f"applied it again; {len(seen.old_pods)} pods of the first are left")
+
+    def has_started() -> bool:
+        seen.second.append(admin.get(RLJOBS, name, NAMESPACE))
+        pods = [pod for pod in pods_of(admin, second, "coordinator") if pod["metadata"]["uid"] not in seen.old_pods]
+        return any("running" in _state(pod) for pod in pods)
+
+    log.wait_until(has_started, "the second RLJob's coordinator runs", SHORT_S, lambda: describe(admin, second))
+    seen.second.append(admin.get(RLJOBS, name, NAMESPACE))
+    kubectl.run("delete", "rljob", name, "--namespace", NAMESPACE, "--wait")
+    log.add("deleted it while it starts")
+    log.wait_until(lambda: not _list_pods(admin), "its pods are gone", SHORT_S, lambda: _describe_pods(admin))
+
+
+def _scale(kubectl: Kubectl, replicas: int) -> None:
+    kubectl.run("scale", "rljob", "local", f"--replicas={replicas}", "--namespace", NAMESPACE)
+
+
+def _list_pods(admin: Api) -> list[Object]:
+    """The pods of RLJobs, also those that are ending."""
+    return admin.list("v1/pods", NAMESPACE, "specrl.dev/rljob=local")
+
+
+def _list_replicas(admin: Api) -> list[str]:
+    """Names of the replicas' pods, also of those that are ending."""
+    found = admin.list("v1/pods", NAMESPACE, f"specrl.dev/rljob=local,{COMPONENT}=generation")
+    return sorted(pod["metadata"]["name"] for pod in found)
+
+
+def _started(admin: Api, job: Object) -> set[str]:
+    return {pod["metadata"]["name"] for pod in pods_of(admin, job, "generation") if "running" in _state(pod)}
+
+
+def _is_ready(admin: Api, name: str) -> bool:
+    return is_condition_true(admin.find("v1/pods", name, NAMESPACE) or {}, "Ready")
+
+
+def _state(pod: Object) -> Object:
+    statuses: list[Object] = pod["status"].get("containerStatuses") or [{}]
+    state: Object = statuses[0].get("state", {})
+    return state
+
+
+def describe(admin: Api, job: Object) -> str:
+    """Describe the RLJob's state, and its pods'."""
+    found = admin.find(RLJOBS, job["metadata"]["name"], NAMESPACE) or {}
+    status = found.get("status", {})
+    step = status.get("progress", {}).get("step", "-")
+    return f"{status.get('state')}, step {step}; {_describe_pods(admin)}"
+
+
+def _describe_pods(admin: Api) -> str:
+    pods = []
+    for pod in _list_pods(admin):
+        ready = "ready" if is_condition_true(pod, "Ready") else next(iter(_state(pod)), pod["status"]["phase"])
+        pods.append(f"{pod['metadata']['name']} {'ending' if 'deletionTimestamp' in pod['metadata'] else ready}")
+    return ", ".join(sorted(pods))
