@@ -96,12 +96,21 @@ class Controls:
 
     def scale_replicas(self, replicas: int) -> None:
         """Set the number of replicas that the launcher keeps. Durable when this returns. Raises OSError."""
-        generation = self.spec.generation.model_copy(update={"replicas": replicas})
-        spec = self.spec.model_copy(update={"generation": generation})
+        spec = self._copy_spec(replicas)
         write_text(self._run_file, dump_spec(spec), is_synced=True)
         self.spec = spec  # only after the write: if that fails, nothing has changed
         log.info("run_scaled", replicas=replicas)
         self._events.publish(ReplicasScaled(replicas))
+
+    def follow_replicas(self, replicas: int) -> None:
+        """Take over the number of replicas of the RLJob, which holds it durably. Idempotent."""
+        if replicas != self.spec.generation.replicas:
+            self.spec = self._copy_spec(replicas)
+            log.info("run_scaled", replicas=replicas)
+
+    def _copy_spec(self, replicas: int) -> RunSpec:
+        generation = self.spec.generation.model_copy(update={"replicas": replicas})
+        return self.spec.model_copy(update={"generation": generation})
 
     async def wait_for_change(self) -> None:
         """Wait until the next request or change of the pause. Has no limit; `_update_asked` wakes it."""

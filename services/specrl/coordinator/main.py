@@ -203,7 +203,7 @@ async def _serve_run(
     http_address = f"{scheme}://{arguments.host}:{web.port}"
     # For `specrl status` and the launcher.
     write_text(directory / "endpoints.json", json.dumps({"grpc": f"{arguments.host}:{bound}", "http": http_address}))
-    writer = None if place is None else RLJobStatusWriter(observer, place, spec.placement)
+    writer = None if place is None else RLJobStatusWriter(observer, place, loop.context.controls)
     if writer is not None:
         tasks.append(asyncio.create_task(writer.run(), name="write-rljob-status"))
     sinks.start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tests.cluster.harness.kubectl import Kubectl
@@ -20,8 +19,8 @@ PORTS = {"store": (6379,), "coordinator": (7000, 8080), "generation": (7001, 808
 START_S = 2400.0
 TRAIN_S = 2400.0
 SHORT_S = 600.0
-LAST_SCALED_STEP = 8
-"""The full story scales down at this step at the latest, so that the losses of pods come before the last step."""
+LAST_SCALED_STEP = 18
+"""The full story scales down at this step at the latest, so that a replica is lost before the last step."""
 STEPS_BETWEEN = 2
 """Steps that are trained after each loss of a pod."""
 READER = {"runAsNonRoot": True, "runAsUser": 1234, "runAsGroup": 1234, "supplementalGroups": [65532]}
@@ -119,6 +118,9 @@ def watch_to_complete(seen: Story, admin: Api, kubectl: Kubectl, job: Object) ->
     log.wait_until(lambda: len(_started(admin, job)) == 3, "the third replica's container runs", SHORT_S, state)
     seen.replicas[3] = sorted(_started(admin, job) - before)
     if FULL:
+        # Meanwhile the third replica imports vLLM, which takes longer than all steps.
+        for role in ("coordinator", "trainer", "store"):
+            _lose_pod(seen, admin, kubectl, job, role)
         (third,) = seen.replicas[3]
         claim = lambda: _is_ready(admin, third) or step() >= LAST_SCALED_STEP  # noqa: E731 - beside its event
         log.wait_until(claim, f"the third replica is ready, or step {LAST_SCALED_STEP} is trained", START_S, state)
@@ -129,7 +131,7 @@ def watch_to_complete(seen: Story, admin: Api, kubectl: Kubectl, job: Object) ->
     log.wait_until(lambda: len(_list_replicas(admin)) <= 1, "the other replicas are gone", SHORT_S, state)
     seen.replicas[1] = _list_replicas(admin)
     if FULL:
-        _lose_each_role(seen, admin, kubectl, job, step)
+        _lose_pod(seen, admin, kubectl, job, "generation")
 
     log.wait_until(lambda: is_condition_true(read(), "Complete"), "the RLJob is Complete", TRAIN_S, state)
     seen.finished = read()
@@ -141,32 +143,32 @@ def watch_to_complete(seen: Story, admin: Api, kubectl: Kubectl, job: Object) ->
         )
 
 
-def _lose_each_role(seen: Story, admin: Api, kubectl: Kubectl, job: Object, step: Callable[[], int]) -> None:
-    """Delete a pod of each role, one after the other. Without any of them no step is trained.
+def _lose_pod(seen: Story, admin: Api, kubectl: Kubectl, job: Object, role: str) -> None:
+    """Delete the only pod of a role, without which no step is trained, until STEPS_BETWEEN more are trained.
 
     The trainer's pod has both ranks.
     """
-    steps = int(job["spec"]["schedule"]["steps"])
 
     def state() -> str:
         return describe(admin, job)
 
-    for role in ("coordinator", "trainer", "generation", "store"):
-        at = step()
-        (pod,) = pods_of(admin, job, role)
-        name = pod["metadata"]["name"]
-        kubectl.run("delete", "pod", name, "--namespace", NAMESPACE, "--wait=false")
-        seen.log.add(f"deleted {name} at step {at}")
+    def step() -> int:
+        found = admin.get(RLJOBS, job["metadata"]["name"], NAMESPACE)
+        return int(found["status"].get("progress", {}).get("step") or 0)
 
-        def has_successor(role: str = role, uid: str = pod["metadata"]["uid"]) -> bool:
-            return any(
-                it["metadata"]["uid"] != uid and is_condition_true(it, "Ready") for it in pods_of(admin, job, role)
-            )
+    (pod,) = pods_of(admin, job, role)
+    at = step()
+    wanted = min(at + STEPS_BETWEEN, int(job["spec"]["schedule"]["steps"]))
 
-        seen.log.wait_until(has_successor, f"another pod of the {role} is ready", START_S, state)
-        wanted = min(at + STEPS_BETWEEN, steps)
-        seen.log.wait_until(lambda wanted=wanted: step() >= wanted, f"step {wanted} is trained", TRAIN_S, state)  # type: ignore[misc]
-        seen.losses.append(Loss(role, at, step() - at))
+    def has_successor() -> bool:
+        others = [it for it in pods_of(admin, job, role) if it["metadata"]["uid"] != pod["metadata"]["uid"]]
+        return any(is_condition_true(it, "Ready") for it in others)
+
+    kubectl.run("delete", "pod", pod["metadata"]["name"], "--namespace", NAMESPACE, "--wait=false")
+    seen.log.add(f"deleted {pod['metadata']['name']} at step {at}")
+    seen.log.wait_until(has_successor, f"another pod of the {role} is ready", START_S, state)
+    seen.log.wait_until(lambda: step() >= wanted, f"step {wanted} is trained", TRAIN_S, state)
+    seen.losses.append(Loss(role, at, step() - at))
 
 
 def _try_ports(seen: Story, admin: Api, kubectl: Kubectl, job: Object) -> None:

@@ -12,12 +12,12 @@ from tests.stand_ins.api_server import FakeApiServer
 from tests.stand_ins.api_server_http import TOKEN, HttpApiServer
 from tests.unit.operator.builders import an_rljob
 
+from specrl.coordinator.controls import Controls
 from specrl.coordinator.observe.observer import RunObserver
 from specrl.coordinator.observe.rljob_status import RLJobStatusWriter, write_sandbox_condition
 from specrl.coordinator.requests.rljob_api import RLJobReference
 from specrl.formats.reports import Phase, StatusReport, StepReport
-from specrl.spec.cluster import Placement
-from specrl_operator.api import find_condition
+from specrl_operator.api import find_condition, read_job
 from specrl_operator.cluster.interface import ClusterError
 from specrl_operator.kinds import RLJOB
 
@@ -50,12 +50,28 @@ def run() -> Run:
     return Run()
 
 
+class Asked:
+    """Replaces Controls. replicas: those that the RLJob asks for."""
+
+    spec = read_job(an_rljob()).spec
+
+    def __init__(self) -> None:
+        self.replicas = 0
+
+    def follow_replicas(self, replicas: int) -> None:
+        self.replicas = replicas
+
+
 @pytest.fixture
-def writer(server: HttpApiServer, run: Run, tmp_path: Path) -> RLJobStatusWriter:
+def asked() -> Asked:
+    return Asked()
+
+
+@pytest.fixture
+def writer(server: HttpApiServer, run: Run, asked: Asked, tmp_path: Path) -> RLJobStatusWriter:
     (tmp_path / "token").write_text(TOKEN + "\n")
-    return RLJobStatusWriter(
-        cast(RunObserver, run), RLJobReference("rl", "tiny", server.url, tmp_path), Placement(), lambda: run.now
-    )
+    place = RLJobReference("rl", "tiny", server.url, tmp_path)
+    return RLJobStatusWriter(cast(RunObserver, run), place, cast(Controls, asked), lambda: run.now)
 
 
 def said(server: HttpApiServer) -> dict[str, object]:
@@ -89,6 +105,16 @@ async def test_the_sandbox_is_reported_alone_and_stays(
     run.shown = run.shown.model_copy(update={"step": 2, "isolations": {"rewards.code": "Landlock"}})
     assert await writer.write_changes()
     assert find_condition(said(server), "SandboxReady")["status"] == "True"
+
+
+async def test_the_run_follows_the_replicas_that_the_rljob_asks_for(
+    server: HttpApiServer, asked: Asked, writer: RLJobStatusWriter
+) -> None:
+    """A coordinator that was restarted after `kubectl scale` waited 5 minutes for replicas that were gone."""
+    job = server.fake.objects_by_name(RLJOB)["tiny"]
+    server.fake.put_object(job | {"spec": job["spec"] | {"generation": job["spec"]["generation"] | {"replicas": 3}}})
+    assert await writer.write_changes()
+    assert asked.replicas == 3
 
 
 async def test_an_unreachable_api_server_does_not_stop_the_run(tmp_path: Path) -> None:

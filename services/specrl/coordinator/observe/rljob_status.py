@@ -27,6 +27,7 @@ from typing import Any
 import httpx2
 import structlog
 
+from specrl.coordinator.controls import Controls
 from specrl.coordinator.observe.observer import RunObserver
 from specrl.coordinator.requests.rljob_api import RLJobReference
 from specrl.formats.reports import Phase, StatusReport, StepReport
@@ -162,11 +163,14 @@ def _format_time(moment: datetime) -> str:
     return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-async def _apply_status(place: RLJobReference, status: dict[str, Any], manager: str) -> None:
-    """Apply fields of the RLJob's status. Raises httpx2.HTTPError; OSError: no token; ValueError: a bad certificate."""
+async def _apply_status(place: RLJobReference, status: dict[str, Any], manager: str) -> dict[str, Any]:
+    """Apply fields of the RLJob's status. Returns the RLJob.
+
+    Raises httpx2.HTTPError; OSError: no token; ValueError: a bad certificate.
+    """
     body = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": place.name}, "status": status}
     path = f"{API_VERSION}/namespaces/{place.namespace}/{PLURAL}/{place.name}/status"
-    await place.call_api("PATCH", path, body, "application/apply-patch+yaml", fieldManager=manager, force="true")
+    return await place.call_api("PATCH", path, body, "application/apply-patch+yaml", fieldManager=manager, force="true")
 
 
 class RLJobStatusWriter:
@@ -179,12 +183,14 @@ class RLJobStatusWriter:
         self,
         observer: RunObserver,
         place: RLJobReference,
-        placement: Placement,
+        controls: Controls,
         now: Now = lambda: datetime.now(UTC),
     ) -> None:
+        """controls: is given the RLJob's number of replicas, which each write's answer has."""
+        self._controls = controls
         self._observer = observer
         self._place = place
-        self._placement = placement
+        self._placement = controls.spec.placement
         self._now = now
         self._written: dict[str, Any] | None = None  # the last status that was written
         self._since: dict[str, tuple[str, str]] = {}  # by condition: its status, and since when it has had it
@@ -214,11 +220,15 @@ class RLJobStatusWriter:
         if found == self._written:
             return True
         try:
-            await _apply_status(self._place, self._add_times(found), FIELD_MANAGER)
+            rljob = await _apply_status(self._place, self._add_times(found), FIELD_MANAGER)
         except (httpx2.HTTPError, OSError, ValueError) as error:
             log.warning("rljob_status_not_written", rljob=self._place.name, reason=str(error))
             return False
         self._written = found
+        # The run file, which a restarted coordinator reads, has the replicas from before `kubectl scale`.
+        replicas = rljob.get("spec", {}).get("generation", {}).get("replicas")
+        if isinstance(replicas, int):
+            self._controls.follow_replicas(replicas)
         return True
 
     def _add_times(self, found: dict[str, Any]) -> dict[str, Any]:
