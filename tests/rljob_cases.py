@@ -716,6 +716,7 @@ NEVER: dict[str, tuple[Any, ...]] = {
     "trainer.lora": (..., {"rank": 8}),
     "trainer.drafter": ({}, {"online": False}, {"tokenBudget": 1}),
     "trainer.microBatchTokens": (1024, 2048),
+    "trainer.kernels": ("Reference", "Auto"),
     "trainer.recompute": ("Nothing", "Layers"),
     "trainer.routing": ("Anew", "Replay"),
     "trainer.threads": (1, 2),

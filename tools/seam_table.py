@@ -96,6 +96,7 @@ _MEGATRON = "trainer.megatron_backend"
 _GROUPS = (f"{_MEGATRON}.parallel.groups",)
 _MODEL = (f"{_MEGATRON}.model.gpt_model",)
 _ATTENTION = (f"{_MEGATRON}.model.attention",)
+_SWIGLU = (f"{_MEGATRON}.kernels.fused_swiglu",)
 _DRAFTERS = tuple(f"drafting.{name}" for name in ("drafter", "layers", "eagle3.head", "mtp.head"))
 _ADAPTERS = (f"{_MEGATRON}.model.adapters",)
 _ROUTER = (f"{_MEGATRON}.model.router_replay",)
@@ -371,6 +372,12 @@ MEGATRON = (
     Seam(f"{_CORE}.transformer.moe.router_replay.RouterReplay.get_replay_topk", Use.READS, _ROUTER),
     Seam(f"{_CORE}.pipeline_parallel.get_forward_backward_func", Use.IMPORTS, _PASSES),
     Seam(f"{_CORE}.tensor_parallel.copy_to_tensor_model_parallel_region", Use.IMPORTS, _ADAPTERS),
+    # Fast kernels.
+    Seam(f"{_CORE}.transformer.mlp", Use.IMPORTS, _SWIGLU),
+    *_list_seams(
+        f"{_CORE}.transformer.mlp", "bias_swiglu_impl weighted_bias_swiglu_impl", Use.REPLACES, _SWIGLU, body=True
+    ),
+    Seam(f"{_CORE}.transformer.mlp.MLP.forward", Use.READS, _SWIGLU, body=True, looks_for=("bias_swiglu_impl",)),
     # Gradients and optimizer.
     Seam(f"{_CORE}.distributed.DistributedDataParallel", Use.IMPORTS, _BUILDER),
     Seam(f"{_CORE}.distributed.DistributedDataParallelConfig", Use.IMPORTS, _BUILDER),

@@ -4,6 +4,9 @@
     python -m benchmarks.gpu --out DIR                   # on a CPU: every part in miniature
     python -m benchmarks.gpu --only step,memory --out DIR
 
+With a GPU and without --out, the record is kept in results/, and the package's list of fast kernels that passed is
+written from all records there.
+
 The exit code is 1 if a part failed. A part that is skipped is no failure.
 """
 
@@ -15,7 +18,7 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks.gpu.record import name_record, write_record
+from benchmarks.gpu.record import name_record, write_passed_kernels, write_record
 from benchmarks.gpu.runner import Outcome, run_part
 
 RESULTS = Path(__file__).parent / "results"
@@ -27,6 +30,8 @@ DEADLINES_S = {
     "memory": 60,
     "optimizer": 60,
     "attention": 30,
+    "varlenAttention": 30,
+    "fusedSwiglu": 60,
     "copies": 30,
     "broadcast": 60,
     "lostMember": 90,
@@ -70,6 +75,8 @@ def main() -> None:
     outcomes = run_parts(names, scale, frozenset(arguments.inject.split(",")))
     name = name_record(outcomes, time.strftime("%Y-%m-%d"))
     print(write_record(arguments.out or RESULTS, name, outcomes))
+    if arguments.out is None:
+        write_passed_kernels(RESULTS)
     sys.exit(any(outcome.state == "failed" for outcome in outcomes))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.gpu import generation_parts, machine_parts, trainer_parts
+from benchmarks.gpu import generation_parts, kernel_parts, machine_parts, trainer_parts
 from benchmarks.gpu.part import Part
 
 PARTS = (
@@ -40,6 +40,20 @@ PARTS = (
         trainer_parts.measure_attention,
         trainer_parts.find_attention_fault,
         {"worstDifference": float("nan")},
+    ),
+    Part(
+        "varlenAttention",
+        "attention of packed sequences in one call against one call each",
+        kernel_parts.measure_varlen_attention,
+        kernel_parts.find_kernel_fault,
+        {"outputDifference": 0.5},
+    ),
+    Part(
+        "fusedSwiglu",
+        "Megatron's compiled SwiGLU against plain arithmetic",
+        kernel_parts.measure_fused_swiglu,
+        kernel_parts.find_kernel_fault,
+        {"gradientDifference": float("nan")},
     ),
     Part(
         "copies",

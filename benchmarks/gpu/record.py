@@ -1,4 +1,8 @@
-"""The record of one run of the kit: one JSON file and one page of Markdown."""
+"""The record of one run of the kit: one JSON file and one page of Markdown.
+
+The kernels that passed on GPUs also go into a file of the package, which `trainer.kernels: Auto` reads
+(docs/decisions/0060).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.gpu.runner import Outcome
+
+KERNEL_RECORDS = (
+    Path(__file__).parents[2] / "services" / "specrl" / "trainer" / "megatron_backend" / "kernels" / "records.json"
+)
 
 
 def name_record(outcomes: Sequence[Outcome], date: str) -> str:
@@ -25,6 +33,26 @@ def write_record(folder: Path, name: str, outcomes: Sequence[Outcome]) -> Path:
     page = folder / f"{name}.md"
     page.write_text(render_page(name, outcomes), encoding="utf-8")
     return page
+
+
+def list_passed_kernels(folder: Path) -> list[dict[str, str]]:
+    """List what the records of a folder say of fast kernels: those that passed, by card and version of torch.
+
+    Of records of the same kernel, card and version, the newest counts.
+    """
+    newest = {}
+    for file in sorted(folder.glob("*.json"), key=lambda it: it.stem[-len("2026-11-27") :]):
+        for part in json.loads(file.read_text(encoding="utf-8"))["parts"]:
+            if "kernelDevice" in part["figures"]:
+                place = {"device": part["figures"]["kernelDevice"], "torch": part["figures"]["kernelTorch"]}
+                found = {"kernel": part["name"], **place, "record": file.stem}
+                newest[part["name"], *place.values()] = found if part["state"] == "ok" else None
+    return [found for _, found in sorted(newest.items()) if found]
+
+
+def write_passed_kernels(folder: Path, target: Path = KERNEL_RECORDS) -> None:
+    """Write the package's file of fast kernels from the records of a folder."""
+    target.write_text(json.dumps({"passed": list_passed_kernels(folder)}, indent=1) + "\n", encoding="utf-8")
 
 
 def render_page(name: str, outcomes: Sequence[Outcome]) -> str:

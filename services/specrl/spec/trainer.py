@@ -357,6 +357,11 @@ class Recompute(StrEnum):
     LAYERS = "Layers"
 
 
+class Kernels(StrEnum):
+    REFERENCE = "Reference"
+    AUTO = "Auto"
+
+
 class Routing(StrEnum):
     ANEW = "Anew"
     REPLAY = "Replay"
@@ -381,6 +386,10 @@ class Trainer(Section):
     """Activation recomputation in the backward pass. `Nothing`: all activations are kept. `Layers`: only each layer's
     input is kept, and the layer is computed again. A step then takes about a third longer, but needs far less memory
     for long sequences."""
+    kernels: Kernels = Kernels.AUTO
+    """Kernels of the policy's passes. `Reference`: those that run on CPUs, too. `Auto`: a faster one in their place,
+    for bfloat16 on a kind of GPU and with a version of torch on which `make gpu-check` has found it right. In the first
+    micro-batch the trainer compares it with the reference once more."""
     routing: Routing = Routing.ANEW
     """Experts of a mixture that a rollout's tokens use. `Anew`: the router chooses them again in the trainer. `Replay`:
     the replica sends its choices, and the trainer uses them (R3, arXiv:2510.11370). That takes one byte per token,

@@ -747,6 +747,7 @@ COVERED = {
     "trainer/checkpointing/checksums.py": "checkpoint's checksums",
     "trainer/checkpointing/hf_folder.py": "the policy's config, copied before; README.md, which may be any text",
     "seams/versions.py": "two files of the package itself",
+    "trainer/megatron_backend/kernels/choice.py": "a file of the package itself",
     "trainer/megatron_backend/training/initialisation.py": "tests/integration/trainer/test_megatron_backend.py",
     "trainer/service.py": "step's answer",
     "trainer/sft.py": "its own curves, of which lines that cannot be read are dropped",

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from benchmarks.gpu import __main__ as kit
 from benchmarks.gpu.part import State
-from benchmarks.gpu.record import render_page
-from benchmarks.gpu.runner import run_part
+from benchmarks.gpu.record import KERNEL_RECORDS, list_passed_kernels, render_page, write_passed_kernels, write_record
+from benchmarks.gpu.runner import Outcome, run_part
 
 LIMIT_S = 300
 NEED_VLLM = {"generation", "eagerSteps", "draftLengths"}
@@ -64,3 +64,29 @@ def test_part_that_crashes_or_hangs_is_an_outcome(
     assert outcome.state is state
     assert outcome.reason.startswith(reason)
     assert f"| {name} | {state} |" in render_page("a-card", [outcome])
+
+
+CARD = "NVIDIA H100 80GB HBM3"
+
+
+def keep_record(folder: Path, date: str, card: str, states: dict[str, State]) -> None:
+    """Write a record as of a machine with a GPU."""
+    figures = {"kernelDevice": card, "kernelTorch": "2.13.0+cu130"}
+    outcomes = [Outcome(name, state, "", dict(figures)) for name, state in states.items()]
+    write_record(folder, f"{card.split()[1].lower()}-{date}", [*outcomes, Outcome("step", State.OK, "", {"mfu": 0.5})])
+
+
+def test_kernels_that_passed_on_a_card_become_records_of_the_package(tmp_path: Path) -> None:
+    keep_record(tmp_path, "2026-12-01", CARD, {"varlenAttention": State.OK, "fusedSwiglu": State.FAILED})
+    keep_record(tmp_path, "2026-11-30", "NVIDIA B200", {"fusedSwiglu": State.OK})
+    place = {"torch": "2.13.0+cu130"}
+    of_b200 = {"kernel": "fusedSwiglu", "device": "NVIDIA B200", **place, "record": "b200-2026-11-30"}
+    of_h100 = {"kernel": "varlenAttention", "device": CARD, **place, "record": "h100-2026-12-01"}
+    assert list_passed_kernels(tmp_path) == [of_b200, of_h100]
+    keep_record(tmp_path, "2026-12-02", CARD, {"varlenAttention": State.FAILED})
+    write_passed_kernels(tmp_path, tmp_path / "written")
+    assert json.loads((tmp_path / "written").read_text()) == {"passed": [of_b200]}, "the newest record counts"
+
+
+def test_the_package_has_the_kernels_of_the_records_that_are_kept() -> None:
+    assert json.loads(KERNEL_RECORDS.read_text()) == {"passed": list_passed_kernels(kit.RESULTS)}

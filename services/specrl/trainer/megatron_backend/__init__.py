@@ -6,6 +6,7 @@
     training       the models of a rank, and what trains them
     policy         the sharded policy: micro-batches, pipeline schedule, optimizer
     model          the GPTModel, and its parameters by Hugging Face names
+    kernels        fast kernels of CUDA, and what compares them with their references
     parallel       process groups
     cpu_shim       lets Megatron run without CUDA
 

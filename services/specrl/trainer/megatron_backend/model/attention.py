@@ -10,6 +10,8 @@ With C context parallel ranks, every sequence is split into 2C equal chunks. Ran
 balances the work of causal attention. Each rank gathers the keys and values of all chunks (Llama 3, arXiv:2407.21783,
 section 3.3.2).
 
+On CUDA, one call for all sequences may take their place (`kernels/varlen_attention.py`).
+
 Called by `gpt_model.py`, and by `tensors.py` for the packing.
 
 Shapes: P packed tokens on this rank, A on all C context parallel ranks; N query heads, G key/value heads, D head size;
@@ -29,6 +31,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
+from specrl.trainer.megatron_backend.kernels.guard import Compute
 from specrl.trainer.megatron_backend.parallel.groups import GroupPosition
 
 
@@ -80,11 +83,22 @@ def _local_tokens(ends: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
 
 
 class PackedAttention(MegatronModule):  # type: ignore[misc]  # Megatron has no types
-    """Replaces Megatron's DotProductAttention, and takes its arguments."""
+    """Replaces Megatron's DotProductAttention, and takes its arguments.
 
-    def __init__(self, config: TransformerConfig, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
+    attend: `attend_one_by_one` or what computes the same. Not used with context parallel ranks.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *_: Any,
+        attend: Compute,
+        softmax_scale: float | None = None,
+        **__: Any,
+    ) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale
+        self.attend = attend
 
     def forward(
         self,
@@ -96,37 +110,46 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]  # Megatron has no 
         **__: Any,
     ) -> torch.Tensor:
         """Compute the attention output [P, N * D]."""
+        if packed_seq_params.context.size == 1:
+            return self.attend(query_PND, key_PGD, value_PGD, packed_seq_params.ends, self.scale).flatten(1)
         lengths = packed_seq_params.ends.diff().tolist()
         context = packed_seq_params.context
         keys, values = (packed_seq_params.gather_tokens(x).split(lengths) for x in (key_PGD, value_PGD))
         queries = query_PND.split([length // context.size for length in lengths])
         found = []
         for query_QND, key_KGD, value_KGD in zip(queries, keys, values, strict=True):
-            if context.size == 1:
-                found.append(self._attend_within_sequence(query_QND, key_KGD, value_KGD))
-                continue
             # This rank has two chunks of the sequence. Each attends to all chunks up to itself.
             chunk = len(query_QND) // 2
             for number, part in zip(
                 (context.rank, 2 * context.size - 1 - context.rank), query_QND.chunk(2), strict=True
             ):
                 seen = (number + 1) * chunk
-                found.append(self._attend_within_sequence(part, key_KGD[:seen], value_KGD[:seen]))
+                found.append(_attend_within_sequence(part, key_KGD[:seen], value_KGD[:seen], self.scale))
         return torch.cat(found).flatten(1)
 
-    def _attend_within_sequence(
-        self, query_QND: torch.Tensor, key_KGD: torch.Tensor, value_KGD: torch.Tensor
-    ) -> torch.Tensor:
-        """Attend within one sequence. The queries are the last Q of the K tokens. Returns [Q, N, D]."""
-        query, key, value = (x.transpose(0, 1)[None] for x in (query_QND, key_KGD, value_KGD))
-        is_whole = len(query_QND) == len(key_KGD)  # then is_causal means the same, without a mask
-        found_1NQD = functional.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=None if is_whole else causal_lower_right(len(query_QND), len(key_KGD)),
-            is_causal=is_whole,
-            scale=self.scale,
-            enable_gqa=True,
-        )
-        return found_1NQD[0].transpose(0, 1)
+
+def attend_one_by_one(
+    query_PND: torch.Tensor, key_PGD: torch.Tensor, value_PGD: torch.Tensor, ends: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    """Attend within each sequence, one after another. ends: as of SequencePacking. Returns [P, N, D]."""
+    lengths = ends.diff().tolist()
+    sequences = zip(query_PND.split(lengths), key_PGD.split(lengths), value_PGD.split(lengths), strict=True)
+    return torch.cat([_attend_within_sequence(*sequence, scale) for sequence in sequences])
+
+
+def _attend_within_sequence(
+    query_QND: torch.Tensor, key_KGD: torch.Tensor, value_KGD: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    """Attend within one sequence. The queries are the last Q of the K tokens. Returns [Q, N, D]."""
+    query, key, value = (x.transpose(0, 1)[None] for x in (query_QND, key_KGD, value_KGD))
+    is_whole = len(query_QND) == len(key_KGD)  # then is_causal means the same, without a mask
+    found_1NQD = functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=None if is_whole else causal_lower_right(len(query_QND), len(key_KGD)),
+        is_causal=is_whole,
+        scale=scale,
+        enable_gqa=True,
+    )
+    return found_1NQD[0].transpose(0, 1)

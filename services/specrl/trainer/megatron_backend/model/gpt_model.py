@@ -7,6 +7,7 @@ every softmax.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +23,12 @@ from specrl.errors import raise_problems
 from specrl.models.policy_config import PolicyConfig
 from specrl.spec.trainer import Parallelism, Recompute, Routing, Trainer
 from specrl.trainer.layout import find_layout_problems
+from specrl.trainer.megatron_backend.kernels import fused_swiglu
+from specrl.trainer.megatron_backend.kernels.choice import Kernel, choose_kernels
+from specrl.trainer.megatron_backend.kernels.guard import Compute, GuardedKernel
+from specrl.trainer.megatron_backend.kernels.varlen_attention import attend_in_one_call
 from specrl.trainer.megatron_backend.model import router_replay
-from specrl.trainer.megatron_backend.model.attention import PackedAttention
+from specrl.trainer.megatron_backend.model.attention import PackedAttention, attend_one_by_one
 
 VOCABULARY_MULTIPLE = 128  # Megatron's own default
 
@@ -39,10 +44,13 @@ def compute_padded_vocabulary(config: PolicyConfig, tensor: int) -> int:
     return -(-config.vocab_size // multiple) * multiple
 
 
-def build_transformer_config(config: PolicyConfig, trainer: Trainer, dtype: torch.dtype) -> TransformerConfig:
+def build_transformer_config(
+    config: PolicyConfig, trainer: Trainer, dtype: torch.dtype, kernels: frozenset[Kernel]
+) -> TransformerConfig:
     """Build Megatron's configuration of the policy.
 
-    Fused kernels are off: they exist for CUDA alone, and they round differently.
+    Megatron's fused kernels are off, but for the one of `kernels`: they exist for CUDA alone, and they round
+    differently.
     """
     is_cpu = not torch.cuda.is_available()
     parallelism = trainer.parallelism
@@ -79,7 +87,7 @@ def build_transformer_config(config: PolicyConfig, trainer: Trainer, dtype: torc
         attention_dropout=0.0,
         hidden_dropout=0.0,
         bias_dropout_fusion=False,
-        bias_activation_fusion=False,
+        bias_activation_fusion=Kernel.FUSED_SWIGLU in kernels,
         gradient_accumulation_fusion=False,
         tensor_model_parallel_size=parallelism.tensor,
         sequence_parallel=parallelism.tensor > 1,
@@ -133,11 +141,23 @@ def build_model(config: PolicyConfig, trainer: Trainer, dtype: torch.dtype) -> l
     Needs initialised process groups. Raises SpecInvalid when the layout does not divide the model.
     """
     check_layout(config, trainer.parallelism)
-    return [_build_chunk(config, trainer, dtype, number) for number in range(trainer.parallelism.virtual_stages)]
+    kernels = choose_kernels(trainer.kernels, dtype)
+    calls = config.num_layers // trainer.parallelism.pipeline  # of one micro-batch at this rank
+    attend: Compute = attend_one_by_one
+    if Kernel.VARLEN_ATTENTION in kernels:
+        attend = GuardedKernel(Kernel.VARLEN_ATTENTION, attend_in_one_call, attend_one_by_one, calls)
+    if Kernel.FUSED_SWIGLU in kernels:
+        fused_swiglu.install_guard(calls)
+    chunks = []
+    for number in range(trainer.parallelism.virtual_stages):
+        megatron = build_transformer_config(config, trainer, dtype, kernels)
+        chunks.append(_build_chunk(config, trainer, megatron, attend, number))
+    return chunks
 
 
-def _build_chunk(config: PolicyConfig, trainer: Trainer, dtype: torch.dtype, number: int) -> GPTModel:
-    megatron = build_transformer_config(config, trainer, dtype)
+def _build_chunk(
+    config: PolicyConfig, trainer: Trainer, megatron: TransformerConfig, attend: Compute, number: int
+) -> GPTModel:
     parallelism = trainer.parallelism
     virtual = number if parallelism.virtual_stages > 1 else None
     layer = get_gpt_layer_local_spec(
@@ -150,7 +170,7 @@ def _build_chunk(config: PolicyConfig, trainer: Trainer, dtype: torch.dtype, num
     parts.input_layernorm = parts.pre_mlp_layernorm = SequenceParallelNorm
     if config.family.has_qk_norm:
         attention.q_layernorm = attention.k_layernorm = SequenceParallelNorm
-    attention.core_attention = PackedAttention
+    attention.core_attention = partial(PackedAttention, attend=attend)
     model = GPTModel(
         megatron,
         TransformerBlockSubmodules([layer] * get_num_layers_to_build(megatron, virtual), SequenceParallelNorm),
@@ -176,7 +196,7 @@ def _build_chunk(config: PolicyConfig, trainer: Trainer, dtype: torch.dtype, num
         rank = parallel_state.get_tensor_model_parallel_rank()
         for built in model.decoder.layers:
             router_replay.install_replay(built, rank, parallelism.tensor)
-    if dtype == torch.bfloat16:
+    if megatron.bf16:
         model = model.bfloat16()
     return model.cuda() if torch.cuda.is_available() else model
 
