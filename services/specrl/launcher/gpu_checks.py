@@ -3,7 +3,7 @@
 The launcher deals GPUs out in order, the trainer's ranks first (`processes/environment.py`). With fewer GPUs than ranks
 of trainer and replicas together, some GPUs get several programs. Then each replica needs a fixed KV cache: vLLM would
 otherwise measure what is free while the trainer is still loading. `share_gpus` chooses it from what the trainer's rank
-and the replicas need. Called by preflight, before anything large is loaded.
+and the replicas need. Called by preflight and by the warm-up, before anything large is loaded.
 """
 
 from __future__ import annotations
@@ -32,7 +32,22 @@ def find_gpu_problems(spec: RunSpec, machine: GpuMachine) -> Iterator[SpecProble
     """Yield what the GPUs of this machine cannot run, whatever the models are."""
     if not machine.visible:
         return
-    if machine.driver and is_old_driver(machine.driver):
+    yield from find_trainer_gpu_problems(spec, machine)
+    yield from _find_missing_gpus("generation.tensorParallel", spec.generation.tensor_parallel, machine)
+    count = len(machine.visible)
+    ranks = sum(_list_wanted(spec))
+    if spec.weights.transport is Transport.NCCL and ranks > count:
+        yield SpecProblem(
+            "weights.transport",
+            f"must be Auto or Gloo unless trainer and replicas have a GPU for each rank, got Nccl for {ranks} ranks on "
+            f"{count} GPUs",
+            "use Auto, which takes Gloo there",
+        )
+
+
+def find_trainer_gpu_problems(spec: RunSpec, machine: GpuMachine) -> Iterator[SpecProblem]:
+    """Yield what concerns a trainer alone, as of a supervised warm-up."""
+    if machine.visible and machine.driver and is_old_driver(machine.driver):
         yield SpecProblem(
             "NVIDIA's driver",
             f"must be {OLDEST_DRIVER} or newer for CUDA 13, which torch and vLLM of specrl[gpu] are built for, got "
@@ -48,24 +63,17 @@ def find_gpu_problems(spec: RunSpec, machine: GpuMachine) -> Iterator[SpecProble
                 f"must name GPUs of this machine, got {', '.join(unknown)}",
                 "see `nvidia-smi --list-gpus`",
             )
-    count = len(machine.visible)
-    for field, ranks in (
-        ("trainer.parallelism", spec.trainer.parallelism.world_size),
-        ("generation.tensorParallel", spec.generation.tensor_parallel),
-    ):
-        if ranks > count:
-            yield SpecProblem(
-                field,
-                f"must have a GPU for each of its {ranks} ranks, got {count} visible: {', '.join(machine.visible)}",
-                "lower it, or make more GPUs visible by CUDA_VISIBLE_DEVICES",
-            )
-    ranks = sum(_list_wanted(spec))
-    if spec.weights.transport is Transport.NCCL and ranks > count:
+    yield from _find_missing_gpus("trainer.parallelism", spec.trainer.parallelism.world_size, machine)
+
+
+def _find_missing_gpus(field: str, ranks: int, machine: GpuMachine) -> Iterator[SpecProblem]:
+    """Yield a problem if a program has more ranks than there are GPUs."""
+    if machine.visible and ranks > len(machine.visible):
         yield SpecProblem(
-            "weights.transport",
-            f"must be Auto or Gloo unless trainer and replicas have a GPU for each rank, got Nccl for {ranks} ranks on "
-            f"{count} GPUs",
-            "use Auto, which takes Gloo there",
+            field,
+            f"must have a GPU for each of its {ranks} ranks, got {len(machine.visible)} visible: "
+            f"{', '.join(machine.visible)}",
+            "lower it, or make more GPUs visible by CUDA_VISIBLE_DEVICES",
         )
 
 

@@ -28,9 +28,10 @@ from specrl.files import LineFollower, make_private_folder, parse_object, read_o
 from specrl.hub import FetchedSource, fetch_run_sources
 from specrl.hub.fetching import NO_DISPLAY, FetchDisplay
 from specrl.installation import require_engines
+from specrl.launcher.gpu_checks import find_trainer_gpu_problems
 from specrl.launcher.processes import child_guard, environment
 from specrl.launcher.processes.ports import find_free_port
-from specrl.machine import visible_gpus
+from specrl.machine import read_gpu_machine, visible_gpus
 from specrl.models.precision import resolve_dtype
 from specrl.spec import RunSpec, dump_spec
 from specrl.spec.base import EmptySection
@@ -106,7 +107,8 @@ def plan_warm_up(
     changed = fetched.spec
     # Only the checks of the packages that a warm-up uses: it generates nothing and grades nothing.
     found = models.read_models(changed)
-    raise_problems([*models.check(changed, found), *trainer.check(changed, found)])
+    of_gpus = find_trainer_gpu_problems(changed, read_gpu_machine())
+    raise_problems([*models.check(changed, found), *trainer.check(changed, found), *of_gpus])
     steps = wish.steps or math.ceil(_count_examples(changed, wish.held_out) * wish.epochs / wish.batch_size)
     return changed.model_copy(
         update={"schedule": changed.schedule.model_copy(update={"steps": steps})}

@@ -9,11 +9,13 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
-from tests.run_files import a_run
+from tests.run_files import a_model_folder, a_run
 
-from specrl.errors import RunInvalid
+from specrl.errors import RunInvalid, SpecInvalid
+from specrl.launcher import warm_up
 from specrl.launcher.processes import child_guard
-from specrl.launcher.warm_up import WarmUp, WarmUpOptions
+from specrl.launcher.warm_up import WarmUp, WarmUpOptions, plan_warm_up
+from specrl.machine import GpuMachine
 from specrl.spec import parse_spec
 from specrl.trainer.checkpointing.checkpoints import STATE, step_directory
 
@@ -56,3 +58,24 @@ def test_a_resumed_warm_up_shows_only_the_steps_after_its_checkpoint(
     assert resumed.trained == 3
     assert resumed.run(lambda line: shown.append(line["step"]), lambda _: None)
     assert shown == [4, 5]
+
+
+def test_a_warm_up_that_the_gpus_cannot_run_is_refused_in_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks without a GPU of their own ended with an error of CUDA, after a minute of imports."""
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "1+1=", "completion": "2"}\n')
+    training = {"optimizer": {"learningRate": "1e-5"}, "parallelism": {"data": 2}}
+    a_model_folder(tmp_path / "model")
+    spec = parse_spec(a_run(tmp_path, trainer=training))
+    wish = WarmUpOptions(data, 5, Decimal(1), 4, None, Decimal(0))
+    monkeypatch.setattr(warm_up, "read_gpu_machine", lambda: GpuMachine(("7",), "535.104.05", {"0": 1 << 30}))
+    with pytest.raises(SpecInvalid) as caught:
+        plan_warm_up(spec, wish)
+    driver, visible, ranks = (str(problem) for problem in caught.value.problems)
+    assert driver.startswith("NVIDIA's driver: must be 580 or newer")
+    assert "must name GPUs of this machine, got 7" in visible
+    assert "must have a GPU for each of its 2 ranks, got 1 visible: 7" in ranks
+    monkeypatch.setattr(warm_up, "read_gpu_machine", GpuMachine)
+    assert plan_warm_up(spec, wish)[0].schedule.steps == 5, "without GPUs the ranks compute on CPUs"
