@@ -34,6 +34,8 @@ DEADLINES_S = {
     "fusedSwiglu": 60,
     "copies": 30,
     "broadcast": 60,
+    "lockedMemory": 30,
+    "sharedCard": 90,
     "lostMember": 90,
     "generation": 180,
     "eagerSteps": 150,

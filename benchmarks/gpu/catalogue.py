@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.gpu import generation_parts, kernel_parts, machine_parts, trainer_parts
+from benchmarks.gpu import generation_parts, group_parts, kernel_parts, machine_parts, trainer_parts
 from benchmarks.gpu.part import Part
 
 PARTS = (
@@ -70,10 +70,24 @@ PARTS = (
         {"glooGbS": 0.0},
     ),
     Part(
+        "lockedMemory",
+        "the limit of locked memory, and pinned memory of a bucket's size",
+        machine_parts.measure_locked_memory,
+        machine_parts.find_locked_memory_fault,
+        {"hasRdma": True, "canLockBucket": False},
+    ),
+    Part(
+        "sharedCard",
+        "a version sent between two processes on one card",
+        group_parts.measure_shared_card,
+        group_parts.find_shared_card_fault,
+        {"transport": "nccl"},
+    ),
+    Part(
         "lostMember",
         "a weight group whose member is killed",
-        machine_parts.measure_lost_member,
-        machine_parts.find_lost_member_fault,
+        group_parts.measure_lost_member,
+        group_parts.find_lost_member_fault,
         {"raised": ""},
     ),
     Part(

@@ -1,30 +1,24 @@
-"""Parts about the machine and the weight update: versions, copies, checksums, and a group that loses a member."""
+"""Parts about the machine and the weight update: versions, copies, checksums, locked memory."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
+import ctypes
+import mmap
 import platform
-import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
+import structlog
 import torch
-from benchmarks.gpu.part import Figures, PartSkipped, Size, find_bad_rate
+from benchmarks.gpu.part import Figures, Size, find_bad_rate
 from benchmarks.weight_sync import collective, some_tensors
 
-from specrl.errors import CollectiveFailed, DeadlineExceeded, first_line
 from specrl.launcher.doctor.gpus import probe_driver
 from specrl.launcher.doctor.software import probe_engines
-from specrl.records import WeightGroup
-from specrl.weights.group import BroadcastGroup, open_rendezvous_store
+from specrl.machine import has_rdma_devices, locked_memory_limit
+from specrl.weights.group import warn_about_locked_memory
 from specrl.weights.staging import StagingArea, checksum_bytes
-
-GROUP_TIMEOUT_S = 10.0
-IMPORT_S = 60.0
-"""Longest wait until a new process has imported torch and specrl. It takes 15 s on two busy cores."""
 
 
 def measure_versions(_size: Size) -> Figures:
@@ -104,60 +98,47 @@ def find_broadcast_fault(figures: Mapping[str, Any]) -> str | None:
     return find_bad_rate(figures, "glooGbS")
 
 
-def measure_lost_member(_size: Size) -> Figures:
-    """Kill a member of a weight group with SIGKILL. The trainer's side must raise, and its process must live on."""
-    cards = torch.cuda.device_count()
-    if cards == 1:
-        raise PartSkipped("NCCL refuses two ranks on one GPU: this part needs two GPUs, got 1")
-    store = open_rendezvous_store(2, GROUP_TIMEOUT_S, "127.0.0.1")
-    transport = "nccl" if cards > 1 else "gloo"
-    group = WeightGroup("kit", "127.0.0.1", store.port, 0, 2, GROUP_TIMEOUT_S, transport)
-    context = multiprocessing.get_context("spawn")
-    is_ready = context.Event()
-    has_received = context.Event()
-    member = context.Process(target=_receive_once, args=(replace(group, rank=1), is_ready, has_received), daemon=True)
-    member.start()
-    if cards > 1:
-        torch.cuda.set_device(0)
-    try:
-        # The deadline of joining is short, so it must not begin while the member still imports torch.
-        if not is_ready.wait(IMPORT_S):
-            return {"transport": transport, "raised": "the member did not start", "seconds": IMPORT_S}
-        joined = BroadcastGroup(group, store)
-        buffer = torch.ones(1 << 20, dtype=torch.uint8, device=joined.device)
-        joined.start_broadcast(buffer)()
-        if not has_received.wait(GROUP_TIMEOUT_S * 3):
-            return {"transport": transport, "raised": "the member received nothing", "seconds": GROUP_TIMEOUT_S * 3}
-        assert member.pid is not None
-        os.kill(member.pid, signal.SIGKILL)
-        member.join()
-        started = time.perf_counter()
-        raised = ""
-        try:
-            joined.start_broadcast(buffer)()
-        except (CollectiveFailed, DeadlineExceeded) as error:
-            raised = f"{type(error).__name__}: {first_line(error)}"
-        seconds = time.perf_counter() - started
-        if cards > 1:
-            # NCCL's watchdog aborts the process some seconds after the error, if it is not told otherwise (A3).
-            time.sleep(GROUP_TIMEOUT_S * 2)
-    finally:
-        member.kill()
-    return {"transport": transport, "raised": raised, "seconds": seconds}
+def measure_locked_memory(size: Size) -> Figures:
+    """Read the limit of locked memory, lock as much as a bucket of weights, and pin as much on a GPU (A15).
+
+    NCCL over RDMA registers buffers, which the limit bounds as it bounds mlock. Pinning for the GPU is not bounded.
+    """
+    size_bytes = size.choose(64, 8, 1) << 20
+    with structlog.testing.capture_logs() as logs:
+        warn_about_locked_memory()
+    found: Figures = {
+        "limitBytes": locked_memory_limit(),
+        "hasRdma": has_rdma_devices(),
+        "isWarned": [entry["event"] for entry in logs] == ["locked_memory_limited"],
+        "bucketBytes": size_bytes,
+        "canLockBucket": _can_lock(size_bytes),
+    }
+    if torch.cuda.is_available():
+        found["isPinned"] = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True).is_pinned()
+    return found
 
 
-def _receive_once(group: WeightGroup, is_ready: Any, has_received: Any) -> None:
-    is_ready.set()
-    if group.transport == "nccl":
-        torch.cuda.set_device(1)
-    joined = BroadcastGroup(group)
-    joined.start_broadcast(torch.empty(1 << 20, dtype=torch.uint8, device=joined.device))()
-    has_received.set()
-    time.sleep(GROUP_TIMEOUT_S * 10)  # until it is killed
+def _can_lock(size_bytes: int) -> bool:
+    """Lock memory as `ibv_reg_mr` would, and unlock it."""
+    memory = mmap.mmap(-1, size_bytes)
+    address = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(memory)))
+    library = ctypes.CDLL(None, use_errno=True)
+    is_locked = library.mlock(address, ctypes.c_size_t(size_bytes)) == 0
+    if is_locked:
+        library.munlock(address, ctypes.c_size_t(size_bytes))
+    return is_locked
 
 
-def find_lost_member_fault(figures: Mapping[str, Any]) -> str | None:
-    """The error must be one of ours, so that the coordinator forms a new group."""
-    if figures["raised"].startswith(("CollectiveFailed", "DeadlineExceeded")):
-        return find_bad_rate(figures, "seconds")
-    return f"a lost member must raise CollectiveFailed or DeadlineExceeded, got {figures['raised'] or 'no error'}"
+def find_locked_memory_fault(figures: Mapping[str, Any]) -> str | None:
+    """With RDMA a bucket must be lockable, and a limit must be warned of. A GPU must pin a bucket."""
+    if not figures.get("isPinned", True):
+        return f"pinned memory of {figures['bucketBytes']} bytes must be had, got none"
+    if figures["hasRdma"] and not figures["canLockBucket"]:
+        return (
+            f"a bucket of {figures['bucketBytes']} bytes must be lockable for RDMA, got a limit of "
+            f"{figures['limitBytes']} bytes; set LimitMEMLOCK=infinity for the container runtime"
+        )
+    is_due = figures["hasRdma"] and figures["limitBytes"] is not None
+    if figures["isWarned"] != is_due:
+        return f"a limit beside RDMA devices must be warned of, and no other, got {figures}"
+    return None

@@ -215,13 +215,13 @@ def _create_process_group(store: Store, group: WeightGroup, timeout: timedelta) 
 
         options = ProcessGroupNCCL.Options()
         options._timeout = timeout
-        _warn_about_locked_memory()
+        warn_about_locked_memory()
         with _block_waits():
             return ProcessGroupNCCL(store, group.rank, group.world_size, options)
     return ProcessGroupGloo(store, group.rank, group.world_size, timeout)
 
 
-def _warn_about_locked_memory() -> None:
+def warn_about_locked_memory() -> None:
     """Log a limit of locked memory beside RDMA devices: NCCL could then not register its buffers with them."""
     limit = locked_memory_limit()
     if limit is not None and has_rdma_devices():
