@@ -11,7 +11,7 @@ GENERATED := $(API) docs/run-file.md docs/metrics.md docs/logs.md docs/errors.md
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup suffix sinks s3 browser demo test test-py313 test-deep controlplane test-e2e cluster-programs cluster test-cluster fuzz chaos gpu-check mutants check docs pictures check-gpu-pins seams gen lock lint format images chart bench clean
+.PHONY: help setup suffix sinks s3 browser demo test test-py313 test-deep controlplane controllers test-e2e cluster-programs cluster test-cluster fuzz chaos gpu-check mutants check docs pictures check-gpu-pins seams gen lock lint format images chart bench clean
 
 help: ## show this table
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +52,9 @@ test-deep: setup ## run the tests whose power is needed after a change of a samp
 
 controlplane: setup ## build etcd, Kubernetes 1.36, JobSet and LWS for the e2e tests (first time: minutes; needs Go)
 	$(BIN)/python -m tests.e2e.controlplane.build
+
+controllers: setup ## build Kueue for the e2e tests of it (first time: minutes; needs Go)
+	$(BIN)/python -m tests.e2e.controllers.build
 
 # Without Go, and with programs or a cluster of the user's, nothing is built; what is then unproven, the skips say.
 test-e2e: setup ## chart, CRD and operator against that control plane; ARGS selects; see tests/e2e/conftest.py

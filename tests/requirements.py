@@ -168,6 +168,11 @@ PRODUCT_IMAGES = Requirement(
     "that the chart's release works from the images that are built",
     "make images (docs/release.md)",
 )
+CONTROLLERS = Requirement(
+    "controllers of others",
+    "what Kueue itself does with RLJobs",
+    "make controllers (Go; docs/e2e.md has the cost)",
+)
 MOUNTS = Requirement(
     "a right to mount", "what a full disk does to checkpoints and stores", "run as root, or in a privileged container"
 )
