@@ -170,7 +170,7 @@ PRODUCT_IMAGES = Requirement(
 )
 CONTROLLERS = Requirement(
     "controllers of others",
-    "what Kueue itself does with RLJobs",
+    "what Kueue and cert-manager themselves do with RLJobs",
     "make controllers (Go; docs/e2e.md has the cost)",
 )
 MOUNTS = Requirement(

@@ -1,6 +1,6 @@
-"""Builds controllers of others that the e2e tests run against specrl: Kueue.
+"""Builds controllers of others that the e2e tests run against specrl: Kueue and cert-manager.
 
-    python -m tests.e2e.controllers.build [kueue ...]        what `make controllers` runs
+    python -m tests.e2e.controllers.build [kueue|cert-manager ...]        what `make controllers` runs
 
 Each has a Go module of its own below `pins`, since their dependencies disagree. CRDs and webhook configurations come
 from the same modules as the programs. tests/e2e/go_programs.py says where the result is kept.
@@ -18,6 +18,10 @@ KUEUE_CRDS = (
     *("admissionchecks", "clusterqueues", "cohorts", "localqueues", "multikueueclusters", "multikueueconfigs"),
     *("provisioningrequestconfigs", "resourceflavors", "topologies", "workloadpriorityclasses", "workloads"),
 )
+CERT_MANAGER_CRDS = (
+    *("acme.cert-manager.io_challenges", "acme.cert-manager.io_orders", "cert-manager.io_certificaterequests"),
+    *("cert-manager.io_certificates", "cert-manager.io_clusterissuers", "cert-manager.io_issuers"),
+)
 KUEUE = GoPrograms(
     "kueue",
     PINS / "kueue",
@@ -28,7 +32,16 @@ KUEUE = GoPrograms(
     }
     | {"webhooks.yaml": ("sigs.k8s.io/kueue", "config/components/webhook/manifests.yaml")},
 )
-ALL = {each.name: each for each in (KUEUE,)}
+CERT_MANAGER = GoPrograms(
+    "cert-manager",
+    PINS / "cert-manager",
+    {"controller": "./controller"},
+    {
+        f"{name}.yaml": ("github.com/cert-manager/cert-manager", f"deploy/crds/{name}.yaml")
+        for name in CERT_MANAGER_CRDS
+    },
+)
+ALL = {each.name: each for each in (KUEUE, CERT_MANAGER)}
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or ALL:
