@@ -237,7 +237,7 @@ class IdleEngine:
 class CountingBackend:
     """Implements TrainerBackend without a model. `trained`: rollouts of all steps."""
 
-    nccl_transport = ""  # there is no group
+    nccl_transport = weight_transport = ""  # there is no group
 
     def __init__(self, rollouts_per_step: int) -> None:
         self.rollouts_per_step = rollouts_per_step

@@ -203,6 +203,7 @@ class StandInBackend:
             self._close_group()
             raise
 
+    weight_transport = "Gloo: the run file's weights.transport"
     nccl_transport = ""
     """Of a group on Gloo. Tests set others."""
 

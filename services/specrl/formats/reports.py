@@ -387,6 +387,9 @@ class StatusReport(ReportModel):
     """Whether a user has requested a checkpoint that is neither complete nor failed yet."""
     trainer: str = "absent"
     """absent, registered (not used yet), recovering, ready or training."""
+    weight_transport: str = ""
+    """Transport of the weights to the replicas, Gloo, Nccl or Checkpoint, and why it was chosen, such as
+    "Gloo: 2 ranks on 1 GPUs". Empty before the first weights."""
     nccl_transport: str = ""
     """NCCL's transports between trainer and replicas, such as NET/IB, NET/Socket or P2P/MNNVL (NVLink between nodes).
     Empty before the first weights, with other transports, and where NCCL writes no log."""

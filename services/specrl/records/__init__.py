@@ -36,6 +36,7 @@ from specrl.records.step_costs import StepCost
 from specrl.records.stream_place import StreamPlace
 from specrl.records.weights import (
     NO_DRAFTER,
+    SentWeights,
     TensorMeta,
     WeightChecksums,
     WeightGroup,
@@ -68,6 +69,7 @@ __all__ = [
     "RolloutRequest",
     "Sampling",
     "SamplingSets",
+    "SentWeights",
     "SpeculationCounters",
     "StepCost",
     "StreamPlace",

@@ -147,6 +147,20 @@ class WeightChecksums:
 
 
 @dataclass(frozen=True)
+class SentWeights:
+    """What the trainer sent to a weight group.
+
+    weight_transport: Gloo or Nccl, and why it was chosen. nccl_transport: NCCL's transports, such as `NET/IB`; empty if
+    they are not known.
+    """
+
+    checksums: WeightChecksums
+    size_bytes: int
+    weight_transport: str
+    nccl_transport: str
+
+
+@dataclass(frozen=True)
 class WeightGroup:
     """The process group of one membership epoch.
 

@@ -47,6 +47,7 @@ from specrl.records import (
     Registration,
     Rollout,
     RolloutRequest,
+    SentWeights,
     StreamPlace,
     TrainerStatus,
     TrainMetrics,
@@ -483,11 +484,13 @@ class TrainerClient(_Client["trainer_pb2_grpc.TrainerServiceAsyncStub"]):
         reply = await self._retry_call(self._stub.OpenWeightGroup, request, group.timeout_s + STATUS_DEADLINE_S)
         return reply.address, reply.port
 
-    async def broadcast_weights(self, group_id: str, deadline_s: float) -> tuple[WeightChecksums, int, str]:
-        """Broadcast the present version to a weight group. Returns (checksums, bytes, NCCL's transport)."""
+    async def broadcast_weights(self, group_id: str, deadline_s: float) -> SentWeights:
+        """Broadcast the present version to a weight group."""
         request = trainer_pb2.BroadcastWeightsRequest(group_id=group_id)
         reply = await self._call_once(self._stub.BroadcastWeights, request, deadline_s)
-        return wire.checksums_from_wire(reply.sent), reply.size_bytes, reply.nccl_transport
+        return SentWeights(
+            wire.checksums_from_wire(reply.sent), reply.size_bytes, reply.weight_transport, reply.nccl_transport
+        )
 
     async def write_weights(self, must_rewrite: bool, deadline_s: float) -> tuple[WeightChecksums, str, int]:
         """Have the present version written into a folder. Returns (checksums, folder, bytes).

@@ -132,6 +132,10 @@ class TrainerBackend(Protocol):
         """
 
     @property
+    def weight_transport(self) -> str:
+        """Transport of the open weight group and why it was chosen, at rank 0; empty before its first broadcast."""
+
+    @property
     def nccl_transport(self) -> str:
         """NCCL's transports to the open weight group, such as `NET/IB`, at rank 0; empty if they are not known."""
 

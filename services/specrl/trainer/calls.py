@@ -154,7 +154,11 @@ class RankCalls:
         seconds = time.perf_counter() - started
         size_bytes = self._backend.describe_weights().size_bytes
         return trainer_pb2.BroadcastWeightsReply(
-            sent=sent, size_bytes=size_bytes, seconds=seconds, nccl_transport=self._backend.nccl_transport
+            sent=sent,
+            size_bytes=size_bytes,
+            seconds=seconds,
+            nccl_transport=self._backend.nccl_transport,
+            weight_transport=self._backend.weight_transport,
         )
 
     def WriteWeights(self, request: trainer_pb2.WriteWeightsRequest) -> trainer_pb2.WriteWeightsReply:

@@ -81,6 +81,8 @@ class BroadcastGroup:
         DeadlineExceeded when one is late, and EngineFailed or RunInvalid for a transport that the members cannot use.
         """
         self.group = group
+        self.weight_transport = ""
+        """The chosen transport, and why."""
         self.nccl_transport = ""
         """Transports of NCCL's channels at this member, such as `NET/IB`. Empty before the first broadcast, with Gloo,
         and where NCCL writes no log."""
@@ -98,7 +100,9 @@ class BroadcastGroup:
             # The prefix keeps keys of different groups apart in one store.
             scoped = PrefixStore(f"specrl/{group.group_id}", self._store)
             gpus = _wait_for_members(scoped, group, timeout)
-            self.group = group = replace(group, transport=choose_transport(group.transport, group.world_size, gpus))
+            chosen = choose_transport(group.transport, group.world_size, gpus)
+            self.weight_transport = describe_choice(group.transport, chosen, group.world_size, gpus)
+            self.group = group = replace(group, transport=chosen)
             self._backend = _create_process_group(scoped, group, timeout)
         except (RuntimeError, DistError) as error:
             raise _translate_error(error, group, "join") from error
@@ -163,6 +167,15 @@ def choose_transport(wanted: str, ranks: int, gpus: int) -> str:
     if wanted == "auto":
         return "nccl" if gpus == ranks else "gloo"
     return wanted
+
+
+def describe_choice(wanted: str, chosen: str, ranks: int, gpus: int) -> str:
+    """Name the chosen transport and say why. gpus: different GPUs of its ranks."""
+    if wanted != "auto":
+        return f"{chosen.capitalize()}: the run file's weights.transport"
+    if chosen == "nccl":
+        return f"Nccl: a GPU for each of {ranks} ranks"
+    return f"Gloo: {ranks} ranks on {gpus} GPUs" if gpus else f"Gloo: {ranks} ranks without GPUs"
 
 
 def read_gpu_id() -> str:

@@ -120,6 +120,13 @@ def test_a_fallback_of_nccl_is_seen_in_the_status(
     assert build_rljob_status(arrived, [], placement)["progress"].get("ncclTransport", "") == transport
 
 
+def test_the_transport_of_the_weights_is_in_the_progress() -> None:
+    """Whether trainer and replicas sent weights through main memory was in their logs alone."""
+    assert "weightTransport" not in build_rljob_status(a_status(), [], ANYWHERE)["progress"]
+    arrived = a_status(policy_version=0, weight_transport="Gloo: 2 ranks on 1 GPUs")
+    assert build_rljob_status(arrived, [], ANYWHERE)["progress"]["weightTransport"] == "Gloo: 2 ranks on 1 GPUs"
+
+
 def test_the_isolation_of_programs_is_a_condition() -> None:
     assert condition(a_status(), "SandboxReady") == {}
     found = condition(a_status(isolations={"rewards.code": "Landlock", "tools": "Namespaces"}), "SandboxReady")

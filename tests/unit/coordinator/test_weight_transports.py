@@ -12,7 +12,7 @@ from tests.run_files import a_run
 
 from specrl.coordinator.members.registry import Replica, Trainer
 from specrl.coordinator.members.weight_transports import WeightTransfer, make_transport
-from specrl.records import Peer, Role, TensorMeta, WeightChecksums, WeightManifest, WeightOwner
+from specrl.records import Peer, Role, SentWeights, TensorMeta, WeightChecksums, WeightManifest, WeightOwner
 from specrl.records.weights import compute_phase_deadline_s
 from specrl.spec import parse_spec
 from specrl.telemetry.spans import SILENT_RECORDER
@@ -36,9 +36,9 @@ class Peers:
     async def open_weight_group(self, group: object) -> tuple[str, int]:
         return "127.0.0.1", 1
 
-    async def broadcast_weights(self, group_id: str, deadline_s: float) -> tuple[WeightChecksums, int, str]:
+    async def broadcast_weights(self, group_id: str, deadline_s: float) -> SentWeights:
         self.deadlines["send"] = deadline_s
-        return WeightChecksums(1, (5,)), self.manifest.size_bytes, "NET/IB"
+        return SentWeights(WeightChecksums(1, (5,)), self.manifest.size_bytes, "Nccl: of the test", "NET/IB")
 
     async def write_weights(self, must_rewrite: bool, deadline_s: float) -> tuple[WeightChecksums, str, int]:
         self.deadlines["send"] = deadline_s
@@ -72,3 +72,16 @@ def test_large_weights_have_longer_to_arrive(transport: str, tmp_path: Path) -> 
     # The replica's own deadline ends first, then the call to it, then the trainer's, so that the error names the cause.
     own = TIMEOUT_S + compute_phase_deadline_s(TIMEOUT_S, LARGE.size_bytes)
     assert own < large["receive"] < large["send"]
+
+
+@pytest.mark.parametrize(
+    ("transport", "expected"),
+    [("Gloo", "Nccl: of the test"), ("Checkpoint", "Checkpoint: the run file's weights.transport")],
+)
+def test_the_transport_of_sent_weights_is_kept_for_the_status(transport: str, expected: str, tmp_path: Path) -> None:
+    spec = parse_spec(a_run(tmp_path, weights={"transport": transport, "timeoutS": TIMEOUT_S}))
+    peers: Any = Peers(WeightManifest((TensorMeta("w", WeightOwner.POLICY, "bfloat16", (4,)),), 64 << 20))
+    trainer = Trainer(Peer("trainer", Role.TRAINER, "127.0.0.1:1", "digest"), peers)
+    replica = Replica(Peer("gen-0", Role.GENERATION, "127.0.0.1:2", "digest"), peers)
+    asyncio.run(make_transport(spec, SILENT_RECORDER).send_version(trainer, [replica], WeightTransfer(1)))
+    assert trainer.weight_transport == expected

@@ -368,9 +368,10 @@ async def test_weights_are_broadcast_to_a_group_that_the_client_opens(tmp_path: 
                 joined.close()
 
         received = asyncio.create_task(asyncio.to_thread(replica))
-        sent, size_bytes, transport = await client.broadcast_weights("epoch-1", DEADLINE_S)
-        assert await received == sent.checksums
-        assert (size_bytes, transport) == (manifest.size_bytes, "P2P/MNNVL")
+        sent = await client.broadcast_weights("epoch-1", DEADLINE_S)
+        assert await received == sent.checksums.checksums
+        assert (sent.size_bytes, sent.nccl_transport) == (manifest.size_bytes, "P2P/MNNVL")
+        assert sent.weight_transport == backend.weight_transport
 
 
 async def test_lost_rank_fails_the_call_and_ends_the_service(tmp_path: Path) -> None:

@@ -93,16 +93,23 @@ def test_all_members_join_when_the_last_has_come(join: Callable[..., BroadcastGr
     assert [group.group.rank for group in groups] == [0, 1, 2]
 
 
-@pytest.mark.parametrize(("gpus", "expected"), [
-    (("GPU-a", "GPU-b"), "nccl"), (("GPU-a", "GPU-a"), "gloo"), (("GPU-a", ""), "gloo"), (("", ""), "gloo"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("gpus", "expected", "choice"),
+    [
+        (("GPU-a", "GPU-b"), "nccl", "Nccl: a GPU for each of 2 ranks"),
+        (("GPU-a", "GPU-a"), "gloo", "Gloo: 2 ranks on 1 GPUs"),
+        (("GPU-a", ""), "gloo", "Gloo: 2 ranks on 1 GPUs"),
+        (("", ""), "gloo", "Gloo: 2 ranks without GPUs"),
+    ],
+)
 def test_auto_takes_nccl_only_if_each_member_has_a_gpu_of_its_own(
-    join: Callable[..., BroadcastGroup], gpus: tuple[str, str], expected: str
+    join: Callable[..., BroadcastGroup], gpus: tuple[str, str], expected: str, choice: str
 ) -> None:
     """Trainer and replica on one card took NCCL, which ended both at the first version ("Duplicate GPU")."""
     with ThreadPoolExecutor(2) as threads:
         groups = list(threads.map(lambda rank: join(rank, transport="auto", gpu=gpus[rank]), range(2)))
         assert [group.group.transport for group in groups] == [expected] * 2
+        assert [group.weight_transport for group in groups] == [choice] * 2
         assert [group.device.type for group in groups] == ["cuda" if expected == "nccl" else "cpu"] * 2
         if expected == "gloo":  # and the bytes arrive
             buffers = [torch.full((4,), float(rank == 0)) for rank in range(2)]

@@ -465,12 +465,15 @@ class BroadcastWeightsReply(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
     NCCL_TRANSPORT_FIELD_NUMBER: _builtins.int
+    WEIGHT_TRANSPORT_FIELD_NUMBER: _builtins.int
     size_bytes: _builtins.int
     """bytes of all tensors"""
     seconds: _builtins.float
     """seconds in the call, joining the group included"""
     nccl_transport: _builtins.str
     """NCCL's transports, such as NET/IB; empty: not known, or no NCCL"""
+    weight_transport: _builtins.str
+    """Gloo or Nccl, and why it was chosen; always present"""
     @_builtins.property
     def sent(self) -> _weights_pb2.WeightChecksums:
         """always present"""
@@ -482,10 +485,11 @@ class BroadcastWeightsReply(_message.Message):
         size_bytes: _builtins.int = ...,
         seconds: _builtins.float = ...,
         nccl_transport: _builtins.str = ...,
+        weight_transport: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sent", b"sent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["nccl_transport", b"nccl_transport", "seconds", b"seconds", "sent", b"sent", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nccl_transport", b"nccl_transport", "seconds", b"seconds", "sent", b"sent", "size_bytes", b"size_bytes", "weight_transport", b"weight_transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -112,6 +112,7 @@ class Trainer:
     """The record of the trainer process.
 
     gone: set when it is lost, which aborts all calls to it.
+    weight_transport: transport of the weights to the replicas, and why; empty before the first weights.
     nccl_transport: NCCL's transports to the replicas, such as `NET/IB`; empty if they are not known.
     """
 
@@ -119,6 +120,7 @@ class Trainer:
     client: TrainerClient
     last_seen_s: float = 0.0
     gone: asyncio.Event = field(default_factory=asyncio.Event)
+    weight_transport: str = ""
     nccl_transport: str = ""
 
 

@@ -16,7 +16,7 @@ import structlog
 
 from specrl.coordinator.members.registry import Replica, Trainer, abort_when_gone
 from specrl.errors import CollectiveFailed, DeadlineExceeded, PeerUnavailable, SpecrlError, StoreFailed
-from specrl.records import NO_DRAFTER, WeightChecksums, WeightGroup, WeightManifest
+from specrl.records import NO_DRAFTER, SentWeights, WeightChecksums, WeightGroup, WeightManifest
 from specrl.records.weights import CHECKPOINT_TRANSPORT, compute_phase_deadline_s
 from specrl.rpc.clients import STATUS_DEADLINE_S
 from specrl.spec import RunSpec
@@ -148,15 +148,18 @@ class CollectiveTransport(WeightTransport):
         if failure is not None:
             await _check_trainer_alive(trainer, failure)
             return None, received
-        sent, transfer.size_bytes, trainer.nccl_transport = sending.result()
-        return sent, received
+        sent = sending.result()
+        transfer.size_bytes = sent.size_bytes
+        trainer.weight_transport = sent.weight_transport
+        trainer.nccl_transport = sent.nccl_transport
+        return sent.checksums, received
 
     def drop_state(self) -> None:
         """Form a new group at the next attempt: a member of the old one may hang in a broken collective."""
         self._group = None
         self._members = ()
 
-    async def _broadcast_weights(self, trainer: Trainer, group: WeightGroup) -> tuple[WeightChecksums, int, str]:
+    async def _broadcast_weights(self, trainer: Trainer, group: WeightGroup) -> SentWeights:
         with self._recorder.begin_span(SpanName.BROADCAST, TRAINER):
             # Longer than the group's time-out, so that a hanging collective ends with its own error first.
             deadline_s = group.timeout_s + self._transfer_deadline_s
@@ -195,6 +198,7 @@ class FileTransport(WeightTransport):
             raise  # the trainer is alive, and a restarted one could not write there either
         except SpecrlError as error:
             raise TrainerLost(str(error)) from error
+        trainer.weight_transport = "Checkpoint: the run file's weights.transport"
         group = WeightGroup("", "", 0, 0, 1, self._timeout_s, CHECKPOINT_TRANSPORT, folder)
         return sent, await self._receive_everywhere(replicas, [group] * len(replicas), transfer.policy_version)
 

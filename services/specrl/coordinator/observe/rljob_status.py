@@ -62,6 +62,8 @@ def build_rljob_status(status: StatusReport, reports: Sequence[StepReport], plac
         progress["policyVersion"] = status.policy_version
     if status.is_paused:
         progress["paused"] = True
+    if status.weight_transport:
+        progress["weightTransport"] = status.weight_transport
     if status.nccl_transport:
         progress["ncclTransport"] = status.nccl_transport
     if reports:

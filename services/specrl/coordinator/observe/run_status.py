@@ -185,6 +185,7 @@ class RunStatus:
         context = self._context
         ledger = self._context.ledger
         phase = self._context.phase
+        trainer = context.registry.trainer
         counters = self._loop.rollouts.counters
         # Prompts that reports name, and those whose step has no complete report yet.
         given_up = [*self._given_up, *ledger.facts.failed_prompts.values()]
@@ -210,7 +211,8 @@ class RunStatus:
             checkpoint_error=failure if failed_after == ledger.facts.checkpoints[-1] else "",
             is_checkpoint_requested=context.controls.is_checkpoint_requested,
             trainer=self._loop.trainer.state,
-            nccl_transport=context.registry.trainer.nccl_transport if context.registry.trainer is not None else "",
+            weight_transport=trainer.weight_transport if trainer is not None else "",
+            nccl_transport=trainer.nccl_transport if trainer is not None else "",
             rollouts_collected=occupancy.done,
             rollouts_grading=occupancy.grading,
             rollouts_wanted=occupancy.wanted,

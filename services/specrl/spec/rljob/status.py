@@ -117,6 +117,8 @@ class RunProgress(Section):
     """Seconds of the last step in which the replicas received its weights, a decimal. No part of exposed generation."""
     acceptance_length: Annotated[str, Field(max_length=16)] | None = None
     """Mean tokens per verification in the last step that generated rollouts, a decimal."""
+    weight_transport: Text | None = None
+    """Transport of the weights to the replicas, and why it was chosen, such as "Gloo: 2 ranks on 1 GPUs"."""
     nccl_transport: Text | None = None
     """NCCL's transports between trainer and replicas, such as NET/IB, NET/Socket or P2P/MNNVL."""
     paused: bool | None = None

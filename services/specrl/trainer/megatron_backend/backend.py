@@ -173,6 +173,10 @@ class MegatronBackend:
         return self._sender.broadcast_version(self.models, group_id)
 
     @property
+    def weight_transport(self) -> str:
+        return self._sender.weight_transport
+
+    @property
     def nccl_transport(self) -> str:
         return self._sender.nccl_transport
 

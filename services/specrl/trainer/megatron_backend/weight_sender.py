@@ -64,6 +64,11 @@ class WeightSender:
         return WeightChecksums(models.state.step, checksums, _drafter_version(models))
 
     @property
+    def weight_transport(self) -> str:
+        """See `TrainerBackend.weight_transport`."""
+        return "" if self._joined is None else self._joined.weight_transport
+
+    @property
     def nccl_transport(self) -> str:
         """See `TrainerBackend.nccl_transport`."""
         return "" if self._joined is None else self._joined.nccl_transport
