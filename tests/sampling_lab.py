@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from specrl.errors import EngineFailed
-from specrl.generation.draft_length import OFF
+from specrl.generation.draft_lengths.decoding_step import OFF
 from specrl.generation.vllm_backend import arguments, draft_length_client
 from specrl.generation.vllm_backend.extensions import sampling_check
 from specrl.spec import parse_spec

@@ -17,7 +17,7 @@ from tests.requirements import SUFFIX as SUFFIX_PACKAGE
 from tests.tiny_models import make_bigram_drafter, make_draft_model, make_mtp_policy, make_policy, perturb
 from tests.weight_sender import Tensors, WeightSender, folder_tensors, update_weights
 
-from specrl.generation.draft_length import choose_batch_nodes
+from specrl.generation.draft_lengths.step_costs import choose_batch_nodes
 from specrl.generation.nodes import ONE_NODE, ReplicaNodes
 from specrl.generation.vllm_backend import arguments, draft_length_client, launch
 from specrl.generation.vllm_backend.engine import VllmEngine
@@ -192,18 +192,18 @@ class Engines:
 
 
 def made_up_costs(spec: RunSpec) -> dict[str, Any]:
-    """Make the content of a calibration file in which each draft token costs a tenth of a step."""
+    """Make the content of a file of step costs in which each draft token costs a tenth of a step."""
     nodes = choose_batch_nodes(spec.generation.max_live_rollouts)
     seconds = {str(k): [0.01 * (1 + 0.1 * (k + 1))] * len(nodes) for k in arguments.list_adaptive_lengths(spec)}
     return {"nodes": list(nodes), "seconds": seconds}
 
 
 def write_costs(spec: RunSpec) -> None:
-    """Write `made_up_costs` where an engine looks for it, so that it does not calibrate."""
+    """Write `made_up_costs` where an engine looks for it."""
     with ExitStack() as cleanup:
         folders = launch.read_folders(spec, cleanup)
     configs = [folder.config for folder in (folders.policy, folders.drafter) if folder is not None]
-    file = draft_length_client.calibration_file(spec, configs)
+    file = draft_length_client.costs_file(spec, configs)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(made_up_costs(spec)), encoding="utf-8")
 

@@ -39,7 +39,7 @@ def deep_inputs() -> Iterator[tuple[str, bytes]]:
     yield from _files(
         "requirements/*.lock",
         "services/specrl/generation/vllm_backend/**/*.py",
-        "services/specrl/generation/draft_length.py",
+        "services/specrl/generation/draft_lengths/*.py",
         *(f"services/specrl/coordinator/schedule/{name}.py" for name in ("scheduler", "restart")),
         *(f"services/specrl/coordinator/members/{name}.py" for name in ("registry", "replica_states")),
         "tests/sampling_lab.py",

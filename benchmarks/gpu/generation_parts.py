@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks import trainer
 from benchmarks.gpu.part import Figures, PartSkipped, Size, find_bad_rate
 
-from specrl.generation.draft_length import OFF
+from specrl.generation.draft_lengths.decoding_step import OFF
 from specrl.records import RolloutRequest, Sampling, TrainRollout
 from specrl.spec import RunSpec
 

@@ -19,7 +19,8 @@ def export_report(report: dict[str, Any]) -> None:
         metrics.CHOSEN_DRAFT_LENGTH.labels(str(live)).set(max(0, chosen))  # OFF is -1; shown as 0 drafts
     for length, row in costs["seconds"].items():
         for live, seconds in zip(costs["nodes"], row, strict=True):
-            metrics.STEP_COST_SECONDS.labels(str(live), length).set(seconds)
+            if seconds is not None:
+                metrics.STEP_COST_SECONDS.labels(str(live), length).set(seconds)
     metrics.REPLICA_GAIN.labels("predicted").set(report["predicted_gain"])
     if report["measured_gain"] is not None:
         metrics.REPLICA_GAIN.labels("measured").set(report["measured_gain"])

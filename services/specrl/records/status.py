@@ -72,7 +72,7 @@ class SpeculationCounters:
 
 @dataclass(frozen=True)
 class Drafting:
-    """State of an adaptive draft length (generation/draft_length.py).
+    """State of an adaptive draft length (generation/draft_lengths).
 
     state: one of DRAFTING_STATES. A gain is the decoding speed divided by the speed without drafts, at recent loads.
     measured_gain: None before the first decoding step.

@@ -169,7 +169,7 @@ def _explain_gain(run: LoadedRun) -> list[str]:
             f"The gain by speculation is not known. {why} did not measure decoding without drafts. To measure it, "
             "run again with speculation none and compare both runs: specrl report A B."
         ]
-    speed = f"Generation ran {format_times(gain)} as fast as calibrated without drafts (median of the steps)."
+    speed = f"Generation ran {format_times(gain)} as fast as measured without drafts (median of the steps)."
     if run.spec.schedule.max_policy_lag > 0:
         return [
             speed,

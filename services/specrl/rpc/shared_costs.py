@@ -1,7 +1,8 @@
-"""Shares measured draft costs with the other replicas of a run, through the coordinator.
+"""Shares learnt draft costs with the other replicas of a run, through the coordinator.
 
-A new pod has no files of earlier ones. Without this, each would spend its first 5 to 12 seconds measuring what a
-replica of the same kind has measured before. Called by `vllm_backend.draft_length_client` when an engine starts.
+A new pod has no files of earlier ones. Without this, each would learn in its first hundred steps at a batch size what a
+replica of the same kind has learnt before. Called by `vllm_backend.draft_length_client` when an engine starts, and now
+and then.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class SharedCosts(Protocol):
 
 
 class CoordinatorCosts:
-    """Keeps tables at the coordinator. A coordinator that does not answer only costs a measurement."""
+    """Keeps tables at the coordinator. Without its answer the replica learns the costs itself."""
 
     def __init__(self, address: str, identity: Identity | None = None, token: RunToken | None = None) -> None:
         self._address = address

@@ -208,7 +208,7 @@ ACCEPTANCE_LENGTH = Gauge(
 DRAFT_LENGTH = Gauge("specrl_generation_draft_length", "Mean tokens per draft over the last step.", ["rljob"])
 SPECULATION_GAIN = Gauge(
     "specrl_generation_speculation_gain",
-    "Measured decoding speed divided by the calibrated speed without drafts, mean of the replicas. Adaptive draft "
+    "Measured decoding speed divided by the measured speed without drafts, mean of the replicas. Adaptive draft "
     "length only.",
     ["rljob"],
 )
@@ -248,8 +248,8 @@ CHOSEN_DRAFT_LENGTH = Gauge(
 )
 STEP_COST_SECONDS = Gauge(
     "specrl_generation_step_cost_seconds",
-    "Wall seconds of one decoding step with this many live requests and this draft length: calibrated at start, and "
-    "corrected by later measurements. draft_length -1: the drafter is switched off.",
+    "Wall seconds of one decoding step with this many live requests and this draft length, "
+    "learnt from the steps of this run and of earlier ones. draft_length -1: the drafter is switched off.",
     ["live", "draft_length"],
 )
 CATCH_UPS = Counter(
@@ -259,7 +259,7 @@ CATCH_UPS = Counter(
 )
 REPLICA_GAIN = Gauge(
     "specrl_generation_replica_speculation_gain",
-    "Decoding speed divided by the calibrated speed without drafts, at this replica's recent batch sizes, by kind: "
+    "Decoding speed divided by the measured speed without drafts, at this replica's recent batch sizes, by kind: "
     "predicted (from costs and acceptance) and measured. Adaptive draft length only.",
     ["kind"],
 )

@@ -49,7 +49,7 @@ from specrl.errors import FetchFailed, SpecrlError, StoreFailed, StoreInvalid
 from specrl.formats.calibration import EngineStep, RunCalibration, TrainedPhases
 from specrl.formats.reports import PhaseSeconds, StepReport
 from specrl.formats.rollout_samples import RolloutSample
-from specrl.generation.draft_length import StepCostModel
+from specrl.generation.draft_lengths.step_costs import StepCosts
 from specrl.generation.vllm_backend import draft_length_client
 from specrl.hub import FetchedSource, read_sources, write_sources
 from specrl.hub.client import Listing, Repository, RepositoryKind, list_repository
@@ -307,9 +307,10 @@ def _read_step_answer(file: Path) -> TrainerStatus:
     return asyncio.run(load())
 
 
-def _costs() -> StepCostModel:
-    costs = StepCostModel((1, 2), (0, 1, 2))
-    costs.set_measured_costs({0: [0.1, 0.2], 2: [0.3, 0.4]})
+def _costs() -> StepCosts:
+    costs = StepCosts(2, (-1, 1, 2))
+    costs.record_step(0, 1, -2.0)
+    costs.record_try(0, 1, -1, [-3.0])
     return costs
 
 
@@ -317,7 +318,8 @@ def _take_costs(file: Path) -> object:
     found = draft_length_client._read_costs(file)
     costs = _costs()
     if found is not None and costs.load_json(found):
-        assert all(0 < seconds < float("inf") for row in costs.seconds.values() for seconds in row)
+        for node in (0, 1):
+            assert all(0 < cost < float("inf") for cost in costs.list_costs(node).values())
     return costs
 
 

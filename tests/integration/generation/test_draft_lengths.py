@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,9 @@ from tests.vllm_cases import (
 )
 from tests.weight_sender import WeightSender, folder_tensors, update_weights
 
+from specrl import machine
 from specrl.drafting.eagle3.head import write_untrained_head
-from specrl.generation.draft_length import OFF
+from specrl.generation.draft_lengths.decoding_step import OFF
 from specrl.generation.vllm_backend import draft_length_client
 from specrl.generation.vllm_backend.engine import VllmEngine
 from specrl.records import WeightOwner
@@ -41,26 +42,16 @@ from specrl.spec.generation import Eagle3
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 
-LENGTHS = (3, OFF, 1, 0, 2, OFF, 0, 3)
+LENGTHS = (3, OFF, 1, 2, OFF, 3)
 Z_LIMIT = 4.5  # as in test_losslessness: a false alarm in 150,000 seeds
-PATIENCE_S = 600.0  # other engines may share the two cores
-MORE_THAN_DRAFTS_SAVE = {OFF: 1.0, 0: 2.5, 1: 2.5, 2: 3.3, 3: 4.2}
+MORE_THAN_DRAFTS_SAVE = {OFF: 1.0, 1: 2.5, 2: 3.3, 3: 4.2}
 """Made-up cost of a step with k drafts, in steps without the drafter. With k + 1 tokens at most, drafts cannot pay."""
 LONG_STEP_S = 0.1  # made-up seconds of a step, more than a real one takes on a crowded machine
-SHORT = 28  # tokens; a pass of a calibration emits more
-
-
-@dataclass(frozen=True)
-class Started:
-    """This module's engine, and the log events of its start."""
-
-    engine: VllmEngine
-    events: list[str]
 
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A folder for the calibration files of these tests."""
+    """A folder for the step costs of these tests."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("cache")
         patch.setenv("SPECRL_CACHE_DIR", str(folder))
@@ -68,34 +59,15 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def started(models: Models, cache: Path) -> AsyncIterator[Started]:
-    """An engine with an adaptive length and a good drafter. Its calibration times out at once."""
+async def engine(models: Models, cache: Path) -> AsyncIterator[VllmEngine]:
+    """An engine with an adaptive length and a good drafter. It saves its costs every few seconds."""
     section = {EAGLE3: speculation(EAGLE3, models.first)[EAGLE3] | {"draftSampling": "Probabilistic"}}
     spec = a_spec(models.first.policy, section, generation={"draftLength": "Adaptive"})
-    async with AsyncExitStack() as stack:
-        with pytest.MonkeyPatch.context() as patch, structlog.testing.capture_logs() as events:
-            patch.setattr(draft_length_client, "NODE_PATIENCE_S", -1.0)
-            engine = await stack.enter_async_context(running_engine(spec))
-        yield Started(engine, draft_cost_events(events))
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def calibrated(started: Started) -> Started:
-    """The same engine, calibrated as at its start, but with requests that are too short."""
-    return Started(started.engine, await calibrate(started.engine))
-
-
-async def calibrate(engine: VllmEngine) -> list[str]:
-    """Calibrate as `VllmEngine.start` does; returns the log events."""
-    with pytest.MonkeyPatch.context() as patch, structlog.testing.capture_logs() as events:
-        patch.setattr(draft_length_client, "NODE_PATIENCE_S", PATIENCE_S)
-        sampling = replace(engine._calibration_sampling, max_tokens=SHORT)
-        await draft_length_client.calibrate_costs(engine._llm, engine._calibration_file(), sampling)
-    return draft_cost_events(events)
-
-
-def draft_cost_events(events: list[Any]) -> list[str]:
-    return [event["event"] for event in events if event["event"].startswith("draft_costs")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(draft_length_client, "SAVE_S", 1.0)
+        patch.setattr(draft_length_client, "LONGEST_SAVE_S", 1.0)
+        async with running_engine(spec) as started:
+            yield started
 
 
 async def reset_controller(engine: VllmEngine, seconds: dict[str, list[float]]) -> None:
@@ -121,13 +93,6 @@ async def keeping_costs(engine: VllmEngine, seconds: dict[str, list[float]]) -> 
     finally:
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)
-
-
-def measured_costs(engine: VllmEngine) -> dict[str, list[float]]:
-    """Read the calibration file's seconds, by length."""
-    found = draft_length_client._read_costs(engine._calibration_file())
-    assert found is not None
-    return dict(found["seconds"])
 
 
 async def change_lengths(engine: VllmEngine) -> None:
@@ -159,31 +124,29 @@ async def collect_while_changing(engine: VllmEngine, requests: Any) -> Any:
         await draft_length_client.fix_length(engine._llm, None)
 
 
-async def test_an_engine_without_calibration_drafts_at_full_length(started: Started, cache: Path) -> None:
-    assert started.events == ["draft_costs_not_measured"]
-    rollouts = await collect_rollouts(started.engine, some_requests(8, 20))
-    report = await draft_length_client.fetch_report(started.engine._llm)
-    assert {length for _, _, length in report["table"]} == {3}
-    assert [rollout.total_length for rollout in rollouts] == [20] * 8
-    assert not list((cache / "specrl").rglob("*.json"))
-
-
-async def test_calibration_succeeds_with_short_requests_and_its_file_is_reused(
-    calibrated: Started, cache: Path
-) -> None:
-    assert calibrated.events == ["draft_costs_measured"]
-    (file,) = (cache / "draft-costs").iterdir()
-    assert draft_length_client._read_costs(file) is not None
-    report = await draft_length_client.fetch_report(calibrated.engine._llm)
-    assert report["state"] == "drafting"
-    assert {length for _, _, length in report["table"]} <= {OFF, 0, 1, 2, 3}
+async def test_an_engine_starts_without_costs_learns_them_and_saves_them(engine: VllmEngine, cache: Path) -> None:
+    """Once each start waited until it had measured them, for seconds or, with 30 layers on two cores, minutes."""
+    assert not engine._costs_file().exists()
+    rollouts = await collect_rollouts(engine, some_requests(8, 200))
+    await asyncio.sleep(3 * draft_length_client.REPORT_S)
+    assert [rollout.total_length for rollout in rollouts] == [200] * 8
+    report = await draft_length_client.fetch_report(engine._llm)
+    assert report["state"] in {"drafting", "off"}
+    assert {length for _, _, length in report["table"]} <= {OFF, 1, 2, 3}
     assert report["table"][0][0] == 1
     assert report["table"][-1][1] == 32
-    assert await calibrate(calibrated.engine) == ["draft_costs_read"]
+    known = [length for length, row in report["costs"]["seconds"].items() if any(row)]
+    assert str(OFF) in known
+    assert len(known) > 1
+    (file,) = (cache / "draft-costs").iterdir()
+    assert file == engine._costs_file()
+    with structlog.testing.capture_logs() as events:
+        await draft_length_client.seed_costs(engine._llm, file)
+    assert [event["event"] for event in events] == ["draft_costs_read"]
 
 
-async def test_tokens_follow_the_policy_while_the_length_changes(calibrated: Started, models: Models) -> None:
-    await check_tokens_while_the_length_changes(calibrated.engine, models.first.policy)
+async def test_tokens_follow_the_policy_while_the_length_changes(engine: VllmEngine, models: Models) -> None:
+    await check_tokens_while_the_length_changes(engine, models.first.policy)
 
 
 async def check_tokens_while_the_length_changes(engine: VllmEngine, policy: Path) -> None:
@@ -206,9 +169,8 @@ async def check_tokens_while_the_length_changes(engine: VllmEngine, policy: Path
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 async def test_a_batch_is_decoded_without_drafts_while_full_and_with_drafts_at_its_end(
-    calibrated: Started, models: Models, temperature: float
+    engine: VllmEngine, models: Models, temperature: float
 ) -> None:
-    engine = calibrated.engine
     judge = Judge(models.first.policy)
     # Costs are made up, since drafts may pay always or never for so small a policy. Here they pay up to four requests.
     nodes = (await draft_length_client.fetch_report(engine._llm))["costs"]["nodes"]
@@ -246,14 +208,12 @@ async def test_a_batch_is_decoded_without_drafts_while_full_and_with_drafts_at_i
 
 
 async def test_a_useless_drafter_is_switched_off_and_a_better_one_on_after_new_weights(
-    calibrated: Started, models: Models, tmp_path: Path
+    engine: VllmEngine, models: Models, tmp_path: Path
 ) -> None:
-    engine = calibrated.engine
-    seconds = measured_costs(engine)
-    await reset_controller(engine, seconds)
     nodes = (await draft_length_client.fetch_report(engine._llm))["costs"]["nodes"]
-    # Costs are made up, so that the result depends on the drafters alone: every accepted draft pays.
-    rows = dict.fromkeys(seconds, seconds[str(OFF)])
+    # Costs are made up, so that the result depends on the drafters alone: a draft pays if more than 30 % are accepted.
+    rows = {str(k): [LONG_STEP_S * (1 + 0.3 * max(0, k))] * len(nodes) for k in MORE_THAN_DRAFTS_SAVE}
+    await reset_controller(engine, rows)
     write_untrained_head(tmp_path / "useless", models.first.policy, Eagle3(), seed=3)
     useless = folder_tensors(tmp_path / "useless", WeightOwner.DRAFTER)
     sender = WeightSender()
@@ -276,7 +236,7 @@ async def test_a_useless_drafter_is_switched_off_and_a_better_one_on_after_new_w
     assert drafts.state == "drafting"
     switched = [event["event"] for event in events if str(event["event"]).startswith("drafter_")]
     assert switched[0] == "drafter_switched_off"
-    assert switched[-2:] == ["drafter_trial_started", "drafter_switched_on"]
+    assert switched[-1] == "drafter_switched_on"
 
 
 async def generate_until(engine: VllmEngine, name: str, events: list[Any]) -> None:
@@ -293,12 +253,12 @@ async def generate_until(engine: VllmEngine, name: str, events: list[Any]) -> No
     assert any(event["event"] == name for event in events), f"never {name}"
 
 
-async def test_a_calibration_file_belongs_to_one_engine_policy_and_machine(
+async def test_a_file_of_costs_belongs_to_one_engine_policy_and_machine(
     models: Models, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def file(policy: dict[str, Any], **generation: Any) -> Path:
         spec = a_spec(models.first.policy, speculation(NGRAM, models.first), generation=generation)
-        return draft_length_client.calibration_file(spec, [policy])
+        return draft_length_client.costs_file(spec, [policy])
 
     found = [file({"layers": 1}), file({"layers": 2}), file({"layers": 1}, maxLiveRollouts=2)]
     assert file({"layers": 1}) == found[0]
@@ -310,7 +270,7 @@ async def test_a_calibration_file_belongs_to_one_engine_policy_and_machine(
     (tmp_path / "version").write_text(
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05\nGCC version:\n"
     )
-    monkeypatch.setattr(draft_length_client, "DRIVER_FILE", tmp_path / "version")
+    monkeypatch.setattr(machine, "DRIVER_FILE", tmp_path / "version")
     assert len({*found, file({"layers": 1})}) == 6
 
 
@@ -321,7 +281,7 @@ async def test_other_mechanisms_have_an_adaptive_length_too(kind: str, engines: 
     served = await engines.get_served(kind)
     await served.publish(0)
     costs = (await draft_length_client.fetch_report(served.engine._llm))["costs"]["seconds"]
-    assert costs == made_up_costs(served.engine._spec)["seconds"]
+    assert costs == {k: pytest.approx(row) for k, row in made_up_costs(served.engine._spec)["seconds"].items()}
     try:
         await check_tokens_while_the_length_changes(served.engine, served.versions[0].policy)
     finally:

@@ -11,7 +11,7 @@ from tests.vllm_cases import a_spec
 from tools.seam_table import SEAMS
 
 from specrl.errors import MemoryTooSmall, RecordInvalid, RunInvalid
-from specrl.generation.draft_length import OFF
+from specrl.generation.draft_lengths.decoding_step import OFF
 from specrl.generation.gpu_memory import check_kv_cache, estimate_replica_bytes
 from specrl.generation.nodes import ReplicaNodes
 from specrl.generation.vllm_backend import arguments
@@ -251,7 +251,7 @@ def test_the_adaptive_lengths_depend_on_the_mechanism() -> None:
     def lengths(speculation: dict[str, object], length: str = "Adaptive") -> tuple[int, ...]:
         return arguments.list_adaptive_lengths(a_spec(POLICY, speculation, generation={"draftLength": length}))
 
-    assert lengths({"eagle3": {"numDraftTokens": 2}}) == (OFF, 0, 1, 2)
+    assert lengths({"eagle3": {"numDraftTokens": 2}}) == (OFF, 1, 2)
     assert lengths({"ngram": {"numDraftTokens": 2}}) == (OFF, 1, 2)
     assert lengths({"suffix": {"numDraftTokens": 8}}) == ()
     assert lengths({"none": {}}) == ()

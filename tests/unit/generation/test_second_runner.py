@@ -15,11 +15,10 @@ import torch
 from tests.vllm_cases import a_spec
 
 from specrl.errors import EngineFailed
-from specrl.generation.draft_length import OFF
-from specrl.generation.vllm_backend import arguments, draft_length_client
+from specrl.generation.draft_lengths.decoding_step import OFF
+from specrl.generation.vllm_backend import arguments
 from specrl.generation.vllm_backend.engine import VllmEngine
 from specrl.generation.vllm_backend.extensions import draft_rest
-from specrl.generation.vllm_backend.extensions.draft_rest import FORCED
 
 LIVE = 4  # generation.maxLiveRollouts
 LONGEST = 3  # drafts of a step in the second runner
@@ -55,7 +54,7 @@ def a_first_runner(drafter: Any, name: str = draft_rest.FIRST_RUNNERS[0]) -> Any
     )
 
 
-def test_the_first_runner_supports_off_and_forced_lengths() -> None:
+def test_the_first_runners_lookup_drafts_nothing_at_off() -> None:
     asked: list[int] = []
 
     def propose(length: int) -> list[list[int]]:
@@ -63,21 +62,18 @@ def test_the_first_runner_supports_off_and_forced_lengths() -> None:
         return [[7], []]
 
     runner = a_first_runner(SimpleNamespace(propose=propose))
-    assert draft_rest.patch_model_runner(runner)
-    assert runner.drafter.propose(FORCED + 3) == [[7, 1, 1], [1, 1, 1]]
+    runner.input_batch = SimpleNamespace(num_reqs=2)
+    draft_rest.patch_model_runner(runner)
+    assert runner.drafter.propose(3) == [[7], []]
+    assert runner.drafter.propose(OFF) == [[], []]
     assert asked == [3]
-
-
-def test_learned_drafters_do_not_support_forced_lengths() -> None:
-    drafter = SimpleNamespace(propose=lambda *_, **__: None, model=object())
-    assert not draft_rest.patch_model_runner(a_first_runner(drafter))
 
 
 @pytest.mark.parametrize("name", draft_rest.FIRST_RUNNERS + draft_rest.SECOND_RUNNERS)
 def test_a_runner_without_speculation_is_not_patched(name: str) -> None:
     runner = an_instance_of(name, vllm_config=SimpleNamespace(speculative_config=None))
     before = dict(vars(runner))
-    assert not draft_rest.patch_model_runner(runner)
+    draft_rest.patch_model_runner(runner)
     assert vars(runner) == before
 
 
@@ -175,7 +171,7 @@ def run_step(runner: Any, length: int) -> Any:
 def test_the_second_runner_leaves_out_its_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once n-gram look-up could not be switched off there, and any other drafter cost one pass per step."""
     runner = a_second_runner(monkeypatch)
-    assert not draft_rest.patch_model_runner(runner), "the second runner does not support forced drafts"
+    draft_rest.patch_model_runner(runner)
     for length, sent in ((2, [[7, 7]] * 2), (OFF, [[], []]), (0, [[], []]), (OFF, [[], []]), (3, [[7, 7, 7]] * 2)):
         scheduled = run_step(runner, length)
         assert runner.draft_tokens_handler.sent == sent
@@ -277,54 +273,36 @@ def scheduler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     return DraftLengthScheduler if lacks_lookup else DraftLengthScheduler()
 
 
-def calibrated(scheduler: Any) -> set[int]:
-    """Run a few hundred steps of a calibration; returns the lengths that were requested from vLLM."""
-    scheduler.drafting_calibrate(LIVE)
-    return {scheduler.schedule().num_spec_tokens_to_schedule for _ in range(400)}
+def run_steps(scheduler: Any) -> dict[int, float | None]:
+    """Run a few hundred steps; returns the seconds of a step with all requests, by length."""
+    for _ in range(400):
+        scheduler.schedule()
+    seconds: dict[str, list[float | None]] = scheduler.drafting_report()["costs"]["seconds"]
+    return {int(length): row[-1] for length, row in seconds.items()}
 
 
 NGRAM = {"lengths": [OFF, 1, 2, 3], "is_lookup": True}
-LEARNED = {"lengths": [OFF, 0, 1, 2], "is_lookup": False}
+LEARNED = {"lengths": [OFF, 1, 2], "is_lookup": False}
 
 
-@pytest.mark.parametrize("scheduler", [NGRAM], indirect=True)
-def test_lengths_are_forced_after_the_workers_reported_support(scheduler: Any) -> None:
-    scheduler.drafting_allow_forced(True)
-    assert calibrated(scheduler) == {OFF, FORCED + 1, FORCED + 2, FORCED + 3}
-    assert scheduler.drafting_is_calibrated()
-
-
-@pytest.mark.parametrize("scheduler", [NGRAM], indirect=True)
-def test_no_length_is_forced_before_the_workers_have_reported(scheduler: Any) -> None:
-    assert calibrated(scheduler) == {OFF, 1, 2, 3}
-
-
-@pytest.mark.parametrize("scheduler", [NGRAM], indirect=True)
-def test_no_length_is_forced_on_workers_without_support(scheduler: Any) -> None:
-    """Once an n-gram calibration requested 1003 drafts from the second model runner, which has room for three."""
-    scheduler.drafting_allow_forced(False)
-    assert calibrated(scheduler) == {OFF, 1, 2, 3}
-    assert scheduler.drafting_is_calibrated()
-
-
-@pytest.mark.parametrize("scheduler", [LEARNED, LEARNED | {"skips": False}], indirect=True)
-def test_steps_with_drafts_are_measured(scheduler: Any) -> None:
-    calibrated(scheduler)
-    assert scheduler.drafting_is_calibrated()
+@pytest.mark.parametrize("scheduler", [NGRAM, LEARNED, LEARNED | {"skips": False}], indirect=True)
+def test_step_costs_are_learnt_from_the_first_steps(scheduler: Any) -> None:
+    """Once every start waited for a calibration, for seconds or minutes."""
+    assert set(run_steps(scheduler)) == set(scheduler._drafting.lengths)
+    assert sum(seconds is not None for seconds in run_steps(scheduler).values()) >= 2
 
 
 @pytest.mark.parametrize("scheduler", [LEARNED | {"skips": True}], indirect=True)
-def test_a_step_whose_drafts_vllm_skipped_counts_as_length_0(scheduler: Any) -> None:
+def test_a_step_whose_drafts_vllm_skipped_is_not_a_step_of_the_length_that_it_reports(scheduler: Any) -> None:
     """vLLM 0.33 still reports the lookup's length for such a step, which was once taken for that length's cost."""
-    assert calibrated(scheduler) == {OFF, 0, 1}, "the calibration reaches length 1 and waits for steps of it"
-    assert not scheduler.drafting_is_calibrated()
+    assert set(run_steps(scheduler).values()) == {None}
 
 
 @pytest.mark.parametrize("scheduler", [LEARNED], indirect=True)
 def test_only_vllm_0_32_may_lack_the_field_skip_drafts(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specrl.generation.vllm_backend.extensions.scheduler.LACKS_SKIP_DRAFTS", False)
     with pytest.raises(AttributeError, match="skip_drafts"):
-        calibrated(scheduler)
+        run_steps(scheduler)
 
 
 @pytest.mark.parametrize("scheduler", [LEARNED | {"lacks_lookup": True}], indirect=True)
@@ -337,44 +315,14 @@ def test_a_scheduler_without_dynamic_sd_lookup_is_an_error(scheduler: Any) -> No
 
 
 class StandInCore:
-    """AsyncLLM with an engine core that only records its calls."""
+    """AsyncLLM whose workers give these answers."""
 
     def __init__(self) -> None:
-        self.engine_core = self
-        self.calls = list[tuple[Any, ...]]()
         self.answers: list[dict[str, Any]] = []
         """Answers of the workers, by rank."""
 
     async def collective_rpc(self, *_: Any, **__: Any) -> list[dict[str, Any]]:
         return self.answers
-
-    async def call_utility_async(self, method: str, name: str, argument: Any = None) -> None:
-        assert method == "specrl_drafting"
-        self.calls.append((name, argument))
-
-
-def a_worker(can_force: bool) -> dict[str, Any]:
-    return {"shares_embedding": None, "shares_lm_head": None, "can_force": can_force}
-
-
-async def test_drafts_are_forced_only_if_every_worker_supports_it() -> None:
-    core = StandInCore()
-    await draft_length_client.allow_forced_lengths(core, [a_worker(True), a_worker(True)])
-    await draft_length_client.allow_forced_lengths(core, [a_worker(True), a_worker(False)])
-    assert core.calls == [("allow_forced", True), ("allow_forced", False)]
-
-
-@pytest.mark.parametrize(("length", "expected"), [("Adaptive", [("allow_forced", True)]), ("Fixed", [])])
-async def test_only_an_engine_with_an_adaptive_length_passes_on_what_its_workers_support(
-    length: str, expected: list[tuple[Any, ...]]
-) -> None:
-    spec = a_spec(Path("/policy"), {"ngram": {}}, generation={"draftLength": length})
-    engine = VllmEngine(spec, "gen-0")
-    core = StandInCore()
-    engine._llm = core
-    core.answers = [{"value": a_worker(True)}] * 2
-    await engine._check_workers()
-    assert core.calls == expected
 
 
 async def test_an_engine_does_not_start_if_a_worker_samples_from_a_wrong_distribution() -> None:
@@ -382,7 +330,7 @@ async def test_an_engine_does_not_start_if_a_worker_samples_from_a_wrong_distrib
     core = StandInCore()
     engine._llm = core
     wrong = {"error": "EngineFailed", "message": "the sampler on cuda:1 must draw from the policy's distribution"}
-    core.answers = [{"value": a_worker(True)}, wrong]
+    core.answers = [{"value": {"shares_embedding": None, "shares_lm_head": None}}, wrong]
     with pytest.raises(EngineFailed, match="cuda:1"):
         await engine._check_workers()
 

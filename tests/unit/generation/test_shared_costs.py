@@ -1,4 +1,4 @@
-"""A replica takes draft costs from the coordinator instead of measuring them. vLLM is a stand-in here."""
+"""A replica begins with draft costs of other runs, and keeps its own. vLLM is a stand-in here."""
 
 from __future__ import annotations
 
@@ -9,30 +9,34 @@ from typing import Any
 
 import pytest
 import structlog
+from tests.vllm_cases import a_spec
 
 from specrl.coordinator.members.draft_costs import DraftCostTables
 from specrl.coordinator.members.registry import Registry
 from specrl.coordinator.members.service import CoordinatorService
+from specrl.generation.draft_lengths.controller import DraftLengthController
 from specrl.generation.vllm_backend import draft_length_client
-from specrl.records import Sampling
 from specrl.rpc.server import start_server
 from specrl.rpc.shared_costs import CoordinatorCosts
 
 KEY = "0123456789abcdef01234567"
 COSTS = {"nodes": [1], "seconds": {"-1": [0.01], "1": [0.02]}}
-MEASURED = {"nodes": [1], "seconds": {"-1": [0.03], "1": [0.04]}}
+LEARNT = {"nodes": [1], "seconds": {"-1": [0.03], "1": [None]}}
 
 
 class StandInCore:
-    """An engine core without batch sizes to measure. It takes `COSTS` and no other table."""
+    """An engine core that takes `COSTS` and no other table, and reports `costs`."""
 
-    def __init__(self) -> None:
+    def __init__(self, costs: dict[str, Any], events: list[dict[str, Any]] | None = None) -> None:
         self.engine_core = self
+        self.errored = False  # read before each report; True ends the poller
         self.calls: list[str] = []
+        self._report = DraftLengthController(1, (-1, 1)).build_report() | {"costs": costs, "events": events or []}
 
     async def call_utility_async(self, _method: str, name: str, argument: Any = None) -> Any:
         self.calls.append(name)
-        return {"take_costs": argument == COSTS, "nodes": [], "end_calibration": MEASURED}[name]
+        self.errored = name == "report"  # one is enough
+        return {"take_costs": argument == COSTS, "report": self._report}[name]
 
 
 @pytest.fixture
@@ -44,38 +48,84 @@ async def coordinator() -> AsyncIterator[CoordinatorCosts]:
     await server.stop(None)
 
 
-async def calibrate(shared: CoordinatorCosts, folder: Path) -> tuple[list[str], list[str]]:
-    """Calibrate a replica whose cache folder is `folder`; returns its calls of the scheduler and its log events."""
-    core = StandInCore()
+async def seed(shared: CoordinatorCosts, folder: Path) -> tuple[list[str], list[str]]:
+    """Start a replica whose cache folder is `folder`; returns its calls of the scheduler and its log events."""
+    core = StandInCore(LEARNT)
     with structlog.testing.capture_logs() as events:
-        await draft_length_client.calibrate_costs(core, folder / f"{KEY}.json", Sampling(8), shared)
+        await draft_length_client.seed_costs(core, folder / f"{KEY}.json", shared)
     return core.calls, [event["event"] for event in events]
 
 
-async def test_the_second_replica_of_a_kind_measures_nothing(coordinator: CoordinatorCosts, tmp_path: Path) -> None:
-    """Once every pod measured its costs anew: 5 to 12 seconds of a GPU at each start."""
-    assert await calibrate(coordinator, tmp_path / "first") == (["nodes", "end_calibration"], ["draft_costs_measured"])
-    assert await coordinator.find_costs(KEY) == MEASURED
-    await coordinator.keep_costs(KEY, COSTS)  # a table that the stand-in takes
-    assert await calibrate(coordinator, tmp_path / "second") == (["take_costs"], ["draft_costs_read"])
-    assert json.loads((tmp_path / "second" / f"{KEY}.json").read_text()) == COSTS
+async def test_a_replica_begins_with_the_costs_of_another_one(coordinator: CoordinatorCosts, tmp_path: Path) -> None:
+    assert await seed(coordinator, tmp_path) == ([], []), "and measures nothing if there are none"
+    await coordinator.keep_costs(KEY, COSTS)
+    assert await seed(coordinator, tmp_path) == (["take_costs"], ["draft_costs_read"])
 
 
-async def test_costs_of_this_machines_cache_are_shared(coordinator: CoordinatorCosts, tmp_path: Path) -> None:
+async def test_the_cache_of_the_machine_comes_first(coordinator: CoordinatorCosts, tmp_path: Path) -> None:
     (tmp_path / f"{KEY}.json").write_text(json.dumps(COSTS))
-    assert await calibrate(coordinator, tmp_path) == (["take_costs"], ["draft_costs_read"])
-    assert await coordinator.find_costs(KEY) == COSTS
-
-
-async def test_costs_of_another_engine_are_measured_anew(coordinator: CoordinatorCosts, tmp_path: Path) -> None:
     await coordinator.keep_costs(KEY, {"nodes": []})
-    calls, events = await calibrate(coordinator, tmp_path)
-    assert calls == ["take_costs", "nodes", "end_calibration"]
-    assert events == ["draft_costs_ignored", "draft_costs_measured"]
-    assert await coordinator.find_costs(KEY) == MEASURED
+    assert await seed(coordinator, tmp_path) == (["take_costs"], ["draft_costs_read"])
 
 
-async def test_a_coordinator_that_does_not_answer_costs_a_measurement(tmp_path: Path) -> None:
-    calls, events = await calibrate(CoordinatorCosts("127.0.0.1:1"), tmp_path)
-    assert calls == ["nodes", "end_calibration"]
-    assert events == ["draft_costs_not_shared", "draft_costs_not_shared", "draft_costs_measured"]
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[" * 5000, b'{"nodes": [1], "seconds": {"-1": [0'])
+async def test_a_file_that_cannot_be_used_is_ignored(
+    coordinator: CoordinatorCosts, tmp_path: Path, content: bytes
+) -> None:
+    (tmp_path / f"{KEY}.json").write_bytes(content)
+    await coordinator.keep_costs(KEY, COSTS)
+    assert await seed(coordinator, tmp_path) == (["take_costs"], ["draft_costs_ignored", "draft_costs_read"])
+
+
+async def test_costs_of_another_engine_are_ignored(coordinator: CoordinatorCosts, tmp_path: Path) -> None:
+    await coordinator.keep_costs(KEY, {"nodes": []})
+    assert await seed(coordinator, tmp_path) == (["take_costs"], ["draft_costs_ignored"])
+
+
+async def test_a_coordinator_that_does_not_answer_delays_no_start(tmp_path: Path) -> None:
+    assert await seed(CoordinatorCosts("127.0.0.1:1"), tmp_path) == ([], ["draft_costs_not_shared"])
+
+
+async def poll(core: StandInCore, file: Path, shared: CoordinatorCosts | None) -> list[str]:
+    """Poll reports until the core has given one, and close; returns the log events."""
+    with structlog.testing.capture_logs() as events, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(draft_length_client, "REPORT_S", 0.0)
+        poller = draft_length_client.ReportPoller(core, "gen-0", file, shared)
+        await poller._task
+        poller.close()
+    return [event["event"] for event in events if event["log_level"] != "debug"]
+
+
+async def test_costs_are_saved_and_shared_now_and_then(
+    coordinator: CoordinatorCosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draft_length_client, "SAVE_S", 0.0)
+    file = tmp_path / "new" / f"{KEY}.json"
+    assert await poll(StandInCore(LEARNT), file, coordinator) == []
+    assert await coordinator.find_costs(KEY) == json.loads(file.read_text()) == LEARNT
+
+
+async def test_costs_are_saved_at_the_end(tmp_path: Path) -> None:
+    file = tmp_path / f"{KEY}.json"
+    await poll(StandInCore({"nodes": [1], "seconds": {"-1": [None], "1": [None]}}), file, None)
+    assert not file.exists(), "nothing was learnt"
+    await poll(StandInCore(LEARNT), file, None)
+    assert json.loads(file.read_text()) == LEARNT
+
+
+async def test_costs_that_cannot_be_saved_and_seeds_that_were_wrong_are_logged(tmp_path: Path) -> None:
+    (tmp_path / "occupied").touch()
+    wrong = [{"kind": "costs_contradicted", "batch": 4, "length": 2}]
+    found = await poll(StandInCore(LEARNT, wrong), tmp_path / "occupied" / f"{KEY}.json", None)
+    assert found == ["draft_costs_contradicted", "draft_costs_not_saved"]
+
+
+def test_costs_are_kept_for_another_length_of_completions(vllm_imported: None) -> None:
+    """Each maxTokens was calibrated anew, for minutes with a model of 30 layers."""
+
+    def name_file(**sampling: Any) -> Path:
+        spec = a_spec(Path("/policy"), {"ngram": {}}, generation={"sampling": sampling})
+        return draft_length_client.costs_file(spec, [])
+
+    assert name_file(maxTokens=64) == name_file(maxTokens=128)
+    assert name_file(maxTokens=64) != name_file(maxTokens=64, topK=4)

@@ -1,4 +1,4 @@
-"""Keeps the draft costs that replicas have measured, so that later replicas of the same kind need not measure them.
+"""Keeps the draft costs that replicas have learnt, so that later replicas of the same kind begin with them.
 
 A replica of a cluster keeps no files of its own. The coordinator writes each table to the run's folder, where it
 outlives every pod. It does not read what is in a table: only the replica knows which batch sizes and draft lengths it
@@ -34,7 +34,7 @@ class DraftCostTables:
         self._tables: dict[str, str] = {}
 
     def find_table(self, key: str) -> str:
-        """Return the table of a kind of machine, as JSON; empty if nobody has measured it. Raises RecordInvalid."""
+        """Return the table of a kind of machine, as JSON; empty if there is none. Raises RecordInvalid."""
         _check_key(key)
         if key not in self._tables and self._folder is not None:
             try:

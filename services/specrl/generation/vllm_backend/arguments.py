@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from specrl.errors import RecordInvalid, RunInvalid
-from specrl.generation.draft_length import OFF
+from specrl.generation.draft_lengths.decoding_step import OFF
 from specrl.generation.gpu_memory import check_kv_cache, estimate_replica_bytes, gpu_step_tokens
 from specrl.generation.nodes import ONE_NODE, ReplicaNodes
 from specrl.models import ModelFolder
@@ -277,8 +277,8 @@ def check_graph_coverage(spec: RunSpec, largest: int | None, is_cpu: bool) -> No
 def list_adaptive_lengths(spec: RunSpec) -> tuple[int, ...]:
     """Return the lengths that an adaptive draft length may choose; empty if the length does not adapt.
 
-    N-gram look-up has no KV cache, so its length 0 is the same as OFF and is left out. vLLM's suffix decoding supports
-    only its configured length: it chooses each draft's length below that, and its trees must see every step.
+    Length 0 is left out: it is slower than OFF, and yields no drafts to observe. vLLM's suffix decoding supports only
+    its configured length: it chooses each draft's length below that, and its trees must see every step.
     """
     speculation = spec.generation.speculation
     longest = spec.generation.speculation.num_draft_tokens
@@ -286,7 +286,7 @@ def list_adaptive_lengths(spec: RunSpec) -> tuple[int, ...]:
         return ()
     if speculation.kind == "suffix":
         return ()
-    return (OFF, *range(1 if speculation.kind == "ngram" else 0, longest + 1))
+    return (OFF, *range(1, longest + 1))
 
 
 def check_request(request: RolloutRequest, spec: RunSpec, vocab_size: int) -> None:

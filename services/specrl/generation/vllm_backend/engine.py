@@ -53,7 +53,6 @@ from specrl.records import (
     GenerationStatus,
     Rollout,
     RolloutRequest,
-    Sampling,
     WeightChecksums,
     WeightGroup,
     WeightManifest,
@@ -115,7 +114,7 @@ class VllmEngine:
         self._cleanup = ExitStack()
 
     async def start(self, core: ReservedFork | None = None) -> None:
-        """Check folders and memory, start vLLM, check its samplers, and calibrate. Blocks the event loop.
+        """Check folders and memory, start vLLM and check its samplers. Blocks the event loop.
 
         core: where to run the engine core; None spawns it.
         Raises SpecInvalid, CheckpointInvalid, MemoryTooSmall or EngineFailed; nothing is left running then.
@@ -127,10 +126,9 @@ class VllmEngine:
             self._start_vllm(launch.build_vllm_config(self._spec, self._folders, self._nodes), core)
             await self._check_workers()
             if self._draft_lengths:
-                await draft_length_client.calibrate_costs(
-                    self._llm, self._calibration_file(), self._calibration_sampling, self._shared_costs
-                )
-                self._drafting = draft_length_client.ReportPoller(self._llm, self._replica_id)
+                file = self._costs_file()
+                await draft_length_client.seed_costs(self._llm, file, self._shared_costs)
+                self._drafting = draft_length_client.ReportPoller(self._llm, self._replica_id, file, self._shared_costs)
             with translate_errors("take its first version"):
                 await self._llm.update_weight_version(str(INITIAL_VERSION))
         except BaseException:
@@ -161,20 +159,9 @@ class VllmEngine:
     def _draft_lengths(self) -> tuple[int, ...]:
         return arguments.list_adaptive_lengths(self._spec)
 
-    def _calibration_file(self) -> Path:
+    def _costs_file(self) -> Path:
         folders = (self._folders.policy, self._folders.drafter)
-        return draft_length_client.calibration_file(self._spec, [folder.config for folder in folders if folder])
-
-    @property
-    def _calibration_sampling(self) -> Sampling:
-        """The run's sampling, with completions as long as the context allows."""
-        spec = self._spec
-        generation = self._spec.generation
-        longest = (
-            spec.model.max_length - draft_length_client.PROMPT_TOKENS - generation.speculation.num_draft_tokens - 1
-        )
-        sampling = generation.sampling
-        return Sampling(longest, float(sampling.temperature), float(sampling.top_p), sampling.top_k)
+        return draft_length_client.costs_file(self._spec, [folder.config for folder in folders if folder])
 
     async def _check_workers(self) -> None:
         """Check the samplers of every worker, and the tensors that policy and drafter share.
@@ -193,8 +180,6 @@ class VllmEngine:
                     f"the drafter must have an lm_head of its own, got the policy's in {self._drafter_path()}: vLLM "
                     "would share one tensor, and a drafter update would overwrite the policy; train the head first"
                 )
-        if self._draft_lengths:
-            await draft_length_client.allow_forced_lengths(self._llm, workers)
 
     def _drafter_path(self) -> Path | None:
         return self._folders.drafter.path if self._folders.drafter is not None else None

@@ -13,17 +13,13 @@ computes for EAGLE-3 are left out as well, unless a compiled graph contains them
 With drafting on, a step can still have no drafts: none were requested, or look-up found none. It is then sampled
 without the rejection sampler and its preparation, which saves a tenth of the step.
 
-Forced drafts. The first runner's look-up drafts only what it finds. A calibration needs the cost of full drafts and
-requests them with `FORCED` added to the length. Our patch removes it before the proposer's `propose` sees the length.
-So the worker reports to the engine whether it supports such lengths. Any other worker would take them as real ones.
-
 Second runner. GPUs use it (`SECOND_RUNNERS`) for all other mechanisms. There `sample_tokens` makes all drafts, by
 `speculator.propose`, and even length 0 runs a learned drafter once. In a step of length `OFF` the patch returns "no
 drafts" in its place, and the runner reads the length as 0. This was read in vLLM 0.32 and 0.33
 (v1/worker/gpu/model_runner.py and spec_decode/) and has not run on a GPU: later steps need nothing of `propose` but the
 drafter's KV cache, the plain sampler is used where there are no drafts to verify, and the policy's CUDA graph of length
-0 serves `OFF`, too. This graph computes hidden states for the drafter in any case. The runner needs no `FORCED`, since
-its look-up drafts for every request. The part `draftLengths` of benchmarks/gpu checks all this on a GPU.
+0 serves `OFF`, too. This graph computes hidden states for the drafter in any case. The part `draftLengths` of
+benchmarks/gpu checks all this on a GPU.
 
 Called by `worker` in each of vLLM's workers.
 """
@@ -38,11 +34,7 @@ from typing import Any
 import torch
 
 from specrl.errors import EngineFailed
-from specrl.generation.draft_length import OFF
-
-FORCED = 1000
-"""Added to a length, it gives every request a draft of that length, filled up with an arbitrary token."""
-
+from specrl.generation.draft_lengths.decoding_step import OFF
 
 # Classes of vLLM 0.32 and 0.33.
 FIRST_RUNNERS = (
@@ -55,18 +47,21 @@ SECOND_RUNNERS = (
 )
 
 
-def patch_model_runner(model_runner: Any) -> bool:
-    """Patch a model runner with speculation. Returns whether it supports lengths with `FORCED` added.
+def patch_model_runner(model_runner: Any) -> None:
+    """Patch a model runner with speculation.
 
     Raises EngineFailed for an unknown runner, and for one that lacks an attribute that the patch needs.
     """
     is_second = _is_second_runner(model_runner)
     if model_runner.vllm_config.speculative_config is None:
-        return False
-    return _patch_second_runner(model_runner) if is_second else _patch_first_runner(model_runner)
+        return
+    if is_second:
+        _patch_second_runner(model_runner)
+    else:
+        _patch_first_runner(model_runner)
 
 
-def _patch_second_runner(model_runner: Any) -> bool:
+def _patch_second_runner(model_runner: Any) -> None:
     _require_attributes(model_runner, "execute_model", "speculator", "req_states")
     speculator = model_runner.speculator
     _require_attributes(speculator, "propose")
@@ -91,10 +86,9 @@ def _patch_second_runner(model_runner: Any) -> bool:
 
     model_runner.execute_model = execute_or_rest
     speculator.propose = propose_or_rest
-    return False
 
 
-def _patch_first_runner(model_runner: Any) -> bool:
+def _patch_first_runner(model_runner: Any) -> None:
     _require_attributes(model_runner, *_FIRST_RUNNER_ATTRIBUTES)
     drafter = model_runner.drafter
     _require_attributes(drafter, "propose")
@@ -152,19 +146,13 @@ def _patch_first_runner(model_runner: Any) -> bool:
             if is_lookup:
                 return [[] for _ in range(count)]
             return torch.empty(count, 0, dtype=torch.int64, device=model_runner.device)
-        if length < FORCED:
-            return propose(*args, **kwargs)
-        # A calibration measures only the cost, so drafts are padded with token 1, which every vocabulary has.
-        wanted = length - FORCED
-        found = propose(wanted, *args[1:], **kwargs)
-        return [(draft + [1] * wanted)[:wanted] for draft in found]
+        return propose(*args, **kwargs)
 
     drafter.propose = propose_or_rest
     model_runner._sample = sample_as_drafted
     model_runner.propose_draft_token_ids = prepare_and_propose_as_drafted
     model_runner.execute_model = execute_or_rest
     model_runner.sample_tokens = sample_tokens_or_rest
-    return is_lookup
 
 
 _FIRST_RUNNER_ATTRIBUTES = (

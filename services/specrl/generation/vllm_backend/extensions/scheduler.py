@@ -8,16 +8,12 @@ and the accepted tokens of every draft.
 Runs in the engine core. The front end calls the methods `drafting_*` through `EngineCore.specrl_drafting` (plugin.py).
 
 Durations. A step's duration is the time between two calls of `schedule`. In a busy engine this is the step's real cost,
-including host work. `cost_calibration.Step` says which steps count.
+including host work. `decoding_step.Step` says which durations can be compared.
 
 Catch-up. A learned drafter has not read the tokens of steps for which it was off. Requests of such steps are decoded
 without it until `DraftLengthController.is_catch_up_due`. Then all live requests are computed again, with the drafter,
 as after a weight update with `weights.kvCache: Recompute`. Their sampled tokens are kept; the output of the step in
 progress is discarded.
-
-Calibration. Look-up mechanisms find nothing in random prompts, so `FORCED` requests drafts from the workers anyway. It
-is added only after all workers have reported that they support it (`drafting_allow_forced`). Any other worker would
-take it as a thousand more drafts, for which vLLM has no room.
 """
 
 from __future__ import annotations
@@ -30,14 +26,13 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from specrl.errors import EngineFailed
-from specrl.generation.cost_calibration import CostCalibration, Step
-from specrl.generation.draft_length import OFF, DraftingState, DraftLengthController
-from specrl.generation.vllm_backend.extensions.draft_rest import FORCED, is_draft_free
+from specrl.generation.draft_lengths.controller import DraftingState, DraftLengthController
+from specrl.generation.draft_lengths.decoding_step import COMPARED_AFTER, OFF, Step
+from specrl.generation.vllm_backend.extensions.draft_rest import is_draft_free
 from specrl.seams.versions import installed_version
 
 SETTINGS = "specrl"  # our key in vLLM's additional_config
 LACKS_SKIP_DRAFTS = installed_version("vllm") == "0.32.0"  # see `_drafted_length`
-MEASURED_AFTER = 2  # a step counts after two others of its length, see `cost_calibration.Step`
 
 
 class DraftLengthScheduler(Scheduler):
@@ -54,9 +49,7 @@ class DraftLengthScheduler(Scheduler):
         settings: dict[str, Any] = config.additional_config[SETTINGS]
         self._drafting = DraftLengthController(self.scheduler_config.max_num_seqs, tuple(settings["lengths"]))
         self._is_lookup = settings["is_lookup"]
-        self._can_force = False  # until all workers have reported that they support FORCED
-        self._calibration: CostCalibration | None = None  # while a calibration runs
-        self._recent: deque[Step] = deque(maxlen=MEASURED_AFTER + 1)
+        self._recent: deque[Step] = deque(maxlen=COMPARED_AFTER + 1)
         self._emitted = 0  # tokens since the last call of `schedule`
         self._missed: set[str] = set()  # requests with tokens that a learned drafter has not read
         self.rests = False  # whether the last scheduled step neither verifies nor makes drafts; read by plugin.py
@@ -75,11 +68,11 @@ class DraftLengthScheduler(Scheduler):
         batch = len(scheduled)
         length = output.num_spec_tokens_to_schedule
         self._missed -= output.finished_req_ids
-        # A probe's few steps without the drafter are not worth a catch-up: the drafter then has a gap in its context.
-        if length == OFF and not self._is_lookup and (self._missed or not self._drafting.is_probing):
+        # A try's few steps without the drafter are not worth a catch-up: the drafter then has a gap in its context.
+        if length == OFF and not self._is_lookup and (self._missed or not self._drafting.is_trying):
             self._missed.update(scheduled)
-        if self._recent:
-            self._record_last_step(now)
+        if self._recent:  # the last step ends with this call
+            self._drafting.record_step(self._recent, self._emitted, now - self._recent[-1].at_s)
         self._emitted = 0
         # Each request computes one token of its own and its drafts; the rest are prompts.
         read = output.total_num_scheduled_tokens - batch - sum(len(tokens) for tokens in drafted.values())
@@ -91,13 +84,11 @@ class DraftLengthScheduler(Scheduler):
 
     def _next_lookup(self) -> list[int]:
         """Choose the lengths by batch size for the next step, and start a catch-up if one is due."""
-        calibration = self._calibration
-        if calibration is not None:
-            length = calibration.current_length + (FORCED if self._can_force and calibration.current_length > 0 else 0)
-            return [length] * len(self._drafting.table)
         lookup = self._drafting.next_table()
-        # A trial drafts for new requests, and does not wait for older ones that the drafter has missed.
-        if not self._missed or self._drafting.fixed is not None or self._drafting.state is DraftingState.TRIAL:
+        # A trial drafts for new requests, and does not wait for older ones that the drafter has missed. A try measures
+        # the time of a step, whatever is accepted.
+        is_free = self._drafting.state is DraftingState.TRIAL or self._drafting.is_trying
+        if not self._missed or self._drafting.fixed is not None or is_free:
             return lookup
         batch = min(len(self.running) + len(self.waiting), self._drafting.max_batch)
         computed = (request.num_computed_tokens for request in self.running)
@@ -118,9 +109,8 @@ class DraftLengthScheduler(Scheduler):
 
     def make_spec_decoding_stats(self, *args: Any, **kwargs: Any) -> Any:
         """Record the acceptance. vLLM calls this for every verified draft."""
-        if self._calibration is None:
-            is_whole = kwargs["request_id"] not in self._missed
-            self._drafting.record_verified_draft(kwargs["num_draft_tokens"], kwargs["num_accepted_tokens"], is_whole)
+        is_whole = kwargs["request_id"] not in self._missed
+        self._drafting.record_verified_draft(kwargs["num_draft_tokens"], kwargs["num_accepted_tokens"], is_whole)
         return super().make_spec_decoding_stats(*args, **kwargs)
 
     def add_request(self, request: Any) -> None:
@@ -139,22 +129,6 @@ class DraftLengthScheduler(Scheduler):
         self._recent.clear()
         super().set_pause_state(*args, **kwargs)
 
-    def _record_last_step(self, now: float) -> None:
-        """Record the duration of the last step, which ends with the present call of `schedule`."""
-        *before, last = self._recent
-        seconds = now - last.at_s
-        is_measured = len(before) == MEASURED_AFTER and last.is_measured(*before)
-        if self._calibration is not None:
-            if is_measured:
-                self._calibration.record_step(last.batch, last.length, seconds)
-            return
-        if is_measured:
-            self._drafting.record_step(last.batch, last.length, self._emitted, seconds)
-        elif last.read > 0:
-            self._drafting.record_prefill_step(last.batch, last.length, last.read, seconds, last.is_catch_up)
-        elif last.batch > 0:
-            self._drafting.record_unmeasured_step(last.batch, last.length, self._emitted, seconds)
-
     # -- calls of the front end, by name through EngineCore.specrl_drafting -----------------------------------------
 
     def drafting_report(self) -> dict[str, Any]:
@@ -165,10 +139,6 @@ class DraftLengthScheduler(Scheduler):
         """Always draft this many tokens; None returns to the controller's decisions. For tests and benchmarks."""
         self._drafting.fix_length(length)
 
-    def drafting_allow_forced(self, can_force: bool) -> None:
-        """Set whether all workers support `FORCED`. Called once, before the first request."""
-        self._can_force = can_force
-
     def drafting_weights_changed(self) -> None:
         """Notify the controller of new weights of policy and drafter."""
         self._drafting.handle_new_weights()
@@ -177,48 +147,9 @@ class DraftLengthScheduler(Scheduler):
         """Notify the controller of a new drafter under the same policy version."""
         self._drafting.reset_drafter()
 
-    def drafting_calibrate(self, batch: int) -> None:
-        """Begin to measure steps of this batch size; the front end keeps so many requests running."""
-        if self._calibration is None:
-            self._calibration = CostCalibration(self._drafting.lengths)
-        self._calibration.begin_batch(batch)
-
-    def drafting_is_calibrated(self) -> bool:
-        """Whether the batch size of the last `drafting_calibrate` is measured."""
-        return self._calibration is not None and self._calibration.is_done
-
-    def drafting_end_batch_early(self) -> bool:
-        """End the measuring of this batch size. Returns whether there were enough passes."""
-        return self._calibration is not None and self._calibration.end_early()
-
-    def drafting_nodes(self) -> list[int]:
-        """Return the batch sizes to calibrate, ascending."""
-        return list(self._drafting.costs.nodes)
-
-    def drafting_end_calibration(self) -> dict[str, Any]:
-        """End the calibration, use the measured costs, and return them for the calibration file."""
-        assert self._calibration is not None
-        self._drafting.costs.set_measured_costs(self._calibration.rows)
-        self._calibration = None
-        self._use_costs()
-        return self._drafting.costs.to_json()
-
-    def drafting_drop_calibration(self) -> None:
-        """Abandon the calibration. Without costs, drafts have full length."""
-        self._calibration = None
-        self._use_costs()
-
     def drafting_take_costs(self, costs: dict[str, Any]) -> bool:
-        """Use the costs of a calibration file. Returns False if they are of other batch sizes or lengths."""
-        is_taken = self._drafting.costs.load_json(costs)
-        if is_taken:
-            self._use_costs()
-        return is_taken
-
-    def _use_costs(self) -> None:
-        self._recent.clear()
-        self.dynamic_sd_lookup = self._drafting.table
-        self._drafting.revise_table()
+        """Begin with the costs of other runs. Returns False if they are of other batch sizes or lengths."""
+        return self._drafting.costs.load_json(costs)
 
 
 def _drafted_length(output: Any) -> int:
@@ -235,7 +166,7 @@ def _drafted_length(output: Any) -> int:
     if length == OFF:
         return OFF
     skips = getattr(output, "skip_drafts", False) if LACKS_SKIP_DRAFTS else output.skip_drafts
-    return 0 if skips else length % FORCED
+    return 0 if skips else length
 
 
 class AsyncDraftLengthScheduler(DraftLengthScheduler, AsyncScheduler):

@@ -98,15 +98,15 @@ class WorkerExtension:
     def specrl_inspect(self) -> dict[str, Any]:
         """Check this rank's samplers, and patch its model runner.
 
-        Returns whether the drafter shares the policy's embedding and output layer, and whether the rank supports forced
-        drafts. Raises EngineFailed if sampling is wrong or cannot be checked.
+        Returns whether the drafter shares the policy's embedding and output layer. Raises EngineFailed if sampling is
+        wrong or cannot be checked.
         """
         self.specrl_threads = _count_packing_threads()
         sampling_check.check_model_runner(self.model_runner)
         model = self.model_runner.get_model()
         drafter = self.model_runner.get_draft_model()
         found: dict[str, Any] = {"shares_embedding": None, "shares_lm_head": None}
-        found["can_force"] = draft_rest.patch_model_runner(self.model_runner)
+        draft_rest.patch_model_runner(self.model_runner)
         routed_experts.install_connector(self.model_runner)
         sampling_sets.install_recorder(self.model_runner)
         if drafter is not None and self.vllm_config.speculative_config.method == "eagle3":
