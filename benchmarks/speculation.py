@@ -1,6 +1,7 @@
 """Measures whether the adaptive draft length finds the best length, and whether speculation can slow generation down.
 
     python benchmarks/speculation.py --run runs/demo-1                # the demo's policy with its trained drafter
+    python benchmarks/speculation.py --spec run.yaml --policy MODEL --drafter HEAD --kept kept.json     # any other
 
 Engines side by side: `none`; the trained drafter with the adaptive length; the same drafter with fixed lengths of 1 to
 5; and with the adaptive length two more drafters, a useless one (random weights) and an adversarial one (the trained
@@ -12,6 +13,11 @@ places with the adaptive one at half time; a round, or a turn, combines one of e
 Every table is printed a second time "at mean costs", which removes differences between processes. There, each step that
 only decoded costs the mean of all engines' steps of its kind (live rollouts by half powers of two, and draft length;
 engines with and without a drafter apart). Everything else keeps its measured time.
+
+Every table is printed a third time by the CPU time of the engine: tokens per second that its processes, without the
+front end, have computed. Other load on the machine changes that little. `--kept` keeps the slices of each load in a
+file. A second run with the same file measures only the loads that are not in it. A slice must have ten steps or more,
+so a model with long steps needs a longer `--slice` and `--learning`.
 
 Two measurements on the same prompts:
 
@@ -46,6 +52,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import psutil
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -82,6 +89,7 @@ SLICE_S = 0.2  # ten steps or more; other noise of the machine lasts longer, and
 SETTLE_S = 0.02  # wait for the outputs of a paused engine's last step
 LEARNING_S = 12.0  # seconds at a load for each controller
 WARM_UP = 2  # rounds and turns that are not counted
+CPU_TICK_S = 0.01  # the kernel counts CPU time in such ticks, so a short slice may have none
 
 
 @dataclass(frozen=True)
@@ -102,6 +110,7 @@ class Slice:
 
     tokens: int
     seconds: float
+    cpu_s: float
     steps: dict[Bin, tuple[int, float]]
 
     @property
@@ -109,16 +118,53 @@ class Slice:
         """Tokens per second as measured."""
         return self.tokens / self.seconds
 
+    @property
+    def speed_by_cpu(self) -> float:
+        """Tokens per second of the engine's CPU time."""
+        return self.tokens / max(self.cpu_s, CPU_TICK_S)
+
     def plus(self, other: Slice) -> Slice:
         """Add another turn."""
         steps = added([self.steps, other.steps])
-        return Slice(self.tokens + other.tokens, self.seconds + other.seconds, steps)
+        cpu_s = self.cpu_s + other.cpu_s
+        return Slice(self.tokens + other.tokens, self.seconds + other.seconds, cpu_s, steps)
 
     def speed_at(self, mean_s: Mapping[Bin, float]) -> float:
         """Tokens per second if each step had cost the mean of its kind."""
         counted = sum(seconds for _, seconds in self.steps.values())
         expected = sum(count * mean_s[kind] for kind, (count, _) in self.steps.items())
         return self.tokens / (self.seconds - counted + expected)
+
+    def to_json(self) -> list[Any]:
+        """Serialise for the file of kept slices."""
+        return [self.tokens, self.seconds, self.cpu_s, [[*kind, *sums] for kind, sums in self.steps.items()]]
+
+    @classmethod
+    def from_json(cls, found: list[Any]) -> Slice:
+        """Read what `to_json` returned."""
+        tokens, seconds, cpu_s, steps = found
+        return cls(tokens, seconds, cpu_s, {(a, b, c): (count, sum_s) for a, b, c, count, sum_s in steps})
+
+
+class CpuClocks:
+    """CPU time of each engine's processes."""
+
+    def __init__(self) -> None:
+        self._processes: dict[int, list[psutil.Process]] = {}
+
+    async def start(self, engine: VllmEngine) -> None:
+        """Start an engine. Its processes are those that appear meanwhile."""
+        before = set(psutil.Process().children(recursive=True))
+        await engine.start()
+        self._processes[id(engine)] = [*(set(psutil.Process().children(recursive=True)) - before)]
+
+    def read(self, engine: VllmEngine) -> float:
+        """Return the CPU seconds of an engine so far."""
+        times = [process.cpu_times() for process in self._processes[id(engine)]]
+        return sum(each.user + each.system for each in times)
+
+
+CLOCKS = CpuClocks()
 
 
 async def costs_of(engine: VllmEngine) -> dict[Bin, StepCost]:
@@ -164,7 +210,7 @@ async def start(spec: RunSpec, policy: Path, drafter: Path, scratch: Path) -> di
     for name in (NONE, ANOTHER, *heads):
         fields = parse_mechanism("eagle3", str(heads[name])) if name in heads else parse_mechanism("none", "")
         engines[name] = VllmEngine(replace_speculation(spec, fields, str(policy)), name.replace(" ", "-"))
-        await engines[name].start()
+        await CLOCKS.start(engines[name])
     return engines
 
 
@@ -211,13 +257,15 @@ class Load:
         """Let the engine compute for so long."""
         before = await costs_of(self._engine)
         tokens = self._tokens()
+        cpu_s = CLOCKS.read(self._engine)
         began = time.perf_counter()
         await resume_sampling(self._engine)
         await asyncio.sleep(seconds)
         await self._engine._pause_scheduling()
         took = time.perf_counter() - began
         await asyncio.sleep(SETTLE_S)
-        return Slice(self._tokens() - tokens, took, since(before, await costs_of(self._engine)))
+        cpu_s = CLOCKS.read(self._engine) - cpu_s
+        return Slice(self._tokens() - tokens, took, cpu_s, since(before, await costs_of(self._engine)))
 
     def _tokens(self) -> int:
         return self._finished + sum(len(completion.token_ids) for completion in self._engine._live.values())
@@ -243,7 +291,7 @@ async def choose(mode: Mode) -> None:
 
 
 async def at_load(
-    live: int, modes: Sequence[Mode], spec: RunSpec, rounds: int, advance: Callable[[], None]
+    live: int, modes: Sequence[Mode], spec: RunSpec, arguments: argparse.Namespace, advance: Callable[[], None]
 ) -> dict[str, list[Slice]]:
     """Measure one load by mode, one slice per round."""
     prompts = load_prompts(spec)
@@ -254,12 +302,12 @@ async def at_load(
     for mode in modes:
         if mode.name in CONTROLLED:
             await choose(mode)
-            await loads[id(mode.engine)].compute(LEARNING_S)
+            await loads[id(mode.engine)].compute(arguments.learning)
     slices: dict[str, list[Slice]] = {mode.name: [] for mode in modes}
-    for number in range(rounds + WARM_UP):
+    for number in range(arguments.rounds + WARM_UP):
         for mode in in_order(modes, number):
             await choose(mode)
-            one = await loads[id(mode.engine)].compute(SLICE_S)
+            one = await loads[id(mode.engine)].compute(arguments.slice)
             if number >= WARM_UP:
                 slices[mode.name].append(one)
             advance()
@@ -312,10 +360,12 @@ async def drain(
             await choose(mode)
             named = [replace(request, rollout_id=f"{mode.name}-{request.rollout_id}") for request in requests]
             before = await costs_of(mode.engine)
+            cpu_s = CLOCKS.read(mode.engine)
             emitted, seconds = await answer(mode.engine, named, most)
+            cpu_s = CLOCKS.read(mode.engine) - cpu_s
             if number >= WARM_UP:
                 steps = since(before, await costs_of(mode.engine))
-                slices[mode.name].append(Slice(emitted, seconds, steps))
+                slices[mode.name].append(Slice(emitted, seconds, cpu_s, steps))
             advance()
     return slices
 
@@ -374,26 +424,34 @@ def tables(rows: Sequence[dict[str, Any]], title: str) -> list[Table]:
 
 async def run(arguments: argparse.Namespace, console: Console) -> None:
     """Start, measure, print, and write the rows if asked."""
-    spec = load_spec(arguments.run / "run.yaml")
-    export = arguments.run / "export"
+    spec = load_spec(arguments.spec)
+    kept = read_kept(arguments.kept)
     with tempfile.TemporaryDirectory() as scratch, Progress(console=console, disable=not console.is_terminal) as bar:
-        engines = await start(spec, export / "policy", export / "drafter", Path(scratch))
+        engines = await start(spec, arguments.policy, arguments.drafter, Path(scratch))
         try:
             slices = len(arguments.batches) * (arguments.rounds + WARM_UP) + arguments.turns + WARM_UP
             total = 2 * len(modes_of(engines, arguments.lengths)) * slices
             advance = partial(bar.advance, bar.add_task("measuring", total=total))
             both = partial(both_ways, engines, arguments.lengths)
-            found = {}
-            for live in arguments.batches:
-                at_this = partial(at_load, live, spec=spec, rounds=arguments.rounds, advance=advance)
-                found[str(live)] = await both(at_this)
-            found[DRAIN] = await both(partial(drain, spec=spec, turns=arguments.turns, advance=advance))
+            measures: dict[str, Callable[[list[Mode]], Awaitable[dict[str, list[Slice]]]]] = {
+                str(live): partial(at_load, live, spec=spec, arguments=arguments, advance=advance)
+                for live in arguments.batches
+            }
+            measures[DRAIN] = partial(drain, spec=spec, turns=arguments.turns, advance=advance)
+            for load, measure in measures.items():
+                if load not in kept:
+                    kept[load] = await both(measure)
+                    write_kept(arguments.kept, kept)
+            found = {load: kept[load] for load in measures}
             reports = {name: await draft_length_client.fetch_report(engines[name]._llm) for name in CONTROLLED}
         finally:
             await close_engines(engines)
     rows = rows_of({load: {name: [one.speed for one in own] for name, own in by.items()} for load, by in found.items()})
     at_mean = rows_of({load: at_mean_costs(by) for load, by in found.items()})
-    for title, shown in (("as measured", rows), ("at mean costs", at_mean)):
+    by_cpu = rows_of(
+        {load: {name: [one.speed_by_cpu for one in own] for name, own in by.items()} for load, by in found.items()}
+    )
+    for title, shown in (("as measured", rows), ("at mean costs", at_mean), ("by CPU time of the engine", by_cpu)):
         for table in tables(shown, title):
             console.print(table)
     for name, report in reports.items():
@@ -401,15 +459,40 @@ async def run(arguments: argparse.Namespace, console: Console) -> None:
         console.print(f"{name}: {report['state']}, lengths by batch {report['table']}, first i accepted {shares}")
     if arguments.json:
         arguments.json.write_text(
-            json.dumps({"rows": rows, "atMeanCosts": at_mean, "reports": reports}, indent=1) + "\n", encoding="utf-8"
+            json.dumps({"rows": rows, "atMeanCosts": at_mean, "byCpuTime": by_cpu, "reports": reports}, indent=1)
+            + "\n",
+            encoding="utf-8",
         )
+
+
+def read_kept(file: Path | None) -> dict[str, dict[str, list[Slice]]]:
+    """Read the slices of an earlier run, by load and mode."""
+    if file is None or not file.exists():
+        return {}
+    found = json.loads(file.read_text(encoding="utf-8"))
+    return {
+        load: {name: [Slice.from_json(one) for one in own] for name, own in by.items()} for load, by in found.items()
+    }
+
+
+def write_kept(file: Path | None, kept: dict[str, dict[str, list[Slice]]]) -> None:
+    """Keep the slices, if a file is named."""
+    if file is not None:
+        found = {load: {name: [one.to_json() for one in own] for name, own in by.items()} for load, by in kept.items()}
+        file.write_text(json.dumps(found) + "\n", encoding="utf-8")
 
 
 def main() -> None:
     """Parse the command line and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=Path, required=True, help="folder of a finished run with an EAGLE-3 drafter")
-    parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")], default=[1, 4, 16, 64])
+    parser.add_argument("--run", type=Path, help="folder of a finished run with an EAGLE-3 drafter")
+    parser.add_argument("--spec", type=Path, help="run file with the prompts and engine (default: RUN/run.yaml)")
+    parser.add_argument("--policy", type=Path, help="folder of the policy (default: RUN/export/policy)")
+    parser.add_argument("--drafter", type=Path, help="folder of its drafter (default: RUN/export/drafter)")
+    parser.add_argument("--kept", type=Path, help="file of measured loads, so that an interrupted run can go on")
+    parser.add_argument(
+        "--batches", type=lambda text: [int(part) for part in text.split(",")], default=[1, 4, 8, 16, 64]
+    )
     parser.add_argument(
         "--lengths",
         type=lambda text: [int(part) for part in text.split(",")],
@@ -417,6 +500,13 @@ def main() -> None:
         help=f"fixed lengths that the adaptive one is compared with (default: 1 to {LONGEST_ADAPTIVE})",
     )
     parser.add_argument("--rounds", type=int, default=30, help="measured rounds at each load (default: %(default)s)")
+    parser.add_argument("--slice", type=float, default=SLICE_S, help="seconds of a slice (default: %(default)s)")
+    parser.add_argument(
+        "--learning",
+        type=float,
+        default=LEARNING_S,
+        help="seconds at a load for each controller before it is measured (default: %(default)s)",
+    )
     parser.add_argument("--turns", type=int, default=8, help="measured turns of the drain (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="also write the rows here")
     arguments = parser.parse_args()
@@ -424,6 +514,12 @@ def main() -> None:
         min(arguments.rounds, arguments.turns) < 2
     ):  # at least one round that chooses the best length, and one that is judged by it
         parser.error(f"rounds and turns must be 2 or more, got {arguments.rounds} and {arguments.turns}")
+    if arguments.run is not None:
+        arguments.spec = arguments.spec or arguments.run / "run.yaml"
+        arguments.policy = arguments.policy or arguments.run / "export" / "policy"
+        arguments.drafter = arguments.drafter or arguments.run / "export" / "drafter"
+    if arguments.spec is None or arguments.policy is None or arguments.drafter is None:
+        parser.error("--run, or --spec with --policy and --drafter, must be given")
     asyncio.run(run(arguments, Console()))
 
 
