@@ -20,6 +20,14 @@ from tests.e2e.harness.api import Api
 from tests.requirements import CLUSTER_PROGRAMS, CONTAINERS, HELM, KUBECTL
 
 NAMES = itertools.count()
+PASSED: list[str] = []
+"""Names of the tests that have passed."""
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Note which tests have passed."""
+    if report.when == "call" and report.passed:
+        PASSED.append(report.nodeid.rpartition("::")[2])
 
 
 @pytest.fixture(scope="session")
@@ -58,9 +66,8 @@ def log(request: pytest.FixtureRequest, say: Callable[[str], None]) -> Iterator[
     """The record of the runs. It is written to SPECRL_CLUSTER_LOG if all tests pass."""
     found = StoryLog(say)
     yield found
-    own = [item.name for item in request.session.items if "log" in getattr(item, "fixturenames", [])]
     if FILE and found.product is not None and not request.session.testsfailed:
-        found.write(Path(FILE), own)
+        found.write(Path(FILE), PASSED)
 
 
 @pytest.fixture(scope="session")

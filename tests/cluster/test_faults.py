@@ -21,7 +21,6 @@ from tests.cluster.product import (
     install_release,
     prepare_engines,
     push_images,
-    read_example,
 )
 from tests.cluster.story.log import FULL, StoryLog
 from tests.e2e.harness.api import RLJOBS, Object, find_condition, is_condition_true
@@ -35,8 +34,6 @@ CONDITION_S = 600.0  # for a condition whose pod must start first, on a busy mac
 RUN_S = 2400.0
 VOLUME_MIB = 200
 PROBLEMS = EXAMPLE.parent / "04-code" / "problems.jsonl"
-NOWHERE: Object = {"spec": {"nodeSelector": {"specrl.test/no-such-node": "true"}}}
-"""Pod template of replicas that a test does not need."""
 SHORT_RUN: Object = {
     "generation": {
         "replicas": 1,
@@ -47,7 +44,13 @@ SHORT_RUN: Object = {
     "trainer": {"optimizer": {"learningRate": "1e-4"}},
     "validation": None,
 }
-"""Sections of the example without a drafter, one replica and one rank: the faults are not of the engines."""
+"""Sections of the example without a drafter, with one replica and one rank."""
+NOWHERE: Object = {"spec": {"nodeSelector": {"specrl.test/no-such-node": "true"}}}
+IDLE_RUN: Object = SHORT_RUN | {
+    "generation": SHORT_RUN["generation"] | {"podTemplate": NOWHERE},
+    "trainer": SHORT_RUN["trainer"] | {"podTemplate": NOWHERE},
+}
+"""The same without engines, where a test needs none: they would take the machine's CPUs."""
 GRADE = r"""
 import json, subprocess, sys
 token = "/var/run/secrets/kubernetes.io/serviceaccount/token"
@@ -136,15 +139,16 @@ def test_a_secret_that_is_missing_is_named_before_any_image_is_pulled(jobs: Jobs
     volume = {"name": "keys", "secret": {"secretName": "no-such-secret"}}
     container = {"name": "trainer", "volumeMounts": [{"name": "keys", "mountPath": "/keys"}]}
     template = {"spec": {"volumes": [volume], "containers": [container]}}
-    trainer = read_example()[1]["spec"]["trainer"] | {"podTemplate": template}
-    jobs.create("whose trainer mounts a Secret that does not exist", trainer=trainer)
+    trainer = SHORT_RUN["trainer"] | {"podTemplate": template}
+    jobs.create("whose trainer mounts a Secret that does not exist", **IDLE_RUN | {"trainer": trainer})
     message = jobs.wait_for("TrainerReady", ("False", "ConfigurationMissing"))
     assert 'secret "no-such-secret" not found; check that claims, Secrets and ConfigMaps exist' in message
 
 
 def test_a_coordinator_that_needs_more_memory_than_its_limit_says_so(jobs: Jobs) -> None:
     """The kernel kills it while it imports its packages."""
-    jobs.create("whose coordinator may use 64Mi", coordinator={"podTemplate": limit_memory("coordinator", "64Mi")})
+    coordinator = {"podTemplate": limit_memory("coordinator", "64Mi")}
+    jobs.create("whose coordinator may use 64Mi", **IDLE_RUN, coordinator=coordinator)
     message = jobs.wait_for("CoordinatorReady", ("False", "CrashLooping"), "OOMKilled")
     assert "it used more memory than its limit; raise limits.memory in the role's podTemplate" in message
 
@@ -158,7 +162,7 @@ def test_programs_of_the_policy_are_isolated_in_the_pod(jobs: Jobs, kubectl: Kub
     prompts = {"source": {"jsonl": {"path": f"/problems/{PROBLEMS.name}"}}, "format": "Chat", "maxTokens": 128}
     job = jobs.create(
         "with the verifier and the tool that run programs",
-        **SHORT_RUN,
+        **IDLE_RUN,
         prompts=prompts | {"template": "{question}"},
         rewards={"code": {}},
         tools={"answeredBy": {"code": {}}, "maxOutputTokens": 16},
@@ -182,8 +186,7 @@ def test_programs_of_the_policy_are_isolated_in_the_pod(jobs: Jobs, kubectl: Kub
 def test_a_trainer_that_needs_more_memory_than_its_limit_says_so(jobs: Jobs) -> None:
     """Its imports alone need more. The kernel kills it, and its restarts do not help."""
     trainer = SHORT_RUN["trainer"] | {"podTemplate": limit_memory("trainer", "256Mi")}
-    generation = SHORT_RUN["generation"] | {"podTemplate": NOWHERE}
-    jobs.create("whose trainer may use 256Mi", **SHORT_RUN | {"trainer": trainer, "generation": generation})
+    jobs.create("whose trainer may use 256Mi", **IDLE_RUN | {"trainer": trainer})
     message = jobs.wait_for("Failed", ("True", "BackoffLimitExceeded"), timeout_s=RUN_S)
     assert "it used more memory than its limit; raise limits.memory in the role's podTemplate" in message
 

@@ -289,6 +289,8 @@ def _execute_program(program: SandboxProgram, limits: ConfinementLimits, guardia
     command = [str(filesystem.INTERPRETER), "-I", "-S", "-B", "-X", "utf8", f"{places[0]}/{program.script}"]
     command += [places[1] or "", *program.arguments]
     environment = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    # A Python with a shared library may find it by /etc/ld.so.cache alone, which the program cannot read.
+    environment["LD_LIBRARY_PATH"] = str(filesystem.INTERPRETER.parent.parent / "lib")
     if has_namespaces:
         environment |= {"HOME": filesystem.SCRATCH, "TMPDIR": filesystem.SCRATCH}
     _set_limits(limits, has_own_user=has_own_user)
