@@ -31,11 +31,12 @@ class DrafterKind(ABC):
 
     loader: `module:function` of a function (spec, policy config) -> Drafter. A name, because the module imports torch,
     which the control plane must not reach.
-    learning_rate: what `trainer.drafter.learningRate: null` means.
+    learning_rate: what `trainer.drafter.learningRate: null` means. read_states: hidden states that it reads of a token.
     """
 
     loader: ClassVar[str]
     learning_rate: ClassVar[float] = 1e-3
+    read_states: ClassVar[int] = 0
 
     def load_drafter(self, spec: RunSpec, policy: PolicyConfig) -> Drafter:
         """Load the drafter from the run file's folder, or make a fresh one, in float32 on the CPU.

@@ -145,6 +145,8 @@ def test_step_keeps_no_more_targets_than_their_bound(source: Path, kind: str, mo
             backend.load_model(None)
             drafter = backend.models.drafter
             assert drafter is not None
+            inputs = drafter.model.inputs
+            assert KINDS[kind].read_states == len(inputs.aux_layers) + inputs.embedding + inputs.normed
             row_bytes = len(drafter.model.draft_ids_K) * 4
             monkeypatch.setattr(budget, "TARGET_BYTES", 3 * row_bytes)
             lessons = drafter_training.choose_step_lessons(backend.models, drafter, a_batch(1, VOCAB))

@@ -13,6 +13,7 @@ class Eagle3Kind(DrafterKind):
     """Member `eagle3`: a head that is read from a folder, or initialised on the policy's own rollouts."""
 
     loader = "specrl.drafting.eagle3.head:load_drafter"
+    read_states = 4  # three layers' and the embedding
     learning_rate = 1e-3  # for heads of millions of parameters; published ones as wide as an 8B model use 1e-4
 
     def is_fresh(self, spec: RunSpec) -> bool:

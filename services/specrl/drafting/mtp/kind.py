@@ -23,6 +23,7 @@ class MtpKind(DrafterKind):
     """Member `mtp`: the heads in the policy's folder, which are part of the policy."""
 
     loader = "specrl.drafting.mtp.head:load_heads"
+    read_states = 2  # the last layer's and the embedding
 
     def is_fresh(self, spec: RunSpec) -> bool:
         """Whether the run trains the heads before its first step. Only a run without steps does.

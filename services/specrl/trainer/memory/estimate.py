@@ -9,8 +9,8 @@ tensors in `tests/integration/trainer/test_rank_memory.py`. Libraries, CUDA's co
     passes    activations; L V b of logits; then two chunks of float32 logits, or the gradient of the output layer
     update    4 bytes a weight, while the optimizer steps
     drafter   4 bytes a parameter of gradients; and float32 logits of the starts of an update
-    lessons   of each start that the drafter learns from, its target, b K; of each token up to it, four states, 4 b H,
-              which data and context ranks share evenly
+    lessons   of each start that the drafter learns from, its target, b K; of each token up to it, the states that the
+              drafter reads, b H each and four for EAGLE-3, which data and context ranks share evenly
 
 b: bytes of the policy's dtype, V: vocabulary, K: draft vocabulary, H: hidden size, L: sampled tokens of a pass. The
 check of the gradients needs nothing.
@@ -87,9 +87,8 @@ def estimate_rank_memory(spec: RunSpec, models: RunModels) -> RankMemory:
         if trainer.drafter.online:
             columns = drafter.count_draft_ids(spec, models.policy)
             starts = count_step_starts(spec, columns * item_bytes)
-            lessons = starts * item_bytes * columns + _count_state_bytes(
-                spec, starts, 4 * item_bytes * config.hidden_size
-            )
+            states = drafter.read_states * item_bytes * config.hidden_size
+            lessons = starts * item_bytes * columns + _count_state_bytes(spec, starts, states)
             learning += _count_loss_bytes(spec, drafter, columns, starts)
     return RankMemory(state, passes, update, learning, lessons)
 
