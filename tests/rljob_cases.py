@@ -210,6 +210,11 @@ RUN = (
         {"generation.kvCacheMib": 64},
     ),
     Case(
+        "generation.expertParallel",
+        {"generation.expertParallel": True},
+        {"generation.expertParallel": True, "generation.tensorParallel": 2, "generation.gpusPerReplica": 2},
+    ),
+    Case(
         "generation.maxBatchedTokens",
         {"generation.maxBatchedTokens": 4 * 64 - 1, "generation.speculation": {"ngram": {}}},
         {"generation.maxBatchedTokens": 4 * 64, "generation.speculation": {"ngram": {}}},
@@ -707,6 +712,7 @@ NEVER: dict[str, tuple[Any, ...]] = {
     "generation.gpuMemoryUtilization": ("0.5", "0.6", ...),
     "generation.attentionBackend": ("FLASHINFER", ...),
     "generation.tensorParallel": (1, 2),
+    "generation.expertParallel": (False, True),
     "generation.eager": (True, False, ...),
     "generation.threads": (1, 2),
     "generation.gpusPerReplica": (1, 2),

@@ -139,14 +139,13 @@ _C10D = "torch._C._distributed_c10d"
 _ARGUMENTS = (
     "model dtype max_model_len max_num_seqs tensor_parallel_size seed enforce_eager kv_cache_memory_bytes "
     "logprobs_mode enable_prefix_caching use_tqdm_on_load worker_extension_cls speculative_config "
-    "gpu_memory_utilization kv_cache_dtype attention_backend "
+    "gpu_memory_utilization kv_cache_dtype attention_backend enable_expert_parallel "
     "enable_chunked_prefill max_num_batched_tokens compilation_config enable_return_routed_experts async_scheduling "
     "return_sampling_mask "
     "nnodes node_rank master_addr master_port distributed_executor_backend"
 )
 _SAMPLING = (
-    "max_tokens temperature top_p top_k seed stop logprobs flat_logprobs detokenize skip_special_tokens output_kind "
-    "ignore_eos"
+    "max_tokens temperature top_p top_k seed stop logprobs flat_logprobs detokenize skip_special_tokens output_kind"
 )
 _TRANSFORMER = (
     "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization "

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from specrl.drafting.registry import find_kind
 from specrl.errors import MemoryTooSmall, SpecProblem
 from specrl.generation.gpu_memory import MIB, check_kv_cache, estimate_replica_bytes
+from specrl.generation.vllm_backend.preflight import find_expert_problems
 from specrl.launcher.memory import format_gib
 from specrl.launcher.processes.environment import assign_gpus
 from specrl.machine import OLDEST_DRIVER, GpuMachine, is_old_driver
@@ -31,6 +32,7 @@ SMALLEST_KV_CACHE_MIB = 256
 def find_gpu_problems(spec: RunSpec, machine: GpuMachine) -> Iterator[SpecProblem]:
     """Yield what the GPUs of this machine cannot run, whatever the models are."""
     if not machine.visible:
+        yield from find_expert_problems(spec, is_cpu=True)
         return
     yield from find_trainer_gpu_problems(spec, machine)
     yield from _find_missing_gpus("generation.tensorParallel", spec.generation.tensor_parallel, machine)

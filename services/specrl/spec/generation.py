@@ -204,6 +204,9 @@ class Generation(Section):
     """vLLM's attention kernels, by vLLM's name, such as FLASH_ATTN or FLASHINFER. Null: vLLM chooses."""
     tensor_parallel: Positive = 1
     """Tensor parallel GPUs (or CPU processes) of one replica."""
+    expert_parallel: bool = False
+    """Whether each of a replica's GPUs holds some experts of a mixture whole, instead of a part of every expert. Needs
+    tensorParallel above 1. Not on CPUs, for which vLLM has no such kernel."""
     eager: bool | None = None
     """True: compute without compilation and CUDA graphs. Null: true on CPUs, false on GPUs."""
     threads: Positive = 1

@@ -212,6 +212,12 @@ def test_precision_of_the_cache_and_attention_kernels_are_passed_only_if_they_ar
     assert (found["kv_cache_dtype"], found["attention_backend"]) == ("fp8", "FLASHINFER")
 
 
+def test_experts_are_dealt_out_whole_if_that_was_chosen() -> None:
+    spec = a_spec(POLICY, generation={"tensorParallel": 2, "expertParallel": True})
+    assert arguments.build_engine_arguments(spec, None, is_cpu=False)["enable_expert_parallel"]
+    assert not arguments.build_engine_arguments(a_spec(POLICY), None, is_cpu=False)["enable_expert_parallel"]
+
+
 def test_numba_does_not_use_openmp() -> None:
     """vLLM's packed weights depend on OpenMP's thread count, which numba's OpenMP layer sets for the whole process."""
     assert arguments.build_environment(a_spec(POLICY))["NUMBA_THREADING_LAYER"] == "workqueue"

@@ -121,3 +121,17 @@ def test_draft_tokens_must_be_a_multiple_of_the_heads(folder: Path) -> None:
     assert found(folder, {"mtp": {"numDraftTokens": 4}}, "heads") == ""
     said = found(folder, {"mtp": {"numDraftTokens": 3}}, "heads")
     assert "2 heads or a multiple of them, got 3" in said
+
+
+def test_expert_parallel_needs_a_policy_with_experts(folder: Path) -> None:
+    make_policy(folder / "mixture", shape=Shape(family="qwen3_moe"))
+    generation = {"tensorParallel": 2, "expertParallel": True}
+
+    def said(policy: str) -> list[str]:
+        spec = a_spec(folder / policy, generation=generation)
+        problems = preflight.check(spec, read_served_models(spec))
+        return [str(problem) for problem in problems if problem.path == "generation.expertParallel"]
+
+    assert said("mixture") == []
+    (found,) = said("policy")
+    assert "must be false for a policy without experts, got true for Qwen3ForCausalLM" in found

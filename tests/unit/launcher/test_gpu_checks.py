@@ -63,6 +63,14 @@ def test_nccl_between_ranks_that_share_a_gpu_is_refused() -> None:
     assert said(a_spec(weights={"transport": "Nccl"}), TWO_GPUS) == []
 
 
+def test_expert_parallel_needs_gpus() -> None:
+    """vLLM's kernel for CPUs ignores which experts a rank holds, and computes with others."""
+    spec = a_spec({"tensorParallel": 2, "expertParallel": True})
+    (found,) = said(spec, GpuMachine(()))
+    assert found.startswith("generation.expertParallel: must be false on CPUs")
+    assert said(spec, TWO_GPUS) == []
+
+
 @pytest.mark.parametrize(("gpus", "replicas", "expected"), [
     (1, 1, (1, 1)), (2, 1, (0, 1)), (1, 2, (1, 2)), (2, 2, (1, 1)), (3, 2, (0, 1)), (2, 3, (1, 1)),
 ])  # fmt: skip

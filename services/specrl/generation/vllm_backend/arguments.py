@@ -94,6 +94,7 @@ def build_engine_arguments(
         "max_model_len": spec.model.max_length,
         "max_num_seqs": generation.max_live_rollouts,
         "tensor_parallel_size": generation.tensor_parallel,
+        "enable_expert_parallel": generation.expert_parallel,
         "seed": spec.schedule.seed,
         "enforce_eager": is_eager(spec, is_cpu),
         "kv_cache_memory_bytes": kv_cache_bytes(spec, is_cpu),

@@ -171,6 +171,7 @@ def build_vllm_config(spec: RunSpec, folders: ReplicaFolders, nodes: ReplicaNode
     from vllm.platforms import current_platform
 
     is_cpu = bool(current_platform.is_cpu())
+    raise_problems(generation.find_expert_problems(spec, is_cpu))
     os.environ.update(arguments.build_eager_environment(spec, is_cpu))
     drafter = folders.drafter
     utilization: float | None = None

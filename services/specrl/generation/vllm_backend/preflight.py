@@ -45,7 +45,25 @@ def check(spec: RunSpec, models: RunModels) -> list[SpecProblem]:
     if heads is not None and heads % ranks:
         rule = f"must divide the draft model's num_attention_heads={heads}, got {ranks}"
         problems.append(SpecProblem("generation.tensorParallel", rule, "use a divisor, or another draft model"))
+    family = models.policy_config.family if models.policy_config is not None else None
+    if spec.generation.expert_parallel and family is not None and not family.is_mixture:
+        rule = f"must be false for a policy without experts, got true for {family.architecture}"
+        problems.append(SpecProblem("generation.expertParallel", rule, "leave it out"))
     return problems
+
+
+def find_expert_problems(spec: RunSpec, is_cpu: bool) -> Iterator[SpecProblem]:
+    """Report expert parallelism on a CPU.
+
+    vLLM's kernel there ignores which experts a rank holds (0.32 and 0.33, fused_moe/experts/cpu_moe.py, `apply`), so it
+    would compute with other experts.
+    """
+    if spec.generation.expert_parallel and is_cpu:
+        yield SpecProblem(
+            "generation.expertParallel",
+            "must be false on CPUs, for which vLLM has no expert parallel kernel, got true",
+            "leave it out, or use GPUs",
+        )
 
 
 def find_mechanism_problems(spec: RunSpec, can_use_suffix: bool) -> Iterator[SpecProblem]:

@@ -165,6 +165,14 @@ ENGINE = (
         lambda it: it.kv_cache_mib is None or it.gpu_memory_utilization is None,
         "!has(self.kvCacheMib) || !has(self.gpuMemoryUtilization)",
     ),
+    Rule(
+        Generation,
+        "expertParallel",
+        "must be false unless tensorParallel is above 1",
+        "raise tensorParallel: experts are dealt out to its GPUs",
+        lambda it: not it.expert_parallel or it.tensor_parallel > 1,
+        "!self.expertParallel || self.tensorParallel > 1",
+    ),
 )
 
 
