@@ -62,12 +62,17 @@ def jobset(cluster: Cluster) -> None:
 
 
 @pytest.fixture(scope="session")
-def log(request: pytest.FixtureRequest, say: Callable[[str], None]) -> Iterator[StoryLog]:
-    """The record of the runs. It is written to SPECRL_CLUSTER_LOG if all tests pass."""
-    found = StoryLog(say)
-    yield found
-    if FILE and found.product is not None and not request.session.testsfailed:
-        found.write(Path(FILE), PASSED)
+def whole_log(say: Callable[[str], None]) -> StoryLog:
+    """The record of all runs of the session."""
+    return StoryLog(say)
+
+
+@pytest.fixture(scope="module")
+def log(request: pytest.FixtureRequest, whole_log: StoryLog) -> Iterator[StoryLog]:
+    """The record of the runs. After each module it is written to SPECRL_CLUSTER_LOG, if no test has failed."""
+    yield whole_log
+    if FILE and whole_log.product is not None and not request.session.testsfailed:
+        whole_log.write(Path(FILE), PASSED)
 
 
 @pytest.fixture(scope="session")
