@@ -54,7 +54,7 @@ from specrl_operator.plan.job_plan import JobPlan, Settings, find_ttl_s, plan_jo
 from specrl_operator.status import events
 from specrl_operator.status.deadlines import find_next_deadline_s
 from specrl_operator.status.job_status import build_invalid_status, build_status, is_same_status
-from specrl_operator.status.readiness import CREATION_FAILURES, EVENTS_S, PULLING
+from specrl_operator.status.readiness import CREATION_FAILURES, EVENTS_S, PULLING, ROLE_CONDITIONS
 
 SCALE_MANAGER = f"{MANAGER}-scale"
 """Field manager of replica counts that are patched alone. A separate manager: under MANAGER, server-side apply of a
@@ -62,8 +62,8 @@ body with only `replicas` would remove every other field that MANAGER owns."""
 RECHECK_S = 15.0
 """Delay before a refused job is reconciled again. No watch event reports most fixes, such as a new right or quota."""
 WAITING_REASONS = ("PodsPending", "FailedCreate", "ConfigurationMissing", "WaitingForSandbox")
-"""Reasons of Ready for which a job is reconciled again after RECHECK_S: no watch event says that pods still do not
-start, or why they are not created."""
+"""Reasons of Ready or of a part for which a job is reconciled again after RECHECK_S: no watch event says that pods
+still do not start, or why they are not created."""
 POD_SET_KINDS = (kinds.STATEFUL_SET, kinds.LEADER_WORKER_SET)
 OPERATOR_NAMES = (None, "specrl.dev/operator")
 """Values of spec.managedBy that this operator handles. MultiKueue has another one."""
@@ -149,7 +149,8 @@ class Reconciler:
 
         # Reconcile again at the next deadline, and soon after a refusal or while pods do not start.
         next_deadline_s = find_next_deadline_s(job, status, now, find_ttl_s(job, self._settings))
-        is_waiting = find_condition(status, "Ready").get("reason") in WAITING_REASONS
+        reasons = {find_condition(status, kind).get("reason") for kind in ("Ready", *ROLE_CONDITIONS.values())}
+        is_waiting = not reasons.isdisjoint(WAITING_REASONS)
         # No watch event says that a pod's kubelet does not report its end.
         is_waiting = is_waiting or any("deletionTimestamp" in pod["metadata"] for pod in observed.pods)
         return min(RECHECK_S, next_deadline_s or RECHECK_S) if refusal is not None or is_waiting else next_deadline_s

@@ -888,6 +888,19 @@ def test_what_the_kubelet_says_of_a_pod_without_containers_is_in_the_condition()
     assert len(asked) == 1, "of one pod of each role"
 
 
+def test_a_part_that_does_not_start_is_looked_at_again_whatever_another_part_lacks() -> None:
+    """Replicas that no node fits hid that a trainer's Secret was missing: only the reason of Ready was looked at."""
+    world = World()
+    world.settle()
+    replica = world.server.objects_by_name(POD)["tiny-generation-0"]
+    unscheduled = {"type": "PodScheduled", "status": "False", "message": "0/1 nodes are available"}
+    world.server.put_object(replica | {"status": {"phase": "Pending", "conditions": [unscheduled]}})
+    trainer = next(it for name, it in world.server.objects_by_name(POD).items() if "trainer" in name)
+    world.server.put_object(trainer | {"status": creating_since("2026-01-01T00:00:00Z")})
+    assert world.reconcile() == pytest.approx(15)
+    assert world.read_condition("Ready") == ("False", "Unschedulable")
+
+
 def test_a_failure_of_the_operator_itself_is_in_the_condition(monkeypatch: pytest.MonkeyPatch) -> None:
     """A podTemplate that the operator could not merge raised at every reconciliation, and the status stayed empty."""
     world = World()
