@@ -166,9 +166,9 @@ class Loop:
             self._spans.end_open_prompts()
 
     @property
-    def _replicas_wanted(self) -> int:
-        """Replicas of the run at this moment. The run file has those of its start."""
-        return self.context.controls.spec.generation.replicas
+    def _replicas_awaited(self) -> int:
+        """Replicas that a start waits for: those of the run file, or fewer after `kubectl scale`. Others join later."""
+        return min(self._spec.generation.replicas, self.context.controls.spec.generation.replicas)
 
     @property
     def is_training_step(self) -> bool:
@@ -224,7 +224,7 @@ class Loop:
         deadline = time.monotonic() + GATHERING_PATIENCE_S
         while True:
             count = len(self._registry.replicas)
-            wanted = max(1, self._replicas_wanted - len(self.list_given_up_replicas()))
+            wanted = max(1, self._replicas_awaited - len(self.list_given_up_replicas()))
             has_trainer = self._registry.trainer is not None
             self.rollouts.wake_dispatcher()  # a replica that registers may hold rollouts from before a restart
             missing = [] if has_trainer else ["the trainer"]
@@ -250,7 +250,7 @@ class Loop:
         if len(beginnings) != 1:
             return found
         beginning = beginnings.pop()
-        expected = [f"{beginning}-{number}" for number in range(self._replicas_wanted)]
+        expected = [f"{beginning}-{number}" for number in range(self._replicas_awaited)]
         there = {*registered, *self.list_given_up_replicas()}
         missing = [replica_id for replica_id in expected if replica_id not in there]
         return f"{found} ({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''})"
@@ -500,7 +500,7 @@ class Loop:
         return self._weights.list_given_up()
 
     def _check_any_replica_left(self) -> None:
-        self._weights.check_any_left(self._replicas_wanted)
+        self._weights.check_any_left(self.context.controls.spec.generation.replicas)
 
     async def _update_replicas(self, trainer: Trainer, replicas: Sequence[Replica]) -> WeightTransfer:
         """Send the trainer's version to `replicas`, then check with the canary that they sample from it.

@@ -423,9 +423,10 @@ async def test_a_start_names_who_is_waited_for(tmp_path: Path) -> None:
         await run.finish()
 
 
-async def test_a_start_waits_for_the_replicas_that_the_rljob_asks_for(tmp_path: Path) -> None:
-    """The run file has those of the job's start, and `kubectl scale` may have removed some since."""
+async def test_a_start_waits_for_no_replica_that_the_rljob_no_longer_or_only_now_asks_for(tmp_path: Path) -> None:
+    """The run file has those of the job's start. `kubectl scale` may have removed some since, or added some."""
     async with Run(tmp_path, a_spec(tmp_path, steps=1), started=("gen-0",)) as run:
+        run.loop.context.controls.follow_replicas(3)
         await run.until(lambda: run.observer.build_status().detail == "waiting for 1 of 2 replicas (gen-1)")
         run.loop.context.controls.follow_replicas(1)
         await run.finish()
