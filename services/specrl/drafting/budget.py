@@ -97,7 +97,7 @@ def estimate_drafter_flops(drafter: Drafter, passes: int, context: int, starts: 
 
 @dataclass(frozen=True)
 class LessonCosts:
-    """What slices cost. passes: draft tokens per start. hidden_size, item_bytes: of the policy; bytes of a number."""
+    """Costs of slices. passes: draft tokens per start. hidden_size, item_bytes: of the policy; bytes of a number."""
 
     drafter: Drafter
     passes: int
