@@ -212,7 +212,7 @@ RUN = (
     Case(
         "generation.expertParallel",
         {"generation.expertParallel": True},
-        {"generation.expertParallel": True, "generation.tensorParallel": 2, "generation.gpusPerReplica": 2},
+        {**_GENERIC, "generation.gpusPerReplica": 2, "generation.tensorParallel": 2, "generation.expertParallel": True},
     ),
     Case(
         "generation.maxBatchedTokens",
@@ -691,7 +691,7 @@ CHANGED_JOB: Changes = {
 }
 """Changes of the job in which every value below is valid."""
 _ON_GPUS: Changes = {**_GENERIC, "trainer.gpusPerNode": 2}
-"""Further changes, for the field that is 0 on CPUs."""
+"""Further changes, for fields that only a job on GPUs may set."""
 
 _TEMPLATES = ({"spec": {"hostIPC": True}}, {"spec": {"hostIPC": False}}, ...)
 NEVER: dict[str, tuple[Any, ...]] = {
@@ -769,7 +769,9 @@ AT_ANY_TIME: dict[str, tuple[Any, ...]] = {
 
 def changes_of(table: dict[str, tuple[Any, ...]]) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
     """List every change from one value of a table to another: the field, the job before and the job after."""
-    bases = {"generation.gpusPerReplica": {**CHANGED_JOB, **_ON_GPUS}}
+    on_gpus = {**CHANGED_JOB, **_ON_GPUS}
+    experts = {**on_gpus, "generation.gpusPerReplica": 2, "generation.tensorParallel": 2}
+    bases = {"generation.gpusPerReplica": on_gpus, "generation.expertParallel": experts}
     return [
         (path, *(a_job({**bases.get(path, CHANGED_JOB), path: value}) for value in (before, after)))
         for path, values in table.items()
