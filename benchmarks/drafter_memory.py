@@ -2,6 +2,8 @@
 
     python benchmarks/drafter_memory.py --out runs/drafter-memory                     # 32 768 words, two tensor ranks
     python benchmarks/drafter_memory.py --out runs/drafter-memory --tensor 1 --steps 8
+    python benchmarks/drafter_memory.py --out runs/wide-memory --tensor 1 --steps 1 --words 151936 --hidden 64 \\
+        --dtype bfloat16 --rollouts 16 --micro-batch-tokens 2048                      # Qwen3's vocabulary
 
 Three cases, one after another, each in processes of its own: without drafter, with an EAGLE-3 head that drafts the
 whole vocabulary, and with one that drafts 4096 words. The policy is a random Qwen3. Printed for each: the most bytes of
@@ -40,39 +42,39 @@ CASES: dict[str, dict[str, Any]] = {
     "whole vocabulary": {"eagle3": {}},
     "4096 words": {"eagle3": {"draftVocabSize": 4096}},
 }
-ROLLOUTS = 8
+GROUP = 4
 PROMPT = 16  # tokens
 COMPLETION = 112
 
 
-def make_spec(policy: Path, speculation: dict[str, Any], tensor: int) -> RunSpec:
+def make_spec(arguments: argparse.Namespace) -> RunSpec:
     """Make a run whose drafter learns within its default budget."""
     return parse_spec(
         {
             "name": "benchmark",
-            "model": {"path": str(policy), "dtype": "float32", "maxLength": 512},
+            "model": {"path": str(arguments.out / "policy"), "dtype": arguments.dtype, "maxLength": 512},
             "prompts": {"source": {"generated": {"family": "addition", "count": 10}}, "maxTokens": 64},
             "rewards": {"exact": {}},
-            "generation": {"sampling": {"maxTokens": COMPLETION}, "speculation": speculation},
+            "generation": {"sampling": {"maxTokens": COMPLETION}, "speculation": CASES[arguments.case]},
             "trainer": {
-                "parallelism": {"tensor": tensor},
+                "parallelism": {"tensor": arguments.tensor},
                 "optimizer": {"learningRate": "1e-6"},
-                "microBatchTokens": 512,
+                "microBatchTokens": arguments.micro_batch_tokens,
             },
-            "schedule": {"steps": 1000, "promptsPerStep": 2, "groupSize": 4},
+            "schedule": {"steps": 1000, "promptsPerStep": arguments.rollouts // GROUP, "groupSize": GROUP},
         }
     )
 
 
-def make_batch(step: int, words: int) -> Batch:
+def make_batch(step: int, rollouts: int, words: int) -> Batch:
     """Make rollouts of random tokens, equally long."""
     generator = np.random.default_rng([0, step])
 
     def make_rollout(index: int) -> TrainRollout:
         sampled = Rollout(
             rollout_id=f"r{index}",
-            group_id=f"g{index // 4}",
-            sample_index=index % 4,
+            group_id=f"g{index // GROUP}",
+            sample_index=index % GROUP,
             token_ids_T=generator.integers(4, words, COMPLETION).astype(np.int32),
             sampler_logprobs_T=np.full(COMPLETION, -np.log(words), dtype=np.float32),
             versions=(VersionSpan(step - 1, 0, COMPLETION),),
@@ -84,23 +86,23 @@ def make_batch(step: int, words: int) -> Batch:
         prompt = tuple(int(token) for token in generator.integers(4, words, PROMPT))
         return TrainRollout(prompt, sampled, float(generator.normal()))
 
-    return Batch(step, tuple(make_rollout(index) for index in range(ROLLOUTS)))
+    return Batch(step, tuple(make_rollout(index) for index in range(rollouts)))
 
 
 def measure_rank(arguments: argparse.Namespace) -> None:
     """Run one rank of one case: two steps, whose tensors are counted, then timed steps. Writes its figures."""
-    words = arguments.words
+    rollouts, words = arguments.rollouts, arguments.words
     with LiveTensors() as live:
-        backend = MegatronBackend(make_spec(arguments.out / "policy", CASES[arguments.case], arguments.tensor))
+        backend = MegatronBackend(make_spec(arguments))
         backend.load_model(None)
         loaded = live.most
-        backend.train_step(make_batch(1, words))
+        backend.train_step(make_batch(1, rollouts, words))
         live.most = live.now  # from now on there are moments
-        backend.train_step(make_batch(2, words))
+        backend.train_step(make_batch(2, rollouts, words))
     seconds = []
     for step in range(3, 3 + arguments.steps):
         started = time.process_time()
-        backend.train_step(make_batch(step, words))
+        backend.train_step(make_batch(step, rollouts, words))
         seconds.append(time.process_time() - started)
     figures = {"loaded": loaded, "most": live.most, "seconds": seconds}
     rank = os.environ["RANK"]
@@ -132,6 +134,9 @@ def main() -> None:
     parser.add_argument("--words", type=int, default=32768)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--tensor", type=int, default=2)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--rollouts", type=int, default=8, help=f"of a step, {PROMPT + COMPLETION} tokens each")
+    parser.add_argument("--micro-batch-tokens", type=int, default=512)
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each case")
     parser.add_argument("--case", choices=list(CASES), help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -21,6 +21,7 @@ from specrl.drafting import vocabulary
 from specrl.errors import MemoryTooSmall
 from specrl.trainer.megatron_backend import MegatronBackend
 from specrl.trainer.megatron_backend.policy.distributions import SamplingDistributions
+from specrl.trainer.megatron_backend.policy.lessons import KeptPass, LessonKeeper
 
 VOCAB = 151_936
 
@@ -33,7 +34,7 @@ def wide_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wide_backend(wide_policy: Path) -> Iterator[MegatronBackend]:
-    backend = MegatronBackend(a_spec(wide_policy, speculation={"none": {}}))
+    backend = MegatronBackend(a_spec(wide_policy, speculation={"eagle3": {"draftVocabSize": 4096}}))
     backend.load_model(None)
     yield backend
     backend.close()
@@ -81,6 +82,27 @@ def test_no_float32_matrix_has_the_logits_of_all_tokens(
     assert live.most <= 2.1 * vocabulary.CHUNK_BYTES < 4 * rows * VOCAB
 
 
+def test_a_reduced_draft_vocabulary_makes_no_float32_matrix_of_all_targets(
+    wide_backend: MegatronBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunk = 4
+    monkeypatch.setattr(vocabulary, "CHUNK_BYTES", 4 * VOCAB * chunk)
+    keep_logits = LessonKeeper.keep_logits
+    measured = []
+
+    def measure(keeper: LessonKeeper, kept: KeptPass, logits_LW: torch.Tensor) -> None:
+        with LiveTensors() as live:
+            live.ignore(logits_LW)
+            keep_logits(keeper, kept, logits_LW)
+        assert kept.target_MK is not None
+        measured.append((live.most - kept.target_MK.nbytes, len(kept.target_MK)))
+
+    monkeypatch.setattr(LessonKeeper, "keep_logits", measure)
+    wide_backend.train_step(a_batch(wide_backend.get_status().step + 1, VOCAB))
+    most, targets = max(measured)
+    assert most <= 3.1 * vocabulary.CHUNK_BYTES < 4 * targets * VOCAB
+
+
 @pytest.mark.parametrize(
     ("place", "phase"),
     [
@@ -96,4 +118,4 @@ def test_a_step_says_in_which_phase_memory_ran_out(
 
     monkeypatch.setattr(wide_backend.models.policy, place, allocate)
     with pytest.raises(MemoryTooSmall, match=f"ran out of memory in {phase}"):
-        wide_backend.train_step(a_batch(1, VOCAB))
+        wide_backend.train_step(a_batch(wide_backend.get_status().step + 1, VOCAB))

@@ -30,6 +30,7 @@ import torch
 from specrl.drafting.budget import TrainingSlice
 from specrl.drafting.drafter import Drafter
 from specrl.drafting.packing import LessonBatch
+from specrl.drafting.vocabulary import split_rows
 from specrl.models.policy_config import PolicyConfig
 from specrl.trainer.megatron_backend.model.gpt_model import compute_padded_vocabulary, mask_padding
 from specrl.trainer.megatron_backend.parallel.exchange import exchange_tensors
@@ -147,14 +148,22 @@ class LessonKeeper:
     def keep_logits(self, kept: KeptPass, logits_LW: torch.Tensor) -> None:
         """Keep what the targets of all lessons need of this rank's logits, which are at temperature 1."""
         owner_N, number_N = _locate_targets(kept.batch, kept.lessons)
-        logits_MW = logits_LW.detach()[number_N[owner_N == self._groups.context.rank]]
-        if self.drafter.is_reduced:
-            masked_MW = mask_padding(logits_MW.float() / self._temperature, self._vocab_size)
-            kept.normaliser_M1 = masked_MW.logsumexp(-1, keepdim=True)
-            first, end = self._list_column_bounds()[self._groups.tensor.rank]
-            ids_K = self.drafter.draft_ids_K[first:end] - self._groups.tensor.rank * self._width
-            logits_MW = logits_MW[:, ids_K]
-        kept.target_MK = logits_MW
+        row_M = number_N[owner_N == self._groups.context.rank]
+        logits_LW = logits_LW.detach()
+        if not self.drafter.is_reduced:
+            kept.target_MK = logits_LW[row_M]
+            return
+        first, end = self._list_column_bounds()[self._groups.tensor.rank]
+        column_K = self.drafter.draft_ids_K[first:end] - self._groups.tensor.rank * self._width
+        kept.target_MK = logits_LW[row_M[:, None], column_K]
+        # A few rows at a time: each is as wide as the policy's vocabulary, and becomes float32.
+        parts = [self._compute_normaliser(logits_LW[row_M[rows]]) for rows in split_rows(len(row_M), self._width)]
+        kept.normaliser_M1 = torch.cat(parts)
+
+    def _compute_normaliser(self, logits_RW: torch.Tensor) -> torch.Tensor:
+        """Compute the log of the sum of exp(logit / temperature) over this rank's columns; returns [R, 1] float32."""
+        scaled_RW = logits_RW.float().div_(self._temperature)
+        return mask_padding(scaled_RW, self._vocab_size).logsumexp(-1, keepdim=True)
 
     def _list_column_bounds(self) -> list[tuple[int, int]]:
         """List the first and the end of the draft vocabulary's tokens that each tensor parallel rank has."""
