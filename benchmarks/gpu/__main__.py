@@ -27,7 +27,7 @@ RESULTS = Path(__file__).parent / "results"
 DEADLINES_S = {
     "versions": 60,
     "step": 150,
-    "memory": 60,
+    "memory": 75,
     "optimizer": 60,
     "attention": 30,
     "varlenAttention": 30,
@@ -36,6 +36,7 @@ DEADLINES_S = {
     "broadcast": 60,
     "lockedMemory": 30,
     "sharedCard": 90,
+    "busyDevice": 60,
     "lostMember": 90,
     "generation": 180,
     "eagerSteps": 150,

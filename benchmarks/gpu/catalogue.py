@@ -84,6 +84,13 @@ PARTS = (
         {"transport": "nccl"},
     ),
     Part(
+        "busyDevice",
+        "a broadcast received while the card computes",
+        group_parts.measure_busy_device,
+        group_parts.find_busy_device_fault,
+        {"isStillBusy": False},
+    ),
+    Part(
         "lostMember",
         "a weight group whose member is killed",
         group_parts.measure_lost_member,

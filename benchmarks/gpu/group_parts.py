@@ -1,4 +1,4 @@
-"""Parts about the weight group: trainer and replica on one card, and a member that is killed."""
+"""Parts about the weight group: trainer and replica on one card, a busy card, and a member that is killed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import multiprocessing
 import os
 import queue
 import signal
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -68,6 +70,47 @@ def find_shared_card_fault(figures: Mapping[str, Any]) -> str | None:
         return f"transport must be gloo for two ranks on one card, got {figures['transport']}"
     bad = find_bad_rate(figures, "seconds")
     return bad or (None if figures["isEqual"] else "received weights must be those that were sent, got others")
+
+
+def measure_busy_device(_size: Size) -> Figures:
+    """Receive while other work runs on the card, as decoding does (A19). One member, so one card is enough."""
+    transport = "nccl" if torch.cuda.is_available() else "gloo"
+    store = open_rendezvous_store(1, GROUP_TIMEOUT_S, "127.0.0.1")
+    joined = BroadcastGroup(WeightGroup("kit", "127.0.0.1", store.port, 0, 1, GROUP_TIMEOUT_S, transport), store)
+    buffer = torch.ones(1 << 20, dtype=torch.uint8, device=joined.device)
+    joined.start_broadcast(buffer)()  # NCCL connects
+    with _keep_device_busy() as is_busy:
+        started = time.perf_counter()
+        joined.start_broadcast(buffer)()
+        seconds = time.perf_counter() - started
+        figures = {"transport": joined.group.transport, "isStillBusy": is_busy(), "seconds": seconds}
+    joined.close()
+    return figures
+
+
+@contextmanager
+def _keep_device_busy() -> Iterator[Callable[[], bool]]:
+    """Keep the GPU busy on another stream for some seconds; without one, a thread. Yields whether it still is."""
+    if torch.cuda.is_available():
+        ended = torch.cuda.Event()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda._sleep(10**10)  # cycles: five seconds at 2 GHz
+            ended.record()
+        yield lambda: not ended.query()
+        torch.cuda.synchronize()
+        return
+    is_over = threading.Event()
+    work = threading.Thread(target=is_over.wait)
+    work.start()
+    yield work.is_alive
+    is_over.set()
+    work.join()
+
+
+def find_busy_device_fault(figures: Mapping[str, Any]) -> str | None:
+    """Receiving must end before the other work on the card does."""
+    bad = find_bad_rate(figures, "seconds")
+    return bad or (None if figures["isStillBusy"] else f"receiving must not wait for the whole device, got {figures}")
 
 
 def measure_lost_member(_size: Size) -> Figures:

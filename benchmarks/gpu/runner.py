@@ -19,6 +19,8 @@ from benchmarks.gpu.part import Figures, State
 ROOT = Path(__file__).parents[2]
 SECRET_MARKS = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 """Variables whose names contain these do not reach a part, so that no error message can print them."""
+TRAINER_PARTS = ("step", "memory", "optimizer")
+"""Parts whose allocator is set as in a run's trainers."""
 
 
 @dataclass
@@ -45,7 +47,7 @@ def run_part(name: str, arguments: list[str], deadline_s: float, module: str = "
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
-                env=_build_environment(os.environ),
+                env=_build_environment(os.environ, name),
                 start_new_session=True,
             )
             try:
@@ -74,12 +76,14 @@ def _read_outcome(name: str, file: Path, status: int | None, deadline_s: float, 
     return Outcome(name, State.FAILED, f"exit status {status}: {lines[-1] if lines else 'no output'}")
 
 
-def _build_environment(outer: Mapping[str, str]) -> dict[str, str]:
+def _build_environment(outer: Mapping[str, str], name: str) -> dict[str, str]:
     """Make specrl and the benchmarks importable from the checkout, and accept versions that nobody has compared."""
     kept = {name: value for name, value in outer.items() if not any(mark in name.upper() for mark in SECRET_MARKS)}
     folders = [ROOT, ROOT / "services", ROOT / "operators"]
     inherited = [outer["PYTHONPATH"]] if outer.get("PYTHONPATH") else []
+    allocator = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if name in TRAINER_PARTS else {}
     return kept | {
+        **allocator,
         "PYTHONPATH": os.pathsep.join([*map(str, folders), *inherited]),
         "SPECRL_UNREAD_VERSIONS": "warn",
         "HF_HUB_OFFLINE": "1",

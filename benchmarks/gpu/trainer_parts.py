@@ -25,6 +25,8 @@ from specrl.trainer.memory.estimate import estimate_rank_memory
 
 MEMORY_BOUND = 0.15
 """Largest share by which memory may differ from what preflight counts, as in test_rank_memory.py."""
+OTHER_STEPS = 3
+"""Steps with other numbers of rollouts, after which memory is fragmented if the allocator lets it be."""
 ATTENTION_BOUND = 0.05
 """Largest difference of two attention kernels in bf16, whose outputs are means of values of order 1."""
 
@@ -95,7 +97,8 @@ def find_step_fault(figures: Mapping[str, Any]) -> str | None:
 def measure_memory(size: Size) -> Figures:
     """Compare the bytes of live tensors after a step with what preflight counts; on CUDA, compare the peak, too.
 
-    With fast kernels, a step needs less than preflight counts.
+    Then steps of other lengths, and what the allocator has taken from the card beyond its own peak (A20). With fast
+    kernels, a step needs less than preflight counts.
     """
     is_cuda = torch.cuda.is_available()
     with open_backend(size, Kernels.REFERENCE) as (backend, rollouts):
@@ -104,11 +107,17 @@ def measure_memory(size: Size) -> Figures:
         trainer.Specrl(backend, rollouts).step()
         gc.collect()
         estimate = estimate_rank_memory(backend.spec, read_served_models(backend.spec))
-        return {
+        figures = {
             "restMib": _count_live_bytes() / 2**20,
             "restEstimateMib": estimate.state / 2**20,
             "peakMib": torch.cuda.max_memory_allocated() / 2**20 if is_cuda else None,
             "peakEstimateMib": estimate.most / 2**20,
+        }
+        for count in range(1, OTHER_STEPS + 1):  # fewer and fewer rollouts, so that micro-batches have other sizes
+            trainer.Specrl(backend, rollouts[count:]).step()
+        return figures | {
+            "reservedMib": torch.cuda.max_memory_reserved() / 2**20 if is_cuda else None,
+            "allocatedMib": torch.cuda.max_memory_allocated() / 2**20 if is_cuda else None,
         }
 
 
@@ -123,12 +132,15 @@ def _count_live_bytes() -> int:
 
 
 def find_memory_fault(figures: Mapping[str, Any]) -> str | None:
-    """The memory at rest, and on CUDA the peak, must be what preflight counts."""
+    """The memory at rest, and on CUDA the peak, must be what preflight counts; little may be reserved beyond it."""
     bad = find_bad_rate(figures, "restMib", "restEstimateMib", "peakEstimateMib")
     for name in ("rest", "peak"):
         found = figures[f"{name}Mib"]
         if bad is None and found is not None and abs(found / figures[f"{name}EstimateMib"] - 1) > MEMORY_BOUND:
             bad = f"{name}Mib must be within {MEMORY_BOUND:.0%} of {name}EstimateMib, got {figures}"
+    reserved = figures["reservedMib"]
+    if bad is None and reserved is not None and reserved / figures["allocatedMib"] - 1 > MEMORY_BOUND:
+        bad = f"reservedMib must be at most {MEMORY_BOUND:.0%} above allocatedMib, got {figures}"
     return bad
 
 
