@@ -301,7 +301,7 @@ class Reconciler:
         """
         try:
             if action is ChildAction.APPLY:
-                return self._apply_child(job, child, created)
+                return self._apply_child(job, child, known, created)
             if action is ChildAction.SCALE and known is not None:
                 self._patch_replicas(child, known)
         except ClusterError as error:
@@ -311,22 +311,36 @@ class Reconciler:
             return Refusal("ChildRejected", f"the API server rejected {name}: {error}; change the job's spec")
         return None
 
-    def _apply_child(self, job: Job, child: Object, created: list[tuple[Kind, str]]) -> Refusal | None:
+    def _apply_child(
+        self, job: Job, child: Object, known: Object | None, created: list[tuple[Kind, str]]
+    ) -> Refusal | None:
         """Create or patch one child. A new child is appended to `created`."""
         kind = revision.kind_of(child)
         name = child["metadata"]["name"]
-        # The listing may be stale, and apply is forced. Without this read it would take over another's object.
-        existing = self._cluster.get(kind, job.namespace, name)
-        if existing is not None:
-            if not is_controlled_by(existing, job.uid):
-                return _build_conflict_refusal(kind, name)
-            # An object that is being deleted is created again when the watch reports that it is gone.
-            if kind in revision.CREATE_ONLY_KINDS or "deletionTimestamp" in existing["metadata"]:
+        if known is None:
+            try:
+                self._cluster.create(kind, child, MANAGER)
+            except ClusterError as error:
+                if error.status != 409:
+                    raise
+                # The listing was older, or the object is another's.
+            else:
+                log.info("child_created", kind=kind.name, namespace=job.namespace, name=name)
+                created.append((kind, name))
                 return None
-        self._cluster.apply(kind, child, MANAGER)
+        # Apply is forced: without this read it would take over another's object.
+        existing = self._cluster.get(kind, job.namespace, name)
         if existing is None:
-            log.info("child_created", kind=kind.name, namespace=job.namespace, name=name)
-            created.append((kind, name))
+            raise ClusterError(409, f"{kind.name} {name} was deleted meanwhile")
+        if not is_controlled_by(existing, job.uid):
+            return _build_conflict_refusal(kind, name)
+        # An object that is being deleted is created again when the watch reports that it is gone.
+        if kind in revision.CREATE_ONLY_KINDS or "deletionTimestamp" in existing["metadata"]:
+            return None
+        change = revision.prepare_apply(existing, child, MANAGER)
+        if change is not None:
+            self._cluster.merge(kind, change)
+        self._cluster.apply(kind, child, MANAGER)
         return None
 
     def _report_scaling(self, job: Job, known: Object, child: Object) -> None:
@@ -370,7 +384,8 @@ class Reconciler:
                 if component == STORE:
                     # Created, never applied: a second write would replace the password of a running store.
                     content = {"immutable": True, "stringData": {"password": secrets.token_urlsafe(32)}}
-                self._cluster.create(kinds.SECRET, kinds.SECRET.build_object(metadata, type="Opaque", **content))
+                secret = kinds.SECRET.build_object(metadata, type="Opaque", **content)
+                self._cluster.create(kinds.SECRET, secret, MANAGER)
             elif not is_controlled_by(existing, job.uid):
                 return _build_conflict_refusal(kinds.SECRET, name)
         given = job.spec.tls.secret_name
@@ -407,7 +422,7 @@ class Reconciler:
     def _create_event(self, event: Object) -> None:
         """Create a Kubernetes event, best effort: nothing reads events to decide."""
         try:
-            self._cluster.create(kinds.EVENT, event | {"eventTime": format_micro_time(self._now())})
+            self._cluster.create(kinds.EVENT, event | {"eventTime": format_micro_time(self._now())}, MANAGER)
         except ClusterError as error:
             # 409 is the ordinary case: the name is a hash of the event, so a repeated one exists already.
             log.warning("event_not_created", reason=str(error))

@@ -109,6 +109,37 @@ def test_replicas_alone_can_be_taken_over(cluster: Cluster, name: str) -> None:
     assert cluster.apply(DEPLOYMENT, {**head, "spec": {**spec, "replicas": 0}}, "one")["spec"]["replicas"] == 0
 
 
+def adopt(cluster: Cluster, name: str, manager: str) -> Object:
+    """Turn the record of what the manager's creation has set into that of an apply."""
+    found = cluster.get(CONFIG_MAP, "default", name)
+    assert found is not None
+    entries = [{**entry, "operation": "Apply"} for entry in found["metadata"]["managedFields"]]
+    assert [entry["manager"] for entry in entries] == [manager]
+    metadata = {name: found["metadata"][name] for name in ("name", "namespace", "resourceVersion")}
+    return cluster.merge(CONFIG_MAP, CONFIG_MAP.build_object({**metadata, "managedFields": entries}))
+
+
+def test_apply_removes_created_fields_only_if_their_record_is_that_of_an_apply(cluster: Cluster, name: str) -> None:
+    created = cluster.create(CONFIG_MAP, a_map(name, {"a": "1", "b": "1"}), "one")
+    assert cluster.apply(CONFIG_MAP, a_map(name, {"a": "2"}), "one")["data"] == {"a": "2", "b": "1"}
+    cluster.delete(CONFIG_MAP, created)
+    cluster.create(CONFIG_MAP, a_map(name, {"a": "1", "b": "1"}), "one")
+    adopt(cluster, name, "one")
+    assert cluster.apply(CONFIG_MAP, a_map(name, {"a": "2"}), "one")["data"] == {"a": "2"}
+    assert cluster.apply(CONFIG_MAP, a_map(name, {"c": "3"}), "one")["data"] == {"c": "3"}
+
+
+def test_merging_changes_fields_and_removes_those_that_are_none(cluster: Cluster, name: str) -> None:
+    first = cluster.apply(CONFIG_MAP, a_map(name, {"a": "1", "b": "1"}), "one")
+    change = a_map(name, {"b": "2", "c": "3"})
+    change["data"]["a"] = None  # type: ignore[assignment]
+    change["metadata"]["resourceVersion"] = first["metadata"]["resourceVersion"]
+    assert cluster.merge(CONFIG_MAP, change)["data"] == {"b": "2", "c": "3"}
+    with pytest.raises(ClusterError) as caught:
+        cluster.merge(CONFIG_MAP, change)
+    assert caught.value.status == 409
+
+
 def a_status(name: str, version: str | None, **status: object) -> Object:
     metadata = {"name": name, "namespace": "default"} | ({"resourceVersion": version} if version else {})
     return {"apiVersion": RLJOB.api_version, "kind": RLJOB.name, "metadata": metadata, "status": status}
@@ -127,7 +158,8 @@ def a_condition(kind: str, status: str = "True") -> Object:
 def an_empty_job(cluster: Cluster, name: str) -> Object:
     job = an_rljob(name=name)
     job["metadata"] = {"name": name, "namespace": "default"}
-    return cluster.create(RLJOB, job)
+    job["spec"]["managedBy"] = "kueue.x-k8s.io/multikueue"  # no operator of this cluster touches it
+    return cluster.create(RLJOB, job, "user")
 
 
 def test_two_managers_share_a_status(cluster: Cluster, name: str) -> None:
@@ -201,9 +233,9 @@ def test_create_and_replace_are_refused_where_somebody_was_faster(cluster: Clust
         "metadata": {"name": name, "namespace": "default"},
         "spec": {"holderIdentity": "a"},
     }
-    mine = cluster.create(LEASE, lease)
+    mine = cluster.create(LEASE, lease, "one")
     with pytest.raises(ClusterError) as caught:
-        cluster.create(LEASE, lease)
+        cluster.create(LEASE, lease, "one")
     assert caught.value.status == 409
     cluster.replace(LEASE, {**mine, "spec": {"holderIdentity": "b"}})
     with pytest.raises(ClusterError) as caught:

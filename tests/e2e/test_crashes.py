@@ -35,7 +35,7 @@ DRIVEN = ("v1/pods", "resource.k8s.io/v1/resourceclaims", "v1/persistentvolumecl
 """Kinds that Kubernetes' controllers create for the operator's objects, later or with random names."""
 
 
-WRITES = ("apply", "apply_status", "create", "replace", "delete")
+WRITES = ("apply", "apply_status", "create", "merge", "replace", "delete")
 
 
 class Crash(BaseException):

@@ -67,6 +67,11 @@ def test_what_others_change_is_repaired(admin: Api, place: str, jobset: Workload
     wait_until(
         lambda: admin.get(policies, "drifts-peers", place)["spec"]["ingress"] != [{}], "the policy is closed again"
     )
+    selected = admin.get(policies, "drifts-peers", place)["spec"]["podSelector"]
+    admin.patch(policies, "drifts-peers", {"spec": {"podSelector": {"matchLabels": {"no": "pod"}}}}, place)
+    wait_until(
+        lambda: admin.get(policies, "drifts-peers", place)["spec"]["podSelector"] == selected, "all pods are selected"
+    )
 
 
 def test_a_run_file_is_immutable_and_the_one_that_the_pods_mount(admin: Api, place: str, jobset: Workloads) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from http import HTTPStatus
 from pathlib import Path
@@ -11,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from tests.e2e.harness.api import RLJOBS, Api, Object, Refused, find_condition, is_condition_true, path_of, wait_until
+from tests.e2e.harness.control_plane import ControlPlane
 from tests.e2e.jobs import kubectl
 from tests.rljob_cases import AT_ANY_TIME, CASES, NEVER, WHILE_SUSPENDED, Case, a_job, changes_of
 
@@ -19,7 +23,8 @@ from specrl.spec.rljob.crd import build_definition
 DEFINITIONS = "apiextensions.k8s.io/v1/customresourcedefinitions"
 CRD = "rljobs.specrl.dev"
 COLUMNS = "NAME STATE STEP STEPS REPLICAS READY EXPOSED RESTARTS AGE"
-EXAMPLES = sorted((Path(__file__).parents[2] / "examples").rglob("rljob-*.yaml"))
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").rglob("rljob-*.yaml"))
 IDS = [f"{case.path}-{case.must}-{number}" for number, case in enumerate(CASES)]
 
 
@@ -45,6 +50,13 @@ def test_definition_is_accepted_as_it_is(crd: Object) -> None:
     assert not is_condition_true(crd, "NonStructuralSchema"), find_condition(crd, "NonStructuralSchema")
     assert is_condition_true(crd, "NamesAccepted")
     assert len(str(crd)) < 256 * 1024, "client-side apply keeps it in an annotation, which may not be larger"
+
+
+def test_operators_requests_do_what_they_do_in_memory(control_plane: ControlPlane, crd: Object) -> None:
+    environment = os.environ | {"KUBECONFIG": str(control_plane.kubeconfig), "SPECRL_CLUSTER_CONTEXT": ""}
+    command = [sys.executable, "-m", "pytest", "-q", "-k", "real", "tests/contract/test_cluster_contract.py"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:]
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)

@@ -35,6 +35,7 @@ CORE = frozenset(
         "specrl.dev/v1alpha1",
     }
 )
+CREATED = "created"  # the part of an object whose fields `create` has set, until they are adopted
 BY_KEY = {"conditions": "type", "containers": "name", "env": "name", "ownerReferences": "uid"}
 
 Place = tuple[str, str, str, str]  # apiVersion, kind, namespace, name
@@ -118,15 +119,34 @@ class FakeApiServer:
     def apply_status(self, kind: Kind, body: Object, manager: str) -> Object:
         return self._apply(kind, body, manager, "status")
 
-    def create(self, kind: Kind, body: Object) -> Object:
+    def create(self, kind: Kind, body: Object, manager: str) -> Object:
         self._check_served(kind)
         self._check_refused("create", body)
         place = _place_of(kind, body)
         if place in self.objects:
             raise ClusterError(409, f"{kind.plural} {place[3]!r} already exists")
         item = self._init_metadata(kind, _copy_json(body))
+        item["metadata"]["managedFields"] = [{"manager": manager, "operation": "Update"}]
+        self._managed[place, manager, CREATED] = _list_fields(body, "")
         self._store(place, item, "ADDED")
         self._record_call("create", kind.name)
+        return _copy_json(item)
+
+    def merge(self, kind: Kind, body: Object) -> Object:
+        self._check_served(kind)
+        place = _place_of(kind, body)
+        there = self.objects.get(place)
+        if there is None:
+            raise ClusterError(404, f"{kind.plural} {place[3]!r} not found")
+        if body["metadata"].get("resourceVersion") not in (None, there["metadata"]["resourceVersion"]):
+            raise ClusterError(409, "the object has been modified")
+        for entry in body["metadata"].get("managedFields", ()):
+            created = self._managed.pop((place, entry["manager"], CREATED), None)
+            if created is not None and entry["operation"] == "Apply":
+                self._managed[place, entry["manager"], ""] = created
+        item = _merge_patch(_copy_json(there), body)
+        self._store(place, item, "MODIFIED")
+        self._record_call("merge", kind.name)
         return _copy_json(item)
 
     def replace(self, kind: Kind, body: Object) -> Object:
@@ -233,21 +253,14 @@ class FakeApiServer:
             raise ClusterError(404, f"{kind.plural} {place[3]!r} not found")
         if asked is not None and there is not None and asked != there["metadata"]["resourceVersion"]:
             raise ClusterError(409, "the object has been modified")
-        wanted = {
-            name: value
-            for name, value in _copy_json(body).items()
-            if (name == "status") == (part == "status") and name not in ("apiVersion", "kind")
-        }
-        meta = wanted.pop("metadata", {}) if part == "status" else wanted.get("metadata", {})
-        for name in ("uid", "resourceVersion", "namespace", "name"):
-            meta.pop(name, None)
+        wanted = _list_fields(body, part)
         item = _copy_json(there) if there else {"apiVersion": kind.api_version, "kind": kind.name, "metadata": {}}
         key = (place, manager, part)
         # Fields that this manager applied before and leaves out now are removed, unless other managers own them, too.
         others = [
             old
             for (at, who, at_part), old in self._managed.items()
-            if (at, at_part) == (place, part) and who != manager
+            if at == place and (at_part == CREATED if who == manager else at_part in (part, CREATED))
         ]
         _remove_fields(item, self._managed.get(key, {}), wanted, others)
         _merge_fields(item, wanted)
@@ -261,6 +274,32 @@ class FakeApiServer:
             self._store(place, item, "ADDED" if there is None else "MODIFIED")
         self._record_call("apply" if not part else "applyStatus", kind.name)
         return _copy_json(item)
+
+
+def _list_fields(body: Object, part: str) -> Object:
+    """Return the fields of a body that a manager owns: those of the status, or all others."""
+    fields: Object = {
+        name: value
+        for name, value in _copy_json(body).items()
+        if (name == "status") == (part == "status") and name not in ("apiVersion", "kind")
+    }
+    meta = fields.pop("metadata", {}) if part == "status" else fields.get("metadata", {})
+    for name in ("uid", "resourceVersion", "namespace", "name"):
+        meta.pop(name, None)
+    return fields
+
+
+def _merge_patch(item: Any, change: Any) -> Any:
+    """Return the item after a JSON merge patch (RFC 7396)."""
+    if not isinstance(change, dict):
+        return _copy_json(change)
+    merged = item if isinstance(item, dict) else {}
+    for name, value in change.items():
+        if value is None:
+            merged.pop(name, None)
+        else:
+            merged[name] = _merge_patch(merged.get(name), value)
+    return merged
 
 
 def _merge_fields(item: Any, wanted: Any) -> None:

@@ -117,6 +117,8 @@ class HttpApiServer:
             self.fake.delete(kind, there)
             return {"kind": "Status", "status": "Success"}
         assert verb == "PATCH"
+        if headers.get("Content-Type") == "application/merge-patch+json":
+            return self.fake.merge(kind, body)
         if headers.get("Content-Type") != "application/apply-patch+yaml":
             raise ClusterError(415, "the body of the request was in an unknown format")
         assert query["force"] == "true"
@@ -127,7 +129,7 @@ class HttpApiServer:
     def _many(self, verb: str, kind: Kind, namespace: str | None, query: dict[str, str], body: Any) -> Any:
         selector = query.get("labelSelector", "")
         if verb == "POST":
-            return self.fake.create(kind, body)
+            return self.fake.create(kind, body, query["fieldManager"])
         if query.get("watch") == "true":
             try:
                 until = time.monotonic() + self.watch_s

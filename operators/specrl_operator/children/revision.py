@@ -105,6 +105,38 @@ def _would_restart_pods(known: Object, child: Object) -> bool:
     )
 
 
+def prepare_apply(existing: Object, child: Object, manager: str) -> Object | None:
+    """Build the merge patch that an existing child needs before it is applied; None if it needs none.
+
+    An apply removes no field but those that its manager has applied. Fields that the manager's creation of the object
+    has set count as updated: their record is turned into that of an apply, as client-go's csaupgrade does. Fields that
+    others have added to what is kept as it is (REPAIRED_FIELDS) are removed.
+    """
+    entries = [dict(entry) for entry in existing["metadata"].get("managedFields", ())]
+    of_creation = (manager, "Update", "")
+    created = [it for it in entries if (it["manager"], it["operation"], it.get("subresource", "")) == of_creation]
+    for entry in created:
+        entry["operation"] = "Apply"
+    change: Object = {}
+    if kind_of(child) in kinds.REPAIRED_KINDS:
+        change = {name: _list_removals(existing.get(name), child.get(name)) for name in REPAIRED_FIELDS}
+        change = {name: removals for name, removals in change.items() if removals}
+    if not created and not change:
+        return None
+    metadata = {name: existing["metadata"][name] for name in ("name", "namespace", "resourceVersion")}
+    if created:
+        metadata["managedFields"] = entries
+    return kind_of(child).build_object(metadata, **change)
+
+
+def _list_removals(found: Any, wanted: Any) -> Object:
+    """List the fields of an object that are not wanted, as a merge patch. An apply replaces lists as a whole."""
+    if not isinstance(found, dict) or not isinstance(wanted, dict):
+        return {}
+    nested = {name: _list_removals(value, wanted[name]) for name, value in found.items() if name in wanted}
+    return {name: removals for name, removals in nested.items() if removals} | dict.fromkeys(found.keys() - wanted)
+
+
 def find_run_file(workload: Object) -> str | None:
     """Return the name of the ConfigMap that the pod template of an existing workload mounts; None without one."""
     return _read_annotation(workload, RUN_FILE_ANNOTATION)

@@ -77,8 +77,14 @@ class Cluster(Protocol):
     def apply_status(self, kind: Kind, body: Object, manager: str) -> Object:
         """Apply the status subresource. 409 if `metadata.resourceVersion` is given and no longer the object's."""
 
-    def create(self, kind: Kind, body: Object) -> Object:
-        """Create an object; 409 if it exists."""
+    def create(self, kind: Kind, body: Object, manager: str) -> Object:
+        """Create an object for this field manager; 409 if it exists."""
+
+    def merge(self, kind: Kind, body: Object) -> Object:
+        """Merge fields into an object; None removes one. 409 if `metadata.resourceVersion` is no longer the object's.
+
+        A change of `metadata.managedFields` changes which fields a manager's next `apply` removes.
+        """
 
     def replace(self, kind: Kind, body: Object) -> Object:
         """Replace an object; 409 if `metadata.resourceVersion` is no longer the object's."""

@@ -124,8 +124,13 @@ class KubeCluster:
     def apply_status(self, kind: Kind, body: Object, manager: str) -> Object:
         return self._apply_patch(kind, body, manager, "/status")
 
-    def create(self, kind: Kind, body: Object) -> Object:
-        return self._request_json("POST", kind.build_path(body["metadata"].get("namespace")), None, body)
+    def create(self, kind: Kind, body: Object, manager: str) -> Object:
+        path = kind.build_path(body["metadata"].get("namespace"))
+        return self._request_json("POST", path, {"fieldManager": manager}, body)
+
+    def merge(self, kind: Kind, body: Object) -> Object:
+        meta = body["metadata"]
+        return self._request_json("PATCH", kind.build_path(meta.get("namespace"), meta["name"]), None, body)
 
     def replace(self, kind: Kind, body: Object) -> Object:
         meta = body["metadata"]
@@ -170,8 +175,11 @@ class KubeCluster:
         stream_s: float | None = None,
     ) -> urllib3.BaseHTTPResponse:
         """Send one request. stream_s: the caller reads the body as a stream, with this timeout between two reads."""
-        # A PATCH is a server-side apply. JSON is valid YAML, and every API server accepts this media type for it.
-        content_type = "application/apply-patch+yaml" if method == "PATCH" else "application/json"
+        content_type = "application/json"
+        if method == "PATCH":
+            # A server-side apply has a field manager. JSON is valid YAML, and every API server accepts it for apply.
+            kind = "apply-patch+yaml" if query else "merge-patch+json"
+            content_type = f"application/{kind}"
         headers = {"Accept": "application/json", "Content-Type": content_type, "User-Agent": "specrl-operator"}
         # Re-reads the projected token when the kubelet has rotated it.
         self._client.update_params_for_auth(headers, [], ["BearerToken"])

@@ -17,7 +17,7 @@ from datetime import datetime
 import structlog
 
 from specrl_operator import kinds
-from specrl_operator.api import Object, format_micro_time
+from specrl_operator.api import MANAGER, Object, format_micro_time
 from specrl_operator.cluster.interface import Cluster, ClusterError
 
 # LEASE_S, RENEW_DEADLINE_S and RETRY_S have the defaults of client-go's leader election.
@@ -91,9 +91,8 @@ class LeaderElection:
         moment = format_micro_time(self._now())
         if lease is None:
             metadata = {"name": self._name, "namespace": self._namespace}
-            self._cluster.create(
-                kinds.LEASE, kinds.LEASE.build_object(metadata, spec=self._build_lease_spec(moment, moment, 0))
-            )
+            lease = kinds.LEASE.build_object(metadata, spec=self._build_lease_spec(moment, moment, 0))
+            self._cluster.create(kinds.LEASE, lease, MANAGER)
             return True
         spec = lease.get("spec") or {}
         transitions = int(spec.get("leaseTransitions", 0))

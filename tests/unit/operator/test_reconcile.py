@@ -222,7 +222,7 @@ def test_children_created_while_their_job_is_deleted_are_garbage_collected() -> 
     refused = world.server.refuse
 
     def delete_first(verb: str, body: Object) -> ClusterError | None:
-        if verb == "apply" and "tiny" in world.server.objects_by_name(RLJOB):
+        if verb == "create" and "tiny" in world.server.objects_by_name(RLJOB):
             world.server.delete(RLJOB, world.rljob)
         return refused(verb, body)
 
@@ -525,7 +525,7 @@ def test_an_object_that_the_api_server_rejects_is_reported_in_a_condition() -> N
     world = World()
 
     def refuse(verb: str, body: Object) -> ClusterError | None:
-        is_replicas = body["kind"] == "StatefulSet" and verb == "apply" and "generation" in body["metadata"]["name"]
+        is_replicas = body["kind"] == "StatefulSet" and verb == "create" and "generation" in body["metadata"]["name"]
         return ClusterError(422, "spec.template.spec.containers[0].image: Required value") if is_replicas else None
 
     world.server.refuse = refuse
@@ -798,6 +798,7 @@ def test_what_others_change_in_children_is_repaired() -> None:
     opened = [
         (NETWORK_POLICY, "tiny-peers", lambda it: it["spec"]["ingress"][0]["from"][0].update(namespaceSelector={})),
         (NETWORK_POLICY, "tiny-peers", lambda it: it["spec"].update(egress=[{}])),
+        (NETWORK_POLICY, "tiny-peers", lambda it: it["spec"]["podSelector"]["matchLabels"].update(no="pod")),
         (SERVICE, "tiny-coordinator", lambda it: it["spec"]["selector"].update({"specrl.dev/rljob": "other"})),
         (ROLE, "tiny", lambda it: it["rules"][0].update(verbs=["*"])),
         (ROLE_BINDING, "tiny", lambda it: it["subjects"].append({"kind": "Group", "name": "system:authenticated"})),
@@ -1178,7 +1179,7 @@ def test_secrets_for_cert_manager_are_created_empty_and_never_overwritten() -> N
         assert "data" not in secret
         assert "immutable" not in secret
     wrote = [(verb, kind) for verb, kind in world.server.calls if kind in ("Secret", "Certificate") and verb != "get"]
-    assert wrote.index(("create", "Secret")) < wrote.index(("apply", "Certificate"))
+    assert wrote.index(("create", "Secret")) < wrote.index(("create", "Certificate"))
     writes = len(world.server.list_writes())
     world.reconcile()
     assert len(world.server.list_writes()) == writes

@@ -188,7 +188,7 @@ class World:
             meta = {
                 name: value
                 for name, value in item["metadata"].items()
-                if name not in ("uid", "resourceVersion", "generation", "ownerReferences")
+                if name not in ("uid", "resourceVersion", "generation", "ownerReferences", "managedFields")
             }
             meta["owners"] = [it["kind"] for it in item["metadata"].get("ownerReferences", [])]
             found[f"{place[1]} {place[3]}"] = {**kept, "metadata": meta}
