@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tools.images.chart import CHART, pack_chart
 from tools.images.command import ImagesFailed, say
-from tools.images.release import build_images, cache_folder
+from tools.images.release import TARGETS, build_images, cache_folder
 from tools.images.wheels import LOCKS, resolve_locks
 
 OTHER = {"x86_64": "aarch64", "aarch64": "x86_64"}
@@ -26,6 +26,7 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     build = commands.add_parser("build", help="build all images for this machine's architecture")
     build.add_argument("--values", type=Path, default=CHART / "values.yaml", help="gets the digests (%(default)s)")
+    build.add_argument("--only", choices=TARGETS, help="build one image alone; the others' digests stay as they are")
     build.add_argument("--no-sbom", action="store_true", help="do not list the packages of the images")
     check = commands.add_parser("check-wheels", help="say whether all packages have wheels for an architecture")
     check.add_argument("--machine", choices=OTHER, default=OTHER.get(platform.machine()), help="(%(default)s)")
@@ -35,7 +36,8 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         if arguments.command == "build":
-            build_images(arguments.engines, arguments.values, has_sbom=not arguments.no_sbom)
+            targets = TARGETS if arguments.only is None else (arguments.only,)
+            build_images(arguments.engines, arguments.values, targets=targets, has_sbom=not arguments.no_sbom)
         elif arguments.command == "chart":
             pack_chart(cache_folder())
         else:

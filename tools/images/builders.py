@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
+import subprocess
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from tools.images.base import LocalBases
-from tools.images.command import ROOT, ImagesFailed, has_succeeded, run, say, step
+from tools.images.command import ROOT, ImagesFailed, has_succeeded, read_output, run, run_and_read, say, step
 from tools.images.layouts import forget_lost_layers, move_image
 
 DOCKERFILE = ROOT / "deploy" / "docker" / "Dockerfile"
 REGISTRY = "https://registry-1.docker.io/v2/"
 PROBE_TIMEOUT_S = 10
+BUILT = re.compile(r"^--> (?:Using cache )?([0-9a-f]{11,64})$", re.MULTILINE)
+"""How buildah names the image of each instruction, made or found."""
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")  # of Debian and its relatives
 
 
@@ -43,6 +48,12 @@ class Builder(Protocol):
     def export_store(self, name: str) -> Path | None:
         """Make a stand-in for the store's image where it cannot be pulled. Returns the layout that has it."""
 
+    def remove_unused(self) -> None:
+        """Delete what earlier builds needed and the last one did not."""
+
+    def close(self) -> None:
+        """Leave nothing on the machine but files."""
+
 
 class Docker:
     """`docker buildx`: a layout for each image below `folder`."""
@@ -59,6 +70,12 @@ class Docker:
     def export_store(self, name: str) -> Path | None:
         return None
 
+    def remove_unused(self) -> None:
+        """Docker collects what is old by itself."""
+
+    def close(self) -> None:
+        pass
+
 
 class Buildah:
     """buildah with its store below `folder`, and one layout for all images: what they share is there once.
@@ -70,7 +87,9 @@ class Buildah:
     def __init__(self, folder: Path) -> None:
         self._layout = folder / "layout"
         self._layers = folder / "layers"
-        self._command = ["buildah", "--root", str(folder / "store"), "--runroot", str(folder / "run")]
+        self._used = folder / "used"
+        self._store = folder / "store"
+        self._command = ["buildah", "--root", str(self._store), "--runroot", str(folder / "run")]
         self._pip = folder / "pip.conf"
         self._pip.write_text(f"[global]\ncert = {CERTIFICATES}\n", encoding="utf-8")
         self._base: LocalBases | None = None
@@ -87,15 +106,40 @@ class Buildah:
         if (cache := Path.home() / ".cache" / "uv").is_dir():
             mounts.append(f"--volume={cache}:/tmp/.cache/uv")
         base = [] if self._base is None else [f"--build-arg=BASE={self._base.base}"]
-        run(
+        output = run_and_read(
             *(*self._command, "build", "--layers", "--network=host", "--isolation=oci", "--runtime=runc"),
             *(f"--ignorefile={DOCKERFILE}.dockerignore", *mounts, "--target", target),
             *(*inputs.list_options(), *base, "--tag", name, str(ROOT)),
         )
+        # Kept for each target and kind of engines, so that images for CPUs and for GPUs can be built in turn.
+        self._used.mkdir(exist_ok=True)
+        used = self._used / f"{target}-{inputs.arguments['ENGINES']}"
+        used.write_text("\n".join(BUILT.findall(output)), encoding="utf-8")
         return self._export(name, name)
 
     def export_store(self, name: str) -> Path | None:
         return None if self._base is None else self._export(self._base.store, name)
+
+    def remove_unused(self) -> None:
+        """Delete images that the last build of no target used.
+
+        `buildah rmi --prune` would also delete the stages that are copied from, which no image is built on.
+        """
+        with step("deleting what earlier builds needed"):
+            self._remove_containers()
+            images = json.loads(read_output(*self._command, "images", "--all", "--json"))
+            used = [each for file in self._used.iterdir() for each in file.read_text(encoding="utf-8").split()]
+            if unused := find_unused(images, used):
+                # Not checked: it fails for parents, which have gone with their children.
+                subprocess.run([*self._command, "rmi", "--force", *unused], check=False, capture_output=True)
+
+    def close(self) -> None:
+        """Remove the containers that buildah leaves behind, and its mount, which would hold the folder."""
+        self._remove_containers()
+        has_succeeded("umount", str(self._store / "overlay"))
+
+    def _remove_containers(self) -> None:
+        read_output(*self._command, "rm", "--all")
 
     def _export(self, image: str, name: str) -> Path:
         with step(f"compressing what is new in {name}"):
@@ -103,6 +147,21 @@ class Buildah:
             run(*self._command, "push", "--quiet", "--format=oci", image, f"oci:{self._layers}:{name}")
             move_image(self._layers, self._layout, name)
         return self._layout
+
+
+def find_unused(images: Sequence[Mapping[str, Any]], used: Collection[str]) -> list[str]:
+    """Return the ids of images of buildah's store that no build used, the newest first.
+
+    images: as `buildah images --json` lists them. used: ids, or beginnings of ids, of those that are to stay.
+    """
+    left = [
+        image
+        for image in images
+        if not any(image["id"].startswith(each[:11]) for each in used)
+        # A build that was interrupted leaves a name of its own.
+        and all(name.endswith("-tmp:latest") for name in image["names"] or ())
+    ]
+    return [image["id"] for image in sorted(left, key=lambda image: image["created"], reverse=True)]
 
 
 def choose_builder(folder: Path) -> Builder:

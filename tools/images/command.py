@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,21 @@ def run(*command: str | Path, cwd: Path | None = None, env: Mapping[str, str] | 
     status = subprocess.run(command, cwd=cwd, env=env, check=False).returncode
     if status != 0:
         raise ImagesFailed(f"`{' '.join(map(str, command))[:300]}` failed with exit status {status}; see above")
+
+
+def run_and_read(*command: str | Path) -> str:
+    """Run a command, its output shown. Returns the output. Raises ImagesFailed if it fails."""
+    lines = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
+        assert running.stdout is not None
+        for line in running.stdout:
+            print(line, end="", flush=True)
+            lines.append(line)
+    if running.returncode != 0:
+        raise ImagesFailed(
+            f"`{' '.join(map(str, command))[:300]}` failed with exit status {running.returncode}; see above"
+        )
+    return "".join(lines)
 
 
 def read_output(*command: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> str:
@@ -50,6 +66,18 @@ def check_disk(folder: Path, needed_gb: float) -> None:
             f"the disk of {folder} must have {needed_gb:.0f} GB free, got {free_gb:.1f} GB; free some space, or name "
             "another folder in SPECRL_CACHE_DIR"
         )
+
+
+@contextmanager
+def hold_folder(folder: Path) -> Iterator[None]:
+    """Keep other builds out of a folder, be they of another checkout. Waits for one that is there."""
+    with (folder / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"waiting for another build, which uses {folder}")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def say(text: str) -> None:

@@ -9,17 +9,19 @@ import re
 import sys
 import tempfile
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from tools.images.builders import Inputs, choose_builder
-from tools.images.command import ROOT, ImagesFailed, check_disk, read_output, run, say, step
+from tools.images.command import ROOT, ImagesFailed, check_disk, hold_folder, read_output, run, say, step
 from tools.images.layouts import Image, read_image, remove_unused_blobs
-from tools.images.sbom import find_syft, write_sbom
+from tools.images.sbom import check_sbom, find_syft, read_pins, write_sbom
 
 TARGETS = ("control", "generation", "trainer")
 NEEDED_GB = {"cpu": 30.0, "gpu": 60.0}  # store, layout and intermediate copies; measured for cpu, estimated for gpu
+NEEDED_FOR_CONTROL_GB = 5.0
 STORE = "docker.io/valkey/valkey:8.1-alpine"  # images.store of values.yaml
 CONTEXT = ("pyproject.toml", "README.md", "LICENSE", "requirements", "tools", "services", "operators", "examples")
 """What images are made of, beside deploy/docker. The digests that are written into the chart do not count."""
@@ -32,40 +34,51 @@ def cache_folder() -> Path:
     return base / "images"
 
 
-def build_images(engines: str, values: Path, *, has_sbom: bool) -> None:
-    """Build all images for the architecture of this machine, and write what was built. Raises ImagesFailed.
+def build_images(engines: str, values: Path, *, targets: Sequence[str] = TARGETS, has_sbom: bool) -> None:
+    """Build images for the architecture of this machine, and write what was built. Raises ImagesFailed.
 
     values: file whose images.*.digest are set. has_sbom: also list the packages of each image.
     """
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
-    builder = choose_builder(folder)
-    check_disk(folder, NEEDED_GB[engines] if not (folder / f"{engines}.json").is_file() else NEEDED_GB[engines] / 3)
     version, commit = read_version(), read_commit()
-    contexts = {"demo-policy": make_demo_policy(folder)} if engines == "cpu" else {}
-    inputs = Inputs({"ENGINES": engines, "VERSION": version, "COMMIT": commit}, contexts)
-    built: dict[str, tuple[Path, Image]] = {}
-    for number, target in enumerate(TARGETS, start=1):
-        name = f"docker.io/library/specrl-{target}:{version}"
-        with step(f"building {target} for {engines.upper()}s, {number} of {len(TARGETS)}"):
-            layout = builder.build_image(target, name, inputs)
-        built[target] = layout, read_image(layout, name)
-    if (layout_of_store := builder.export_store(STORE)) is not None:
-        built["store"] = layout_of_store, read_image(layout_of_store, STORE)
-    described = {target: describe_image(layout, image) for target, (layout, image) in built.items()}
-    for layout in {layout for layout, _ in built.values()}:
-        remove_unused_blobs(layout)
-    record = {"version": version, "commit": commit, "engines": engines, "images": described}
-    (folder / f"{engines}.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    write_digests(values, {target: built[target][1].digest for target in TARGETS})
-    for target, (_, image) in built.items():
-        say(f"{target:10} {image.size_bytes / 1e6:6.0f} MB as pulled  {image.architecture}  {image.digest}")
-    say(f"digests are in {os.path.relpath(values)}, everything else in {folder / f'{engines}.json'}")
-    if has_sbom:  # last: whatever syft does, the images are there
-        syft = find_syft(folder)
-        for target, (layout, image) in built.items():
-            with step(f"listing the packages of {target}"):
-                write_sbom(syft, layout, image, folder / f"{target}-{engines}.spdx.json")
+    record = folder / (f"{engines}.json" if len(targets) > 1 else f"{targets[0]}-{engines}.json")
+    needed_gb = NEEDED_GB[engines] if set(targets) - {"control"} else NEEDED_FOR_CONTROL_GB
+    check_disk(folder, needed_gb / 3 if record.is_file() else needed_gb)
+    with hold_folder(folder), closing(choose_builder(folder)) as builder:
+        contexts = {"demo-policy": make_demo_policy(folder)} if engines == "cpu" else {}
+        inputs = Inputs({"ENGINES": engines, "VERSION": version, "COMMIT": commit}, contexts)
+        built: dict[str, tuple[Path, Image]] = {}
+        for number, target in enumerate(targets, start=1):
+            name = f"docker.io/library/specrl-{target}:{version}"
+            with step(f"building {target} for {engines.upper()}s, {number} of {len(targets)}"):
+                layout = builder.build_image(target, name, inputs)
+            built[target] = layout, read_image(layout, name)
+        if (layout_of_store := builder.export_store(STORE)) is not None:
+            built["store"] = layout_of_store, read_image(layout_of_store, STORE)
+        for layout in {layout for layout, _ in built.values()}:
+            remove_unused_blobs(layout)
+        builder.remove_unused()
+        described = {target: describe_image(layout, image) for target, (layout, image) in built.items()}
+        content = {"version": version, "commit": commit, "engines": engines, "images": described}
+        record.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        write_digests(values, {target: built[target][1].digest for target in targets})
+        for target, (_, image) in built.items():
+            say(f"{target:10} {image.size_bytes / 1e6:6.0f} MB as pulled  {image.architecture}  {image.digest}")
+        say(f"digests are in {os.path.relpath(values)}, everything else in {record}")
+        if has_sbom:  # last: whatever syft does, the images are there
+            write_sboms(folder, engines, version, built)
+
+
+def write_sboms(folder: Path, engines: str, version: str, built: Mapping[str, tuple[Path, Image]]) -> None:
+    """Write a list of the packages of each image, and check it. built: layout and image by target."""
+    syft = find_syft(folder)
+    for target, (layout, image) in built.items():
+        sbom = folder / f"{target}-{engines}.spdx.json"
+        with step(f"listing the packages of {target}"):
+            write_sbom(syft, layout, image, sbom)
+        pins = read_pins(target, engines)
+        check_sbom(sbom, pins | {"specrl": version} if pins else {})
 
 
 def describe_image(layout: Path, image: Image) -> dict[str, Any]:

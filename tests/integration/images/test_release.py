@@ -5,12 +5,13 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from packaging.tags import parse_tag
-from tools.images import chart, command, layouts, release, wheels
+from tools.images import builders, chart, command, layouts, release, sbom, wheels
 from tools.images.command import ImagesFailed
 
 NAME = "docker.io/library/specrl-control:0.1.0"
@@ -123,6 +124,77 @@ def test_a_program_that_fails_is_named(tmp_path: Path) -> None:
         command.run("false")
     with pytest.raises(ImagesFailed, match=r"`cat /nowhere/none` failed with exit status 1: .*No such file"):
         command.read_output("cat", "/nowhere/none")
+
+
+def test_what_a_program_writes_is_shown_and_returned(capfd: pytest.CaptureFixture[str]) -> None:
+    assert command.run_and_read("sh", "-c", "echo one; echo two >&2") == "one\ntwo\n"
+    assert capfd.readouterr().out == "one\ntwo\n"
+    with pytest.raises(ImagesFailed, match=r"`false` failed with exit status 1"):
+        command.run_and_read("false")
+
+
+def test_a_second_build_waits_for_the_first(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It would delete the containers of the first one."""
+    entered = threading.Event()
+
+    def build() -> None:
+        with command.hold_folder(tmp_path):
+            entered.set()
+
+    with command.hold_folder(tmp_path):
+        second = threading.Thread(target=build)
+        second.start()
+        while "waiting for another build" not in capfd.readouterr().out:
+            assert second.is_alive()
+        assert not entered.is_set()
+    second.join()
+    assert entered.is_set()
+
+
+def test_images_that_the_last_builds_did_not_use_are_found() -> None:
+    """buildah kept every layer that a lock ever had: 6 GB each."""
+    output = (
+        "[2/7] STEP 1/2: COPY a b\n--> 3b7eefe33fc\n[2/7] STEP 2/2: RUN true\n"
+        f"--> Using cache {'c' * 64}\n--> {'c' * 11}\nSuccessfully tagged one:1\n"
+    )
+    used = builders.BUILT.findall(output)
+    names = {"3b7eefe33fc5": None, "c" * 12: None, "a" * 12: None, "d" * 12: ["one:1"], "b" * 12: ["x/1f-tmp:latest"]}
+    images = [{"id": name, "names": those, "created": number} for number, (name, those) in enumerate(names.items())]
+    assert builders.find_unused(images, used) == ["b" * 12, "a" * 12]
+
+
+def write_sbom(file: Path, **packages: str) -> Path:
+    """Write what syft writes of packages. A package of Debian has the name of one of Python's."""
+    listed = [
+        {"name": name, "versionInfo": version, "externalRefs": [{"referenceLocator": f"pkg:pypi/{name}@{version}"}]}
+        for name, version in packages.items()
+    ]
+    debian = {"name": "numpy", "versionInfo": "2.4", "externalRefs": [{"referenceLocator": "pkg:deb/debian/numpy@2.4"}]}
+    file.write_text(
+        json.dumps({"packages": [*listed, debian, {"name": "image", "versionInfo": "1"}]}), encoding="utf-8"
+    )
+    return file
+
+
+def test_a_list_of_packages_must_have_those_of_the_locks(tmp_path: Path) -> None:
+    """A list that lacked engines or their environment would look like one of a small image."""
+    found = write_sbom(tmp_path / "trainer.spdx.json", torch="2.13.0+cpu", PyYAML="6.0")
+    sbom.check_sbom(found, {"torch": "2.13.0", "pyyaml": "6.0"})
+    for pins in ({"torch": "2.13.1"}, {"numpy": "2.4"}):
+        with pytest.raises(ImagesFailed, match=rf"must list every package .* got none of {next(iter(pins))} "):
+            sbom.check_sbom(found, pins)
+
+
+@pytest.mark.parametrize("engines", ["cpu", "gpu"])
+def test_the_locks_of_each_image_are_known(engines: str) -> None:
+    control, trainer = sbom.read_pins("control", engines), sbom.read_pins("trainer", engines)
+    assert trainer == sbom.read_pins("generation", engines)
+    assert {"torch", "megatron-core", "arctic-inference"} <= trainer.keys()
+    assert {"kubernetes", "grpcio"} <= control.keys()
+    assert not {"hatchling", "uv", "cmake", "torch"} & control.keys()
+    assert not {"hatchling", "uv", "cmake"} & trainer.keys()
+    assert "+" not in "".join(trainer.values())
+    assert sbom.read_pins("store", engines) == {}
 
 
 WHEEL = "tiny-1.0-cp312-cp312-manylinux_2_28_aarch64.whl"
