@@ -25,6 +25,11 @@ from specrl_operator.kinds import Kind
 TRAINER_KINDS = (kinds.JOB_SET, kinds.JOB)
 """Kinds of a trainer. They are created and deleted, never patched."""
 OUT_OF_MEMORY = "OOMKilled: it used more memory than its limit; raise limits.memory in the role's podTemplate"
+FORMAT_ERROR = "exec format error"
+OTHER_ARCHITECTURE = (
+    f"{FORMAT_ERROR}: the image is of another architecture than the node; choose nodes of its architecture in the "
+    "role's podTemplate, or build the image on such a node (docs/release.md)"
+)
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,8 @@ def find_last_exit(pod: Object) -> tuple[int | None, str]:
                     return int(ended.get("exitCode", 0)), OUT_OF_MEMORY
                 lines = [line for line in str(ended.get("message") or ended.get("reason") or "").splitlines() if line]
                 # With FallbackToLogsOnError the message is the log's end. The error is in its last lines.
-                return int(ended.get("exitCode", 0)), " ".join(lines[-8:])[-MAX_MESSAGE_LENGTH:]
+                message = " ".join(lines[-8:])[-MAX_MESSAGE_LENGTH:]
+                return int(ended.get("exitCode", 0)), OTHER_ARCHITECTURE if FORMAT_ERROR in message else message
     return None, ""
 
 

@@ -416,6 +416,16 @@ def test_a_process_that_the_kernel_killed_for_its_memory_says_what_to_raise() ->
     assert "model_loaded" not in message
 
 
+def test_an_image_of_another_architecture_is_named_with_what_to_do() -> None:
+    world = World()
+    world.settle()
+    said = 'failed to create task: exec: "/opt/specrl/.venv/bin/specrl-coordinator": exec format error: unknown'
+    world.end_pod("tiny-coordinator-0", 128, said, reason="StartError")
+    world.settle()
+    message = next(it["message"] for it in world.status["conditions"] if it["type"] == "CoordinatorReady")
+    assert "the image is of another architecture than the node; choose nodes of its architecture" in message
+
+
 def test_a_failed_jobset_fails_the_job_and_is_kept_for_its_logs() -> None:
     world = World()
     world.settle()
