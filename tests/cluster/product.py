@@ -78,14 +78,16 @@ def prepare_engines(cluster: Cluster, log: StoryLog) -> dict[str, str]:
 
 @contextmanager
 def install_release(cluster: Cluster, helm: Path, digests: Mapping[str, str]) -> Iterator[Release]:
-    """Install the chart in a restricted namespace; `helm install --wait` has seen its operator ready.
+    """Install the chart in a restricted namespace; `helm install --wait` has seen its operator ready. Leaves nothing.
 
     digests: of images in the registry. The others are asked for by a tag that the registry has not.
     """
     create_restricted_namespace(cluster.admin, NAMESPACE)
     images: Object = {role: {"digest": digest} for role, digest in digests.items()} | {"registry": REGISTRY}
     images["store"] |= {"repository": f"{REGISTRY}/specrl-store"}
-    installed = Release(helm, cluster.kubeconfig, "specrl", NAMESPACE, {"images": images, "jobs": {"storeSize": "1Gi"}})
+    # A definition that stays would belong to this release, and helm would refuse it to one of another name.
+    values: Object = {"images": images, "jobs": {"storeSize": "1Gi"}, "crds": {"keep": False}}
+    installed = Release(helm, cluster.kubeconfig, "specrl", NAMESPACE, values)
     installed.install()
     try:
         yield installed

@@ -76,8 +76,8 @@ def test_the_chart_is_pushed_and_installed_from_the_registry(
     said = run("push", package, f"oci://{registry.host}/charts", "--plain-http")
     assert "Digest: sha256:" in said
     chart = f"oci://{registry.host}/charts/specrl"
-    images = f"images.registry={REGISTRY}"
-    run("install", "pulled", chart, "--plain-http", "--namespace", namespace, "--set", images)
+    values = f"images.registry={REGISTRY},crds.keep=false"
+    run("install", "pulled", chart, "--plain-http", "--namespace", namespace, "--set", values)
     try:
         deployment = admin.get("apps/v1/deployments", "pulled-specrl-operator", namespace)
         pods = lambda: admin.list("v1/pods", namespace, "app.kubernetes.io/component=operator")  # noqa: E731

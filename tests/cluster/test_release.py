@@ -50,6 +50,16 @@ def test_the_charts_own_tests_pass(admin: Api, release: Release) -> None:
     )
 
 
+def test_a_job_whose_pods_admission_refuses_says_so(cluster: Cluster, release: Release, namespace: str) -> None:
+    """Its podTemplate mounts the node's root folder, which the restricted profile forbids."""
+    volume = {"name": "node", "hostPath": {"path": "/"}}
+    job = create_example(cluster, namespace, coordinator={"podTemplate": {"spec": {"volumes": [volume]}}})
+    found = until_condition(cluster.admin, job, "CoordinatorReady", "False", "FailedCreate", timeout_s=CONDITION_S)
+    message = find_condition(found, "CoordinatorReady")["message"]
+    assert 'violates PodSecurity "restricted:latest": restricted volume types' in message
+    cluster.admin.delete(RLJOBS, "local", namespace)
+
+
 def test_a_job_whose_images_cannot_be_pulled_says_so(cluster: Cluster, release: Release, namespace: str) -> None:
     """The registry has no image of replicas and trainers. All pods are admitted by the restricted profile."""
     job = create_example(cluster, namespace)

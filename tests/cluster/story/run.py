@@ -183,7 +183,9 @@ def _try_ports(seen: Story, admin: Api, kubectl: Kubectl, job: Object) -> None:
             target = f"{pod['metadata']['name']}:{port}"
             inside = ("exec", "--namespace", NAMESPACE, coordinator["metadata"]["name"], "--")
             try_port = (*inside, "python", "-c", LISTENS, address, str(port))
-            wait_until(lambda words=try_port: kubectl.run(*words, check=False).returncode == 0, f"{target} listens")  # type: ignore[misc]
+            # A trainer's pod is ready before its process has imported torch.
+            listens = lambda words=try_port: kubectl.run(*words, check=False).returncode == 0  # type: ignore[misc]  # noqa: E731
+            wait_until(listens, f"{target} listens", START_S)
             seen.peers.append(target)
             for name in (NAMESPACE, ELSEWHERE):
                 seen.strangers[f"{name} -> {target}"] = connect(kubectl, name, "stranger", f"{address}:{port}")
