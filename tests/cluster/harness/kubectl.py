@@ -17,14 +17,14 @@ class Kubectl:
         # The API server is on this machine; a proxy of the environment cannot reach it.
         self._environment = {key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")}
 
-    def run(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str, check: bool = True, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
         """Run a command. Fails with its output."""
         done = subprocess.run(
             [*self._command, *arguments],
             env=self._environment,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=timeout_s,
             check=False,
         )
         assert not check or done.returncode == 0, f"kubectl {arguments}: {done.stderr}\n{done.stdout}"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from tests.cluster.harness.kubectl import Kubectl
 from tests.cluster.harness.node import REGISTRY
 from tests.cluster.pods import build_pod, build_server, connect, run_to_end, wait_until_ready
 from tests.cluster.story.log import FULL, StoryLog
-from tests.e2e.harness.api import RLJOBS, Api, Object, find_condition, is_condition_true, wait_until
+from tests.e2e.harness.api import RLJOBS, Api, Object, find_condition, is_condition_true
 from tests.e2e.jobs import COMPONENT, pods_of
 
 NAMESPACE = "story"
@@ -33,7 +34,18 @@ files = [file for folder in folders for file in sorted(folder.rglob("*")) if fil
 lines = metrics.read_text().splitlines()
 print(json.dumps([{file.name: len(file.read_bytes()) for file in files}, [json.loads(line) for line in lines]]))
 """
-LISTENS = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 5).close()"
+AWAIT_PORTS = """
+import socket, sys, time
+for address in sys.argv[1:]:
+    host, port = address.split(":")
+    while True:
+        try:
+            socket.create_connection((host, int(port)), 5).close()
+            break
+        except OSError:
+            time.sleep(0.5)
+"""
+"""Ends when all ports listen. A trainer's pod is ready before its process has imported torch."""
 
 
 @dataclass(frozen=True)
@@ -102,18 +114,20 @@ def watch_to_complete(seen: Story, admin: Api, kubectl: Kubectl, job: Object) ->
         return all(is_condition_true(found, kind) for kind in ("GenerationReady", "TrainerReady"))
 
     log.wait_until(is_up, "replicas and trainer are ready", START_S, state)
-    for pod in pods_of(admin, job):
+    pods = pods_of(admin, job)
+    for pod in pods:
         role = pod["metadata"]["labels"][COMPONENT]
         seen.qos[role] = pod["status"]["qosClass"]
         seen.image_ids.setdefault(role, set()).add(pod["status"]["containerStatuses"][0]["imageID"])
         seen.first_lines[role] = admin.logs(pod["metadata"]["name"], NAMESPACE, role).partition("\n")[0]
-    _try_ports(seen, admin, kubectl, job)
+    targets = _await_ports(seen, admin, kubectl, pods)
     if FULL:
         log.wait_until(lambda: step() >= 1, "the first step is trained", TRAIN_S, state)
     before = _started(admin, job)
     seen.scaled.append((3, str(read()["status"]["state"])))
     _scale(kubectl, 3)
     log.add(f"scaled to 3 replicas at step {step()}")
+    _try_ports(seen, kubectl, targets)  # meanwhile the third replica's container starts
     # It need not import vLLM before the short story's run ends.
     log.wait_until(lambda: len(_started(admin, job)) == 3, "the third replica's container runs", SHORT_S, state)
     seen.replicas[3] = sorted(_started(admin, job) - before)
@@ -171,28 +185,31 @@ def _lose_pod(seen: Story, admin: Api, kubectl: Kubectl, job: Object, role: str)
     seen.losses.append(Loss(role, at, step() - at))
 
 
-def _try_ports(seen: Story, admin: Api, kubectl: Kubectl, job: Object) -> None:
-    """Connect to each port of the run, from the coordinator and from pods that do not belong to the run."""
-    (coordinator,) = pods_of(admin, job, "coordinator")
+def _await_ports(seen: Story, admin: Api, kubectl: Kubectl, pods: list[Object]) -> dict[str, str]:
+    """Wait until the coordinator's pod can connect to all ports of the run. Returns their addresses by pod and port."""
+    targets = {
+        f"{pod['metadata']['name']}:{port}": f"{pod['status']['podIP']}:{port}"
+        for pod in pods
+        for port in PORTS[pod["metadata"]["labels"][COMPONENT]]
+    }
+    (coordinator,) = (pod["metadata"]["name"] for pod in pods if pod["metadata"]["labels"][COMPONENT] == "coordinator")
+    program = ("--", "python", "-c", AWAIT_PORTS, *targets.values())
+    kubectl.run("exec", "--namespace", NAMESPACE, coordinator, *program, timeout_s=START_S)
+    seen.peers += targets
+    seen.log.add(f"the coordinator reached {len(targets)} ports")
     for name in (NAMESPACE, ELSEWHERE):
         wait_until_ready(admin, build_server("stranger", name))
-    for pod in pods_of(admin, job):
-        role = pod["metadata"]["labels"][COMPONENT]
-        for port in PORTS[role]:
-            address = pod["status"]["podIP"]
-            target = f"{pod['metadata']['name']}:{port}"
-            inside = ("exec", "--namespace", NAMESPACE, coordinator["metadata"]["name"], "--")
-            try_port = (*inside, "python", "-c", LISTENS, address, str(port))
-            # A trainer's pod is ready before its process has imported torch.
-            listens = lambda words=try_port: kubectl.run(*words, check=False).returncode == 0  # type: ignore[misc]  # noqa: E731
-            wait_until(listens, f"{target} listens", START_S)
-            seen.peers.append(target)
-            for name in (NAMESPACE, ELSEWHERE):
-                seen.strangers[f"{name} -> {target}"] = connect(kubectl, name, "stranger", f"{address}:{port}")
+    return targets
+
+
+def _try_ports(seen: Story, kubectl: Kubectl, targets: dict[str, str]) -> None:
+    """Connect to the ports from pods that do not belong to the run: at once, since four steps take a minute."""
+    tries = [(name, target) for target in targets for name in (NAMESPACE, ELSEWHERE)]
+    with ThreadPoolExecutor(len(PORTS)) as pool:
+        said = pool.map(lambda each: connect(kubectl, each[0], "stranger", targets[each[1]]), tries)
+        seen.strangers |= {f"{name} -> {target}": why for (name, target), why in zip(tries, said, strict=True)}
     refused = sum(map(bool, seen.strangers.values()))
-    seen.log.add(
-        f"the coordinator reached {len(seen.peers)} ports; {refused} of {len(seen.strangers)} tries of strangers failed"
-    )
+    seen.log.add(f"{refused} of {len(tries)} tries of strangers failed")
 
 
 def read_run_folder(seen: Story, admin: Api) -> None:
