@@ -503,6 +503,34 @@ STORAGE = (
         _at("volumes", [{"claimName": "a", "mountPath": path}], [{"claimName": "a", "mountPath": f"/data{path}"}])
         for path in ("/", "/etc", "/sys", "//dev/shm", "/opt/specrl", "/usr/lib/x")
     ),
+    _at("volumes", [{"mountPath": "/a"}], [{"mountPath": "/a", "image": "models/qwen:1"}], "must be given without"),
+    *(
+        _at(
+            "volumes",
+            [{"mountPath": "/a", "image": "models/qwen:1", **other}],
+            [{"mountPath": "/a", **other}],
+            "must not be given with claimName or uri",
+        )
+        for other in ({"claimName": "a"}, {"uri": "s3://models/qwen"})
+    ),
+    _at(
+        "volumes",
+        [{"mountPath": "/a", "uri": "hf://Qwen/Qwen3-0.6B@main"}],
+        [{"mountPath": "/a", "uri": "hf://Qwen/Qwen3-0.6B@main", "claimName": "a"}],
+        "must end with @ and a commit",
+    ),
+    _at(
+        "volumes",
+        [{"mountPath": "/a", "uri": "hf://datasets/openai/gsm8k"}],
+        [{"mountPath": "/a", "uri": f"hf://datasets/openai/gsm8k@{'0a' * 20}"}],
+        "must end with @ and a commit",
+    ),
+    _at(
+        "volumes",
+        [{"mountPath": "/a", "claimName": "a", "secretName": "hub"}],
+        [{"mountPath": "/a", "claimName": "a", "secretName": "hub", "uri": "gs://models/qwen"}],
+        "must not be given without uri",
+    ),
     Case(
         "checkpoint.claimName",
         {"checkpoint": {}},
@@ -512,6 +540,11 @@ STORAGE = (
         "cacheClaimName",
         {"cacheClaimName": "a", "volumes": [{"claimName": "a", "mountPath": "/a"}]},
         {"cacheClaimName": "runs", "volumes": [{"claimName": "a", "mountPath": "/a"}]},
+    ),
+    Case(
+        "cacheClaimName",
+        {"cacheClaimName": "a", "volumes": [{"claimName": "a", "mountPath": "/a", "uri": "s3://models/qwen"}]},
+        {"cacheClaimName": "a", "volumes": [{"mountPath": "/a", "uri": "s3://models/qwen"}]},
     ),
     Case(
         "storeServer.podTemplate",

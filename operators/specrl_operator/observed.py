@@ -86,9 +86,11 @@ def list_container_statuses(pod: Object) -> list[Object]:
 def find_last_exit(pod: Object) -> tuple[int | None, str]:
     """Return the exit code and message of the first container that exited, in its current or previous run.
 
-    (None, "") if no container has exited.
+    (None, "") if no container has exited. An init container that has done its work does not count.
     """
-    for container in list_container_statuses(pod):
+    init = (pod.get("status") or {}).get("initContainerStatuses") or []
+    done = [it for it in init if ((it.get("state") or {}).get("terminated") or {}).get("exitCode") == 0]
+    for container in (it for it in list_container_statuses(pod) if it not in done):
         # The previous run counts, too: a container in a crash loop is `waiting` or `running` most of the time.
         for name in ("state", "lastState"):
             ended: dict[str, Any] | None = (container.get(name) or {}).get("terminated")
@@ -119,8 +121,16 @@ def is_pod_lost(pod: Object, now: datetime | None) -> bool:
     return now is not None and has_elapsed(pod["metadata"].get("deletionTimestamp"), LOST_S, now)
 
 
+def find_running_init(pod: Object) -> str:
+    """Return the name of the init container that runs; empty if none does."""
+    init = (pod.get("status") or {}).get("initContainerStatuses") or []
+    return next((str(it["name"]) for it in init if "running" in (it.get("state") or {})), "")
+
+
 def is_stuck_in_creation(pod: Object, now: datetime | None, limit_s: float) -> bool:
     """Whether a pod has been on its node for limit_s, and the kubelet has created none of its containers."""
+    if find_running_init(pod):
+        return False
     reasons = [((it.get("state") or {}).get("waiting") or {}).get("reason") for it in list_container_statuses(pod)]
     is_creating = "ContainerCreating" in reasons or "PodInitializing" in reasons
     scheduled = find_condition(pod.get("status") or {}, "PodScheduled")

@@ -135,6 +135,16 @@ class FetchFailed(SpecrlError, OSError):
     """Why the hub did not answer, so that what is in the cache may be used. Empty if it has answered."""
 
 
+class FetchInterrupted(FetchFailed):
+    """The hub or an object store did not answer, or the connection broke while a file was fetched.
+
+    Remedy: run the command again. Files that have arrived whole stay. Pods of an RLJob try again by themselves.
+    """
+
+    retryable = True
+    exit_code = 1
+
+
 class RecordInvalid(SpecrlError, ValueError):
     """A rollout, a request or another record of the wire or the store breaks its own rules.
 
@@ -400,6 +410,7 @@ ERRORS_BY_NAME: dict[str, type[SpecrlError]] = {
         DatasetInvalid,
         CheckpointInvalid,
         FetchFailed,
+        FetchInterrupted,
         RecordInvalid,
         ChecksumMismatch,
         MessageTooLarge,

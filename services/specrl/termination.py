@@ -3,7 +3,7 @@
 Kubernetes shows the content of TERMINATION_LOG in the container's status, where the operator reads why a job failed.
 Without it, the kubelet takes the end of the log, whose last lines are often of libraries.
 
-Called by the main functions of coordinator, trainer and replicas.
+Called by the main functions of coordinator, trainer and replicas, and by `specrl fetch`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,13 @@ NEEDS_USER = 2
 
 def report_error(program: str, error: SpecrlError, path: str = TERMINATION_LOG) -> None:
     """Print the error that ends this process, and make it the message of its container, if it runs in one."""
+    sys.stderr.write(f"{program}: {error}\n")
+    record_error(program, error, path)
+
+
+def record_error(program: str, error: SpecrlError, path: str = TERMINATION_LOG) -> None:
+    """Make the error that ends this process the message of its container, if it runs in one."""
     text = f"{program}: {error}"
-    sys.stderr.write(f"{text}\n")
     file = Path(path)
     with suppress(OSError):  # no such file outside of a container
         # The ranks of a trainer share it. A rank that only lost another must not replace what the other refused.

@@ -181,3 +181,27 @@ def test_the_job_that_fetches_a_model_is_admitted_where_pods_are_restricted(admi
         "it has a pod",
         explain=lambda: admin.get("batch/v1/jobs", job["metadata"]["name"], place),
     )
+
+
+def test_pods_of_a_job_that_fetches_its_model_have_init_containers_and_image_volumes(
+    admin: Api, place: str, jobset: Workloads
+) -> None:
+    """H9: the pods are admitted where Pod Security is `restricted`, and the API server keeps every field."""
+    model = {"mountPath": "/models/qwen", "uri": "hf://Qwen/Qwen3-0.6B", "claimName": "runs", "secretName": "hub"}
+    data = {"mountPath": "/data", "image": "registry.example.com/data/gsm8k:1"}
+    with pytest.raises(Refused, match=r"uri: .*must end with @ and a commit of 40 digits, without claimName"):
+        admin.create(cpu_job("branch", place, volumes=[{"mountPath": "/m", "uri": "hf://Qwen/Qwen3-0.6B"}]))
+    with pytest.raises(Refused, match=r"volumes\[0\]\.uri"):
+        admin.create(cpu_job("scheme", place, volumes=[{"mountPath": "/m", "uri": "file:///etc"}]))
+    job = admin.create(cpu_job("fetches", place, **{"volumes": [model, data], "model.path": "/models/qwen"}))
+    until_condition(admin, job, "Ready")
+    found = {it["metadata"]["labels"]["app.kubernetes.io/component"]: it["spec"] for it in pods_of(admin, job)}
+    assert sorted(found) == ["coordinator", "generation", "trainer"]
+    for role, spec in found.items():
+        (fetch,) = spec["initContainers"]
+        assert fetch["command"][:4] == ["specrl", "fetch", "hf://Qwen/Qwen3-0.6B", "--out"]
+        assert ("--skip-weights" in fetch["command"]) == (role == "coordinator")
+        images = [it["image"]["reference"] for it in spec["volumes"] if "image" in it]
+        assert images == ["registry.example.com/data/gsm8k:1"]
+    policy = admin.get("networking.k8s.io/v1/networkpolicies", "fetches-fetch", place)["spec"]
+    assert policy["egress"] == [{"ports": [{"protocol": "TCP", "port": 443}]}]

@@ -48,6 +48,7 @@ class Fault:
     """What happens to the next `times` requests whose path contains `part` and whose method is `method`.
 
     status: answer with it. cut_at: send so many bytes of the body, then end the connection. wait: before the body.
+    damages: the body's last byte is another one.
     """
 
     part: str
@@ -57,6 +58,7 @@ class Fault:
     code: str = ""
     cut_at: int | None = None
     wait: threading.Event | None = None
+    damages: bool = False
 
 
 @dataclass
@@ -172,7 +174,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         has_sizes = query.get("blobs", [""])[0].lower() == "true"
         files = [
-            {"rfilename": file} | ({"size": len(body), "blobId": _git_id(body)} if has_sizes else {})
+            {"rfilename": file} | (self._measure(body) if has_sizes else {})
             for file, body in repository.commits[commit].items()
         ]
         body = json.dumps(
@@ -189,6 +191,13 @@ class _Handler(BaseHTTPRequestHandler):
             }
         ).encode()
         self._send_body(body, {"Content-Type": "application/json"}, 0, None)
+
+    def _measure(self, body: bytes) -> dict[str, object]:
+        """Tell a file's size and its hashes. The blobId of a large file is that of git's pointer to it."""
+        if len(body) < self.content.lfs_bytes:
+            return {"size": len(body), "blobId": _git_id(body)}
+        pointer = {"sha256": hashlib.sha256(body).hexdigest(), "size": len(body), "pointerSize": 130}
+        return {"size": len(body), "blobId": _git_id(b"pointer"), "lfs": pointer}
 
     def _resolve(self, path: str, has_token: bool) -> None:
         """Answer for a file: a redirect to its content, with what a client needs to know of it."""
@@ -243,6 +252,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send_body(self, body: bytes, headers: dict[str, str], first: int, fault: Fault | None) -> None:
         part = body[first:]
+        if fault is not None and fault.damages:
+            part = part[:-1] + bytes([part[-1] ^ 1])
         if first:
             headers = {**headers, "Content-Range": f"bytes {first}-{len(body) - 1}/{len(body)}"}
         self._send_head(206 if first else 200, {**headers, "Content-Length": str(len(part)), "Accept-Ranges": "bytes"})

@@ -60,10 +60,12 @@ def build_network_policies(plan: JobPlan) -> list[Object]:
         called = [{"protocol": "TCP", "port": port} for port in (REPLICA_PORT, TRAINER_PORT)]
         rules = {"ingress": [{"from": nodes, "ports": served}], "egress": [{"to": nodes, "ports": called}]}
         policies.append(_build_policy(job, "nodes", job.build_selector(), rules))
-    if _has_remote_mirror(job):
-        # Object stores, and the services that give out credentials for them. Other ports: the operator's --job-egress.
-        https = [{"protocol": "TCP", "port": 443}]
-        policies.append(_build_policy(job, TRAINER, job.build_selector(TRAINER), {"egress": [{"ports": https}]}))
+    # Object stores, the hub, and the services that give out credentials. Other ports: the operator's --job-egress.
+    https = {"egress": [{"ports": [{"protocol": "TCP", "port": 443}]}]}
+    if any(volume.uri is not None for volume in job.spec.volumes):
+        policies.append(_build_policy(job, "fetch", job.build_selector(), https))
+    elif _has_remote_mirror(job):
+        policies.append(_build_policy(job, TRAINER, job.build_selector(TRAINER), https))
 
     # Prometheus reaches the metrics ports from the namespaces that the operator's flags name.
     if not settings.metrics_namespaces:

@@ -14,7 +14,8 @@ from specrl.spec.run import Transport
 from specrl_operator.api import COORDINATOR, GENERATION, LEADER_LABEL, STORE, TRAINER, Job, Object
 from specrl_operator.children import tls
 from specrl_operator.children.affinity import bind_to_nodes
-from specrl_operator.children.resources import set_default_resources
+from specrl_operator.children.containers import build_container, build_container_security, set_default_resources
+from specrl_operator.children.volumes import mount_claim, mount_volumes
 from specrl_operator.plan.job_plan import JobPlan
 
 GRPC_PORT = 7000
@@ -92,7 +93,7 @@ def build_coordinator_pod(plan: JobPlan) -> Object:
         *("--host", "0.0.0.0", "--port", str(GRPC_PORT), "--http-port", str(HTTP_PORT)),  # noqa: S104 - in a pod
         *("--rljob", f"{job.namespace}/{job.name}", "--rljob-uid", job.uid),
     ]
-    container = _build_container(COORDINATOR, plan.settings.control_image, command, plan)
+    container = build_container(COORDINATOR, plan.settings.control_image, command, plan)
     container["env"] = _build_environment({"OMP_NUM_THREADS": "1"})
     if plan.has_own_store:
         container["env"].append(_refer_to_password(job))
@@ -135,7 +136,7 @@ def build_trainer_pod(plan: JobPlan, address: str) -> Object:
     origin = job.spec.checkpoint.origin
     if origin is not None:
         command.append(f"--checkpoint={ORIGIN_FOLDER}/{origin.folder}")
-    container = _build_container(TRAINER, plan.settings.trainer_image, command, plan)
+    container = build_container(TRAINER, plan.settings.trainer_image, command, plan)
     own = {"OMP_NUM_THREADS": str(trainer.threads)}
     if trainer.gpus_per_node:
         own["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # micro-batches have other sizes in every step
@@ -148,7 +149,7 @@ def build_trainer_pod(plan: JobPlan, address: str) -> Object:
     ]
     pod = _build_pod(plan, TRAINER, container, STOP_S)
     if origin is not None:
-        _mount_claim(pod["spec"], origin.claim_name, ORIGIN_FOLDER, "origin", is_read_only=True)
+        mount_claim(pod["spec"], origin.claim_name, ORIGIN_FOLDER, "origin", is_read_only=True)
     pod["spec"]["restartPolicy"] = "Never"  # ranks restart together: JobSet or the operator creates all pods again
     bind_to_nodes(pod, plan, TRAINER)
     return _complete_pod(pod, trainer.pod_template, plan, TRAINER)
@@ -173,7 +174,7 @@ def build_replica_pod(plan: JobPlan, *, is_leader: bool = True) -> Object:
             *(f"--nnodes={nodes}", f"--node-rank={0 if is_leader else '$(LWS_WORKER_INDEX)'}"),
             *("--master-addr=$(LWS_LEADER_ADDRESS)", f"--master-port={MASTER_PORT}"),
         ]
-    container = _build_container(GENERATION, plan.settings.generation_image, command, plan)
+    container = build_container(GENERATION, plan.settings.generation_image, command, plan)
     own = {"OMP_NUM_THREADS": str(generation.threads)}
     if not generation.gpus_per_replica:
         own["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # the pod's own cores are the limit
@@ -208,7 +209,7 @@ def build_store_pod(plan: JobPlan) -> Object:
         "env": [_refer_to_password(plan.job)],
         "ports": [{"name": "redis", "containerPort": STORE_PORT}],
         "readinessProbe": {"tcpSocket": {"port": "redis"}, "periodSeconds": 5},
-        "securityContext": _build_container_security(),
+        "securityContext": build_container_security(),
         "volumeMounts": [{"name": "data", "mountPath": "/data"}],
     }
     pod = {"metadata": _build_pod_metadata(plan.job, STORE), "spec": _build_pod_spec(plan, container, STOP_S)}
@@ -294,17 +295,14 @@ def _build_pod(plan: JobPlan, role: str, container: Object, grace_s: int) -> Obj
         source = {"persistentVolumeClaim": {"claimName": claim}} if claim else {"emptyDir": {}}
         volumes.append({"name": "run", **source})
         mounts.append({"name": "run", "mountPath": RUN_FOLDER, **({"subPath": job.run_name} if claim else {})})
-    for number, volume in enumerate(job.spec.volumes):
-        name = f"volume-{number}"
-        volumes.append({"name": name, "persistentVolumeClaim": {"claimName": volume.claim_name, "readOnly": True}})
-        mounts.append({"name": name, "mountPath": volume.mount_path, "readOnly": True})
     container["volumeMounts"] = mounts
     spec = _build_pod_spec(plan, container, grace_s) | {"volumes": volumes}
+    mount_volumes(spec, plan, role)
     if job.spec.scheduling.priority_class_name is not None:
         spec["priorityClassName"] = job.spec.scheduling.priority_class_name
     cache = job.spec.cache_claim_name
     if cache is not None and role in (TRAINER, GENERATION):
-        _mount_claim(spec, cache, CACHE_FOLDER, "cache")
+        mount_claim(spec, cache, CACHE_FOLDER, "cache")
         container["env"] += [{"name": variable, "value": folder} for variable, folder in COMPILER_CACHES.items()]
     pod: Object = {"metadata": _build_pod_metadata(job, role), "spec": spec}
     tls.mount_certificate(pod, job, role)
@@ -314,19 +312,6 @@ def _build_pod(plan: JobPlan, role: str, container: Object, grace_s: int) -> Obj
 def _build_pod_metadata(job: Job, role: str) -> Object:
     notes = KEPT_IN_PLACE if role == STORE else KEPT_IN_PLACE | REPLACEABLE
     return {"labels": job.build_labels(role), "annotations": dict(notes)}
-
-
-def _mount_claim(spec: Object, claim: str, path: str, name: str, *, is_read_only: bool = False) -> None:
-    """Mount a claim in a pod's container, through a volume that the pod has of this claim already, if any.
-
-    spec: of the pod. name: of a new volume.
-    """
-    there = [it["name"] for it in spec["volumes"] if it.get("persistentVolumeClaim", {}).get("claimName") == claim]
-    if not there:
-        source = {"claimName": claim} | ({"readOnly": True} if is_read_only else {})
-        spec["volumes"].append({"name": name, "persistentVolumeClaim": source})
-    mount: Object = {"name": there[0] if there else name, "mountPath": path}
-    spec["containers"][0]["volumeMounts"].append(mount | ({"readOnly": True} if is_read_only else {}))
 
 
 def _build_pod_spec(plan: JobPlan, container: Object, grace_s: int) -> Object:
@@ -349,28 +334,6 @@ def _build_pod_spec(plan: JobPlan, container: Object, grace_s: int) -> Object:
     if plan.settings.pull_secrets:
         spec["imagePullSecrets"] = [{"name": name} for name in plan.settings.pull_secrets]
     return spec
-
-
-def _build_container_security() -> Object:
-    """Build the security context of every container of a job ("restricted" Pod Security Standard)."""
-    return {
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
-        "capabilities": {"drop": ["ALL"]},
-    }
-
-
-def _build_container(name: str, image: str, command: list[str], plan: JobPlan) -> Object:
-    return {
-        "name": name,
-        "image": image,
-        "imagePullPolicy": plan.settings.pull_policy,
-        "command": command,
-        # The message of a container that fails is what it wrote to /dev/termination-log (`specrl.termination`), else
-        # the end of its log. `observed.find_last_exit` reads it.
-        "terminationMessagePolicy": "FallbackToLogsOnError",
-        "securityContext": _build_container_security(),
-    }
 
 
 def _build_environment(own: Mapping[str, str]) -> list[Object]:

@@ -21,6 +21,7 @@ from specrl_operator.api import (
 from specrl_operator.observed import (
     ObservedState,
     find_last_exit,
+    find_running_init,
     is_pod_lost,
     is_pod_ready,
     is_stuck_in_creation,
@@ -167,7 +168,11 @@ def _find_pod_problem(pod: Object, observed: ObservedState) -> tuple[str, str]:
     if event is not None and (event or is_stuck_in_creation(pod, now, MOUNT_S)):
         return _explain_creation(event)
     if (pod.get("status") or {}).get("phase", "Pending") == "Pending":
-        return "PodsPending", ""
+        init = find_running_init(pod)
+        return (
+            "PodsPending",
+            f"its init container {init} runs; `kubectl logs -c {init}` has its progress" if init else "",
+        )
     return "PodsNotReady", ""
 
 

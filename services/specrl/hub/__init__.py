@@ -5,6 +5,8 @@
     models     the files of a model that are fetched
     data_sets  the files of a data set's split
     run_sources  what a run file names: fetched, and put into the run file as folders and files
+    object_stores  a folder of an object store, such as s3://
+    folders    what a URI names, fetched into a folder: by an init container of a pod
 
 Invariants: no code of a repository is run, and none is fetched. A commit is resolved once; every process of a run reads
 the same files. Called by preflight and by `specrl fetch`, `init` and `sft`, before any process of a run starts.

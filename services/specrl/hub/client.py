@@ -3,26 +3,27 @@
 The token (HF_TOKEN, or `hf auth login`), the cache (HF_HOME, HF_HUB_CACHE), the address (HF_ENDPOINT) and offline mode
 (HF_HUB_OFFLINE) are huggingface_hub's own. Every request has a deadline. Every error becomes one message that says what
 to change. The hub's answer about a repository is kept beside its files in the cache. So a run can be resumed without
-network, and a file that was cut short is noticed.
+network, and a file that was cut short is noticed. A file that arrives is compared with the hash that the hub says.
 
-Called by `fetching` and `data_sets`.
+Called by `fetching`, `data_sets` and `folders`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from specrl.errors import FetchFailed, first_line
-from specrl.files import JSON_BYTES, read_object, read_text, write_text
+from specrl.errors import FetchFailed, FetchInterrupted, first_line
+from specrl.files import JSON_BYTES, open_regular, read_object, read_text, write_text
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -31,6 +32,10 @@ REQUEST_S = 30.0
 """Deadline of a question about a repository, in seconds. The hub answers in less than one."""
 
 COMMIT_LENGTH = 40
+SHA256_LENGTH = 64
+
+URI = "uri"
+"""Field of a repository that a URI names, as in hf://OWNER/NAME@COMMIT: `volumes[].uri` of an RLJob."""
 
 
 class RepositoryKind(StrEnum):
@@ -57,6 +62,8 @@ class Repository:
     @property
     def revision_field(self) -> str:
         """The field of the revision, beside that of the name."""
+        if self.field == URI:
+            return f"the revision of {URI}"
         return "--revision" if self.field == "NAME" else f"{self.field.rpartition('.')[0]}.revision"
 
     @property
@@ -71,7 +78,9 @@ class Listing:
     """The files of one commit of a repository.
 
     sizes: in bytes, by name. cache: folder of Hugging Face's cache. notice: why it is the cache's and not the hub's
-    answer; empty if the hub has answered.
+    answer; empty if the hub has answered. digests: by name, the SHA-256 of a large file and git's SHA-1 of a small one,
+    as far as they are known. out: folder that files are moved to when they have arrived and are compared; None: they
+    stay in the cache.
     """
 
     repository: Repository
@@ -79,10 +88,17 @@ class Listing:
     sizes: dict[str, int]
     cache: Path
     notice: str = ""
+    digests: dict[str, str] = field(default_factory=dict)
+    out: Path | None = None
 
     @property
     def folder(self) -> Path:
         """The folder in which the fetched files of the commit appear."""
+        return self.snapshot if self.out is None else self.out
+
+    @property
+    def snapshot(self) -> Path:
+        """The folder of the commit in the cache."""
         return repository_folder(self.repository, self.cache) / "snapshots" / self.commit
 
     def find_missing(self, files: list[str]) -> list[str]:
@@ -90,11 +106,16 @@ class Listing:
         return [file for file in files if not self.has_file(file)]
 
     def has_file(self, file: str) -> bool:
-        """Whether the cache has the file, with all its bytes."""
-        try:
-            return (self.folder / file).stat().st_size == self.sizes.get(file)
-        except OSError:
-            return False
+        """Whether the folder has the file, with all its bytes."""
+        return _measure_file(self.folder / file) == self.sizes.get(file)
+
+
+def _measure_file(path: Path) -> int | None:
+    """Return the size of a file in bytes; None if it is not there, or a link that leads nowhere."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
 
 
 def repository_folder(repository: Repository, cache_root: Path) -> Path:
@@ -134,7 +155,7 @@ def list_repository(repository: Repository, cache: Path | None = None) -> Listin
     Raises FetchFailed.
     """
     root = cache_root() if cache is None else cache
-    if _is_commit(repository.revision):
+    if is_commit(repository.revision):
         stored = _read_listing(repository, root)
         if stored is not None:
             return stored
@@ -153,11 +174,12 @@ def list_repository(repository: Repository, cache: Path | None = None) -> Listin
         stored = _read_listing(repository, root) or _list_snapshot(repository, root)
         if stored is None:
             raise
-        return Listing(repository, stored.commit, stored.sizes, root, notice=error.silence)
-    if not _is_commit(info.sha):  # it becomes the name of a folder
+        return replace(stored, notice=error.silence)
+    if not is_commit(info.sha):  # it becomes the name of a folder
         raise FetchFailed(f"{_describe_wish(repository)}, whose commit is {info.sha!r}; check HF_ENDPOINT")
     sizes = {file.rfilename: int(file.size or 0) for file in info.siblings or ()}
-    listing = Listing(repository, str(info.sha), sizes, root)
+    digests = {file.rfilename: file.lfs.sha256 if file.lfs else str(file.blob_id or "") for file in info.siblings or ()}
+    listing = Listing(repository, str(info.sha), sizes, root, digests=digests)
     with suppress(OSError):  # a cache that cannot be written to is noticed by the first download
         _write_listing(listing)
     return listing
@@ -166,11 +188,15 @@ def list_repository(repository: Repository, cache: Path | None = None) -> Listin
 def fetch_file(listing: Listing, file: str, on_bytes: Any) -> None:
     """Download a file into the cache. on_bytes: is called with the number of bytes that have arrived since.
 
-    A file of another size than the hub says is downloaded again. Raises FetchFailed.
+    A file of another size than the hub says is downloaded again, and one of another content is deleted. Raises
+    FetchFailed.
     """
     from huggingface_hub import hf_hub_download
 
     repository = listing.repository
+    arrived = listing.snapshot / file
+    if ".." in arrived.parts:
+        raise FetchFailed(f"{repository.field} must have files in its own folder, got {file} in {repository.name}")
     with _translate_errors(repository, listing.cache, file):
         hf_hub_download(
             repository.name,
@@ -179,14 +205,41 @@ def fetch_file(listing: Listing, file: str, on_bytes: Any) -> None:
             revision=listing.commit,
             cache_dir=listing.cache,
             library_name="specrl",
-            force_download=(listing.folder / file).exists() and not listing.has_file(file),
+            force_download=_measure_file(arrived) not in {None, listing.sizes.get(file)},
             tqdm_class=_make_meter(on_bytes),
         )
-    if not listing.has_file(file):
+    if _measure_file(arrived) != listing.sizes[file]:
         raise FetchFailed(
             f"{repository.field} must come whole, got {file} of another size than {listing.sizes[file]} bytes; "
             "run the command again"
         )
+    blob = arrived.resolve()  # a link, except where the file system has none
+    expected = listing.digests.get(file, "")
+    found = compute_digest(blob, expected) if expected else ""
+    if found != expected:
+        for path in (arrived, blob):
+            path.unlink(missing_ok=True)
+        raise FetchFailed(
+            f"{repository.field} must come as it is on {hub_address()}, got {file} of {repository.name} with the "
+            f"checksum {found} instead of {expected}; it is deleted: run the command again, and look for a faulty "
+            "proxy or disk if that repeats"
+        )
+    if listing.out is not None:
+        with _translate_errors(repository, listing.out, file):
+            (listing.out / file).parent.mkdir(parents=True, exist_ok=True)
+            blob.replace(listing.out / file)
+            arrived.unlink(missing_ok=True)
+
+
+def compute_digest(path: Path, like: str) -> str:
+    """Compute the digest of a file: its SHA-256, or the hash that git gives it. like: a digest of the wanted kind."""
+    is_git = len(like) != SHA256_LENGTH
+    head = b"blob %d\0" % path.stat().st_size
+    digest = hashlib.sha1(head, usedforsecurity=False) if is_git else hashlib.sha256()
+    with open_regular(path) as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _make_meter(on_bytes: Any) -> Any:
@@ -220,7 +273,8 @@ def _make_meter(on_bytes: Any) -> Any:
     return ByteMeter
 
 
-def _is_commit(revision: object) -> bool:
+def is_commit(revision: object) -> bool:
+    """Whether a revision names a commit."""
     is_long = isinstance(revision, str) and len(revision) == COMMIT_LENGTH
     return is_long and all(char in "0123456789abcdef" for char in str(revision))
 
@@ -232,7 +286,7 @@ def _listing_file(repository: Repository, root: Path, revision: str | None) -> P
 
 def _write_listing(listing: Listing) -> None:
     repository = listing.repository
-    text = json.dumps({"commit": listing.commit, "sizes": listing.sizes})
+    text = json.dumps({"commit": listing.commit, "sizes": listing.sizes, "digests": listing.digests})
     for revision in {repository.revision, listing.commit}:
         file = _listing_file(repository, listing.cache, revision)
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -244,9 +298,11 @@ def _read_listing(repository: Repository, root: Path) -> Listing | None:
     try:
         stored = read_object(_listing_file(repository, root, repository.revision), JSON_BYTES)
         sizes = {str(name): int(size) for name, size in stored["sizes"].items()}
+        digests = {str(name): str(digest) for name, digest in stored.get("digests", {}).items()}
     except (OSError, ValueError, OverflowError, KeyError, TypeError, AttributeError):
         return None
-    return Listing(repository, stored["commit"], sizes, root) if _is_commit(stored.get("commit")) else None
+    commit = str(stored.get("commit"))
+    return Listing(repository, commit, sizes, root, digests=digests) if is_commit(commit) else None
 
 
 def _list_snapshot(repository: Repository, root: Path) -> Listing | None:
@@ -255,7 +311,7 @@ def _list_snapshot(repository: Repository, root: Path) -> Listing | None:
     Only its files are known, not whether they are all. So this is for a hub that cannot be asked.
     """
     folder = repository_folder(repository, root)
-    commit = repository.revision if _is_commit(repository.revision) else None
+    commit = repository.revision if is_commit(repository.revision) else None
     with suppress(OSError, ValueError):
         commit = commit or read_text(folder / "refs" / (repository.revision or "main")).strip()
     snapshot = folder / "snapshots" / (commit or "none")
@@ -282,11 +338,12 @@ def _translate_errors(repository: Repository, root: Path, file: str = "") -> Ite
         raise _describe_silence(repository, error, file) from error
     except OSError as error:
         if error.errno is not None:
+            elsewhere = "use a larger volume" if repository.field == URI else "set HF_HOME to another folder"
             raise FetchFailed(
                 f"{root} must be a folder with room that can be written to, got {error.strerror}; "
-                "make room, or set HF_HOME to another folder"
+                f"make room, or {elsewhere}"
             ) from error
-        raise FetchFailed(  # huggingface_hub raises a bare OSError for a body of another length than announced
+        raise FetchInterrupted(  # huggingface_hub raises a bare OSError for a body of another length than announced
             f"{repository.field}: {file} of {repository.name} arrived cut short ({first_line(error)}); "
             "run the command again: files that are whole stay"
         ) from error
@@ -309,18 +366,20 @@ def _describe_error(repository: Repository, root: Path, error: Exception) -> Fet
     if isinstance(cause, errors.HfHubHTTPError | errors.OfflineModeIsEnabled):
         return _describe_error(repository, root, cause)
     if isinstance(error, errors.OfflineModeIsEnabled):
-        return _make_silent(
+        offline = FetchFailed(
             f"{repository.field} must be in the cache {root} in offline mode, got {repository.name}, which is not; "
-            f"unset HF_HUB_OFFLINE, or run {_format_fetch(repository)} where there is a network",
-            "HF_HUB_OFFLINE is set",
+            f"unset HF_HUB_OFFLINE, or run {_format_fetch(repository)} where there is a network"
         )
+        offline.silence = "HF_HUB_OFFLINE is set"
+        return offline
     if not isinstance(error, errors.HfHubHTTPError):
         return _describe_silence(repository, cause or error)
     wish = _describe_wish(repository)
     status = error.response.status_code
     has_token = "authorization" in error.response.request.headers
+    set_token = "set HF_TOKEN" + (", in an RLJob in the Secret of secretName" if repository.field == URI else "")
     if isinstance(error, errors.GatedRepoError):
-        then = "wait for the owner's consent, or use another account's token" if has_token else "set HF_TOKEN"
+        then = "wait for the owner's consent, or use another account's token" if has_token else set_token
         return FetchFailed(
             f"{wish}, which is gated ({status}): its owner lets only accounts read it that agreed to the terms; "
             f"agree at {repository.url}, then {then}"
@@ -331,9 +390,10 @@ def _describe_error(repository: Repository, root: Path, error: Exception) -> Fet
             f"{repository.revision}; {repository.url} lists them"
         )
     if isinstance(error, errors.RepositoryNotFoundError) or status == 404:
-        folder = f", or write ./{repository.name} for a folder" if repository.kind is RepositoryKind.MODEL else ""
+        may_be_folder = repository.kind is RepositoryKind.MODEL and repository.field != URI
+        folder = f", or write ./{repository.name} for a folder" if may_be_folder else ""
         return FetchFailed(
-            f"{wish}, which does not exist there, or is private ({status}); check the spelling, set HF_TOKEN for a "
+            f"{wish}, which does not exist there, or is private ({status}); check the spelling, {set_token} for a "
             f"private one{folder}"
         )
     if status in {401, 403}:
@@ -358,7 +418,7 @@ def _describe_silence(repository: Repository, error: BaseException, file: str = 
     """Return what to raise if the hub cannot be reached, or if the connection broke while `file` was downloaded."""
     reason = f"{type(error).__name__}: {first_line(error)}"
     if file:
-        return FetchFailed(
+        return FetchInterrupted(
             f"{repository.field}: the connection broke while {file} of {repository.name} was fetched ({reason}); run "
             "the command again: files that are whole stay"
         )
@@ -369,8 +429,8 @@ def _describe_silence(repository: Repository, error: BaseException, file: str = 
     )
 
 
-def _make_silent(message: str, silence: str) -> FetchFailed:
-    error = FetchFailed(message)
+def _make_silent(message: str, silence: str) -> FetchInterrupted:
+    error = FetchInterrupted(message)
     error.silence = silence
     return error
 

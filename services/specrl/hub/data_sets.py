@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from specrl.spec.yaml_input import YAML_ERRORS, parse_card
 
 CARD = "README.md"
 SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".tsv")
-_COMPRESSED = (*SUFFIXES, ".jsonl.gz", ".json.gz", ".csv.gz", ".tsv.gz")
+COMPRESSED = (*SUFFIXES, ".jsonl.gz", ".json.gz", ".csv.gz", ".tsv.gz")
 _NOT_DATA = {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 
 # Other words for the usual splits, as `datasets` knows them (data_files.py, SPLIT_KEYWORDS).
@@ -55,13 +55,13 @@ class DataSetWish:
 
 
 def fetch_data_set(
-    wish: DataSetWish, display: FetchDisplay = NO_DISPLAY, cache: Path | None = None
+    wish: DataSetWish, display: FetchDisplay = NO_DISPLAY, cache: Path | None = None, out: Path | None = None
 ) -> tuple[Listing, list[str]]:
     """Fetch the files of a split. Returns the listing and the files' names, in the order in which they are read.
 
-    Raises FetchFailed.
+    out: folder to fetch them into; None: the cache. Raises FetchFailed.
     """
-    listing = list_repository(wish.repository, cache)
+    listing = replace(list_repository(wish.repository, cache), out=out)
     configs = dict[str, Any]()
     if CARD in listing.sizes and not wish.files:
         fetch_files(listing, [CARD], display)
@@ -126,7 +126,7 @@ def _is_data(name: str) -> bool:
     if ".." in name.split("/"):  # no such name is one of a file in the repository
         return False
     base = name.rpartition("/")[2]
-    return base.lower().endswith(_COMPRESSED) and base not in _NOT_DATA and not base.startswith(".")
+    return base.lower().endswith(COMPRESSED) and base not in _NOT_DATA and not base.startswith(".")
 
 
 def _list_splits(wish: DataSetWish, data: list[str], configs: Mapping[str, Any]) -> dict[str, list[str]]:

@@ -4,7 +4,7 @@ Files are fetched one after the other by the calling thread, so that Ctrl-C ends
 and the next call goes on with the others. A second thread shows the progress, so that a slow network is not
 silent. Two processes that fetch the same file at once wait for each other (huggingface_hub's locks).
 
-Called by `models` and `data_sets`.
+Called by `models`, `data_sets` and `folders`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specrl.errors import FetchFailed
-from specrl.hub.client import Listing, fetch_file
+from specrl.hub.client import URI, Listing, fetch_file
 
 SPARE_BYTES = 1 << 30
 """Bytes of the disk that stay free: other programs write to it, too."""
@@ -70,7 +70,7 @@ def check_room(listing: Listing, files: Sequence[str]) -> None:
         raise FetchFailed(
             f"{repository.field} must fit on the disk of {listing.cache}, got {need / 2**30:.1f} GiB of "
             f"{repository.name} for {max(free, 0) / 2**30:.1f} GiB that are free beside a reserve of 1 GiB; make room, "
-            "or set HF_HOME to a folder on another disk"
+            f"or {'use a larger volume' if repository.field == URI else 'set HF_HOME to a folder on another disk'}"
         )
 
 

@@ -7,7 +7,7 @@ safetensors by its list of files, before the first of many gigabytes. Called by 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -33,11 +33,13 @@ class ModelWish:
     """A model on the hub. is_policy: it must be of a family that specrl trains.
 
     check: is called with the folder and the bytes of the weights before these are fetched, and may raise a SpecrlError.
+    has_weights: False fetches all but the weights.
     """
 
     repository: Repository
     is_policy: bool = True
     check: Callable[[Path, int], None] | None = None
+    has_weights: bool = True
 
 
 @dataclass(frozen=True)
@@ -50,15 +52,17 @@ class FetchedModel:
     gguf: str | None = None
 
 
-def fetch_model(wish: ModelWish, display: FetchDisplay = NO_DISPLAY, cache: Path | None = None) -> FetchedModel:
-    """Fetch a model.
+def fetch_model(
+    wish: ModelWish, display: FetchDisplay = NO_DISPLAY, cache: Path | None = None, out: Path | None = None
+) -> FetchedModel:
+    """Fetch a model. out: folder to fetch it into; None: the cache.
 
-    The one GGUF file of a repository without safetensors is fetched and converted. Raises FetchFailed, and
-    CheckpointInvalid for a policy that specrl cannot train.
+    The one GGUF file of a repository without safetensors is fetched and converted, but not into `out`. Raises
+    FetchFailed, and CheckpointInvalid for a policy that specrl cannot train.
     """
     repository = wish.repository
-    listing = list_repository(repository, cache)
-    if WEIGHTS not in listing.sizes and INDEX not in listing.sizes:
+    listing = replace(list_repository(repository, cache), out=out)
+    if out is None and WEIGHTS not in listing.sizes and INDEX not in listing.sizes:
         files = [file for file in listing.sizes if is_gguf(file) and "/" not in file]
         if len(files) == 1:
             return _fetch_gguf(wish, listing, files[0], display)
@@ -75,7 +79,7 @@ def fetch_model(wish: ModelWish, display: FetchDisplay = NO_DISPLAY, cache: Path
         raise FetchFailed(f"{repository.field} must have a readable config.json, got {error}; {_SEE}") from error
     if wish.is_policy:
         parse_policy_config(config, listing.folder)
-    weights = _list_weights(listing)
+    weights = _list_weights(listing) if wish.has_weights else []
     check_room(listing, weights)
     if wish.check is not None:
         wish.check(listing.folder, sum(listing.sizes[file] for file in weights))

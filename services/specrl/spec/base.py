@@ -106,8 +106,13 @@ class HubName(Enum):
     ALLOWED = "or a name on the hub"
 
 
-HUB_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$"
+_PART = "[A-Za-z0-9][A-Za-z0-9._-]*"
+HUB_NAME_PATTERN = f"^{_PART}/{_PART}$"
 """OWNER/NAME. Python's re and CEL read it alike."""
+HUB_URI_PATTERN = rf"^hf://(datasets/)?({_PART}/{_PART})(@[A-Za-z0-9._/-]+)?$"
+"""A model or a data set on the Hugging Face Hub, as in hf://OWNER/NAME@REVISION or hf://datasets/OWNER/NAME."""
+COMMIT_PATTERN = "@[0-9a-f]{40}$"
+"""The end of a URI that names a commit, which never changes."""
 
 
 def is_hub_name(text: str) -> bool:

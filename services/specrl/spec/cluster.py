@@ -10,7 +10,16 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, WithJsonSchema
 
-from specrl.spec.base import ChangePolicy, ObjectName, OnCluster, PathText, Section, ShortText, WholeNumber
+from specrl.spec.base import (
+    HUB_URI_PATTERN,
+    ChangePolicy,
+    ObjectName,
+    OnCluster,
+    PathText,
+    Section,
+    ShortText,
+    WholeNumber,
+)
 from specrl.spec.data import NotNegative
 
 Schema = dict[str, Any]
@@ -139,13 +148,30 @@ class StoreServer(Section):
     """As coordinator.podTemplate, for the server's pod. Its container is `store`."""
 
 
-class Volume(Section):
-    """A persistent volume claim that every pod of the run mounts read-only."""
+_STORE_URI = r"^(s3|gs|abfs)://[^@\s?#]+$"
+"""A folder of an object store, without user and password, since run files must not contain credentials."""
 
-    claim_name: ObjectName
-    """PersistentVolumeClaim in the job's namespace."""
+
+class Volume(Section):
+    """Files that every pod of the run but the store's mounts read-only: of a claim, of a container image, or fetched
+    by an init container before the pod's process starts."""
+
     mount_path: PathText
-    """Absolute path of the mount. model.path and prompt files may be below it."""
+    """Absolute path of the mount. model.path and prompt files may be it, or below it."""
+    claim_name: ObjectName | None = None
+    """PersistentVolumeClaim in the job's namespace. With uri, the claim on which pods and jobs share what is fetched;
+    it is ReadWriteMany where the pods are on several nodes. Null with uri: every pod fetches into a folder of its
+    own."""
+    image: Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^\S+$")] | None = None
+    """Container image, or OCI artifact, whose files are mounted, such as registry.example.com/models/qwen3:1. Needs
+    Kubernetes 1.35, or the feature gate ImageVolume."""
+    uri: Annotated[str, Field(max_length=1024, pattern=f"{HUB_URI_PATTERN}|{_STORE_URI}")] | None = None
+    """Source to fetch (docs/hub.md): a model or a data set on the Hugging Face Hub, as in hf://OWNER/NAME@COMMIT or
+    hf://datasets/OWNER/NAME@COMMIT, or a folder of an object store, as in s3://BUCKET/FOLDER. Checksums are compared.
+    The coordinator's pod fetches no safetensors files."""
+    secret_name: ObjectName | None = None
+    """Secret whose keys become environment variables of the init container that fetches uri, such as HF_TOKEN or
+    AWS_ACCESS_KEY_ID. Null: none."""
 
 
 class Scaler(StrEnum):

@@ -253,7 +253,8 @@ class RunSpec(Section):
     coordinator: Annotated[CoordinatorPod, OnCluster.ONLY] = CoordinatorPod()
     store_server: Annotated[StoreServer, OnCluster.ONLY] = StoreServer()
     volumes: Annotated[tuple[Volume, ...], Field(max_length=16), ChangePolicy.SUSPENDED, OnCluster.ONLY] = ()
-    """Persistent volume claims that every pod of the run mounts read-only, for models and data."""
+    """Claims, container images and what is fetched from the hub or an object store, for models and data. Every pod of
+    the run mounts them read-only."""
     cache_claim_name: Annotated[ObjectName | None, ChangePolicy.SUSPENDED, OnCluster.ONLY] = None
     """PersistentVolumeClaim for what trainer and replicas compile: torch.compile's graphs, Triton's and FlashInfer's
     kernels. It is ReadWriteMany where they are on several nodes, and several jobs may share it. Null: every pod

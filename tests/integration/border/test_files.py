@@ -54,6 +54,7 @@ from specrl.generation.vllm_backend import draft_length_client
 from specrl.hub import FetchedSource, read_sources, write_sources
 from specrl.hub.client import Listing, Repository, RepositoryKind, list_repository
 from specrl.hub.data_sets import DataSetWish, find_files, read_card
+from specrl.hub.folders import FolderWish, fetch_folder
 from specrl.hub.models import ModelWish, fetch_model
 from specrl.launcher import stored_reports
 from specrl.launcher.run_directory import RunDirectory
@@ -263,6 +264,20 @@ def _read_listing(file: Path) -> object:
         return list_repository(_HUB_MODEL, file.parents[2]).find_missing(["config.json"])
 
 
+def _fetch_record(folder: Path) -> Path:
+    """Of a complete folder, so that no source is asked."""
+    store = folder / "store"
+    a_model_folder(store)
+    (folder / "out").mkdir(exist_ok=True)
+    fetch_folder(FolderWish(f"file://{store}", folder / "out"))
+    return folder / "out" / ".fetch" / "source.json"
+
+
+def _read_fetch_record(file: Path) -> object:
+    out = file.parents[1]
+    return fetch_folder(FolderWish(f"file://{out.parent}/store", out))
+
+
 def _sources(folder: Path) -> Path:
     write_sources(
         folder, [FetchedSource(field="model.path", name="a/b", revision="main", commit=_COMMIT, folder="/hub/x")]
@@ -446,6 +461,7 @@ READERS = {
     "data set, CSV": Reader(_written("train.csv", b'question,answer\n"a, b",1\nc,2\n'), _read_data_set, examples=20),
     "data set's card": Reader(_card, _read_card, is_done_without=True),
     "hub's listing": Reader(_listing, _read_listing, True, is_done_without=True),
+    "fetched folder's record": Reader(_fetch_record, _read_fetch_record, True),
     "hub's model config": Reader(_hub_config, _fetch_again, True),
     "GGUF": Reader(lambda folder: write_gguf(_GGUF, folder / "a.gguf"), _convert_gguf, examples=150),
     "GGUF, SentencePiece": Reader(lambda folder: write_gguf(_SPM_GGUF, folder / "a.gguf"), _convert_gguf, examples=60),
@@ -726,6 +742,7 @@ COVERED = {
     "models/end_tokens.py": "generation config",
     "rewards/function_files.py": "a user's own code, which may be any bytes",
     "hub/client.py": "hub's listing",
+    "hub/folders.py": "fetched folder's record",
     "hub/data_sets.py": "data set's card",
     "hub/models.py": "hub's model config",
     "hub/run_sources.py": "sources",

@@ -37,7 +37,7 @@ from specrl_operator.api import (
     Job,
     Object,
 )
-from specrl_operator.children import pods
+from specrl_operator.children import pods, volumes
 from specrl_operator.children.affinity import build_nccl_environment
 from specrl_operator.children.schedulers import KUEUE_QUEUE_LABEL, find_workloads, list_pod_templates
 from specrl_operator.kinds import (
@@ -63,6 +63,15 @@ SEPARATE = {"placement": {"layout": "SeparateDomains", "nvlink": "Preferred"}}
 ANY = {"placement": {"layout": "Any", "nvlink": "Preferred"}}
 RDMA = {"placement": {"rdma": {"resourceName": "rdma/ib", "count": 4}}}
 ONE_NODE = {"trainer": {"numNodes": 1, "parallelism": {"tensor": 4, "data": 1}}}
+COMMIT = "0123456789abcdef" * 2 + "01234567"
+FETCHED = {
+    "model": {"path": "/models/qwen"},
+    "volumes": [
+        {"mountPath": "/models/qwen", "uri": f"hf://Qwen/Qwen3-0.6B@{COMMIT}", "secretName": "hub"},
+        {"mountPath": "/models/head", "uri": "s3://models/heads/qwen", "claimName": "models"},
+        {"mountPath": "/data", "image": "registry.example.com/data/gsm8k:1"},
+    ],
+}
 
 CASES: dict[str, tuple[list[Object], ClusterFacts]] = {
     "minimal": ([], ClusterFacts(frozenset({JOB_SET}))),
@@ -81,6 +90,7 @@ CASES: dict[str, tuple[list[Object], ClusterFacts]] = {
     ),
     "tls-cert-manager": ([{"tls": {"mode": "CertManager", "issuer": {"name": "cluster-ca"}}}], ClusterFacts(ALL)),
     "tls-existing-secret": ([{"tls": {"mode": "ExistingSecret", "secretName": "mine"}}], ClusterFacts()),
+    "fetched-volumes": ([FETCHED], ClusterFacts()),
     "no-jobset": ([], ClusterFacts(NONE)),
     "no-compute-domain": ([PAPER, {"placement": {"nvlink": "Preferred"}}], ClusterFacts(GB200 - {COMPUTE_DOMAIN})),
     "suspended": ([], ClusterFacts()),
@@ -782,3 +792,61 @@ def test_what_trainer_and_replicas_compile_outlives_their_pods(claim: str, volum
         assert mounts.get(pods.CACHE_FOLDER) == ({"name": volume, "mountPath": pods.CACHE_FOLDER} if compiles else None)
         assert (pods.COMPILER_CACHES.items() <= variables(container).items()) is compiles
     assert not any("CACHE_DIR" in name for name in variables(containers(a_job(), ClusterFacts())[TRAINER]))
+
+
+def test_what_a_pod_fetches_is_in_a_folder_of_its_own_before_its_process_starts() -> None:
+    """H9: weights had to be on a claim, and nobody said how they got there."""
+    children = children_of(a_job(FETCHED), ClusterFacts())
+    (template,) = list_pod_templates(find(children, STATEFUL_SET, GENERATION))
+    policy, head = template["spec"]["initContainers"]
+    main = template["spec"]["containers"][0]
+    assert policy["command"][:3] == ["specrl", "fetch", f"hf://Qwen/Qwen3-0.6B@{COMMIT}"]
+    assert "--drafter" not in policy["command"], "it must be of a family that specrl trains"
+    assert "--drafter" in head["command"]
+    assert policy["envFrom"] == [{"secretRef": {"name": "hub"}}]
+    assert "envFrom" not in main, "the pod's process has no credentials of what is fetched"
+    mounts = {it["mountPath"]: it for it in main["volumeMounts"]}
+    for container, path in ((policy, "/models/qwen"), (head, "/models/head")):
+        out = container["command"][container["command"].index("--out") + 1]
+        assert mounts[path]["readOnly"] is True
+        assert f"{volumes.FETCH_FOLDER}/{mounts[path]['subPath']}" == out
+        assert container["volumeMounts"][0] == {"name": mounts[path]["name"], "mountPath": volumes.FETCH_FOLDER}
+        assert container["securityContext"] == main["securityContext"]
+    sources = {it["name"]: it for it in template["spec"]["volumes"]}
+    assert sources["volume-0"]["emptyDir"] == {}
+    assert sources["volume-1"][PVC] == {"claimName": "models"}
+    assert sources["volume-2"]["image"]["reference"] == "registry.example.com/data/gsm8k:1"
+    assert egress_of(children, "tiny-fetch") == [{"ports": [{"protocol": "TCP", "port": 443}]}]
+
+
+def test_the_coordinator_fetches_no_weights_and_the_store_nothing() -> None:
+    children = children_of(a_job(FETCHED), ClusterFacts())
+    coordinator = [item for item in children if DEPLOYMENT.is_kind_of(item)]
+    skips = {}
+    for workload in [*find_workloads(children), *coordinator]:
+        spec = list_pod_templates(workload)[0]["spec"]
+        role = workload["metadata"]["labels"][COMPONENT_LABEL]
+        skips[role] = ["--skip-weights" in it["command"] for it in spec.get("initContainers", [])]
+    (store,) = (item for item in children if STATEFUL_SET.is_kind_of(item) and item["metadata"]["name"].endswith(STORE))
+    skips[STORE] = store["spec"]["template"]["spec"].get("initContainers", [])
+    assert skips == {COORDINATOR: [True, True], TRAINER: [False, False], GENERATION: [False, False], STORE: []}
+
+
+def test_jobs_that_share_a_claim_share_what_is_fetched() -> None:
+    names = [volumes.name_folder(uri) for uri in (f"hf://a/b@{COMMIT}", f"hf://a/b@{COMMIT}", "hf://a/b", "hf://a-b/")]
+    assert names[0] == names[1]
+    assert len(set(names)) == 3
+    assert all(re.fullmatch(r"[A-Za-z0-9-]{1,80}", name) for name in names)
+
+
+def test_a_claim_is_one_volume_of_a_pod_and_is_written_to_only_where_something_is_fetched() -> None:
+    """A pod that names one claim in two volumes may hang."""
+    both = [{"claimName": "m", "mountPath": "/a"}, {"claimName": "m", "mountPath": "/b"}]
+    fetched = [*both, {"claimName": "m", "mountPath": "/c", "uri": "s3://models/c"}]
+    for named, source in ((both, {"claimName": "m", "readOnly": True}), (fetched, {"claimName": "m"})):
+        children = children_of(a_job({"volumes": named}), ClusterFacts())
+        spec = list_pod_templates(find(children, STATEFUL_SET, GENERATION))[0]["spec"]
+        assert [it[PVC] for it in spec["volumes"] if PVC in it] == [source]
+        mounts = [it for it in spec["containers"][0]["volumeMounts"] if it["mountPath"] in ("/a", "/b", "/c")]
+        assert all(it["readOnly"] for it in mounts)
+        assert len(mounts) == len(named)

@@ -355,3 +355,38 @@ def test_a_pod_without_containers_says_why_within_a_minute(
     condition = find_condition(found, "TrainerReady")
     assert condition["reason"] == reason
     assert words in condition["message"]
+
+
+def ended(code: int, message: str) -> Object:
+    return {"terminated": {"exitCode": code, "message": message}}
+
+
+@pytest.mark.parametrize(
+    ("init", "main", "failed", "trainer"),
+    [
+        ({"running": {}}, {}, None, "PodsPending"),
+        (ended(2, "specrl fetch: uri must name a model"), {}, "uri must name a model", "Stopped"),
+        (ended(0, ""), ended(2, "specrl-trainer: no such folder"), "no such folder", "Stopped"),
+        (ended(0, ""), {"running": {}}, None, "PodsNotReady"),
+    ],
+)
+def test_what_an_init_container_does_and_refuses_is_in_the_conditions(
+    init: Object, main: Object, failed: str | None, trainer: str
+) -> None:
+    """An init container that had ended with 0 hid every later exit code of its pod, such as 2, which a restart cannot
+    help. One that ran for 40 s was said to be a volume that cannot be mounted."""
+    pod = a_pod("tiny-trainer-0", "trainer", owner("trainer"), is_ready=False)
+    pod["status"] = creating_since("2026-01-01T00:00:00Z") | {"phase": "Running" if main else "Pending"}
+    pod["status"]["initContainerStatuses"] = [{"name": "fetch-0", "state": init}]
+    if main:
+        pod["status"]["containerStatuses"] = [{"name": "trainer", "state": main}]
+    now = NOW + timedelta(hours=1)
+    everything = (*pods(coordinator=[True], generation=[True]), pod)
+    seen = whole(pods=everything, creation_events={"tiny-trainer-0": {}}, moment=now)
+    status = status_of(a_job(), ClusterFacts(), seen, now)
+    condition = find_condition(status, "TrainerReady")
+    assert condition["reason"] == trainer
+    assert ("`kubectl logs -c fetch-0` has its progress" in condition["message"]) == (trainer == "PodsPending")
+    found = find_condition(status, "Failed")
+    assert found.get("reason") == (failed and "RunRefused")
+    assert (failed or "") in found.get("message", "")

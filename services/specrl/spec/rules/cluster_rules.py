@@ -12,7 +12,7 @@ from typing import Any
 from pydantic.alias_generators import to_camel
 
 from specrl.spec import cluster
-from specrl.spec.base import HubName, RelativePath, Section, is_gguf, is_optional, walk_section_types
+from specrl.spec.base import COMMIT_PATTERN, HubName, RelativePath, Section, is_gguf, is_optional, walk_section_types
 from specrl.spec.cluster import Gang, Layout, NvLink, OnTrainerFailure, Profile, TlsMode
 from specrl.spec.data import HubSource
 from specrl.spec.generation import Generation
@@ -41,7 +41,7 @@ def _require_absolute(section: type[Section], name: str) -> Rule[Section]:
     guard = f"!has(self.{field}) || " if is_optional(section.model_fields[name]) else ""
     remedy = "give a path in the pods, such as one below a mountPath of spec.volumes"
     if HubName.ALLOWED in section.model_fields[name].metadata:
-        remedy += "; pods fetch nothing: fetch a name on the hub to the volume with specrl fetch (docs/hub.md)"
+        remedy += "; for a name on the hub give the volume the uri hf://OWNER/NAME@COMMIT (docs/hub.md)"
     return Rule(
         section,
         field,
@@ -85,8 +85,7 @@ HUB = (
         HubSource,
         "files",
         "must be absolute paths in an RLJob",
-        "pods fetch nothing: fetch the data set to a volume with specrl fetch, and name its files in the pods "
-        "(docs/hub.md)",
+        "give a volume the uri hf://datasets/OWNER/NAME@COMMIT, and name its files below the mountPath (docs/hub.md)",
         lambda source: any(file.startswith("/") for file in source.files),
         "self.files.exists(file, file.startsWith('/'))",
         lambda source: ", ".join(source.files) or "none",
@@ -135,6 +134,44 @@ STORAGE = (
         f"!self.mountPath.matches(r'{_SYSTEM_FOLDERS}')",
     ),
     Rule(
+        cluster.Volume,
+        "claimName",
+        "must be given without image and uri",
+        "name a PersistentVolumeClaim, an image, or the uri of what is to be fetched",
+        lambda volume: not (volume.claim_name is None and volume.image is None and volume.uri is None),
+        "has(self.claimName) || has(self.image) || has(self.uri)",
+    ),
+    Rule(
+        cluster.Volume,
+        "image",
+        "must not be given with claimName or uri",
+        "make two volumes of it",
+        lambda volume: volume.image is None or (volume.claim_name is None and volume.uri is None),
+        "!has(self.image) || (!has(self.claimName) && !has(self.uri))",
+    ),
+    Rule(
+        cluster.Volume,
+        "uri",
+        "must end with @ and a commit of 40 digits, without claimName",
+        "`specrl fetch OWNER/NAME` prints the commit; every pod fetches for itself, and a branch may move in between",
+        lambda volume: (
+            volume.uri is None
+            or volume.claim_name is not None
+            or not volume.uri.startswith("hf://")
+            or re.search(COMMIT_PATTERN, volume.uri) is not None
+        ),
+        "!has(self.uri) || has(self.claimName) || !self.uri.startsWith('hf://') || "
+        f"self.uri.matches('{COMMIT_PATTERN}')",
+    ),
+    Rule(
+        cluster.Volume,
+        "secretName",
+        "must not be given without uri",
+        "remove it; it has the credentials of what is fetched. Images are pulled with the chart's images.pullSecrets",
+        lambda volume: volume.secret_name is None or volume.uri is not None,
+        "!has(self.secretName) || has(self.uri)",
+    ),
+    Rule(
         RunSpec,
         "checkpoint.claimName",
         "must be given with failurePolicy.onTrainerFailure RestartFromCheckpoint",
@@ -149,8 +186,11 @@ STORAGE = (
         "cacheClaimName",
         "must not be a claim of volumes",
         "name another claim; volumes are mounted read only",
-        lambda spec: spec.cache_claim_name not in {volume.claim_name for volume in spec.volumes},
-        "!has(self.cacheClaimName) || !self.volumes.exists(it, it.claimName == self.cacheClaimName)",
+        lambda spec: (
+            spec.cache_claim_name is None or spec.cache_claim_name not in {it.claim_name for it in spec.volumes}
+        ),
+        "!has(self.cacheClaimName) || "
+        "!self.volumes.exists(it, has(it.claimName) && it.claimName == self.cacheClaimName)",
     ),
     Rule(
         RunSpec,

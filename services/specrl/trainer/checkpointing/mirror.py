@@ -18,10 +18,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import fsspec
 import structlog
 
 from specrl.errors import CheckpointInvalid, RunInvalid, SpecrlError, StoreFailed
+from specrl.file_systems import open_file_system
 from specrl.files import parse_object, write_folder
 from specrl.spec import RunSpec, digest_spec
 from specrl.telemetry import metrics
@@ -40,7 +40,7 @@ class CheckpointMirror:
         self.url = url
         self._owner = owner
         try:
-            self._files, root = fsspec.core.url_to_fs(url)
+            self._files, root = open_file_system(url)
         except (ImportError, ValueError) as error:
             raise RunInvalid(
                 f"checkpoint.mirror must be a URL whose file system is installed, got {url}: {error}; "

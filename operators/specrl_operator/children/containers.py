@@ -1,4 +1,4 @@
-"""Requests and limits of a job's containers, derived from the spec. Pure.
+"""The containers of a job: their security context, and requests and limits, which are derived from the spec. Pure.
 
 Without requests a pod is BestEffort: the first to be evicted and killed, also a coordinator that must lose nothing. And
 a namespace with a quota refuses it. Requests are what a part needs at least, so that a small machine can run a small
@@ -15,6 +15,29 @@ from specrl_operator.plan.job_plan import JobPlan
 MIB = 1
 GIB = 1024
 """Sizes are counted in MiB."""
+
+
+def build_container_security() -> Object:
+    """Build the security context of every container of a job ("restricted" Pod Security Standard)."""
+    return {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+
+
+def build_container(name: str, image: str, command: list[str], plan: JobPlan) -> Object:
+    """Build a container. command: with its arguments."""
+    return {
+        "name": name,
+        "image": image,
+        "imagePullPolicy": plan.settings.pull_policy,
+        "command": command,
+        # The message of a container that fails is what it wrote to /dev/termination-log (`specrl.termination`), else
+        # the end of its log. `observed.find_last_exit` reads it.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "securityContext": build_container_security(),
+    }
 
 
 def set_default_resources(pod: Object, plan: JobPlan, role: str) -> None:
@@ -71,3 +94,11 @@ def _quantities(cpu_m: int, memory_mib: int, storage_mib: int) -> Object:
 
 def _size(mib: int) -> str:
     return f"{mib}Mi" if mib % GIB else f"{mib // GIB}Gi"
+
+
+FETCH_RESOURCES: Object = {
+    "requests": _quantities(100, 256 * MIB, 64 * MIB),
+    "limits": _quantities(4000, 4 * GIB, 20 * GIB),
+}
+"""Of an init container that fetches a volume. Its pod's process has more, so the pod asks for no more because of it.
+Files that are fetched without a claim count against the pod's limit of ephemeral storage."""
