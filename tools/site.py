@@ -39,7 +39,9 @@ NAVIGATION = {
         "measured.md",
     ],
     "Kubernetes": ["deploy.md", "release.md", "rljob.md", "operator.md", "alerts.md", "cluster-findings.md"],
-    "Operation": ["checkpoints.md", "store.md", "traces.md", "failures.md", "security.md", "attacks.md"],
+    "Operation": [
+        *("checkpoints.md", "store.md", "traces.md", "runbook.md", "failures.md", "security.md", "attacks.md"),
+    ],
     "Reference": ["run-file.md", "api.md", "metrics.md", "logs.md", "errors.md", "commands.md"],
     "Development": [
         *("contributing.md", "architecture.md", "promises.md", "extending.md", "testing.md", "e2e.md"),
