@@ -77,8 +77,8 @@ def write_sboms(folder: Path, engines: str, version: str, built: Mapping[str, tu
         sbom = folder / f"{target}-{engines}.spdx.json"
         with step(f"listing the packages of {target}"):
             write_sbom(syft, layout, image, sbom)
-        pins = read_pins(target, engines)
-        check_sbom(sbom, pins | {"specrl": version} if pins else {})
+        if pins := read_pins(target, engines):
+            check_sbom(sbom, pins | {"specrl": version})
 
 
 def describe_image(layout: Path, image: Image) -> dict[str, Any]:
