@@ -22,10 +22,12 @@ class Failed(Exception):
     """A command failed. The message names its log."""
 
 
-def call(command: Sequence[str], log: Path, look: Callable[[], None] = lambda: None) -> None:
+def call(
+    command: Sequence[str], log: Path, look: Callable[[], None] = lambda: None, glance_s: float = GLANCE_S
+) -> None:
     """Run a command to its end, with its output in `log`. On Ctrl-C the command ends cleanly first.
 
-    look: called every second meanwhile. Raises Failed.
+    look: called every `glance_s` seconds meanwhile. Raises Failed.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as file, subprocess.Popen(command, stdout=file, stderr=file) as process:
@@ -33,7 +35,7 @@ def call(command: Sequence[str], log: Path, look: Callable[[], None] = lambda: N
             while process.poll() is None:
                 look()
                 try:
-                    process.wait(GLANCE_S)
+                    process.wait(glance_s)
                 except subprocess.TimeoutExpired:
                     continue
         except KeyboardInterrupt:
@@ -73,13 +75,17 @@ def run(fields: Mapping[str, str], runs: Path, trained: Callable[[int], None] = 
     return found
 
 
-def make_drafter(policy: Path, out: Path) -> Path:
-    """Initialise an EAGLE-3 head for the policy at `out`/drafter, unless it is there. Raises Failed."""
+def make_drafter(policy: Path, out: Path, look: Callable[[], None] = lambda: None) -> Path:
+    """Initialise an EAGLE-3 head for the policy at `out`/drafter, unless it is there.
+
+    look: called every second meanwhile. Raises Failed.
+    """
     drafter = out / "drafter"
     if not drafter.exists():
         shutil.rmtree(out / "drafter-run", ignore_errors=True)
         fields = {"model.path": json.dumps(str(policy))}
-        call(begin(fields, out / "drafter-run", "drafter", "init", "--out", str(drafter)), out / "drafter.log")
+        command = begin(fields, out / "drafter-run", "drafter", "init", "--out", str(drafter))
+        call(command, out / "drafter.log", look)
     return drafter
 
 

@@ -43,6 +43,7 @@ CALLED_BY_NAME = {
     "capture_signals": "uvicorn",
     "update_transfer": "huggingface_hub's progress",
     "intercept_service": "gRPC's server",
+    "on_log": "transformers' trainer",
     "log_message": "http.server",
     "log_error": "the same",
     "service_actions": "socketserver",
