@@ -14,12 +14,12 @@ no next step that is sampled meanwhile. These three are left out. Measured of th
 - seconds of a trained step, and CPU seconds of a step, of all processes of the run
 - generation: seconds in which the trainer waited for rollouts (specrl), or that the first rank generated (TRL)
 - weight sync: of specrl with its canary
-- the start: seconds from the command to the end of the first step
+- the start: seconds and CPU seconds from the command to the end of the first step
 - reward after equal time: mean of the last three steps that an arm had ended when the first arm of that turn ended its
   last one. The time runs from the end of each arm's first step.
 
-Printed: means over the turns in which the arm and "TRL, vLLM, two ranks" have finished. Ratios are to that arm in the
-same turn. In brackets are 95 % intervals by Student's t over the turns.
+Printed, as Markdown: means over the turns in which the arm and "TRL, vLLM, two ranks" have finished. Ratios are to that
+arm in the same turn. In brackets are 95 % intervals by Student's t over the turns.
 
 Finished arms are kept in --out, and are not repeated. The same command continues after Ctrl-C, and may ask for more
 turns. An EAGLE-3 drafter is made at the start (--drafter takes another one). TRL is one of this checkout's development
@@ -42,10 +42,8 @@ from typing import NamedTuple
 
 import psutil
 from benchmarks.demo_runs import RUN_FILE, Failed, begin, call, make_drafter
+from benchmarks.loss_curves import render_rows
 from benchmarks.peers_trl import TRANSFORMERS, VLLM, StepLine
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
 from specrl.files import replace_file
 from specrl.formats.reports import StepReport
@@ -113,13 +111,14 @@ class Mark(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """Means of a run's measured steps. start_s: from the command to the end of the first step."""
+    """Means of a run's measured steps. start_s, start_cpu_s: from the command to the end of the first step."""
 
     step_s: float
     cpu_s: float
     generation_s: float
     sync_s: float
     start_s: float
+    start_cpu_s: float
     reward: float
 
 
@@ -168,6 +167,7 @@ def compute_figures(marks: Sequence[Mark], equal_s: float) -> Figures:
         generation_s=fmean(mark.generation_s for mark in measured),
         sync_s=fmean(mark.sync_s for mark in measured),
         start_s=marks[0].wall_s,
+        start_cpu_s=marks[0].cpu_s,
         reward=fmean(ended[-REWARD_STEPS:]),
     )
 
@@ -203,6 +203,7 @@ def make_row(arm: Arm, pairs: Sequence[tuple[Figures, Figures]]) -> tuple[str, .
         f"{means.sync_s:.2f}",
         f"{means.step_s - means.generation_s - means.sync_s:.2f}",
         f"{means.start_s:.0f}",
+        f"{means.start_cpu_s:.0f}",
         str(estimate([own.reward for own, _ in pairs])),
     )
 
@@ -218,6 +219,7 @@ COLUMNS = (
     "weight sync, s",
     "rest, s",
     "start, s",
+    "start, CPU s",
     "reward after equal time",
 )
 
@@ -366,15 +368,6 @@ def order_arms(arms: Sequence[Arm], turn: int) -> list[Arm]:
     return list(arms) if turn % 2 else list(reversed(arms))
 
 
-def print_table(turns: Sequence[Turn], steps: int, console: Console) -> None:
-    """Print the rows of all arms."""
-    table = Table(*COLUMNS, box=SIMPLE_HEAD)
-    for row in make_rows(turns):
-        table.add_row(*row)
-    console.print(f"runs of {steps} steps; ratios to {REFERENCE}")
-    console.print(table)
-
-
 def write_results(file: Path, policy: Path, turns: Sequence[Turn]) -> None:
     """Write the marks of all arms."""
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -411,7 +404,6 @@ def main() -> None:
         parser.error(f"--steps must be at least {FEWEST_STEPS}, got {given.steps}")
     if find_spec("trl") is None:
         parser.error("--policy must be trained by TRL, too, and this Python has no trl; run `make setup`")
-    console = Console()
     policy = given.policy.resolve()
     out = given.out.resolve()
     if given.drafter is None:
@@ -425,7 +417,8 @@ def main() -> None:
                 benchmark.run_arm(turn, given.turns, arm)
         turns = benchmark.load_turns(turn)
         write_results(given.results, policy, turns)
-        print_table(turns, given.steps, console)
+        print(f"runs of {given.steps} steps; ratios to {REFERENCE}\n")
+        print(render_rows([COLUMNS, *make_rows(turns)], text_columns=1), flush=True)
 
 
 if __name__ == "__main__":

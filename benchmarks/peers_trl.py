@@ -4,9 +4,10 @@ What decides the work and the learning comes from the run file: prompts in strea
 sampling, loss, optimizer and learning rate. Prompts are plain strings, and their token ids must equal those of
 specrl's stream.
 
-Two things differ from plain TRL 1.16 with colocated vLLM. TRL's weight sync fails on vLLM's CPU build, which packs
-parameters after loading, so `sync_weights` uses vLLM's layerwise reload, as specrl does. And vLLM gets the run file's
-dtype, because it would compute in bfloat16 otherwise.
+Three things differ from plain TRL 1.16 with colocated vLLM. TRL's weight sync fails on vLLM's CPU build, which packs
+parameters after loading, so `sync_weights` uses vLLM's layerwise reload, as specrl does. vLLM gets the run file's
+dtype, because it would compute in bfloat16 otherwise. And it gets the run's seed, because TRL seeds it by rank alone,
+so that all runs would sample alike.
 
 Writes a `StepLine` to --steps-file after each step.
 """
@@ -121,8 +122,8 @@ def make_config(spec: RunSpec, given: argparse.Namespace, ranks: int) -> Any:
     )
 
 
-def mend_vllm(dtype: str) -> None:
-    """Give vLLM the dtype, and replace TRL's weight sync. Read from TRL 1.16 and vLLM 0.32."""
+def mend_vllm(dtype: str, seed: int) -> None:
+    """Give vLLM the dtype and the run's seed, and replace TRL's weight sync. Read from TRL 1.16 and vLLM 0.32."""
     import torch
     import trl.generation.vllm_generation as backend
     from vllm.config import set_current_vllm_config
@@ -143,7 +144,9 @@ def mend_vllm(dtype: str) -> None:
         self.llm.reset_prefix_cache()
 
     make_llm = backend.LLM
-    backend.LLM = lambda **settings: make_llm(**settings, dtype=dtype)
+    backend.LLM = lambda **settings: make_llm(
+        **settings | {"dtype": dtype, "seed": 1000 * seed + settings["seed"]}  # TRL's own is the rank
+    )
     backend.VLLMGeneration.sync_weights = sync_weights
 
 
@@ -197,7 +200,7 @@ def train(spec: RunSpec, given: argparse.Namespace) -> None:
 
     torch.set_num_threads(given.threads)
     if given.generation == VLLM:
-        mend_vllm(spec.model.dtype.value)
+        mend_vllm(spec.model.dtype.value, given.seed)
     verifier = verifier_for(spec.rewards)
 
     def grade(completions: list[str], answer: list[str], **_: Any) -> list[float]:
