@@ -1,6 +1,6 @@
 """Compares whole steps of specrl with those of TRL's GRPOTrainer, on one machine.
 
-    python -m benchmarks.peers --policy runs/demo-policy --out runs/peers         about 25 minutes on two idle cores
+    python -m benchmarks.peers --policy runs/demo-policy --out runs/peers                     20 runs
     python -m benchmarks.peers --policy runs/demo-policy --out runs/peers --turns 3 --arms specrl-lag0,trl-vllm-2
 
 Both train the demo (examples/demo/run.yaml): the same policy, prompts, verifier, group size, sampling, loss, optimizer
