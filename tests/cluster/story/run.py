@@ -205,7 +205,7 @@ def _await_ports(seen: Story, admin: Api, kubectl: Kubectl, pods: list[Object]) 
 def _try_ports(seen: Story, kubectl: Kubectl, targets: dict[str, str]) -> None:
     """Connect to the ports from pods that do not belong to the run: at once, since four steps take a minute."""
     tries = [(name, target) for target in targets for name in (NAMESPACE, ELSEWHERE)]
-    with ThreadPoolExecutor(len(PORTS)) as pool:
+    with ThreadPoolExecutor(len(tries)) as pool:
         said = pool.map(lambda each: connect(kubectl, each[0], "stranger", targets[each[1]]), tries)
         seen.strangers |= {f"{name} -> {target}": why for (name, target), why in zip(tries, said, strict=True)}
     refused = sum(map(bool, seen.strangers.values()))
