@@ -91,7 +91,8 @@ def make_batch(step: int, rollouts: int, words: int) -> Batch:
 
 def measure_rank(arguments: argparse.Namespace) -> None:
     """Run one rank of one case: two steps, whose tensors are counted, then timed steps. Writes its figures."""
-    rollouts, words = arguments.rollouts, arguments.words
+    rollouts = arguments.rollouts
+    words = arguments.words
     with LiveTensors() as live:
         backend = MegatronBackend(make_spec(arguments))
         backend.load_model(None)

@@ -132,7 +132,7 @@ class Estimate(NamedTuple):
         if self.interval is None:
             return f"{self.mean:.2f}"
         low, high = self.interval
-        return f"{self.mean:.2f} ({low:.2f}-{high:.2f})"
+        return f"{self.mean:.2f} ({low:.2f} to {high:.2f})"
 
 
 Turn = Mapping[str, Sequence[Mark]]
@@ -287,7 +287,7 @@ class StepWatcher:
 
 @dataclass
 class Benchmark:
-    """What all arms share."""
+    """The policy, the drafter and the folder that all arms share."""
 
     policy: Path
     drafter: Path

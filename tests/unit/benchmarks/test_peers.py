@@ -56,7 +56,7 @@ def test_ratios_are_to_the_reference_in_the_same_turn_with_an_interval_over_turn
         {peers.REFERENCE: make_marks(step_s=10.0), "specrl-lag0": make_marks(step_s=12.0)},
     ]
     specrl, reference = peers.make_rows(turns)
-    assert specrl[:4] == ("specrl, no drafts, lag 0", "2", "7.00", "1.10 (-0.17-2.37)")
+    assert specrl[:4] == ("specrl, no drafts, lag 0", "2", "7.00", "1.10 (-0.17 to 2.37)")
     assert reference[:4] == ("TRL, vLLM, two ranks", "2", "6.00", "1.00")
     assert dict(zip(peers.COLUMNS, specrl, strict=True))["rest, s"] == "5.50"
 
