@@ -57,7 +57,7 @@ def merge(base: Object, over: Object) -> Object:
 
 def an_rljob(*changes: Object, name: str = "tiny", status: Object | None = None, **meta: Any) -> Object:
     """Build an RLJob as the API server stores it; changes are merged into its spec."""
-    spec = RUN
+    spec = copy.deepcopy(RUN)  # a test may change what it gets
     for change in changes:
         spec = merge(spec, change)
     metadata = {
