@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,9 +20,7 @@ class ImagesFailed(Exception):
 
 def run(*command: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> None:
     """Run a command, its output shown. Raises ImagesFailed if it fails."""
-    status = subprocess.run(command, cwd=cwd, env=env, check=False).returncode
-    if status != 0:
-        raise ImagesFailed(f"`{' '.join(map(str, command))[:300]}` failed with exit status {status}; see above")
+    _check_status(command, subprocess.run(command, cwd=cwd, env=env, check=False).returncode)
 
 
 def run_and_read(*command: str | Path) -> str:
@@ -33,11 +31,13 @@ def run_and_read(*command: str | Path) -> str:
         for line in running.stdout:
             print(line, end="", flush=True)
             lines.append(line)
-    if running.returncode != 0:
-        raise ImagesFailed(
-            f"`{' '.join(map(str, command))[:300]}` failed with exit status {running.returncode}; see above"
-        )
+    _check_status(command, running.returncode)
     return "".join(lines)
+
+
+def _check_status(command: Sequence[str | Path], status: int) -> None:
+    if status != 0:
+        raise ImagesFailed(f"`{' '.join(map(str, command))[:300]}` failed with exit status {status}; see above")
 
 
 def read_output(*command: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> str:
