@@ -1,6 +1,6 @@
 """TRL's part of peers.py: GRPOTrainer with the settings of the demo's run file. peers.py runs it as a child process.
 
-What decides the work and the learning comes from the run file: prompts in stream order, verifier, group size,
+All that decides the work and the learning comes from the run file: prompts in stream order, verifier, group size,
 sampling, loss, optimizer and learning rate. Prompts are plain strings, and their token ids must equal those of
 specrl's stream.
 

@@ -1,4 +1,4 @@
-"""What an administrator may delete by hand, and what follows (docs/runbook.md), on the real API server."""
+"""Objects that an administrator may delete by hand, and what follows (docs/runbook.md), on the real API server."""
 
 from __future__ import annotations
 

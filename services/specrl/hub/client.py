@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -107,15 +108,16 @@ class Listing:
 
     def has_file(self, file: str) -> bool:
         """Whether the folder has the file, with all its bytes."""
-        return _measure_file(self.folder / file) == self.sizes.get(file)
+        return measure_file(self.folder / file) == self.sizes.get(file)
 
 
-def _measure_file(path: Path) -> int | None:
-    """Return the size of a file in bytes; None if it is not there, or a link that leads nowhere."""
+def measure_file(path: Path) -> int | None:
+    """Return the size of a file in bytes; None if there is no regular file, or a link that leads to none."""
     try:
-        return path.stat().st_size
+        found = path.stat()
     except OSError:
         return None
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
 def repository_folder(repository: Repository, cache_root: Path) -> Path:
@@ -205,10 +207,10 @@ def fetch_file(listing: Listing, file: str, on_bytes: Any) -> None:
             revision=listing.commit,
             cache_dir=listing.cache,
             library_name="specrl",
-            force_download=_measure_file(arrived) not in {None, listing.sizes.get(file)},
+            force_download=measure_file(arrived) not in {None, listing.sizes.get(file)},
             tqdm_class=_make_meter(on_bytes),
         )
-    if _measure_file(arrived) != listing.sizes[file]:
+    if measure_file(arrived) != listing.sizes[file]:
         raise FetchFailed(
             f"{repository.field} must come whole, got {file} of another size than {listing.sizes[file]} bytes; "
             "run the command again"

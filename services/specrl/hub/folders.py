@@ -23,7 +23,7 @@ from pathlib import Path
 
 from specrl.errors import FetchFailed
 from specrl.files import JSON_BYTES, read_object, write_text
-from specrl.hub.client import URI, Repository, RepositoryKind, is_commit, list_repository
+from specrl.hub.client import URI, Repository, RepositoryKind, is_commit, list_repository, measure_file
 from specrl.hub.data_sets import DataSetWish, fetch_data_set
 from specrl.hub.fetching import NO_DISPLAY, FetchDisplay
 from specrl.hub.models import ModelWish, fetch_model
@@ -116,8 +116,7 @@ def _is_complete(known: FetchedFolder, wish: FolderWish) -> bool:
     """Whether nothing has to be fetched, so that no source has to be asked."""
     if not known.sizes or (wish.has_weights and not known.has_weights):
         return False
-    paths = {wish.out / name: size for name, size in known.sizes.items()}
-    return all(path.is_file() and path.stat().st_size == size for path, size in paths.items())
+    return all(measure_file(wish.out / name) == size for name, size in known.sizes.items())
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from typing import Any
 
 from specrl.errors import FetchFailed, FetchInterrupted, SpecrlError, first_line
 from specrl.file_systems import open_file_system
-from specrl.hub.client import URI, compute_digest
+from specrl.hub.client import URI, compute_digest, measure_file
 from specrl.hub.data_sets import COMPRESSED
 from specrl.hub.fetching import NO_DISPLAY, SPARE_BYTES, FetchDisplay, measure_free_bytes, show_regularly
 from specrl.hub.models import SMALL_FILES
@@ -74,9 +74,9 @@ def fetch_objects(
             f"sha256sum * > {SUMS}"
         )
     wanted = [it for it in found if has_weights or not fnmatchcase(it.name, WEIGHTS)]
-    missing = [it for it in wanted if not _has_size(out / it.name, it.size)]
+    missing = [it for it in wanted if measure_file(out / it.name) != it.size]
     total = sum(it.size for it in missing)
-    _check_room(uri, out, total - sum(_measure(scratch / it.version) for it in missing))
+    _check_room(uri, out, total - sum(measure_file(scratch / it.version) or 0 for it in missing))
     done = 0
 
     def add_bytes(count: int) -> None:
@@ -173,14 +173,6 @@ def _compare(uri: str, it: RemoteFile, part: Path, expected: str | None) -> None
             f"{URI} must come as its {SUMS} says, got {it.name} of {uri} with the SHA-256 {found} instead of "
             f"{expected}; it is deleted: run the command again, and upload the file again if that repeats"
         )
-
-
-def _has_size(path: Path, size: int) -> bool:
-    return path.is_file() and path.stat().st_size == size
-
-
-def _measure(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else 0
 
 
 _WITHOUT_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "ClientAuthenticationError", "RefreshError")

@@ -19,23 +19,10 @@ from pathlib import Path
 import pytest
 from tests.integration.hub.test_hub import hub_environment, run_command
 from tests.requirements import S3
-from tests.run_files import a_model_folder
-from tests.stand_ins.hub import TOKEN, Fault, StandInHub, serve_hub
+from tests.stand_ins.hub import TOKEN, Fault, StandInHub
 
 NAME = "team/tiny"
 URI = f"hf://{NAME}"
-
-
-@pytest.fixture
-def hub() -> Iterator[StandInHub]:
-    with serve_hub() as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    folder = a_model_folder(tmp_path_factory.mktemp("tiny") / "model")
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.fixture
@@ -63,9 +50,9 @@ def read_folder(out: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
 def test_a_fetch_that_was_killed_goes_on_with_the_same_commit(
-    hub: StandInHub, environment: dict[str, str], files: dict[str, bytes], tmp_path: Path, end: signal.Signals
+    hub: StandInHub, environment: dict[str, str], model_files: dict[str, bytes], tmp_path: Path, end: signal.Signals
 ) -> None:
-    commit = hub.add_model(NAME, files)
+    commit = hub.add_model(NAME, model_files)
     hub.faults.append(Fault("/cdn/", wait=(ready := threading.Event())))
     out = tmp_path / "out"
     process = start(environment, URI, "--out", str(out))
@@ -78,20 +65,20 @@ def test_a_fetch_that_was_killed_goes_on_with_the_same_commit(
     assert "config.json" in arrived
     assert "model.safetensors" not in arrived
 
-    hub.add_model(NAME, {**files, "config.json": b"{}"})  # the branch moves
+    hub.add_model(NAME, {**model_files, "config.json": b"{}"})  # the branch moves
     hub.requests.clear()
     done = run_command(environment, "fetch", URI, "--out", str(out))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-2].startswith(f"{URI} at commit {commit}: {len(files)} files, ")
-    assert read_folder(out) == files
+    assert done.stdout.splitlines()[-2].startswith(f"{URI} at commit {commit}: {len(model_files)} files, ")
+    assert read_folder(out) == model_files
     assert not hub.count("HEAD", "config.json"), "it had arrived"
     assert not list(out.rglob("*.incomplete"))
 
 
 def test_a_complete_folder_needs_no_network_and_a_changed_one_is_mended(
-    hub: StandInHub, environment: dict[str, str], files: dict[str, bytes], tmp_path: Path
+    hub: StandInHub, environment: dict[str, str], model_files: dict[str, bytes], tmp_path: Path
 ) -> None:
-    hub.add_model(NAME, files)
+    hub.add_model(NAME, model_files)
     out = tmp_path / "out"
     assert run_command(environment, "fetch", URI, "--out", str(out)).returncode == 0
     unreachable = environment | {"HF_ENDPOINT": "http://127.0.0.1:9"}
@@ -100,7 +87,7 @@ def test_a_complete_folder_needs_no_network_and_a_changed_one_is_mended(
     (out / "model.safetensors").unlink()
     assert run_command(unreachable, "fetch", URI, "--out", str(out)).returncode == 1
     assert run_command(environment, "fetch", URI, "--out", str(out)).returncode == 0
-    assert read_folder(out) == files
+    assert read_folder(out) == model_files
     other = run_command(environment, "fetch", "hf://team/other", "--out", str(out))
     assert other.returncode == 2
     assert f"{out} must be empty, or have files of hf://team/other, got those of {URI}; name another" in other.stderr
@@ -108,10 +95,10 @@ def test_a_complete_folder_needs_no_network_and_a_changed_one_is_mended(
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
 def test_a_file_with_a_wrong_checksum_is_refused_and_fetched_again(
-    hub: StandInHub, environment: dict[str, str], files: dict[str, bytes], tmp_path: Path, name: str
+    hub: StandInHub, environment: dict[str, str], model_files: dict[str, bytes], tmp_path: Path, name: str
 ) -> None:
     """Of a large file the hub says the SHA-256, of a small one git's hash. Its size alone was compared."""
-    hub.add_model(NAME, files)
+    hub.add_model(NAME, model_files)
     hub.faults.append(
         Fault("/cdn/" if name == "model.safetensors" else f"/api/resolve-cache/models/{NAME}", damages=True)
     )
@@ -124,13 +111,13 @@ def test_a_file_with_a_wrong_checksum_is_refused_and_fetched_again(
     assert name not in read_folder(out)
     done = run_command(environment, "fetch", URI, "--out", str(out))
     assert done.returncode == 0, done.stderr
-    assert read_folder(out) == files
+    assert read_folder(out) == model_files
 
 
 def test_pods_that_share_a_claim_fetch_once_and_the_coordinator_waits_for_no_weights(
-    hub: StandInHub, environment: dict[str, str], files: dict[str, bytes], tmp_path: Path
+    hub: StandInHub, environment: dict[str, str], model_files: dict[str, bytes], tmp_path: Path
 ) -> None:
-    hub.add_model(NAME, files)
+    hub.add_model(NAME, model_files)
     out = tmp_path / "out"
     coordinator = run_command(environment, "fetch", URI, "--out", str(out), "--skip-weights")
     assert coordinator.returncode == 0, coordinator.stderr
@@ -147,13 +134,13 @@ def test_pods_that_share_a_claim_fetch_once_and_the_coordinator_waits_for_no_wei
         _, said = process.communicate(timeout=60)
         assert process.returncode == 0, said
     assert hub.count("GET", "/cdn/") == 1
-    assert read_folder(out) == files
+    assert read_folder(out) == model_files
 
 
 def test_what_a_pod_cannot_fetch_is_one_message(
-    hub: StandInHub, environment: dict[str, str], files: dict[str, bytes], tmp_path: Path
+    hub: StandInHub, environment: dict[str, str], model_files: dict[str, bytes], tmp_path: Path
 ) -> None:
-    hub.add_model("team/gated", files, is_gated=True)
+    hub.add_model("team/gated", model_files, is_gated=True)
 
     def refuse(uri: str, out: Path = tmp_path / "out", **more: str) -> tuple[int, str]:
         done = run_command(environment | more, "fetch", uri, "--out", str(out), "--attempts", "2")
@@ -241,15 +228,15 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 
 
 def test_an_object_store_s_folder_is_continued_where_it_was_and_compared_with_its_sums(
-    store: Store, environment: dict[str, str], files: dict[str, bytes], tmp_path: Path
+    store: Store, environment: dict[str, str], model_files: dict[str, bytes], tmp_path: Path
 ) -> None:
-    for name, body in (files | {"modeling_tiny.py": b"import os", "SHA256SUMS": write_sums(files)}).items():
+    for name, body in (model_files | {"modeling_tiny.py": b"import os", "SHA256SUMS": write_sums(model_files)}).items():
         store.write(name, body)
     out = tmp_path / "out"
     environment |= store.variables
     coordinator = run_command(environment, "fetch", store.uri, "--out", str(out), "--skip-weights")
     assert coordinator.returncode == 0, coordinator.stderr
-    small = {name: body for name, body in files.items() if name != "model.safetensors"}
+    small = {name: body for name, body in model_files.items() if name != "model.safetensors"}
     assert read_folder(out) == small
 
     # A process that was killed has left the first bytes. That they are wrong shows that they are used.
@@ -260,8 +247,8 @@ def test_an_object_store_s_folder_is_continued_where_it_was_and_compared_with_it
     assert read_folder(out) == small
     done = run_command(environment, "fetch", store.uri, "--out", str(out))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-2].startswith(f"{store.uri}: {len(files)} files, ")
-    assert read_folder(out) == files
+    assert done.stdout.splitlines()[-2].startswith(f"{store.uri}: {len(model_files)} files, ")
+    assert read_folder(out) == model_files
 
 
 def kill_after(environment: dict[str, str], uri: str, out: Path, size: int) -> None:
@@ -279,19 +266,19 @@ def kill_after(environment: dict[str, str], uri: str, out: Path, size: int) -> N
 
 
 def test_what_an_object_store_lacks_is_one_message(
-    store: Store, environment: dict[str, str], files: dict[str, bytes], tmp_path: Path
+    store: Store, environment: dict[str, str], model_files: dict[str, bytes], tmp_path: Path
 ) -> None:
     environment |= store.variables
     empty = run_command(environment, "fetch", store.uri, "--out", str(tmp_path / "out"))
     assert empty.returncode == 2
     assert f"got {store.uri}, which does not exist or has neither; check the spelling" in empty.stderr
-    store.write("config.json", files["config.json"])
-    store.write("SHA256SUMS", write_sums(files))
+    store.write("config.json", model_files["config.json"])
+    store.write("SHA256SUMS", write_sums(model_files))
     partial = run_command(environment, "fetch", store.uri, "--out", str(tmp_path / "out"))
     assert partial.returncode == 2
     assert "specrl: uri must have every file of its SHA256SUMS, got none named model.safetensors in" in partial.stderr
-    store.write("SHA256SUMS", write_sums({"tokenizer.json": files["tokenizer.json"]}))
-    store.write("tokenizer.json", files["tokenizer.json"])
+    store.write("SHA256SUMS", write_sums({"tokenizer.json": model_files["tokenizer.json"]}))
+    store.write("tokenizer.json", model_files["tokenizer.json"])
     unlisted = run_command(environment, "fetch", store.uri, "--out", str(tmp_path / "out"))
     assert unlisted.returncode == 2
     assert "must have a SHA256SUMS that lists every file, got none of config.json in" in unlisted.stderr

@@ -31,18 +31,6 @@ NAME = "team/tiny"
 Call = Callable[..., dict[str, Any]]
 
 
-@pytest.fixture
-def hub() -> Iterator[StandInHub]:
-    with serve_hub() as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
-def model_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    folder = a_model_folder(tmp_path_factory.mktemp("tiny") / "model")
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 def hub_environment(hub: StandInHub, home: Path, **more: str) -> dict[str, str]:
     """The environment of a user of the stand-in hub: no proxy, no Xet, a cache of its own."""
     kept = {name: value for name, value in os.environ.items() if "proxy" not in name.lower() and name[:3] != "HF_"}

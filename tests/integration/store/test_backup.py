@@ -65,7 +65,7 @@ async def test_a_copy_of_folder_and_redis_files_goes_on_elsewhere(tmp_path: Path
 
 
 async def test_checkpoints_alone_go_on_after_the_newest_of_them(tmp_path: Path) -> None:
-    """What a claim has of a job whose store is gone. Steps after the newest checkpoint are trained again."""
+    """Only the claim of a job is left, without its store. Steps after the newest checkpoint are trained again."""
     first = tmp_path / "first"
     first.mkdir()
     spec = a_spec(first)
