@@ -1,4 +1,4 @@
-"""Starts and watches runs of the demo's run file for benchmarks, and keeps the finished ones."""
+"""Starts and watches runs for benchmarks, of the demo's run file unless another is named, and keeps finished ones."""
 
 from __future__ import annotations
 
@@ -50,23 +50,28 @@ def overrides_of(fields: Mapping[str, str]) -> list[str]:
     return [f"{path}={value}" for path, value in fields.items()]
 
 
-def begin(fields: Mapping[str, str], runs: Path, *command: str) -> list[str]:
-    """Make the specrl command line for the demo's run file with these fields."""
+def begin(fields: Mapping[str, str], runs: Path, *command: str, run_file: Path = RUN_FILE) -> list[str]:
+    """Make the specrl command line for a run file with these fields."""
     settings = [word for override in overrides_of(fields) for word in ("--set", override)]
-    return [str(SPECRL), *command, "-f", str(RUN_FILE), "--runs", str(runs), "--plain", *settings]
+    return [str(SPECRL), *command, "-f", str(run_file), "--runs", str(runs), "--plain", *settings]
 
 
-def run(fields: Mapping[str, str], runs: Path, trained: Callable[[int], None] = lambda _: None) -> Path:
+def run(
+    fields: Mapping[str, str],
+    runs: Path,
+    trained: Callable[[int], None] = lambda _: None,
+    run_file: Path = RUN_FILE,
+) -> Path:
     """Return the folder of the finished run with these fields, below `runs`. A finished run is not repeated.
 
     trained: called every second with the number of steps that the run has trained. Raises Failed.
     """
-    wanted = digest_spec(load_spec(RUN_FILE, overrides_of(fields)))
+    wanted = digest_spec(load_spec(run_file, overrides_of(fields)))
     found = finished(runs, wanted)
     if found is None:
         shutil.rmtree(runs, ignore_errors=True)
         log = runs.with_suffix(".log")
-        call(begin(fields, runs, "run"), log, lambda: trained(_steps(runs)))
+        call(begin(fields, runs, "run", run_file=run_file), log, lambda: trained(_steps(runs)))
         found = finished(runs, wanted)
         if found is None:
             raise Failed(f"no finished run; see {log}")

@@ -7,8 +7,8 @@ authors simulated. benchmarks/simulator_accuracy.py compares the simulator with 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean, median, quantiles
 from typing import Any
@@ -19,41 +19,33 @@ WARM_UP_STEPS = 1
 PHASES = ("data", "prepare", "generation", "logprob", "train")
 IN_DOMAIN = "drafter-in-domain"
 WEAK = "drafter-weak"
+CHAT = "drafter-chat"
+DRAFT_MODEL = "draft-model"
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A policy to start from, how it is made, how long its answers are, and the rows measured on it.
+    """Runs that share policy, prompts and rewards.
 
-    difficulty: extra lines of every problem, of six tokens each. max_tokens: longest answer. warm_up: batches of
-    examples/demo/make_policy.py.
+    beside: the paper's workload whose figures stand beside it, of `PUBLISHED_PHASES`. rows: names. once: rows that have
+    one round, however many the others have. published_as: the paper's row by ours, where their names differ.
     """
 
     name: str
     says: str
-    warm_up: int
-    difficulty: int
-    max_tokens: int
+    beside: str
     rows: tuple[str, ...]
+    once: frozenset[str] = frozenset()
+    published_as: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def make_policy(self) -> list[str]:
-        """Options of examples/demo/make_policy.py."""
-        return ["--worked-only", "--steps", str(self.warm_up), "--difficulty", str(self.difficulty)]
-
-    @property
-    def overrides(self) -> dict[str, str]:
-        """Fields of the run file."""
-        return {
-            "prompts.source.generated.difficulty": str(self.difficulty),
-            "generation.sampling.maxTokens": str(self.max_tokens),
-            "model.maxLength": str(self.max_tokens + 64),
-        }
+    def find_published(self, row: str) -> Published | None:
+        """Return the paper's figures beside a row; None if it has none."""
+        return PUBLISHED.get((self.beside, self.published_as.get(row, row)))
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """A row and what distinguishes it. reference: the row that its ratios are relative to."""
+    """A row and what distinguishes it. drafter: its kind. reference: the row that its ratios are relative to."""
 
     name: str
     says: str
@@ -64,11 +56,11 @@ class Configuration:
     lag: int = 0
     reference: str = "none"
 
-    def overrides(self, folder: Path) -> dict[str, str]:
-        """Fields of the run file. folder: has the workload's drafters."""
+    def overrides(self, drafters: Mapping[str, Path]) -> dict[str, str]:
+        """Fields of the run file. drafters: folders by kind."""
         speculation = self.speculation
         if self.drafter is not None:
-            speculation = speculation.replace("}", f", path: {json.dumps(str(folder / self.drafter))}}}")
+            speculation = speculation.replace("}", f", path: {json.dumps(str(drafters[self.drafter]))}}}")
         return {
             "generation.speculation": f"{{{speculation}}}",
             "generation.draftLength": "Adaptive" if self.is_adaptive else "Fixed",
@@ -118,7 +110,18 @@ CONFIGURATIONS = (
     Configuration(
         "weak-online", "k = 3, initialised on another family's, trained at every step", eagle3(3), WEAK, is_online=True
     ),
+    Configuration("chat", "k = 3, drafter initialised on general chat text", eagle3(3), CHAT),
+    Configuration(
+        "chat-online", "k = 3, initialised on general chat text, trained at every step", eagle3(3), CHAT, is_online=True
+    ),
+    Configuration(
+        "draft-model",
+        "k = 3, the policy's first layers, distilled in domain, not trained on",
+        "draftModel: {numDraftTokens: 3}",
+        DRAFT_MODEL,
+    ),
     Configuration("ngram", "k = 3, prompt look-up", "ngram: {numDraftTokens: 3}"),
+    Configuration("suffix", "k = 1 to 8, look-up in all completions so far", "suffix: {}"),
     Configuration("none-lag1", "policy lag 1, no speculation", lag=1, reference="none-lag1"),
     Configuration(
         "eagle3:3-lag1",
@@ -141,26 +144,34 @@ CONFIGURATIONS = (
 )
 NAMES = tuple(configuration.name for configuration in CONFIGURATIONS)
 QUICK = ("none", "eagle3:3", "adaptive", "ngram")
-WORKLOADS = (
-    Workload(
-        "base",
-        "a base model, as RL-Zero: it works its answers out, and mostly wrongly",
-        warm_up=250,
-        difficulty=12,
-        max_tokens=176,
-        rows=tuple(configuration.name for configuration in CONFIGURATIONS if not configuration.lag),
-    ),
-    # The paper's asynchronous run has this workload.
-    Workload(
-        "reasoning",
-        "a model trained for longer on longer answers, as RL-Think",
-        warm_up=300,
-        difficulty=24,
-        max_tokens=256,
-        rows=NAMES,
-    ),
-)
 
+# The toy policy's workloads.
+TOY_ROWS = tuple(name for name in NAMES if name not in {"chat", "chat-online", "draft-model", "suffix"})
+BASE = Workload(
+    "base",
+    "a base model, as RL-Zero: it works its answers out, and mostly wrongly",
+    "base",
+    tuple(name for name in TOY_ROWS if not name.endswith("-lag1")),
+)
+# The paper's asynchronous run has this workload.
+REASONING = Workload("reasoning", "a model trained for longer on longer answers, as RL-Think", "reasoning", TOY_ROWS)
+
+# Those of a real language model. The rows that the paper's argument rests on have several rounds.
+ONCE = frozenset({"adaptive", "eagle3:1", "eagle3:5", "eagle3:7", "draft-model", "ngram", "suffix"})
+GENERAL_CHAT = {"weak": "", "weak-online": "", "chat": "weak", "chat-online": "weak-online"}
+SHORT = Workload(
+    "short", "short answers: the facts of a sentence as JSON", "base", NAMES, once=ONCE, published_as=GENERAL_CHAT
+)
+LONG = Workload("long", "long answers: GSM8K, worked out", "reasoning", NAMES, once=ONCE, published_as=GENERAL_CHAT)
+CROWD = Workload(
+    "crowd",
+    "short answers, 32 at a time, so that verification costs",
+    "base",
+    ("none", "eagle3:1", "eagle3:3", "eagle3:5", "eagle3:7", "adaptive", "ngram"),
+    once=frozenset(NAMES),
+)
+TOY_WORKLOADS = (BASE, REASONING)
+REAL_WORKLOADS = (SHORT, LONG, CROWD)
 # arXiv 2604.26779, 32 GB200, synchronous, EAGLE-3 initialised on DAPO: seconds by phase, without and with speculation.
 PUBLISHED_PHASES = {
     "base": (
@@ -191,7 +202,8 @@ PUBLISHED = {
     ("reasoning", "none-lag1"): Published(step_s=75.0, exposed_s=10.4),
     ("reasoning", "eagle3:3-lag1"): Published(step=1.24, step_s=60.5, exposed_s=0.6),
 }
-"""By workload and row. The paper's weak drafter was initialised on general chat text, ours on another family."""
+"""By workload and row. The paper's weak drafter was initialised on general chat text; the toy policy's on another
+family of problems, and a real model's on both (`GENERAL_CHAT`)."""
 
 PROJECTED = (
     Projected(gpus=512, lag=0, k=3, acceptance_length=3, generation=2.72, step=1.70),
@@ -235,6 +247,8 @@ class Row:
     """Exposed generation: mean seconds of a step."""
     hidden_s: float
     """Hidden generation: mean seconds of a step."""
+    step_s: float
+    """Mean seconds of a step."""
     phases: dict[str, float]
     """Each phase of a typical step, and the total, as shares of the reference's step."""
     mean_length: float
@@ -265,7 +279,7 @@ def ratio(
     return Ratio(middle(theirs) / middle(mine), low, high)
 
 
-def row_of(workload: str, configuration: Configuration, found: Mapping[str, Steps]) -> Row:
+def row_of(workload: Workload, configuration: Configuration, found: Mapping[str, Steps]) -> Row:
     """Make a row of the table. found: steps by row name, with those of this row and of its reference.
 
     With a policy lag, steps that find their rollouts ready alternate with steps that waited. So the mean of both kinds
@@ -295,22 +309,27 @@ def row_of(workload: str, configuration: Configuration, found: Mapping[str, Step
         exposed_share=sum(r.exposed_generation for r in reports) / sum(r.phases.wall_seconds for r in reports),
         exposed_s=mean(report.exposed_generation for report in reports),
         hidden_s=mean(report.hidden_generation for report in reports),
+        step_s=mean(report.phases.wall_seconds for report in reports),
         phases={phase: value / whole for phase, value in seconds.items()},
         mean_length=sum(r.tokens for r in reports) / sum(r.rollouts for r in reports),
-        published=PUBLISHED.get((workload, configuration.name), Published()),
+        published=workload.find_published(configuration.name) or Published(),
     )
 
 
-def rows_of(workload: str, found: Mapping[str, Steps]) -> list[Row]:
+def rows_of(workload: Workload, found: Mapping[str, Steps]) -> list[Row]:
     """Make the rows in the order of `CONFIGURATIONS`. A row without steps, or whose reference has none, is left out."""
     known = {name: steps for name, steps in found.items() if steps}
     return [row_of(workload, c, known) for c in CONFIGURATIONS if c.name in known and c.reference in known]
 
 
-def list_unmeasured(workload: str, rows: Sequence[Row]) -> list[Configuration]:
-    """Return the published rows of a workload that are not among `rows`."""
+def list_unmeasured(workload: Workload, rows: Sequence[Row]) -> list[Configuration]:
+    """Return the rows of a workload with a published figure that are not among `rows`."""
     measured = {row.name for row in rows}
-    return [c for c in CONFIGURATIONS if (workload, c.name) in PUBLISHED and c.name not in measured]
+    return [
+        c
+        for c in CONFIGURATIONS
+        if c.name in workload.rows and c.name not in measured and workload.find_published(c.name)
+    ]
 
 
 def relative_error(ours: float, published: float) -> float:
@@ -318,9 +337,9 @@ def relative_error(ours: float, published: float) -> float:
     return ours / published - 1
 
 
-def published_shares(workload: str) -> tuple[dict[str, float], dict[str, float]]:
+def published_shares(workload: Workload) -> tuple[dict[str, float], dict[str, float]]:
     """Make the paper's phases without and with speculation, as shares of its step without."""
-    plain, speculated = PUBLISHED_PHASES[workload]
+    plain, speculated = PUBLISHED_PHASES[workload.beside]
     plain_s, speculated_s = (
         {phase: getattr(seconds, phase) for phase in PHASES} | {"total": seconds.wall_seconds}
         for seconds in (plain, speculated)
@@ -332,11 +351,14 @@ def published_shares(workload: str) -> tuple[dict[str, float], dict[str, float]]
     )
 
 
-def plan(names: Sequence[str], rounds: int) -> list[tuple[int, Configuration]]:
-    """Order the rows of each round. A round starts one third further on, so that no row is always first or last."""
-    chosen = [configuration for configuration in CONFIGURATIONS if configuration.name in names]
+def plan(names: Sequence[str], rounds: int, once: Collection[str] = ()) -> list[tuple[int, Configuration]]:
+    """Order the rows of each round. A round starts one third further on, so that no row is always first or last.
+
+    once: rows of the first round alone.
+    """
     order: list[tuple[int, Configuration]] = []
     for number in range(1, rounds + 1):
-        shift = (number - 1) * max(1, len(chosen) // 3) % len(chosen)
+        chosen = [c for c in CONFIGURATIONS if c.name in names and (number == 1 or c.name not in once)]
+        shift = (number - 1) * max(1, len(chosen) // 3) % max(1, len(chosen))
         order += [(number, configuration) for configuration in [*chosen[shift:], *chosen[:shift]]]
     return order

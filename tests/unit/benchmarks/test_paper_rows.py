@@ -8,11 +8,16 @@ from typing import Any
 import pytest
 import yaml
 from benchmarks.paper_rows import (
+    BASE,
     CONFIGURATIONS,
+    LONG,
     NAMES,
     PUBLISHED,
     QUICK,
-    WORKLOADS,
+    REASONING,
+    SHORT,
+    TOY_WORKLOADS,
+    WEAK,
     Steps,
     list_unmeasured,
     plan,
@@ -22,6 +27,7 @@ from benchmarks.paper_rows import (
     relative_error,
     rows_of,
 )
+from benchmarks.paper_runs import KeptRuns, Task, digest_settings
 
 from specrl.formats.reports import PhaseSeconds, StepReport
 
@@ -74,7 +80,7 @@ def test_nothing_to_divide_by_gives_no_ratio(own: Steps) -> None:
 
 def test_row_holds_ratios_shares_and_the_papers_figures() -> None:
     found = {"none": steps_of(3, 3, 3), "eagle3:3": steps_of(1, 1, 1, acceptance_length=2.5)}
-    none, eagle3 = rows_of("base", found)
+    none, eagle3 = rows_of(BASE, found)
     assert none.generation is not None
     assert none.generation.value == 1.0
     assert none.acceptance_length is None
@@ -88,7 +94,7 @@ def test_row_holds_ratios_shares_and_the_papers_figures() -> None:
 
 def test_row_with_policy_lag_compares_means_of_whole_steps_and_gives_exposed_generation_as_a_share() -> None:
     lagged = {"none-lag1": steps_of(0, 2, 2), "adaptive-lag1": steps_of(0, 0, 1)}
-    none, adaptive = rows_of("reasoning", lagged)
+    none, adaptive = rows_of(REASONING, lagged)
     assert adaptive.generation is None
     assert adaptive.per_token is None
     assert adaptive.step is not None
@@ -101,16 +107,31 @@ def test_row_with_policy_lag_compares_means_of_whole_steps_and_gives_exposed_gen
 
 def test_row_is_left_out_when_it_or_its_reference_was_not_measured() -> None:
     found = {"none": steps_of(3, 3), "adaptive-lag1": steps_of(1, 1), "ngram": {}}
-    assert [row.name for row in rows_of("base", found)] == ["none"]
+    assert [row.name for row in rows_of(BASE, found)] == ["none"]
 
 
 def test_every_published_row_has_a_line_that_says_if_it_was_not_measured() -> None:
-    for workload in WORKLOADS:
-        published = {name for which, name in PUBLISHED if which == workload.name}
+    for workload in TOY_WORKLOADS:
+        published = {name for which, name in PUBLISHED if which == workload.beside}
         assert published <= set(workload.rows), "it is measured by default"
-        assert {c.name for c in list_unmeasured(workload.name, [])} == published
-        measured = rows_of(workload.name, {"none": steps_of(3, 3), "ngram": steps_of(3, 3)})
-        assert {c.name for c in list_unmeasured(workload.name, measured)} == published - {"ngram"}
+        assert {c.name for c in list_unmeasured(workload, [])} == published
+        measured = rows_of(workload, {"none": steps_of(3, 3), "ngram": steps_of(3, 3)})
+        assert {c.name for c in list_unmeasured(workload, measured)} == published - {"ngram"}
+
+
+def test_a_real_models_drafter_of_general_chat_text_stands_beside_the_papers() -> None:
+    for workload in (SHORT, LONG):
+        assert workload.find_published("chat") == PUBLISHED[workload.beside, "weak"]
+        assert workload.find_published("weak-online") is None
+        published = {name for which, name in PUBLISHED if which == workload.beside}
+        assert len(list_unmeasured(workload, [])) == len(published)
+
+
+def test_only_the_most_important_rows_have_several_rounds() -> None:
+    order = plan(LONG.rows, 3, LONG.once)
+    assert len([c for _, c in order if c.name == "weak-online"]) == 3
+    assert len([c for _, c in order if c.name == "suffix"]) == 1
+    assert {c.name for number, c in order if number == 1} == set(LONG.rows)
 
 
 def test_error_is_relative_to_the_published_figure() -> None:
@@ -125,9 +146,9 @@ def test_every_round_runs_everything_once_and_begins_with_another() -> None:
 
 
 def test_papers_phases_and_speeds_agree_with_each_other() -> None:
-    for workload in WORKLOADS:
-        plain, speculated = published_shares(workload.name)
-        figures = PUBLISHED[workload.name, "eagle3:3"]
+    for workload in TOY_WORKLOADS:
+        plain, speculated = published_shares(workload)
+        figures = PUBLISHED[workload.beside, "eagle3:3"]
         assert plain["total"] == pytest.approx(1.0)
         assert plain["generation"] / speculated["generation"] == pytest.approx(figures.generation)
         assert 1 / speculated["total"] == pytest.approx(figures.step, abs=0.01)
@@ -141,6 +162,19 @@ def test_rows_have_names_of_their_own_and_references_among_them() -> None:
 
 def test_overrides_are_yaml_that_names_the_workloads_drafter(tmp_path: Path) -> None:
     configuration = next(c for c in CONFIGURATIONS if c.name == "weak-online")
-    fields = {path: yaml.safe_load(text) for path, text in configuration.overrides(tmp_path).items()}
-    assert fields["generation.speculation"] == {"eagle3": {"numDraftTokens": 3, "path": str(tmp_path / "drafter-weak")}}
+    found = configuration.overrides({WEAK: tmp_path / "other"})
+    fields = {path: yaml.safe_load(text) for path, text in found.items()}
+    assert fields["generation.speculation"] == {"eagle3": {"numDraftTokens": 3, "path": str(tmp_path / "other")}}
     assert (fields["generation.draftLength"], fields["trainer.drafter.online"]) == ("Fixed", True)
+
+
+def test_a_kept_run_is_found_again_by_its_settings_alone(tmp_path: Path) -> None:
+    task = Task(1, LONG, CONFIGURATIONS[0])
+    fields = {"model.path": str(tmp_path / "policy"), "schedule.steps": "9"}
+    settings = digest_settings(fields, tmp_path)
+    KeptRuns(tmp_path / "kept.jsonl").keep_steps(task, settings, steps_of(3, 4, acceptance_length=2.5))
+    kept = KeptRuns(tmp_path / "kept.jsonl")
+    elsewhere = digest_settings(fields | {"model.path": "/elsewhere/policy"}, Path("/elsewhere"))
+    assert kept.find_steps(task, elsewhere) == steps_of(3, 4, acceptance_length=2.5)
+    assert kept.find_steps(task, digest_settings(fields | {"schedule.steps": "8"}, tmp_path)) is None
+    assert kept.find_steps(Task(2, LONG, CONFIGURATIONS[0]), settings) is None
