@@ -129,8 +129,10 @@ def test_interrupted_warm_up_ends_where_one_that_was_not_does(policy: Path, tmp_
                 raise KeyboardInterrupt
             return super().train_supervised(batch)
 
+    dying = Dies(VOCAB)
     with pytest.raises(KeyboardInterrupt):
-        sft.run_warm_up(one_rank(Dies(VOCAB), spec, folder), spec, examples, folder, lambda: False)
+        sft.run_warm_up(one_rank(dying, spec, folder), spec, examples, folder, lambda: False)
+    dying.close()  # waits for its writer, which the end of a process would end
     with (folder / sft.METRICS).open("a") as file:
         file.write('{"step": 6, "lo')
     last = StandInBackend(VOCAB)
