@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import structlog
 from tests.integration.coordinator.small_run import VOCAB, Run
 from tests.integration.live.served import PATIENCE_S, Served
 from tests.stand_ins.engine import TableEngine, TableShape
@@ -61,6 +62,9 @@ class LiveRun(Served):
             make_engine=lambda name: TableEngine(name, seed=7, shape=TableShape(VOCAB, 128, self._pace_s)),
         )
         logs.configure_logging("info", "coordinator", self.spec.name, self._note)
+        # The run logs between tests, too, when pytest captures nothing.
+        self._log = (self.folder / "coordinator.log").open("a", encoding="utf-8")
+        structlog.configure(logger_factory=structlog.WriteLoggerFactory(self._log))
         await self.run.__aenter__()
         self.serve(self._app())
 
@@ -68,6 +72,8 @@ class LiveRun(Served):
         """All of it."""
         await self.unserve()
         await self.run.__aexit__()
+        logs.configure_logging("info", "coordinator", self.spec.name)
+        self._log.close()
 
     async def kill_coordinator(self) -> None:
         """It is gone, without a goodbye; nobody answers at its address."""
