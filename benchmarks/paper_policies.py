@@ -275,6 +275,8 @@ def write_questions(policy: Path, out: Path) -> None:
         "model.path": json.dumps(str(policy)),
         "model.dtype": "float32",
         "model.maxLength": "512",
+        "prompts.maxTokens": "128",
+        "validation": "null",
         "generation.sampling": f"{{temperature: 1, maxTokens: {LONGEST_QUESTION}}}",
         "generation.speculation": "{none: {}}",
     }
