@@ -88,6 +88,7 @@ _SCHEDULER = (f"{_VLLM}.extensions.scheduler",)
 _REST = (f"{_VLLM}.extensions.draft_rest",)
 _EXPERTS = (f"{_VLLM}.extensions.routed_experts",)
 _SETS = (f"{_VLLM}.extensions.sampling_sets",)
+_LATE = (f"{_VLLM}.extensions.late_logprobs",)
 _REPAIR = (f"{_VLLM}.extensions.cpu_repair",)
 _KERNELS = (f"{_VLLM}.extensions.cpu_kernels",)
 _WORKER = (f"{_VLLM}.extensions.worker",)
@@ -145,7 +146,8 @@ _ARGUMENTS = (
     "nnodes node_rank master_addr master_port distributed_executor_backend"
 )
 _SAMPLING = (
-    "max_tokens temperature top_p top_k seed stop logprobs flat_logprobs detokenize skip_special_tokens output_kind"
+    "max_tokens temperature top_p top_k seed stop logprobs flat_logprobs detokenize skip_special_tokens output_kind "
+    "skip_clone"
 )
 _TRANSFORMER = (
     "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization "
@@ -171,7 +173,7 @@ VLLM = (
     Seam(f"{_CUDA_GRAPHS}._init_candidates", Use.READS, _ENGINE_ARGUMENTS, body=True),
     Seam("vllm.config.scheduler.SchedulerConfig.scheduler_cls", Use.REPLACES, _DRAFT_LENGTH),
     Seam("vllm.SamplingParams", Use.IMPORTS, _COMPLETION, only=tuple(_SAMPLING.split())),
-    Seam("vllm.sampling_params.RequestOutputKind", Use.IMPORTS, _COMPLETION),
+    Seam("vllm.sampling_params.RequestOutputKind", Use.IMPORTS, _COMPLETION + _LATE),
     Seam("vllm.v1.engine.EngineCoreRequest", Use.IMPORTS, _COMPLETION),
     Seam(_DETOKENIZER, Use.IMPORTS, _COMPLETION),
     *_list_seams(_DETOKENIZER, "from_new_request update get_next_output_text", Use.READS, _COMPLETION),
@@ -202,9 +204,10 @@ VLLM = (
     Seam(_LOADER, Use.IMPORTS, _PLUGIN),
     Seam(f"{_LOADER}.get_all_weights", Use.REPLACES, _PLUGIN, body=True),
     Seam("vllm.v1.engine.core_client.AsyncMPClient.call_utility_async", Use.READS, _DRAFT_LENGTH),
-    Seam(_SCHED, Use.SUBCLASSES, _SCHEDULER),
+    Seam(_SCHED, Use.SUBCLASSES, _SCHEDULER + _LATE),
     Seam("vllm.v1.core.sched.async_scheduler.AsyncScheduler", Use.SUBCLASSES, _SCHEDULER, body=True),
-    *_list_seams(_SCHED, "schedule update_from_output reset_prefix_cache", Use.OVERRIDES, _SCHEDULER, body=True),
+    *_list_seams(_SCHED, "schedule reset_prefix_cache", Use.OVERRIDES, _SCHEDULER, body=True),
+    Seam(f"{_SCHED}.update_from_output", Use.OVERRIDES, _SCHEDULER + _LATE, body=True),
     *_list_seams(
         _SCHED,
         "__init__ dynamic_sd_lookup make_spec_decoding_stats add_request set_pause_state",
@@ -214,6 +217,12 @@ VLLM = (
     *_list_seams(_SCHED, "running waiting", Use.READS, _SCHEDULER),
     *_list_seams(_STEP, "num_spec_tokens_to_schedule scheduled_spec_decode_tokens", Use.READS, _SCHEDULER + _REST),
     Seam(f"{_STEP}.skip_drafts", Use.READS, _SCHEDULER, absent="new in 0.33"),
+    # Log-probabilities, which are sent once.
+    Seam(f"{_SCHED}.requests", Use.READS, _LATE),
+    Seam("vllm.v1.engine.EngineCoreOutput.new_logprobs", Use.REPLACES, _LATE),
+    Seam("vllm.v1.engine.EngineCoreOutput.finish_reason", Use.READS, _LATE),
+    Seam("vllm.v1.outputs.LogprobsLists", Use.READS, _LATE, body=True),
+    Seam("vllm.v1.engine.logprobs.LogprobsProcessor.update_from_output", Use.READS, _LATE, body=True),
     # The model runners, and running them without the drafter.
     Seam("vllm.config.VllmConfig.use_v2_model_runner", Use.READS, _EXPERTS + _SETS),
     *_list_seams(

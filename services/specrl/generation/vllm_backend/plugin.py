@@ -19,6 +19,7 @@ from specrl.errors import EngineFailed
 from specrl.generation.vllm_backend.extensions import (
     cpu_kernels,
     cpu_repair,
+    late_logprobs,
     model_configs,
     routed_experts,
     sampling_sets,
@@ -43,6 +44,7 @@ def register() -> None:
         routed_experts.allow_on_cpus()
         sampling_sets.allow_first_runner()
         model_configs.register_configs()
+        late_logprobs.hold_logprobs()
         _add_scheduler_calls()
         _skip_fetching_absent_drafts()
         _skip_native_heads()
