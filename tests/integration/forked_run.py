@@ -147,7 +147,7 @@ def start_replica(spec: RunSpec, options: Sequence[str], log: Path) -> engine_fo
 def replica_variables(spec: RunSpec, nodes: ReplicaNodes = ONE_NODE) -> dict[str, str]:
     """Variables of a fork that runs a replica."""
     variables = replica_environment(spec.generation.threads, ())
-    return variables | arguments.build_environment(spec, nodes) | arguments.build_eager_environment(spec, is_cpu=True)
+    return variables | arguments.build_environment(spec, nodes) | arguments.build_compile_environment(spec, is_cpu=True)
 
 
 def serve_replica(options: list[str], log: str) -> None:

@@ -65,7 +65,8 @@ def test_sampling_sets_are_returned_only_if_top_p_or_top_k_leave_tokens_out(
 def test_eager_is_the_default_on_cpus_only(eager: bool | None, is_cpu: bool, expected: bool) -> None:
     spec = a_spec(POLICY, generation={"eager": eager})
     assert arguments.build_engine_arguments(spec, None, is_cpu)["enforce_eager"] is expected
-    assert bool(arguments.build_eager_environment(spec, is_cpu)) is (expected and is_cpu)
+    disabled = arguments.build_compile_environment(spec, is_cpu).get("TORCH_COMPILE_DISABLE")
+    assert disabled == (None if not is_cpu else "1" if expected else "0")
 
 
 def test_vllm_chooses_the_kv_cache_size_on_gpus() -> None:

@@ -55,13 +55,23 @@ def is_eager(spec: RunSpec, is_cpu: bool) -> bool:
     return spec.generation.eager if spec.generation.eager is not None else is_cpu
 
 
-def build_eager_environment(spec: RunSpec, is_cpu: bool) -> dict[str, str]:
-    """Build the environment variables that turn torch.compile off in the engine core, for eager mode on CPUs.
+def build_compile_environment(spec: RunSpec, is_cpu: bool) -> dict[str, str]:
+    """Build the environment variables of torch.compile in the engine core, on CPUs. torch reads them at import.
 
     vLLM's sampler uses torch.compile even in eager mode. On CPUs that needs a C++ compiler, takes about twenty seconds
-    at the first tokens, and is slower afterwards.
+    at the first tokens, and is slower afterwards. So eager mode turns it off.
+
+    The other two are those that vLLM 0.32 sets itself, but after its imports (platforms/cpu.py).
     """
-    return {"TORCH_COMPILE_DISABLE": "1"} if is_cpu and is_eager(spec, is_cpu) else {}
+    if not is_cpu:
+        return {}
+    if is_eager(spec, is_cpu):
+        return {"TORCH_COMPILE_DISABLE": "1"}
+    return {
+        "TORCH_COMPILE_DISABLE": "0",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "TORCHINDUCTOR_CPP_DYNAMIC_THREADS": "1",
+    }
 
 
 def kv_cache_bytes(spec: RunSpec, is_cpu: bool) -> int | None:

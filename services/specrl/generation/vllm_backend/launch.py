@@ -100,20 +100,14 @@ def reserve_engine_core(spec: RunSpec, nodes: ReplicaNodes) -> Iterator[Reserved
     - on GPUs. CUDA may be forked before it is initialised, but whether a driver library is loaded by an import has not
       been tried there.
     - with several ranks. The engine core would still spawn them.
-    - with compilation. vLLM limits inductor's threads by variables that it sets after the imports.
 
     Sets environment variables of this process. Raises the errors of `read_folders`.
     """
-    if (
-        sys.platform != "linux"
-        or visible_gpus()
-        or spec.generation.tensor_parallel > 1
-        or not arguments.is_eager(spec, is_cpu=True)
-    ):
+    if sys.platform != "linux" or visible_gpus() or spec.generation.tensor_parallel > 1:
         yield None
         return
     _read_checked_models(spec)  # so that a wrong model is refused before the imports
-    os.environ.update(arguments.build_environment(spec, nodes) | arguments.build_eager_environment(spec, is_cpu=True))
+    os.environ.update(arguments.build_environment(spec, nodes) | arguments.build_compile_environment(spec, is_cpu=True))
     _import_vllm()
     fork = reserve_fork()
     if fork is None:
@@ -172,7 +166,7 @@ def build_vllm_config(spec: RunSpec, folders: ReplicaFolders, nodes: ReplicaNode
 
     is_cpu = bool(current_platform.is_cpu())
     raise_problems(generation.find_expert_problems(spec, is_cpu))
-    os.environ.update(arguments.build_eager_environment(spec, is_cpu))
+    os.environ.update(arguments.build_compile_environment(spec, is_cpu))
     drafter = folders.drafter
     utilization: float | None = None
     if is_cpu:
