@@ -152,20 +152,23 @@ def dump_spec(spec: RunSpec) -> str:
 
 
 def digest_spec(spec: RunSpec) -> str:
-    """Compute the sha256 of a run in hexadecimal. A run can be resumed with any file that has the same digest."""
-    fields = select_run_fields(spec)
+    """Compute the sha256 of a run in hexadecimal. A run can be resumed with any file that has the same digest.
+
+    Defaults do not count, so that a field that a newer version adds changes no digest.
+    """
+    fields = select_run_fields(spec, exclude_defaults=True)
     # Sorted, so that the digest does not depend on the order of the model's fields.
     return hashlib.sha256(yaml.safe_dump(fields, sort_keys=True).encode()).hexdigest()
 
 
-def select_run_fields(spec: RunSpec, *, exclude_none: bool = False) -> dict[str, Any]:
-    """Return the fields that must not change while a run goes on, as in a file, with defaults."""
+def select_run_fields(spec: RunSpec, *, exclude_none: bool = False, exclude_defaults: bool = False) -> dict[str, Any]:
+    """Return the fields that must not change while a run goes on, as in a file, with defaults unless excluded."""
     # The resolved fields: a file that spells out a default has the same ones.
-    fields = spec.model_dump(mode="json", by_alias=True, exclude_none=exclude_none)
-    fields = _drop_cluster_fields(RunSpec, fields)
+    fields = spec.model_dump(mode="json", by_alias=True, exclude_none=exclude_none, exclude_defaults=exclude_defaults)
+    fields = _drop_cluster_fields(type(spec), fields)
     # The number of replicas may change, and so may their KV cache: GPUs may be shared with other programs, or not.
-    del fields["generation"]["replicas"]
-    fields["generation"].pop("kvCacheMib", None)
+    for name in ("replicas", "kvCacheMib"):
+        fields["generation"].pop(name, None)
     return fields
 
 
@@ -180,17 +183,38 @@ def find_differences(first: Any, second: Any, path: str = "") -> dict[str, tuple
     return {} if first == second else {path: (first, second)}
 
 
+def keep_known_fields(fields: Mapping[str, Any], section: type[Section] = RunSpec) -> dict[str, Any]:
+    """Return the fields of a run file without those that this version does not know, as a newer one may write them."""
+    kept: dict[str, Any] = {}
+    for field in section.model_fields.values():
+        name = str(field.alias)
+        value = fields.get(name, ...)
+        inner = find_section(field)
+        if value is ...:
+            continue
+        if inner is not None and isinstance(value, Mapping):
+            value = keep_known_fields(value, inner)
+        elif inner is not None and isinstance(value, list):
+            value = [keep_known_fields(item, inner) if isinstance(item, Mapping) else item for item in value]
+        kept[name] = value
+    return kept
+
+
 def _drop_cluster_fields(section: type[Section], fields: dict[str, Any]) -> dict[str, Any]:
     """Return a section's fields without those that only the operator reads."""
     kept: dict[str, Any] = {}
     for field in section.model_fields.values():
-        value = fields.get(str(field.alias), ...)  # `...`: dropped by exclude_none; None is a value here
+        value = fields.get(str(field.alias), ...)  # `...`: dropped by model_dump; None is a value here
         inner = find_section(field)
         if value is ... or OnCluster.ONLY in field.metadata:
             continue
-        kept[str(field.alias)] = (
-            _drop_cluster_fields(inner, value) if inner is not None and isinstance(value, dict) else value
-        )
+        if inner is not None and isinstance(value, dict):
+            found = _drop_cluster_fields(inner, value)
+            # Without defaults nothing may be left of a section, which then is as if it were not given.
+            if value and not found and field.default is not None:
+                continue
+            value = found
+        kept[str(field.alias)] = value
     return kept
 
 

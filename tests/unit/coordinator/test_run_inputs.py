@@ -114,6 +114,18 @@ def test_the_number_of_replicas_may_change_and_a_new_field_counts_as_its_default
     assert continue_with(before, collect(more), 4).functions == before.functions
 
 
+def test_a_run_of_a_newer_version_goes_on_in_this_one_unless_it_needs_a_field_that_this_one_lacks(folder: Path) -> None:
+    """`helm rollback`, and a suspension: the older coordinator took the newer version's default for an edit, and the
+    job was RunRefused."""
+    before = collect(a_spec(folder))
+    before.run_file["schedule"]["newField"] = 1
+    before.run_file["newSection"] = {"mode": "Off"}
+    assert continue_with(before, collect(a_spec(folder)), 4).functions == before.functions
+    before.given["schedule"]["newField"] = 1
+    with pytest.raises(RunInvalid, match=r"schedule\.newField: not given, was 1"):
+        continue_with(before, collect(a_spec(folder)), 4)
+
+
 def test_a_changed_reward_function_is_recorded_with_the_step(folder: Path) -> None:
     """It was taken silently: the mean reward of a run rose from 0.3 to 0.9 at the step of a restart."""
     before = collect(a_spec(folder))

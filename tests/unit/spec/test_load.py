@@ -20,6 +20,7 @@ from tests.rljob_cases import a_job, manifest_of
 from specrl.errors import SpecInvalid
 from specrl.spec import RunSpec, digest_spec, dump_spec, load_spec, parse_rljob, parse_spec
 from specrl.spec.base import Section, walk_section_types
+from specrl.spec.run import Schedule
 
 SOUND: dict[str, Any] = {
     "name": "run",
@@ -410,6 +411,21 @@ def test_the_digest_ignores_what_may_change_during_a_run() -> None:
     assert digest_spec(parse_spec(a_run(generation__replicas=5))) == digest_spec(spec)
     assert digest_spec(parse_spec(a_run(generation__kvCacheMib=5))) == digest_spec(spec)
     assert digest_spec(parse_spec(a_run(schedule__seed=5))) != digest_spec(spec)
+
+
+def test_a_field_that_a_newer_version_adds_changes_no_digest() -> None:
+    """A run with a mirror was refused when it was resumed by a newer version: the mirror was another run file's."""
+
+    class NewerSchedule(Schedule):
+        new_field: int = 1
+
+    class NewerRun(RunSpec):
+        schedule: NewerSchedule
+
+    newer = NewerRun.model_validate(a_run(), by_alias=True, by_name=False)
+    assert digest_spec(newer) == digest_spec(parse_spec(a_run()))
+    other = NewerRun.model_validate(a_run(schedule__newField=2), by_alias=True, by_name=False)
+    assert digest_spec(other) != digest_spec(newer)
 
 
 def test_overrides_are_applied_and_fractions_stay_text(tmp_path: Path) -> None:

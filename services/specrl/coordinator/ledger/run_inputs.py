@@ -20,7 +20,7 @@ from specrl.prompts import SourceIdentity
 from specrl.records import Prompt
 from specrl.rewards.function_files import digest_function_files
 from specrl.spec import RunSpec, parse_spec
-from specrl.spec.load import find_differences, select_run_fields
+from specrl.spec.load import find_differences, keep_known_fields, select_run_fields
 
 CONTINUING_COMMAND = "specrl run RUN/run.yaml --checkpoint RUN/checkpoints/STEP"
 MOST_SHOWN = 10
@@ -40,6 +40,8 @@ class RunInputs(ReportModel):
 
     run_file: dict[str, Any]
     """All fields that decide what the run computes, with defaults and without nulls."""
+    given: dict[str, Any] = Field(default_factory=dict)
+    """Those of them that differ from their defaults."""
     training: list[SourceIdentity]
     validation: list[SourceIdentity]
     functions: dict[str, str]
@@ -57,6 +59,7 @@ def collect_inputs(spec: RunSpec, training: Sequence[SourceIdentity], validation
     """Collect what this start of the run is made from."""
     return RunInputs(
         run_file=select_run_fields(spec, exclude_none=True),
+        given=select_run_fields(spec, exclude_none=True, exclude_defaults=True),
         training=list(training),
         validation=_identify_validation(validation),
         functions=digest_function_files(spec),
@@ -132,12 +135,16 @@ def _describe_sources(changed: Sequence[str]) -> str:
 
 def _list_edits(before: RunInputs, now: dict[str, Any]) -> Iterator[str]:
     """Yield each changed field with both values. now: the fields of the present run file, without nulls."""
+    known = keep_known_fields(before.run_file)
     try:
         # Parsed again, so that a field that is new in this version of specrl has its default and counts as equal.
-        stored = select_run_fields(parse_spec(before.run_file), exclude_none=True)
-    except SpecInvalid:  # of a version with other fields
-        stored = before.run_file
-    for path, (was, found) in find_differences(stored, now).items():
+        stored = select_run_fields(parse_spec(known), exclude_none=True)
+    except SpecInvalid:  # of a version with other rules
+        stored = known
+    # Fields that only a newer version knows count if they were given: this version, to which somebody has gone back,
+    # computes what their defaults do.
+    edits = find_differences(stored, now) | find_differences(before.given, keep_known_fields(before.given))
+    for path, (was, found) in edits.items():
         yield f"{path}: {_quote(found)}, was {_quote(was)}"
 
 
