@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from specrl.errors import SpecInvalid
 from specrl.spec import RunSpec, parse_rljob
+from specrl.spec.load import find_differences, keep_known_fields
 from specrl_operator import kinds
 
 Object = dict[str, Any]
@@ -62,6 +64,8 @@ class Job:
     created: datetime
     spec: RunSpec
     status: Object
+    unknown_fields: tuple[str, ...] = ()
+    """Paths of fields of a newer CRD, which this operator ignores."""
 
     def child_name(self, part: str) -> str:
         """Return the name of a child: the job's name and the part."""
@@ -108,8 +112,23 @@ class Job:
 
 
 def read_job(item: Object) -> Job:
-    """Parse an RLJob from the API server. Raises SpecInvalid with every problem of its spec."""
+    """Parse an RLJob from the API server. Raises SpecInvalid with every problem of its spec.
+
+    The CRD may be newer than this operator: during an upgrade, or where others install it. Then the API server fills
+    defaults of fields that this operator does not know into all jobs. A job that has been accepted is parsed without
+    them, and so it is still scaled, suspended and judged. Any other job is left to an operator that knows its fields.
+    """
     meta = item["metadata"]
+    status: Object = item.get("status") or {}
+    unknown: tuple[str, ...] = ()
+    try:
+        spec = parse_rljob(item)
+    except SpecInvalid:
+        known = keep_known_fields(item["spec"])
+        unknown = tuple(find_differences(item["spec"], known))
+        if not unknown or not is_condition_true(status, "Accepted"):
+            raise
+        spec = parse_rljob({**item, "spec": known})
     return Job(
         namespace=meta["namespace"],
         name=meta["name"],
@@ -117,8 +136,9 @@ def read_job(item: Object) -> Job:
         resource_version=meta.get("resourceVersion", ""),
         generation=meta.get("generation", 0),
         created=parse_time(meta["creationTimestamp"]),
-        spec=parse_rljob(item),
-        status=item.get("status") or {},
+        spec=spec,
+        status=status,
+        unknown_fields=unknown,
     )
 
 

@@ -62,6 +62,9 @@ def find_refusal(plan: JobPlan) -> Refusal | None:
 def list_notes(plan: JobPlan) -> list[str]:
     """List the features that an accepted job runs without, for the message of its condition Accepted."""
     notes = []
+    if plan.job.unknown_fields:
+        names = ", ".join(plan.job.unknown_fields)
+        notes.append(f"the CRD is newer than the operator, which ignores {names}; upgrade the operator")
     if not kinds.JOB_SET.is_served(plan.served):
         notes.append("JobSet is not installed: the trainer runs as a Job, and the operator restarts it")
     placement = plan.job.spec.placement

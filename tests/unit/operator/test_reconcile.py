@@ -638,6 +638,36 @@ def test_an_invalid_spec_is_reported_and_changes_no_children() -> None:
     assert world.read_condition("Accepted") == ("True", "Accepted")
 
 
+def test_an_older_operator_looks_after_a_job_with_fields_of_a_newer_crd() -> None:
+    """A newer CRD fills in the default of a new field. Until the newer operator led, the older one called every running
+    job SpecInvalid, and did not scale or suspend it."""
+    world = World()
+    world.settle()
+    world.edit_spec(schedule={"newField": 1}, newSection={"mode": "Off"})
+    world.settle()
+    assert world.read_condition("Accepted") == ("True", "Accepted")
+    message = find_condition(world.status, "Accepted")["message"]
+    assert "ignores schedule.newField, newSection; upgrade the operator" in message
+    writes = len(world.server.list_writes())
+    world.reconcile()
+    assert len(world.server.list_writes()) == writes
+    world.edit_spec(generation={"replicas": 3})
+    world.settle()
+    assert world.server.objects_by_name(STATEFUL_SET)["tiny-generation"]["spec"]["replicas"] == 3
+    world.edit_spec(suspend=True)
+    world.settle()
+    assert world.read_condition("Suspended") == ("True", "PodsDeleted")
+
+
+def test_an_older_operator_starts_no_job_with_fields_of_a_newer_crd() -> None:
+    """It would run without what its user asks for. The newer operator, which is about to lead, starts it."""
+    world = World({"schedule": {"newField": 1}})
+    world.settle()
+    assert world.read_condition("Accepted") == ("False", "SpecInvalid")
+    assert "schedule.newField" in find_condition(world.status, "Accepted")["message"]
+    assert world.list_objects() == {("RLJob", "tiny")}
+
+
 def test_a_job_that_is_not_accepted_gets_no_children_until_it_is() -> None:
     world = World(PAPER, served=CORE)
     after = world.settle()
