@@ -27,6 +27,7 @@ def main() -> int:
     build = commands.add_parser("build", help="build all images for this machine's architecture")
     build.add_argument("--values", type=Path, default=CHART / "values.yaml", help="gets the digests (%(default)s)")
     build.add_argument("--only", choices=TARGETS, help="build one image alone; the others' digests stay as they are")
+    build.add_argument("--tag", help="of the images, which stay beside those of the version (default: the version)")
     build.add_argument("--no-sbom", action="store_true", help="do not list the packages of the images")
     check = commands.add_parser("check-wheels", help="say whether all packages have wheels for an architecture")
     check.add_argument("--machine", choices=OTHER, default=OTHER.get(platform.machine()), help="(%(default)s)")
@@ -37,7 +38,13 @@ def main() -> int:
     try:
         if arguments.command == "build":
             targets = TARGETS if arguments.only is None else (arguments.only,)
-            build_images(arguments.engines, arguments.values, targets=targets, has_sbom=not arguments.no_sbom)
+            build_images(
+                arguments.engines,
+                arguments.values,
+                targets=targets,
+                tag=arguments.tag,
+                has_sbom=not arguments.no_sbom,
+            )
         elif arguments.command == "chart":
             pack_chart(cache_folder())
         else:

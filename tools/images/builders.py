@@ -31,6 +31,12 @@ class Inputs:
 
     arguments: Mapping[str, str]
     contexts: Mapping[str, Path] = field(default_factory=dict)
+    tag: str | None = None
+    """Tag of images that are kept beside those of the version; None: the version's."""
+
+    def key_of(self, target: str) -> str:
+        """Name of what is kept of a target. Images for CPUs, for GPUs and of other tags do not displace each other."""
+        return "-".join([target, self.arguments["ENGINES"], *([self.tag] if self.tag else [])])
 
     def list_options(self) -> list[str]:
         """Options that docker buildx and buildah have in common."""
@@ -62,7 +68,7 @@ class Docker:
         self._folder = folder
 
     def build_image(self, target: str, name: str, inputs: Inputs) -> Path:
-        layout = self._folder / f"{target}-{inputs.arguments['ENGINES']}"
+        layout = self._folder / inputs.key_of(target)
         output = f"--output=type=oci,tar=false,dest={layout},name={name}"
         run("docker", "buildx", "build", "--target", target, *inputs.list_options(), output, ROOT)
         return layout
@@ -111,10 +117,8 @@ class Buildah:
             *(f"--ignorefile={DOCKERFILE}.dockerignore", *mounts, "--target", target),
             *(*inputs.list_options(), *base, "--tag", name, str(ROOT)),
         )
-        # Kept for each target and kind of engines, so that images for CPUs and for GPUs can be built in turn.
         self._used.mkdir(exist_ok=True)
-        used = self._used / f"{target}-{inputs.arguments['ENGINES']}"
-        used.write_text("\n".join(BUILT.findall(output)), encoding="utf-8")
+        (self._used / inputs.key_of(target)).write_text("\n".join(BUILT.findall(output)), encoding="utf-8")
         return self._export(name, name)
 
     def export_store(self, name: str) -> Path | None:

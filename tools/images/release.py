@@ -34,23 +34,27 @@ def cache_folder() -> Path:
     return base / "images"
 
 
-def build_images(engines: str, values: Path, *, targets: Sequence[str] = TARGETS, has_sbom: bool) -> None:
+def build_images(
+    engines: str, values: Path, *, targets: Sequence[str] = TARGETS, tag: str | None = None, has_sbom: bool
+) -> None:
     """Build images for the architecture of this machine, and write what was built. Raises ImagesFailed.
 
-    values: file whose images.*.digest are set. has_sbom: also list the packages of each image.
+    values: file whose images.*.digest are set. tag: of the images, which then stay beside those of the version; None:
+    the version. has_sbom: also list the packages of each image.
     """
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
     version, commit = read_version(), read_commit()
-    record = folder / (f"{engines}.json" if len(targets) > 1 else f"{targets[0]}-{engines}.json")
+    what = engines if len(targets) > 1 else f"{targets[0]}-{engines}"
+    record = folder / (f"{what}-{tag}.json" if tag else f"{what}.json")
     needed_gb = NEEDED_GB[engines] if set(targets) - {"control"} else NEEDED_FOR_CONTROL_GB
-    check_disk(folder, needed_gb / 3 if record.is_file() else needed_gb)
+    check_disk(folder, needed_gb / 3 if (folder / f"{what}.json").is_file() else needed_gb)
     with hold_folder(folder), closing(choose_builder(folder)) as builder:
         contexts = {"demo-policy": make_demo_policy(folder)} if engines == "cpu" else {}
-        inputs = Inputs({"ENGINES": engines, "VERSION": version, "COMMIT": commit}, contexts)
+        inputs = Inputs({"ENGINES": engines, "VERSION": version, "COMMIT": commit}, contexts, tag)
         built: dict[str, tuple[Path, Image]] = {}
         for number, target in enumerate(targets, start=1):
-            name = f"docker.io/library/specrl-{target}:{version}"
+            name = f"docker.io/library/specrl-{target}:{tag or version}"
             with step(f"building {target} for {engines.upper()}s, {number} of {len(targets)}"):
                 layout = builder.build_image(target, name, inputs)
             built[target] = layout, read_image(layout, name)
@@ -67,18 +71,18 @@ def build_images(engines: str, values: Path, *, targets: Sequence[str] = TARGETS
             say(f"{target:10} {image.size_bytes / 1e6:6.0f} MB as pulled  {image.architecture}  {image.digest}")
         say(f"digests are in {os.path.relpath(values)}, everything else in {record}")
         if has_sbom:  # last: whatever syft does, the images are there
-            write_sboms(folder, engines, version, built)
+            write_sboms(folder, inputs, built)
 
 
-def write_sboms(folder: Path, engines: str, version: str, built: Mapping[str, tuple[Path, Image]]) -> None:
+def write_sboms(folder: Path, inputs: Inputs, built: Mapping[str, tuple[Path, Image]]) -> None:
     """Write a list of the packages of each image, and check it. built: layout and image by target."""
     syft = find_syft(folder)
     for target, (layout, image) in built.items():
-        sbom = folder / f"{target}-{engines}.spdx.json"
+        sbom = folder / f"{inputs.key_of(target)}.spdx.json"
         with step(f"listing the packages of {target}"):
             write_sbom(syft, layout, image, sbom)
-        if pins := read_pins(target, engines):
-            check_sbom(sbom, pins | {"specrl": version})
+        if pins := read_pins(target, inputs.arguments["ENGINES"]):
+            check_sbom(sbom, pins | {"specrl": inputs.arguments["VERSION"]})
 
 
 def describe_image(layout: Path, image: Image) -> dict[str, Any]:

@@ -151,6 +151,12 @@ def test_a_second_build_waits_for_the_first(tmp_path: Path, capfd: pytest.Captur
     assert entered.is_set()
 
 
+def test_builds_for_other_engines_and_of_other_tags_keep_their_own_layers() -> None:
+    inputs = [builders.Inputs({"ENGINES": "cpu"}, tag=tag) for tag in (None, "next")]
+    inputs.append(builders.Inputs({"ENGINES": "gpu"}))
+    assert [each.key_of("control") for each in inputs] == ["control-cpu", "control-cpu-next", "control-gpu"]
+
+
 def test_images_that_the_last_builds_did_not_use_are_found() -> None:
     """buildah kept every layer that a lock ever had: 6 GB each."""
     output = (
