@@ -414,7 +414,7 @@ def test_the_digest_ignores_what_may_change_during_a_run() -> None:
 
 
 def test_a_field_that_a_newer_version_adds_changes_no_digest() -> None:
-    """A run with a mirror was refused when it was resumed by a newer version: the mirror was another run file's."""
+    """Without JobSet a newer operator restarts the trainer with a newer image, which the coordinator refused."""
 
     class NewerSchedule(Schedule):
         new_field: int = 1

@@ -10,12 +10,16 @@ import fsspec
 import pytest
 from tests.checkpoint_sums import write_checksums
 from tests.requirements import S3
+from tests.run_files import a_run
 
 from specrl.errors import CheckpointInvalid, RunInvalid, StoreFailed
+from specrl.records.run_file import RecordedRun, record_run
+from specrl.spec import parse_spec
 from specrl.trainer.checkpointing import checkpoints
 from specrl.trainer.checkpointing.mirror import CheckpointMirror
 
 PLACE = "bucket/runs/a"
+A_RUN = record_run(parse_spec(a_run(Path("/"))))
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +66,7 @@ def bucket(url: str) -> fsspec.AbstractFileSystem:
 
 @pytest.fixture
 def mirror(url: str) -> CheckpointMirror:
-    return CheckpointMirror(url, "digest")
+    return CheckpointMirror(url, A_RUN)
 
 
 def a_checkpoint(run: Path, step: int, content: str = "weights") -> Path:
@@ -86,7 +90,7 @@ def test_restore_fetches_the_newest_checkpoint_and_its_reply(
         a_checkpoint(tmp_path / "lost", step)
         mirror.upload_step(tmp_path / "lost", step)
     assert mirror.list_steps() == [1, 2]
-    restored = CheckpointMirror(url, "digest").restore_newest(tmp_path / "new")
+    restored = CheckpointMirror(url, A_RUN).restore_newest(tmp_path / "new")
     assert restored == checkpoints.find_newest(tmp_path / "new")
     assert restored is not None
     assert files_of(restored) == files_of(checkpoints.step_directory(tmp_path / "lost", 2))
@@ -161,7 +165,7 @@ def test_mirror_of_another_run_is_neither_read_nor_overwritten(
 ) -> None:
     a_checkpoint(tmp_path, 1)
     mirror.upload_step(tmp_path, 1)
-    other = CheckpointMirror(url, "another digest")
+    other = CheckpointMirror(url, record_run(parse_spec(a_run(Path("/elsewhere")))))
     for work in (
         other.list_steps,
         lambda: other.upload_step(tmp_path, 1),
@@ -172,6 +176,22 @@ def test_mirror_of_another_run_is_neither_read_nor_overwritten(
     assert mirror.list_steps() == [1]
 
 
+def test_a_mirror_belongs_to_the_same_run_in_a_version_with_other_fields_and_defaults(
+    mirror: CheckpointMirror, url: str, tmp_path: Path
+) -> None:
+    """A run that was resumed by a newer version was refused: its mirror was that of another run file."""
+    a_checkpoint(tmp_path, 1)
+    older = {name: section for name, section in A_RUN.run_file.items() if name != "canary"}
+    newer = A_RUN.run_file | {"newSection": {"mode": "Off"}}
+    for recorded in (older, newer):
+        CheckpointMirror(f"{url}/{len(recorded)}", RecordedRun(recorded, A_RUN.given)).upload_step(tmp_path, 1)
+        assert CheckpointMirror(f"{url}/{len(recorded)}", A_RUN).list_steps() == [1]
+    given = A_RUN.given | {"newSection": {"mode": "On"}}
+    CheckpointMirror(f"{url}/given", RecordedRun(newer, given)).upload_step(tmp_path, 1)
+    with pytest.raises(RunInvalid, match="another run file"):
+        CheckpointMirror(f"{url}/given", A_RUN).list_steps()
+
+
 def test_file_system_that_is_not_installed_is_named() -> None:
     with pytest.raises(RunInvalid, match=r"nowhere://a.*pip install"):
-        CheckpointMirror("nowhere://a", "digest")
+        CheckpointMirror("nowhere://a", A_RUN)

@@ -14,13 +14,13 @@ from typing import Any
 import xxhash
 from pydantic import Field
 
-from specrl.errors import RunInvalid, SpecInvalid
+from specrl.errors import RunInvalid
 from specrl.formats.reports import ReportModel
 from specrl.prompts import SourceIdentity
 from specrl.records import Prompt
+from specrl.records.run_file import RecordedRun, find_edits, record_run
 from specrl.rewards.function_files import digest_function_files
-from specrl.spec import RunSpec, parse_spec
-from specrl.spec.load import find_differences, keep_known_fields, select_run_fields
+from specrl.spec import RunSpec
 
 CONTINUING_COMMAND = "specrl run RUN/run.yaml --checkpoint RUN/checkpoints/STEP"
 MOST_SHOWN = 10
@@ -57,9 +57,10 @@ class RunInputs(ReportModel):
 
 def collect_inputs(spec: RunSpec, training: Sequence[SourceIdentity], validation: Sequence[Prompt]) -> RunInputs:
     """Collect what this start of the run is made from."""
+    recorded = record_run(spec)
     return RunInputs(
-        run_file=select_run_fields(spec, exclude_none=True),
-        given=select_run_fields(spec, exclude_none=True, exclude_defaults=True),
+        run_file=recorded.run_file,
+        given=recorded.given,
         training=list(training),
         validation=_identify_validation(validation),
         functions=digest_function_files(spec),
@@ -73,7 +74,7 @@ def continue_with(before: RunInputs | None, now: RunInputs, next_step: int) -> R
     """
     if before is None:
         return now
-    edits = list(_list_edits(before, now.run_file))
+    edits = list(_list_edits(before, RecordedRun(now.run_file, now.given)))
     changed = [*_list_other_sources("prompts", before.training, now.training)]
     changed += _list_other_sources("validation", before.validation, now.validation)
     if edits or changed:
@@ -106,7 +107,7 @@ def check_run_file(before: RunInputs | None, spec: RunSpec, command: str) -> Non
 
     before: as recorded; None if nothing is. command: goes on in a new run with the edited file.
     """
-    edits = list(_list_edits(before, select_run_fields(spec, exclude_none=True))) if before is not None else []
+    edits = list(_list_edits(before, record_run(spec))) if before is not None else []
     if edits:
         raise RunInvalid(_describe_edits(edits, command))
 
@@ -133,18 +134,9 @@ def _describe_sources(changed: Sequence[str]) -> str:
     )
 
 
-def _list_edits(before: RunInputs, now: dict[str, Any]) -> Iterator[str]:
-    """Yield each changed field with both values. now: the fields of the present run file, without nulls."""
-    known = keep_known_fields(before.run_file)
-    try:
-        # Parsed again, so that a field that is new in this version of specrl has its default and counts as equal.
-        stored = select_run_fields(parse_spec(known), exclude_none=True)
-    except SpecInvalid:  # of a version with other rules
-        stored = known
-    # Fields that only a newer version knows count if they were given: this version, to which somebody has gone back,
-    # computes what their defaults do.
-    edits = find_differences(stored, now) | find_differences(before.given, keep_known_fields(before.given))
-    for path, (was, found) in edits.items():
+def _list_edits(before: RunInputs, now: RecordedRun) -> Iterator[str]:
+    """Yield each changed field with both values."""
+    for path, (was, found) in find_edits(RecordedRun(before.run_file, before.given), now).items():
         yield f"{path}: {_quote(found)}, was {_quote(was)}"
 
 

@@ -1,6 +1,6 @@
 """Mirrors a run's complete checkpoints to another place through fsspec: S3, GCS, Azure, another disk. Without torch.
 
-URL/run.json                    the digest of the run file whose checkpoints these are
+URL/run.json                    the run file whose checkpoints these are
 URL/step-000010/...             as in the run's folder; complete once checksums.json is there, which is uploaded last
 URL/step-000010.metrics.pb      uploaded before it
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import structlog
@@ -23,7 +24,8 @@ import structlog
 from specrl.errors import CheckpointInvalid, RunInvalid, SpecrlError, StoreFailed
 from specrl.file_systems import open_file_system
 from specrl.files import parse_object, write_folder
-from specrl.spec import RunSpec, digest_spec
+from specrl.records.run_file import RecordedRun, find_edits, record_run
+from specrl.spec import RunSpec
 from specrl.telemetry import metrics
 from specrl.trainer.checkpointing import checkpoints, checksums
 
@@ -35,8 +37,8 @@ log = structlog.get_logger(__name__)
 class CheckpointMirror:
     """The mirror of one run's checkpoints."""
 
-    def __init__(self, url: str, owner: str) -> None:
-        """owner: the digest of the run file. Raises RunInvalid when the URL needs a library that is not installed."""
+    def __init__(self, url: str, owner: RecordedRun) -> None:
+        """owner: the run file. Raises RunInvalid when the URL needs a library that is not installed."""
         self.url = url
         self._owner = owner
         try:
@@ -73,7 +75,7 @@ class CheckpointMirror:
             if self._files.exists(self._join_path(OWNER)):
                 self._check_owner()
             else:
-                self._files.pipe_file(self._join_path(OWNER), json.dumps({"digest": self._owner}).encode())
+                self._files.pipe_file(self._join_path(OWNER), json.dumps(asdict(self._owner)).encode())
             self._delete_step(step)  # an older copy of this step, or an upload that was interrupted
             if answer.is_file():
                 self._files.put_file(str(answer), self._join_path(answer.name))
@@ -123,10 +125,11 @@ class CheckpointMirror:
 
     def _check_owner(self) -> None:
         try:
-            found = parse_object(self._files.cat_file(self._join_path(OWNER))).get("digest")
-        except (FileNotFoundError, ValueError):
-            found = None
-        if found != self._owner:
+            found = parse_object(self._files.cat_file(self._join_path(OWNER)))
+            edits = find_edits(RecordedRun(dict(found["run_file"]), dict(found["given"])), self._owner)
+        except (FileNotFoundError, KeyError, TypeError, ValueError):
+            edits = None
+        if edits is None or edits:
             raise RunInvalid(
                 f"checkpoint.mirror must not have checkpoints of another run file, got {self.url}; "
                 "use a separate URL for each run"
@@ -166,4 +169,4 @@ class CheckpointMirror:
 def open_mirror(spec: RunSpec) -> CheckpointMirror | None:
     """Open the mirror that a run file names; None if it names none. Raises RunInvalid."""
     url = spec.checkpoint.mirror
-    return CheckpointMirror(url, digest_spec(spec)) if url is not None else None
+    return CheckpointMirror(url, record_run(spec)) if url is not None else None
