@@ -23,6 +23,7 @@ from tests.requirements import PRODUCT_IMAGES
 LAYOUT = cache_folder() / "images" / "layout"
 IMAGES = {role: f"docker.io/library/specrl-{role}:0.1.0" for role in ("control", "generation", "trainer")}
 IMAGES |= {"store": "docker.io/valkey/valkey:8.1-alpine"}
+RELEASE = "specrl"
 NAMESPACE = "specrl-system"
 NEEDED_GB = 16
 """Free disk space: the registry's and containerd's copies of the engines."""
@@ -55,11 +56,16 @@ def find_commit_of_engines() -> str:
 
 def push_images(cluster: Cluster, *roles: str) -> dict[str, str]:
     """Push images to the cluster's registry. Returns their digests."""
-    assert cluster.registry is not None
     found = find_digests(*roles)
-    for role, digest in found.items():
-        cluster.registry.push_layout(LAYOUT, digest, f"specrl-{role}", "built")
+    push_digests(cluster, found, "built")
     return found
+
+
+def push_digests(cluster: Cluster, digests: Mapping[str, str], tag: str) -> None:
+    """Push images of the layout, by role, to the cluster's registry."""
+    assert cluster.registry is not None
+    for role, digest in digests.items():
+        cluster.registry.push_layout(LAYOUT, digest, f"specrl-{role}", tag)
 
 
 def prepare_engines(cluster: Cluster, log: StoryLog) -> dict[str, str]:
@@ -76,6 +82,14 @@ def prepare_engines(cluster: Cluster, log: StoryLog) -> dict[str, str]:
     return digests
 
 
+def build_values(digests: Mapping[str, str]) -> Object:
+    """Build the chart's values for images in the registry."""
+    images: Object = {role: {"digest": digest} for role, digest in digests.items()} | {"registry": REGISTRY}
+    images["store"] |= {"repository": f"{REGISTRY}/specrl-store"}
+    # A definition that stays would belong to this release, and helm would refuse it to one of another name.
+    return {"images": images, "jobs": {"storeSize": "1Gi"}, "crds": {"keep": False}}
+
+
 @contextmanager
 def install_release(cluster: Cluster, helm: Path, digests: Mapping[str, str]) -> Iterator[Release]:
     """Install the chart in a restricted namespace; `helm install --wait` has seen its operator ready. Leaves nothing.
@@ -83,11 +97,7 @@ def install_release(cluster: Cluster, helm: Path, digests: Mapping[str, str]) ->
     digests: of images in the registry. The others are asked for by a tag that the registry has not.
     """
     create_restricted_namespace(cluster.admin, NAMESPACE)
-    images: Object = {role: {"digest": digest} for role, digest in digests.items()} | {"registry": REGISTRY}
-    images["store"] |= {"repository": f"{REGISTRY}/specrl-store"}
-    # A definition that stays would belong to this release, and helm would refuse it to one of another name.
-    values: Object = {"images": images, "jobs": {"storeSize": "1Gi"}, "crds": {"keep": False}}
-    installed = Release(helm, cluster.kubeconfig, "specrl", NAMESPACE, values)
+    installed = Release(helm, cluster.kubeconfig, RELEASE, NAMESPACE, build_values(digests))
     installed.install()
     try:
         yield installed

@@ -214,19 +214,28 @@ def _try_ports(seen: Story, kubectl: Kubectl, targets: dict[str, str]) -> None:
 
 def read_run_folder(seen: Story, admin: Api) -> None:
     """Read the export, and the metrics of each step, in a pod of another user."""
+    seen.exported, seen.steps = read_claim(admin, NAMESPACE, seen.digests["control"])
+    seen.log.add(f"another user has read {len(seen.exported)} exported files, {sum(seen.exported.values())} bytes")
+    seen.log.add(f"acceptance length of each step: {[step.get('acceptanceLength') for step in seen.steps]}")
+
+
+def read_claim(admin: Api, namespace: str, control: str) -> tuple[dict[str, int], list[Object]]:
+    """Read the claim of the only run in a namespace, as another user. control: digest of the control image.
+
+    Returns the size of each exported file, and the metrics of each step.
+    """
     volume = {"name": "data", "persistentVolumeClaim": {"claimName": "local-run", "readOnly": True}}
     mounts = [{"name": "data", "mountPath": "/data"}]
-    image = f"{REGISTRY}/specrl-control@{seen.digests['control']}"
+    image = f"{REGISTRY}/specrl-control@{control}"
     command = ("python", "-c", READ_RUN)
-    pod = build_pod("reader", NAMESPACE, *command, image=image, volumes=[volume], volumeMounts=mounts)
+    pod = build_pod("reader", namespace, *command, image=image, volumes=[volume], volumeMounts=mounts)
     pod["spec"]["securityContext"] |= READER
     del pod["spec"]["securityContext"]["fsGroup"]
     ended = run_to_end(admin, pod)
-    said = admin.logs("reader", NAMESPACE, "main")
+    said = admin.logs("reader", namespace, "main")
     assert ended["exitCode"] == 0, said
-    seen.exported, seen.steps = json.loads(said.splitlines()[-1])
-    seen.log.add(f"another user has read {len(seen.exported)} exported files, {sum(seen.exported.values())} bytes")
-    seen.log.add(f"acceptance length of each step: {[step.get('acceptanceLength') for step in seen.steps]}")
+    exported, steps = json.loads(said.splitlines()[-1])
+    return exported, steps
 
 
 def apply_again(seen: Story, admin: Api, kubectl: Kubectl, job: Object) -> None:

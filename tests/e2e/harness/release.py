@@ -26,10 +26,18 @@ class Release:
     """A release of the chart. Its name contains the chart's, and is therefore the prefix of its objects."""
 
     def __init__(
-        self, helm: Path, kubeconfig: Path, name: str, namespace: str, values: dict[str, Any] | None = None
+        self,
+        helm: Path,
+        kubeconfig: Path,
+        name: str,
+        namespace: str,
+        values: dict[str, Any] | None = None,
+        *,
+        chart: Path = CHART,
     ) -> None:
-        """values: of every installation and upgrade; None takes VALUES."""
+        """values: of every installation and upgrade; None takes VALUES. chart: that of this tree, or another one."""
         self.name = name
+        self._chart = chart
         self._values = VALUES if values is None else values
         self.namespace = namespace
         self._helm = helm
@@ -42,11 +50,11 @@ class Release:
 
     def install(self, **values: Any) -> str:
         """Install the chart, and wait until the operator is ready. Returns helm's output."""
-        return self.run("install", self.name, CHART, "--create-namespace", *self._settings(values))
+        return self.run("install", self.name, self._chart, "--create-namespace", *self._settings(values))
 
     def upgrade(self, **values: Any) -> str:
         """Upgrade to other values, which replace the previous ones."""
-        return self.run("upgrade", self.name, CHART, "--reset-values", *self._settings(values))
+        return self.run("upgrade", self.name, self._chart, "--reset-values", *self._settings(values))
 
     def uninstall(self) -> str:
         return self.run("uninstall", self.name, "--wait", f"--timeout={HELM_TIMEOUT_S}s")
