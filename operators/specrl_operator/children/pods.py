@@ -147,6 +147,7 @@ def build_trainer_pod(plan: JobPlan, address: str) -> Object:
         {"name": "grpc", "containerPort": TRAINER_PORT},
         {"name": "metrics", "containerPort": TRAINER_METRICS_PORT},
     ]
+    container["readinessProbe"] = _build_trainer_probe(pods)
     pod = _build_pod(plan, TRAINER, container, STOP_S)
     if origin is not None:
         mount_claim(pod["spec"], origin.claim_name, ORIGIN_FOLDER, "origin", is_read_only=True)
@@ -348,5 +349,16 @@ def _build_http_probe(job: Job, path: str, **timing: int) -> Object:
 
 
 def _build_port_probe(**timing: int) -> Object:
-    """Build a probe of the gRPC port. A replica listens only when its engine is ready."""
+    """Build a probe of the gRPC port. Replicas and trainers listen only when they have loaded their model."""
     return {"tcpSocket": {"port": "grpc"}, **timing}
+
+
+def _build_trainer_probe(pods: int) -> Object:
+    """Build the readiness probe of a trainer of so many pods, which have one template.
+
+    Rank 0 listens when all ranks have loaded. Of several pods only its own can be probed; the others are ready at once.
+    """
+    if pods == 1:
+        return _build_port_probe(periodSeconds=5)
+    listens = f"test $JOB_COMPLETION_INDEX != 0 || true < /dev/tcp/$POD_IP/{TRAINER_PORT}"
+    return {"exec": {"command": ["bash", "-c", listens]}, "periodSeconds": 5, "timeoutSeconds": 5}

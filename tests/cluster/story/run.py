@@ -45,7 +45,7 @@ for address in sys.argv[1:]:
         except OSError:
             time.sleep(0.5)
 """
-"""Ends when all ports listen. A trainer's pod is ready before its process has imported torch."""
+"""Ends when all ports listen. A pod is ready by one of its ports; that of the metrics opens a moment later."""
 
 
 @dataclass(frozen=True)
