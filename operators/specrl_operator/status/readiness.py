@@ -84,6 +84,14 @@ MOUNT_REMEDY = (
     "ReadWriteMany; `kubectl describe pod` has all events"
 )
 MOUNT_HINT = f"its containers have not been created for {MOUNT_S} s: a volume cannot be mounted; {MOUNT_REMEDY}"
+CONTAINER_REMEDIES = {
+    "failed to create subPath directory": "the kubelet makes a run's folder on the claim as root of the node: mount "
+    "the claim writable, and let root write to it (NFS: no_root_squash)",
+    'failed to mkdir ""': "the node's runtime mounts no images as volumes: use containerd 2.1, CRI-O 1.31 or later, or "
+    "a volume with a uri",
+}
+"""What to do about a container that cannot be created, by words of the kubelet (`pkg/kubelet/kubelet_pods.go`) and of
+older containerd (`pkg/cri/opts/spec_linux_opts.go`), which say no cause."""
 
 LOST_HINT = (
     "its node {node} does not answer, and it is not replaced before the node does, or is known to be off. "
@@ -154,7 +162,7 @@ def _find_pod_problem(pod: Object, observed: ObservedState) -> tuple[str, str]:
         if reason in ("ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull"):
             return "ImagePullFailed", message or str(state.get("image", ""))
         if reason in ("CreateContainerConfigError", "CreateContainerError"):
-            return "ConfigurationMissing", message
+            return "ConfigurationMissing", _explain_container(message)
     # After the waiting reasons: a container in a crash loop waits, too, but its last exit says more.
     code, message = find_last_exit(pod)
     if code:
@@ -174,6 +182,12 @@ def _find_pod_problem(pod: Object, observed: ObservedState) -> tuple[str, str]:
             f"its init container {init} runs; `kubectl logs -c {init}` has its progress" if init else "",
         )
     return "PodsNotReady", ""
+
+
+def _explain_container(message: str) -> str:
+    """Return the message of a container that cannot be created, with a remedy if its words have one."""
+    remedy = next((it for words, it in CONTAINER_REMEDIES.items() if words in message), "")
+    return f"{message[:MAX_EVENT]}; {remedy}" if remedy else message
 
 
 def _explain_creation(event: Object) -> tuple[str, str]:

@@ -135,6 +135,36 @@ def test_a_store_that_cannot_start_is_named_with_its_cause_and_remedy(status: Ob
     assert shown["store"] == {"replicas": 1, "readyReplicas": 0}
 
 
+@pytest.mark.parametrize(
+    ("reason", "words", "remedy"),
+    [
+        (
+            "CreateContainerConfigError",
+            'failed to create subPath directory for volumeMount "run" of container "coordinator"',
+            "no_root_squash",
+        ),
+        (
+            "CreateContainerError",
+            f'failed to generate container "{"0" * 64}" spec: failed to apply OCI options: failed to mkdir "": mkdir : '
+            "no such file or directory",
+            "containerd 2.1",
+        ),
+    ],
+)
+def test_a_container_that_cannot_be_created_is_explained_where_the_kubelet_gives_no_cause(
+    reason: str, words: str, remedy: str
+) -> None:
+    """A claim to which root of the node may not write, and a runtime that mounts no images."""
+    (pod,) = pods(coordinator=[False])
+    waiting = {"waiting": {"reason": reason, "message": words}}
+    pod["status"] = {"phase": "Pending", "containerStatuses": [{"state": waiting}]}
+    shown = status_of(a_job(), ClusterFacts(), whole(pods=(pod, *pods(store=[True]))), NOW)
+    assert said(shown, "CoordinatorReady") == ("False", "ConfigurationMissing")
+    message = find_condition(shown, "CoordinatorReady")["message"]
+    assert f"{words}; " in message
+    assert remedy in message
+
+
 def test_a_job_with_a_store_of_its_users_has_no_condition_of_one() -> None:
     shown = status_of(a_job({"store": {"sqlite": {}}}), ClusterFacts(), whole(), NOW)
     assert find_condition(shown, "StoreReady") == {}
