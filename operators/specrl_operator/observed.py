@@ -121,6 +121,17 @@ def is_pod_lost(pod: Object, now: datetime | None) -> bool:
     return now is not None and has_elapsed(pod["metadata"].get("deletionTimestamp"), LOST_S, now)
 
 
+def is_node_silent(pod: Object) -> bool:
+    """Whether the node controller has marked a pod as not ready because its node does not answer.
+
+    It changes no other condition. The kubelet derives Ready from ContainersReady, and from gates that our pods lack.
+    """
+    status = pod.get("status") or {}
+    is_marked = find_condition(status, "Ready").get("status") == "False"
+    has_gates = bool((pod.get("spec") or {}).get("readinessGates"))
+    return is_marked and is_condition_true(status, "ContainersReady") and not has_gates
+
+
 def find_running_init(pod: Object) -> str:
     """Return the name of the init container that runs; empty if none does."""
     init = (pod.get("status") or {}).get("initContainerStatuses") or []

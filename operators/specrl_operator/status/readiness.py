@@ -22,6 +22,7 @@ from specrl_operator.observed import (
     ObservedState,
     find_last_exit,
     find_running_init,
+    is_node_silent,
     is_pod_lost,
     is_pod_ready,
     is_stuck_in_creation,
@@ -99,6 +100,10 @@ LOST_HINT = (
     "the Node object"
 )
 """A kubelet that does not answer may still run the pod, so Kubernetes leaves its object and replaces nothing."""
+SILENT_HINT = (
+    "its node {node} does not answer, so nobody knows whether it runs. Kubernetes gives it up when its tolerations "
+    "end, by default after five minutes; see `kubectl describe node {node}`"
+)
 
 
 def count_replicas(job: Job, observed: ObservedState, role: str) -> Object:
@@ -155,6 +160,8 @@ def _find_pod_problem(pod: Object, observed: ObservedState) -> tuple[str, str]:
     now = observed.moment
     if is_pod_lost(pod, now):
         return "NodeLost", LOST_HINT.format(node=pod.get("spec", {}).get("nodeName"))
+    if is_node_silent(pod):
+        return "NodeLost", SILENT_HINT.format(node=pod.get("spec", {}).get("nodeName"))
     for state in list_container_statuses(pod):
         waiting = (state.get("state") or {}).get("waiting") or {}
         reason = waiting.get("reason", "")

@@ -190,6 +190,22 @@ def test_a_node_that_does_not_answer_is_named_with_what_to_do() -> None:
     assert said(look(60), "Ready") == ("False", "PodsNotReady"), "a finalizer keeps it, not its kubelet"
 
 
+def test_a_node_that_stops_answering_is_named_before_kubernetes_gives_its_pods_up() -> None:
+    """The condition said for seven minutes that pods were not ready. The node controller changes Ready alone."""
+    (silent,) = pods(trainer=[False])
+    silent["spec"] = {"nodeName": "rack-1"}
+    observed = whole(pods=(*pods(store=[True], coordinator=[False], generation=[True]), silent))
+    by_kubelet = {"type": "ContainersReady", "status": "False"}
+    silent["status"]["conditions"].append(by_kubelet)
+    assert said(status_of(a_job(), ClusterFacts(), observed, NOW), "TrainerReady") == ("False", "PodsNotReady")
+    by_kubelet["status"] = "True"
+    shown = status_of(a_job(), ClusterFacts(), observed, NOW)
+    assert said(shown, "Ready") == ("False", "NodeLost")
+    assert "its node rack-1 does not answer" in find_condition(shown, "TrainerReady")["message"]
+    silent["spec"]["readinessGates"] = [{"conditionType": "example.com/gate"}]
+    assert said(status_of(a_job(), ClusterFacts(), observed, NOW), "TrainerReady") == ("False", "PodsNotReady")
+
+
 def test_quota_is_reserved_once_kueue_has_admitted_both() -> None:
     job = a_job({"scheduling": {"queueName": "team-a"}})
     suspended = {**(whole().trainer or {}), "spec": {"suspend": True}}
