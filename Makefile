@@ -62,7 +62,7 @@ test-e2e: setup ## chart, CRD and operator against that control plane; ARGS sele
 	  $(MAKE) --no-print-directory controlplane; fi
 	$(BIN)/python -m pytest tests/e2e tests/integration/chart/test_monitoring.py $(ARGS)
 
-cluster-programs: setup ## build kubelet, kube-proxy, DNS and a registry (Go; first time: minutes), and install containerd and runc as root
+cluster-programs: setup ## build kubelet, containerd, kube-proxy, DNS and a registry (Go; first time: minutes), and install runc as root
 	$(BIN)/python -m tests.cluster.harness.packages
 	@if command -v go > /dev/null; then $(BIN)/python -m tests.cluster.programs.build; fi
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.cluster.programs.build import ADDONS, NODE
+from tests.cluster.programs.build import ADDONS, NODE, RUNTIME
 from tests.e2e.controllers.build import CERT_MANAGER, KUEUE
 from tests.e2e.controlplane.build import CONTROL_PLANE
 from tests.e2e.go_programs import KUBERNETES
@@ -27,7 +27,9 @@ def test_node_and_control_plane_share_what_go_has_compiled() -> None:
     assert differing == {}
 
 
-@pytest.mark.parametrize("programs", [CONTROL_PLANE, NODE, ADDONS, KUEUE, CERT_MANAGER], ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    "programs", [CONTROL_PLANE, NODE, ADDONS, RUNTIME, KUEUE, CERT_MANAGER], ids=lambda each: each.name
+)
 def test_every_main_of_ours_is_built(programs: object) -> None:
     assert isinstance(programs, type(NODE))
     mains = {f"./{main.parent.name}" for main in programs.pins.glob("*/main.go")}

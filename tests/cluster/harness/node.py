@@ -90,11 +90,9 @@ class Node:
         (self.folder / "cni" / "net.d" / "10-pods.conflist").write_text(json.dumps(_pod_network(self)))
         named = self.folder / "registries" / REGISTRY
         named.mkdir(exist_ok=True)
-        # containerd 1.6 ignores a file without a host.
         hosts = f'server = "{registry}"\n[host."{registry}"]\n  capabilities = ["pull", "resolve"]\n'
         (named / "hosts.toml").write_text(hosts)
-        containerd = packages.find("containerd")
-        assert containerd is not None
+        containerd = find_program("containerd")
         # containerd finds its shim beside itself only by the PATH.
         path = f"{containerd.parent}:/usr/sbin:/usr/bin:/sbin:/bin"
         self._start("containerd", containerd, "--config", self.folder / "containerd.toml", PATH=path).wait_until(
@@ -127,8 +125,9 @@ class Node:
 
     def wait_until_ready(self, admin: Api) -> None:
         """Wait until the node is Ready, as long as kubelet runs."""
-        kubelet = next(each for each in self._programs if each.name == "kubelet")
-        kubelet.wait_until(lambda: is_condition_true(admin.find("v1/nodes", NODE) or {}, "Ready"), "Ready node")
+        self._find("kubelet").wait_until(
+            lambda: is_condition_true(admin.find("v1/nodes", NODE) or {}, "Ready"), "Ready node"
+        )
 
     def load_image(self, archive: Path) -> None:
         """Import an OCI archive into containerd, where kubelet finds it."""
@@ -137,9 +136,7 @@ class Node:
     @property
     def ctr(self) -> Path:
         """containerd's own client."""
-        found = packages.find("ctr")
-        assert found is not None
-        return found
+        return find_program("ctr")
 
     def run(self, *command: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
         """Run a program in the node's namespaces. Fails with its output."""
@@ -161,7 +158,10 @@ class Node:
 
     def tail(self, program: str) -> str:
         """Return the end of a program's log."""
-        return next(each for each in self._programs if each.name == program).tail()
+        return self._find(program).tail()
+
+    def _find(self, program: str) -> Program:
+        return next(each for each in self._programs if each.name == program)
 
     def _start(self, name: str, *command: str | Path, **environment: str) -> Program:
         program = Program(name, self._inside(*command), self.folder / "logs" / f"{name}.log", **environment)
@@ -234,32 +234,36 @@ def _containerd_settings(folder: Path, bin_folder: Path) -> str:
     runc = packages.find("runc")
     lowers_scores = str(not _may_lower_oom_scores()).lower()
     return f"""\
-version = 2
+version = 3
 root = "{folder}/containerd"
 state = "/run/containerd"
-disabled_plugins = ["io.containerd.snapshotter.v1.btrfs", "io.containerd.snapshotter.v1.zfs",
-  "io.containerd.snapshotter.v1.aufs", "io.containerd.snapshotter.v1.devmapper",
-  "io.containerd.tracing.processor.v1.otlp"]
+disabled_plugins = ["io.containerd.snapshotter.v1.zfs", "io.containerd.tracing.processor.v1.otlp"]
 [grpc]
 address = "{CONTAINERD}"
-[plugins."io.containerd.grpc.v1.cri"]
-sandbox_image = "{PAUSE_IMAGE}"
+[plugins."io.containerd.internal.v1.opt"]
+path = "{folder}/opt"
+[plugins."io.containerd.nri.v1.nri"]
+disable = true
+[plugins."io.containerd.cri.v1.images"]
+discard_unpacked_layers = true  # the registry has them; engines would need 3.4 GB more
+use_local_image_pull = true  # the other way of pulling cannot discard them
+[plugins."io.containerd.cri.v1.images".pinned_images]
+sandbox = "{PAUSE_IMAGE}"
+[plugins."io.containerd.cri.v1.images".registry]
+config_path = "{folder}/registries"
+[plugins."io.containerd.cri.v1.runtime"]
 restrict_oom_score_adj = {lowers_scores}
 tolerate_missing_hugetlb_controller = true
 disable_hugetlb_controller = true
 disable_apparmor = true
-[plugins."io.containerd.grpc.v1.cri".containerd]
-discard_unpacked_layers = true  # the registry has them; engines would need 3.4 GB more
-[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
+[plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc]
 runtime_type = "io.containerd.runc.v2"
-[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc.options]
+[plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc.options]
 BinaryName = "{runc}"
 SystemdCgroup = false
-[plugins."io.containerd.grpc.v1.cri".cni]
-bin_dir = "{bin_folder}"
+[plugins."io.containerd.cri.v1.runtime".cni]
+bin_dirs = ["{bin_folder}"]
 conf_dir = "{folder}/cni/net.d"
-[plugins."io.containerd.grpc.v1.cri".registry]
-config_path = "{folder}/registries"
 """
 
 

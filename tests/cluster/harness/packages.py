@@ -1,8 +1,6 @@
 """Programs of a node that come as Debian packages, and what else a machine must permit for one.
 
-    python -m tests.cluster.harness.packages        installs what is missing, where this is root and apt exists
-
-containerd is unpacked into the cache instead of installed, because its package would start it.
+python -m tests.cluster.harness.packages        installs what is missing, where this is root and apt exists
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from functools import cache
 from pathlib import Path
 
@@ -20,7 +17,6 @@ from tests.e2e.go_programs import cache_folder
 PACKAGES = {
     "/usr/lib/cni/bridge": "containernetworking-plugins",
     "conntrack": "conntrack",
-    "containerd": "containerd",
     "ip": "iproute2",
     "ipset": "ipset",
     "iptables": "iptables",
@@ -32,18 +28,16 @@ PACKAGES = {
     "socat": "socat",  # port-forward
 }
 """Debian's package of each program or file that a node needs."""
-UNPACKED = cache_folder() / "cluster-packages"
 NEEDED_GB = 5
 """Free disk space: containerd's copies of the images, etcd, logs."""
 APT_TIMEOUT_S = 600
 
 
 def find(program: str) -> Path | None:
-    """Return the path of a program: a file of that name, unpacked below the cache, or on the PATH."""
+    """Return the path of a program: a file of that name, or one on the PATH."""
     if Path(program).is_absolute():
         return Path(program) if Path(program).exists() else None
-    unpacked = UNPACKED / "usr" / "bin" / program
-    found = str(unpacked) if unpacked.exists() else shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
+    found = shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
     return Path(found) if found else None
 
 
@@ -81,38 +75,11 @@ def install() -> None:
     if not packages or os.geteuid() != 0 or shutil.which("apt-get") is None:
         return
     print(f"installing {', '.join(packages)}", flush=True)
-    if "containerd" in packages:
-        packages.remove("containerd")
-        _unpack("containerd")
-    if packages:
-        _apt("install", "--yes", "--no-install-recommends", *packages)
-
-
-def _unpack(package: str) -> None:
-    UNPACKED.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=UNPACKED.parent) as scratch:
-        _apt("download", "-o", "APT::Sandbox::User=root", package, folder=scratch)
-        (archive,) = Path(scratch).glob("*.deb")
-        staged = Path(scratch) / "unpacked"
-        subprocess.run(["dpkg-deb", "--extract", archive, staged], check=True, timeout=APT_TIMEOUT_S)
-        staged.rename(UNPACKED)
-
-
-def _apt(*arguments: str, folder: str | None = None) -> None:
+    command = ["apt-get", "-qq", "install", "--yes", "--no-install-recommends", *packages]
     environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-    done = subprocess.run(
-        ["apt-get", "-qq", *arguments],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=APT_TIMEOUT_S,
-        check=False,
-    )
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=APT_TIMEOUT_S, check=False)
     if done.returncode != 0:
-        sys.exit(
-            f"apt-get {' '.join(arguments)} must succeed, got: {done.stderr.strip()}; apt-get update, and try again"
-        )
+        sys.exit(f"{' '.join(command)} must succeed, got: {done.stderr.strip()}; apt-get update, and try again")
 
 
 if __name__ == "__main__":

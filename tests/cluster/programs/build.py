@@ -1,9 +1,10 @@
-"""Builds what a real node runs beside containerd: kubelet, kube-proxy, policies, DNS, a registry, and test programs.
+"""Builds what a real node runs: kubelet, kube-proxy, containerd, policies, DNS, a registry, and test programs.
 
     python -m tests.cluster.programs.build        what `make cluster` runs first
 
 `node` pins the control plane's versions, so that Go compiles no package twice; a test compares them. `addons` has pins
-of its own, since CoreDNS and the registry need newer packages, with which Go would compile the others anew.
+of its own, since CoreDNS and the registry need newer packages, with which Go would compile the others anew. `runtime`
+is containerd, since Debian's cannot mount images as volumes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,13 @@ NODE = GoPrograms(
     },
 )
 ADDONS = GoPrograms("cluster-addons", HERE / "addons", {"coredns": "./coredns", "registry": "./registry"})
-ALL = (CONTROL_PLANE, NODE, ADDONS)
+CONTAINERD = "github.com/containerd/containerd/v2/cmd"
+RUNTIME = GoPrograms(
+    "cluster-runtime",
+    HERE / "runtime",
+    {name: f"{CONTAINERD}/{name}" for name in ("containerd", "containerd-shim-runc-v2", "ctr")},
+)
+ALL = (CONTROL_PLANE, NODE, ADDONS, RUNTIME)
 
 
 def find_program(name: str) -> Path:
