@@ -91,13 +91,13 @@ def build_values(digests: Mapping[str, str]) -> Object:
 
 
 @contextmanager
-def install_release(cluster: Cluster, helm: Path, digests: Mapping[str, str]) -> Iterator[Release]:
+def install_release(cluster: Cluster, helm: Path, digests: Mapping[str, str], **more: Object) -> Iterator[Release]:
     """Install the chart in a restricted namespace; `helm install --wait` has seen its operator ready. Leaves nothing.
 
-    digests: of images in the registry. The others are asked for by a tag that the registry has not.
+    digests: of images in the registry. The others are asked for by a tag that the registry has not. more: values.
     """
     create_restricted_namespace(cluster.admin, NAMESPACE)
-    installed = Release(helm, cluster.kubeconfig, RELEASE, NAMESPACE, build_values(digests))
+    installed = Release(helm, cluster.kubeconfig, RELEASE, NAMESPACE, build_values(digests) | more)
     installed.install()
     try:
         yield installed

@@ -104,17 +104,17 @@ class StandInHub:
 
 
 @contextmanager
-def serve_hub() -> Iterator[StandInHub]:
+def serve_hub(address: str = "127.0.0.1", port: int = 0) -> Iterator[StandInHub]:
     """Serve a hub without repositories. Its CDN is at localhost, which is another host than 127.0.0.1 for clients."""
     hub = StandInHub()
 
     class Handler(_Handler):
         content = hub
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer((address, port), Handler)
     server.daemon_threads = True
     port = server.server_address[1]
-    hub.url = f"http://127.0.0.1:{port}"
+    hub.url = f"http://{address}:{port}"
     hub.cdn_url = f"http://localhost:{port}/cdn"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()

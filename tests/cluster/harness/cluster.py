@@ -86,18 +86,21 @@ class Cluster:
         installed.install()
         self._report(f"{workloads} answers")
 
-    def add_volume(self, name: str, size: str = "20Gi") -> Path:
-        """Add a PersistentVolume of the default class: a folder of the node. fsGroup applies, as to no hostPath."""
+    def add_volume(self, name: str, size: str = "20Gi", *, has_group: bool = True) -> Path:
+        """Add a PersistentVolume of the default class: a folder of the node.
+
+        has_group: whether fsGroup applies. To most shared file systems it does not, and the root folder stays root's.
+        """
         assert self.node is not None
         folder = self.node.folder / "volumes" / name
         folder.mkdir()
+        source: Object = {"local": {"path": str(folder)}} if has_group else {"hostPath": {"path": str(folder)}}
         host = {"key": "kubernetes.io/hostname", "operator": "In", "values": [NODE]}
-        spec: Object = {
+        spec: Object = source | {
             "capacity": {"storage": size},
             "accessModes": ["ReadWriteOnce", "ReadWriteMany"],
             "persistentVolumeReclaimPolicy": "Retain",
             "storageClassName": "folder",
-            "local": {"path": str(folder)},
             "nodeAffinity": {"required": {"nodeSelectorTerms": [{"matchExpressions": [host]}]}},
         }
         manifest = {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": name}, "spec": spec}

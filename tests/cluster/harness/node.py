@@ -129,6 +129,15 @@ class Node:
             lambda: is_condition_true(admin.find("v1/nodes", NODE) or {}, "Ready"), "Ready node"
         )
 
+    def kill(self, program: str) -> None:
+        """Kill one of the node's programs. Containers go on without kubelet."""
+        self.run("sh", "-c", f"kill -KILL $(pgrep -x {program})")  # of this node, whose processes have a namespace
+        self._find(program).wait(60)
+
+    def start_again(self, program: str) -> None:
+        """Start a program that was killed."""
+        self._find(program).start()
+
     def load_image(self, archive: Path) -> None:
         """Import an OCI archive into containerd, where kubelet finds it."""
         self.run(self.ctr, "--address", CONTAINERD, "--namespace", "k8s.io", "images", "import", archive)
