@@ -4,17 +4,19 @@ The fixture `story` installs the release, applies the example, and watches it un
 connects to the run's ports and scales the RLJob (story/run.py). Afterwards it reads the export, and applies the example
 again. The tests judge what it saw.
 
-By default the example has four of its 24 steps. With `make test-cluster FULL=1` it is unchanged, and a pod of each role
-is deleted while it trains.
+By default the example has four of its 24 steps, and TLS with certificates in a Secret. With `make test-cluster FULL=1`
+it is unchanged, and a pod of each role is deleted while it trains.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.certificates import Authority
 from tests.cluster.harness.cluster import Cluster
 from tests.cluster.harness.kubectl import Kubectl
 from tests.cluster.harness.node import REGISTRY
@@ -67,9 +69,15 @@ def story(cluster: Cluster, jobset: None, kubectl: Kubectl, helm: Path, log: Sto
 
 
 def _apply_example(cluster: Cluster, kubectl: Kubectl) -> Object:
-    """Apply the example: the file as it is, or with four steps."""
+    """Apply the example: the file as it is, or with four steps and TLS."""
     if not FULL:
-        return create_example(cluster, NAMESPACE, schedule=SCHEDULE | {"steps": STEPS})
+        roles = ("coordinator", "generation", "trainer")
+        content = Authority(cluster.folder / "authority").secret([f"{role}.local.{NAMESPACE}.specrl" for role in roles])
+        data = {name: base64.b64encode(each).decode() for name, each in content.items()}
+        metadata = {"name": "certificates", "namespace": NAMESPACE}
+        cluster.admin.create({"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "data": data})
+        tls = {"mode": "ExistingSecret", "secretName": "certificates"}
+        return create_example(cluster, NAMESPACE, schedule=SCHEDULE | {"steps": STEPS}, tls=tls)
     for purpose in ("run", "store"):
         cluster.add_volume(f"{NAMESPACE}-{purpose}")
     kubectl.run("apply", "--namespace", NAMESPACE, "--filename", str(EXAMPLE))
