@@ -11,8 +11,8 @@ from tests.cluster.harness import packages
 from tests.cluster.harness.cluster import Cluster
 from tests.cluster.harness.kubectl import Kubectl
 from tests.cluster.harness.node import Node
+from tests.cluster.harness.pods import create_restricted_namespace
 from tests.cluster.harness.registry import Registry
-from tests.cluster.pods import create_restricted_namespace
 from tests.cluster.programs.build import find_unbuilt
 from tests.cluster.story.log import FILE, StoryLog
 from tests.e2e import binaries

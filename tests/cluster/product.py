@@ -12,7 +12,7 @@ import pytest
 import yaml
 from tests.cluster.harness.cluster import Cluster
 from tests.cluster.harness.node import REGISTRY
-from tests.cluster.pods import create_restricted_namespace
+from tests.cluster.harness.pods import create_restricted_namespace
 from tests.cluster.story.freshness import hash_sources, list_changes
 from tests.cluster.story.log import FULL, Product, StoryLog
 from tests.e2e.go_programs import cache_folder

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from tests.cluster.harness.kubectl import Kubectl
-from tests.cluster.pods import build_pod, build_server, connect, wait_until_ready
+from tests.cluster.harness.pods import build_pod, build_server, connect, wait_until_ready
 from tests.e2e.harness.api import Api, Object, wait_until
 
 POLICY_S = 120.0  # for the controller to apply a policy on a busy machine

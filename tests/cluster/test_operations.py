@@ -17,7 +17,7 @@ from tests.cluster.harness.cluster import Cluster
 from tests.cluster.harness.images import write_data_image
 from tests.cluster.harness.kubectl import Kubectl
 from tests.cluster.harness.node import NODE, REGISTRY, Node
-from tests.cluster.pods import create_restricted_namespace
+from tests.cluster.harness.pods import create_restricted_namespace
 from tests.cluster.product import EXAMPLE, build_example, install_release, prepare_engines, push_images
 from tests.cluster.story.jobs import CONDITION_S, IDLE_RUN, Jobs
 from tests.cluster.story.log import FULL, StoryLog

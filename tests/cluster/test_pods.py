@@ -10,7 +10,7 @@ import pytest
 from tests.cluster.harness.cluster import Cluster
 from tests.cluster.harness.kubectl import Kubectl
 from tests.cluster.harness.node import NODE, Node
-from tests.cluster.pods import build_pod, build_server, run_to_end, wait_for_end, wait_until_ready
+from tests.cluster.harness.pods import build_pod, build_server, run_to_end, wait_for_end, wait_until_ready
 from tests.e2e.harness.api import Api, Refused, is_condition_true
 
 

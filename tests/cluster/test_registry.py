@@ -8,8 +8,8 @@ from pathlib import Path
 from tests.cluster.harness.cluster import IMAGES, Cluster
 from tests.cluster.harness.images import write_image
 from tests.cluster.harness.node import REGISTRY, Node
+from tests.cluster.harness.pods import START_S, build_pod, describe, run_to_end, state_of
 from tests.cluster.harness.registry import Registry
-from tests.cluster.pods import START_S, build_pod, describe, run_to_end, state_of
 from tests.cluster.programs.build import find_program
 from tests.e2e.harness.api import Api, wait_until
 

@@ -20,7 +20,7 @@ from tests.certificates import Authority
 from tests.cluster.harness.cluster import Cluster
 from tests.cluster.harness.kubectl import Kubectl
 from tests.cluster.harness.node import REGISTRY
-from tests.cluster.pods import build_server, create_restricted_namespace
+from tests.cluster.harness.pods import build_server, create_restricted_namespace
 from tests.cluster.product import (
     EXAMPLE,
     create_example,

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from tests.cluster.harness.cluster import Cluster
-from tests.cluster.pods import create_restricted_namespace
+from tests.cluster.harness.pods import create_restricted_namespace
 from tests.cluster.product import NAMESPACE, RELEASE, build_values, install_release, prepare_engines, push_digests
 from tests.cluster.story.log import FULL, StoryLog
 from tests.cluster.story.newer import DEFAULT, FIELD, SECTION, TAG, VERSION, build_newer

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from tests.cluster.harness.kubectl import Kubectl
 from tests.cluster.harness.node import REGISTRY
-from tests.cluster.pods import build_pod, build_server, connect, run_to_end, wait_until_ready
+from tests.cluster.harness.pods import build_pod, build_server, connect, run_to_end, wait_until_ready
 from tests.cluster.story.log import FULL, StoryLog
 from tests.e2e.harness.api import RLJOBS, Api, Object, find_condition, is_condition_true
 from tests.e2e.jobs import COMPONENT, pods_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tests.cluster.pods import wait_until_ready
+from tests.cluster.harness.pods import wait_until_ready
 from tests.cluster.product import NAMESPACE, RELEASE
 from tests.cluster.story.jobs import SHORT_RUN, Jobs
 from tests.cluster.story.newer import DEFAULT, FIELD, VERSION
