@@ -34,7 +34,7 @@ GSM8K_RUN_FILE = EXAMPLE.parent / "03-gsm8k" / "run.yaml"
 Say = Callable[[str], None]
 Fields = dict[str, str]
 
-# What all rows have in common.
+# Fields of all rows.
 COMMON: Fields = {
     "validation": "null",
     "canary.everySteps": "0",
@@ -49,8 +49,8 @@ COMMON: Fields = {
 }
 
 
-# Of the toy policy: its layers, and by workload the batches of examples/demo/make_policy.py, extra lines of every
-# problem (of six tokens each), and the longest answer.
+# TOY_SIZES has, by workload, the batches of examples/demo/make_policy.py, extra lines of every problem (of six tokens
+# each), and the longest answer.
 TOY_LAYERS = 24
 TOY_SIZES = {BASE.name: (250, 12, 176), REASONING.name: (300, 24, 256)}
 TOY_INITIALISATION: Fields = {
@@ -63,7 +63,6 @@ TOY_INITIALISATION: Fields = {
 }
 OTHER_FAMILY: Fields = {"prompts.source.generated.family": "ledger", "prompts.source.generated.difficulty": "0"}
 
-# Of the real policy.
 DRAFT_LAYERS = 3  # of the draft model; the policy has 30
 REAL_INITIALISATION: Fields = {
     "generation.maxLiveRollouts": "32",
@@ -90,7 +89,7 @@ class Policy(Protocol):
         """Return where the workload's drafters are, or will be, by kind."""
         ...
 
-    def prepare(self, workload: Workload, kinds: Sequence[str], say: Say) -> None:
+    def make_models(self, workload: Workload, kinds: Sequence[str], say: Say) -> None:
         """Make the policy and these drafters of a workload, unless they exist. Raises Failed."""
         ...
 
@@ -129,7 +128,7 @@ class ToyPolicy:
     def find_drafters(self, workload: Workload) -> Mapping[str, Path]:
         return {kind: self._out / workload.name / kind for kind in (IN_DOMAIN, WEAK)}
 
-    def prepare(self, workload: Workload, kinds: Sequence[str], say: Say) -> None:
+    def make_models(self, workload: Workload, kinds: Sequence[str], say: Say) -> None:
         batches, difficulty, _ = TOY_SIZES[workload.name]
         policy = self._out / workload.name / "policy"
         if not policy.exists():
@@ -194,7 +193,7 @@ class RealPolicy:
             DRAFT_MODEL: self._out / f"draft-model-{own}",
         }
 
-    def prepare(self, workload: Workload, kinds: Sequence[str], say: Say) -> None:
+    def make_models(self, workload: Workload, kinds: Sequence[str], say: Say) -> None:
         if not self._policy.exists():
             say("fetching the policy ...")
             model = fetch_model(self._out / "model")
@@ -283,7 +282,7 @@ def write_questions(policy: Path, out: Path) -> None:
     spec = load_spec(GSM8K_RUN_FILE, [f"{path}={value}" for path, value in fields.items()])
     prompt = tuple(load_tokenizer(policy).encode(USER_TURN))
 
-    async def sample() -> list[str]:
+    async def sample_questions() -> list[str]:
         engine = VllmEngine(spec, "questions")
         await engine.start()
         waiting = [build_request(spec, prompt, f"q{number}", number) for number in range(QUESTIONS)]
@@ -302,7 +301,7 @@ def write_questions(policy: Path, out: Path) -> None:
         return sorted(found)
 
     with replace_file(out) as scratch, scratch.open("w", encoding="utf-8") as file:
-        for question in asyncio.run(sample()):
+        for question in asyncio.run(sample_questions()):
             file.write(json.dumps({"question": question, "answer": "#### 0"}) + "\n")
 
 

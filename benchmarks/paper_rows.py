@@ -145,7 +145,6 @@ CONFIGURATIONS = (
 NAMES = tuple(configuration.name for configuration in CONFIGURATIONS)
 QUICK = ("none", "eagle3:3", "adaptive", "ngram")
 
-# The toy policy's workloads.
 TOY_ROWS = tuple(name for name in NAMES if name not in {"chat", "chat-online", "draft-model", "suffix"})
 BASE = Workload(
     "base",
@@ -156,7 +155,7 @@ BASE = Workload(
 # The paper's asynchronous run has this workload.
 REASONING = Workload("reasoning", "a model trained for longer on longer answers, as RL-Think", "reasoning", TOY_ROWS)
 
-# Those of a real language model. The rows that the paper's argument rests on have several rounds.
+# The workloads of a real language model. The rows that the paper's argument rests on have several rounds.
 ONCE = frozenset({"adaptive", "eagle3:1", "eagle3:5", "eagle3:7", "draft-model", "ngram", "suffix"})
 GENERAL_CHAT = {"weak": "", "weak-online": "", "chat": "weak", "chat-online": "weak-online"}
 SHORT = Workload(

@@ -68,14 +68,15 @@ UNMEASURED = "not measured"
 
 def run_once(policy: Policy, task: Task, kept: KeptRuns, given: argparse.Namespace, say: Say) -> Steps:
     """Train one run of a row, or return what an earlier one with the same settings left. Raises Failed."""
-    workload, configuration = task.workload, task.configuration
+    workload = task.workload
+    configuration = task.configuration
     fields = policy.list_fields(workload) | configuration.overrides(policy.find_drafters(workload))
     fields |= {"schedule.steps": str(given.steps), "schedule.seed": str(task.number)}
     fields["prompts.shuffleSeed"] = str(task.number)
     settings = digest_settings(fields, given.out)
     steps = kept.find_steps(task, settings)
     if steps is None:
-        policy.prepare(workload, [configuration.drafter] if configuration.drafter else [], say)
+        policy.make_models(workload, [configuration.drafter] if configuration.drafter else [], say)
         runs = given.out / workload.name / "runs" / f"{configuration.name.replace(':', '-')}-round{task.number}"
         metrics = run(fields, runs, run_file=policy.find_run_file(workload)) / "metrics.jsonl"
         steps = read_steps(metrics.read_text(encoding="utf-8"), task.number)
@@ -150,7 +151,7 @@ def phases(workload: Workload, rows: Sequence[Row]) -> Table:
 
 
 def seconds(rows: Sequence[Row]) -> Table:
-    """Make the table of seconds of a step: means. What binds is the phase that takes longest."""
+    """Make the table of seconds of a step: means. The phase that takes longest binds."""
     table = Table("row", "step", "exposed generation", "hidden generation", "what binds", box=MARKDOWN)
     for row in rows:
         binding = max(PHASES, key=lambda phase: row.phases[phase])
@@ -200,7 +201,8 @@ def parse_arguments() -> tuple[argparse.Namespace, Policy]:
     given.rounds = given.rounds or (2 if is_toy else 3)
     given.steps = given.steps or (10 if is_toy else 9)
     if given.quick:
-        given.configs, given.only = QUICK, "base"
+        given.configs = QUICK
+        given.only = "base"
     workloads = [workload.name for workload in policy.workloads]
     if given.only is not None and given.only not in workloads:
         parser.error(f"--only must be one of {', '.join(workloads)}, got {given.only}")

@@ -85,7 +85,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Arm:
-    """What is measured: a layer in a mode."""
+    """A layer in a mode, which is measured."""
 
     layer: str
     mode: str
@@ -93,7 +93,7 @@ class Arm:
 
 @dataclass
 class Found:
-    """What was measured of an arm.
+    """The figures of an arm.
 
     start_cpu_s: from its process's start until it serves. first: the turn that is not counted, by live rollouts.
     turns: the others, by live rollouts.

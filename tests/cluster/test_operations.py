@@ -1,4 +1,4 @@
-"""What an administrator of a cluster meets: claims and volumes, certificates, a node that is drained, one that is lost.
+"""The work of a cluster's administrator: claims and volumes, certificates, a node that is drained, one that is lost.
 
 The tests of claims and volumes need the control image alone. The others judge one run (story/operated.py), and need the
 engines and cert-manager: `make controllers`, then `make test-cluster FULL=1`.

@@ -22,7 +22,7 @@ class RecordedRun:
     run_file: dict[str, Any]
     """All of them, since another version may have other defaults."""
     given: dict[str, Any]
-    """Those that differ from their defaults: a version that does not know a field cannot tell."""
+    """The fields that differ from their defaults. A version that does not know a field cannot tell."""
 
 
 def record_run(spec: RunSpec) -> RecordedRun:

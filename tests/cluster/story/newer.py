@@ -28,7 +28,7 @@ CHANGES = (
     ("deploy/helm/Chart.yaml", "(?m)^version: .+$", f"version: {VERSION}"),
     ("deploy/helm/Chart.yaml", "(?m)^appVersion: .+$", f'appVersion: "{VERSION}"'),
 )
-"""File, pattern and replacement. What is generated from them follows in `_generate_definition`."""
+"""File, pattern and replacement. `_generate_definition` makes what is generated from these files."""
 DEFINITION = "deploy/helm/templates/crd/rljobs.yaml"
 
 

@@ -1,4 +1,4 @@
-"""What an administrator does to a run and to its node, and what is seen of it. test_operations.py judges it.
+"""An administrator's work on a run and on its node, and what is seen of it. test_operations.py judges it.
 
 The run's services use TLS, with certificates from cert-manager, and its pods fetch the policy from a stand-in for the
 hub. While it trains, its node is drained. Meanwhile kubelet is killed for so long that Kubernetes gives the trainer's
@@ -101,7 +101,7 @@ class OperatedRun:
     kubectl: Kubectl
     job: Object = field(default_factory=dict)
     secured: dict[str, list[str]] = field(default_factory=dict)
-    """What trainer and replica did with the coordinator's certificate, and without one."""
+    """Answers of trainer and replica with the coordinator's certificate, and without one."""
     refused: set[str] = field(default_factory=set)
     """Roles of the pods that the drain could not evict."""
     evicted: set[str] = field(default_factory=set)

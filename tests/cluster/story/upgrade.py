@@ -1,4 +1,4 @@
-"""What two jobs see of an upgrade and a rollback of their release. test_upgrade.py judges it."""
+"""An upgrade and a rollback of a release, as two of its jobs see it. test_upgrade.py judges it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MANAGER = "specrl-operator"
 
 @dataclass
 class Seen:
-    """What was seen of both jobs."""
+    """The observations of both jobs."""
 
     old: dict[str, str]
     new: dict[str, str]

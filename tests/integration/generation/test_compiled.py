@@ -83,7 +83,8 @@ async def test_a_compiled_engine_serves_its_own_weights_and_each_update(compiled
     """The second engine has other weights, and finds the code that the first one compiled."""
     versions = (models.first, models.second)
     for number in (0, 1):
-        own, other = versions[number], versions[1 - number]
+        own = versions[number]
+        other = versions[1 - number]
         async with running_engine(a_compiled_spec(own, compiled_code / "models")) as engine:
             served = Served(EAGLE3, engine, versions)
             await served.use_full_drafts()

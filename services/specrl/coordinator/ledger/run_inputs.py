@@ -41,7 +41,7 @@ class RunInputs(ReportModel):
     run_file: dict[str, Any]
     """All fields that decide what the run computes, with defaults and without nulls."""
     given: dict[str, Any] = Field(default_factory=dict)
-    """Those of them that differ from their defaults."""
+    """Fields of `run_file` that differ from their defaults."""
     training: list[SourceIdentity]
     validation: list[SourceIdentity]
     functions: dict[str, str]
