@@ -123,9 +123,15 @@ async def test_costs_that_cannot_be_saved_and_seeds_that_were_wrong_are_logged(t
 def test_costs_are_kept_for_another_length_of_completions(vllm_imported: None) -> None:
     """Each maxTokens was calibrated anew, for minutes with a model of 30 layers."""
 
-    def name_file(**sampling: Any) -> Path:
-        spec = a_spec(Path("/policy"), {"ngram": {}}, generation={"sampling": sampling})
-        return draft_length_client.costs_file(spec, [])
+    assert name_costs(sampling={"maxTokens": 64}) == name_costs(sampling={"maxTokens": 128})
+    assert name_costs(sampling={"maxTokens": 64}) != name_costs(sampling={"maxTokens": 64, "topK": 4})
 
-    assert name_file(maxTokens=64) == name_file(maxTokens=128)
-    assert name_file(maxTokens=64) != name_file(maxTokens=64, topK=4)
+
+def test_costs_are_other_ones_where_gpus_hold_whole_experts(vllm_imported: None) -> None:
+    assert name_costs(tensorParallel=2) != name_costs(tensorParallel=2, expertParallel=True)
+
+
+def name_costs(**generation: Any) -> Path:
+    """Return the file of step costs of an engine with these fields."""
+    spec = a_spec(Path("/policy"), {"ngram": {}}, generation=generation)
+    return draft_length_client.costs_file(spec, [])

@@ -191,6 +191,7 @@ def costs_file(spec: RunSpec, model_configs: Sequence[dict[str, Any]]) -> Path:
             include={
                 "max_live_rollouts",
                 "tensor_parallel",
+                "expert_parallel",
                 "threads",
                 "sampling",
                 "kv_cache_dtype",
