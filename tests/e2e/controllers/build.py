@@ -1,6 +1,6 @@
-"""Builds controllers of others that the e2e tests run against specrl: Kueue and cert-manager.
+"""Builds controllers of others that the e2e tests run against specrl: Kueue, cert-manager and KEDA.
 
-    python -m tests.e2e.controllers.build [kueue|cert-manager ...]        what `make controllers` runs
+    python -m tests.e2e.controllers.build [kueue|cert-manager|keda ...]        what `make controllers` runs
 
 Each has a Go module of its own below `pins`, since their dependencies disagree. CRDs and webhook configurations come
 from the same modules as the programs. tests/e2e/go_programs.py says where the result is kept.
@@ -22,6 +22,11 @@ CERT_MANAGER_CRDS = (
     *("acme.cert-manager.io_challenges", "acme.cert-manager.io_orders", "cert-manager.io_certificaterequests"),
     *("cert-manager.io_certificates", "cert-manager.io_clusterissuers", "cert-manager.io_issuers"),
 )
+KEDA_CRDS = (
+    *("keda.sh_clustertriggerauthentications", "keda.sh_scaledjobs", "keda.sh_scaledobjects"),
+    *("keda.sh_triggerauthentications", "eventing.keda.sh_cloudeventsources"),
+    "eventing.keda.sh_clustercloudeventsources",
+)
 KUEUE = GoPrograms(
     "kueue",
     PINS / "kueue",
@@ -41,7 +46,13 @@ CERT_MANAGER = GoPrograms(
         for name in CERT_MANAGER_CRDS
     },
 )
-ALL = {each.name: each for each in (KUEUE, CERT_MANAGER)}
+KEDA = GoPrograms(
+    "keda",
+    PINS / "keda",
+    {name: f"github.com/kedacore/keda/v2/cmd/{name}" for name in ("operator", "adapter")},
+    {f"{name}.yaml": ("github.com/kedacore/keda/v2", f"config/crd/bases/{name}.yaml") for name in KEDA_CRDS},
+)
+ALL = {each.name: each for each in (KUEUE, CERT_MANAGER, KEDA)}
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or ALL:

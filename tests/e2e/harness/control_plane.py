@@ -14,6 +14,7 @@ import subprocess
 from pathlib import Path
 
 import httpx2
+from tests.certificates import Authority
 from tests.e2e.harness.api import Api, Refused
 from tests.e2e.harness.assets import CONTROL_PLANE, Assets
 from tests.e2e.harness.network import NoNetwork, PodNetwork
@@ -22,6 +23,8 @@ from tests.e2e.harness.programs import Program, free_port
 ISSUER = "https://kubernetes.default.svc.cluster.local"
 SERVICES = "10.0.0.0/16"
 """Addresses of Services. The pods' are 10.64.0.0 and up."""
+AGGREGATOR = "aggregator"
+"""Name in the API server's certificate for aggregated APIs."""
 QPS = 500
 """Requests per second of controllers and scheduler. The defaults, 20 and 50, protect shared API servers."""
 
@@ -89,6 +92,8 @@ class ControlPlane:
         subprocess.run(command, check=True, capture_output=True, timeout=60)
         lines = [f'{self.tokens[user]},{user},{user},"{group}"\n' for user, group in self._groups.items()]
         (self.folder / "tokens.csv").write_text("".join(lines))
+        # With it the API server tells the servers behind it, such as KEDA's, who asks.
+        Authority(self.folder / "front-proxy").sign(AGGREGATOR, [f"DNS:{AGGREGATOR}"])
 
     def _start_etcd(self) -> None:
         client = free_port()
@@ -109,6 +114,7 @@ class ControlPlane:
 
     def _start_api_server(self) -> None:
         key = self.folder / "service-accounts.key"
+        proxy = self.folder / "front-proxy"
         flags: dict[str, object] = {
             "etcd_servers": self._etcd,
             "bind_address": self._address,
@@ -124,6 +130,13 @@ class ControlPlane:
             "service_account_signing_key_file": key,
             "endpoint_reconciler_type": "none",  # it would publish the server's address, which must not be loopback
             "enable_aggregator_routing": "true",
+            "proxy_client_cert_file": proxy / f"{AGGREGATOR}.pem",
+            "proxy_client_key_file": proxy / f"{AGGREGATOR}.key",
+            "requestheader_client_ca_file": proxy / "ca.pem",
+            "requestheader_allowed_names": AGGREGATOR,
+            "requestheader_username_headers": "X-Remote-User",
+            "requestheader_group_headers": "X-Remote-Group",
+            "requestheader_extra_headers_prefix": "X-Remote-Extra-",
             "profiling": "false",
         }
         program = self._program("kube-apiserver", **flags | self._flags)
