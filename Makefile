@@ -53,7 +53,7 @@ test-deep: setup ## run the tests whose power is needed after a change of a samp
 controlplane: setup ## build etcd, Kubernetes 1.36, JobSet and LWS for the e2e tests (first time: minutes; needs Go)
 	$(BIN)/python -m tests.e2e.controlplane.build
 
-controllers: setup ## build Kueue and cert-manager for the e2e tests of these (first time: minutes; needs Go)
+controllers: setup ## build Kueue, cert-manager and KEDA for the e2e tests of these (first time: minutes; needs Go)
 	$(BIN)/python -m tests.e2e.controllers.build
 
 # Without Go, and with programs or a cluster of the user's, nothing is built; what is then unproven, the skips say.
