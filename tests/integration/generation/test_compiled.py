@@ -32,7 +32,7 @@ from specrl.generation.draft_lengths.decoding_step import OFF
 from specrl.generation.vllm_backend import draft_length_client
 from specrl.spec import RunSpec
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.deep]
 
 Z_LIMIT = 4.5  # as in test_losslessness
 NEAR_TIE = 1e-3  # nats
@@ -52,8 +52,12 @@ def a_compiled_spec(version: ModelVersion, folder: Path) -> RunSpec:
 @pytest.fixture(scope="module")
 def compiled_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """An empty cache of compiled code."""
+    import torch._dynamo.config
+
     folder = tmp_path_factory.mktemp("compiled")
     with pytest.MonkeyPatch.context() as patch:
+        # Engines of earlier tests have turned compilation off in this process, of which the engine core is a fork.
+        patch.setattr(torch._dynamo.config, "disable", False)
         patch.setenv("VLLM_CACHE_ROOT", str(folder))
         patch.setenv("SPECRL_CACHE_DIR", str(folder / "specrl"))
         yield folder
