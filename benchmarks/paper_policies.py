@@ -19,11 +19,13 @@ from benchmarks.ladder import EXAMPLE, fetch_model, make_data
 from benchmarks.paper_rows import (
     BASE,
     CHAT,
+    CROWD,
     DRAFT_MODEL,
     IN_DOMAIN,
     LONG,
     REAL_WORKLOADS,
     REASONING,
+    SHORT,
     TOY_WORKLOADS,
     WEAK,
     Workload,
@@ -47,7 +49,6 @@ COMMON: Fields = {
     "schedule.groupSize": "4",
     "generation.maxLiveRollouts": "4",
 }
-
 
 # TOY_SIZES has, by workload, the batches of examples/demo/make_policy.py, extra lines of every problem (of six tokens
 # each), and the longest answer.
@@ -92,6 +93,11 @@ class Policy(Protocol):
     def make_models(self, workload: Workload, kinds: Sequence[str], say: Say) -> None:
         """Make the policy and these drafters of a workload, unless they exist. Raises Failed."""
         ...
+
+
+def name_jsonl(file: Path) -> str:
+    """Return a source of prompts as a field of the run file."""
+    return f"{{jsonl: {{path: {json.dumps(str(file))}}}}}"
 
 
 def initialise_drafter(run_file: Path, fields: Mapping[str, str], out: Path) -> None:
@@ -168,8 +174,8 @@ class RealPolicy:
         }
         if workload == LONG:
             return fields | self._list_gsm8k_fields()
-        fields["prompts.source"] = f"{{jsonl: {{path: {json.dumps(str(self._out / 'train.jsonl'))}}}}}"
-        if workload.name == "crowd":
+        fields["prompts.source"] = name_jsonl(self._out / "train.jsonl")
+        if workload == CROWD:
             fields |= {"schedule.promptsPerStep": "4", "schedule.groupSize": "8", "generation.maxLiveRollouts": "32"}
         return fields
 
@@ -181,7 +187,7 @@ class RealPolicy:
             "trainer.loss.referenceKl": "null",  # which would need a second copy of the policy
         }
         if self._gsm8k is not None:
-            fields["prompts.source"] = f"{{jsonl: {{path: {json.dumps(str(self._gsm8k))}}}}}"
+            fields["prompts.source"] = name_jsonl(self._gsm8k)
         return fields
 
     def find_drafters(self, workload: Workload) -> Mapping[str, Path]:
@@ -208,7 +214,8 @@ class RealPolicy:
                 continue
             say(f"initialising {drafters[kind].name} ...")
             # The weak drafter of one task is the other's own.
-            task = workload if kind != WEAK else next(w for w in REAL_WORKLOADS if (w == LONG) != (workload == LONG))
+            other = SHORT if workload == LONG else LONG
+            task = other if kind == WEAK else workload
             fields = self.list_fields(task) | REAL_INITIALISATION
             run_file = self.find_run_file(task)
             if kind == DRAFT_MODEL:
@@ -229,8 +236,8 @@ class RealPolicy:
             say("the policy writes users' questions ...")
             script = [sys.executable, "-m", "benchmarks.paper_policies", str(self._policy), str(questions)]
             call(script, self._out / "chat.log")
-        source = f"{{jsonl: {{path: {json.dumps(str(questions))}}}}}"
-        return {**self._list_gsm8k_fields(), "prompts.source": source, "prompts.template": "'{question}'"}
+        fields = {"prompts.source": name_jsonl(questions), "prompts.template": "'{question}'"}
+        return self._list_gsm8k_fields() | fields
 
 
 def keep_first_layers(policy: Path, out: Path, layers: int) -> None:

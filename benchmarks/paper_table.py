@@ -76,7 +76,10 @@ def run_once(policy: Policy, task: Task, kept: KeptRuns, given: argparse.Namespa
     settings = digest_settings(fields, given.out)
     steps = kept.find_steps(task, settings)
     if steps is None:
-        policy.make_models(workload, [configuration.drafter] if configuration.drafter else [], say)
+        try:
+            policy.make_models(workload, [configuration.drafter] if configuration.drafter else [], say)
+        except Failed as error:
+            sys.exit(f"policies and drafters must be made first: {error}")  # every further row would try again
         runs = given.out / workload.name / "runs" / f"{configuration.name.replace(':', '-')}-round{task.number}"
         metrics = run(fields, runs, run_file=policy.find_run_file(workload)) / "metrics.jsonl"
         steps = read_steps(metrics.read_text(encoding="utf-8"), task.number)

@@ -6,7 +6,7 @@ and the job `added` sets it (story/upgrade.py):
     kept:   trains - upgrade - two operators - suspended - resumed - rollback - suspended - resumed - ends
     added:                                                 trains  - rollback ------------------------ ends
 
-Neither has a queue. The tests judge what was seen. All of it takes `make test-cluster FULL=1`.
+Both jobs have no queue. The tests judge what was seen. All of it takes `make test-cluster FULL=1`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ROLES = {"coordinator": "control", "store": "store", "generation": "generation",
 def seen(
     cluster: Cluster, jobset: None, helm: Path, log: StoryLog, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Seen]:
-    """What both jobs went through."""
+    """An upgrade and a rollback under both jobs."""
     old = prepare_engines(cluster, log)
     newer = build_newer(tmp_path_factory.mktemp("newer"))
     log.add(f"built {VERSION}")
