@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import yaml
 from tests.e2e.go_programs import GoPrograms
 from tests.e2e.harness.api import Api, Object, find_condition, wait_until
@@ -108,3 +109,11 @@ class Installed:
 
     def _is_served(self, name: str) -> bool:
         return find_condition(self.admin.get(CRDS, name), "Established").get("status") == "True"
+
+
+def is_ready(port: int) -> bool:
+    """Whether a controller says at this port of the machine that it is ready."""
+    try:
+        return httpx2.get(f"http://127.0.0.1:{port}/readyz", timeout=5, trust_env=False).is_success
+    except httpx2.HTTPError:
+        return False

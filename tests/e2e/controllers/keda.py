@@ -7,18 +7,17 @@ refuse unsound objects, are left out.
 from __future__ import annotations
 
 import base64
-import json
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from threading import Thread
 from urllib.parse import parse_qs, urlsplit
 
-import httpx2
 from tests.certificates import Authority
 from tests.e2e.controllers.build import KEDA, KEDA_CRDS
-from tests.e2e.controllers.installed import Installed
+from tests.e2e.controllers.installed import Installed, is_ready
 from tests.e2e.harness.api import Object, find_condition, wait_until
 from tests.e2e.harness.control_plane import ControlPlane
+from tests.e2e.harness.external_metrics import JsonHandler
 from tests.e2e.harness.programs import free_port
 
 NAMESPACE = "keda"
@@ -55,7 +54,7 @@ class Keda:
             POD_NAMESPACE=NAMESPACE,
             KEDA_CLUSTER_OBJECT_NAMESPACE=NAMESPACE,
             WATCH_NAMESPACE="",
-        ).wait_until(lambda: _is_ready(health), "readiness")
+        ).wait_until(lambda: is_ready(health), "readiness")
         self._it.start(
             "adapter",
             f"--bind-address={self._it.address}",
@@ -111,22 +110,12 @@ class StubPrometheus:
         self.asked: set[str] = set()
         stub = self
 
-        class Handler(BaseHTTPRequestHandler):
-            """Answers with JSON, and is silent."""
-
+        class Handler(JsonHandler):
             def do_GET(self) -> None:
                 stub.asked.update(parse_qs(urlsplit(self.path).query).get("query", []))
                 series = [] if stub.value is None else [{"metric": {}, "value": [time.time(), str(stub.value)]}]
                 found = {"status": "success", "data": {"resultType": "vector", "result": series}}
-                body = json.dumps(found).encode()
-                self.send_response(200)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_: object) -> None:
-                pass
+                self.answer(200, found)
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._thread = Thread(target=self._server.serve_forever, daemon=True)
@@ -141,10 +130,3 @@ class StubPrometheus:
         """Stop serving."""
         self._server.shutdown()
         self._server.server_close()
-
-
-def _is_ready(port: int) -> bool:
-    try:
-        return httpx2.get(f"http://127.0.0.1:{port}/readyz", timeout=5, trust_env=False).is_success
-    except httpx2.HTTPError:
-        return False

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import httpx2
 import yaml
 from tests.e2e.controllers.build import KUEUE, KUEUE_CRDS
-from tests.e2e.controllers.installed import Installed
+from tests.e2e.controllers.installed import Installed, is_ready
 from tests.e2e.harness.api import Object, wait_until
 from tests.e2e.harness.control_plane import ControlPlane
 from tests.e2e.harness.programs import free_port
@@ -58,7 +57,7 @@ class Kueue:
         self._it.serve(SERVICE, port)
         program = self._it.start("kueue", "--config", self._write_configuration(port, health), "--zap-log-level=3")
         self._it.mount_secret(SECRET, self._it.folder / "certificates")
-        program.wait_until(lambda: _is_ready(health), "readiness")
+        program.wait_until(lambda: is_ready(health), "readiness")
         self._apply("ResourceFlavor", {"name": MACHINES}, {})
 
     def add_queue(
@@ -140,10 +139,3 @@ class Kueue:
         file = self._it.folder / "configuration.yaml"
         file.write_text(yaml.safe_dump(content))
         return str(file)
-
-
-def _is_ready(port: int) -> bool:
-    try:
-        return httpx2.get(f"http://127.0.0.1:{port}/readyz", verify=False, timeout=5).is_success  # no TLS here
-    except httpx2.HTTPError:
-        return False

@@ -22,6 +22,22 @@ NAMESPACE = "kube-system"
 NAME = "external-metrics"
 
 
+class JsonHandler(BaseHTTPRequestHandler):
+    """Answers with JSON, and is silent."""
+
+    def answer(self, status: int, content: object) -> None:
+        """Send an answer."""
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
 class ExternalMetrics:
     """The stub. values: by namespace, metric and label selector; a metric without a value has no items."""
 
@@ -106,19 +122,12 @@ class ExternalMetrics:
     def _make_handler(self) -> type[BaseHTTPRequestHandler]:
         stub = self
 
-        class Handler(BaseHTTPRequestHandler):
-            """Answers with JSON, and is silent."""
-
+        class Handler(JsonHandler):
             def do_GET(self) -> None:
                 found = stub.answer(self.path)
-                body = json.dumps(found if found is not None else {"kind": "Status", "code": 404}).encode()
-                self.send_response(200 if found is not None else 404)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_: object) -> None:
-                pass
+                if found is None:
+                    self.answer(404, {"kind": "Status", "code": 404})
+                else:
+                    self.answer(200, found)
 
         return Handler
