@@ -29,6 +29,7 @@ from importlib.util import find_spec
 import structlog
 
 from specrl.telemetry import logs
+from specrl.telemetry.hosts import ALL_ADDRESSES, join_address
 from specrl_operator import kinds, telemetry
 from specrl_operator.cluster import leader
 from specrl_operator.cluster.cache import WatchedObjects
@@ -80,7 +81,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--namespace", action="append", default=[], help="namespace to watch; repeatable (default: all namespaces)")
     add("--context", help="kubeconfig context; '' for the current one (default: the pod's own cluster)")
     add("--workers", type=int, default=2, help="jobs that are reconciled in parallel (default: %(default)s)")
-    add("--host", default="0.0.0.0", help="address of metrics and probes (default: %(default)s)")  # noqa: S104 - pods
+    add("--host", default=ALL_ADDRESSES, help="address of metrics and probes (default: %(default)s, all)")
     add("--port", type=int, default=8080, help="port of metrics and probes (default: %(default)s)")
     add(
         "--log-level",
@@ -211,7 +212,7 @@ class Operator:
             signal.signal(number, lambda *_: self._stop.set())
         checks = {"/healthz": self._find_hang, "/readyz": self._find_unready}
         server = telemetry.serve_metrics(self._options.host, self._options.port, checks)
-        log.info("operator_started", address=f"{self._options.host}:{server.server_port}")
+        log.info("operator_started", address=join_address(self._options.host, server.server_port))
         # Before the election is won: a standby with a warm cache takes over without listing everything first.
         self._watches.start()
         has_led = is_working = False

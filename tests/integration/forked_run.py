@@ -28,15 +28,20 @@ from specrl.launcher.processes.environment import rank_environment, replica_envi
 from specrl.launcher.processes.ports import find_free_port
 from specrl.launcher.run_directory import RunDirectory
 from specrl.spec import RunSpec, dump_spec, parse_spec
+from specrl.telemetry.hosts import join_address
 
 END_S = 900.0
 STOP_S = 90.0
 
 
 class ForkedRun:
-    """The processes of one run. ranks: the server that the trainer's ranks are forks of."""
+    """The processes of one run. ranks: the server that the trainer's ranks are forks of. host: where all of them serve.
 
-    def __init__(self, folder: Path, run: Mapping[str, Any], ranks: ForkServer) -> None:
+    It may be an IPv6 address.
+    """
+
+    def __init__(self, folder: Path, run: Mapping[str, Any], ranks: ForkServer, host: str = "127.0.0.1") -> None:
+        self._host = host
         self._spec: RunSpec = parse_spec(dict(run))
         self.directory: RunDirectory = run_directory.create_run(folder / "runs", self._spec)
         self._port = find_free_port()
@@ -114,7 +119,7 @@ class ForkedRun:
         return str(json.loads(file.read_text())["phase"]) if file.exists() else ""
 
     def _start_coordinator(self) -> Forked:
-        arguments = ["--run-directory", str(self.directory.path), "--host", "127.0.0.1"]
+        arguments = ["--run-directory", str(self.directory.path), "--host", self._host]
         arguments += ["--port", str(self._port), "--http-port", str(find_free_port())]
         return start_coordinator(arguments, self.directory.logs_folder / "coordinator.log")
 
@@ -122,7 +127,7 @@ class ForkedRun:
         count = self._spec.trainer.parallelism.world_size
         port = find_free_port()
         options = ["--spec", str(self.directory.run_file), "--run-directory", str(self.directory.path)]
-        options += ["--coordinator", f"127.0.0.1:{self._port}", "--metrics-port", "0"]
+        options += ["--coordinator", join_address(self._host, self._port), "--host", self._host, "--metrics-port", "0"]
         options += ["--token-file", str(self.directory.token_file)]
         started = []
         for rank in range(count):
@@ -134,7 +139,7 @@ class ForkedRun:
 
     def _start_replica(self, name: str) -> engine_fork.EngineProcess:
         options = ["--spec", str(self.directory.run_file), "--replica-id", name]
-        options += ["--coordinator", f"127.0.0.1:{self._port}", "--metrics-port", "0"]
+        options += ["--coordinator", join_address(self._host, self._port), "--host", self._host, "--metrics-port", "0"]
         options += ["--token-file", str(self.directory.token_file)]
         return start_replica(self._spec, options, self.directory.logs_folder / f"{name}.log")
 

@@ -8,6 +8,7 @@ tests/integration/test_demo.py the terminal.
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,7 +94,8 @@ def calculated(tmp_path_factory: pytest.TempPathFactory, ranks: ForkServer) -> I
         rows = [{"question": question, "answer": str(answer)} for question, answer in sums.items()]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "my_verifier.py").write_text(VERIFIER)
-    run = ForkedRun(folder, a_run(folder), ranks)
+    # All processes serve on an IPv6 address, as in clusters without IPv4.
+    run = ForkedRun(folder, a_run(folder), ranks, "::1" if socket.has_dualstack_ipv6() else "127.0.0.1")
     try:
         run.wait_for_steps(1)
         served = fetch_pages(run)

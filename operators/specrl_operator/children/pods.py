@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specrl.spec.run import Transport
+from specrl.telemetry.hosts import ALL_ADDRESSES
 from specrl_operator.api import COORDINATOR, GENERATION, LEADER_LABEL, STORE, TRAINER, Job, Object
 from specrl_operator.children import tls
 from specrl_operator.children.affinity import bind_to_nodes
@@ -90,7 +91,7 @@ def build_coordinator_pod(plan: JobPlan) -> Object:
     job = plan.job
     command = [
         *("specrl-coordinator", "--spec", SPEC_FILE, "--run-directory", RUN_FOLDER),
-        *("--host", "0.0.0.0", "--port", str(GRPC_PORT), "--http-port", str(HTTP_PORT)),  # noqa: S104 - in a pod
+        *("--host", ALL_ADDRESSES, "--port", str(GRPC_PORT), "--http-port", str(HTTP_PORT)),
         *("--rljob", f"{job.namespace}/{job.name}", "--rljob-uid", job.uid),
     ]
     container = build_container(COORDINATOR, plan.settings.control_image, command, plan)

@@ -70,7 +70,7 @@ from specrl.rpc.run_token import RunToken
 from specrl.rpc.server import ServerOptions, start_server
 from specrl.spec import RunSpec, digest_spec, load_process_spec
 from specrl.telemetry import logs, traces
-from specrl.telemetry.hosts import list_local_hosts
+from specrl.telemetry.hosts import ALL_ADDRESSES, join_address, list_local_hosts
 from specrl.telemetry.spans import COORDINATOR, Recorder
 from specrl.termination import NEEDS_USER, report_error
 
@@ -200,9 +200,7 @@ async def _serve_run(
         tasks.append(asyncio.create_task(identity.keep_context_current(web.config.ssl), name="renew-certificate"))
     scheme = "http" if identity is None else "https"
     write_origin(directory)
-    http_address = f"{scheme}://{arguments.host}:{web.port}"
-    # For `specrl status` and the launcher.
-    write_text(directory / "endpoints.json", json.dumps({"grpc": f"{arguments.host}:{bound}", "http": http_address}))
+    _write_endpoints(directory, arguments.host, bound, scheme, web.port)
     writer = None if place is None else RLJobStatusWriter(observer, place, loop.context.controls)
     if writer is not None:
         tasks.append(asyncio.create_task(writer.run(), name="write-rljob-status"))
@@ -367,6 +365,13 @@ async def _expire_peers(registry: Registry, heartbeat_s: float) -> None:
     while True:
         await asyncio.sleep(heartbeat_s)
         registry.expire_silent_peers()
+
+
+def _write_endpoints(directory: Path, host: str, grpc_port: int, scheme: str, http_port: int) -> None:
+    """Write the coordinator's addresses on this machine, for `specrl status` and the launcher."""
+    host = "127.0.0.1" if host == ALL_ADDRESSES else host
+    endpoints = {"grpc": join_address(host, grpc_port), "http": f"{scheme}://{join_address(host, http_port)}"}
+    write_text(directory / "endpoints.json", json.dumps(endpoints))
 
 
 def _choose_doors(directory: Path, place: RLJobReference | None, host: str) -> Doors:

@@ -54,6 +54,7 @@ from specrl.rpc.shared_costs import CoordinatorCosts
 from specrl.spec import RunSpec, digest_spec, load_process_spec
 from specrl.telemetry import logs, traces
 from specrl.telemetry.exporter import serve_metrics
+from specrl.telemetry.hosts import join_address
 from specrl.telemetry.spans import SILENT_RECORDER, Recorder
 from specrl.termination import report_error
 
@@ -178,7 +179,7 @@ async def run_engine(
     server_options = ServerOptions(message_limits(spec).generation, guard, options.token, recorder, options.replica_id)
     server, port = await start_server(service.add_to, options.host, options.port, server_options)
     metrics_port = serve_metrics(options.host, options.metrics_port)
-    address = f"{options.host}:{port}"
+    address = join_address(options.host, port)
     terminated = wait_for_signal(signal.SIGTERM)
     interrupted = wait_for_signal(signal.SIGINT)
     log.info("generation_served", replica=options.replica_id, address=address)

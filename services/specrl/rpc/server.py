@@ -30,6 +30,7 @@ from specrl.rpc.limits import LARGEST_BYTES
 from specrl.rpc.run_token import PROOF_KEY, RunToken
 from specrl.rpc.tls import CallerGuard
 from specrl.telemetry import metrics
+from specrl.telemetry.hosts import join_address
 from specrl.telemetry.pace import Pace
 from specrl.telemetry.spans import METHOD, SILENT_RECORDER, Recorder, SpanName, continue_trace
 
@@ -169,7 +170,7 @@ async def start_server(
     checks = _CallChecks(options)
     server = grpc.aio.server(options=make_server_options(options.limit_bytes), interceptors=[checks])
     register(server)
-    address = f"{host}:{port}"
+    address = join_address(host, port)
     try:
         if options.guard is None:
             bound = server.add_insecure_port(address)
@@ -177,7 +178,7 @@ async def start_server(
             bound = server.add_secure_port(address, options.guard.server_credentials())
     except RuntimeError as error:
         raise PortTaken(
-            f"the gRPC address must be free, got {host}:{port}, which another process uses; choose another port, or 0"
+            f"the gRPC address must be free, got {address}, which another process uses; choose another port, or 0"
         ) from error
     checks.port = bound
     await server.start()

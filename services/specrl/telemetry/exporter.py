@@ -29,7 +29,7 @@ from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from specrl.errors import PortTaken
-from specrl.telemetry.hosts import is_host_allowed, list_local_hosts
+from specrl.telemetry.hosts import is_host_allowed, join_address, list_local_hosts, resolve_bound
 from specrl.telemetry.pace import Pace
 
 PLAIN_TEXT = "text/plain; charset=utf-8"
@@ -125,10 +125,10 @@ def serve_metrics(host: str, port: int | None) -> int:
         server = serve_pages(host, port, {"/metrics": MetricsText().answer}, "metrics", count_refusal)
     except OSError as error:
         raise PortTaken(
-            f"the metrics address must be free, got {host}:{port}: {error.strerror}; choose another --metrics-port "
-            "or use 0"
+            f"the metrics address must be free, got {join_address(host, port)}: {error.strerror}; choose another "
+            "--metrics-port or use 0"
         ) from error
-    log.info("metrics_served", address=f"{host}:{server.server_port}")
+    log.info("metrics_served", address=join_address(host, server.server_port))
     return int(server.server_port)
 
 
@@ -203,15 +203,14 @@ class _PageServer(ThreadingHTTPServer):
     request_queue_size = MAX_CONNECTIONS  # connections that wait in the kernel
 
     def __init__(self, host: str, port: int, pages: Pages, on_refusal: Callable[[str], object]) -> None:
-        # The base class assumes IPv4; `host` may be an IPv6 address.
-        self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        self.address_family, bound = resolve_bound(host)  # the base class assumes IPv4
         self.on_refusal = on_refusal
         # One that only this machine reaches is asked by its own names, unless a browser was misled.
         self.hosts = list_local_hosts(host) if host in LOOPBACK else None
         self._pace = Pace(ACCEPTS_PER_S, ACCEPTS_AT_ONCE)
         self._open: dict[socket.socket, float] = {}  # when each was accepted, the oldest first
         self._lock = Lock()
-        super().__init__((host, port), partial(_PageHandler, pages))
+        super().__init__((bound, port), partial(_PageHandler, pages))
 
     def get_request(self) -> tuple[socket.socket, Any]:
         if wait_s := self._pace.take_turn():

@@ -1,7 +1,8 @@
-"""Which names a client may use for a server of this machine, against DNS rebinding.
+"""Hosts: what a server binds, how its address is written, and which names a client may use for it.
 
-A page of the internet can have its own name resolve to this machine. The browser then sends the page's requests here
-and lets it read the answers; but the Host header has the page's name, which it cannot change.
+Names are compared against DNS rebinding. A page of the internet can have its own name resolve to this machine. The
+browser then sends the page's requests here and lets it read the answers; but the Host header has the page's name, which
+it cannot change.
 """
 
 from __future__ import annotations
@@ -10,7 +11,32 @@ import ipaddress
 import socket
 from collections.abc import Iterable
 
-_WILDCARDS = frozenset({"0.0.0.0", "::"})  # noqa: S104 - compared with, not bound
+ALL_ADDRESSES = "::"
+"""Host that servers in pods bind: all addresses, of IPv6 and IPv4, since a cluster's pods have either or both."""
+
+_IPV4_WILDCARD = "0.0.0.0"  # noqa: S104 - bound where the user asks for all addresses
+_WILDCARDS = frozenset({_IPV4_WILDCARD, ALL_ADDRESSES})
+
+
+def bracket_host(host: str) -> str:
+    """Return the host as an address HOST:PORT has it: an IPv6 address in brackets (RFC 3986)."""
+    return f"[{host}]" if ":" in host else host
+
+
+def join_address(host: str, port: int | str) -> str:
+    """Return the address HOST:PORT of a server."""
+    return f"{bracket_host(host)}:{port}"
+
+
+def resolve_bound(host: str) -> tuple[socket.AddressFamily, str]:
+    """Resolve the host of a server to its socket's family, and to the host that this socket binds.
+
+    `::` includes IPv4, as it does for gRPC's servers, and is 0.0.0.0 where the kernel has no IPv6. Raises OSError for
+    an unknown name.
+    """
+    if host == ALL_ADDRESSES and not socket.has_dualstack_ipv6():
+        host = _IPV4_WILDCARD
+    return socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0], host
 
 
 def list_local_hosts(bound: str) -> frozenset[str]:

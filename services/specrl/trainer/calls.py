@@ -28,6 +28,7 @@ from specrl.api.v1 import rollout_pb2, trainer_pb2, weights_pb2
 from specrl.errors import RecordInvalid
 from specrl.records import TrainRollout, WeightGroup, wire
 from specrl.spec.run import RunSpec
+from specrl.telemetry.hosts import bracket_host
 from specrl.trainer.backend import SupervisedMetrics, TrainerBackend
 from specrl.trainer.checkpointing import checkpoints
 from specrl.trainer.layout import list_replicas
@@ -138,7 +139,7 @@ class RankCalls:
     def OpenWeightGroup(self, request: trainer_pb2.OpenWeightGroupRequest) -> trainer_pb2.OpenWeightGroupReply:
         group = WeightGroup(
             group_id=request.group_id,
-            address=self._host,
+            address=bracket_host(self._host),
             port=0,  # rank 0's store takes a free port, which the reply names
             rank=0,
             world_size=request.world_size,
@@ -146,7 +147,9 @@ class RankCalls:
             transport=request.transport,
         )
         group.check(float(self._spec.weights.timeout_s))
-        return trainer_pb2.OpenWeightGroupReply(address=self._host, port=self._backend.open_weight_group(group))
+        return trainer_pb2.OpenWeightGroupReply(
+            address=bracket_host(self._host), port=self._backend.open_weight_group(group)
+        )
 
     def BroadcastWeights(self, request: trainer_pb2.BroadcastWeightsRequest) -> trainer_pb2.BroadcastWeightsReply:
         started = time.perf_counter()

@@ -48,6 +48,7 @@ from specrl.rpc.server import ServerOptions, start_server
 from specrl.spec import RunSpec, digest_spec, load_process_spec
 from specrl.telemetry import logs, traces
 from specrl.telemetry.exporter import serve_metrics
+from specrl.telemetry.hosts import join_address
 from specrl.telemetry.spans import TRAINER, Recorder
 from specrl.termination import report_error
 
@@ -171,7 +172,7 @@ async def run_rank_0(
     border = ServerOptions(message_limits(spec).trainer, guard, options.token, recorder, TRAINER)
     server, port = await start_server(service.add_to, options.host, options.port, border)
     metrics_port = serve_metrics(options.host, options.metrics_port)
-    address = f"{options.host}:{port}"
+    address = join_address(options.host, port)
     stopped = wait_for_signal()
     log.info("trainer_served", address=address, ranks=backend.get_status().world_size)
     peer = Peer(options.peer_id, Role.TRAINER, address, digest_spec(spec), metrics_port=metrics_port)

@@ -48,6 +48,11 @@ from specrl.weights.nccl_log import NcclLog, find_transports, find_warnings, loc
 log = structlog.get_logger(__name__)
 
 
+def _unbracket(host: str) -> str:
+    """Return the host of an address as torch takes it: an IPv6 address without brackets."""
+    return host.removeprefix("[").removesuffix("]")
+
+
 def open_rendezvous_store(world_size: int, timeout_s: float, host: str) -> TCPStore:
     """Open the rendezvous store of a new group on a free port (`store.port`), at rank 0. Does not wait for members.
 
@@ -55,7 +60,7 @@ def open_rendezvous_store(world_size: int, timeout_s: float, host: str) -> TCPSt
     """
     try:
         return TCPStore(
-            host_name=host,
+            host_name=_unbracket(host),
             port=0,
             world_size=world_size,
             is_master=True,
@@ -95,7 +100,7 @@ class BroadcastGroup:
             )
         try:
             self._store = store or TCPStore(
-                group.address, group.port, group.world_size, False, timeout, wait_for_workers=False
+                _unbracket(group.address), group.port, group.world_size, False, timeout, wait_for_workers=False
             )
             # The prefix keeps keys of different groups apart in one store.
             scoped = PrefixStore(f"specrl/{group.group_id}", self._store)

@@ -13,6 +13,7 @@ import httpx2
 
 from specrl.errors import RunInvalid
 from specrl.files import parse_object, read_text
+from specrl.telemetry.hosts import join_address
 
 DEADLINE_S = 10.0  # of one request
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -71,5 +72,4 @@ def locate_rljob(rljob: str, outer: Mapping[str, str] = os.environ, account: Pat
     port = outer.get("KUBERNETES_SERVICE_PORT", "443")
     if not host:
         raise RunInvalid("--rljob must be used in a pod only, got no KUBERNETES_SERVICE_HOST; omit it elsewhere")
-    host = f"[{host}]" if ":" in host else host  # an IPv6 address
-    return RLJobReference(namespace, name, f"https://{host}:{port}", account)
+    return RLJobReference(namespace, name, f"https://{join_address(host, port)}", account)

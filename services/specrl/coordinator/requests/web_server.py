@@ -27,6 +27,7 @@ from specrl.coordinator.requests.doors import TRUST
 from specrl.errors import PortTaken
 from specrl.rpc import tls
 from specrl.telemetry import metrics
+from specrl.telemetry.hosts import join_address, resolve_bound
 from specrl.telemetry.pace import Pace
 
 MAX_CONNECTIONS = 160
@@ -251,15 +252,17 @@ def _open_listener(host: str, port: int) -> socket.socket:
 
     Raises PortTaken.
     """
-    listener = socket.socket()
+    family, bound = resolve_bound(host)
+    listener = socket.socket(family)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((host, port))
+        listener.bind((bound, port))
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         raise PortTaken(
-            f"telemetry.httpPort must be free, got {host}:{port}, which is in use; choose another port, or 0 for any"
+            f"telemetry.httpPort must be free, got {join_address(host, port)}, which is in use; choose another port, "
+            "or 0 for any"
         ) from error
     listener.setblocking(False)
     return listener
