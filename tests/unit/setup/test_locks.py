@@ -74,8 +74,12 @@ def test_locks_that_share_an_environment_pin_the_same_versions(lock: str) -> Non
 def test_what_make_adds_is_what_the_extras_ask_for() -> None:
     extras = project()
     assert set(extras["suffix"]) <= inputs("suffix")
-    assert set(extras["s3"]) <= inputs("s3")
     assert {*extras["tensorboard"], *extras["wandb"], *extras["mlflow"]} == inputs("sinks")
+
+
+@pytest.mark.parametrize("lock", ["control-runtime", "cpu-runtime", "gpu"])
+def test_images_read_and_write_s3(lock: str) -> None:
+    assert "s3fs" in packages(lock)
 
 
 def test_the_makefile_installs_nothing_without_hashes() -> None:
