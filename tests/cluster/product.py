@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -68,9 +69,15 @@ def push_digests(cluster: Cluster, digests: Mapping[str, str], tag: str) -> None
         cluster.registry.push_layout(LAYOUT, digest, f"specrl-{role}", tag)
 
 
+@cache
+def measure_room(cluster: Cluster) -> float:
+    """Measure free disk space in GB, once in each cluster: it has unpacked the images when a second module asks."""
+    return shutil.disk_usage(cache_folder()).free / 1e9
+
+
 def prepare_engines(cluster: Cluster, log: StoryLog) -> dict[str, str]:
     """Push all images to the cluster's registry. Returns their digests. Skips the test if it cannot have engines."""
-    free = shutil.disk_usage(cache_folder()).free / 1e9
+    free = measure_room(cluster)
     if free < NEEDED_GB:
         PRODUCT_IMAGES.skip(f"they need {NEEDED_GB} GB of free disk space, got {free:.0f} GB")
     commit = find_commit_of_engines()

@@ -244,9 +244,8 @@ def test_a_pod_reads_data_that_it_has_fetched_from_s3(jobs: Jobs, bucket: dict[s
     secret = {"apiVersion": "v1", "kind": "Secret", "stringData": bucket}
     jobs.cluster.admin.create(secret | {"metadata": {"name": "bucket", "namespace": jobs.namespace}})
     volume = {"mountPath": "/problems", "uri": "s3://problems/code", "secretName": "bucket"}
-    example = build_example(jobs.namespace)[1]["spec"]
-    changes = IDLE_RUN | {"volumes": [*example["volumes"], volume], "rewards": {"code": {}}}
-    job = jobs.create("whose data is in a bucket", **changes, prompts=READ_PROBLEMS)
+    changes = IDLE_RUN | {"volumes": [volume], "prompts": READ_PROBLEMS, "rewards": {"code": {}}}
+    job = jobs.create("whose data is in a bucket", **changes)
     problems, problems_error = try_folders(jobs, kubectl, job, "/problems")
     jobs.log.add(f"its pod has {problems} of the bucket")
     assert PROBLEMS.name in problems.split()
