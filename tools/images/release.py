@@ -20,7 +20,7 @@ from tools.images.layouts import Image, read_image, remove_unused_blobs
 from tools.images.sbom import check_sbom, find_syft, read_pins, write_sbom
 
 TARGETS = ("control", "generation", "trainer")
-NEEDED_GB = {"cpu": 30.0, "gpu": 60.0}  # store, layout and intermediate copies; measured for cpu, estimated for gpu
+NEEDED_GB = {"cpu": 30.0, "gpu": 55.0}  # store, layout and intermediate copies
 NEEDED_FOR_CONTROL_GB = 5.0
 STORE = "docker.io/valkey/valkey:8.1-alpine"  # images.store of values.yaml
 CONTEXT = ("pyproject.toml", "README.md", "LICENSE", "requirements", "tools", "services", "operators", "examples")
