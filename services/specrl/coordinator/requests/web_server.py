@@ -27,7 +27,7 @@ from specrl.coordinator.requests.doors import TRUST
 from specrl.errors import PortTaken
 from specrl.rpc import tls
 from specrl.telemetry import metrics
-from specrl.telemetry.hosts import join_address, resolve_bound
+from specrl.telemetry.hosts import ALL_ADDRESSES, join_address, resolve_bound
 from specrl.telemetry.pace import Pace
 
 MAX_CONNECTIONS = 160
@@ -252,14 +252,11 @@ def _open_listener(host: str, port: int) -> socket.socket:
 
     Raises PortTaken.
     """
-    family, bound = resolve_bound(host)
-    listener = socket.socket(family)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((bound, port))
-        listener.listen(BACKLOG)
+        family, bound = resolve_bound(host)
+        has_both = bound == ALL_ADDRESSES
+        listener = socket.create_server((bound, port), family=family, backlog=BACKLOG, dualstack_ipv6=has_both)
     except OSError as error:
-        listener.close()
         raise PortTaken(
             f"telemetry.httpPort must be free, got {join_address(host, port)}, which is in use; choose another port, "
             "or 0 for any"
