@@ -76,7 +76,7 @@ class Wanted:
     @property
     def run_file(self) -> Path:
         """What the policy is for, with the template that its texts are read in."""
-        return EXAMPLES / ("tools" if self.has_calculator else "demo") / "run.yaml"
+        return EXAMPLES / ("05-tools" if self.has_calculator else "demo") / "run.yaml"
 
 
 def make_policy(out: Path, wanted: Wanted, *, is_plain: bool) -> None:
