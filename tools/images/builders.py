@@ -70,7 +70,9 @@ class Docker:
     def build_image(self, target: str, name: str, inputs: Inputs) -> Path:
         layout = self._folder / inputs.key_of(target)
         output = f"--output=type=oci,tar=false,dest={layout},name={name}"
-        run("docker", "buildx", "build", "--target", target, *inputs.list_options(), output, ROOT)
+        # With provenance, the layout's entry would be an index of the image and its attestation.
+        options = ("--target", target, "--provenance=false")
+        run("docker", "buildx", "build", *options, *inputs.list_options(), output, ROOT)
         return layout
 
     def export_store(self, name: str) -> Path | None:

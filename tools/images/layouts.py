@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 NAME = "org.opencontainers.image.ref.name"
+BUILDKIT_NAME = "io.containerd.image.name"
 COMPRESSED = "compressed.json"
 """Beside the layout that buildah writes: digest and size of each layer, by its digest before compression."""
 GZIP = "application/vnd.oci.image.layer.v1.tar+gzip"
@@ -131,7 +132,9 @@ def _path(layout: Path, digest: str) -> Path:
 
 
 def _name_of(entry: Mapping[str, Any]) -> str:
-    return str(entry.get("annotations", {}).get(NAME, ""))
+    """Return the image's full name. BuildKit has the tag alone where buildah has this."""
+    notes = entry.get("annotations", {})
+    return str(notes.get(BUILDKIT_NAME) or notes.get(NAME, ""))
 
 
 @dataclass(frozen=True)

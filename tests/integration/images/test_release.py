@@ -24,7 +24,7 @@ class Builder:
         self.layout = layout
         self.compressed: list[bytes] = []
 
-    def push(self, *layers: bytes, name: str = NAME) -> None:
+    def push(self, *layers: bytes, name: str = NAME, notes: dict[str, str] | None = None) -> None:
         plain = [f"sha256:{hashlib.sha256(layer).hexdigest()}" for layer in layers]
         config = self._add(json.dumps({"architecture": "amd64", "rootfs": {"diff_ids": plain}}).encode())
         described = []
@@ -36,7 +36,7 @@ class Builder:
             packed = gzip.compress(layer, mtime=0)
             described.append({"digest": self._add(packed), "size": len(packed), "mediaType": layouts.GZIP})
         manifest = json.dumps({"config": {"digest": config, "size": 9}, "layers": described}).encode()
-        entry = {"digest": self._add(manifest), "mediaType": "manifest", "annotations": {layouts.NAME: name}}
+        entry = {"digest": self._add(manifest), "mediaType": "manifest", "annotations": notes or {layouts.NAME: name}}
         (self.layout / "oci-layout").write_text("{}")
         (self.layout / "index.json").write_text(json.dumps({"manifests": [entry]}))
 
@@ -51,6 +51,13 @@ class Builder:
 def manifest_of(layout: Path, digest: str) -> dict[str, Any]:
     content: dict[str, Any] = json.loads((layout / "blobs" / digest.replace(":", "/")).read_text())
     return content
+
+
+def test_an_image_of_buildkit_is_found_by_its_full_name(tmp_path: Path) -> None:
+    """BuildKit annotates an image's tag where buildah annotates its name."""
+    builder = Builder(tmp_path / "layout")
+    builder.push(b"packages", notes={layouts.NAME: "0.1.0", layouts.BUILDKIT_NAME: NAME})
+    assert layouts.read_image(builder.layout, NAME).name == NAME
 
 
 def test_a_layer_is_compressed_once_and_a_lost_one_again(tmp_path: Path) -> None:
