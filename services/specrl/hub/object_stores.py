@@ -71,7 +71,7 @@ def fetch_objects(
     if unlisted:
         raise FetchFailed(
             f"{URI} must have a {SUMS} that lists every file, got none of {unlisted[0]} in {uri}; write it again with "
-            f"sha256sum * > {SUMS}"
+            f"find . -type f ! -name {SUMS} -exec sha256sum {{}} + > {SUMS}"
         )
     wanted = [it for it in found if has_weights or not fnmatchcase(it.name, WEIGHTS)]
     missing = [it for it in wanted if measure_file(out / it.name) != it.size]

@@ -72,7 +72,8 @@ class RedisStore(Section):
     database: NotNegative = 0
     """Number of the logical database."""
     key_prefix: ShortText | None = None
-    """Prefix of every key of the run: `<keyPrefix>:...`. Null: `specrl:` and the name of the run's folder."""
+    """Prefix of every key of the run: `<keyPrefix>:...`. Null: `specrl:` and the name of the run's folder; in an RLJob
+    `specrl:NAMESPACE/` and that name."""
     timeout_s: Positive = 5
     """Deadline of connecting and of every call, in seconds. A call that exceeds it is retried."""
     replica_acks: NotNegative = 0
