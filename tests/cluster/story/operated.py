@@ -89,7 +89,7 @@ def find_gateway(cluster: Cluster) -> str:
 
 @contextmanager
 def serve_policy(cluster: Cluster) -> Iterator[PolicyHub]:
-    """Serve the hub to pods. Those that fetch may reach port 443 of any address."""
+    """Serve the hub to pods. Pods that fetch may reach port 443 of any address."""
     folder = make_demo_policy(LAYOUT.parent) / "demo-policy"
     with serve_hub(find_gateway(cluster), 443) as server:
         server.lfs_bytes = 1 << 30  # nothing is on the CDN, since pods know no second name of this machine
