@@ -165,7 +165,6 @@ def test_every_run_line_is_what_make_does_or_is_listed_here() -> None:
     assert rest == [
         f'echo "$COMMIT" > services/specrl/commit.txt && .venv/bin/python -m pip {install}',
         UNINSTALL,
-        "mkdir /demo-policy",  # with WORKDIR in its place, buildah built no image for GPUs
     ]
     assert "path: /opt/specrl/demo-policy" in (ROOT / "examples" / "rljob-local.yaml").read_text()
 
