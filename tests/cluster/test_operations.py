@@ -10,7 +10,6 @@ import json
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 
 import fsspec
@@ -37,8 +36,8 @@ from tests.e2e.controllers.cert_manager import CertManager
 from tests.e2e.harness.api import RLJOBS, Object, find_condition, wait_until
 from tests.e2e.harness.release import Release
 from tests.e2e.jobs import describe_job, pods_of
-from tests.requirements import S3
 from tests.stand_ins.hub import Fault
+from tests.stand_ins.s3 import ENDPOINT, serve_s3
 
 pytestmark = pytest.mark.timeout(5400)  # as in test_story.py
 only_full = pytest.mark.skipif(not FULL, reason="a run with engines: make test-cluster FULL=1")
@@ -84,20 +83,11 @@ def jobs(cluster: Cluster, release: Release, namespace: str, log: StoryLog) -> I
 @pytest.fixture(scope="module")
 def bucket(cluster: Cluster) -> Iterator[dict[str, str]]:
     """The bucket `problems` of a server that speaks S3. Returns the variables for its clients."""
-    S3.require()
-    server = import_module("moto.server").ThreadedMotoServer(find_gateway(cluster), S3_PORT, verbose=False)
-    server.start()
-    variables = {
-        "FSSPEC_S3_ENDPOINT_URL": f"http://{find_gateway(cluster)}:{S3_PORT}",
-        "AWS_ACCESS_KEY_ID": "a",
-        "AWS_SECRET_ACCESS_KEY": "b",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }
-    files = fsspec.filesystem("s3", endpoint_url=variables["FSSPEC_S3_ENDPOINT_URL"], key="a", secret="b")
-    files.makedirs("problems/code")
-    files.pipe_file(f"problems/code/{PROBLEMS.name}", PROBLEMS.read_bytes())
-    yield variables
-    server.stop()
+    with serve_s3(find_gateway(cluster), S3_PORT) as variables:
+        files = fsspec.filesystem("s3", endpoint_url=variables[ENDPOINT], key="a", secret="b")
+        files.makedirs("problems/code")
+        files.pipe_file(f"problems/code/{PROBLEMS.name}", PROBLEMS.read_bytes())
+        yield variables
 
 
 @pytest.fixture(scope="module")

@@ -126,9 +126,7 @@ class ForkedRun:
     def _start_ranks(self, server: ForkServer) -> list[Forked]:
         count = self._spec.trainer.parallelism.world_size
         port = find_free_port()
-        options = ["--spec", str(self.directory.run_file), "--run-directory", str(self.directory.path)]
-        options += ["--coordinator", join_address(self._host, self._port), "--host", self._host, "--metrics-port", "0"]
-        options += ["--token-file", str(self.directory.token_file)]
+        options = [*self._list_member_options(), "--run-directory", str(self.directory.path)]
         started = []
         for rank in range(count):
             variables = rank_environment(self._spec.trainer.threads, rank, count, port, ())
@@ -137,10 +135,14 @@ class ForkedRun:
             started.append(server.start("specrl.trainer.main", options, added, log))
         return started
 
+    def _list_member_options(self) -> list[str]:
+        """List the options that ranks and replicas share."""
+        options = ["--spec", str(self.directory.run_file), "--token-file", str(self.directory.token_file)]
+        options += ["--coordinator", join_address(self._host, self._port)]
+        return [*options, "--host", self._host, "--metrics-port", "0"]
+
     def _start_replica(self, name: str) -> engine_fork.EngineProcess:
-        options = ["--spec", str(self.directory.run_file), "--replica-id", name]
-        options += ["--coordinator", join_address(self._host, self._port), "--host", self._host, "--metrics-port", "0"]
-        options += ["--token-file", str(self.directory.token_file)]
+        options = [*self._list_member_options(), "--replica-id", name]
         return start_replica(self._spec, options, self.directory.logs_folder / f"{name}.log")
 
 

@@ -13,13 +13,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 from tests.integration.hub.test_hub import hub_environment, run_command
-from tests.requirements import S3
 from tests.stand_ins.hub import TOKEN, Fault, StandInHub
+from tests.stand_ins.s3 import ENDPOINT, serve_s3
 
 NAME = "team/tiny"
 URI = f"hf://{NAME}"
@@ -190,17 +189,8 @@ def write_sums(files: dict[str, bytes]) -> bytes:
 @pytest.fixture(scope="module")
 def s3_environment() -> Iterator[dict[str, str]]:
     """The variables of a pod whose Secret has credentials, for moto's server."""
-    S3.require()
-    server = import_module("moto.server").ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    address = "http://{}:{}".format(*server.get_host_and_port())
-    yield {
-        "FSSPEC_S3_ENDPOINT_URL": address,
-        "AWS_ACCESS_KEY_ID": "a",
-        "AWS_SECRET_ACCESS_KEY": "b",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }
-    server.stop()
+    with serve_s3() as variables:
+        yield variables
 
 
 class Store:
@@ -211,7 +201,7 @@ class Store:
 
         self.uri = uri
         self.variables = variables
-        where = {"endpoint_url": variables["FSSPEC_S3_ENDPOINT_URL"], "key": "a", "secret": "b"} if variables else {}
+        where = {"endpoint_url": variables[ENDPOINT], "key": "a", "secret": "b"} if variables else {}
         self._files, self._root = fsspec.core.url_to_fs(uri, **where)
         self._files.makedirs(self._root, exist_ok=True)
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 
 import fsspec
 import pytest
 from tests.checkpoint_sums import write_checksums
-from tests.requirements import S3
 from tests.run_files import a_run
+from tests.stand_ins.s3 import ENDPOINT, serve_s3
 
 from specrl.errors import CheckpointInvalid, RunInvalid, StoreFailed
 from specrl.records.run_file import RecordedRun, record_run
@@ -23,14 +22,10 @@ A_RUN = record_run(parse_spec(a_run(Path("/"))))
 
 
 @pytest.fixture(scope="module")
-def s3_server() -> Iterator[str]:
-    """URL of moto's server."""
-    S3.require()
-    moto = import_module("moto.server")
-    server = moto.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    yield "http://{}:{}".format(*server.get_host_and_port())
-    server.stop()
+def s3_variables() -> Iterator[dict[str, str]]:
+    """Variables of clients of moto's server."""
+    with serve_s3() as variables:
+        yield variables
 
 
 @pytest.fixture(params=["memory", "s3"])
@@ -42,17 +37,13 @@ def url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
         files.store.clear()
         files.pseudo_dirs[:] = [""]
         return
-    address = request.getfixturevalue("s3_server")
-    for name, value in (
-        ("AWS_ACCESS_KEY_ID", "a"),
-        ("AWS_SECRET_ACCESS_KEY", "b"),
-        ("AWS_DEFAULT_REGION", "us-east-1"),
-    ):
+    variables = request.getfixturevalue("s3_variables")
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     settings = dict(fsspec.config.conf)
-    fsspec.config.set_conf_env(settings, {"FSSPEC_S3_ENDPOINT_URL": address})
+    fsspec.config.set_conf_env(settings, variables)
     monkeypatch.setattr(fsspec.config, "conf", settings)
-    files = fsspec.filesystem("s3", skip_instance_cache=True, endpoint_url=address)
+    files = fsspec.filesystem("s3", skip_instance_cache=True, endpoint_url=variables[ENDPOINT])
     files.mkdir("bucket")
     yield f"s3://{PLACE}"
     files.rm("bucket", recursive=True)
