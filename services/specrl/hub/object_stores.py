@@ -1,8 +1,8 @@
 """Fetches a folder of an object store, such as s3://models/qwen3: known files, and no code.
 
 A file arrives in parts, which are appended to a scratch file: a process that was killed goes on where it was. A whole
-file is compared with the folder's SHA256SUMS, which `sha256sum * > SHA256SUMS` writes, and then gets its name. So a
-file that has its name is whole.
+file is compared with the folder's SHA256SUMS, which `sha256sum` writes, and then gets its name. So a file that has its
+name is whole.
 
 Called by `folders`.
 """

@@ -147,9 +147,7 @@ class RankCalls:
             transport=request.transport,
         )
         group.check(float(self._spec.weights.timeout_s))
-        return trainer_pb2.OpenWeightGroupReply(
-            address=bracket_host(self._host), port=self._backend.open_weight_group(group)
-        )
+        return trainer_pb2.OpenWeightGroupReply(address=group.address, port=self._backend.open_weight_group(group))
 
     def BroadcastWeights(self, request: trainer_pb2.BroadcastWeightsRequest) -> trainer_pb2.BroadcastWeightsReply:
         started = time.perf_counter()
