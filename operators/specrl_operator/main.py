@@ -54,7 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_arguments(arguments)
     if find_spec("kubernetes") is None:
         sys.stderr.write(
-            "specrl-operator: the Python package kubernetes is not installed; run pip install 'specrl[operator]'\n"
+            "specrl-operator: the Python package kubernetes is not installed; install the extra `operator` "
+            "(docs/install.md)\n"
         )
         sys.exit(2)
     from specrl_operator.cluster.kube import connect_cluster

@@ -116,7 +116,7 @@ def _require_plan_extra() -> None:
     missing = [name for name in ("simpy", "scipy") if importlib.util.find_spec(name) is None]
     if missing:
         raise RunInvalid(
-            f"the extra `plan` must be installed, got no {' and no '.join(missing)}; run pip install 'specrl[plan]'"
+            f"the extra `plan` must be installed, got no {' and no '.join(missing)}; install it (docs/install.md)"
         )
 
 

@@ -41,7 +41,7 @@ def find_sink_problems(spec: RunSpec) -> Iterator[SpecProblem]:
     for name in _SINKS:
         if getattr(chosen, name) is not None and find_spec(name) is None:
             rule = f"must have its package installed where the coordinator runs, got no {name}"
-            remedy = f"run `make sinks` in a clone, or pip install 'specrl[{name}]' elsewhere; or remove the sink"
+            remedy = f"run `make sinks` in a clone, or install the extra `{name}` (docs/install.md); or remove the sink"
             yield SpecProblem(f"telemetry.sinks.{name}", rule, remedy)
     if chosen.mlflow is not None and chosen.mlflow.tracking_uri is None and not os.environ.get("MLFLOW_TRACKING_URI"):
         rule = "must be set here or as MLFLOW_TRACKING_URI in the environment, got neither"

@@ -101,7 +101,7 @@ def open_store(uri: str) -> tuple[Any, str]:
     except (ImportError, ValueError) as error:
         raise FetchFailed(
             f"{URI} must be a URI whose file system is installed, got {uri}: {first_line(error)}; "
-            "pip install 'specrl[s3]', 'specrl[gcs]' or 'specrl[azure]', for pods into the image specrl-control"
+            "install the extra `s3`, `gcs` or `azure` (docs/install.md), for pods in the image specrl-control"
         ) from error
     return files, root.rstrip("/")
 

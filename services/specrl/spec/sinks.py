@@ -34,8 +34,8 @@ class Mlflow(Section):
 
 class Sinks(Section):
     """Programs that get the metrics of each step, besides metrics.jsonl; any number of members. Each needs its extra,
-    installed where the coordinator runs (`pip install 'specrl[wandb]'`). A sink that fails or hangs does not delay the
-    run, and catches up later."""
+    installed where the coordinator runs (docs/install.md). A sink that fails or hangs does not delay the run, and
+    catches up later."""
 
     tensorboard: EmptySection | None = None
     """Writes event files to the folder tensorboard in the run's folder."""

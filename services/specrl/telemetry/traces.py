@@ -29,7 +29,7 @@ def check(spec: RunSpec, _models: RunModels | None = None) -> list[SpecProblem]:
         import specrl.telemetry.otel  # noqa: F401 - imported only to see whether it works
     except ImportError as error:
         rule = f"must have OpenTelemetry's SDK and OTLP exporter installed, got neither ({error})"
-        remedy = "install the extra: pip install 'specrl[traces]', or remove telemetry.traces"
+        remedy = "install the extra `traces` (docs/install.md), or remove telemetry.traces"
         return [SpecProblem("telemetry.traces", rule, remedy)]
     return []
 

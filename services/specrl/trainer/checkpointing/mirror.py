@@ -46,7 +46,7 @@ class CheckpointMirror:
         except (ImportError, ValueError) as error:
             raise RunInvalid(
                 f"checkpoint.mirror must be a URL whose file system is installed, got {url}: {error}; "
-                "pip install 'specrl[s3]', 'specrl[gcs]' or 'specrl[azure]' wherever the trainer runs; for pods, into "
+                "install the extra `s3`, `gcs` or `azure` (docs/install.md) wherever the trainer runs; for pods, in "
                 "the trainer's image (docs/checkpoints.md)"
             ) from error
         self._root = root.rstrip("/")
