@@ -43,18 +43,18 @@ from specrl.generation.draft_lengths.step_costs import CONTRADICTION, StepCosts
 
 SWITCH_GAIN = 1.02  # a length must be this much faster to replace the current one; prevents flapping
 REVISE_STEPS = 16  # between two revisions of the table; a finished try revises it, too
-MOST_READING = 0.4  # of a step's time may be for prompts, or it is not compared
+MOST_READING = 0.4  # share of a step's time: a step that spends more on prompts is not compared
 DISTURBED = 5.0  # a step that takes so many times the expected time does not count in the gains
 
 # Tries.
 TRY_STEPS = 5  # steps of a try that count; two more have drafts of other lengths
 LONGEST_TRY = 48  # steps of a try at most: some read too many prompts to count
-EARLY_STEPS = 256  # steps of a batch size in which it is new
-EARLY_TRY_EVERY = 10  # counted steps from one try to the next there
-TRY_EVERY = 64  # the same later
-FEW_TRIES = 4  # a length with fewer is tried again at once
-HOPELESS = 0.85  # a length that is slower than this share of the best speed is not, after its first try
-LOSS_SHARE = 0.002
+EARLY_STEPS = 256  # a batch size is new for so many steps
+EARLY_TRY_EVERY = 10  # counted steps from one try to the next at a new batch size
+TRY_EVERY = 64  # the same at others
+FEW_TRIES = 4  # a length that was tried less often is tried again at once, unless it is HOPELESS
+HOPELESS = 0.85  # share of the speed of the length in use: a slower length is not worth another try soon
+LOSS_SHARE = 0.002  # of the time may be lost by tries of a length that is known to be slower
 
 TRIAL_STEPS = 192  # of a trial at most; about as many as one request takes
 SHORTEST_TRIAL = 64  # for the rest after it
@@ -155,7 +155,8 @@ class DraftLengthController:
         return True
 
     def _forget_missed(self) -> None:
-        # Since drafts pay at the current batch size: time that they would have saved, and whether requests arrived.
+        # Both count from when drafts began to pay at the current batch size: the time that they would have saved, and
+        # whether requests have arrived.
         self._missed_s = 0.0
         self._is_fed = False
 
