@@ -61,7 +61,7 @@ def build_compile_environment(spec: RunSpec, is_cpu: bool) -> dict[str, str]:
     vLLM's sampler uses torch.compile even in eager mode. On CPUs that needs a C++ compiler, takes about twenty seconds
     at the first tokens, and is slower afterwards. So eager mode turns it off.
 
-    The other two are those that vLLM 0.32 sets itself, but after its imports (platforms/cpu.py).
+    The last two are those that vLLM 0.32 sets itself, but after its imports (platforms/cpu.py).
     """
     if not is_cpu:
         return {}
@@ -69,6 +69,7 @@ def build_compile_environment(spec: RunSpec, is_cpu: bool) -> dict[str, str]:
         return {"TORCH_COMPILE_DISABLE": "1"}
     return {
         "TORCH_COMPILE_DISABLE": "0",
+        "TORCHDYNAMO_DISABLE": "0",  # in a user's environment it would make vLLM's start fail
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "TORCHINDUCTOR_CPP_DYNAMIC_THREADS": "1",
     }
