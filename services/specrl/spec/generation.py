@@ -208,8 +208,9 @@ class Generation(Section):
     """Whether each of a replica's GPUs holds some experts of a mixture whole, instead of a part of every expert. Needs
     tensorParallel above 1. Not on CPUs, for which vLLM has no such kernel."""
     eager: bool | None = None
-    """True: compute without compilation and CUDA graphs. Null: true on CPUs, false on GPUs. On CPUs, false needs g++
-    and half a minute of CPU time at a start. It is worth that if a replica generates some 300,000 tokens."""
+    """True: compute without compilation and CUDA graphs. Null: false on GPUs. On CPUs, false costs half a minute of CPU
+    time or more at each start, and needs g++. So null is false there if the run is long enough to be worth it, which
+    follows from schedule, sampling.maxTokens and the policy's layers."""
     threads: Positive = 1
     """CPU threads of one replica."""
     gpus_per_replica: Annotated[WholeNumber, Field(ge=0, le=1024), OnCluster.ONLY] = 0

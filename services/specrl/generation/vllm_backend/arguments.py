@@ -51,7 +51,10 @@ def build_environment(spec: RunSpec, nodes: ReplicaNodes = ONE_NODE) -> dict[str
 
 
 def is_eager(spec: RunSpec, is_cpu: bool) -> bool:
-    """Whether to run without compilation and CUDA graphs: generation.eager, or True on CPUs if it is null."""
+    """Whether to run without compilation and CUDA graphs: generation.eager, or True on CPUs if it is null.
+
+    See `compilation.resolve_eager`, which replaces null.
+    """
     return spec.generation.eager if spec.generation.eager is not None else is_cpu
 
 

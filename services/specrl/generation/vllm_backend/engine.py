@@ -42,6 +42,7 @@ from specrl.errors import (
     VersionConflict,
 )
 from specrl.forked_process import ReservedFork
+from specrl.generation.compilation import resolve_eager
 from specrl.generation.engine import LoadTiming
 from specrl.generation.nodes import ONE_NODE, ReplicaNodes
 from specrl.generation.vllm_backend import arguments, checkpoint, draft_length_client, launch
@@ -122,6 +123,7 @@ class VllmEngine:
         began = time.monotonic()
         try:
             self._folders = launch.read_folders(self._spec, self._cleanup)
+            self._spec = resolve_eager(self._spec, self._folders.policy)
             self._end_token_ids = find_end_tokens(self._spec, self._folders.policy)
             self._start_vllm(launch.build_vllm_config(self._spec, self._folders, self._nodes), core)
             await self._check_workers()
@@ -134,7 +136,12 @@ class VllmEngine:
         except BaseException:
             await self.close()
             raise
-        log.info("engine_started", replica=self._replica_id, seconds=round(time.monotonic() - began, 1))
+        log.info(
+            "engine_started",
+            replica=self._replica_id,
+            seconds=round(time.monotonic() - began, 1),
+            eager=self._spec.generation.eager,
+        )
 
     def _start_vllm(self, config: Any, core: ReservedFork | None) -> None:
         from vllm.v1.engine.async_llm import AsyncLLM

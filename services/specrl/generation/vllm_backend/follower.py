@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from specrl.errors import EngineFailed
+from specrl.generation.compilation import resolve_eager
 from specrl.generation.nodes import ReplicaNodes
 from specrl.generation.vllm_backend import launch
 from specrl.spec import RunSpec
@@ -38,7 +39,8 @@ class FollowerNode:
         the event loop.
         """
         folders = launch.read_folders(self._spec, self._cleanup)
-        config = launch.build_vllm_config(self._spec, folders, self._nodes)
+        spec = resolve_eager(self._spec, folders.policy)
+        config = launch.build_vllm_config(spec, folders, self._nodes)
         await met.wait()
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()

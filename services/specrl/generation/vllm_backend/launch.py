@@ -25,6 +25,7 @@ from specrl.drafting import preflight as drafting
 from specrl.drafting.registry import find_kind
 from specrl.errors import CheckpointInvalid, MemoryTooSmall, raise_problems
 from specrl.forked_process import ForkContext, ReservedFork, reserve_fork
+from specrl.generation.compilation import resolve_eager
 from specrl.generation.nodes import ReplicaNodes
 from specrl.generation.tokenizer_check import check_tokenizers
 from specrl.generation.vllm_backend import arguments
@@ -106,8 +107,12 @@ def reserve_engine_core(spec: RunSpec, nodes: ReplicaNodes) -> Iterator[Reserved
     if sys.platform != "linux" or visible_gpus() or spec.generation.tensor_parallel > 1:
         yield None
         return
-    _read_checked_models(spec)  # so that a wrong model is refused before the imports
-    os.environ.update(arguments.build_environment(spec, nodes) | arguments.build_compile_environment(spec, is_cpu=True))
+    policy = _read_checked_models(spec).policy  # so that a wrong model is refused before the imports
+    assert policy is not None
+    chosen = resolve_eager(spec, policy)
+    os.environ.update(
+        arguments.build_environment(chosen, nodes) | arguments.build_compile_environment(chosen, is_cpu=True)
+    )
     _import_vllm()
     fork = reserve_fork()
     if fork is None:
