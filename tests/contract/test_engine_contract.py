@@ -252,6 +252,25 @@ async def test_a_corrupt_transfer_is_refused_and_a_repeated_one_succeeds(case: C
     assert case.margins(case.current, case.requests(1)[0].prompt_token_ids, fresh.token_ids_T.tolist()).max() < 1e-3
 
 
+async def test_a_load_whose_caller_is_gone_ends_with_the_new_version(case: Case, sender: WeightSender) -> None:
+    number = (await case.engine.get_status()).policy_version + 1
+    _, sent = await transfer_weights(case.engine, sender, case.weights[1 - case.current], number)
+    loading = asyncio.create_task(case.engine.load_weights(sent))
+    async with asyncio.timeout(60):
+        while not (loading.done() or (await case.engine.get_status()).is_paused):  # noqa: ASYNC110 - a status
+            await asyncio.sleep(0.001)
+        loading.cancel()  # as gRPC does when the coordinator dies
+        await asyncio.wait([loading])
+        while (await case.engine.get_status()).policy_version < number:  # noqa: ASYNC110 - a status
+            await asyncio.sleep(0.001)
+        while (await case.engine.get_status()).is_paused:  # noqa: ASYNC110 - a status
+            await asyncio.sleep(0.001)
+    case.current = 1 - case.current
+    (fresh,) = await _collect(case, case.requests(1, temperature=0))
+    assert fresh.versions[0].policy_version == number
+    assert case.margins(case.current, case.requests(1)[0].prompt_token_ids, fresh.token_ids_T.tolist()).max() < 1e-3
+
+
 async def test_weights_can_arrive_as_files(case: Case, tmp_path: Path) -> None:
     before = (await case.engine.get_status()).policy_version
     new = case.weights[1 - case.current]

@@ -59,6 +59,8 @@ class Engine(Protocol):
     async def load_weights(self, sent: WeightChecksums) -> LoadTiming:
         """Verify the staging area against `sent`, pause, load policy and drafter, switch to the version, resume.
 
+        A cancelled call leaves no pause and no version in part: the load still ends, or the engine has failed.
+
         Raises ChecksumMismatch (nothing is loaded, no pause, and the staging area is dropped) or VersionConflict
         (nothing was staged).
         """

@@ -3,7 +3,8 @@
     SERVING --ReceiveWeights*--> SERVING (staged) --CommitUpdate--> SERVING (new version)
 
 Rollouts continue while weights arrive. They are paused only within CommitUpdate, which either ends with the new version
-or fails before the pause if checksums differ. So a coordinator that dies during an update leaves no replica paused.
+or fails before the pause if checksums differ. A load goes on when its call is cancelled (`Engine.load_weights`). So a
+coordinator that dies during an update leaves no replica paused.
 
 Called by the coordinator, through `main`'s gRPC server.
 """

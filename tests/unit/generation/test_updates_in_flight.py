@@ -269,6 +269,84 @@ async def test_requests_that_waited_for_a_failed_load_are_refused(vllm_imported:
     assert "resume" not in llm.calls
 
 
+async def cancel_load(engine: VllmEngine, llm: StandInLlm, failure: Exception | None = None) -> None:
+    """Cancel `load_weights` while the workers load; let them finish afterwards, or raise `failure`."""
+    may_finish = asyncio.Event()
+
+    async def load(method: str, *, args: tuple[Any, ...]) -> list[Any]:
+        llm.calls.append(method)
+        await may_finish.wait()
+        if failure is not None:
+            raise failure
+        return []
+
+    llm.collective_rpc = load  # type: ignore[method-assign]
+    loading = asyncio.create_task(update(engine))
+    await run_all_tasks()
+    assert (await engine.get_status()).is_paused
+    loading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await loading
+    may_finish.set()
+    await run_all_tasks()
+
+
+async def test_a_load_whose_caller_is_gone_ends_with_the_new_version(vllm_imported: None) -> None:
+    """Once a coordinator that died during a commit left the engine paused, with new weights under the old version."""
+    engine, llm = an_engine("Keep")
+    await cancel_load(engine, llm)
+    status = await engine.get_status()
+    assert (status.policy_version, status.is_paused) == (1, False)
+    assert llm.calls[-1] == "resume"
+
+
+async def test_a_load_that_fails_after_its_caller_is_gone_fails_the_engine(vllm_imported: None) -> None:
+    engine, llm = an_engine("Keep")
+    await cancel_load(engine, llm, RuntimeError("a worker died"))
+    with pytest.raises(EngineFailed, match="a worker died"):
+        await engine.get_status()
+
+
+@pytest.mark.parametrize("call", ["pause_generation", "resume_generation"])
+async def test_an_update_that_cannot_pause_or_resume_fails_the_engine(
+    vllm_imported: None, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    engine, llm = an_engine("Keep")
+
+    async def fail(**_: Any) -> None:
+        raise RuntimeError("an error in the engine core")
+
+    monkeypatch.setattr(llm, call, fail)
+    with pytest.raises(EngineFailed, match="an error in the engine core"):
+        await update(engine)
+    with pytest.raises(EngineFailed, match="an update of gen-0 failed"):
+        await engine.get_status()
+
+
+@pytest.mark.parametrize("call", ["pause_generation", "reset_prefix_cache", "resume_generation"])
+async def test_an_admission_that_is_cancelled_resumes_scheduling_and_leaves_no_request(
+    vllm_imported: None, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Once a cancelled pause was never resumed, and a cancelled resumption left its requests running unread."""
+    engine, llm = an_engine("Keep")
+    answer = getattr(llm, call)
+
+    async def answer_late(**keywords: Any) -> None:
+        await answer(**keywords)
+        await asyncio.sleep(0)
+        monkeypatch.undo()
+        admitting.cancel()
+        await asyncio.sleep(0)
+
+    monkeypatch.setattr(llm, call, answer_late)
+    requests = [RolloutRequest("a", "g", 0, (3, 4), Sampling(8))]
+    admitting = asyncio.create_task(engine._admit_requests(requests, True))
+    with pytest.raises(asyncio.CancelledError):
+        await admitting
+    assert "resume" in llm.calls
+    assert llm.output_processor.request_states == {}
+
+
 async def test_recompute_resets_running_requests_and_aborts_none(vllm_imported: None) -> None:
     engine, llm = an_engine("Recompute")
     waiting = asyncio.create_task(collect(engine, "begun", "new"))

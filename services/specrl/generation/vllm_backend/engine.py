@@ -11,6 +11,9 @@ worker while rollouts go on. A rank of this node tells the engine when it has it
 bounds the collectives. A rollout waits for vLLM's next output under neither lock. Lock order: `_transfer` before
 `_lock`.
 
+Cancellation. gRPC cancels a call whose caller dies. A load has a task of its own and goes on: half of one would leave
+the engine paused, with weights of one version under the label of another.
+
 KV cache across versions. vLLM cannot drop cached prefixes while unfinished requests hold blocks. So prompts are salted
 with the number of loads, and a request never finds a prefix that was computed with older weights. Requests without a
 token when weights change are restarted, so that none starts on an older version's prefix. With weights.kvCache
@@ -107,6 +110,7 @@ class VllmEngine:
         self._is_paused = False
         self._staged: tuple[WeightManifest, WeightChecksums] | None = None
         self._expected: WeightManifest | None = None
+        self._loading: set[asyncio.Task[LoadTiming]] = set()  # keeps the tasks alive when their callers are gone
         self._failure: SpecrlError | None = None
         self._llm: Any = None
         self._counters: Any = None
@@ -213,22 +217,23 @@ class VllmEngine:
         admitted: list[PendingRollout] = []
         async with self._lock:
             self._check_alive()  # a load may have failed during the wait
-            if together:
-                await self._pause_scheduling()
-                if not self._live:
-                    with translate_errors("empty its prefix cache"):
-                        await self._llm.reset_prefix_cache()
             try:
-                for request in requests:
-                    stop_tokens = find_stop_tokens(request.sampling.stop, self._folders.policy)
-                    admitted.append(PendingRollout(request, await self._add_request(request), stop_tokens))
+                try:
+                    if together:
+                        await self._pause_scheduling()
+                        if not self._live:
+                            with translate_errors("empty its prefix cache"):
+                                await self._llm.reset_prefix_cache()
+                    for request in requests:
+                        stop_tokens = find_stop_tokens(request.sampling.stop, self._folders.policy)
+                        admitted.append(PendingRollout(request, await self._add_request(request), stop_tokens))
+                finally:
+                    if together:  # also if the pause was cancelled, since vLLM pauses all the same
+                        await self._resume_scheduling()
             except BaseException:
                 for pending in admitted:
                     await self._abort_request(pending)
                 raise
-            finally:
-                if together:
-                    await self._resume_scheduling()
         self._live.update({id(pending): pending for pending in admitted})
         return admitted
 
@@ -344,8 +349,17 @@ class VllmEngine:
         )
 
     async def load_weights(self, sent: WeightChecksums) -> LoadTiming:
-        """Verify the staging area against `sent`, pause, load policy and drafter, switch versions, resume."""
+        """Verify the staging area against `sent`, pause, load policy and drafter, switch versions, resume.
+
+        A cancelled call ends at once, and its load goes on.
+        """
         self._check_alive()
+        loading = asyncio.create_task(self._load_version(sent), name="load-weights")
+        self._loading.add(loading)
+        loading.add_done_callback(self._loading.discard)
+        return await asyncio.shield(loading)
+
+    async def _load_version(self, sent: WeightChecksums) -> LoadTiming:
         async with self._transfer:
             if self._staged is None:
                 raise VersionConflict(
@@ -364,19 +378,20 @@ class VllmEngine:
     async def _swap_weights(self, sent: WeightChecksums, has_drafter: bool) -> LoadTiming:
         """Pause, load and resume. This is the only part of an update that interrupts rollouts."""
         began = time.monotonic()
-        await self._pause_scheduling()
-        self._is_paused = True
-        paused = time.monotonic()
         try:
+            await self._pause_scheduling()
+            self._is_paused = True
+            paused = time.monotonic()
             await self._load_staged(sent.policy_version)
             self._drafter_version = sent.drafter_version if has_drafter else NO_DRAFTER
             metrics.REPLICA_DRAFTER_VERSION.set(self._drafter_version)
+            loaded = time.monotonic()
+            self._counters.times.note_interruption()
+            await self._resume_scheduling()
         except SpecrlError as error:
-            self._failure = error  # some tensors may be new, so this engine must not sample again
+            # Some tensors may be new, and scheduling may be paused for good: this engine must not be used again.
+            self._failure = error
             raise
-        loaded = time.monotonic()
-        self._counters.times.note_interruption()
-        await self._resume_scheduling()
         self._is_paused = False
         return LoadTiming(paused - began, loaded - paused, time.monotonic() - loaded)
 
@@ -422,6 +437,8 @@ class VllmEngine:
         """Stop vLLM and its processes, and delete the scratch folder. Idempotent."""
         llm = self._llm
         self._llm = None
+        for loading in self._loading:
+            loading.cancel()
         if self._drafting is not None:
             self._drafting.close()
         if llm is not None:
