@@ -6,11 +6,13 @@ tests/integration/generation/test_weight_updates.py tests the same with a real v
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from tests.run_files import a_run
 
 from specrl.errors import DeadlineExceeded, EngineFailed
@@ -94,6 +96,10 @@ class StandInLlm:
 
     async def resume_generation(self) -> None:
         self.calls.append("resume")
+
+    async def is_paused(self) -> bool:
+        self.calls.append("is paused")
+        return False
 
     async def update_weight_version(self, version: str) -> None:
         self.calls.append(f"version {version}")
@@ -263,7 +269,7 @@ async def test_requests_that_waited_for_a_failed_load_are_refused(vllm_imported:
     is_broken.set()
     with pytest.raises(EngineFailed, match="specrl_load: RuntimeError: a worker died"):
         await loading
-    with pytest.raises(EngineFailed, match="an update of gen-0 failed"):
+    with pytest.raises(EngineFailed, match="the engine of gen-0 failed and must be restarted"):
         await waiting
     assert llm.requests == []
     assert "resume" not in llm.calls
@@ -319,7 +325,7 @@ async def test_an_update_that_cannot_pause_or_resume_fails_the_engine(
     monkeypatch.setattr(llm, call, fail)
     with pytest.raises(EngineFailed, match="an error in the engine core"):
         await update(engine)
-    with pytest.raises(EngineFailed, match="an update of gen-0 failed"):
+    with pytest.raises(EngineFailed, match="the engine of gen-0 failed and must be restarted"):
         await engine.get_status()
 
 
@@ -345,6 +351,59 @@ async def test_an_admission_that_is_cancelled_resumes_scheduling_and_leaves_no_r
         await admitting
     assert "resume" in llm.calls
     assert llm.output_processor.request_states == {}
+
+
+@pytest_asyncio.fixture
+async def watched(vllm_imported: None, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[VllmEngine, StandInLlm]]:
+    """An engine whose core is asked for signs of life all the time, and may take 10 ms."""
+    monkeypatch.setattr("specrl.generation.vllm_backend.engine.CORE_CHECK_S", 0.0)
+    monkeypatch.setattr("specrl.generation.vllm_backend.engine.CORE_ANSWER_S", 0.01)
+    engine, llm = an_engine("Keep")
+    watch = asyncio.create_task(engine._watch_core())
+    yield engine, llm
+    watch.cancel()
+
+
+async def ask_until_failed(engine: VllmEngine) -> None:
+    async with asyncio.timeout(20):
+        while True:
+            await engine.get_status()
+            await asyncio.sleep(0.01)
+
+
+async def test_an_engine_core_that_hangs_fails_the_engine(watched: tuple[VllmEngine, StandInLlm]) -> None:
+    """Once a kernel that never ended was noticed by nobody, and every update of all replicas failed because of it."""
+    engine, llm = watched
+    while llm.calls.count("is paused") < 2:  # noqa: ASYNC110 - a list
+        await asyncio.sleep(0)
+    assert (await engine.get_status()).policy_version == -1
+    is_hanging = asyncio.Event()
+
+    async def hang() -> bool:
+        is_hanging.set()
+        await asyncio.Event().wait()
+        return False
+
+    llm.is_paused = hang  # type: ignore[method-assign]
+    await asyncio.wait_for(is_hanging.wait(), 20)
+    with pytest.raises(EngineFailed, match=r"did not answer within 0\.01 s and seems to hang"):
+        await ask_until_failed(engine)
+
+
+async def test_an_engine_core_that_loads_weights_may_take_longer(watched: tuple[VllmEngine, StandInLlm]) -> None:
+    engine, llm = watched
+    engine._expected = WeightManifest((TensorMeta("policy.weight", WeightOwner.POLICY, "float32", (10**12,)),), 1)
+    has_loaded = asyncio.Event()
+
+    async def answer_late() -> bool:
+        await asyncio.sleep(0.1)
+        has_loaded.set()
+        return False
+
+    llm.is_paused = answer_late  # type: ignore[method-assign]
+    await asyncio.wait_for(has_loaded.wait(), 20)
+    await run_all_tasks()
+    assert (await engine.get_status()).policy_version == -1
 
 
 async def test_recompute_resets_running_requests_and_aborts_none(vllm_imported: None) -> None:

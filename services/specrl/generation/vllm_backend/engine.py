@@ -1,6 +1,6 @@
 """VllmEngine: implements the Engine protocol on vLLM's AsyncLLM, with speculation and weight updates in flight.
 
-    LOADING -> SERVING -> CLOSED          FAILED: vLLM died, or a load failed; every call raises
+    LOADING -> SERVING -> CLOSED          FAILED: vLLM died or hangs, or a load failed; every call raises
     SERVING -> (paused: nothing is computed) -> SERVING        load_weights, generate(admit_together=True)
 
 Called by `GenerationService` and `generation.main`.
@@ -10,6 +10,9 @@ with the current step, and the load. `_transfer` is held during a weight transfe
 worker while rollouts go on. A rank of this node tells the engine when it has its share, and the group's `timeout_s`
 bounds the collectives. A rollout waits for vLLM's next output under neither lock. Lock order: `_transfer` before
 `_lock`.
+
+A core that hangs, such as in a kernel that never ends, leaves the front end alive. So the core is asked for a sign of
+life now and then. Without an answer the engine is FAILED, and its process ends.
 
 Cancellation. gRPC cancels a call whose caller dies. A load has a task of its own and goes on: half of one would leave
 the engine paused, with weights of one version under the label of another.
@@ -29,7 +32,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -74,6 +77,12 @@ INITIAL_VERSION = -1  # weights of the model's folder, before the first update
 CLOSE_GRACE_S = 20.0  # for the engine core to end by itself before it is killed
 COLLECTIVE_MARGIN_S = 10.0  # for a worker's answer, beyond the deadlines of its collectives
 
+# Between two questions for a sign of life, and the longest wait for an answer. The core answers after the steps that it
+# has scheduled ahead, at most two. vLLM bounds a step of several workers by 300 s (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS),
+# and one of a single worker not at all.
+CORE_CHECK_S = 30.0
+CORE_ANSWER_S = 600.0
+
 # Between two questions whether weights have arrived. vLLM 0.33's engine core answers after all steps that it has
 # scheduled ahead (v1/engine/core.py), so each question costs the overlap of some steps. Before the first notification,
 # a question only has to notice a dead worker. After it, the other ranks are about to have theirs.
@@ -110,6 +119,7 @@ class VllmEngine:
         self._is_paused = False
         self._staged: tuple[WeightManifest, WeightChecksums] | None = None
         self._expected: WeightManifest | None = None
+        self._watch: asyncio.Task[None] | None = None
         self._loading: set[asyncio.Task[LoadTiming]] = set()  # keeps the tasks alive when their callers are gone
         self._failure: SpecrlError | None = None
         self._llm: Any = None
@@ -130,13 +140,9 @@ class VllmEngine:
             self._spec = resolve_eager(self._spec, self._folders.policy)
             self._end_token_ids = find_end_tokens(self._spec, self._folders.policy)
             self._start_vllm(launch.build_vllm_config(self._spec, self._folders, self._nodes), core)
-            await self._check_workers()
-            if self._draft_lengths:
-                file = self._costs_file()
-                await draft_length_client.seed_costs(self._llm, file, self._shared_costs)
-                self._drafting = draft_length_client.ReportPoller(self._llm, self._replica_id, file, self._shared_costs)
-            with translate_errors("take its first version"):
-                await self._llm.update_weight_version(str(INITIAL_VERSION))
+            async with self._bound_core(CORE_ANSWER_S):
+                await self._prepare_core()
+            self._watch = asyncio.create_task(self._watch_core(), name="watch-core")
         except BaseException:
             await self.close()
             raise
@@ -146,6 +152,15 @@ class VllmEngine:
             seconds=round(time.monotonic() - began, 1),
             eager=self._spec.generation.eager,
         )
+
+    async def _prepare_core(self) -> None:
+        await self._check_workers()
+        if self._draft_lengths:
+            file = self._costs_file()
+            await draft_length_client.seed_costs(self._llm, file, self._shared_costs)
+            self._drafting = draft_length_client.ReportPoller(self._llm, self._replica_id, file, self._shared_costs)
+        with translate_errors("take its first version"):
+            await self._llm.update_weight_version(str(INITIAL_VERSION))
 
     def _start_vllm(self, config: Any, core: ReservedFork | None) -> None:
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -433,10 +448,43 @@ class VllmEngine:
             step_costs=self._counters.times.list_costs(),
         )
 
+    async def _watch_core(self) -> None:
+        """Ask the engine core for a sign of life every CORE_CHECK_S. Without one the engine is FAILED.
+
+        This also bounds all other calls to the core, since it answers in order.
+        """
+        while self._failure is None:
+            await asyncio.sleep(CORE_CHECK_S)
+            # The core may be loading weights, whose time depends on their size.
+            loaded_bytes = self._expected.size_bytes if self._expected is not None else 0
+            try:
+                async with self._bound_core(compute_phase_deadline_s(CORE_ANSWER_S, loaded_bytes)):
+                    with translate_errors("give a sign of life"):
+                        await self._llm.is_paused()
+            except EngineFailed as error:
+                self._failure = error
+
+    @asynccontextmanager
+    async def _bound_core(self, within_s: float) -> AsyncIterator[None]:
+        """Raise EngineFailed if the body, which waits for the engine core, takes longer than `within_s`."""
+        bound = asyncio.timeout(within_s)
+        try:
+            async with bound:
+                yield
+        except TimeoutError as error:
+            if not bound.expired():
+                raise
+            raise EngineFailed(
+                f"the engine core of {self._replica_id} did not answer within {within_s:g} s and seems to hang; the "
+                "replica is restarted"
+            ) from error
+
     async def close(self) -> None:
         """Stop vLLM and its processes, and delete the scratch folder. Idempotent."""
         llm = self._llm
         self._llm = None
+        if self._watch is not None:
+            self._watch.cancel()
         for loading in self._loading:
             loading.cancel()
         if self._drafting is not None:
@@ -450,7 +498,7 @@ class VllmEngine:
     def _check_alive(self) -> None:
         if self._failure is not None:
             raise EngineFailed(
-                f"an update of {self._replica_id} failed and it must be restarted: {self._failure}"
+                f"the engine of {self._replica_id} failed and must be restarted: {self._failure}"
             ) from self._failure
         if self._llm is None:
             raise EngineFailed(f"the engine of {self._replica_id} is not running; start it first")
