@@ -4,7 +4,8 @@
     attached to a call <-> detached --after generation.reattachS--> forgotten (a LIVE one is aborted)
 
 When a call breaks, its rollouts become detached: the engine continues them, and results are kept. A delivered rollout
-is kept, too, since the coordinator may have died before it stored it. A replica lists its rollouts when it registers.
+is kept, too, since the coordinator may have died before it stored it. A replica lists its rollouts when it registers,
+as many as fit into the message.
 
 A request with `resumes` attaches to a rollout that is held under its id. Any other request starts the rollout again.
 The caller has given the held one up: it may be older than the caller accepts, or sampled from corrupt weights.
@@ -24,6 +25,13 @@ import structlog
 from specrl.errors import EngineFailed, PeerUnavailable, SpecrlError
 from specrl.generation.engine import Engine, generate_checked
 from specrl.records import HeldRollout, Rollout, RolloutRequest
+from specrl.rpc.limits import CONTROL_BYTES
+
+HELD_BYTES = CONTROL_BYTES // 2
+"""Room for held rollouts in a registration, whose other half is left for the status."""
+
+HELD_FRAME_BYTES = 20
+"""Most bytes of a held rollout beside its id: three tags, two lengths of two bytes each, and a version of ten."""
 
 log = structlog.get_logger(__name__)
 
@@ -59,8 +67,19 @@ class DetachedRollouts:
         self._held: dict[str, _HeldRollout] = {}
 
     def list_held(self) -> list[HeldRollout]:
-        """List the rollouts that a call can resume, live and finished ones."""
-        return [HeldRollout(name, held.policy_version) for name, held in self._held.items()]
+        """List the rollouts that a call can resume, live and finished ones, as many as a registration has room for.
+
+        Live ones come first, then the newest. Those that are left out are sampled again.
+        """
+        newest_first = reversed(self._held.items())
+        found: list[HeldRollout] = []
+        left_bytes = HELD_BYTES
+        for name, held in sorted(newest_first, key=lambda item: item[1].arrival.done()):
+            left_bytes -= len(name.encode()) + HELD_FRAME_BYTES
+            if left_bytes < 0:
+                break
+            found.append(HeldRollout(name, held.policy_version))
+        return found
 
     async def stream_finished(
         self, requests: Sequence[RolloutRequest], policy_version: int, *, admit_together: bool, resumes: bool

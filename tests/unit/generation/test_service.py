@@ -16,9 +16,22 @@ from tests.weight_sender import WeightSender, manifest_of
 
 from specrl.api.v1 import generation_pb2_grpc
 from specrl.errors import ChecksumMismatch, EngineFailed, PeerUnavailable, RecordInvalid, VersionConflict
+from specrl.generation.detached_rollouts import DetachedRollouts
 from specrl.generation.service import GenerationService
-from specrl.records import Rollout, RolloutRequest, Sampling, TensorMeta, WeightChecksums, WeightGroup, WeightOwner
+from specrl.records import (
+    Peer,
+    Role,
+    Rollout,
+    RolloutRequest,
+    Sampling,
+    TensorMeta,
+    WeightChecksums,
+    WeightGroup,
+    WeightOwner,
+    wire,
+)
 from specrl.rpc.clients import GenerateOptions, GenerationClient
+from specrl.rpc.limits import CONTROL_BYTES
 from specrl.rpc.server import start_server
 from specrl.spec.run import Weights
 from specrl.weights import files
@@ -339,6 +352,32 @@ async def test_a_detached_rollout_is_aborted_and_forgotten_after_its_time(replic
     async with asyncio.timeout(DEADLINE_S):
         while replica.service.list_held() or (await replica.client.get_status()).live_requests:  # noqa: ASYNC110 - a counter
             await asyncio.sleep(0.01)
+
+
+class HangingEngine(TableEngine):
+    """Never finishes the rollout with sample index 0."""
+
+    async def _sample_rollout(self, request: RolloutRequest) -> Rollout:
+        if request.sample_index == 0:
+            await asyncio.Event().wait()
+        return await super()._sample_rollout(request)
+
+
+async def test_a_replica_that_holds_more_rollouts_than_a_registration_may_list_can_register() -> None:
+    """Once the registration exceeded its limit, and no such replica could return to a restarted coordinator."""
+    engine = HangingEngine()
+    await engine.start()
+    detached = DetachedRollouts(engine, keep_s=60.0)
+    asked = [RolloutRequest(f"{n:0256}", "g", n, (3,), Sampling(1, seed=n)) for n in range(4200)]
+    async with aclosing(detached.stream_finished(asked, 3, admit_together=True, resumes=False)) as finished:
+        for _ in asked[1:]:
+            await anext(finished)
+        held = detached.list_held()
+    detached.close()
+    peer = Peer("gen-0", Role.GENERATION, "127.0.0.1:1", "digest")
+    assert CONTROL_BYTES // 3 < wire.registration_to_wire(peer, None, held).ByteSize() < CONTROL_BYTES
+    newest = [request.rollout_id for request in reversed(asked)]
+    assert [item.rollout_id for item in held] == [asked[0].rollout_id, *newest][: len(held)]
 
 
 async def test_a_failed_rollout_is_not_held(replica: Replica) -> None:
