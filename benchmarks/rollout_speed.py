@@ -31,6 +31,7 @@ from rich.progress import Progress
 
 from specrl.generation.compare import (
     build_request,
+    check_batches,
     close_engines,
     compare_engines,
     format_table,
@@ -52,6 +53,7 @@ async def measure(arguments: argparse.Namespace, console: Console) -> None:
     """Start all engines, measure, print, and write the rows if asked."""
     run: Path = arguments.run
     spec = load_spec(run / "run.yaml")
+    check_batches(spec, arguments.batches)
     policy = run / "export" / "policy"
     drafter = run / "export" / "drafter"
     with Progress(console=console, disable=not console.is_terminal) as bar:

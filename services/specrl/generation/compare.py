@@ -134,6 +134,17 @@ def build_request(spec: RunSpec, prompt_token_ids: tuple[int, ...], place: str, 
     return RolloutRequest(place, place, 0, prompt_token_ids, wanted)
 
 
+def check_batches(spec: RunSpec, batches: Sequence[int]) -> None:
+    """Raise ValueError for a batch that the engines cannot have in flight. Call it before they start."""
+    most = spec.generation.max_live_rollouts
+    wrong = [batch for batch in batches if not 1 <= batch <= most]
+    if wrong:
+        raise ValueError(
+            f"a batch must be 1 to generation.maxLiveRollouts, {most}, got {wrong[0]}; more would wait inside vLLM. "
+            "Raise maxLiveRollouts in the run file, or measure smaller batches"
+        )
+
+
 async def measure_turn(engine: Engine, requests: Sequence[RolloutRequest], batch: int) -> TurnResult:
     """Run all requests, with `batch` of them in flight at a time, and measure the time."""
     waiting = list(reversed(requests))
@@ -247,6 +258,7 @@ async def _run_comparison(arguments: argparse.Namespace) -> None:
     console = Console(stderr=True)
     policy = str(arguments.policy or spec.model.path)
     drafter = str(arguments.drafter) if arguments.drafter else None
+    check_batches(spec, arguments.batches)
     with Progress(console=console, disable=not console.is_terminal) as bar:
         progress = show_on_bar(bar) if arguments.progress is None else partial(_write_progress, arguments.progress)
         engines = await start_engines(spec, arguments.mechanism, policy, drafter, progress)

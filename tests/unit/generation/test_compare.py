@@ -1,0 +1,39 @@
+"""What a comparison of mechanisms refuses before it starts an engine, and what it asks the engines for."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from tests.run_files import a_run_file
+
+from specrl.generation import compare
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--batches", "1,64"], "a batch must be 1 to generation.maxLiveRollouts, 32, got 64"),
+        (["--batches", "0"], "a batch must be 1 to generation.maxLiveRollouts, 32, got 0"),
+    ],
+    ids=["too-large", "empty"],
+)
+def test_a_comparison_that_cannot_be_measured_is_refused_before_an_engine_starts(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    said: str,
+) -> None:
+    """Once larger batches waited inside vLLM and were reported as live.
+
+    There is no policy here, so that a start would end with another message.
+    """
+    generation = {"sampling": {"maxTokens": 16}, "maxLiveRollouts": 32}
+    file = a_run_file(tmp_path, generation=generation)
+    monkeypatch.setattr(sys, "argv", ["compare", "--spec", str(file), "--mechanism", "none", *options])
+    with pytest.raises(SystemExit) as ended:
+        compare.main()
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
