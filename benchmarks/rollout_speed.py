@@ -118,6 +118,7 @@ async def plain(engine: Engine, _client: GenerationClient, requests: Sequence[Ro
             temperature=request.sampling.temperature,
             max_tokens=request.sampling.max_tokens,
             seed=request.sampling.seed,
+            stop=list(request.sampling.stop),
             logprobs=0,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )

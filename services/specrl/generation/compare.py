@@ -130,6 +130,7 @@ def build_request(spec: RunSpec, prompt_token_ids: tuple[int, ...], place: str, 
         top_p=float(sampling.top_p),
         top_k=sampling.top_k,
         seed=seed,
+        stop=sampling.stop,
     )
     return RolloutRequest(place, place, 0, prompt_token_ids, wanted)
 
@@ -216,14 +217,20 @@ def format_table(rows: Sequence[ComparisonRow]) -> Table:
 async def start_engines(
     spec: RunSpec, mechanisms: Sequence[str], policy: str, drafter: str | None, progress: ComparisonProgress
 ) -> dict[str, VllmEngine]:
-    """Start one vLLM engine per mechanism. If one fails, close those that have started."""
+    """Start one vLLM engine per mechanism. If one fails, close those that have started.
+
+    Raises ValueError, before any engine starts, for a mechanism that is unknown or named twice.
+    """
+    specs = {name: replace_speculation(spec, parse_mechanism(name, drafter), policy) for name in mechanisms}
+    if len(specs) < len(mechanisms):
+        raise ValueError(f"mechanisms must differ, got {', '.join(mechanisms)}; name each once")
     from specrl.generation.vllm_backend.engine import VllmEngine
 
     engines: dict[str, VllmEngine] = {}
     try:
-        for done, name in enumerate(mechanisms):
+        for done, (name, own) in enumerate(specs.items()):
             progress(f"starting the engine of {name}", done, len(mechanisms))
-            engine = VllmEngine(replace_speculation(spec, parse_mechanism(name, drafter), policy), name)
+            engine = VllmEngine(own, name)
             await engine.start()
             engines[name] = engine
     except BaseException:

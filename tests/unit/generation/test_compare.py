@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.run_files import a_run_file
+from tests.run_files import a_run, a_run_file
 
 from specrl.generation import compare
+from specrl.spec import parse_spec
 
 
 @pytest.mark.parametrize(
@@ -16,8 +17,10 @@ from specrl.generation import compare
     [
         (["--batches", "1,64"], "a batch must be 1 to generation.maxLiveRollouts, 32, got 64"),
         (["--batches", "0"], "a batch must be 1 to generation.maxLiveRollouts, 32, got 0"),
+        (["--mechanism", "ngram:3", "--mechanism", "none"], "mechanisms must differ, got none, ngram:3, none"),
+        (["--mechanism", "guess"], "a mechanism must be none, ngram"),
     ],
-    ids=["too-large", "empty"],
+    ids=["too-large", "empty", "twice", "unknown"],
 )
 def test_a_comparison_that_cannot_be_measured_is_refused_before_an_engine_starts(
     tmp_path: Path,
@@ -26,7 +29,7 @@ def test_a_comparison_that_cannot_be_measured_is_refused_before_an_engine_starts
     options: list[str],
     said: str,
 ) -> None:
-    """Once larger batches waited inside vLLM and were reported as live.
+    """Once larger batches waited inside vLLM and were reported as live, and a repeated mechanism leaked an engine.
 
     There is no policy here, so that a start would end with another message.
     """
@@ -37,3 +40,9 @@ def test_a_comparison_that_cannot_be_measured_is_refused_before_an_engine_starts
         compare.main()
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_requests_of_a_comparison_end_at_the_runs_stop_strings() -> None:
+    """Once they did not, so that a comparison measured longer rollouts than the run's."""
+    spec = parse_spec(a_run(Path("run"), generation={"sampling": {"maxTokens": 16, "stop": ["</answer>"]}}))
+    assert compare.build_request(spec, (3,), "r", 1).sampling.stop == ("</answer>",)
