@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,50 @@ def test_long_steps_make_cells_coarser_and_lose_no_work() -> None:
     assert found.ended_s == 0.0, "no recorder was set"
     found = timeline.build_report(STEPS_SEEN + 4, 4, 8)
     assert found.busy["gen-0"] == pytest.approx([1.0, 0.0] * 4, abs=0.05)
+
+
+def test_a_first_step_of_hours_is_shown_in_full_while_it_runs() -> None:
+    """Cells were made coarser only when a step ended: of a first step, the load of the last 163 s was kept."""
+    now = [BEGAN_S]
+    timeline = Timeline()
+    recorder = Recorder(lambda _: None, clock=lambda: now[0])
+    timeline.set_recorder(recorder)
+    recorder.begin_root(SpanName.STEP, COORDINATOR, SpanContext(1, 1, 1))
+    recorder.begin_span(SpanName.COLLECT, COORDINATOR, SpanContext(1, 1, 1))
+    for minute in range(240):
+        timeline(a_span(SpanName.ROLLOUT, "gen-0", 60.0 * minute, 60.0 * (minute + 1)))
+    now[0] += 4 * 3600.0
+    assert timeline.build_report(None, 4, 8).busy["gen-0"] == pytest.approx([1.0] * 8, abs=0.05)
+
+
+def test_a_gap_of_days_before_a_resume_costs_neither_memory_nor_detail(tmp_path: Path) -> None:
+    """A report allocated a number per cell of the time that it spans, and 62 hours are 11 million cells per lane.
+
+    The page asks for a report every second.
+    """
+    file = tmp_path / "timeline.jsonl"
+    Timeline(file)(a_step(1, 0.0, 4.0))
+    gap_s = 62 * 3600.0
+    now = [BEGAN_S + gap_s]
+    timeline = Timeline(file)
+    recorder = Recorder(timeline, clock=lambda: now[0])
+    timeline.set_recorder(recorder)
+    step = recorder.begin_root(SpanName.STEP, COORDINATOR, SpanContext(1, 1, 2))
+    for replica in range(4):
+        timeline(a_span(SpanName.ROLLOUT, f"gen-{replica}", gap_s, gap_s + 2.0))
+        recorder.begin_span(SpanName.ROLLOUT, f"gen-{replica}", step.context)
+    now[0] += 4.0
+    tracemalloc.start()
+    found = timeline.build_report(None, 4, 300)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 4 << 20
+    interval_s = (found.ended_s - found.began_s) / 300
+    for replica in range(4):
+        assert sum(found.busy[f"gen-{replica}"]) * interval_s == pytest.approx(2.0 + 4.0, abs=0.05 * interval_s)
+    step.end()
+    assert timeline.build_report(2, 1, 4).steps[0].step == 2
+    assert timeline._cell_s == FIRST_CELL_S, "the gap has no load, so it needs no cells"
 
 
 def test_memory_is_bounded() -> None:

@@ -2,8 +2,11 @@
 
 Rare work, such as the parts of a step or a replica's weight update, is kept span by span: the newest BARS_KEPT spans.
 Frequent work, rollouts and verdicts, is kept only as a load curve per lane: how much was in progress, in cells of equal
-width. When the cells no longer span STEPS_SEEN steps, each pair of cells is merged into one. So runs with steps of
-seconds and of hours are both shown in full.
+width. When the cells no longer span the last STEPS_SEEN steps and the present one, each pair of cells is merged into
+one. So runs with steps of seconds and of hours are both shown in full.
+
+A report may span more than the cells: the steps of a resumed run may be days apart. Its load curves are computed from
+the cells that there are, so its cost depends on CELLS and on the requested points, not on the time that it spans.
 
 Open spans are read from the Recorder when a page asks. The bars of the last STEPS_SEEN steps are in a file, so that a
 resumed run shows them; load curves are not. Each step appends one line to it, and every STEPS_SEEN steps the file is
@@ -140,11 +143,12 @@ class _LaneLoad:
         np.add.at(self.cells, (numbers // 2) % CELLS, values / 2)
         self.newest //= 2
 
-    def read_cells(self, first: int, end: int) -> np.ndarray:
-        """Return the values of cells `first` to `end` - 1 as an array [N]; 0 for cells outside the ring."""
-        numbers = np.arange(first, end)
-        is_known = (numbers > self.newest - CELLS) & (numbers <= self.newest)
-        return np.where(is_known, self.cells[numbers % CELLS], 0)
+    def sum_cells(self, edges: np.ndarray) -> np.ndarray:
+        """Sum the cells of each interval. edges: cell numbers, ascending, [P + 1]. Returns [P]."""
+        # Only the cells in the ring are read, however many lie between the edges.
+        numbers = np.arange(max(int(edges[0]), self.newest - CELLS + 1), min(int(edges[-1]), self.newest + 1))
+        places = np.searchsorted(edges, numbers, side="right") - 1
+        return np.bincount(places, self.cells[numbers % CELLS], minlength=len(edges) - 1)
 
 
 class Timeline:
@@ -163,6 +167,7 @@ class Timeline:
         self._cell_s = FIRST_CELL_S
         self._bars: deque[_SpanBar] = deque(maxlen=BARS_KEPT)
         self._busy: dict[str, _LaneLoad] = {}
+        self._first_load_s: float | None = None  # unix time of the first frequent span of this process
         self._steps: deque[tuple[int, float, float]] = deque(maxlen=STEPS_KEPT)
         if file is not None and file.exists():
             self._restore_steps(file)
@@ -213,6 +218,7 @@ class Timeline:
     def __call__(self, span: Span) -> None:
         """Add a finished span."""
         if span.name in FREQUENT_SPANS:
+            self._fit_cells(span)
             # Reinserted, so that the dictionary's first lane is the least recently used one.
             busy = self._busy.pop(span.lane, None) or _LaneLoad()
             self._busy[span.lane] = busy
@@ -221,16 +227,22 @@ class Timeline:
                 del self._busy[next(iter(self._busy))]
         elif span.name is SpanName.STEP and span.step is not None:
             self._steps.append((span.step, span.began_s, span.ended_s))
-            self._fit_cells()
             self._store_step(span.step, span.began_s, span.ended_s)
         elif span.name in DRAWN_SPANS:
             lane = DRAWN_SPANS[span.name] or span.lane
             self._bars.append(_SpanBar(lane, span.name, span.step or 0, span.began_s, span.ended_s))
 
-    def _fit_cells(self) -> None:
-        """Coarsen all cells until they span the last STEPS_SEEN steps."""
-        seen = list(self._steps)[-STEPS_SEEN:]
-        while seen[-1][2] - seen[0][1] > self._cell_s * CELLS:
+    def _fit_cells(self, newest: Span) -> None:
+        """Coarsen all cells until they span the load of the last STEPS_SEEN steps, and of the present one.
+
+        newest: the frequent span that is added next.
+        """
+        if self._first_load_s is None:
+            self._first_load_s = newest.began_s
+        seen_s = self._steps[-STEPS_SEEN][1] if len(self._steps) >= STEPS_SEEN else 0.0
+        # The time before the first load needs no cells: a resumed run has steps from before a gap of any length.
+        began_s = max(self._first_load_s, seen_s)
+        while newest.ended_s - began_s > self._cell_s * CELLS:
             self._cell_s *= 2
             for busy in self._busy.values():
                 busy.merge_cells()
@@ -299,16 +311,20 @@ class Timeline:
         points = min(points, count)
         edges = first + np.arange(points + 1) * count // points
         # Finished spans are in the cells already.
-        cells = {lane: busy.read_cells(first, first + count) for lane, busy in self._busy.items()}
-        # An open span counts from its beginning to the end: the cumulative sum of the beginnings per cell.
+        sums = {lane: busy.sum_cells(edges) for lane, busy in self._busy.items()}
+        # An open span counts from its beginning to the end.
         begun: dict[str, list[int]] = {}
         for span in self._find_open_spans(FREQUENT_SPANS) if is_live else ():
             begun.setdefault(span.lane, []).append(min(max(0, int(span.began_s / self._cell_s) - first), count - 1))
         for lane, places in begun.items():
-            cells[lane] = cells.get(lane, 0) + np.bincount(places, minlength=count).cumsum()
+            # Up to an edge, the spans that have begun before it cover (edge - place) cells each.
+            sorted_places = np.sort(places)
+            begun_before = np.searchsorted(sorted_places, edges - first)
+            covered = begun_before * (edges - first) - np.append(0, sorted_places.cumsum())[begun_before]
+            sums[lane] = sums.get(lane, 0) + np.diff(covered)
         shown = {}
-        for lane, values in cells.items():
-            means = np.add.reduceat(values, edges[:-1] - first) / np.diff(edges)
+        for lane, summed in sums.items():
+            means = summed / np.diff(edges)
             if means.any():
                 shown[lane] = np.round(means.astype(float), 2).tolist()
         return shown
