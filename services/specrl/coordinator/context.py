@@ -5,8 +5,9 @@ The loop and its parts receive the whole context instead of long argument lists.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -21,6 +22,7 @@ from specrl.coordinator.run_events import RunEvents
 from specrl.coordinator.run_spans import RunSpans
 from specrl.records import Prompt, Reward
 from specrl.spec import RunSpec
+from specrl.telemetry import metrics
 
 
 class PromptStream(IdentifiedPrompts, Protocol):
@@ -46,6 +48,7 @@ class RunContext:
     turns: tool settings of multi-turn rollouts; None if rollouts have one turn.
     events: the parts of a run publish here, and only observers subscribe.
     spans: traces of the run; recorded only if a trace sink is configured.
+    outcomes: rollouts by outcome, since the coordinator started.
     """
 
     spec: RunSpec
@@ -61,3 +64,9 @@ class RunContext:
     turns: TurnSettings | None
     events: RunEvents
     spans: RunSpans
+    outcomes: Counter[str] = field(default_factory=Counter)
+
+    def count_outcome(self, outcome: str, count: int) -> None:
+        """Count rollouts with this outcome, in the status and in the metrics."""
+        self.outcomes[outcome] += count
+        metrics.ROLLOUTS.labels(self.spec.name, outcome).inc(count)

@@ -33,7 +33,7 @@ from specrl.coordinator.rollouts.drafter_schedule import (
 from specrl.coordinator.rollouts.sampling import derive_seed, make_training_sampling
 from specrl.coordinator.rollouts.side_rollouts import make_side_requests, sample_rollouts
 from specrl.drafting.registry import find_kind
-from specrl.errors import PeerUnavailable
+from specrl.errors import PeerUnavailable, RecordInvalid
 from specrl.formats.durations import format_duration
 from specrl.formats.reports import DrafterInitReport, Phase
 from specrl.records import (
@@ -168,6 +168,7 @@ async def _collect_lessons(answering: _Answering, prompts: int, held_out: set[st
     """Sample what is missing of the answers to the first `prompts` prompts. Returns them all.
 
     Held-out answers are those of the first prompts alone, so that acceptance is measured on the same ones throughout.
+    Answers that were given up are left out.
     """
     requests = answering.make_requests(prompts)
     answers = await answering.load_or_sample(requests)
@@ -176,6 +177,7 @@ async def _collect_lessons(answering: _Answering, prompts: int, held_out: set[st
     pairs = [
         (prompt.prompt_id in held_out, place < first, TrainRollout(prompt.token_ids, answers[request.rollout_id], 0.0))
         for place, (request, prompt) in enumerate(requests)
+        if request.rollout_id in answers
     ]
     training = [rollout for is_held_out, _, rollout in pairs if not is_held_out]  # a drafter needs no advantage
     measured = [rollout for is_held_out, is_first, rollout in pairs if is_held_out and is_first]
@@ -204,11 +206,18 @@ class _Answering:
         )
 
     async def load_or_sample(self, requests: PromptedRequests) -> dict[str, Rollout]:
-        """Return the answers by rollout id. Missing ones are sampled and stored. The wait for replicas has no limit."""
+        """Return the answers by rollout id. Missing ones are sampled and stored. The wait for replicas has no limit.
+
+        An answer that is malformed in every attempt is given up, and not returned.
+        """
         ledger = self._context.ledger
-        wanted = {request.rollout_id for request, _ in requests}
+        wanted = {request.rollout_id: request for request, _ in requests}
         stored = (wire.graded_from_bytes(row.data).rollout for row in await ledger.read_rollouts() if row.step == _STEP)
-        found = {rollout.rollout_id: rollout for rollout in stored if rollout.rollout_id in wanted}
+        found = {
+            rollout.rollout_id: rollout
+            for rollout in stored
+            if rollout.rollout_id in wanted and _is_well_formed(rollout, wanted[rollout.rollout_id])
+        }
         places = {request.rollout_id: place for place, (request, _) in enumerate(requests)}
         progress = AnswerProgress(len(found), len(requests), time.monotonic)
         began = time.monotonic()
@@ -222,13 +231,26 @@ class _Answering:
 
         log.info("drafter_rollouts_requested", missing=len(requests) - len(found), stored=len(found))
         self._context.phase.update(Phase.INITIALISING, progress.describe(len(found)), len(found), len(requests))
-        while missing := [item for item in requests if item[0].rollout_id not in found]:
+        given_up: set[str] = set()
+        while missing := [item for item in requests if item[0].rollout_id not in found.keys() | given_up]:
             try:
-                await sample_rollouts(self._context, missing, store_answer)
+                ended = await sample_rollouts(self._context, missing, store_answer)
             except PeerUnavailable:
                 await self._wait_for_replica()
+            else:
+                given_up |= {item.rollout.rollout_id for item in ended} - found.keys()
         self.seconds += time.monotonic() - began
         return found
+
+
+def _is_well_formed(stored: Rollout, request: RolloutRequest) -> bool:
+    """Whether a stored answer may be trained on. Earlier versions stored answers unchecked."""
+    try:
+        stored.check(request.sampling.max_tokens)
+    except RecordInvalid as error:
+        log.warning("stored_answer_refused", rollout=stored.rollout_id, reason=str(error))
+        return False
+    return True
 
 
 class AnswerProgress:

@@ -48,7 +48,6 @@ from specrl.errors import PeerUnavailable, RecordInvalid, SpecrlError, ToolFaile
 from specrl.records import GradedRollout, Prompt, Rollout, RolloutRequest, wire
 from specrl.rpc.clients import GenerateOptions
 from specrl.spec.trainer import Routing
-from specrl.telemetry import metrics
 from specrl.telemetry.spans import OpenSpan
 
 log = structlog.get_logger(__name__)
@@ -97,7 +96,7 @@ class RolloutPipeline:
         self._gate_open = False
         self._reserved_seats = 0
         self.changed = asyncio.Event()
-        self.counters: Counter[str] = Counter()
+        self.counters = context.outcomes
         self.failure: BaseException | None = None
         self._errors: dict[str, int] = {}  # last step in which each verifier error was logged
 
@@ -256,7 +255,7 @@ class RolloutPipeline:
                 if slot is not None and self._scheduler.resume_slot(slot, item.policy_version):
                     resumed.setdefault(item.policy_version, []).append(slot)
             for version, slots in resumed.items():
-                self._count_outcome("resumed", len(slots))
+                self._context.count_outcome("resumed", len(slots))
                 self._request_slots(replica, slots, version, resumes=True)
 
     def _request_slots(
@@ -325,7 +324,7 @@ class RolloutPipeline:
             unfinished = [asked.slot for asked in opened.asked.values()]
             self._remove_load(replica, unfinished)
             lost = self._scheduler.requeue(unfinished)
-            self._count_outcome("requeued", lost)
+            self._context.count_outcome("requeued", lost)
             self.wake_dispatcher(None if lost else replica)  # any replica may take the requeued slots
 
     def _add_load(self, replica: Replica, slots: Sequence[SlotId]) -> None:
@@ -415,13 +414,9 @@ class RolloutPipeline:
 
     def _refuse_slot(self, slot: SlotId, outcome: str, reason: str) -> None:
         self._scheduler.refuse_sample(slot, reason)
-        self._count_outcome(outcome, 1)
+        self._context.count_outcome(outcome, 1)
         self.changed.set()
         self.wake_dispatcher()
-
-    def _count_outcome(self, outcome: str, count: int) -> None:
-        self.counters[outcome] += count
-        metrics.ROLLOUTS.labels(self._spec.name, outcome).inc(count)
 
     def _spawn_task(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.get_running_loop().create_task(work, name=name)
