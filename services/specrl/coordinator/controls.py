@@ -5,7 +5,8 @@ in the ledger before the request is answered, so it survives a restart of the co
 
 Checkpoint. The loop writes a requested checkpoint before the next training step. The status says when the request is
 open, until the checkpoint is complete or has failed. The request is not stored: it is lost if the coordinator dies
-first.
+first. After the death of a coordinator the trainer may be one step ahead of the store. Its checkpoint would then be
+that of a step which is not recorded, so a request stays open until the step is.
 
 Given up. The launcher of a local run says which replicas it starts no more. This is not stored: the launcher says it
 again after a restart of the coordinator.
@@ -37,7 +38,8 @@ log = structlog.get_logger(__name__)
 class Controls:
     """Holds the open requests of one run.
 
-    asked: set while the run is paused or a checkpoint is requested. spec: the run file with the current replicas.
+    asked: set while the run is paused, or a checkpoint is requested and not held. spec: the run file with the current
+    replicas.
     """
 
     def __init__(self, spec: RunSpec, directory: Path, ledger: Ledger, events: RunEvents) -> None:
@@ -46,6 +48,7 @@ class Controls:
         self._ledger = ledger
         self._events = events
         self._wants_checkpoint = False
+        self._holds_checkpoints = False
         self._checkpoints_under_way = 0
         self._changed = asyncio.Event()
         self._notify: Callable[[], None] = lambda: None
@@ -72,14 +75,20 @@ class Controls:
         log.info("checkpoint_requested", step=self._ledger.last_trained_step)
         self._update_asked()
 
+    def hold_checkpoint_requests(self, is_held: bool) -> None:
+        """Keep requests for a checkpoint open, without waking the loop, until this is called with False."""
+        self._holds_checkpoints = is_held
+        self._update_asked()
+
     def take_checkpoint_request(self) -> bool:
-        """Return whether a checkpoint was requested, and clear the request.
+        """Return whether a checkpoint was requested and is not held, and clear the request.
 
         The caller must write the checkpoint, and call `end_checkpoint_request` when that has ended. A request that
         arrives meanwhile asks for another one: the first may have begun before it.
         """
-        wanted = self._wants_checkpoint
-        self._wants_checkpoint = False
+        wanted = self._is_checkpoint_due
+        if wanted:
+            self._wants_checkpoint = False
         self._checkpoints_under_way += wanted
         self._update_asked()
         return wanted
@@ -87,6 +96,10 @@ class Controls:
     def end_checkpoint_request(self) -> None:
         """Say that a checkpoint of `take_checkpoint_request` is complete, or has failed."""
         self._checkpoints_under_way -= 1
+
+    @property
+    def _is_checkpoint_due(self) -> bool:
+        return self._wants_checkpoint and not self._holds_checkpoints
 
     @property
     def is_checkpoint_requested(self) -> bool:
@@ -119,7 +132,7 @@ class Controls:
 
     def _update_asked(self) -> None:
         """Set or clear `asked`, and wake everyone who waits for a change."""
-        if self._ledger.facts.is_paused or self._wants_checkpoint:
+        if self._ledger.facts.is_paused or self._is_checkpoint_due:
             self.asked.set()
         else:
             self.asked.clear()

@@ -270,6 +270,7 @@ class Loop:
         # step ahead. Replicas then serve that newer version, and its own step validates it.
         version = self.scheduler.trained
         is_current = transfer.policy_version == version
+        self.context.controls.hold_checkpoint_requests(not is_current)  # until the trainer's step is committed
         is_validated = self._ledger.facts.find_validation(version) is not None
         if is_current and is_validation_due(self._spec, version) and not is_validated:
             self._begin_validation(version)
@@ -310,6 +311,7 @@ class Loop:
         report = build_trained_report(trained, self._stopwatch.read_lap(), self._select_failures(trained), sources)
         await self._ledger.commit_step(report)
         self._is_committed.set()
+        self.context.controls.hold_checkpoint_requests(False)
 
         # A validation needs one policy version from start to end, so it must finish before the next is published.
         # After the commit: a run that is stopped while it waits here saves the step.

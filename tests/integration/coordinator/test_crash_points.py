@@ -18,6 +18,7 @@ from tests.integration.coordinator.test_loop import check_promises
 
 from specrl.coordinator.ledger import SqliteStore, Store
 from specrl.coordinator.ledger.store_link import OPERATIONS
+from specrl.formats.reports import Phase
 
 WRITES = [name for name in OPERATIONS if name.startswith(("put_", "set_", "finish_", "forget_"))]
 MOST = 3
@@ -80,3 +81,37 @@ async def test_a_coordinator_that_crashes_at_a_write_resumes(tmp_path: Path, wri
             await run.restart_coordinator()
         check_promises(run)
     assert crashes.left < MOST
+
+
+@pytest.mark.parametrize("is_paused", [False, True])
+async def test_a_checkpoint_is_requested_while_the_trainer_is_one_step_ahead(tmp_path: Path, is_paused: bool) -> None:
+    """The loop asked the trainer for a checkpoint of the step before its own, and the refusal ended the run.
+
+    The coordinator had died after step 2 was trained and before it was recorded.
+    """
+    crashes = Crashes("finish_step", is_after=False, left=1)
+
+    def open_store(folder: Path) -> Any:
+        return CrashingStore(SqliteStore(folder / "store.db"), crashes)
+
+    spec = a_spec(tmp_path, steps=4)
+    rare = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"every_steps": 100})})
+    async with Run(tmp_path, rare, open_store=open_store) as run:
+        await asyncio.wait({run.running}, timeout=PATIENCE_S)
+        assert isinstance(run.running.exception(), Crashed)
+        await run.kill_coordinator()
+        store = SqliteStore(tmp_path / "store.db")
+        assert store.read_last_trained_step() == 1
+        store.set_fact("paused", is_paused)
+        store.close()
+        await run.start_coordinator()
+        controls = run.context.controls
+        controls.request_checkpoint()
+        await run.until(lambda: run.context.phase.phase is Phase.TRAINING)
+        if is_paused:
+            assert controls.is_checkpoint_requested
+            await controls.resume_run()
+        await run.until(lambda: not controls.is_checkpoint_requested)
+        assert run.observer.build_status().checkpoint_step >= 2
+        await run.finish()
+        check_promises(run)
