@@ -193,11 +193,13 @@ class Loop:
     async def checkpoint_if_idle(self) -> None:
         """Checkpoint the last trained step if the trainer is idle. Called when the run is stopped or cannot learn."""
         # Calls the trainer directly: `trainer.call_with_recovery` would wait for a lost trainer to come back.
-        if self.trainer.state == "ready" and self._registry.trainer is not None:
+        trainer = self._registry.trainer
+        if self.trainer.state == "ready" and trainer is not None:
             # The ledger's step: the scheduler settles a step only once the validation before it has ended.
             step = self._ledger.last_trained_step
             place = place_of_checkpoint(step, self._spec, self.context.prompts)
-            await self._call_save(self._registry.trainer, step, place)
+            async with abort_when_gone(trainer):
+                await self._call_save(trainer, step, place)
             await self._record_checkpoint(step)
 
     # -- before the first step -----------------------------------------------------------------------------------

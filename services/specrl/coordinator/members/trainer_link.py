@@ -58,7 +58,8 @@ class TrainerLink:
             if trainer.peer.incarnation == self._prepared:
                 return trainer
             try:
-                await self._replay_lost_steps(trainer)
+                async with abort_when_gone(trainer):
+                    await self._replay_lost_steps(trainer)
                 self._prepared = trainer.peer.incarnation
                 self._state = "ready"
                 return trainer

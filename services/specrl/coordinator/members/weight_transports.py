@@ -189,11 +189,12 @@ class FileTransport(WeightTransport):
     ) -> tuple[WeightChecksums | None, list[ReceiveResult]]:
         """See WeightTransport. The trainer keeps a version's files, and writes them again only after a failure."""
         try:
-            await self._load_manifest(trainer)
-            with self._recorder.begin_span(SpanName.BROADCAST, TRAINER):
-                sent, folder, transfer.size_bytes = await trainer.client.write_weights(
-                    transfer.retries > 0, self._timeout_s + self._transfer_deadline_s
-                )
+            async with abort_when_gone(trainer):
+                await self._load_manifest(trainer)
+                with self._recorder.begin_span(SpanName.BROADCAST, TRAINER):
+                    sent, folder, transfer.size_bytes = await trainer.client.write_weights(
+                        transfer.retries > 0, self._timeout_s + self._transfer_deadline_s
+                    )
         except StoreFailed:
             raise  # the trainer is alive, and a restarted one could not write there either
         except SpecrlError as error:
