@@ -13,7 +13,7 @@ from prometheus_client import REGISTRY
 from tests.store_crashes import a_rollout, read_contents
 
 from specrl.coordinator.ledger import SqliteStore
-from specrl.coordinator.ledger.store_link import FIRST_WAIT_S, LONGEST_WAIT_S, StoreLink
+from specrl.coordinator.ledger.store_link import FIRST_WAIT_S, LONGEST_WAIT_S, MAX_TOGETHER_BYTES, StoreLink
 from specrl.errors import StoreFailed, StoreInvalid
 
 
@@ -134,6 +134,18 @@ async def test_rollouts_that_finish_while_the_store_is_busy_are_written_together
     await asyncio.gather(*(link.put_rollout(row) for row in rows))
     assert await link.read_rollouts() == rows
     assert len(store.calls) - 3 == 5, "one write of the first rollout, then writes of at most 64"
+    await link.close()
+
+
+async def test_rollouts_that_are_written_together_are_bounded_by_their_bytes(store: AwayStore) -> None:
+    """Only their number was bounded. Redis refuses a request of 1 GB, which was repeated for ever."""
+    link = StoreLink("run", store, Clock().sleep)
+    store.calls.clear()
+    shares = [0.1, 0.4, 0.4, 0.4, 1.2, 0.1]  # of a write
+    rows = [a_rollout(1, place, data=bytes(int(share * MAX_TOGETHER_BYTES))) for place, share in enumerate(shares)]
+    await asyncio.gather(*(link.put_rollout(row) for row in rows))
+    assert await link.read_rollouts() == rows
+    assert len(store.calls) == 5, "the first alone, two within the limit, one, the one beyond the limit, and the last"
     await link.close()
 
 

@@ -17,6 +17,7 @@ next one.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +36,9 @@ LONGEST_WAIT_S = 5.0
 
 MAX_TOGETHER = 64
 """Most rollouts in one write. With 8k tokens each that is 6 MB, which fits into a deadline of seconds."""
+MAX_TOGETHER_BYTES = 16 << 20
+"""Most bytes in one write of several rollouts. With the experts of each token one rollout of 8k tokens may have 25 MB:
+64 of them would exceed Redis' limit of one request (client-query-buffer-limit, 1 GB), and be retried for ever."""
 
 OPERATIONS = (
     *("open", "watch", "rollouts", "batch", "batch_rollouts"),
@@ -143,11 +147,17 @@ class StoreLink:
         async with self._turn:
             # An earlier holder of the turn may have written this rollout with its own; then there is nothing to do.
             while self._written < mine:
-                together = self._finished[:MAX_TOGETHER]
+                together = self._choose_rows_together()
                 await self._retry_until_done("put_rollouts", lambda rows=together: self._store.put_rollouts(rows))  # type: ignore[misc]
                 # Others may have been appended during the write, so delete only those that were written.
                 del self._finished[: len(together)]
                 self._written += len(together)
+
+    def _choose_rows_together(self) -> list[StoredRollout]:
+        """Choose the next rollouts to write, in their order: one, or several within both limits."""
+        sizes = itertools.accumulate(len(row.data) for row in self._finished[:MAX_TOGETHER])
+        count = sum(size_bytes <= MAX_TOGETHER_BYTES for size_bytes in sizes)
+        return self._finished[: max(1, count)]
 
     async def put_batch(self, step: int, data: bytes, indexes: Sequence[int] = ()) -> bool:
         """Store what step `step` trains on, before it is sent: `data`, and the rollouts of `indexes`, put before.
