@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from specrl.coordinator.observe.report_files import ReportFiles
+from specrl.files import LINES_BYTES
 from specrl.formats.reports import Phase, PhaseSeconds, StatusReport, StepReport, ValidationReport
 
 
@@ -39,6 +41,28 @@ def test_a_truncated_last_line_is_overwritten(tmp_path: Path) -> None:
     assert files.last_step == 1
     files.append_steps([a_report(2)])
     assert steps(tmp_path) == [1, 2]
+
+
+def test_a_file_that_could_not_be_read_at_the_start_keeps_its_lines(tmp_path: Path) -> None:
+    """It counted as empty, so the next step overwrote it from its beginning."""
+    ReportFiles(tmp_path).append_steps([a_report(1), a_report(2)])
+    lines = tmp_path / "metrics.jsonl"
+    aside = lines.rename(tmp_path / "aside")
+    lines.symlink_to(lines)  # cannot be read: a link to itself
+    files = ReportFiles(tmp_path)
+    files.append_steps([a_report(2), a_report(3)])
+    lines.unlink()
+    aside.rename(lines)
+    files.append_steps([a_report(2), a_report(3), a_report(4)])
+    assert steps(tmp_path) == [1, 2, 3, 4]
+
+
+def test_a_file_that_is_too_large_to_be_read_is_left_as_it_is(tmp_path: Path) -> None:
+    ReportFiles(tmp_path).append_steps([a_report(1)])
+    lines = tmp_path / "metrics.jsonl"
+    os.truncate(lines, LINES_BYTES + 1)
+    ReportFiles(tmp_path).append_steps([a_report(2)])
+    assert lines.stat().st_size == LINES_BYTES + 1
 
 
 def test_lines_that_could_not_be_written_are_written_with_the_next(

@@ -2,7 +2,8 @@
 
 metrics.jsonl has one line per step, validations.jsonl one per validation. Sinks (`observe/sinks`) and `specrl report`
 read them. They copy what the store holds, and nothing reads them to decide anything. So a full disk only delays them:
-missing lines are written with the next ones, and a truncated last line is overwritten.
+missing lines are written with the next ones, and a truncated last line is overwritten. A file that exists and cannot be
+read is not written until it can be: the store has only the newest of its reports.
 """
 
 from __future__ import annotations
@@ -91,20 +92,35 @@ class _ReportLines[R: (StepReport, ValidationReport)]:
     def __init__(self, path: Path, kind: type[R]) -> None:
         self._path = path
         self._kind: type[R] = kind
+        self._end = 0
+        self._places: dict[int, tuple[int, int]] = {}
+        self.last = -1
+        self._is_located = False
+        with suppress(OSError):  # `append_new` tries again
+            self._locate_end()
+
+    def _locate_end(self) -> None:
+        """Find the lines of the file, and their end, where the next one is written.
+
+        Raises OSError if there is a file that cannot be read: where its lines end is then unknown.
+        """
         written = b""
-        with suppress(OSError):  # there is none yet, or none that this process wrote
-            check_regular(path, LINES_BYTES)
-            with open_regular(path) as file:
+        with suppress(FileNotFoundError):
+            check_regular(self._path, LINES_BYTES)
+            with open_regular(self._path) as file:
                 written = file.read()
         self._end = written.rfind(b"\n") + 1  # everything after it is a truncated line
         self._places = self._locate_lines(written[: self._end])
         self.last = max(self._places, default=-1)
+        self._is_located = True
 
     def __contains__(self, version: int) -> bool:
         return version in self._places
 
     def append_new(self, reports: Sequence[R]) -> None:
         """Append a line for each report that has none yet. Raises OSError; the next call then writes the same lines."""
+        if not self._is_located:
+            self._locate_end()
         new = [report for report in reports if report.policy_version > self.last]
         lines = [report.model_dump_json(by_alias=True).encode() + b"\n" for report in new]
         with self._path.open("r+b" if self._path.exists() else "wb") as file:
