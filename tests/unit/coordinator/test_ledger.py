@@ -37,6 +37,16 @@ async def test_facts_that_are_set_concurrently_are_all_kept(store: SqliteStore) 
     assert ledger.facts == DurableFacts.from_stored(store.read_facts())
 
 
+@pytest.mark.parametrize("wanted", [False, True])
+async def test_the_last_of_concurrent_requests_to_pause_and_resume_holds(store: SqliteStore, wanted: bool) -> None:
+    """A resume during the write of a pause was answered as done, and then the run paused."""
+    ledger = Ledger(StoreLink("run", store))
+    await ledger.set_paused(wanted)
+    await asyncio.gather(ledger.set_paused(not wanted), ledger.set_paused(wanted))
+    assert ledger.facts.is_paused is wanted
+    assert store.read_facts().get("paused", False) is wanted
+
+
 def test_prompts_that_a_report_names_as_failed_are_dropped_after_a_restart(store: SqliteStore) -> None:
     store.set_fact("failedPrompts", {"000001-00000": "crashed", "000002-00001": "hung"})
     store.finish_step(1, a_step(1, failed={"000001-00000": "crashed"}).model_dump(by_alias=True))

@@ -10,6 +10,7 @@ Steps are idempotent by their number. Facts and reports are read from memory; al
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -74,6 +75,7 @@ class Ledger:
     def __init__(self, store: StoreLink) -> None:
         """Raises StoreInvalid when a stored fact does not fit its field."""
         self._store = store
+        self._pausing = asyncio.Lock()
         facts = DurableFacts.from_stored(store.cached_facts())
         # `complete_report` writes the report first, then this fact. A coordinator that was killed in between left
         # prompts in the fact that a report already names.
@@ -185,9 +187,11 @@ class Ledger:
 
     async def set_paused(self, is_paused: bool) -> None:
         """Pause or resume the run. Idempotent."""
-        if is_paused != self.facts.is_paused:
-            await self._set_facts(is_paused=is_paused)
-            log.info("run_paused" if is_paused else "run_resumed", step=self.last_trained_step)
+        # One at a time: the fact in memory is the old one until an earlier request is durable.
+        async with self._pausing:
+            if is_paused != self.facts.is_paused:
+                await self._set_facts(is_paused=is_paused)
+                log.info("run_paused" if is_paused else "run_resumed", step=self.last_trained_step)
 
     async def complete_checkpoint(self, step: int, *, keeps_older: bool) -> None:
         """Record that the checkpoint of `step` is complete, and delete batches that no trainer will replay.
