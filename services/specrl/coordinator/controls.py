@@ -13,7 +13,7 @@ again after a restart of the coordinator.
 
 Scale. A local run keeps its number of replicas in the run file. The coordinator rewrites that file and publishes the
 number in the status, and the launcher starts or stops replicas. In a cluster the RLJob's scale subresource holds the
-number, and this class is not involved.
+number, and `observe/rljob_status.py` tells this class what it reads there.
 
 `requests/actions.py` calls this class. `asked` wakes the loop (`Loop._handle_user_requests`), and the callback of
 `watch_changes` wakes the rollout dispatcher.
@@ -31,6 +31,7 @@ from specrl.coordinator.ledger.ledger import Ledger
 from specrl.coordinator.run_events import ReplicasScaled, RunEvents
 from specrl.files import write_text
 from specrl.spec import RunSpec, dump_spec
+from specrl.spec.cluster import FailurePolicy
 
 log = structlog.get_logger(__name__)
 
@@ -39,7 +40,7 @@ class Controls:
     """Holds the open requests of one run.
 
     asked: set while the run is paused, or a checkpoint is requested and not held. spec: the run file with the current
-    replicas.
+    replicas, and in a cluster with the RLJob's current failurePolicy.
     """
 
     def __init__(self, spec: RunSpec, directory: Path, ledger: Ledger, events: RunEvents) -> None:
@@ -115,11 +116,17 @@ class Controls:
         log.info("run_scaled", replicas=replicas)
         self._events.publish(ReplicasScaled(replicas))
 
-    def follow_replicas(self, replicas: int) -> None:
-        """Take over the number of replicas of the RLJob, which holds it durably. Idempotent."""
+    def follow_rljob(self, replicas: int, policy: FailurePolicy) -> None:
+        """Take over what may change in the RLJob, which holds it durably. Idempotent."""
         if replicas != self.spec.generation.replicas:
             self.spec = self._copy_spec(replicas)
             log.info("run_scaled", replicas=replicas)
+        self.spec = self.spec.model_copy(update={"failure_policy": policy})
+
+    @property
+    def minimum_replicas(self) -> int:
+        """Fewest ready replicas with which the run counts as ready."""
+        return min(self.spec.failure_policy.min_generation_replicas, self.spec.generation.replicas)
 
     def _copy_spec(self, replicas: int) -> RunSpec:
         generation = self.spec.generation.model_copy(update={"replicas": replicas})

@@ -89,7 +89,8 @@ class ChangePolicy(Enum):
 
 
 class OnCluster(Enum):
-    """Mark of a field that only the operator reads. A local run accepts it and ignores it."""
+    """Mark of a field that run files of pods lack. The operator reads it, and the coordinator from the RLJob, in which
+    it may change. A local run accepts it and ignores it."""
 
     ONLY = "cluster only"
 

@@ -1,4 +1,5 @@
-"""Sections about the cluster that a run is placed on. The operator reads them; a local run accepts and ignores them.
+"""Sections about the cluster that a run is placed on. The operator reads them, and of some the coordinator
+(`observe/rljob_status.py`). A local run accepts and ignores them.
 
 Names and enums follow Kubernetes' own. Cross-field rules are in `rules/cluster_rules.py`.
 """

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from prometheus_client import REGISTRY
 from tests.integration.coordinator.small_run import VOCAB, LengthGrader, Run, a_spec, same_batch
 from tests.stand_ins.engine import TableEngine, TableShape
 
@@ -40,6 +41,7 @@ from specrl.records import (
     WeightManifest,
 )
 from specrl.spec import RunSpec
+from specrl.spec.cluster import FailurePolicy
 from specrl.spec.run import Transport
 from specrl.spec.trainer import WithoutSignal
 from specrl.trainer.checkpointing import checkpoints
@@ -426,9 +428,25 @@ async def test_a_start_names_who_is_waited_for(tmp_path: Path) -> None:
 async def test_a_start_waits_for_no_replica_that_the_rljob_no_longer_or_only_now_asks_for(tmp_path: Path) -> None:
     """The run file has those of the job's start. `kubectl scale` may have removed some since, or added some."""
     async with Run(tmp_path, a_spec(tmp_path, steps=1), started=("gen-0",)) as run:
-        run.loop.context.controls.follow_replicas(3)
+        run.loop.context.controls.follow_rljob(3, FailurePolicy())
         await run.until(lambda: run.observer.build_status().detail == "waiting for 1 of 2 replicas (gen-1)")
-        run.loop.context.controls.follow_replicas(1)
+        run.loop.context.controls.follow_rljob(1, FailurePolicy())
+        await run.finish()
+
+
+async def test_the_exported_minimum_is_the_rljobs_present_one(tmp_path: Path) -> None:
+    """It was 1 in every run, since run files have no failurePolicy. SpecrlReplicasBelowMinimum watched nothing else."""
+
+    def exported(run: Run) -> float | None:
+        run.observer.build_status()
+        return REGISTRY.get_sample_value("specrl_coordinator_replicas_minimum", {"rljob": run.spec.name})
+
+    async with Run(tmp_path, a_spec(tmp_path, steps=1)) as run:
+        assert exported(run) == 1
+        run.loop.context.controls.follow_rljob(4, FailurePolicy(min_generation_replicas=3))
+        assert exported(run) == 3
+        run.loop.context.controls.follow_rljob(2, FailurePolicy(min_generation_replicas=3))
+        assert exported(run) == 2
         await run.finish()
 
 

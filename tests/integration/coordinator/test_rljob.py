@@ -10,14 +10,15 @@ from typing import cast
 import pytest
 from tests.stand_ins.api_server import FakeApiServer
 from tests.stand_ins.api_server_http import TOKEN, HttpApiServer
-from tests.unit.operator.builders import an_rljob
+from tests.unit.operator.builders import an_rljob, merge
 
 from specrl.coordinator.controls import Controls
 from specrl.coordinator.observe.observer import RunObserver
 from specrl.coordinator.observe.rljob_status import RLJobStatusWriter, write_sandbox_condition
 from specrl.coordinator.requests.rljob_api import RLJobReference
 from specrl.formats.reports import Phase, StatusReport, StepReport
-from specrl_operator.api import find_condition, read_job
+from specrl.spec.cluster import FailurePolicy
+from specrl_operator.api import Object, find_condition
 from specrl_operator.cluster.interface import ClusterError
 from specrl_operator.kinds import RLJOB
 
@@ -51,15 +52,15 @@ def run() -> Run:
 
 
 class Asked:
-    """Replaces Controls. replicas: those that the RLJob asks for."""
-
-    spec = read_job(an_rljob()).spec
+    """Replaces Controls. replicas, policy: those of the RLJob."""
 
     def __init__(self) -> None:
         self.replicas = 0
+        self.policy = FailurePolicy()
 
-    def follow_replicas(self, replicas: int) -> None:
+    def follow_rljob(self, replicas: int, policy: FailurePolicy) -> None:
         self.replicas = replicas
+        self.policy = policy
 
 
 @pytest.fixture
@@ -111,10 +112,46 @@ async def test_the_run_follows_the_replicas_that_the_rljob_asks_for(
     server: HttpApiServer, asked: Asked, writer: RLJobStatusWriter
 ) -> None:
     """A coordinator that was restarted after `kubectl scale` waited 5 minutes for replicas that were gone."""
-    job = server.fake.objects_by_name(RLJOB)["tiny"]
-    server.fake.put_object(job | {"spec": job["spec"] | {"generation": job["spec"]["generation"] | {"replicas": 3}}})
+    edit_spec(server, generation={"replicas": 3})
     assert await writer.write_changes()
     assert asked.replicas == 3
+
+
+async def test_the_run_follows_the_failure_policy_of_the_rljob(
+    server: HttpApiServer, run: Run, asked: Asked, writer: RLJobStatusWriter
+) -> None:
+    """The run file has none, so SpecrlReplicasBelowMinimum watched for one replica, whatever the job asked for."""
+    edit_spec(server, failurePolicy={"minGenerationReplicas": 3})
+    assert await writer.write_changes()
+    assert asked.policy.min_generation_replicas == 3
+    edit_spec(server, failurePolicy={"minGenerationReplicas": 2, "ofANewerVersion": True})
+    run.shown = run.shown.model_copy(update={"step": 1})
+    assert await writer.write_changes()
+    assert asked.policy.min_generation_replicas == 2
+
+
+@pytest.mark.parametrize(
+    ("placement", "expected"),
+    [
+        ({"rdma": {"resourceName": "rdma/ib"}}, ("True", "SocketFallback")),
+        ({"nvlink": "Required", "layout": "SameDomain"}, ("False", "MultiNodeNVLinkUnavailable")),
+        ({}, ("True", "WeightsArrived")),
+    ],
+)
+async def test_the_transport_is_judged_by_the_placement_of_the_rljob(
+    server: HttpApiServer, run: Run, writer: RLJobStatusWriter, placement: Object, expected: object
+) -> None:
+    """It was judged by the run file, which has no placement: every transport was as ordered."""
+    edit_spec(server, placement=placement)
+    run.shown = run.shown.model_copy(update={"policy_version": 1, "nccl_transport": "NET/Socket"})
+    assert await writer.write_changes()
+    found = find_condition(said(server), "CollectiveReady")
+    assert (found["status"], found["reason"]) == expected
+
+
+def edit_spec(server: HttpApiServer, **changes: Object) -> None:
+    """Merge changes into the RLJob's spec, as a user does."""
+    server.fake.put_object(merge(server.fake.objects_by_name(RLJOB)["tiny"], {"spec": changes}))
 
 
 async def test_an_unreachable_api_server_does_not_stop_the_run(tmp_path: Path) -> None:

@@ -41,7 +41,6 @@ def test_counters_that_alerts_use_exist_from_the_start(tmp_path: Path) -> None:
     assert at_start("specrl_coordinator_rollouts_total", outcome="ungraded") == 0
     assert at_start("specrl_coordinator_replica_transitions_total", before="serving", after="dead") == 0
     assert at_start("specrl_coordinator_replica_transitions_total", before="dead", after="serving") is None
-    assert at_start("specrl_coordinator_replicas_minimum") == 1
     assert at_start("specrl_coordinator_policy_lag_bound_steps") == 1
 
 

@@ -71,6 +71,7 @@ def test_the_acceptance_length_is_of_the_last_step_that_generated() -> None:
 def test_the_first_weights_decide_the_condition_collective_ready() -> None:
     assert condition(a_status(), "CollectiveReady") == {}
     assert condition(a_status(policy_version=0), "CollectiveReady")["status"] == "True"
+    assert build_rljob_status(a_status(policy_version=0), [], None)["conditions"] == [], "placement is not known yet"
     replica = ReplicaReport(
         id="tiny-generation-0", state="stale", reason="3 attempts failed", policy_version=-1, live_rollouts=0
     )

@@ -129,7 +129,7 @@ class RunObserver:
         """Return the run's present status, and set the gauges to the same values."""
         occupancy = self._loop.scheduler.measure_occupancy()
         status = self._status.build_report(occupancy)
-        self._metrics.show_status(status, occupancy)
+        self._metrics.show_status(status, occupancy, self._context.controls.minimum_replicas)
         return status
 
     def read_reports(self, after: int = 0) -> list[StepReport]:

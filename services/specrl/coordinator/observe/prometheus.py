@@ -41,8 +41,6 @@ class RunMetrics:
         self._run = run = spec.name
         self._shown: set[str] = set()
         self._errors: set[str] = set()
-        minimum = min(spec.failure_policy.min_generation_replicas, spec.generation.replicas)
-        metrics.REPLICAS_MINIMUM.labels(run).set(minimum)
         metrics.POLICY_LAG_BOUND.labels(run).set(spec.schedule.max_policy_lag)
         metrics.POLICY_LAG.labels(run)
         # `labels` creates a series at 0 (see the module docstring).
@@ -129,13 +127,17 @@ class RunMetrics:
         for position, share in enumerate(report.accepted_per_position):
             metrics.ACCEPTED_SHARE.labels(run, str(position)).set(share)
 
-    def show_status(self, status: StatusReport, occupancy: ScheduleOccupancy) -> None:
-        """Set the gauges of the present status. Removes the series of replicas that are gone."""
+    def show_status(self, status: StatusReport, occupancy: ScheduleOccupancy, minimum: int) -> None:
+        """Set the gauges of the present status. Removes the series of replicas that are gone.
+
+        minimum: fewest replicas with which the run counts as ready.
+        """
         run = self._run
         replicas = status.replicas
         metrics.GROUPS_IN_FLIGHT.labels(run).set(occupancy.groups_in_flight)
         metrics.GROUPS_BUFFERED.labels(run).set(occupancy.groups_buffered)
         metrics.PAUSED.labels(run).set(status.is_paused)
+        metrics.REPLICAS_MINIMUM.labels(run).set(minimum)
         for state in ReplicaState:
             metrics.REPLICAS.labels(run, state.value).set(sum(replica.state == state.value for replica in replicas))
         present = {replica.id for replica in replicas}

@@ -26,12 +26,15 @@ from typing import Any
 
 import httpx2
 import structlog
+from pydantic import ValidationError
 
 from specrl.coordinator.controls import Controls
 from specrl.coordinator.observe.observer import RunObserver
 from specrl.coordinator.requests.rljob_api import RLJobReference
 from specrl.formats.reports import Phase, StatusReport, StepReport
-from specrl.spec.cluster import NvLink, Placement
+from specrl.spec.base import Section
+from specrl.spec.cluster import FailurePolicy, NvLink, Placement
+from specrl.spec.load import keep_known_fields
 from specrl.spec.rljob.manifest import API_VERSION, KIND, PLURAL
 from specrl.spec.rljob.status import MULTI_NODE_NVLINK, CoordinatorCondition
 
@@ -51,8 +54,12 @@ log = structlog.get_logger(__name__)
 Now = Callable[[], datetime]
 
 
-def build_rljob_status(status: StatusReport, reports: Sequence[StepReport], placement: Placement) -> dict[str, Any]:
+def build_rljob_status(
+    status: StatusReport, reports: Sequence[StepReport], placement: Placement | None
+) -> dict[str, Any]:
     """Build the coordinator's part of the RLJob's status, without times. reports: the newest complete ones, ascending.
+
+    placement: the RLJob's; None: not known yet. Then nothing is said of the transport of weights that have arrived.
 
     The acceptance length is that of the last step that generated anything. With a policy lag, a run's last steps train
     on what was generated before them.
@@ -87,7 +94,7 @@ def _build_condition(kind: CoordinatorCondition, is_true: bool, reason: str, mes
 
 
 def _list_conditions(
-    status: StatusReport, placement: Placement
+    status: StatusReport, placement: Placement | None
 ) -> Iterator[tuple[CoordinatorCondition, bool, str, str]]:
     """Yield each condition that is known: its type, whether it holds, reason and message."""
     given_up = sum(count for moved, count in status.replica_transitions.items() if moved.endswith("-> stale"))
@@ -95,7 +102,8 @@ def _list_conditions(
         yield CoordinatorCondition.SANDBOX_READY, True, *_describe_isolations(status.isolations)
     collective = CoordinatorCondition.COLLECTIVE_READY
     if status.policy_version >= 0:
-        yield collective, *_judge_transport(status.nccl_transport, placement)
+        if placement is not None:
+            yield collective, *_judge_transport(status.nccl_transport, placement)
     elif given_up:
         reasons = "; ".join(f"{it.id}: {it.reason}" for it in status.replicas if it.reason)
         message = (
@@ -160,6 +168,14 @@ async def write_sandbox_condition(place: RLJobReference, isolations: Mapping[str
         log.warning("rljob_status_not_written", rljob=place.name, reason=str(error))
 
 
+def _read_section[S: Section](section: type[S], fields: dict[str, Any] | None) -> S:
+    """Read a section of the RLJob's spec. A newer CRD may have fields that this version does not know."""
+    try:
+        return section.model_validate(keep_known_fields(fields or {}, section))
+    except ValidationError:  # a newer CRD may admit other values, too
+        return section()
+
+
 def _format_time(moment: datetime) -> str:
     """Format a time in UTC as Kubernetes does."""
     return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -188,11 +204,11 @@ class RLJobStatusWriter:
         controls: Controls,
         now: Now = lambda: datetime.now(UTC),
     ) -> None:
-        """controls: is given the RLJob's number of replicas, which each write's answer has."""
+        """controls: is given what may change in the RLJob's spec, which each write's answer has."""
         self._controls = controls
         self._observer = observer
         self._place = place
-        self._placement = controls.spec.placement
+        self._placement: Placement | None = None  # the RLJob's, which the first write's answer has
         self._now = now
         self._written: dict[str, Any] | None = None  # the last status that was written
         self._since: dict[str, tuple[str, str]] = {}  # by condition: its status, and since when it has had it
@@ -227,11 +243,17 @@ class RLJobStatusWriter:
             log.warning("rljob_status_not_written", rljob=self._place.name, reason=str(error))
             return False
         self._written = found
-        # The run file, which a restarted coordinator reads, has the replicas from before `kubectl scale`.
-        replicas = rljob.get("spec", {}).get("generation", {}).get("replicas")
-        if isinstance(replicas, int):
-            self._controls.follow_replicas(replicas)
-        return True
+        is_first = self._placement is None
+        self._follow_rljob(rljob["spec"])
+        # Only now is it known how to judge the transport of weights that have arrived.
+        return await self.write_changes() if is_first else True
+
+    def _follow_rljob(self, spec: dict[str, Any]) -> None:
+        """Take over what the run file lacks, which is immutable: cluster sections, and what `kubectl scale` changed."""
+        placement = _read_section(Placement, spec.get("placement"))
+        policy = _read_section(FailurePolicy, spec.get("failurePolicy"))
+        self._placement = placement
+        self._controls.follow_rljob(spec["generation"].get("replicas", 1), policy)
 
     def _add_times(self, found: dict[str, Any]) -> dict[str, Any]:
         """Add times. A condition's lastTransitionTime changes only with its status, as Kubernetes defines it."""
