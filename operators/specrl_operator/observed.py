@@ -40,6 +40,7 @@ class ObservedState:
     """JobSet or Job."""
     generation: Object | None = None
     pods: tuple[Object, ...] = ()
+    """All but coordinators' that have ended: a Deployment replaces an evicted pod, but never deletes its object."""
     has_claim_template: bool = False
     domain: str | None = None
     """NVLink domain of the nodes that the trainer's pods are bound to; None: unknown, or not bound yet."""
@@ -113,10 +114,15 @@ LOST_S = 60
 """Seconds after the end of its grace period, after which the kubelet of a pod does not answer."""
 
 
+def has_pod_ended(pod: Object) -> bool:
+    """Whether a pod has ended for good: all its containers have, and the kubelet restarts none."""
+    return (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
+
+
 def is_pod_lost(pod: Object, now: datetime | None) -> bool:
     """Whether a pod's kubelet has not reported its end, long after it had to end. now: None if it is not known."""
-    if (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed"):
-        return False  # it has ended, and somebody's finalizer keeps its object
+    if has_pod_ended(pod):
+        return False  # somebody's finalizer keeps its object
     # The API server sets deletionTimestamp to the end of the grace period.
     return now is not None and has_elapsed(pod["metadata"].get("deletionTimestamp"), LOST_S, now)
 

@@ -47,7 +47,7 @@ from specrl_operator.cluster.cache import WatchedObjects
 from specrl_operator.cluster.interface import Cluster, ClusterError
 from specrl_operator.cluster.topology import NodeTopology
 from specrl_operator.kinds import Kind
-from specrl_operator.observed import TRAINER_KINDS, ObservedState, is_stuck_in_creation, list_trainers
+from specrl_operator.observed import TRAINER_KINDS, ObservedState, has_pod_ended, is_stuck_in_creation, list_trainers
 from specrl_operator.plan.acceptance import Refusal
 from specrl_operator.plan.decision import Decision, TrainerAction, make_decision
 from specrl_operator.plan.job_plan import JobPlan, Settings, find_ttl_s, plan_job
@@ -178,6 +178,7 @@ class Reconciler:
             for pod in labelled
             if pod["metadata"]["labels"].get(COMPONENT_LABEL) and pod["metadata"]["labels"].get(UID_LABEL) == job.uid
         ]
+        pods = [pod for pod in pods if not (has_component(pod, COORDINATOR) and has_pod_ended(pod))]
         domain = None
         if job.spec.placement.profile is Profile.GB200:
             nodes = [pod["spec"].get("nodeName") for pod in pods if has_component(pod, TRAINER)]

@@ -329,6 +329,31 @@ def test_a_suspended_job_stops_its_coordinator_first_and_keeps_its_durable_objec
     assert world.list_event_reasons().count("Resumed") == 1
 
 
+def test_an_evicted_coordinator_keeps_no_job_from_being_suspended() -> None:
+    """Its pod's object stays for ever. It counted as a coordinator that saves the run, so the GPUs were never freed."""
+    world = World()
+    world.settle()
+    world.evict_coordinator()
+    world.settle()
+    assert world.read_condition("Ready") == ("True", "AllPartsReady")
+    world.edit_spec(suspend=True)
+    world.settle()
+    assert set(world.server.objects_by_name(POD)) == {"tiny-coordinator-evicted"}
+    assert world.server.objects_by_name(JOB_SET) == {}
+    assert world.read_condition("Suspended") == ("True", "PodsDeleted")
+
+
+@pytest.mark.parametrize("code", [1, 2])
+def test_how_an_evicted_coordinator_ended_does_not_fail_the_next_one(code: int) -> None:
+    world = World()
+    world.settle()
+    world.evict_coordinator(code, restarts=9)
+    world.reconcile()
+    assert world.read_condition("Failed") == (None, None)
+    world.settle()
+    assert world.read_condition("Ready") == ("True", "AllPartsReady")
+
+
 def test_a_job_that_is_created_suspended_starts_no_pods() -> None:
     world = World(SUSPENDED)
     world.settle()

@@ -19,6 +19,7 @@ from specrl_operator.api import (
     TRAINER,
     Object,
     find_condition,
+    has_component,
 )
 from specrl_operator.kinds import (
     CLAIM_TEMPLATE,
@@ -33,6 +34,7 @@ from specrl_operator.kinds import (
     SECRET,
     STATEFUL_SET,
 )
+from specrl_operator.observed import has_pod_ended
 from specrl_operator.plan.job_plan import Settings
 from specrl_operator.reconcile import Reconciler
 
@@ -120,7 +122,12 @@ class World:
             for number in range(item["spec"]["replicas"]):
                 name = f"{item['metadata']['name']}-{number}"
                 wanted |= {name + (f"-{rank}" if rank else ""): (GENERATION, item) for rank in range(size)}
-        there = self.server.objects_by_name(POD)
+        # A ReplicaSet neither counts nor deletes pods that were evicted.
+        there = {
+            name: pod
+            for name, pod in self.server.objects_by_name(POD).items()
+            if not (has_component(pod, COORDINATOR) and has_pod_ended(pod))
+        }
         for name in set(there) - set(wanted):
             self.server.delete(POD, there[name])
             self.server.calls.pop()
@@ -140,11 +147,24 @@ class World:
         return made or set(wanted) != set(there)
 
     def end_pod(self, name: str, code: int, message: str = "", restarts: int = 0, reason: str = "") -> None:
-        """End a pod's container with an exit code. reason: the kubelet's."""
+        """End a pod's container with an exit code. reason: the kubelet's. A trainer's pod ends with it."""
         pod = self.server.objects_by_name(POD)[name]
         ended = {"terminated": {"exitCode": code, "message": message, "reason": reason}}
         container = {"name": "x", "restartCount": restarts, "state": ended}
-        pod["status"] = {"phase": "Failed" if code else "Succeeded", "containerStatuses": [container]}
+        # The kubelet restarts the containers of the other roles.
+        phase = ("Failed" if code else "Succeeded") if has_component(pod, TRAINER) else "Running"
+        pod["status"] = {"phase": phase, "containerStatuses": [container]}
+        self.server.put_object(pod)
+
+    def evict_coordinator(self, code: int = 137, restarts: int = 0) -> None:
+        """Evict the coordinator's pod, as a kubelet does for lack of memory or disk. Its object stays."""
+        pod = self.server.objects_by_name(POD)["tiny-coordinator-0"]
+        self.server.delete(POD, pod)
+        self.server.calls.pop()
+        ended = {"terminated": {"exitCode": code, "reason": "Error"}}
+        container = {"name": COORDINATOR, "restartCount": restarts, "state": ended}
+        pod["status"] = {"phase": "Failed", "reason": "Evicted", "containerStatuses": [container]}
+        pod["metadata"] = {**pod["metadata"], "name": "tiny-coordinator-evicted"}
         self.server.put_object(pod)
 
     def end_workload(self, kind: Any, name: str, condition: str, message: str = "") -> None:
