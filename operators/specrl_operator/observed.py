@@ -61,8 +61,11 @@ class ObservedState:
     @property
     def has_requested_parts(self) -> bool:
         """Whether the trainer or a replica has been asked for. A suspended job has replicas, but none is wanted."""
-        generation = self.generation or {}
-        return self.trainer is not None or generation.get("spec", {}).get("replicas", 0) > 0
+        return self.trainer is not None or self.count_wanted_replicas() > 0
+
+    def count_wanted_replicas(self) -> int:
+        """Return the number of replicas that their workload asks for; 0 without one."""
+        return int((self.generation or {}).get("spec", {}).get("replicas", 0))
 
     @property
     def has_trainer_ended(self) -> bool:

@@ -52,8 +52,8 @@ def build_children(plan: JobPlan, decision: Decision) -> list[Object]:
         children.append(build_service(job, TRAINER, {"grpc": pods.TRAINER_PORT}))  # a JobSet creates its own Service
     if decision.trainer is TrainerAction.CREATE:
         children.append(workloads.build_trainer(plan))
-    if state is not DesiredState.WAITING:
-        children.append(workloads.build_generation(plan, state))
+    if decision.replicas is not None:
+        children.append(workloads.build_generation(plan, decision.replicas))
     children.append(workloads.build_coordinator(plan, state))
     if state is DesiredState.RUNNING and plan.settings.has_disruption_budgets:
         children.append(workloads.build_disruption_budget(plan))

@@ -52,11 +52,10 @@ def build_trainer(plan: JobPlan) -> Object:
     return kinds.JOB_SET.build_object(job.build_metadata(TRAINER), spec=spec)
 
 
-def build_generation(plan: JobPlan, state: DesiredState) -> Object:
+def build_generation(plan: JobPlan, replicas: int) -> Object:
     """Build the replicas' StatefulSet, or their LeaderWorkerSet if a replica is larger than a node."""
     job = plan.job
     size = plan.replica.pods
-    replicas = job.spec.generation.replicas if state in (DesiredState.RUNNING, DesiredState.SAVING) else 0
     leader = pods.build_replica_pod(plan)
     if size == 1:
         spec: Object = {

@@ -54,6 +54,8 @@ class Decision:
 
     state: DesiredState
     trainer: TrainerAction
+    replicas: int | None
+    """Replicas that are asked for; None: not even their workload exists."""
     terminal: TerminalCondition | None = None
     """Complete or Failed; None while the job goes on."""
     refusal: Refusal | None = None
@@ -72,6 +74,7 @@ def make_decision(plan: JobPlan, observed: ObservedState, now: datetime) -> Deci
     return Decision(
         state=state,
         trainer=_choose_trainer_action(plan, observed, state, terminal, now),
+        replicas=_choose_replicas(plan, observed, state),
         terminal=terminal,
         refusal=refusal,
         changes_children=refusal is None or terminal is not None or (has_begun and plan.job.spec.suspend),
@@ -91,6 +94,17 @@ def choose_state(plan: JobPlan, observed: ObservedState, terminal: TerminalCondi
     if waits and not observed.has_requested_parts:
         return DesiredState.WAITING
     return DesiredState.RUNNING
+
+
+def _choose_replicas(plan: JobPlan, observed: ObservedState, state: DesiredState) -> int | None:
+    if state is DesiredState.WAITING:
+        return None
+    if state is DesiredState.RUNNING:
+        return plan.job.spec.generation.replicas
+    if state is DesiredState.SAVING:
+        # As many as before. A job that was WAITING has none, and must not ask for GPUs when it ends.
+        return observed.count_wanted_replicas()
+    return 0
 
 
 def _choose_trainer_action(

@@ -94,4 +94,5 @@ def plan_job(job: Job, facts: ClusterFacts) -> JobPlan:
 def children_of(job: Job, given_facts: ClusterFacts, state: DesiredState = DesiredState.RUNNING) -> list[Object]:
     """Build the children of a job in a state."""
     trainer = TrainerAction.CREATE if state is DesiredState.RUNNING else TrainerAction.KEEP
-    return build_children(plan_job(job, given_facts), Decision(state, trainer))
+    replicas = job.spec.generation.replicas if state is DesiredState.RUNNING else 0
+    return build_children(plan_job(job, given_facts), Decision(state, trainer, replicas))

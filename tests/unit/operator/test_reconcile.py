@@ -773,7 +773,38 @@ def test_a_refused_sandbox_fails_a_job_that_has_asked_for_no_gpu() -> None:
     world.end_pod("tiny-coordinator-0", 2, "rewards.code.isolation must be possible on this machine")
     world.reconcile()
     assert world.read_condition("Failed") == ("True", "RunRefused")
+    assert world.server.objects_by_name(STATEFUL_SET)["tiny-generation"]["spec"]["replicas"] == 0
+    world.settle()
     assert world.server.objects_by_name(JOB_SET) == {}
+    assert world.server.objects_by_name(POD) == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "served"), [((CODE,), JOBSET_ONLY), ((PAPER,), EVERYTHING)], ids=["sandbox", "claim template"]
+)
+def test_a_job_that_is_suspended_before_it_asked_for_gpus_asks_for_none(
+    changes: tuple[Object, ...], served: frozenset[str]
+) -> None:
+    """Its replicas were created while the coordinator stopped, all of them."""
+    world = World(*changes, served=served)
+    world.reconcile()
+    coordinator = a_pod("tiny-coordinator-0", COORDINATOR, world.server.objects_by_name(DEPLOYMENT)["tiny-coordinator"])
+    world.server.put_object(coordinator)
+    world.edit_spec(suspend=True)
+    world.reconcile()
+    assert world.server.objects_by_name(DEPLOYMENT)["tiny-coordinator"]["spec"]["replicas"] == 0
+    assert world.server.objects_by_name(STATEFUL_SET)["tiny-generation"]["spec"]["replicas"] == 0
+    world.settle()
+    assert world.read_condition("Suspended") == ("True", "PodsDeleted")
+
+
+def test_a_job_keeps_the_replicas_that_it_has_while_its_coordinator_stops() -> None:
+    """One edit may suspend a job and change its replicas. New ones would start only to be stopped."""
+    world = World()
+    world.settle()
+    world.edit_spec(suspend=True, generation={"replicas": 5})
+    world.reconcile()
+    assert world.server.objects_by_name(STATEFUL_SET)["tiny-generation"]["spec"]["replicas"] == 1
 
 
 def test_a_job_that_waits_for_its_sandbox_is_not_queued_yet() -> None:
