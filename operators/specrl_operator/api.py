@@ -47,6 +47,9 @@ COORDINATOR = "coordinator"
 TRAINER = "trainer"
 GENERATION = "generation"
 STORE = "store"
+"""A component's name is also that of its container."""
+FETCH_PREFIX = "fetch-"
+"""Names of the init containers that fetch volumes begin with it; a number follows."""
 
 MAX_MESSAGE_LENGTH = 1024
 """Most characters of a condition's or event's message. The API server's limit for an event's note is 1 KiB."""

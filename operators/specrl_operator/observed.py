@@ -12,6 +12,7 @@ from typing import Any
 
 from specrl_operator import kinds
 from specrl_operator.api import (
+    FETCH_PREFIX,
     MAX_MESSAGE_LENGTH,
     TRAINER,
     Object,
@@ -87,14 +88,34 @@ def list_container_statuses(pod: Object) -> list[Object]:
     return found
 
 
+def _is_own_container(pod: Object, status: Object) -> bool:
+    """Whether a container is the operator's. Others come from podTemplate or a webhook, such as a proxy."""
+    name = str(status.get("name"))
+    return has_component(pod, name) or name.startswith(FETCH_PREFIX)
+
+
+def find_own_exit(pod: Object) -> tuple[int | None, str]:
+    """Return what `find_last_exit` does, of the operator's own containers.
+
+    Exit codes mean something in these alone. For example, a Go program that panics exits with 2.
+    """
+    return _find_exit(pod, [it for it in list_container_statuses(pod) if _is_own_container(pod, it)])
+
+
 def find_last_exit(pod: Object) -> tuple[int | None, str]:
     """Return the exit code and message of the first container that exited, in its current or previous run.
 
-    (None, "") if no container has exited. An init container that has done its work does not count.
+    The operator's own containers come first. (None, "") if no container has exited. An init container that has done its
+    work does not count.
     """
+    return _find_exit(pod, sorted(list_container_statuses(pod), key=lambda it: not _is_own_container(pod, it)))
+
+
+def _find_exit(pod: Object, containers: Sequence[Object]) -> tuple[int | None, str]:
+    """Return the exit code and message of the first of a pod's containers that exited."""
     init = (pod.get("status") or {}).get("initContainerStatuses") or []
     done = [it for it in init if ((it.get("state") or {}).get("terminated") or {}).get("exitCode") == 0]
-    for container in (it for it in list_container_statuses(pod) if it not in done):
+    for container in (it for it in containers if it not in done):
         # The previous run counts, too: a container in a crash loop is `waiting` or `running` most of the time.
         for name in ("state", "lastState"):
             ended: dict[str, Any] | None = (container.get(name) or {}).get("terminated")
@@ -158,5 +179,6 @@ def is_stuck_in_creation(pod: Object, now: datetime | None, limit_s: float) -> b
 
 
 def count_container_restarts(pod: Object) -> int:
-    """Count the kubelet's restarts of all containers of a pod."""
-    return sum(int(container.get("restartCount", 0)) for container in list_container_statuses(pod))
+    """Count the kubelet's restarts of a pod's own containers."""
+    own = [it for it in list_container_statuses(pod) if _is_own_container(pod, it)]
+    return sum(int(container.get("restartCount", 0)) for container in own)

@@ -11,7 +11,7 @@ import hashlib
 import re
 
 from specrl.spec.cluster import Volume
-from specrl_operator.api import COORDINATOR, Object
+from specrl_operator.api import COORDINATOR, FETCH_PREFIX, Object
 from specrl_operator.children.containers import FETCH_RESOURCES, build_container
 from specrl_operator.plan.job_plan import JobPlan
 
@@ -39,7 +39,7 @@ def mount_volumes(spec: Object, plan: JobPlan, role: str) -> None:
         else:
             spec["volumes"].append({"name": name, "emptyDir": {}})
         if volume.uri is not None:
-            fetching.append(_build_fetch(f"fetch-{number}", volume, name, plan, role))
+            fetching.append(_build_fetch(f"{FETCH_PREFIX}{number}", volume, name, plan, role))
         _mount(spec, name, volume.mount_path, folder, is_read_only=True)
     if fetching:
         spec["initContainers"] = fetching

@@ -22,7 +22,13 @@ from specrl_operator.api import (
     has_elapsed,
     is_condition_true,
 )
-from specrl_operator.observed import ObservedState, count_container_restarts, find_last_exit, is_pod_ready
+from specrl_operator.observed import (
+    ObservedState,
+    count_container_restarts,
+    find_last_exit,
+    find_own_exit,
+    is_pod_ready,
+)
 from specrl_operator.plan.job_plan import JobPlan
 from specrl_operator.plan.restarts import read_attempt
 
@@ -80,7 +86,7 @@ def _find_refused_run(job: Job, observed: ObservedState) -> Iterator[TerminalCon
         for pod in observed.pods_of(component):
             if component == COORDINATOR and "deletionTimestamp" in pod["metadata"]:
                 continue  # a node that was cut off held it, and it ended because a newer one has taken the run over
-            code, message = find_last_exit(pod)
+            code, message = find_own_exit(pod)
             if code == NEEDS_USER_EXIT_CODE and (
                 component != GENERATION or not is_condition_true(job.status, "Started")
             ):
@@ -90,7 +96,7 @@ def _find_refused_run(job: Job, observed: ObservedState) -> Iterator[TerminalCon
 def _find_crashed_coordinator(job: Job, observed: ObservedState) -> Iterator[TerminalCondition]:
     for pod in observed.pods_of(COORDINATOR):
         restarts = count_container_restarts(pod)
-        code, message = find_last_exit(pod)
+        code, message = find_own_exit(pod)
         # Ready again means that the last restart helped, whatever the count.
         if restarts > job.spec.failure_policy.max_restarts and code not in (None, 0) and not is_pod_ready(pod):
             why = f"the coordinator crashed and was restarted {restarts} times, more than maxRestarts allows: {message}"

@@ -12,13 +12,24 @@ from hypothesis import strategies as st
 from tests.unit.operator.builders import ALL, PAPER, ClusterFacts, a_job, plan_job
 from tests.unit.operator.world import a_pod, creating_since
 
-from specrl_operator.api import COORDINATOR, GENERATION, STORE, TRAINER, Job, Object, find_condition, format_time
+from specrl_operator.api import (
+    COMPONENT_LABEL,
+    COORDINATOR,
+    GENERATION,
+    STORE,
+    TRAINER,
+    Job,
+    Object,
+    find_condition,
+    format_time,
+)
 from specrl_operator.kinds import JOB_SET
 from specrl_operator.observed import ObservedState
 from specrl_operator.plan.acceptance import Refusal
 from specrl_operator.plan.decision import make_decision
 from specrl_operator.status.deadlines import find_next_deadline_s
 from specrl_operator.status.job_status import build_status
+from specrl_operator.status.readiness import ROLE_CONDITIONS
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 ROLES = (STORE, COORDINATOR, TRAINER, GENERATION)
@@ -49,6 +60,10 @@ def pods(**ready: Any) -> tuple[Object, ...]:
         for role, states in ready.items()
         for number, is_ready in enumerate(states)
     )
+
+
+def role_of(pod: Object) -> str:
+    return str(pod["metadata"]["labels"][COMPONENT_LABEL])
 
 
 def whole(**changes: Any) -> Seen:
@@ -280,7 +295,7 @@ def observations(draw: Any) -> Seen:
             continue
         if trouble == "exit":
             ended = {"terminated": {"exitCode": 1, "message": "lost"}}
-            pod["status"]["containerStatuses"] = [{"restartCount": 1, "state": ended}]
+            pod["status"]["containerStatuses"] = [{"name": role_of(pod), "restartCount": 1, "state": ended}]
         elif trouble == "unschedulable":
             pod["status"]["conditions"].append({"type": "PodScheduled", "status": "False", "message": "0 of 3"})
         else:
@@ -436,3 +451,30 @@ def test_what_an_init_container_does_and_refuses_is_in_the_conditions(
     found = find_condition(status, "Failed")
     assert found.get("reason") == (failed and "RunRefused")
     assert (failed or "") in found.get("message", "")
+
+
+SIDECAR_STOPPED = {"name": "proxy", "restartCount": 9, "state": ended(143, "")}
+PANIC = {"name": "proxy", "restartCount": 9, "lastState": ended(2, "goroutine 1 [running]")}
+REFUSED = {"name": "trainer", "restartCount": 0, "state": ended(2, "specrl-trainer: no such folder")}
+
+
+@pytest.mark.parametrize(
+    ("role", "init", "main", "failed", "reason"),
+    [
+        ("trainer", [], [PANIC], None, "CrashLooping"),
+        ("coordinator", [], [PANIC], None, "CrashLooping"),
+        ("coordinator", [PANIC], [], None, "CrashLooping"),
+        ("trainer", [SIDECAR_STOPPED], [REFUSED], "no such folder", "Stopped"),
+    ],
+)
+def test_a_sidecar_neither_ends_a_run_nor_hides_why_it_ends(
+    role: str, init: list[Object], main: list[Object], failed: str | None, reason: str
+) -> None:
+    """A proxy that a webhook adds exits with 2 when it panics, and with 143 after a trainer that has ended with 2."""
+    pod = a_pod(f"tiny-{role}-0", role, owner(role), is_ready=False)
+    pod["status"] |= {"initContainerStatuses": init, "containerStatuses": main}
+    others = (it for it in whole().pods if role_of(it) != role)
+    status = status_of(a_job(), ClusterFacts(), whole(pods=(*others, pod), moment=NOW), NOW)
+    assert find_condition(status, "Failed").get("reason") == (failed and "RunRefused")
+    assert (failed or "") in find_condition(status, "Failed").get("message", "")
+    assert said(status, ROLE_CONDITIONS[role]) == ("False", reason)

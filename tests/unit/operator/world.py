@@ -150,7 +150,7 @@ class World:
         """End a pod's container with an exit code. reason: the kubelet's. A trainer's pod ends with it."""
         pod = self.server.objects_by_name(POD)[name]
         ended = {"terminated": {"exitCode": code, "message": message, "reason": reason}}
-        container = {"name": "x", "restartCount": restarts, "state": ended}
+        container = {"name": pod["metadata"]["labels"][COMPONENT_LABEL], "restartCount": restarts, "state": ended}
         # The kubelet restarts the containers of the other roles.
         phase = ("Failed" if code else "Succeeded") if has_component(pod, TRAINER) else "Running"
         pod["status"] = {"phase": phase, "containerStatuses": [container]}
