@@ -18,6 +18,9 @@ CACHE_TTL = timedelta(minutes=10)
 """Time for which a label is cached. A node's domain changes only when hardware is moved. This bounds how long the
 status is wrong after that."""
 
+MAX_DOMAINS = 3
+"""Most domains that are named. A label's value has at most 63 characters, and the field of the status 256."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -30,9 +33,13 @@ class NodeTopology:
         self._known: dict[tuple[str, str], tuple[datetime, str | None]] = {}
 
     def find_domains(self, nodes: Iterable[str], key: str) -> str | None:
-        """Return the distinct values of the label `key` of these nodes, sorted; None if no node has the label."""
-        found = {value for node in sorted(set(nodes)) if (value := self._read_label(node, key)) is not None}
-        return ", ".join(sorted(found)) or None
+        """Return the distinct values of the label `key` of these nodes, sorted; None if no node has the label.
+
+        Of more than MAX_DOMAINS the first are named, and the others counted.
+        """
+        found = sorted({value for node in set(nodes) if (value := self._read_label(node, key)) is not None})
+        more = f" and {len(found) - MAX_DOMAINS} more" if len(found) > MAX_DOMAINS else ""
+        return ", ".join(found[:MAX_DOMAINS]) + more or None
 
     def _read_label(self, node: str, key: str) -> str | None:
         known = self._known.get((node, key))

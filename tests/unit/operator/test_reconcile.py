@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import UTC, datetime
 
 import pytest
-from tests.stand_ins.api_server import CORE, Killed
+from tests.stand_ins.api_server import CORE, FakeApiServer, Killed
 from tests.unit.operator.builders import LARGE, PAPER, an_rljob
 from tests.unit.operator.world import EVERYTHING, JOBSET_ONLY, World, a_pod, creating_since
 
+from specrl.spec.rljob.status import PlacementStatus
 from specrl_operator.api import (
     COORDINATOR,
     GENERATION,
@@ -25,6 +27,7 @@ from specrl_operator.children import desired
 from specrl_operator.children.schedulers import list_pod_templates
 from specrl_operator.cluster.cache import WatchedObjects
 from specrl_operator.cluster.interface import ClusterError
+from specrl_operator.cluster.topology import NodeTopology
 from specrl_operator.kinds import (
     COMPUTE_DOMAIN,
     CONFIG_MAP,
@@ -273,6 +276,19 @@ def test_the_domain_of_the_trainers_nodes_is_shown_and_cached() -> None:
     )
     world.advance_clock(601)
     assert bind("c", "c", "c", "c") == "rack.3", "a label that came later"
+
+
+def test_the_domains_of_a_large_trainer_fit_their_field() -> None:
+    """The API server refused every status of a trainer in six domains. The longest value has 63 characters."""
+    cluster = FakeApiServer()
+    for number in range(9):
+        meta = {"name": f"node-{number}", "labels": {CLIQUE: f"{number}".ljust(63, "x")}}
+        cluster.put_object({"apiVersion": "v1", "kind": "Node", "metadata": meta})
+    topology = NodeTopology(cluster, lambda: datetime(2026, 1, 1, tzinfo=UTC))
+    found = topology.find_domains((f"node-{number}" for number in range(9)), CLIQUE)
+    assert found is not None
+    assert found.endswith(" and 6 more")
+    assert PlacementStatus(domain=found).domain == found
 
 
 def test_scaling_changes_only_the_number_of_replicas() -> None:
