@@ -788,12 +788,14 @@ WHILE_SUSPENDED: dict[str, tuple[Any, ...]] = {
     "volumes": ([], [{"claimName": "a", "mountPath": "/a"}], [{"claimName": "b", "mountPath": "/a"}]),
     "cacheClaimName": ("a", "b", ...),
     "scheduling": ({}, {"queueName": "a"}, {"priorityClassName": "high"}),
+    "failurePolicy.maxRestarts": (0, 1),
+    "failurePolicy.onTrainerFailure": ("Fail", "RestartFromCheckpoint"),
 }
 AT_ANY_TIME: dict[str, tuple[Any, ...]] = {
     "suspend": (False, True),
     "generation.replicas": (1, 4),
     "generation.autoscaling": ({"maxReplicas": 4}, {"maxReplicas": 5}, ...),
-    "failurePolicy": ({"onTrainerFailure": "Fail"}, {"maxRestarts": 0}),
+    "failurePolicy.minGenerationReplicas": (1, 2),
     "startupDeadlineSeconds": (1, 2, ...),
     "activeDeadlineSeconds": (1, 2, ...),
     "ttlSecondsAfterFinished": (0, 1, ...),
@@ -804,7 +806,11 @@ def changes_of(table: dict[str, tuple[Any, ...]]) -> list[tuple[str, dict[str, A
     """List every change from one value of a table to another: the field, the job before and the job after."""
     on_gpus = {**CHANGED_JOB, **_ON_GPUS}
     experts = {**on_gpus, "generation.gpusPerReplica": 2, "generation.tensorParallel": 2}
-    bases = {"generation.gpusPerReplica": on_gpus, "generation.expertParallel": experts}
+    bases = {
+        "generation.gpusPerReplica": on_gpus,
+        "generation.expertParallel": experts,
+        "failurePolicy.minGenerationReplicas": {**CHANGED_JOB, "generation.replicas": 2},
+    }
     return [
         (path, *(a_job({**bases.get(path, CHANGED_JOB), path: value}) for value in (before, after)))
         for path, values in table.items()

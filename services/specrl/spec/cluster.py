@@ -304,12 +304,12 @@ class OnTrainerFailure(StrEnum):
 class FailurePolicy(Section):
     """Reaction to the failure of a part of the job. The loss of a node does not count as a failure."""
 
-    max_restarts: NotNegative = 3
+    max_restarts: Annotated[NotNegative, ChangePolicy.SUSPENDED] = 3
     """Restarts of the trainer. The job fails at the next failure after them."""
-    on_trainer_failure: OnTrainerFailure = OnTrainerFailure.RESTART
+    on_trainer_failure: Annotated[OnTrainerFailure, ChangePolicy.SUSPENDED] = OnTrainerFailure.RESTART
     """`RestartFromCheckpoint`: the trainer is restarted, and the steps since its checkpoint are replayed. `Fail`: the
     job fails."""
-    min_generation_replicas: ReplicaCount = 1
+    min_generation_replicas: Annotated[ReplicaCount, ChangePolicy.ANY_TIME] = 1
     """Fewest ready replicas with which the job counts as ready."""
 
 

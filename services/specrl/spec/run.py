@@ -261,7 +261,7 @@ class RunSpec(Section):
     compiles anew, into its scratch folder."""
     placement: Annotated[Placement, OnCluster.ONLY] = Placement()
     scheduling: Annotated[Scheduling, ChangePolicy.SUSPENDED, OnCluster.ONLY] = Scheduling()
-    failure_policy: Annotated[FailurePolicy, ChangePolicy.ANY_TIME, OnCluster.ONLY] = FailurePolicy()
+    failure_policy: Annotated[FailurePolicy, OnCluster.ONLY] = FailurePolicy()
     tls: Annotated[PeerTls, OnCluster.ONLY] = PeerTls()
     startup_deadline_seconds: Annotated[Seconds | None, ChangePolicy.ANY_TIME, OnCluster.ONLY] = None
     """Most seconds from the job's start, or its resumption, until all parts are ready. If they are not, the job fails.
