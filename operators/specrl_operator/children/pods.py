@@ -237,12 +237,16 @@ MERGE_KEYS = {
 }
 """Lists that are merged item by item, and the field that identifies an item, as in Kubernetes' strategic merge."""
 
+NEVER_REMOVED = ("metadata", "labels", "spec", "containers", "volumes")
+"""Fields that every pod of a job needs. Null, as an empty key is in YAML, leaves them as they are."""
+
 
 def merge_pod_template(pod: Object, part: Mapping[str, Any] | None) -> Object:
     """Merge a user's part of a template over a pod template.
 
     Mappings are merged, so GPUs and claims that the operator put into `resources` stay. Lists in MERGE_KEYS are merged
-    item by item. Tolerations are appended, since they have no key. Other lists are replaced. Null removes a field.
+    item by item. Tolerations are appended, since they have no key. Other lists are replaced. Null removes a field, but
+    none of NEVER_REMOVED.
     """
     found: Object = _merge_mappings(pod, part or {})
     return found
@@ -262,7 +266,8 @@ def _merge_mappings(base: Mapping[str, Any], over: Mapping[str, Any]) -> Object:
     for name, value in over.items():
         before = base.get(name)
         if value is None:
-            merged.pop(name, None)
+            if name not in NEVER_REMOVED:
+                merged.pop(name, None)
         elif isinstance(value, Mapping):
             merged[name] = _merge_mappings(before if isinstance(before, Mapping) else {}, value)
         elif isinstance(value, list) and isinstance(before, list) and name == "tolerations":

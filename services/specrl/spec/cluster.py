@@ -29,7 +29,8 @@ Schema = dict[str, Any]
 # limit, so the API server checks the rest when the pods' owner is made. But an item without a name, in a list that is
 # merged by name, could not be merged at all. One schema is in the CRD and in `check_pod_template`, which checks files.
 # Null removes a field of the operator's, so everything may be null.
-_ANYTHING: Schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True, "nullable": True}
+_OBJECT: Schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+_ANYTHING: Schema = _OBJECT | {"nullable": True}
 _TEXTS: Schema = {
     "type": "object",
     "additionalProperties": {"type": "string", "maxLength": 65536, "nullable": True},
@@ -55,7 +56,9 @@ _CONTAINER = _object_with(
     "name",
     env=_list_of(_object_with("name")),
     volumeMounts=_list_of(_object_with("mountPath")),
-    resources=_ANYTHING,
+    ports=_list_of(_OBJECT),
+    resources=_ANYTHING
+    | {"properties": {"requests": _ANYTHING, "limits": _ANYTHING, "claims": _list_of(_object_with("name"))}},
     securityContext=_ANYTHING,
 )
 _NAMED = _list_of(_object_with("name"))

@@ -457,6 +457,29 @@ def test_null_in_a_users_template_removes_a_field() -> None:
     assert template["spec"]["securityContext"]["runAsNonRoot"] is True
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"metadata": None, "spec": None},
+        {"metadata": {"labels": None, "annotations": None}},
+        {"spec": {"containers": None, "volumes": None}},
+        {"spec": {"containers": [{"name": "trainer", "resources": None, "env": None, "ports": None}]}},
+        {"spec": {"containers": [{"name": "trainer", "resources": {"requests": None, "limits": None}}]}},
+    ],
+)
+@pytest.mark.parametrize("gang", ["Kueue", "KAI", "Volcano"])
+def test_an_empty_key_in_a_users_template_is_nothing(part: Object, gang: str) -> None:
+    """`labels:` without a value, as an editor or Helm may leave it, was a failure of the operator without end."""
+    job = a_job(PAPER, {"trainer": {"podTemplate": part}, "scheduling": {"queueName": "a", "gang": gang}})
+    plain = a_job(PAPER, {"scheduling": {"queueName": "a", "gang": gang}})
+    found, expected = (
+        list_pod_templates(find(children_of(it, ClusterFacts(served=ALL)), JOB_SET, TRAINER))[0] for it in (job, plain)
+    )
+    assert found["metadata"]["labels"] == expected["metadata"]["labels"]
+    assert [it["name"] for it in found["spec"]["containers"]] == [TRAINER]
+    assert found["spec"]["volumes"] == expected["spec"]["volumes"]
+
+
 # -- missing dependencies ----------------------------------------------------------------------------------------------
 
 

@@ -612,6 +612,19 @@ def test_an_address_of_the_store_is_host_and_port(address: str) -> None:
         ({"spec": {"containers": [{"image": "x"}]}}, "podTemplate.spec.containers.0.name must be given, got none"),
         ({"spec": {"volumes": [{"name": ""}]}}, "podTemplate.spec.volumes.0.name must not be empty"),
         ({"spec": []}, "podTemplate.spec must be a mapping, got list"),
+        ({"spec": {"containers": [{"name": "x", "ports": [80]}]}}, "containers.0.ports.0 must be a mapping, got int"),
+        (
+            {"spec": {"containers": [{"name": "x", "ports": [None]}]}},
+            "containers.0.ports.0 must be a mapping, got None",
+        ),
+        (
+            {"spec": {"containers": [{"name": "x", "resources": {"claims": ["imex"]}}]}},
+            "resources.claims.0 must be a mapping, got str",
+        ),
+        (
+            {"spec": {"containers": [{"name": "x", "resources": {"requests": "4"}}]}},
+            "resources.requests must be a mapping, got str",
+        ),
         ({"metadata": {"namespace": "kube-system"}}, "podTemplate.metadata.namespace is not a field here"),
         ({"metadata": {"labels": {"team": 1}}}, "podTemplate.metadata.labels.team must be text, got int"),
     ],
