@@ -25,7 +25,7 @@ MANAGER = "specrl-operator"
 CLAIM_SUFFIX = "-imex"
 """The name of a job's ResourceClaimTemplate is the job's name with this suffix."""
 
-KEPT_SPEC_FIELDS = ("replicas", "suspend", "nodeName", "schedulingGates")
+KEPT_SPEC_FIELDS = ("replicas", "suspend", "nodeName", "schedulingGates", "readinessGates")
 """Fields of the specs of children and pods that decisions read. `trim_object` drops the others."""
 
 JOB_LABEL = "specrl.dev/rljob"

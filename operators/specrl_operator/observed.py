@@ -154,7 +154,8 @@ def is_pod_lost(pod: Object, now: datetime | None) -> bool:
 def is_node_silent(pod: Object) -> bool:
     """Whether the node controller has marked a pod as not ready because its node does not answer.
 
-    It changes no other condition. The kubelet derives Ready from ContainersReady, and from gates that our pods lack.
+    It changes no other condition. The kubelet derives Ready from ContainersReady, and from gates, which a
+    podTemplate may add.
     """
     status = pod.get("status") or {}
     is_marked = find_condition(status, "Ready").get("status") == "False"

@@ -22,6 +22,7 @@ from specrl_operator.api import (
     Object,
     find_condition,
     format_time,
+    trim_object,
 )
 from specrl_operator.kinds import JOB_SET
 from specrl_operator.observed import ObservedState
@@ -217,7 +218,9 @@ def test_a_node_that_stops_answering_is_named_before_kubernetes_gives_its_pods_u
     shown = status_of(a_job(), ClusterFacts(), observed, NOW)
     assert said(shown, "Ready") == ("False", "NodeLost")
     assert "its node rack-1 does not answer" in find_condition(shown, "TrainerReady")["message"]
-    silent["spec"]["readinessGates"] = [{"conditionType": "example.com/gate"}]
+    # As the cache keeps a pod. It kept no gates, so each such pod was on a lost node.
+    gated = trim_object({**silent, "spec": {"readinessGates": [{"conditionType": "example.com/gate"}]}})
+    observed = replace(observed, pods=(*observed.pods[:-1], gated))
     assert said(status_of(a_job(), ClusterFacts(), observed, NOW), "TrainerReady") == ("False", "PodsNotReady")
 
 
