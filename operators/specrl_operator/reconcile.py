@@ -409,6 +409,7 @@ class Reconciler:
         before = item.get("status") or {}
         status = build_invalid_status(before, metadata.get("generation", 0), reason, message, self._now())
         self._write_status({name: metadata[name] for name in ("name", "namespace", "resourceVersion")}, before, status)
+        telemetry.export_status((metadata["namespace"], metadata["name"]), before, status)
 
     def _write_status(self, metadata: Object, before: Object, status: Object) -> bool:
         """Replace the status if it changed. Returns whether it was written.

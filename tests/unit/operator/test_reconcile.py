@@ -8,6 +8,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 
 import pytest
+from prometheus_client import REGISTRY
 from tests.stand_ins.api_server import CORE, FakeApiServer, Killed
 from tests.unit.operator.builders import LARGE, PAPER, an_rljob
 from tests.unit.operator.world import EVERYTHING, JOBSET_ONLY, World, a_pod, creating_since
@@ -662,6 +663,11 @@ def test_a_busy_api_server_is_not_reported_as_a_problem_of_the_job() -> None:
     assert world.read_condition("Accepted") == ("True", "Accepted")
 
 
+def is_exported_as_refused() -> bool:
+    labels = {"namespace": "rl", "name": "tiny", "type": "Accepted", "status": "False"}
+    return REGISTRY.get_sample_value("specrl_rljob_condition", labels) == 1
+
+
 def test_an_invalid_spec_is_reported_and_changes_no_children() -> None:
     world = World()
     world.settle()
@@ -669,6 +675,7 @@ def test_an_invalid_spec_is_reported_and_changes_no_children() -> None:
     world.edit_spec(schedule={"groupSize": 1})
     assert world.reconcile() is None
     assert world.read_condition("Accepted") == ("False", "SpecInvalid")
+    assert is_exported_as_refused(), "SpecrlJobNotAccepted watches the metric"
     assert "schedule.groupSize" in next(it["message"] for it in world.status["conditions"] if it["type"] == "Accepted")
     assert {name: it for name, it in world.take_snapshot().items() if not name.startswith("RLJob")} == before
     writes = len(world.server.list_writes())
@@ -677,6 +684,7 @@ def test_an_invalid_spec_is_reported_and_changes_no_children() -> None:
     world.edit_spec(schedule={"groupSize": 2})
     world.settle()
     assert world.read_condition("Accepted") == ("True", "Accepted")
+    assert not is_exported_as_refused()
 
 
 def test_an_older_operator_looks_after_a_job_with_fields_of_a_newer_crd() -> None:
