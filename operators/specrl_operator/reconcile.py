@@ -49,7 +49,7 @@ from specrl_operator.cluster.topology import NodeTopology
 from specrl_operator.kinds import Kind
 from specrl_operator.observed import TRAINER_KINDS, ObservedState, has_pod_ended, is_stuck_in_creation, list_trainers
 from specrl_operator.plan.acceptance import Refusal
-from specrl_operator.plan.decision import Decision, TrainerAction, make_decision
+from specrl_operator.plan.decision import Decision, DesiredState, TrainerAction, make_decision
 from specrl_operator.plan.job_plan import JobPlan, Settings, find_ttl_s, plan_job
 from specrl_operator.status import events
 from specrl_operator.status.deadlines import find_next_deadline_s
@@ -122,12 +122,6 @@ class Reconciler:
             self._reject_spec(item, "SpecInvalid", str(error))
             return None
 
-        # Delete a finished job whose time to live has passed.
-        if has_elapsed(job.status.get("completionTime"), find_ttl_s(job, self._settings), self._now()):
-            log.info("job_expired", namespace=namespace, name=name)
-            self._cluster.delete(kinds.RLJOB, item)
-            return None
-
         # List the children and plan the job. A plan depends on the spec, the cluster and which children exist.
         now = self._now()
         children = self._list_children(job)
@@ -136,6 +130,13 @@ class Reconciler:
         # Observe the pods, then decide how much of the job should run now.
         observed = self._observe_children(plan, children)
         decision = make_decision(plan, observed, now)
+
+        # Delete a finished job whose time to live has passed, but not while its coordinator still saves the run.
+        is_expired = has_elapsed(job.status.get("completionTime"), find_ttl_s(job, self._settings), now)
+        if is_expired and decision.state is not DesiredState.SAVING:
+            log.info("job_expired", namespace=namespace, name=name)
+            self._cluster.delete(kinds.RLJOB, item)
+            return None
 
         # Apply the desired children and delete the others. A job that this cluster cannot run keeps its children.
         refusal = decision.refusal

@@ -1209,6 +1209,20 @@ def test_a_finished_job_is_deleted_after_its_ttl() -> None:
     assert world.list_objects() == set()
 
 
+def test_a_failed_job_is_not_deleted_before_its_coordinator_has_saved_the_run() -> None:
+    """With a time to live of 0 it was deleted as soon as it had failed: trainer and coordinator at once."""
+    world = World({"ttlSecondsAfterFinished": 0})
+    world.settle()
+    world.end_workload(JOB_SET, "tiny-trainer", "Failed", "maxRestarts reached")
+    for _ in range(3):
+        world.reconcile()
+    assert world.read_condition("Failed") == ("True", "BackoffLimitExceeded")
+    assert world.server.objects_by_name(DEPLOYMENT)["tiny-coordinator"]["spec"]["replicas"] == 0
+    world.run_controllers()
+    world.reconcile()
+    assert world.list_objects() == set()
+
+
 @pytest.mark.parametrize(("own", "is_kept"), [({}, False), ({"ttlSecondsAfterFinished": 1000}, True)])
 def test_the_administrators_time_to_live_counts_for_jobs_that_name_none(own: Object, is_kept: bool) -> None:
     """M11: without one, a finished job kept its coordinator, store and volume for ever."""
