@@ -66,9 +66,9 @@ class StartedRun:
         return text
 
     def stop(self) -> None:
-        """Stop the run if it still runs: first with Ctrl-C, as a user does, then with SIGKILL."""
+        """Stop the run if it still runs: first with SIGTERM, as a user does, then with SIGKILL."""
         if self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)
+            self.process.terminate()  # a run that a background job started ignores Ctrl-C
             try:
                 self.process.wait(STOP_S)
             except subprocess.TimeoutExpired:

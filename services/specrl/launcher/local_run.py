@@ -146,14 +146,16 @@ class LocalRun:
     def _count_interrupts(self) -> Iterator[None]:
         """Count SIGINT, SIGTERM and SIGHUP (sent when the terminal closes) while the context is open.
 
-        Outside the context these signals end the process, as usual.
+        Outside the context these signals end the process, as usual. A signal that the process was started to ignore
+        stays ignored: SIGHUP below nohup, SIGINT in a script's background jobs.
         """
 
         def on_signal(_number: int, _frame: FrameType | None) -> None:
             self._interrupts += 1
 
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        before = [(number, signal.signal(number, on_signal)) for number in numbers]
+        heeded = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+        before = [(number, signal.signal(number, on_signal)) for number in heeded]
         try:
             yield
         finally:

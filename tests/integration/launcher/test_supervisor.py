@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
@@ -391,6 +391,16 @@ def test_a_stop_before_the_first_start_ends_at_once(tmp_path: Path) -> None:
 # -- a whole launch, in a process of its own ---------------------------------------------------------------------------
 
 
+@contextmanager
+def at_start(number: signal.Signals, handler: signal.Handlers) -> Iterator[None]:
+    """Start processes in this context with this handler of a signal, SIG_DFL or SIG_IGN."""
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
 @pytest.fixture
 def launch(tmp_path: Path, events: EventFile) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Start drive.py with these programs; whatever a failing test leaves is killed."""
@@ -398,12 +408,16 @@ def launch(tmp_path: Path, events: EventFile) -> Iterator[Callable[..., subproce
     status = tmp_path / "status"
     status.write_text(json.dumps({"run": "tiny", "phase": "training"}))
 
-    def start(*programs: str) -> subprocess.Popen[str]:
+    def start(*programs: str, ignored: Sequence[signal.Signals] = ()) -> subprocess.Popen[str]:
         port = find_free_port()
         environment = dict(os.environ) | {"FAKE_EVENTS": str(events.path), "FAKE_STATUS": str(status)}
         command = [sys.executable, str(HERE / "drive.py"), str(tmp_path), str(port)]
         command += [f"coordinator=--serve {port} --slow-stop 0.3", *programs]
-        started.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+        with ExitStack() as handlers:
+            for number in (signal.SIGINT, signal.SIGHUP):  # pytest itself may be a background job
+                handler = signal.SIG_IGN if number in ignored else signal.SIG_DFL
+                handlers.enter_context(at_start(number, handler))
+            started.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
         # If a replica refuses, the run may end before its coordinator has recorded an event.
         until(lambda: events.started_pids("coordinator") or started[-1].poll() is not None, "the coordinator's start")
         return started[-1]
@@ -457,6 +471,22 @@ def test_an_interrupt_stops_in_order_and_differs_from_a_finished_run(
     assert told[:2] == ["coordinator told to stop", "coordinator stopped"]
     assert len(told) == 6
     assert not any(map(is_alive, events.all_pids()))
+
+
+def test_a_signal_that_the_launcher_was_started_to_ignore_does_not_stop_the_run(
+    events: EventFile, launch: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """A run below nohup stopped when the terminal closed."""
+    process = launch("gen-0=", ignored=(signal.SIGINT, signal.SIGHUP))
+    until(lambda: len(events.all_pids()) == 2, "the start")
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGINT)
+    os.kill(events.started_pids("gen-0")[0], signal.SIGKILL)
+    # The restart is a turn of the launcher's loop after the signals.
+    until(lambda: len(events.started_pids("gen-0")) == 2 or process.poll() is not None, "the restart")
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert finish(process).startswith("interrupted | ")
 
 
 def test_second_interrupt_kills_at_once(events: EventFile, launch: Callable[..., subprocess.Popen[str]]) -> None:
