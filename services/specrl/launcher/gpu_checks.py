@@ -8,6 +8,7 @@ and the replicas need. Called by preflight and by the warm-up, before anything l
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from specrl.drafting.registry import find_kind
@@ -89,12 +90,16 @@ def share_gpus(spec: RunSpec, models: RunModels, machine: GpuMachine) -> RunSpec
         return spec
     if spec.generation.gpu_memory_utilization is not None:
         return spec
-    trainers, replicas = count_programs(spec, machine.visible)
+    counts = count_programs(spec, machine.visible)
     card_bytes = min(machine.memory_bytes.values())
     needed = estimate_replica_bytes(spec, policy, _count_drafter(spec, models))
-    if trainers or replicas > 1:
-        of_trainer = trainers * int(estimate_rank_memory(spec, models).most + TRAINER_CONTEXT_BYTES)
-        room = (card_bytes - of_trainer) // replicas - needed
+    if counts - {(0, 1)}:
+        rank_bytes = int(estimate_rank_memory(spec, models).most + TRAINER_CONTEXT_BYTES)
+        # All replicas have the same KV cache, which must fit the GPU with the least room for it.
+        rooms = [((card_bytes - each * rank_bytes) // replicas, each, replicas) for each, replicas in counts]
+        share, trainers, replicas = min(rooms)
+        of_trainer = trainers * rank_bytes
+        room = share - needed
         chosen = spec.generation.kv_cache_mib or SMALLEST_KV_CACHE_MIB
         if chosen * MIB > room:
             programs = f"{'a trainer rank and ' if trainers else ''}{replicas} generation ranks"
@@ -111,14 +116,14 @@ def share_gpus(spec: RunSpec, models: RunModels, machine: GpuMachine) -> RunSpec
     return spec
 
 
-def count_programs(spec: RunSpec, gpus: Sequence[str]) -> tuple[int, int]:
-    """Count the ranks on the GPU that has most of them and a replica's: of the trainer, and of replicas.
+def count_programs(spec: RunSpec, gpus: Sequence[str]) -> set[tuple[int, int]]:
+    """Count the ranks on each GPU that has a replica's: of the trainer, and of replicas. Equal GPUs are listed once.
 
     gpus: those that the launcher deals out.
     """
     trainer, *replicas = assign_gpus(gpus, _list_wanted(spec))
-    dealt = [gpu for replica in replicas for gpu in replica]
-    return max((trainer.count(gpu), dealt.count(gpu)) for gpu in dealt)
+    dealt = Counter(gpu for replica in replicas for gpu in replica)
+    return {(trainer.count(gpu), count) for gpu, count in dealt.items()}
 
 
 def _count_drafter(spec: RunSpec, models: RunModels) -> int:

@@ -72,9 +72,10 @@ def test_expert_parallel_needs_gpus() -> None:
 
 
 @pytest.mark.parametrize(("gpus", "replicas", "expected"), [
-    (1, 1, (1, 1)), (2, 1, (0, 1)), (1, 2, (1, 2)), (2, 2, (1, 1)), (3, 2, (0, 1)), (2, 3, (1, 1)),
+    (1, 1, {(1, 1)}), (2, 1, {(0, 1)}), (1, 2, {(1, 2)}), (2, 2, {(1, 1), (0, 1)}), (3, 2, {(0, 1)}),
+    (2, 3, {(1, 1), (0, 2)}),
 ])  # fmt: skip
-def test_programs_of_one_gpu_are_counted(gpus: int, replicas: int, expected: tuple[int, int]) -> None:
+def test_programs_of_each_gpu_are_counted(gpus: int, replicas: int, expected: set[tuple[int, int]]) -> None:
     assert count_programs(a_spec({"replicas": replicas}), [str(gpu) for gpu in range(gpus)]) == expected
 
 
@@ -90,6 +91,18 @@ def test_trainer_and_replicas_on_one_gpu_divide_its_memory(replicas: int, models
     trainer = estimate_rank_memory(shared, models).most + TRAINER_CONTEXT_BYTES
     assert 0 <= CARD - trainer - replicas * each < 4 << 20  # all of it is used
     assert shared.generation.model_copy(update={"kv_cache_mib": None}) == spec.generation
+
+
+def test_the_kv_cache_fits_each_of_the_gpus(models: RunModels) -> None:
+    """KV caches were sized for GPU 0 (the trainer, a replica), although GPU 1 (two replicas) had less room."""
+    spec = a_spec({"replicas": 3})
+    assert models.policy is not None
+    needed = estimate_replica_bytes(spec, models.policy, 0)
+    cache_mib = share_gpus(spec, models, TWO_GPUS).generation.kv_cache_mib
+    assert cache_mib == (CARD // 2 - needed) >> 20
+    too_large = a_spec({"replicas": 3, "kvCacheMib": cache_mib + 1})
+    with pytest.raises(MemoryTooSmall, match=r"a GPU that 2 generation ranks share must have .*, got 80\.0 GiB"):
+        share_gpus(too_large, models, TWO_GPUS)
 
 
 def test_nothing_is_chosen_where_each_program_has_a_gpu_or_the_user_has_chosen(models: RunModels) -> None:
