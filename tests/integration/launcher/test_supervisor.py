@@ -72,12 +72,13 @@ def events(tmp_path: Path) -> EventFile:
     return EventFile(tmp_path / "events")
 
 
-def a_program(tmp_path: Path, name: str, *options: str, ranks: int = 1, **fields: object) -> Program:
+def a_rank(tmp_path: Path, name: str, *options: str, number: int = 0) -> Rank:
     environment = dict(os.environ) | {"FAKE_EVENTS": str(tmp_path / "events")}
-    made = [
-        Rank((sys.executable, FAKE, name, *options), environment, tmp_path / f"{name}-{rank}.log")
-        for rank in range(ranks)
-    ]
+    return Rank((sys.executable, FAKE, name, *options), environment, tmp_path / f"{name}-{number}.log")
+
+
+def a_program(tmp_path: Path, name: str, *options: str, ranks: int = 1, **fields: object) -> Program:
+    made = [a_rank(tmp_path, name, *options, number=number) for number in range(ranks)]
     return Program(name, lambda: made, **fields)  # type: ignore[arg-type]
 
 
@@ -368,6 +369,21 @@ def test_a_program_that_ignores_sigterm_is_killed_after_its_grace_period(tmp_pat
         clock.now = 60.0
         assert supervisor.poll_stop()
         until(lambda: not any(map(is_alive, events.all_pids())), "the end of all")
+
+
+def test_a_rank_that_died_before_the_stop_does_not_disturb_it(tmp_path: Path, events: EventFile) -> None:
+    """SIGTERM for the dead rank reaped it. The next look at it raised ChildProcessError while the others still ran."""
+    ranks = [a_rank(tmp_path, "dead", "--exit", "2"), a_rank(tmp_path, "hanging", "--ignore-term")]
+    clock = Clock()
+    with supervised([Program("trainer", lambda: ranks, grace_s=60.0)], clock) as supervisor:
+        supervisor.poll()
+        until(lambda: len(events.all_pids()) == 2, "the start")
+        until(lambda: not is_alive(events.started_pids("dead")[0]), "the rank's end")
+        supervisor.begin_stop()
+        until(lambda: supervisor.poll_stop() or "hanging told to stop" in events.read_lines(), "the signal")
+        assert not supervisor.poll_stop()
+        clock.now = 60.0
+        assert supervisor.poll_stop()
 
 
 def test_nothing_is_restarted_during_a_stop(tmp_path: Path, events: EventFile) -> None:

@@ -252,7 +252,9 @@ class Supervisor:
         """Send SIGTERM to every rank and set the deadline. A rank must end its own children itself."""
         slot.kill_at = self._clock() + grace_s
         for process in slot.processes:
-            process.send_signal(signal.SIGTERM)
+            # Popen.send_signal would reap a rank that has ended, which `_exit_code` still looks at.
+            if _exit_code(process) is None:
+                os.kill(process.pid, signal.SIGTERM)
 
     def _start_program(self, slot: _ProgramState) -> None:
         slot.started_at = self._clock()
