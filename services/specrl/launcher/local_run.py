@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import FrameType
 
+from specrl.coordinator.members.replica_states import ReplicaState
 from specrl.errors import RunInvalid
 from specrl.formats.reports import Phase, StatusReport
 from specrl.launcher.coordinator_client import REPORT_TIMEOUT_S, CoordinatorReports, request_run_action
@@ -32,6 +33,7 @@ from specrl.launcher.terminal.run_follower import RunFollower
 from specrl.launcher.terminal.view import View
 
 TURN_S = 0.25
+SERVING = (ReplicaState.SERVING, ReplicaState.UPDATING)  # entered only by a replica that has served
 GIVEN_UP_CHARACTERS = 2000  # of all reasons together; as JSON each character takes up to 6 bytes of the 16 KiB
 
 
@@ -55,6 +57,7 @@ class LocalRun:
         self._interrupts = 0  # the user's requests to stop so far
         self._follower = RunFollower(reports, view)
         self._told_given_up: dict[str, str] = {}  # what the coordinator was told last
+        self._trained = 0  # the newest step so far; a step that is trained again after a crash is no progress
 
     def run_to_end(self, keep_serving: bool = False) -> RunOutcome:
         """Start all programs, wait until the run ends, and stop them. Returns how it ended.
@@ -87,6 +90,9 @@ class LocalRun:
                 return replace(ended, status=read_stored_status(self._directory))
             # Waits for the coordinator's answer, at most REPORT_TIMEOUT_S; None while it starts or restarts.
             status = self._follower.show_updates()
+            if status is not None and status.step > self._trained:
+                self._trained = status.step
+                self._supervisor.forget_failures({it.id for it in status.replicas if it.state in SERVING})
             if status is not None and self._knows_other_replicas(status):
                 self._tell_given_up()
             if self._replicas is not None and status is not None and status.replicas_wanted is not None:

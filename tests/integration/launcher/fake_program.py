@@ -3,12 +3,13 @@
     python fake_program.py NAME [--exit CODE] [--say TEXT] [--ignore-term] [--slow-stop S] [--child] [--serve PORT]
 
 Events, one per line: `NAME started PID [child PID]`, `NAME told to stop`, `NAME stopped`. With --serve it answers
-/status with the file STATUS, like a coordinator, and records what it is asked to do.
+/status with the file STATUS, like a coordinator, and records what it is asked to do, and the step that it answers.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import subprocess
@@ -34,6 +35,8 @@ class Answer(BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
         self.wfile.write(content)
+        if path == "/status" and (step := json.loads(content).get("step")) is not None:
+            tell(f"coordinator is at step {step}")
 
     def do_PUT(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"])).decode()

@@ -260,16 +260,56 @@ def test_a_replica_that_has_served_between_equal_failures_is_not_given_up(tmp_pa
             clock.now += 1.0
 
 
-def test_a_healthy_period_resets_the_crash_count(tmp_path: Path, events: EventFile) -> None:
+@pytest.mark.parametrize("has_served", [True, False])
+def test_crashes_count_anew_once_a_program_has_served_or_a_step_was_trained(
+    tmp_path: Path, events: EventFile, has_served: bool
+) -> None:
     clock = Clock()
     with supervised([a_program(tmp_path, "trainer")], clock) as supervisor:
         for number in range(1, MAX_CRASHES + 3):
             supervisor.poll()
             until(lambda number=number: len(events.started_pids("trainer")) == number, "the start")
-            clock.now += 1000.0
+            if has_served:
+                clock.now += SERVED_S
+            else:
+                supervisor.forget_failures(())
             os.kill(events.started_pids("trainer")[-1], signal.SIGKILL)
             until(lambda: supervisor.poll() or supervisor.take_notices(), "the crash")
             clock.now += 1.0
+
+
+def crash_until_end(supervisor: Supervisor, clock: Clock, events: EventFile, name: str) -> RunOutcome:
+    """Kill a program some minutes after each start, until the run ends."""
+    for number in range(1, MAX_CRASHES + 2):
+        supervisor.poll()
+        until(lambda number=number: len(events.started_pids(name)) == number, "the start")
+        clock.now += 200.0
+        os.kill(events.started_pids(name)[-1], signal.SIGKILL)
+        ends: list[RunOutcome | None] = []
+        until(lambda ends=ends: ends.append(supervisor.poll()) or ends[-1] or supervisor.take_notices(), "the crash")
+        if ends[-1] is not None:
+            return ends[-1]
+        clock.now += 10.0
+    raise AssertionError(f"{name} would be restarted for ever")
+
+
+def test_a_program_that_dies_after_minutes_without_a_trained_step_fails_the_run(
+    tmp_path: Path, events: EventFile
+) -> None:
+    """A trainer that the kernel killed while it loaded a large model was restarted for ever."""
+    clock = Clock()
+    with supervised([a_program(tmp_path, "trainer")], clock) as supervisor:
+        ended = crash_until_end(supervisor, clock, events, "trainer")
+    assert ended.end is RunEnd.FAILED
+    assert f"trainer crashed {MAX_CRASHES + 1} times in a row, last with signal SIGKILL" in ended.message
+
+
+def test_a_replica_that_dies_by_the_same_signal_three_times_is_given_up(tmp_path: Path, events: EventFile) -> None:
+    clock = Clock()
+    with supervised([a_program(tmp_path, "gen-0", may_leave=True)], clock) as supervisor:
+        supervisor.forget_failures({"gen-1"})
+        ended = crash_until_end(supervisor, clock, events, "gen-0")
+    assert f"gen-0 is given up: it failed {MAX_EQUAL_FAILURES} times in a row with signal SIGKILL" in ended.message
 
 
 def test_a_refusal_ends_the_run_with_the_programs_message_and_without_a_restart(
@@ -526,6 +566,24 @@ def test_any_killed_process_is_restarted(
     process.send_signal(signal.SIGTERM)
     assert finish(process).startswith("interrupted | ")
     assert sum(len(events.started_pids(name)) for name in ("coordinator", "gen-0", "trainer")) == 4
+
+
+def test_a_replica_that_serves_new_steps_between_crashes_is_not_given_up(
+    tmp_path: Path, events: EventFile, launch: Callable[..., subprocess.Popen[str]]
+) -> None:
+    serving = {"id": "gen-0", "state": "serving", "policyVersion": 0, "liveRollouts": 0}
+    process = launch("gen-0=")
+    for step in range(1, MAX_EQUAL_FAILURES + 1):
+        until(lambda step=step: len(events.started_pids("gen-0")) == step or process.poll() is not None, "the start")
+        fresh = tmp_path / "fresh"
+        fresh.write_text(json.dumps({"run": "tiny", "phase": "training", "step": step, "replicas": [serving]}))
+        fresh.replace(tmp_path / "status")
+        until(lambda step=step: f"coordinator is at step {step}" in events.read_lines(), "the launcher's look at it")
+        os.kill(events.started_pids("gen-0")[-1], signal.SIGKILL)
+    until(lambda: len(events.started_pids("gen-0")) > step or process.poll() is not None, "the last restart")
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert finish(process).startswith("interrupted | ")
 
 
 def test_a_finished_run_stops_its_programs(

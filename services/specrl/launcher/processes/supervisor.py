@@ -7,10 +7,13 @@ Each program (coordinator, a replica, the trainer with all its ranks) is one pro
                           exit 0 of the coordinator            -> INTERRUPTED: someone stopped the run through it
                           exit 0 of a replica                  -> LEFT: it drained; stays away until wanted again
                           more than MAX_CRASHES in a row       -> FAILED: the run ends
-                          a replica, with the same message MAX_EQUAL_FAILURES times in a row
+                          a replica, with the same message or signal MAX_EQUAL_FAILURES times in a row
                               -> GIVEN UP: it stays away; if it was the last replica, FAILED: the run ends
                           anything else                        -> WAITING for a backoff that doubles, then RUNNING
     RUNNING --retire--> SIGTERM, SIGKILL after its grace period --any end--> LEFT
+
+"In a row" means that the program did nothing useful between: it lasted less than SERVED_S, and nobody called
+`forget_failures` for it, as `local_run` does when a step was trained.
 
 No method blocks: `poll` looks once; `begin_stop` and `poll_stop` stop everything, the coordinator first. A program's
 `grace_s` bounds every wait of a stop; what is still alive then is killed. Call it from the main thread (child_guard.py
@@ -25,7 +28,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import takewhile
@@ -43,9 +46,7 @@ REFUSED_CODE = 2
 MAX_CRASHES = 5
 # A replica's start takes minutes, so one that ends again and again with the same message is not started six times.
 MAX_EQUAL_FAILURES = 3
-SERVED_S = 1800.0  # longer than the start of a replica; one that lasted longer has served
-
-HEALTHY_S = 120.0  # longer than any start; after so long a program has recovered, and its crash count restarts
+SERVED_S = 1800.0  # longer than the start of any program; one that lasted longer has served
 
 # Backoff before a restart: 0.5, 1, 2, 4, 8 and then 10 seconds.
 FIRST_BACKOFF_S = 0.5
@@ -53,6 +54,8 @@ MAX_BACKOFF_S = 10.0
 
 # For a killed process to be reaped. Longer only if the kernel cannot end it, as in uninterruptible I/O.
 REAP_TIMEOUT_S = 10.0
+
+SIGNAL = "signal "  # how the description of a program's end begins that a signal has ended
 
 MAX_MESSAGE_CHARS = 300  # characters of a crash's last line in a notice; the log has the rest
 
@@ -122,7 +125,7 @@ class RunOutcome:
 class _ProgramState:
     """The processes of one program.
 
-    logs: (path, offset at which this start's output begins). crashes: since the program was last healthy.
+    logs: (path, offset at which this start's output begins). crashes: in a row.
     kill_at: deadline on the supervisor's clock after SIGTERM; None: it was not told to end. is_wanted: keep it running.
     last_failure: how its last start ended, and equal_failures: how many starts in a row have ended like that.
     given_up: why it is started no more; empty otherwise.
@@ -183,6 +186,13 @@ class Supervisor:
     def given_up(self) -> dict[str, str]:
         """Why replicas are started no more, by name."""
         return {slot.program.name: slot.given_up for slot in self._slots if slot.given_up}
+
+    def forget_failures(self, replicas: Collection[str]) -> None:
+        """Count failures anew for these replicas and for all other programs: they have trained a step together."""
+        for slot in self._slots:
+            if not slot.program.may_leave or slot.program.name in replicas:
+                slot.crashes = 0
+                slot.equal_failures = 0
 
     def keep_running(self, program: Program) -> None:
         """Keep a program running from the next poll on. A program that has left, or is leaving, comes back."""
@@ -304,7 +314,7 @@ class Supervisor:
         how = _describe_exit(codes, logs)
         if slot.program.may_leave and _count_equal_failure(slot, how, lasted_s) >= MAX_EQUAL_FAILURES:
             return self._give_up(slot, how, log)
-        if lasted_s >= HEALTHY_S:
+        if lasted_s >= SERVED_S:
             slot.crashes = 0
         slot.crashes += 1
         if slot.crashes > MAX_CRASHES:
@@ -360,9 +370,13 @@ def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
 
 
 def _count_equal_failure(slot: _ProgramState, how: str, lasted_s: float) -> int:
-    """Count how many starts of a replica in a row have ended like this: with a message, and before it had served."""
+    """Count how many starts of a replica in a row have ended like this, before it had served.
+
+    An exit code without a message is not counted: it says nothing about the cause.
+    """
+    says_cause = ": " in how or how.startswith(SIGNAL)
     is_equal = how == slot.last_failure and lasted_s < SERVED_S
-    slot.equal_failures = (slot.equal_failures + 1 if is_equal else 1) if ": " in how else 0
+    slot.equal_failures = (slot.equal_failures + 1 if is_equal else 1) if says_cause else 0
     slot.last_failure = how
     return slot.equal_failures
 
@@ -371,7 +385,7 @@ def _describe_exit(codes: Sequence[int], logs: Sequence[tuple[Path, int]]) -> st
     """Describe the end of a program: `signal SIGKILL`, or `exit code 1` with the last message in its log."""
     code = codes[0]
     if code < 0:
-        return f"signal {signal.Signals(-code).name}"
+        return f"{SIGNAL}{signal.Signals(-code).name}"
     words = shorten(_find_last_message(logs), MAX_MESSAGE_CHARS, placeholder="...") if code else ""
     return f"exit code {code}: {words}" if words else f"exit code {code}"
 
