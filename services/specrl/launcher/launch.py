@@ -59,12 +59,15 @@ def start_run(
     if checkpoint is not None:
         step = check_checkpoint(checkpoint, spec, ready.data)
         ready.notices += (describe_start(checkpoint, step),)
-    directory = run_directory.create_run(runs, spec)
-    with directory.lock(), private_umask():
-        ready.decision.write_file(directory.path)
-        write_sources(directory.path, ready.sources)
+
+    def fill(folder: Path) -> None:
+        ready.decision.write_file(folder)
+        write_sources(folder, ready.sources)
         if checkpoint is not None:
-            checkpoints.copy_into(directory.path, checkpoint)
+            checkpoints.copy_into(folder, checkpoint)
+
+    directory = run_directory.create_run(runs, spec, fill)
+    with directory.lock(), private_umask():
         return _run_programs(spec, directory, ready, view, keep_serving)
 
 

@@ -22,7 +22,8 @@
       logs/NAME.log      one file per process                  launcher
       lock               held while a launcher runs the run    launcher
 
-Invariants: a folder appears under its name complete, with its run file, or not at all. Only its owner can use it, and
+Invariants: a folder appears under its name complete, with its run file and the checkpoint that the run starts from, or
+not at all. Only its owner can use it, and
 each file in it, whatever the umask. One launcher at a time holds the lock. The launcher and most commands use this
 module.
 """
@@ -35,7 +36,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,10 +131,13 @@ class RunDirectory:
         write_text(self.run_file, dump_spec(spec), is_synced=True)
 
 
-def create_run(runs: Path, spec: RunSpec) -> RunDirectory:
+def create_run(runs: Path, spec: RunSpec, fill: Callable[[Path], None] = lambda _: None) -> RunDirectory:
     """Make `runs/<name>-<n>` with the next free n and write the run file into it. Raises RunInvalid.
 
-    Safe against concurrent launches: two at once get two numbers.
+    fill: writes more into the folder, before it gets its name. Its OSError becomes RunInvalid, too.
+
+    Safe against concurrent launches: two at once get two numbers. A process that is killed meanwhile leaves a hidden
+    folder, which is no run.
     """
     try:
         runs.mkdir(parents=True, exist_ok=True)
@@ -148,12 +152,16 @@ def create_run(runs: Path, spec: RunSpec) -> RunDirectory:
             directory.logs_folder.mkdir()
             directory.lock_file.touch()
             directory.write_run_file(spec)
+            fill(unfinished)
         number = 1 + max(_used_numbers(runs, spec.name), default=0)
         while not _try_rename(unfinished, runs / f"{spec.name}-{number}"):
             number += 1
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
+    except OSError as error:
+        raise RunInvalid(
+            f"{runs} must take the files of a new run, got {error}; make room, or name another folder"
+        ) from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)  # does nothing after the rename
     return RunDirectory((runs / f"{spec.name}-{number}").resolve())
 
 

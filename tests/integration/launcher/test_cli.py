@@ -175,6 +175,11 @@ def test_a_run_from_a_checkpoint_copies_it_and_refuses_an_unusable_one(place: Pa
     refused = specrl_command("run", "-f", str(file), "--checkpoint", str(source), "--set", "schedule.steps=1")
     assert_refused(refused, "schedule.steps must be greater than the checkpoint's step 1, got 1")
     fakes("finished", summary=SUMMARY)
+    (source / "unreadable").symlink_to(place / "nowhere")
+    refused = specrl_command("run", "-f", str(file), "--checkpoint", str(source))
+    assert_refused(refused, "must take the files of a new run", "make room, or name another folder")
+    assert list((place / "runs").iterdir()) == [], "a run without its checkpoint would begin at step 1"
+    (source / "unreadable").unlink()
     result = specrl_command("run", "-f", str(file), "--checkpoint", str(source), "--set", f"schedule.steps={steps + 1}")
     assert result.exit_code == 0, result.output
     copy = place / "runs/tiny-1/checkpoints/step-000001/state.json"

@@ -44,13 +44,34 @@ def test_new_run_holds_its_run_file(tmp_path: Path, spec: RunSpec) -> None:
     assert directory.logs_folder.is_dir()
 
 
-def test_failed_creation_leaves_nothing(tmp_path: Path, spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
+def test_a_run_appears_only_after_it_was_filled(tmp_path: Path, spec: RunSpec) -> None:
+    found: list[list[Path]] = []
+
+    def fill(folder: Path) -> None:
+        (folder / "more").touch()
+        found.append(list(tmp_path.glob("[!.]*")))
+
+    assert (run_directory.create_run(tmp_path, spec, fill).path / "more").exists()
+    assert found == [[]]
+
+
+def test_interrupted_creation_leaves_nothing(tmp_path: Path, spec: RunSpec) -> None:
+    """Ctrl-C while a checkpoint was copied left a run without it, and `--resume` began at step 1."""
+
+    def interrupt(_: Path) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_directory.create_run(tmp_path, spec, interrupt)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_failed_creation_leaves_nothing(tmp_path: Path, spec: RunSpec) -> None:
+    def fail(_: Path) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(run_directory.RunDirectory, "write_run_file", fail)
-    with pytest.raises(OSError, match="disk full"):
-        run_directory.create_run(tmp_path, spec)
+    with pytest.raises(RunInvalid, match="must take the files of a new run, got disk full; make room"):
+        run_directory.create_run(tmp_path, spec, fail)
     assert list(tmp_path.iterdir()) == []
 
 
