@@ -14,6 +14,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 import psutil
@@ -87,11 +88,13 @@ def available_memory_bytes(cgroup: Path | None = None) -> int:
 def visible_gpus(outer: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> tuple[str, ...]:
     """Return the ids of the NVIDIA GPUs that the user lets us see.
 
-    They are found by their device files, so that no driver library is loaded.
+    They are found by their device files, so that no driver library is loaded. In CUDA_VISIBLE_DEVICES a negative number
+    ends the list, as for CUDA.
     """
     chosen = outer.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
-        return tuple(gpu for gpu in chosen.split(",") if gpu)
+        ids = (gpu.strip() for gpu in chosen.split(","))
+        return tuple(gpu for gpu in takewhile(lambda gpu: not gpu.startswith("-"), ids) if gpu)
     return tuple(str(number) for number in range(len(list(devices.glob("nvidia[0-9]*")))))
 
 
@@ -100,12 +103,13 @@ class GpuMachine:
     """The GPUs that this process may use.
 
     visible: their ids, as in CUDA_VISIBLE_DEVICES. driver: its version, such as 580.95.05; empty if unknown.
-    memory_bytes: of those that nvidia-smi describes, by id; None without nvidia-smi.
+    memory_bytes: of those that nvidia-smi lists, by id; None for one whose memory it does not know, because GPU and CPU
+    share it. Without nvidia-smi the whole mapping is None.
     """
 
     visible: tuple[str, ...] = ()
     driver: str = ""
-    memory_bytes: Mapping[str, int] | None = None
+    memory_bytes: Mapping[str, int | None] | None = None
 
 
 def read_driver_version(file: Path | None = None) -> str:
@@ -127,17 +131,17 @@ def read_gpu_machine() -> GpuMachine:
     return GpuMachine(visible, read_driver_version(), memory)
 
 
-def read_memory(listing: str, visible: Sequence[str]) -> dict[str, int]:
-    """Read the memory of visible GPUs, in bytes, from lines of nvidia-smi: `index, uuid, MiB`.
+def read_memory(listing: str, visible: Sequence[str]) -> dict[str, int | None]:
+    """Read the memory of visible GPUs, in bytes, from lines of nvidia-smi: `index, uuid, MiB`. None: `[N/A]`.
 
     visible: indices, or UUIDs that may be cut short, as CUDA accepts them.
     """
-    memory = dict[str, int]()
+    memory = dict[str, int | None]()
     for line in listing.splitlines():
         index, uuid, total = (part.strip() for part in line.split(","))
         for gpu in visible:
-            if (gpu == index or (gpu.startswith("GPU-") and uuid.startswith(gpu))) and total.isdigit():
-                memory[gpu] = int(total) << 20
+            if gpu == index or (gpu.startswith("GPU-") and uuid.startswith(gpu)):
+                memory[gpu] = int(total) << 20 if total.isdigit() else None
     return memory
 
 

@@ -101,6 +101,12 @@ def test_only_gpus_that_the_user_allows_are_visible(tmp_path: Path) -> None:
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == ()
 
 
+@pytest.mark.parametrize(("chosen", "expected"), [("0, 1", ("0", "1")), ("-1", ()), ("2,-1,3", ("2",)), (" ", ())])
+def test_visible_gpus_are_read_as_cuda_reads_them(chosen: str, expected: tuple[str, ...]) -> None:
+    """-1, the usual way to hide all GPUs, counted as one GPU."""
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": chosen}) == expected
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

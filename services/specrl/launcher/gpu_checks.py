@@ -86,12 +86,13 @@ def share_gpus(spec: RunSpec, models: RunModels, machine: GpuMachine) -> RunSpec
     Raises MemoryTooSmall if the programs do not fit, also for a KV cache that the run file gives.
     """
     policy = models.policy
-    if policy is None or models.policy_config is None or not machine.memory_bytes:
+    known = [size for size in (machine.memory_bytes or {}).values() if size is not None]
+    if policy is None or models.policy_config is None or not known:
         return spec
     if spec.generation.gpu_memory_utilization is not None:
         return spec
     counts = count_programs(spec, machine.visible)
-    card_bytes = min(machine.memory_bytes.values())
+    card_bytes = min(known)
     needed = estimate_replica_bytes(spec, policy, _count_drafter(spec, models))
     if counts - {(0, 1)}:
         rank_bytes = int(estimate_rank_memory(spec, models).most + TRAINER_CONTEXT_BYTES)

@@ -55,6 +55,14 @@ def test_gpus_that_do_not_exist_are_named() -> None:
     assert "CUDA_VISIBLE_DEVICES: must name GPUs of this machine, got 7; see" in found
 
 
+def test_a_gpu_whose_memory_is_unknown_is_accepted(models: RunModels) -> None:
+    """It was refused as no GPU of this machine, such as one that shares the CPU's memory."""
+    machine = GpuMachine(("0",), "", {"0": None})
+    assert said(a_spec(), machine) == []
+    spec = a_spec()
+    assert share_gpus(spec, models, machine) is spec
+
+
 def test_nccl_between_ranks_that_share_a_gpu_is_refused() -> None:
     spec = a_spec({"replicas": 2}, weights={"transport": "Nccl"})
     (found,) = said(spec, TWO_GPUS)
@@ -143,6 +151,7 @@ def test_preflight_reports_what_the_gpus_cannot_run_and_writes_what_it_chose(
 
 def test_cards_are_read_by_index_and_by_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     listing = "0, GPU-aaaa-1, 81559\n1, GPU-bbbb-2, 81559\n2, GPU-cccc-3, [N/A]\n"
-    assert read_memory(listing, ("1", "GPU-aaaa", "2")) == {"1": 81559 << 20, "GPU-aaaa": 81559 << 20}
+    memory = {"1": 81559 << 20, "GPU-aaaa": 81559 << 20, "2": None}
+    assert read_memory(listing, ("1", "GPU-aaaa", "2", "7")) == memory
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert read_gpu_machine() == GpuMachine()
