@@ -31,6 +31,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from specrl.prompts.families import GeneratedProblem, default_difficulty, family_names, generate_problem
+from specrl.spec.yaml_input import quote_yaml
 
 EXAMPLES = Path(__file__).resolve().parents[1]
 FAMILY = "wheels"
@@ -106,7 +107,7 @@ def make_policy(out: Path, wanted: Wanted, *, is_plain: bool) -> None:
 def settings(untrained: Path, wanted: Wanted) -> dict[str, str]:
     """Fields of the run file that are others for the warm-up."""
     return {
-        "model.path": json.dumps(str(untrained.absolute())),
+        "model.path": quote_yaml(untrained.absolute()),
         "model.maxLength": str(LONGEST),
         "prompts.maxTokens": str(LONGEST // 2),
         "checkpoint.everySteps": str(wanted.steps),

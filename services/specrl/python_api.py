@@ -7,7 +7,6 @@ They do what `specrl run` and `specrl report --json` do. Every end of a run but 
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ from specrl.launcher.processes.supervisor import RunEnd
 from specrl.launcher.terminal.view import PlainView, View, choose_view
 from specrl.report.export import export_run
 from specrl.report.reading import load_run
+from specrl.spec.yaml_input import quote_yaml
 
 
 @dataclass(frozen=True)
@@ -124,11 +124,11 @@ def _hide_main_module() -> Iterator[None]:
 
 
 def _list_overrides(overrides: Mapping[str, Any] | Sequence[str]) -> Sequence[str]:
-    """Return overrides as `--set` takes them. A value is written as JSON, which is YAML, too."""
+    """Return overrides as `--set` takes them."""
     if isinstance(overrides, str):
         raise RunInvalid(f"`overrides` must be a mapping or a list of PATH=VALUE, got the text {overrides!r}")
     if isinstance(overrides, Mapping):
-        return [f"{path}={json.dumps(value, default=str)}" for path, value in overrides.items()]
+        return [f"{path}={quote_yaml(value)}" for path, value in overrides.items()]
     return list(overrides)
 
 

@@ -25,6 +25,7 @@ from specrl.launcher.run_directory import RunDirectory
 from specrl.launcher.terminal.view import QUIET_S, choose_view
 from specrl.machine import visible_gpus
 from specrl.spec import RunSpec, load_spec
+from specrl.spec.yaml_input import quote_yaml
 
 # Live rollouts at which rollouts with and without speculation are compared.
 COMPARED_BATCHES = "8,64"
@@ -55,7 +56,7 @@ def run_demo(  # noqa: PLR0913, PLR0917 - one argument per option
     require_engines("torch", "megatron", "vllm")
     # A policy per seed, so that --keep-policy never reuses that of another seed.
     policy = (out / ("demo-policy" if seed is None else f"demo-policy-{seed}")).absolute()
-    overrides = [f"model.path={json.dumps(str(policy))}"]  # JSON text is YAML text, whatever the path holds
+    overrides = [f"model.path={quote_yaml(policy)}"]
     overrides += [] if steps is None else [f"schedule.steps={steps}"]
     overrides += [] if seed is None else [f"schedule.seed={seed}"]
     spec = load_spec(DEMO / "run.yaml", overrides)

@@ -6,7 +6,6 @@ with comments. The file is an ordinary run file from then on.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +43,7 @@ from specrl.spec.data import (
     Prompts,
     PromptSource,
 )
+from specrl.spec.yaml_input import quote_yaml
 
 # Names that published data sets use, the most usual ones first.
 QUESTION_COLUMNS = ("question", "problem", "prompt", "messages", "query", "instruction", "input")
@@ -242,12 +242,12 @@ def render_run_file(facts: StarterFacts, model_name: str | None = None) -> str:
     has_numbers = all(any(digit.isdigit() for digit in problem.answer) for problem in facts.problems.problems)
     verifier, verdict = ("math", "compares numbers and formulas") if has_numbers else ("exact", "compares text")
     prompts_per_step = min(8, len(facts.problems))
-    fields = f"{{question: {quote_text(facts.fields.question)}, answer: {quote_text(facts.fields.answer)}}}"
+    fields = f"{{question: {quote_yaml(facts.fields.question)}, answer: {quote_yaml(facts.fields.answer)}}}"
     return f"""\
 # Written by `specrl init`. docs/run-file.md lists every field; those that are not here have defaults.
 name: {make_run_name(facts.data.name.rpartition("/")[2] if isinstance(facts.data, HubSource) else facts.data.stem)}
 model:
-  path: {quote_text(model_name or facts.folder.path.resolve())}
+  path: {quote_yaml(model_name or facts.folder.path.resolve())}
   dtype: Auto  # bfloat16 on GPUs and on CPUs with bfloat16 units, else float32
   maxLength: {prompt_tokens + completion_tokens + drafts_and_one}  # prompt, completion, drafted tokens and one more
 prompts:
@@ -256,7 +256,7 @@ prompts:
 {render_place(facts.data)}
       fields: {fields}
       onBadLine: Skip  # leaves out malformed records; Fail refuses the file
-  template: {quote_text(facts.prompts.template)}
+  template: {quote_yaml(facts.prompts.template)}
   format: {facts.prompts.format.value}  # {"the tokenizer's chat template" if is_chat else "it has no chat template"}
   maxTokens: {prompt_tokens}  # the longest prompt has {facts.longest_prompt}
 rewards:
@@ -283,18 +283,18 @@ schedule:
 def render_place(data: Path | HubSource) -> str:
     """Render the lines that say where the data set is."""
     if isinstance(data, Path):
-        return f"      path: {quote_text(data.resolve())}"
-    lines = [f"      name: {quote_text(data.name)}"]
-    lines += [] if data.config is None else [f"      config: {quote_text(data.config)}"]
-    return "\n".join([*lines, f"      split: {quote_text(data.split)}"])
+        return f"      path: {quote_yaml(data.resolve())}"
+    lines = [f"      name: {quote_yaml(data.name)}"]
+    lines += [] if data.config is None else [f"      config: {quote_yaml(data.config)}"]
+    return "\n".join([*lines, f"      split: {quote_yaml(data.split)}"])
 
 
 def render_validation(data: Path | HubSource) -> str:
     """Render an example of where problems for validation may be."""
     if isinstance(data, Path):
         return f"path: validation{data.suffix}"
-    config = "" if data.config is None else f", config: {quote_text(data.config)}"
-    return f"name: {quote_text(data.name)}{config}, split: test"
+    config = "" if data.config is None else f", config: {quote_yaml(data.config)}"
+    return f"name: {quote_yaml(data.name)}{config}, split: test"
 
 
 def make_run_name(name: str) -> str:
@@ -302,8 +302,3 @@ def make_run_name(name: str) -> str:
     letters = "".join(char if char.isascii() and char.isalnum() else "-" for char in name.lower())
     name = letters.strip("-")[:30].strip("-")
     return name if name[:1].isalpha() else f"run-{name}".strip("-")
-
-
-def quote_text(value: Any) -> str:
-    """Quote text for YAML, which reads JSON's strings."""
-    return json.dumps(str(value))

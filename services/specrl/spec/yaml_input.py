@@ -7,6 +7,7 @@ in camelCase that reject unknown fields.
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ MOST_VALUES = 100_000
 
 _MOST_NUMBER_LETTERS = 100
 """Letters of a number or a date. PyYAML reads 1:30 to the base 60, in quadratic time."""
+
+_NOT_ASCII = re.compile("[^ -~]")  # in JSON only inside of quotes
 
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 
@@ -217,6 +220,16 @@ def read_documents(path: Path) -> list[Any]:
 def parse_yaml(text: str) -> Any:
     """Parse one YAML document. Raises YAML_ERRORS."""
     return _parse(_BoundedLoader(text))
+
+
+def quote_yaml(value: Any) -> str:
+    """Write a value in one line of ASCII that YAML reads as the same value. Other types than JSON's become text.
+
+    YAML reads JSON, except that it takes the two halves of a character above U+FFFF, which JSON escapes one by one, for
+    two characters. It reads all characters in its own notation, with eight digits.
+    """
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return _NOT_ASCII.sub(lambda found: f"\\U{ord(found[0]):08x}", text)
 
 
 def parse_card(text: str) -> Any:

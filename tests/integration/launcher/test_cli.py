@@ -474,19 +474,23 @@ def test_a_run_that_is_killed_says_that_it_was_not_saved(fields: dict[str, Any] 
 # -- from Python -------------------------------------------------------------------------------------------------------
 
 
+SMILE = "{question} \U0001f600"  # a character that JSON escapes as two
+
+
 def test_python_runs_a_file_or_its_content_and_returns_the_summary(place: Path, fakes: Callable[..., Path]) -> None:
     a_model_folder(place / "model")
     fakes("finished", summary=SUMMARY, step=2, steps=2)
     content = a_run(place) | {"model": {"path": "model", "dtype": "float32", "maxLength": 128}}
     before = json.dumps(content)
     for number, file in enumerate((a_run_file(place), str(place / "run.yaml"), content), 1):
-        overrides = {"schedule.steps": 7, "trainer.optimizer.learningRate": 1e-5}
+        overrides = {"schedule.steps": 7, "trainer.optimizer.learningRate": 1e-5, "prompts.template": SMILE}
         finished = specrl.run(file, overrides=overrides, quiet=True)
         assert finished.path == place / "runs" / f"tiny-{number}"
         assert (finished.summary.policy_path, finished.summary.last_reward) == ("/p", 0.4)
         spec = load_spec(finished.path / "run.yaml")
         assert (spec.schedule.steps, spec.trainer.optimizer.learning_rate) == (7, Decimal("1e-5"))
         assert spec.model.path == str(place / "model")
+        assert spec.prompts.template == SMILE
     assert json.dumps(content) == before, "the caller's dictionary is not changed"
 
 

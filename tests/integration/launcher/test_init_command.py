@@ -68,6 +68,17 @@ def test_the_next_command_that_it_names_passes(place: Path) -> None:
     assert "What is 2 + 0?" in done.output  # the first prompt
 
 
+def test_a_path_may_have_any_character(place: Path) -> None:
+    """A character above U+FFFF was written as JSON escapes it, which YAML reads as two halves."""
+    data = write_rows(place / "\U0001f600.jsonl")
+    result = init("--model", "model", "--data", data)
+    assert result.exit_code == 0, result.output
+    source = load_spec(place / "run.yaml").prompts.source
+    assert source is not None
+    assert source.jsonl is not None
+    assert source.jsonl.path == str(data.resolve())
+
+
 def test_a_gguf_file_stays_the_policy_of_the_run_file(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECRL_CACHE_DIR", str(place / "cache"))
     file = write_gguf(make_model("qwen3", max_position_embeddings=2048), place / "a.gguf")

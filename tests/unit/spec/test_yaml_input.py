@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from specrl.errors import SpecInvalid
-from specrl.spec.yaml_input import YAML_ERRORS, parse_card, parse_override, parse_yaml, read_documents
+from specrl.spec.yaml_input import YAML_ERRORS, parse_card, parse_override, parse_yaml, quote_yaml, read_documents
 
 
 def tenfold(last: str) -> str:
@@ -63,3 +65,22 @@ def test_aliases_that_people_write_are_read() -> None:
     text = "a: &a {x: 1, y: [1, 2]}\nb: *a\nc: {<<: *a, x: 2}"
     both = {"x": 1, "y": [1, 2]}
     assert parse_yaml(text) == {"a": both, "b": both, "c": {"x": 2, "y": [1, 2]}}
+
+
+TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"))
+NUMBERS = st.integers(-(10**50), 10**50) | st.floats(allow_nan=False, allow_infinity=False)
+VALUES = st.none() | st.booleans() | NUMBERS | TEXTS
+
+
+@given(st.recursive(VALUES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3)))
+@example("models/\U0001f600 \x7f\x85\u2028 \\ud83d\\ude00")
+def test_a_value_that_is_quoted_is_read_as_it_was(value: object) -> None:
+    """JSON's escapes of a character above U+FFFF were read as two characters, and refused as halves of one."""
+    text = quote_yaml({"a": value})
+    assert text.isascii()
+    assert len(text.splitlines()) == 1
+    assert parse_yaml(text) == {"a": value}
+
+
+def test_a_path_is_quoted_as_text() -> None:
+    assert parse_yaml(quote_yaml(Path("/a b: c"))) == "/a b: c"
