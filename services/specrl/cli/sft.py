@@ -18,7 +18,7 @@ from specrl.cli.options import Overrides, Plain, RunFile, refuse_existing
 from specrl.hub import read_sources, write_sources
 from specrl.launcher.terminal.check_progress import open_fetch_display
 from specrl.launcher.terminal.view import choose_view
-from specrl.launcher.warm_up import WarmUp, WarmUpOptions, locate_folder, plan_warm_up
+from specrl.launcher.warm_up import WarmUp, WarmUpOptions, locate_folder, lock_folder, plan_warm_up
 from specrl.spec import load_spec
 
 # Without a terminal, at most about this many steps are printed; metrics.jsonl has all of them.
@@ -84,14 +84,16 @@ def run_sft(  # noqa: PLR0913, PLR0917 - one argument per option
     known = read_sources(locate_folder(out))
     with open_fetch_display(choose_view(console, plain)) as display:
         spec, sources = plan_warm_up(load_spec(file, overrides), wish, known, display)
-    work = WarmUp(spec, wish, out)
-    write_sources(work.folder, sources)
-    for source in sources:
-        typer.echo(source.describe())
-    resumed = f", resumed after step {work.trained}" if work.is_resumed else ""
-    typer.echo(f"{spec.schedule.steps} steps of {batch_size} examples{resumed}: {work.folder}")
-    with _show_progress(console, spec.schedule.steps, is_plain=plain or not console.is_terminal) as show:
-        is_done = work.run(show, print_error)
+    with lock_folder(out):
+        refuse_existing(out)  # another warm-up may have written it since
+        work = WarmUp(spec, wish, out)
+        write_sources(work.folder, sources)
+        for source in sources:
+            typer.echo(source.describe())
+        resumed = f", resumed after step {work.trained}" if work.is_resumed else ""
+        typer.echo(f"{spec.schedule.steps} steps of {batch_size} examples{resumed}: {work.folder}")
+        with _show_progress(console, spec.schedule.steps, is_plain=plain or not console.is_terminal) as show:
+            is_done = work.run(show, print_error)
     if not is_done:
         print_error("stopped; run the same command to resume")
         raise typer.Exit(INTERRUPTED_CODE)

@@ -1,21 +1,23 @@
 """A supervised warm-up on this machine: checks its inputs, starts its trainer ranks, and relays their metrics.
 
-    OUT-sft/   run.yaml, sources.json, sft.json (the options), metrics.jsonl, checkpoints/, logs/
+    OUT-sft/   run.yaml, sources.json, sft.json (the options), metrics.jsonl, checkpoints/, logs/, lock
     OUT        the trained policy; it appears by one rename after the last step
 
-Invariant: no rank outlives this process (child_guard.py), and all ranks end together. The training itself is
+Invariants: no rank outlives this process (child_guard.py), and all ranks end together. One process at a time uses the
+folder. The training itself is
 `trainer/sft.py`. Called by `specrl sft`.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -128,14 +130,37 @@ def locate_folder(out: Path) -> Path:
     return out.absolute().with_name(f"{out.name}-sft")
 
 
-class WarmUp:
-    """One warm-up in its folder, new or resumed. A resumed one must have the same options and run file.
+@contextmanager
+def lock_folder(out: Path) -> Iterator[None]:
+    """Hold the lock of the folder of a warm-up that writes to `out`, which is made if needed. Raises RunInvalid.
 
+    The kernel releases the lock when this process ends, even if it is killed.
+    """
+    folder = locate_folder(out)
+    with ExitStack() as stack:
+        try:
+            make_private_folder(folder)
+            file = stack.enter_context((folder / "lock").open("a"))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunInvalid(
+                f"--out must not be the folder of an active warm-up, got {out}, to which another `specrl sft` writes; "
+                "wait for its end or stop it, or name another --out"
+            ) from error
+        except OSError as error:
+            raise _describe_unwritable(folder, error) from error
+        yield
+
+
+class WarmUp:
+    """One warm-up in its folder, new or resumed. The caller holds the folder's lock.
+
+    A resumed one must have the same options and run file.
     trained: the step of the checkpoint that it resumes from; 0 without one.
     """
 
     def __init__(self, spec: RunSpec, wish: WarmUpOptions, out: Path) -> None:
-        """Make the folder, or open the existing one. Raises RunInvalid."""
+        """Write the run file and the options into the folder, or compare them. Raises RunInvalid."""
         self.out = out.absolute()
         self.folder = locate_folder(out)
         self._spec = spec
@@ -150,7 +175,6 @@ class WarmUp:
                     f"{self.folder} must belong to the same warm-up, got {different}; "
                     "delete it to start over, or name another --out"
                 )
-            make_private_folder(self.folder)
             (self.folder / "logs").mkdir(exist_ok=True)
             newest = checkpoints.find_newest(self.folder)
             self.trained = 0 if newest is None else checkpoints.check_complete(newest)
@@ -159,7 +183,7 @@ class WarmUp:
         except (OSError, ValueError) as error:
             if isinstance(error, RunInvalid):
                 raise
-            raise RunInvalid(f"{self.folder} must be a writable folder, got {error}; name another --out") from error
+            raise _describe_unwritable(self.folder, error) from error
 
     def run(self, show: Callable[[dict[str, Any]], None], say: Callable[[str], None]) -> bool:
         """Train to the end and pass each new line of metrics to `show`. Returns False after Ctrl-C.
@@ -228,6 +252,10 @@ class WarmUp:
     def _read_last_line(self, rank: int) -> str:
         lines = self._log_file(rank).read_text(encoding="utf-8", errors="replace").strip().splitlines()
         return lines[-1] if lines else f"rank {rank} was killed without a message; check the machine's free memory"
+
+
+def _describe_unwritable(folder: Path, error: Exception) -> RunInvalid:
+    return RunInvalid(f"{folder} must be a writable folder, got {error}; name another --out")
 
 
 def _describe_differences(before: Mapping[str, Any], asked: Mapping[str, str]) -> str:

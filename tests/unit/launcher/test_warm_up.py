@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 from tests.run_files import a_model_folder, a_run
+from typer.testing import CliRunner
 
+from specrl.cli import app
 from specrl.errors import RunInvalid, SpecInvalid
 from specrl.launcher import warm_up
 from specrl.launcher.processes import child_guard
-from specrl.launcher.warm_up import WarmUp, WarmUpOptions, plan_warm_up
+from specrl.launcher.warm_up import WarmUp, WarmUpOptions, lock_folder, plan_warm_up
 from specrl.machine import GpuMachine
-from specrl.spec import parse_spec
+from specrl.spec import dump_spec, parse_spec
 from specrl.trainer.checkpointing.checkpoints import STATE, step_directory
 
 
@@ -25,12 +27,36 @@ def test_a_warm_up_with_other_options_is_refused_with_their_names(tmp_path: Path
     spec = parse_spec(a_run(tmp_path))
     wish = WarmUpOptions(None, 7, Decimal(1), 4, None, Decimal("0.05"))
     out = tmp_path / "warm"
-    WarmUp(spec, wish, out)
-    assert WarmUp(spec, wish, out).is_resumed
-    with pytest.raises(RunInvalid, match="got --steps 10 instead of 7 and --batch-size 8 instead of 4;"):
-        WarmUp(spec, replace(wish, steps=10, batch_size=8), out)
-    with pytest.raises(RunInvalid, match="got another run file;"):
-        WarmUp(parse_spec(a_run(tmp_path, name="other")), wish, out)
+    with lock_folder(out):
+        WarmUp(spec, wish, out)
+        assert WarmUp(spec, wish, out).is_resumed
+        with pytest.raises(RunInvalid, match="got --steps 10 instead of 7 and --batch-size 8 instead of 4;"):
+            WarmUp(spec, replace(wish, steps=10, batch_size=8), out)
+        with pytest.raises(RunInvalid, match="got another run file;"):
+            WarmUp(parse_spec(a_run(tmp_path, name="other")), wish, out)
+
+
+def test_a_second_warm_up_with_the_same_folder_is_refused_and_writes_nothing(tmp_path: Path) -> None:
+    """It wrote the first one's metrics anew, emptied its logs, and deleted the checkpoint that it was writing."""
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "1+1=", "completion": "2"}\n')
+    a_model_folder(tmp_path / "model")
+    spec = parse_spec(a_run(tmp_path))
+    (tmp_path / "run.yaml").write_text(dump_spec(spec))
+    out = tmp_path / "warm"
+    with lock_folder(out):
+        done = CliRunner().invoke(app, ["sft", "-f", f"{tmp_path}/run.yaml", "--data", str(data), "--out", str(out)])
+        assert done.exit_code == 2, done.output
+        assert "--out must not be the folder of an active warm-up, got" in " ".join(done.stderr.split())
+        assert [path.name for path in (tmp_path / "warm-sft").iterdir()] == ["lock"]
+    with lock_folder(out):  # the first one has ended
+        pass
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "warm-sft").touch()
+    with pytest.raises(RunInvalid, match=r"warm-sft must be a writable folder, got .*; name another --out"):
+        lock_folder(tmp_path / "warm").__enter__()
 
 
 def test_a_resumed_warm_up_shows_only_the_steps_after_its_checkpoint(
@@ -46,7 +72,8 @@ def test_a_resumed_warm_up_shows_only_the_steps_after_its_checkpoint(
     )
     spec = parse_spec(a_run(tmp_path))
     wish = WarmUpOptions(None, 5, Decimal(1), 4, None, Decimal("0.05"))
-    WarmUp(spec, wish, tmp_path / "warm")
+    with lock_folder(tmp_path / "warm"):
+        WarmUp(spec, wish, tmp_path / "warm")
     metrics.write_text("".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(5)))
     folder = step_directory(metrics.parent, 3)
     folder.mkdir(parents=True)
