@@ -8,10 +8,13 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from tests.integration.trainer.runs import a_spec
+from tests.live_tensors import LiveTensors
 from tests.tiny_models import Shape, make_policy
 
 from specrl.errors import CheckpointInvalid, MemoryTooSmall, SpecInvalid, TrainerFailed
+from specrl.models import read_served_models
 from specrl.trainer.checkpointing import checkpoints
+from specrl.trainer.memory.estimate import estimate_rank_memory
 
 
 def test_model_that_does_not_fit_into_memory(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,4 +69,30 @@ def test_checkpoint_that_is_cut_or_of_another_model_is_named_with_its_numbers(po
     one = MegatronBackend(a_spec(policy, speculation={"none": {}}))
     with pytest.raises(CheckpointInvalid, match=rf"{shard.name} has {size - 100} bytes instead of {size}; delete"):
         one.load_model(path)
+    one.close()
+
+
+def test_falling_back_to_an_older_checkpoint_needs_the_memory_of_one_model(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The models of the refused checkpoint stayed in memory, so one of more than half of it ended as MemoryTooSmall."""
+    from specrl.trainer.megatron_backend import MegatronBackend
+
+    oldest, other, damaged = (checkpoints.step_directory(tmp_path, step) for step in (1, 2, 3))
+    without_drafter = MegatronBackend(a_spec(policy, speculation={"none": {}}))
+    without_drafter.load_model(None)
+    without_drafter.save_checkpoint(other).result()
+    without_drafter.close()
+    spec = a_spec(policy)
+    needed = estimate_rank_memory(spec, read_served_models(spec)).most
+    with LiveTensors() as live:
+        one = MegatronBackend(spec)
+        one.load_model(None)
+        held = live.now
+        for path in (oldest, damaged):
+            one.save_checkpoint(path).result()
+        next(damaged.rglob("model-*.safetensors")).write_bytes(b"cut")
+        limit = needed + held / 2
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=limit - live.now))
+        assert checkpoints.load_newest(tmp_path, one.load_model) == oldest
     one.close()

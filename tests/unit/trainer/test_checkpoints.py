@@ -1,13 +1,15 @@
 """Which checkpoints are complete, which are deleted, and which one is loaded."""
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specrl.errors import CheckpointInvalid
+from specrl.errors import CheckpointInvalid, MemoryTooSmall
 from specrl.trainer.checkpointing import checkpoints
 
 
@@ -76,6 +78,33 @@ def test_checkpoint_that_cannot_be_read_is_set_aside_for_the_one_before(tmp_path
     assert tried == [third, second, first]
     assert checkpoints.find_newest(tmp_path) == first
     assert (tmp_path / "checkpoints" / "unreadable-step-000003" / checkpoints.STATE).is_file()
+
+
+def test_a_refusal_is_logged_at_once_and_keeps_nothing_alive_that_the_load_had_made(tmp_path: Path) -> None:
+    """The models of the refused checkpoint stayed in memory beside those of the next one, whose error was the only one.
+
+    So a model of more than half of the memory ended with MemoryTooSmall, and nothing named the damaged checkpoint.
+    """
+
+    class Models:
+        pass
+
+    made: list[weakref.ref[Models]] = []
+    a_checkpoint(tmp_path, 1)
+    refused = a_checkpoint(tmp_path, 2)
+
+    def load(path: Path | None) -> None:
+        models = Models()
+        assert [ref for ref in made if ref() is not None] == []
+        made.append(weakref.ref(models))
+        if path == refused:
+            raise CheckpointInvalid(f"{models} must fit, got {path}; delete it")
+        raise MemoryTooSmall("no memory left; use a larger machine")
+
+    with structlog.testing.capture_logs() as events, pytest.raises(MemoryTooSmall):
+        checkpoints.load_newest(tmp_path, load)
+    assert [(event["event"], event["path"]) for event in events] == [("checkpoint_refused", str(refused))]
+    assert len(made) == 2
 
 
 def test_run_whose_checkpoints_cannot_be_read_does_not_begin_anew(tmp_path: Path) -> None:

@@ -151,12 +151,14 @@ def load_newest(run: Path, load: Callable[[Path | None], None]) -> Path | None:
     if not found:
         load(None)
         return None
-    refused: list[tuple[Path, CheckpointInvalid]] = []
+    # Only the texts: an error's traceback would keep the models alive that `load` had made, beside the next ones.
+    refused: list[tuple[Path, str]] = []
     for path in found:
         try:
             load(path)
         except CheckpointInvalid as error:
-            refused.append((path, error))
+            refused.append((path, str(error)))
+            log.error("checkpoint_refused", path=str(path), reason=str(error))
             continue
         # Renamed only now: if none can be read, all stay where the user can repair them.
         for unreadable, reason in refused:
@@ -164,9 +166,9 @@ def load_newest(run: Path, load: Callable[[Path | None], None]) -> Path | None:
             shutil.rmtree(aside, ignore_errors=True)
             unreadable.rename(aside)
             metrics.FILES_SKIPPED.labels("checkpoint").inc()
-            log.error("checkpoint_passed_over", path=str(aside), used=str(path), reason=str(reason))
+            log.error("checkpoint_passed_over", path=str(aside), used=str(path), reason=reason)
         return path
-    raise refused[0][1]
+    raise CheckpointInvalid(refused[0][1])
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ Invariant: the same batches and seed give the same weights, bit for bit, on the 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -38,7 +39,7 @@ from specrl.records import (
 from specrl.spec import RunSpec
 from specrl.trainer.backend import SupervisedMetrics
 from specrl.trainer.megatron_backend import cpu_shim, weight_sender
-from specrl.trainer.megatron_backend.checkpoint import CheckpointSaver, load_checkpoint
+from specrl.trainer.megatron_backend.checkpoint import CheckpointSaver, load_checkpoint, verify_checkpoint
 from specrl.trainer.megatron_backend.model.gpt_model import check_layout
 from specrl.trainer.megatron_backend.parallel import groups
 from specrl.trainer.megatron_backend.training import drafter_training
@@ -75,16 +76,26 @@ class MegatronBackend:
     # -- state --------------------------------------------------------------------------------------------------------
 
     def load_model(self, checkpoint: Path | None) -> None:
+        if checkpoint is not None:
+            verify_checkpoint(checkpoint, self.groups)  # before the models take their time and memory
+        self._drop_models()
         # The initial model is loaded even before a checkpoint: Megatron's optimizer copies its float32 masters from
         # existing weights.
         self.models = load_models(self.spec, self.config, self.groups)
-        self._initialiser = None
         if self.groups.rank == 0:
             for notice in list_head_notices(self.spec, read_model_folder(self.config.path, "model.path")):
                 log.warning("native_heads_not_trained", notice=notice)
         if checkpoint is not None:
             load_checkpoint(checkpoint, self.models)
         self._saved = self.models.state
+
+    def _drop_models(self) -> None:
+        """Free the memory of the models that were loaded before, whose checkpoint did not fit them."""
+        self._initialiser = None
+        if hasattr(self, "models"):
+            del self.models
+            gc.collect()  # modules and their hooks refer to each other
+            torch.cuda.empty_cache()
 
     def get_status(self) -> TrainerStatus:
         state = self.models.state

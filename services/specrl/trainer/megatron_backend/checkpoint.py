@@ -220,8 +220,12 @@ def read_state(source: Path) -> CheckpointState:
         ) from error
 
 
-def _verify_files(source: Path, groups: RankGroups) -> None:
-    """Verify every file's checksum, each rank a share of the files. Raises CheckpointInvalid on all ranks alike."""
+def verify_checkpoint(source: Path, groups: RankGroups) -> None:
+    """Verify that a checkpoint is complete, and every file's checksum, each rank a share of the files. A collective.
+
+    Raises CheckpointInvalid on all ranks alike.
+    """
+    read_state(source)
     expected = sorted(checksums.read_checksums(source).items())
     mine = range(groups.rank, len(expected), groups.world_size)
     damaged = next((place for place in mine if checksums.describe_damage(source, *expected[place])), len(expected))
@@ -235,12 +239,11 @@ def _verify_files(source: Path, groups: RankGroups) -> None:
 
 
 def load_checkpoint(source: Path, models: RankModels) -> None:
-    """Load a checkpoint into the models, and restore the random state. A collective.
+    """Load a checkpoint into the models, and restore the random state. A collective, after `verify_checkpoint`.
 
-    Raises CheckpointInvalid when a file is damaged or does not fit the model.
+    Raises CheckpointInvalid when it does not fit the model.
     """
     state = read_state(source)
-    _verify_files(source, models.groups)
     drafter = models.drafter
     if state.has_drafter != (drafter is not None):
         raise CheckpointInvalid(
