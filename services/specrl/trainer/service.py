@@ -31,6 +31,7 @@ from specrl.api.v1 import trainer_pb2, trainer_pb2_grpc
 from specrl.errors import MemoryTooSmall, PeerUnavailable, RecordInvalid, SpecrlError, StoreFailed, VersionConflict
 from specrl.files import SMALL_BYTES, read_bytes, resolve_path, write_bytes
 from specrl.records import wire
+from specrl.rpc.lifetime import run_until_first_ends
 from specrl.rpc.server import export_zero_counts
 from specrl.spec.run import RunSpec
 from specrl.telemetry import metrics as telemetry
@@ -124,15 +125,10 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
 
         Raises CheckpointInvalid when there are checkpoints but none can be read: starting over from the initial model
         would silently discard the training. Raises StoreFailed when the mirror cannot be reached, RunInvalid when
-        `origin` has no step left to train.
+        `origin` has no step left to train, RankLost when another rank ends meanwhile.
         """
-        if self._mirror is not None and not checkpoints.list_complete(self._run):
-            restored = await asyncio.to_thread(self._mirror.restore_newest, self._run)
-            log.info("mirror_consulted", url=self._mirror.url, restored=restored.name if restored else "nothing")
-        if origin is not None and not checkpoints.list_complete(self._run):
-            copied = await asyncio.to_thread(copy_from_origin, self._run, origin, self._spec.schedule.steps)
-            log.info("checkpoint_copied", source=str(copied))
-
+        # The other ranks wait for their first call. A large checkpoint may take longer than CONTROL_TIMEOUT.
+        await run_until_first_ends(self._fetch_checkpoint(origin), self.watch_ranks())
         loaded = await self._run_on_worker(lambda: checkpoints.load_newest(self._run, self._ranks.load_checkpoint))
         step = self._backend.get_status().step
         self._kept = self._current_state() if loaded is not None else None
@@ -145,6 +141,15 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
                 log.warning("metrics_not_read", path=str(file), reason=str(error))
         telemetry.TRAINER_STEP.set(step)
         log.info("trainer_loaded", step=step, checkpoint=str(loaded) if loaded else "initial model")
+
+    async def _fetch_checkpoint(self, origin: Path | None) -> None:
+        """Fetch a checkpoint from the mirror, or copy it from `origin`, if the run's folder has none."""
+        if self._mirror is not None and not checkpoints.list_complete(self._run):
+            restored = await asyncio.to_thread(self._mirror.restore_newest, self._run)
+            log.info("mirror_consulted", url=self._mirror.url, restored=restored.name if restored else "nothing")
+        if origin is not None and not checkpoints.list_complete(self._run):
+            copied = await asyncio.to_thread(copy_from_origin, self._run, origin, self._spec.schedule.steps)
+            log.info("checkpoint_copied", source=str(copied))
 
     async def watch_ranks(self) -> None:
         """Check that all ranks are alive while there are no calls.

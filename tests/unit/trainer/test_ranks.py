@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from google.protobuf.empty_pb2 import Empty
 from google.protobuf.message import Message
 from google.protobuf.wrappers_pb2 import StringValue
@@ -17,7 +20,10 @@ from tests.stand_ins.trainer_backend import StandInBackend
 from specrl.api.v1 import trainer_pb2
 from specrl.errors import MemoryTooSmall, PeerUnavailable, RecordInvalid, VersionConflict
 from specrl.records import Batch, TrainMetrics, wire
+from specrl.spec.run import Checkpoint
+from specrl.trainer import service
 from specrl.trainer.calls import RANK_0_MAY_REFUSE, RankCalls, add_share, list_rollouts
+from specrl.trainer.checkpointing import checkpoints
 from specrl.trainer.memory.exhaustion import report_exhaustion
 from specrl.trainer.ranks import AllRanks, RankLost, decode_call, encode_call, follow_rank_0
 from specrl.trainer.service import TrainerService
@@ -157,6 +163,51 @@ def test_broken_connection_raises_rank_lost(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(control, "send_message", broken)
     with pytest.raises(RankLost, match="Connection closed"):
         ranks.run_call(RankCalls.CheckAlive, Empty())
+
+
+async def test_other_ranks_hear_of_rank_0_while_it_fetches_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They waited for its first call in silence, and gave up after an hour. So a larger mirror was never restored."""
+    spec = a_spec(tmp_path).model_copy(update={"checkpoint": Checkpoint(mirror=f"file://{tmp_path}/mirror")})
+    first = TrainerService(loaded(), spec, tmp_path / "first", "127.0.0.1")
+    await first.load_model()
+    await first.SaveCheckpoint(trainer_pb2.SaveCheckpointRequest(step=0), None)
+    await first.close()
+    control = FakeControl()
+    fetch_file = LocalFileSystem.get_file
+
+    def fetch_slowly(*arguments: Any, **options: Any) -> None:
+        known = len(control.sent)
+        deadline = time.monotonic() + 20
+        while len(control.sent) == known:
+            assert time.monotonic() < deadline, "no call reached the other ranks"
+            time.sleep(0.01)
+        fetch_file(*arguments, **options)
+
+    monkeypatch.setattr(LocalFileSystem, "get_file", fetch_slowly)
+    monkeypatch.setattr(service, "IDLE_CHECK_S", 0.02)
+    second = TrainerService(loaded(), spec, tmp_path / "second", "127.0.0.1", control)  # type: ignore[arg-type]
+    await second.load_model()
+    calls = [decode_call(message) for message in control.sent]
+    checkpoint = checkpoints.step_directory(tmp_path / "second", 0)
+    assert calls[0] == ("CheckAlive", Empty())
+    assert calls[-1] == ("Load", StringValue(value=str(checkpoint)))
+    await second.close()
+
+
+async def test_a_rank_that_ends_while_rank_0_fetches_a_checkpoint_ends_the_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = a_spec(tmp_path).model_copy(update={"checkpoint": Checkpoint(mirror=f"file://{tmp_path}/mirror")})
+    control = FakeControl(others_outcome=1)
+    is_ended = threading.Event()
+    monkeypatch.setattr(LocalFileSystem, "exists", lambda *_, **__: is_ended.wait(20))
+    monkeypatch.setattr(service, "IDLE_CHECK_S", 0.02)
+    trainer = TrainerService(loaded(), spec, tmp_path / "run", "127.0.0.1", control)  # type: ignore[arg-type]
+    with pytest.raises(RankLost):
+        await trainer.load_model()
+    is_ended.set()
 
 
 def test_unexpected_error_raises_rank_lost(monkeypatch: pytest.MonkeyPatch) -> None:
